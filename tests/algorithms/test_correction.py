@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from tests.algorithms.batches import close, policy_inputs, widen
 from verl.algorithms.correction import (
@@ -67,23 +69,29 @@ def test_a_wild_ratio_stays_finite():
         assert torch.isfinite(weights).all()
 
 
-ESTIMATORS = {"k1": lambda x: -x, "k2": lambda x: x * x / 2, "k3": lambda x: math.exp(x) - 1 - x}
-REDUCE = {"seq_sum": sum, "seq_mean": lambda xs: sum(xs) / len(xs), "seq_max": max}
+ESTIMATORS = {"k1": lambda r: r, "k2": lambda r: math.log(r) ** 2 / 2, "k3": lambda r: r - 1 - math.log(r)}
+REDUCE = {"seq_sum": math.fsum, "seq_mean": lambda xs: math.fsum(xs) / len(xs), "seq_max": max}
+REDUCE_RATIOS = {"seq_sum": math.prod, "seq_mean": lambda rs: math.exp(math.fsum(map(math.log, rs)) / len(rs))}
+
+
+def compared_values(ratios, option):
+    """The value of each token of a row that the bounds of `option` apply to: of k1 the ratio, the row's product or its
+    geometric mean."""
+    scope, _, estimator = option.rpartition("_")
+    values = [ESTIMATORS[estimator](ratio) for ratio in ratios]
+    if scope == "token":
+        return values
+    return [(REDUCE_RATIOS if estimator == "k1" else REDUCE)[scope](values)] * len(values)
 
 
 @pytest.mark.parametrize("option", RS_OPTIONS)
 def test_rejection(option):
     old, rollout, mask = inputs(2, batch=12)
-    scope, _, estimator = option.rpartition("_")
-    bounds = (0.75, 1.25) if estimator == "k1" else (None, 0.05)
-    low, high = (math.log(bounds[0]), math.log(bounds[1])) if estimator == "k1" else (-math.inf, bounds[1])
-    rows = []
-    for row in kept_ratios(old, rollout, mask):
-        values = [ESTIMATORS[estimator](x) for x in row]
-        if scope != "token":
-            values = [REDUCE[scope](values)] * len(row)
-        rows.append([low <= v <= high for v in values])
-    threshold = "0.75_1.25" if estimator == "k1" else 0.05
+    low, high, threshold = (0.75, 1.25, "0.75_1.25") if option.endswith("k1") else (0.0, 0.05, 0.05)
+    rows = [
+        [low <= value <= high for value in compared_values([math.exp(x) for x in row], option)]
+        for row in kept_ratios(old, rollout, mask)
+    ]
     found = rollout_correction(old, rollout, mask, rollout_rs=option, rollout_rs_threshold=threshold)
     expected = scatter([[float(k) for k in r] for r in rows], mask).bool()
     assert 0 < int(expected.sum()) < int(mask.sum()), "the case decides nothing"
@@ -95,6 +103,49 @@ def test_rejection(option):
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(float(lost))
     lost_rows = (mask & ~expected).any(1).double().mean()
     assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(float(lost_rows))
+
+
+def test_bounds_of_k1_are_bounds_of_the_ratio():
+    ratios = torch.tensor([[0.49, 0.51, 2.9, 3.1]], dtype=torch.float64)
+    for option in ("token_k1", "seq_sum_k1", "seq_mean_k1"):
+        rows = ratios if option == "token_k1" else ratios.T
+        found = rollout_correction(
+            rows.log(), torch.zeros_like(rows), torch.ones_like(rows).bool(), rollout_rs=option,
+            rollout_rs_threshold="0.5_3.0",
+        )  # fmt: skip
+        assert found.response_mask.flatten().tolist() == [False, True, True, False]
+
+
+LOG_RATIOS = st.lists(st.floats(-25, 25), min_size=1, max_size=5)
+BOUND = st.floats(-27, 27).map(math.exp)
+
+
+@given(st.sampled_from(RS_OPTIONS), LOG_RATIOS, BOUND, BOUND)
+@settings(max_examples=200, deadline=None)
+def test_rejection_keeps_exactly_the_ratios_within_its_bounds(option, log_ratios, one, other):
+    bounds = sorted((one, other)) if option.endswith("k1") else [0.0, one]
+    values = compared_values([math.exp(x) for x in log_ratios], option)
+    assume(all(abs(value / bound - 1) > 1e-6 for value in values for bound in bounds if bound > 0))
+    log_ratio = torch.tensor([log_ratios], dtype=torch.float64)
+    threshold = "_".join(map(repr, bounds)) if option.endswith("k1") else repr(one)
+    found = rollout_correction(
+        log_ratio, torch.zeros_like(log_ratio), torch.ones_like(log_ratio).bool(), rollout_rs=option,
+        rollout_rs_threshold=threshold,
+    )  # fmt: skip
+    assert found.response_mask[0].tolist() == [bounds[0] <= value <= bounds[1] for value in values]
+
+
+@given(st.sampled_from(["token", "sequence"]), st.lists(st.floats(-4, 4), min_size=1, max_size=5), BOUND, BOUND)
+@settings(max_examples=100, deadline=None)
+def test_weights_are_the_ratios_within_their_bounds(level, log_ratios, one, other):
+    low, high = sorted((one, other))
+    ratios = [math.exp(x) for x in log_ratios] if level == "token" else [math.exp(math.fsum(log_ratios))]
+    assume(all(abs(ratio / bound - 1) > 1e-6 for ratio in ratios for bound in (low, high)))
+    assume(max(ratios) < math.exp(20) and min(ratios) > math.exp(-20))
+    log_ratio = torch.tensor([log_ratios], dtype=torch.float64)
+    found = importance_weights(log_ratio, torch.ones_like(log_ratio), level, f"{low!r}_{high!r}")[0].tolist()
+    expected = [ratio if low <= ratio <= high else 0.0 for ratio in ratios] * (1 if level == "token" else len(log_ratios))
+    assert found == pytest.approx(expected, rel=1e-9)
 
 
 def test_options_must_all_keep_a_token():

@@ -1,4 +1,7 @@
-"""Rejection of tokens or sequences whose probabilities under trainer and sampler differ too much."""
+"""Rejection of tokens or sequences whose probabilities under trainer and sampler differ too much.
+
+Bounds of k1 are bounds of the ratio rho = trainer / sampler. Existing releases document the same and apply them to 1 / rho.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl.algorithms.correction.weights import LOG_RATIO_LIMIT
 from verl.algorithms.masked import masked_mean, masked_sum, token_mean
 from verl.data_proto.metrics import Metric
 from verl.errors import ConfigError, nearest
+
+EXPONENT_LIMIT = 80.0  # of k3: its largest value fits in float32
 
 RS_OPTIONS = (
     *(f"token_{k}" for k in ("k1", "k2", "k3")),
@@ -75,7 +79,7 @@ def _rejection(option: str, text: str) -> Rejection:
         if len(bounds) == 1 and bounds[0] > 0:
             bounds = sorted((bounds[0], 1 / bounds[0]))
         if len(bounds) == 2 and 0 < bounds[0] <= bounds[1]:
-            return Rejection(option, math.log(bounds[0]), math.log(bounds[1]))
+            return Rejection(option, -math.log(bounds[1]), -math.log(bounds[0]))  # of k1 = -log rho
         raise ConfigError(
             f"rollout_rs_threshold {text!r} for {option} must be 'low_high' with 0 < low <= high, or one number."
         )
@@ -85,11 +89,14 @@ def _rejection(option: str, text: str) -> Rejection:
 
 
 def divergence(log_ratio: Tensor, estimator: str) -> Tensor:
-    """Divergence k1 = -log rho, k2 = (log rho)^2 / 2 or k3 = rho - 1 - log rho, with log rho within 20."""
-    log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    """Divergence k1 = -log rho, k2 = (log rho)^2 / 2 or k3 = rho - 1 - log rho, in float64: k3 of a ratio near 1 is a small
+    difference of large numbers."""
+    log_ratio = log_ratio.double()
     if estimator == "k1":
         return -log_ratio
-    return 0.5 * log_ratio.square() if estimator == "k2" else log_ratio.exp() - 1 - log_ratio
+    if estimator == "k2":
+        return 0.5 * log_ratio.square()
+    return log_ratio.clamp(max=EXPONENT_LIMIT).expm1() - log_ratio
 
 
 def rejection_mask(
