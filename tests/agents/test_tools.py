@@ -9,6 +9,7 @@ from tests.agents.echo_tools import break_things, echo
 from verl.agents.episode import Episode, EpisodeTask
 from verl.agents.journal import Journal
 from verl.agents.tool_calls import ToolCalls, ToolSettings, truncated
+from verl.data.prompts import truncate
 from verl.errors import ConfigError
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import MARK, function_tool
@@ -99,10 +100,18 @@ def test_a_call_that_hangs_is_answered(tools):
 
 def test_a_long_answer_is_cut(tools):
     assert len(call(tools, "break_things", {"how": "long"}).text) == 100 + len("...(truncated)...")
-    assert truncated("abcdef", 4, "left") == "abcd...(truncated)"
-    assert truncated("abcdef", 4, "right") == "(truncated)...cdef"
+    assert truncated("abcdef", 4, "left") == "(truncated)...cdef"
+    assert truncated("abcdef", 4, "right") == "abcd...(truncated)"
     assert truncated("abcdef", 4, "middle") == "ab...(truncated)...ef"
     assert truncated("abcd", 4, "middle") == "abcd"
+
+
+@pytest.mark.parametrize("side", ["left", "middle", "right"])
+def test_tool_responses_are_cut_on_the_side_that_prompts_are_cut_on(side):
+    tokens = list(range(10))
+    kept = truncate(tokens, 4, side)
+    text = truncated("".join(map(str, tokens)), 4, side).replace("(truncated)", "").replace("...", "")
+    assert text == "".join(map(str, kept))
 
 
 def test_a_row_may_narrow_the_tools(tools):

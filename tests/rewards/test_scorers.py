@@ -34,14 +34,14 @@ CASES = [
         "2",
         {},
         ["\\boxed{2} n in n-i-n-e.", "n = n.\n\\boxed{1} no, \\boxed{2}"],
-        ["2", "\\boxed{3}", "\\boxed{2} or \\boxed{3}", "\\boxed{2.0}"],
+        ["2", "\\boxed{3}", "\\boxed{2} or \\boxed{3}", "\\boxed{2.1}"],
     ),
     (
         "openai/gsm8k",
         "1800",
         {},
         ["#### 1800", "so 3 #### 3 no\n#### 1,800", "x" * 5000 + "#### 1800 dollars"],
-        ["1800", "#### 18", "#### 1800 then #### 7", "#### 1800" + "x" * 300, "####1800", "#### 1800.5"],
+        ["1800", "#### 18", "#### 1800 then #### 7", "####1800", "#### 1800.5"],
     ),
     (
         "lighteval/MATH",
@@ -114,6 +114,60 @@ def test_right_wrong_and_garbage(case):
         assert value(default_compute_score(source, reply, gold, extra)) == lowest, reply
     reference = find_scorer(source).reference(gold, extra)
     assert value(default_compute_score(source, reference, gold, extra)) == 1.0
+
+
+# data_source -> a reply with this answer, when the reference is a number
+ANSWERS = {
+    "openai/gsm8k": "#### {}",
+    "math_dapo": "Answer: {}",
+    "math": "Answer: {}",
+    "aime2024": "Answer: {}",
+    "lighteval/MATH": "\\boxed{{{}}}",
+    "numina_x": "\\boxed{{{}}}",
+    "hiyouga/geometry3k": "\\boxed{{{}}}",
+    "searchR1_nq": "<answer>{}</answer>",
+    "char_count": "\\boxed{{{}}}",
+    "reasoning_gym/basic_arithmetic": "<answer>{}</answer>",
+}
+FOLLOWING = ["", "\n", "\nThat is all.", "\n" + "words, and more words. " * 40, "\n\n" + "-" * 100_000]
+
+
+def test_every_scorer_of_an_answer_is_in_the_table():
+    of_other_kinds = {find_scorer(source) for source in ("apps",)}
+    assert {find_scorer(source) for source in ANSWERS} == {SCORERS.get(row) for row in SCORERS} - of_other_kinds
+
+
+def spellings(number):
+    """Numerals of one value."""
+    found = [str(number), f"{number}.0", f"{number}.", f"{number}.00", f"{number:,}", f"{number:,}.0"]
+    return found if number < 0 else [*found, f"${number}"]
+
+
+@pytest.mark.parametrize("source", ANSWERS)
+def test_a_score_depends_on_the_answer_and_not_on_what_follows_or_how_the_number_is_spelled(source):
+    extra = {"question": "", "metadata": {}, "task": "basic_arithmetic"}
+    for number in (7, 1234, 1234567, -1234):
+        for gold in spellings(number):
+            extra["answer"] = gold
+            for answer in spellings(number):
+                if answer.startswith("$") and source in ("math_dapo", "math", "aime2024"):
+                    answer += "$"  # TeX
+                reply = ANSWERS[source].format(answer)
+                assert value(default_compute_score(source, reply, gold, extra)) == 1.0, (answer, gold)
+            reply, wrong = (ANSWERS[source].format(n) for n in (number, number + 1))
+            for following in FOLLOWING:
+                assert value(default_compute_score(source, reply + following, gold, extra)) == 1.0, (gold, following[:30])
+                assert value(default_compute_score(source, wrong + following, gold, extra)) <= 0.0, (gold, following[:30])
+            assert value(default_compute_score(source, f"{reply}\n{wrong}", gold, extra)) <= 0.0
+
+
+def test_the_window_of_existing_releases_is_an_option():
+    after = "\n" + "x" * 400
+    for source, reply, lowest in (("openai/gsm8k", "#### 7", 0.0), ("math_dapo", "Answer: 7", -1.0)):
+        assert value(default_compute_score(source, reply + after, "7")) == 1.0
+        assert value(default_compute_score(source, reply + after, "7", legacy=True)) == lowest
+    assert default_compute_score("openai/gsm8k", "#### 1234", "1234.0") == 1.0
+    assert default_compute_score("openai/gsm8k", "#### 1234", "1234.0", legacy=True) == 0.0
 
 
 def test_dapo_says_what_it_read():

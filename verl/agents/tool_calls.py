@@ -206,12 +206,13 @@ def _finish(done: Future[Any], value: Any = None, error: BaseException | None = 
 
 
 def truncated(text: str, limit: int, side: str) -> str:
-    """A text of at most `limit` characters and a mark where it was cut: its beginning (side left), end (right) or both."""
+    """At most `limit` characters of a text and a mark where it was cut. `side` is the side that is cut, as in data.truncation:
+    left keeps the end, right the beginning, middle both."""
     if len(text) <= limit:
         return text
     if side == "left":
-        return f"{text[:limit]}...(truncated)"
-    if side == "right":
         return f"(truncated)...{text[-limit:]}"
+    if side == "right":
+        return f"{text[:limit]}...(truncated)"
     half = max(1, limit // 2)
     return f"{text[:half]}...(truncated)...{text[-half:]}"

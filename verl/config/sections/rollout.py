@@ -51,7 +51,7 @@ class MultiTurnConfig(Section):
     max_parallel_calls: int = used(1, "tool calls of one turn that run; further ones are left out", when=AGENTS, ge=1)
     max_tool_response_length: int = used(256, "longest tool response, in characters", when=AGENTS, ge=1)
     tool_response_truncate_side: str = used(
-        "middle", "where a longer one is cut", when=AGENTS, choices=("left", "middle", "right")
+        "middle", "side on which a longer one is cut, as in data.truncation", when=AGENTS, choices=("left", "middle", "right")
     )
     tool_config_path: str | None = used(None, "YAML file that declares tools", when=AGENTS, strict=TOOLS, path=True)
     function_tool_path: str | None = used(

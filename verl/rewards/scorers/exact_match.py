@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import string
+from decimal import Decimal
 from typing import Any
 
 from verl.rewards.scorers.route import Scorer
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _ARTICLE = re.compile(r"\b(a|an|the)\b")
+_NUMERAL = re.compile(r"[+-]?(?:(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)(?:\.[0-9]*)?|\.[0-9]+)")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
@@ -19,23 +21,42 @@ def last_answer(text: str) -> str | None:
     return found[-1].strip() if found else None
 
 
+def number_of(text: str) -> Decimal | None:
+    """The value of a decimal numeral: 1234 of "1234", "1,234.", "$1234.0" and " +1234"; None for other text."""
+    plain = text.strip().replace("$", "", 1)
+    return Decimal(plain.replace(",", "")) if _NUMERAL.fullmatch(plain) else None
+
+
+def same_number(first: str, second: str) -> bool:
+    """Whether both texts are numerals of one value."""
+    value = number_of(first)
+    return value is not None and value == number_of(second)
+
+
 def compute_score(
     solution_str: str, ground_truth: Any, format_score: float = 0.0, score: float = 1.0, **_other: Any
 ) -> float:
-    """`score` for an accepted answer, up to case, punctuation, articles and spacing; `format_score` for another one.
+    """`score` for an accepted answer, up to case, punctuation, articles and spacing; `format_score` for another one. Two
+    numerals are compared by value.
 
     0 without the tags. `ground_truth`: text, a list of texts, or {"target": either}.
     """
     answer = last_answer(solution_str)
     if answer is None:
         return 0.0
-    return score if _normal(answer) in {_normal(t) for t in _targets(ground_truth)} else format_score
+    return score if any(_same(answer, target) for target in _targets(ground_truth)) else format_score
 
 
 def _targets(ground_truth: Any) -> list[str]:
     if isinstance(ground_truth, dict):
         ground_truth = ground_truth["target"]
     return [str(t) for t in ground_truth] if isinstance(ground_truth, list) else [str(ground_truth)]
+
+
+def _same(answer: str, target: str) -> bool:
+    if number_of(answer) is not None and number_of(target) is not None:
+        return same_number(answer, target)
+    return _normal(answer) == _normal(target)
 
 
 def _normal(text: str) -> str:

@@ -5,23 +5,24 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
+from verl.rewards.scorers.exact_match import same_number
 from verl.rewards.scorers.route import Scorer
 
-NUM_LAST_CHARACTERS = 300  # that are searched for the answer; also bounds the time of the regular expressions
-_MARKED = re.compile(r"#### (\-?[0-9\.\,]+)")
-_ANY = re.compile(r"\-?[0-9\.\,]+")
+LEGACY_WINDOW = 300  # characters at the end of a reply in which existing releases look for the answer
+_MARKED = re.compile(r"#### (-?\$?[0-9.,]+)")
+_ANY = re.compile(r"-?\$?[0-9.,]+")
 
 
-def extract_solution(solution_str: str, method: Literal["strict", "flexible"] = "strict") -> str | None:
-    """The final number as text without thousands separators, from the last 300 characters; None without one.
+def extract_solution(
+    solution_str: str, method: Literal["strict", "flexible"] = "strict", legacy: bool = False
+) -> str | None:
+    """The final number as text without thousands separators; None without one.
 
-    "strict": the last one after "#### "; "flexible": the last number of the text.
+    "strict": the last one after "#### "; "flexible": the last number of the text. `legacy`: only among the last 300 characters.
     """
     pattern = _MARKED if method == "strict" else _ANY
-    numbers = [_without_separators(n) for n in pattern.findall(solution_str[-NUM_LAST_CHARACTERS:])]
-    if method == "flexible":
-        numbers = [n.rstrip(".") for n in numbers if any(c.isdigit() for c in n)]
-    return numbers[-1] if numbers else None
+    numbers = pattern.findall(solution_str[-LEGACY_WINDOW:] if legacy else solution_str)
+    return next((_plain(n) for n in reversed(numbers) if any(c.isdigit() for c in n)), None)
 
 
 def compute_score(
@@ -30,17 +31,20 @@ def compute_score(
     method: Literal["strict", "flexible"] = "strict",
     format_score: float = 0.0,
     score: float = 1.0,
+    legacy: bool = False,
     **_other: Any,
 ) -> float:
-    """`score` when the extracted number is the reference's text, `format_score` for another number, 0 without one."""
-    answer = extract_solution(solution_str, method)
+    """`score` when the extracted number equals the reference, `format_score` for another number, 0 without one. `legacy`: the
+    rule of existing releases, which compare the numbers as text and see the last 300 characters of the reply only."""
+    answer = extract_solution(solution_str, method, legacy)
     if answer is None:
         return 0.0
-    return score if answer == _without_separators(str(ground_truth).strip()) else format_score
+    reference = _plain(str(ground_truth).strip())
+    return score if answer == reference or (not legacy and same_number(answer, reference)) else format_score
 
 
-def _without_separators(number: str) -> str:
-    return number.replace(",", "").replace("$", "")
+def _plain(number: str) -> str:
+    return number.replace(",", "").replace("$", "").rstrip(".")
 
 
 SCORER = Scorer(compute_score, lambda ground_truth, extra_info: f"#### {ground_truth}")

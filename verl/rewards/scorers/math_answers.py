@@ -10,10 +10,10 @@ import re
 from types import ModuleType
 from typing import Any
 
-from verl.rewards.scorers.exact_match import last_answer
+from verl.rewards.scorers.exact_match import last_answer, same_number
 from verl.rewards.scorers.route import Scorer
 
-NUM_LAST_CHARACTERS = 300  # of a reply, where DAPO looks for the answer
+LEGACY_WINDOW = 300  # characters at the end of a reply in which existing releases look for "Answer:"
 _SPACE = re.compile(r"\s+|\\[,;:!]|\$")
 _BOX = re.compile(r"\\(?:boxed|fbox)(?=\s*\{|\s)")
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
@@ -53,12 +53,15 @@ def score_boxed(solution_str: str, ground_truth: Any, **_other: Any) -> float:
     return float(any(math_equal(last_boxed(str(gold)) or str(gold), answer) for gold in accepted))
 
 
-def score_answer_line(solution_str: str, ground_truth: Any, **_other: Any) -> dict[str, Any]:
-    """Score of DAPO (Yu et al. 2025, arXiv:2503.14476) and AIME, whose replies end in "Answer: X".
+def score_answer_line(
+    solution_str: str, ground_truth: Any, legacy: bool = False, **_other: Any
+) -> dict[str, Any]:
+    """Score of DAPO (Yu et al. 2025, arXiv:2503.14476) and AIME, whose replies have a line "Answer: X".
 
-    {"score": 1.0 or -1.0, "acc": bool, "pred": the text after the last "Answer:" among the last 300 characters}.
+    {"score": 1.0 or -1.0, "acc": bool, "pred": the rest of the line after the last "Answer:"}. `legacy`: as existing releases,
+    only among the last 300 characters of the reply.
     """
-    found = _ANSWER.findall(solution_str[-NUM_LAST_CHARACTERS:])
+    found = _ANSWER.findall(solution_str[-LEGACY_WINDOW:] if legacy else solution_str)
     answer = _plain(found[-1]) if found else ""
     correct = bool(answer) and math_equal(_plain(str(ground_truth)), answer)
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": answer or "[none]"}
@@ -87,7 +90,7 @@ def _plain(answer: str) -> str:
 
 def math_equal(gold: str, answer: str) -> bool:
     r"""Whether `answer` equals `gold`, both LaTeX or plain: "0.5" and "\frac{1}{2}" do."""
-    if _SPACE.sub("", gold) == _SPACE.sub("", answer):
+    if _SPACE.sub("", gold) == _SPACE.sub("", answer) or same_number(gold, answer):
         return True
     math_verify = load_math_verify()
     parsed = [math_verify.parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (gold, answer)]

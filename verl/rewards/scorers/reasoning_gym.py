@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from verl.errors import RewardError
-from verl.rewards.scorers.exact_match import last_answer
+from verl.rewards.scorers.exact_match import last_answer, same_number
 from verl.rewards.scorers.route import Scorer
 
 PREFIX = "reasoning_gym/"
@@ -24,14 +24,16 @@ _TUPLE_TASKS = ("arc_agi", "rearc")  # their scorers compare grids as tuples, wh
 def extract_answer(reply: str, reference: str | None) -> str:
     """Text of the last <answer>...</answer>, else the reply; of that the last number when the reference is a number.
 
-    Numbers have no thousands separators; "" when there is none.
+    Numbers have no thousands separators, and one that equals the reference is spelled like it; "" when there is none.
     """
     answer = last_answer(reply)
     text = reply.strip() if answer is None else answer
-    if reference is None or not _NUMBER.fullmatch(reference.strip()):
+    if reference is None or not _NUMBER.fullmatch(reference.strip().lstrip("$").rstrip(".")):
         return text
     numbers = _NUMBER.findall(text)
-    return str(numbers[-1]).replace(",", "") if numbers else ""
+    if not numbers:
+        return ""
+    return reference.strip() if same_number(numbers[-1], reference) else str(numbers[-1]).replace(",", "")
 
 
 def compute_score(
