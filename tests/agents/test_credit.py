@@ -10,7 +10,7 @@ from tests.agents.test_runs import ENDS, ROLLOUT, episodes
 from tests.agents.test_ways import HERE, NO_TOOLS, ONE_STEP, digest
 from tests.config.helpers import load
 from verl.algorithms.advantages import compute_advantage
-from verl.algorithms.groups import without_failed
+from verl.algorithms.groups import without_missing
 from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import Score
@@ -61,7 +61,7 @@ def test_turns_are_rewarded_at_their_ends():
     assert collected([0.25, 0.5], 1.0) == [0, 0.25, 0, 0.5, 0.25, 0]  # 0.25 beside those of the turns
     assert collected([0.25], None) == [0, 0.25, 0, 0, 0.5, 0]  # and the score of the reward function
     assert collected([0.25, 0.5], 0.75, config=False) == [0, 0, 0, 0, 0.75, 0]
-    assert collected([0.25, 0.5], None, error="broke") == [0, 0, 0, 0, -1, 0]
+    assert collected([0.25, 0.5], None, error="broke") == [0, 0, 0, 0, 0, 0]
     assert collected([0.25, 0.5], 0.75, mask=(0,) * 6) == [0, 0, 0, 0, 0.75, 0]
 
 
@@ -81,7 +81,7 @@ def test_players_are_compared_with_their_own_seat():
 
 
 def test_failed_episodes_are_compared_with_nothing():
-    labels = without_failed(np.array(["a", "a", "b"], dtype=object), [None, "broke", None])
+    labels = without_missing(np.array(["a", "a", "b"], dtype=object), [True, False, True])
     assert labels[0] == "a"
     assert labels[2] == "b"
     assert labels[1] not in labels[::2]

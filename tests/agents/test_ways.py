@@ -64,7 +64,7 @@ def test_a_game_that_breaks_is_left_out(agent_run, agent_task, tmp_path, caplog)
     (row,) = run.training_rows()
     assert row["rollout/num_failed_episodes"] == 3
     assert row["critic/score/min"] == -1
-    assert "train/0/0 is left out and gets the default score: raised RuntimeError: the board is gone" in caplog.text
+    assert "train/0/0 is left out: raised RuntimeError: the board is gone" in caplog.text
 
 
 def test_a_step_whose_episodes_all_fail_changes_nothing(agent_run, caplog):

@@ -190,6 +190,30 @@ def test_tool_output_in_the_middle_does_not_matter(name):
 
 
 @estimators
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_without_a_score_change_no_other_row(name, seed):
+    columns, settings = columns_for(name, seed), TABLE[name].settings
+    expected = run(name, columns, **settings)
+    num_rows = len(columns["uid"])
+    both = map_columns(columns, lambda column, x: torch.cat([x, x]))
+    both["uid"] = [*columns["uid"], *(u if columns["uid"].count(u) > 1 else f"other {u}" for u in columns["uid"])]
+    both["token_level_rewards"][num_rows:] = 7.0  # a default score
+    both["is_scored"] = torch.arange(2 * num_rows) < num_rows
+    for found, of_scored in zip(run(name, both, **settings), expected, strict=True):
+        close(found[:num_rows], of_scored, 1e-9)
+        assert not found[num_rows:].any()
+
+
+@pytest.mark.parametrize("name", sorted(TABLE))
+def test_the_only_scored_row_of_a_group_is_compared_with_nothing(name):
+    columns = {**HAND, "is_scored": torch.tensor([True, False])}
+    advantages, _ = run(name, columns, **TABLE[name].hand_settings)
+    assert not advantages[1].any()
+    compares = "uid" in requires(name)
+    assert bool(advantages[0].any()) != compares or name in ("gae", "turn_gae", "reinforce_plus_plus")
+
+
+@estimators
 def test_dtype_is_kept_and_any_mask_type_serves(name):
     columns = columns_for(name, 5)
     exact = run(name, columns)

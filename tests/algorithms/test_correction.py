@@ -144,7 +144,9 @@ def test_weights_are_the_ratios_within_their_bounds(level, log_ratios, one, othe
     assume(max(ratios) < math.exp(20) and min(ratios) > math.exp(-20))
     log_ratio = torch.tensor([log_ratios], dtype=torch.float64)
     found = importance_weights(log_ratio, torch.ones_like(log_ratio), level, f"{low!r}_{high!r}")[0].tolist()
-    expected = [ratio if low <= ratio <= high else 0.0 for ratio in ratios] * (1 if level == "token" else len(log_ratios))
+    expected = [ratio if low <= ratio <= high else 0.0 for ratio in ratios] * (
+        1 if level == "token" else len(log_ratios)
+    )
     assert found == pytest.approx(expected, rel=1e-9)
 
 

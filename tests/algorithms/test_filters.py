@@ -5,8 +5,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.algorithms.filters import best_of_groups, filter_groups, pf_ppo_indices
+from verl.algorithms.filters import best_and_worst, best_of_groups, filter_groups, pf_ppo_indices
 from verl.errors import ConfigError
+
+
+def test_rows_without_a_score_are_neither_compared_nor_chosen():
+    uids, scores = list("aaabbbcc"), [1.0, 1.0, 0.0, 0.0, 1.0, 5.0, 0.0, 1.0]
+    scored = [True, True, False, True, True, False, False, False]
+    assert filter_groups(scores, uids, scored).tolist() == [False] * 3 + [True] * 3 + [False] * 2
+    assert best_and_worst(scores, uids, scored) == [(4, 3)]
+    for method in ("pow", "max_min", "max_random"):
+        rows = pf_ppo_indices(torch.tensor(scores), method, is_scored=torch.tensor(scored))
+        assert len(rows) == len(scores)
+        assert all(scored[row] for row in rows.tolist())
+    zeros = pf_ppo_indices(torch.zeros(8), "pow", is_scored=torch.tensor(scored))
+    assert all(scored[row] for row in zeros.tolist())
 
 
 def test_group_filter():

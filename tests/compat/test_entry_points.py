@@ -57,10 +57,11 @@ class TestArguments:
 class TestEvaluation:
     def test_the_mean_of_the_means_of_rows(self, answers, capsys, caplog):
         """Source a: rows of 1/2 and 1; source b: 0, one of them the default of a scorer that failed."""
-        code = main_eval([f"data.path={answers}/answers.parquet", f"custom_reward_function.path={answers}/score.py"])
+        files = [f"data.path={answers}/answers.parquet", f"custom_reward_function.path={answers}/score.py"]
+        code = main_eval([*files, "reward.default_score=0"])
         assert code == 0
         assert capsys.readouterr().out == "{'test_score/a': 0.75, 'test_score/b': 0.0}\n"
-        assert "1 of 6 responses got the default score" in caplog.text
+        assert "The scorer failed for 1 of 6 responses" in caplog.text
 
     def test_columns_of_other_names_and_built_in_scorers(self, tmp_path):
         rows = [{"src": "openai/gsm8k", "out": f"#### {i}", "rm": {"ground_truth": "4"}} for i in (4, 5)]

@@ -4,9 +4,12 @@ import numpy as np
 import pytest
 import torch
 
+from verl.algorithms.kl import AdaptiveKLController, apply_kl_penalty
 from verl.data_proto.batch_metrics import data_metrics, span_tokens
 from verl.data_proto.merge import object_array
+from verl.data_proto.metrics import metric_values
 from verl.data_proto.proto import DataProto
+from verl.programs.ppo_async import age_metrics
 from verl.tracking.spans import span_metrics, throughput
 from verl.trainer.ppo.metric_utils import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
 
@@ -51,6 +54,66 @@ def test_values_by_hand(batch):
     assert (found["prompt_length/mean"], found["prompt_length/clip_ratio"]) == (2.0, pytest.approx(1 / 3))
     assert (found["num_turns/min"], found["num_turns/max"]) == (2.0, 4.0)
     assert all(isinstance(value, float) for value in found.values())
+
+
+def with_placeholders(batch, tokens):
+    """The batch and as many rows of failed episodes: a response of `tokens` tokens that do not train, and a default score."""
+    both = DataProto.concat([batch, batch])
+    num_rows, columns, objects = len(batch), both.batch, both.non_tensor_batch
+    columns["response_mask"][num_rows:] = 0
+    columns["attention_mask"][num_rows:, 3:] = torch.arange(4) < tokens
+    for name in ("token_level_scores", "token_level_rewards"):
+        columns[name][num_rows:] = 9.0
+    columns["is_scored"] = torch.arange(2 * num_rows) < num_rows
+    objects["episode_error"] = object_array([None] * num_rows + ["broke"] * num_rows)
+    for name, value in {"__num_turns__": 99, "tool_call_counts": 99, "reward_parts": {"form": 9.0}}.items():
+        objects[name][num_rows:] = value if not isinstance(value, dict) else object_array([value] * num_rows)
+    return both
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_rows_without_a_response_change_no_metric_but_those_that_count_them(batch, tokens):
+    """All metrics over rows: those of the step, of the KL term with its controller, and of the age of samples."""
+    batch.non_tensor_batch["tool_call_counts"] = np.array([1, 2, 0], dtype=object)
+    batch.non_tensor_batch["reward_parts"] = object_array([{"form": 1.0}, {"form": 0.5}, {"form": 0.5}])
+    batch.batch["weight_version"] = torch.tensor([3, 4, 4])
+    batch.batch["token_weight_version"] = torch.tensor([[3, 5, 0, 0], [4, 4, 4, 4], [4, 0, 0, 0]])
+    batch.batch["response_mask"] = batch.batch["response_mask"].clone()
+
+    def metrics(rows):
+        found = data_metrics(rows, max_prompt_length=3, max_response_length=4)
+        columns, controller = rows.batch, AdaptiveKLController(0.1, 0.05, 100)
+        mask = columns["response_mask"].bool()
+        _, kl = apply_kl_penalty(
+            columns["token_level_scores"], columns["values"], columns["values"] * 0, mask, beta=0.1
+        )
+        controller.update(float(kl), n_steps=int(mask.any(-1).sum()))
+        found |= {"actor/reward_kl_penalty": float(kl), "controller": controller.value}
+        return found | metric_values(age_metrics(rows, version=6))
+
+    expected, found = metrics(batch), metrics(with_placeholders(batch, tokens))
+    assert found.pop("response/aborted_ratio") == pytest.approx((1 + 3) / 6)
+    assert expected.pop("response/aborted_ratio") == pytest.approx(1 / 3)
+    assert found == pytest.approx(expected)
+    assert expected["reward/form/mean"] == 0.75  # the row without a response has no score
+
+
+def test_half_of_the_episodes_fail():
+    """Eight responses of 29.4 tokens on average and eight placeholders of one token."""
+    lengths = [29, 30, 29, 30, 29, 30, 29, 29] + [1] * 8
+    width = torch.arange(32)[None] < torch.tensor(lengths)[:, None]
+    attention = torch.cat([torch.ones(16, 2, dtype=torch.bool), width], dim=1)
+    mask = width & (torch.arange(16) < 8)[:, None]
+    errors = object_array([None] * 8 + ["broke"] * 8)
+    batch = DataProto.from_dict(
+        {"responses": torch.zeros(16, 32, dtype=torch.long), "attention_mask": attention, "response_mask": mask},
+        {"episode_error": errors},
+    )
+    found = data_metrics(batch, max_prompt_length=2, max_response_length=32)
+    assert found["response/aborted_ratio"] == 0.5
+    assert found["response_length_non_aborted/mean"] == found["response_length/mean"] == 29.375
+    old = torch.full((16, 32), 0.5314)
+    assert float(apply_kl_penalty(old * 0, old, old * 0, mask, beta=0.1)[1]) == pytest.approx(0.5314)
 
 
 def test_times_of_episodes(batch):

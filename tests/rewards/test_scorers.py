@@ -156,8 +156,14 @@ def test_a_score_depends_on_the_answer_and_not_on_what_follows_or_how_the_number
                 assert value(default_compute_score(source, reply, gold, extra)) == 1.0, (answer, gold)
             reply, wrong = (ANSWERS[source].format(n) for n in (number, number + 1))
             for following in FOLLOWING:
-                assert value(default_compute_score(source, reply + following, gold, extra)) == 1.0, (gold, following[:30])
-                assert value(default_compute_score(source, wrong + following, gold, extra)) <= 0.0, (gold, following[:30])
+                assert value(default_compute_score(source, reply + following, gold, extra)) == 1.0, (
+                    gold,
+                    following[:30],
+                )
+                assert value(default_compute_score(source, wrong + following, gold, extra)) <= 0.0, (
+                    gold,
+                    following[:30],
+                )
             assert value(default_compute_score(source, f"{reply}\n{wrong}", gold, extra)) <= 0.0
 
 

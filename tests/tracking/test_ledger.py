@@ -65,7 +65,7 @@ def test_a_sample_is_found_again_as_it_was(path):
         assert ledger.multiset_of_trained()[3, 1, last.digest] == 1
         assert ledger.offset() == tracker.offset
     assert _samples(counts) == (
-        "samples: 7 trained, 0 pending, 4 with the default score, 0 trained twice, 1 removed by a filter"
+        "samples: 7 trained, 0 pending, 4 whose scorer failed, 0 trained twice, 1 removed by a filter"
     )
 
 

@@ -215,7 +215,7 @@ class _Session:
         elif why is not None:
             self.num_failed += 1
             level = logging.WARNING if self.num_failed <= MAX_NAMED else logging.DEBUG
-            log.log(level, "Episode %s is left out and gets the default score: %s.", task.name, why.removesuffix("."))
+            log.log(level, "Episode %s is left out: %s.", task.name, why.removesuffix("."))
             result = failed(task, why, self.driver.filler, self.driver.engine.weight_version)
         self.inbox.put(_Ended(index, episode, result))
 

@@ -36,7 +36,7 @@ Submit = Callable[["Episode", PromptRequest | TurnRequest], Awaitable[Completion
 
 
 class EpisodeError(VerlError):
-    """An episode cannot continue: it gets the default score and does not train. The run continues."""
+    """An episode cannot continue: it has no score and does not train. The run continues."""
 
 
 class AgentKilled(EpisodeError):

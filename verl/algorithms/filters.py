@@ -12,38 +12,52 @@ from verl.algorithms.groups import RowGroups
 from verl.errors import ConfigError
 
 
-def filter_groups(metric_values: Tensor | Sequence[float], uids: Any) -> Tensor:
+def filter_groups(
+    metric_values: Tensor | Sequence[float], uids: Any, is_scored: Tensor | Sequence[bool] | None = None
+) -> Tensor:
     """Rows to keep, [batch] bool: a group of two or more rows with one and the same metric is dropped.
 
-    Such a group has no gradient (dynamic sampling of DAPO, 2503.14476).
+    Such a group has no gradient (dynamic sampling of DAPO, 2503.14476). Rows that are not `is_scored` [batch] have no metric.
     """
     values = torch.as_tensor(metric_values, dtype=torch.float64).flatten()
+    scored = torch.ones_like(values, dtype=torch.bool) if is_scored is None else torch.as_tensor(is_scored)
     groups = RowGroups.of(uids, values)
-    constant = groups.max(values) == groups.min(values)  # exact, where a standard deviation may be rounding noise
-    return ~(constant & (groups.sizes > 1))[groups.ids]
+    highest = groups.max(torch.where(scored, values, -torch.inf))
+    lowest = groups.min(torch.where(scored, values, torch.inf))
+    constant = highest == lowest  # exact, where a standard deviation may be rounding noise
+    unscored = highest < lowest
+    return ~((constant & (groups.sizes > 1)) | unscored)[groups.ids]
 
 
 def pf_ppo_indices(
-    scores: Tensor, method: str = "pow", weight_pow: float = 2.0, generator: torch.Generator | None = None
+    scores: Tensor,
+    method: str = "pow",
+    weight_pow: float = 2.0,
+    generator: torch.Generator | None = None,
+    is_scored: Tensor | None = None,
 ) -> Tensor:
     """Row indices [batch], sampled with replacement with a weight from each row's score [batch] (PF-PPO, 2409.06957).
 
     pow: |s|^weight_pow.  max_min: 1 for the largest and smallest score of the batch, else 0.  max_random: 0.4 for the
-    largest, else 0.1. Where all weights are 0 every row is equally likely. Raises ConfigError on another method.
+    largest, else 0.1. Where all weights are 0 every row is equally likely. Rows that are not `is_scored` [batch] have the
+    weight 0. Raises ConfigError on another method.
     """
     scores = scores.detach().double().cpu()
+    scored = torch.ones_like(scores, dtype=torch.bool) if is_scored is None else is_scored.cpu()
+    largest, smallest = scores[scored].max(), scores[scored].min()
     if method == "pow":
         weights = scores.abs() ** weight_pow
     elif method == "max_min":
-        weights = ((scores == scores.max()) | (scores == scores.min())).double()
+        weights = ((scores == largest) | (scores == smallest)).double()
     elif method == "max_random":
-        weights = torch.where(scores == scores.max(), 0.4, 0.1).double()
+        weights = torch.where(scores == largest, 0.4, 0.1).double()
     else:
         raise ConfigError(
             f"There is no algorithm.pf_ppo.reweight_method {method!r}; there are pow, max_min, max_random."
         )
+    weights = torch.where(scored, weights, 0.0)
     if not bool(weights.sum() > 0):
-        weights = torch.ones_like(weights)
+        weights = scored.double()
     return torch.multinomial(weights, len(scores), replacement=True, generator=generator)
 
 
@@ -70,12 +84,15 @@ def best_of_groups(
     return sorted(row for kept in found.values() for row in kept.values())
 
 
-def best_and_worst(scores: Sequence[float], uids: Sequence[Hashable]) -> list[tuple[int, int]]:
+def best_and_worst(
+    scores: Sequence[float], uids: Sequence[Hashable], is_scored: Sequence[bool] | None = None
+) -> list[tuple[int, int]]:
     """The row with the highest and that with the lowest score of each group, the earlier of equals, in order of the groups'
-    first rows. A group whose scores are all equal has no pair."""
+    first rows. A group whose scores are all equal has no pair. Rows that are not `is_scored` do not count."""
     groups: dict[Hashable, list[int]] = {}
     for row, uid in enumerate(uids):
-        groups.setdefault(uid, []).append(row)
+        if is_scored is None or is_scored[row]:
+            groups.setdefault(uid, []).append(row)
     pairs = [
         (max(rows, key=lambda row: scores[row]), min(rows, key=lambda row: scores[row])) for rows in groups.values()
     ]

@@ -15,11 +15,11 @@ def labels_of(index: Sequence[Any] | Any) -> list[Any]:
     return index.tolist() if hasattr(index, "tolist") else list(index)
 
 
-def without_failed(labels: Sequence[Any] | Any, errors: Sequence[Any] | Any) -> list[Any]:
-    """Labels of groups in which each row with an error is alone: it takes no part in the statistics of its group."""
+def without_missing(labels: Sequence[Any] | Any, is_scored: Sequence[bool] | Any) -> list[Any]:
+    """Labels of groups in which each row without a score is alone: it takes no part in the statistics of its group."""
     return [
-        label if error is None else ("failed", row)
-        for row, (label, error) in enumerate(zip(labels, errors, strict=True))
+        label if has_score else ("missing", row)
+        for row, (label, has_score) in enumerate(zip(labels_of(labels), labels_of(is_scored), strict=True))
     ]
 
 

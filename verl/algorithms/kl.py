@@ -123,7 +123,8 @@ def apply_kl_penalty(
 ) -> tuple[Tensor, Tensor]:
     """(token_level_rewards [batch, response], mean KL): score_t - beta KL_t on trained tokens.
 
-    The mean, a 0-d tensor for the controller, is taken over each row's tokens, then over rows.
+    The mean, a 0-d tensor for the controller, is taken over each row's tokens, then over the rows that have any.
     """
     kl = torch.where(response_mask.bool(), kl_penalty(old_log_probs, ref_log_prob, kind), 0.0)
-    return token_level_scores - beta * kl, masked_mean(kl, response_mask, -1).mean()
+    rows = masked_mean(kl, response_mask, -1)
+    return token_level_scores - beta * kl, masked_mean(rows, response_mask.bool().any(-1))

@@ -7,7 +7,7 @@ RandomState(42), restarted for each prompt.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ Metrics = dict[str, float]  # "mean@4", "best@2/std", ...
 def validation_metrics(
     data_sources: Sequence[str],
     uids: Sequence[str],
-    values: dict[str, list[float]],
+    values: Mapping[str, Sequence[float] | np.ndarray],
     predictions: Sequence[Any] | None = None,
 ) -> dict[str, float]:
     """`val-core/{source}/{variable}/{metric}` and `val-aux/...`, averaged over the prompts of each source.
@@ -46,7 +46,7 @@ def validation_metrics(
 def metrics_per_source(
     data_sources: Sequence[str],
     uids: Sequence[str],
-    values: dict[str, list[float]],
+    values: Mapping[str, Sequence[float] | np.ndarray],
     predictions: Sequence[Any] | None = None,
     seed: int = SEED,
 ) -> dict[str, dict[str, Metrics]]:

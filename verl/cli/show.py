@@ -101,7 +101,7 @@ def _state(progress: Progress) -> str:
 
 def _samples(found: Counts) -> str:
     """Counts of samples by outcome; the later ones only if they are not 0."""
-    counts = [f"{found.trained} trained", f"{found.pending} pending", f"{found.defaulted} with the default score"]
+    counts = [f"{found.trained} trained", f"{found.pending} pending", f"{found.defaulted} whose scorer failed"]
     counts.append(f"{found.twice} trained twice")
     rare = {
         "removed by a filter": found.dropped,

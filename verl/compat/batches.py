@@ -47,7 +47,7 @@ def apply_kl_penalty(
         beta=beta,
         kind=kl_penalty,
     )
-    kl_ctrl.update(current_kl=mean.item(), n_steps=len(data))
+    kl_ctrl.update(current_kl=mean.item(), n_steps=int(mask.bool().any(-1).sum()))
     return data, {"actor/reward_kl_penalty": mean.item(), "actor/reward_kl_penalty_coeff": beta}
 
 

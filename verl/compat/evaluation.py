@@ -12,7 +12,7 @@ from typing import Any
 
 from verl.cli.main import run_guarded, run_verb
 from verl.compat.commands import Arguments
-from verl.errors import ConfigError, DataError, nearest
+from verl.errors import ConfigError, DataError, RewardError, nearest
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,8 @@ def score_file(data: dict[str, Any], overrides: Sequence[str] = ()) -> dict[str,
     """test_score/{data source}: the mean over its rows of the mean score of a row's responses.
 
     `data` names the file (`path`) and its columns, `overrides` are `reward.*` and `custom_reward_function.*` keys. Each
-    call has a time limit; a call that fails gives `reward.default_score`, and their number is logged. Raises ConfigError,
+    call has a time limit; a response whose call fails gets `reward.default_score`, or without one counts in no mean; their number
+    is logged. Raises ConfigError,
     DataError or RewardError.
     """
     from verl.config import load_config
@@ -73,11 +74,14 @@ def score_file(data: dict[str, Any], overrides: Sequence[str] = ()) -> dict[str,
     failed = [score for score in scores if score.error is not None]
     if failed:
         log.warning(
-            "%d of %d responses got the default score; the first: %s", len(failed), len(scores), failed[0].error
+            "The scorer failed for %d of %d responses; the first: %s", len(failed), len(scores), failed[0].error
         )
     by_row: dict[int, list[float]] = {}
     for number, score in zip(row_of, scores, strict=True):
-        by_row.setdefault(number, []).append(score.score)
+        if score.error is None or pool.default_score is not None:
+            by_row.setdefault(number, []).append(score.score)
+    if not by_row:
+        raise RewardError(f"None of the {len(scores)} responses could be scored. The first: {failed[0].error}")
     by_source: dict[str, list[float]] = {}
     for number, found in by_row.items():
         by_source.setdefault(sources[number], []).append(sum(found) / len(found))

@@ -1,38 +1,70 @@
-"""Metrics of a finished step, under the names of existing releases."""
+"""Metrics of a finished step, under the names of existing releases.
+
+Every metric over rows takes its rows from `RowSets`: a batch also has rows of episodes that failed, which hold a placeholder
+instead of a response, and rows whose scorer failed.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 if TYPE_CHECKING:
-    import torch
-
     from verl.data_proto.proto import DataProto
+
+MAX_PARTS = 256  # parts of the reward that are averaged, the most frequent ones: the model's text may name some
 
 # spans whose time is shown per token: gen works on response tokens, the others on all
 _PER_RESPONSE_TOKEN = ("gen",)
 _PER_TOKEN = ("ref", "values", "adv", "update_critic", "update_actor")
 
 
+@dataclass(frozen=True)
+class RowSets:
+    """Rows of a batch, each [batch] bool. sampled: with a response of the policy (not of an episode that failed). answered: of
+    these, with a token in it. scored: of these, with a usable score."""
+
+    sampled: torch.Tensor
+    answered: torch.Tensor
+    scored: torch.Tensor
+
+    @classmethod
+    def of(cls, batch: DataProto) -> RowSets:
+        """Without the columns episode_error and is_scored all rows are sampled and scored."""
+        errors = batch.non_tensor_batch.get("episode_error")
+        sampled = torch.tensor([error is None for error in (errors if errors is not None else [None] * len(batch))])
+        answered = sampled & (_lengths(batch)[1] > 0)
+        return cls(sampled, answered, answered & scored_rows(batch))
+
+
+def scored_rows(batch: DataProto) -> torch.Tensor:
+    """Rows that the reward has not marked as without a usable score, [batch] bool."""
+    columns = batch.batch
+    return columns["is_scored"] if "is_scored" in columns.keys() else torch.ones(len(batch), dtype=torch.bool)
+
+
 def data_metrics(
     batch: DataProto, *, max_prompt_length: int, max_response_length: int, use_critic: bool | None = None
 ) -> dict[str, float]:
-    """critic/*, response_length/*, prompt_length/*, and of episodes num_turns/*, tool_call_counts/* and
-    timing_s/agent_loop/* of the rows that trained.
+    """critic/*, response_length/*, prompt_length/*, reward/{part}/mean, and of episodes num_turns/*, tool_call_counts/* and
+    timing_s/agent_loop/*.
 
-    Rows without a response token (aborted) count in the ratios and lengths, but not in score and rewards. Metrics whose
-    columns are absent are left out; `use_critic` None means: if there are values.
+    Scores, rewards and parts are over scored rows, advantages, returns and values over trained tokens. Lengths and counts are
+    over sampled rows, response_length_non_aborted over answered ones. response/aborted_ratio and the times of episodes are over
+    all rows. Metrics whose columns are absent are left out; `use_critic` None means: if there are values.
     """
-    columns = batch.batch
+    columns, rows = batch.batch, RowSets.of(batch)
     mask = columns["response_mask"].bool()
     prompts, responses = _lengths(batch)
-    alive = responses > 0
     found: dict[str, float] = {}
     for name, column in (("score", "token_level_scores"), ("rewards", "token_level_rewards")):
         if column in columns.keys():
-            found |= _spread(f"critic/{name}", columns[column].sum(dim=-1)[alive])
+            found |= _spread(f"critic/{name}", columns[column].sum(dim=-1)[rows.scored])
     for name in ("advantages", "returns"):
         if name in columns.keys():
             found |= _spread(f"critic/{name}", columns[name][mask])
@@ -42,30 +74,49 @@ def data_metrics(
         # 1: the critic knows the returns; 0: it knows no more than their mean
         unexplained = (returns - values).var(correction=0) / (returns.var(correction=0) + 1e-5)
         found["critic/vf_explained_var"] = 1.0 - float(unexplained)
-    found |= _length_metrics("response_length", responses, max_response_length)
-    found |= _length_metrics("response_length_non_aborted", responses[alive], max_response_length)
-    found["response/aborted_ratio"] = float((~alive).double().mean())
-    found |= _length_metrics("prompt_length", prompts, max_prompt_length)
+    found |= _length_metrics("response_length", responses[rows.sampled], max_response_length)
+    found |= _length_metrics("response_length_non_aborted", responses[rows.answered], max_response_length)
+    found["response/aborted_ratio"] = float((~rows.answered).double().mean())
+    found |= _length_metrics("prompt_length", prompts[rows.sampled], max_prompt_length)
+    found |= part_means(batch, rows.scored)
     found |= count_metrics(batch, "num_turns", "__num_turns__")
     found |= count_metrics(batch, "tool_call_counts", "tool_call_counts")
     found |= _episode_times(batch, prompts, responses)
     return {name: float(value) for name, value in found.items()}
 
 
-def count_metrics(batch: DataProto, name: str, column: str) -> dict[str, float]:
-    """{name}/min, max and mean of an object column of numbers; {} where it is absent."""
-    if column not in batch.non_tensor_batch:
+def part_means(batch: DataProto, scored: torch.Tensor) -> dict[str, float]:
+    """reward/{part}/mean: the mean of each number that the reward function returned, over the `scored` rows [batch] that have
+    it."""
+    if "reward_parts" not in batch.non_tensor_batch:
         return {}
-    counts = np.asarray(batch.non_tensor_batch[column], dtype=np.float64)
+    parts = [
+        found for found, has_score in zip(batch.non_tensor_batch["reward_parts"], scored, strict=True) if has_score
+    ]
+    columns = number_parts(parts)
+    return {f"reward/{name}/mean": float(np.nanmean(values)) for name, values in columns.items()}
+
+
+def number_parts(parts: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
+    """The parts of rewards that are numbers, float64 [rows] by name, NaN where a row has none; the MAX_PARTS most frequent."""
+    names = Counter(name for found in parts for name, value in found.items() if isinstance(value, (int, float)))
     return {
-        f"{name}/min": float(counts.min()),
-        f"{name}/max": float(counts.max()),
-        f"{name}/mean": float(counts.mean()),
+        name: np.array([v if isinstance(v := found.get(name), (int, float)) else np.nan for found in parts], np.float64)
+        for name, _ in names.most_common(MAX_PARTS)
     }
 
 
+def count_metrics(batch: DataProto, name: str, column: str) -> dict[str, float]:
+    """{name}/min, max and mean of an object column of numbers over the sampled rows; {} where there is none."""
+    if column not in batch.non_tensor_batch:
+        return {}
+    counts = torch.from_numpy(np.asarray(batch.non_tensor_batch[column], dtype=np.float64))
+    return _spread(name, counts[RowSets.of(batch).sampled])
+
+
 def _episode_times(batch: DataProto, prompts: torch.Tensor, responses: torch.Tensor) -> dict[str, float]:
-    """Seconds that episodes waited for the policy and for tools and scored themselves, and the episode that took longest."""
+    """Seconds that episodes waited for the policy and for tools and scored themselves, and the episode that took longest: also
+    of those that failed."""
     times = batch.non_tensor_batch.get("episode_times")
     if times is None:
         return {}

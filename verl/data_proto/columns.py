@@ -68,7 +68,10 @@ COLUMNS: dict[str, Column] = {
     # from the reward
     "token_level_scores": Column(_BR, "float32", "reward", "the score on the last response token, 0 elsewhere"),
     "reward_parts": Column(_B, "object", "reward", "what the reward function returned beside the score, dict"),
-    "reward_error": Column(_B, "object", "reward", "why the default score was given, or None"),
+    "reward_error": Column(_B, "object", "reward", "why there is no score of the reward function, or None"),
+    "is_scored": Column(
+        _B, "bool", "reward", "false on rows without a usable score, which do not train and count in no mean of scores"
+    ),
     "reward_baselines": Column(_B, "float32", "reward", "score of the greedy sample of the same prompt (ReMax)"),
     "reward_model_score": Column(_B, "float32", "reward model", "score of a sequence classification model"),
     "reward_model_reply": Column(_B, "object", "reward model", "what a judge wrote about the sample"),

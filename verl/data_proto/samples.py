@@ -93,7 +93,8 @@ class ScoreRequest:
 
 @dataclass
 class Score:
-    """A reward with its parts. `error` is None, or the sentence that says why the default score was given."""
+    """A reward with its parts. `error` is None, or the sentence that says why the reward function gave none; then `score` is
+    reward.default_score, or 0 without one."""
 
     key: str
     score: float

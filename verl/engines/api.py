@@ -62,7 +62,7 @@ class BatchTotals:
     split nor the number of ranks changes it."""
 
     num_tokens: int  # response_mask.sum()
-    num_sequences: int  # rows
+    num_sequences: int  # rows with a token in response_mask
     num_units: int  # of the objective: rows, or groups of rows that belong together
     computed: BatchTotals | None = None  # of the computed rows alone, where some are left out
 

@@ -13,12 +13,12 @@ Unit = list[PackedRow]  # rows that stay together
 
 
 def sizes_of(batch: DataProto, rows: Sequence[int] | None, unit: str = "row") -> list[int]:
-    """Response tokens, rows and units of this rank's share of a mini-batch: of all rows, then of `rows` alone (None: all)."""
+    """Response tokens, rows with any and units of this rank's share of a mini-batch: of all rows, then of `rows` (None: all)."""
     tokens, units = batch.batch["response_mask"].sum(dim=1), unit_ids(batch, unit)
     chosen = list(range(len(batch))) if rows is None else list(rows)
     return [
-        *(int(tokens.sum()), len(batch), len(set(units))),
-        *(int(tokens[chosen].sum()), len(chosen), len({units[row] for row in chosen})),
+        *(int(tokens.sum()), int((tokens > 0).sum()), len(set(units))),
+        *(int(tokens[chosen].sum()), int((tokens[chosen] > 0).sum()), len({units[row] for row in chosen})),
     ]
 
 

@@ -82,7 +82,7 @@ _SPECS = (
     ),
     _Spec("Age of the samples", {"training/off_policy/trajectory_staleness/mean": "mean",
                                  "training/off_policy/trajectory_staleness/max": "largest"}, "weight versions"),
-    _Spec(_FAILURES, {"reward/num_defaulted": "samples with the default score"}, "samples"),
+    _Spec(_FAILURES, {"reward/num_defaulted": "samples whose scorer failed"}, "samples"),
 )  # fmt: skip
 
 
@@ -124,7 +124,9 @@ def _is_sparse(run: RunReader, series: Series) -> bool:
 
 
 def _reward(run: RunReader, index: SampleIndex) -> Panel:
-    names = {"critic/score/mean": "training", "val/reward": "held-out, sampled", "val/greedy": "held-out, greedy"}
+    known = {"critic/score/mean": "training", "val/reward": "held-out", "val/greedy": "held-out, greedy"}
+    labels = {name: label for panel in run.curves.values() for name, label in panel.items()}
+    names = {name: labels[name] for name in known if name in labels} or known
     base = _panel(run, _Spec("Reward", names))
     rows = [row for row in index.statistics().get("train", []) if row["low"] is not None]
     steps = [row["step"] for row in rows]

@@ -1,4 +1,7 @@
-"""Samples with scores: generation, scoring, the greedy baseline and the group filter."""
+"""Samples with scores: generation, scoring, the greedy baseline and the group filter.
+
+Where rewards train, rows without a usable score (column is_scored) lose their response_mask here: nothing of them trains.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,11 @@ from verl.algorithms.filters import filter_groups
 from verl.config import PPOConfig
 from verl.config.names import SCORE_METRICS
 from verl.data.loader import PromptLoader
+from verl.data_proto.batch_metrics import scored_rows
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import SamplingParams
-from verl.errors import DataError
+from verl.errors import DataError, RewardError
 from verl.programs.api import RunContext
 from verl.programs.ppo_roles import Needs, PPORoles
 from verl.programs.stages import Stages
@@ -23,6 +27,8 @@ from verl.roles.api import RolloutHandle
 from verl.roles.rollout import greedy, sampling_params
 from verl.tracking.ledger.records import issued_prompts, scores_of, segments_of
 from verl.tracking.ledger.tracker import SampleTracker
+
+_MOST_UNSCORED = 3  # rounds in a row without a score; a judge may be down for a while
 
 
 def prompts_per_generation(config: PPOConfig) -> int:
@@ -54,6 +60,7 @@ class Collector:
         self.check_stop = run.check_stop
         self.params = sampling_params(config.actor_rollout_ref.rollout)
         self.needs = Needs.of(config)
+        self.num_unscored = _MOST_UNSCORED - 1  # rounds in a row without a score; none may be before the first score
 
     def collect(self, step: int, ordinal: int) -> tuple[DataProto, dict[str, Metric], int]:
         """(samples of data.train_batch_size prompts from `ordinal` on, metrics, the next ordinal). With a group filter,
@@ -68,7 +75,10 @@ class Collector:
             if self.stages is not None:
                 batch = self.stages.scored(batch, step)
             if rule.enable:
-                batch = batch.select_idxs(filter_groups(self._filter_metric(batch), batch.non_tensor_batch["uid"]))
+                kept_rows = filter_groups(
+                    self._filter_metric(batch), batch.non_tensor_batch["uid"], batch.batch["is_scored"]
+                )
+                batch = batch.select_idxs(kept_rows)
             kept.append(batch)
             num_groups += len(set(batch.non_tensor_batch["uid"]))
             num_rounds, ordinal = num_rounds + 1, ordinal + count
@@ -101,14 +111,26 @@ class Collector:
         self.samples.score(step, scores_of(batch))
         if self.needs.greedy_baseline:
             batch = batch.union(self.greedy_baseline(prompts, step, batch))
+            batch.batch["is_scored"] &= ~batch.batch["reward_baselines"].isnan()
+        if self.needs.credit:
+            self._check_scores(batch, step)
+            batch.batch["response_mask"] &= batch.batch["is_scored"][:, None]
         return batch
 
+    def _check_scores(self, batch: DataProto, step: int) -> None:
+        """Raises RewardError where no sample of the round has a score: at once if the process has not seen one, else after
+        _MOST_UNSCORED rounds in a row."""
+        self.num_unscored = 0 if batch.batch["is_scored"].any() else self.num_unscored + 1
+        if self.num_unscored >= _MOST_UNSCORED:
+            raise unscored(batch, f"Step {step}")
+
     def greedy_baseline(self, prompts: DataProto, step: int, batch: DataProto) -> DataProto:
-        """Column reward_baselines [batch]: the score of the greedy sample of the row's prompt (ReMax)."""
+        """Column reward_baselines [batch]: the score of the greedy sample of the row's prompt (ReMax), NaN without one."""
         with self.spans("gen_max"):
             best = generate_samples(self.roles.rollout, prompts, greedy(self.params), step=step, split="greedy")
         with self.spans("reward"):
-            scores = self.roles.reward.collect(best).batch["token_level_scores"].sum(dim=1)
+            found = self.roles.reward.collect(best)
+            scores = found.batch["token_level_scores"].sum(dim=1).where(scored_rows(found), torch.nan)
         by_uid = dict(zip(best.non_tensor_batch["uid"], scores.tolist(), strict=True))
         baselines = torch.tensor([by_uid[u] for u in batch.non_tensor_batch["uid"]])
         return DataProto.from_dict({"reward_baselines": baselines})
@@ -118,12 +140,12 @@ class Collector:
         name = self.config.algorithm.filter_groups.metric or "score"
         if name in SCORE_METRICS:
             return batch.batch["token_level_scores"].sum(dim=1).tolist()
-        found = batch.non_tensor_batch["reward_parts"]
-        for parts in found:
+        found, scored = batch.non_tensor_batch["reward_parts"], batch.batch["is_scored"].tolist()
+        for parts in (own for own, has_score in zip(found, scored, strict=True) if has_score):
             match_all(
                 "algorithm.filter_groups.metric", [name], ["score", *parts], "value that the reward function returns"
             )
-        return [float(parts[name]) for parts in found]
+        return [float(parts.get(name, 0.0)) for parts in found]
 
     def _check_rounds(self, num_rounds: int, num_groups: int) -> None:
         limit = self.config.algorithm.filter_groups.max_num_gen_batches or 100
@@ -142,6 +164,16 @@ def generate_samples(
     """`params.n` rows per prompt, samples of a prompt adjacent: the rollout's columns beside the prompts' own."""
     found = rollout.generate(prompts, step=step, split=split, params=params).get()
     return prompts.repeat(params.n, interleave=True).union(found)
+
+
+def unscored(batch: DataProto, where: str) -> RewardError:
+    """The error of a batch without any score. `where` begins the sentence."""
+    first = next((error for error in batch.non_tensor_batch["reward_error"] if error is not None), None)
+    return RewardError(
+        f"{where}: none of the {len(batch)} samples could be scored. The first: "
+        f"{first or 'the greedy sample of its prompt has no score.'} Repair the reward function or the judge and run the same "
+        "command again; `verl check` calls it."
+    )
 
 
 def rollout_metrics(found: Mapping[str, Metric]) -> dict[str, Metric]:

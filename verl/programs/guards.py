@@ -40,6 +40,7 @@ from verl.algorithms.monitors import (
 )
 from verl.config import StepGuardsConfig
 from verl.config.sections.guards import ACTIONS
+from verl.data_proto.batch_metrics import scored_rows
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.errors import NumericsError
@@ -105,6 +106,14 @@ class Alarm:
         if not named:
             return sentence
         return f"{sentence}, {self.num_samples} sample{'s' if self.num_samples != 1 else ''} ({named})"
+
+
+def check_scored(result: StepBatch, step: int) -> None:
+    """Raises SkipBatch for a batch in which no row has a score."""
+    if not scored_rows(result.batch).any():
+        sentence = f"Step {step}: no sample of the batch could be scored"
+        log.warning("%s. The batch is left out.", sentence)
+        raise SkipBatch(sentence)
 
 
 class Guards:

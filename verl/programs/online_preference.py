@@ -21,6 +21,7 @@ import torch
 
 from verl.algorithms.filters import best_and_worst
 from verl.config import PPOConfig
+from verl.data_proto.batch_metrics import RowSets
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.programs.guards import SkipBatch, StepBatch
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class OnlinePreference(PPO):
-    """Metrics beside those of PPO: objective/{scores,scores_margin} of all samples and of the pairs, online/pair_ratio (the
+    """Metrics beside those of PPO: objective/{scores,scores_margin} of the scored samples and of the pairs, online/pair_ratio (the
     share of prompts that give a pair), val/contain_eos_token, actor/* of PreferenceObjective."""
 
     console_metrics: ClassVar[Mapping[str, tuple[str, str]]] = {
@@ -84,11 +85,12 @@ class OnlinePreference(PPO):
             ended = torch.tensor([reason == "stop" for reason in batch.non_tensor_batch["finish_reason"]])
             scores = batch.batch["token_level_scores"].sum(dim=1) - (penalty or 0.0) * ~ended
             uids = list(batch.non_tensor_batch["uid"])
-            pairs = best_and_worst(scores.tolist(), uids)
+            rows = RowSets.of(batch)
+            pairs = best_and_worst(scores.tolist(), uids, rows.scored.tolist())
             values = {
-                "objective/scores": float(scores.mean()),
+                "objective/scores": float(scores[rows.scored].mean()),
                 "online/pair_ratio": len(pairs) / len(set(uids)),
-                "val/contain_eos_token": float(ended.float().mean()),
+                "val/contain_eos_token": float(ended[rows.sampled].float().mean()),
             }
             if pairs:
                 best, worst = (scores[list(rows)] for rows in zip(*pairs, strict=True))

@@ -29,6 +29,7 @@ from verl.algorithms.correction import require_fresh, rollout_correction, rollou
 from verl.algorithms.filters import pf_ppo_indices
 from verl.algorithms.kl import apply_kl_penalty
 from verl.config import PPOConfig
+from verl.data_proto.batch_metrics import scored_rows
 from verl.data_proto.future import Future
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
@@ -36,7 +37,7 @@ from verl.data_proto.token_values import add_observed
 from verl.programs.api import RunContext
 from verl.programs.collect import Collector
 from verl.programs.distillation import RowResponses, Teachers
-from verl.programs.guards import StepBatch
+from verl.programs.guards import StepBatch, check_scored
 from verl.programs.ppo_data import PPOData
 from verl.programs.ppo_program import PPOProgram
 from verl.programs.ppo_roles import Needs, old_log_prob_source
@@ -70,6 +71,8 @@ class PPO(PPOProgram):
         result, next_ordinal = self.collect(step)
         self.run.check_stop()
         with self.guards.step(step, result, next_ordinal):
+            if self.needs.credit:
+                check_scored(result, step)
             self.annotate(result)
             self.run.check_stop()
             self.guards.check_samples(result)
@@ -142,8 +145,8 @@ class PPO(PPOProgram):
             )  # fmt: skip
             if algorithm.use_pf_ppo:
                 rule, generator = algorithm.pf_ppo, torch.Generator().manual_seed(step)
-                scores = columns["token_level_scores"].sum(dim=1)
-                rows = pf_ppo_indices(scores, rule.reweight_method, rule.weight_pow, generator)
+                scores, scored = columns["token_level_scores"].sum(dim=1), scored_rows(batch)
+                rows = pf_ppo_indices(scores, rule.reweight_method, rule.weight_pow, generator, scored)
                 result.batch = batch.select_idxs(rows)
             if self.stages is not None:
                 result.batch = self.stages.credited(result.batch, step)
@@ -155,7 +158,7 @@ class PPO(PPOProgram):
             columns["token_level_scores"], columns["old_log_probs"], columns["ref_log_prob"], columns["response_mask"],
             beta=beta, kind=self.config.algorithm.kl_penalty,
         )  # fmt: skip
-        controller.update(float(mean_kl), n_steps=len(batch))
+        controller.update(float(mean_kl), n_steps=int(columns["response_mask"].any(-1).sum()))
         return {"actor/reward_kl_penalty": Metric.last(mean_kl), "actor/reward_kl_penalty_coeff": Metric.last(beta)}
 
     def _correct(self, batch: DataProto) -> dict[str, Metric]:

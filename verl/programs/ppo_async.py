@@ -138,11 +138,14 @@ class AheadCollector(Collector):
 
 
 def age_metrics(batch: DataProto, version: int) -> dict[str, Metric]:
-    """Versions between `version` and the oldest token of each sample, and the number of versions that made it."""
+    """Of the rows that train: versions between `version` and the oldest token of each sample, and the number of versions that made it."""
     columns = batch.batch
     mask = columns["response_mask"].bool()
-    oldest = columns["weight_version"]
-    newest = torch.where(mask, columns["token_weight_version"], 0).amax(dim=1)
+    trains = mask.any(dim=1)
+    if not trains.any():
+        return {}
+    oldest = columns["weight_version"][trains]
+    newest = torch.where(mask, columns["token_weight_version"], 0).amax(dim=1)[trains]
     found = {"staleness": version - oldest, "spans": newest - oldest}
     return {
         f"training/off_policy/trajectory_{name}/{kind}": Metric.last(float(value))

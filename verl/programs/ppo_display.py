@@ -34,6 +34,17 @@ CURVES: Curves = {
     "age of the samples (weight versions)": {"training/off_policy/trajectory_staleness/mean": ""},
 }
 
+
+def greedy_curves(curves: Curves) -> Curves:
+    """The curves of a run whose validation is greedy: val/reward and val/greedy are one."""
+    panels = {}
+    for title, names in curves.items():
+        panels[title] = {name: label for name, label in names.items() if name != "val/greedy"}
+        if "val/reward" in names:
+            panels[title]["val/reward"] = "held-out, greedy"
+    return panels
+
+
 SPAN_PHASES: SpanPhases = {
     "gen": ("rollout", "rollout"),
     "gen_max": ("rollout", "rollout"),

@@ -20,7 +20,7 @@ from verl.data_proto.sample_rows import sample_rows
 from verl.programs.api import Program, RollBack, RunContext, StepResult
 from verl.programs.guards import Guards, RollBackPrompts, StepBatch
 from verl.programs.ppo_data import PPOData, load_data
-from verl.programs.ppo_display import CONSOLE_METRICS, CURVES, SPAN_PHASES
+from verl.programs.ppo_display import CONSOLE_METRICS, CURVES, SPAN_PHASES, greedy_curves
 from verl.programs.ppo_roles import PPORoles, ppo_roles
 from verl.programs.samples import open_samples, start_samples
 from verl.programs.stages import Stages
@@ -75,6 +75,8 @@ class PPOProgram(Program):
         self.kl_controller = make_kl_controller(**asdict(config.algorithm.kl_ctrl))
         self.guards = Guards(config.trainer.guards, run.folder / "guards.jsonl" if run.is_rank_zero else None)
         self.signal = SignalWatch(config.data.max_response_length, config.actor_rollout_ref.rollout.n)
+        if sampling_params(config.actor_rollout_ref.rollout, validation=True).temperature == 0:
+            self.curves = greedy_curves(self.curves)  # type: ignore[misc]
         if data.validation is not None:
             self.validator = Validator(config, self.roles_of_run, data.validation, data.tokenizer, run.log_samples)
 
@@ -224,9 +226,7 @@ class SignalWatch:
 
     def _why(self, metrics: Mapping[str, float]) -> str:
         if failed := metrics.get("reward/num_defaulted", 0.0):
-            return (
-                f"The reward function has failed for {failed:.0f} samples, which got reward.default_score: see the log."
-            )
+            return f"The reward function has failed for {failed:.0f} samples: see the log."
         if failed := metrics.get("rollout/num_failed_episodes", 0.0):
             return f"{failed:.0f} episodes of the last step have failed: see the log, and episodes/ of the run folder."
         if self.samples_per_prompt == 1:

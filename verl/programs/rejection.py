@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 from verl.algorithms.filters import best_of_groups
 from verl.config import PPOConfig
+from verl.data_proto.batch_metrics import scored_rows
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.sample_rows import sample_rows
@@ -38,7 +39,7 @@ _COPIED = ("score", "data_source", "ordinal", "sample_index")  # to rows of the 
 
 
 class RejectionSampling(PPO):
-    """Metrics of all samples of a step: rejection/{kept,kept_ratio,prompt_ratio,score/mean,score/kept_mean}: the kept ones,
+    """Metrics of all samples of a step that have a score: rejection/{kept,kept_ratio,prompt_ratio,score/mean,score/kept_mean}: the kept ones,
     their share, the share of prompts that keep any, mean scores of all and of the kept. Other metrics are of the kept ones."""
 
     console_metrics: ClassVar[Mapping[str, tuple[str, str]]] = {
@@ -93,24 +94,29 @@ class RejectionSampling(PPO):
         with self.spans("adv"):
             rule, batch = self.config.rejection, result.batch
             uids, scores = list(batch.non_tensor_batch["uid"]), batch.batch["token_level_scores"].sum(dim=1).tolist()
+            scored = scored_rows(batch).tolist()
             kept = best_of_groups(
                 scores,
                 uids,
                 keep=rule.keep,
                 min_score=rule.min_score,
                 contents=_responses(batch) if rule.dedup else None,
-                allowed=[rule.truncated or reason == "stop" for reason in batch.non_tensor_batch["finish_reason"]],
+                allowed=[
+                    has_score and (rule.truncated or reason == "stop")
+                    for has_score, reason in zip(scored, batch.non_tensor_batch["finish_reason"], strict=True)
+                ],
             )
+            known = [score for score, has_score in zip(scores, scored, strict=True) if has_score]
             values = {
                 "kept": len(kept),
-                "kept_ratio": len(kept) / len(scores),
+                "kept_ratio": len(kept) / len(known),
                 "prompt_ratio": len({uids[row] for row in kept}) / len(set(uids)),
-                "score/mean": sum(scores) / len(scores),
+                "score/mean": sum(known) / len(known),
                 **({"score/kept_mean": sum(scores[row] for row in kept) / len(kept)} if kept else {}),
             }
             result.metrics.update({f"rejection/{name}": Metric.last(float(value)) for name, value in values.items()})
             if not kept:
-                sentence = f"Step {step}: no sample was kept{self._why(scores)}"
+                sentence = f"Step {step}: no sample was kept{self._why(known)}"
                 log.warning("%s. The batch is left out.", sentence)
                 raise SkipBatch(sentence)
             result.batch = batch.select_idxs(kept)

@@ -32,7 +32,7 @@ def last_number(*, reward_model_reply: str, **_: Any) -> dict[str, Any]:
     """The last number of the judge's reply ("I give it 7 of 10. Score: 7" is 7). Lines `judge/NAME: number`, which a rubric or
     a comparison has, are parts beside the score.
 
-    Raises ValueError without one; the sample then gets the default score.
+    Raises ValueError without one; the sample has failed.
     """
     found = _score_of(reward_model_reply)
     if math.isnan(found["score"]):

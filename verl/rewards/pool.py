@@ -36,7 +36,7 @@ class RewardPool:
 
     `timeout_s`: seconds one call may take (a sample, or a batch for a batched function). `memory_mb`: MiB one process may
     allocate; None for no limit. `limits`: the other limits of the sandbox. `process_per_sample`: fork a process for each
-    call. `default_score`: score of a sample whose call failed; `Score.error` says why. The first worker is started by
+    call. `default_score`: score of a sample whose call failed, None: it has none; `Score.error` says why. The first worker is started by
     `start`, others when a request has waited. `log_dir`: folder for the workers' prints.
 
         with RewardPool(RewardFunctionSpec("rewards.py"), num_workers=2, timeout_s=30, memory_mb=4096) as pool:
@@ -52,7 +52,7 @@ class RewardPool:
         memory_mb: int | None,
         limits: Limits | None = None,
         process_per_sample: bool = False,
-        default_score: float = 0.0,
+        default_score: float | None = None,
         log_dir: str | Path | None = None,
     ):
         self.function = function
@@ -221,14 +221,15 @@ class RewardPool:
             logger.warning("A reward worker was ended; the next sample starts another. %s", error)
 
     def defaulted(self, request: ScoreRequest, what: str) -> Score:
-        """The score of a sample that cannot be used. `what` the function did: "took longer than 30 s"."""
-        score = self.default_score
+        """The result for a sample whose score cannot be used. `what` the function did: "took longer than 30 s"."""
+        score = self.default_score or 0.0
+        result = "it has no score" if self.default_score is None else f"it gets the default score {score:g}"
         return Score(
             request.key,
             score,
             dict.fromkeys(self.function.parts, score),  # the run reads them of every sample
             error=f"The reward function {self.function.label} {hide(what)}, for sample {request.key} of data_source "
-            f"{clean(request.data_source, 100)!r}; it gets the default score {score:g}.",
+            f"{clean(request.data_source, 100)!r}; {result}.",
         )
 
     def _start_process(self, index: int) -> WorkerProcess:

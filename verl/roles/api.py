@@ -225,11 +225,11 @@ class RewardHandle(Protocol):
         ...
 
     def collect(self, batch: DataProto) -> DataProto:
-        """Wait for the scores: columns token_level_scores [batch, response], reward_parts, reward_error."""
+        """Wait for the scores: columns token_level_scores [batch, response], reward_parts, reward_error, is_scored."""
         ...
 
     def num_defaulted(self) -> int:
-        """Samples of this run whose scorer failed and that got the default score."""
+        """Samples of this run whose scorer failed."""
         ...
 
 

@@ -39,7 +39,7 @@ class RewardWorker:
         manager: RewardManager,
         model: RewardModel | None = None,
         tokenizer: Any = None,
-        default_score: float = 0.0,
+        default_score: float | None = None,
         needs_answer: bool = False,
         turn_rewards: bool = False,
     ):
@@ -72,7 +72,7 @@ class RewardWorker:
         """Waits (with the manager's deadline) for the scores of the rows of `batch`, by their sample_key.
 
         Columns token_level_scores [batch, response] with the score on the last response token, reward_parts, reward_error,
-        and the reward model's, if there is one.
+        is_scored, and the reward model's, if there is one.
         """
         keys, given = list(batch.non_tensor_batch["sample_key"]), self._given(batch)
         self._submit_unseen(batch, keys)
@@ -94,13 +94,20 @@ class RewardWorker:
         errors = np.empty(len(scores), dtype=object)
         for i, score in enumerate(scores):
             parts[i], errors[i] = score.parts, score.error
+        failed_episodes = batch.non_tensor_batch.get("episode_error", [None] * len(scores))
+        has_default = self.default_score is not None
+        is_scored = [
+            episode is None and (score.error is None or has_default)
+            for episode, score in zip(failed_episodes, scores, strict=True)
+        ]
         scored = DataProto.from_dict(
-            {"token_level_scores": token_scores}, {"reward_parts": parts, "reward_error": errors}
+            {"token_level_scores": token_scores, "is_scored": torch.tensor(is_scored)},
+            {"reward_parts": parts, "reward_error": errors},
         )
         return scored if from_model is None else scored.union(from_model)
 
     def _given(self, batch: DataProto) -> dict[str, Score]:
-        """Scores of episodes that bring them, the default score of those that failed, and 0 for samples that are not scored."""
+        """Scores of episodes that bring them, and 0 for those that failed and for samples that are not scored."""
         objects, found = batch.non_tensor_batch, {}
         if self.needs_answer:
             answers = (_ground_truth(batch, row) for row in range(len(batch)))
@@ -111,8 +118,7 @@ class RewardWorker:
             objects["sample_key"], objects["episode_reward"], objects["episode_error"], strict=True
         ):
             if error is not None:
-                score = self.default_score
-                found[key] = Score(key, score, error=f"Episode {key} {error}; it gets the default score {score:g}.")
+                found[key] = Score(key, 0.0, error=f"Episode {key} {error}; it has no score.")
             elif reward is not None:
                 found[key] = Score(key, float(reward), {"acc": float(reward)})
         return found
@@ -140,7 +146,7 @@ class RewardWorker:
 
     @register(dispatch_mode=Dispatch.ALL_REDUCE)
     def num_defaulted(self) -> int:
-        """Samples of this run that got the default score because their scorer failed."""
+        """Samples of this run whose scorer failed."""
         return self.manager.num_defaulted
 
     def close(self) -> None:

@@ -81,7 +81,7 @@ def open_run(
         resume.start(roles, running, same_run=is_same)
         if runtime.is_rank_zero:
             _warn_of_resumption(loaded, resume.source, folder, state, data.num_steps)
-            folder.write_curves(kind.curves)
+            folder.write_curves(running.curves)
             loaded.write(folder.root)  # not before: a start that fails must leave what describes the run before it
         console.header(_facts(loaded, roles, running, data, folder, state))
         stop.share(runtime.any)

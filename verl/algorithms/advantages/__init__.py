@@ -10,10 +10,11 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from verl.algorithms.advantages.turns import turn_numbers
-from verl.algorithms.groups import by_player, without_failed
+from verl.algorithms.groups import RowGroups, by_player, without_missing
 from verl.algorithms.user_functions import ConfigView
 from verl.data_proto.columns import COLUMNS
 from verl.data_proto.merge import object_array
@@ -101,10 +102,13 @@ def compute_advantage(
         available["response_mask"] = available["response_mask"].to(rewards.dtype)
     if "index" in available and columns.get("episode_extra") is not None:
         available["index"] = object_array(by_player(available["index"], columns["episode_extra"]))
-    if "index" in available and columns.get("episode_error") is not None:  # failed episodes are compared with nothing
-        available["index"] = object_array(without_failed(available["index"], columns["episode_error"]))
-    available = {**settings, **available, "config": ConfigView(config, {})}
     parameters = inspect.signature(estimator).parameters
+    is_scored = columns.get("is_scored")
+    if is_scored is not None and not bool(is_scored.all()):
+        available = _without_missing(available, is_scored, settings, compares="index" in parameters)
+        if rewards is not None and not available["response_mask"].any():
+            return torch.zeros_like(rewards), torch.zeros_like(rewards)
+    available = {**settings, **available, "config": ConfigView(config, {})}
     if "turn_ids" in parameters and "response_mask" in available:
         available.setdefault("turn_ids", turn_numbers(available["response_mask"]))
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -113,6 +117,25 @@ def compute_advantage(
         if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in chosen:
             raise _missing(name, p.name)
     return _checked(name, estimator(**chosen), rewards)
+
+
+def _without_missing(
+    available: Mapping[str, Any], is_scored: Tensor, settings: Mapping[str, Any], *, compares: bool
+) -> dict[str, Any]:
+    """The columns for an estimator: rows without a score train nothing and are compared with none. An estimator that `compares`
+    rows trains nothing on a row that has lost all others of its group: its own score would be its advantage."""
+    found, trains = dict(available), is_scored
+    if "index" in found:
+        groups = RowGroups.of(found["index"], is_scored)
+        found["index"] = object_array(without_missing(found["index"], is_scored))
+        if compares:
+            trains = is_scored & (groups.is_single | ~RowGroups.of(found["index"], is_scored).is_single)
+    found["response_mask"] = found["response_mask"] * trains[:, None]
+    if "reward_parts" in found and not isinstance(found["reward_parts"], Mapping):
+        none = dict.fromkeys(settings.get("gdpo_reward_keys") or (), 0.0)
+        rows = zip(found["reward_parts"], is_scored.tolist(), strict=True)
+        found["reward_parts"] = [parts if has_score else none for parts, has_score in rows]
+    return found
 
 
 def _column(columns: Mapping[str, Any], argument: str) -> Any:

@@ -175,11 +175,12 @@ def opo(token_level_rewards: Tensor, response_mask: Tensor, *, index: Any) -> tu
 def gpg(
     token_level_rewards: Tensor, response_mask: Tensor, *, index: Any, f_norm: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Group policy gradient (2504.02546): alpha (R_i - mu) / f_norm with alpha = batch / max(1, number of nonzero rewards).
+    """Group policy gradient (2504.02546): alpha (R_i - mu) / f_norm with alpha = batch / max(1, number of nonzero rewards),
+    both over the rows with a trained token.
 
     A group of one has mu = 0.
     """
-    scores = token_level_rewards.sum(-1)
-    alpha = len(scores) / torch.count_nonzero(scores).clamp(min=1).to(scores.dtype)
+    scores, trains = token_level_rewards.sum(-1), response_mask.bool().any(-1)
+    alpha = trains.sum() / torch.count_nonzero(scores[trains]).clamp(min=1).to(scores.dtype)
     advantages = _to_tokens(alpha * RowGroups.of(index, scores).minus_mean(scores) / f_norm, response_mask)
     return advantages, advantages

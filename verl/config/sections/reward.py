@@ -131,7 +131,7 @@ class SandboxFusionConfig(Section):
 @dataclass(frozen=True)
 class RewardConfig(Section):
     num_workers: int = used(8, "processes that score", ge=1, le=10_000)
-    timeout_s: float = used(30.0, "seconds after which a scorer is ended and its sample gets default_score", gt=0)
+    timeout_s: float = used(30.0, "seconds after which a scorer is ended and its sample has failed", gt=0)
     memory_mb: int = used(4096, "MiB that a scoring process may allocate; more ends it", gt=0)
     cpu_s: float | None = used(
         None, "processor seconds of one call, all its threads and processes together; null: twice timeout_s", gt=0
@@ -141,14 +141,14 @@ class RewardConfig(Section):
     max_processes: int = used(64, "processes that a scorer may have started at once", ge=0)
     max_output_kb: int = used(64, "KiB of a sample's prints that are kept; the rest is dropped", ge=0)
     max_result_kb: int = used(
-        256, "KiB that a scorer may return for one sample, as JSON; more gives default_score", gt=0, le=65536
+        256, "KiB that a scorer may return for one sample, as JSON; more is a failure", gt=0, le=65536
     )
     max_parts: int = used(
-        256, "entries that a scorer may return for one sample beside the score; more gives default_score", ge=0
+        256, "entries that a scorer may return for one sample beside the score; more is a failure", ge=0
     )
     max_abs_score: float = used(
         1e12,
-        "largest number that a scorer may return, as score or part; a larger one gives default_score. Squares of 1e12 "
+        "largest number that a scorer may return, as score or part; a larger one is a failure. Squares of 1e12 "
         "over a batch have a sum in float32",
         gt=0,
         le=1e18,
@@ -164,8 +164,12 @@ class RewardConfig(Section):
         "score in the process of the run, one sample after the other, without sandbox and limits, so that a breakpoint in a "
         "reward function works. For one process without Ray",
     )
-    default_score: float = used(
-        0.0, "score of a sample whose scorer hung, crashed or gave no number", ge=-1e12, le=1e12
+    default_score: float | None = used(
+        None,
+        "score of a sample whose scorer hung, crashed or gave no number; null: it has no score, trains nothing and counts in no "
+        "mean, and its group is compared without it",
+        ge=-1e12,
+        le=1e12,
     )
     reward_kwargs: dict[str, Any] = used({}, "arguments of the reward manager (overlong_buffer_cfg, max_resp_len, ...)")
     custom_reward_function: CustomRewardFunctionConfig = section(

@@ -51,7 +51,10 @@ class MultiTurnConfig(Section):
     max_parallel_calls: int = used(1, "tool calls of one turn that run; further ones are left out", when=AGENTS, ge=1)
     max_tool_response_length: int = used(256, "longest tool response, in characters", when=AGENTS, ge=1)
     tool_response_truncate_side: str = used(
-        "middle", "side on which a longer one is cut, as in data.truncation", when=AGENTS, choices=("left", "middle", "right")
+        "middle",
+        "side on which a longer one is cut, as in data.truncation",
+        when=AGENTS,
+        choices=("left", "middle", "right"),
     )
     tool_config_path: str | None = used(None, "YAML file that declares tools", when=AGENTS, strict=TOOLS, path=True)
     function_tool_path: str | None = used(
@@ -143,7 +146,7 @@ class AgentConfig(Section):
     )
     episode_timeout_s: float = used(
         1800.0,
-        "seconds that one episode may take; a longer one gets reward.default_score",
+        "seconds that one episode may take; a longer one fails and does not train",
         when=AGENTS,
         strict=OURS,
         gt=0,

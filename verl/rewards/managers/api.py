@@ -46,7 +46,7 @@ class RewardManager(Protocol):
 
     @property
     def num_defaulted(self) -> int:
-        """Number of samples so far that got the default score because their scorer failed."""
+        """Number of samples so far whose scorer failed."""
         ...
 
     def close(self) -> None:

@@ -53,9 +53,7 @@ def score_boxed(solution_str: str, ground_truth: Any, **_other: Any) -> float:
     return float(any(math_equal(last_boxed(str(gold)) or str(gold), answer) for gold in accepted))
 
 
-def score_answer_line(
-    solution_str: str, ground_truth: Any, legacy: bool = False, **_other: Any
-) -> dict[str, Any]:
+def score_answer_line(solution_str: str, ground_truth: Any, legacy: bool = False, **_other: Any) -> dict[str, Any]:
     """Score of DAPO (Yu et al. 2025, arXiv:2503.14476) and AIME, whose replies have a line "Answer: X".
 
     {"score": 1.0 or -1.0, "acc": bool, "pred": the rest of the line after the last "Answer:"}. `legacy`: as existing releases,

@@ -64,7 +64,7 @@ class TrainedSample:
 @dataclass(frozen=True)
 class Counts:
     """Number of samples by fate. `dropped` were scored and left out by a filter, `evicted` were issued again, `defaulted`
-    have the default score because their scorer failed, `twice` trained in more than one step (never, unless a file was
+    have no score of their scorer, which failed, `twice` trained in more than one step (never, unless a file was
     edited). `before` trained before the history of this file starts."""
 
     steps: int

@@ -1,0 +1,139 @@
+"""Validation metrics: names of reward parts, samples without a score, and the labels of greedy validation."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from verl.data_proto.batch_metrics import data_metrics
+from verl.data_proto.merge import object_array
+from verl.data_proto.proto import DataProto
+from verl.errors import RewardError
+from verl.programs.validation import _scores, _summarise
+
+NUM_ROWS = 4
+SOURCES = ["math", "math", "math/greedy", "other"]
+
+
+def scored_batch(parts, errors=(None,) * NUM_ROWS, is_scored=(True,) * NUM_ROWS):
+    """Four samples of the score 0.25, each with `parts`."""
+    mask = torch.ones(NUM_ROWS, 2, dtype=torch.bool)
+    return DataProto.from_dict(
+        {
+            "responses": torch.zeros(NUM_ROWS, 2, dtype=torch.long),
+            "attention_mask": torch.ones(NUM_ROWS, 4, dtype=torch.bool),
+            "response_mask": mask,
+            "token_level_scores": torch.tensor([[0.0, 0.25]]).repeat(NUM_ROWS, 1),
+            "is_scored": torch.tensor(is_scored),
+        },
+        {
+            "data_source": object_array(SOURCES),
+            "uid": object_array([str(row) for row in range(NUM_ROWS)]),
+            "reward_parts": object_array([dict(parts) for _ in range(NUM_ROWS)]),
+            "reward_error": object_array(errors),
+        },
+    )
+
+
+def metrics_of(batch):
+    found = _summarise(batch, _scores(batch), "") | _summarise(batch, _scores(batch), "/greedy")
+    return found | data_metrics(batch, max_prompt_length=2, max_response_length=2)
+
+
+def test_a_part_of_any_name_changes_no_other_metric():
+    built_in = metrics_of(scored_batch({}))
+    assert built_in["val-core/math/reward/mean@1"] == 0.25
+    names = {
+        "reward",
+        "score",
+        "length",
+        "num_turns",
+        "response_length",
+        "val",
+        "greedy",
+        "reward_part",
+        "parts/reward",
+    }
+    for metric in built_in:
+        words = metric.split("/")
+        names |= {"/".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)}
+    for chosen in [*({name} for name in names), names]:
+        found = metrics_of(scored_batch(dict.fromkeys(chosen, 100.0)))
+        assert {name: found[name] for name in built_in} == built_in, chosen
+        of_parts = [value for name, value in found.items() if name not in built_in]
+        assert of_parts
+        assert all(value == 100.0 for value in of_parts), chosen
+
+
+def test_a_part_called_acc_is_the_core_variable_and_the_reward_remains():
+    found = metrics_of(scored_batch({"acc": 1.0, "reward": 100.0}))
+    assert found["val-core/math/acc/mean@1"] == 1.0
+    assert found["val-aux/math/reward/mean@1"] == 0.25
+    assert found["val-aux/math/reward_part/mean@1"] == 100.0
+
+
+def test_parts_are_averaged_in_training_over_the_rows_that_have_them():
+    batch = scored_batch({"form": 1.0}, is_scored=(True, True, True, False))
+    batch.non_tensor_batch["reward_parts"][:] = object_array(
+        [{"form": 1.0, "text": "a"}, {"form": 0.0, "rare": True}, {}, {"form": 50.0}]
+    )
+    found = data_metrics(batch, max_prompt_length=2, max_response_length=2)
+    assert {name: value for name, value in found.items() if name.startswith("reward/")} == {
+        "reward/form/mean": 0.5,
+        "reward/rare/mean": 1.0,
+    }
+
+
+def test_samples_without_a_score_are_missing_in_validation():
+    errors = ("failed", None, None, None)
+    found = metrics_of(scored_batch({"acc": 1.0}, errors, is_scored=(False, True, True, True)))
+    assert found["val-aux/math/reward/mean@1"] == 0.25
+    batch = scored_batch({}, errors, is_scored=(True,) * NUM_ROWS)  # reward.default_score
+    batch.non_tensor_batch["reward_parts"][1:] = object_array([{"acc": 1.0}] * 3)
+    assert metrics_of(batch)["val-core/math/acc/mean@1"] == (0.25 + 1.0) / 2
+    assert np.isnan(_scores(scored_batch({}, errors, is_scored=(False, True, True, True)))[0])
+
+
+FAILING = (
+    "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    raise ValueError('judge down')\n"
+)
+
+
+def failing_reward(tmp_path, text=FAILING):
+    (tmp_path / "failing.py").write_text(text)
+    return f"reward.custom_reward_function.path={tmp_path}/failing.py"
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_run_in_which_nothing_can_be_scored_stops(tiny_run, tmp_path, before):
+    with pytest.raises(RewardError, match="none of the .* could be scored.*judge down"):
+        tiny_run(failing_reward(tmp_path), f"trainer.val_before_train={before}")
+
+
+def test_failed_scores_are_left_out_of_their_group(tiny_run, tmp_path):
+    """Each sample whose text has an even number of letters fails; the others score the same, so that nothing trains."""
+    fails = FAILING.replace("    raise", "    if len(solution_str) % 2:\n        return 1.0\n    raise")
+    run = tiny_run(failing_reward(tmp_path, fails), "trainer.total_training_steps=1", "trainer.val_before_train=False")
+    (row,) = run.training_rows()
+    samples = [json.loads(line) for line in (run.folder / "samples/train/step_000001.jsonl").read_text().splitlines()]
+    failed = [sample for sample in samples if sample["reward_error"]]
+    assert 0 < len(failed) < len(samples)
+    assert row["critic/score/mean"] == row["critic/score/min"] == 1.0
+    assert row["critic/advantages/max"] == row["critic/advantages/min"] == 0.0
+    assert all(not any(sample["response_mask"]) for sample in failed)
+    default = tiny_run(
+        failing_reward(tmp_path, fails), "trainer.total_training_steps=1", "reward.default_score=0",
+        "trainer.val_before_train=False", folder="default",
+    )  # fmt: skip
+    assert default.training_rows()[0]["critic/advantages/max"] > 0
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_held_out_curves_are_named_as_they_are_decoded(tiny_run, greedy):
+    temperature = f"actor_rollout_ref.rollout.val_kwargs.temperature={0 if greedy else 1}"
+    run = tiny_run("trainer.total_training_steps=1", temperature)
+    curves = json.loads((run.folder / "curves.json").read_text())["mean reward"]
+    expected = {"val/reward": "held-out, greedy"} if greedy else {"val/reward": "held-out, sampled"}
+    assert {**expected, "critic/score/mean": "training"}.items() <= curves.items()
+    assert ("val/greedy" in curves) == (not greedy)
