@@ -76,3 +76,22 @@ def tiny_llama(tmp_path_factory):
     from verl.models.tiny import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture
+def ends_after(monkeypatch):
+    """`ends_after(step)`: the next run ends after that step, as a run that is stopped does, and knows nothing of it before."""
+    from verl.programs.ppo_program import PPOProgram
+
+    original = PPOProgram.step_done
+
+    def set_last(last):
+        def step_done(self, step, metrics):
+            original(self, step, metrics)
+            if step == last:
+                self.data.num_steps = step
+                monkeypatch.setattr(PPOProgram, "step_done", original)
+
+        monkeypatch.setattr(PPOProgram, "step_done", step_done)
+
+    return set_last

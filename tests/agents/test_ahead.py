@@ -85,7 +85,7 @@ def test_whole_episodes_ahead(agent_run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("games", [False, True])
-def test_a_resumed_run_has_its_episodes_ahead(agent_run, agent_task, tmp_path, games):
+def test_a_resumed_run_has_its_episodes_ahead(agent_run, agent_task, tmp_path, ends_after, games):
     """Episodes that had paused or waited at the checkpoint: their prompts, rewards and what reaches the reward function."""
     (tmp_path / "reward.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
@@ -98,7 +98,8 @@ def test_a_resumed_run_has_its_episodes_ahead(agent_run, agent_task, tmp_path, g
             f"{ROLLOUT}.agent.environment=tests/agents/agents_of_users.py:Letters",
         ]  # fmt: skip
     whole = agent_run(*changes)
-    agent_run(*changes, "trainer.total_training_steps=2", folder="cut")
+    ends_after(2)
+    agent_run(*changes, folder="cut")
     cut = agent_run(*changes, folder="cut")
     assert digest(cut) == digest(whole)
     files = [sorted(run.folder.glob("global_step_4/**/*.safetensors")) for run in (whole, cut)]

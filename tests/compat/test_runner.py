@@ -353,7 +353,7 @@ class TestTrainersByName:
         from verl.trainer import RLTrainer
 
         with RLTrainer([*tiny_overrides, "actor_rollout_ref.rollout.prefetch_num=2",
-                        f"trainer.default_local_dir={tmp_path}"]) as trainer:  # fmt: skip
+                        "trainer.total_training_steps=3", f"trainer.default_local_dir={tmp_path}"]) as trainer:  # fmt: skip
             assert trainer.step()["training/rollout_queue/qsize"] == 1 + trainer.program.rollout_queue.qsize() == 3
 
     @pytest.mark.seed("E4")

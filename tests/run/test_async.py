@@ -18,6 +18,7 @@ from verl.programs.rollout_queue import expected_tokens
 from verl.roles.rollout import RolloutWorker
 from verl.runtime import local
 from verl.runtime.local import LocalRuntime
+from verl.tracking.ledger.reader import Ledger
 
 pytestmark = pytest.mark.seed("D2")
 
@@ -51,7 +52,7 @@ def test_a_sample_is_as_old_as_the_queue_is_long(tiny_run, batches, ahead):
         made_by = max(step - 1 - ahead, 0)
         assert set(batch.batch["weight_version"].tolist()) == {made_by}
         assert row[f"{STALENESS}/max"] == row[f"{STALENESS}/min"] == step - 1 - made_by <= ahead
-        assert row["training/rollout_queue/qsize"] == ahead + 1
+        assert row["training/rollout_queue/qsize"] == min(ahead, len(rows) - step) + 1
         assert row["training/off_policy/evicted_samples"] == 0
         assert set(batch.batch["ordinal"].tolist()) == set(
             range(4 * (step - 1), 4 * step)
@@ -163,11 +164,12 @@ def test_what_ran_twice_is_the_same(tiny_run):
 
 
 @pytest.mark.parametrize("partial", [False, True])
-def test_a_resumed_run_equals_the_unbroken_one(tiny_run, partial):
+def test_a_resumed_run_equals_the_unbroken_one(tiny_run, ends_after, partial):
     """The queue is part of the checkpoint: what older weights made cannot be made again."""
     settings = (f"{PREFETCH}=2", f"actor_rollout_ref.rollout.partial_rollout={partial}", "trainer.save_freq=1")
     unbroken = tiny_run(*settings, STEPS, folder="unbroken")
-    tiny_run(*settings, "trainer.total_training_steps=3", folder="broken")
+    ends_after(3)
+    tiny_run(*settings, STEPS, folder="broken")
     resumed = tiny_run(*settings, STEPS, folder="broken")
     assert resumed.repeatable == unbroken.repeatable
     assert weights(resumed, 5) == weights(unbroken, 5)
@@ -201,9 +203,27 @@ def test_a_step_that_was_abandoned_is_taken_again_alike(tiny_run, monkeypatch):
     assert weights(resumed, 5) == weights(unbroken, 5)
 
 
-def test_samples_beyond_the_bound_never_train(tiny_run, batches):
+def test_nothing_is_generated_that_does_not_train(tiny_run, batches):
+    """Three steps of 4 prompts x 4 samples, then three more of the same run."""
+    for last, generated in ((3, 48), (6, 96)):
+        run = tiny_run(f"{PREFETCH}=2", f"trainer.total_training_steps={last}", "trainer.save_freq=3")
+        with Ledger.open(run.folder) as ledger:
+            counts = ledger.counts()
+        assert (counts.trained, counts.pending) == (generated, 0)
+    assert run.rows[-1]["training/rollout_queue/qsize"] == 1
+
+
+def test_an_epoch_bounds_the_queue(tiny_run):
+    run = tiny_run(f"{PREFETCH}=3", PARTIAL, "trainer.total_training_steps=null", "trainer.total_epochs=1")
+    assert len(run.training_rows()) == 6
+    with Ledger.open(run.folder) as ledger:
+        assert (ledger.counts().trained, ledger.counts().pending) == (96, 0)
+
+
+def test_samples_beyond_the_bound_never_train(tiny_run, batches, ends_after):
     """A queue that was filled for a wide bound, gone on with under a narrow one: prompts stay, old samples go."""
-    tiny_run(f"{PREFETCH}=4", "trainer.total_training_steps=3", "trainer.save_freq=3", folder="narrowed")
+    ends_after(3)
+    tiny_run(f"{PREFETCH}=4", "trainer.total_training_steps=8", "trainer.save_freq=3", folder="narrowed")
     batches.clear()
     narrow = (f"{PREFETCH}=1", "trainer.v1.sampler.max_off_policy_threshold=1")
     rows = tiny_run(*narrow, "trainer.total_training_steps=6", folder="narrowed").training_rows()[3:]
@@ -213,9 +233,9 @@ def test_samples_beyond_the_bound_never_train(tiny_run, batches):
         assert set(batch.batch["ordinal"].tolist()) == set(range(4 * (step - 1), 4 * step))
 
 
-def test_a_queue_of_another_run_is_made_anew(tiny_run, batches, caplog):
-    first = ("trainer.total_training_steps=2", "trainer.save_freq=2")
-    tiny_run(f"{PREFETCH}=2", *first, folder="changed")
+def test_a_queue_of_another_run_is_made_anew(tiny_run, batches, caplog, ends_after):
+    ends_after(2)
+    tiny_run(f"{PREFETCH}=2", "trainer.total_training_steps=4", "trainer.save_freq=2", folder="changed")
     batches.clear()
     tiny_run(f"{PREFETCH}=2", "trainer.total_training_steps=3", "data.max_response_length=5", folder="changed")
     assert "sampled again" in caplog.text

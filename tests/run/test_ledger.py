@@ -60,10 +60,11 @@ def without_checkpoints_after(step, folder):
     (folder / "latest_checkpointed_iteration.txt").write_text(str(step))
 
 
-def test_a_resumed_run_has_the_ledger_of_the_unbroken_one(tiny_run):
+def test_a_resumed_run_has_the_ledger_of_the_unbroken_one(tiny_run, ends_after):
     """Samples made ahead and in parts: the queue is filled from the ledger, and from the checkpoint when that is lost."""
     unbroken = tiny_run(*AHEAD, *steps(4), folder="unbroken")
-    broken = tiny_run(*AHEAD, *steps(3), folder="broken")
+    ends_after(3)
+    broken = tiny_run(*AHEAD, *steps(4), folder="broken")
     without_checkpoints_after(2, broken.folder)
     resumed = tiny_run(*AHEAD, *steps(4), folder="broken")
     assert ledger_of(resumed)[1:] == ledger_of(unbroken)[1:]

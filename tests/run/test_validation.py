@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.run.test_resume import weights
 from verl.data_proto.batch_metrics import data_metrics
 from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
@@ -127,6 +128,21 @@ def test_failed_scores_are_left_out_of_their_group(tiny_run, tmp_path):
         "trainer.val_before_train=False", folder="default",
     )  # fmt: skip
     assert default.training_rows()[0]["critic/advantages/max"] > 0
+
+
+def test_a_step_without_any_score_is_left_out(tiny_run, tmp_path):
+    """The judge is down for the 16 samples of step 2."""
+    fails = "calls = []\n" + FAILING.replace(
+        "    raise", "    calls.append(1)\n    if not 16 < len(calls) <= 32:\n        return len(solution_str) % 3\n    raise"
+    )
+    run = tiny_run(
+        failing_reward(tmp_path, fails), "trainer.total_training_steps=3", "trainer.test_freq=-1", "trainer.save_freq=1",
+        "data.val_files=null",
+    )  # fmt: skip
+    rows = run.training_rows()
+    assert [row.get("training/skipped_batches", 0) for row in rows] == [0, 1, 0]
+    assert "critic/score/mean" not in rows[1]
+    assert weights(run, 1) == weights(run, 2) != weights(run, 3)
 
 
 @pytest.mark.parametrize("greedy", [True, False])

@@ -61,7 +61,7 @@ python -c 'import verl; verl.utils.benchmark_nccl(num_repeats=1)'
 def test_3_2_a_step_and_its_queue(settings, tmp_path, no_pictures):
     from verl.trainer.rl_trainer import RLTrainer
 
-    ahead = ["rollout_config.prefetch_num=2", "trainer.total_training_steps=2"]
+    ahead = ["rollout_config.prefetch_num=2", "trainer.total_training_steps=3"]
     with RLTrainer([*settings, *ahead, f"trainer.default_local_dir={tmp_path}"]) as trainer:
         rollout_queue = trainer.program.rollout_queue
         metrics = trainer.step()

@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 
 
 class OnlinePreference(PPO):
-    """Metrics beside those of PPO: objective/{scores,scores_margin} of the scored samples and of the pairs, online/pair_ratio (the
-    share of prompts that give a pair), val/contain_eos_token, actor/* of PreferenceObjective."""
+    """Metrics beside those of PPO: objective/{scores,scores_margin} of the scored samples and of the pairs, online/pair_ratio
+    (the share of prompts that give a pair), val/contain_eos_token, actor/* of PreferenceObjective."""
 
     console_metrics: ClassVar[Mapping[str, tuple[str, str]]] = {
         "objective/scores": ("reward", "{:.3f}"),

@@ -73,7 +73,7 @@ class AsyncPPO(PPO):
 
     def collect(self, step: int) -> tuple[StepBatch, int]:
         """See PPO. No sample of the batch is older than trainer.v1.sampler.max_off_policy_threshold versions."""
-        self.ahead.version = self.weight_version
+        self.ahead.version, self.ahead.num_steps = self.weight_version, self.data.num_steps
         result, next_ordinal = super().collect(step)
         result.metrics.update(age_metrics(result.batch, self.weight_version))
         result.metrics["training/off_policy/evicted_samples"] = Metric.last(self.ahead.num_evicted)
@@ -90,7 +90,8 @@ class AsyncPPO(PPO):
 
 
 class AheadCollector(Collector):
-    """Takes its rounds from the queue. `version` is that of the weights that will train on them."""
+    """Takes its rounds from the queue. `version` is that of the weights that will train on them, `num_steps` the last step of
+    the run."""
 
     def __init__(
         self,
@@ -114,14 +115,13 @@ class AheadCollector(Collector):
             agents_folder=run.folder if runs_agents(config) else None,
         )
         self.max_age = config.trainer.v1.sampler.max_off_policy_threshold
-        self.version = 0
-        self.num_evicted = 0
+        self.version = self.num_steps = self.num_evicted = 0
 
     def collect(self, step: int, ordinal: int) -> tuple[DataProto, dict[str, Metric], int]:
         """See Collector."""
         self.num_evicted = 0
         with self.spans("gen"):
-            self.queue.advance(ordinal, step)
+            self.queue.advance(ordinal, step, num_left=max(1, self.num_steps - step + 1))
         self.queue.start_scoring(self.roles.reward)
         return super().collect(step, ordinal)
 
@@ -138,7 +138,8 @@ class AheadCollector(Collector):
 
 
 def age_metrics(batch: DataProto, version: int) -> dict[str, Metric]:
-    """Of the rows that train: versions between `version` and the oldest token of each sample, and the number of versions that made it."""
+    """Of the rows that train: versions between `version` and the oldest token of each sample, and the number of versions that
+    made it."""
     columns = batch.batch
     mask = columns["response_mask"].bool()
     trains = mask.any(dim=1)

@@ -1,6 +1,6 @@
 """Batches of samples that are made ahead of training, oldest first.
 
-    queue.advance(ordinal, step)                 resume unfinished responses, start new batches
+    queue.advance(ordinal, step, num_left)       resume unfinished responses, start new batches
     queue.take(ordinal, step, version, max_age)  the finished batch whose first prompt has that index
     queue.forget_before(ordinal)                 drop what has trained
 
@@ -90,8 +90,9 @@ class Batch:
 
 
 class RolloutQueue:
-    """Holds `depth` batches of `count` prompts after `advance`, of which the oldest is about to train. With `partial`,
-    responses are made in `depth` parts. `agents_folder`: of the run, where samples are episodes of agents."""
+    """Holds `depth` batches of `count` prompts after `advance`, of which the oldest is about to train, and fewer before the
+    run ends. With `partial`, responses are made in `depth` parts. `agents_folder`: of the run, where samples are episodes of
+    agents."""
 
     def __init__(
         self,
@@ -125,14 +126,15 @@ class RolloutQueue:
         """Prompts before `ordinal` have trained."""
         self._batches = [b for b in self._batches if b.ordinal >= ordinal]
 
-    def advance(self, ordinal: int, step: int) -> None:
-        """At the beginning of `step`, whose first prompt is `ordinal`: resume unfinished responses, start new batches."""
-        for batch in self._batches:
+    def advance(self, ordinal: int, step: int, num_left: int) -> None:
+        """At the beginning of `step`, whose first prompt is `ordinal`: resume unfinished responses, start new batches. Nothing
+        is generated beyond the `num_left` batches that the steps from this one on need at least."""
+        for batch in self._batches[:num_left]:
             if batch.advanced < step:  # else it was resumed before the step was abandoned
                 batch.advanced = step
                 self._resume(batch, self.part, step)
         following = self._batches[-1].ordinal + self._batches[-1].count if self._batches else ordinal
-        while self.qsize() < self.depth:
+        while self.qsize() < min(self.depth, num_left):
             self._batches.append(self._start(following, step))
             following += self.count
         self.metrics = self.rollout.end_generation()

@@ -36,8 +36,8 @@ class RewardPool:
 
     `timeout_s`: seconds one call may take (a sample, or a batch for a batched function). `memory_mb`: MiB one process may
     allocate; None for no limit. `limits`: the other limits of the sandbox. `process_per_sample`: fork a process for each
-    call. `default_score`: score of a sample whose call failed, None: it has none; `Score.error` says why. The first worker is started by
-    `start`, others when a request has waited. `log_dir`: folder for the workers' prints.
+    call. `default_score`: score of a sample whose call failed, None: it has none; `Score.error` says why. The first worker is
+    started by `start`, others when a request has waited. `log_dir`: folder for the workers' prints.
 
         with RewardPool(RewardFunctionSpec("rewards.py"), num_workers=2, timeout_s=30, memory_mb=4096) as pool:
             scores = pool.score_all(requests)

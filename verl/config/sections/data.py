@@ -30,7 +30,9 @@ class DataConfig(Section):
     train_files: str | list[str] = used(
         "~/data/rlhf/gsm8k/train.parquet", "training files: parquet, JSON, JSONL, or a data set", path=True
     )
-    val_files: str | list[str] = used("~/data/rlhf/gsm8k/test.parquet", "validation files", path=True)
+    val_files: str | list[str] | None = used(
+        "~/data/rlhf/gsm8k/test.parquet", "validation files; null: no validation", path=True
+    )
     train_max_samples: int = used(-1, "rows to use for training; -1: all")
     val_max_samples: int = used(-1, "rows to use for validation; -1: all")
     prompt_key: str = used("prompt", "field that holds the messages")

@@ -166,8 +166,8 @@ class RewardConfig(Section):
     )
     default_score: float | None = used(
         None,
-        "score of a sample whose scorer hung, crashed or gave no number; null: it has no score, trains nothing and counts in no "
-        "mean, and its group is compared without it",
+        "score of a sample whose scorer hung, crashed or gave no number; null: it has no score, trains nothing and counts in "
+        "no mean, and its group is compared without it",
         ge=-1e12,
         le=1e12,
     )
