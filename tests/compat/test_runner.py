@@ -332,6 +332,41 @@ class TestRefusals:
             self.runner(tiny_llama, tmp_path, [{"prompt": "a"}] * 8, args=args, reward_funcs=broken).train()
 
 
+class TestRewardsOfTRL:
+    """The contract of TRL's GRPOTrainer: prompts, completions, completion_ids, the columns of the rows and trainer_state."""
+
+    def train(self, tiny_llama, tmp_path, *functions):
+        args = arguments(tmp_path, gradient_accumulation_steps=4, max_steps=2)
+        rows = [{"prompt": "a", "level": number} for number in range(16)]
+        runner = RLRunner(str(tiny_llama), args, train_dataset=rows, reward_funcs=list(functions))
+        runner.train()
+        return runner
+
+    def test_what_a_function_is_given(self, tiny_llama, tmp_path):
+        calls = []
+
+        def lengths(prompts, completions, completion_ids, trainer_state, level, **others):
+            calls.append((trainer_state.global_step, len(prompts), set(others)))
+            assert len(prompts) == len(completions) == len(completion_ids) == len(level)
+            assert all(isinstance(token, int) for ids in completion_ids for token in ids)
+            return [float(len(ids)) for ids in completion_ids]
+
+        def of_few(completions):
+            return [0.0] * len(completions)
+
+        runner = self.train(tiny_llama, tmp_path, lengths, of_few)
+        assert [step for step, _, _ in calls] == [0, 1]
+        assert {count for _, count, _ in calls} == {8}
+        logged = [row["completions/mean_length"] for row in runner.state.log_history if "completions/mean_length" in row]
+        assert [row["reward"] for row in runner.state.log_history if "reward" in row] == pytest.approx(logged)
+
+    def test_a_sample_for_which_all_functions_return_none_has_no_score(self, tiny_llama, tmp_path):
+        runner = self.train(tiny_llama, tmp_path, lambda completions, **_: [1.0] + [None] * (len(completions) - 1))
+        assert {row["reward"] for row in runner.state.log_history if "reward" in row} == {1.0}
+        with pytest.raises(RewardError, match="No reward function returned a number"):
+            self.train(tiny_llama, tmp_path, lambda completions, **_: [None] * len(completions))
+
+
 class TestTrainersByName:
     @pytest.mark.seed("E5")
     def test_steps_are_those_of_verl_train(self, tiny_overrides, tmp_path):

@@ -139,7 +139,9 @@ BROKEN = [
     ),
     ("error", f"{DRAW}.temperature", [f"{DRAW}.do_sample=True"]),
     ("warning", f"{DRAW}.n", [f"{DRAW}.n=8"]),
-    ("warning", f"{ROLLOUT}.do_sample", [*GRPO, f"{ROLLOUT}.do_sample=False"]),
+    ("error", f"{ROLLOUT}.do_sample", [*GRPO, f"{ROLLOUT}.do_sample=False"]),
+    ("error", f"{ROLLOUT}.do_sample", [*GRPO, f"{ROLLOUT}.top_k=1"]),
+    ("warning", f"{ROLLOUT}.do_sample", [*GRPO, f"{ROLLOUT}.do_sample=False", f"{ROLLOUT}.multi_turn.enable=True"]),
     (
         "error",
         "reward.reward_kwargs",

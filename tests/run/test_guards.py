@@ -283,6 +283,10 @@ def test_findings_of_ranks_become_one():
     found = merge_findings([[one, other], [two]])
     assert [(f.num_rows, f.num_samples) for f in found] == [(14, 3), (8, 1)]
     assert found[0].samples == [(6, 0, 12.0), (3, 1, 9.0), (5, 0, 4.0)]
+    elsewhere = Finding("nonfinite", "loss", math.nan, None, 0, 6, True, [(7, 0, math.nan)], 1, located=False)
+    bad = Finding("nonfinite", "loss", math.nan, None, 0, 6, True, [(8, 0, math.inf)], 1)
+    (found,) = merge_findings([[elsewhere], [bad]])
+    assert (found.samples, found.num_samples, found.num_rows) == ([(8, 0, math.inf)], 1, 12)
 
 
 # -- whole runs
@@ -317,6 +321,18 @@ def test_a_run_leaves_a_bad_batch_out_and_goes_on(tiny_run, monkeypatch):
     assert (alarm["step"], alarm["guard"], alarm["what"]) == (2, "nonfinite", "token_level_scores")
     assert (alarm["action"], alarm["done"], alarm["num_samples"]) == ("skip", "skip", 1)
     assert alarm["samples"] == [{"uid": "5", "ordinal": 5, "sample": 1, "score": "nan", "value": "nan"}]
+
+
+@pytest.mark.parametrize("broken", ["loss", "gradient"])
+def test_a_loss_that_is_not_finite_names_the_samples_of_its_mini_batch(tiny_run, monkeypatch, broken):
+    {"loss": break_loss, "gradient": break_gradient}[broken](monkeypatch)
+    run = tiny_run("trainer.total_training_steps=1")
+    (alarm,) = alarms(run.folder)
+    samples = [json.loads(line) for line in (run.folder / "samples/train/step_000001.jsonl").read_text().splitlines()]
+    trained = {(row["ordinal"], row["sample_index"]) for row in samples if any(row["advantages"])}
+    assert {(sample["ordinal"], sample["sample"]) for sample in alarm["samples"]} == trained
+    assert alarm["num_samples"] == len(trained) > 0
+    assert {sample["value"] for sample in alarm["samples"]} == {"nan"}
 
 
 def test_a_run_stops_when_too_many_batches_in_a_row_are_bad(tiny_run, monkeypatch, tmp_path):

@@ -184,8 +184,9 @@ def trainer_order(num_rows: int, num_epochs: int, batch_size: int, seed: int) ->
 class ScriptRewards:
     """A reward manager that calls the functions of the script, in this process, with all samples that are collected together.
 
-    TRL's functions get lists `prompts`, `completions` and every column of the rows; verl's compute_score a sample each. Their
-    sum, weighed by `reward_weights`, is the score. Raises RewardError for a function that fails or returns another count.
+    TRL's functions get lists `prompts`, `completions`, `completion_ids` and every column of the rows, and `trainer_state`, as far
+    as their signature takes them; verl's compute_score a sample each. Their sum, weighed by `reward_weights`, is the score; a
+    sample for which all return None has none. Raises RewardError for a function that fails or returns another count.
     """
 
     def __init__(self, pool: RewardPool, *, max_response_length: int):
@@ -216,7 +217,9 @@ class ScriptRewards:
                 w * v for w, v in zip(script.reward_weights, values, strict=True) if v is not None and not math.isnan(v)
             ]
             parts = {name: value for name, value in zip(columns, values, strict=True) if value is not None}
-            found.append(Score(request.key, float(sum(known)), parts if len(columns) > 1 else {}))
+            error = None if known else f"No reward function returned a number for sample {request.key}; it has no score."
+            self.num_defaulted += error is not None
+            found.append(Score(request.key, float(sum(known)), parts if len(columns) > 1 else {}, error))
         return found
 
 
@@ -225,6 +228,15 @@ def is_compute_score(function: Callable[..., Any]) -> bool:
     import inspect
 
     return "solution_str" in inspect.signature(function).parameters
+
+
+def _taken(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments among `given` that the function takes: all for one with **kwargs."""
+    import inspect
+
+    parameters = inspect.signature(function).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: value for name, value in given.items() if takes_all or name in parameters}
 
 
 def _name_of(function: Callable[..., Any]) -> str:
@@ -245,7 +257,11 @@ def _call(function: Callable[..., Any], requests: Sequence[ScoreRequest]) -> lis
             for r, p in zip(requests, prompts, strict=True)
         ]
         others = {name: [row.get(name) for row in rows] for name in rows[0] if name != "prompt"}
-        scores = list(function(prompts=prompts, completions=completions, **others))
+        given = {
+            "prompts": prompts, "completions": completions, **others, "trainer_state": current_script().state,
+            "completion_ids": [list(r.response_ids) for r in requests],
+        }  # fmt: skip
+        scores = list(function(**_taken(function, given)))
     except Exception as error:  # a user's function may raise anything
         raise RewardError(
             f"The reward function {_name_of(function)} failed: {type(error).__name__}: {error}."

@@ -180,6 +180,11 @@ SHARED_CONDITIONS: dict[str, Condition] = {
     "lora": Condition(
         lambda root, node: node.lora_rank > 0, "lora_rank is 0, so there are no adapters", "set lora_rank above 0"
     ),
+    "ends_by_epochs": Condition(
+        lambda root, node: root.trainer.total_training_steps is None,
+        "trainer.total_training_steps ends the run, after more or fewer epochs",
+        "remove trainer.total_training_steps",
+    ),
     "has_limit": Condition(lambda root, node: node.limit is not None, "no limit is set beside it", "set limit as well"),
     "has_path": Condition(lambda root, node: node.path is not None, "no path is set beside it", "set path as well"),
 }

@@ -193,6 +193,7 @@ def score_request(
         ground_truth=_ground_truth(rows, row),
         extra_info=extra,
         response_length=len(token_ids),
+        response_ids=tuple(token_ids),
     )
 
 

@@ -33,7 +33,7 @@ _PREFIX = "guard/"
 @dataclass
 class Finding:
     """A guard that one optimizer step has set off. `samples` are (prompt index, sample index, value), the worst first, of
-    `num_samples`; none where no single sample shows it."""
+    `num_samples`; all that train where no single sample shows it, and then they are not `located`."""
 
     guard: str
     what: str
@@ -44,17 +44,19 @@ class Finding:
     refused: bool
     samples: list[tuple[int, int, float]]
     num_samples: int
+    located: bool = True
 
     def merge(self, others: Sequence[Finding]) -> Finding:
         """The same finding on all ranks, each with samples of its own."""
         parts = [self, *others]
+        located = [part for part in parts if part.located and part.samples] or parts
         lowest = self.guard in MONITORS and MONITORS[self.guard].lowest
-        named = sorted((s for part in parts for s in part.samples), key=lambda s: s[2] if lowest else -s[2])
+        named = sorted((s for part in located for s in part.samples), key=lambda s: s[2] if lowest else -s[2])
         return replace(
             self,
             num_rows=sum(part.num_rows for part in parts),
             samples=named[:NUM_NAMED],
-            num_samples=sum(part.num_samples for part in parts),
+            num_samples=sum(part.num_samples for part in located),
         )
 
 
@@ -148,8 +150,15 @@ class StepGuard:
             value = figures.get(name, 0.0)
             if not torch.isfinite(torch.tensor(value)):
                 samples, count = self._nonfinite_samples()
-                return [self._finding(NONFINITE, name, value, None, samples, count)]
+                found = self._finding(NONFINITE, name, value, None, samples, count)
+                return [found if samples else self._not_located(found)]
         return []
+
+    def _not_located(self, found: Finding) -> Finding:
+        """The finding with all samples that train: the outputs are finite, as where a user's loss is not."""
+        trained = [(seen, row) for seen in self._seen for row in seen.mask.any(-1).nonzero().flatten().tolist()]
+        named = [(*_name(*place), found.value) for place in trained[:NUM_NAMED]]
+        return replace(found, samples=named, num_samples=len(trained), located=False)
 
     def _finding(
         self,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from verl.config import names
-from verl.config.active_keys import learns_from_pairs, selects_samples, uses_critic, uses_rewards
+from verl.config.active_keys import learns_from_pairs, runs_agents, selects_samples, uses_critic, uses_rewards
 from verl.config.rules.agents import check_agents
 from verl.config.rules.distillation import check_distillation
 from verl.config.schema import Problem, error, value_at, warning
@@ -275,6 +275,10 @@ def check_correction(c: Any, given: set[str]) -> Iterator[Problem]:
         )
 
 
+def _is_greedy(sampling: Any) -> bool:
+    return not sampling.do_sample or sampling.temperature == 0 or sampling.top_k == 1
+
+
 def check_sampling(c: Any, given: set[str]) -> Iterator[Problem]:
     """Settings of generation."""
     rollout = c.actor_rollout_ref.rollout
@@ -290,17 +294,19 @@ def check_sampling(c: Any, given: set[str]) -> Iterator[Problem]:
             f"{VAL}.temperature",
             f"{VAL}.do_sample=True needs a temperature above 0. Set {VAL}.temperature, or do_sample=False.",
         )
-    if not val.do_sample and val.n > 1:
+    if val.n > 1 and _is_greedy(val):
         yield warning(
             f"{VAL}.n",
-            f"{VAL}.n={val.n} gives equal samples, because validation decodes greedily. Set {VAL}.do_sample=True and "
-            "its temperature.",
+            f"{VAL}.n={val.n} gives equal samples, because validation decodes greedily. Set {VAL}.do_sample=True, its "
+            "temperature, and top_k other than 1.",
         )
-    if rollout.n > 1 and not (rollout.do_sample and rollout.temperature > 0):
-        yield warning(
+    if rollout.n > 1 and _is_greedy(rollout):
+        # an agent's environment may answer equal actions differently
+        level = warning if runs_agents(c) else error
+        yield level(
             f"{ROLLOUT}.do_sample",
-            f"{ROLLOUT}.n={rollout.n} gives equal samples, because rollout decodes greedily. Set {ROLLOUT}.do_sample=True "
-            "and a temperature above 0.",
+            f"{ROLLOUT}.n={rollout.n} gives equal samples, because rollout decodes greedily: there is nothing to learn from "
+            f"their comparison. Set {ROLLOUT}.do_sample=True, a temperature above 0 and top_k other than 1, or n=1.",
         )
     oldest = c.trainer.v1.sampler.max_off_policy_threshold
     if not 0 <= rollout.prefetch_num <= oldest:

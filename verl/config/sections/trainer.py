@@ -72,7 +72,7 @@ class TrainerConfig(Section):
 
     project_name: str = used("verl_examples", "project, for trackers and the run folder")
     experiment_name: str = used("gsm8k", "name of the run, for trackers and the run folder")
-    total_epochs: int = used(30, "passes over the training rows", ge=1)
+    total_epochs: int = used(30, "passes over the training rows", when="ends_by_epochs", ge=1)
     total_training_steps: int | None = used(None, "stop after this many steps; null: total_epochs decides", ge=1)
     logger: list[str] = used(["console", "file"], "where metrics go", family=Family("tracker", LOGGERS))
     default_local_dir: str = used("checkpoints/verl_examples/gsm8k", "the run folder", path=True)
@@ -191,7 +191,7 @@ class PPOTrainerConfig(TrainerConfig):
 class SFTTrainerConfig(TrainerConfig):
     project_name: str = used("gsm8k-sft", "project, for trackers and the run folder")
     experiment_name: str = used("test", "name of the run, for trackers and the run folder")
-    total_epochs: int = used(4, "passes over the training rows", ge=1)
+    total_epochs: int = used(4, "passes over the training rows", when="ends_by_epochs", ge=1)
     default_local_dir: str = used("checkpoints/gsm8k-sft/test", "the run folder", path=True)
     val_before_train: bool = used(False, "validate before the first step")
     save_freq: int | str = used(  # type: ignore[assignment]
