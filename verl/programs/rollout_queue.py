@@ -129,15 +129,17 @@ class RolloutQueue:
     def advance(self, ordinal: int, step: int, num_left: int) -> None:
         """At the beginning of `step`, whose first prompt is `ordinal`: resume unfinished responses, start new batches. Nothing
         is generated beyond the `num_left` batches that the steps from this one on need at least."""
+        generates = False
         for batch in self._batches[:num_left]:
             if batch.advanced < step:  # else it was resumed before the step was abandoned
                 batch.advanced = step
-                self._resume(batch, self.part, step)
+                generates |= self._resume(batch, self.part, step)
         following = self._batches[-1].ordinal + self._batches[-1].count if self._batches else ordinal
         while self.qsize() < min(self.depth, num_left):
             self._batches.append(self._start(following, step))
             following += self.count
-        self.metrics = self.rollout.end_generation()
+            generates = True
+        self.metrics = self.rollout.end_generation() if generates else Finished({})
 
     def start_scoring(self, reward: RewardHandle) -> None:
         """Score complete batches before their turn, while others train. Where rollout and reward share their devices, samples
