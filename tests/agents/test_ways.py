@@ -70,7 +70,9 @@ def test_a_game_that_breaks_is_left_out(agent_run, agent_task, tmp_path, caplog)
 
 
 def test_a_run_whose_episodes_all_fail_stops(agent_run, caplog):
-    with pytest.raises(RewardError, match="none of the 12 samples could be scored. The first: Episode train/0/0 raised"):
+    with pytest.raises(
+        RewardError, match="none of the 12 samples could be scored. The first: Episode train/0/0 raised"
+    ):
         agent_run(
             ENDS, NO_TOOLS, f"{ROLLOUT}.agent.environment={HERE}:Retry", f"{ROLLOUT}.multi_turn.enable=False", ONE_STEP
         )

@@ -357,7 +357,9 @@ class TestRewardsOfTRL:
         runner = self.train(tiny_llama, tmp_path, lengths, of_few)
         assert [step for step, _, _ in calls] == [0, 1]
         assert {count for _, count, _ in calls} == {8}
-        logged = [row["completions/mean_length"] for row in runner.state.log_history if "completions/mean_length" in row]
+        logged = [
+            row["completions/mean_length"] for row in runner.state.log_history if "completions/mean_length" in row
+        ]
         assert [row["reward"] for row in runner.state.log_history if "reward" in row] == pytest.approx(logged)
 
     def test_a_sample_for_which_all_functions_return_none_has_no_score(self, tiny_llama, tmp_path):

@@ -133,7 +133,8 @@ def test_failed_scores_are_left_out_of_their_group(tiny_run, tmp_path):
 def test_a_step_without_any_score_is_left_out(tiny_run, tmp_path):
     """The judge is down for the 16 samples of step 2."""
     fails = "calls = []\n" + FAILING.replace(
-        "    raise", "    calls.append(1)\n    if not 16 < len(calls) <= 32:\n        return len(solution_str) % 3\n    raise"
+        "    raise",
+        "    calls.append(1)\n    if not 16 < len(calls) <= 32:\n        return len(solution_str) % 3\n    raise",
     )
     run = tiny_run(
         failing_reward(tmp_path, fails), "trainer.total_training_steps=3", "trainer.test_freq=-1", "trainer.save_freq=1",

@@ -217,7 +217,9 @@ class ScriptRewards:
                 w * v for w, v in zip(script.reward_weights, values, strict=True) if v is not None and not math.isnan(v)
             ]
             parts = {name: value for name, value in zip(columns, values, strict=True) if value is not None}
-            error = None if known else f"No reward function returned a number for sample {request.key}; it has no score."
+            error = (
+                None if known else f"No reward function returned a number for sample {request.key}; it has no score."
+            )
             self.num_defaulted += error is not None
             found.append(Score(request.key, float(sum(known)), parts if len(columns) > 1 else {}, error))
         return found
