@@ -171,8 +171,8 @@ def unscored(batch: DataProto, where: str) -> RewardError:
     first = next((error for error in batch.non_tensor_batch["reward_error"] if error is not None), None)
     return RewardError(
         f"{where}: none of the {len(batch)} samples could be scored. The first: "
-        f"{first or 'the greedy sample of its prompt has no score.'} Repair the reward function, the judge or the agent and run the same "
-        "command again; `verl check` calls it."
+        f"{first or 'the greedy sample of its prompt has no score.'} Repair the reward function, the judge or the agent, and "
+        "run the same command again."
     )
 
 

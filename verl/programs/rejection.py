@@ -40,7 +40,8 @@ _COPIED = ("score", "data_source", "ordinal", "sample_index")  # to rows of the 
 
 class RejectionSampling(PPO):
     """Metrics of the samples of a step that have a score: rejection/{kept,kept_ratio,prompt_ratio,score/mean,score/kept_mean}:
-    the kept ones, their share, the share of prompts that keep any, mean scores of all and of the kept. Other metrics are of the kept ones."""
+    the kept ones, their share, the share of prompts that keep any, mean scores of all and of the kept. Other metrics are of
+    the kept ones."""
 
     console_metrics: ClassVar[Mapping[str, tuple[str, str]]] = {
         "rejection/score/mean": ("reward", "{:.3f}"),
