@@ -184,9 +184,9 @@ def trainer_order(num_rows: int, num_epochs: int, batch_size: int, seed: int) ->
 class ScriptRewards:
     """A reward manager that calls the functions of the script, in this process, with all samples that are collected together.
 
-    TRL's functions get lists `prompts`, `completions`, `completion_ids`, every column of the rows, and `trainer_state`, as far as
-    their signature takes them; verl's compute_score a sample each. Their sum, weighed by `reward_weights`, is the score; a sample
-    for which all return None has none. Raises RewardError for a function that fails or returns another count.
+    TRL's functions get lists `prompts`, `completions`, `completion_ids`, every column of the rows, and `trainer_state`, as far
+    as their signature takes them; verl's compute_score a sample each. Their sum, weighed by `reward_weights`, is the score; a
+    sample for which all return None has none. Raises RewardError for a function that fails or returns another count.
     """
 
     def __init__(self, pool: RewardPool, *, max_response_length: int):

@@ -91,7 +91,7 @@ def _scores(batch: DataProto) -> np.ndarray:
 
 def _summarise(batch: DataProto, scores: np.ndarray, suffix: str) -> dict[str, float]:
     """Per data source: mean@n, best@n, ... of the reward and of every number that the reward function returned."""
-    parts = batch.non_tensor_batch["reward_parts"]
+    parts = list(batch.non_tensor_batch["reward_parts"])
     has_failed = np.array([error is not None for error in batch.non_tensor_batch["reward_error"]])
     values = {"reward": scores}
     for name, column in number_parts(parts).items():
