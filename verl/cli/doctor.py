@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from typing import Any
 
 from verl.cli.parser import Parser
@@ -80,8 +81,10 @@ def _engines() -> str:
 
 
 def _version(probe: dict[str, Any]) -> str:
-    missing = probe.get("error", "").startswith("ModuleNotFoundError: No module named 'transformers'")
-    return str(probe.get("version", "not installed" if missing else "broken"))
+    missing = re.fullmatch(r"ModuleNotFoundError: No module named '(\w+)[\w.]*'", probe.get("error", ""))
+    if missing:
+        return "not installed" if missing[1] == "transformers" else f"cannot be used without {missing[1]}"
+    return str(probe.get("version", "broken"))
 
 
 def _torch(torch: dict[str, Any]) -> str:
