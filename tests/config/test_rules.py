@@ -176,7 +176,7 @@ BROKEN = [
         ["reward.reward_model.enable=True", "reward_model.model.path=rm", "reward_model.rollout.name=http"],
     ),
     ("error", "reward.reward_manager.module.path", ["reward.reward_manager.source=importlib"]),
-    ("error", "trainer.default_local_dir", ["trainer.default_local_dir="]),
+    ("error", "trainer.default_local_dir", ["trainer.default_local_dir=' '"]),
     ("error", "trainer.resume_from_path", ["trainer.resume_mode=resume_path"]),
     (
         "error",

@@ -65,12 +65,13 @@ _LARGEST = {  # last word of a key's name, its unit -> largest value: clocks and
 
 
 def with_bound_of_unit(name: str, key: Key) -> Key:
-    """`key`, at most as large as the unit in its `name` allows: ten years, or a pebibyte."""
+    """`key`, not negative and at most as large as the unit in its `name` allows: ten years, or a pebibyte."""
     largest = _LARGEST.get(name.rpartition("_")[2])
     bounds = key.bounds or Bounds()
     if largest is None or key.inert or (bounds.le or bounds.lt or math.inf) <= largest:
         return key
-    return dataclasses.replace(key, bounds=dataclasses.replace(bounds, le=largest))
+    lowest = 0 if bounds.ge is None and bounds.gt is None else bounds.ge
+    return dataclasses.replace(key, bounds=dataclasses.replace(bounds, ge=lowest, le=largest))
 
 
 @dataclass(frozen=True)
