@@ -2,7 +2,9 @@
 
 import html
 import json
+import random
 import re
+from collections import Counter
 from urllib.parse import quote, urlencode
 
 import pytest
@@ -15,6 +17,7 @@ pytest.importorskip("sse_starlette", reason="the extra `page` is not installed")
 
 import httpx
 
+from tests.page import hostile_urls
 from verl.page.pages import Site
 from verl.page.server import make_app
 
@@ -70,6 +73,11 @@ def test_every_page_is_served_with_a_strict_policy(get, path):
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert answer.headers["referrer-policy"] == "no-referrer"
     assert not re.search(r"\sstyle=|\son[a-z]+=|<script>|https?://(?!www\.w3\.org)", answer.text)
+
+
+def test_odd_urls_and_sizes(tmp_path):
+    outcomes = Counter(hostile_urls.cases(random.Random(0), 150, tmp_path))
+    assert {"200", "404", "accepted"} <= {what for _, what in outcomes}, outcomes
 
 
 class TestGate:
