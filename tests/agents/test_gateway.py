@@ -24,6 +24,7 @@ from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import SamplingParams
 from verl.rewards.sandbox import launch
 from verl.rewards.sandbox.launch import namespace_command
+from verl.tracking import logs
 
 pytest.importorskip("starlette", reason="needs the extra agents")
 pytest.importorskip("uvicorn", reason="needs the extra agents")
@@ -276,6 +277,28 @@ task = json.loads(os.environ['VERL_TASK'])
 reply = post('/chat/completions', {'model': os.environ['OPENAI_MODEL'], 'messages': task['raw_prompt']})
 post('/reward', {'reward': len(reply['choices'])})
 """
+
+
+def test_a_client_that_hangs_up_leaves_no_traceback(play, caplog, capfd):
+    def agent(client, task):
+        chat(client, ASK)
+        key = client.headers["authorization"]
+        path, port = client.base_url.path, client.base_url.port
+        lines = [f"POST {path}chat/completions HTTP/1.1", "Host: x", f"Authorization: {key}", "Content-Length: 100000"]
+        for body in ["", "{", '{"messages": \x1b[31m']:
+            with socket.create_connection(("127.0.0.1", port)) as connection:
+                connection.sendall("\r\n".join([*lines, "", body]).encode())
+        for _ in range(100):
+            with socket.create_connection(("127.0.0.1", port)) as connection:
+                connection.sendall(b"\x1b]0;ERROR: forged\x07\xff\r\n\r\n")
+        return float(chat(client, ASK)["object"] == "chat.completion")
+
+    logs._ADOPTING._counts.clear()
+    (result,), _ = play(agent)
+    assert result.reward == 1.0
+    assert "".join(capfd.readouterr()) == ""
+    assert len(caplog.records) <= logs.MAX_ADOPTED
+    assert all(record.getMessage().isprintable() and not record.exc_info for record in caplog.records)
 
 
 def test_an_agent_may_be_a_command(play, tmp_path):

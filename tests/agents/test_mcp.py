@@ -2,17 +2,20 @@
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import sys
 import time
 
+import psutil
 import pytest
 
 from tests.agents.test_runs import ENDS, ROLLOUT, episodes
 from verl.errors import ConfigError, MissingExtraError
 from verl.tools import mcp_client
 from verl.tools.tool_registry import load_all_tools
+from verl.tracking import logs
 
 SERVER = """
 import os, time
@@ -90,6 +93,52 @@ def test_a_server_is_asked_and_started_again(tools):
             assert time.monotonic() < deadline
             time.sleep(0.2)
     assert second != first
+
+
+HOSTILE = """
+import os, sys, threading, time
+
+def shout(pipe, line):
+    for _ in range(300):
+        os.write(pipe, line)
+
+shout(1, b"no JSON \\x1b[31m at all \\xff\\n")
+shout(1, b'{"jsonrpc": 7}\\n')
+shout(2, b"\\x1b]0;title\\x07\\nERROR: forged\\n\\x9b31m\\xff")
+if os.fork() == 0:
+    os.setsid()
+    open(sys.argv[1], "w").write(str(os.getpid()))
+    time.sleep(600)
+"""
+
+
+def lines_of(text):
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def test_what_a_server_writes_is_escaped_and_counted(tools, tmp_path, caplog, capfd):
+    """And a child of its that leaves its session ends with it."""
+    is_there()
+    logs._ADOPTING._counts.clear()
+    tools()
+    (tmp_path / "hostile.py").write_text(HOSTILE + SERVER)
+    caplog.set_level(logging.INFO)
+    settings = {"command": sys.executable, "args": [str(tmp_path / "hostile.py"), str(tmp_path / "child")]}
+    found = {tool.name: tool for tool in load_all_tools(tools(**settings))}
+    server = int(call(found["pid"])[0].text)
+    written = "".join(capfd.readouterr())
+    assert "\x1b" not in written
+    assert "forged" not in written
+    shown = [record.getMessage() for record in caplog.records]
+    assert all(text.isprintable() for text in shown)
+    assert any("writes: ERROR: forged" in text for text in shown)
+    assert len([text for text in shown if text.startswith("The MCP server")]) <= mcp_client.MAX_LINES
+    assert len(shown) <= mcp_client.MAX_LINES + 3 * logs.MAX_ADOPTED
+    child = int((tmp_path / "child").read_text())
+    assert psutil.pid_exists(child)
+    os.kill(server, signal.SIGKILL)
+    psutil.wait_procs([psutil.Process(child)] if psutil.pid_exists(child) else [], timeout=20)
+    assert not psutil.pid_exists(child)
 
 
 def test_a_call_has_its_time(tools):

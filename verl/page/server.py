@@ -19,6 +19,7 @@ from urllib.parse import urlencode
 from verl.errors import ConfigError, MissingExtraError
 from verl.page.pages import NotFound, Site
 from verl.page.reader import RunReader
+from verl.tracking.logs import adopt_loggers
 
 try:
     import uvicorn
@@ -219,9 +220,11 @@ def serve_page(
     host, port = listening.getsockname()[:2]
     site = Site(folders)
     app = make_app(site, token, host, port, labels=labels)
+    adopt_loggers("uvicorn", "starlette", "asyncio")
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1, server_header=False
-    )
+        app, log_config=None, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1,
+        server_header=False,
+    )  # fmt: skip
     try:
         uvicorn.Server(config).run(sockets=[listening])
     finally:

@@ -10,21 +10,27 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import functools
 import json
 import logging
 import os
 import threading
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import IO, Any
 
 from verl.errors import ConfigError, MissingExtraError
+from verl.foreign_text import clean
 from verl.parallel.child_processes import python_command
 from verl.regular_files import read_user_text, require_regular
+from verl.tracking.logs import adopt_loggers
 
 log = logging.getLogger(__name__)
 
 START_S = 60.0  # that a server may take until it has listed its tools
+MAX_LINES = 50  # of a server's stderr, in the log
+_LINE_BYTES = 4096
+_LIBRARIES = ("mcp", "client", "asyncio", "anyio", "httpx2", "httpcore2", "httpx", "httpcore")  # names of loggers
 
 
 class ToolServer:
@@ -36,6 +42,7 @@ class ToolServer:
         threading.Thread(target=self.loop.run_forever, name=f"mcp-{name}", daemon=True).start()
         self._connection: tuple[Any, asyncio.Event] | None = None  # a client, and what ends its task
         self._lock = asyncio.Lock()
+        self._num_lines = 0
         try:
             self.tools: list[dict[str, Any]] = self._run(self._list()).result(START_S)
         except concurrent.futures.TimeoutError:
@@ -91,12 +98,29 @@ class ToolServer:
 
         ended = asyncio.Event()
         try:
-            async with Client(_transport(self.settings)) as client:
-                ready.set_result((client, ended))
-                await ended.wait()
+            with self._stderr() as stderr:
+                async with Client(_transport(self.settings, stderr)) as client:
+                    ready.set_result((client, ended))
+                    await ended.wait()
         except Exception as error:  # noqa: BLE001 - handed to the one who waits
             if not ready.done():
                 ready.set_exception(error)
+
+    @contextlib.contextmanager
+    def _stderr(self) -> Iterator[IO[str]]:
+        """A file for the server's stderr, whose lines are logged."""
+        read, write = os.pipe()
+        threading.Thread(target=self._log_lines, args=(read,), name=f"mcp-{self.name}-stderr", daemon=True).start()
+        with os.fdopen(write, "w") as file:
+            yield file
+
+    def _log_lines(self, pipe: int) -> None:
+        with os.fdopen(pipe, "rb") as lines:
+            while line := lines.readline(_LINE_BYTES):
+                self._num_lines += 1
+                if self._num_lines <= MAX_LINES:
+                    rest = "; its further lines are left out" if self._num_lines == MAX_LINES else ""
+                    log.info("The MCP server %r writes: %s%s", self.name, clean(line.decode(errors="replace")), rest)
 
 
 def load_servers(path: str) -> dict[str, ToolServer]:
@@ -116,14 +140,15 @@ def _load_servers(path: str, _modified: int) -> dict[str, ToolServer]:
         rows = {str(name): dict(settings) for name, settings in rows.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} must be JSON with an object 'mcpServers' of servers by name: {error!r}.") from error
+    adopt_loggers(*_LIBRARIES)
     for name, settings in rows.items():
         if not (settings.get("url") or settings.get("command")):
             raise ConfigError(f"{path}: the server {name!r} has neither url nor command.")
     return {name: ToolServer(name, settings) for name, settings in rows.items()}
 
 
-def _transport(settings: Mapping[str, Any]) -> Any:
-    """The transport of a client. A command ends with this process, however that ends."""
+def _transport(settings: Mapping[str, Any], stderr: IO[str]) -> Any:
+    """The transport of a client. A command and all that it has started end with this process, however that ends."""
     if settings.get("url"):
         headers = dict(settings.get("headers") or {})
         if token := settings.get("auth_token"):
@@ -138,14 +163,17 @@ def _transport(settings: Mapping[str, Any]) -> Any:
 
         return streamable_http_client(url, http_client=httpx2.AsyncClient(headers=headers))
     from mcp import StdioServerParameters
+    from mcp.client.stdio import stdio_client
 
-    command, *guard = python_command("verl.parallel.child_processes", str(os.getpid()))
-    return StdioServerParameters(
+    command, *guard = python_command("verl.rewards.sandbox.reaper", str(os.getpid()))
+    parameters = StdioServerParameters(
         command=command,
         args=[*guard, str(settings["command"]), *map(str, settings.get("args") or [])],
         env={name: str(value) for name, value in (settings.get("env") or {}).items()},
         cwd=settings.get("cwd"),
+        encoding_error_handler="replace",  # else one wrong byte ends the reader, and calls wait for their time limit
     )
+    return stdio_client(parameters, errlog=stderr)
 
 
 def _why(error: BaseException) -> str:

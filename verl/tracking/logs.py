@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -17,9 +18,12 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from verl.config.secrets import hide, remember_secrets
-from verl.foreign_text import printable
+from verl.foreign_text import clean, printable
 from verl.tracking.files import open_regular
 
+log = logging.getLogger(__name__)
+
+MAX_ADOPTED = 20  # records of one library in an hour
 _FILE_FORMAT = "%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s"
 _MAX_FILE_BYTES = 20_000_000
 _NUM_OLD_FILES = 3
@@ -48,6 +52,40 @@ class CleanRecords(logging.Filter):
 
 def _shown(text: str) -> str:
     return _NEXT_LINE.sub("\n    ", printable(hide(text)))
+
+
+class _AdoptingHandler(logging.Handler):
+    """Logs records of other libraries as records of this module: one line of escaped text each, without a traceback (with
+    LOG_LEVEL=DEBUG it follows). Of one library MAX_ADOPTED pass in an hour."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counts: Counter[tuple[str, int]] = Counter()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        library, hour = record.name.partition(".")[0], int(record.created // 3600)
+        self._counts[library, hour] += 1
+        if (count := self._counts[library, hour]) > MAX_ADOPTED:
+            return
+        try:
+            text = clean(record.getMessage())
+        except Exception:  # noqa: BLE001 - wrong arguments of the library's, or of what it logs
+            text = clean(record.msg)
+        error = record.exc_info[1] if record.exc_info else None
+        why = "" if error is None else f" ({type(error).__name__}: {clean(error)})"
+        rest = "; its further records of this hour are left out" if count == MAX_ADOPTED else ""
+        log.log(record.levelno, "%s: %s%s%s", clean(library), text, why, rest)
+        if error is not None:
+            log.debug("The traceback of %s", library, exc_info=error)
+
+
+_ADOPTING = _AdoptingHandler()
+
+
+def adopt_loggers(*libraries: str) -> None:
+    """From now on these libraries, which log what strangers send them, log through this module alone."""
+    for library in map(logging.getLogger, libraries):
+        library.handlers, library.propagate = [_ADOPTING], False
 
 
 def log_level() -> int:

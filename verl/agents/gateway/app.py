@@ -27,6 +27,7 @@ from typing import Any
 from verl.agents.gateway import formats
 from verl.agents.gateway.sessions import RequestError, Session, Sessions
 from verl.errors import ConfigError, DataError, MissingExtraError, UnreachableError
+from verl.tracking.logs import adopt_loggers
 
 log = logging.getLogger(__name__)
 
@@ -52,9 +53,10 @@ class Gateway:
         self.sessions = Sessions()
         self._socket = _bound(host, port)
         self.host, self.port = self._socket.getsockname()[:2]
+        adopt_loggers("uvicorn", "starlette", "asyncio")
         self._config = uvicorn.Config(
             _application(self),
-            log_config=None,  # its records go to our handlers, see verl/tracking/logs.py
+            log_config=None,  # else it would get handlers again
             log_level="warning",
             access_log=False,
             lifespan="off",
