@@ -89,8 +89,10 @@ def _rejection(option: str, text: str) -> Rejection:
 
 
 def divergence(log_ratio: Tensor, estimator: str) -> Tensor:
-    """Divergence k1 = -log rho, k2 = (log rho)^2 / 2 or k3 = rho - 1 - log rho, in float64: k3 of a ratio near 1 is a small
-    difference of large numbers."""
+    """Divergence k1 = -log rho, k2 = (log rho)^2 / 2 or k3 = rho - 1 - log rho.
+
+    In float64: k3 of a ratio near 1 is a small difference of large numbers.
+    """
     log_ratio = log_ratio.double()
     if estimator == "k1":
         return -log_ratio
