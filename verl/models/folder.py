@@ -6,6 +6,7 @@ unpickled. A hub name becomes the folder of its snapshot in the local cache.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -173,7 +174,8 @@ def check_acting_entries(file: Path, entries: Mapping[str, Any], kind: type) -> 
             covers_all = isinstance(value, int) and isinstance(longest, int) and value >= longest
             is_off = is_off or covers_all or entries.get("use_sliding_window") is False
         # of every family, and false in decoders
-        is_read = bool(getattr(kind, name)) if name == "is_encoder_decoder" else hasattr(kind, name)
+        has_entry = hasattr(kind, name) or name in inspect.signature(kind).parameters  # by release of transformers
+        is_read = bool(getattr(kind, name)) if name == "is_encoder_decoder" else has_entry
         if not is_off and not is_read:
             raise ModelError(
                 f"{file}: {name}={clean(value, 40)} has no effect on this model, since {kind.__name__} has no such entry. "
