@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from verl.models.check import choose_forward, own_attention
 from verl.models.heads import HEADS, WEIGHT_NAMES, ScalarHeadModel
 from verl.models.padded import ForwardKind
 from verl.models.randomness import turn_off
+from verl.models.token_ids import eos_token_ids
 from verl.models.tokenizer_files import check_token_ids, check_tokenizer_file, embedding_rows
 from verl.registry import load_module
 from verl.regular_files import read_user_text
@@ -163,6 +165,15 @@ def load_tokenizer(model: ModelConfig | str | Path) -> Any:
             )
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def eos_token_ids_of(model: ModelConfig, tokenizer: Any) -> tuple[int, ...]:
+    """See eos_token_ids; from the files of a model that is not loaded. Raises ModelError."""
+    config = load_model_config(model.path, model.trust_remote_code, model.override_config)
+    file = files.fetch(model.path, weights=False) / "generation_config.json"
+    entries = files.read_json_object(file) if file.is_file() else {}
+    generation = SimpleNamespace(eos_token_id=entries.get("eos_token_id"))
+    return eos_token_ids(SimpleNamespace(config=config, generation_config=generation), tokenizer)
 
 
 def num_parameters(module: nn.Module) -> int:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
 from verl.config import PPOConfig
+from verl.data.conversations.turn_ends import TurnEnds
 from verl.data.prompts import encode_text
 from verl.data.schema import at
 from verl.data_proto.future import Finished, Future
@@ -50,6 +52,7 @@ def check_teachers(config: PPOConfig, tokenizer: Any, rows: Any = None) -> None:
     keys = {teacher.key for teacher in distillation.teachers().values()}
     off_policy = distillation.on_policy_share < 1
     vocabulary = _vocabulary_size(config, config.actor_rollout_ref.model.path) if off_policy else 0
+    ends = TurnEnds(tokenizer)
     if rows is not None and (len(keys) > 1 or off_policy):
         for number in range(len(rows)):
             row, place = rows[number], rows.place(number)
@@ -59,7 +62,7 @@ def check_teachers(config: PPOConfig, tokenizer: Any, rows: Any = None) -> None:
                     f"distillation.teacher_models has the keys {', '.join(map(str, sorted(keys, key=str)))}."
                 )
             if off_policy:
-                ids = _response_ids(row, distillation.response_key, tokenizer, place)
+                ids = _response_ids(row, distillation.response_key, ends, place)
                 if distillation.stored_outputs:
                     _check_stored(row, len(ids), vocabulary, place)
     if rows is not None and len(keys) > 1:
@@ -85,14 +88,15 @@ def _vocabulary_size(config: PPOConfig, path: str | None) -> int:
     return int(found.get_text_config().vocab_size)
 
 
-def _response_ids(row: Mapping[str, Any], key: str, tokenizer: Any, place: str) -> list[int]:
+def _response_ids(row: Mapping[str, Any], key: str, ends: TurnEnds, place: str) -> list[int]:
     """The response of a row: token ids as they are, or the tokens of a text and the one that ends it."""
     response = row.get(key)
     if isinstance(response, str) and response:
-        return [*encode_text(tokenizer, response, place, add_special_tokens=False), tokenizer.eos_token_id]
+        end = ends.token(place, after_chat=bool(ends.tokenizer.chat_template))
+        return [*encode_text(ends.tokenizer, response, place, add_special_tokens=False), end]
     if isinstance(response, list | tuple | np.ndarray) and len(response):
         with at(place):
-            ids: list[int] = token_ids(response, key, num_embeddings(tokenizer)).tolist()
+            ids: list[int] = token_ids(response, key, num_embeddings(ends.tokenizer)).tolist()
         return ids
     raise DataError(
         f"{place}: field {key!r} (distillation.response_key) must be a text or a list of token ids, but it is "
@@ -192,6 +196,11 @@ class RowResponses:
     tokenizer: Any
     version: Callable[[], int]
 
+    @cached_property
+    def ends(self) -> TurnEnds:
+        """Where responses end."""
+        return TurnEnds(self.tokenizer)
+
     def is_on_policy(self, step: int) -> bool:
         """Whether the student samples in training step `step`."""
         random = np.random.Generator(np.random.Philox(key=[self.config.data.seed or 0, step]))
@@ -224,7 +233,7 @@ class RowResponses:
         ordinal, objects = int(prompts.batch["ordinal"][row]), prompts.non_tensor_batch
         key, limit = self.config.distillation.response_key, self.config.actor_rollout_ref.rollout.response_length
         fields = {key: objects[key][row]} if key in objects else {}
-        ids = _response_ids(fields, key, self.tokenizer, f"prompt {ordinal}")
+        ids = _response_ids(fields, key, self.ends, f"prompt {ordinal}")
         tokens = np.asarray(ids[:limit], dtype=np.int32)
         segment = Segment(tokens, np.zeros(len(tokens), dtype=np.float32), self.version())
         is_cut = len(ids) > limit

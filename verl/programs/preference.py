@@ -24,6 +24,7 @@ from verl.data.preferences.dataset import PreferenceDataset, load_preferences, p
 from verl.data_proto.metrics import Metric, merge_metrics, metric_values
 from verl.data_proto.proto import DataProto
 from verl.engines.api import BatchTotals
+from verl.models.load import eos_token_ids_of
 from verl.parallel.balance import unit_ids
 from verl.programs.api import RollBack, RunContext, StepResult
 from verl.programs.given_rows import GivenRows, GivenRowsProgram, model_spec, specs_of
@@ -66,7 +67,10 @@ class PreferenceOptimization(GivenRowsProgram):
     def load_rows(cls, config: PreferenceConfig, files: Any, tokenizer: Any, **selects: Any) -> PreferenceDataset:
         losses = config.preference.losses
         paired, trains_prompts = all(map(is_paired, losses)), "orpo" in losses
-        return load_preferences(files, tokenizer, config.data, paired=paired, trains_prompts=trains_prompts, **selects)
+        return load_preferences(
+            files, tokenizer, config.data, paired=paired, trains_prompts=trains_prompts,
+            stop_token_ids=eos_token_ids_of(config.model, tokenizer), **selects,
+        )  # fmt: skip
 
     @classmethod
     def objective(cls, config: PreferenceConfig) -> Callable[[StepGuard], Objective]:

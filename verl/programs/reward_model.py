@@ -25,6 +25,7 @@ from verl.data.preferences.dataset import load_preferences
 from verl.data.preferences.scored import RatedDataset, StepDataset
 from verl.data_proto.proto import DataProto
 from verl.data_proto.sample_rows import sample_rows
+from verl.models.load import eos_token_ids_of
 from verl.programs.given_rows import GivenRowsProgram, model_spec, specs_of
 from verl.roles.api import Objective, RoleSpecs
 from verl.roles.objectives.reward import PairObjective, RatingObjective, StepObjective, sides
@@ -83,6 +84,7 @@ class RewardModelProgram(GivenRowsProgram):
     def load_rows(cls, config: RMConfig, files: Any, tokenizer: Any, **chosen: Any) -> ConversationDataset:
         """See GivenRowsProgram."""
         rule = config.rm
+        chosen["stop_token_ids"] = eos_token_ids_of(config.model, tokenizer)
         if rule.loss == "regression":
             return read_into(RatedDataset(), files, tokenizer, config.data, **chosen)
         if rule.loss == "process":

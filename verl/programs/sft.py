@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from verl.config.roots.sft import SFTConfig
 from verl.data.conversations.dataset import load_conversations
+from verl.models.load import eos_token_ids_of
 from verl.programs.given_rows import GivenRowsProgram
 from verl.roles.api import Objective
 from verl.roles.objectives.nll import TokenObjective
@@ -36,7 +37,8 @@ class SFT(GivenRowsProgram):
 
     @classmethod
     def load_rows(cls, config: SFTConfig, files: Any, tokenizer: Any, **selects: Any) -> Any:
-        return load_conversations(files, tokenizer, config.data, **selects)
+        stops = eos_token_ids_of(config.model, tokenizer)
+        return load_conversations(files, tokenizer, config.data, stop_token_ids=stops, **selects)
 
     @classmethod
     def objective(cls, config: SFTConfig) -> Callable[[StepGuard], Objective]:

@@ -13,12 +13,16 @@ from typing import Any, TypeVar
 import torch
 
 from verl.config import RewardModelConfig
+from verl.config.roots.reward_model import RMDataConfig
+from verl.data.conversations.formats import Example
+from verl.data.conversations.tokens import ConversationEncoder
 from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
 from verl.errors import ConfigError, ModelError, NumericsError
 from verl.models.classifier import load_reward_model, sequence_scores
-from verl.models.heads import ScalarHeadModel
+from verl.models.heads import ScalarHeadModel, TokenValueModel
 from verl.models.load import load_external, load_tokenizer
+from verl.models.token_ids import eos_token_ids
 from verl.parallel.device import compute_dtype
 from verl.parallel.register import Dispatch, register
 from verl.regular_files import read_user_text
@@ -26,6 +30,8 @@ from verl.roles.judges import Judge, build_judge
 from verl.roles.verdicts import CachedReplies, compare_pairs, fill, read_rubric, rubric_scores
 
 Row = TypeVar("Row")
+
+PLACE = "a conversation for the reward model"
 
 
 def build_reward_model(
@@ -70,7 +76,8 @@ class RewardModelWorker:
     """Scores prompt and response with a sequence classification model.
 
     A reward model with the policy's tokenizer and chat template reads the policy's tokens; another one reads the
-    conversation, the response being the assistant's turn, through its own template.
+    conversation through its own template, in the tokens that `verl rm` trains on. It is read where it was trained: at the
+    token that ends the response, a process reward model at the token before.
     """
 
     def __init__(
@@ -92,11 +99,17 @@ class RewardModelWorker:
                 "The reward model's tokenizer differs from the policy's and has no chat template, so it is not known how "
                 "a conversation is written for it. Add the template that it was trained with to its tokenizer files."
             )
+        stops = frozenset(eos_token_ids(module, tokenizer))
+        settings = RMDataConfig(max_length=None, ignore_input_ids_mismatch=True)
+        self.encoder = ConversationEncoder(tokenizer, settings, stops)
+        is_process = str((module.config.architectures or [""])[0]).endswith(TokenValueModel.architecture)
+        self.left_out = stops if is_process else frozenset()
 
     @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, objects=("raw_prompt", "uid"))
     def score(self, batch: DataProto) -> DataProto:
         """Column reward_model_score [batch]. Raises NumericsError for a score that is not finite."""
         sequences = policy_tokens(batch) if self.reads_policy_tokens else self._conversations(batch)
+        sequences = [ids[:-1] if ids[-1:] and ids[-1] in self.left_out else ids for ids in sequences]
         scores = torch.cat(
             [
                 sequence_scores(self.module, some, max_tokens=self.max_tokens)
@@ -118,15 +131,14 @@ class RewardModelWorker:
         """Nothing to end."""
 
     def _conversations(self, batch: DataProto) -> list[tuple[int, ...]]:
-        texts = [
-            self.tokenizer.apply_chat_template(
-                [*messages, {"role": "assistant", "content": response}], tokenize=False, add_generation_prompt=False
-            )
-            for messages, response in zip(
-                batch.non_tensor_batch["raw_prompt"], responses(batch, self.policy_tokenizer), strict=True
-            )
-        ]
-        return [tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+        found = []
+        for messages, response in zip(
+            batch.non_tensor_batch["raw_prompt"], responses(batch, self.policy_tokenizer), strict=True
+        ):
+            conversation = Example("prompt_completion", list(messages), [{"role": "assistant", "content": response}])
+            (sequence,) = self.encoder.encode(conversation, PLACE)
+            found.append(tuple(sequence.input_ids.tolist()))
+        return found
 
 
 class JudgeWorker:

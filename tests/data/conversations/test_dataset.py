@@ -111,8 +111,8 @@ class TestSummary:
         assert one.formats == {"text": 2, "messages": 1}
         assert [one.num_rows, two.num_rows, len(dataset)] == [3, 1, 4]
         assert one.sentences() == [
-            f"{first}: format text (rows: 2), messages (rows: 1); rows that train: 3, as sequences: 3, tokens: 32, "
-            f"trained tokens: 9, longest sequence: 23 ({first}, row 0 (counted from 0, line 1))."
+            f"{first}: format text (rows: 2), messages (rows: 1); rows that train: 3, as sequences: 3, tokens: 31, "
+            f"trained tokens: 9, longest sequence: 22 ({first}, row 0 (counted from 0, line 1))."
         ]
         assert two.formats == {"prompt_completion": 1}
         assert dataset.place(3).startswith(f"{second}, row 0")

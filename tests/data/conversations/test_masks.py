@@ -10,19 +10,19 @@ AB = chat("q1", "a1", "q2", "a2")
 
 ONE_SEQUENCE = {
     "chatml": "<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\n[[a1<|im_end|>]]\n"
-    "<|im_start|>user\nq2<|im_end|>\n<|im_start|>assistant\n[[a2<|im_end|>]]\n",
+    "<|im_start|>user\nq2<|im_end|>\n<|im_start|>assistant\n[[a2<|im_end|>]]",
     "marked_chatml": "<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\n[[a1<|im_end|>]]\n"
-    "<|im_start|>user\nq2<|im_end|>\n<|im_start|>assistant\n[[a2<|im_end|>]]\n",
+    "<|im_start|>user\nq2<|im_end|>\n<|im_start|>assistant\n[[a2<|im_end|>]]",
     "llama3": "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nq1<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n[[a1<|eot_id|>]]"
     "<|start_header_id|>user<|end_header_id|>\n\nq2<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n[[a2<|eot_id|>]]",
     "qwen2.5": "<|im_start|>system\nBe good.<|im_end|>\n<|im_start|>user\nq1<|im_end|>\n"
     "<|im_start|>assistant\n[[a1<|im_end|>]]\n"
-    "<|im_start|>user\nq2<|im_end|>\n<|im_start|>assistant\n[[a2<|im_end|>]]\n",
+    "<|im_start|>user\nq2<|im_end|>\n<|im_start|>assistant\n[[a2<|im_end|>]]",
     "mistral": "<s>[INST] q1 [/INST][[ a1</s>]][INST] q2 [/INST][[ a2</s>]]",
     "gemma": "<bos><start_of_turn>user\nq1<end_of_turn>\n<start_of_turn>model\n[[a1<end_of_turn>]]\n"
-    "<start_of_turn>user\nq2<end_of_turn>\n<start_of_turn>model\n[[a2<end_of_turn>]]\n",
+    "<start_of_turn>user\nq2<end_of_turn>\n<start_of_turn>model\n[[a2<end_of_turn>]]",
 }
 
 
@@ -32,7 +32,7 @@ def test_answers_and_the_token_that_ends_them_train(family):
     (sequence,) = encode(tokenizer, {"messages": AB})
     assert shown(tokenizer, sequence) == ONE_SEQUENCE[family]
     whole = tokenizer.apply_chat_template(AB, return_dict=False)
-    assert sequence.input_ids.tolist() == whole
+    assert sequence.input_ids.tolist() == whole[: len(sequence.input_ids)]
 
 
 def test_templates_that_strip_blanks_train_what_is_left():
@@ -58,9 +58,9 @@ class TestHistoryThatIsRewritten:
         tokenizer = tokenizer_of("qwen3")
         row = {"messages": chat("q1", "<think>\nt1\n</think>\n\na1", "q2", "<think>\nt2\n</think>\n\na2")}
         assert [shown(tokenizer, s) for s in encode(tokenizer, row)] == [
-            "<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\n[[<think>\nt1\n</think>\n\na1<|im_end|>]]\n",
+            "<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\n[[<think>\nt1\n</think>\n\na1<|im_end|>]]",
             "<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\na1<|im_end|>\n<|im_start|>user\nq2<|im_end|>\n"
-            "<|im_start|>assistant\n[[<think>\nt2\n</think>\n\na2<|im_end|>]]\n",
+            "<|im_start|>assistant\n[[<think>\nt2\n</think>\n\na2<|im_end|>]]",
         ]
 
     def test_thoughts_since_the_last_question_stay_so_that_the_turns_share_a_sequence(self):
@@ -70,7 +70,7 @@ class TestHistoryThatIsRewritten:
         (sequence,) = encode(tokenizer, {"messages": messages})
         assert shown(tokenizer, sequence) == (
             "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n[[<think>\nt1\n</think>\n\ncall<|im_end|>]]\n"
-            "<|im_start|>tool\nr<|im_end|>\n<|im_start|>assistant\n[[<think>\nt2\n</think>\n\na<|im_end|>]]\n"
+            "<|im_start|>tool\nr<|im_end|>\n<|im_start|>assistant\n[[<think>\nt2\n</think>\n\na<|im_end|>]]"
         )
 
     @pytest.mark.parametrize("given", ["row", "default", "kwargs"])
@@ -85,7 +85,7 @@ class TestHistoryThatIsRewritten:
             settings["apply_chat_template_kwargs"] = {"enable_thinking": False}
         (sequence,) = encode(tokenizer, row, **settings)
         assert shown(tokenizer, sequence) == (
-            "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n[[a<|im_end|>]]\n"
+            "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n[[a<|im_end|>]]"
         )
 
     def test_a_turn_that_does_not_train_needs_no_sequence(self):
@@ -96,7 +96,7 @@ class TestHistoryThatIsRewritten:
         assert shown(tokenizer, sequence).startswith(
             "<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\na1<|im_end|>"
         )
-        assert shown(tokenizer, sequence).endswith("[[<think>\n\n</think>\n\na2<|im_end|>]]\n")
+        assert shown(tokenizer, sequence).endswith("[[<think>\n\n</think>\n\na2<|im_end|>]]")
 
 
 class TestRenderingsThatTheSamplerNeverSees:
@@ -156,7 +156,7 @@ class TestTokensAcrossTheBorder:
     def test_markers_are_placed_by_characters(self, tokenizer):
         tokenizer.chat_template = MARKED_CHATML
         (sequence,) = encode(tokenizer, {"messages": chat("q", "\na")})
-        assert shown(tokenizer, sequence).endswith("<|im_start|>assistant\n[[\na<|im_end|>]]\n")
+        assert shown(tokenizer, sequence).endswith("<|im_start|>assistant\n[[\na<|im_end|>]]")
 
     def test_generation_markers_around_the_generation_prompt_do_not_train_it(self):
         header = "<|im_start|>assistant\n"
@@ -166,7 +166,7 @@ class TestTokensAcrossTheBorder:
             "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
         )
         (sequence,) = encode(tokenizer, {"messages": chat("q", "a")})
-        assert shown(tokenizer, sequence) == f"<|im_start|>user\nq<|im_end|>\n{header}[[a<|im_end|>\n]]"
+        assert shown(tokenizer, sequence) == f"<|im_start|>user\nq<|im_end|>\n{header}[[a<|im_end|>]]"
 
     def test_tokens_that_cannot_be_joined_are_refused(self):
         from tokenizers import pre_tokenizers
@@ -253,20 +253,27 @@ class TestLossOn:
         found = shown(tokenizer, sequence)
         assert found == ("u[[ser" + expected.replace("user [[", "ser ", 1)[3:] if loss_on == "all" else expected)
 
-    def test_completion_is_all_after_the_prompt_and_assistant_what_is_sampled(self):
+    @pytest.mark.parametrize("loss_on", ["completion", "assistant", "all"])
+    def test_the_line_end_behind_the_last_turn_is_not_sampled(self, loss_on):
         tokenizer = tokenizer_of("chatml")
-        (completion,) = encode(tokenizer, self.ROW)
-        (assistant,) = encode(tokenizer, self.ROW, loss_on="assistant")
-        assert completion.input_ids.tolist() == assistant.input_ids.tolist()
-        assert shown(tokenizer, completion).endswith("[[a2<|im_end|>\n]]")
-        assert shown(tokenizer, assistant).endswith("[[a2<|im_end|>]]\n")
+        (sequence,) = encode(tokenizer, self.ROW, loss_on=loss_on)
+        assert shown(tokenizer, sequence).endswith("a2<|im_end|>]]")
+
+    def test_turns_of_the_assistant_in_a_completion_train(self):
+        tokenizer = tokenizer_of("chatml")
+        row = {
+            "prompt": chat("q1"),
+            "completion": [*chat("", "a1")[1:], {"role": "tool", "content": "t"}, *chat("", "a2")[1:]],
+        }
+        (sequence,) = encode(tokenizer, row)
+        assert shown(tokenizer, sequence).endswith(
+            "[[a1<|im_end|>]]\n<|im_start|>tool\nt<|im_end|>\n<|im_start|>assistant\n[[a2<|im_end|>]]"
+        )
 
     def test_the_completion_of_messages_is_the_last_answer(self):
         tokenizer = tokenizer_of("chatml")
         (sequence,) = encode(tokenizer, {"messages": AB}, loss_on="completion")
-        assert shown(tokenizer, sequence) == ONE_SEQUENCE["chatml"].replace("[[a1<|im_end|>]]", "a1<|im_end|>").replace(
-            "]]\n", "\n]]"
-        )
+        assert shown(tokenizer, sequence) == ONE_SEQUENCE["chatml"].replace("[[a1<|im_end|>]]", "a1<|im_end|>")
         with pytest.raises(DataError, match="here: no message is of the assistant"):
             encode(tokenizer, {"messages": chat("q")}, loss_on="completion")
 
@@ -328,7 +335,7 @@ def test_tools_and_calls_reach_the_template():
     assert shown(tokenizer, sequence) == (
         '<|im_start|>system\nBe good.\n{"name": "add"}<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n'
         '[[<tool_call>add{"a": 1}</tool_call><|im_end|>]]\n<|im_start|>user\n<tool_response>2</tool_response><|im_end|>\n'
-        "<|im_start|>assistant\n[[a<|im_end|>]]\n"
+        "<|im_start|>assistant\n[[a<|im_end|>]]"
     )
 
 

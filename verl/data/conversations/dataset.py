@@ -53,6 +53,7 @@ class FileSummary:
     num_untrainable_sequences: int = 0  # the cut leaves none of their trained tokens
     num_untrainable_rows: int = 0  # rows without any other sequence; they are left out
     num_endless: int = 0  # sequences that train no token which ends generation
+    num_behind: int = 0  # sequences with text behind a token that ends generation
     num_control: int = 0  # rows with control tokens in the contents of their messages
     first_control: str = ""  # the first of these tokens, and its row
     longest: int = 0
@@ -90,6 +91,11 @@ class FileSummary:
                 f"Sequences that train no token which ends generation: {self.num_endless:,}. The model does not learn "
                 "to stop from them; compare the chat template with the tokenizer's eos_token."
             )
+        if self.num_behind:
+            lines.append(
+                f"Sequences with text behind a token that ends generation: {self.num_behind:,}. Sampling would stop there, so "
+                "that text does not train."
+            )
         if self.num_control:
             lines.append(
                 f"Rows with control tokens in their messages: {self.num_control:,}, the first {self.first_control}. The model "
@@ -122,6 +128,7 @@ class FileSummary:
         length, num_cut = len(whole.input_ids), len(whole.input_ids) - len(short.input_ids)
         if length > self.longest:
             self.longest, self.longest_place = length, place
+        self.num_behind += whole.num_behind > 0
         self.num_endless += not np.isin(whole.input_ids[whole.loss_mask], stops).any()
         if num_cut:
             self.num_truncated += 1
@@ -252,7 +259,7 @@ def read_into(
     names = [files] if isinstance(files, str | os.PathLike) else list(files)
     eos = tokenizer.eos_token_id
     stops = ([] if eos is None else [eos]) if stop_token_ids is None else stop_token_ids
-    for name, count, read in _sources(dataset, names, tokenizer, settings, max_samples, seed):
+    for name, count, read in _sources(dataset, names, tokenizer, settings, max_samples, seed, stops):
         summary = dataset.summary_class(name, settings)
         dataset.add(summary, count, read, stop_token_ids=stops, keep_going=keep_going)
     if not len(dataset) and not keep_going:
@@ -270,6 +277,7 @@ def _sources(
     settings: SFTDataConfig | PreferenceDataConfig,
     max_samples: int,
     seed: int | None,
+    stop_token_ids: Sequence[int],
 ) -> Iterator[tuple[str, int, ReadRow]]:
     """(name, number of rows, reader) of each file, or of the custom class."""
     if isinstance(settings, SFTDataConfig) and settings.custom_cls.path:
@@ -280,7 +288,7 @@ def _sources(
         return
     tables = [read_rows(name) for name in names] or [read_rows([])]
     chosen, start = _chosen(sum(map(len, tables)), max_samples, seed), 0
-    encoder, controls = ConversationEncoder(tokenizer, settings), control_tokens(tokenizer)
+    encoder, controls = ConversationEncoder(tokenizer, settings, stop_token_ids), control_tokens(tokenizer)
     for name, rows in zip(names, tables, strict=True):
         inside = rows.select(chosen[(chosen >= start) & (chosen < start + len(rows))] - start)
         yield str(name), len(inside), partial(_row_of_file, dataset, inside, encoder, controls)

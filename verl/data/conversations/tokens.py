@@ -10,20 +10,22 @@ and the turn's tokens are those of `whole` after those of `context`. Consecutive
 next context begins with the tokens so far. Where the template rewrites history (Qwen3 drops earlier `<think>` blocks),
 it does not, and a new sequence begins: one row becomes as many sequences as contexts differ.
 
-Inside a turn, `{% generation %}` markers of the template say which tokens train. Without markers every token up to the
-special token that ends the turn trains; whitespace after it is never sampled.
+A turn ends where sampling would end (`TurnEnds`). What the template writes behind that end is context of the next turn; it
+never trains, and nothing of it follows the last turn. Inside a turn, `{% generation %}` markers of the template say which
+tokens train with data.loss_on=assistant; else all of them do.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from verl.data.conversations.formats import Example
+from verl.data.conversations.turn_ends import TurnEnds
 from verl.data.prompts import encode_text, render_chat
 from verl.data.schema import Messages
 from verl.errors import DataError
@@ -40,11 +42,13 @@ NUM_TOKENS_SHOWN = 8  # before the first that differs
 class TrainingSequence:
     """`input_ids` int32 [tokens]; `loss_mask` bool [tokens], true where the prediction of that token trains.
 
-    Nothing predicts the first token, so its mask is always false.
+    Nothing predicts the first token, so its mask is always false. `num_behind` counts tokens of text behind a token that ends
+    generation inside a turn: they do not train.
     """
 
     input_ids: np.ndarray
     loss_mask: np.ndarray
+    num_behind: int = field(default=0, kw_only=True)
 
     @property
     def num_trained(self) -> int:
@@ -57,18 +61,22 @@ class _Turn:
 
     context: str
     whole: str
-    message: int | None = None  # number of the message that is the turn; None: all after the context trains
+    message: int | None = None  # number of the message that is the turn; None: a text, or everything (data.loss_on=all)
 
 
 class ConversationEncoder:
-    """Turns examples into training sequences with one tokenizer and its chat template."""
+    """Turns examples into training sequences with one tokenizer and its chat template. `stop_token_ids` end generation (None:
+    the tokenizer's eos)."""
 
-    def __init__(self, tokenizer: Any, settings: SFTDataConfig | PreferenceDataConfig):
+    def __init__(
+        self,
+        tokenizer: Any,
+        settings: SFTDataConfig | PreferenceDataConfig,
+        stop_token_ids: Collection[int] | None = None,
+    ):
         self.tokenizer = tokenizer
         self.settings = settings
-        added = getattr(tokenizer, "added_tokens_decoder", {})
-        numbers = {*tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)}
-        self.special = dict(zip(numbers, tokenizer.convert_ids_to_tokens(list(numbers)), strict=True))
+        self.ends = TurnEnds(tokenizer, stop_token_ids)
         self.reuses_prefixes = True  # until this tokenizer is found to tokenize a prefix otherwise
 
     def encode(self, example: Example, place: str) -> list[TrainingSequence]:
@@ -125,7 +133,7 @@ class _PrefixEncoder:
         return all(self._whole(text) == ids for text, ids in self._chains)
 
     def _remember(self, text: str, ids: list[int]) -> None:
-        special = self._encoder.special
+        special = self._encoder.ends.special
         last = next((at for at in range(len(ids) - 1, -1, -1) if ids[at] in special), None)
         if last is not None and (start := text.rfind(special[ids[last]])) >= 0:
             self._anchor = special[ids[last]]
@@ -140,7 +148,7 @@ class _Row:
     """One example on its way to sequences."""
 
     def __init__(self, encoder: ConversationEncoder, example: Example, place: str):
-        self.tokenizer, self.settings, self.special = encoder.tokenizer, encoder.settings, encoder.special
+        self.tokenizer, self.settings, self.ends = encoder.tokenizer, encoder.settings, encoder.ends
         self.example, self.place = example, place
         self.loss_on = self.settings.loss_on or example.default_loss_on
         self.template_kwargs = {**example.template_kwargs, **({"tools": example.tools} if example.tools else {})}
@@ -158,26 +166,29 @@ class _Row:
         joined = _Joined()
         for turn in self.turns:
             context, answer = self._tokens(turn)
-            joined.add(context, answer, self._trained(turn, context, answer))
+            trained = self._trained(turn, context, answer)
+            num_behind = 0 if self.loss_on == "all" else self.ends.num_behind(answer)
+            joined.add(context, answer, trained, num_behind)
         return joined.sequences()
 
     def _turns(self) -> Iterator[_Turn]:
         example, loss_on = self.example, self.loss_on
         if isinstance(example.completion, str):
             context = example.prompt if isinstance(example.prompt, str) else self._render(example.prompt)
-            yield _Turn("" if loss_on == "all" else context, context + self._with_eos(example.completion))
+            yield _Turn("" if loss_on == "all" else context, context + self._ended(example.completion))
             return
-        if loss_on == "assistant":
-            for number in self._trained_messages():
-                yield _Turn(self._context(number), self._render(self.messages[: number + 1], answered=True), number)
+        if loss_on != "assistant":
+            start = 0 if loss_on == "all" else len(example.prompt) or self._last_answer()
+            if any(mark is False for mark in example.trains[start:]):
+                raise DataError(
+                    f"{self.place}: a message has loss_mask 0, which needs data.loss_on=assistant, not {loss_on}."
+                )
+        if loss_on == "all":
+            yield _Turn("", self._render(self.messages, answered=True))
             return
-        start = 0 if loss_on == "all" else len(example.prompt) or self._last_answer()
-        if any(mark is False for mark in example.trains[start:]):
-            raise DataError(
-                f"{self.place}: a message has loss_mask 0, which needs data.loss_on=assistant, not {loss_on}."
-            )
-        context = self._context(start) if loss_on == "completion" else ""
-        yield _Turn(context, self._render(self.messages, answered=True))
+        turns = self._trained_messages() if loss_on == "assistant" else self._answers(start)
+        for number in turns:
+            yield _Turn(self._context(number), self._render(self.messages[: number + 1], answered=True), number)
 
     def _trained_messages(self) -> list[int]:
         """Numbers of the messages that train: of the assistant, in the completion, unless the message says otherwise."""
@@ -192,8 +203,12 @@ class _Row:
                 found.append(number)
         return found
 
+    def _answers(self, start: int) -> list[int]:
+        """Numbers of the assistant's messages from `start` on."""
+        return [n for n, message in enumerate(self.messages) if n >= start and message["role"] == "assistant"]
+
     def _last_answer(self) -> int:
-        numbers = [number for number, message in enumerate(self.messages) if message["role"] == "assistant"]
+        numbers = self._answers(0)
         if not numbers:
             raise DataError(
                 f"{self.place}: no message is of the assistant, so nothing is the completion (data.loss_on)."
@@ -219,13 +234,11 @@ class _Row:
             self.tokenizer, messages, self.place, add_generation_prompt=not answered, **self.template_kwargs
         )
 
-    def _with_eos(self, text: str) -> str:
-        eos = self.tokenizer.eos_token
-        if not eos:
-            raise DataError(
-                f"{self.place}: the tokenizer has no end-of-sequence token to end the text with; give it one."
-            )
-        return text if text.endswith(eos) else text + eos
+    def _ended(self, text: str) -> str:
+        """A text completion with the token that ends it."""
+        token = self.ends.token(self.place, after_chat=isinstance(self.example.prompt, list))
+        end = self.tokenizer.convert_ids_to_tokens(token)
+        return text if text.endswith((end, *self.ends.texts)) else text + end
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -282,15 +295,11 @@ class _Row:
 
     def _trained(self, turn: _Turn, context: list[int], answer: list[int]) -> list[bool]:
         """For each token of the answer, whether it trains."""
-        if turn.message is None:
-            return [True] * len(answer)
-        if GENERATION_MARKER.search(self.tokenizer.get_chat_template(None, self.example.tools)):
-            return self._marked(turn, context, answer)
-        end = len(answer)
-        while end and answer[end - 1] not in self.special and self._decode([answer[end - 1]]).isspace():
-            end -= 1
-        if not end or answer[end - 1] not in self.special:
-            end = len(answer)  # nothing but text ends a turn of this template
+        end = self.ends.of_text(answer) if self.loss_on == "all" else self.ends.of_turn(answer)
+        if self.loss_on == "assistant" and turn.message is not None:
+            if GENERATION_MARKER.search(self.tokenizer.get_chat_template(None, self.example.tools)):
+                marked = self._marked(turn, context, answer)
+                return [mark and number < end for number, mark in enumerate(marked)]
         return [number < end for number in range(len(answer))]
 
     def _marked(self, turn: _Turn, context: list[int], answer: list[int]) -> list[bool]:
@@ -335,15 +344,15 @@ class _Joined:
         self._done: list[TrainingSequence] = []
         self._ids: list[int] = []
         self._mask: list[bool] = []
-        self._tail: list[int] = []  # after the end of the last turn: in the rendering, but never sampled
+        self._num_behind = 0
 
-    def add(self, context: list[int], answer: list[int], trained: list[bool]) -> None:
+    def add(self, context: list[int], answer: list[int], trained: list[bool], num_behind: int) -> None:
         if not self._ids or context[: len(self._ids)] != self._ids:
             self._close()
         end = max((number + 1 for number, trains in enumerate(trained) if trains), default=0)
         self._mask += [False] * (len(context) - len(self._mask)) + trained[:end]
         self._ids = context + answer[:end]
-        self._tail = answer[end:]
+        self._num_behind += num_behind
 
     def sequences(self) -> list[TrainingSequence]:
         self._close()
@@ -351,10 +360,11 @@ class _Joined:
 
     def _close(self) -> None:
         if any(self._mask[1:]):
-            mask = np.zeros(len(self._ids) + len(self._tail), dtype=np.bool_)
-            mask[1 : len(self._mask)] = self._mask[1:]
-            self._done.append(TrainingSequence(np.array(self._ids + self._tail, dtype=np.int32), mask))
-        self._ids, self._mask, self._tail = [], [], []
+            mask = np.array(self._mask, dtype=np.bool_)
+            mask[0] = False
+            ids = np.array(self._ids, dtype=np.int32)
+            self._done.append(TrainingSequence(ids, mask, num_behind=self._num_behind))
+        self._ids, self._mask, self._num_behind = [], [], 0
 
 
 def _first_difference(first: Sequence[Any], second: Sequence[Any]) -> int:

@@ -158,9 +158,10 @@ class PreferenceDataset(ConversationDataset):
         found = []
         for row in rows:
             (own,), (other,) = self._rows[row], self._rows[partners[row]]
-            prompt = own.input_ids[: own.num_prompt_tokens]
-            ids = np.concatenate([prompt, other.input_ids[other.num_prompt_tokens :]])[:max_length]
-            found.append(PreferenceSequence(ids, np.arange(len(ids)) >= max(1, len(prompt))))
+            prompt, start = own.input_ids[: own.num_prompt_tokens], other.num_prompt_tokens
+            ids = np.concatenate([prompt, other.input_ids[start:]])[:max_length]
+            mask = np.concatenate([np.zeros(len(prompt), dtype=np.bool_), other.loss_mask[start:]])[:max_length]
+            found.append(PreferenceSequence(ids, mask))
         return found
 
 
@@ -183,13 +184,19 @@ def _encoded(found: Preference, index: int, encoder: ConversationEncoder, place:
     completion = found.completions[index]
     marks = (None,) * (0 if isinstance(completion, str) else len(found.prompt) + len(completion))
     example = Example("prompt_completion", found.prompt, completion, marks, found.tools, found.template_kwargs)
-    (sequence,) = encoder.encode(example, place)
+    sequence, *others = encoder.encode(example, place)
+    if others:
+        raise DataError(
+            f"{place}: the chat template renders an earlier turn of the completion otherwise once a later one follows, so its "
+            "tokens are no single sequence. Move all but the last turn to the prompt."
+        )
     chosen = index == 0 if found.label is None else found.label
-    return PreferenceSequence(sequence.input_ids, sequence.loss_mask, chosen, found.margin)
+    return PreferenceSequence(**vars(sequence), chosen=chosen, margin=found.margin)
 
 
 def _with_trained_prompt(sequence: PreferenceSequence) -> PreferenceSequence:
-    mask = np.arange(len(sequence.input_ids)) > 0
+    mask = sequence.loss_mask.copy()
+    mask[1 : sequence.num_prompt_tokens] = True
     return replace(sequence, loss_mask=mask, completion_mask=sequence.loss_mask)
 
 
@@ -200,14 +207,12 @@ def load_preferences(
     *,
     paired: bool = True,
     trains_prompts: bool = False,
-    max_samples: int = -1,
-    seed: int | None = None,
-    keep_going: bool = False,
+    **selects: Any,
 ) -> PreferenceDataset:
-    """Read, tokenize and cut every row of `files`; the other arguments are those of PreferenceDataset and load_conversations.
-    Raises DataError for the first bad row; with `keep_going` bad rows are left out, and `dataset.summaries` describes them."""
+    """Read, tokenize and cut every row of `files`; the other arguments are those of PreferenceDataset and of `read_into`, which
+    says what is raised."""
     dataset = PreferenceDataset(paired=paired, trains_prompts=trains_prompts)
-    return read_into(dataset, files, tokenizer, settings, max_samples=max_samples, seed=seed, keep_going=keep_going)
+    return read_into(dataset, files, tokenizer, settings, **selects)
 
 
 def sequence_batch(sequences: Sequence[PreferenceSequence]) -> DataProto:

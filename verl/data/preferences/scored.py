@@ -52,7 +52,7 @@ class RatedDataset(ConversationDataset):
         with at(place):
             rating = number_in(row.get(settings.rating_key), settings.rating_key)
         name, (found,), messages = self._reader.sequences_of({**row, settings.label_key: True}, encoder, place)
-        rated = RatedSequence(found.input_ids, found.loss_mask, rating)
+        rated = RatedSequence(found.input_ids, found.loss_mask, rating, num_behind=found.num_behind)
         return name.replace("label", "rating"), [rated], messages
 
     def batch(self, rows: Sequence[int]) -> DataProto:
@@ -112,7 +112,7 @@ class StepDataset(ConversationDataset):
         mask = np.zeros(len(ids) + 1, dtype=np.bool_)
         first = len(steps) - 1 if self.last_step_only else 0
         mask[after[first:]] = True
-        whole = np.array([*ids, tokenizer.eos_token_id], dtype=np.int32)
+        whole = np.array([*ids, encoder.ends.token(place, after_chat=bool(messages))], dtype=np.int32)
         return "labelled_steps", [StepSequence(whole, mask, np.array(labels[first:], dtype=np.bool_))], messages
 
     def batch(self, rows: Sequence[int]) -> DataProto:

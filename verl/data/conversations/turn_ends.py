@@ -1,0 +1,77 @@
+"""Where a turn of the assistant ends: at the token with which sampling would end.
+
+    <|im_start|>assistant\nYes.<|im_end|>\n<|im_start|>user ...
+                         [sampled       ] the template writes what follows
+
+Training and scoring of given rows, and reward models that read a conversation through their own template, all ask here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import cached_property
+from typing import Any
+
+from verl.data.prompts import encode_text, render_chat
+from verl.errors import DataError
+
+MARK = "\ue000"  # a private-use character: the content of a turn
+
+
+class TurnEnds:
+    """The ends of turns for one tokenizer. `stop_token_ids` end generation (None: the tokenizer's eos); `special` has the
+    text of each special token by its id."""
+
+    def __init__(self, tokenizer: Any, stop_token_ids: Collection[int] | None = None):
+        self.tokenizer = tokenizer
+        eos = tokenizer.eos_token_id
+        self.stops = frozenset(([] if eos is None else [eos]) if stop_token_ids is None else stop_token_ids)
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        numbers = {*tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)}
+        self.special = dict(zip(numbers, tokenizer.convert_ids_to_tokens(list(numbers)), strict=True))
+
+    @cached_property
+    def texts(self) -> frozenset[str]:
+        """Texts of the special tokens that end generation."""
+        return frozenset(self.special[token] for token in self.stops if token in self.special)
+
+    def of_turn(self, answer: Sequence[int]) -> int:
+        """Number of tokens of a turn, without what a template writes behind it."""
+        first = next((number for number, token in enumerate(answer) if token in self.stops), None)
+        return self.of_text(answer) if first is None else first + 1
+
+    def of_text(self, ids: Sequence[int]) -> int:
+        """Number of tokens without the blanks behind a special token at the end."""
+        end = len(ids)
+        while end and ids[end - 1] not in self.special and self._is_blank(ids[end - 1]):
+            end -= 1
+        # without a special token only text ends a turn, so that its blanks belong to it
+        return end if end and ids[end - 1] in self.special else len(ids)
+
+    def num_behind(self, answer: Sequence[int]) -> int:
+        """Tokens of text behind the end of a turn, which sampling would not have reached; blanks do not count."""
+        behind = answer[self.of_turn(answer) :]
+        return sum(token not in self.special and not self._is_blank(token) for token in behind)
+
+    def token(self, place: str, *, after_chat: bool) -> int:
+        """The token that ends a text completion: after chat messages the one with which their template ends a turn, else eos.
+        Raises DataError naming `place` where there is none."""
+        found = self._token_of_chat if after_chat else None
+        found = self.tokenizer.eos_token_id if found is None else found
+        if found is None:
+            raise DataError(f"{place}: the tokenizer has no end-of-sequence token to end the text with; give it one.")
+        return int(found)
+
+    @cached_property
+    def _token_of_chat(self) -> int | None:
+        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": MARK}]
+        try:
+            text = render_chat(self.tokenizer, messages, "a turn")
+        except DataError:
+            return None
+        ids = encode_text(self.tokenizer, text.rpartition(MARK)[2], "a turn", add_special_tokens=False)
+        return next((token for kind in (self.stops, self.special) for token in ids if token in kind), None)
+
+    def _is_blank(self, token: int) -> bool:
+        text = self.tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text.isspace()
