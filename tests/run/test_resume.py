@@ -56,6 +56,29 @@ def test_stopped_and_resumed_run_equals_the_unbroken_one(tiny_run, unbroken, in_
     assert weights(resumed) == weights(unbroken)
 
 
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+def test_a_template_that_writes_the_time_reads_the_same_after_a_resume(tiny_run, tmp_path, monkeypatch, has_checkpoint):
+    """Issue 32, fault 13 (attack S28): strftime_now of a resumed run gave other prompts, and other weights."""
+    from verl.models.tiny import CHAT_TEMPLATE
+
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ strftime_now('%d %b %Y %H:%M:%S ') }}" + CHAT_TEMPLATE)
+    settings = (*SETTINGS, "data.max_prompt_length=80", f"actor_rollout_ref.model.custom_chat_template={template}")
+    clock = ["2024-01-01T00:00:00"]
+    monkeypatch.setattr("verl.run.state.now", lambda: clock[0])
+    whole = tiny_run(*settings, folder="unbroken")
+    tiny_run(*settings, f"trainer.total_training_steps={2 if has_checkpoint else 1}", folder="broken")
+    if not has_checkpoint:
+        shutil.rmtree(whole.folder.parent / "broken" / "global_step_1")
+        (whole.folder.parent / "broken" / "latest_checkpointed_iteration.txt").unlink()
+    clock[0] = "2025-12-31T23:59:59"
+    resumed = tiny_run(*settings, folder="broken")
+    assert "01 Jan 2024 00:00:00" in (resumed.folder / f"samples/train/step_{STEPS:06d}.jsonl").read_text()
+    assert weights(resumed) == weights(whole)
+    over = tiny_run(*settings, "trainer.resume_mode=disable", "trainer.total_training_steps=1", folder="broken")
+    assert "31 Dec 2025 23:59:59" in (over.folder / "samples/train/step_000001.jsonl").read_text()
+
+
 def test_a_finished_run_is_left_as_it_is_and_says_what_to_do(tiny_run, caplog):
     settings = (
         "trainer.total_training_steps=1",

@@ -15,6 +15,7 @@ from typing import Any
 
 from verl.config import LoadedConfig
 from verl.config.diff import changed_keys, is_same_run
+from verl.data.prompts import set_template_time
 from verl.errors import ConfigError
 from verl.programs.api import PROGRAMS, Program, ProgramData, RunContext
 from verl.roles.api import Roles
@@ -23,7 +24,7 @@ from verl.run.loop import Loop, StopSignal
 from verl.run.resuming import Resume
 from verl.run.saving import Store, open_store
 from verl.run.schedule import Phases, scheduler_of
-from verl.run.state import RunState
+from verl.run.state import START_FILE, RunState, time_of_start
 from verl.runtime.api import Runtime, open_runtime
 from verl.tracking.console import Console
 from verl.tracking.files import read_metrics, write_atomically
@@ -60,8 +61,11 @@ def open_run(
         folder = stack.enter_context(RunFolder(config.trainer.default_local_dir, runtime.rank, config.trainer.log_dir))
         folder.require_free_gb(config.trainer.min_free_disk_gb)
         console = stack.enter_context(_console(runtime, steps="console" in config.trainer.logger))
+        started_at = runtime.broadcast(time_of_start(folder.root, config.trainer))
+        set_template_time(started_at)
         data = kind.load_data(config)
         store, resume, state = _checkpoints(loaded, kind, runtime, folder)
+        state.started_at = started_at
         resume.find()
         scheduler = scheduler_of(config)
         stop = stack.enter_context(StopSignal(folder.root, config.trainer.stop_timeout_s))
@@ -82,6 +86,7 @@ def open_run(
         if runtime.is_rank_zero:
             _warn_of_resumption(loaded, resume.source, folder, state, data.num_steps)
             folder.write_curves(running.curves)
+            write_atomically(folder.root / START_FILE, json.dumps({"started_at": started_at}))
             loaded.write(folder.root)  # not before: a start that fails must leave what describes the run before it
         console.header(_facts(loaded, roles, running, data, folder, state))
         stop.share(runtime.any)

@@ -19,6 +19,7 @@ import torch
 
 from verl.config import SCHEMAS, schema_of
 from verl.config.secrets import remember_secrets
+from verl.data.prompts import set_template_time, template_time
 from verl.parallel import dev_shm
 from verl.parallel.child_processes import hear_sigterm
 from verl.parallel.collectives import Collectives, Peer, free_port
@@ -108,6 +109,7 @@ class RayRuntime:
             "total_steps": total_steps,
             "data_sources": data_sources,
             "train": train,
+            "time": template_time(),
         }
         facts = self.everywhere("building the roles", "build", pack(task))
         first = specs.models[0].name if specs.models else POLICY
@@ -269,8 +271,9 @@ class RankProcess:
         return answer_call(run)
 
     def _build(
-        self, program: str, devices: dict[str, Any], devices_per_node: int, train: bool, **task: Any
+        self, program: str, devices: dict[str, Any], devices_per_node: int, train: bool, time: str, **task: Any
     ) -> dict[str, Any]:
+        set_template_time(time)
         specs = load_object(program).roles(self.config, train=train)
         placement = Placement(devices, devices_per_node)
         device = own_device(self.config.trainer.device)
