@@ -8,7 +8,9 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from verl.config import RewardModelConfig
+from verl.config.roots.reward_model import RMDataConfig
 from verl.config.sections.reward import RewardModelRolloutConfig
+from verl.data.preferences.dataset import load_preferences
 from verl.data_proto.proto import DataProto
 from verl.errors import ConfigError, ModelError, NumericsError
 from verl.models import classifier
@@ -168,11 +170,48 @@ def test_another_tokenizer_reads_the_conversation(tmp_path):
     worker = build_reward_model(settings(path), policy, torch.device("cpu"))
     batch = batch_of(PROMPTS, RESPONSES)
     texts = [
-        f"<|im_start|>user\nquestion {i}<|im_end|>\n<|im_start|>assistant\n{TOKENIZER.decode(r)}<|im_end|>\n"
+        f"<|im_start|>user\nquestion {i}<|im_end|>\n<|im_start|>assistant\n{TOKENIZER.decode(r)}<|im_end|>"
         for i, r in enumerate(RESPONSES)
     ]
     expected = theirs(path, [worker.tokenizer(t)["input_ids"] for t in texts])
     torch.testing.assert_close(worker.score(batch).batch["reward_model_score"], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_policy_template", [True, False])
+def test_a_response_is_read_at_the_token_where_verl_rm_trains(tmp_path, is_policy_template):
+    """Issue 32, fault 1: rows of messages trained at the line end of the template, and were read at <|im_end|>."""
+    path = make_classifier(tmp_path)
+    question = [{"role": "user", "content": "question 0"}]
+    answers = [[{"role": "assistant", "content": text}] for text in ("four", "five")]
+    pair = {"prompt": question, "chosen": answers[0], "rejected": answers[1]}
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(pair))
+    tokenizer = load_tokenizer(path)
+    trained = [s.input_ids.tolist() for s in load_preferences(rows, tokenizer, RMDataConfig())[0]]
+    policy = load_tokenizer(path)
+    if not is_policy_template:
+        policy.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    worker = build_reward_model(settings(path), policy, torch.device("cpu"))
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
+    sampled = [[*ids(text), tokenizer.eos_token_id] for text in ("four", "five")]
+    assert trained == [prompt + response for response in sampled]
+    found = worker.score(batch_of([prompt] * 2, sampled, messages=[question] * 2)).batch["reward_model_score"]
+    torch.testing.assert_close(found, theirs(path, trained), rtol=1e-4, atol=1e-5)
+
+
+def test_a_process_reward_model_is_read_before_the_token_that_ends_the_response(tmp_path):
+    """A step's label trains at its last token; nothing trains at the end of the response."""
+    path = make_classifier(tmp_path)
+    tokenizer = load_tokenizer(path)
+    as_classifier = build_reward_model(settings(path), tokenizer, torch.device("cpu"))
+    steps = [ids("a\nb\n"), ids("c\n")]
+    expected = as_classifier.score(batch_of(PROMPTS[:2], steps)).batch["reward_model_score"]
+    file = path / "config.json"
+    file.write_text(file.read_text().replace("LlamaForSequenceClassification", "LlamaForTokenClassification"))
+    worker = build_reward_model(settings(path), tokenizer, torch.device("cpu"))
+    ended = [[*step, tokenizer.eos_token_id] for step in steps]
+    found = worker.score(batch_of(PROMPTS[:2], ended)).batch["reward_model_score"]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_score_that_is_not_finite_is_refused(tmp_path):

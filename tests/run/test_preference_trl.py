@@ -8,7 +8,7 @@ from tests.data.conversations.templates import chat
 from tests.run.conftest import Run
 from tests.run.trl_oracle import trl_logs
 from verl.config import names
-from verl.models.tiny import CHAT_TEMPLATE, make_tiny_model
+from verl.models.tiny import make_tiny_model
 
 NUM_STEPS, BATCH_SIZE = 10, 4
 WORDS = ["sky", "is", "blue", "and", "the", "sea", "too", "日本", "é"]
@@ -26,6 +26,12 @@ def pair(i):
     }
 
 
+# TRL's log-probs have the line end that CHAT_TEMPLATE writes behind the last turn, and ours end where sampling ends. Under this
+# template, which writes it before the next turn, both are of the same tokens.
+TEMPLATE = (
+    "{% for m in messages %}{% if not loop.first %}{{ '\n' }}{% endif %}<|im_start|>{{ m['role'] }}\n"
+    "{{ m['content'] }}<|im_end|>{% endfor %}{% if add_generation_prompt %}{{ '\n<|im_start|>assistant\n' }}{% endif %}"
+)
 PAIRS = [pair(i) for i in range(40)]
 ROWS = {
     "pairs": PAIRS,
@@ -153,7 +159,7 @@ def theirs(model, tmp_path_factory):
             "model": str(model),
             "rows": ROWS[kind],
             "args": {**common, **args},
-            "template": CHAT_TEMPLATE,
+            "template": TEMPLATE,
         }
         for name, (trainer, kind, args, _) in CASES.items()
     }
@@ -167,9 +173,11 @@ def test_ten_steps_are_those_of_trl(case, theirs, model, tmp_path):
     from verl.run.host import train
 
     _, kind, _, overrides = CASES[case]
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[kind]))
     settings = [
         f"model.path={model}",
+        f"model.custom_chat_template={tmp_path / 'template.jinja'}",
         "model.enable_gradient_checkpointing=False",
         f"data.train_files={tmp_path / 'train.jsonl'}",
         f"data.train_batch_size={BATCH_SIZE}",

@@ -8,7 +8,9 @@ import torch
 
 from tests.config.test_sft import SCRIPTS
 from tests.run.conftest import Run, merge
+from verl.cli.main import main
 from verl.data_proto.proto import DataProto
+from verl.errors import DataError
 
 pytestmark = pytest.mark.seed("A9")
 
@@ -58,6 +60,35 @@ def sft_run(sft_overrides, tmp_path):
         return Run(tmp_path / folder)
 
     return run
+
+
+QUESTION = [{"role": "user", "content": "q"}]
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+CALL = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"tools": TOOLS}, "leaves out the row's tools"),
+        (
+            {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": CALL}]},
+            "leaves out tool_calls of message 1",
+        ),
+    ],
+    ids=["tools", "tool_calls"],
+)
+def test_tools_that_the_template_leaves_out_stop_check_and_run(sft_run, sft_overrides, tmp_path, capsys, row, words):
+    """Issue 32, fault 2: they trained as an empty turn, and the dry run said "Ready to train, 0 warnings"."""
+    file = tmp_path / "tools.jsonl"
+    plain = {"messages": [*QUESTION, {"role": "assistant", "content": "a"}]}
+    file.write_text("".join(json.dumps(r) + "\n" for r in [plain, {**plain, **row}] * 4))
+    assert main(["sft", "--dry-run", *merge(sft_overrides, [f"data.train_files={file}"])]) != 0
+    said = capsys.readouterr().out
+    assert words in " ".join(said.split())
+    assert "row 1" in said
+    with pytest.raises(DataError, match=f"row 1 .*{words}"):
+        sft_run(f"data.train_files={file}")
 
 
 def trained(run):

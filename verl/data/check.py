@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.data.dataset import Files, PromptRows, RLHFDataset, UnavailableRows, dataset_class
 from verl.data.prompts import PromptEncoder, control_token_in, control_tokens
+from verl.data.template_checks import TemplateChecks
 from verl.errors import DataError, UnavailableRowError
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def check_rows(
     first ones described. Raises DataError when a file itself cannot be read, ConfigError for data.custom_cls."""
     dataset = _unfiltered(files, tokenizer, config, max_samples)
     rows = PromptRows(dataset, config, agents, scored=scored)
-    encoder = PromptEncoder(tokenizer, config)
+    encoder, checks = PromptEncoder(tokenizer, config), TemplateChecks(tokenizer)
     controls = control_tokens(tokenizer) if getattr(tokenizer, "chat_template", None) else None
     report = RowsReport(num_rows=len(rows))
     unavailable = UnavailableRows(len(rows))
@@ -79,6 +80,7 @@ def check_rows(
         try:
             row = rows[number]
             _measure(rows, number, row, encoder, report)
+            checks.check_prompt(rows.prompt(row), rows.place(number), encoder.template_kwargs)
             if token := control_token_in(row["raw_prompt"], controls):
                 report.num_control += 1
                 report.first_control = report.first_control or f"{token!r} in {rows.place(number)}"

@@ -14,6 +14,7 @@ import numpy as np
 from verl.data.files import Rows, read_rows
 from verl.data.prompts import PromptEncoder
 from verl.data.schema import UNSCORED, Messages, at, check_row, messages_of
+from verl.data.template_checks import TemplateChecks
 from verl.errors import ConfigError, DataError, UnavailableRowError
 from verl.registry import load_module, load_object
 
@@ -248,16 +249,19 @@ def load_dataset(
     scored: bool = True,
 ) -> PromptRows:
     """Read and check all rows of `files`; with `data.truncation=error` every prompt is measured too, so that a long one
-    does not stop the run in the middle. `agents`: agent loops that rows may name; `scored`: see PromptRows. Raises DataError
-    naming the first bad row, ConfigError for data.custom_cls."""
+    does not stop the run in the middle. The model must read all of a prompt (TemplateChecks). `agents`: agent loops that rows
+    may name; `scored`: see PromptRows. Raises DataError naming the first bad row, ConfigError for data.custom_cls."""
     made = dataset_class(config)(
         data_files=files, tokenizer=tokenizer, config=config, processor=processor, max_samples=max_samples
     )
     rows = PromptRows(made, config, agents, scored=scored)
     if not rows.data_sources and not len(rows):
         raise DataError(f"{type(made).__name__} has no rows.")
-    if config.truncation == "error" and not config.filter_overlong_prompts:
-        encoder = PromptEncoder(tokenizer, config)
-        for number in range(len(rows)):
-            encoder.encode(rows.prompt(rows[number]), rows.place(number))
+    encoder, checks = PromptEncoder(tokenizer, config), TemplateChecks(tokenizer)
+    is_measured = config.truncation == "error" and not config.filter_overlong_prompts
+    for number in range(len(rows)):
+        prompt, place = rows.prompt(rows[number]), rows.place(number)
+        if is_measured:
+            encoder.encode(prompt, place)
+        checks.check_prompt(prompt, place, encoder.template_kwargs)
     return rows

@@ -1,9 +1,10 @@
-"""Prompt tokens of messages: the chat template, and the truncation of prompts that are too long."""
+"""Prompt tokens of messages: the chat template at the time of the run, and the truncation of prompts that are too long."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from verl.data.schema import Messages
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from verl.config import DataConfig
 
 TRUNCATIONS = ("error", "left", "right", "middle")
+
+_time: list[datetime] = []  # of this process
 
 
 class PromptEncoder:
@@ -68,6 +71,19 @@ class PromptEncoder:
         return list(ids)
 
 
+def set_template_time(time: str | None) -> None:
+    """Let `strftime_now` of chat templates give `time` (ISO 8601) in this process; None: the time of the first rendering.
+    A template that writes the date would else make a run that is resumed a day later another run."""
+    _time[:] = [] if time is None else [datetime.fromisoformat(time)]
+
+
+def template_time() -> str:
+    """The time that `strftime_now` gives in this process, ISO 8601."""
+    if not _time:
+        _time.append(datetime.now().replace(microsecond=0))
+    return _time[0].isoformat()
+
+
 def encode_text(tokenizer: Any, text: str, place: str, **settings: bool) -> list[int]:
     """Token ids of a text; `settings` go to `tokenizer.encode`. Raises DataError naming `place`, also for a token without an
     embedding in the model."""
@@ -89,15 +105,21 @@ def encode_text(tokenizer: Any, text: str, place: str, **settings: bool) -> list
 
 
 def render_chat(tokenizer: Any, messages: Messages, place: str, **template_kwargs: Any) -> str:
-    """The chat template applied to `messages`, as text. Raises DataError naming `place` when the template fails."""
+    """The chat template applied to `messages`, as text, at the time of the run. Raises DataError naming `place` when the
+    template fails."""
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, **template_kwargs)
+        return tokenizer.apply_chat_template(messages, tokenize=False, **at_time_of_run(template_kwargs))
     except Exception as error:
         # a chat template is a program of the model's authors, which may raise anything
         raise DataError(
             f"{place}: the chat template failed with {type(error).__name__}: {clean(error)}. Change the row's messages, "
             "data.apply_chat_template_kwargs or the model's custom_chat_template."
         ) from error
+
+
+def at_time_of_run(template_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a chat template with the function that replaces transformers' `strftime_now`."""
+    return {"strftime_now": lambda form: datetime.fromisoformat(template_time()).strftime(form), **template_kwargs}
 
 
 def control_tokens(tokenizer: Any) -> re.Pattern[str] | None:

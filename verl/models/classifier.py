@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from verl.errors import ModelError
 from verl.models.folder import fetch
 from verl.models.forward import packed_outputs
-from verl.models.heads import ScalarHeadModel
+from verl.models.heads import ScalarHeadModel, TokenValueModel
 from verl.models.load import load_model, load_model_config
 from verl.models.packing import Reads, pack_rows
 from verl.parallel.balance import pack_by_tokens
@@ -55,6 +55,11 @@ def is_causal_lm(config: Any) -> bool:
     """Whether the weights of a transformers config are those of a language model."""
     architectures = getattr(config, "architectures", None) or [""]
     return str(architectures[0]).endswith(("ForCausalLM", "LMHeadModel"))
+
+
+def scores_steps(config: Any) -> bool:
+    """Whether a transformers config is of a process reward model: its score is of the state at the end of a step."""
+    return str((getattr(config, "architectures", None) or [""])[0]).endswith(TokenValueModel.architecture)
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ import torch
 
 from verl.config import ModelConfig, RewardModelConfig, RolloutConfig
 from verl.config.sections.rollout import EngineKwargsConfig
+from verl.data.prompts import render_chat
 from verl.data_proto.samples import PromptRequest, SamplingParams
 from verl.errors import ModelError
 from verl.foreign_text import valid_utf8
@@ -102,8 +103,11 @@ class EngineJudge:
         if not self.tokenizer.chat_template:
             return [tuple(self.tokenizer(question)["input_ids"]) for question in questions]
         texts = [
-            self.tokenizer.apply_chat_template(
-                [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+            render_chat(
+                self.tokenizer,
+                [{"role": "user", "content": question}],
+                "a judge's question",
+                add_generation_prompt=True,
             )
             for question in questions
         ]

@@ -19,9 +19,7 @@ from verl.data.conversations.tokens import ConversationEncoder
 from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
 from verl.errors import ConfigError, ModelError, NumericsError
-from verl.models.classifier import load_reward_model, sequence_scores
-from verl.models.heads import ScalarHeadModel, TokenValueModel
-from verl.models.load import load_external, load_tokenizer
+from verl.models.load import load_external, load_model_config, load_tokenizer
 from verl.models.token_ids import eos_token_ids
 from verl.parallel.device import compute_dtype
 from verl.parallel.register import Dispatch, register
@@ -69,6 +67,7 @@ def build_reward_model(
         policy_tokenizer,
         max_tokens=config.rollout.max_num_batched_tokens,
         batch_size=config.reward_batch_size,
+        scores_steps=scores_steps(load_model_config(config.model_path, config.trust_remote_code, None)),
     )
 
 
@@ -88,6 +87,7 @@ class RewardModelWorker:
         *,
         max_tokens: int,
         batch_size: int | None = None,
+        scores_steps: bool = False,
     ):
         self.module = module
         self.tokenizer = tokenizer
@@ -101,9 +101,8 @@ class RewardModelWorker:
             )
         stops = frozenset(eos_token_ids(module, tokenizer))
         settings = RMDataConfig(max_length=None, ignore_input_ids_mismatch=True)
-        self.encoder = ConversationEncoder(tokenizer, settings, stops)
-        is_process = str((module.config.architectures or [""])[0]).endswith(TokenValueModel.architecture)
-        self.left_out = stops if is_process else frozenset()
+        self.encoder = ConversationEncoder(tokenizer, settings, stops, checks=False)
+        self.left_out = stops if scores_steps else frozenset()
 
     @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, objects=("raw_prompt", "uid"))
     def score(self, batch: DataProto) -> DataProto:

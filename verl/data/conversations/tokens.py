@@ -26,8 +26,9 @@ import numpy as np
 
 from verl.data.conversations.formats import Example
 from verl.data.conversations.turn_ends import TurnEnds
-from verl.data.prompts import encode_text, render_chat
+from verl.data.prompts import at_time_of_run, encode_text, render_chat
 from verl.data.schema import Messages
+from verl.data.template_checks import TemplateChecks
 from verl.errors import DataError
 
 if TYPE_CHECKING:
@@ -66,17 +67,20 @@ class _Turn:
 
 class ConversationEncoder:
     """Turns examples into training sequences with one tokenizer and its chat template. `stop_token_ids` end generation (None:
-    the tokenizer's eos)."""
+    the tokenizer's eos). `checks`: rows of which the model would not read a part are refused (TemplateChecks)."""
 
     def __init__(
         self,
         tokenizer: Any,
         settings: SFTDataConfig | PreferenceDataConfig,
         stop_token_ids: Collection[int] | None = None,
+        *,
+        checks: bool = True,
     ):
         self.tokenizer = tokenizer
         self.settings = settings
         self.ends = TurnEnds(tokenizer, stop_token_ids)
+        self.checks = TemplateChecks(tokenizer) if checks else None
         self.reuses_prefixes = True  # until this tokenizer is found to tokenize a prefix otherwise
 
     def encode(self, example: Example, place: str) -> list[TrainingSequence]:
@@ -148,7 +152,13 @@ class _Row:
     """One example on its way to sequences."""
 
     def __init__(self, encoder: ConversationEncoder, example: Example, place: str):
-        self.tokenizer, self.settings, self.ends = encoder.tokenizer, encoder.settings, encoder.ends
+        self.encoder, self.tokenizer, self.settings, self.ends = (
+            encoder,
+            encoder.tokenizer,
+            encoder.settings,
+            encoder.ends,
+        )
+        self._num_checked = 0  # messages
         self.example, self.place = example, place
         self.loss_on = self.settings.loss_on or example.default_loss_on
         self.template_kwargs = {**example.template_kwargs, **({"tools": example.tools} if example.tools else {})}
@@ -166,6 +176,8 @@ class _Row:
         joined = _Joined()
         for turn in self.turns:
             context, answer = self._tokens(turn)
+            if self.encoder.checks is not None and isinstance(self.example.prompt, str):
+                self.encoder.checks.check_text(turn.whole, self.place, add_special_tokens=True)
             trained = self._trained(turn, context, answer)
             num_behind = 0 if self.loss_on == "all" else self.ends.num_behind(answer)
             joined.add(context, answer, trained, num_behind)
@@ -174,7 +186,7 @@ class _Row:
     def _turns(self) -> Iterator[_Turn]:
         example, loss_on = self.example, self.loss_on
         if isinstance(example.completion, str):
-            context = example.prompt if isinstance(example.prompt, str) else self._render(example.prompt)
+            context = example.prompt if isinstance(example.prompt, str) else self._rendered(example.prompt)
             yield _Turn("" if loss_on == "all" else context, context + self._ended(example.completion))
             return
         if loss_on != "assistant":
@@ -184,11 +196,11 @@ class _Row:
                     f"{self.place}: a message has loss_mask 0, which needs data.loss_on=assistant, not {loss_on}."
                 )
         if loss_on == "all":
-            yield _Turn("", self._render(self.messages, answered=True))
+            yield _Turn("", self._rendered(self.messages, answered=True))
             return
         turns = self._trained_messages() if loss_on == "assistant" else self._answers(start)
         for number in turns:
-            yield _Turn(self._context(number), self._render(self.messages[: number + 1], answered=True), number)
+            yield _Turn(self._context(number), self._rendered(self.messages[: number + 1], answered=True), number)
 
     def _trained_messages(self) -> list[int]:
         """Numbers of the messages that train: of the assistant, in the completion, unless the message says otherwise."""
@@ -222,7 +234,16 @@ class _Row:
                 f"{self.place}: message 0 is of the assistant and has no prompt to be sampled from; put a message before "
                 "it, give it loss_mask 0, or set data.loss_on=all."
             )
-        return self._render(self.messages[:number])
+        return self._rendered(self.messages[:number])
+
+    def _rendered(self, messages: Messages, *, answered: bool = False) -> str:
+        """The rendering, with every message shown to be in it."""
+        text = self._render(messages, answered=answered)
+        if self.encoder.checks is not None and len(messages) > self._num_checked:
+            settings = {**self.template_kwargs, "add_generation_prompt": not answered, "first": self._num_checked}
+            self.encoder.checks.check_chat(messages, self.place, **settings)
+            self._num_checked = len(messages)
+        return text
 
     def _render(self, messages: Messages, *, answered: bool = False) -> str:
         if not getattr(self.tokenizer, "chat_template", None):
@@ -332,7 +353,7 @@ class _Row:
             self.messages[: turn.message + 1],
             return_dict=True,
             return_assistant_tokens_mask=True,
-            **self.template_kwargs,
+            **at_time_of_run(self.template_kwargs),
         )
         return list(marked["input_ids"]), [bool(mark) for mark in marked["assistant_masks"]]
 

@@ -17,7 +17,7 @@ import torch
 
 from verl.config.roots.reward_model import RMDataConfig
 from verl.data.conversations.dataset import ConversationDataset
-from verl.data.conversations.formats import messages_in, named, refuse_media, template_kwargs_of, text_in
+from verl.data.conversations.formats import messages_in, named, refuse_media, template_kwargs_of, text_in, tools_in
 from verl.data.conversations.tokens import ConversationEncoder, TrainingSequence
 from verl.data.preferences.dataset import PreferenceDataset
 from verl.data.prompts import encode_text, render_chat
@@ -101,9 +101,11 @@ class StepDataset(ConversationDataset):
                 ids = encode_text(tokenizer, text_in(prompt, settings.prompt_key), place)
             else:
                 messages = messages_in(prompt, settings.prompt_key)
-                text = render_chat(
-                    tokenizer, messages, place, add_generation_prompt=True, **template_kwargs_of(row, settings)
-                )
+                tools = tools_in(row.get(settings.tools_key), settings.tools_key)
+                kwargs = template_kwargs_of(row, settings) | ({"tools": tools} if tools else {})
+                if encoder.checks is not None:
+                    encoder.checks.check_chat(messages, place, add_generation_prompt=True, **kwargs)
+                text = render_chat(tokenizer, messages, place, add_generation_prompt=True, **kwargs)
                 ids = encode_text(tokenizer, text, place, add_special_tokens=False)
         ids, after = list(ids), []
         for step in steps:

@@ -1,0 +1,166 @@
+"""Checks of a chat template and its tokenizer: they are functions, and every field of a message is in what the model reads.
+
+A template is a program. One that does not know tools renders a call as an empty turn; one that asks for the clock or a random
+number renders a resumed run otherwise. Both are tried: a field is emptied and the row rendered again, a row is rendered several
+times. Rows of one shape (roles, fields, tools) are tried once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from verl.data.prompts import encode_text, render_chat
+from verl.data.schema import Messages
+from verl.errors import DataError
+
+NUM_TRIES = 16  # a template with one random choice of two repeats itself in 1 of 32,768 rows
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields of a message, by family of models
+_FIELDS = ("content", "tool_calls", "function_call", *THOUGHTS)
+_PROBE = "The quick brown fox jumps over 13 lazy dogs, again and again: internationalization, reproducibility. " * 4
+
+
+class TemplateChecks:
+    """The checks of one tokenizer; `shapes` that have passed are not tried again."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        self.shapes: set[Any] = set()
+
+    def check_prompt(self, prompt: Messages | str, place: str, template_kwargs: Mapping[str, Any]) -> None:
+        """`check_chat` of the sampler's input for `prompt`; its tools are not looked at, since an agent may say in its own
+        words what they are."""
+        if isinstance(prompt, str) and not getattr(self.tokenizer, "chat_template", None):
+            self.check_text(prompt, place, add_special_tokens=True)
+        else:
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            self.check_chat(messages, place, tools_matter=False, add_generation_prompt=True, **template_kwargs)
+
+    def check_text(self, text: str, place: str, **settings: bool) -> None:
+        """Raises DataError when the tokenizer reads a text otherwise the second time, or reads nothing of it. The first text
+        of the tokenizer is tried."""
+        if "text" in self.shapes:
+            return
+        probe = encode_text(self.tokenizer, _PROBE, place, **settings)
+        if any(encode_text(self.tokenizer, _PROBE, place, **settings) != probe for _ in range(NUM_TRIES)):
+            raise DataError(
+                f"{place}: the tokenizer gives other tokens for the same text each time (dropout in tokenizer.json), so that "
+                "no run could be repeated or resumed. Set it to null there."
+            )
+        found, nothing = (encode_text(self.tokenizer, given, place, **settings) for given in (text, ""))
+        if text.strip() and found == nothing:
+            raise DataError(
+                f"{place}: the tokenizer gives the same tokens for the text as for an empty one: it deletes all of it. Repair "
+                "the normalizer in tokenizer.json."
+            )
+        self.shapes.add("text")
+
+    def check_chat(
+        self,
+        messages: Messages,
+        place: str,
+        *,
+        first: int = 0,
+        tools_matter: bool = True,
+        **template_kwargs: Any,
+    ) -> None:
+        """Raises DataError when `messages` are rendered otherwise each time, or when a field of them from message `first` on
+        changes nothing in what the model reads; so with the tools among `template_kwargs` if `tools_matter`."""
+        kind = repr(sorted((name, value) for name, value in template_kwargs.items() if name != "tools"))
+        tools = template_kwargs.get("tools") if tools_matter else None
+        new = [part for part in _parts(messages, first, tools) if (kind, part[0]) not in self.shapes]
+        if not new:
+            return
+        text = render_chat(self.tokenizer, messages, place, **template_kwargs)
+        if any(render_chat(self.tokenizer, messages, place, **template_kwargs) != text for _ in range(NUM_TRIES)):
+            raise DataError(
+                f"{place}: the chat template renders the same messages otherwise each time (a random choice?), so that no run "
+                "could be repeated or resumed. Use another one (custom_chat_template)."
+            )
+        ids = self._ids(text, place)
+        self.check_text(text, place, add_special_tokens=False)
+        for shape, what, variants in new:
+            texts = [self._rendered(m, place, **{**template_kwargs, **more}) for m, more in variants]
+            if all(other == text or (other is not None and self._ids(other, place) == ids) for other in texts):
+                raise DataError(f"{place}: {_loss(what, all(other == text for other in texts))}")
+            self.shapes.add((kind, shape))
+
+    def _rendered(self, messages: Messages, place: str, **settings: Any) -> str | None:
+        """The rendering; None where the template refuses the messages, which it can only do if it reads them."""
+        try:
+            return render_chat(self.tokenizer, messages, place, **{k: v for k, v in settings.items() if v is not None})
+        except DataError:
+            return None
+
+    def _ids(self, text: str, place: str) -> list[int]:
+        return encode_text(self.tokenizer, text, place, add_special_tokens=False)
+
+
+def _loss(what: str, by_template: bool) -> str:
+    if not by_template:
+        return f"the tokenizer has no tokens for {what}, so the model would not read it. Use the model's own tokenizer files."
+    return (
+        f"the chat template leaves out {what}, so the model would not read it. Use a template that writes it "
+        "(custom_chat_template), put it into the content of a message, or leave it out of the row."
+    )
+
+
+def _parts(
+    messages: Messages, first: int, tools: Any
+) -> Iterator[tuple[Any, str, list[tuple[Messages, dict[str, Any]]]]]:
+    """What the model is to read: (shape, its name, variants of messages and template arguments without it). Where the template
+    writes it, one of the variants at least reads otherwise."""
+    if tools:
+        roles = tuple(sorted({message["role"] for message in messages}))
+        yield ("tools", roles), "the row's tools", [(messages, {"tools": None})]
+    for number, message in enumerate(messages):
+        if number < first:
+            continue
+        is_last = number == len(messages) - 1
+        filled = tuple(name for name in _FIELDS if _says_something(message.get(name)))
+        before = messages[number - 1]["role"] if number else None
+        shape = (message["role"], before, filled, is_last, bool(tools))
+        for name in filled:
+            if (
+                message["role"] == "assistant"
+                and not is_last
+                and (name in THOUGHTS or "</think>" in str(message[name]))
+            ):
+                continue  # templates drop the thoughts of earlier turns on purpose
+            whose = f"{'the content' if name == 'content' else name} of message {number} (role {message['role']})"
+            changed = [_replaced(messages, number, name, value) for value in _others(name, message[name])]
+            yield (name, *shape), whose, [(found, {}) for found in changed]
+            if name == "tool_calls" and any(_arguments(call) for call in message[name]):
+                bare = [_without_arguments(call) for call in message[name]]
+                yield (
+                    ("arguments", *shape),
+                    f"the arguments of {whose}",
+                    [(_replaced(messages, number, name, bare), {})],
+                )
+
+
+def _says_something(value: Any) -> bool:
+    return bool(value.strip()) if isinstance(value, str) else bool(value)
+
+
+def _others(name: str, value: Any) -> list[Any]:
+    """Other values of a field: none, and for a text a longer one, since a template may have a default for an empty one."""
+    return ["", f"{value} x"] if isinstance(value, str) else [None]
+
+
+def _replaced(messages: Messages, number: int, name: str, value: Any) -> Messages:
+    message = {**messages[number], name: value}
+    if value is None:
+        del message[name]
+        message.setdefault("content", "")
+    return [*messages[:number], message, *messages[number + 1 :]]
+
+
+def _arguments(call: Any) -> Any:
+    return (call.get("function", call) if isinstance(call, Mapping) else {}).get("arguments")
+
+
+def _without_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    if "function" in call:
+        return {**call, "function": {**call["function"], "arguments": {}}}
+    return {**call, "arguments": {}}
