@@ -116,6 +116,15 @@ def test_half_of_the_episodes_fail():
     assert float(apply_kl_penalty(old * 0, old, old * 0, mask, beta=0.1)[1]) == pytest.approx(0.5314)
 
 
+@pytest.mark.parametrize(("reason", "expected"), [("stop", 0.0), ("length", 1 / 3)])
+def test_a_response_that_ends_by_itself_at_the_limit_is_not_cut(batch, reason, expected):
+    """Issue 32, fault 11: clip_ratio was 1.0 where every response ended with EOS as its last token."""
+    batch.non_tensor_batch["finish_reason"] = np.array(["stop", reason, "abort"], dtype=object)
+    found = data_metrics(batch, max_prompt_length=3, max_response_length=4)
+    assert found["response_length/clip_ratio"] == pytest.approx(expected)
+    assert found["response_length_non_aborted/clip_ratio"] == pytest.approx(expected * 1.5)
+
+
 def test_times_of_episodes(batch):
     times = [{"generate_sequences": 1.0, "tool_calls": 4.0}, {"generate_sequences": 3.0, "compute_score": 0.5}, {}]
     batch.non_tensor_batch["episode_times"] = object_array(times)

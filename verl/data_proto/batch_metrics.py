@@ -74,10 +74,11 @@ def data_metrics(
         # 1: the critic knows the returns; 0: it knows no more than their mean
         unexplained = (returns - values).var(correction=0) / (returns.var(correction=0) + 1e-5)
         found["critic/vf_explained_var"] = 1.0 - float(unexplained)
-    found |= _length_metrics("response_length", responses[rows.sampled], max_response_length)
-    found |= _length_metrics("response_length_non_aborted", responses[rows.answered], max_response_length)
+    cut = _cut(batch, responses, max_response_length)
+    for name, some in (("response_length", rows.sampled), ("response_length_non_aborted", rows.answered)):
+        found |= _length_metrics(name, responses[some], cut[some])
     found["response/aborted_ratio"] = float((~rows.answered).double().mean())
-    found |= _length_metrics("prompt_length", prompts[rows.sampled], max_prompt_length)
+    found |= _length_metrics("prompt_length", prompts[rows.sampled], prompts[rows.sampled] >= max_prompt_length)
     found |= part_means(batch, rows.scored)
     found |= count_metrics(batch, "num_turns", "__num_turns__")
     found |= count_metrics(batch, "tool_call_counts", "tool_call_counts")
@@ -159,7 +160,16 @@ def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
     }
 
 
-def _length_metrics(name: str, lengths: torch.Tensor, limit: int) -> dict[str, float]:
+def _cut(batch: DataProto, lengths: torch.Tensor, limit: int) -> torch.Tensor:
+    """Whether each response was cut at the limit, bool [batch]. One that ended by itself is whole whatever its length; batches
+    without finish_reason do not say."""
+    is_full, reasons = lengths >= limit, batch.non_tensor_batch.get("finish_reason")
+    if reasons is None:
+        return is_full
+    return is_full & is_full.new_tensor([reason != "stop" for reason in reasons])
+
+
+def _length_metrics(name: str, lengths: torch.Tensor, cut: torch.Tensor) -> dict[str, float]:
     if lengths.numel() == 0:
         return {}
-    return {**_spread(name, lengths), f"{name}/clip_ratio": float((lengths >= limit).double().mean())}
+    return {**_spread(name, lengths), f"{name}/clip_ratio": float(cut.double().mean())}
