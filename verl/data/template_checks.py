@@ -108,8 +108,8 @@ def _loss(what: str, by_template: bool) -> str:
 def _parts(
     messages: Messages, first: int, tools: Any
 ) -> Iterator[tuple[Any, str, list[tuple[Messages, dict[str, Any]]]]]:
-    """What the model is to read: (shape, its name, variants of messages and template arguments without it). Where the template
-    writes it, one of the variants at least reads otherwise."""
+    """Parts that the model is to read: (shape, name, variants of messages and template arguments without the part). If the
+    template writes it, at least one of the variants reads otherwise."""
     if tools:
         roles = tuple(sorted({message["role"] for message in messages}))
         yield ("tools", roles), "the row's tools", [(messages, {"tools": None})]

@@ -198,7 +198,7 @@ class RowResponses:
 
     @cached_property
     def ends(self) -> TurnEnds:
-        """Where responses end."""
+        """Ends of the responses of rows."""
         return TurnEnds(self.tokenizer)
 
     def is_on_policy(self, step: int) -> bool:

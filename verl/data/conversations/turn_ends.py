@@ -1,4 +1,4 @@
-"""Where a turn of the assistant ends: at the token with which sampling would end.
+"""End of a turn of the assistant: the token with which sampling would end.
 
     <|im_start|>assistant\nYes.<|im_end|>\n<|im_start|>user ...
                          [sampled       ] the template writes what follows
