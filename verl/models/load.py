@@ -25,7 +25,7 @@ from verl.models.check import choose_forward, own_attention
 from verl.models.heads import HEADS, WEIGHT_NAMES, ScalarHeadModel
 from verl.models.padded import ForwardKind
 from verl.models.randomness import turn_off
-from verl.models.token_ids import eos_token_ids
+from verl.models.token_ids import count_as_text, eos_token_ids
 from verl.models.tokenizer_files import check_token_ids, check_tokenizer_file, embedding_rows
 from verl.registry import load_module
 from verl.regular_files import read_user_text
@@ -155,6 +155,8 @@ def load_tokenizer(model: ModelConfig | str | Path) -> Any:
             fix = "Name a file, or give a Jinja template."
             template = read_user_text(template, "The file model.custom_chat_template", ModelError, fix=fix)
         tokenizer.chat_template = template
+    if model.text_tokens:
+        count_as_text(tokenizer, model.text_tokens)
     tokenizer.num_embeddings = num_embeddings
     if num_embeddings is not None:
         check_token_ids(tokenizer, str(path), num_embeddings)
@@ -171,8 +173,7 @@ def eos_token_ids_of(model: ModelConfig, tokenizer: Any) -> tuple[int, ...]:
     """See eos_token_ids; from the files of a model that is not loaded. Raises ModelError."""
     config = load_model_config(model.path, model.trust_remote_code, model.override_config)
     file = files.fetch(model.path, weights=False) / "generation_config.json"
-    entries = files.read_json_object(file) if file.is_file() else {}
-    generation = SimpleNamespace(eos_token_id=entries.get("eos_token_id"))
+    generation = SimpleNamespace(**(files.read_json_object(file) if file.is_file() else {}))
     return eos_token_ids(SimpleNamespace(config=config, generation_config=generation), tokenizer)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any
 
-from verl.errors import ConfigError
+from verl.errors import ConfigError, ModelError
+from verl.foreign_text import clean
 
 log = logging.getLogger(__name__)
 
@@ -40,3 +43,24 @@ def check_vocabulary(size: int, tokenizer: Any, stop_token_ids: Sequence[int]) -
         f"The model has {size:,} token ids and its tokenizer {len(tokenizer):,}, so that {1 - len(tokenizer) / size:.0%} of "
         "the ids have no text. A sample may consist of them; use the tokenizer that belongs to the model."
     )
+
+
+def count_as_text(tokenizer: Any, names: Sequence[str]) -> None:
+    """Let `skip_special_tokens` keep the added tokens `names` of a fast tokenizer. Raises ModelError."""
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    added = {token["content"]: token for token in state["added_tokens"]}
+    if unknown := [name for name in names if name not in added]:
+        raise ModelError(
+            f"model.text_tokens has {clean(unknown[0], 80)!r}, which is no added token of the tokenizer; it has "
+            f"{clean(', '.join(added), 400)}."
+        )
+    for name in names:
+        added[name]["special"] = False
+    tokenizer._tokenizer = type(tokenizer.backend_tokenizer).from_str(json.dumps(state))
+
+
+def hidden_tags(tokenizer: Any) -> list[str]:
+    """Special tokens that come as an opening and a closing tag (<think>, </think>): decoding for scorers leaves them out."""
+    added = {token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if token.special}
+    opening = [name for name in sorted(added) if re.fullmatch(r"<[A-Za-z_]{2,}>", name) and f"</{name[1:]}" in added]
+    return [tag for name in opening for tag in (name, f"</{name[1:]}")]

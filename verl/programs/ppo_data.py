@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,8 +16,11 @@ from verl.data.order import PromptOrder
 from verl.data.prompts import PromptEncoder
 from verl.data.sampler_order import SamplerOrder, load_sampler
 from verl.errors import ConfigError
-from verl.models.load import load_tokenizer
+from verl.models.load import eos_token_ids_of, load_model_config, load_tokenizer
+from verl.models.token_ids import hidden_tags
 from verl.programs.distillation import check_teachers
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -35,6 +39,25 @@ class PPOData:
         return self.validation is not None
 
 
+def tokenizer_notices(config: PPOConfig, tokenizer: Any) -> list[str]:
+    """Notices about special tokens that scorers do not see, and about a model without a token that ends responses."""
+    rollout, model, found = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model, []
+    if tags := hidden_tags(tokenizer):
+        found.append(
+            f"{', '.join(tags)} are special tokens, which are left out of the text that reward functions and samples get. Set "
+            f"actor_rollout_ref.model.text_tokens={tags} to keep them."
+        )
+    stops = {*eos_token_ids_of(model, tokenizer), *rollout.stop_token_ids}
+    size = load_model_config(model.path, model.trust_remote_code, model.override_config).get_text_config().vocab_size
+    if not rollout.stop and not any(token < size for token in stops):
+        found.append(
+            "No token ends a response: the model and its tokenizer have no end-of-sequence token among the model's "
+            f"{size:,} tokens, so every response is cut at data.max_response_length. Set eos_token_id in "
+            "generation_config.json, or actor_rollout_ref.rollout.stop_token_ids."
+        )
+    return found
+
+
 def load_data(config: PPOConfig, *, train: bool = True) -> PPOData:
     """Read and check the data files; raises DataError or ConfigError before any model is loaded.
 
@@ -42,6 +65,8 @@ def load_data(config: PPOConfig, *, train: bool = True) -> PPOData:
     """
     data = config.data
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
+    for sentence in tokenizer_notices(config, tokenizer):
+        log.warning(sentence)
     encoder = PromptEncoder(tokenizer, data)
     checks: Any = {"agents": known_loops(config), "scored": uses_rewards(config)}
     found = PPOData(tokenizer, None, None, [])

@@ -19,6 +19,8 @@ from verl.data.conversations.tokens import ConversationEncoder
 from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
 from verl.errors import ConfigError, ModelError, NumericsError
+from verl.models.classifier import load_reward_model, scores_steps, sequence_scores
+from verl.models.heads import ScalarHeadModel
 from verl.models.load import load_external, load_model_config, load_tokenizer
 from verl.models.token_ids import eos_token_ids
 from verl.parallel.device import compute_dtype

@@ -117,7 +117,7 @@ def _hf_files(module: Any, model: ModelConfig, folder: Path) -> None:
     generation_config = getattr(module, "generation_config", None)
     if generation_config is not None:
         generation_config.save_pretrained(folder)
-    load_tokenizer(model).save_pretrained(folder)
+    load_tokenizer(replace(model, text_tokens=[])).save_pretrained(folder)
 
 
 def build_reward(context: RankContext) -> RewardWorker:

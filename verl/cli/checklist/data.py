@@ -68,6 +68,7 @@ def check_template(subject: Subject) -> Iterator[Line]:
     from verl.config.active_keys import uses_rewards
     from verl.data.dataset import load_dataset
     from verl.data.prompts import PromptEncoder
+    from verl.programs.ppo_data import tokenizer_notices
 
     files = subject.config.data.train_files or subject.config.data.val_files
     if subject.tokenizer is None or subject.data is None or not subject.data.ok or not files:
@@ -78,6 +79,8 @@ def check_template(subject: Subject) -> Iterator[Line]:
     )
     ids = PromptEncoder(subject.tokenizer, subject.config.data).encode(rows.prompt(rows[0]), rows.place(0))
     text = subject.tokenizer.decode(ids)
+    for sentence in tokenizer_notices(subject.config, subject.tokenizer):
+        yield warn(sentence)
     shown = text if len(text) <= _NUM_CHARACTERS else text[:_NUM_CHARACTERS] + "..."
     yield info(f"the model reads {len(ids)} tokens: {shown!r}")
 

@@ -14,6 +14,9 @@ class ModelConfig(Section):
     tokenizer_path: str | None = used(None, "folder or hub name of the tokenizer; null: that of the model", path=True)
     trust_remote_code: bool = used(False, "run Python code that comes with the model")
     custom_chat_template: str | None = used(None, "chat template in place of the tokenizer's", path=True)
+    text_tokens: list[str] = used(
+        [], "special tokens that count as text, such as <think>: reward functions, judges and samples see them"
+    )
     external_lib: str | list[str] | None = used(
         None, "Python modules that are imported first, to register models, losses or estimators", path=True
     )
