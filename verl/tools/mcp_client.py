@@ -17,7 +17,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator, Mapping
-from typing import IO, Any
+from typing import Any, TextIO
 
 from verl.errors import ConfigError, MissingExtraError
 from verl.foreign_text import clean
@@ -107,7 +107,7 @@ class ToolServer:
                 ready.set_exception(error)
 
     @contextlib.contextmanager
-    def _stderr(self) -> Iterator[IO[str]]:
+    def _stderr(self) -> Iterator[TextIO]:
         """A file for the server's stderr, whose lines are logged."""
         read, write = os.pipe()
         threading.Thread(target=self._log_lines, args=(read,), name=f"mcp-{self.name}-stderr", daemon=True).start()
@@ -147,7 +147,7 @@ def _load_servers(path: str, _modified: int) -> dict[str, ToolServer]:
     return {name: ToolServer(name, settings) for name, settings in rows.items()}
 
 
-def _transport(settings: Mapping[str, Any], stderr: IO[str]) -> Any:
+def _transport(settings: Mapping[str, Any], stderr: TextIO) -> Any:
     """The transport of a client. A command and all that it has started end with this process, however that ends."""
     if settings.get("url"):
         headers = dict(settings.get("headers") or {})
