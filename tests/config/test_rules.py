@@ -11,7 +11,7 @@ from verl.config.checks import check_config
 from verl.config.keys import Bounds
 from verl.config.rules import distillation, ppo, sections
 
-from .helpers import ACTOR, GRPO, ROLLOUT, load, problems, refused
+from .helpers import ACTOR, FIXTURES, GRPO, ROLLOUT, load, problems, refused
 
 MODEL = "actor_rollout_ref.model"
 DRAW = f"{ROLLOUT}.val_kwargs"
@@ -177,6 +177,7 @@ BROKEN = [
     ),
     ("error", "reward.reward_manager.module.path", ["reward.reward_manager.source=importlib"]),
     ("error", "trainer.default_local_dir", ["trainer.default_local_dir=' '"]),
+    ("error", "trainer.default_local_dir", [f"trainer.default_local_dir={FIXTURES / 'model'}"]),
     ("error", "trainer.resume_from_path", ["trainer.resume_mode=resume_path"]),
     (
         "error",
