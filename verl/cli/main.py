@@ -76,9 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code: 0, that of the error's type, 1 for a refusal of the system, 130 for an interrupt, 70
     for a bug, of verl or of code of the user's."""
     try:
-        code = _main(list(sys.argv[1:] if argv is None else argv), whole_process=argv is None)
-        sys.stdout.flush()
-        return code
+        try:
+            return _main(list(sys.argv[1:] if argv is None else argv), whole_process=argv is None)
+        finally:  # after --help too, which exits
+            sys.stdout.flush()
     except BrokenPipeError:
         return _output_closed()
 
