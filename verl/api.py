@@ -14,6 +14,7 @@ the key takes "path/to/file.py:name".
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -27,14 +28,17 @@ from typing import TYPE_CHECKING, Any
 from verl.config import SCHEMAS, load_config
 from verl.errors import ConfigError, DataError
 from verl.registry import is_in_process, reference_to
+from verl.tracking.files import write_atomically
 
 if TYPE_CHECKING:
     from verl.page.notebook import Run
 
 Row = Mapping[str, Any]
+Rows = str | list[Any]
 Data = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Iterable[Row]
-Reward = Callable[..., Any] | str | Sequence[Callable[..., Any]]
+Reward = Callable[..., Any] | str | os.PathLike[str] | Sequence[Callable[..., Any]]
 Metrics = dict[str, float]
+Callback = Callable[["Trainer", Metrics], Any]
 
 _ALGORITHMS = {"ppo": "gae", "reinforce++": "reinforce_plus_plus"}  # names whose estimator is called otherwise
 _PROGRAMS = {"sft": "sft", "preference": "preference", "reward_model": "rm"}
@@ -63,29 +67,32 @@ class Trainer:
         algorithm: str | Callable[..., Any] = "grpo",
         eval_data: Data | None = None,
         output_dir: str | os.PathLike[str] | None = None,
-        callbacks: Sequence[Callable[[Trainer, Metrics], Any]] = (),
-        config: Mapping[str, Any] | Sequence[str] = (),
+        callbacks: Callback | Sequence[Callback] = (),
+        config: Mapping[str, Any] | Sequence[str] | None = None,
         **keys: Any,
     ):
         _refuse_import_by_worker()
-        self.callbacks = list(callbacks)
+        self.callbacks = [callbacks] if callable(callbacks) else list(callbacks)
         name = algorithm if isinstance(algorithm, str) else reference_to(algorithm)
         label = name.rpartition(":")[2]
         self.folder = Path(output_dir or f"runs/{label}-{datetime.now():%Y%m%d-%H%M%S-%f}").expanduser()
         self.program = _PROGRAMS.get(name, "ppo")
-        values = self._values(model, data, reward, name, eval_data)
-        mapping, texts = (config, ()) if isinstance(config, Mapping) else ({}, config)
-        for own in (mapping, keys):
+        rows = _rows("train", data)
+        eval_rows = None if eval_data is None else rows if eval_data is data else _rows("val", eval_data)
+        values = self._values(model, rows, reward, name, eval_rows)
+        mapping = config if isinstance(config, Mapping) else {}
+        texts = [config] if isinstance(config, str) else [] if config is None or config is mapping else list(config)
+        for own in (mapping, keys, *({text.partition("=")[0].lstrip("+~"): text} for text in texts)):
             if repeated := [key for key in values if _holds(own, key)]:
                 raise ConfigError(f"{repeated[0]} is set by an argument of the call already. Give it once.")
-        tree = {**_with_references(mapping), **_with_references(keys), **values}
-        self.loaded = load_config(texts, schema=SCHEMAS[self.program], values=tree)
+        trees = [_with_references(tree) for tree in (mapping, keys, values)]
+        self.loaded = load_config(texts, schema=SCHEMAS[self.program], values=trees)
         self._stack = ExitStack()
         self._running: Any = None
-        self._stop = False
+        self._stop = self._closed = False
 
     def _values(
-        self, model: str | os.PathLike[str], data: Data, reward: Reward | None, algorithm: str, eval_data: Data | None
+        self, model: str | os.PathLike[str], data: Rows, reward: Reward | None, algorithm: str, eval_data: Rows | None
     ) -> dict[str, Any]:
         """The keys that the arguments of the call stand for."""
         is_rl = self.program == "ppo"
@@ -100,20 +107,21 @@ class Trainer:
             **({} if reward is None else _reward_keys(reward)),
         }
 
-    def _files(self, split: str, data: Data) -> Any:
-        """Paths of data files; rows are written to `inputs/` of the run folder."""
-        if isinstance(data, str | os.PathLike):
-            return os.fspath(data)
-        rows = list(data)
-        if rows and all(isinstance(row, str | os.PathLike) for row in rows):
-            return [os.fspath(row) for row in rows]  # type: ignore[arg-type]
-        if not rows:
+    def _files(self, split: str, data: Rows) -> Any:
+        """Paths of data files. Rows are written to `inputs/` of the run folder, to a file named by their content: what another
+        run in the folder reads stays as it is."""
+        if isinstance(data, str):
+            return data
+        if data and all(isinstance(row, str | os.PathLike) for row in data):
+            return [os.fspath(row) for row in data]
+        if not data:
             raise DataError(f"The {split} data have no rows.")
-        file = self.folder / "inputs" / f"{split}.jsonl"
+        convert = prompt_row if self.program == "ppo" else _checked_row
+        text = "".join(_json(convert(row, number), number) + "\n" for number, row in enumerate(data))
+        digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+        file = self.folder / "inputs" / f"{split}_{digest}.jsonl"
         file.parent.mkdir(parents=True, exist_ok=True)
-        convert = prompt_row if self.program == "ppo" else _plain
-        with file.open("w", encoding="utf-8") as out:
-            out.writelines(json.dumps(convert(row, number)) + "\n" for number, row in enumerate(rows))  # type: ignore[arg-type]
+        write_atomically(file, text)
         return str(file)
 
     def step(self) -> Metrics | None:
@@ -175,7 +183,7 @@ class Trainer:
 
     def close(self) -> None:
         """End the processes of the run. What was trained after the newest checkpoint is lost."""
-        self._running = None
+        self._running, self._closed = None, True
         self._stack.close()
 
     def __enter__(self) -> Trainer:
@@ -185,6 +193,10 @@ class Trainer:
         self.close()
 
     def _started(self) -> Any:
+        if self._closed:
+            raise ConfigError(
+                "The Trainer is closed. Make another with the same output_dir to resume from its checkpoint."
+            )
         if self._running is None:
             from verl.run.host import open_run
 
@@ -252,23 +264,59 @@ def generate(
 def prompt_row(row: Row, number: int) -> dict[str, Any]:
     """A row of docs/data.md from a dict with "prompt" (text or messages) and any other columns, which reward functions get. The
     reference answer is `reward_model.ground_truth`, "ground_truth" or "answer". Raises DataError without a prompt."""
-    row = _plain(row, number)
+    _checked_row(row, number)
     if "prompt" not in row:
-        raise DataError(f"Row {number} of the data has no 'prompt', a text or messages; it has {', '.join(row)}.")
-    columns = {name: value for name, value in row.items() if name not in _ROW_FIELDS}
+        raise DataError(
+            f"Row {number} of the data has no 'prompt', a text or messages; it has {', '.join(map(str, row))}."
+        )
+    columns = {name: value for name, value in row.items() if name != "extra_info"}
     answer = row.get("ground_truth", row.get("answer"))
     return {
         **{name: row[name] for name in _ROW_FIELDS if name in row},
         "data_source": row.get("data_source") or "data",
         "reward_model": row.get("reward_model") or ({"style": "model"} if answer is None else {"ground_truth": answer}),
-        "extra_info": {"index": number, **columns, "prompt": row["prompt"], **(row.get("extra_info") or {})},
+        "extra_info": {"index": number, "data_source": "data", **columns, **(row.get("extra_info") or {})},
     }
 
 
-def _plain(row: Row, number: int) -> dict[str, Any]:
+def _rows(split: str, data: Data) -> Rows:
+    """`data` as a list, for every reader the same; a path is left. Raises DataError for what is no list of rows."""
+    if isinstance(data, str | os.PathLike):
+        return os.fspath(data)
+    if hasattr(data, "to_dict") and hasattr(data, "columns"):  # a pandas.DataFrame, which iterates over its columns
+        return list(data.to_dict("records"))
+    if isinstance(data, Mapping) or not isinstance(data, Iterable):
+        splits = (
+            f" (of a DatasetDict one split, such as data[{next(iter(data))!r}])"
+            if isinstance(data, Mapping) and data
+            else ""
+        )
+        raise DataError(
+            f"The {split} data are a {type(data).__name__}. Give a list of rows, or paths of data files{splits}."
+        )
+    return list(data)
+
+
+def _checked_row(row: Row, number: int) -> Row:
     if not isinstance(row, Mapping):
         raise DataError(f"Row {number} of the data is a {type(row).__name__}; a row is a dict.")
-    return {name: value.tolist() if hasattr(value, "tolist") else value for name, value in row.items()}
+    return row
+
+
+def _json(row: Row, number: int) -> str:
+    """`row` as JSON, arrays as lists. Raises DataError for a value that has no form in JSON."""
+    try:
+        return json.dumps(row, default=_as_list)
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"Row {number} of the data cannot be written: {error}. Give numbers, texts, lists and dicts."
+        ) from error
+
+
+def _as_list(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"JSON has no form for a {type(value).__name__}")
 
 
 def _no_reward(completions: Sequence[Any], **columns: Any) -> list[float]:
@@ -276,12 +324,13 @@ def _no_reward(completions: Sequence[Any], **columns: Any) -> list[float]:
 
 
 def _reward_keys(reward: Reward) -> dict[str, Any]:
-    if isinstance(reward, str):
-        return {"reward.custom_reward_function.path": reward}
-    functions = [reward] if callable(reward) else list(reward)
-    if bad := [function for function in functions if not callable(function)]:
+    if isinstance(reward, str | os.PathLike):
+        return {"reward.custom_reward_function.path": os.fspath(reward)}
+    functions = list(reward) if isinstance(reward, Sequence) else [reward]
+    bad = [function for function in functions if not callable(function)]
+    if bad or not functions:
         raise ConfigError(
-            f"reward has {bad[0]!r}, which is no function. Give a function, several, or the path of a file."
+            f"reward has {bad[0] if bad else reward!r}, which is no function. Give a function, several, or the path of a file."
         )
     references = [reference_to(function) for function in functions]
     keys: dict[str, Any] = {

@@ -3,10 +3,13 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 import verl
+import verl.api
 from verl.errors import ConfigError, DataError, RewardError
 from verl.registry import is_in_process, load_object, reference_to
 from verl.rewards.function_list import score_lists
@@ -169,3 +172,143 @@ def test_a_script_that_starts_runs_when_imported_is_refused(tiny_llama, tmp_path
     script.write_text(f"import verl\nverl.Trainer({str(tiny_llama)!r}, [{{'prompt': 'a'}}])\n")
     with pytest.raises(ConfigError, match="__main__"):
         load_object(f"{script}:f")
+
+
+def _loaded(tiny_llama, tmp_path, **arguments):
+    config = verl.Trainer(tiny_llama, ROWS, length, output_dir=tmp_path, **arguments).loaded.config
+    return config.trainer.total_training_steps, config.trainer.save_freq
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"config": {"trainer": {"total_training_steps": 3}}, "trainer": {"save_freq": 5}},
+        {"config": {"trainer": {"total_training_steps": 3}, "trainer.save_freq": 5}},
+        {"config": {"trainer.total_training_steps": 3}, "trainer": {"save_freq": 5}},
+        {"config": {"trainer": {"total_training_steps": 3}}, "trainer.save_freq": 5},
+        {"config": ["trainer.total_training_steps=3"], "trainer": {"save_freq": 5}},
+        {"config": "trainer.total_training_steps=3", "trainer": {"save_freq": 5}},
+        {"config": {"trainer": {"total_training_steps": 3}}, "trainer": {"total_training_steps": 3, "save_freq": 5}},
+        {"config": None, "trainer": {"total_training_steps": 3, "save_freq": 5}},
+    ],
+)
+def test_every_key_of_nested_and_dotted_arguments_acts(tiny_llama, tmp_path, arguments):
+    assert _loaded(tiny_llama, tmp_path, **arguments) == (3, 5)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"config": {"trainer": {"total_training_steps": 3}}, "trainer": {"total_training_steps": 2}},
+        {"config": {"trainer.total_training_steps": 3}, "trainer": {"total_training_steps": 2}},
+        {"config": {"trainer": {"total_training_steps": 3}, "trainer.total_training_steps": 2}},
+        {"config": {"actor_rollout_ref.actor.grad_clip": 3.0}, "actor_rollout_ref.actor.optim.clip_grad": 2.0},
+        {"config": ["data.train_files=x"]},
+        {"config": ["+actor_rollout_ref.model.path=x"]},
+    ],
+)
+def test_two_values_of_one_key_are_refused(tiny_llama, tmp_path, arguments):
+    with pytest.raises(ConfigError, match="different values|set by an argument of the call"):
+        _loaded(tiny_llama, tmp_path, **arguments)
+
+
+class Table:
+    """Iterates over its columns, as a pandas.DataFrame does."""
+
+    columns = ("prompt", "answer")
+
+    def __iter__(self):
+        return iter(self.columns)
+
+    def to_dict(self, orient):
+        assert orient == "records"
+        return ROWS
+
+
+def test_iterables_and_tables_are_rows_for_training_and_validation(tiny_llama, tmp_path):
+    for data in ((row for row in ROWS), Table(), tuple(ROWS)):
+        loaded = verl.Trainer(tiny_llama, data, length, eval_data=data, output_dir=tmp_path).loaded.config.data
+        files = [Path(loaded.train_files), Path(loaded.val_files)]
+        assert [[json.loads(line)["prompt"] for line in file.open()] for file in files] == [
+            [row["prompt"] for row in ROWS]
+        ] * 2
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        ({"train": ROWS}, r"one split, such as data\['train'\]"),
+        (None, "NoneType"),
+        ([{"prompt": "a", "seen": {1, 2}}], "Row 0 .* no form for a set"),
+        ([{"prompt": "a"}, {"prompt": "a", "x": [object()]}], "Row 1 .* no form for a object"),
+    ],
+)
+def test_data_of_another_form_are_refused(tiny_llama, tmp_path, data, sentence):
+    with pytest.raises(DataError, match=sentence):
+        verl.Trainer(tiny_llama, data, length, output_dir=tmp_path)
+
+
+def test_arrays_at_any_depth_are_lists(tiny_llama, tmp_path):
+    rows = [{"prompt": "a", "x": {"y": np.int64(3), "z": np.arange(2)}}]
+    file = verl.Trainer(tiny_llama, rows, length, output_dir=tmp_path).loaded.config.data.train_files
+    assert json.loads(Path(file).read_text())["extra_info"]["x"] == {"y": 3, "z": [0, 1]}
+
+
+def test_another_call_in_the_folder_leaves_the_rows_of_a_run(tiny_llama, tmp_path):
+    file = Path(verl.Trainer(tiny_llama, ROWS, length, output_dir=tmp_path).loaded.config.data.train_files)
+    before = file.read_text()
+    verl.Trainer(tiny_llama, ROWS[:2], length, eval_data=ROWS[:2], output_dir=tmp_path)
+    assert file.read_text() == before
+    assert verl.Trainer(tiny_llama, iter(ROWS), length, output_dir=tmp_path).loaded.config.data.train_files == str(file)
+
+
+def test_a_closed_trainer_takes_no_step(tiny_llama, tmp_path):
+    with verl.Trainer(tiny_llama, ROWS, length, output_dir=tmp_path) as trainer:
+        pass
+    for call in (trainer.step, trainer.save, trainer.evaluate):
+        with pytest.raises(ConfigError, match="closed"):
+            call()
+
+
+def columns_of(completions, **columns):
+    return [{"score": len(text), "columns": sorted(columns)} for text in completions]
+
+
+async def waits(completions, **columns):
+    return [2.0] * len(completions)
+
+
+async def waits_for_one(data_source, solution_str, ground_truth, extra_info=None):
+    return 0.5
+
+
+def one_text(completions):
+    return ["1.0" if text == "b" else 1.0 for text in completions]
+
+
+def one_value(completions):
+    return 1.0
+
+
+def _scores(function, texts=("a", "b"), **extra):
+    rows = [{"prompt": "p", **extra}] * len(texts)
+    found = score_lists(["d"] * len(texts), texts, [None] * len(texts), rows, functions=[reference_to(function)])
+    return [row["score"] for row in found]
+
+
+def test_completions_are_the_samples_whatever_the_columns_are_called():
+    assert _scores(columns_of, ("aaa",), completions="from the row", prompts="from the row") == [3]
+    rows = [verl.api.prompt_row({"prompt": "p", "data_source": "mine", "reward_model": {"ground_truth": 1}}, 0)]
+    found = score_lists(["mine"], ["aaa"], [1], [rows[0]["extra_info"]], functions=[reference_to(columns_of)])
+    assert {"data_source", "reward_model"} <= set(found[0]["columns"])
+
+
+def test_reward_functions_over_lists_may_be_async():
+    assert _scores(waits) == [2.0, 2.0]
+    assert _scores(waits_for_one) == [0.5, 0.5]
+
+
+def test_a_result_that_is_no_number_costs_its_own_sample():
+    assert _scores(one_text) == [1.0, "1.0"]
+    with pytest.raises(RewardError, match="one_value returned a float for 2 completions"):
+        _scores(one_value)

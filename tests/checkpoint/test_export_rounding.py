@@ -16,7 +16,10 @@ from verl.engines.api import MicroBatching
 from verl.engines.local import LocalEngine
 from verl.errors import CheckpointError
 
-RUN = "actor_rollout_ref: {{actor: {{fsdp_config: {{{setting}}}}}}}\n"
+RUN = {
+    "actor": "actor_rollout_ref: {{actor: {{fsdp_config: {{{setting}}}}}}}\n",
+    "model": "engine: {{{setting}}}\n",  # fine-tuning, preferences, reward models
+}
 
 
 @pytest.fixture(autouse=True)
@@ -40,16 +43,16 @@ def trained(path, rounding, lora_rank=0):
     return engine
 
 
-def saved(engine, folder, setting, steps=(3,)):
-    """A run folder with checkpoints of `engine` and a config with the given rounding key."""
+def saved(engine, folder, setting, steps=(3,), name="actor"):
+    """A run folder with checkpoints of `engine` as the role `name`, and a config with the given rounding key."""
     role = RoleCheckpoint(engine.state(), engine.module.config.save_pretrained)
     for step in steps:
-        CheckpointStore(folder).save(step, {"actor": role}, {})
-    (folder / "config.yaml").write_text(RUN.format(setting=setting))
+        CheckpointStore(folder).save(step, {name: role}, {})
+    (folder / "config.yaml").write_text(RUN[name].format(setting=setting))
     return folder
 
 
-@pytest.mark.parametrize("lora_rank", [0, 4])
+@pytest.mark.parametrize(("name", "lora_rank"), [("actor", 0), ("actor", 4), ("model", 0)])
 @pytest.mark.parametrize(
     ("rounding", "setting"),
     [
@@ -59,16 +62,16 @@ def saved(engine, folder, setting, steps=(3,)):
     ],
     ids=["dithered", "nearest", "older run"],
 )
-def test_the_exported_model_is_the_one_that_computed(tmp_path, tiny_llama, rounding, setting, lora_rank):
+def test_the_exported_model_is_the_one_that_computed(tmp_path, tiny_llama, rounding, setting, name, lora_rank):
     engine = trained(tiny_llama, rounding, lora_rank)
-    run = saved(engine, tmp_path / "run", setting)
+    run = saved(engine, tmp_path / "run", setting, name=name)
     out = export(run, tmp_path / "out")
     found, expected = read_model(out), dict(engine.gather_weights())
     assert found.keys() == expected.keys()
     assert all(found[name].dtype == torch.bfloat16 for name in found)
     assert not [name for name in found if not torch.equal(found[name], expected[name])]
     assert compare(run, out) == len(found)
-    masters = read_model(run / "global_step_3/actor/huggingface")
+    masters = read_model(run / "global_step_3" / name / "huggingface")
     moved = [n for n, master in masters.items() if not torch.equal(master.to(torch.bfloat16), expected[n])]
     assert bool(moved) == (rounding == "dithered")
 

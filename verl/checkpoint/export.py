@@ -20,11 +20,11 @@ from verl.tracking.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 
-_SECTIONS = {"actor": ("actor_rollout_ref", "actor", "fsdp_config"), "critic": ("critic", "fsdp")}
+_SECTIONS = {"actor": ("actor_rollout_ref", "actor", "fsdp_config"), "critic": ("critic", "fsdp"), "model": ("engine",)}
 
 
 def export(
-    source: str | Path, out: str | Path, dtype: str = "bfloat16", role: str = "actor", step: int | None = None
+    source: str | Path, out: str | Path, dtype: str = "bfloat16", role: str | None = None, step: int | None = None
 ) -> Path:
     """Write the model of `role` as a self-contained Hugging Face folder; returns `out`.
 
@@ -33,7 +33,7 @@ def export(
     exist or be empty, and appears atomically. Raises CheckpointError, also where the newest checkpoint is damaged.
     """
     target_dtype = parse_dtype(dtype)
-    checkpoint, model_folder = _model_folder(source, role, step)
+    checkpoint, role, model_folder = _model_folder(source, role, step)
     out = Path(out).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} exists and is not empty; remove it or choose another folder.")
@@ -75,10 +75,10 @@ def _rounding(run: Path, role: str) -> Rounding:
     return Rounding(str(found.get("master_rounding", "nearest")) if isinstance(found, dict) else "dithered")
 
 
-def compare(source: str | Path, folder: str | Path, role: str = "actor", step: int | None = None) -> int:
+def compare(source: str | Path, folder: str | Path, role: str | None = None, step: int | None = None) -> int:
     """Check that the Hugging Face `folder` holds the tensors of `role`, rounded to its dtype as in the run; returns their
     number. Raises CheckpointError naming a tensor that differs."""
-    checkpoint, model_folder = _model_folder(source, role, step)
+    checkpoint, role, model_folder = _model_folder(source, role, step)
     folder = Path(folder).expanduser()
     if not any(folder.glob("*.safetensors")):
         raise CheckpointError(f"{folder} holds no model (*.safetensors); give the folder that was written.")
@@ -99,14 +99,14 @@ def compare(source: str | Path, folder: str | Path, role: str = "actor", step: i
     return len(ours)
 
 
-def _model_folder(source: str | Path, role: str, step: int | None) -> tuple[Path, Path]:
-    """(the checkpoint, its Hugging Face folder of `role`)."""
+def _model_folder(source: str | Path, role: str | None, step: int | None) -> tuple[Path, str, Path]:
+    """(the checkpoint, the role, its Hugging Face folder). Without a `role` the actor, or the single model of fine-tuning."""
     checkpoint = _checkpoint(Path(source).expanduser(), step)
-    folder = checkpoint / role / "huggingface"
-    if not folder.is_dir():
-        there = ", ".join(sorted(p.parent.name for p in checkpoint.glob("*/huggingface"))) or "none"
-        raise CheckpointError(f"{checkpoint} has no role {role!r}; it has: {there}.")
-    return checkpoint, folder
+    there = sorted(p.parent.name for p in checkpoint.glob("*/huggingface"))
+    role = role or (there[0] if len(there) == 1 else "actor")
+    if role not in there:
+        raise CheckpointError(f"{checkpoint} has no role {role!r}; it has: {', '.join(there) or 'none'}.")
+    return checkpoint, role, checkpoint / role / "huggingface"
 
 
 def _checkpoint(source: Path, step: int | None) -> Path:

@@ -28,7 +28,7 @@ def run_export(argv: list[str]) -> int:
     )
     parser.add_argument("output", help="folder to write; must not exist or be empty (except with --compare)")
     parser.add_argument("--step", type=int, help="step of the checkpoint in a run folder")
-    parser.add_argument("--role", default="actor", help="actor or critic (default: actor)")
+    parser.add_argument("--role", help="actor, critic or model (default: the only one there is, or actor)")
     parser.add_argument("--dtype", default="bfloat16", help=_DTYPE)
     parser.add_argument("--compare", action="store_true", help="compare an existing folder with the checkpoint instead")
     arguments = parser.parse_args(argv)

@@ -27,15 +27,15 @@ def load_config(
     config_name: str | None = None,
     *,
     schema: Schema[Any] = PPO,
-    values: Mapping[str, Any] | None = None,
+    values: Mapping[str, Any] | Sequence[Mapping[str, Any]] = (),
     check: bool = True,
 ) -> LoadedConfig[Any]:
-    """Defaults of `schema`, then the YAML file, then `values` (nested or with dotted keys), then the overrides, resolved and
-    checked.
+    """Defaults of `schema`, then the YAML file, then `values` (nested or with dotted keys; a key has one value in all of
+    them), then the overrides, resolved and checked.
 
     `config_path` and `config_name` are Hydra's (a folder and a name), or `config_path` is a YAML file. Raises
     ConfigError with one sentence per problem, all problems at once: an unknown key (with the nearest ones), a value of the
-    wrong type, two spellings that disagree and, unless `check` is False, everything that `check_config` calls an error.
+    wrong type, two values of a key from one source and, unless `check` is False, everything that `check_config` calls an error.
     """
     return _checked(_given(schema, overrides, config_path, config_name, values), check)
 
@@ -58,14 +58,14 @@ def _given(
     overrides: Sequence[str],
     config_path: str | None,
     config_name: str | None,
-    values: Mapping[str, Any] | None = None,
+    values: Mapping[str, Any] | Sequence[Mapping[str, Any]] = (),
 ) -> Given:
     given = Given(schema)
     file = sources.find(schema, config_path, config_name)
     for path, tree in sources.read_tree(schema, file, given.notices) if file is not None else ():
         given.add_file(f"config {path.stem}" if path.parent == sources.BUILT_IN else f"file {path}", tree)
-    if values:
-        given.add_file("Python", dict(values))
+    for values_tree in filter(None, [values] if isinstance(values, Mapping) else values):
+        given.add_file("Python", dict(values_tree))
     given.add_overrides(overrides)
     return given
 

@@ -121,17 +121,18 @@ class Given:
         self.notices.append(f"~{key}: back to its default.")
 
     def conflicts(self) -> list[Problem]:
-        """Keys that one source gives under two spellings with different values."""
+        """Keys that one source gives different values, under two spellings or nested and dotted. On a command line the last
+        of equal spellings holds."""
         found = []
         for i, setting in enumerate(self.settings):
             for former in self.settings[:i]:
                 same = (former.path, former.source) == (setting.path, setting.source)
-                if same and former.spelled != setting.spelled and _clash(former.value, setting.value):
+                respelled = former.spelled != setting.spelled
+                if same and (respelled or setting.text is None) and _clash(former.value, setting.value):
+                    names = f"{former.spelled} and {setting.spelled} ({setting.source}) are two spellings of one key, "
                     sentence = (
-                        f"{former.spelled} and {setting.spelled} ({setting.source}) are two spellings of one key, "
-                        f"given with different values ({former.value!r} and {setting.value!r}). Give only one of "
-                        "them."
-                    )
+                        names if respelled else f"{setting.spelled} ({setting.source}) is "
+                    ) + f"given with different values ({former.value!r} and {setting.value!r}). Give only one of them."
                     found.append(error(setting.path, sentence))
         return found
 

@@ -1,6 +1,6 @@
 """Reward functions that Python code gives: TRL's form over lists, verl's form over one sample, or several with weights.
 
-f(prompts, completions, **columns) -> list of numbers or None      (TRL)
+f(prompts, completions, **columns) -> list of numbers or None      (TRL; a column called as an argument is not passed)
 f(data_source, solution_str, ground_truth, extra_info) -> number or dict      (verl)
 """
 
@@ -46,19 +46,30 @@ def score_lists(
 def _sum(names: Sequence[str], values: Sequence[Any], weights: Sequence[float]) -> dict[str, Any]:
     if len(names) == 1:
         value = values[0]
-        return (
-            {**value, "score": weights[0] * value["score"]}
-            if isinstance(value, Mapping)
-            else _single(value, weights[0])
-        )
-    scores = [value["score"] if isinstance(value, Mapping) else value for value in values]
+        parts = value if isinstance(value, Mapping) else {"score": value}
+        return {**parts, "score": _weighted(parts.get("score"), weights[0])}
+    scores = [value.get("score") if isinstance(value, Mapping) else value for value in values]
+    if wrong := [score for score in scores if score is not None and not hasattr(score, "__float__")]:
+        return {"score": wrong[0]}  # the worker refuses it, for this sample
     known = {name: score for name, score in zip(names, scores, strict=True) if score is not None}
     total = sum(weight * score for weight, score in zip(weights, scores, strict=True) if score is not None)
     return {"score": float(total) if known else math.nan, **known}
 
 
-def _single(value: Any, weight: float) -> dict[str, Any]:
-    return {"score": math.nan if value is None else weight * value}
+def _weighted(value: Any, weight: float) -> Any:
+    """`weight` x a number; what is none is left to the worker, which refuses it for its sample."""
+    if value is None:
+        return math.nan
+    return weight * value if isinstance(value, int | float) or hasattr(value, "__float__") else value
+
+
+def _finished(result: Any) -> Any:
+    """`result`, or what it gives when it is a coroutine."""
+    if not inspect.iscoroutine(result):
+        return result
+    import asyncio  # half of what a worker imports, which starts beside a step
+
+    return asyncio.run(result)
 
 
 def _results(
@@ -67,7 +78,7 @@ def _results(
     parameters = inspect.signature(function).parameters
     if "solution_str" in parameters:
         return [
-            function(data_source=source, solution_str=text, ground_truth=answer, extra_info=dict(extra))
+            _finished(function(data_source=source, solution_str=text, ground_truth=answer, extra_info=dict(extra)))
             for source, text, answer, extra in samples
         ]
     if "completions" not in parameters:
@@ -82,10 +93,16 @@ def _results(
         text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
         for (_, text, _, _), prompt in zip(samples, prompts, strict=True)
     ]
-    arguments = {"prompts": prompts, "completions": completions, **columns}
+    arguments = {**columns, "prompts": prompts, "completions": completions}
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         arguments = {key: value for key, value in arguments.items() if key in parameters}
-    results = list(function(**arguments))
+    given = _finished(function(**arguments))
+    if isinstance(given, str | Mapping) or not hasattr(given, "__iter__"):
+        raise RewardError(
+            f"The reward function {name} returned a {type(given).__name__} for {len(samples)} completions. "
+            "Return a list with a number for each."
+        )
+    results = list(given)
     if len(results) != len(samples):
         raise RewardError(f"The reward function {name} returned {len(results)} numbers for {len(samples)} completions.")
     return results

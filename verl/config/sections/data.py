@@ -33,8 +33,8 @@ class DataConfig(Section):
     val_files: str | list[str] | None = used(
         "~/data/rlhf/gsm8k/test.parquet", "validation files; null: no validation", path=True
     )
-    train_max_samples: int = used(-1, "rows to use for training; -1: all")
-    val_max_samples: int = used(-1, "rows to use for validation; -1: all")
+    train_max_samples: int = used(-1, "rows to use for training; 0 or -1: all", ge=-1)
+    val_max_samples: int = used(-1, "rows to use for validation; 0 or -1: all", ge=-1)
     prompt_key: str = used("prompt", "field that holds the messages")
     reward_fn_key: str = used("data_source", "field that chooses the scorer")
     max_prompt_length: int = used(512, "longest prompt in tokens", ge=1)
@@ -68,8 +68,8 @@ class TextDataConfig(Section):
         "~/data/gsm8k/train.parquet", "training files: parquet, JSON, JSONL, or a data set", path=True
     )
     val_files: str | list[str] | None = used(None, "validation files; null: no validation", path=True)
-    train_max_samples: int = used(-1, "rows to use for training; -1: all")
-    val_max_samples: int = used(-1, "rows to use for validation; -1: all")
+    train_max_samples: int = used(-1, "rows to use for training; 0 or -1: all", ge=-1)
+    val_max_samples: int = used(-1, "rows to use for validation; 0 or -1: all", ge=-1)
     train_batch_size: int = used(256, "rows of one optimizer step, over all devices", ge=1)
     use_dynamic_bsz: bool = used(True, "cut micro-batches by token count instead of rows", sizing=True)
     max_token_len_per_gpu: int = used(8192, "tokens per micro-batch when cut by token count", sizing=True, ge=1)
