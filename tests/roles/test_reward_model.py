@@ -276,7 +276,7 @@ def test_what_does_not_fit_into_the_judge_says_which_key(tmp_path):
         worker.score(batch_of(PROMPTS, RESPONSES))
 
 
-@pytest.mark.parametrize(("template", "says"), [("only {prompt}", "no place"), ("nowhere.txt", "neither")])
+@pytest.mark.parametrize(("template", "says"), [("only {prompt}", "no place"), ("nowhere.txt", "does not exist")])
 def test_templates_without_the_response_are_refused(template, says):
     with pytest.raises(ConfigError, match=says):
         read_template(template)
