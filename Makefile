@@ -23,6 +23,7 @@ TORCH_FLAGS ?=
 CONFIG ?= grpo_smollm2
 ARGS ?=
 JOBS ?= 2
+KILLS ?= 20
 WORK := work
 
 comma := ,
@@ -55,12 +56,13 @@ for attempt in 1 2 3; do \
 done
 endef
 
-.PHONY: help venv train test lint types unit model data letters clean
+.PHONY: help venv train test lint types unit model data letters gpu-rehearsal clean
 
 help:
 	@echo "make train   install, fetch the model, make the data, train (CONFIG=$(CONFIG), about eight minutes on two cores)"
 	@echo "make test    install, then lint, types and the whole test suite"
 	@echo "make venv    install only, into $(VENV)"
+	@echo "make gpu-rehearsal   the GPU report with tiny shapes on a CPU, and kills of its runner (KILLS=$(KILLS), about half an hour)"
 	@echo "make clean   remove what tests and builds leave; the virtual environment and $(WORK)/ stay"
 
 venv: $(STAMPS)/package
@@ -126,6 +128,10 @@ types: $(STAMPS)/package
 
 unit: $(STAMPS)/package
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+
+gpu-rehearsal: $(STAMPS)/package
+	@rm -rf $(WORK)/gpu-rehearsal
+	@$(BIN)/python benchmarks/gpu/rehearse.py --out $(WORK)/gpu-rehearsal --kills $(KILLS)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis outputs

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py runs through all of its parts with a tiny model, and with the packages that it names."""
+"""benchmarks/gpu/sizes.py runs through all of its parts with a tiny model, and with the packages that it names."""
 
 import json
 import os
@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from gpu import sizes
+from torch.utils.flop_counter import FlopCounterMode
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,8 +36,8 @@ class Without(importlib.machinery.PathFinder):
         return None if name.split(".")[0] in {ABSENT} else super().find_spec(name, path, target)
 
 sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Without
-sys.argv = ["gpu.py", "--quick", "--json", sys.argv[1]]
-runpy.run_path({str(ROOT / "benchmarks" / "gpu.py")!r}, run_name="__main__")
+sys.argv = ["sizes.py", "--quick", "--json", sys.argv[1]]
+runpy.run_path({str(ROOT / "benchmarks" / "gpu" / "sizes.py")!r}, run_name="__main__")
 """
 
 
@@ -54,7 +57,7 @@ def test_all_parts_run_with_the_packages_that_it_names(tmp_path):
 
 def test_each_size_has_a_process(monkeypatch, tmp_path):
     """What one that fails has left is kept, and the others run."""
-    gpu, seen = benchmark(), []
+    seen = []
 
     def run(command, check):
         size, part = command[3], Path(command[5])
@@ -65,30 +68,17 @@ def test_each_size_has_a_process(monkeypatch, tmp_path):
 
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert gpu.main(["--sizes", "0.1b,0.5b,1.5b", "--json", str(tmp_path / "out.json")]) == 1
+    assert sizes.main(["--sizes", "0.1b,0.5b,1.5b", "--json", str(tmp_path / "out.json")]) == 1
     assert seen == ["0.1b", "0.5b", "1.5b"]
     assert list(json.loads((tmp_path / "out.json").read_text())["sizes"]) == ["0.1b", "1.5b"]
-
-
-def benchmark():
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        import gpu
-    finally:
-        sys.path.pop(0)
-    return gpu
 
 
 def test_counted_flops_are_those_that_pytorch_counts():
     """The needed FLOPs of a step without sharing (one sample a prompt), against a count of the operations of a plain
     forward."""
-    gpu = benchmark()
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
-    module = gpu.build("tiny", torch.device("cpu"))
-    shape = gpu.Shape(3, 1, 10, 6, (1,), 64, 1, 1)
-    with gpu.plain(module, "eager") as reference, torch.no_grad(), FlopCounterMode(display=False) as counter:
+    module = sizes.build("tiny", torch.device("cpu"))
+    shape = sizes.Shape(3, 1, 10, 6, (1,), 64, 1, 1)
+    with sizes.plain(module, "eager") as reference, torch.no_grad(), FlopCounterMode(display=False) as counter:
         reference(input_ids=torch.zeros(3, 15, dtype=torch.int64), use_cache=False, logits_to_keep=6)
     config = module.config
     # the eager form computes the pairs that the mask hides, too
@@ -96,4 +86,4 @@ def test_counted_flops_are_those_that_pytorch_counts():
     hidden_pairs = 3 * (15 * 15 - 15 * 16 / 2)
     rotary = 3 * 2 * 15 * config.hidden_size // config.num_attention_heads // 2  # frequencies times positions
     counted = counter.get_total_flops() - per_pair * hidden_pairs
-    assert abs(gpu.forward_flops(module, shape) - counted) <= 3 * rotary
+    assert abs(sizes.forward_flops(module, shape) - counted) <= 3 * rotary

@@ -1,7 +1,7 @@
 """What this checkout does on a GPU: correctness against Hugging Face first, then speed.
 
-    python benchmarks/gpu.py --sizes 0.1b,0.5b,1.5b --json out.json        # one NVIDIA card, under 8 minutes
-    python benchmarks/gpu.py --quick                                       # a tiny model on whatever there is
+    python benchmarks/gpu/sizes.py --sizes 0.1b,0.5b,1.5b --json out.json  # one NVIDIA card, under 8 minutes
+    python benchmarks/gpu/sizes.py --quick                                 # a tiny model on whatever there is
 
 Needs torch, transformers, tensordict and pyvers besides this checkout (the last two as wheels, 0.9 MB: `pip download
 --no-deps tensordict pyvers`), no network and no files: models are random, of the shapes of SmolLM2-135M, Qwen2.5-0.5B and
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -36,10 +37,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import transformers
+from gpu.results import DEVICE, Results, device_name
 
 from verl.algorithms.advantages.group import grpo
 from verl.algorithms.policy_losses.clipped import vanilla
@@ -63,6 +66,8 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
                        "num_attention_heads": 14, "num_key_value_heads": 2}),
     "1.5b": ("qwen2", {"vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
                        "num_attention_heads": 12, "num_key_value_heads": 2}),
+    "7b": ("qwen2", {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+                     "num_attention_heads": 28, "num_key_value_heads": 4}),
 }  # fmt: skip
 TOLERANCES = {  # name of a check -> greatest value that passes
     "fp32 log-probs, packed against Hugging Face, max abs": 1e-4,
@@ -108,13 +113,14 @@ class Bench:
     limits: dict[str, float]
     deadline: float
     found: dict[str, Any] = field(default_factory=dict)
+    results: Results = field(default_factory=Results)
     optimizer: MasterOptimizer | None = None
 
     def note(self, name: str, value: float | str, unit: str = "") -> None:
         limit = TOLERANCES.get(name)
         verdict = "" if limit is None else ("   ok" if float(value) <= limit else f"   TOO MUCH (limit {limit:g})")
         self.found[name] = value
-        print(f"  {name:<72} {value if isinstance(value, str) else f'{value:.5g}'} {unit}{verdict}", flush=True)
+        self.results.add(name, value, unit, verdict)
 
     def section(self, title: str, work: Callable[[], None]) -> None:
         """A part of the run: its errors are printed and it is left out when time is up."""
@@ -127,6 +133,7 @@ class Bench:
             work()
         except Exception as error:  # noqa: BLE001 - whatever a part fails with, the others are to run
             traceback.print_exc()
+            self.results.fail(title, error)
             self.found[f"{title}: error"] = f"{type(error).__name__}: {error}"[:300]
         finally:
             empty_cache(self.device)
@@ -198,17 +205,15 @@ def measure_limits(device: torch.device, quick: bool) -> dict[str, float]:
 # -- the model, and what it needs
 
 
-def build(size: str, device: torch.device) -> Any:
+def build(size: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
     family, settings = SIZES[size]
     config = transformers.AutoConfig.for_model(
-        family, **settings, tie_word_embeddings=True, max_position_embeddings=4096, initializer_range=0.05,
+        family, **settings, tie_word_embeddings=True, max_position_embeddings=8192, initializer_range=0.05,
         bos_token_id=None, eos_token_id=None, pad_token_id=None, use_cache=True,
     )  # fmt: skip
     torch.manual_seed(0)
     with torch.device(device):
-        module = transformers.AutoModelForCausalLM.from_config(
-            config, attn_implementation=ATTENTION_NAME, dtype=torch.float32
-        )
+        module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=dtype)
     module.generation_config.pad_token_id = 0
     return module
 
@@ -372,6 +377,24 @@ def hf_generate(bench: Bench, ids: torch.Tensor, num_tokens: int, **settings: An
     return rows
 
 
+def decoding_s(
+    engine: NativeRollout,
+    prompts: list[PromptRequest],
+    params: SamplingParams,
+    device: torch.device,
+    repeats: int,
+    warmup: int = 2,
+) -> tuple[float, float]:
+    """Seconds of the prompts, and of one step of decoding."""
+
+    def generate(params: SamplingParams) -> None:
+        engine.generate(prompts, params, step=1)
+
+    first = median_s(partial(generate, replace(params, max_new_tokens=1)), device, repeats, warmup)
+    whole = median_s(partial(generate, params), device, repeats, warmup)
+    return first, (whole - first) / (params.max_new_tokens - 1)
+
+
 def measure_generation(bench: Bench, hf_batches: tuple[int, ...]) -> None:
     shape, module, device = bench.shape, bench.module, bench.device
     engine = make_engine(bench)
@@ -379,22 +402,16 @@ def measure_generation(bench: Bench, hf_batches: tuple[int, ...]) -> None:
         samples = min(shape.samples, rows)
         prompts = make_prompts(rows // samples, shape.prompt_tokens, module.config.vocab_size)
 
-        def generate(tokens: int, prompts: list[PromptRequest] = prompts, n: int = samples) -> None:
-            engine.generate(prompts, SamplingParams(n=n, max_new_tokens=tokens, ignore_eos=True), step=1)
-
-        prefill = median_s(partial(generate, 1), device, shape.repeats)
-        step = (median_s(partial(generate, shape.response_tokens), device, shape.repeats) - prefill) / (
-            shape.response_tokens - 1
-        )
+        params = SamplingParams(n=samples, max_new_tokens=shape.response_tokens, ignore_eos=True)
+        prefill, step = decoding_s(engine, prompts, params, device, shape.repeats)
         name = f"decode, {rows} rows"
         bench.note(f"prefill, {len(prompts)} prompts", len(prompts) * shape.prompt_tokens / prefill, "tokens/s")
         bench.note(name, rows / step, "tokens/s")
         bench.note(f"{name}, a step", 1000 * step, "ms")
         share = decode_bytes(module, rows, len(prompts), shape) / step / bench.limits["bytes"]
         bench.note(f"{name}, share of bandwidth", 100 * share, "%")
-    bench.note(
-        "waits of the host in one generation", float(count_waits(partial(generate, shape.response_tokens), device))
-    )
+    waits = count_waits(partial(engine.generate, prompts, params, step=1), device)
+    bench.note("waits of the host in one generation", float(waits))
     engine.release()
     for rows in hf_batches:
         ids = torch.randint(0, module.config.vocab_size, (rows, shape.prompt_tokens), device=device)
@@ -415,6 +432,13 @@ def score(completion: Completion) -> float:
 def train(bench: Bench, columns: dict[str, torch.Tensor], advantages: torch.Tensor, padded: bool) -> None:
     """One optimizer step on all rows; `padded` through Hugging Face's forward, else ours."""
     assert bench.optimizer is not None
+    accumulate(bench, columns, advantages, padded)
+    bench.optimizer.step(1e-6)
+
+
+def accumulate(bench: Bench, columns: dict[str, torch.Tensor], advantages: torch.Tensor, padded: bool) -> None:
+    """The gradients of all rows, micro-batch by micro-batch."""
+    assert bench.optimizer is not None
     num_tokens = int(columns["response_mask"].sum())
     micro = (
         MicroBatching(max_rows=bench.shape.hf_rows) if padded else MicroBatching(max_tokens=bench.shape.micro_tokens)
@@ -432,7 +456,6 @@ def train(bench: Bench, columns: dict[str, torch.Tensor], advantages: torch.Tens
         aggregate = partial(aggregated, num_tokens)
         loss, _ = vanilla(log_probs.detach(), log_probs, weight, mask, agg=aggregate)
         loss.backward()
-    bench.optimizer.step(1e-6)
 
 
 def aggregated(num_tokens: int, losses: torch.Tensor, mask: torch.Tensor, mode: str | None = None) -> torch.Tensor:
@@ -537,7 +560,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--limit-s", type=float, default=450, help="start no further part after this many seconds")
     parser.add_argument("--quick", action="store_true", help="a tiny model, little work: does everything run?")
     options = parser.parse_args(arguments)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(device_name())
+    options.quick |= os.environ.get(DEVICE) == "cpu"
     if device.type == "cpu" and not options.quick:
         parser.error("there is no CUDA device; --quick runs a tiny model on the CPU")
     deadline = time.monotonic() + options.limit_s

@@ -1,0 +1,250 @@
+"""Steps of the GPU report that show whether everything works.
+
+python benchmarks/gpu/functions.py environment | tests FILE... | loop | fsdp
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from child import die_with_parent
+from gpu.results import ROOT, Results, device_name
+
+_REWARD = """
+import time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    time.sleep(0.1)  # long enough that a kill comes between two steps
+    return sum(c.isalpha() for c in solution_str) / max(len(solution_str), 1)
+"""
+_STEPS = 3
+_RUN_LIMIT_S = 200.0
+
+
+def environment(results: Results) -> None:
+    """Versions, `verl doctor`, and what the device reaches in a matrix product and a copy."""
+    import torch
+    import transformers
+    from gpu import sizes
+
+    from verl.models.cuda.varlen import FLASH, flash_runs
+
+    device = torch.device(device_name())
+    results.add("device", torch.cuda.get_device_name() if device.type == "cuda" else platform.machine())
+    results.add("torch", f"torch {torch.__version__}")
+    results.add("transformers", f"transformers {transformers.__version__}")
+    results.add("python", platform.python_version())
+    if shutil.which("nvidia-smi") and device.type == "cuda":
+        query = ["nvidia-smi", "--query-gpu=driver_version,power.limit,clocks.max.sm,memory.total", "--format=csv"]
+        results.add("nvidia-smi", subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip())
+    results.add("flash attention", flash_runs(device, torch.bfloat16, 64))
+    results.add("flash attention reads pages", bool(FLASH.page_multiple))
+    limits = sizes.measure_limits(device, device.type == "cpu")
+    results.add("bf16 matrix product", limits["flops"] / 1e12, "TFLOP/s")
+    results.add("copy", limits["bytes"] / 1e9, "GB/s")
+    doctor = subprocess.run(
+        [sys.executable, "-m", "verl", "doctor", "--json"], capture_output=True, text=True, cwd=ROOT
+    )
+    for name, value in json.loads(doctor.stdout).items():
+        if name == "problems":
+            results.add("problems that verl doctor reports", len(value))
+            print(json.dumps(value, indent=1))
+
+
+def tests(results: Results, files: list[str]) -> int:
+    """The tests of `files` that need a GPU; elsewhere they are collected and skipped."""
+    import pytest
+
+    class Outcomes:
+        def __init__(self) -> None:
+            self.count: dict[str, int] = {}
+
+        def pytest_runtest_logreport(self, report: Any) -> None:
+            if report.when == "call" or report.outcome != "passed":
+                self.count[report.outcome] = self.count.get(report.outcome, 0) + 1
+                results.add(f"{report.outcome} tests", self.count[report.outcome])
+            if report.outcome == "failed":
+                results.add(f"{report.nodeid.split('/')[-1]}: error", str(report.longrepr)[-300:])
+
+    options = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "-m", "gpu", "--rootdir", str(ROOT)]
+    return int(pytest.main([*options, *(str(ROOT / file) for file in files)], plugins=[Outcomes()]))
+
+
+def loop(results: Results) -> None:
+    """`verl train` with validation and checkpoints: runs that were killed and resumed against uninterrupted ones, and LoRA."""
+    from tests.letters_task import write_task
+    from verl.models.tiny import make_tiny_model
+
+    with tempfile.TemporaryDirectory(prefix="gpu-report-") as scratch, ThreadPoolExecutor(_parallel_runs()) as pool:
+        folder = write_task(Path(scratch), reward=_REWARD)
+        model = make_tiny_model(folder / "model", "qwen2", hidden_size=256)
+        pending = []
+        for deterministic in (True, False):
+            keys = [f"trainer.deterministic={deterministic}"]
+            name = "deterministic" if deterministic else "not deterministic"
+            ours, theirs = folder / f"killed {name}", folder / name
+            runs = [pool.submit(_train, model, theirs, keys), pool.submit(_killed_and_resumed, model, ours, keys)]
+            pending.append((name, runs, partial(_compare, results, name, ours, theirs)))
+        lora = pool.submit(_train, model, folder / "lora", ["actor_rollout_ref.model.lora_rank=4"])
+        pending.append(("LoRA", [lora], partial(_metrics, results, "LoRA", folder / "lora")))
+        for name, runs, report in pending:
+            try:
+                for run in runs:
+                    run.result()
+                report()
+            except Exception as error:  # noqa: BLE001 - the other runs still count
+                results.fail(name, error)
+
+
+def _parallel_runs() -> int:
+    return 3 if device_name() == "cuda" else 1
+
+
+def _train(model: Path, run: Path, keys: list[str], killed_after: str | None = None) -> None:
+    """A GRPO run in the folder `run`; `killed_after` is the checkpoint at which it gets SIGKILL. Raises RuntimeError when
+    it fails."""
+    rollout = "actor_rollout_ref.rollout"
+    overrides = [
+        "algorithm.adv_estimator=grpo", f"actor_rollout_ref.model.path={model}", f"data.train_files={run.parent}/train.jsonl",
+        f"data.val_files={run.parent}/val.jsonl", "data.train_batch_size=4", "data.max_prompt_length=64",
+        "data.max_response_length=16", f"{rollout}.n=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.optim.lr=0.001", "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16",
+        f"reward.custom_reward_function.path={run.parent}/reward.py", "reward.num_workers=1", "trainer.logger=[file]",
+        f"trainer.total_training_steps={_STEPS}", "trainer.save_freq=1", "trainer.test_freq=2",
+        f"trainer.device={device_name()}", f"trainer.default_local_dir={run}", *keys,
+    ]  # fmt: skip
+    log = run.with_name(f"{run.name}.log")
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "verl", "train", *overrides],
+            stdout=output,
+            stderr=output,
+            cwd=ROOT,
+            preexec_fn=die_with_parent,
+        )
+        end = time.monotonic() + _RUN_LIMIT_S
+        while process.poll() is None:
+            if time.monotonic() > end or (killed_after and (run / killed_after).exists()):
+                process.kill()
+                process.wait()
+            time.sleep(0.01)
+    if process.returncode != (-signal.SIGKILL if killed_after else 0):
+        raise RuntimeError(f"verl train ended with {process.returncode}: {log.read_text(errors='replace')[-250:]}")
+
+
+def _killed_and_resumed(model: Path, run: Path, keys: list[str]) -> None:
+    _train(model, run, keys, killed_after="global_step_1")
+    if (run / f"global_step_{_STEPS}").exists():
+        raise RuntimeError("the run ended before it was killed")
+    _train(model, run, keys)
+
+
+def _compare(results: Results, name: str, ours: Path, theirs: Path) -> None:
+    from chaos_compare import checkpoint_digests
+
+    a, b = (checkpoint_digests(run / f"global_step_{_STEPS}") for run in (ours, theirs))
+    different = sorted(file for file in a.keys() | b.keys() if a.get(file) != b.get(file))
+    results.add(f"{name}, files of a checkpoint", len(b))
+    results.add(f"{name}, files that differ after kill and resume", len(different))
+    for file in different[:3]:
+        print(f"   differs: {file}")
+    _metrics(results, name, theirs)
+
+
+def _metrics(results: Results, name: str, run: Path) -> None:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    results.add(f"{name}, steps", max(row["step"] for row in rows))
+    results.add(f"{name}, validations", sum(any(key.startswith("val") for key in row) for row in rows))
+    for key, label in (("timing_s/gen", "generation"), ("timing_s/step", "step")):
+        if key in rows[-1]:
+            results.add(f"{name}, {label}", float(rows[-1][key]), "s")
+
+
+def fsdp(results: Results) -> None:
+    """FSDP of one rank over NCCL against one device, with and without offload."""
+    import torch
+    import torch.distributed as dist
+
+    device = torch.device(device_name())
+    with tempfile.TemporaryDirectory(prefix="gpu-report-") as folder:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
+        try:
+            _collectives(results, backend, device)
+            for dtype in ("float32", "bfloat16"):
+                for offload in ({}, {"param_offload": True, "optimizer_offload": True}):
+                    name = f"{dtype}{', offload' if offload else ''}"
+                    try:
+                        _compare_engines(results, name, Path(folder), device, dtype, offload)
+                    except Exception as error:  # noqa: BLE001 - the other combinations still count
+                        results.fail(name, error)
+        finally:
+            dist.destroy_process_group()
+
+
+def _collectives(results: Results, backend: str, device: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    values, output = torch.randn(1 << 20, device=device), torch.zeros(1 << 20, device=device)
+    dist.all_gather_into_tensor(output, values)
+    gathered = torch.equal(output, values)
+    dist.reduce_scatter_tensor(output.zero_(), values)
+    summed = torch.equal(output, values)
+    dist.all_reduce(output)
+    results.add(f"{backend} collectives of one rank are right", gathered and summed and torch.equal(output, values))
+
+
+def _compare_engines(
+    results: Results, name: str, folder: Path, device: Any, dtype: str, offload: dict[str, bool]
+) -> None:
+    from tests.engines.test_contract import largest_gap, make_batch, policy_loss
+    from verl.config import FSDPConfig, ModelConfig, OptimConfig
+    from verl.engines.api import MicroBatching
+    from verl.engines.fsdp import FSDPEngine
+    from verl.engines.local import LocalEngine
+    from verl.models.tiny import make_tiny_model
+
+    if not (folder / "model").exists():
+        make_tiny_model(folder / "model", "qwen3")
+    model = ModelConfig(path=str(folder / "model"), enable_gradient_checkpointing=False)
+    settings: dict[str, Any] = {"optim": OptimConfig(lr=1e-2), "head": "lm", "device": device, "total_steps": 10}
+    one = LocalEngine(model=model, engine=FSDPConfig(dtype=dtype), **settings)
+    many = FSDPEngine(model=model, engine=FSDPConfig(dtype=dtype, **offload), **settings)
+    arguments = (policy_loss, ("log_probs", "entropy"), MicroBatching(max_tokens=24), 1.2)
+    gap = 0.0
+    for seed in range(3):
+        batch = make_batch(seed, (3, 1, 4, 2))
+        expected, measured = (engine.train_batch(batch, *arguments) for engine in (one, many))
+        gap = max(gap, abs(measured["grad_norm"].value / expected["grad_norm"].value - 1))
+    results.add(f"{name}, largest relative gap of gradient norms in three steps", gap)
+    weights = [{n: w.float().cpu() for n, w in engine.gather_weights()} for engine in (many, one)]
+    results.add(f"{name}, largest relative gap of weights after three steps", largest_gap(*weights))
+
+
+def main(arguments: list[str]) -> int:
+    die_with_parent()
+    step, *files = arguments
+    if step == "tests":
+        return tests(Results(), files)
+    results = Results()
+    {"environment": environment, "loop": loop, "fsdp": fsdp}[step](results)
+    return int(any(name.endswith(": error") for name in results.numbers))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

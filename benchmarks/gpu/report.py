@@ -1,0 +1,187 @@
+"""One command for a quarter of an hour of a GPU: steps in order of value, each in a process with a time limit.
+
+    python benchmarks/gpu/report.py run --minutes 14 --out DIR              # one NVIDIA GPU
+    python benchmarks/gpu/report.py run --minutes 9 --out DIR --only "sizes 1.5b" "decode sweep"
+    python benchmarks/gpu/report.py run --device cpu --out DIR              # tiny shapes: does every step run?
+    python benchmarks/gpu/report.py render DIR/report.jsonl                 # the GPU section of docs/benchmarks.md
+
+Needs torch, transformers, pytest, hypothesis and, as wheels of 1.4 MB together, tensordict 0.15, pyvers, omegaconf,
+antlr4-python3-runtime 4.13, math-verify and latex2sympy2-extended; no network and no files.
+
+    DIR/report.jsonl   one line for each step when it ends, synchronized to disk: name, exit status, seconds, numbers
+    DIR/logs.tar.gz    the end of every step's output and its numbers, written again after each step
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from gpu.results import DEVICE, RESULTS, ROOT
+from gpu.section import KEPT, PAGE, keep, read_report, rewrite_page, section
+
+_LOG_BYTES = 1 << 20  # of each step, in the archive: some machines return files of 16 MiB at most
+_LEAST_SHARE = 0.6  # of a step's expected time: with less left, the step is skipped
+_FOR_THE_REPORT_S = 5.0
+
+
+class Step(NamedTuple):
+    """`expected_s` on an H100, `cpu_s` on two cores with tiny shapes. A step is killed after twice that."""
+
+    name: str
+    command: tuple[str, ...]  # arguments of Python
+    expected_s: float
+    cpu_s: float = 60.0
+
+
+def _script(name: str, *arguments: str) -> tuple[str, ...]:
+    return (str(Path(__file__).with_name(name)), *arguments)
+
+
+STEPS = (
+    Step("environment", _script("functions.py", "environment"), 20),
+    Step(
+        "kernels",
+        _script("functions.py", "tests", "tests/models/test_varlen.py", "tests/reshard/test_device_memory.py"),
+        45,
+    ),
+    Step("backend", _script("functions.py", "tests", "tests/rollout/test_device_backend.py"), 60),
+    Step("sizes 0.5b", _script("sizes.py", "--sizes", "0.5b", "--limit-s", "150"), 95),
+    Step("loop", _script("functions.py", "loop"), 50, 240),
+    Step("decode sweep", _script("speed.py", "decode"), 120),
+    Step("training profile", _script("speed.py", "profile"), 45),
+    Step("fsdp of one rank", _script("functions.py", "fsdp"), 30),
+    Step("weights by IPC", _script("speed.py", "weights"), 20),
+    Step("sizes 1.5b", _script("sizes.py", "--sizes", "1.5b", "--limit-s", "150"), 100),
+)
+
+
+def run(out: Path, steps: tuple[Step, ...], minutes: float, device: str | None = None) -> None:
+    """Run the steps that the time allows; those without are listed as skipped."""
+    out.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + 60 * minutes
+    with tempfile.TemporaryDirectory(prefix="gpu-report-") as scratch:
+        for number, step in enumerate(steps):
+            expected_s = step.cpu_s if device == "cpu" else step.expected_s
+            left_s = end - time.monotonic() - _FOR_THE_REPORT_S
+            row: dict[str, Any] = {"step": step.name, "expected_s": expected_s}
+            if left_s < _LEAST_SHARE * expected_s:
+                row["skipped"] = f"{max(left_s, 0):.0f} s left"
+            else:
+                row |= _run_step(step, Path(scratch) / f"{number:02d}", min(2 * expected_s, left_s), device)
+            _append(out / "report.jsonl", row)
+            _archive(Path(scratch), out / "logs.tar.gz")
+            print(f"{step.name}: {row.get('skipped') or row['status']}, {row.get('seconds', 0)} s", flush=True)
+
+
+def _run_step(step: Step, files: Path, limit_s: float, device: str | None) -> dict[str, Any]:
+    """The step in a session, which is killed whole at the limit or after its first process has ended."""
+    log, results = files.with_suffix(".log"), files.with_suffix(".json")
+    environment = {**os.environ, RESULTS: str(results), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    if device is not None:
+        environment[DEVICE] = device
+    start = time.monotonic()
+    with log.open("wb") as output:
+        command = [sys.executable, *step.command]
+        child = subprocess.Popen(
+            command, stdout=output, stderr=output, env=environment, cwd=ROOT, start_new_session=True
+        )
+        try:
+            status: int | str = child.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            status = f"killed after {limit_s:.0f} s"
+        finally:
+            _kill_session(child)
+    row = {"status": status, "seconds": round(time.monotonic() - start, 1)}
+    row["tail"] = [line[:300] for line in _end_of(log).decode(errors="replace").splitlines()[-3:]]
+    if results.exists():
+        row["numbers"] = json.loads(results.read_text(encoding="utf-8"))
+    return row
+
+
+def _kill_session(child: subprocess.Popen[bytes]) -> None:
+    try:
+        os.killpg(child.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    child.wait()
+
+
+def _append(file: Path, row: dict[str, Any]) -> None:
+    """One write for each line, so that a kill leaves whole lines."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        os.write(descriptor, (json.dumps(row) + "\n").encode())
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _archive(folder: Path, file: Path) -> None:
+    """The end of each log and all numbers; an interrupted write leaves the archive before it."""
+    part = file.with_suffix(".part")
+    with tarfile.open(part, "w:gz") as archive:
+        for path in sorted(folder.iterdir()):
+            if path.suffix in (".log", ".json"):
+                data = _end_of(path)
+                with tempfile.TemporaryFile() as copy:
+                    copy.write(data)
+                    copy.seek(0)
+                    entry = tarfile.TarInfo(f"logs/{path.name}")
+                    entry.size = len(data)
+                    archive.addfile(entry, copy)
+    os.replace(part, file)
+
+
+def _end_of(file: Path) -> bytes:
+    with file.open("rb") as opened:
+        opened.seek(max(0, file.stat().st_size - _LOG_BYTES))
+        return opened.read()
+
+
+def chosen_steps(names: list[str] | None, table: Path | None) -> tuple[Step, ...]:
+    """The steps of `names`, or all; of the JSON file `table`, a list of [name, arguments of Python, seconds], if given."""
+    steps = STEPS
+    if table is not None:
+        steps = tuple(Step(name, tuple(command), s, s) for name, command, s in json.loads(table.read_text()))
+    return tuple(step for step in steps if not names or step.name in names)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    options = verbs.add_parser("run")
+    options.add_argument("--out", type=Path, required=True)
+    options.add_argument("--minutes", type=float, default=14.0)
+    options.add_argument("--device", choices=("cuda", "cpu"), default=os.environ.get(DEVICE))
+    options.add_argument("--only", nargs="+", metavar="STEP", choices=[step.name for step in STEPS])
+    options.add_argument("--steps", type=Path, help="JSON list of [name, arguments of Python, seconds] in their place")
+    render = verbs.add_parser("render")
+    render.add_argument("report", type=Path, nargs="?", help="none: only the predictions")
+    render.add_argument("--page", type=Path, default=PAGE)
+    arguments = parser.parse_args(argv)
+    if arguments.verb == "run":
+        run(arguments.out, chosen_steps(arguments.only, arguments.steps), arguments.minutes, arguments.device)
+        failed = [row["step"] for row in read_report(arguments.out / "report.jsonl") if row.get("status") != 0]
+        print("all steps passed" if not failed else f"failed or skipped: {', '.join(failed)}")
+        return int(bool(failed))
+    rows = read_report(arguments.report) if arguments.report else []
+    if rows and arguments.page == PAGE:
+        keep(rows, KEPT)
+    rewrite_page(arguments.page, section(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""Numbers of one step of the GPU report, in a file that is complete after each number."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS, DEVICE = "GPU_REPORT_RESULTS", "GPU_REPORT_DEVICE"  # environment variables that the runner sets
+
+
+class Results:
+    """`numbers`: name -> [value, unit]. Without a file they are only printed."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, list[Any]] = {}
+        self._file = Path(os.environ[RESULTS]) if RESULTS in os.environ else None
+
+    def add(self, name: str, value: float | str | bool, unit: str = "", verdict: str = "") -> None:
+        """Print the number and write the file again; a step that is killed later leaves it."""
+        self.numbers[name] = [value, unit]
+        text = f"{value:.5g}" if isinstance(value, float) else str(value)
+        print(f"  {name:<72} {text} {unit}{verdict}", flush=True)
+        if self._file is not None:
+            whole = self._file.with_suffix(".tmp")
+            whole.write_text(json.dumps(self.numbers), encoding="utf-8")
+            os.replace(whole, self._file)
+
+    def fail(self, part: str, error: BaseException) -> None:
+        """Record that `part` ended with `error`."""
+        self.add(f"{part}: error", f"{type(error).__name__}: {error}"[:300])
+
+
+def device_name() -> str:
+    """The device type of this process: what the runner set, otherwise CUDA where there is one."""
+    import torch
+
+    return os.environ.get(DEVICE) or ("cuda" if torch.cuda.is_available() else "cpu")

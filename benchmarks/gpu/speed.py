@@ -1,0 +1,252 @@
+"""Steps of the GPU report that measure speed, with random weights of the shapes in sizes.py.
+
+python benchmarks/gpu/speed.py decode | profile | weights
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from child import die_with_parent
+from gpu.results import ROOT, Results, device_name
+
+os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # as in a deterministic run; read when CUDA starts
+
+import torch
+from gpu import sizes
+
+from verl.config import OptimConfig, RolloutConfig
+from verl.config.sections.rollout import KVCacheConfig
+from verl.data_proto.samples import SamplingParams
+from verl.models.cuda.varlen import FLASH
+from verl.models.lora import LoRASpec, add_adapters
+from verl.models.optim import MasterOptimizer
+from verl.reshard.device_memory import DeviceBuckets
+from verl.reshard.shared_memory import SharedBuckets, bucketed
+from verl.rollout.cuda.backend import DeviceBackend
+from verl.rollout.native.engine import NativeRollout
+
+DEVICE = torch.device(device_name())
+ON_GPU = DEVICE.type == "cuda"
+HALF = torch.bfloat16 if ON_GPU else torch.float32
+_ROWS = (64, 256, 512) if ON_GPU else (2, 4)
+_SIZES = ("0.5b", "1.5b", "7b") if ON_GPU else ("tiny",)
+_NO_DEADLINE = float("inf")
+# 14,288 tokens of one micro-batch: at 1.5B, 41 GB of activations
+_TRAINING = sizes.Shape(8, 6, 256, 256, (1,), 32768, 8, 3) if ON_GPU else sizes.QUICK
+_DECODING = sizes.FULL if ON_GPU else sizes.QUICK
+_KERNELS = 8  # slowest kernels among the numbers; the log has more
+
+
+def _bench(size: str, dtype: torch.dtype, results: Results, shape: sizes.Shape) -> sizes.Bench:
+    limits = sizes.measure_limits(DEVICE, not ON_GPU)
+    return sizes.Bench(sizes.build(size, DEVICE, dtype), DEVICE, HALF, shape, limits, _NO_DEADLINE, results=results)
+
+
+# -- decoding
+
+
+def decode(results: Results) -> None:
+    """Tokens per second by rows, determinism, lengths, filters, length of prompts, pages and adapters."""
+    for size in _SIZES:
+        bench = _bench(size, HALF, results, _DECODING)
+        for rows in _ROWS:
+            bench.section(f"{size}, {rows} rows", partial(_decode, bench, size, rows))
+        most, middle = _ROWS[-1], _ROWS[len(_ROWS) // 2]
+        cases: dict[str, Any] = {
+            "deterministic": [partial(_decode, bench, size, rows, "deterministic") for rows in _ROWS],
+            "ragged": [partial(_ragged, bench, size, middle)],
+            "top-p": [partial(_decode, bench, size, most, "top-p", params={"top_p": 0.95})],
+            "long prompts": [
+                partial(_decode, bench, size, _ROWS[0], "long prompts", prompt_tokens=4096 if ON_GPU else 48)
+            ],
+        }
+        if FLASH.page_multiple or not ON_GPU:
+            pages = KVCacheConfig(enable_paged_attention=True, block_size=256 if ON_GPU else 16)
+            cases["pages"] = [partial(_decode, bench, size, middle, "pages", config={"kv_cache_config": pages})]
+        cases["LoRA"] = [partial(_with_adapters, bench, size, _ROWS[0])]  # the last, since adapters stay
+        if size == "7b":  # what is left of the time is for the other sizes
+            cases = {name: cases[name] for name in cases if name in ("deterministic", "pages")}
+        for name, parts in cases.items():
+            for part in parts:
+                bench.section(f"{size}, {name}", part)
+        del bench
+        sizes.empty_cache(DEVICE)
+
+
+def _engine(bench: sizes.Bench, rows: int, config: dict[str, Any]) -> NativeRollout:
+    return NativeRollout(
+        bench.module, None, RolloutConfig(max_num_seqs=rows, max_num_batched_tokens=16384, **config), eos_token_ids=[]
+    )
+
+
+def _decode(
+    bench: sizes.Bench,
+    size: str,
+    rows: int,
+    case: str = "",
+    *,
+    params: dict[str, Any] | None = None,
+    prompt_tokens: int | None = None,
+    config: dict[str, Any] | None = None,
+) -> None:
+    """Responses of equal length."""
+    shape = replace(bench.shape, prompt_tokens=prompt_tokens or bench.shape.prompt_tokens)
+    samples, name = min(shape.samples, rows), ", ".join(filter(None, (size, f"{rows} rows", case)))
+    prompts = sizes.make_prompts(rows // samples, shape.prompt_tokens, bench.module.config.vocab_size)
+    sampling = SamplingParams(n=samples, max_new_tokens=shape.response_tokens, ignore_eos=True, **(params or {}))
+    engine = _engine(bench, rows, config or {})
+    torch.use_deterministic_algorithms(case == "deterministic", warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        first = sizes.seconds(lambda: engine.generate(prompts, sampling, step=1), DEVICE)
+        prefill, step = sizes.decoding_s(engine, prompts, sampling, DEVICE, 2, warmup=1)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        engine.release()
+    bench.note(name, rows / step, "tokens/s")
+    bytes_ = sizes.decode_bytes(bench.module, rows, len(prompts), shape)
+    bench.note(f"{name}, share of bandwidth", 100 * bytes_ / step / bench.limits["bytes"], "%")
+    bench.note(f"{name}, prefill", len(prompts) * shape.prompt_tokens / prefill, "tokens/s")
+    bench.note(f"{name}, first generation, added time", first - prefill - step * (shape.response_tokens - 1), "s")
+    if case and (equal := bench.found.get(f"{size}, {rows} rows")):
+        bench.note(f"{name}, added time of a step", 1000 * (step - rows / equal), "ms")
+
+
+def _ragged(bench: sizes.Bench, size: str, rows: int) -> None:
+    """Lengths that many stop tokens make random; twice as many samples as rows."""
+    shape, vocabulary = bench.shape, bench.module.config.vocab_size
+    prompts = sizes.make_prompts(2 * rows // min(shape.samples, rows), shape.prompt_tokens, vocabulary)
+    stops = tuple(range(0, vocabulary, shape.response_tokens))
+    params = SamplingParams(n=min(shape.samples, rows), max_new_tokens=2 * shape.response_tokens, stop_token_ids=stops)
+    engine = _engine(bench, rows, {})
+    lengths: list[int] = []
+
+    def generate() -> None:
+        lengths[:] = [len(c.token_ids) for c in engine.generate(prompts, params, step=1)]
+
+    whole = sizes.median_s(generate, DEVICE, 2, warmup=1)
+    engine.release()
+    bench.note(f"{size}, {rows} rows, ragged, with prefill", sum(lengths) / whole, "tokens/s")
+    bench.note(f"{size}, {rows} rows, ragged, mean length", sum(lengths) / len(lengths), "tokens")
+
+
+def _with_adapters(bench: sizes.Bench, size: str, rows: int) -> None:
+    """With the backend that the engine takes for modules with adapters."""
+    add_adapters(bench.module, LoRASpec(16, 32.0, "all-linear"), HALF)
+    bench.module.to(DEVICE)
+    bench.note(f"{size}, LoRA, backend of the GPU", str(DeviceBackend.fits(bench.module, 512)))
+    _decode(bench, size, rows, "LoRA")
+
+
+# -- training
+
+
+def profile(results: Results) -> None:
+    """Gradients of one micro-batch, with activations kept and computed again: MFU, memory, and the slowest kernels."""
+    for size in ("0.5b", "1.5b") if ON_GPU else ("tiny",):
+        bench = _bench(size, torch.float32, results, _TRAINING)
+        optimizer = bench.optimizer = MasterOptimizer(bench.module, OptimConfig(), HALF)
+        shape = bench.shape
+        ids = torch.randint(0, bench.module.config.vocab_size, (shape.rows, shape.response_tokens)).tolist()
+        prompts = sizes.make_prompts(shape.prompts, shape.prompt_tokens, bench.module.config.vocab_size)
+        columns = sizes.columns_of(prompts, [(i // shape.samples, row) for i, row in enumerate(ids)])
+        advantages = torch.randn(shape.rows, 1).expand(-1, shape.response_tokens).contiguous()
+        work = partial(sizes.accumulate, bench, columns, advantages, False)
+        for name, checkpointing in (("activations kept", False), ("checkpointing", True)):
+            if checkpointing:
+                bench.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+                bench.module.train()
+            bench.section(f"{size}, {name}", partial(_profile, bench, f"{size}, {name}", work))
+        step = sizes.median_s(partial(optimizer.step, 1e-6), DEVICE, 3)
+        bench.note(f"{size}, optimizer step", 1000 * step, "ms")
+        del bench, work, optimizer
+        sizes.empty_cache(DEVICE)
+
+
+def _profile(bench: sizes.Bench, name: str, work: Any) -> None:
+    shape = bench.shape
+    with sizes.peak_gib(bench, name):
+        time_s = sizes.median_s(work, DEVICE, shape.repeats, warmup=1)
+    flops = 3 * sizes.forward_flops(bench.module, shape)
+    tokens = shape.prompts * (shape.prompt_tokens + shape.samples * (shape.response_tokens - 1))
+    bench.note(f"{name}, MFU", 100 * flops / time_s / bench.limits["flops"], "%")
+    bench.note(f"{name}, time of a token", 1e6 * time_s / tokens, "us")
+    kinds = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[kinds.CUDA if ON_GPU else kinds.CPU]) as profiler:
+        work()
+        if ON_GPU:
+            torch.cuda.synchronize()
+    time_of = "self_device_time_total" if ON_GPU else "self_cpu_time_total"
+    print(profiler.key_averages().table(sort_by=time_of, row_limit=25, max_name_column_width=90))
+    events = sorted(profiler.key_averages(), key=lambda event: -getattr(event, time_of))
+    for event in events[:_KERNELS]:
+        bench.note(f"{name}, {event.count} x {event.key[:90]}", getattr(event, time_of) / 1000, "ms")
+
+
+# -- weights for an engine in another process
+
+_READER = """
+import json, sys, torch
+from verl.reshard.device_memory import read_device_bucket
+device = torch.device(sys.argv[1])
+print("ready", flush=True)
+for line in sys.stdin:
+    for _, tensor in read_device_bucket(json.loads(line)):
+        tensor.to(device, copy=True)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    print("read", flush=True)
+"""
+
+
+def weights(results: Results) -> None:
+    """GB/s of buckets that another process copies to its device, digests included, through the device and the host."""
+    num_bytes, bucket_bytes = (3 << 30, 256 << 20) if ON_GPU else (64 << 20, 8 << 20)
+    count = num_bytes // (32 << 20 if ON_GPU else 1 << 20)
+    tensors = [(f"w{i}", torch.randn(num_bytes // count // 2, device=DEVICE).to(torch.bfloat16)) for i in range(count)]
+    routes: dict[str, Any] = {"host": lambda: SharedBuckets(bucket_bytes)}
+    if ON_GPU:
+        routes = {"device": lambda: DeviceBuckets(bucket_bytes, DEVICE), **routes}
+    command = [sys.executable, "-c", _READER, str(DEVICE)]
+    for route, make in routes.items():
+        try:
+            with subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+            ) as reader:
+                assert reader.stdin
+                assert reader.stdout
+                assert reader.stdout.readline() == "ready\n", "the reader ended; see the log"
+                for number in range(2):
+                    buckets, start = make(), time.perf_counter()
+                    for some in bucketed(tensors, bucket_bytes):
+                        print(json.dumps(buckets.write(some)), file=reader.stdin, flush=True)
+                        assert reader.stdout.readline() == "read\n", "the reader ended; see the log"
+                    rate = num_bytes / (time.perf_counter() - start) / 1e9
+                    results.add(f"through the {route}, {'first' if number == 0 else 'next'} update", rate, "GB/s")
+                    buckets.close()
+                reader.stdin.close()
+        except Exception as error:  # noqa: BLE001 - the other route still counts
+            results.fail(f"through the {route}", error)
+
+
+def main(arguments: list[str]) -> int:
+    die_with_parent()
+    results = Results()
+    {"decode": decode, "profile": profile, "weights": weights}[arguments[0]](results)
+    return int(any(name.endswith(": error") for name in results.numbers))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

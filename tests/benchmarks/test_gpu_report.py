@@ -1,0 +1,128 @@
+"""The runner of the GPU report with short steps, its page, and two real steps on the CPU."""
+
+import json
+import os
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+from gpu import rehearse, report
+from gpu.report import Step
+from gpu.section import BEGIN, END, KEPT, PAGE, PREDICTIONS, keep, read_report, rewrite_page, section
+
+NUMBERS = {"rate": [2.5, "GB/s"]}
+NUMBER = f"""
+import json, os, subprocess, sys, time
+open(os.environ["GPU_REPORT_RESULTS"], "w").write(json.dumps({NUMBERS}))
+"""
+GRANDCHILD = "print(subprocess.Popen(['sleep', '60']).pid, flush=True); "
+HANGS = Step("hangs", ("-c", NUMBER + GRANDCHILD + "time.sleep(60)"), 1.0)
+ABORTS = Step("aborts", ("-c", NUMBER + "os.abort()"), 10.0)
+PASSES = Step("passes", ("-c", NUMBER), 10.0)
+
+
+def has_ended(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def test_a_step_that_hangs_or_aborts_keeps_its_numbers(tmp_path):
+    report.run(tmp_path, (HANGS, ABORTS, PASSES), minutes=2)
+    rows = read_report(tmp_path / "report.jsonl")
+    assert [row["status"] for row in rows] == ["killed after 2 s", -6, 0]
+    assert all(row["numbers"] == NUMBERS for row in rows)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["logs.tar.gz", "report.jsonl"]
+    with tarfile.open(tmp_path / "logs.tar.gz") as archive:
+        assert len(archive.getmembers()) == 6
+    pid, deadline = int(rows[0]["tail"][0]), time.monotonic() + 20
+    while not has_ended(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert has_ended(pid), "processes that a step has started end with it"
+
+
+def test_a_step_without_time_is_listed_and_shorter_ones_run(tmp_path):
+    long = Step("long", ("-c", "raise SystemExit(3)"), 600.0)
+    report.run(tmp_path, (long, PASSES), minutes=1)
+    first, second = read_report(tmp_path / "report.jsonl")
+    assert "s left" in first["skipped"]
+    assert "status" not in first
+    assert second["status"] == 0
+
+
+def test_logs_are_cut_to_their_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "_LOG_BYTES", 100)
+    report.run(tmp_path, (Step("prints", ("-c", "print('x' * 10_000 + 'end')"), 30.0),), minutes=1)
+    with tarfile.open(tmp_path / "logs.tar.gz") as archive:
+        assert archive.extractfile("logs/00.log").read() == b"x" * 96 + b"end\n"
+
+
+def test_a_runner_that_is_killed_leaves_a_report_that_parses(tmp_path):
+    table = tmp_path / "steps.json"
+    table.write_text(json.dumps([[f"step {i}", ["-c", NUMBER], 10.0] for i in range(200)]))
+    rehearse.kill_at_random(tmp_path, ["--steps", str(table)], kills=4, within_s=1.5)  # reads every report
+    (tmp_path / "other.jsonl").write_text("3\n")
+    with pytest.raises(ValueError, match="not the result of a step"):
+        read_report(tmp_path / "other.jsonl")
+
+
+ROWS = [
+    {"step": "environment", "expected_s": 20, "status": 0, "seconds": 9.5, "tail": ["secret"],
+     "numbers": {"device": ["NVIDIA H100", ""], "copy": [2900.0, "GB/s"]}},
+    {"step": "decode sweep", "expected_s": 120, "status": "killed after 9 s", "seconds": 9.0,
+     "numbers": {"0.5b, 64 rows": [30123.4, "tokens/s"], "a | b": [True, ""]}},
+    {"step": "loop", "expected_s": 50, "skipped": "3 s left"},
+    {"step": "decode sweep", "expected_s": 120, "skipped": "3 s left"},
+]  # fmt: skip
+
+
+def test_numbers_are_beside_their_predictions(tmp_path):
+    text = section(ROWS)
+    assert "NVIDIA H100" in text
+    for line in (
+        "| environment | copy | 3,000 GB/s | 2,900 GB/s |",
+        "| decode sweep | killed after 9 s | 9.0 | 120 |",
+        "| decode sweep | 0.5b, 64 rows | 38,000 tokens/s | 30,123 tokens/s |",
+        "| decode sweep | 0.5b, 512 rows, top-p, added time of a step | 2 to 5 ms | not yet |",
+        "| decode sweep | a / b | - | True |",
+        "| loop | skipped: 3 s left | - | 50 |",
+        "| training profile | 0.5b, activations kept, MFU | 25 % | not yet |",
+    ):
+        assert line in text.splitlines()
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    rewrite_page(page, text)
+    assert page.read_text() == f"before\n{text}\nafter\n"
+    page.write_text("no markers")
+    with pytest.raises(ValueError, match="lacks the lines"):
+        rewrite_page(page, text)
+    keep(ROWS, tmp_path / "kept.jsonl")
+    assert "secret" not in (tmp_path / "kept.jsonl").read_text()
+    assert section(read_report(tmp_path / "kept.jsonl")) == text
+
+
+def test_the_page_is_current():
+    rows = read_report(KEPT) if KEPT.exists() else []
+    assert section(rows) in PAGE.read_text(encoding="utf-8"), (
+        "run: python benchmarks/gpu/report.py render docs/gpu.jsonl"
+    )
+
+
+def test_predictions_are_of_steps():
+    predictions = json.loads(PREDICTIONS.read_text())["steps"]
+    assert predictions.keys() <= {step.name for step in report.STEPS}
+
+
+@pytest.mark.slow
+def test_steps_run_on_a_cpu(tmp_path, monkeypatch):
+    """`make gpu-rehearsal` runs all of them."""
+    monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
+    chosen = report.chosen_steps(["environment", "fsdp of one rank", "training profile"], None)
+    report.run(tmp_path, chosen, minutes=8, device="cpu")
+    rows = {row["step"]: row for row in read_report(tmp_path / "report.jsonl")}
+    assert [row["status"] for row in rows.values()] == [0, 0, 0], rows
+    gap = rows["fsdp of one rank"]["numbers"]["float32, largest relative gap of weights after three steps"][0]
+    assert gap < 1e-5
+    assert rows["environment"]["numbers"].keys() >= json.loads(PREDICTIONS.read_text())["steps"]["environment"].keys()
