@@ -266,7 +266,7 @@ def test_a_closed_trainer_takes_no_step(tiny_llama, tmp_path):
     with verl.Trainer(tiny_llama, ROWS, length, output_dir=tmp_path) as trainer:
         pass
     for call in (trainer.step, trainer.save, trainer.evaluate):
-        with pytest.raises(ConfigError, match="closed"):
+        with pytest.raises(ConfigError, match="The Trainer is closed"):
             call()
 
 
