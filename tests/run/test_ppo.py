@@ -183,6 +183,15 @@ def test_kl_terms_and_reference(tiny_run, tiny_llama):
     assert finite(rows, "critic/vf_loss")
 
 
+@pytest.mark.parametrize(
+    ("key", "name"), [("algorithm.use_kl_in_reward", "kl_in_reward"), ("actor_rollout_ref.actor.use_kl_loss", "kl_ref")]
+)
+def test_the_line_of_a_step_has_the_kl_to_the_reference(tiny_run, capsys, key, name):
+    tiny_run(f"{key}=True", "trainer.logger=[console]", "trainer.total_training_steps=1", "data.val_files=null")
+    (line,) = [text for text in capsys.readouterr().out.splitlines() if text.startswith("step=1/1")]
+    assert f" {name}=" in line
+
+
 def test_critic_warmup_leaves_the_actor_alone(tiny_run, tiny_llama):
     rows = tiny_run(
         "algorithm.adv_estimator=gae", f"critic.model.path={tiny_llama}", "trainer.critic_warmup=1",

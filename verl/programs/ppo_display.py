@@ -15,6 +15,7 @@ CONSOLE_METRICS: StepMetrics = {
     "tool_call_counts/mean": ("calls", "{:.1f}"),
     "actor/entropy": ("entropy", "{:.3f}"),
     "actor/kl_loss": ("kl_ref", "{:.2g}"),
+    "actor/reward_kl_penalty": ("kl_in_reward", "{:.2g}"),
     "distillation/loss": ("teacher", "{:.3g}"),
     "actor/grad_norm": ("grad", "{:.2f}"),
     "critic/vf_explained_var": ("explained", "{:.2f}"),
@@ -30,7 +31,11 @@ CURVES: Curves = {
     "turns of an episode": {"num_turns/mean": ""},
     "entropy (nats)": {"actor/entropy": ""},
     "distance to the teacher": {"distillation/loss": ""},
-    "KL": {"actor/ppo_kl": "to the old policy", "actor/kl_loss": "to the reference"},
+    "KL": {
+        "actor/ppo_kl": "to the old policy",
+        "actor/kl_loss": "to the reference",
+        "actor/reward_kl_penalty": "to the reference, in the reward",
+    },
     "age of the samples (weight versions)": {"training/off_policy/trajectory_staleness/mean": ""},
 }
 
