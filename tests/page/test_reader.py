@@ -132,6 +132,17 @@ class TestIndex:
         assert first["group_spread"] == pytest.approx(0.5 / 3)
         assert not index.update()
 
+    def test_samples_without_a_score_are_in_no_statistic(self, run_folder, tmp_path):
+        scores = {0: [1.0, None, 0.5, None], 1: [0.5, 0.5, None, None], 2: [None] * 4, 3: [0.0, None, None, None]}
+        rows = [{**sample(o, k), "score": s} for o, found in scores.items() for k, s in enumerate(found)]
+        write_samples(run_folder, "train", 1, rows)
+        index = SampleIndex(run_folder, tmp_path)
+        index.update()
+        first = index.statistics()["train"][0]
+        assert first["rows"] == 16
+        assert (first["mean"], first["low"], first["high"]) == (0.5, 0.0, 0.75)
+        assert (first["without_signal"], first["group_spread"]) == (0.5, 0.125)
+
     def test_a_replaced_file_is_indexed_again_and_a_lost_one_forgotten(self, run_folder, tmp_path):
         index = SampleIndex(run_folder, tmp_path)
         index.update()

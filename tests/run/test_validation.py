@@ -11,6 +11,7 @@ from verl.data_proto.batch_metrics import data_metrics
 from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
 from verl.errors import RewardError
+from verl.page.index import SampleIndex
 from verl.programs.validation import _scores, _summarise
 
 NUM_ROWS = 4
@@ -108,7 +109,8 @@ def failing_reward(tmp_path, text=FAILING):
 
 @pytest.mark.parametrize("before", [True, False])
 def test_a_run_in_which_nothing_can_be_scored_stops(tiny_run, tmp_path, before):
-    with pytest.raises(RewardError, match="none of the .* could be scored.*judge down"):
+    first = "Validation" if before else "Step 1"
+    with pytest.raises(RewardError, match=f"{first}: none of the .* could be scored.*judge down"):
         tiny_run(failing_reward(tmp_path), f"trainer.val_before_train={before}")
 
 
@@ -123,6 +125,11 @@ def test_failed_scores_are_left_out_of_their_group(tiny_run, tmp_path):
     assert row["critic/score/mean"] == row["critic/score/min"] == 1.0
     assert row["critic/advantages/max"] == row["critic/advantages/min"] == 0.0
     assert all(not any(sample["response_mask"]) for sample in failed)
+    assert all((sample["score"] is None) == (sample in failed) for sample in samples)
+    index = SampleIndex(run.folder, tmp_path)
+    index.update()
+    ((of_step,),) = index.statistics().values()
+    assert (of_step["mean"], of_step["low"], of_step["high"], of_step["without_signal"]) == (1.0, 1.0, 1.0, 1.0)
     default = tiny_run(
         failing_reward(tmp_path, fails), "trainer.total_training_steps=1", "reward.default_score=0",
         "trainer.val_before_train=False", folder="default",

@@ -189,3 +189,5 @@ def test_sample_rows_are_readable_and_unpadded():
     assert (second["prompt"], second["response"], second["ground_truth"]) == ("abc", "wxyz", None)
     assert len(second["log_probs"]) == len(second["response_ids"]) == 4
     json.dumps([first, second])
+    batch.batch["is_scored"] = torch.tensor([True, False])
+    assert [row["score"] for row in sample_rows(batch, tokenizer)] == [1.0, None]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from verl.data_proto.batch_metrics import scored_rows
+
 if TYPE_CHECKING:
     from verl.data_proto.proto import DataProto
 
@@ -34,9 +36,9 @@ _PER_TOKEN = {
 
 
 def sample_rows(batch: DataProto, tokenizer: Any) -> list[dict[str, Any]]:
-    """One dict per row of `batch`: prompt and response as text and token ids, log-probs per response token, score, reward
-    parts, weight version, finish reason, and other columns that are present. The response text has no special tokens, as
-    the scorer gets it."""
+    """One dict per row of `batch`: prompt and response as text and token ids, log-probs per response token, score (None where
+    there is no usable one), reward parts, weight version, finish reason, and other columns that are present. The response text
+    has no special tokens, as the scorer gets it."""
     tensors, objects = batch.batch, batch.non_tensor_batch
     attention = tensors["attention_mask"].bool()
     width = tensors["responses"].shape[1]
@@ -48,7 +50,9 @@ def sample_rows(batch: DataProto, tokenizer: Any) -> list[dict[str, Any]]:
     responses = tokenizer.batch_decode(response_ids, skip_special_tokens=True)
     copied = {name: _column(batch, name) for name in _COPIED}
     per_token = {name: tensors[column].tolist() for name, column in _PER_TOKEN.items() if column in tensors.keys()}
-    scores = tensors["token_level_scores"].sum(dim=1).tolist() if "token_level_scores" in tensors.keys() else None
+    scores, scored = None, scored_rows(batch).tolist()
+    if "token_level_scores" in tensors.keys():
+        scores = tensors["token_level_scores"].sum(dim=1).tolist()
     rows = []
     for i, length in enumerate(lengths):
         row = {name: values[i] for name, values in copied.items() if values is not None}
@@ -56,7 +60,7 @@ def sample_rows(batch: DataProto, tokenizer: Any) -> list[dict[str, Any]]:
         if "reward_model" in objects:
             row["ground_truth"] = (objects["reward_model"][i] or {}).get("ground_truth")
         if scores is not None:
-            row["score"] = scores[i]
+            row["score"] = scores[i] if scored[i] else None
         row |= {"prompt_ids": prompt_ids[i], "response_ids": response_ids[i]}
         row |= _token_values(
             {name: values[i][:length] for name, values in per_token.items()}, row.get("weight_version")
