@@ -67,6 +67,7 @@ UNREAD_THERE_TOO = [
     ("actor_rollout_ref.model.lora_rank=0", "actor_rollout_ref.model.exclude_modules='.*visual.*'"),
     (f"{REF}.fsdp_config.dtype=float32",),
     ("skip.rollout.action=reuse",),
+    ("trainer.total_training_steps=100", "trainer.total_epochs=1"),
 ]  # fmt: skip
 
 # Keys that ask for something that would not happen.

@@ -44,8 +44,16 @@ def metrics_of(batch):
 
 
 def test_a_part_of_any_name_changes_no_other_metric():
-    built_in = metrics_of(scored_batch({}))
-    assert built_in["val-core/math/reward/mean@1"] == 0.25
+    """Two samples a prompt with different scores, so that there are metrics of their spread too; math comes last, so that its
+    parts would replace metrics of math/greedy."""
+
+    def metrics_with(parts):
+        batch = DataProto.concat([scored_batch(parts)] * 2)
+        batch.batch["token_level_scores"][NUM_ROWS:] *= 3
+        return metrics_of(batch.select_idxs(np.arange(2 * NUM_ROWS)[::-1].copy()))
+
+    built_in = metrics_with({})
+    assert built_in["val-core/math/reward/mean@2"] == 0.5
     names = {
         "reward",
         "score",
@@ -61,11 +69,11 @@ def test_a_part_of_any_name_changes_no_other_metric():
         words = metric.split("/")
         names |= {"/".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)}
     for chosen in [*({name} for name in names), names]:
-        found = metrics_of(scored_batch(dict.fromkeys(chosen, 100.0)))
+        found = metrics_with(dict.fromkeys(chosen, 100.0))
         assert {name: found[name] for name in built_in} == built_in, chosen
-        of_parts = [value for name, value in found.items() if name not in built_in]
-        assert of_parts
-        assert all(value == 100.0 for value in of_parts), chosen
+        of_parts = {value for name, value in found.items() if name not in built_in}
+        assert 100.0 in of_parts, chosen
+        assert of_parts <= {0.0, 100.0}, chosen  # spread and mean
 
 
 def test_a_part_called_acc_is_the_core_variable_and_the_reward_remains():
