@@ -92,9 +92,10 @@ def trained_samples(task: Task, folder: Path) -> Counter[Any]:
 
 
 def _state(checkpoint: Path) -> dict[str, Any]:
-    """The trainer's state without what a run alone has: its seconds and its name."""
+    """The trainer's state without the values that differ between two runs: seconds, name and time of the start."""
     state = json.loads((checkpoint / "trainer_state.json").read_text())
     state.pop("seconds")
+    state.pop("started_at", None)
     state.get("samples", {}).pop("run", None)
     return dict(state)
 

@@ -46,8 +46,8 @@ def test_a_player_who_cannot_move_ends_the_game(agent_run):
 def test_a_game_that_breaks_fails_for_both(agent_run):
     run = agent_run(ENDS, *DUEL, ONE_STEP, f"{ROLLOUT}.agent.environment={HERE}:BrokenDuel")
     (row,) = run.training_rows()
-    assert row["rollout/num_failed_episodes"] == 16
-    why = {e["error"] for e in episodes(run)}
+    assert row["rollout/num_failed_episodes"] == 8  # the games of two prompts of four
+    why = {e["error"] for e in episodes(run)} - {None}
     assert why == {"raised RuntimeError: the board is gone", "its game ended because the episode of player 1 failed"}
 
 

@@ -518,6 +518,7 @@ OTHER_LISTS = {
     "gdpo_reward_weights": "numbers, as many as keys",
     "gdpo_reward_keys": "known when the reward function returns: tests/algorithms/test_advantages.py",
     "stop": "any text",
+    "text_tokens": "names of added tokens: tests/models/test_text_tokens.py",
     "stages": "objects: tests/run/test_stages.py",
     "dynamic_config": "mappings: tests/run/test_phases.py",
     "prompt_dict_keys": "fields of rows: tests/data",

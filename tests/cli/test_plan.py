@@ -176,7 +176,7 @@ def test_mappings_without_blanks():
         ("plan.workload.response=[500, 100, 900, 1000]", "does not ascend"),
         ("plan.workload.response=7", "four lengths"),
         ("plan.engine=nccl", "none of fsdp, megatron"),
-        ("plan.workload.samples=no/file.jsonl", "is no file"),
+        ("plan.workload.samples=no/file.jsonl", "does not exist"),
         ("actor_rollout_ref.model.path=Qwen/Qwen25-7B", "did you mean 'Qwen2.5-7B'"),
     ],
 )

@@ -254,7 +254,7 @@ class TestRolloutCorrection:
         found, metrics = compute_rollout_correction_and_add_to_batch(batch, config)
         ratio = (batch.batch["old_log_probs"] - batch.batch["rollout_log_probs"]).exp()
         torch.testing.assert_close(found.batch["rollout_is_weights"], ratio.clamp(max=1.2) * MASK)
-        assert torch.equal(found.batch["response_mask"], MASK * ((1 / ratio >= 0.8) & (1 / ratio <= 1.5)))
+        assert torch.equal(found.batch["response_mask"], MASK * ((ratio >= 0.8) & (ratio <= 1.5)))
         assert 0 < found.batch["response_mask"].sum() < MASK.sum()
         assert metrics == metric_values(expected.metrics)
         assert "rollout_corr/kl" in metrics

@@ -91,7 +91,7 @@ def test_contradictions_are_refused_with_the_two_keys(tmp_path, content, section
         settings(DeepSpeedConfig(config=str(tmp_path / "ds.json"), **section))
 
 
-@pytest.mark.parametrize(("text", "words"), [(None, "cannot be read"), ("{", "is not JSON"), ("[1]", "no mapping")])
+@pytest.mark.parametrize(("text", "words"), [(None, "does not exist"), ("{", "is not JSON"), ("[1]", "no mapping")])
 def test_a_file_that_is_no_configuration_is_refused(tmp_path, text, words):
     if text is not None:
         (tmp_path / "ds.json").write_text(text)

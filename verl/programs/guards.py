@@ -108,14 +108,6 @@ class Alarm:
         return f"{sentence}, {self.num_samples} sample{'s' if self.num_samples != 1 else ''} ({named})"
 
 
-def check_scored(result: StepBatch, step: int) -> None:
-    """Raises SkipBatch for a batch in which no row has a score."""
-    if not scored_rows(result.batch).any():
-        sentence = f"Step {step}: no sample of the batch could be scored"
-        log.warning("%s. The batch is left out.", sentence)
-        raise SkipBatch(sentence)
-
-
 class Guards:
     """The guards of a run; `file` is its guards.jsonl, or None on a process that writes nothing."""
 
@@ -143,9 +135,14 @@ class Guards:
             raise
         self.num_skips_in_row = self.num_skips_in_row + 1 if self._skips else 0
 
-    def check_samples(self, result: StepBatch) -> None:
-        """Scores, log-probs and values. Raises SkipBatch, RollBackPrompts or NumericsError as the config says."""
+    def check_samples(self, result: StepBatch, *, needs_scores: bool) -> None:
+        """Scores, log-probs and values. Raises SkipBatch, RollBackPrompts or NumericsError as the config says, and SkipBatch
+        for a batch that `needs_scores` and has none."""
         batch, columns = result.batch, result.batch.batch
+        if needs_scores and not scored_rows(batch).any():
+            sentence = f"Step {self._step}: no sample of the batch could be scored"
+            log.warning("%s. The batch is left out.", sentence)
+            raise SkipBatch(sentence)
         mask = columns["response_mask"]
         alarms = self._nonfinite(batch, _OF_SAMPLES)
         inputs = {name: columns[column] for name, column in _INPUTS.items() if column in columns.keys()}

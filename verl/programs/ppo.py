@@ -37,7 +37,7 @@ from verl.data_proto.token_values import add_observed
 from verl.programs.api import RunContext
 from verl.programs.collect import Collector
 from verl.programs.distillation import RowResponses, Teachers
-from verl.programs.guards import StepBatch, check_scored
+from verl.programs.guards import StepBatch
 from verl.programs.ppo_data import PPOData
 from verl.programs.ppo_program import PPOProgram
 from verl.programs.ppo_roles import Needs, old_log_prob_source
@@ -71,11 +71,9 @@ class PPO(PPOProgram):
         result, next_ordinal = self.collect(step)
         self.run.check_stop()
         with self.guards.step(step, result, next_ordinal):
-            if self.needs.credit:
-                check_scored(result, step)
             self.annotate(result)
             self.run.check_stop()
-            self.guards.check_samples(result)
+            self.guards.check_samples(result, needs_scores=self.needs.credit)
             self.assign_credit(result, step)
             self.run.check_stop()
             self.guards.check_credit(result)

@@ -61,7 +61,7 @@ def open_run(
         folder = stack.enter_context(RunFolder(config.trainer.default_local_dir, runtime.rank, config.trainer.log_dir))
         folder.require_free_gb(config.trainer.min_free_disk_gb)
         console = stack.enter_context(_console(runtime, steps="console" in config.trainer.logger))
-        started_at = runtime.broadcast(time_of_start(folder.root, config.trainer))
+        started_at = runtime.broadcast(time_of_start(folder.root, config.trainer, restarted=restarted))
         set_template_time(started_at)
         data = kind.load_data(config)
         store, resume, state = _checkpoints(loaded, kind, runtime, folder)

@@ -48,13 +48,13 @@ class RunState:
             setattr(self, name, saved[name])
 
 
-def time_of_start(root: Path, trainer: Any) -> str:
+def time_of_start(root: Path, trainer: Any, *, restarted: bool) -> str:
     """The local time at which the run in `root`, or the run that it resumes from, has started (ISO 8601); now for a new run.
     Chat templates that write the date get this time, so that a run which is resumed a day later renders the same prompts.
-    `trainer` is the config section."""
+    `trainer` is the config section; `restarted`: after a crash of the same command."""
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path:
         states = [Path(trainer.resume_from_path).expanduser() / "trainer_state.json"]
-    elif trainer.resume_mode == "auto":
+    elif trainer.resume_mode == "auto" or restarted:
         states = [root / START_FILE, *(root / f"global_step_{step}/trainer_state.json" for step in candidates(root))]
     else:
         states = []
