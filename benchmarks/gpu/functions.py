@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from child import die_with_parent
-from gpu.results import ROOT, Results, device_name
+from gpu.results import ROOT, Results, device_type, report_device
 
 _REWARD = """
 import time
@@ -43,8 +43,8 @@ def environment(results: Results) -> None:
 
     from verl.models.cuda.varlen import FLASH, flash_runs
 
-    device = torch.device(device_name())
-    results.add("device", torch.cuda.get_device_name() if device.type == "cuda" else platform.machine())
+    device = report_device()
+    results.add("device", torch.cuda.get_device_type() if device.type == "cuda" else platform.machine())
     results.add("torch", f"torch {torch.__version__}")
     results.add("transformers", f"transformers {transformers.__version__}")
     results.add("python", platform.python_version())
@@ -111,7 +111,7 @@ def loop(results: Results) -> None:
 
 
 def _parallel_runs() -> int:
-    return 3 if device_name() == "cuda" else 1
+    return 3 if device_type() == "cuda" else 1
 
 
 def _train(model: Path, run: Path, keys: list[str], killed_after: str | None = None) -> None:
@@ -125,7 +125,7 @@ def _train(model: Path, run: Path, keys: list[str], killed_after: str | None = N
         "actor_rollout_ref.actor.optim.lr=0.001", "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16",
         f"reward.custom_reward_function.path={run.parent}/reward.py", "reward.num_workers=1", "trainer.logger=[file]",
         f"trainer.total_training_steps={_STEPS}", "trainer.save_freq=1", "trainer.test_freq=2",
-        f"trainer.device={device_name()}", f"trainer.default_local_dir={run}", *keys,
+        f"trainer.device={device_type()}", f"trainer.default_local_dir={run}", *keys,
     ]  # fmt: skip
     log = run.with_name(f"{run.name}.log")
     with log.open("ab") as output:
@@ -176,10 +176,9 @@ def _metrics(results: Results, name: str, run: Path) -> None:
 
 def fsdp(results: Results) -> None:
     """FSDP of one rank over NCCL against one device, with and without offload."""
-    import torch
     import torch.distributed as dist
 
-    device = torch.device(device_name())
+    device = report_device()
     with tempfile.TemporaryDirectory(prefix="gpu-report-") as folder:
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)

@@ -33,8 +33,15 @@ class Results:
         self.add(f"{part}: error", f"{type(error).__name__}: {error}"[:300])
 
 
-def device_name() -> str:
-    """The device type of this process: what the runner set, otherwise CUDA where there is one."""
+def device_type() -> str:
+    """Of this process: what the runner set, otherwise CUDA where there is one."""
     import torch
 
     return os.environ.get(DEVICE) or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def report_device() -> Any:
+    """The torch.device of this process, with its index as engines expect it."""
+    import torch
+
+    return torch.device("cuda", 0) if device_type() == "cuda" else torch.device("cpu")

@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import transformers
-from gpu.results import DEVICE, Results, device_name
+from gpu.results import DEVICE, Results, report_device
 
 from verl.algorithms.advantages.group import grpo
 from verl.algorithms.policy_losses.clipped import vanilla
@@ -560,7 +560,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--limit-s", type=float, default=450, help="start no further part after this many seconds")
     parser.add_argument("--quick", action="store_true", help="a tiny model, little work: does everything run?")
     options = parser.parse_args(arguments)
-    device = torch.device(device_name())
+    device = report_device()
     options.quick |= os.environ.get(DEVICE) == "cpu"
     if device.type == "cpu" and not options.quick:
         parser.error("there is no CUDA device; --quick runs a tiny model on the CPU")

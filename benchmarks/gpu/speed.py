@@ -19,11 +19,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from child import die_with_parent
-from gpu.results import ROOT, Results, device_name
+from gpu.results import ROOT, Results, report_device
 
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # as in a deterministic run; read when CUDA starts
 
 import torch
+import torch._dynamo
 from gpu import sizes
 
 from verl.config import OptimConfig, RolloutConfig
@@ -35,9 +36,11 @@ from verl.models.optim import MasterOptimizer
 from verl.reshard.device_memory import DeviceBuckets
 from verl.reshard.shared_memory import SharedBuckets, bucketed
 from verl.rollout.cuda.backend import DeviceBackend
+from verl.rollout.cuda.forward import StraightForward
 from verl.rollout.native.engine import NativeRollout
 
-DEVICE = torch.device(device_name())
+torch._dynamo.config.recompile_limit = 64  # above it, parts of the later models would silently run eagerly
+DEVICE = report_device()
 ON_GPU = DEVICE.type == "cuda"
 HALF = torch.bfloat16 if ON_GPU else torch.float32
 _ROWS = (64, 256, 512) if ON_GPU else (2, 4)
@@ -86,9 +89,15 @@ def decode(results: Results) -> None:
 
 
 def _engine(bench: sizes.Bench, rows: int, config: dict[str, Any]) -> NativeRollout:
-    return NativeRollout(
-        bench.module, None, RolloutConfig(max_num_seqs=rows, max_num_batched_tokens=16384, **config), eos_token_ids=[]
-    )
+    """On a CPU, with the backend for GPUs over a plain kernel."""
+    settings = RolloutConfig(max_num_seqs=rows, max_num_batched_tokens=16384, enforce_eager=not ON_GPU, **config)
+    if ON_GPU:
+        return NativeRollout(bench.module, None, settings, eos_token_ids=[])
+    from tests.models.plain_attention import PLAIN
+
+    engine = NativeRollout(bench.module, None, settings, eos_token_ids=[], device_kernel=PLAIN)
+    engine.device.fits = StraightForward.reads  # type: ignore[method-assign]
+    return engine
 
 
 def _decode(
