@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import operator
 import os
 import sys
@@ -128,6 +129,19 @@ def load_object(reference: str) -> Any:
         public = [n for n in dir(module) if not n.startswith("_")]
         raise ConfigError(f"{path} has no {name!r}{nearest(name, public) or '; it has ' + ', '.join(public[:8])}")
     return getattr(module, name)
+
+
+def require_call(label: str, function: Callable[..., Any], *positional: str, keywords: Iterable[str] = ()) -> None:
+    """Raises ConfigError, which begins with `label`, where `function` does not take these arguments, given by their names."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of an extension module
+        return
+    try:
+        signature.bind(*positional, **dict.fromkeys(keywords))
+    except TypeError as error:
+        call = ", ".join((*positional, *(f"{name}=..." for name in keywords)))
+        raise ConfigError(f"{label} has the signature {signature}, but it is called as ({call}): {error}.") from error
 
 
 def _origin(obj: Any) -> Any:

@@ -573,3 +573,74 @@ def test_numbers_that_no_run_can_mean(verl, overrides, changes, sentence):
     code, said = verl("check", *overrides(changes))
     assert code != 0
     assert sentence in said
+
+
+AGENT = "actor_rollout_ref.rollout.agent"
+USER_CODE = """
+from verl.programs.stages import Stage
+
+
+def one_argument(batch):
+    return batch
+
+
+class NeedsSetting(Stage):
+    def __init__(self, half):
+        self.half = half
+
+
+class Rows:
+    def __init__(self, data_source):
+        self.rows = data_source
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __iter__(self):
+        return iter(range(len(self.rows)))
+
+
+class NoReset:
+    pass
+
+
+class NeedsBoard:
+    def __init__(self, board):
+        self.board = board
+
+    def reset(self, seed=None, **row):
+        return "Play.", {}
+
+
+class ThreePlayers:
+    num_players = 3
+
+    def reset(self, seed=None, **row):
+        pass
+"""
+# value of the key, further keys -> what the sentence says
+UNUSABLE_CODE = [
+    ({"algorithm.stages": "[mine.py:one_argument]"}, "called as (batch, step)"),
+    ({"algorithm.stages": "[mine.py:NeedsSetting]"}, "cannot be made: TypeError"),
+    ({"algorithm.stages": "[mine.py:Missing]"}, "has no 'Missing'"),
+    ({"data.sampler.class_path": "mine.py", "data.sampler.class_name": "Rows"}, "(data_source=..., data_config=...)"),
+    ({f"{AGENT}.environment": "mine.py:Missing"}, "has no 'Missing'"),
+    ({f"{AGENT}.environment": "mine.py:NoReset"}, "is no environment"),
+    ({f"{AGENT}.environment": "mine.py:NeedsBoard"}, "missing a required argument: 'board'"),
+    ({f"{AGENT}.environment": "mine.py:ThreePlayers"}, "rollout.n=2. Set it to a multiple of 3"),
+    ({f"{AGENT}.runner": "mine.py:Missing"}, "has no 'Missing'"),
+    ({f"{AGENT}.runner": "mine.py:one_argument"}, "called as (task, base_url, api_key)"),
+]
+
+
+@pytest.mark.parametrize(("changes", "sentence"), UNUSABLE_CODE)
+def test_code_that_the_run_could_not_call_is_refused_by_check_and_run(verl, overrides, task, changes, sentence):
+    (task / "mine.py").write_text(USER_CODE)
+    changes = {key: value.replace("mine.py", str(task / "mine.py")) for key, value in changes.items()}
+    code, said = verl("check", *overrides(changes))
+    assert code == 1, said
+    assert any(sentence in line for line in failures(said)), said
+    code, said = verl("train", *overrides(changes))
+    assert code != 0
+    assert sentence in said
+    assert "WARNING: Episode" not in said

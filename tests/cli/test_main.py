@@ -246,3 +246,8 @@ def test_main_reads_the_command_line(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["verl", "--version"])
     assert main() == 0
     assert capsys.readouterr().out
+
+
+def test_a_command_with_a_closed_output_has_its_own_exit_code(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)  # as Python starts a process whose output is closed (`>&-`)
+    assert main(["--version"]) == 0

@@ -320,6 +320,18 @@ def test_files_that_named_files_name_count(make_inputs, overrides_of, tmp_path, 
     assert "own_tools" not in sys.modules
 
 
+@pytest.mark.parametrize("line", ["import lib.parts", "from lib.parts import y", "from lib import parts"])
+def test_every_way_to_import_a_module_of_a_package_in_the_folder_counts(line, make_inputs, overrides_of):
+    inputs = make_inputs()
+    (inputs / "lib").mkdir()
+    (inputs / "lib" / "parts.py").write_text("y = 1\n")
+    (inputs / "reward.py").write_text(f"{line}\n" + (inputs / "reward.py").read_text())
+    before = digests("ppo", overrides_of("ppo", inputs))
+    (inputs / "lib" / "parts.py").write_text("y = 2\n")
+    after = digests("ppo", overrides_of("ppo", inputs))
+    assert {name for name in before if after[name] != before[name]} == {"reward.custom_reward_function.path"}
+
+
 MODELS = {
     "teacher": ("distillation.enabled=True", "distillation.teacher_models.teacher_model.model_path={model}"),
     "critic": ("algorithm.adv_estimator=gae", "critic.model.path={model}", "critic.model.lora_rank=4"),

@@ -13,7 +13,7 @@ import numpy as np
 
 from verl.agents.continuity import ChatContinuity
 from verl.agents.driver import EpisodeDriver, EventLoop, OnResult
-from verl.agents.environments import load_environments
+from verl.agents.environments import load_environments, players_of_games
 from verl.agents.episode import Episode, EpisodeError, EpisodeResult, EpisodeTask, in_dtype, untrained
 from verl.agents.gateway.app import Gateway
 from verl.agents.gateway.runner import command_limits, load_runner, plain
@@ -27,7 +27,7 @@ from verl.agents.loops import (
     load_loops,
     loop_named,
 )
-from verl.agents.matches import Matches, num_players
+from verl.agents.matches import Matches
 from verl.agents.parsers import ToolParser
 from verl.agents.sandboxed import SandboxedFunctions
 from verl.agents.tool_calls import ToolCalls, ToolResult, ToolSettings
@@ -85,8 +85,7 @@ class Agents:
         tools = load_all_tools(multi_turn.tool_config_path, multi_turn.function_tool_path)
         self.interactions = load_interactions(multi_turn.interaction_config_path)
         self.environments, self.matches = load_environments(agent.environment), Matches()
-        self.num_players = max((num_players(cls) for cls in self.environments.values()), default=1)
-        self._check_players()
+        self.num_players = players_of_games(config, self.environments)
         self.runner, self.gateway = load_runner(agent.runner), None  # its file may register a parser
         ToolParser.get_tool_parser(multi_turn.format, tokenizer)
         most = rollout.prompt_length + rollout.response_length
@@ -335,28 +334,6 @@ class Agents:
             metrics=plain(result.metrics),
             error=result.error,
         )
-
-    def _check_players(self) -> None:
-        """Raises ConfigError where games of several players could not begin."""
-        rollout, count = self.config.actor_rollout_ref.rollout, self.num_players
-        if count == 1:
-            return
-        samples = {"n": rollout.n} | ({"val_kwargs.n": rollout.val_kwargs.n} if self.config.data.val_files else {})
-        for key, num_samples in samples.items():
-            if num_samples % count:
-                raise ConfigError(
-                    f"{_AGENTS}.agent.environment has games of {count} players, each a sample of one prompt, and "
-                    f"{_AGENTS}.{key}={num_samples}. Set it to a multiple of {count}."
-                )
-        if rollout.partial_rollout and rollout.prefetch_num:
-            raise ConfigError(
-                f"{_AGENTS}.partial_rollout=True pauses single episodes, and games of {count} players need all of theirs. Set "
-                "it to False."
-            )
-        if (rollout.agent.max_episodes or count) < count:
-            raise ConfigError(
-                f"{_AGENTS}.agent.max_episodes={rollout.agent.max_episodes} is less than the {count} players of a game."
-            )
 
     def _notice_template(self, tools: Sequence[Any]) -> None:
         multi_turn = self.config.actor_rollout_ref.rollout.multi_turn

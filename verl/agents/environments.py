@@ -33,11 +33,13 @@ from verl.agents.loops import AgentLoopOutput, register_agent_loop
 from verl.agents.matches import Match, Matches, num_players
 from verl.agents.tool_agent import AgentData, ToolAgentLoop
 from verl.agents.tool_calls import ToolCalls, ToolResult, bounded, truncated
+from verl.config import PPOConfig
 from verl.errors import ConfigError
-from verl.registry import load_object
+from verl.registry import load_object, require_call
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import FunctionTool
 
+_ROLLOUT = "actor_rollout_ref.rollout"
 _OWN = ("reset", "step", "close", "render", "get_reward")
 
 
@@ -53,7 +55,32 @@ def load_environments(path: str | None) -> dict[str, Callable[..., Any]]:
             raise ConfigError(
                 f"{label} is no environment: give a class with a method reset, or a function that makes one."
             )
+        require_call(f"The environment {path}{f', entry {name!r},' if name else ''}", cls)
     return classes
+
+
+def players_of_games(config: PPOConfig, environments: Mapping[str, Any]) -> int:
+    """The most players of one game. Raises ConfigError where games of several players could not begin."""
+    rollout, count = config.actor_rollout_ref.rollout, max(map(num_players, environments.values()), default=1)
+    if count == 1:
+        return count
+    samples = {"n": rollout.n} | ({"val_kwargs.n": rollout.val_kwargs.n} if config.data.val_files else {})
+    for key, num_samples in samples.items():
+        if num_samples % count:
+            raise ConfigError(
+                f"{_ROLLOUT}.agent.environment has games of {count} players, each a sample of one prompt, and "
+                f"{_ROLLOUT}.{key}={num_samples}. Set it to a multiple of {count}."
+            )
+    if rollout.partial_rollout and rollout.prefetch_num:
+        raise ConfigError(
+            f"{_ROLLOUT}.partial_rollout=True pauses single episodes, and games of {count} players need all of theirs. Set "
+            "it to False."
+        )
+    if (rollout.agent.max_episodes or count) < count:
+        raise ConfigError(
+            f"{_ROLLOUT}.agent.max_episodes={rollout.agent.max_episodes} is less than the {count} players of a game."
+        )
+    return count
 
 
 @register_agent_loop("environment_agent")

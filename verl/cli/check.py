@@ -71,7 +71,7 @@ def _checks(program: str) -> tuple:
 
     devices, rows = {
         "ppo": (
-            (("layout", setup.check_layout), ("engines", setup.check_engines)),
+            (("layout", setup.check_layout), ("engines", setup.check_engines), ("code", setup.check_code)),
             (("data", data.check_rows_of_data), ("template", data.check_template), ("reward", data.check_reward)),
         ),
     }.get(program, ((("device", setup.check_device),), (("data", conversations.check_conversations),)))

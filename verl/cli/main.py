@@ -79,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _main(list(sys.argv[1:] if argv is None else argv), whole_process=argv is None)
         finally:  # after --help too, which exits
-            sys.stdout.flush()
+            if sys.stdout is not None:  # None where the process was started with a closed output
+                sys.stdout.flush()
     except BrokenPipeError:
         return _output_closed()
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any
 
 from verl.errors import ConfigError, DataError
-from verl.registry import load_object
+from verl.registry import load_object, require_call
 
 log = logging.getLogger(__name__)
 
@@ -86,15 +86,21 @@ class SamplerOrder:
         return row
 
 
-def load_sampler(path: str, name: str | None, rows: Sized, config: Any) -> Any:
-    """An instance of the class `name` at `path`, called with `data_source` and `data_config`. Raises ConfigError for a class
-    that is no sampler."""
+def sampler_class(path: str, name: str | None) -> Any:
+    """The class `name` at `path`. Raises ConfigError for one that is no sampler."""
     found = load_object(f"{path}:{name}")
     if not (isinstance(found, type) and hasattr(found, "__iter__") and hasattr(found, "__len__")):
         raise ConfigError(
             f"data.sampler: {path}:{name} must be a class with __iter__ (rows of the data by number) and __len__, such as a "
             "subclass of verl.experimental.dataset.sampler.AbstractSampler."
         )
+    require_call(f"data.sampler: {path}:{name}", found, keywords=("data_source", "data_config"))
+    return found
+
+
+def load_sampler(path: str, name: str | None, rows: Sized, config: Any) -> Any:
+    """A sampler of that class, made from `rows`. Raises ConfigError."""
+    found = sampler_class(path, name)
     try:
         return found(data_source=rows, data_config=config)
     except Exception as error:  # a user's class may raise anything

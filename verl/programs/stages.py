@@ -14,7 +14,7 @@ from typing import Any
 
 from verl.data_proto.proto import DataProto
 from verl.errors import ConfigError
-from verl.registry import load_object
+from verl.registry import load_object, require_call
 
 Call = Callable[[DataProto, int], DataProto]
 
@@ -118,6 +118,7 @@ def _make(name: str, settings: dict[str, Any]) -> Stage:
             f"algorithm.stages: {name} must be a function stage(batch, step), without settings, or a subclass of "
             "verl.programs.stages.Stage."
         )
+    require_call(f"algorithm.stages: {name}", found, "batch", "step")
     return _Function(found)
 
 

@@ -231,7 +231,8 @@ def _imported(file: Path) -> Iterator[Path]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level <= 1:
-            names = [node.module] if node.module else [alias.name for alias in node.names]
+            aliases = [alias.name for alias in node.names]  # objects of the module, or modules of the package
+            names = [node.module, *(f"{node.module}.{name}" for name in aliases)] if node.module else aliases
         else:
             continue
         for name in names:

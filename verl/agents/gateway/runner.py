@@ -35,7 +35,7 @@ from verl.agents.parsers import ToolParser
 from verl.agents.tool_calls import on_thread
 from verl.errors import ConfigError
 from verl.foreign_text import clean
-from verl.registry import load_object
+from verl.registry import load_object, require_call
 from verl.rewards.sandbox.launch import Sandbox, namespace_command, perhaps_from_outside
 from verl.rewards.sandbox.limits import Limits
 
@@ -58,6 +58,7 @@ def load_runner(runner: str | None) -> Callable[..., Any] | list[str] | None:
     found = load_object(runner)
     if not callable(found):
         raise ConfigError(f"actor_rollout_ref.rollout.agent.runner={runner} is not a function.")
+    require_call(f"actor_rollout_ref.rollout.agent.runner={runner}", found, "task", "base_url", "api_key")
     return found  # type: ignore[no-any-return]
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from verl.cli.checklist import Subject
 from verl.cli.report import Line, fail, info, passed, skip, warn
@@ -67,6 +68,36 @@ def check_engines(subject: Subject) -> Iterator[Line]:
     )
 
 
+def check_code(subject: Subject) -> Iterator[Line]:
+    """Stages, the sampler, agent loops, users, environments and the runner load and take the calls of the run."""
+    from verl.agents.environments import load_environments, players_of_games
+    from verl.agents.gateway.runner import load_runner
+    from verl.agents.interactions import load_interactions
+    from verl.agents.loops import load_loops, loop_named
+    from verl.config.active_keys import runs_agents
+    from verl.data.sampler_order import sampler_class
+    from verl.programs.stages import Stages
+
+    config = subject.config
+    sampler, rollout = config.data.sampler, config.actor_rollout_ref.rollout
+    agent, loop = rollout.agent, "actor_rollout_ref.rollout.agent.default_agent_loop"
+    loaders: list[Callable[[], Any]] = [lambda: Stages(config.algorithm.stages or [])]
+    if sampler.class_path:
+        loaders.append(lambda: sampler_class(sampler.class_path, sampler.class_name))
+    if runs_agents(config):
+        loaders += [
+            lambda: loop_named(load_loops(agent.agent_loop_config_path), agent.default_agent_loop, loop),
+            lambda: load_interactions(rollout.multi_turn.interaction_config_path),
+            lambda: players_of_games(config, load_environments(agent.environment)),
+            lambda: load_runner(agent.runner),
+        ]
+    for load in loaders:
+        try:
+            load()
+        except VerlError as error:
+            yield fail(str(error))
+
+
 def check_device(subject: Subject) -> Iterator[Line]:
     """Device and dtype of training, and settings that fit the links between several GPUs."""
     from verl.cli.machine.links import advice, links
@@ -110,10 +141,11 @@ def check_run_folder(subject: Subject) -> Iterator[Line]:
     from verl.checkpoint.retention import candidates
 
     trainer, folder = subject.config.trainer, _run_folder(subject)
-    nearest = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
-        yield fail(f"{folder} cannot be written: {nearest} is not a folder this user can write to")
-        return
+    for place in (folder, Path(trainer.log_dir or folder).expanduser()):
+        nearest = next(p for p in (place, *place.absolute().parents) if p.exists())
+        if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
+            yield fail(f"{place} cannot be written: {nearest} is not a folder this user can write to")
+            return
     found = examine_folder(folder)
     for refusal in found.refusals:
         yield fail(f"{folder} ({found.kind or 'unknown file system'}) cannot hold checkpoints: {refusal}")
