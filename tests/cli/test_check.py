@@ -1,6 +1,7 @@
 """`verl check` finds, before training, what would stop it; and its estimates are right to a quarter."""
 
 import json
+import os
 import shutil
 from collections import namedtuple
 from dataclasses import fields
@@ -301,6 +302,16 @@ def test_generate_writes_a_line_per_sample(verl, overrides, task):
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert len(rows) == 3 * 2
     assert {"prompt", "response"} <= set(rows[0])
+
+
+def test_generate_replaces_neither_its_prompts_nor_a_device(verl, overrides, task):
+    prompts = (task / "val.jsonl").read_bytes()
+    os.mkfifo(task / "pipe")
+    for name, sentence in (("val.jsonl", "is a file of data.val_files"), ("pipe", "is a pipe"), (".", "is a folder")):
+        code, said = verl("generate", "--output", task / name, *overrides())
+        assert code == 2, said
+        assert sentence in said
+    assert (task / "val.jsonl").read_bytes() == prompts
 
 
 def test_generate_needs_an_output(verl):

@@ -16,6 +16,7 @@ from verl.programs.ppo import PPO
 from verl.programs.ppo_data import PPOData, load_data
 from verl.programs.ppo_roles import PPORoles
 from verl.programs.validation import VALIDATION_STEP
+from verl.regular_files import kind_of
 from verl.roles.rollout import sampling_params
 from verl.runtime.api import open_runtime
 from verl.tracking.files import json_text
@@ -24,8 +25,12 @@ from verl.tracking.files import json_text
 def generate(loaded: LoadedConfig, output: Path) -> int:
     """Sample from the prompts of data.val_files as rollout.* says, and write the samples with their scores to `output`."""
     config = loaded.config
-    if output.is_dir():
-        raise ConfigError(f"The output {output} is a folder; name a file to write the samples to.")
+    kind, named = kind_of(output), config.data.val_files or []
+    if kind not in (None, "a file"):
+        raise ConfigError(f"The output {output} is {kind}; name a file to write the samples to.")
+    prompts = [Path(name).expanduser() for name in ([named] if isinstance(named, str) else named)]
+    if kind and any(file.exists() and file.samefile(output) for file in prompts):
+        raise ConfigError(f"The output {output} is a file of data.val_files; name another one.")
     data = load_data(config, train=False)
     if data.validation is None:
         raise ConfigError("Generation needs prompts: set data.val_files.")
