@@ -126,7 +126,7 @@ class Trainer:
 
     def step(self) -> Metrics | None:
         """Take the next step, with validation and checkpoints when due; returns its metrics, or None after the last step. The
-        first call loads models and starts processes."""
+        first call loads models and starts processes. Raises InterruptedRun after saving on Ctrl-C and SIGTERM."""
         loop, finish = self._started()
         if self._stop or not loop.advance():
             return None

@@ -1,6 +1,8 @@
 """The Python API: exported names, and runs from Python objects."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 
 import verl
 import verl.api
-from verl.errors import ConfigError, DataError, RewardError
+from verl.errors import ConfigError, DataError, InterruptedRun, RewardError
 from verl.registry import is_in_process, load_object, reference_to
 from verl.rewards.function_list import score_lists
 
@@ -125,6 +127,19 @@ def test_the_same_call_resumes(tiny_llama, tmp_path):
         assert trainer.global_step == 1
         assert trainer.step() is not None
         assert trainer.step() is None
+
+
+def test_an_interruption_saves(tiny_llama, tmp_path):
+    def interrupt(trainer, metrics):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with verl.Trainer(
+        tiny_llama, ROWS, length, callbacks=interrupt, output_dir=tmp_path, config=DATA, trainer=STEPS
+    ) as trainer:
+        assert trainer.step() is not None
+        with pytest.raises(InterruptedRun, match="Stopped on request after step 1 of 2"):
+            trainer.step()
+    assert (tmp_path / "global_step_1/trainer_state.json").is_file()
 
 
 def test_fine_tuning_preferences_and_reward_models(tiny_llama, tmp_path):

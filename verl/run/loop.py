@@ -156,27 +156,30 @@ class Loop:
         self._hidden: set[str] = set()  # roles that were warned of
 
     def run(self) -> None:
-        """Train to the end. Raises InterruptedRun after saving when stopped, and FolderLostError after saving elsewhere when
-        the run folder is lost."""
+        """Train to the end. Raises as `advance`."""
+        while self.advance():
+            pass
+        self._require_folder()
+        self.store.finish()
+
+    def advance(self) -> bool:
+        """Take the next step, the validation before the first one included; False when there is none left. Raises
+        InterruptedRun after saving when a stop was requested, and FolderLostError after saving elsewhere when the run folder is
+        lost."""
         try:
-            while self.advance():
-                pass
-            self._require_folder()
-            self.store.finish()
+            return self._advance()
         except StopRequested:
             self._require_folder()
             self._finish_last_save()
             self.save()
             self.store.finish()
-            kept = f"saved to {self.store.root}" if self.state.step else "nothing had been trained yet"
+            result = f"saved to {self.store.root}" if self.state.step else "nothing had been trained yet"
             raise InterruptedRun(
-                f"Stopped on request after step {self.state.step} of {self.data.num_steps}; {kept}. "
+                f"Stopped on request after step {self.state.step} of {self.data.num_steps}; {result}. "
                 "Run the same command again to resume."
             ) from None
 
-    def advance(self) -> bool:
-        """Take the next step, the validation before the first one included; False when there is none left. Raises
-        StopRequested."""
+    def _advance(self) -> bool:
         if self.state.step >= self.data.num_steps:
             return False
         if self.state.step == 0 and self.trainer.val_before_train and not self.state.first_validation:
