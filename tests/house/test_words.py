@@ -63,7 +63,7 @@ def texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and node.exc is not None:
             yield from _constants(node.exc)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).startswith("logger."):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("log.", "logger.")):
             yield from _constants(node)
     yield from docstrings(tree)
 

@@ -33,12 +33,12 @@ def draw_learning_curve(folder: RunFolder) -> Path | None:
     if not curves or not any(_points(rows, name)[0] for name in curves[0][1] if not _is_validation(name)):
         return None
     if importlib.util.find_spec("matplotlib") is None:
-        log.info("The learning curve is not drawn: matplotlib is missing. To draw it, install verl[plot].")
+        log.info("The learning curve is not plotted: matplotlib is missing. To plot it, install verl[plot].")
         return None
     try:
         _draw(rows, curves, folder.learning_curve, folder.root.name)
     except Exception as error:  # noqa: BLE001 - see the docstring; a plotting library may raise anything
-        log.warning("The learning curve was not drawn: %s: %s", type(error).__name__, error)
+        log.warning("The learning curve was not plotted: %s: %s", type(error).__name__, error)
         return None
     return folder.learning_curve
 
