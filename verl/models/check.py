@@ -1,4 +1,4 @@
-"""Choice and check of a model's forward on a few tokens: packed where that computes what the model's own attention does."""
+"""Choice and check of a model's forward on a few tokens: packed if the results agree with its own attention."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _NotingLayout(PackedLayout):
 
 @torch.no_grad()
 def choose_forward(module: Any) -> None:
-    """Set `module.forward_kind` to the first of verl.models.padded.KINDS that computes what the model's own forward does.
+    """Set `module.forward_kind` to the first of verl.models.padded.KINDS whose results agree with the model's own forward.
 
     Raises ModelError when none does, when the model is not causal, or when its forward is random.
     """
@@ -97,8 +97,8 @@ def own_attention(module: Any) -> str:
 
 
 def packed_problem(module: Any) -> str:
-    """The reason why packed batches do not compute what rows alone do through the model's own eager attention (sinks,
-    biases, other state than keys and values); "" where they do."""
+    """The reason why packed batches differ from single rows in the model's own eager attention (sinks, biases, state other
+    than keys and values); "" where they agree."""
     if "position_ids" not in inspect.signature(module.get_decoder().forward).parameters:
         return "it counts positions by itself, and those of packed rows start again"
     if _has_logits(module) and "logits_to_keep" not in inspect.signature(module.forward).parameters:
@@ -116,7 +116,7 @@ def packed_problem(module: Any) -> str:
     with _eager_attention(module):
         theirs = _in_rows(module)
         if problem := _difference(module, ours, theirs, "packed"):
-            # bfloat16 alone moves log-probs that far where logits are steep, as after fine-tuning on one task
+            # bfloat16 by itself moves log-probs that far where logits are steep, as after fine-tuning on one task
             with _rounded_embeddings(module):
                 moved = _distance(_in_rows(module), theirs)
             if _distance(ours, theirs) < 2 * moved:
@@ -134,8 +134,8 @@ def padded_problem(module: Any) -> str:
 
 
 def _require_backward(module: Any, packed: PackedBatch) -> None:
-    """Go backward through the model, for the gradient of its first parameter alone: some forwards have a backward of their
-    own, which may raise anything."""
+    """Run the backward for the gradient of only the model's first parameter. Some models have their own backward, which may
+    raise any error."""
     first = next(module.parameters())  # mostly the embedding
     if first.requires_grad:
         with torch.enable_grad():
@@ -222,7 +222,7 @@ def _in_rows(module: Any) -> torch.Tensor:
 
 
 def _by_prefixes(module: Any) -> torch.Tensor:
-    """The compared values by the definition of a causal model: each token from a forward over those before it alone."""
+    """The compared values by the definition of a causal model: each token from a forward over only the tokens before it."""
     rows = []
     for response in _RESPONSES:
         values = [_own(module, _PROMPT + response[:n])[-1:] for n in range(len(response))]

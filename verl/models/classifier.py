@@ -52,7 +52,7 @@ def load_reward_model(
 
 
 def is_causal_lm(config: Any) -> bool:
-    """Whether the weights of a transformers config are those of a language model."""
+    """Whether a transformers config names the architecture of a language model."""
     architectures = getattr(config, "architectures", None) or [""]
     return str(architectures[0]).endswith(("ForCausalLM", "LMHeadModel"))
 
@@ -84,7 +84,7 @@ def sequence_scores(module: ScalarHeadModel, sequences: Sequence[Tokens], *, max
 
 @dataclass(frozen=True)
 class _Family:
-    """Sequences that begin with the same `shared` tokens, each with at least one token of its own."""
+    """Sequences that begin with the same `shared` tokens, each with at least one further token."""
 
     members: tuple[int, ...]
     shared: int

@@ -35,8 +35,8 @@ _COUNT = re.compile(r"^(num|n)_|_size$|_dim$|_layers$|_heads$|^d_model$|^max_pos
 _POSITIVE = "vocab_size hidden_size n_embd d_model num_hidden_layers n_layer max_position_embeddings".split()
 _MAX_LAYERS = 10_000
 _COMPARED_ROWS = 4096  # of two tensors at a time
-# entries that change what a family with them computes, and their values that change nothing; null never does. Those that bring
-# weights (use_qk_norm) are not here: tensors without a place are refused anyway, and some families always have them
+# entries that change the computation of a family with them, and their values that change nothing; null never does. Entries
+# that bring weights (use_qk_norm) are not here: tensors without a place are refused anyway, and some families always have them
 _ACTING = {
     **dict.fromkeys(
         "is_encoder_decoder add_cross_attention tie_encoder_decoder alibi use_alibi use_cla".split(), (False,)
@@ -86,7 +86,7 @@ def locate(path: str | Path) -> str:
 
 
 def fetch(path: str | Path, *, weights: bool) -> Path:
-    """The folder `path`, or that of the hub name in the local cache, downloaded if HF_HUB_OFFLINE allows it; `weights`: with
+    """The folder `path`, or the hub name's folder in the local cache, downloaded if HF_HUB_OFFLINE allows it. `weights`: with
     the weight files. All files that loading may open are regular and readable. Raises ModelError."""
     source = locate(path)
     folder = Path(source)
@@ -226,7 +226,7 @@ def check_eos(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def read_headers(folder: Path) -> dict[str, TensorHeader]:
-    """The tensors of the weight files of `folder` by name, from the headers alone. Raises ModelError."""
+    """Headers of the tensors in the weight files of `folder`, by tensor name. Raises ModelError."""
     found: dict[str, TensorHeader] = {}
     indexed = _indexed_names(folder)
     for file in weight_files(folder):
@@ -355,7 +355,7 @@ def _kind(path: Path) -> str | None:
 
 
 def _counts(config: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
-    """Entries that count something, with those of nested objects (text_config), by dotted name."""
+    """Entries that count something, by dotted name, including entries of nested objects (text_config)."""
     for key, value in config.items():
         if isinstance(value, dict) and key.endswith("_config"):
             yield from _counts(value, f"{place}{key}.")

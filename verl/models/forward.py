@@ -21,7 +21,7 @@ from verl.models.padded import forward_kind, padded_logits, padded_states
 log = logging.getLogger(__name__)
 
 _FUSED_DEVICES = ("cpu",)  # on which the fused decoder has been measured and checked
-# In float64 the modules' norms still round to float32, those of the fused decoder do not, so that modules are compared.
+# In float64 the modules' norms still round to float32, unlike the fused decoder's: modules compute float64.
 _FUSED_DTYPES = {torch.float32, torch.bfloat16}
 
 
@@ -93,7 +93,7 @@ def packed_outputs(
 ) -> dict[str, torch.Tensor]:
     """The named rows of verl.models.outputs.OUTPUTS, at the positions for which `packed` was laid out.
 
-    With `gradients`, backward sums those of the weights there as far as it can, and leaves the others to autograd.
+    With `gradients`, backward sums the weights' gradients there as far as it can, and leaves the others to autograd.
     """
     if len(packed.hidden_index) == 0:
         return {name: output_kind(name).empty(packed) for name in outputs}

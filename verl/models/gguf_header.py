@@ -21,7 +21,7 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 _MAX_DIMENSIONS, _MAX_NAME, _MAX_TEXT, _MAX_DEPTH = 4, 256, 16 << 20, 2
 _MAX_KEYS, _MAX_ALIGNMENT = 1 << 16, 1 << 20
-_ENTRY = 17  # bytes of the shortest key with its value, and fewer than those of a tensor
+_ENTRY = 17  # bytes of the shortest key with its value; a tensor's entry is longer
 # keys without which transformers takes the defaults of a model of 7 billion parameters
 _NEEDED = ("block_count", "embedding_length", "context_length")
 _NEEDED_TEXTS = ("tokenizer.ggml.model",)

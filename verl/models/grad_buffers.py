@@ -1,8 +1,8 @@
 """Buffers in which hand-written backwards sum the gradients of weights in place, in at least float32.
 
-Autograd hands a gradient over as a new tensor that is then added to what is there: for a large matrix that is one
-more tensor and three more passes over memory than the product itself. Here the product is added straight into the
-buffer, the first one overwrites it, and `grad` of the parameter is a view of the buffer. So `grad` keeps its meaning:
+Autograd passes a gradient as a new tensor that is then added to the existing one. For a large matrix that is one
+more tensor and three more passes over memory than the product itself. Here each product is added directly to the
+buffer, the first one overwrites it, and the parameter's `grad` is a view of the buffer. So `grad` keeps its meaning:
 None before the first micro-batch, and setting it to None starts a new sum.
 """
 
@@ -72,7 +72,7 @@ class GradientBuffers:
         self._buffers.clear()
 
     def _open(self, parameters: Sequence[nn.Parameter]) -> tuple[torch.Tensor, bool]:
-        """The buffer of `parameters`, attached as their `grad`, and whether what is in it is to be overwritten."""
+        """The buffer of `parameters`, attached as their `grad`, and whether its content is to be overwritten."""
         buffer = self._buffers.get(parameters[0])
         rows = sum(len(p) for p in parameters)
         if buffer is None or len(buffer) != rows:

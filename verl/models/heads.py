@@ -28,8 +28,8 @@ WEIGHT_NAMES = tuple(f"{head}.{part}" for head in _HEADS for part in ("weight", 
 
 
 class ScalarHeadModel(nn.Module):
-    """`base` under its own prefix ("model" for Llama) beside `score`, a linear layer in at least float32, under the names of
-    the Hugging Face class whose name ends with `architecture`."""
+    """`base` under its own prefix ("model" for Llama), and `score`, a linear layer in at least float32. The names are the
+    same as in the Hugging Face class whose name ends with `architecture`."""
 
     architecture: str
     bias: bool
@@ -47,7 +47,7 @@ class ScalarHeadModel(nn.Module):
                 self.reset_head()
 
     def reset_head(self) -> None:
-        """Set the head's weights to those of a model that has none: zeros."""
+        """Set the head's weights to zero, as for a model without a head."""
         for parameter in self.score.parameters():
             parameter.zero_()
 

@@ -48,9 +48,9 @@ def load_model(
     """The model in folder `path`, or of that name on the hub (HF_HUB_OFFLINE is respected), with a head of
     verl.models.heads.HEADS. A scalar head is the folder's own if it has one, else a new one.
 
-    Its forward is without randomness, and checked on a few tokens: packed, through verl.models.attention with `layout=`, if
-    that gives what the family's own attention gives, else the model's own over padded rows (verl.models.padded). Raises
-    ModelError naming folder and cause.
+    Its forward has no randomness, and is checked on a few tokens. It is packed, through verl.models.attention with
+    `layout=`, if the results agree with the family's own attention. Else it is the model's own forward over padded rows
+    (verl.models.padded). Raises ModelError naming folder and cause.
     """
     kind, folder = HEADS.get(head), files.fetch(path, weights=True)
     config = load_model_config(path, trust_remote_code, override_config)
@@ -251,7 +251,7 @@ def _filled(auto_class: str, folder: Path, config: Any, skeleton: Any, trust_rem
     )
     name = type(module).__name__
     missing, extra = sorted(report["missing_keys"]), sorted(filter(_is_weight, report["unexpected_keys"]))
-    if auto_class == "AutoModel":  # other heads than that of the role
+    if auto_class == "AutoModel":  # heads other than the role's
         extra = [tensor for tensor in extra if re.search(r"\.\d+\.", tensor)]
     if missing:
         raise ModelError(
@@ -325,8 +325,8 @@ def _loading(path: str | Path, config: Any) -> Iterator[None]:
 def empty_model(
     model: ModelConfig, head: str, dtype: torch.dtype, gradient_checkpointing: bool, forward: ForwardKind = "packed"
 ) -> Any:
-    """The result of `load_model` on the meta device: all modules and shapes, no values. `forward`: that of the model with
-    values. Raises ModelError."""
+    """The result of `load_model` on the meta device: all modules and shapes, no values. `forward`: the forward kind
+    of the model with values. Raises ModelError."""
     kind, folder = HEADS.get(head), files.fetch(model.path, weights=False)
     config = load_model_config(model.path, model.trust_remote_code, model.override_config)
     if Path(model.path).expanduser() == folder:  # of a hub name, the weights may not be here
@@ -369,7 +369,7 @@ def _settle(module: Any, gradient_checkpointing: bool) -> dict[str, float]:
     """Make the module ready but for its values; returns the rates of dropout that its config had."""
     embedding, head = (_part(module, name) for name in ("get_input_embeddings", "get_output_embeddings"))
     if isinstance(embedding, nn.Embedding):
-        embedding.padding_idx = None  # the padding token may be one that trains, and nothing is computed at padding
+        embedding.padding_idx = None  # the padding token may be a token that trains, and nothing is computed at padding
     if hasattr(embedding, "weight") and hasattr(head, "weight"):
         module.config.tie_word_embeddings = head.weight is embedding.weight  # what readers of a checkpoint act on
     if gradient_checkpointing:

@@ -1,7 +1,7 @@
 """Log-probability, entropy and sum of squared probabilities of tokens, computed from hidden states.
 
-The head's projection, the softmax statistics and both their gradients run over chunks of tokens, so that memory grows
-with a chunk and not with tokens x vocabulary. Within a chunk, what is not a matrix product walks over blocks of rows
+The head's projection, the softmax statistics and both their gradients run over chunks of tokens. So memory grows
+with a chunk and not with tokens x vocabulary. Within a chunk, operations other than matrix products run over blocks of rows
 that stay in the processor's cache. Statistics are float32 (float64 for float64 inputs) whatever the weights are.
 
 With z = f(h W^T + b) / T, where f is an optional scale and soft cap, p = softmax(z):
@@ -142,7 +142,7 @@ def token_log_probs(
     `chunk_tokens` is how many tokens' logits exist at a time (default: as many as fit 256 MiB, 1 GiB on CUDA). The
     last chunk's are kept for the backward, the others are computed again there.
 
-    Without `fused` torch computes the whole logits and autograd their gradients, also that of the weight.
+    Without `fused` torch computes the whole logits, and autograd their gradients and the weight's gradient.
     """
     wants = (want_entropy, want_sum_pi_squared, want_correct, want_mean_logit)
     top = min(top, weight.shape[0])

@@ -1,6 +1,6 @@
 """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): y = W x + (alpha / rank) B A x, W frozen.
 
-Names and files are those of the peft library, which reads what is saved here and the other way round.
+Names and files follow the peft library: peft reads files that are saved here, and files of peft are read here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class LoRALinear(nn.Linear):
-    """A linear layer that keeps its own names beside `lora_A` [rank, in] and `lora_B` [out, rank]. B starts at zero."""
+    """A linear layer that keeps its own names, with `lora_A` [rank, in] and `lora_B` [out, rank]. B starts at zero."""
 
     def __init__(self, base: nn.Linear, rank: int, alpha: float, generator: torch.Generator, dtype: torch.dtype):
         nn.Module.__init__(self)
@@ -68,7 +68,7 @@ class LoRASpec:
 
     @classmethod
     def of(cls, model: ModelConfig) -> LoRASpec | None:
-        """That of a model section; None where everything trains. Raises ModelError for unusable settings."""
+        """The spec of a model section; None where everything trains. Raises ConfigError for unusable settings."""
         if model.lora_rank <= 0:
             return None
         targets, exclude = (_names(v) for v in (model.target_modules, model.exclude_modules))
@@ -154,7 +154,7 @@ def lora_layers(module: nn.Module) -> dict[str, LoRALinear]:
 
 @contextmanager
 def adapters_off(module: nn.Module) -> Iterator[None]:
-    """Inside, the module computes what it did before it was adapted."""
+    """Inside, the module computes as it did before it was adapted."""
     layers = lora_layers(module).values()
     for layer in layers:
         layer.active = False
@@ -171,8 +171,8 @@ def is_adapter(name: str) -> bool:
 
 
 def merged(name: str, part: Callable[[str], torch.Tensor], scales: Mapping[str, float]) -> torch.Tensor:
-    """The weight `name` with its adapter added, in the adapter's dtype; `part` gives whole tensors by name, `scales`
-    that of each adapted layer."""
+    """The weight `name` with its adapter added, in the adapter's dtype. `part` gives whole tensors by name, `scales`
+    the scale of each adapted layer."""
     layer = name.removesuffix(".weight")
     weight = part(name)
     if layer == name or layer not in scales:
@@ -183,7 +183,7 @@ def merged(name: str, part: Callable[[str], torch.Tensor], scales: Mapping[str, 
 
 
 def peft_names(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """`tensors`, adapters and what trains beside them, under the names of peft."""
+    """`tensors`, adapters and the parameters that train with them, under the names of peft."""
     return {f"{_PREFIX}{name}{'.weight' if is_adapter(name) else ''}": value for name, value in tensors.items()}
 
 

@@ -17,7 +17,7 @@ from verl.parallel.device import to_device
 def with_noise(packed: PackedBatch, alpha: float, hidden_size: int, seed: int) -> PackedBatch:
     """`packed`, laid out without shared prompts, with noise for the embeddings of its input tokens.
 
-    The noise of a row depends on `seed` and its tokens alone: not on micro-batches, padding, the order of rows or ranks.
+    The noise of a row depends only on `seed` and its tokens: not on micro-batches, padding, the order of rows or ranks.
     """
     rows = []
     for segment in packed.layout.segments:

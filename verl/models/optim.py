@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 # optimizers that treat each element by itself, so that any part of a tensor is enough for them
 ELEMENTWISE = ("AdamW", "Adam", "SGD", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
 _FUSED = ("AdamW", "Adam", "SGD", "Adagrad")  # several times faster than a loop over tensors, on CPU too
-_FUSED_SHARDED = ("AdamW", "Adam")  # those of them that take DTensors
+_FUSED_SHARDED = ("AdamW", "Adam")  # the fused optimizers that take DTensors
 
 
 def lr_at(step: int, config: OptimConfig, total_steps: int) -> float:
@@ -94,11 +94,11 @@ class MasterOptimizer:
     Where the module computes in a narrower dtype than `master_dtype`, masters of that dtype are kept: gradients of the
     micro-batches are summed into them, the step acts on them, and the module receives the result as `rounding` rounds it.
     Elsewhere the module's parameters are their own masters and nothing is copied. `gradients` are the buffers in which the
-    fused decoder sums gradients; those of autograd are added to the masters by hooks.
+    fused decoder sums gradients; hooks add autograd's gradients to the masters.
 
-    `norm` measures the gradients by name of parameter; parameters that are spread over ranks need one of their own. So do
-    sharded parameters that compute in a narrower dtype: `shards` are their compute weights by name. With `offloads` what the
-    optimizer remembers is in memory of the host, and on the device for one parameter at a time while that steps.
+    `norm` measures the gradients by name of parameter; parameters that are spread over ranks need their own norm. Sharded
+    parameters that compute in a narrower dtype need `shards`, their compute weights by name. With `offloads` the optimizer's
+    state is in host memory, and on the device for one parameter at a time while that parameter steps.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class MasterOptimizer:
         return self._visible.sums(self.rounded())
 
     def move_state(self, device: torch.device) -> None:
-        """Keep what the optimizer remembers of each parameter on `device` from now on."""
+        """Keep the optimizer's state of each parameter on `device` from now on."""
         for master in list(self.optimizer.state):
             self._move_slots(master, device)
 
@@ -251,7 +251,7 @@ def _here(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _make_master(name: str, parameter: nn.Parameter, compute_dtype: torch.dtype, rounding: Rounding) -> nn.Parameter:
-    """Narrow the module's parameter to `compute_dtype`, keeping what it was as the master. Heads named `score` stay
+    """Narrow the module's parameter to `compute_dtype`, keeping the wide values as the master. Heads named `score` stay
     wide."""
     narrower = torch.finfo(compute_dtype).bits < torch.finfo(parameter.dtype).bits
     if not narrower or name.startswith("score."):

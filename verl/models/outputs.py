@@ -49,9 +49,9 @@ class HeadInputs:
 
 @dataclass(frozen=True)
 class OutputKind:
-    """`compute` gives values [positions] or [positions, n]. A "token" output keeps those of predicted tokens, a "row" output
-    those at the last tokens of rows. `statistic` names the field of TokenStats that it reads, `column` one of the batch.
-    `count` is the n of a name with @n. Models with one of `heads` have it."""
+    """`compute` gives values [positions] or [positions, n]. A "token" output has the values of predicted tokens, a "row"
+    output the values at the last tokens of rows. It reads the field `statistic` of TokenStats and the batch's `column`.
+    `count` is the n of a name with @n. Models with one of `heads` have the output."""
 
     per: Literal["token", "row"]
     heads: tuple[str, ...]

@@ -4,7 +4,7 @@ A packed batch is a row of segments. The tokens of a segment see one another cau
 one earlier segment, the prefix: a response sees its prompt. Attention is then a causal part inside each segment plus
 a full part against its prefix. Both parts return their log-sum-exp, so they merge exactly (Milakov and Gimelshein
 2018, the online softmax). The backward of a flash kernel needs only the final output and log-sum-exp, so each part is
-differentiated alone.
+differentiated separately.
 """
 
 from __future__ import annotations

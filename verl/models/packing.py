@@ -19,9 +19,9 @@ from verl.parallel.device import to_device
 
 @dataclass(frozen=True)
 class Reads:
-    """Positions of a row whose hidden states are needed: those that predict a trained response token (`predictions`), and
-    the last trained token itself (`last_token`), at which a sequence is scored. `columns` [batch, response, ...] of the batch
-    are read beside them."""
+    """Positions of a row whose hidden states are needed. `predictions`: the positions that predict a trained response token.
+    `last_token`: the last trained token itself, at which a sequence is scored. `columns` [batch, response, ...] of the
+    batch are read at the same positions."""
 
     predictions: bool = True
     last_token: bool = False
@@ -43,8 +43,8 @@ class PackedRow:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A forward pass. `hidden_index[i]` is a token whose hidden state is read: first those that predict `targets[i]`, which
-    is response token `column[i]` of row `row[i]`; then `num_last` last tokens of rows, which predict nothing (target 0).
+    """A forward pass. `hidden_index[i]` is a token whose hidden state is read. First are the tokens that predict `targets[i]`,
+    response token `column[i]` of row `row[i]`. Then come `num_last` last tokens of rows, which predict nothing (target 0).
     All are int64 [positions]."""
 
     input_ids: torch.Tensor  # [1, tokens]
@@ -103,7 +103,7 @@ def unpadded_rows(
 
 
 def group_rows(rows: Sequence[PackedRow], share_prompts: bool = True) -> list[list[PackedRow]]:
-    """The rows that train, gathered by equal prompt in order of first appearance; each alone when nothing is shared."""
+    """The rows that train, grouped by equal prompt in order of first appearance; each by itself when nothing is shared."""
     groups: dict[tuple[int, ...] | int, list[PackedRow]] = {}
     for row in rows:
         if row.trains:

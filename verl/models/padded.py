@@ -58,7 +58,7 @@ def own_logits(module: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 class PaddedRows:
-    """The rows of a packed batch, padded on the right. A prompt that other segments continue has no row of its own.
+    """The rows of a packed batch, padded on the right. A prompt that other segments continue has no separate row.
 
     `source` [rows, width] is the packed token at each place; `real` [rows, width] is false at padding.
     """
@@ -96,7 +96,7 @@ class PaddedRows:
 
 
 def _logits(output: Any) -> torch.Tensor:
-    """Of what a causal language model returns: an object or mapping with `logits`, a tuple, or they alone."""
+    """Logits in the output of a causal language model: an object or mapping with `logits`, a tuple, or a tensor."""
     if isinstance(output, torch.Tensor):
         return output
     found = getattr(output, "logits", None)
@@ -107,7 +107,7 @@ def _logits(output: Any) -> torch.Tensor:
 
 
 def _accepted(model: Any, **settings: Any) -> dict[str, Any]:
-    """Those of `settings` that the forward of `model` takes; a module of a user's may take token ids alone."""
+    """Entries of `settings` that the forward of `model` takes; a user's module may take only token ids."""
     parameters = inspect.signature(model.forward).parameters
     any_name = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     return {name: value for name, value in settings.items() if any_name or name in parameters}

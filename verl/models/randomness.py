@@ -1,4 +1,4 @@
-"""A forward without randomness: what trains computes exactly what was sampled."""
+"""A forward without randomness: training computes exactly the same values as sampling did."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def turn_off(module: nn.Module) -> dict[str, float]:
     """Turn off every known source of randomness in the forward of `module`, for training too.
 
     Modules are in eval mode for good, in which families leave out router jitter and sampled experts. Layers that recompute
-    activations need their training flag, and keep it. Rates of dropout are zero in modules, as attributes, and in configs;
-    returns those that configs had.
+    activations need their training flag, and keep it. Dropout rates are set to zero in modules, as attributes, and in
+    configs. Returns the configs' former rates.
     """
     rates: dict[str, float] = {}
     holders: list[Any] = list(module.modules())

@@ -6,14 +6,14 @@ lower half:
 
     bits(weight) = (bits(master) + u) & 0xFFFF0000
 
-The offset belongs to the element, and is sampled once. So a master on the bfloat16 grid never moves, a weight changes only
-where its master does, and over the elements the expected visible change equals that of the masters. Stochastic rounding of
+The offset belongs to the element, and is sampled once. So a master on the bfloat16 grid never moves, and a weight changes
+only where its master does. Over the elements, the expected visible change equals the masters' change. Stochastic rounding of
 updates (Gupta et al. 2015, arXiv:1502.02551) has the same expectation, and samples again at every step.
 
-The offset depends on the parameter's name and the element's position in the whole tensor alone: every sharding and every copy
+The offset depends only on the parameter's name and the element's position in the whole tensor: every sharding and every copy
 computes the same weights. It is the exclusive or of two tiles of random offsets that are repeated over the flattened tensor.
-Their lengths are different primes, so that a pair of elements has independent offsets unless both lengths divide its distance
-(2.7e9 elements), whatever the row length is. One tile alone would give rows of 2^k elements nearly equal sums of offsets.
+Their lengths are different primes. So a pair of elements has independent offsets unless both lengths divide its distance
+(2.7e9 elements), whatever the row length is. A single tile would give rows of 2^k elements nearly equal sums of offsets.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not survive 
 
 
 def _keep_extremes(weights: torch.Tensor, master: torch.Tensor) -> None:
-    """Infinities and NaN stay what they are, and a finite master at or beyond the largest bfloat16 becomes that."""
+    """Keep infinities and NaN, and clamp a finite master at or beyond the largest bfloat16 to the largest bfloat16."""
     finite = master.clamp(-_LARGEST, _LARGEST)
     extreme = torch.where(master.isfinite(), finite, master).to(torch.bfloat16)
     weights.copy_(torch.where(master.abs() < _LARGEST, weights, extreme))

@@ -1,4 +1,4 @@
-"""The token ids that a model, its tokenizer and a run name, against those that the model has."""
+"""Checks of the token ids that a model, its tokenizer and a run name against the ids that the model has."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _TEXTLESS_SHARE = 0.1  # of a vocabulary without text; padding to round sizes ad
 
 
 def eos_token_ids(module: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Every token that ends a response: those of generation_config.json, config.json and the tokenizer, ascending. Ids that the
-    model has not are left out with a warning."""
+    """Tokens that end a response, from generation_config.json, config.json and the tokenizer, ascending. Ids that the model
+    does not have are left out with a warning."""
     found: set[int] = set()
     for source in (getattr(module, "generation_config", None), getattr(module, "config", None), tokenizer):
         ids = getattr(source, "eos_token_id", None)

@@ -1,7 +1,7 @@
 """Attention of one layer as a pair of calls, forward and backward, without a graph between them.
 
-Where the layout computes with the CPU's flash kernel, the pair is that kernel's. Elsewhere the layout's own
-differentiable `attend` is called on leaves of its own, and its small graph is kept for the backward.
+Where the layout computes with the CPU's flash kernel, the pair calls that kernel. Elsewhere it calls the
+layout's differentiable `attend` on separate leaf tensors, and keeps the small graph for the backward.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class HeadViews:
 
 @dataclass(frozen=True)
 class Attended:
-    """`out` [tokens, heads * head_dim], and what the backward needs."""
+    """`out` [tokens, heads * head_dim], and the values that the backward needs."""
 
     out: torch.Tensor
     lse: torch.Tensor | None = None
@@ -61,7 +61,7 @@ def attend_backward(
     by: Matmul,
     into: HeadViews,
 ) -> None:
-    """Writes the gradients of queries, keys and values into `into`, given that of the output."""
+    """Writes the gradients of queries, keys and values into `into`, given the gradient of the output."""
     if attended.graph is not None:
         out, leaves = attended.graph
         grads = torch.autograd.grad(out, leaves, d_out.view_as(out))

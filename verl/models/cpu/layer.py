@@ -3,7 +3,7 @@
     x -> norm -> q, k, v -> rotary -> attention -> o -> (+ x) = middle -> norm -> gate, up -> swiglu -> down -> (+ middle)
 
 Kept from forward to backward are layer inputs, results of matmuls and the attention's output; norms and swiglu are
-computed again, which costs less than keeping them. The backward overwrites what was kept.
+computed again, which costs less than keeping them. The backward overwrites the kept tensors.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Normed:
-    """A norm, what it was given, and the inverse RMS of that."""
+    """A norm, its input, and the inverse RMS of the input."""
 
     norm: Norm
     x: torch.Tensor
@@ -81,7 +81,7 @@ def forward(run: Pass, index: int, x: torch.Tensor, keep: bool) -> tuple[torch.T
 
 
 def backward(run: Pass, index: int, kept: Kept, d_out: torch.Tensor, gradients: GradientBuffers) -> torch.Tensor:
-    """The gradient of the layer's input, given that of its output, which is overwritten."""
+    """The gradient of the layer's input, given the output's gradient, which is overwritten."""
     layer, matmul = run.decoder.layers[index], run.matmul
     d_middle = _feed_forward_backward_(run, layer, kept, d_out, gradients)
     d_o = matmul.operand(d_middle)
@@ -141,7 +141,7 @@ def _heads(run: Pass, layer: DenseLayer, qkv: torch.Tensor) -> HeadViews:
 
 
 def _heads_backward_(run: Pass, layer: DenseLayer, kept: Kept, d_qkv: torch.Tensor, gradients: GradientBuffers) -> None:
-    """Turns the gradient of what attention read into that of the projection's output, in place."""
+    """Turns the gradient of the attention's input into the gradient of the projection's output, in place."""
     decoder, split = run.decoder, _split_heads(run.decoder, d_qkv)
     run.rotary.rotate_gradient_(split[:, : decoder.num_heads + decoder.num_kv_heads])
     projected, start = _split_heads(decoder, kept.qkv), 0
@@ -173,7 +173,7 @@ def _norm_and_projection_backward(
     d_x: torch.Tensor,
     gradients: GradientBuffers,
 ) -> torch.Tensor:
-    """Backward of projection(norm(x)), given its gradient `d_y`; adds that of x to `d_x` and returns it."""
+    """Backward of projection(norm(x)), given its gradient `d_y`; adds the gradient of x to `d_x` and returns `d_x`."""
     norm, x, scale = normed.norm, normed.x, normed.scale
     d_y = run.matmul.operand(d_y)
     d_normed = run.matmul.input_gradient(d_y, projection.weight)

@@ -1,8 +1,8 @@
 """Pointwise operations of a decoder layer with their gradients: RMS norm, rotary embedding, SwiGLU.
 
-All work on [tokens, features] and walk over blocks of tokens that stay in the processor's cache, since what they cost
-is memory traffic. Formats and roundings are those of the families' modules: the norm is computed in float32 (or
-wider) and rounded before it is multiplied by its weight.
+All work on [tokens, features], in blocks of tokens that stay in the processor's cache, since their cost is memory
+traffic. Dtypes and roundings are the same as in the families' modules: the norm is computed in float32 (or wider) and
+rounded before it is multiplied by its weight.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def rms_norm(x: torch.Tensor, norm: Norm, scale: torch.Tensor) -> torch.Tensor:
 def rms_norm_backward_(
     d_x: torch.Tensor, d_y: torch.Tensor, x: torch.Tensor, norm: Norm, scale: torch.Tensor
 ) -> torch.Tensor:
-    """Adds to `d_x` [tokens, features] what the norm passes down of `d_y`, which may be overwritten; `scale`
+    """Adds the gradient of the norm's input to `d_x` [tokens, features], given `d_y`, which may be overwritten. `scale`
     [tokens, 1] is the inverse_rms of `x`. Returns the gradient of the weight [features].
 
     With r the inverse RMS and n features: d_x = r (d_y w) - x r^3 <d_y x, w> / n, d_w = sum over tokens of r d_y x.
@@ -114,7 +114,7 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def swiglu_backward_(d_out: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
-    """Turns `gate_up` into its gradient, given that of swiglu(gate_up), which is computed again and returned."""
+    """Turns `gate_up` into its gradient, given the gradient of swiglu(gate_up). Returns swiglu(gate_up), computed again."""
     gate, up = gate_up.chunk(2, dim=1)
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if gate_up.is_contiguous() and d_out.is_contiguous() and compiled.usable(gate_up, d_out):

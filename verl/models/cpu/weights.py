@@ -1,6 +1,6 @@
 """The weights of a dense decoder of the Llama plan, as the fused forwards read them.
 
-The module stays what it is: its parameters, names and forward are untouched. Only their storage is arranged: the
+The module keeps its parameters, names and forward. Only the storage of the parameters is arranged: the
 projections that read the same input (q, k, v; gate, up) lie back to back in one tensor, of which the parameters are
 views, so that one matrix product computes them together. An optimizer that writes in place, or a load that copies,
 keeps the arrangement; what replaces storage (`module.to(...)`) breaks it, and `DenseDecoder.of` restores it.

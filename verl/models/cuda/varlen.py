@@ -3,8 +3,8 @@
 Shapes, everywhere: q [query tokens, heads, head_dim], k and v [key tokens, kv_heads, head_dim], out like q, lse
 [heads, query tokens], the log-sum-exp of a query's scores in float32 or wider. Query head h reads key head
 h // (heads // kv_heads). With `causal`, the last query of a sequence sees its last key, the one before it all but the
-last, and so on. The backward takes the output and log-sum-exp of the softmax that the scores took part in, which may be
-wider than these keys: then the gradients are those of this part of it.
+last, and so on. The backward takes the output and log-sum-exp of the softmax that the scores took part in. That
+softmax may cover more keys than these: the gradients are then of only this part of it.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def even_sizes(total: int, num_ranks: int) -> list[int]:
 
 
 def own_range(total: int, group: Group) -> tuple[int, int]:
-    """First and number of those that `even_sizes` gives to this rank."""
+    """First index and number of the rows, columns or tokens that `even_sizes` gives to this rank."""
     sizes = even_sizes(total, group.size())
     return sum(sizes[: group.rank()]), sizes[group.rank()]
 

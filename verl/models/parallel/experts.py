@@ -1,6 +1,6 @@
-"""Expert parallelism: each rank of a group holds some experts of every mixture-of-experts layer, and tokens travel to the
-experts that the router chose for them (Lepikhin et al. 2020, arXiv:2006.16668), without capacity limits, so the result is
-that of one rank.
+"""Expert parallelism: each rank of a group holds some experts of every mixture-of-experts layer. Tokens are sent to the
+experts that the router chose for them (Lepikhin et al. 2020, arXiv:2006.16668). There are no capacity limits, so the
+result is the same as on one rank.
 """
 
 from __future__ import annotations

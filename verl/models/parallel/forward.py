@@ -62,6 +62,6 @@ class ParallelModel(nn.Module):
 
 
 def empty_batch(packed: PackedBatch) -> PackedBatch:
-    """One token and no prediction, for a `packed` without tokens: what a rank computes when it only has to take part."""
+    """One token and no prediction, for a `packed` without tokens: the batch of a rank that only has to take part."""
     one = torch.zeros(1, 1, dtype=torch.int64, device=packed.input_ids.device)
     return replace(packed, input_ids=one, position_ids=one, layout=PackedLayout([PackedSegment(0, 1)]), noise=None)

@@ -1,7 +1,7 @@
 """Ulysses sequence parallelism (Jacobs et al. 2023, arXiv:2309.14509) over packed batches with shared prompts.
 
 The tokens of a packed batch lie in equal slices on the ranks of a group. Around attention, and only there, an all-to-all
-turns "all heads of my tokens" into "all tokens of my heads" and back, so the layout inside attends as it does alone.
+turns "all heads of my tokens" into "all tokens of my heads" and back. So the layout inside attends as on one rank.
 """
 
 from __future__ import annotations

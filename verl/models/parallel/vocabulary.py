@@ -38,8 +38,8 @@ def parallel_log_probs(
     logit_scale: float = 1.0,
 ) -> TokenStats:
     """TokenStats of hidden [tokens, hidden_size] at targets [tokens], for rows `first_token`... of the output projection,
-    weight [part of the vocabulary, hidden_size]. Everything but weight and bias is equal on all ranks of `group`; other
-    arguments as those of verl.models.log_probs.token_log_probs, `top` at most the whole vocabulary."""
+    weight [part of the vocabulary, hidden_size]. Everything but weight and bias is equal on all ranks of `group`. Other
+    arguments are as in verl.models.log_probs.token_log_probs; `top` is at most the whole vocabulary."""
     head = Head(temperature, logit_scale, softcap)
     chunk = max(1, min(len(targets), _CHUNK_ELEMENTS // weight.shape[0]))
     wants = (want_entropy, want_sum_pi_squared, want_correct, want_mean_logit)
