@@ -1,4 +1,4 @@
-"""The contract of training engines. One file per engine beside this one; `ENGINES` names them."""
+"""The contract of training engines. Each engine has a file in this folder; `ENGINES` names them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class BatchTotals:
     num_tokens: int  # response_mask.sum()
     num_sequences: int  # rows with a token in response_mask
     num_units: int  # of the objective: rows, or groups of rows that belong together
-    computed: BatchTotals | None = None  # of the computed rows alone, where some are left out
+    computed: BatchTotals | None = None  # of only the computed rows, where some are left out
 
 
 class LossFn(Protocol):
@@ -86,8 +86,8 @@ class StepCheck(Protocol):
         ...
 
     def __call__(self, metrics: Mapping[str, float], /) -> bool:
-        """Whether the step may be taken. `metrics` are of the whole mini-batch, equal on all ranks: `grad_norm`, and those of
-        `names` that a loss has given."""
+        """Whether the step may be taken. `metrics` are of the whole mini-batch, equal on all ranks: `grad_norm`, and the
+        metrics in `names` that a loss has given."""
         ...
 
 
@@ -97,10 +97,10 @@ class TrainEngine(Protocol):
     attention_mask, response_mask and whatever the loss reads; results are [batch, response] or [batch] tensors in row order.
 
     In an engine of several ranks, every rank calls the same methods in the same order. Each data-parallel rank gets its
-    own rows (their numbers may differ), the ranks of one tensor or sequence parallel group the same ones; metrics are
-    those of the rank's rows."""
+    own rows (their numbers may differ). The ranks of one tensor or sequence parallel group get the same rows. Metrics are
+    of the rank's rows."""
 
-    module: Any  # torch.nn.Module, the one that rollout shares
+    module: Any  # torch.nn.Module, shared with rollout
     head: str  # a row of verl.models.heads.HEADS
     compute_dtype: torch.dtype
 
@@ -108,7 +108,7 @@ class TrainEngine(Protocol):
         self, batch: DataProto, outputs: Sequence[str], micro: MicroBatching, temperature: float = 1.0
     ) -> dict[str, torch.Tensor]:
         """The named outputs, rows of verl.models.outputs.OUTPUTS, without gradient, float32 or wider, on the CPU. Raises
-        ModelError for one that the model's head does not have."""
+        ModelError for an output that the model's head does not have."""
         ...
 
     def train_batch(
@@ -136,13 +136,13 @@ class TrainEngine(Protocol):
         ...
 
     def reference(self) -> AbstractContextManager[None]:
-        """Inside, `forward` is that of the frozen model under the adapters: the reference policy of LoRA training
+        """Inside, `forward` computes the frozen model under the adapters: the reference policy of LoRA training
         without a second copy. Raises ConfigError where there are no adapters."""
         ...
 
     def gather_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(parameter name, whole tensor in the compute dtype), adapters merged in, tied weights once, for a rollout
-        engine that has weights of its own. Collective: every rank takes every tensor, in the same order."""
+        engine with its own weights. Collective: every rank takes every tensor, in the same order."""
         ...
 
     def reconfigure(self, changes: Mapping[str, Any]) -> None:
@@ -168,7 +168,7 @@ class TrainEngine(Protocol):
 
     def weight_layout(self) -> WeightLayout | None:
         """A description of the weights that a sync transfers: all of them, or the adapters of LoRA training. None where
-        others than adapters train beside adapters: then `gather_weights` is the only way."""
+        other parameters train in addition to adapters: then `gather_weights` is the only way."""
         ...
 
     def local_weights(self) -> Mapping[str, torch.Tensor]:

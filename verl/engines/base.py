@@ -56,8 +56,8 @@ class RequestedOutputs(NamedTuple):
 class TrainedEngine(ABC):
     """A TrainEngine without its device layout. Subclasses set the attributes that are declared here.
 
-    `head` is a row of verl.models.heads.HEADS. A frozen model (`trainable=False` or no `optim`) is held in the compute dtype
-    alone. With model.neftune_alpha no prompt is shared, since the noise of a row is its own.
+    `head` is a row of verl.models.heads.HEADS. A frozen model (`trainable=False` or no `optim`) is held only in the compute
+    dtype. With model.neftune_alpha no prompt is shared, since each row has its own noise.
     """
 
     module: Any
@@ -323,7 +323,7 @@ class TrainedEngine(ABC):
     def _backward(
         self, found: dict[str, torch.Tensor], part: DataProto, loss: LossFn, totals: BatchTotals
     ) -> dict[str, Metric]:
-        """The metrics of one micro-batch, whose gradients are added to those of the others."""
+        """The metrics of one micro-batch, whose gradients are added to the other micro-batches' gradients."""
         value, metrics = loss(found, part, totals)
         if value.requires_grad:  # a micro-batch in which nothing trains has no graph
             value.backward()

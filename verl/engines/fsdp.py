@@ -1,7 +1,7 @@
 """Training over several ranks: FSDP2, tensor, sequence and expert parallelism, in any combination.
 
-Gradients are sums over all ranks of losses that are divided by totals over all ranks, so a step is that of one device with
-all the rows.
+Losses are divided by totals over all ranks, and their gradients are summed over all ranks. So a step is the same as on
+one device with all the rows.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class FSDPEngine(TrainedEngine):
         self._leave_device()
 
     def map_weights(self, folder: Path, kind: str) -> None:
-        """See LocalEngine: every rank keeps its shards in a file of its own, and gathers layers from it."""
+        """See LocalEngine: every rank keeps its shards in a separate file, and gathers layers from it."""
         check_place(folder, kind)
         self._mapped = MappedWeights(shard_places(self.model), folder)
 

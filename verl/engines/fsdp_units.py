@@ -1,8 +1,8 @@
 """Timing of parameter gathers, of their release, and of gradient reductions in a sharded model.
 
 Plain FSDP gathers each unit twice a micro-batch and adds its gradients up once. For a group of micro-batches both happen
-once: what was gathered for the first one stays until the last one's backward has passed it, and whole gradients are summed on
-each rank meanwhile. That costs memory for the whole model and its gradients, and saves all but one exchange of each.
+once. A unit that is gathered for the first one stays until the last one's backward has passed it. Meanwhile each rank sums
+whole gradients. That costs memory for the whole model and its gradients, and saves all but one exchange of each.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def zero_unused_gradients(units: Iterable[Any]) -> None:
         inner: list[Any] = [part for part in unit.modules() if isinstance(part, FSDPModule) and part is not unit]
         nested = {part for unit_inside in inner for part in unit_inside.modules()}
         places = [(part, name) for part in unit.modules() if part not in nested for name in part._parameters]
-        unit.register_forward_hook(partial(_anchor, places), prepend=True)  # before FSDP frees what it has gathered
+        unit.register_forward_hook(partial(_anchor, places), prepend=True)  # before FSDP frees the gathered parameters
 
 
 def _anchor(places: list[tuple[nn.Module, str]], unit: nn.Module, inputs: Any, output: Any) -> Any:

@@ -31,8 +31,8 @@ def mesh_sizes(config: FSDPConfig, num_ranks: int) -> dict[str, int]:
 class ProcessGroups:
     """Made collectively: every rank of the default group calls this at the same point, those outside `mesh` too.
 
-    Parameters are sharded over shard x sp ranks; experts are divided over `expert_parallel` of those and sharded over the
-    rest. Waits end after `timeout_s` seconds with an error (default: what the default group has).
+    Parameters are sharded over shard x sp ranks; experts are divided over `expert_parallel` of these and sharded over the
+    rest. Waits end after `timeout_s` seconds with an error (default: the default group's timeout).
     """
 
     def __init__(self, mesh: Mesh, device_type: str, expert_parallel: int = 1, timeout_s: float | None = None):
@@ -72,7 +72,7 @@ class ProcessGroups:
             self.experts_mesh = experts["replicate", "expert_fsdp"] if replicate > 1 else experts["expert_fsdp"]
 
     def over_data_(self, numbers: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
-        """Reduce `numbers` in place over the ranks that have rows of their own."""
+        """Reduce `numbers` in place over the ranks that have their own rows."""
         return all_reduce_(numbers, self._axes[:2], op)
 
     def over_shards_(self, numbers: torch.Tensor, *, of_experts: bool, and_tensor: bool) -> torch.Tensor:

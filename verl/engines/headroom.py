@@ -72,7 +72,7 @@ class Headroom:
         return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else memory.peak_bytes()
 
     def _free_bytes(self) -> int:
-        """Bytes for a micro-batch: what is free, and what the allocator keeps of former ones."""
+        """Bytes for a micro-batch: free memory, and memory that the allocator keeps from former micro-batches."""
         if self._device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(self._device)
             return free + torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)

@@ -24,8 +24,8 @@ def build_module(
     trains: bool,
     build: Callable[[], Any] | None = None,
 ) -> Any:
-    """The module of a role, of the model's folder or by `build`. What trains is held in at least float32, what is frozen in
-    the compute dtype: rounded as masters are, so that a reference policy has the weights that training starts with. Adapters
+    """The module of a role, from the model's folder or `build`. Trained weights are held in at least float32. Frozen weights
+    are rounded to the compute dtype as masters are: a reference policy has the weights that training starts with. Adapters
     at `model.lora_adapter_path` are merged into a frozen model."""
     load_external(model.external_lib)
     spec = LoRASpec.of(model) if trains else None

@@ -85,7 +85,7 @@ class LocalEngine(TrainedEngine):
 
     @property
     def _offloads(self) -> bool:
-        """A frozen model alone: the rollout of this process generates with the weights of a trained one."""
+        """Whether the host holds the module between calls: only if frozen, since rollout uses a trained module's weights."""
         return self.config.param_offload and self.optim is None and self.device.type != "cpu" and self._mapped is None
 
     def _outputs(self, packed: PackedBatch, outputs: Sequence[str], temperature: float) -> dict[str, torch.Tensor]:

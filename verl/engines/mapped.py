@@ -27,7 +27,7 @@ _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 
 class MappedWeights:
     """The tensors of a frozen model on the CPU, moved into a file below `folder` that ends with the process. `places` are the
-    attributes (object, name) that hold them; those that share memory still do. Raises ConfigError on a full disk."""
+    attributes (object, name) that hold them; tensors that share memory still do. Raises ConfigError on a full disk."""
 
     def __init__(self, places: Sequence[tuple[Any, str]], folder: Path):
         tensors = [getattr(owner, name) for owner, name in places]

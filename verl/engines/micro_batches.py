@@ -40,7 +40,7 @@ def plan_micro_batches(
     pads: bool = False,
 ) -> list[list[int]]:
     """Row indices of each micro-batch, ascending; every row is in exactly one, and there is at least one micro-batch. Rows
-    with equal `units[row.index]` (None: no two rows) are in the same one; a unit above the limit is alone.
+    with equal `units[row.index]` (None: no two rows) are in the same one; a unit above the limit is by itself.
 
     By tokens, rows that share a prompt stay together as far as they fit, since then the prompt is computed once. Units
     in which nothing trains cost nothing and join the first micro-batch. Where a forward `pads`, its padding counts.

@@ -1,8 +1,8 @@
-"""Sharded parameters that are gathered as rounded: float32 masters in the shards, and beside each the bfloat16 weights.
+"""Sharded parameters that are gathered as rounded: float32 masters in the shards, and next to each the bfloat16 weights.
 
-FSDP2 casts a float32 shard to nearest in every gather. Here the shard's compute weights are kept and gathered as they are, so
-all ranks compute with what `Rounding` says, and a shard is rounded once per optimizer step in place of twice per micro-batch.
-Gradients take FSDP2's own way: reduced in the reduce dtype, and handed to the float32 parameter.
+FSDP2 casts a float32 shard to nearest in every gather. Here the shard's compute weights are kept and gathered as they are. So
+all ranks compute with the result of `Rounding`. A shard is rounded once per optimizer step, not twice per micro-batch.
+FSDP2 treats gradients as usual: it reduces them in the reduce dtype, and gives them to the float32 parameter.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _RoundedParam(FSDPParam):
 def gather_rounded(
     shards: Mapping[str, Shard], units: Iterable[FSDPModule], groups: ProcessGroups, rounding: Rounding
 ) -> dict[str, Shard]:
-    """`shards` with compute weights beside each one that FSDP would cast, which `units` gather from now on."""
+    """`shards`, with compute weights for each shard that FSDP would cast. `units` gather these weights from now on."""
     placed = dict(shards)
     names = {id(shard.parameter): name for name, shard in shards.items()}
     for unit in units:

@@ -40,9 +40,9 @@ def shard_model(
     *,
     pins: bool = True,
 ) -> tuple[ParallelModel, dict[str, Shard]]:
-    """Divide `module` (on the meta device) over the ranks of `groups` and fill it with the weights of `source`, which the
-    first rank alone has (None elsewhere). One layer at a time is whole on a rank. With `pins`, shards that `offload_policy`
-    keeps on the host beside a GPU are in pinned memory. Returns the model to call, and the shard of each parameter by its
+    """Divide `module` (on the meta device) over the ranks of `groups` and fill it with the weights of `source`. Only the
+    first rank has `source` (None elsewhere). One layer at a time is whole on a rank. With `pins`, shards that `offload_policy`
+    keeps on the host of a GPU are in pinned memory. Returns the model to call, and the shard of each parameter by its
     Hugging Face name."""
     shapes = {name: p.shape for name, p in module.named_parameters()}
     experts = set(divide_experts(module, groups.expert)) if groups.expert is not None else set()
@@ -93,7 +93,7 @@ def from_first(groups: ProcessGroups, device: torch.device, build: Callable[[], 
 
 
 class _Filler:
-    """Replaces parameters on the meta device by this rank's part of those of the first rank."""
+    """Replaces parameters on the meta device by this rank's part of the first rank's parameters."""
 
     def __init__(self, module: Any, source: Any, shards: dict[str, Shard], groups: ProcessGroups, device: torch.device):
         self.module, self.groups, self.device = module, groups, device
@@ -121,7 +121,7 @@ class _Filler:
 
     @torch.no_grad()
     def buffers(self) -> None:
-        """All buffers, those that are not saved too (rotary frequencies)."""
+        """Fill all buffers, including buffers that are not saved (rotary frequencies)."""
         for name, buffer in list(self.module.named_buffers()):
             filled = torch.empty(buffer.shape, dtype=buffer.dtype, device=self.device)
             if self.groups.is_first:
@@ -149,7 +149,7 @@ def _shard(
     fully_shard(
         target,
         mesh=mesh,
-        # what the root holds (embedding, output projection) is needed until its backward pass is over
+        # the root's parameters (embedding, output projection) are needed until its backward pass is over
         reshard_after_forward=config.reshard_after_forward and not is_root,
         mp_policy=_precision(config, compute_dtype),
         offload_policy=offload,
@@ -204,7 +204,7 @@ def _layers(module: Any, config: FSDPConfig) -> list[nn.Module]:
 
 
 def wrapped_classes(module: nn.Module, names: Sequence[str]) -> list[str]:
-    """`names` of wrap_policy.transformer_layer_cls_to_wrap. Raises ConfigError for one that no module within `module` has."""
+    """`names` of wrap_policy.transformer_layer_cls_to_wrap. Raises ConfigError for a name that no module in `module` has."""
     classes = {type(part).__name__ for part in module.modules()}
     return match_all(
         "wrap_policy.transformer_layer_cls_to_wrap", names, sorted(classes), "class of the model's modules"
@@ -212,7 +212,7 @@ def wrapped_classes(module: nn.Module, names: Sequence[str]) -> list[str]:
 
 
 def _chosen_by(reference: str, parts: Sequence[nn.Module]) -> list[nn.Module]:
-    """Those of `parts` for which the wrap policy `reference` is true. Raises ConfigError when it fails or there are none."""
+    """Modules in `parts` for which the wrap policy `reference` is true. Raises ConfigError when it fails or there are none."""
     policy = load_object(reference)
     try:
         if not inspect.signature(policy).parameters:

@@ -22,10 +22,10 @@ from verl.models.rounding import Region
 @dataclass(frozen=True)
 class Shard:
     """One parameter. The whole tensor of `shape` was cut along `tensor_dim` over tensor parallel ranks or along 0 over
-    expert parallel ranks, and what was left along 0 over the FSDP ranks.
+    expert parallel ranks. Each part was then cut along 0 over the FSDP ranks.
 
-    `partial` says that tensor parallel ranks all hold it, each with a part of its gradient. `rounded` are the weights that
-    compute, where the parameter is their master.
+    `partial` says that all tensor parallel ranks hold the parameter, each with a part of its gradient. `rounded` are the
+    compute weights, where the parameter is their master.
     """
 
     name: str
@@ -138,7 +138,7 @@ class GradientNorm:
 def sum_over_shards(
     values: Mapping[str, torch.Tensor], shards: Mapping[str, Shard], groups: ProcessGroups
 ) -> torch.Tensor:
-    """The sum over all parameters, of each of which `values` has that of this rank's part. Each part counts once."""
+    """The sum over all parameters. `values` has the value of this rank's part of each parameter; each part counts once."""
     sums: dict[tuple[bool, bool], torch.Tensor] = {}
     for name, value in values.items():
         kind = (shards[name].is_expert, shards[name].tensor_dim is not None)

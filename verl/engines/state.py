@@ -87,7 +87,7 @@ class TrainedState:
 
     @torch.no_grad()
     def load(self, state: EngineState) -> None:
-        """Weights (with adapters: those that train) and optimizer; parts that are empty stay as they are. Raises
+        """Load weights (with adapters: the trained ones) and optimizer; empty parts stay as they are. Raises
         CheckpointError when names, shapes or dtypes are not this model's."""
         tensors: Mapping[str, Any] = state.model
         held = self.parameters.named()
@@ -157,7 +157,7 @@ class TrainedState:
     def _optimizer_part(self, key: str, value: torch.Tensor) -> torch.Tensor:
         name = key.rpartition("/")[0]
         if not value.dim() or name not in self.trains:
-            return value  # the optimizer says what is wrong with a name
+            return value  # the optimizer reports a wrong name
         if tuple(value.shape) != self.parameters.shape(name):
             raise CheckpointError(
                 f"The checkpoint's {key} has shape {list(value.shape)}, the model's "

@@ -9,14 +9,14 @@ import torch
 
 from verl.data_proto.metrics import Metric
 
-Reduce = Callable[[torch.Tensor], torch.Tensor]  # the numbers of all ranks that have rows of their own, combined
+Reduce = Callable[[torch.Tensor], torch.Tensor]  # the numbers of all ranks that have their own rows, combined
 
 
 def whole_batch_metrics(
     metrics: Mapping[str, Metric], names: Mapping[str, str], add_up: Reduce, largest: Reduce
 ) -> dict[str, float]:
-    """The metrics `names` of a whole mini-batch from those of this rank's share; equal on all ranks. Those that no rank has
-    are left out. `names` gives the reduction of each: sum, mean or max."""
+    """The metrics `names` of a whole mini-batch from the metrics of this rank's share; equal on all ranks. Metrics that no
+    rank has are left out. `names` gives the reduction of each: sum, mean or max."""
     sums = torch.zeros(len(names), 3, dtype=torch.float64)  # total, weight, ranks that have it
     peaks = torch.full((len(names),), -math.inf, dtype=torch.float64)
     for i, (name, kind) in enumerate(names.items()):
@@ -24,7 +24,7 @@ def whole_batch_metrics(
             continue
         value = metrics[name].value
         if kind == "max":
-            # what the largest of a NaN and a number is depends on the order of ranks
+            # the largest of a NaN and a number depends on the order of ranks
             peaks[i] = math.inf if math.isnan(value) else value
             sums[i, 2] = float(peaks[i] > -math.inf)
             continue

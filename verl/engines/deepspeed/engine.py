@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class DeepSpeedEngine(TrainedEngine):
-    """The TrainEngine on all ranks of the default process group, each with rows of its own. `settings` is a section
+    """The TrainEngine on all ranks of the default process group, each with its own rows. `settings` is a section
     `deepspeed`. Every rank reads the model, and holds it whole in float32 while the masters are filled."""
 
     def __init__(
@@ -153,7 +153,7 @@ class DeepSpeedEngine(TrainedEngine):
     def _outputs(self, packed: PackedBatch, outputs: Sequence[str], temperature: float) -> dict[str, torch.Tensor]:
         packed = packed if packed.num_tokens else empty_batch(packed)
         found = (self.deepspeed or self.computed)(packed, outputs, temperature)
-        # DeepSpeed holds one dtype, so that a scalar head computes in that of the decoder; losses get float32 all the same
+        # DeepSpeed holds one dtype, so that a scalar head computes in the decoder's dtype; losses get float32 all the same
         return {name: v.float() if v.dtype == torch.bfloat16 else v for name, v in found.items()}
 
     def _before_micro_batch(self, number: int, count: int, *, trains: bool) -> None:
@@ -235,8 +235,8 @@ class _Computed(nn.Module):
 
 
 class _Parameters(Parameters):
-    """Parameters of which the masters, and with stage 3 the weights, are slices of the flattened tensor: those of `flat`.
-    None: every rank has all of everything."""
+    """Parameters whose masters, and with stage 3 also weights, are slices of the flattened tensor, as `flat` divides it.
+    `flat` None: every rank has all of everything."""
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 the engine computes. Nothing of it is used where there is a GPU.
 
 torch.cuda        current_device is "cpu"; synchronize, empty_cache, nvtx ranges, streams and events do nothing; random state
-                  is that of the CPU
+                  is the CPU's
 torch functions   a device "cuda" or a number is "cpu", pin_memory is off
 torch.Tensor      cuda returns the tensor, record_stream does nothing, type() has the name of a CUDA tensor
 megatron.core     random state of the tensor parallel tracker; counts of tokens per expert as numpy arrays; gathers and sums of
@@ -114,9 +114,9 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
 def _exchange_shapes(
     self: Any, send_next: torch.Tensor | None, send_prev: torch.Tensor | None, recv_prev: bool, recv_next: bool
 ) -> tuple[list[int], list[int]]:
-    """Waits for what is received alone. A send over gloo ends when the other side receives, and between interleaved stages that
-    one may first wait for the tensor of this one."""
-    # those of the last call were received before its tensors, which were waited for
+    """Waits only for the received shapes. A send over gloo ends when the other side receives. Between interleaved stages the
+    other side may first wait for the tensor of this one."""
+    # the last call's shapes were received before its tensors, which were waited for
     for work in self.__dict__.pop("shapes_sent", ()):
         work.wait()
     ranks = (self.prev_rank, self.next_rank)

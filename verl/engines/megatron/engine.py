@@ -266,7 +266,7 @@ class MegatronEngine(TrainedEngine):
         return replace(found, dtype=self.compute_dtype)
 
     def load_state(self, state: EngineState) -> None:
-        """See TrainEngine. The copy of a tied embedding at the end of the pipeline gets what the first one has."""
+        """See TrainEngine. The copy of a tied embedding at the end of the pipeline gets the values of the first one."""
         with computing(self.device), self._on_device(trains=True):
             super().load_state(state)
             self._copy_embedding()

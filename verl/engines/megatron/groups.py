@@ -13,7 +13,7 @@ import torch.distributed as dist
 from verl.errors import ConfigError
 from verl.parallel.serialize import from_bytes, to_bytes
 
-_engines: weakref.WeakSet[Any] = weakref.WeakSet()  # those that use the process groups
+_engines: weakref.WeakSet[Any] = weakref.WeakSet()  # engines that use the process groups
 
 
 def computing(device: torch.device) -> contextlib.AbstractContextManager[None]:
@@ -56,7 +56,7 @@ def use_groups(engine: Any, sizes: dict[str, int | None], timeout_s: float | Non
 
 def broadcast_value(value: Any, source: int, group: Any, device: torch.device) -> Any:
     """The value of rank `source` (of the default group) on every rank of `group`; `None` is the default group. The values are
-    those of verl.parallel.serialize."""
+    of the types in verl.parallel.serialize."""
     sent = torch.frombuffer(bytearray(to_bytes(value)), dtype=torch.uint8).to(device)
     size = torch.tensor([sent.numel()], device=device)
     dist.broadcast(size, source, group=group)

@@ -92,7 +92,7 @@ class Experts(MegatronModule):
         shapes = {"gate_up_proj": (2 * width, config.hidden_size), "down_proj": (config.hidden_size, width)}
         for name, shape in shapes.items():
             parameter = nn.Parameter(torch.zeros(num_local_experts, *shape, dtype=config.params_dtype))
-            parameter.allreduce = False  # type: ignore[attr-defined]  # summed over ranks with the same experts alone
+            parameter.allreduce = False  # type: ignore[attr-defined]  # summed only over ranks with the same experts
             self.register_parameter(name, parameter)
 
     def forward(self, hidden: torch.Tensor, tokens_per_expert: Any, probs: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -94,7 +94,7 @@ class MegatronOptimizer(MasterOptimizer):
         super().__init__(holder, config, next(iter(masters.values())).dtype, self._norm, rounding)
 
     def restart_measure(self) -> None:
-        """Take the weights as they are for those of the start of the run."""
+        """Take the current weights as the weights at the start of the run."""
         self._visible = VisibleUpdate(self.rounded())
 
     def take_gradients(self) -> None:
@@ -128,7 +128,7 @@ class MegatronOptimizer(MasterOptimizer):
                 yield Rounded(key, weights, self.masters[key].detach(), None)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """See MasterOptimizer, of all tensors: empty ones of those that lie elsewhere."""
+        """See MasterOptimizer, of all tensors: tensors that lie elsewhere are empty."""
         held, found = super().state(), {}
         kinds = {key.rpartition("/")[2]: value for key, value in held.items()}
         for name in self.names if held else ():
@@ -146,8 +146,8 @@ class MegatronOptimizer(MasterOptimizer):
         super().load_state(here, num_steps)
 
     def copy_from(self, name: str, whole: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
-        """Make master and state of this rank's copy of tensor `name`, if it has one, those of the tensor. `whole` gathers it,
-        on all ranks together."""
+        """Set master and state of this rank's copy of tensor `name`, if it has one, to the tensor's. `whole` gathers the
+        tensor, on all ranks together."""
         share, held = self.by_key.get(f"{name}{_COPY}"), super().state()
         empty = torch.empty(0, dtype=next(iter(self.masters.values())).dtype)
         values = {"": whole(name, self.masters[name].detach() if name in self.masters else empty)}
@@ -217,7 +217,7 @@ class MegatronParameters(Parameters):
         return self.shapes[name]
 
     def whole(self, name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Collective over all ranks. Bits are summed, so that negative zeros stay what they are."""
+        """Collective over all ranks. Bits are summed, so that negative zeros keep their sign."""
         wide = torch.promote_types(value.dtype, torch.float32)
         bits = torch.int64 if wide == torch.float64 else torch.int32
         out = torch.zeros(self.shapes[name], dtype=wide, device=self.device)

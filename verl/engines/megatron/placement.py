@@ -21,7 +21,7 @@ from verl.models.rounding import Region
 Span = tuple[int, int]
 Spans = tuple[tuple[Span, ...], ...]  # of each dimension, concatenated in the local tensor
 
-_LAYER = {  # Megatron's name below a layer -> those of transformers, in the order of rows
+_LAYER = {  # Megatron's name below a layer -> names in transformers, in the order of rows
     "input_layernorm.weight": ("input_layernorm.weight",),
     "self_attention.linear_qkv.weight": tuple(f"self_attn.{x}_proj.weight" for x in "qkv"),
     "self_attention.linear_qkv.bias": tuple(f"self_attn.{x}_proj.bias" for x in "qkv"),
@@ -59,7 +59,7 @@ class Grid:
 @dataclass(frozen=True)
 class Placed:
     """This rank's part of the tensor `name` of `shape`: `rows` rows of `parameter` from `first` on hold its `spans`.
-    `is_copy`: another rank's is the one that counts (of a tied embedding at the end of a pipeline)."""
+    `is_copy`: another rank's part counts instead (for a tied embedding at the end of a pipeline)."""
 
     name: str
     shape: tuple[int, ...]
@@ -145,7 +145,7 @@ def place(
     stages: Sequence[Any], shapes: Mapping[str, tuple[int, ...]], grid: Grid, *, prefix: str, tied: bool
 ) -> list[Placed]:
     """The parts on this rank of tensors of `shapes` by Hugging Face name, in the order of the stages' parameters. `prefix` is
-    that of the decoder."""
+    the decoder's."""
     found = []
     for stage in stages:
         for name, parameter in stage.named_parameters():
