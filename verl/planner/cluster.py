@@ -46,8 +46,8 @@ class DeviceGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class Cluster:
-    """`num_devices` devices. Bandwidths are in bytes/s per device and direction; `link_scale` is that of the fast links
-    relative to the measured ones."""
+    """`num_devices` devices. Bandwidths are in bytes/s per device and direction. `link_scale` is the bandwidth of the fast
+    links, relative to the measured links."""
 
     device: Device
     num_devices: int
@@ -122,7 +122,7 @@ class Cluster:
         return num_bytes / self.host_bytes_s
 
     def in_float32(self) -> Cluster:
-        """That of a run which computes in float32: without tensor cores, at the data sheet's rate."""
+        """The cluster of a run that computes in float32: without tensor cores, at the data sheet's rate."""
         peak = cluster_facts(self.device.name)["float32_tflops"] * 1e12
         return replace(self, device=replace(self.device, peak=peak, width=4))
 

@@ -1,11 +1,11 @@
 """The constants of this machine's processor, by a micro-benchmark of about ten seconds: the device `cpu` of the planner.
 
-    cluster = measure_cpu(memory=16e9)                     kernels alone, in float32
-    calibrated(cluster, {"train": CallFit(...)})           with what runs take beside them, by kind of call
+    cluster = measure_cpu(memory=16e9)                     only kernels, in float32
+    calibrated(cluster, {"train": CallFit(...)})           with the overhead of runs, by kind of call
 
 Kernels: the rate of matmuls at a short and at a long inner size, the memory's rate at a matrix that no cache holds, attention,
-and operations on elements. What a benchmark of single operations cannot know (the engine's overhead by layer and by step)
-comes from runs: `fit_call` solves for it, benchmarks/planner.py makes the runs.
+and operations on elements. A benchmark of single operations cannot measure the engine's overhead by layer and by step.
+`fit_call` solves for this overhead from the runs of benchmarks/planner.py.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def _attention_flops(torch: Any) -> float:
 
 
 def _seconds(run: Callable[[], Any]) -> float:
-    """The fastest of the calls that take `_LONG_S` together, after one that warms up. Of one thread the time on a core counts:
-    beside other processes each call may wait for one."""
+    """Seconds of the fastest call, after a warm-up call; the calls take `_LONG_S` together. With one thread only the time on
+    a core counts, since a call may wait for a core that another process uses."""
     import torch
 
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter

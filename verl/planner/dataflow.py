@@ -66,8 +66,8 @@ class Dataflow:
         old_log_probs: bool = False,
         trainable: int | None = None,
     ) -> Dataflow:
-        """PPO, and with neither critic nor reward model GRPO and its family. `teachers`, by role, are what distillation learns
-        from. `old_log_probs`: the actor computes those of the samples before it trains."""
+        """PPO, and without a critic GRPO and its family. `teachers`, by role, are the models that distillation learns from.
+        `old_log_probs`: the actor computes the log-probs of the samples before it trains."""
         given = {"critic": critic, "reference": reference, "reward": reward, **(teachers or {})}
         shapes = {"actor": actor, **{name: shape for name, shape in given.items() if shape is not None}}
         annotate = [Call(name, "forward") for name in given if name in shapes]

@@ -12,8 +12,8 @@ memory bandwidth B (bytes/s), a number of processors S, and a tile of 128 rows (
     experts     latency + ((bytes of the experts in use / (`memory` B))^q + (flops / (`compute` P))^q)^(1/q)
                 + bytes of all rows / (`token` B);  an expert's rows fill tiles, of the rows of other ranks a share `others` is
                 computed too
-    collective  latency + bytes / bandwidth + `ramp` sqrt(bytes);  bytes = those on the wire + `own` of a rank's own part; where
-                small messages have a protocol of their own the faster of: bytes / `small`, `bulk` + bytes / bandwidth
+    collective  latency + bytes / bandwidth + `ramp` sqrt(bytes);  bytes = bytes on the wire + `own` of a rank's own part; where
+                small messages have a separate protocol, the faster of: bytes / `small`, `bulk` + bytes / bandwidth
 
 The constants are in devices.yaml, with the error of each fit on kernels that it has not seen; benchmarks/fit_kernels.py fits
 them.
@@ -86,13 +86,13 @@ class CollectiveFit:
     ramp_ns: float  # per square root of a byte
     own: float = 0.0  # share of a byte on the wire that copying a byte of the rank's own part takes
     small_gb_per_s: float = 0.0  # of the protocol for small messages; 0: there is one protocol
-    bulk_us: float = 0.0  # latency of the other one, beside `latency_us`
+    bulk_us: float = 0.0  # latency of the protocol for large messages, in addition to `latency_us`
 
 
 @dataclass(frozen=True)
 class CallFit:
-    """Time of a call beside its kernels, calibrated by runs: `factor` times the kernels, `layer_s` for each layer and `call_s`
-    for each pass (of generation: each step of decoding)."""
+    """Time of a call, calibrated by runs: `factor` times the kernels' time, plus `layer_s` for each layer and `call_s` for
+    each pass (of generation: each decode step)."""
 
     factor: float = 1.0
     layer_s: float = 0.0
@@ -103,7 +103,7 @@ class CallFit:
 class KernelFits:
     """The fitted constants of a device. `elementwise` is the share of the bandwidth that normalisations, activations and
     optimizers reach; `launch_us` the time between two kernels that the host launches one by one; `step_host_s` the host's
-    scheduling and sampling of a decode step, beside its graph; `calls` what runs take beside kernels, by kind of call."""
+    scheduling and sampling of a decode step, in addition to its graph; `calls` the calibration by runs, by kind of call."""
 
     matmul: MatmulFit
     prefill: PrefillFit
@@ -198,7 +198,7 @@ def experts_time(
 
 
 def wire_bytes(operation: str, num_bytes: Number, ranks: Number) -> Number:
-    """Bytes that a rank sends in a ring; `num_bytes` is the whole tensor (of an all-to-all: what a rank holds)."""
+    """Bytes that a rank sends in a ring; `num_bytes` is the whole tensor (of an all-to-all: the tensor of a rank)."""
     return num_bytes * (ranks - 1) / ranks * (2 if operation == "all_reduce" else 1)
 
 

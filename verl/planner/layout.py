@@ -16,9 +16,9 @@ class ParallelLayout:
 
     `micro_batch` is in tokens of a device's data parallel group. `zero` is the stage of ZeRO (arXiv:1910.02054): 1 divides the
     optimizer's state over data and context ranks, 2 gradients too, 3 weights too (FSDP). `offload`: the state lies in the
-    host's memory while the role is idle. `chunks` are those of an interleaved pipeline. `recompute` "selective" leaves out
-    the scores of attention, which fused attention never keeps (`keeps_scores`). `logit_chunk`: rows of logits that exist at
-    once; 0: all.
+    host's memory while the role is idle. `chunks`: chunks of a stage in an interleaved pipeline. `recompute` "selective"
+    leaves out the scores of attention, which fused attention never keeps (`keeps_scores`). `logit_chunk`: rows of logits that
+    exist at once; 0: all.
     """
 
     data: int = 1
@@ -52,7 +52,7 @@ class ParallelLayout:
 
     @property
     def group_sizes(self) -> tuple[int, int, int]:
-        """Tensor, pipeline and expert parallel sizes: those of the process groups."""
+        """Sizes of the tensor, pipeline and expert parallel process groups."""
         return self.tensor, self.pipeline, self.expert
 
     def replace(self, **changes: Any) -> ParallelLayout:

@@ -118,8 +118,8 @@ def _inner_size(shape: ModelShape) -> float:
 
 @lru_cache(maxsize=1 << 16)
 def kept_activations(shape: ModelShape, layout: ParallelLayout, tokens: float, sequence: float) -> float:
-    """Bytes of the first stage for micro-batches of `tokens` tokens. It works on p micro-batches of L / p layers at once; on
-    those of L (1 + (p - 1) / (p m)) layers where m chunks a stage are interleaved."""
+    """Bytes of the first stage for micro-batches of `tokens` tokens. It keeps p micro-batches of L / p layers at once; where m
+    chunks a stage are interleaved, it keeps L (1 + (p - 1) / (p m)) layers in total."""
     p, layers = layout.pipeline, float(shape.num_layers)
     if layout.chunks > 1:
         layers *= 1 + (p - 1) / (p * layout.chunks)
@@ -129,7 +129,7 @@ def kept_activations(shape: ModelShape, layout: ParallelLayout, tokens: float, s
 def training_buffers(
     shape: ModelShape, layout: ParallelLayout, tokens: float, sequence: float, width: int = WEIGHT
 ) -> float:
-    """Bytes that live for a moment: gradients of a layer and what is recomputed of it, or the logits of a micro-batch or of a
+    """Bytes of short-lived buffers: a layer's gradients and recomputed activations, or the logits of a micro-batch or of a
     chunk of it; and two whole layers where ZeRO-3 gathers them."""
     rows = tokens / layout.context
     # gradients of the layer whose backward runs: of the MLP's inner vector before and after its activation, and of two others

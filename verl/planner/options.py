@@ -1,4 +1,4 @@
-"""Layouts of one role on a number of devices, with their times and memory; those that another one beats are left out.
+"""Layouts of one role on a number of devices, with their times and memory; dominated layouts are left out.
 
 An option is dominated when another needs no more time in any call, keeps no more between calls and needs no more at its peak.
 The search over placements (search.py) only combines options of the front, so it loses nothing.
@@ -35,7 +35,7 @@ class Space:
     """Choices of the search. `pipelines`: (1,) for an engine that does not divide layers into stages (FSDP). `efficiency`:
     measured time / predicted time of a family of runs. `same_sizes`: roles that share devices have the same process groups, as
     Megatron's must. `repeats_kv`: the rollout engine takes more devices than the model has key-value heads. `replica_in_node`:
-    it takes those of one node, if any plan does. `roles` have choices of their own."""
+    it takes devices of one node, if any plan does. `roles`: the choices of single roles."""
 
     zero: tuple[int, ...] = (1, 3)
     offload: bool = True
@@ -55,7 +55,7 @@ class Space:
 
 @dataclass(frozen=True)
 class Option:
-    """A layout of a role. `resident` bytes stay between its calls, `peak` bytes come beside them while it works. `parts` is the
+    """A layout of a role. `resident` bytes stay between its calls; `peak` bytes are added while it works. `parts` is the
     memory by part at the peak of each kind of call."""
 
     role: str
@@ -87,7 +87,7 @@ def front(options: Iterable[Option]) -> list[Option]:
 
 
 def _fronts(options: Iterable[Option], space: Space) -> list[Option]:
-    """The front; where roles need the same sizes, that of each of them."""
+    """The front; where roles need the same sizes, the front of each combination of sizes."""
     if not space.same_sizes:
         return front(options)
     by_sizes: dict[tuple[int, ...], list[Option]] = {}
@@ -119,7 +119,7 @@ def options(
     flow: Dataflow, role: str, cluster: Cluster, workload: Workload, space: Space, alone: bool
 ) -> tuple[Option, ...]:
     """The front of `role` on all devices of `cluster` (a part of the whole one). The actor generates there too, unless the
-    rollout is `alone` on devices of its own; the role "rollout" is that."""
+    rollout has separate devices (`alone`). The role "rollout" is such a rollout."""
     space = space.of(role)
     if role == "rollout":
         return tuple(front(_rollouts(flow, cluster, workload, space)))

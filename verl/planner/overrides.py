@@ -19,8 +19,8 @@ _ON_GIVEN_ROWS = ("sft", "preference", "rm")  # programs with one engine, whose 
 
 
 def overrides(plan: RunPlan, engine: str, config: Any = None) -> list[str]:
-    """`key=value` for every choice of the plan. Sizes of 1 and what is off are left out, unless `config` (of the run, if given)
-    says something else."""
+    """`key=value` for every choice of the plan. Sizes of 1 and disabled options are left out, unless the run's `config` (if
+    given) has another value."""
     found = list(_devices(plan))
     if plan.flow.name in _ON_GIVEN_ROWS:
         layout = plan.option("actor").layout
@@ -36,7 +36,7 @@ def overrides(plan: RunPlan, engine: str, config: Any = None) -> list[str]:
 
 
 def _needed(settings: Iterable[tuple[str, Any]], config: Any) -> list[str]:
-    """Those that are not the default, or not what `config` has."""
+    """`key=value` for settings that differ from the default or from `config`."""
     found = []
     for key, value in settings:
         same = ("fsdp", "fsdp2") if value == "fsdp" else (value,)  # two names of one engine

@@ -64,8 +64,8 @@ def _ppo(config: PPOConfig) -> Dataflow:
 
 
 def workload_of(config: Any, asked: WorkloadRequest) -> Workload:
-    """The step of a config. Lengths that are not given are half the limits, with a wide distribution. The lengths of programs
-    that train on given rows are those of whole rows, less the prompt where `prompt_mean` is given."""
+    """The step of a config. Lengths that are not given are half the limits, with a wide distribution. Programs that train on
+    given rows have the lengths of whole rows, less the prompt where `prompt_mean` is given."""
     if isinstance(config, PPOConfig):
         return _sampled(config, asked)
     longest = float(config.data.max_length or _UNLIMITED)

@@ -1,4 +1,4 @@
-"""The `plan.*` keys, and what they stand for beside a training config: cluster, choices of the search, model shapes.
+"""The `plan.*` keys, and their meaning next to a training config: cluster, choices of the search, model shapes.
 
 plan.cluster: {gpu: h100_sxm, nodes: 4, gpus_per_node: 8, hbm_gb, inter_gbps}
 plan.workload: {prompt_mean: 300, response: [200, 800, 2000, 4096]}     or {samples: earlier/run/samples/train/10.jsonl}
@@ -153,7 +153,7 @@ def read_lengths(file: Path) -> list[float]:
 
 
 def cluster_of(asked: ClusterRequest, loaded: LoadedConfig[Any]) -> Cluster:
-    """The cluster of `plan.cluster`; numbers of nodes and devices that it does not give are those that the config gives."""
+    """The cluster of `plan.cluster`; numbers of nodes and devices that it does not give come from the config."""
     if asked.gpu == "cpu":
         if asked.gpus_per_node not in (None, 1) or asked.nodes not in (None, 1):
             raise ConfigError(
@@ -182,7 +182,7 @@ def _dtype(config: Any) -> str:
 
 
 def engine_of(asked: PlanRequest, config: Any) -> str:
-    """The family of layouts: as `plan.engine` says, else that of the config's training engine."""
+    """The family of layouts: `plan.engine`, else the family of the config's training engine."""
     strategy = config.actor_rollout_ref.actor.strategy if isinstance(config, PPOConfig) else config.engine.strategy
     return asked.engine or ("megatron" if strategy == "megatron" else "fsdp")
 

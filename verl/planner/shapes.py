@@ -29,8 +29,8 @@ _MODELS = Path(__file__).with_name("models.yaml")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder. `intermediate` is that of a dense layer; a mixture has `dense_layers` of them before the layers with
-    experts. With `kv_lora_rank` attention is multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1)."""
+    """Sizes of a decoder. `intermediate` is a dense layer's MLP size; a mixture has `dense_layers` dense layers before its
+    expert layers. With `kv_lora_rank` attention is multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1)."""
 
     num_layers: int
     hidden: int
@@ -149,7 +149,7 @@ class ModelShape:
 
     @property
     def embedding_parameters(self) -> int:
-        """Of the embedding, and of an output projection of its own."""
+        """Parameters of the embedding, and of the output projection where it is not tied."""
         return self.vocab * self.hidden * (1 if self.tied else 2)
 
     @cached_property
@@ -158,7 +158,7 @@ class ModelShape:
 
     @cached_property
     def active_parameters(self) -> int:
-        """That a token passes: of the routed experts those that are chosen; without the embedding."""
+        """Parameters that a token passes: only the chosen ones of the routed experts; without the embedding."""
         routed = self.num_mixture_layers * self.experts_per_token * self.expert_parameters
         return self.block_parameters + routed + self.vocab * self.hidden
 

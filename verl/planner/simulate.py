@@ -2,11 +2,11 @@
 
     run = simulate(plan, Conditions(steps=100, jitter=0.02, hours_between_failures=50_000), seed=0)
     run.write(folder)                 timeline.jsonl and metrics.jsonl in the format of a real run, for `verl show`
-    run.write_plan(folder)            planned.jsonl in the folder of a real run, which its page shows beside the measured steps
+    run.write_plan(folder)            planned.jsonl in the folder of a real run, which its page shows next to the measured steps
 
 Two processes run against one clock. The trainer takes a batch from the queue, runs the stages of a step, and syncs the
 weights; the rollout fills the queue, at most `staleness` batches ahead. A call on a group ends when the slowest of its
-devices does: each device has a speed of its own, and jitter in each call. A failure of any device stops all; the run resumes
+devices does: each device has its own speed, and jitter in each call. A failure of any device stops all; the run resumes
 from its last checkpoint after `restart_s`.
 """
 

@@ -34,7 +34,7 @@ _OPTIMIZER_BYTES = {2: 30, 4: 36}
 
 @dataclass(frozen=True)
 class Time:
-    """Seconds, and what they consist of."""
+    """Seconds, and their named parts."""
 
     seconds: float
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -61,7 +61,7 @@ ZERO = Time(0.0)
 
 
 def with_host(kernels_: Time, kind: str, shape: ModelShape, cluster: Cluster, num_passes: float = 1.0) -> Time:
-    """The time of a call with what it takes beside its kernels, where runs have calibrated the device."""
+    """The time of a call: the time of its kernels, and the host's time where runs have calibrated the device."""
     fit = cluster.device.kernels.calls.get(kind)
     if fit is None:
         return kernels_
@@ -135,7 +135,7 @@ def _attention(
     heads = shape.heads / layout.tensor
     if not layout.keeps_scores:
         kv = max(shape.kv_heads / layout.tensor, 1)
-        # context parallel ranks hold a part of every sequence: the work is that of as many whole ones
+        # context parallel ranks hold a part of every sequence: the work equals as many whole sequences
         batch = tokens / length
         once = float(kernels.prefill_time(cluster.device, batch, length, heads, kv, shape.head_dim))
         return once * (_ATTENTION_BACKWARD if backward else 1.0)

@@ -1,7 +1,7 @@
 """Bytes and time of the change from training to generation (HybridFlow, arXiv:2409.19256, Table 2).
 
-A model of M bytes, training p-t-d, generation p_g-t_g with d_g = p t / (p_g t_g). What a device receives is what
-verl/reshard moves: the slices that it lacks.
+A model of M bytes, training p-t-d, generation p_g-t_g with d_g = p t / (p_g t_g). A device receives the
+slices that it lacks, as verl/reshard moves them.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def transition_bytes(scheme: Scheme, model: float, train: tuple[int, int, int], 
 
 
 def received_bytes(shape: ModelShape, train: ParallelLayout, rollout: EngineLayout) -> float:
-    """Bytes that a device receives when training and generation share devices: its part of the engine's weights without what it
-    holds of them."""
+    """Bytes that a device receives when training and generation share devices: its part of the engine's weights, less the
+    bytes that it already holds."""
     needed = rollout_weights(shape, rollout.tensor, rollout.pipeline)
     shards = train.tensor * train.pipeline * (train.data_ranks if train.zero == 3 else 1)
     experts = WEIGHT * shape.routed_parameters / (train.pipeline * train.expert)
@@ -52,8 +52,8 @@ def received_bytes(shape: ModelShape, train: ParallelLayout, rollout: EngineLayo
 def time_transition(
     shape: ModelShape, train: ParallelLayout, rollout: EngineLayout, cluster: Cluster, *, colocated: bool
 ) -> float:
-    """Seconds to give new weights to the rollout engine: the bytes that a device lacks by the link they come over. Devices
-    of its own receive all of its weights over the network, from as many senders as the training devices have."""
+    """Seconds to give new weights to the rollout engine: the bytes that a device lacks by the link they come over. Separate
+    rollout devices receive all weights over the network, from as many senders as the training devices have."""
     network = cluster.inter_bytes_s * 0.8
     if not colocated:
         needed = rollout_weights(shape, rollout.tensor, rollout.pipeline)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from verl.errors import ConfigError
 
 _POINTS = 200  # quantiles of a distribution
-_SIGMA = 0.7  # of the logarithm of lengths that are known by mean and limit alone: a wide, right-skewed distribution
+_SIGMA = 0.7  # of the logarithm of lengths, where only mean and limit are known: a wide, right-skewed distribution
 _SEGMENTS = 24
 
 
