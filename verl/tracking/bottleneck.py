@@ -39,7 +39,7 @@ class Bottleneck:
     communication_s: float  # per step
     communication_bytes: float  # per step
     advice: list[str]
-    measured: dict[str, float]  # name in metrics.jsonl -> median, of those that `verl show` prints beside the phases
+    measured: dict[str, float]  # name in metrics.jsonl -> median; `verl show` prints them next to the phases
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def find_bottleneck(
 
 
 def beside_plan(timeline: Sequence[Mapping[str, Any]], planned: Sequence[Mapping[str, Any]]) -> str | None:
-    """The measured step beside the one that `verl plan` has predicted, and the phase that differs most; None without either.
+    """The measured step next to the step that `verl plan` predicted, and the phase that differs most; None without either.
     The first step of each is left out where there are more: it includes warm-up, and nothing is made ahead of it."""
     if not timeline or not planned:
         return None
@@ -148,7 +148,7 @@ Rule = Callable[[_Facts], str | None]
 
 
 def advise(facts: _Facts) -> list[str]:
-    """Advice on phases that take a tenth of the time or more, the largest phase first, and on what is measured beside them."""
+    """Advice on phases that take a tenth of the time or more, the largest phase first, and on the other measurements."""
     rules = [rule for phase, share in facts.shares.items() if share >= _MIN_SHARE for rule in RULES.get(phase, ())]
     return [sentence for rule in (*rules, *BESIDE) if (sentence := rule(facts)) is not None]
 

@@ -90,8 +90,8 @@ class Console:
         )
 
     def begin(self, done: int, total: int, metrics: StepMetrics) -> None:
-        """Start after step `done` of `total`. `metrics` are the program's for the line of a step; the first also stands beside
-        the bar."""
+        """Start after step `done` of `total`. `metrics` are the program's for the line of a step; the first is also shown next
+        to the bar."""
         self._total, self._metrics = total, {**metrics, **_HOST_METRICS}
         self._last_end = time.monotonic()
         if not (self.steps and self.rich.is_terminal and done < total):
@@ -111,7 +111,7 @@ class Console:
             self._progress.stop()
 
     def phase(self, name: str) -> None:
-        """Show the current phase beside the bar."""
+        """Show the current phase next to the bar."""
         if self._progress is not None:
             self._progress.update(self._task, phase=clean(name))
 

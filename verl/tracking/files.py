@@ -104,7 +104,7 @@ def sync_folder(path: Path) -> bool:
 
 
 def read_json(path: Path, check: Check, max_bytes: int = _MAX_BYTES) -> Any:
-    """The JSON value in a regular file. Raises OSError, and ValueError for one that is not JSON or fails `check`."""
+    """The JSON value in a regular file. Raises OSError, and ValueError for content that is not JSON or fails `check`."""
     return _checked(read_text(path, max_bytes), check)
 
 
@@ -182,7 +182,7 @@ def has(**fields: Check) -> Check:
 
 
 def is_metrics_row(value: Any) -> bool:
-    """A row of metrics.jsonl: a step, and numbers alone, which tells it from rows of other files."""
+    """Whether a row has a step and only numbers or null, which distinguishes metrics.jsonl from other files."""
     return OF_STEP(value) and all(number is None or type(number) in (int, float) for number in value.values())
 
 
@@ -225,8 +225,8 @@ def write_atomically(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path, text: str) -> Iterator[None]:
-    """Replace `path` atomically at the end of the block. The text is written beside it before, so that the end creates no
-    file: another folder that has taken the place of the parent meanwhile gets none, and OSError is raised."""
+    """Replace `path` atomically at the end of the block. The text is written next to it at the start, and the end creates no
+    file. So another folder that has replaced the parent meanwhile gets no file, and OSError is raised."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with _naming(path):

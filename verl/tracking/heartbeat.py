@@ -19,7 +19,7 @@ from verl.foreign_text import clean
 from verl.parallel.stack_dump import dumps_on_signal
 from verl.tracking.files import has, is_count, is_number, is_text, open_regular, read_json
 
-EVENTS = "events.jsonl"  # beside it: a line for each crash of the run with the action of its supervisor
+EVENTS = "events.jsonl"  # in the same folder: a line for each crash of the run with the action of its supervisor
 _WIDTH = 512  # bytes of the file: always overwritten whole, so it is never truncated or replaced
 _BEAT = has(pid=is_count, host=is_text, step=is_count, phase=is_text, since=is_number)
 

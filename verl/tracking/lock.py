@@ -88,8 +88,8 @@ class FolderLock:
         os.ftruncate(self._file, len(text))
 
     def check(self) -> None:
-        """Raises FolderLostError when the folder is no longer the one that was acquired, or another run has it. A run.lock that
-        was deleted or damaged is replaced. Does nothing when the folder is not held."""
+        """Raises FolderLostError when the acquired folder was replaced, or another run has it. A run.lock that was deleted or
+        damaged is replaced. Does nothing when the folder is not held."""
         if not self._holder:
             return
         try:

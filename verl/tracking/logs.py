@@ -69,7 +69,7 @@ class _AdoptingHandler(logging.Handler):
             return
         try:
             text = clean(record.getMessage())
-        except Exception:  # noqa: BLE001 - wrong arguments of the library's, or of what it logs
+        except Exception:  # noqa: BLE001 - wrong arguments of the library, or an object that it logs
             text = clean(record.msg)
         error = record.exc_info[1] if record.exc_info else None
         why = "" if error is None else f" ({type(error).__name__}: {clean(error)})"
@@ -83,7 +83,7 @@ _ADOPTING = _AdoptingHandler()
 
 
 def adopt_loggers(*libraries: str) -> None:
-    """From now on these libraries, which log what strangers send them, log through this module alone."""
+    """Log these libraries' records only through this module, since they contain text that strangers send."""
     for library in map(logging.getLogger, libraries):
         library.handlers, library.propagate = [_ADOPTING], False
 

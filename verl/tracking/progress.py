@@ -61,7 +61,7 @@ class Progress:
     doing_s: float | None = None  # seconds in that phase
     crashes: list[dict[str, Any]] = field(default_factory=list)  # recorded by the supervisor, oldest first
     samples: Counts | None = None  # None without a readable ledger
-    planned: str | None = None  # the measured step beside that of `verl plan`, where there is a plan
+    planned: str | None = None  # the measured step next to the step of `verl plan`, where there is a plan
 
 
 def read_progress(folder: Path, num_complaints: int = 5) -> Progress:

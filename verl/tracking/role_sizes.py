@@ -2,7 +2,7 @@
 
     {"rollout": 3, "reward": 2}
 
-Numbers count devices, those of the placement included. A run on Ray writes the roles that it can scale, `verl scale` changes
+Numbers count devices, including the placement's devices. A run on Ray writes the roles that it can scale, `verl scale` changes
 their sizes. The file stays: a run that is resumed follows it too.
 """
 
@@ -34,7 +34,7 @@ def read_role_sizes(folder: Path) -> dict[str, int]:
 
 
 def ask_role_sizes(folder: Path, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Ask the run in `folder` for these sizes, beside those that were asked for before; all of them. Raises ConfigError."""
+    """Ask the run in `folder` for these sizes, in addition to earlier requests; returns all sizes. Raises ConfigError."""
     _check(sizes)
     known = read_role_sizes(folder)
     if other := sorted(sizes.keys() - known.keys()):

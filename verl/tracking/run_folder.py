@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 _MAX_CONFIG_BYTES = 4 << 20
 _SAMPLE_FILE = re.compile(r"step_(\d{6,15})\.jsonl")
-# errors of the system that somebody's change of the folder causes; the command line explains those of disks and permissions
+# system errors that a change of the folder by others causes; the command line explains errors of disks and permissions
 _CHANGED = (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO)
 
 Curves = Mapping[str, Mapping[str, str]]  # title of a panel -> metric -> label; the most important panel first
@@ -145,7 +145,7 @@ class RunFolder:
 
     def truncate_after(self, step: int, *, same_run: bool = False) -> int:
         """Remove the records after `step`, because those steps run again; returns the number of removed metrics rows. Without
-        a step (0) all records are set aside; those of `same_run` but the results of its tools, which its episodes get
+        a step (0) all records are set aside; with `same_run` the results of its tools stay, since its episodes get them
         again. Ranks above 0 do nothing."""
         if self.spans is None:
             return 0

@@ -76,7 +76,7 @@ class Spans:
         return seconds
 
     def write(self, step: int) -> None:
-        """Append the spans that ended since the last call to the file, as those of `step`."""
+        """Append the spans that ended since the last call to the file, as spans of `step`."""
         rows, self._rows = self._rows, []
         if self._path is not None and rows:
             append_rows(self._path, ({"step": step, **row} for row in rows))

@@ -30,7 +30,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Summary:
-    """Results, times and versions of a run. `seconds` and `tokens_per_s` are of training steps alone, over all restarts."""
+    """Results, times and versions of a run. `seconds` and `tokens_per_s` count only training steps, over all restarts."""
 
     results: Sequence[Result]
     steps: int

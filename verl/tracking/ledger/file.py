@@ -12,7 +12,7 @@ the end of any step.
 A commit of the file is ordered before a checkpoint. Rows are committed during the step without waiting for the disk: journal
 WAL with synchronous=NORMAL, where a kill loses no commit and a power failure loses at most the last ones, never the file's
 integrity. Before a checkpoint is renamed into its place, `LedgerWriter.flush` commits once more under synchronous=FULL,
-which syncs the whole journal. So no checkpoint is ahead of the ledger, and a resumed run rewinds what is ahead of its
+which syncs the whole journal. So no checkpoint is ahead of the ledger, and a resumed run rewinds the records after its
 checkpoint.
 """
 
@@ -99,7 +99,7 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Open for writing, in autocommit, and upgrade a file of format 1. The journal is the best one that the folder allows:
+    """Open for writing, in autocommit, and upgrade a file of format 1. The journal mode is the best that the folder allows:
     WAL; without shared memory, TRUNCATE; without locks too, TRUNCATE without locking, since a run folder has one writer.
     Raises sqlite3.Error."""
     db = _connect_best(path)
@@ -180,7 +180,7 @@ def _forms() -> dict[str, list[str]]:
 
 
 def connect_read_only(path: Path) -> sqlite3.Connection:
-    """Open for reading, beside a run that writes or where nothing can be written. Raises sqlite3.Error."""
+    """Open for reading, also while a run writes and where nothing can be written. Raises sqlite3.Error."""
     beside = path.with_name(f"{path.name}-wal").exists()  # then a writer is there, or was killed
     for options in ("mode=ro",) if beside else ("mode=ro", "immutable=1"):
         db = _open(path, options)

@@ -1,6 +1,6 @@
 """Records of the sample ledger: prompts, generated segments, scores, offsets; and how the columns of a batch become records.
 
-`ordinal` is the index of a prompt in the run's order of prompts: 0 for the first one that the run reads.
+`ordinal` is the index of a prompt in the run's order of prompts: 0 for the first prompt that the run reads.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def prompt_digest(token_ids: Sequence[int]) -> str:
 
 
 def chained_digest(before: str, step: int, trained: Iterable[tuple[int, int, int, str | None]]) -> str:
-    """Digest of all samples that trained up to the end of `step`: of the digest at its start, and of (ordinal, sample, uses,
-    digest) of those that trained in it, in order."""
+    """Digest of all samples that trained up to the end of `step`. It hashes the digest at the start of the step, and (ordinal,
+    sample, uses, digest) of the samples that trained in the step, in order."""
     chain = hashlib.blake2b(json.dumps([before, step]).encode(), digest_size=16)
     for sample in trained:
         chain.update(json.dumps(sample).encode())

@@ -3,7 +3,7 @@
     issue ──► generate (in one or several segments) ──► score ──► train: ends as trained, or as dropped
       └────────── issued again: the first attempt ends as evicted
 
-Every process that takes the steps has one tracker; that of rank 0 also writes each event to the ledger file. Samples end in
+Every process that takes the steps has one tracker; rank 0's tracker also writes each event to the ledger file. Samples end in
 the order of their prompts, whatever the order in which they arrive, so one cursor describes how far the data is used.
 """
 
@@ -148,8 +148,8 @@ class SampleTracker:
         self._write("score", rows)
 
     def train(self, step: int, keys: Iterable[Key]) -> None:
-        """Record a step that succeeded: of the samples scored in it, those of `keys` trained and the others were dropped. A
-        key is there several times where the algorithm resamples rows."""
+        """Record a step that succeeded. Of the samples scored in it, the samples of `keys` trained and the others were dropped.
+        A key occurs several times where the algorithm resamples rows."""
         uses = Counter(keys)
         ending = sorted(ordinal for ordinal, issued in self._open.items() if issued.scored == step)
         if ending != list(range(self.cursor, self.cursor + len(ending))):
@@ -229,8 +229,8 @@ class SampleTracker:
 def start_ledger(path: Path, checkpoint: Path | None = None, record: Mapping[str, Any] | None = None) -> Snapshot:
     """Create the ledger `path`, or rewind it to `checkpoint`; returns the state in which the run starts.
 
-    `record` is what `checkpoint` keeps of its samples (`SampleTracker.commit`). The history is that of the run folder, or
-    else of the folder that holds the checkpoint; samples that were open are also in the checkpoint itself. Raises
+    `record` is the record of samples in `checkpoint` (`SampleTracker.commit`). The history comes from the run folder, or
+    else from the folder that holds the checkpoint; samples that were open are also in the checkpoint itself. Raises
     CheckpointError when a ledger is damaged, and when the checkpoint's run has a ledger but none that matches the record.
     """
     if checkpoint is None:
@@ -292,7 +292,7 @@ def _set_aside(path: Path) -> None:
     except CheckpointError:
         keep = True  # damaged: its content may still be wanted
     aside = f"superseded_{time.strftime('%Y%m%d-%H%M%S')}_{os.getpid()}_{path.name}"
-    # the journal first: a new file must never be found beside the journal of an old one
+    # the journal first: a new file must never be found next to the journal of an old file
     for suffix in ("-wal", "-shm", "-journal", ""):
         file = path.with_name(path.name + suffix)
         if file.exists():

@@ -1,4 +1,4 @@
-"""The contract of trackers. One file per tracker beside this one; `SINKS` has the names for `trainer.logger`."""
+"""The contract of trackers. Each tracker has a file in this folder; `SINKS` has the names for `trainer.logger`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Sink:
     which the extra `extra` of verl installs, is missing. All other calls come in order from one thread, and may raise or hang
     (see `Guard`).
 
-    A tracker whose package has an object with `log(metrics, step=)` and `finish()` defines `start` alone, which sets `run`."""
+    A tracker whose package has an object with `log(metrics, step=)` and `finish()` defines only `start`, which sets `run`."""
 
     package = extra = ""
 
@@ -69,7 +69,7 @@ class Sink:
 
 
 def make_sink(name: str, info: RunInfo) -> Sink:
-    """The tracker `name`; raises ConfigError for an unknown one and MissingExtraError for one that is not installed."""
+    """The tracker `name`; raises ConfigError for an unknown name and MissingExtraError when its package is not installed."""
     if SINKS.get(name) is not_supported:
         raise ConfigError(
             f"The tracker {name!r} is not supported yet. Take it out of trainer.logger; console, file, tensorboard, wandb, "

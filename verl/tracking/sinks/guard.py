@@ -1,4 +1,4 @@
-"""Isolation of the run from a tracker: one that raises, hangs or dies loses only its own data, with one warning."""
+"""Isolation of the run from a tracker: a tracker that raises, hangs or dies loses only its own data, with one warning."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from verl.tracking.sinks.api import RunInfo, Sink
 
-# metrics that stand under a second tag beside their own
+# metrics that are also written under a second tag
 SHORT_TAGS = {"critic/score/mean": "reward/mean", "actor/pg_loss": "loss/actor", "critic/vf_loss": "loss/critic"}
 
 
