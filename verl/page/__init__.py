@@ -2,6 +2,6 @@
 
     folder ──► reader (reader.py, samples.py, index.py) ──► pages (views.py) ──► server (server.py) or files (export.py)
 
-The page reads only files that the run writes anyway, in a process of its own. A missing, older or damaged file becomes a
-sentence on the page.
+The page runs in a separate process and reads only files that the run writes anyway. A missing, older or damaged file becomes
+a sentence on the page.
 """

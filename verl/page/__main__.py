@@ -1,4 +1,4 @@
-"""The process of a page beside a run: `python -m verl.page`, started by verl.page.launch.
+"""The process that serves the page of a run: `python -m verl.page`, started by verl.page.launch.
 
 Its listening socket is inherited, the token comes in the environment, and it ends with its parent.
 """

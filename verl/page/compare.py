@@ -1,4 +1,4 @@
-"""Two runs beside each other: config, curves, and the same prompt at the same step."""
+"""Two runs side by side: config, curves, and the same prompt at the same step."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def charts(one: View, other: View) -> dict[str, Any]:
 
 
 def same_prompts(one: View, other: View, step: int) -> list[dict[str, Any]]:
-    """The prompts that both runs trained on at `step`, with the group of each, those of different mean reward first."""
+    """The prompts that both runs trained on at `step`, with the group of each; the largest difference in mean reward first."""
     a, b = _groups(one, step), _groups(other, step)
     shared: list[dict[str, Any]] = [
         {"prompt": a[prompt]["prompt"], "a": a[prompt], "b": b[prompt]} for prompt in a if prompt in b

@@ -16,8 +16,8 @@ _STATIC = Path(__file__).parent / "static"
 def export_pages(
     folders: Sequence[Path], out: Path, *, num_steps: int = 20, say: Callable[[str], None] = lambda _: None
 ) -> int:
-    """Write the pages of `folders` to the new folder `out`: those of the runs, and of the newest `num_steps` steps of each
-    split with all groups and samples. Returns the number of pages. Raises ConfigError when `out` holds anything."""
+    """Write the pages of `folders` to the new folder `out`: the runs, and the newest `num_steps` steps of each split with
+    all groups and samples. Returns the number of pages. Raises ConfigError when `out` holds anything."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is not empty. Give a new folder to --export.")
     site = Site(folders, static=True)

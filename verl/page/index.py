@@ -1,7 +1,7 @@
 """The index of all samples of a run: an SQLite file in the user's cache, with their texts, built from the samples files.
 
-The run folder is not written to. A file of samples is indexed once, newest first; one that a resumed run replaces is indexed
-again, and what belongs to a file that is gone leaves the index.
+The run folder is not written to. A file of samples is indexed once, newest first. A file that a resumed run replaces is
+indexed again, and the rows of a file that is gone leave the index.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _INSERT = (
     f"INSERT INTO samples (id, file, line, start, size, prompt_hash, {', '.join(_COLUMNS)}) "
     f"VALUES ({', '.join('?' * (6 + len(_COLUMNS)))})"
 )
-_Line = tuple[int, int, int, SampleSummary]  # line, its first byte, its bytes, what it says
+_Line = tuple[int, int, int, SampleSummary]  # line, its first byte, its bytes, its summary
 
 
 def cache_folder() -> Path:
@@ -195,8 +195,8 @@ class SampleIndex:
         return True
 
     def containing(self, text: str) -> Iterator[set[int]]:
-        """The ids of the samples whose prompt or response has `text`, whatever its case: those of one samples file at a time,
-        the newest first."""
+        """The ids of the samples whose prompt or response has `text`, whatever its case: one samples file at a time, the
+        newest first."""
         needle = fold(text)
         for file in self.rows("SELECT id FROM files ORDER BY step DESC, split"):
             found: set[int] = set()
@@ -298,7 +298,7 @@ def _stamp(path: Path) -> str:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """(line, its first byte, content) of each line; one that is too long to be a row is cut."""
+    """(line, its first byte, content) of each line; a line that is too long to be a row is cut."""
     with os.fdopen(open_regular(path), "rb") as stream:
         line, start = 0, 0
         while content := stream.readline(MAX_LINE_BYTES):

@@ -1,4 +1,4 @@
-"""Start of the page beside a run, in a process of its own that ends with this one."""
+"""Start of the page of a run, in a separate process that ends with this process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Page:
     owner: int = field(default_factory=os.getpid)
 
     def close(self) -> None:
-        """End the process; does nothing in a process that was forked from the one that started it."""
+        """End the process; does nothing in a fork of the process that started it."""
         if os.getpid() == self.owner:
             self.process.kill()
             self.process.wait(30)

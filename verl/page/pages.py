@@ -1,4 +1,4 @@
-"""The pages as HTML: paths, templates and what they are filled with. Knows no server: `Site.page(path, query)`.
+"""The pages as HTML: paths, templates and their contexts. Independent of the server: `Site.page(path, query)`.
 
 /                                      the runs
 /run/KEY                               a run; also /metrics, /samples, /config and /log below it
@@ -45,7 +45,7 @@ class View:
         self._closed = False
 
     def watch(self) -> None:
-        """Index what is new, in a thread of its own."""
+        """Index new samples in a separate thread."""
         self._wanted.set()
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=f"index-{self.run.key}", daemon=True)
@@ -114,7 +114,7 @@ class Site:
         return self._of_run(view, parts[2:], path, query)
 
     def view(self, key: str) -> View:
-        """The run of that name, with what is new read. Raises NotFound."""
+        """The run of that name, after reading its new records. Raises NotFound."""
         if key not in self.views:
             raise NotFound(f"There is no run {clean(key, 60)!r} on this page.")
         view = self.views[key]

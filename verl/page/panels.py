@@ -93,7 +93,7 @@ def panels(run: RunReader, index: SampleIndex) -> list[Panel]:
     reward = [_reward(run, index)] if run.kind == "rl" else []
     specs = [spec for spec in declared if not (reward and "critic/score/mean" in spec.metrics)]
     ours = {name for spec in _SPECS for name in spec.metrics}
-    # a panel of ours shows more than one that the program declares for the same metrics
+    # our panel shows more than a panel that the program declares for the same metrics
     specs = [spec for spec in specs if not set(spec.metrics) <= ours]
     own = [spec for spec in _SPECS if not set(spec.metrics) <= covered - ours]
     found = reward + [_panel(run, spec) for spec in (*specs, *own)] + [_signal(index), _plan(run), _phases(run)]

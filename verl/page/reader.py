@@ -49,7 +49,7 @@ class Series:
 
 
 class RunReader:
-    """One run folder. `refresh` reads what is new; `version` changes when there was something. Thread-safe."""
+    """One run folder. `refresh` reads new records; `version` changes when there were any. Thread-safe."""
 
     def __init__(self, folder: Path, key: str):
         self.folder = folder
@@ -79,7 +79,7 @@ class RunReader:
         self.times: dict[int, float] = {}  # step -> seconds since 1970 at which its row was written
 
     def refresh(self, at_most_every_s: float = 0.2) -> int:
-        """Read what the run has written since the last call; the version."""
+        """Read the records that the run has written since the last call; returns the version."""
         with self._lock:
             now = time.monotonic()
             if now - self._checked < at_most_every_s:

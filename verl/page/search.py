@@ -16,7 +16,7 @@ from verl.page.text import visible, whole_number
 
 PER_PAGE = 50
 _FEW = 5000  # samples that are looked up one by one
-_AROUND = 80  # characters of an excerpt on each side of what was searched
+_AROUND = 80  # characters of an excerpt on each side of a match
 _MAX_QUERY = 500  # characters
 _SORTS = {
     "newest": "step DESC, split, line",
@@ -47,7 +47,7 @@ _CONFLICTS = """WITH conflicting AS (SELECT s.id FROM samples s JOIN (
 
 
 def search_context(index: SampleIndex, query: Mapping[str, str]) -> dict[str, Any]:
-    """The samples that fit the query's words and filters, and what the filters can be set to."""
+    """The samples that fit the query's words and filters, and the possible values of the filters."""
     text = query.get("q", "").strip()
     flags = [name for name in _FLAGS if query.get(name)]
     tags = [row["tag"] for row in index.rows("SELECT DISTINCT tag FROM samples WHERE tag != '' LIMIT 50")]

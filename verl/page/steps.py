@@ -24,7 +24,7 @@ PHASES = {  # span -> phase whose colour its bar has
     "adv": "training", "update": "training", "reference": "training", "update_weights": "communication",
     "testing": "validation", "save_checkpoint": "saving",
 }  # fmt: skip
-_GROUP_SORTS = {  # name -> label, what a group of the step must have for it, and its key
+_GROUP_SORTS = {  # name -> label, a value that a group of the step must have, and the sort key
     "spread": ("spread of rewards", "mean", lambda group: -group["spread"]),
     "mean": (
         "mean reward, lowest first", "mean", lambda group: math.inf if group["mean"] is None else group["mean"]
@@ -213,7 +213,7 @@ def _group(unit: str, rows: Sequence[Any]) -> dict[str, Any]:
 
 
 def _margin(rows: Sequence[Any]) -> float | None:
-    """Score of the chosen completion of a pair above that of the rejected one."""
+    """Score of a pair's chosen completion minus the score of its rejected completion."""
     by_side = {row["chosen"]: row["score"] for row in rows}
     if set(by_side) != {0, 1} or None in by_side.values():
         return None

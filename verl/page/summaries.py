@@ -46,7 +46,7 @@ class SampleSummary(NamedTuple):
 
 
 def summary_of(row: Mapping[str, Any], line: int) -> SampleSummary:
-    """The columns of a row; None and "" for what it lacks or what is no value of that kind."""
+    """The columns of a row; None and "" for values that are missing or of another type."""
     response = text_of(row, "response")
     chosen = row.get("chosen")
     ids = row.get("response_ids")

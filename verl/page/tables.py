@@ -45,7 +45,7 @@ def clock(seconds: float | None) -> str:
 
 
 def run_context(run: RunReader, index: SampleIndex) -> dict[str, Any]:
-    """Context of the run page beside its charts."""
+    """Context of the run page, without its charts."""
     bottleneck = run.bottleneck()
     rows = index.statistics()
     splits = {split: [row["step"] for row in found] for split, found in rows.items()}
@@ -90,7 +90,7 @@ def _headline(run: RunReader) -> list[dict[str, Any]]:
 
 
 def _recent(run: RunReader, files: list[Any]) -> list[dict[str, Any]]:
-    """The newest steps, with what the index knows of them."""
+    """The newest steps, with their rows in the index."""
     known = {row["step"]: row for row in files}
     found = []
     for step in sorted(set(run.times) - {0}, reverse=True)[:6]:

@@ -28,7 +28,7 @@ def visible(value: Any) -> Any:
 
 
 def is_visible(character: str) -> bool:
-    """Whether a character reads as what it is; control characters and marks of direction do not."""
+    """Whether a character is displayed as itself; control characters and marks of direction are not."""
     return character in _VISIBLE or unicodedata.category(character) not in ("Cc", "Cf", "Zl", "Zp")
 
 

@@ -382,6 +382,6 @@ class RunApp(App[None]):
         self.run_worker(self._index_all, thread=True)
 
     def _index_all(self) -> None:
-        """Index the rest, in a thread of its own; the screens show what is there."""
+        """Index the rest in a separate thread; the screens show the samples indexed so far."""
         if self.index.update(deadline=lambda: not self.is_running):
             self.reader.version += 1
