@@ -57,7 +57,7 @@ def check(arguments: ConfigArguments) -> int:
 
 
 def _every_problem(arguments: ConfigArguments, error: ConfigError) -> list[str]:
-    """All problems of a config that cannot be loaded, not only the one that stopped loading it."""
+    """All problems of a config that cannot be loaded, not only the problem that stopped loading."""
     try:
         arguments.load()
     except ConfigError as every:

@@ -17,7 +17,7 @@ _NUM_NAMED = 12
 _MAX_BYTES = 10_000_000
 _LEVELS = {"error": "fail", "warning": "warn", "notice": "info"}
 
-# commands that read a config -> its schema; and the config of those that have their own defaults
+# commands that read a config -> its schema; and the config of commands that have their own defaults
 _NAMES = {"verl.trainer.fsdp_sft_trainer": "sft_trainer"}
 _PROGRAMS: dict[str, Schema[Any]] = {
     **dict.fromkeys(("verl.trainer.main_ppo", "verl.trainer.main_ppo_sync", "verl.trainer.main_generation"), PPO),

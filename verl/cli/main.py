@@ -26,7 +26,7 @@ class Verb(NamedTuple):
 
     function: str
     meaning: str
-    supervised: bool = False  # in a process of its own it may fork, and is called with supervised=True
+    supervised: bool = False  # if it has the whole process, it may fork and is called with supervised=True
 
 
 VERBS = {
@@ -69,12 +69,12 @@ _ELSEWHERE = {
     "merge": "is not needed: actor/huggingface in a checkpoint loads as it is, and verl export writes it elsewhere",
 }
 
-_CRASH = 70  # the exit code of what no sentence explains; a supervised run is started again
+_CRASH = 70  # the exit code of an unexplained error; a supervised run is started again
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; returns the exit code: 0, that of the error's type, 1 for a refusal of the system, 130 for an interrupt, 70
-    for a bug, of verl or of code of the user's."""
+    """Run one verb; returns the exit code: 0, the code of the error's type, 1 for a refusal of the system, 130 for an
+    interrupt, 70 for a bug in verl or in the user's code."""
     try:
         try:
             return _main(list(sys.argv[1:] if argv is None else argv), whole_process=argv is None)

@@ -1,6 +1,6 @@
 """Measurements of a machine and of a config, each as a table: `verl.utils.benchmark_nccl()` and `benchmark_throughput()`.
 
-Both start processes of their own, with a deadline; under torchrun `benchmark_nccl` takes its ranks.
+Both start separate processes, with a deadline; under torchrun `benchmark_nccl` uses its ranks.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def benchmark_nccl(
     """Time of the all-gathers by which sharded training brings parameters together, for every number of devices that can share
     a copy of the model; printed as a table.
 
-    Sizes are those of a decoder layer and of the embedding of the model in `model_path`, in bfloat16, else 1, 16 and 128 MiB.
-    NCCL connects GPUs, gloo the processes of a machine without. Under torchrun its ranks take part and rank 0 prints; else
-    `num_ranks` processes are started (default: one for each GPU, or 2). Raises ModelError when they fail, DeadlineError after
-    `timeout_s`.
+    Sizes are the bytes of a decoder layer and of the embedding of the model in `model_path`, in bfloat16, else 1, 16 and 128
+    MiB. NCCL connects GPUs; gloo connects processes on a machine without GPUs. Under torchrun its ranks take part and rank 0
+    prints; else `num_ranks` processes are started (default: one for each GPU, or 2). Raises ModelError when they fail,
+    DeadlineError after `timeout_s`.
     """
     from verl.parallel.collectives import peer_of_environment
 
@@ -141,8 +141,8 @@ def unit_bytes(model_path: str) -> tuple[int, ...]:
 def benchmark_throughput(
     overrides: Sequence[str] = (), *, num_steps: int = 5, timeout_s: float = 1800.0
 ) -> dict[str, Any]:
-    """A run of `num_steps` steps with the config of `overrides` (those of `verl train`), in a folder that is removed: tokens
-    per second and the share of each phase, printed as by `verl show`. Without a model, a tiny random one and a small task.
+    """Run `num_steps` steps of `verl train` with `overrides`, in a folder that is removed. Tokens per second and the share of
+    each phase are printed as by `verl show`. Without a model, the run uses a tiny random model and a small task.
 
     Returns tokens_per_s (of each device), step_s (median) and shares {phase: share of the time}. Raises ModelError with the
     last line of a run that fails, DeadlineError after `timeout_s`.

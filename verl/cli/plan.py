@@ -91,7 +91,7 @@ def _check_simulation(name: str | None, steps: int) -> None:
 
 
 def _simulate(plan: RunPlan, name: str | None, beside: str | None, steps: int) -> None:
-    """Write a simulated run to the folder `name`, which is new or empty, and its steps into that of the run `beside`."""
+    """Write a simulated run to the folder `name`, which is new or empty, and its steps into the run folder `beside`."""
     from verl.planner.simulate import Conditions, simulate
 
     if beside:

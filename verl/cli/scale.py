@@ -13,7 +13,7 @@ follows with its next weight sync, once Ray has free devices; samples, weights a
 
 
 def run_scale(argv: list[str]) -> int:
-    """Write the request and print what is asked for: the exit code."""
+    """Write the request and print the requested sizes; returns the exit code."""
     parser = Parser(prog="verl scale", description=_ABOUT)
     parser.add_argument("run", help="the run folder (trainer.default_local_dir)")
     parser.add_argument(

@@ -64,7 +64,7 @@ def supervise(work: Callable[[Path | None, bool], int], folder: Path, rules: Tra
     """Run `work` in a child process and return its exit code; `folder` is the run folder.
 
     `work` gets the newest checkpoint that this run has saved, if any, and whether it is a restart after a crash. In the child
-    this function returns what `work` returns and raises what it raises. On a system without `sigtimedwait`, `work` runs in
+    this function returns the result of `work` or raises its error. On a system without `sigtimedwait`, `work` runs in
     this process, unsupervised.
     """
     if not hasattr(signal, "sigtimedwait"):
@@ -158,7 +158,7 @@ class Supervisor:
 
     def _forward(self, found: Any, child: int) -> None:
         self._stop_requested = True
-        if found.si_code <= 0:  # sent to this process alone; a signal of the terminal has reached the child as well
+        if found.si_code <= 0:  # sent only to this process; a signal of the terminal has reached the child as well
             os.kill(child, found.si_signo)
 
     def decide(self, ending: Ending) -> int | None:

@@ -1,4 +1,4 @@
-"""`verl view RUN ...`: runs in a browser; and the page that a run starts beside itself."""
+"""`verl view RUN ...`: runs in a browser; and the page that a run starts for itself."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _run_folder(name: str) -> Path:
 
 @contextmanager
 def page_of(loaded: LoadedConfig[Any], *, whole_process: bool) -> Iterator[None]:
-    """While entered, the page of the run is served by a process beside it, if trainer.page asks for one.
+    """While entered, a separate process serves the page of the run, if trainer.page asks for a page.
 
     `whole_process`: this process has no other work; `auto` asks for a page only then, and not with VERL_PAGE=0 in the
     environment. Raises MissingExtraError without the extra `page`, and ConfigError when the address is taken.

@@ -1,4 +1,4 @@
-"""Memory and disk of a run: estimates from shapes, and checks against what is free.
+"""Memory and disk of a run: estimates from shapes, and checks against the free memory and disk.
 
 Estimates are within about a quarter: they catch a wrong order of magnitude.
 """
@@ -53,8 +53,8 @@ def cache_bytes(
 
 
 def activation_bytes(model: ModelShape, num_tokens: int, width: int, *, checkpointing: bool) -> int:
-    """Bytes that a micro-batch of `num_tokens` tokens adds: what it keeps for its backward pass (with checkpointing the layers'
-    inputs), and what the layer at work and a chunk of logits take."""
+    """Bytes that a micro-batch of `num_tokens` tokens adds: activations kept for the backward pass (with checkpointing the
+    layers' inputs), and the buffers of the current layer and of a chunk of logits."""
     layout = ParallelLayout(
         zero=0,
         recompute="full" if checkpointing else "none",

@@ -181,8 +181,8 @@ def _resumption(subject: Subject, folder: Path, steps: list[int]) -> Iterator[Li
 
 
 def _changed_inputs(subject: Subject, checkpoint: Path) -> Iterator[Line]:
-    """A line for files whose content is not what it was when `checkpoint` was saved. Raises CheckpointError where that, or its
-    program, keeps the run from resuming."""
+    """A line for files whose content has changed since `checkpoint` was saved. Raises CheckpointError where the change, or the
+    checkpoint's program, keeps the run from resuming."""
     from verl.programs.api import PROGRAMS
     from verl.run.inputs import changed_inputs, inputs_of
     from verl.run.resuming import read_state

@@ -1,1 +1,1 @@
-"""Reading what was written for the existing verl: launch scripts, YAML files, Python files."""
+"""Reading of files written for the existing verl: launch scripts, YAML files, Python files."""

@@ -79,7 +79,7 @@ def _missing_package(module: str, folder: Path) -> str:
 
 
 def _reward_function(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Line:
-    """Whether it accepts the call by keyword, with the four arguments of a sample or those of a batch."""
+    """Whether the function accepts a call by keyword, with the four arguments of a sample or the arguments of a batch."""
     arguments = node.args
     names = [a.arg for a in (*arguments.args, *arguments.kwonlyargs)]
     optional = {a.arg for a in arguments.args[len(arguments.args) - len(arguments.defaults) :]}

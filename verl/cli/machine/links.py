@@ -1,4 +1,4 @@
-"""Links between GPUs and between machines, by the driver and the kernel, and what they mean for communication settings."""
+"""Links between GPUs and between machines, as the driver and the kernel list them, and advice on communication settings."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def described(of_links: dict[str, Any]) -> str:
 
 
 def advice(of_links: dict[str, Any]) -> Iterator[Line]:
-    """Settings that work against the links that are there, and sizes that fit them. NCCL's own choices are left alone: it
-    looks at the same links."""
+    """Settings that conflict with the machine's links, and sizes that fit the links. NCCL's own choices are not reviewed,
+    since it looks at the same links."""
     parts, settings = islands(of_links["gpu_links"]), of_links["settings"]
     joined = [part for part in parts if len(part) > 1]
     if joined and settings.get("NCCL_P2P_DISABLE") == "1":

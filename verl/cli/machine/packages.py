@@ -1,4 +1,4 @@
-"""Python interpreters and packages. Heavy packages are imported in a subprocess: one that hangs or crashes is reported."""
+"""Python interpreters and packages. Heavy packages are imported in a subprocess, so that a hang or a crash is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imports of heavy packages, each in a process of its own: `probes PACKAGE` prints facts of PACKAGE as one line of JSON."""
+"""Imports of heavy packages, each in a separate process: `probes PACKAGE` prints facts of PACKAGE as one line of JSON."""
 
 from __future__ import annotations
 

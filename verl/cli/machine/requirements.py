@@ -1,4 +1,4 @@
-"""Packages that verl needs: those that are missing, too old or broken, a sentence each. Needs none of them itself."""
+"""Packages that verl needs: a sentence for each missing, outdated or broken package. This module needs none of them."""
 
 from __future__ import annotations
 
