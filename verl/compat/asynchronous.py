@@ -41,7 +41,7 @@ def main_one_step_off(argv: Sequence[str]) -> int:
 
 
 def fully_async(argv: Sequence[str]) -> list[str]:
-    """The overrides of `verl train` for those of the fully-asynchronous trainer. Raises ConfigError.
+    """Translate overrides of the fully-asynchronous trainer to overrides of `verl train`. Raises ConfigError.
 
     It syncs weights after `trigger_parameter_sync_step` groups of `require_batches` x `ppo_mini_batch_size` prompts. That
     product is train_batch_size here, where each step ends with a weight sync. `rollout.total_rollout_steps` counts
@@ -78,7 +78,7 @@ def fully_async(argv: Sequence[str]) -> list[str]:
 
 
 def one_step_off(argv: Sequence[str]) -> list[str]:
-    """The overrides of `verl train` for those of the one-step-off trainer: one batch ahead."""
+    """Translate overrides of the one-step-off trainer to overrides of `verl train`: one batch ahead."""
     arguments = _common(argv)
     arguments.default(f"{_ROLLOUT}.prefetch_num", 1)
     return _placed(arguments)

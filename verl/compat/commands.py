@@ -13,22 +13,22 @@ from verl.errors import ConfigError
 
 
 def main_ppo(argv: Sequence[str]) -> int:
-    """`verl train` in a process of its own: the exit code."""
+    """Run `verl train` as the whole process; returns the exit code."""
     return run_verb("train", argv, whole_process=True)
 
 
 def sft_trainer(argv: Sequence[str]) -> int:
-    """`verl sft` in a process of its own: the exit code. The launcher or trainer.n_gpus_per_node decides about Ray."""
+    """Run `verl sft` as the whole process; returns the exit code. The launcher or trainer.n_gpus_per_node decides about Ray."""
     return run_verb("sft", argv, whole_process=True)
 
 
 def preference_trainer(argv: Sequence[str]) -> int:
-    """`verl preference` in a process of its own: the exit code."""
+    """Run `verl preference` as the whole process; returns the exit code."""
     return run_verb("preference", argv, whole_process=True)
 
 
 def rm_trainer(argv: Sequence[str]) -> int:
-    """`verl rm` in a process of its own: the exit code."""
+    """Run `verl rm` as the whole process; returns the exit code."""
     return run_verb("rm", argv, whole_process=True)
 
 

@@ -89,7 +89,7 @@ def _built_in(registry: Registry) -> list[str]:
     return [name for name in registry if registry.get(name).__module__.startswith("verl.algorithms.")]
 
 
-# order of the positional arguments, where it is not that of `older_advantage`
+# order of the positional arguments, where it differs from `older_advantage`
 _GROUP_ORDER = ("token_level_rewards", "response_mask", "index", "epsilon", "norm_adv_by_std_in_grpo")
 _ORDERS = {
     "gae": ("token_level_rewards", "values", "response_mask", "gamma", "lam"),

@@ -29,7 +29,7 @@ _BODY = str(Path(__file__).with_name("module.py"))
 
 
 class CompatibilityFinder:
-    """Meta path finder: a listed module without a file of its own gets the code of verl/compat/module.py.
+    """Meta path finder: a listed module without its own file gets the code of verl/compat/module.py.
 
     It stands first on `sys.meta_path`: an empty folder left by an older checkout would otherwise be found as a
     namespace package.
@@ -37,7 +37,7 @@ class CompatibilityFinder:
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """The spec of a listed module, that of its own file first; None for any other module."""
+        """The spec of a listed module, from its own file if there is one; None for any other module."""
         if name not in IS_PACKAGE:
             return None
         file = PathFinder.find_spec(name, path)

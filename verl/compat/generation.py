@@ -42,7 +42,7 @@ def _generate(argv: list[str]) -> int:
 
 
 def translate(argv: Sequence[str]) -> list[str]:
-    """The command line of `verl generate` for that of `main_generation`. Raises ConfigError."""
+    """Translate the command line of `main_generation` to the command line of `verl generate`. Raises ConfigError."""
     arguments = Arguments(argv)
     arguments.drop_config_flags(("generation", "ppo_trainer"))
     output = str(arguments.take("data.output_path"))

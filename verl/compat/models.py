@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def compute_position_id_with_mask(mask: Tensor) -> Tensor:
-    """Position of each token among those that the mask keeps, [batch, sequence]; padding on the left has position 0."""
+    """Position of each token among the tokens that the mask keeps, [batch, sequence]; padding on the left has position 0."""
     return torch.clip(torch.cumsum(mask, dim=-1) - 1, min=0)
 
 
@@ -40,7 +40,7 @@ def print_model_size(model: torch.nn.Module, name: str | None = None) -> None:
 
 
 def get_generation_config(model: str, trust_remote_code: bool = False) -> Any:
-    """The GenerationConfig of a folder or hub name, or the one that its config.json implies; None without either."""
+    """The GenerationConfig of a folder or hub name, or the config that its config.json implies; None without either."""
     import transformers
 
     try:
@@ -66,8 +66,8 @@ def update_model_config(module_config: Any, override_config_kwargs: Mapping[str,
 def check_model_consistency(
     model_path: str, module: Any = None, *, trust_remote_code: bool = False, tolerance: float = 1e-4
 ) -> dict[str, Any]:
-    """Whether a loaded model is that of its folder: every parameter bit by bit, and the log-probs of a forward pass on a few
-    tokens to `tolerance`, both against transformers' own model.
+    """Compare a loaded model with the model of its folder: every parameter bit by bit, and the log-probs of a forward pass on a
+    few tokens to `tolerance`, both against transformers' own model.
 
     `module` is the model of an engine (`worker.actor.engine.module`), by default a new one in float32. Returns parameters,
     forward (packed, padded or logits) and largest_difference. Raises ModelError naming what differs.

@@ -122,7 +122,7 @@ is_trl_available = functools.cache(functools.partial(_is_installed, "trl"))
 
 
 def import_external_libs(external_libs: str | Sequence[str] | None = None) -> None:
-    """Import modules for what they register: one dotted name, or several. Raises ConfigError."""
+    """Import modules that register objects: one dotted name, or several. Raises ConfigError."""
     names = [external_libs] if isinstance(external_libs, str) else external_libs or []
     for name in names:
         load_module(name)

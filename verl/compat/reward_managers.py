@@ -183,7 +183,7 @@ register = REWARD_MANAGERS.register
 
 
 def get_reward_manager_cls(name: str) -> Any:
-    """The manager class `name`: a built-in one of this contract, or one that a script has registered. Raises ConfigError."""
+    """The manager class `name`, built into this contract or registered by a script. Raises ConfigError."""
     return (REWARD_MANAGERS if name in REWARD_MANAGERS and name not in _OLDER else _OLDER).get(name)
 
 

@@ -36,18 +36,18 @@ _TOKENIZED = ("input_ids", "labels", "loss_mask", "completion_mask")
 
 
 class RLRunner:
-    """Arguments are those of transformers.Trainer and of TRL's trainers, and:
+    """Runner with the arguments of transformers.Trainer and of TRL's trainers, and:
 
     `reward_funcs`: functions f(prompts, completions, **columns) -> list of numbers (TRL), verl's compute_score, or the path
     of a sequence classification model. `algorithm`: sft, dpo, grpo or ppo (default: grpo with `reward_funcs`, dpo where rows
     have chosen and rejected, else sft). `ref_model`: another reference for dpo than the model at the start. `model` may be a
-    PeftModel with one LoRA adapter, which trains alone; `peft_config` makes one of a plain module.
+    PeftModel with one LoRA adapter, in which only the adapter trains; `peft_config` makes a plain module a PeftModel.
     `config`: keys of docs/config.md as `key=value` texts or a mapping, which must not contradict `args`.
 
-    Rows for sft have input_ids (and labels), or the columns of docs/sft.md; `data_collator` is applied to each row alone. Rows
-    for dpo have those of docs/preferences.md, rows for the others `prompt`, a text or messages. `args` may be a
-    TrainingArguments or a config of TRL; a field that is set and has no meaning here is refused. Raises ConfigError and
-    DataError before anything is trained.
+    Rows for sft have input_ids (and labels), or the columns of docs/sft.md; `data_collator` is applied to each row by
+    itself. Rows for dpo have the columns of docs/preferences.md; rows for the others have `prompt`, a text or messages.
+    `args` may be a TrainingArguments or a config of TRL; a field that is set and has no meaning here is refused. Raises
+    ConfigError and DataError before anything is trained.
     """
 
     def __init__(
@@ -144,9 +144,9 @@ class RLRunner:
         return TrainOutput(self.state.global_step, float(np.mean(losses)) if losses else 0.0, {})
 
     def evaluate(self, eval_dataset: Iterable[Mapping[str, Any]] | None = None) -> dict[str, float]:
-        """Metrics of the current weights on `eval_dataset` (default: that of the runner), eval_loss and others; with
-        compute_metrics also its own. The reference of dpo is ref_model, or the model at the start of training; raises
-        ConfigError where that has moved (sync_ref_model)."""
+        """Metrics of the current weights on `eval_dataset` (default: the runner's dataset): eval_loss and others, and the
+        metrics of compute_metrics. The reference of dpo is ref_model, or the model at the start of training; raises
+        ConfigError where the reference has moved (sync_ref_model)."""
         rows = self.eval_dataset if eval_dataset is None else list(eval_dataset)
         if not rows:
             raise ConfigError("RLRunner.evaluate needs eval_dataset.")

@@ -127,7 +127,7 @@ class Arguments:
         keep, section = "max_ckpt_to_keep", "checkpoint"
         if self.algorithm not in GIVEN_ROWS:
             keep, section = "max_actor_ckpt_to_keep", "actor_rollout_ref.actor.checkpoint"
-        never = getattr(args.save_strategy, "value", args.save_strategy) == "no"  # beside the last step
+        never = getattr(args.save_strategy, "value", args.save_strategy) == "no"  # except at the last step
         return {
             "trainer.default_local_dir": args.output_dir,
             "trainer.total_training_steps": self.max_steps,

@@ -52,7 +52,7 @@ def is_peft(module: Any) -> bool:
 
 
 def write_model(module: Any, folder: Path) -> dict[str, Path]:
-    """Write the weights for from_pretrained, adapters beside them; returns keys of the config's section `model`."""
+    """Write the weights for from_pretrained, adapters in a subfolder; returns keys of the config's section `model`."""
     if not is_peft(module):
         module.save_pretrained(folder)
         return {"path": folder}
@@ -77,7 +77,7 @@ def write_merged(module: Any, folder: Path) -> Path:
 
 
 def take_weights(module: Any, role: Path) -> None:
-    """Put the weights of a checkpoint's role into `module`: of a model with adapters those alone, else all."""
+    """Put the weights of a checkpoint's role into `module`: only the adapters' weights if it has adapters, else all."""
     from safetensors.torch import load_file
 
     if is_peft(module):

@@ -53,7 +53,7 @@ class Script:
     current: ClassVar[Script | None] = None
 
     def call(self, event: str, **values: Any) -> None:
-        """Call `event` of every callback; transformers' own ones decide what is due."""
+        """Call `event` of every callback; transformers' own callbacks decide which actions are due."""
         self.control = getattr(self.events, event)(self.args, self.state, self.control, **values)
 
     def log(self, metrics: Mapping[str, float]) -> None:

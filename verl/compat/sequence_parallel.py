@@ -79,8 +79,8 @@ def slice_input_tensor(x: Tensor, dim: int, padding: bool = False, group: dist.P
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather of shares of equal shape along an axis. The gradient of a rank is its share of its own output gradient,
-    times the number of ranks with `scale`."""
+    """All-gather of shares of equal shape along an axis. A rank's gradient is its share of the gradient of its output, times
+    the number of ranks with `scale`."""
 
     @staticmethod
     def forward(ctx: Any, share: Tensor, dim: int, scale: bool, group: dist.ProcessGroup) -> Tensor:

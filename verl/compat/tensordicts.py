@@ -34,7 +34,7 @@ def assign_non_tensor_data(tensor_dict: TensorDict, key: str, val: Any) -> None:
 
 
 def assign_non_tensor_stack(tensor_dict: TensorDict, key: str, val: list[Any]) -> None:
-    """Store one object per row, in place. Raises ValueError when their number is not that of the rows."""
+    """Store one object per row, in place. Raises ValueError when their number differs from the number of rows."""
     if len(val) != len(tensor_dict):
         raise ValueError(f"{key!r} has {len(val)} objects for {len(tensor_dict)} rows.")
     tensor_dict.set(key, _stack(val))

@@ -65,7 +65,7 @@ class Tracking:
 
 
 class ValidationGenerationsLogger:
-    """Validation samples as a table in the named trackers: those of this process's newest Tracking, else its own."""
+    """Validation samples as a table in the named trackers: the trackers that this process opened last, else new ones."""
 
     def __init__(self, project_name: str | None = None, experiment_name: str | None = None):
         self.project_name = project_name or "verl"

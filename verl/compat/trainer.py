@@ -118,9 +118,9 @@ class RLTrainer:
     """A run that is taken step by step: `with RLTrainer(config) as trainer: trainer.step()`.
 
     `config` is a list of `key=value` texts, a tree (OmegaConf, a dict, dataclasses of verl.config), or what load_config
-    returns; `log_with` names trackers beside those of trainer.logger. `reward_fn` is a compute_score function of a file, which
-    reward processes load from there: a script that names one of its own starts below `if __name__ == "__main__"`. Raises the
-    errors of `verl train`.
+    returns; `log_with` names trackers in addition to trainer.logger. `reward_fn` is a compute_score function of a file, which
+    reward processes load from the file: a script that names its own function starts below `if __name__ == "__main__"`. Raises
+    the errors of `verl train`.
     """
 
     def __init__(
