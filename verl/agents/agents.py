@@ -64,7 +64,7 @@ def known_loops(config: PPOConfig) -> frozenset[str]:
 class Agents:
     """Episodes of one rank. Raises ConfigError for tools, loops or a template that cannot be used.
 
-    `np_dtype` gives the dtype of log-probs. `folder` is that of the run, for transcripts and results of tools.
+    `folder` is the run folder, for transcripts and results of tools.
     """
 
     def __init__(
@@ -138,10 +138,10 @@ class Agents:
         limit: int | None = None,
         before: Sequence[Trajectory] | None = None,
     ) -> list[EpisodeResult]:
-        """`params.n` episodes of each prompt, ordered by (prompt, sample), of up to `limit` tokens each (None: those of
-        `params`). One that has sampled params.max_new_tokens tokens by then pauses: its trajectory can resume. With
-        `before`, one for each row of `prompts`, those episodes continue, under the `step` in which they began.
-        `on_finish` gets finished ones."""
+        """Generate `params.n` episodes of each prompt, ordered by (prompt, sample), of up to `limit` tokens each (None:
+        params.max_new_tokens), with log-probs in `dtype`. An episode that samples params.max_new_tokens tokens before
+        `limit` pauses; its trajectory can resume. With `before`, one for each row of `prompts`, these episodes continue
+        under the `step` in which they began. `on_finish` gets each finished episode."""
         # greedy samples, of ReMax or of validation, are one of each prompt
         if before is None and params.n % self.num_players:
             raise ConfigError(
@@ -180,7 +180,7 @@ class Agents:
         split: str,
         limit: int,
     ) -> list[EpisodeTask]:
-        """The tasks of (row of `prompts`, sample, what it has so far)."""
+        """The tasks of `wanted`: (row of `prompts`, sample, trajectory so far)."""
         ordinals = prompts.batch["ordinal"].tolist()
         objects = prompts.non_tensor_batch
         names = [
@@ -297,7 +297,7 @@ class Agents:
         return EpisodeResult(episode.task, trajectory, reward, extra, output.num_turns, times)
 
     def _checked_rewards(self, reward: Any, fields: dict[str, Any]) -> tuple[float | None, dict[str, Any]]:
-        """All rewards of an episode as numbers, of any source. Raises EpisodeError for one that no scorer could return."""
+        """An episode's rewards from all sources as numbers. Raises EpisodeError for a reward that no scorer could return."""
         limits = Limits(max_abs_score=self.config.reward.max_abs_score)
         try:
             for name in [name for name in REWARD_LISTS if fields.get(name) is not None]:
@@ -359,7 +359,7 @@ def is_paused(result: EpisodeResult) -> bool:
 
 
 def _plain_output(output: Any) -> Any:
-    """The output of a loop, also of a class of its own with these fields."""
+    """The output of a loop; an object of another class with the same fields becomes a dict."""
     if isinstance(output, AgentLoopOutput | dict):
         return output
     return {name: getattr(output, name) for name in AgentLoopOutput.__dataclass_fields__ if hasattr(output, name)}

@@ -152,7 +152,7 @@ class ChatContinuity:
         except DataError:
             if not any(message["role"] == "tool" for message in messages):
                 raise
-            # templates that have an answer follow a call alone
+            # some templates render a tool's answer only after a call
             text = self._after_calls(messages)
         else:
             text = text.partition(MARK)[2] if MARK in text else self._missing()
@@ -162,7 +162,7 @@ class ChatContinuity:
             return text, None
         name = self.tokenizer.convert_ids_to_tokens(first)
         start = text.find(name)
-        # what the template writes between content and end, such as a line end, the policy did not sample
+        # the policy did not sample the template's text between content and end, such as a line end
         return text[start:] if start >= 0 else text, first if start >= 0 else None
 
     def _after_calls(self, messages: Sequence[dict[str, Any]]) -> str:

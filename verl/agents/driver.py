@@ -68,7 +68,7 @@ class _Dropped:
 
 
 class EventLoop:
-    """An event loop on a thread of its own, which ends with the process."""
+    """An event loop on its own thread, which ends with the process."""
 
     def __init__(self, name: str = "episodes"):
         self.loop = asyncio.new_event_loop()

@@ -85,8 +85,8 @@ def players_of_games(config: PPOConfig, environments: Mapping[str, Any]) -> int:
 
 @register_agent_loop("environment_agent")
 class EnvironmentAgentLoop(ToolAgentLoop):
-    """See above. The reward of an episode is the sum of its turns' rewards, each discounted by turn_discount, or that of
-    get_reward; without either the reward function scores it."""
+    """The loop `environment_agent`, see above. The reward of an episode is the sum of its turns' rewards, each discounted by
+    turn_discount, or the result of get_reward. Without either, the reward function scores the episode."""
 
     environments: dict[str, Callable[..., Any]]
     matches: Matches
@@ -228,14 +228,14 @@ class EnvironmentAgentLoop(ToolAgentLoop):
 
 
 def tools_of(environment: Any) -> list[BaseTool]:
-    """The public methods of an environment, but those of the contract."""
+    """The public methods of an environment as tools, except the methods of the contract."""
     classes = [cls for cls in reversed(type(environment).__mro__) if cls is not object]
     names = dict.fromkeys(name for cls in classes for name, value in vars(cls).items() if callable(value))
     return [FunctionTool(getattr(environment, n)) for n in names if not n.startswith("_") and n not in _OWN]
 
 
 def _seeded(environment: Any, row: dict[str, Any], task: EpisodeTask) -> dict[str, Any]:
-    """The arguments of reset. The samples of a prompt play one game: its seed is that of the row, else the prompt's number."""
+    """The arguments of reset. The samples of a prompt play one game. Its seed is the row's, else the prompt's number."""
     seed = (row.get("extra_info") or {}).get("seed", task.ordinal)
     return _accepted(environment.reset, {**row, "seed": seed})
 

@@ -1,12 +1,12 @@
 """One episode: the turns of an agent on one sample, with the provenance of every token.
 
 A branch is a sequence of tokens that grows turn by turn. A call whose prompt begins with the tokens of a branch continues it,
-and the engine keeps what it has computed; any other call begins a branch of its own. What trains is a branch: its sampled
+and the engine keeps its computed state. Any other call begins a new branch. A branch is the unit of training: its sampled
 tokens carry the log-probs and the weight version with which they were sampled, all others are context.
 
-An episode may pause while the weights change (`EpisodeTask.part`). Then it is taken from its beginning again: the agent acts as
-before, its turns are answered with the tokens that were sampled (`EpisodeTask.so_far`), its tools with their recorded results.
-So it continues after a pause as it does after a kill.
+An episode may pause while the weights change (`EpisodeTask.part`). Then it is repeated from its beginning. The agent acts as
+before: its turns are answered with the sampled tokens (`EpisodeTask.so_far`), its tools with their recorded results.
+The episode continues after a pause as it does after a kill.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Branch:
         self.versions += other.versions[taken]
 
     def add(self, tokens: Sequence[int], log_probs: Sequence[float] | None, version: int) -> None:
-        """Append tokens; `log_probs` is None for those that were not sampled."""
+        """Append tokens; `log_probs` is None for tokens that were not sampled."""
         self.tokens += tokens
         self.sampled += [log_probs is not None] * len(tokens)
         self.log_probs += [0.0] * len(tokens) if log_probs is None else log_probs
@@ -120,7 +120,7 @@ class EpisodeResult:
 
 
 class Episode:
-    """The state of one episode; used on the event loop alone. `submit` hands a request to the engine."""
+    """The state of one episode, used only on the event loop. `submit` sends a request to the engine."""
 
     def __init__(self, task: EpisodeTask, submit: Submit):
         self.task = task
@@ -150,7 +150,7 @@ class Episode:
         most = min(room, max_new_tokens or room)
         branch.is_busy = True
         if len(self.branches) > 1 or (branch.tokens and len(prompt) == len(branch.tokens)):
-            # turns can be told from tokens in one branch alone, with other tokens between them
+            # tokens show the turns only in a single branch, with other tokens between the turns
             self._num_left = None
         reason = self._repeat(branch, prompt, most)
         while reason is None:
@@ -163,7 +163,7 @@ class Episode:
         return Completion(self.task.ordinal, branch.number, tokens, log_probs, reason, max(branch.versions[start:]))
 
     def _repeat(self, branch: Branch, prompt: list[int], most: int) -> FinishReason | None:
-        """Answer a turn with what it sampled in an earlier part. Returns how it ended; None where it continues, or is new."""
+        """Answer a turn with its tokens of an earlier part. Returns the finish reason; None where it continues, or is new."""
         past, start = self._past, len(prompt)
         if past is None:
             return None
@@ -269,8 +269,8 @@ class Episode:
     def trajectory(
         self, prompt_ids: Sequence[int], response_ids: Sequence[int], mask: Sequence[int], status: Status
     ) -> Trajectory:
-        """The trajectory of a response whose tokens with mask 1 train. Raises EpisodeError for one that would train on a
-        token which was not sampled at its place."""
+        """The trajectory of a response whose tokens with mask 1 train. Raises EpisodeError where a token would train that was
+        not sampled at its place."""
         prompt_ids, response_ids = (
             self._token_ids(ids, name) for name, ids in (("prompt_ids", prompt_ids), ("response_ids", response_ids))
         )
@@ -322,8 +322,8 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def failed(task: EpisodeTask, why: str, filler: int, version: int, **more: Any) -> EpisodeResult:
-    """The result of an episode that cannot train: a response of one token that has mask 0, behind those of earlier parts, which
-    do not train either."""
+    """The result of an episode that cannot train: a response of one token with mask 0. It follows the tokens of earlier parts,
+    which do not train either."""
     prompt = task.prompt_ids[: task.max_prompt_length] or (filler,)
     empty = Segment(np.asarray([filler], dtype=np.int32), None, version, "environment")
     trajectory = Trajectory(task.ordinal, task.sample, prompt, [empty], "abort")
@@ -347,8 +347,8 @@ def in_dtype(found: EpisodeResult, dtype: type[np.floating[Any]]) -> EpisodeResu
 
 
 def recorded(folder: Path, found: Sequence[Trajectory], *, step: int, split: str, limit: int) -> list[EpisodeResult]:
-    """The episodes that the ledger has as `found`, with what it does not have of them: prompts, rewards, errors, what reaches
-    the reward function. They began in `step`; `folder` is that of the run. Raises LookupError when one is not recorded."""
+    """The episodes of the ledger, `found`, completed from the journal: prompts, rewards, errors, inputs of the reward function.
+    They began in `step`; `folder` is the run folder. Raises LookupError when an episode is not recorded."""
     newest = {}
     for file in sorted((folder / FOLDER).glob(f"step_{step:06d}.rank*.jsonl")):
         for record in read(file):

@@ -69,7 +69,7 @@ class FrozenLake(GymnasiumText):
 
 
 class FrozenLakes(FrozenLake):
-    """A lake of its own for each seed, whose goal can be reached."""
+    """FrozenLake with a separate map for each seed, whose goal can be reached."""
 
     def reset(self, seed: int | None = None, **row: Any) -> tuple[str, dict[str, Any]]:
         """Begin on the lake of a seed."""
@@ -145,7 +145,7 @@ class TextArena:
         self.env.reset(num_players=num_players, seed=seed)
 
     def _observation(self) -> tuple[int, str]:
-        """The player whose turn it is, and what is new to them: observations repeat the game from its beginning."""
+        """The player whose turn it is, and the new text of their observation, which repeats the game from its beginning."""
         assert self.env is not None
         player, observation = self.env.get_observation()
         text = observation if isinstance(observation, str) else "\n".join(str(part[1]) for part in observation)
@@ -169,7 +169,7 @@ class TextArenaSelfPlay(TextArena):
         self._begin(row, seed, self.num_players)
 
     def observe(self) -> tuple[int, str]:
-        """The player whose turn it is, and what they read."""
+        """The player whose turn it is, and the text that they read."""
         return self._observation()
 
     def step(self, text: str) -> bool:  # type: ignore[override]

@@ -35,7 +35,7 @@ class Journal:
         self._file: Any = None
 
     def begin(self, step: int) -> None:
-        """Results of `step` are recorded from now on, and those that are recorded already are found."""
+        """Record the results of `step` from now on, and load the results that are recorded already."""
         if self.folder is None or step == self._step:
             return
         self.close()

@@ -27,12 +27,12 @@ from verl.tools.tool_registry import load_class, read_list
 
 log = logging.getLogger(__name__)
 
-_IGNORED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop")  # those of the run hold
+_IGNORED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop")  # the run's values hold
 
 
 @dataclass
 class AgentLoopMetrics(Record):
-    """Seconds of an episode by what it did."""
+    """Seconds that an episode spent on each activity."""
 
     generate_sequences: float = 0.0
     tool_calls: float = 0.0
@@ -81,7 +81,7 @@ class DictConfigWrap:
 
 
 class AsyncLLMServerManager:
-    """The policy, for loops. Tokens depend on the episode and its tokens so far alone; `request_id` is not looked at."""
+    """The policy, for loops. Tokens depend only on the episode and its tokens so far; `request_id` is ignored."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         self._warned = False
@@ -142,8 +142,8 @@ class AgentLoopBase(ABC):
         videos: Any = None,
         remove_system_prompt: bool = False,
     ) -> list[int]:
-        """Token ids of messages up to the next turn of the model. With `remove_system_prompt` those that follow a sampled
-        turn, see ChatContinuity.suffix."""
+        """Token ids of messages up to the next turn of the model. With `remove_system_prompt`, the token ids that follow a
+        sampled turn, see ChatContinuity.suffix."""
         if remove_system_prompt:
             branches = CURRENT.get().branches
             return self.suffix(messages, branches[-1].tokens[-1] if branches and branches[-1].tokens else None)
@@ -175,8 +175,8 @@ def register_agent_loop(agent_name: str) -> Callable[[type[AgentLoopBase]], type
 
 
 def load_loops(config_path: str | None) -> dict[str, tuple[type[AgentLoopBase], dict[str, Any]]]:
-    """Name -> (class, further arguments): the loops of this package, those that are registered, and those of the YAML file
-    `agent_loop_config_path`. Raises ConfigError for a file that cannot be used."""
+    """Name -> (class, further arguments) of this package's loops, of registered loops, and of the loops in the YAML file
+    `config_path`. Raises ConfigError for a file that cannot be used."""
     for module in ("tool_agent", "environments", "gateway.runner"):
         importlib.import_module(f"verl.agents.{module}")
     found = {}

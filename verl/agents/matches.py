@@ -7,8 +7,8 @@
         def step(self, text): return is_over
         def rewards(self): return {0: 1.0, 1: -1.0}
 
-Samples 0 and 1 of a prompt play one game, samples 2 and 3 the next. A player waits while others move. What each of them reads
-and samples depends on the game alone, so timing changes nothing.
+Samples 0 and 1 of a prompt play one game, samples 2 and 3 the next. A player waits while others move. The observations and
+samples of each player depend only on the game, so timing changes nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def num_players(environment: Any) -> int:
 
 
 class Match:
-    """One game. Used on the event loop alone."""
+    """One game, used only on the event loop."""
 
     def __init__(self, game: Any, bounded: Bounded, reset: Callable[[], Any]):
         self.game, self.bounded = game, bounded
@@ -73,7 +73,7 @@ class Match:
         return float(found.get(player, 0.0) if isinstance(found, Mapping) else found[player])
 
     def leave(self, player: int) -> None:
-        """A player's episode has ended. In the midst of a game that is a failure, which ends those of the others."""
+        """Remove a player whose episode has ended. During a game that is a failure, which ends the other players' episodes."""
         self.players.discard(player)
         if not self.is_over and self._failure is None:
             self._failure = f"its game ended because the episode of player {player} failed"

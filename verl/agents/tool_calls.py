@@ -1,4 +1,4 @@
-"""Calls of tools: with a time limit, a limit on what they answer, and an answer for each way in which a call can fail."""
+"""Calls of tools, with a time limit, a length limit for answers, and an answer for each way in which a call can fail."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class FunctionPool(Protocol):
     """Runs functions in sandboxed processes."""
 
     def submit(self, path: str, name: str, arguments: Mapping[str, Any]) -> Future[dict[str, Any]]:
-        """{"text", "reward", "metrics"}, or {"error"}: what the function did."""
+        """The future of the function's result: {"text", "reward", "metrics"}, or {"error"}."""
         ...
 
 
@@ -69,7 +69,7 @@ class ToolCalls:
         self.settings, self.journal, self.pool = settings, journal or Journal(None), pool
 
     def schemas(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        """The tools, or those of `names`, as chat templates read them."""
+        """The tools (with `names`, only the named tools) as chat templates read them."""
         return [t.tool_schema.for_template() for name, t in self.tools.items() if names is None or name in names]
 
     async def call(
@@ -81,7 +81,7 @@ class ToolCalls:
         kwargs: Mapping[str, Any] | None = None,
         agent_data: Any = None,
     ) -> ToolResult:
-        """The result of a call, never an exception. `names` are those that the row may call; `kwargs` its tools_kwargs."""
+        """The result of a call, never an exception. `names` are the tools that the row may call; `kwargs` its tools_kwargs."""
         number, context = episode.num_calls, episode.digest()
         episode.num_calls += 1
         task, digest = episode.task, call_digest(call.name, call.arguments, context)

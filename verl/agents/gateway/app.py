@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 30.0
 MAX_BODY = 32 << 20  # bytes
-MAX_REWARD = 1e308  # of a request: what a float holds. reward.max_abs_score is asked where the episode ends
+MAX_REWARD = 1e308  # of a request: the range of a float; the end of the episode checks reward.max_abs_score
 
 Handler = Callable[[Session, dict[str, Any]], Awaitable[Any]]
 
@@ -107,7 +107,7 @@ class Gateway:
 
 
 def reachable(host: str) -> str:
-    """The address by which a socket bound to `host` is reached: for all addresses, that of this machine."""
+    """The address of a socket bound to `host`: this machine's address where `host` stands for all addresses."""
     try:
         bound = ipaddress.ip_address(host)
     except ValueError:  # a name

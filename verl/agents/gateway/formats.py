@@ -36,7 +36,7 @@ class CompletionRequest:
 
 
 def _refuse(body: Mapping[str, Any]) -> None:
-    """Raise RequestError for what the policy cannot do."""
+    """Raise RequestError for options that the policy does not support."""
     if body.get("n") not in (None, 1):
         raise RequestError("n must be 1: the samples of a prompt are episodes of their own")
     kind = (

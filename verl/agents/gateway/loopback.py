@@ -2,7 +2,7 @@
 
     python -I -S loopback.py FD PORT COMMAND...    in the sandbox, before rights are dropped: sends the socket, becomes COMMAND
 
-It imports the standard library alone, so that it starts in some milliseconds.
+It imports only the standard library, so that it starts in a few milliseconds.
 """
 
 from __future__ import annotations

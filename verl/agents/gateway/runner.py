@@ -1,9 +1,9 @@
-"""The loop `endpoint_agent`: an agent that knows an endpoint alone, as a function or as a command.
+"""The loop `endpoint_agent`: an agent that knows only an endpoint, as a function or as a command.
 
     async def run(task: dict, base_url: str, api_key: str) -> float | dict | None
 
-`task` is the row; `prompt` and `raw_prompt` are its messages. A number is the reward, of a dict its entry "reward"; without
-one the reward that was posted holds, and without that the reward function scores the longest conversation. A command gets
+`task` is the row; `prompt` and `raw_prompt` are its messages. The reward is the returned number, or the entry "reward" of a
+dict, else the posted reward. Without any, the reward function scores the longest conversation. A command gets
 OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL and VERL_TASK (the row as JSON) in its environment; {prompt} in it becomes the
 row's last message.
 """
@@ -106,8 +106,8 @@ class EndpointAgentLoop(AgentLoopBase):
         )
 
     async def _command(self, words: list[str], task: dict[str, Any], session: Session) -> None:
-        """Run the command in a sandbox, and wait for its end; the episode's time limit holds. Without agent.runner_network it
-        reaches the endpoint alone, where the kernel grants a network of its own."""
+        """Run the command in a sandbox and wait for its end, within the episode's time limit. Without agent.runner_network it
+        reaches only the endpoint, where the kernel grants a separate network."""
         env = {name: os.environ[name] for name in KEPT if name in os.environ}
         env |= {"OPENAI_API_KEY": self.gateway.sessions.token, "OPENAI_MODEL": MODEL, "VERL_TASK": json.dumps(task)}
         if self.limits.network:
@@ -176,8 +176,8 @@ def plain(value: Any) -> Any:
 
 
 def command_limits(reward: Any, network: bool) -> Limits:
-    """The limits of a command: those of reward functions, but for memory and processor time. Where the kernel grants no network
-    of its own, the command has the machine's, which a warning says."""
+    """The limits of a command: the limits of reward functions except memory and processor time. Where the kernel grants no
+    separate network, the command has the machine's, and a warning is logged."""
     limits = Limits(
         memory_mb=None,
         cpu_s=None,

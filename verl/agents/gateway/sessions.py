@@ -1,8 +1,8 @@
-"""Sessions of the gateway: the conversations of one episode, and the tokens that each is.
+"""Sessions of the gateway: the conversations of one episode, and the tokens of each.
 
-A call whose messages begin with those of an earlier call and its answer continues on the very tokens of that call; any other
+A call continues the very tokens of an earlier call if its messages begin with that call's messages and answer. Any other call
 (another system prompt, a shortened history, a sub-agent) begins a branch. The answer that an agent sends back may differ from
-the one it was given only in ids and in how JSON is written.
+the original only in ids and in the formatting of JSON.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Session:
     continuity: ChatContinuity
     parser: ToolParser
     stop_token_ids: frozenset[int]
-    first_messages: str  # those of the row, canonical
+    first_messages: str  # messages of the row, canonical
     reward: float | None = None
     info: dict[str, Any] = field(default_factory=dict)
     num_turns: int = 0
@@ -58,7 +58,7 @@ class Session:
     _known: dict[str, list[int]] = field(default_factory=dict)  # canonical messages, the answer included -> tokens
 
     async def chat(self, messages: Any, tools: Any, max_tokens: int | None) -> ModelTurn:
-        """The next turn of a conversation. Raises RequestError for one that cannot be rendered, or does not fit."""
+        """The next turn of a conversation. Raises RequestError when the conversation cannot be rendered or does not fit."""
         said, schemas = _messages(messages), _tools(tools)
         prompt_ids, is_first = await self._prompt(said, schemas)
         answer = await self.complete(prompt_ids, max_tokens, is_first=is_first)

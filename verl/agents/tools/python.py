@@ -1,5 +1,5 @@
-"""Python as a tool: `multi_turn.function_tool_path=pkg://verl.agents.tools.python`. Each program has a process of its own with
-limits on time and memory; with multi_turn.tool_sandbox it runs inside of the sandbox of tools."""
+"""Python as a tool: `multi_turn.function_tool_path=pkg://verl.agents.tools.python`. Each program has a separate process with
+limits on time and memory; with multi_turn.tool_sandbox it runs inside the sandbox of tools."""
 
 from __future__ import annotations
 
