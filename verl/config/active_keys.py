@@ -1,7 +1,7 @@
-"""Conditions under which a key is read: those that keys name in their declaration.
+"""Conditions under which a key is read. The declaration of a key names its condition.
 
-Each looks at the whole tree and at the section that holds the key; its sentences name the reason why the key is not read,
-and what to set.
+A condition reads the whole tree and the section that holds the key. Its sentences name the reason why the key is not read,
+and the key to set.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def uses_critic(root: Any) -> bool:
 
 
 def uses_rewards(root: Any) -> bool:
-    """Whether rewards train the policy; with a teacher alone they are only reported."""
+    """Whether rewards train the policy; where only a teacher trains it, rewards are only reported."""
     return not root.distillation.enabled or bool(root.distillation.distillation_loss.use_task_rewards)
 
 
@@ -77,7 +77,7 @@ def brings_reward(root: Any) -> bool:
 
 
 def _starts_engine(root: Any) -> bool:
-    """Whether generation is by an engine that may span devices beside those of the run's processes."""
+    """Whether the generation engine may span devices in addition to the devices of the run's processes."""
     rollout = root.actor_rollout_ref.rollout
     return rollout.name == "vllm" or (rollout.name == "sglang" and rollout.service.url is None)
 
@@ -155,7 +155,7 @@ def _reads(known: tuple[str, ...]) -> Condition:
 
 _PAIRED = tuple(name for name in names.PREFERENCE_LOSSES if name not in names.LABELLED_LOSSES)
 
-# those of the section `preference`
+# conditions of the section `preference`
 PREFERENCE_CONDITIONS: dict[str, Condition] = {
     **{key: _reads(known) for key, known in names.PREFERENCE_SETTINGS.items()},
     "f_divergence": _reads(names.DIVERGENCE_LOSSES),
@@ -164,7 +164,7 @@ PREFERENCE_CONDITIONS: dict[str, Condition] = {
     ),
 }
 
-# those of sections that all programs have
+# conditions of sections that all programs have
 SHARED_CONDITIONS: dict[str, Condition] = {
     "fixed_bsz": _fixed_bsz("use_dynamic_bsz"),
     "several_devices": Condition(

@@ -63,7 +63,7 @@ def verdicts(loaded: LoadedConfig[Any]) -> dict[str, Verdict]:
 
 
 def verdict(loaded: LoadedConfig[Any], path: str, setting: Setting) -> Verdict:
-    """That of one key, all features being there."""
+    """The verdict on one key, if all features are available."""
     leaf, value = loaded.schema.leaves[path], value_at(loaded.config, path)
     as_default = value == leaf.default or (path in loaded.followed and value == loaded.followed[path])
     if as_default and setting.source != "command line" and path not in loaded.misfits:
@@ -125,7 +125,7 @@ def _broken_rules(loaded: LoadedConfig[Any], faulty: set[str]) -> Iterator[Probl
     broken: set[str] = set()
     for problem in loaded.schema.problems(loaded.config, set(loaded.given)):
         broken.add(problem.key)
-        # once is enough for a key, and for those that take its value
+        # one problem is enough for a key and for the keys that take its value
         if problem.key not in faulty and not _followed(loaded, problem.key) & (broken | faulty):
             yield problem
 

@@ -21,13 +21,13 @@ class Alias:
     old: str
     new: str
     ignore: tuple[Any, ...] = (None,)  # values with which the spelling asks for nothing
-    implies: Mapping[str, Any] = field(default_factory=dict)  # keys that it sets besides, unless they are given
+    implies: Mapping[str, Any] = field(default_factory=dict)  # other keys that it sets, unless they are given
     values: Mapping[Any, Any] = field(default_factory=dict)  # its values, where the key has other ones
 
 
 @dataclass(frozen=True)
 class Removed:
-    """An older key without effect; one that ends with a dot stands for everything below it."""
+    """An older key without effect; a key that ends with a dot stands for everything below it."""
 
     key: str
     reason: str
@@ -45,7 +45,7 @@ class Unavailable:
     path: str
     what: str
     instead: str
-    values: bool | tuple[Any, ...]  # True: every value that is on; False: every one that is off
+    values: bool | tuple[Any, ...]  # True: every value that is on; False: every value that is off
     unless: tuple[Any, ...] | None = None  # given: every value but these
     hides: tuple[str, ...] = ()  # sections whose unknown keys may be of the feature
 

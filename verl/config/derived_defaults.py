@@ -22,7 +22,7 @@ _MODEL = "actor_rollout_ref.model"
 
 
 def _same(section: str, source: str, names: str) -> tuple[tuple[str, str], ...]:
-    """The keys `names` of `section` follow those of the same names in `source`."""
+    """Pairs of a key of `section` and the key of `source` that it follows, for each name in `names`."""
     return tuple((f"{section}.{name}", f"{source}.{name}") for name in names.split())
 
 
@@ -137,7 +137,7 @@ def derive_ppo(values: Mapping[str, Any], given: set[str]) -> Derived:
 
 
 def _agent_loop(values: Mapping[str, Any], given: set[str]) -> Derived:
-    """The loop that what is set asks for."""
+    """The default agent loop for an environment, a runner or multi_turn."""
     key = f"{_ROLLOUT}.agent.default_agent_loop"
     for source, loop in (
         (f"{_ROLLOUT}.agent.environment", "environment_agent"),

@@ -77,7 +77,7 @@ def _ppo_files() -> dict[str, str]:
 
 
 def _sft_files() -> dict[str, str]:
-    """The model's group is that of ppo_trainer, which has other spellings too; what only `verl sft` has is in the root."""
+    """The model's group is ppo_trainer's, which has other spellings too; keys that only `verl sft` has are in the root."""
     values = {path: _value(SFT, path) for path in SFT.leaves}
     older = {path: value for path, value in _older_spellings(SFT).items() if path.startswith(("engine.", "optim."))}
     shared = {f"model.{path}" for path in _taken(dict.fromkeys(PPO.leaves), "actor_rollout_ref.model")}
@@ -89,7 +89,7 @@ def _sft_files() -> dict[str, str]:
 
 
 def _differs(path: str, value: Any) -> bool:
-    """Whether a key of the critic's model has another default than that of the policy's model."""
+    """Whether a key has different defaults for the critic's model and the policy's model."""
     same = f"actor_rollout_ref.model.{path}"
     return same in PPO.leaves and value != _value(PPO, same)
 

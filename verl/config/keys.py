@@ -26,7 +26,7 @@ class Bounds:
     gt: float | None = None
     le: float | None = None
     lt: float | None = None
-    also: tuple[Any, ...] = ()  # values outside of the bounds that have a meaning of their own
+    also: tuple[Any, ...] = ()  # values outside of the bounds that have a special meaning
     length: int | None = None  # number of elements
 
     def hold(self, value: Any) -> bool:
@@ -76,7 +76,7 @@ def with_bound_of_unit(name: str, key: Key) -> Key:
 
 @dataclass(frozen=True)
 class Family:
-    """Names that a key, or each element of a list, may have, beside path/to/file.py:name."""
+    """Names that a key, or each element of a list, may have in addition to path/to/file.py:name."""
 
     what: str
     names: tuple[str, ...]
@@ -92,7 +92,7 @@ class Key:
     when: str = ""  # condition under which it is read (Schema.condition)
     neutral: tuple[Any, ...] = ()  # values that ask for nothing, so that an unread one is no error
     sizing: bool = False  # only sizes memory or hardware and cannot change a result, so that an unread one is no error
-    strict: str = ""  # why one that is given and not read is refused; "" where leaving it out changes nothing
+    strict: str = ""  # why a key that is given and not read is refused; "" where leaving it out changes nothing
     refused: str = ""  # of an inert key: what to do instead, where another value than the default would have an effect
     choices: tuple[Any, ...] = ()
     words: tuple[str, ...] = ()  # the texts that a key which holds a number may have instead
@@ -116,7 +116,7 @@ def used(
     **bounds: Any,
 ) -> Any:
     """A key that has an effect whenever the condition `when` holds. `strict`: why it is refused where it is not read.
-    `bounds` are those of Bounds: `ge=0, lt=1`."""
+    `bounds` are arguments of Bounds: `ge=0, lt=1`."""
     limits = Bounds(**bounds) if bounds else None
     return _leaf(default, Key(meaning, "", when, neutral, sizing, strict, "", choices, words, family, limits, path))
 
@@ -130,7 +130,7 @@ def section(
     sizing: bool = False,
     defaults: dict[str, Any] | None = None,
 ) -> Any:
-    """A nested section. `when`, `strict` and `sizing` hold for every key below; `defaults` replace those of `cls`."""
+    """A nested section. `when`, `strict` and `sizing` hold for every key below; `defaults` replace the defaults of `cls`."""
     key = Key(meaning, when=when, strict=strict, sizing=sizing)
     return field(default_factory=partial(cls, **(defaults or {})), metadata={"key": key})
 
@@ -187,7 +187,7 @@ def _names(cls: type) -> dict[str, None]:
 class Section:
     """Base of all sections: a frozen dataclass that can also be read like a mapping, as users' functions do.
 
-    A subclass has the fields of its body, and those that inert_keys.yaml declares for a class of its name.
+    A subclass has the fields of its body and the fields that inert_keys.yaml declares for its class name.
     """
 
     def __init_subclass__(cls) -> None:

@@ -211,7 +211,7 @@ def _interpolated(value: Any) -> bool:
 
 
 def _interpolate(schema: Schema[Any], values: dict[str, Any], origins: dict[str, str]) -> Misfits:
-    """Replace every `${...}` by what it stands for, as OmegaConf reads it, or by the default where it stands for nothing."""
+    """Replace every `${...}` by its value, as OmegaConf reads it, or by the key's default where it has no value."""
     from omegaconf import OmegaConf
 
     misfits: Misfits = {}

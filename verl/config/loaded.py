@@ -21,12 +21,12 @@ from verl.foreign_text import printable
 class LoadedConfig(Generic[R]):
     """A resolved configuration.
 
-    `origins` has for every key where its value comes from: "default", "config X" (of verl's own), "file X",
+    `origins` maps every key to the source of its value: "default", "config X" (built into verl), "file X",
     "command line", "follows <key>", with ", renamed from <spelling>" where the user wrote an older name. `given`
-    holds the keys the user set, and for those that would follow another key, `followed` the value they would have
-    had. `entries` holds every setting of a key, which are several for a free-form one. What went wrong on the way:
-    `faults`; `misfits` are the values that do not fit their key, for which the default stands in; `without_effect`
-    are keys that the tree has not, each with the reason why that is no fault.
+    holds the keys the user set. Where such a key would follow another key, `followed` holds the value it would have
+    had. `entries` holds every setting of a key; a free-form key may have several. `faults` are the problems found
+    while loading. `misfits` are the values that do not fit their key, which has its default instead. `without_effect`
+    are keys that are not in the tree, each with the reason why that is no fault.
     """
 
     schema: Schema[R]

@@ -82,7 +82,7 @@ class Schema(Generic[R]):
 
     `name` is the schema's part of compat.yaml. `follows` has (key, the key whose value it takes unless it is given); a
     followed key stands above its followers. `derive(values, given)` works out keys from several others. `config_names`
-    maps each `--config-name` that stands for defaults to the built-in file with them, or "" for those of the classes.
+    maps each `--config-name` that stands for defaults to the built-in file with them, or "" for the classes' defaults.
     `config_prefixes` are first words of built-in YAML files that are of this program. `group_choices` maps a Hydra
     config group to its options, and each option to the keys that it sets.
     """
@@ -143,7 +143,7 @@ class Schema(Generic[R]):
 
     def condition(self, name: str) -> Condition:
         """The condition that a key names as `when`: one of `conditions`, or a key with the values that it must have:
-        "algorithm.use_pf_ppo", "actor_rollout_ref.rollout.name=vllm|sglang"; ".limit" is beside the key that names it."""
+        "algorithm.use_pf_ppo", "actor_rollout_ref.rollout.name=vllm|sglang"; ".limit" is in the section of the key."""
         if name in self.conditions:
             return self.conditions[name]
         key, _, text = name.partition("=")

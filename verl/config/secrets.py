@@ -1,7 +1,7 @@
 """Keys, tokens and passwords: found by name, and masked in everything that a run writes.
 
-A value is secret when the name that it goes by says so: a config key (`reward_kwargs.api_key`) or an environment variable
-(`WANDB_API_KEY`), or when it is the password of a URL. Wherever it appears in what is written, `MASK` stands for it.
+The name of a config key (`reward_kwargs.api_key`) or an environment variable (`WANDB_API_KEY`) says whether its value is
+secret. The password of a URL is secret, too. `MASK` replaces it wherever the run writes it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""YAML files: finding them as Hydra does, and reading them with what they build upon."""
+"""YAML files: finding them as Hydra does, and reading them with the files they build upon."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from verl.foreign_text import clean
 from verl.regular_files import kind_of, read_user_text, require_regular
 
 _MAX_BYTES = 10_000_000  # of a file
-_MAX_VALUES = 100_000  # of a file, where aliases stand for what they name
+_MAX_VALUES = 100_000  # of a file, counting the values of an alias each time
 BUILT_IN = Path(__file__).parent / "yaml"
 PACKAGE = Path(__file__).parents[1] / "trainer"  # relative to which Hydra looks for --config-path
 
@@ -26,12 +26,12 @@ def built_in_names(schema: Schema[Any]) -> list[str]:
 
 
 def find(schema: Schema[Any], config_path: str | None, config_name: str | None) -> Path | None:
-    """The YAML file that is meant, or None for the defaults alone.
+    """The requested YAML file, or None for only the defaults.
 
-    `config_path` is a folder (then `config_name` is a file in it, with or without .yaml) or a YAML file; `config_name`
-    alone is a built-in name or a file. A folder `config`, also as pkg://verl.trainer.config, that has no such file is the
-    one of the installed package, as for Hydra: its names are the built-in ones. Raises ConfigError when there is no such
-    file.
+    `config_path` is a folder (then `config_name` is a file in it, with or without .yaml) or a YAML file. Without it,
+    `config_name` is a built-in name or a file. A folder `config` (or pkg://verl.trainer.config) without such a file
+    stands for the folder of the installed package, as in Hydra; its names are the built-in names. Raises ConfigError
+    when the file does not exist.
     """
     if config_path is not None and config_path.endswith((".yaml", ".yml")):
         return _existing(Path(config_path).expanduser())
@@ -127,8 +127,8 @@ def _parse(file: Path) -> dict[str, Any]:
 
 
 def read_limited(file: Path, load: Callable[[str], Any] | None = None, kind: str = "config file") -> Any:
-    """The content of a YAML file of the user's, by `load` (plain values without it). Raises ConfigError for one that is not
-    there or cannot be read, is too large or nested too deep, or whose aliases stand for too many values."""
+    """The content of a user's YAML file, read by `load` (plain values without it). Raises ConfigError for a file that is
+    missing, unreadable, too large or nested too deep, or whose aliases stand for too many values."""
     import yaml
 
     what = f"The {kind} {clean(file)}"

@@ -8,10 +8,10 @@ from os.path import commonprefix
 
 
 def nearest_keys(known: Iterable[str], spelled: str, path: str | None = None, count: int = 3) -> list[str]:
-    """Full names of the `known` keys closest to an unknown one, the likeliest first. `path` is what older spellings in
-    `spelled` stand for, if that is something else.
+    """Full names of the `known` keys closest to an unknown key, the likeliest first. `path` is `spelled` with its older
+    spellings replaced, if it has any.
 
-    Those that are one typo away, if there are any; else the same last name elsewhere in the tree, or a similar full name.
+    Keys that are one typo away, if any; else keys with the same last name elsewhere in the tree, or a similar full name.
     """
     known = list(known)
     typos = [key for text in dict.fromkeys((spelled, path or spelled)) for key in one_typo_away(known, text)]
@@ -24,7 +24,7 @@ def one_typo_away(known: Iterable[str], path: str) -> list[str]:
 
 
 def _is_one_typo(one: str, other: str) -> bool:
-    same = len(commonprefix((one, other)))  # noqa: RUF071 - characters are what is meant
+    same = len(commonprefix((one, other)))  # noqa: RUF071 - it compares characters on purpose
     a, b = one[same:], other[same:]
     return a[1:] == b[1:] or a[1:] == b or a == b[1:] or (a[:2] == b[1::-1] and a[2:] == b[2:])
 

@@ -148,7 +148,7 @@ def expand_path(value: Any) -> Any:
 
 
 def escape_path(value: Any) -> Any:
-    """The inverse of `expand_path`: what it turns into `value`."""
+    """The inverse of `expand_path`: the path that it expands to `value`."""
     if isinstance(value, list | tuple):
         return [escape_path(entry) for entry in value]
     if isinstance(value, dict):

@@ -67,7 +67,7 @@ class PreferenceConfig(Section):
 
 
 def has_reference_role(root: PreferenceConfig) -> bool:
-    """Whether the reference is a model of its own, or the policy without adapters, and not the policy before its first step."""
+    """Whether the reference is a separate model or the policy without adapters, and not the policy before its first step."""
     ref = root.ref
     own = bool(ref.model_path or ref.sync_steps or not ref.precompute)
     return own and uses_reference_policy(root)

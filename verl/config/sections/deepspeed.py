@@ -68,7 +68,7 @@ def read_ds_config(path: str | None) -> dict[str, Any]:
 
 
 def ds_config(section: DeepSpeedConfig, *, bfloat16: bool, clip_grad: float, optimizer: str) -> dict[str, Any]:
-    """The configuration that DeepSpeed gets: that of the file with the keys of the run. `optimizer` is the class that
+    """The configuration that DeepSpeed gets: the file's content with the keys of the run. `optimizer` is the class that
     steps. Raises ConfigError where the two contradict each other; "auto" in the file agrees with everything."""
     given = read_ds_config(section.config)
     problem = next(contradictions(section, given, bfloat16=bfloat16, clip_grad=clip_grad, optimizer=optimizer), None)

@@ -109,7 +109,7 @@ class DistillationConfig(Section):
     )
 
     def teachers(self) -> dict[str, TeacherConfig]:
-        """All teachers by name, those of `other_teachers` with the inference keys of teacher_model where they have none."""
+        """All teachers by name. Each of `other_teachers` takes the inference keys that it lacks from teacher_model."""
         first = self.teacher_models.teacher_model
         found = {} if first.model_path is None else {"teacher_model": first}
         for name, given in self.other_teachers.items():

@@ -52,7 +52,7 @@ class JudgeServiceConfig(Section):
 
 @dataclass(frozen=True)
 class RewardModelRolloutConfig(Section):
-    """Inference of the reward model. A classifier reads dtype and max_num_batched_tokens alone."""
+    """Inference of the reward model. A classifier reads only dtype and max_num_batched_tokens."""
 
     name: str | None = used(
         None,
