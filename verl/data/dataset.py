@@ -30,8 +30,8 @@ Files = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 def whole_section(config: Any) -> Any:
-    """The section `data`; keys that a mapping (a recipe's own config) leaves out have their defaults, and keys of its own
-    stay."""
+    """The section `data`, with defaults for keys that a mapping (a recipe's own config) leaves out. Additional keys of the
+    mapping stay."""
     from verl.config import DataConfig
 
     if isinstance(config, DataConfig) or not isinstance(config, Mapping):
@@ -63,7 +63,7 @@ class RLHFDataset:
         self.prompt_key = config.prompt_key
         self.max_prompt_length = config.max_prompt_length
         self.truncation = config.truncation
-        self.dataframe: Any = None  # rows by number; the name is the one that existing subclasses use
+        self.dataframe: Any = None  # rows by number; existing subclasses use this name
         self._read_files_and_tokenize()
 
     def _read_files_and_tokenize(self) -> None:

@@ -57,7 +57,7 @@ class _Reader:
 
 
 class PromptLoader:
-    """Training prompts. `take` and `batch` are functions of their arguments alone, but for a sampler of the user's."""
+    """Training prompts. The results of `take` and `batch` depend only on their arguments, except with a user's sampler."""
 
     def __init__(self, rows: PromptRows, encoder: PromptEncoder, order: PromptOrder | SamplerOrder, batch_size: int):
         self._reader = _Reader(rows, encoder)

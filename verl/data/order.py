@@ -17,10 +17,10 @@ def _permutation(num_rows: int, seed: int, epoch: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class PromptOrder:
-    """Maps a prompt index to its row. With `shuffle` each epoch has an order of its own, keyed by (seed, epoch).
+    """Maps a prompt index to its row. With `shuffle` each epoch has a different order, keyed by (seed, epoch).
 
-    Every epoch leaves out its incomplete last batch of `batch_size` prompts (other rows in each epoch, when shuffled),
-    so that all batches of an epoch are complete.
+    Every epoch leaves out its incomplete last batch of `batch_size` prompts, so that all its batches are complete. With
+    `shuffle` these are other rows in each epoch.
     """
 
     num_rows: int

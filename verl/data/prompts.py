@@ -32,7 +32,7 @@ class PromptEncoder:
         self.max_length = config.max_prompt_length
         self.truncation = config.truncation
         self.template_kwargs = dict(config.apply_chat_template_kwargs or {})
-        if config.tool_config_path or config.function_tool_path:  # read by runs with agents alone
+        if config.tool_config_path or config.function_tool_path:  # only runs with agents read it
             tools = load_all_tools(config.tool_config_path, config.function_tool_path)
             self.template_kwargs["tools"] = [tool.tool_schema.for_template() for tool in tools]
 

@@ -87,7 +87,7 @@ class SamplerOrder:
 
 
 def sampler_class(path: str, name: str | None) -> Any:
-    """The class `name` at `path`. Raises ConfigError for one that is no sampler."""
+    """The class `name` at `path`. Raises ConfigError when it is not a sampler."""
     found = load_object(f"{path}:{name}")
     if not (isinstance(found, type) and hasattr(found, "__iter__") and hasattr(found, "__len__")):
         raise ConfigError(

@@ -70,7 +70,7 @@ def message_of(message: Any, place: str) -> dict[str, Any]:
     role, content = found.get("role"), found.get("content")
     if not isinstance(role, str) or not role:
         raise DataError(f"{place} has no text 'role'; use 'system', 'user' or 'assistant'.")
-    # a template may know roles of its own, but a near miss of a common role is a typo that it would pass over
+    # a template may have further roles, but a near miss of a common role is a typo that it would pass over
     if role not in ROLES and (close := difflib.get_close_matches(role.strip().lower(), ROLES, n=1, cutoff=0.75)):
         raise DataError(f"{place} has the role {quoted(role)}; did you mean {close[0]!r}?")
     calls = found.get("tool_calls")
@@ -98,8 +98,8 @@ def _no_media(media: str, where: str) -> str:
 
 
 def check_row(row: Mapping[str, Any], config: DataConfig, agents: Collection[str] = ()) -> None:
-    """Check all fields but the prompt: scorer, reference answer, extra_info, no media, no agent but those of `agents`. Raises
-    DataError."""
+    """Check all fields except the prompt: scorer, reference answer, extra_info, no media, no agent outside `agents`.
+    Raises DataError."""
     _check_features(row, config, agents)
     source = row.get(config.reward_fn_key)
     if not isinstance(source, str) or not source:
@@ -154,7 +154,7 @@ def _check_features(row: Mapping[str, Any], config: DataConfig, agents: Collecti
 
 
 def _is_nothing(value: Any, depth: int = 0) -> bool:
-    """None, or a list or object that is empty or holds None alone, as a parquet file fills in what was not written."""
+    """Whether a value is None, empty, or an object of only such values, as a parquet file fills in missing fields."""
     if isinstance(value, Mapping):
         return depth < MAX_DEPTH and all(_is_nothing(inner, depth + 1) for inner in value.values())
     return value is None or (hasattr(value, "__len__") and len(value) == 0)

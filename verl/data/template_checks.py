@@ -1,8 +1,8 @@
-"""Checks of a chat template and its tokenizer: they are functions, and every field of a message is in what the model reads.
+"""Checks that a chat template and its tokenizer are deterministic, and that the model reads every field of a message.
 
-A template is a program. One that does not know tools renders a call as an empty turn; one that asks for the clock or a random
-number renders a resumed run otherwise. Both are tried: a field is emptied and the row rendered again, a row is rendered several
-times. Rows of one shape (roles, fields, tools) are tried once.
+A template is a program. Without support for tools it renders a call as an empty turn. If it reads the clock or a random
+number, it renders a resumed run differently. Both are checked: a row is rendered again with a field emptied, and a row is
+rendered several times. Rows of one shape (roles, fields, tools) are checked once.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class TemplateChecks:
         self.shapes: set[Any] = set()
 
     def check_prompt(self, prompt: Messages | str, place: str, template_kwargs: Mapping[str, Any]) -> None:
-        """`check_chat` of the sampler's input for `prompt`; its tools are not looked at, since an agent may say in its own
-        words what they are."""
+        """`check_chat` of the sampler's input for `prompt`. Its tools are not checked, since an agent may describe them in its
+        own words."""
         if isinstance(prompt, str) and not getattr(self.tokenizer, "chat_template", None):
             self.check_text(prompt, place, add_special_tokens=True)
         else:
@@ -64,8 +64,8 @@ class TemplateChecks:
         tools_matter: bool = True,
         **template_kwargs: Any,
     ) -> None:
-        """Raises DataError when `messages` are rendered otherwise each time, or when a field of them from message `first` on
-        changes nothing in what the model reads; so with the tools among `template_kwargs` if `tools_matter`."""
+        """Raises DataError when renderings of `messages` differ, or when a field of the messages from number
+        `first` on does not change the model's input. With `tools_matter` the tools in `template_kwargs` must change it, too."""
         kind = repr(sorted((name, value) for name, value in template_kwargs.items() if name != "tools"))
         tools = template_kwargs.get("tools") if tools_matter else None
         new = [part for part in _parts(messages, first, tools) if (kind, part[0]) not in self.shapes]

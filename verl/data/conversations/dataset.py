@@ -37,7 +37,7 @@ ReadRow = Callable[[int], tuple[str, str, list[TrainingSequence], str]]
 
 @dataclass
 class FileSummary:
-    """Counts of one file. Tokens are counted after truncation; lengths are those of sequences before it."""
+    """Counts of one file. Tokens are counted after truncation; sequence lengths are measured before it."""
 
     file: str
     settings: TextDataConfig
@@ -47,7 +47,7 @@ class FileSummary:
     num_tokens: int = 0
     num_trained: int = 0  # tokens
     num_split: int = 0  # rows that are several sequences
-    num_truncated: int = 0  # sequences that are cut, those of which nothing trains afterwards included
+    num_truncated: int = 0  # sequences that are cut, also if nothing of them trains afterwards
     num_tokens_cut: int = 0
     num_trained_cut: int = 0
     num_untrainable_sequences: int = 0  # the cut leaves none of their trained tokens
@@ -124,7 +124,7 @@ class FileSummary:
     def count(
         self, whole: TrainingSequence, short: TrainingSequence, place: str, stops: Sequence[int]
     ) -> TrainingSequence | None:
-        """`short`, which is `whole` or what is left of it, counted; None when no token of it trains."""
+        """Count `short`, which is `whole` or its truncation, and return it; None when no token of it trains."""
         length, num_cut = len(whole.input_ids), len(whole.input_ids) - len(short.input_ids)
         if length > self.longest:
             self.longest, self.longest_place = length, place

@@ -56,7 +56,7 @@ class Example:
 
 
 def format_of(row: Mapping[str, Any], settings: SFTDataConfig) -> str:
-    """Name of the row's format. Raises DataError when its columns fit none or several, or lack those of the requested one."""
+    """Name of the row's format. Raises DataError when its columns fit no format or several, or not the requested one."""
     needed = _columns(settings)
     has = {str(name) for name, value in row.items() if value is not None}
     # prompt_key and response_key have no default, so setting them decides

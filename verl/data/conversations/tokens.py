@@ -6,13 +6,13 @@ prompt. So for each trained turn the template renders
     context = render(messages before the turn, generation prompt)      the sampler's input
     whole   = render(messages up to the turn)                          the same, with the turn
 
-and the turn's tokens are those of `whole` after those of `context`. Consecutive turns share one sequence as long as the
+and the turn's tokens follow the tokens of `context` in `whole`. Consecutive turns share one sequence as long as the
 next context begins with the tokens so far. Where the template rewrites history (Qwen3 drops earlier `<think>` blocks),
-it does not, and a new sequence begins: one row becomes as many sequences as contexts differ.
+a new sequence begins: one row becomes as many sequences as contexts differ.
 
-A turn ends where sampling would end (`TurnEnds`). What the template writes behind that end is context of the next turn; it
-never trains, and nothing of it follows the last turn. Inside a turn, `{% generation %}` markers of the template say which
-tokens train with data.loss_on=assistant; else all of them do.
+A turn ends where sampling would end (`TurnEnds`). The template's text after that end is context of the next turn. It
+never trains, and nothing of it follows the last turn. With data.loss_on=assistant, `{% generation %}` markers of the
+template select the tokens of a turn that train; otherwise all of them train.
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ class _Row:
         if whole[: len(context)] == context:
             return context, whole[len(context) :]
         # A token lies across the border ("\n" + "\n" is one of many vocabularies). A sampler that has been given the
-        # first half cannot produce it, so the rest is encoded alone.
+        # first half cannot produce it, so the rest is encoded by itself.
         text = turn.whole[len(turn.context) :]
         rest = encode_text(self.tokenizer, text, self.place, add_special_tokens=False)
         return (context, rest) if self._decode(context + rest) == self._decode(whole) else None
@@ -332,7 +332,7 @@ class _Row:
         whole, mask = self._render_marks(turn)
         if whole == context + answer:
             return mask[len(context) :]
-        # other tokens than the markers' rendering: compared by characters, those of a token across the border included
+        # other tokens than the markers' rendering: compared by characters, also for a token across the border
         covered = bytearray(len(turn.whole))
         offsets = self.tokenizer(turn.whole, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         for (start, stop), trains in zip(offsets, mask, strict=True):

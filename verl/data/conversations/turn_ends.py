@@ -36,7 +36,7 @@ class TurnEnds:
         return frozenset(self.special[token] for token in self.stops if token in self.special)
 
     def of_turn(self, answer: Sequence[int]) -> int:
-        """Number of tokens of a turn, without what a template writes behind it."""
+        """Number of tokens of a turn, without the tokens that a template writes after it."""
         first = next((number for number, token in enumerate(answer) if token in self.stops), None)
         return self.of_text(answer) if first is None else first + 1
 

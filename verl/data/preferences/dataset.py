@@ -87,8 +87,8 @@ class PreferenceSummary(FileSummary):
 
 
 def cut_together(sequences: list[Any], limit: int | None, truncation: str) -> list[Any]:
-    """The sequences of a row within `limit` tokens, with one prompt still. `left` takes from the start of the prompt, and when
-    a single token of it is left, from the ends of the completions; `right` takes from the ends alone."""
+    """The sequences of a row within `limit` tokens, with the same prompt. `left` cuts the start of the prompt and, when only
+    one prompt token is left, the ends of the completions; `right` cuts only the ends."""
     excess = max(len(sequence.input_ids) for sequence in sequences) - (limit or 0)
     if limit is None or excess <= 0:
         return sequences
@@ -132,7 +132,7 @@ class PreferenceDataset(ConversationDataset):
             super()._append(row, place)
 
     def sequences(self, rows: Sequence[int]) -> list[PreferenceSequence]:
-        """Those of `rows`, in the order of `batch`."""
+        """The sequences of `rows`, in the order of `batch`."""
         return [sequence for row in rows for sequence in self._rows[row]]
 
     def batch(self, rows: Sequence[int]) -> DataProto:
@@ -209,8 +209,8 @@ def load_preferences(
     trains_prompts: bool = False,
     **selects: Any,
 ) -> PreferenceDataset:
-    """Read, tokenize and cut every row of `files`; the other arguments are those of PreferenceDataset and of `read_into`, which
-    says what is raised."""
+    """Read, tokenize and cut every row of `files`. PreferenceDataset and `read_into` describe the other arguments, and
+    `read_into` the errors raised."""
     dataset = PreferenceDataset(paired=paired, trains_prompts=trains_prompts)
     return read_into(dataset, files, tokenizer, settings, **selects)
 

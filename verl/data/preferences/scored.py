@@ -70,7 +70,7 @@ class StepSequence(TrainingSequence):
     labels: np.ndarray
 
     def kept_labels(self, truncation: str) -> np.ndarray:
-        """Those of the steps that a cut has left."""
+        """The labels of the steps that a cut has left."""
         lost = len(self.labels) - self.num_trained
         return self.labels[lost:] if truncation == "left" else self.labels[: self.num_trained]
 
