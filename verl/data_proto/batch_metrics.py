@@ -116,8 +116,8 @@ def count_metrics(batch: DataProto, name: str, column: str) -> dict[str, float]:
 
 
 def _episode_times(batch: DataProto, prompts: torch.Tensor, responses: torch.Tensor) -> dict[str, float]:
-    """Seconds that episodes waited for the policy and for tools and scored themselves, and the episode that took longest: also
-    of those that failed."""
+    """Seconds that episodes waited for the policy and for tools and scored themselves, and the times and lengths of the slowest
+    episode. Failed episodes are included."""
     times = batch.non_tensor_batch.get("episode_times")
     if times is None:
         return {}
@@ -135,7 +135,7 @@ def _episode_times(batch: DataProto, prompts: torch.Tensor, responses: torch.Ten
 
 
 def span_tokens(batch: DataProto) -> dict[str, int]:
-    """Tokens that a span works on, for the spans whose work grows with tokens: those of all responses, or of all rows."""
+    """Tokens that a span works on, for spans whose work grows with tokens: the tokens of all responses, or of all rows."""
     prompts, responses = _lengths(batch)
     num_responses = int(responses.sum())
     num_all = num_responses + int(prompts.sum())
@@ -161,8 +161,8 @@ def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
 
 
 def _cut(batch: DataProto, lengths: torch.Tensor, limit: int) -> torch.Tensor:
-    """Whether each response was cut at the limit, bool [batch]. One that ended by itself is whole whatever its length; batches
-    without finish_reason do not say."""
+    """Whether each response was cut at the limit, bool [batch]. A response that ended by itself is complete at any length.
+    Without finish_reason, every response at the limit counts as cut."""
     is_full, reasons = lengths >= limit, batch.non_tensor_batch.get("finish_reason")
     if reasons is None:
         return is_full

@@ -22,7 +22,7 @@ class Future(Protocol[T_co]):
     """The result of a call that may still be running elsewhere."""
 
     def get(self) -> T_co:
-        """Wait for the result, with the deadline of the call. Raises what the call raised."""
+        """Wait for the result, with the deadline of the call. Raises the error of the call."""
         ...
 
     def ready(self) -> bool:
@@ -49,8 +49,8 @@ class Finished(Generic[T]):
 class DataProtoFuture:
     """`collect_fn` makes one batch of the values of `futures`; `dispatch_fn` takes a part of it (None: the whole).
 
-    A future is anything with `get()` and `ready()`, such as what a call with `blocking=False` on a worker group returns;
-    its deadline is that of its own `get`.
+    A future is anything with `get()` and `ready()`, such as the result of a worker group's call with `blocking=False`.
+    The `get` of each future has its own deadline.
     """
 
     collect_fn: Callable[[list[Any]], DataProto]
@@ -71,7 +71,7 @@ class DataProtoFuture:
         return all(future.ready() for future in self.futures)
 
     def get(self) -> DataProto:
-        """Wait for all futures. Raises what they raise."""
+        """Wait for all futures. Raises their errors."""
         batch = self.collect_fn([future.get() for future in self.futures])
         return batch if self.dispatch_fn is None else self.dispatch_fn(batch)
 

@@ -91,7 +91,7 @@ def _detached(value: Scalar) -> Scalar:
 
 
 def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """One dict out of those of micro-batches or ranks, in order; a name absent from some is merged from the rest.
+    """Merge the metrics of micro-batches or ranks, in order; a name absent from some is merged from the rest.
 
     Raises ValueError naming the metric when two parts reduce it differently.
     """

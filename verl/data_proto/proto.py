@@ -3,7 +3,7 @@
     batch = DataProto.from_dict(tensors={"prompts": ids}, non_tensors={"uid": uids}, meta_info={"step": 3})
     for part in batch.chunk(4): ...
 
-Names and meanings are those of verl's protocol; `verl.protocol` is the path that recipes import.
+Names and meanings follow verl's protocol; `verl.protocol` is the path that recipes import.
 """
 
 from __future__ import annotations

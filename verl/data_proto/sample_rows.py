@@ -73,8 +73,8 @@ def sample_rows(batch: DataProto, tokenizer: Any) -> list[dict[str, Any]]:
 
 
 def _token_values(found: dict[str, list[Any]], version: Any) -> dict[str, list[Any]]:
-    """Without columns that say nothing: a mask of all tokens, the version of the sample as that of each token, values that were
-    computed for none. NaN becomes None."""
+    """Remove columns without information: a mask of all tokens, token versions equal to the sample's, and values that were
+    computed for no token. NaN becomes None."""
     if set(found.get("token_versions", ())) <= {version}:
         found.pop("token_versions", None)
     if all(found.get("response_mask", ())):

@@ -13,7 +13,7 @@ SampleKey = tuple[int, int]  # (prompt index, sample)
 class SamplingParams:
     """Rules of sampling. A `temperature` of 0 is greedy decoding.
 
-    Sampled log-probabilities are those of `softmax(logits / temperature)` before top-k, top-p and min-p cut it down
+    Sampled log-probabilities are taken from `softmax(logits / temperature)` before top-k, top-p and min-p filtering
     (greedy: temperature 1), so that they compare with the training forward.
     """
 
@@ -26,7 +26,7 @@ class SamplingParams:
     stop: tuple[
         str, ...
     ] = ()  # a response ends after the token that completes one of these strings (kept in the response)
-    stop_token_ids: tuple[int, ...] = ()  # besides the model's end-of-sequence ids; the stopping token is kept
+    stop_token_ids: tuple[int, ...] = ()  # in addition to the model's end-of-sequence ids; the stopping token is kept
     ignore_eos: bool = False
     seed: int = 42
 
@@ -34,10 +34,9 @@ class SamplingParams:
 @dataclass(frozen=True)
 class PromptRequest:
     """One prompt to sample from. `ordinal` numbers the prompt in the run and, with `(seed, step, sample, position)`, keys its
-    random numbers: neither batch composition nor worker count changes what is sampled.
+    random numbers: neither batch composition nor worker count changes the sampled tokens.
 
-    A sample that resumes has its response so far at the end of `token_ids`, and samples the tokens that it would have sampled
-    without the break.
+    A resumed sample has its response so far at the end of `token_ids`. It samples the same tokens as without the break.
     """
 
     ordinal: int
@@ -45,7 +44,7 @@ class PromptRequest:
     first_sample: int = 0  # index of the first of its samples
     num_drawn: int = 0  # tokens at the end of token_ids that belong to the response: the position of the next token
     num_samples: int | None = None  # None: SamplingParams.n
-    max_new_tokens: int | None = None  # of this request, at most that of SamplingParams; None: the same
+    max_new_tokens: int | None = None  # of this request, at most SamplingParams.max_new_tokens; None: the same
 
 
 @dataclass(frozen=True)

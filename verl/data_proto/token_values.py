@@ -47,8 +47,8 @@ def add_token_columns(batch: DataProto, keys: Sequence[torch.Tensor], values: di
 
 
 def add_observed(batch: DataProto, observed: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Add train_log_probs and entropys from what the objective of a policy has kept: (log-probs, the sampler's, row keys,
-    positions, entropy), of which the last three may be missing. Returns the first two; nothing for another objective, which
+    """Add train_log_probs and entropys from the tensors kept by a policy's objective: (log-probs, the sampler's log-probs, row
+    keys, positions, entropy). The last three may be missing. Returns the first two, and nothing for another objective, which
     keeps its keys first."""
     if not observed or not observed[0].is_floating_point():
         return ()

@@ -4,7 +4,7 @@
            | 1   1   1   1   1 | 0   0   0   | 1   1   1         |       response_mask
 
 A response holds the tokens that the policy sampled and, between them, tokens that an environment (a tool, a user) answered.
-The latter are context: they have no log-probability and are never trained. Lengths and masks are computed here alone.
+The latter are context: they have no log-probability and are never trained. Only this module computes lengths and masks.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Trajectory:
     status: Status = "open"
     messages: list[dict[str, Any]] = field(default_factory=list)  # of a conversation, in the format of chat templates
     rewards: dict[str, float] = field(default_factory=dict)
-    media: dict[str, Any] = field(default_factory=dict)  # images and other inputs beside the tokens
+    media: dict[str, Any] = field(default_factory=dict)  # images and other inputs in addition to the tokens
 
     def extended(self, done: Completion, dtype: type[np.floating[Any]] = np.float32) -> Trajectory:
         """A trajectory that continues with the tokens that an engine sampled, their log-probs in `dtype`."""
@@ -93,7 +93,7 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> int:
-        """The least version of weights that sampled one of its tokens; where none was sampled, that of its segments."""
+        """The lowest weight version that sampled one of its tokens; where none was sampled, the lowest of its segments."""
         sampled = [segment for segment in self.segments if segment.source == "policy"]
         return min(segment.weight_version for segment in sampled or self.segments)
 
@@ -123,7 +123,7 @@ def to_columns(
 ) -> dict[str, torch.Tensor]:
     """The columns of a batch: prompts [batch, prompt_width] padded on the left, responses [batch, response_width] on the
     right, with their masks, log-probs in `dtype` and weight versions (see verl.data_proto.columns). Widths are limits of the
-    config and not those of the longest row, so that batches of one run can be joined."""
+    config and not the lengths of the longest row, so that batches of one run can be joined."""
     rows = [trajectory.to_row() for trajectory in trajectories]
     prompts, prompt_mask = padded([r.prompt_ids for r in rows], pad_token_id, prompt_width, torch.int64, left=True)
     responses, exists = padded([r.response_ids for r in rows], pad_token_id, response_width, torch.int64)
