@@ -71,7 +71,7 @@ class RoleSave:
 
 
 def write_and_report(role: RoleCheckpoint, folder: Path) -> None:
-    """Write `role` to the new folder `folder`, and its records or its error to a file beside it."""
+    """Write `role` to the new folder `folder`, and its records or its error to a file next to it."""
     try:
         records = role.write(folder)
         outcome: dict[str, Any] = {"records": {name: asdict(record) for name, record in records.items()}}

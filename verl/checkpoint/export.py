@@ -29,8 +29,8 @@ def export(
     """Write the model of `role` as a self-contained Hugging Face folder; returns `out`.
 
     Weights are rounded to bfloat16 as in the run (master_rounding of its config.yaml), so the result is the model that was
-    evaluated. `source` is a folder global_step_N or a run folder: its newest checkpoint, or that of `step`. `out` must not
-    exist or be empty, and appears atomically. Raises CheckpointError, also where the newest checkpoint is damaged.
+    evaluated. `source` is a folder global_step_N, or a run folder with the checkpoint of `step` (None: its newest). `out`
+    must be missing or empty, and appears atomically. Raises CheckpointError, also where the newest checkpoint is damaged.
     """
     target_dtype = parse_dtype(dtype)
     checkpoint, role, model_folder = _model_folder(source, role, step)

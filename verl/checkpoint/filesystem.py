@@ -1,6 +1,6 @@
 """Checks of a run folder's file system: the operations that a save needs, tried with small files, and the file system's type.
 
-A save needs renames of folders and files, replacement of a file by rename, and reads that return what was written. Without
+A save needs renames of folders and files, replacement of a file by rename, and reads that return the written bytes. Without
 them the folder is rejected. Hard links are not needed. Durability of fsync, atomicity of renames and locks cannot be tried: the
 type of the file system tells what to expect, and the digests in each manifest reveal an incomplete checkpoint anyway.
 """

@@ -38,7 +38,7 @@ def candidates(root: Path) -> list[int]:
 
 
 def newest_complete(root: Path, advice: str) -> Path | None:
-    """The newest checkpoint under `root` that verifies, with a warning for each newer one that does not; None where none was
+    """The newest checkpoint under `root` that verifies, with a warning for each newer, damaged one; None where none was
     ever saved. Raises CheckpointError, with `advice`, when all are damaged or missing."""
     try:
         steps = candidates(root)

@@ -99,7 +99,7 @@ def _write_role(folder: Path, role: RoleCheckpoint) -> dict[str, FileRecord]:
         raise os_error_of(error) or error from error  # a full disk, as tokenizers reports it
     config_file = model_folder / "config.json"
     if "huggingface/0" in files and role.state.model and config_file.exists():
-        # the module may compute in a narrower dtype than that of the saved master weights
+        # the module may compute in a narrower dtype than the saved master weights have
         set_config_dtype(config_file, next(iter(role.state.model.values())).dtype)
     for file in sorted(p for p in model_folder.rglob("*") if p.is_file()):
         sync_file(file)

@@ -78,7 +78,7 @@ class LoadedCheckpoint:
 
 
 class CheckpointStore:
-    """The checkpoints under `root`. One process writes (the one that holds the run folder's lock).
+    """The checkpoints under `root`. Only the process that holds the run folder's lock writes.
 
     `keep` is the number of newest checkpoints to keep; None or 0 keeps all. The constructor removes remains of killed saves.
     """
@@ -121,7 +121,7 @@ class CheckpointStore:
 
     @contextlib.contextmanager
     def explained(self, step: int, wanted: int) -> Iterator[None]:
-        """Turn OSError into CheckpointError while a checkpoint of `wanted` bytes is written; remove what is unfinished."""
+        """Turn OSError into CheckpointError while a checkpoint of `wanted` bytes is written; remove unfinished files."""
         try:
             yield
         except BaseException as error:
@@ -240,5 +240,5 @@ class CheckpointStore:
 
 
 def trainer_state(path: Path) -> dict[str, Any]:
-    """The run's state besides the weights in the checkpoint `path`."""
+    """The run's state in the checkpoint `path`, without the weights."""
     return read_document(path / "trainer_state.json")
