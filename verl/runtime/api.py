@@ -17,7 +17,7 @@ from verl.roles.api import ProgramClass, Roles, RoleSpecs
 
 
 class Runtime(Protocol):
-    """A running set of processes. In spmd every rank has one; `is_rank_zero` is true on the one that writes files."""
+    """A running set of processes. In spmd every rank has a Runtime; `is_rank_zero` is true on the rank that writes files."""
 
     name: str
     rank: int

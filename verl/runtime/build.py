@@ -74,7 +74,7 @@ def build_models(context: RankContext) -> dict[str, ModelRole]:
 
 
 def _join_groups(context: RankContext, spec: RoleSpec) -> None:
-    """Process groups are made by all processes of a run, those that will not be in them too."""
+    """Take part in making the process groups of a role without this rank; all processes of a run make them together."""
     mesh = context.mesh(spec.name)
     if mesh is not None and spec.shares is None and spec.settings is None:
         ProcessGroups(mesh, context.device.type, spec.engine.expert_parallel_size, context.specs.collective_timeout_s)
@@ -112,7 +112,7 @@ def _engine(context: RankContext, spec: RoleSpec) -> TrainEngine:
 
 
 def _hf_files(module: Any, model: ModelConfig, folder: Path) -> None:
-    """Write the config, generation config and tokenizer that `from_pretrained` needs beside the weights."""
+    """Write the config, generation config and tokenizer, which `from_pretrained` needs in addition to the weights."""
     module.config.save_pretrained(folder)
     generation_config = getattr(module, "generation_config", None)
     if generation_config is not None:
@@ -156,14 +156,14 @@ def build_reward(context: RankContext) -> RewardWorker:
 
 
 def _parts_read(algorithm: AlgorithmConfig) -> list[str]:
-    """Numbers that the algorithm reads of every sample beside its score."""
+    """Names of the numbers that the algorithm reads for every sample, in addition to its score."""
     rewards = algorithm.gdpo_reward_keys or [] if algorithm.adv_estimator == "gdpo" else []
     compared = [algorithm.filter_groups.metric] if algorithm.filter_groups.enable else []
     return [n for n in rewards if n != "score"] + [str(n) for n in compared if n not in (None, *SCORE_METRICS)]
 
 
 def _scoring_ranks(context: RankContext) -> list[int]:
-    """The ranks that get samples to score. Beside the rollout these are the ranks that answer for a copy of the policy."""
+    """The ranks that get samples to score. On the rollout's devices, only the ranks that answer for a policy copy get them."""
     devices, mesh = context.placement.devices, context.rollout_mesh()
     if devices["reward"] == devices["rollout"]:
         return [mesh.ranks[index] for index in mesh.collectors()]

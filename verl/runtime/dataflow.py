@@ -57,9 +57,9 @@ class Flow:
         return self._then(lambda value: stage(resolve(value)))
 
     def all_reduce(self, stage: Callable[[Any], Any] | str) -> Flow:
-        """One value of those of all ranks, which every rank that runs the program gets. A function is applied to all rows
+        """Reduce the values of all ranks to one, which every rank that runs the program gets. A function is applied to all rows
         (advantages); "sum", "mean", "min" or "max" reduces the results of a call on every rank: numbers, tensors, or mappings
-        of them, element by element. Raises ConfigError for another name."""
+        of these, element by element. Raises ConfigError for another name."""
         if not isinstance(stage, str):
             return self.gather(stage)
         if stage not in _REDUCTIONS:

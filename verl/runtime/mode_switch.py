@@ -67,8 +67,8 @@ class _Seen:
 
 
 class ModeSwitch:
-    """`engine` is the TrainEngine of this process, None where nothing trains here; `gives_back`: the rollout engine has an
-    allocator of its own. Reads drift_check and keep_weights_copy of `config`."""
+    """`engine` is the TrainEngine of this process, None where nothing trains here; `gives_back`: the rollout engine has its
+    own allocator. Reads drift_check and keep_weights_copy of `config`."""
 
     def __init__(
         self, engine: TrainEngine | None, config: RolloutConfig, device: torch.device, *, gives_back: bool = False
@@ -84,7 +84,7 @@ class ModeSwitch:
         self._seen = self._snapshot()
 
     def free_training_memory(self) -> None:
-        """For the rollout engine: also what the allocator keeps, if the engine has an allocator of its own."""
+        """Free cached memory for the rollout engine, and the allocator's cache too if that engine has its own allocator."""
         if self._engine is not None:
             self._engine.free_cached_memory()
         if self._gives_back:
@@ -127,7 +127,7 @@ class ModeSwitch:
         return names[self._count % stride :: stride]
 
     def _drifted(self) -> dict[str, float]:
-        """Name -> relative difference (infinite where a checksum alone shows it) of the tensors that have changed."""
+        """Name -> relative difference of each tensor that has changed; infinite where only a checksum shows the change."""
         weights, seen = self._weights(), self._seen
         found = {}
         for name, before in seen.values.items():

@@ -42,7 +42,7 @@ class RankContext:
     device_names: tuple[str, ...] = ()  # by rank, as CUDA_VISIBLE_DEVICES has them; () where they are not needed
 
     def spec(self, role: str) -> RoleSpec:
-        """The declaration of a model role, or that of the role whose engine it shares."""
+        """The declaration of a model role, or of the role whose engine it shares."""
         spec = self.specs.model(role)
         assert spec is not None, role
         return spec if spec.shares is None else self.spec(spec.shares)
@@ -83,9 +83,9 @@ class RankContext:
 
     @cached_property
     def engine_plan(self) -> EnginePlan:
-        """The layout of the rollout engine over devices. Where the ranks themselves compute, those that train too are grouped
-        such that the weights a rank trains lie within those it generates with, as far as ascending ranks in a group allow.
-        Raises ConfigError when devices do not divide as the config asks."""
+        """The layout of the rollout engine over devices. Where the ranks themselves compute, ranks that also train are
+        grouped by their training shards. The weights that a rank trains then lie within the weights that it generates with,
+        as far as ascending ranks in a group allow. Raises ConfigError when devices do not divide as the config asks."""
         plan = EnginePlan.of(self.config, self.placement)
         training = self.mesh(POLICY) if self.trains_policy else None
         if self.has_own_weights or training is None or set(training.ranks) != set(plan.ranks):
@@ -97,7 +97,7 @@ class RankContext:
         return EnginePlan.of(self.config, self.placement, order)
 
     def rollout_mesh(self) -> Mesh:
-        """The arrangement of the ranks that generate: those of a "tp" group get the same prompts. Raises ConfigError as
+        """The mesh of the ranks that generate; the ranks of a "tp" group get the same prompts. Raises ConfigError as
         `engine_plan` does."""
         return self.engine_plan.mesh
 
@@ -138,8 +138,8 @@ def check_meshes(config: Any, specs: RoleSpecs, placement: Placement) -> EngineP
 
 
 def _check_engine(context: RankContext, spec: RoleSpec) -> None:
-    """Raise MissingExtraError for an engine that is not installed, ConfigError for one that has not all devices of the run or
-    cannot have the role."""
+    """Raise MissingExtraError when the engine is not installed, ConfigError when it lacks devices of the run or cannot
+    have the role."""
     num_ranks, num_devices = len(context.ranks(spec.name)), context.placement.num_devices
     if spec.settings is None or num_devices == 1:
         return

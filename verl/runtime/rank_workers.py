@@ -84,7 +84,7 @@ class RankWorkers:
 
 
 def _with_device_names(context: RankContext, comm: Collectives | None) -> RankContext:
-    """An engine process may span the GPUs of several ranks, each of which may see its own alone."""
+    """Add the device names of all ranks: an engine process may span GPUs of several ranks, and a rank may see only its own."""
     if comm is None or context.device.type != "cuda" or not context.specs.generates:
         return context
     plan = context.engine_plan

@@ -294,7 +294,7 @@ class RankProcess:
         return answer_call(run)
 
     def score(self, role: str, method: str, arguments: Packed, wanted: bool) -> Any:
-        """`call` of a role that exchanges nothing with other ranks, beside a call of the others."""
+        """`call` of a role that exchanges nothing with other ranks, in parallel with a call of another role."""
         assert self.workers is not None
         worker = self.workers.worker(role)
 
@@ -326,7 +326,7 @@ class RankProcess:
         return answer_call(run)
 
     def load(self, version: int, place: int, weights: Packed) -> Any:
-        """`weights` of `version` for a process that was added, and its place among those that generate."""
+        """Load `weights` of `version` into an added process, and set its place among the processes that generate."""
 
         def run() -> None:
             assert self.workers is not None

@@ -137,8 +137,8 @@ class RayCluster:
         beside: Sequence[str] = (),
     ) -> list[Process]:
         """An actor of `cls` for every place, in rank order; `arguments(rank)` are for its constructor. It takes `share` of the
-        place, so that several fit. Calls run in the order in which they are made; those of a group named in `beside` run on a
-        thread of their own, beside the others."""
+        place, so that several fit. Calls run in the order in which they are made; calls of a group named in `beside` run on a
+        separate thread, in parallel with the others."""
         processes: list[Process] = []
         for group in self._groups:
             node_id = _node_of(group).rpartition("/")[2]
@@ -243,7 +243,7 @@ class Pending:
         return self._done or len(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) == len(refs)
 
     def get(self) -> Any:
-        """Wait for all. Raises what a process raised, WorkerLostError for one that died, DeadlineError for one that hangs."""
+        """Wait for all. Raises a process's own error, WorkerLostError when a process died, DeadlineError when it hangs."""
         if not self._done:
             self._value, self._done = self.collect(self._wait()), True
         return self._value
@@ -312,7 +312,7 @@ class Pending:
 
 
 def _stuck(process: Process) -> str:
-    """The stack of a late process, requested on a thread of its own."""
+    """The stack of a late process, requested on a separate thread."""
     if not process.watched_by:
         return ""
     try:

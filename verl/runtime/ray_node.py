@@ -35,13 +35,13 @@ def apart_from_signals(services: Any) -> Iterator[None]:
     """Processes that `services`, Ray's module, starts meanwhile get neither SIGTERM nor the signals of the run's process group.
 
     `timeout`, SLURM, systemd and terminals send them to the group or to every process of a job: a raylet that heeds one would
-    take the ranks with it before they have saved. On Linux, where they end with this process all the same. The handler of
-    SIGTERM stays; Ray would set one that exits.
+    take the ranks with it before they have saved. Applies only on Linux, where these processes end with this one anyway.
+    The handler of SIGTERM stays; Ray's handler would exit.
     """
     plain, handler = services.ConsolePopen, signal.getsignal(signal.SIGTERM)
 
     class Apart(plain):  # type: ignore[misc, valid-type]
-        """A process in a session of its own, which SIGKILL alone ends."""
+        """A process in its own session, which only SIGKILL ends."""
 
         def __init__(self, *arguments: Any, **options: Any):
             super().__init__(*arguments, start_new_session=True, **options)

@@ -50,7 +50,7 @@ class Request:
         return "GPU" if self.gpus else "CPU"
 
     def check_node(self, settings: Mapping[str, Any]) -> None:
-        """Refuse what this node alone does not have, before a local cluster is started."""
+        """Raise ConfigError for devices that this node by itself does not have, before a local cluster is started."""
         if len(self.nodes) > 1:
             raise ConfigError(
                 f"trainer.nnodes={len(self.nodes)} needs a Ray cluster of several nodes. Start it (ray start --head, and ray "

@@ -1,8 +1,8 @@
 """Processes that a run on Ray adds to its roles rollout and reward while it runs, and ends again.
 
     verl scale RUN rollout=3    role_sizes.json of the run folder, read at every weight sync
-    wait_all()                  before the weights change: what processes that died had to compute is computed elsewhere
-    apply(version)              after it: processes that are ready join with the new weights, those that are too many end
+    wait_all()                  before the weights change: the work of processes that died is computed elsewhere
+    apply(version)              after the change: ready processes join with the new weights, surplus processes end
 
 An added process has a replica of the policy, or scorers, and is in no process group. Its weights come through Ray's object
 store, from a rank that generates. A sample is a function of (seed, step, prompt, sample, weights), and so the same
@@ -65,7 +65,7 @@ class RoleScaling:
         self._asked: dict[str, int] = {}
         self._calls: list[Pending] = []
         self._num_failures = 0
-        if self._sizes:  # so that `verl scale` knows the roles; what was asked for before a resume stays
+        if self._sizes:  # so that `verl scale` knows the roles; sizes asked for before a resume stay
             write_role_sizes(self._folder, self._read())
 
     def process(self, rank: int) -> Process:
@@ -103,7 +103,7 @@ class RoleScaling:
             group.set_mesh(mesh)
 
     def _read(self) -> dict[str, int]:
-        """The sizes that are asked for, at least those of the placement."""
+        """The sizes that are asked for, at least the sizes of the placement."""
         try:
             asked = read_role_sizes(self._folder)
         except ConfigError as error:
@@ -124,7 +124,7 @@ class RoleScaling:
     # -- starting and ending
 
     def _start_and_end(self, role: str, wanted: int) -> None:
-        """Until there are so many beside the placement."""
+        """Start or end processes until there are `wanted` in addition to the placement."""
         mine = [a for a in (*self._joined, *self._starting) if a.role == role]
         for added in mine[wanted:]:
             self._end(added)
@@ -136,7 +136,7 @@ class RoleScaling:
         used = {process.rank for process in self.all_processes()}
         rank = next(r for r in range(len(self._runtime.processes), 1 << 30) if r not in used)
         process = self._runtime.add_process(rank, ", ".join(self._parts(role)))
-        # alone in a world of its own, where the other roles are elsewhere
+        # the process is the only rank of its roles, and the other roles are elsewhere
         devices = {name: (rank,) if name in self._parts(role) else (0,) for name in self._task["devices"]}
         built = process.handle.build_added.remote(pack({**self._task, "devices": devices}))
         # without a deadline, since nothing waits for it: a device may become free in hours
@@ -154,7 +154,7 @@ class RoleScaling:
             self._runtime.cluster.end([added.process])
 
     def _join(self) -> None:
-        """Those that are ready; one that could not start is tried again."""
+        """Join the processes that are ready; a process that could not start is tried again."""
         for added in list(self._starting):
             if not added.built.ready():
                 if not added.is_overdue and time.monotonic() - added.started > _NO_DEVICE_S:
@@ -200,8 +200,8 @@ def _only(answers: list[Any]) -> Any:
 
 
 def scalable_roles(config: Any, devices: Mapping[str, Sequence[int]]) -> list[str]:
-    """Rollout where each of its devices has a whole replica, no agents act, and none of them trains: those that train could not
-    compute again, under the old weights, what another process lost. Reward where it has devices without rollout."""
+    """Rollout where each of its devices has a whole replica, no agents act, and none trains. A device that trains could not
+    recompute, under the old weights, the work that another process lost. Reward where it has devices without rollout."""
     rollout = config.actor_rollout_ref.rollout
     is_whole = rollout.name in ("native", "hf") and rollout.tensor_model_parallel_size == 1
     trains = set(devices["rollout"]) & set(devices[POLICY])

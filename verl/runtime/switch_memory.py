@@ -2,8 +2,8 @@
 
     ratio = 1 + (peak during the switch - memory before it) / bytes of those weights
 
-1 means that nothing was held beside the weights themselves, 2 a second copy of them. On a GPU the allocator counts, elsewhere
-the kernel, by the resident memory of the process.
+A ratio of 1 means that only the weights themselves were held, 2 that a second copy was. The allocator counts on a GPU.
+Elsewhere the kernel counts the resident memory of the process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from verl.parallel.device import reset_peak_memory
 log = logging.getLogger(__name__)
 
 LIMIT = 1.2
-_MIN_BYTES = 64 << 20  # beside a tiny model, everything is large
+_MIN_BYTES = 64 << 20  # next to a tiny model, everything is large
 
 
 class SwitchMemory:
@@ -41,7 +41,7 @@ class SwitchMemory:
             self._report(self.extra_bytes)
 
     def metrics(self) -> dict[str, float]:
-        """switch_peak_gb, what was held beside everything else, and switch_peak_ratio; {} where nothing was measured."""
+        """switch_peak_gb (memory held in addition to everything else) and switch_peak_ratio; {} where nothing was measured."""
         if self.extra_bytes is None or not self._weight_bytes:
             return {}
         return {"switch_peak_gb": self.extra_bytes / 1e9, "switch_peak_ratio": self._ratio(self.extra_bytes)}

@@ -1,4 +1,4 @@
-"""The base of workers that users write: one process of a group, which knows its place in it."""
+"""Base class of user-written workers: one process of a group, which knows its place in the group."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from verl.parallel.register import Dispatch, Execute, register
 
 
 class Worker:
-    """Rank and size of the group are those of the environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), which
-    the group sets before it makes the worker."""
+    """Reads its rank and the group's size from the environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT). The
+    group sets these variables before it makes the worker."""
 
     @property
     def rank(self) -> int:

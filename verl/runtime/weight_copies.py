@@ -32,8 +32,8 @@ _FOLDER_READER = "verl.runtime.weight_copies:read_folder"
 def weight_transfer(
     config: PPOConfig, device: torch.device, plan: EnginePlan | None = None, visible_devices: tuple[str, ...] = ()
 ) -> WeightTransfer:
-    """For an engine on `device`, in the dtype that the actor computes in. `plan`: how it spans the devices of the run
-    (default: a run of this process alone); `visible_devices`: those of its process, as CUDA_VISIBLE_DEVICES has them."""
+    """The transfer to an engine on `device`, in the actor's compute dtype. `plan` says how the engine spans the run's devices
+    (default: a run of only this process). `visible_devices` are its process's devices, as CUDA_VISIBLE_DEVICES has them."""
     group, trainer = config.actor_rollout_ref, config.trainer
     where = (plan or EnginePlan.of(config, Placement.from_roles({}, 1))).where
     bucket_bytes = group.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
@@ -68,7 +68,7 @@ class KeptBuckets:
         return map(self.place, count(), bucketed(weights, self._bucket_bytes))
 
     def place(self, index: int, some: Sequence[Named]) -> dict[str, Any]:
-        """Write bucket `index` of an update, where that of the last one is, and describe it."""
+        """Write bucket `index` of an update over the same bucket of the last update, and describe it."""
         if index == len(self._buckets):
             self._buckets.append(SharedBuckets(self._bucket_bytes, num_segments=1))
         return self._buckets[index].write(some)
@@ -87,17 +87,17 @@ def write_folder(folder: Path, number: int, weights: Weights, bucket_bytes: int)
 
 
 def read_folder(description: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a described folder. Raises ModelError when one is missing or not what was written."""
+    """The tensors of a described folder. Raises ModelError when a tensor is missing or differs from the written one."""
     return read_files(Path(description["folder"]).parent, description["number"])
 
 
 def load_replica(config: PPOConfig, device: torch.device, group: dist.ProcessGroup | None) -> Replica:
-    """A copy of the policy in the compute dtype, for generation alone; divided over `group`, if there is one."""
+    """A copy of the policy in the compute dtype, only for generation; divided over `group`, if there is one."""
     model = config.actor_rollout_ref.model
     load_external(model.external_lib)
     module = load_causal_lm(
         model.path,
-        device=device if group is None else "cpu",  # what is divided may not fit the device whole
+        device=device if group is None else "cpu",  # a divided model may not fit the device whole
         dtype=compute_dtype(config.actor_rollout_ref.actor.fsdp_config.dtype, device),
         trust_remote_code=model.trust_remote_code,
         override_config=model.override_config,

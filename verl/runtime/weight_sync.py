@@ -1,7 +1,7 @@
 """New weights for the rollout of one rank: the transfer from the ranks that train, and the switch to generation and back.
 
 sync(version)       weights reach the rollout: they are its own already, or a transfer plan runs, or they are gathered whole
-end_generation()    the rollout still holds what it was sent; the rank is back as training left it
+end_generation()    the rollout keeps the weights that it was sent; the rank returns to the state that training left
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ Runner = Callable[["WorkerGroup", str, CallPlan, bool], Any]
 
 
 class WorkerGroup:
-    """`group.method(...)` for every registered method of `worker_class`; what a mode does is in verl/parallel/dispatch.py.
+    """`group.method(...)` for every registered method of `worker_class`; verl/parallel/dispatch.py implements the modes.
 
-    `schedule` is that of a role that trains, `beside_rollout` says that its ranks are those that generate. Arguments that
-    are futures are waited for.
+    `schedule` is the schedule of a role that trains. `beside_rollout` says whether its ranks are the ranks that generate.
+    A call waits for arguments that are futures.
     """
 
     def __init__(
