@@ -2,9 +2,9 @@
 
     specs = RoleSpecs(models=(RoleSpec("model", "lm", ...),))     # a program declares, the runtime builds
     updates = roles.models["model"].update(batch, step).get()     # the same call in one process, under torchrun and on Ray
-    roles.weights.sync(version)                                   # the trained weights become those of the rollout
+    roles.weights.sync(version)                                   # the rollout gets the trained weights
 
-A model role is an engine with an objective. Calls that may run beside others return a future.
+A model role is an engine with an objective. Calls that may run in parallel with others return a future.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ class Objective:
     def __call__(
         self, outputs: dict[str, torch.Tensor], batch: DataProto, totals: BatchTotals
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
-        """Loss and metrics of one micro-batch. The loss is a sum divided by `totals`, those of the whole mini-batch over all
-        ranks, so that micro-batch losses add up. `outputs` are [batch, response] with gradient, zero outside response_mask;
-        those of a sequence head are [batch]."""
+        """Loss and metrics of one micro-batch. The loss is a sum divided by `totals`, the totals of the whole mini-batch
+        over all ranks, so that micro-batch losses add up. `outputs` are [batch, response] with gradient, zero outside
+        response_mask; the outputs of a sequence head are [batch]."""
         raise NotImplementedError
 
     def start_mini_batch(self, seed: int, index: int) -> None:
-        """Called before optimizer step `index` of an `update`. Random choices of the loss depend on `seed` alone."""
+        """Called before optimizer step `index` of an `update`. Random choices of the loss depend only on `seed`."""
 
     def pop_observed(self) -> list[torch.Tensor]:
-        """Tensors that the objective kept during an `update`; those of all ranks are concatenated into Updates.observed."""
+        """Tensors that the objective kept during an `update`; Updates.observed concatenates the tensors of all ranks."""
         return []
 
 
@@ -86,7 +86,7 @@ class RoleSpec:
     follows: str | None = None
     strategy: str = "fsdp"  # the training engine when the role is on several devices
     settings: MegatronConfig | DeepSpeedConfig | None = (
-        None  # the section of that engine beside `engine`, see `settings_of`
+        None  # the engine's own section, in addition to `engine`; see `settings_of`
     )
     engine_keys: tuple[str, ...] = ()  # config paths of `engine`, the first one for messages; "" for bare keys
     micro: MicroBatching = _WHOLE  # of `update`
@@ -96,7 +96,7 @@ class RoleSpec:
     checkpoint: CheckpointConfig | None = None
     checkpoints_to_keep: int | None = None  # None or 0: all; a run keeps as many as the role that wants most
     guards: StepGuardsConfig | None = None
-    build: Callable[[], Any] | None = None  # a model of a user's code, in place of that of the folder; on one device
+    build: Callable[[], Any] | None = None  # builds a user's model, in place of the model folder's; on one device
     memory_map: bool = False  # a frozen role's weights are in a file, mapped into memory (verl/engines/mapped.py)
     measure_every: int = 0  # steps from one visible_update_ratio to the next; the last step is always measured
 
@@ -106,7 +106,7 @@ class RoleSpec:
 
     @property
     def changes(self) -> bool:
-        """Whether its weights do not stay those of its model's files."""
+        """Whether the role's weights can differ from the weights in its model's files."""
         return self.trains or self.follows is not None
 
 
@@ -117,10 +117,10 @@ def settings_of(section: Any) -> Any:
 
 @dataclass(frozen=True)
 class RoleSpecs:
-    """All roles of a run. `models` are built in this order, and the first one that trains is the model of the run.
+    """All roles of a run. `models` are built in this order, and the first model that trains is the model of the run.
 
     `generates`: there is a role `rollout` (section actor_rollout_ref.rollout) with the weights of the role "actor"; `scores`: a
-    role `reward` (section reward). `place(num_devices)` assigns roles to devices; the number is that of a launcher, or None.
+    role `reward` (section reward). `place(num_devices)` assigns roles to devices; the number is a launcher's, or None.
     """
 
     models: tuple[RoleSpec, ...]
@@ -165,13 +165,13 @@ class ModelHandle(Protocol):
         ...
 
     def follow(self, share: float) -> Any:
-        """Move the weights of a frozen role towards those of the role that it follows: own + share (other - own)."""
+        """Move a frozen role's weights towards the weights of the role that it follows: own + share (other - own)."""
         ...
 
     def num_bytes_saved(self) -> int: ...
 
     def save(self, folder: str) -> list[dict[str, FileRecord] | None]:
-        """Write the role into the new folder; the records of its files, by rank: None on those that write nothing."""
+        """Write the role into the new folder; returns the records of its files by rank, None for ranks that write nothing."""
         ...
 
     def start_save(self, folder: str) -> Any:
@@ -209,11 +209,11 @@ class RolloutHandle(Protocol):
         ...
 
     def end_generation(self) -> Future[dict[str, Metric]]:
-        """Free the KV cache where configured; the metrics of what was generated since the last call."""
+        """Free the KV cache where configured; returns the metrics of the generation since the last call."""
         ...
 
     def exact_log_probs(self) -> bool:
-        """Whether the sampler's log-probs equal those of the training forward to rounding."""
+        """Whether the sampler's log-probs equal the training forward's log-probs to rounding."""
         ...
 
 

@@ -2,7 +2,7 @@
 
     build_judge(config, device).replies(questions) -> replies, texts in the same order
 
-The weights are those of the judge's own files; nothing is ever sent to it.
+The judge keeps the weights of its files; no weights are ever sent to it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Judge(Protocol):
 def build_judge(
     config: RewardModelConfig, device: torch.device, *, start_timeout_s: float, call_timeout_s: float
 ) -> Judge:
-    """The judge that `config.rollout.name` says; the seconds are those that a process of its own has to start and between
+    """The judge that `config.rollout.name` names. A judge process has `start_timeout_s` to start and `call_timeout_s` between
     two signs of life. Raises ModelError, MissingExtraError without vLLM, and ConfigError for a service of another model."""
     rollout = config.rollout
     if rollout.name in ("http", "sglang"):

@@ -1,4 +1,4 @@
-"""A model of a run on one rank: a training engine with the objective that it minimises, or a frozen one that only computes."""
+"""A model of a run on one rank: a training engine and the objective it minimises, or a frozen engine that only computes."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ record(FileRecord)
 
 
 class ModelRole:
-    """The worker of a RoleSpec; see ModelHandle for its calls. `hf_files` writes into a folder what `from_pretrained` needs
-    beside the weights. `writes` is true on one rank of the role: the one that writes its part of a checkpoint. `followed` is
-    the engine of the role that it follows."""
+    """The worker of a RoleSpec; see ModelHandle for its calls. `hf_files` writes into a folder the files that
+    `from_pretrained` needs in addition to the weights. `writes` is true on one rank of the role, which writes the role's part
+    of a checkpoint. `followed` is the engine of the role that it follows."""
 
     def __init__(
         self,

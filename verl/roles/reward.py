@@ -28,7 +28,7 @@ class RewardModel(Protocol):
 class RewardWorker:
     """With a reward `model`, samples wait for their whole batch, which the model reads at once in `collect`.
 
-    Samples arrive through `submit` where the rollout runs in this process; those that did not are read from the batch, which
+    Samples arrive through `submit` where the rollout runs in this process. Other samples are read from the batch, which
     needs the policy's `tokenizer`. With `needs_answer`, samples of rows without a reference answer are not scored, and have
     the score 0: where rewards do not train, built-in scorers have nothing to compare them with. With `turn_rewards` the turns
     of episodes are rewarded at their ends, see `_reward_turns`.
@@ -107,7 +107,7 @@ class RewardWorker:
         return scored if from_model is None else scored.union(from_model)
 
     def _given(self, batch: DataProto) -> dict[str, Score]:
-        """Scores of episodes that bring them, and 0 for those that failed and for samples that are not scored."""
+        """Scores of episodes that bring their own, and 0 for failed episodes and for samples that are not scored."""
         objects, found = batch.non_tensor_batch, {}
         if self.needs_answer:
             answers = (_ground_truth(batch, row) for row in range(len(batch)))
@@ -124,7 +124,7 @@ class RewardWorker:
         return found
 
     def _submit_unseen(self, batch: DataProto, keys: list[str]) -> None:
-        """Samples of a rollout in another process; those of one in this process came while they were generated."""
+        """Submit the samples of a rollout in another process. A rollout in this process has submitted its own already."""
         width = batch.batch["response_mask"].shape[1]
         exists = batch.batch["attention_mask"][:, -width:].bool()
         given = self._given(batch)
@@ -156,8 +156,8 @@ class RewardWorker:
 
 
 def _reward_turns(token_scores: torch.Tensor, batch: DataProto, ends: torch.Tensor) -> None:
-    """Add what episodes have in extra["turn_rewards"] to the last token of each turn. Where an episode brings its reward they
-    are parts of it, and only the rest stays on its last token, of `ends` [batch]; else they count beside the score."""
+    """Add what episodes have in extra["turn_rewards"] to the last token of each turn. Where an episode brings its reward, the
+    turn rewards are parts of it, and only the rest stays on its last token, of `ends` [batch]. Else they add to the score."""
     objects, numbers = batch.non_tensor_batch, turn_numbers(batch.batch["response_mask"])
     for row, (extra, reward) in enumerate(zip(objects["episode_extra"], objects["episode_reward"], strict=True)):
         of_turns = (extra or {}).get("turn_rewards") or []

@@ -1,7 +1,7 @@
 """Reward models: a classifier that scores, or a judge that replies in text.
 
-`score(batch)` adds one column, by rows, so that a group of ranks can share the work. What it says goes to the reward
-function (verl/rewards/model_score.py), which makes the reward of it.
+`score(batch)` adds one column, by rows, so that a group of ranks can share the work. The reward function
+(verl/rewards/model_score.py) reads the column and computes the reward from it.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class JudgeWorker:
 
 
 def _reply(words: str, score: float, parts: dict[str, float]) -> str:
-    """The judge's words, then what was read from them, for the reward function."""
+    """The judge's reply, then the values read from it, for the reward function."""
     return words + "".join(f"judge/{name}: {value:.4f}\n" for name, value in parts.items()) + f"Score: {score:.4f}"
 
 

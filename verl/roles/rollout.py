@@ -142,7 +142,7 @@ class RolloutWorker:
         return self._columns([trajectory(done) for done in made], split, limit)  # none on a rank that only takes part
 
     def set_weights(self, version: int, weights: Weights | None = None) -> None:
-        """The weights changed: samples made from now on carry `version`. A replica, or an engine with weights of its own, loads
+        """The weights changed: samples made from now on carry `version`. A replica, or an engine with its own weights, loads
         `weights`, all of its parameters by name. Called by the weight sync of this rank."""
         copy = self.replica if self.replica is not None else self.engine
         if weights is not None and hasattr(copy, "load"):
@@ -154,7 +154,7 @@ class RolloutWorker:
         self.rank = rank
 
     def close(self) -> None:
-        """End an engine that has processes of its own."""
+        """End the agents, and an engine that has its own processes."""
         if self.agents is not None:
             self.agents.close()
         if hasattr(self.engine, "close"):
@@ -180,7 +180,7 @@ class RolloutWorker:
         limit: int,
         before: Sequence[Trajectory] | None = None,
     ) -> DataProto:
-        """The same columns as of single turns, and those of episodes."""
+        """Generate episodes: the columns of single turns, and the columns of episodes."""
         position = {ordinal: i for i, ordinal in enumerate(prompts.batch["ordinal"].tolist())}
 
         def on_finish(done: EpisodeResult) -> None:
@@ -229,7 +229,7 @@ class RolloutWorker:
 
 
 def _prompt(rows: DataProto, row: int) -> tuple[int, ...]:
-    """The prompt of a sample, which of an episode may be another than that of its row of the data."""
+    """The prompt of a sample; an episode's prompt may differ from the prompt of its data row."""
     return tuple(rows.batch["prompts"][row][rows.batch["prompt_mask"][row]].tolist())
 
 

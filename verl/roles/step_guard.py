@@ -47,7 +47,7 @@ class Finding:
     located: bool = True
 
     def merge(self, others: Sequence[Finding]) -> Finding:
-        """The same finding on all ranks, each with samples of its own."""
+        """Merge the same finding of all ranks, each with its own samples."""
         parts = [self, *others]
         located = [part for part in parts if part.located and part.samples] or parts
         lowest = self.guard in MONITORS and MONITORS[self.guard].lowest
@@ -61,7 +61,7 @@ class Finding:
 
 
 def merge_findings(of_ranks: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """Those of all ranks, which decide alike and know different samples."""
+    """Merge the findings of all ranks, which decide alike and know different samples."""
     found: dict[tuple[int, str, str], list[Finding]] = {}
     for findings in of_ranks:
         for finding in findings:

@@ -18,8 +18,8 @@ from verl.roles.step_guard import Finding, merge_findings
 @dataclass(frozen=True)
 class MiniBatchSchedule:
     """`epochs` passes over a batch in mini-batches of `size` rows (the last may be short; None: all rows). `needed` chooses the
-    rows of a mini-batch that are computed; None: all of them. `unit` is that of the objective, see TrainEngine.train_batch; no
-    unit is cut, and one of more than `size` rows is alone."""
+    rows of a mini-batch that are computed; None: all of them. `unit` is the objective's, see TrainEngine.train_batch. No unit
+    is cut, and a unit of more than `size` rows is a mini-batch by itself."""
 
     size: int | None = None
     epochs: int = 1
@@ -29,8 +29,8 @@ class MiniBatchSchedule:
     unit: str = "row"
 
     def rows(self, batch: DataProto, step: int) -> list[np.ndarray]:
-        """The rows of each optimizer step of trainer step `step`; those of one unit are adjacent. The order of a shuffled pass
-        depends on (seed, step, pass) alone. Unshuffled, the samples of a prompt stay together and share its computation."""
+        """The rows of each optimizer step of trainer step `step`; the rows of a unit are adjacent. The order of a shuffled pass
+        depends only on (seed, step, pass). Unshuffled, the samples of a prompt stay together and share its computation."""
         units: dict[int, list[int]] = {}
         for row, unit in enumerate(unit_ids(batch, self.unit)):
             units.setdefault(unit, []).append(row)
@@ -49,7 +49,7 @@ class MiniBatchSchedule:
 
 
 def _filled(units: Sequence[list[int]], size: int) -> list[np.ndarray]:
-    """Units in their order, as many in each mini-batch as `size` rows have room for; a larger unit is alone."""
+    """Units in their order, as many in each mini-batch as fit `size` rows; a larger unit is a mini-batch by itself."""
     found: list[list[int]] = []
     for rows in units:
         if not found or len(found[-1]) + len(rows) > size:
@@ -61,8 +61,8 @@ def _filled(units: Sequence[list[int]], size: int) -> list[np.ndarray]:
 @record
 @dataclass
 class Updates:
-    """The result of a role's `update`. `steps` holds the metrics of each optimizer step. On a rank they are of its rows; merged
-    over ranks they are those of the mini-batch, because losses are divided by the totals of all ranks.
+    """The result of a role's `update`. `steps` holds the metrics of each optimizer step. A rank's metrics cover its
+    rows. Merged over ranks they cover the mini-batch, because losses are divided by the totals of all ranks.
 
     `observed` are the tensors of Objective.pop_observed. `findings` are guards that optimizer steps have set off. `device` has
     metrics of the process that do not belong to a role's step: perf/*.
@@ -87,7 +87,7 @@ class Updates:
         return Updates(self.role, steps, self.lr, observed, findings, device)
 
     def metrics(self) -> dict[str, Metric]:
-        """`{role}/*`: the mean over the optimizer steps, whose metrics are totals of a mini-batch; and those of `device`."""
+        """Means `{role}/*` over the optimizer steps, whose metrics are totals of a mini-batch, and the metrics of `device`."""
         steps = [{k: Metric.mean(m.value) for k, m in found.items()} for found in self.steps]
         metrics = {f"{self.role}/{k}": v for k, v in merge_metrics(steps).items()}
         metrics[f"{self.role}/lr"] = Metric.last(self.lr)

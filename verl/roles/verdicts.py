@@ -108,7 +108,7 @@ class PairVerdict:
 def verdict_of(reply: str) -> int | None:
     """Read 1 for A, -1 for B, 0 for C or tie; None without a verdict.
 
-    The last one in double brackets counts (the form of 2306.05685), or else the last one that stands alone.
+    The last verdict in double brackets counts (the form of 2306.05685), or else the last verdict that is a whole word.
     """
     found = _MARKED.findall(reply) or _NAMED.findall(reply)
     return _MEANINGS[found[-1].upper()] if found else None

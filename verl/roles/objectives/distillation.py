@@ -1,4 +1,4 @@
-"""The objective of a student: the policy loss with a teacher's term beside it, or that term alone."""
+"""The objective of a student: the policy loss plus a teacher's term, or only the teacher's term."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from verl.roles.step_guard import StepGuard
 
 class TokenObjective(Objective):
     """`loss` is a name of SFT_LOSSES. Its metrics are means over the trained tokens of the global batch: token_accuracy (share
-    of targets with the largest logit), entropy (of the next-token distribution, nats), and nll (-log p) beside another loss."""
+    of targets with the largest logit), entropy (of the next-token distribution, nats), and nll (-log p) with another loss."""
 
     outputs = ("log_probs", "correct", "entropy")
 

@@ -55,9 +55,9 @@ def skips_zero_advantages(config: ActorConfig, correction: RolloutCorrectionConf
 class PolicyObjective(Objective):
     """pg_loss - entropy_coeff * H + kl_loss_coef * KL(policy || reference).
 
-    Without an `old_log_probs` column the old policy is the one being updated (one optimizer step per batch), so its log-probs
-    are the detached current ones and no pass is spent on them. Losses are divided by the totals of all rows; the metrics
-    entropy, ppo_kl, pg_clipfrac and those of the sampler's gap are means over the rows that are computed.
+    Without an `old_log_probs` column the old policy is the policy being updated (one optimizer step per batch). Its log-probs
+    are then the detached current log-probs, without a separate pass. Losses are divided by the totals of all rows. The metrics
+    entropy, ppo_kl, pg_clipfrac and the sampler-gap metrics are means over the computed rows.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class PolicyObjective(Objective):
         self.params["loss_scale_factor"] = self.scale
         self.generator = torch.Generator()
         self._is_first = True
-        # mask, what is still to come from the device, what is on the host: read after the step, for the host does not wait
+        # mask, values still on the device, values on the host: read after the step, since the host does not wait
         self._observed: list[tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]] = []
 
         guarded = guard is not None and "entropy" in guard.inputs

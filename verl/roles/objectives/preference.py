@@ -29,7 +29,7 @@ from verl.roles.step_guard import StepGuard
 
 
 def mask_of(columns: Any) -> Tensor:
-    """The tokens of completions [batch, response]: those that train, unless prompts train too."""
+    """The tokens of completions [batch, response]: the tokens that train, unless prompts train too."""
     return columns["completion_mask" if "completion_mask" in columns.keys() else "response_mask"]
 
 
