@@ -1,7 +1,7 @@
 """GPU memory that another process opens by a handle, through the CUDA driver.
 
-torch shares tensors between processes too, but counts readers per share: with several readers, or one that reads twice or
-never, the count goes wrong and the memory leaks. Blocks of its allocator cannot always be shared either (expandable
+torch also shares tensors between processes, but counts readers per share. With several readers, or a reader that reads
+twice or never, the count is wrong and the memory leaks. Blocks of its allocator cannot always be shared either (expandable
 segments). Here the memory is allocated separately, and its owner knows when it is no longer read.
 """
 
@@ -53,7 +53,7 @@ def allocate(num_bytes: int, device: torch.device) -> tuple[torch.Tensor, bytes]
     """Allocate memory of `device`, uint8 [num_bytes]; returns it and its handle for other processes. Raises Refused."""
     driver, pointer, handle = _driver(), ctypes.c_uint64(), _Handle()
     with torch.cuda.device(device):
-        torch.cuda.synchronize()  # also makes the device's context that of this thread
+        torch.cuda.synchronize()  # also makes the device's context current on this thread
         code = driver.cuMemAlloc_v2(ctypes.byref(pointer), num_bytes)
         if code == _OUT_OF_MEMORY:
             torch.cuda.empty_cache()

@@ -6,7 +6,7 @@ chunks while they are in the cache.
 
 On a GPU the bytes form a matrix of words, and the hash is of its row and column sums modulo 2^64. That needs no custom kernel,
 and only the sums leave the GPU. Changed or reordered words change the sums, unless the changes cancel in each row and each
-column, which takes at least four words. The digest differs from that of the same values on a CPU.
+column, which takes at least four words. The digest differs from a CPU's digest of the same values.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _sums(chunk: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def _chunks(tensors: Sequence[torch.Tensor], most: int, *, by_rows: bool = False) -> Iterator[tuple[torch.Tensor, ...]]:
     """Views of tensors of one shape, in parallel and in order, of at most `most` values: flat ranges where all are contiguous
-    (unless `by_rows`, where the cut depends on the shape alone), else rows [some rows, columns], at least one."""
+    (unless `by_rows`, where the cut depends only on the shape), else rows [some rows, columns], at least one."""
     first = tensors[0]
     if first.numel() <= most:
         yield tuple(tensors)

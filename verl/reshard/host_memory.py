@@ -3,8 +3,8 @@
     rank 0 trains [w]  --cast-->  rank 0 generates [w]          one pass over w: cast, digest, and write to every rank of
                        --cast-->  rank 1 generates [w]          the host that lacks it
 
-Ranks with equal weights (whole copies, or the same shard in several engines) keep them in one memory, that of the first of
-them: weights do not change during generation, and each value is written once for all.
+Ranks with equal weights (whole copies, or the same shard in several engines) keep them in the memory of the first of
+these ranks: weights do not change during generation, and each value is written once for all.
 
 The memory has no name (verl.reshard.shared_memory). Ranks find out by opening which memory they can reach, since host names
 are unreliable with containers.
@@ -99,7 +99,7 @@ def _owners(fingerprints: list[str | None], reached: set[tuple[int, int]]) -> di
 
 
 def _runs(weights: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Weights in the order of their addresses, those that adjoin or overlap in one list."""
+    """Weights in the order of their addresses; weights that adjoin or overlap are in one list."""
     runs: list[list[torch.Tensor]] = []
     end = -1
     for weight in sorted({id(w): w for w in weights if w.numel()}.values(), key=torch.Tensor.data_ptr):

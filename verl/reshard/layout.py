@@ -7,7 +7,7 @@
 Training (p-t-d of HybridFlow, arXiv:2409.19256, and more): pipeline stages hold layers; tensor parallel ranks shard one
 dimension; expert parallel ranks divide the experts; FSDP ranks shard the rest along dimension 0; replicas repeat it.
 Generation (p_g-t_g-d_g): each engine is a pipeline of tensor parallel groups; experts are divided by the tensor parallel
-ranks, or lie whole on the ranks of groups of their own.
+ranks, or lie whole on the ranks of separate groups.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The layout of weights that Megatron trains: interleaved stages, and experts over ranks of their own. Pure, without torch."""
+"""The layout of weights Megatron trains: interleaved stages, and experts over separate rank groups. Pure, without torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class MegatronLayout(TrainingLayout):
     expert_tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
-        assert len(self.layers_per_stage) % self.num_stages == 0, self  # sizes are those of a section `megatron`
+        assert len(self.layers_per_stage) % self.num_stages == 0, self  # sizes come from a section `megatron`
 
     def stages_of(self, tensor: Tensor) -> tuple[int, ...]:
         return tuple(sorted({i % self.num_stages for i in stages_of_layers(tensor.layers, self.layers_per_stage)}))

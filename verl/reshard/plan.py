@@ -4,7 +4,7 @@
     plan.sends(rank), plan.receives(rank), plan.kept(rank), plan.total_bytes
 
 A rank keeps the slices that it holds. A missing slice comes from the nearest holder: one on its host if there is one. Among
-equally near holders the one that sends the least is chosen; slices with a single holder are assigned first.
+equally near holders, the holder that sends the least is chosen; slices with a single holder are assigned first.
 
 Bytes received per rank for a model of M bytes, training p-t-d, generation p_g-t_g with d_g = p t / (p_g t_g)
 (HybridFlow, arXiv:2409.19256, Table 2):
@@ -13,9 +13,9 @@ Bytes received per rank for a model of M bytes, training p-t-d, generation p_g-t
     HybridFlow-V, gather over a replica       (t p - 1) / (t p) M
     HybridFlow, interval groups               (d_g - 1) / (t p) M
 
-The last is what a rank is missing, so no plan for those groups moves less. A plan of this module moves exactly the missing
-bytes for any groups: `lower_bound`. Table 2 assumes that every parameter is sharded by t; of replicated ones (norms) a rank
-receives (p/p_g - 1)/p of their bytes.
+The last row is exactly the bytes that a rank is missing, so no plan for those groups moves less. A plan of this module moves
+exactly the missing bytes for any groups: `lower_bound`. Table 2 assumes that every parameter is sharded by t. Of replicated
+parameters (norms) a rank receives (p/p_g - 1)/p of their bytes.
 """
 
 from __future__ import annotations

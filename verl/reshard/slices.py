@@ -1,6 +1,6 @@
 """Slices of a tensor: intersection, difference and cuts; and the part of a tensor that one rank holds.
 
-All coordinates are those of the whole tensor; spans are half open, (first, one past the last). Pure, without torch.
+All coordinates refer to the whole tensor; spans are half open, (first, one past the last). Pure, without torch.
 """
 
 from __future__ import annotations

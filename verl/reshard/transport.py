@@ -114,7 +114,7 @@ class PeerToPeer:
         the last one has returned, `wanted` must not be used: callers synchronise before and after.
 
         Raises ModelError when a tensor is missing, has another shape than its part, or does not match its digest. It is
-        raised on that rank alone; the caller informs the others.
+        raised only on that rank; the caller informs the others.
         """
         self.check(held, wanted)
         self._staged, self._sent = 0, {}
@@ -165,7 +165,7 @@ class PeerToPeer:
             self._at(wanted, move, is_source=False).copy_(values)
 
     def _put(self, moves: Sequence[Move], held: Tensors, wanted: Tensors) -> None:
-        """Write one slice to every place in memory that needs it: this rank's own and those of neighbours."""
+        """Write one slice to every place in memory that needs it: this rank's own places and its neighbours' places."""
         source, label = self._at(held, moves[0], is_source=True), _label(moves[0])
         kept = [move for move in moves if move.is_kept]
         own = [self._at(wanted, move, is_source=False) for move in kept]

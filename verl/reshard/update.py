@@ -143,9 +143,9 @@ def plan_update(
     device: torch.device,
 ) -> PlannedUpdate | None:
     """Plan the weight sync, on all ranks of `comm` together. None, on all of them, where slices are not enough: for engines
-    and models that the layouts do not describe, and where other parameters train beside adapters.
+    and models that the layouts do not describe, and where other parameters train in addition to adapters.
 
-    Raises ModelError, on all ranks, when a replica has a parameter that no training rank has, or lacks one that trains.
+    Raises ModelError, on all ranks, when a replica has a parameter that no training rank has, or lacks a parameter that trains.
     """
     is_first = comm.rank == training.ranks[0]
     rows = comm.all_gather(to_bytes((socket.gethostname(), _layout_to_send(engine) if is_first else None)))
@@ -270,8 +270,8 @@ class Adapters:
 
         W = W_0 + (alpha / rank) B A
 
-    W_0 does not train and is kept beside the weights that generate. The sums are rounded by `rounding`. The caller has checked
-    that the replica has these layers.
+    W_0 does not train and is kept in addition to the weights that generate. The sums are rounded by `rounding`. The caller
+    has checked that the replica has these layers.
     """
 
     def __init__(
