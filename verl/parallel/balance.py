@@ -58,7 +58,7 @@ def partition_by_cost(costs: Sequence[float], num_parts: int, equal_size: bool) 
     """Rows cut into `num_parts` lists of nearly equal cost (largest differencing, Karmarkar and Karp 1982).
 
     `equal_size` gives every part the same number of rows. Rows are ascending within a part, parts ascend by their first
-    row; the result depends on the arguments alone. Raises ValueError when there are fewer rows than parts, or when
+    row; the result depends only on the arguments. Raises ValueError when there are fewer rows than parts, or when
     `equal_size` is asked and the rows do not divide.
     """
     num_rows = len(costs)
@@ -91,8 +91,8 @@ def _without_empty(parts: list[list[int]], costs: Sequence[float]) -> list[list[
 def pack_by_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Rows packed into few bins of at most `max_tokens` tokens each; every row is in exactly one bin.
 
-    First-fit decreasing: at most 11/9 of the fewest possible plus one (Johnson 1973). When cutting the rows in their
-    own order needs no more bins, that is what is done. A row longer than the limit gets a bin of its own. Rows ascend
+    First-fit decreasing: at most 11/9 of the fewest possible plus one (Johnson 1973). Rows are cut in their own
+    order where that needs no more bins. A row longer than the limit gets a separate bin. Rows ascend
     within a bin and bins by their first row. Raises ValueError when `max_tokens` is not positive.
     """
     if max_tokens < 1:
@@ -177,7 +177,7 @@ def imbalance(costs: Sequence[float], parts: Sequence[Sequence[int]]) -> dict[st
 @dataclass(frozen=True)
 class TokenCost:
     """Cost of a row of T tokens: `linear` T + `quadratic` T^2 operations (projections grow with T, attention with its square;
-    `ModelShape.flops` of the planner has those of a model).
+    `ModelShape.flops` of the planner computes a model's coefficients).
 
     Rows that share a prompt compute it once on one rank, and once more on every further rank that gets some of them.
     """

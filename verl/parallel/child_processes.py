@@ -70,12 +70,12 @@ _spared: set[int] = set()
 
 
 def spare(pid: int) -> None:
-    """From now on `end_descendants` leaves the process `pid` alone."""
+    """Exempt the process `pid` from `end_descendants` from now on."""
     _spared.add(pid)
 
 
 def end_descendants() -> int:
-    """SIGKILL for every process below this one, those that are started meanwhile too; returns how many there were."""
+    """Send SIGKILL to every process below this one, including processes started meanwhile; returns their number."""
     import psutil
 
     killed: set[int] = set(_spared)

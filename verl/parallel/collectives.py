@@ -41,7 +41,7 @@ _SLOW = 0.6  # fraction of a deadline after which a rank reports its stack
 
 @dataclass(frozen=True)
 class Peer:
-    """This process among those of the run."""
+    """This process among the processes of the run."""
 
     rank: int
     world_size: int
@@ -72,7 +72,7 @@ def peer_of_environment(environment: Mapping[str, str] | None = None) -> Peer | 
     return Peer(rank, size, env["MASTER_ADDR"], port, local)
 
 
-# above the ports that Ray gives its workers, below those that Linux gives to outgoing connections: the caller
+# above the ports that Ray gives its workers, below the ports that Linux gives to outgoing connections: the caller
 # binds the port a moment later, and in between neither may take it
 _PORTS = range(20000, 32768)
 
@@ -92,7 +92,7 @@ def free_port() -> int:
 
 
 class Collectives:
-    """Exchange of results between the ranks of a run, apart from what the engines exchange."""
+    """Exchange of results between the ranks of a run, separate from the engines' own collectives."""
 
     def __init__(self, peer: Peer, store: dist.Store, group: dist.ProcessGroup, timeout_s: float, slow_s: float):
         self.rank = peer.rank
@@ -109,7 +109,7 @@ class Collectives:
     def start(
         cls, peer: Peer, *, device_type: str = "cpu", timeout_s: float, start_timeout_s: float, call_timeout_s: float
     ) -> Collectives:
-        """Meet the other ranks and make the default process group (gloo, and NCCL besides on CUDA).
+        """Meet the other ranks and make the default process group (gloo, and on CUDA also NCCL).
 
         `timeout_s` bounds a collective of an engine, `call_timeout_s` the wait for other ranks between calls, and
         `start_timeout_s` the meeting. Raises ConfigError when the port is taken, DeadlineError naming the ranks that did
@@ -169,7 +169,7 @@ class Collectives:
         return bool(number)
 
     def barrier(self, what: str) -> None:
-        """Wait until every rank is here; `what` is what they wait for, for the error."""
+        """Wait until every rank is here; `what` names the awaited event in the error."""
         with self.doing(what):
             self.any(False)
 

@@ -32,7 +32,7 @@ def open_library(stem: Path) -> ctypes.CDLL | None:
 
 def choose_kernels(find: Callable[[str | None], T | None], is_compiled: bool) -> T | None:
     """The kernels that `find` has for the instruction set of VERL_CPU_ISA, or None where torch computes. Raises ConfigError
-    when it asks for ones that cannot be had."""
+    when the variable asks for kernels that are not available."""
     asked = os.environ.get("VERL_CPU_ISA") or None
     if asked == "none":
         return None

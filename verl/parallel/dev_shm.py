@@ -53,7 +53,7 @@ def check_size(needs: Mapping[str, int]) -> None:
 
 
 def card() -> Card:
-    """That of this process."""
+    """The Card of this process."""
     boot = content_of(Path("/proc/sys/kernel/random/boot_id")).strip()
     return boot, FOLDER.stat().st_dev if FOLDER.is_dir() else -1
 

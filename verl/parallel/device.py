@@ -89,8 +89,8 @@ def native_bf16(device: torch.device) -> bool:
     """Whether the device multiplies bfloat16 matrices in hardware, faster than float32 ones. The environment variable
     VERL_CPU_BF16 answers for CPUs. Raises ConfigError when it is neither "native" nor "widened".
 
-    AVX512-BF16 counts on AMD's processors alone: without AMX, which a hypervisor may hide, Intel's multiply bfloat16 pairs at
-    0.6 of their float32 rate (Sapphire Rapids)."""
+    AVX512-BF16 counts only on AMD's processors. Without AMX, which a hypervisor may hide, Intel's processors multiply
+    bfloat16 pairs at 0.6 of their float32 rate (Sapphire Rapids)."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     if device.type != "cpu":
@@ -105,7 +105,7 @@ def native_bf16(device: torch.device) -> bool:
 
 def prefers_onednn(device: torch.device) -> bool:
     """Whether oneDNN multiplies float32 matrices of the device faster than MKL does, which is behind `torch.mm`: on AMD's
-    processors with AVX-512, by a third (186 in place of 140 GFLOP/s on two cores that can reach 220). With AVX2 alone MKL is
+    processors with AVX-512, by a third (186 in place of 140 GFLOP/s on two cores that can reach 220). With only AVX2, MKL is
     faster (Zen 3, one core, shapes of SmolLM2: 81 to 91 GFLOP/s against 42 to 81)."""
     return device.type == "cpu" and {"avx512f", "AuthenticAMD"} <= _cpu_flags() and torch.backends.mkldnn.is_available()
 

@@ -29,15 +29,15 @@ class GroupShape(Protocol):
     mesh: Mesh
     cost: TokenCost
     schedule: Schedule | None  # of a group that trains
-    beside_rollout: bool  # whether its ranks are those that generate
+    beside_rollout: bool  # whether its ranks are the ranks that generate
 
     @property
     def world_size(self) -> int: ...
 
 
 class Schedule(Protocol):
-    """The rows of a batch that each optimizer step of a training call takes, those that are computed, and the column whose
-    equal rows stay together on a rank ("row": none)."""
+    """The rows of a batch that each optimizer step of a training call takes, the rows that are computed, and the `unit`: the
+    column whose equal rows stay together on a rank ("row": none)."""
 
     @property
     def unit(self) -> str: ...
@@ -48,14 +48,14 @@ class Schedule(Protocol):
 
 
 class Mergeable(Protocol):
-    """A result of a training call that knows how those of several ranks become one."""
+    """A result of a training call that can merge the results of several ranks into one."""
 
     def merge(self, others: Sequence[Any]) -> Any: ...
 
 
 @dataclass(frozen=True)
 class CallPlan:
-    """`calls[i]` is what the rank at index i runs (None: nothing). Ranks of one model-parallel group share the object, so
+    """`calls[i]` is the call of the rank at index i (None: no call). Ranks of one model-parallel group share the object, so
     that a driver sends it once. `collect` takes the results of the ranks `answering`, in that order."""
 
     calls: list[Arguments | None]
@@ -272,7 +272,7 @@ def _select(batch: DataProto, rows: Rows) -> DataProto:
 
 def join_rows(results: Sequence[Any], shares: Sequence[Rows]) -> Any:
     """One result out of the shares' results. DataProtos: rows in the order of the whole batch, where result rows
-    `k * i ... k * i + k - 1` of a share belong to its i-th row; rows beyond those of the share are dropped. Dicts of Metrics
+    `k * i ... k * i + k - 1` of a share belong to its i-th row; surplus result rows are dropped. Dicts of Metrics
     are merged; anything else is a list."""
     if results and all(isinstance(r, DataProto) for r in results):
         return _join_batches(list(results), shares)

@@ -44,8 +44,8 @@ class Sizes:
 
 @dataclass(frozen=True)
 class EngineReplica:
-    """`ranks` of the run, one device each, that share a copy of the model. `devices` are what its engine process sees, as
-    numbers on node `node`; one rank alone may span more devices than it has ranks."""
+    """`ranks` of the run, one device each, that share a copy of the model. `devices` are the devices that its engine
+    process sees, numbered on node `node`; a replica of a single rank may span more devices than it has ranks."""
 
     ranks: tuple[int, ...]
     node: int
@@ -94,7 +94,7 @@ class EnginePlan:
 
     @property
     def mesh(self) -> Mesh:
-        """Over `ranks`: those of a replica differ in "tp" and get the same prompts."""
+        """The mesh over `ranks`: the ranks of a replica differ in "tp" and get the same prompts."""
         return Mesh.grid(self.ranks, replicate=len(self.replicas), tp=len(self.replicas[0].ranks))
 
     def replica_of(self, rank: int) -> EngineReplica:
@@ -142,7 +142,7 @@ def plan_engine(
     if where == "ranks" and num_devices == 1:
         sizes = Sizes()  # one device holds the whole model; the keys are not read
     _check_sizes(engine, sizes)
-    if num_devices == 1 and sizes.data == 1:  # the engine process takes the devices beside that of the run's one rank
+    if num_devices == 1 and sizes.data == 1:  # the engine process takes devices in addition to the one rank's
         return EnginePlan(engine, where, sizes, (EngineReplica(tuple(ranks), 0, tuple(range(sizes.tensor))),))
     if len(ranks) % (sizes.tensor * sizes.data):
         raise ConfigError(

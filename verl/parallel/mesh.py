@@ -1,8 +1,8 @@
 """An n-d mesh of ranks whose data axes carry different rows. Pure, without torch.
 
 Mesh.of(8, tensor_parallel=2)   replicate 1 x shard 4 x sp 1 x tp 2: ranks 0 and 1 see the same rows, 2 and 3 the next
-Mesh.of(8, fsdp_size=2)         replicate 4 x shard 2: every rank has rows of its own, two share a copy of the model
-Mesh.flat(range(8))             every rank has rows and a model of its own
+Mesh.of(8, fsdp_size=2)         replicate 4 x shard 2: every rank has its own rows, two share a copy of the model
+Mesh.flat(range(8))             every rank has its own rows and model
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Mesh:
 
     @classmethod
     def flat(cls, ranks: Sequence[int]) -> Mesh:
-        """Every rank has rows of its own and the whole model."""
+        """Every rank has its own rows and the whole model."""
         return cls((("replicate", len(ranks)),), tuple(ranks))
 
     @classmethod

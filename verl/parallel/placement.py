@@ -26,7 +26,7 @@ _SPELLINGS = {"ref": "reference", "reward_model": "reward", "actor_rollout": "ac
 
 @dataclass(frozen=True)
 class DataParallelConfig:
-    """Devices of the actor (with its rollout and reference), of the critic and of the reward; empty: those of the actor.
+    """Devices of the actor (with its rollout and reference), of the critic and of the reward; empty: the actor's devices.
 
     DataParallelConfig(actor_devices=[0, 1], critic_devices=[2], reward_model_devices=[3])
     """
@@ -85,7 +85,7 @@ class Placement:
     def colocated(
         cls, roles: Iterable[str], nnodes: int, devices_per_node: int, started: int | None = None
     ) -> Placement:
-        """Every role on all devices. `started` is the number of processes of a launcher, which must be that of the config
+        """Every role on all devices. `started` is the number of processes of a launcher. It must equal the config's number,
         unless the config leaves it at 1. Raises ConfigError."""
         if nnodes < 1 or devices_per_node < 1:
             raise ConfigError("trainer.nnodes and trainer.n_gpus_per_node must be at least 1.")
@@ -100,9 +100,9 @@ class Placement:
         devices_per_node: int | None = None,
         teachers: Iterable[str] = (),
     ) -> Placement:
-        """Roles that are not named take the devices of the role that FOLLOWS says, `teachers` those of the reference; the
-        actor all `num_devices` (default: as many as are named). Raises ConfigError for unknown roles, devices that are not
-        there or that no role uses."""
+        """Roles that are not named take the devices of the role that FOLLOWS names, and `teachers` the reference's devices.
+        The actor takes all `num_devices` (default: as many as are named). Raises ConfigError for unknown roles, and for
+        devices that are not there or that no role uses."""
         follows = {**FOLLOWS, **dict.fromkeys(teachers, "reference")}
         given = {_role_name(name, follows): _device_list(name, devices) for name, devices in roles.items()}
         named = {d for devices in given.values() for d in devices}
@@ -129,8 +129,8 @@ class Placement:
         """The placement of a config, with roles for `teachers`; a device map that a script has set goes before
         `trainer.placement`.
 
-        `num_devices` is what a launcher has started, which must then be the number that the config gives, unless the config
-        leaves it at 1. A pool of one node for rollout beside one for training is taken to be on the same node. Raises
+        `num_devices` is the number of processes that a launcher has started. It must then equal the config's number, unless
+        the config leaves it at 1. One-node pools for rollout and for training are taken to be on the same node. Raises
         ConfigError.
         """
         trainer, rollout = config.trainer, config.actor_rollout_ref.rollout

@@ -25,7 +25,7 @@ _SETTINGS = {_M_MMAP_THRESHOLD: 1 << 30, _M_TRIM_THRESHOLD: (1 << 31) - 1, _M_TO
 
 
 def keep_freed_memory(one_arena: bool = False) -> bool:
-    """Tell the allocator to keep what is freed for reuse. Does nothing, and returns False, with another C library than
+    """Tell the allocator to keep freed memory for reuse. Does nothing, and returns False, with another C library than
     glibc, or where the user has tuned it (GLIBC_TUNABLES or MALLOC_... in the environment).
 
     `one_arena` is for a process that computes on a thread which is not its first: the arenas of other threads give large

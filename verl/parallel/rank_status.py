@@ -4,7 +4,7 @@ status = RankStatus(store, rank=0, world_size=4)
 status.post("call", {"call": "actor.update"})     # does not wait
 rows = status.rows("call")                        # of the other ranks, as far as the store answers within a few seconds
 
-The store itself waits without a limit when the node that serves it has gone silent, so a thread of its own talks to it.
+The store itself waits without a limit when the node that serves it has gone silent, so a separate thread talks to it.
 """
 
 from __future__ import annotations

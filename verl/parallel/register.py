@@ -60,7 +60,7 @@ class _Modes(type):
 class Dispatch(metaclass=_Modes):
     """Ways to split arguments over the ranks of a group and to join results.
 
-    RANK_ZERO                   the first rank alone gets the arguments; its result
+    RANK_ZERO                   only the first rank gets the arguments; its result
     ONE_TO_ALL                  every rank gets the same arguments; list of results
     ALL_TO_ALL                  as they are: every argument is a list with one value per rank already; list of results
     DP_COMPUTE                  the same, checked; list of results
@@ -89,7 +89,7 @@ for _name in (
 
 
 class Execute:
-    """The ranks that run a call: all of the group, or the first alone."""
+    """The ranks that run a call: all of the group, or only the first."""
 
     ALL = "ALL"
     RANK_ZERO = "RANK_ZERO"
@@ -143,7 +143,7 @@ def _mode(given: Mode | Mapping[str, Callable[..., Any]] | None) -> Mode:
 
 
 def registered(worker_class: type) -> dict[str, Registered]:
-    """Method name -> declaration, those of base classes included."""
+    """Method name -> declaration, including the methods of base classes."""
     found = {name: getattr(getattr(worker_class, name, None), _ATTRIBUTE, None) for name in dir(worker_class)}
     return {name: declared for name, declared in found.items() if isinstance(declared, Registered)}
 

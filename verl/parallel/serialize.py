@@ -42,7 +42,7 @@ for _cls in (SamplingParams, PromptRequest, Completion, Score):
 
 
 def encode(value: Any) -> tuple[bytes, list[np.ndarray]]:
-    """(document, buffers as 1-d uint8 arrays; those of contiguous CPU tensors are views)."""
+    """(document, buffers as 1-d uint8 arrays; the buffers of contiguous CPU tensors are views)."""
     buffers: list[np.ndarray] = []
     document = _pack(value, buffers, "the value")
     return json.dumps(document, separators=(",", ":")).encode(), buffers

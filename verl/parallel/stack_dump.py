@@ -1,4 +1,4 @@
-"""Stacks and running calls of a process, for the timeout errors of those that wait for it.
+"""Stacks and running calls of a process, for the timeout errors of processes that wait for it.
 
 with calls("critic.update"):          # this thread runs a call that another process waits for
     ...
@@ -132,8 +132,8 @@ def _is_alive(pid: int) -> bool:
 
 
 def innermost(dump: str) -> str:
-    """The innermost frames of the main thread in a dump of `dumps_on_signal`: "write (store.py:12) < save (...)"; when that
-    waits for another thread, also those of some threads that do not."""
+    """The innermost frames of the main thread in a dump of `dumps_on_signal`: "write (store.py:12) < save (...)". When
+    the main thread waits for another thread, the frames of some threads that do not wait are included."""
     threads = [[match.groups() for line in part.splitlines() if (match := _FRAME.match(line))] for part in _parts(dump)]
     *others, main = [frames[:_DEPTH] for frames in threads if frames] or [[]]
     shown = [main]
