@@ -121,7 +121,7 @@ class Program(ABC):
     span_phases: ClassVar[SpanPhases] = {}
     # key of `state_dict` -> check of its value in a checkpoint, from verl/tracking/files.py; a checkpoint that fails is refused
     state_schema: ClassVar[Mapping[str, Check]] = {}
-    # "validation" and "checkpoint", where the step that has ended asks for one beside the schedule
+    # "validation" and "checkpoint", where the step that has ended requests one in addition to the schedule
     requests: frozenset[str] = frozenset()
 
     @classmethod
@@ -137,8 +137,8 @@ class Program(ABC):
     @classmethod
     @abstractmethod
     def roles(cls, config: Any, *, train: bool = True) -> RoleSpecs:
-        """The roles to build, a function of the config alone: every process of a run calls it. Without `train` only those that
-        `validate` uses, frozen."""
+        """The roles to build. They depend only on the config, since every process of a run calls this method. Without `train`:
+        only the roles that `validate` uses, frozen."""
 
     @abstractmethod
     def __init__(self, config: Any, data: Any, roles: Roles, run: RunContext): ...
@@ -155,7 +155,7 @@ class Program(ABC):
         """Return when nothing is in flight. Called before a checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a resumed run needs besides the weights, as JSON. Written into trainer_state.json beside the host's
+        """The state that a resumed run needs in addition to the weights, as JSON. trainer_state.json has it next to the host's
         keys (step, seconds, num_tokens, first_validation), which it must not use."""
         return {}
 
@@ -166,8 +166,8 @@ class Program(ABC):
         place. `state` holds all keys of trainer_state.json of the folder `checkpoint`; both are None for a fresh run."""
 
     def move_records(self, folder: Path) -> None:  # noqa: B027 - optional
-        """Copy the files that this program writes beside checkpoints, and needs to resume, to `folder`: the run folder was
-        lost, and its last checkpoint goes there."""
+        """Copy to `folder` the files that this program writes next to checkpoints and needs to resume. The run folder was
+        lost, and its last checkpoint is saved in `folder`."""
 
     def checkpoint_writers(self) -> Mapping[str, CheckpointWriter]:
         """Further folders of a checkpoint: name -> its writer. Called after `drain`."""

@@ -32,7 +32,7 @@ _MOST_UNSCORED = 3  # rounds in a row without a score; a judge may be down for a
 
 
 def prompts_per_generation(config: PPOConfig) -> int:
-    """data.gen_batch_size with a group filter, which may leave prompts out; else exactly those of the step."""
+    """Prompts per generation: data.gen_batch_size, if set, where a group filter may drop some; else data.train_batch_size."""
     data = config.data
     return (
         data.gen_batch_size or data.train_batch_size if config.algorithm.filter_groups.enable else data.train_batch_size
@@ -161,7 +161,7 @@ class Collector:
 def generate_samples(
     rollout: RolloutHandle, prompts: DataProto, params: SamplingParams, *, step: int, split: str = "train"
 ) -> DataProto:
-    """`params.n` rows per prompt, samples of a prompt adjacent: the rollout's columns beside the prompts' own."""
+    """Generate `params.n` rows per prompt, with a prompt's samples adjacent. Returns the prompts' columns and the rollout's."""
     found = rollout.generate(prompts, step=step, split=split, params=params).get()
     return prompts.repeat(params.n, interleave=True).union(found)
 

@@ -89,7 +89,7 @@ def _vocabulary_size(config: PPOConfig, path: str | None) -> int:
 
 
 def _response_ids(row: Mapping[str, Any], key: str, ends: TurnEnds, place: str) -> list[int]:
-    """The response of a row: token ids as they are, or the tokens of a text and the one that ends it."""
+    """The response of a row: token ids unchanged, or the tokens of a text and the token that ends it."""
     response = row.get(key)
     if isinstance(response, str) and response:
         end = ends.token(place, after_chat=bool(ends.tokenizer.chat_template))
@@ -188,8 +188,8 @@ def _in_row_order(parts: Sequence[tuple[np.ndarray, Future[DataProto]]]) -> Data
 
 @dataclass
 class RowResponses:
-    """A RolloutHandle that in some training steps returns the responses of the rows: GKD's share of on-policy steps
-    (2306.13649, algorithm 1). A step's choice depends on (seed, step) alone. `version` is that of the current weights."""
+    """A RolloutHandle that returns the responses of the rows in the off-policy training steps of GKD (2306.13649, algorithm 1).
+    The choice of a step depends only on (seed, step). `version` returns the version of the current weights."""
 
     rollout: RolloutHandle
     config: PPOConfig

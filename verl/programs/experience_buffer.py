@@ -1,11 +1,11 @@
-"""A buffer of experience between what generates and what trains, for loops of one's own.
+"""Experience buffer between generation and training, for custom training loops.
 
     buffer = ExperienceBuffer(max_groups=512, max_age=2, place="process")
     buffer.put(batch, version=3)                                  # rows of one prompt (column uid) stay together
     batch = buffer.sample(16, version=4, order="oldest")          # 16 groups, none older than 2 versions
 
-The runs of `verl train` have a queue of their own (verl/programs/rollout_queue.py), which the sample ledger resumes and in
-which no sample trains twice; here a script decides.
+The runs of `verl train` have a separate queue (verl/programs/rollout_queue.py). The sample ledger resumes that queue, and no
+sample in it trains twice; here a script decides.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ ORDERS: tuple[Order, ...] = ("oldest", "newest", "uniform", "priority")
 
 
 class ExperienceBuffer:
-    """Groups of rows with the version of the weights that made them, at most `max_groups` of them (None: no limit), the oldest
-    leaving first, and none more than `max_age` versions old when it is sampled.
+    """At most `max_groups` groups of rows (None: no limit), with the version of the weights that made each. The oldest groups
+    leave first, and no sampled group is more than `max_age` versions old.
 
-    `by` is the object column whose equal values make a group; without that column every row is one. `place` is "driver", this
-    process, or "process", one of its own that ends with this one; calls on it have `timeout_s` seconds. Choices by chance
-    depend on `seed` and on the calls alone. For one thread. Raises ConfigError for settings that make no sense.
+    `by` is the object column whose equal values make a group; without that column every row is a group. `place` is "driver"
+    (this process) or "process" (a separate process that ends with this one); calls to it have `timeout_s` seconds. Random
+    choices depend only on `seed` and on the calls. For one thread. Raises ConfigError for settings that make no sense.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class ExperienceBuffer:
 
 
 class StoredGroups:
-    """The groups of a buffer, in this process or in one of their own."""
+    """The groups of a buffer, in this process or in a separate process."""
 
     def __init__(self, setup: Mapping[str, Any]):
         self._max_groups, self._max_age, self._by = setup["max_groups"], setup["max_age"], setup["by"]

@@ -165,7 +165,7 @@ class GivenRowsProgram(Program):
         if state is None:
             return
         self.num_tokens, self.num_passed_over = state["num_tokens_trained"], state["num_passed_over"]
-        if isinstance(rolled_back, RollBackPrompts):  # the next step takes the batch after the one that failed
+        if isinstance(rolled_back, RollBackPrompts):  # the next step takes the batch after the failed batch
             self.num_passed_over = rolled_back.next_ordinal - state["step"]
         if len(self.data.train.dataset) != state["num_rows"]:
             log.warning(

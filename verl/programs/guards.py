@@ -165,7 +165,7 @@ class Guards:
         return updates
 
     def check_updates(self, result: StepBatch) -> None:
-        """Findings of the engines in their optimizer steps; those that a guard refuses were not taken. Raises
+        """Check the findings of the engines in their optimizer steps. Steps that a guard refuses were not taken. Raises
         RollBackPrompts or NumericsError as the config says."""
         alarms = []
         if any(update.findings for update in self._updates):
@@ -205,8 +205,8 @@ class Guards:
         return []
 
     def _act(self, alarms: Sequence[Alarm], some_trained: bool = False) -> None:
-        """Record all, and take the strongest action of them. `some_trained`: optimizer steps of the batch were taken
-        beside those that were refused."""
+        """Record all alarms, and take the strongest of their actions. `some_trained`: some optimizer steps of the batch were
+        taken, in addition to the refused steps."""
         if not alarms:
             return
         actions = [self.config[alarm.guard].action for alarm in alarms]
@@ -267,7 +267,7 @@ def _plain(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sample(batch: DataProto, row: int | None, value: float, name: tuple[int, int] | None = None) -> dict[str, Any]:
-    """A row of `batch` for guards.jsonl; one that is not in it has its name alone."""
+    """A row of `batch` for guards.jsonl; a sample that is not in `batch` has only its name and `value`."""
     columns, objects = batch.batch, batch.non_tensor_batch
     if row is None:
         assert name is not None

@@ -1,4 +1,4 @@
-"""Actor, rollout and reference policy of one process behind one object, for scripts with a loop of their own."""
+"""Actor, rollout and reference policy of one process behind one object, for scripts with custom training loops."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ Prompts = DataProto | str | Sequence[str] | Sequence[Sequence[int]]
 
 
 class ActorRolloutRefWorker:
-    """A policy that generates with the engine `rollout_backend` (native, hf, vllm, ...), trains, and is compared with itself as
-    it was.
+    """A policy that generates with the engine `rollout_backend` (native, hf, vllm, ...), trains, and is compared with a
+    reference policy (its initial weights).
 
         with ActorRolloutRefWorker(model_path, tensor_parallel_size=2, max_batch_size=32, rollout_backend="vllm") as worker:
             batch = worker.generate_sequences(["2+2=", "3+3="], n=4)
 
-    `tensor_parallel_size` are the devices that share the engine's copy of the model, `max_batch_size` the samples in generation
-    at once. `overrides` are those of `verl train`. Raises what loading a config and a model raise, MissingExtraError without
-    the engine, ConfigError for several devices where this one process has no use for them.
+    `tensor_parallel_size` is the number of devices that share the engine's copy of the model, `max_batch_size` the number of
+    samples in generation at once. `overrides` are config overrides, as of `verl train`. Raises the errors of loading a config
+    and a model, MissingExtraError without the engine, and ConfigError for several devices that this one process cannot use.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class ActorRolloutRefWorker:
         override_model_config: dict[str, Any],
         role: str = "actor",
     ) -> Any:
-        """The model of `role` (actor or ref). A subclass returns one of its own here, in place of the folder's: a Hugging Face
+        """The model of `role` (actor or ref). A subclass returns its own model here, in place of the folder's: a Hugging Face
         causal language model, or a PreTrainedModel with a forward from token ids to logits. Its dropout is turned off, and its
         optimizer is made as for any model."""
         raise NotImplementedError

@@ -4,9 +4,9 @@
                                                                                               │
                                                                weights.sync ◄── actor.update ◄┘
 
-A step is one of OnlineDPO (2402.04792, algorithm 1): the samples come from the weights that the step trains, and the reward
+A step is a step of OnlineDPO (2402.04792, algorithm 1): the samples come from the weights that it trains, and the reward
 takes the place of the annotator. With `online.sync_steps` the reference follows the policy, as SPIN's opponent does
-(2401.01335). The phases are those of PPO; pairs take the place of advantages.
+(2401.01335). The phases are PPO's, with pairs in place of advantages.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class OnlinePreference(PPO):
-    """Metrics beside those of PPO: objective/{scores,scores_margin} of the scored samples and of the pairs, online/pair_ratio
+    """Metrics in addition to PPO's: objective/{scores,scores_margin} of the scored samples and of the pairs, online/pair_ratio
     (the share of prompts that give a pair), val/contain_eos_token, actor/* of PreferenceObjective."""
 
     console_metrics: ClassVar[Mapping[str, tuple[str, str]]] = {
@@ -57,7 +57,7 @@ class OnlinePreference(PPO):
 
     @classmethod
     def roles(cls, config: PPOConfig, *, train: bool = True) -> RoleSpecs:
-        """See Program: those of PPO without a critic; the actor learns from pairs."""
+        """See Program: the roles of PPO without a critic; the actor learns from pairs."""
         found, actor = super().roles(config, train=train), config.actor_rollout_ref.actor
         schedule = MiniBatchSchedule(
             size=2 * actor.ppo_mini_batch_size,
@@ -65,7 +65,7 @@ class OnlinePreference(PPO):
             shuffle=actor.shuffle,
             seed=actor.data_loader_seed,
         )
-        # likelihoods are those of the model itself, not of the temperature that samples
+        # likelihoods are the model's, without the sampling temperature
         changes: dict[str, dict[str, Any]] = {
             "actor": {"objective": partial(PreferenceObjective, config.preference), "schedule": schedule},
             "reference": {"follows": "actor" if config.online.sync_steps else None},
@@ -75,11 +75,11 @@ class OnlinePreference(PPO):
         )
 
     def annotate(self, result: StepBatch) -> None:
-        """Nothing: the reference is asked about the pairs alone."""
+        """Do nothing: the reference computes log-probs only for the pairs."""
 
     def assign_credit(self, result: StepBatch, step: int) -> None:
-        """Leave only the best and the worst sample of each prompt in the batch, with what the reference makes of them. A batch
-        of which no prompt has samples of different scores is skipped."""
+        """Keep only the best and the worst sample of each prompt in the batch, with their reference log-probs. A batch in
+        which no prompt has samples of different scores is skipped."""
         batch, penalty = result.batch, self.config.online.missing_eos_penalty
         with self.spans("adv"):
             ended = torch.tensor([reason == "stop" for reason in batch.non_tensor_batch["finish_reason"]])

@@ -89,8 +89,8 @@ class PPO(PPOProgram):
         return StepBatch(batch, metrics), next_ordinal
 
     def annotate(self, result: StepBatch) -> None:
-        """Log-probs and values under the weights that made the samples. Where roles live on devices of their own they work
-        at the same time: all calls start before the first result is waited for."""
+        """Compute log-probs and values under the weights that made the samples. Roles on separate devices work at the same
+        time: all calls start before the first result is waited for."""
         batch, reference, values, taught = result.batch, None, None, None
         if self.teachers is not None:
             with self.spans("teacher"):

@@ -8,7 +8,7 @@ Step t starts batch t+k under the weights of version t-1 and then trains on batc
 is at most k = rollout.prefetch_num versions old, whatever the speed of the parts. The batch of a step, and the weights that
 made it, follow from the order of calls and never from timing.
 
-Where rollout has devices of its own it generates while the others train; everywhere, slow scores are waited for while others
+A rollout with separate devices generates while the others train. On all placements, slow scores are waited for while others
 train. With rollout.partial_rollout a response is generated in k+1 parts, one per step, each under the newest weights. The
 column token_weight_version holds the version of each token.
 
@@ -66,7 +66,7 @@ class AsyncPPO(PPO):
     def train(self, step: int) -> StepBatch:
         """See PPO. What trained leaves the queue as the step succeeds."""
         result = super().train(step)
-        # waited for at the end: where rollout has devices of its own, it generates while the others train
+        # waited for at the end: a rollout with separate devices generates while the others train
         result.metrics.update(rollout_metrics(self.rollout_queue.metrics.get()))
         self.rollout_queue.forget_before(self.samples.cursor)
         return result
@@ -90,8 +90,8 @@ class AsyncPPO(PPO):
 
 
 class AheadCollector(Collector):
-    """Takes its rounds from the queue. `version` is that of the weights that will train on them, `num_steps` the last step of
-    the run."""
+    """A Collector that takes its rounds from the queue. `version` is the version of the weights that will train on them,
+    `num_steps` the last step of the run."""
 
     def __init__(
         self,

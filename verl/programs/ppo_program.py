@@ -126,7 +126,7 @@ class PPOProgram(Program):
         return self.validator.run(step)
 
     def state_dict(self) -> dict[str, Any]:
-        """See Program. The ledger is on the disk before the checkpoint is: one that exists never knows more than the ledger."""
+        """See Program. The ledger is on the disk before the checkpoint, so that no checkpoint knows more than the ledger."""
         return {
             "weight_version": self.weight_version,
             "kl_controller": self.kl_controller.state_dict(),

@@ -34,7 +34,7 @@ class Needs:
     turn_ids: bool  # credit to turns
     correction: bool  # importance weights or rejection between sampler and trainer
     bypass: bool  # the sampler's log-probs are the old ones
-    credit: bool  # advantages; not where a teacher alone trains
+    credit: bool  # advantages; not where only a teacher trains
     ratio: bool  # probability ratios to the old policy
 
     @classmethod
@@ -100,7 +100,7 @@ class PPORoles:
 
 
 def ppo_roles(config: PPOConfig, *, train: bool = True) -> RoleSpecs:
-    """The roles of a run; an evaluation has no models of its own, since the rollout loads the policy."""
+    """The roles of a run. An evaluation has no separate models, since the rollout loads the policy."""
     models: list[RoleSpec] = []
     if train:
         needs = Needs.of(config)

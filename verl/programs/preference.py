@@ -39,8 +39,8 @@ REFERENCE = "reference"
 
 
 class PreferenceOptimization(GivenRowsProgram):
-    """Metrics beside those of GivenRowsProgram: train/* of PreferenceObjective, under TRL's names; of a validation val/loss and
-    val/* of the objective, over all validation rows."""
+    """Metrics in addition to GivenRowsProgram's: train/* of PreferenceObjective, under TRL's names. A validation has val/loss
+    and val/* of the objective, over all validation rows."""
 
     console_metrics: ClassVar[Mapping[str, tuple[str, str]]] = {
         "train/loss": ("loss", "{:.4f}"),
@@ -273,7 +273,7 @@ def with_margins(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
 
 
 def _reference(config: PreferenceConfig, model: RoleSpec) -> RoleSpec:
-    """A frozen role: the policy without its adapters, or a model of its own."""
+    """A frozen role: the policy without its adapters, or a separate model."""
     path, adapters = config.ref.model_path, config.model.lora_rank > 0
     own = replace(config.model, path=path or config.model.path, lora_rank=0, lora_adapter_path=None)
     return replace(

@@ -34,7 +34,7 @@ class ReferenceLogProbs:
         self.digest: str | None = None  # of the kept file, on rank 0
 
     def of(self, batch: DataProto, sequences: Sequence[PreferenceSequence]) -> torch.Tensor:
-        """[batch], for the `sequences` that are the rows of `batch`. Raises DataError for one that was not kept."""
+        """Log-probs [batch] of the `sequences`, the rows of `batch`. Raises DataError for a sequence that was not kept."""
         if self._kept is None:
             return completion_log_probs(self.model, batch, self.ld_alpha)
         try:
@@ -46,7 +46,7 @@ class ReferenceLogProbs:
             ) from None
 
     def keep(self, parts: Iterable[tuple[DataProto, Sequence[PreferenceSequence]]]) -> None:
-        """Compute those of all batches."""
+        """Compute and keep the log-probs of all batches."""
         kept: dict[bytes, float] = {}
         for batch, sequences in parts:
             values = completion_log_probs(self.model, batch, self.ld_alpha)
@@ -54,7 +54,7 @@ class ReferenceLogProbs:
         self._kept = kept
 
     def write(self, folder: Path) -> None:
-        """Write what is kept into `folder`."""
+        """Write the kept log-probs into `folder`."""
         assert self._kept is not None
         names = np.frombuffer(b"".join(self._kept), dtype=np.uint8).reshape(len(self._kept), -1)
         tensors = {

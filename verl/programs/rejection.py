@@ -5,7 +5,7 @@
 
 A step is one stage of RAFT (2304.06767, algorithm 1): the samples of a stage come from the weights that the stage before has
 trained. With data.train_batch_size as large as the data it is the rejection sampling of Llama 2 (2307.09288). The phases are
-those of PPO; a selection takes the place of advantages.
+PPO's, with a selection in place of advantages.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from verl.tracking.files import append_rows, truncate_rows
 
 log = logging.getLogger(__name__)
 
-_COPIED = ("score", "data_source", "ordinal", "sample_index")  # to rows of the file, beside prompt, completion and step
+_COPIED = ("score", "data_source", "ordinal", "sample_index")  # to rows of the file, with prompt, completion and step
 
 
 class RejectionSampling(PPO):
@@ -62,7 +62,7 @@ class RejectionSampling(PPO):
 
     @classmethod
     def roles(cls, config: PPOConfig, *, train: bool = True) -> RoleSpecs:
-        """See Program: those of PPO without critic and reference, and an actor that fine-tunes."""
+        """See Program: the roles of PPO without critic and reference, and an actor that fine-tunes."""
         found, actor = super().roles(config, train=train), config.actor_rollout_ref.actor
         schedule = MiniBatchSchedule(
             size=actor.ppo_mini_batch_size * config.rejection.keep,
@@ -70,7 +70,7 @@ class RejectionSampling(PPO):
             shuffle=actor.shuffle,
             seed=actor.data_loader_seed,
         )
-        # likelihoods are those of the model itself, not of the temperature that samples
+        # likelihoods are the model's, without the sampling temperature
         trained = partial(replace, objective=partial(TokenObjective, "nll"), schedule=schedule, temperature=1.0)
         return replace(found, models=tuple(map(trained, found.models)))
 

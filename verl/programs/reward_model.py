@@ -45,7 +45,7 @@ _LABELS = {
 
 
 class RewardModelProgram(GivenRowsProgram):
-    """Metrics of a step: train/{loss,grad_norm,lr,global_tokens,total_tokens(B)}, and those of the objective. Of a validation:
+    """Metrics of a step: train/{loss,grad_norm,lr,global_tokens,total_tokens(B)} and the objective's metrics. Of a validation:
     val/{loss,mean_reward,min_reward,max_reward}, and by kind of loss
     pairs: accuracy, accuracy_chosen_longer, accuracy_chosen_shorter, margin, calibration_error, length_correlation;
     regression: absolute_error, correlation (with the ratings), length_correlation;
@@ -172,7 +172,7 @@ class RewardModelProgram(GivenRowsProgram):
 
 
 def _shown(batch: DataProto, scores: torch.Tensor) -> list[dict[str, Any]]:
-    """For each row its score, or those of its steps, and what it is compared with."""
+    """The score of each row with its `rating` or `chosen` column, or the scores of its steps with their labels."""
     columns = batch.batch
     if "step_labels" in columns.keys():
         rows = zip(scores, columns["step_labels"], columns["response_mask"], strict=True)

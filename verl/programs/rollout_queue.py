@@ -4,8 +4,8 @@
     queue.take(ordinal, step, version, max_age)  the finished batch whose first prompt has that index
     queue.forget_before(ordinal)                 drop what has trained
 
-The content of a batch depends on the order of these calls alone: a rollout carries out calls in order, so its speed changes no
-sample. Where rollout has devices of its own, it works while others train.
+The content of a batch depends only on the order of these calls: a rollout carries out calls in order, so its speed changes no
+sample. A rollout with separate devices works while others train.
 
 The sample ledger holds everything in the queue too, part by part with the step that asked for it. A resumed run fills its queue
 from there, since samples of older weights cannot be generated again.
@@ -182,8 +182,8 @@ class RolloutQueue:
         return Batch(ordinal, self.count, step, step, split, prompts, self.samples, pending=pending, pending_step=step)
 
     def _resume(self, batch: Batch, max_new_tokens: int, step: int) -> bool:
-        """Resume the unfinished responses; returns whether there are any. But for those of agents they are equally long, since
-        each part was as long for all."""
+        """Resume the unfinished responses; returns whether there are any. Except for agents' responses they are equally long,
+        since each part was as long for all."""
         chosen = batch.unfinished(self.limit)
         if len(chosen) == 0:
             return False
@@ -270,7 +270,7 @@ class RolloutQueue:
 def expected_tokens(lengths: np.ndarray, finished: np.ndarray, most: int) -> np.ndarray:
     """`[sample]`, float32: tokens that unfinished responses of `lengths` will likely have yet in a part of `most` tokens.
 
-    The mean of what the `finished` responses of the batch that are longer had beyond that length; `most` where there are none.
+    The mean excess (at most `most`) of longer `finished` responses of the batch over that length; `most` if none is longer.
     """
     beyond = finished[None, :] - lengths[:, None]  # [unfinished, finished]
     longer = beyond > 0

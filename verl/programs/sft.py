@@ -19,7 +19,7 @@ _OUTPUTS = {"log_probs": "log_probs", "correct": "correct", "entropy": "entropy"
 
 
 class SFT(GivenRowsProgram):
-    """Metrics beside those of GivenRowsProgram: train/{token_accuracy,entropy}; of a validation
+    """Metrics in addition to GivenRowsProgram's: train/{token_accuracy,entropy}. A validation has
     val/{loss,token_accuracy,entropy}, means over the trained tokens of all validation rows."""
 
     console_metrics: ClassVar[Mapping[str, tuple[str, str]]] = {

@@ -1,10 +1,10 @@
-"""Stages of the user's own between the phases of PPO: online filters, extra columns, what is remembered of prompts.
+"""User-defined stages between the phases of PPO: online filters, extra columns, records of earlier prompts.
 
     algorithm:
       stages: [stages.py:keep_long_answers, {path: "stages.py:DropSolved", after: 3}]
 
-Stages run in the order of the list, in every process that runs the program, on equal rows. So that a run repeats, a stage is a
-function of its rows, of the step and of its own state.
+Stages run in the order of the list, in every process that runs the program, on equal rows. So that a run repeats, a stage
+depends only on its rows, the step and its state.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Call = Callable[[DataProto, int], DataProto]
 class Stage:
     """Base of a stage with settings or state. A plain function `stage(batch, step)` is a stage that defines `scored`.
 
-    Columns of a batch are in docs/stages.md. Methods return the rows that continue: those of `batch`, or some of them, with
+    Columns of a batch are in docs/stages.md. Methods return the rows that continue: the rows of `batch`, or some of them, with
     changed or further columns. They do not return rows twice, nor rows of earlier steps.
     """
 
     def __init__(self, **settings: Any):
-        """`settings` are the entries beside `path` in the config."""
+        """`settings` are the entries of the config other than `path`."""
         if settings:
             raise TypeError(f"{type(self).__name__} takes no settings, but got {', '.join(settings)}")
 
@@ -48,7 +48,7 @@ class Stage:
 
 
 class Stages:
-    """The stages that `algorithm.stages` names, loaded once. Raises ConfigError for one that cannot be made."""
+    """The stages that `algorithm.stages` names, loaded once. Raises ConfigError for a stage that cannot be made."""
 
     def __init__(self, entries: Sequence[Any]):
         self._stages = [(name, _make(name, settings)) for name, settings in map(_named, entries)]
