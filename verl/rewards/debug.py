@@ -13,9 +13,9 @@ from verl.rewards.worker import Caller, load_caller
 
 
 class DebugPool(RewardPool):
-    """`reward.debug=True`: each call is made by `submit`, on its thread, without sandbox, processes and limits of time.
+    """Pool for `reward.debug=True`: `submit` makes each call on its thread, without sandbox, processes and time limits.
 
-    What a function may return is the same, and a call that raises costs its own sample. Leaving the debugger ends the run.
+    The allowed return values are the same, and a call that raises costs its own sample. Leaving the debugger ends the run.
     """
 
     caller: Caller | None = None

@@ -57,17 +57,17 @@ def _sum(names: Sequence[str], values: Sequence[Any], weights: Sequence[float]) 
 
 
 def _weighted(value: Any, weight: float) -> Any:
-    """`weight` x a number; what is none is left to the worker, which refuses it for its sample."""
+    """`weight` x a number, NaN for None; other values are left to the worker, which refuses them for their sample."""
     if value is None:
         return math.nan
     return weight * value if isinstance(value, int | float) or hasattr(value, "__float__") else value
 
 
 def _finished(result: Any) -> Any:
-    """`result`, or what it gives when it is a coroutine."""
+    """`result`, or the result of a coroutine."""
     if not inspect.iscoroutine(result):
         return result
-    import asyncio  # half of what a worker imports, which starts beside a step
+    import asyncio  # half of a worker's imports; a worker starts during a step
 
     return asyncio.run(result)
 

@@ -28,7 +28,7 @@ class RewardFunctionSpec:
 
     path: a .py file, a dotted module or `pkg://module`; None is the built-in scorer of the row's data_source. batched:
     called once with lists (the manager `batch`). kwargs: added to every call. from_model: the argument for the output of
-    a reward model, if there is one. parts: numbers that it must return beside the score.
+    a reward model, if there is one. parts: numbers that it must return in addition to the score.
 
     RewardFunctionSpec("rewards.py", "compute_score", {"penalty": 0.1})
     """

@@ -30,7 +30,7 @@ def model_scores(*, reward_model_scores: list[float], **_: Any) -> list[dict[str
 
 def last_number(*, reward_model_reply: str, **_: Any) -> dict[str, Any]:
     """The last number of the judge's reply ("I give it 7 of 10. Score: 7" is 7). Lines `judge/NAME: number`, which a rubric or
-    a comparison has, are parts beside the score.
+    a comparison has, are parts of the score.
 
     Raises ValueError without one; the sample has failed.
     """
@@ -41,7 +41,7 @@ def last_number(*, reward_model_reply: str, **_: Any) -> dict[str, Any]:
 
 
 def last_numbers(*, reward_model_replies: list[str], **_: Any) -> list[dict[str, Any]]:
-    """`last_number` for the manager `batch`; a reply without a number gets NaN, which costs its own sample alone."""
+    """`last_number` for the manager `batch`; a reply without a number gets NaN, which costs only its own sample."""
     return [_score_of(reply) for reply in reward_model_replies]
 
 

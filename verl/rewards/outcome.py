@@ -1,7 +1,7 @@
 """Results of a reward function: each becomes a score with parts that every later step can use, or the reason why not.
 
-The worker checks what the function returned, so that one sample of a batch costs no other; the run checks again what the
-worker sent.
+The worker checks the function's results, so that one sample of a batch costs no other. The run checks the results from the
+worker again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from verl.foreign_text import clean, valid_utf8
 from verl.parallel.framing import encode_frame
 from verl.rewards.sandbox.limits import KIB, Limits
 
-Outcome = dict[str, Any]  # {"score": float, "parts": dict} or {"error": "what the function did"}
+Outcome = dict[str, Any]  # {"score": float, "parts": dict} or {"error": str}, such as "took longer than 30 s"
 
 MAX_DEPTH = 8  # of lists and dicts inside a part
 _MAX_NAME, _MAX_ERROR = 100, 1000  # characters

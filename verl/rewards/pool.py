@@ -71,15 +71,15 @@ class RewardPool:
         self._shown_notices: set[str] = set()
 
     def start(self, data_sources: Sequence[str] = ()) -> None:
-        """Start the first worker, which loads the function, checks its signature and imports what the built-in
-        scorers of `data_sources` need. Raises RewardError with what is wrong."""
+        """Start the first worker, which loads the function, checks its signature and imports the dependencies of the
+        built-in scorers of `data_sources`. Raises RewardError with the cause."""
         if self._threads:
             return
         if self._queue.closed:
             raise RewardError("The reward workers are closed already.")
         self._data_sources = sorted(set(data_sources))
         if self._log_dir is not None:
-            with contextlib.suppress(OSError):  # costs the logs alone
+            with contextlib.suppress(OSError):  # costs only the logs
                 self._log_dir.mkdir(parents=True, exist_ok=True)
         ready: Future[None] = Future()
         self._add_thread(ready)

@@ -36,8 +36,8 @@ class Prints:
             fcntl.fcntl(self.write_fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
 
     def read(self) -> bool:
-        """Take what is in the pipe, no more than one pipe full: a scorer that prints without end is not waited for. Whether it
-        was full."""
+        """Read the pipe's content, at most one full pipe: a scorer that prints without end is not waited for. Returns whether
+        the pipe was full."""
         num_read = 0
         with contextlib.suppress(BlockingIOError):
             while num_read < _PIPE_BYTES and (printed := os.read(self._read_fd, _PIPE_BYTES)):
@@ -50,7 +50,7 @@ class Prints:
         return num_read >= _PIPE_BYTES
 
     def end_call(self) -> None:
-        """Read the last prints of a call. Those that come later count towards the next."""
+        """Read the last prints of a call. Later prints count towards the next call."""
         self.read()
         dropped = f"\n[dropped the rest: reward.max_output_kb={self._max_bytes // KIB}]\n" if self._room < 0 else ""
         self._write(self._unwritten + dropped.encode())
@@ -60,7 +60,7 @@ class Prints:
         if self._log is None or not printed:
             return
         text = hide(printable(printed.decode(errors="backslashreplace")))
-        with contextlib.suppress(OSError):  # a full disk costs the log alone
+        with contextlib.suppress(OSError):  # a full disk costs only the log
             if self._log_fd is None:
                 self._log_fd = _open_log(self._log)
             if os.fstat(self._log_fd).st_size > MAX_LOG_BYTES:

@@ -2,10 +2,10 @@
 
 Each message carries an id that cannot be guessed, and the scorer answers under it. A write to the channel that is not
 that answer ends the worker, so that no sample writes the score of another. While a call runs, the handle also watches
-the processes and the processor time of the sandbox, and takes what the scorer prints.
+the processes and the processor time of the sandbox, and reads the scorer's prints.
 
-One process scores many samples. What a sample leaves behind in it (threads, processes, open files, memory) may make a
-later one fail, so a sample that fails in such a worker is given to a fresh one, once: see WorkerLost.
+One process scores many samples. Leftovers of a sample (threads, processes, open files, memory) may make a later sample
+fail. A sample that fails in such a worker is therefore given to a fresh worker, once: see WorkerLost.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from verl.rewards.sandbox.processes import now_tick
 
 START_TIMEOUT_S = 120.0  # a reward function may import torch and more on a cold disk
 FORGED = "wrote to the channel on which its result is sent"
-_LOOK_EVERY_S = 0.025  # at what a working scorer uses
+_LOOK_EVERY_S = 0.025  # between checks of a working scorer's resources
 _FULL_PIPE_S = 0.001  # the scorer waits meanwhile
 _LATE_LOOK_S = 1.0  # between two looks: then this process was stopped itself
 _ENDING_TIMEOUT_S = 1.0
@@ -44,10 +44,10 @@ _ERROR_KB = 16  # of the answer for a sample whatever its result: an error, as J
 
 
 class WorkerLost(Exception):
-    """The worker can no longer be used; the message says what the reward function did ("took longer than 30 s").
+    """The worker can no longer be used. The message is a predicate of the function or worker ("took longer than 30 s").
 
-    `again`: perhaps for a reason that is not this call's own, so that it is given to a fresh worker once. The worker was
-    lost between two calls, killed or stopped from outside, or what an earlier sample left behind may be the cause.
+    `again`: the cause may lie outside this call, which is then given to a fresh worker once. The worker was lost between
+    two calls, killed or stopped from outside, or the leftovers of an earlier sample may be the cause.
     """
 
     def __init__(self, what: str, *, again: bool):
@@ -233,7 +233,7 @@ def _environment(folder: str, network: bool) -> dict[str, str]:
     return {
         **{name: value for name, value in os.environ.items() if network or not is_secret_name(name)},
         "TMPDIR": folder,
-        "PYTHONUNBUFFERED": "1",  # the log has what was printed before a crash
+        "PYTHONUNBUFFERED": "1",  # the log has the prints before a crash
         "PYTHONHASHSEED": "0",  # scorers that iterate over sets give the same answer in every worker
         "OMP_NUM_THREADS": "1",
     }

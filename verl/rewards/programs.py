@@ -1,7 +1,7 @@
-"""Run a program that a model wrote in a process of its own, inside the sandbox of the scorer that runs it.
+"""Run a program that a model wrote in a separate process, inside the sandbox of the scorer that runs it.
 
-The program has limits of its own, no network, and a folder that is removed; everything it starts is ended. The caller
-judges the program by what it printed. The expected output never enters the program's process.
+The program has its own limits, no network, and a folder that is removed; all processes that it starts are ended. The caller
+judges the program by its output. The expected output never enters the program's process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from verl.rewards.sandbox.processes import descendants, kill_descendants
 
 _POLL_EVERY_S = 0.025
 _END_TIMEOUT_S = 2.0
-_NUM_LAST_BYTES = 4000  # of what a program wrote to stderr
+_NUM_LAST_BYTES = 4000  # of a program's stderr
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Output:
 def run_program(source: str, stdin: str = "", limits: ProgramLimits | None = None) -> Output:
     """Run a Python program with `stdin` and wait for its end, at most `limits.time_s`.
 
-    Call it in a reward function, whose sandbox contains what a program may get past its own limits.
+    Call it in a reward function, whose sandbox also confines a program that evades its own limits.
 
     >>> run_program("print(int(input()) + 1)", "41").stdout
     '42\\n'

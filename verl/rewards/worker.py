@@ -108,7 +108,7 @@ class Caller:
         result = self.function(**arguments, **self.spec.kwargs)
         if inspect.isawaitable(result):
             if self._loop is None:
-                import asyncio  # half of what a worker imports, which starts beside a step
+                import asyncio  # half of a worker's imports; a worker starts during a step
 
                 self._loop = asyncio.new_event_loop()
             return self._loop.run_until_complete(_finish(result))
@@ -204,7 +204,7 @@ def _reply(
 ) -> bytes:
     reply = {"id": message["id"], "outcomes": outcomes, "seconds": seconds, "was_limited": was_limited}
     encoded = encode_frame(reply)
-    if len(encoded) > limits.max_result_kb * KIB:  # one sample alone may be too large
+    if len(encoded) > limits.max_result_kb * KIB:  # a single sample may be too large
         encoded = encode_frame({**reply, "outcomes": [within_size(found, limits) for found in outcomes]})
     return encoded
 
@@ -223,7 +223,7 @@ def answer_from_fork(channel: socket.socket, caller: Caller, request: bytes, alo
 
 
 def _call_fork(channel: socket.socket, caller: Caller, request: bytes, alone: bool) -> tuple[bytes, str]:
-    """(reply, "") or (b"", what the function did)."""
+    """(reply, "") or (b"", the function's failure)."""
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if pid == 0:

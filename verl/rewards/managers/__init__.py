@@ -1,4 +1,4 @@
-"""Reward managers: requests in, shaped scores out. `build_reward_manager` makes the one that the config names."""
+"""Reward managers: requests in, shaped scores out. `build_reward_manager` builds the manager that the config names."""
 
 from verl.rewards.managers.api import REWARD_MANAGERS, RewardManager
 from verl.rewards.managers.build import build_reward_manager, function_spec

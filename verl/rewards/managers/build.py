@@ -28,7 +28,7 @@ def build_reward_manager(
     parts: Sequence[str] = (),
 ) -> RewardManager:
     """The manager named by `reward.reward_manager`, with a pool that is not started. `max_response_length`: tokens.
-    `parts`: numbers that the function must return beside the score.
+    `parts`: numbers that the function must return in addition to the score.
 
     Raises ConfigError for an unknown manager, a class without its methods, and `reward.reward_kwargs` it does not take.
     """
@@ -71,8 +71,8 @@ def build_pool(config: RewardConfig, *, log_dir: str | Path | None = None, parts
 
 
 def function_spec(config: RewardConfig, *, batched: bool = False) -> RewardFunctionSpec:
-    """The function of `reward.custom_reward_function`; without a path one that returns the output of the reward model,
-    and without a reward model the built-in scorers."""
+    """The function of `reward.custom_reward_function`. Without a path: a function that returns the output of the reward
+    model, or without a reward model the built-in scorers."""
     custom, model = config.custom_reward_function, config.reward_model
     argument = (MODEL_REPLY if model.judge_template else MODEL_SCORE)[batched] if model.enable else None
     if custom.path:

@@ -68,11 +68,11 @@ class NaiveRewardManager:
         self.pool.close()
 
     def shape(self, request: ScoreRequest, score: Score) -> Score:
-        """Convert the function's score to the one that trains. Not called for defaulted samples."""
+        """Convert the function's score to the training score. Not called for defaulted samples."""
         return score
 
     def lacking(self, score: Score) -> str:
-        """A value that the run reads beside the score and the function has not returned ("no number named 'format'"), or ""."""
+        """A part that the run reads and the function has not returned ("no number named 'format'"), or ""."""
         names = (n for n in self.pool.function.parts if not isinstance(score.parts.get(n), (int, float)))
         return next((f"no number named {name!r}" for name in names), "")
 

@@ -31,10 +31,10 @@ _NUM_LIBRARY_THREADS = 64  # the kernel counts threads as processes
 _NUM_OTHER_TASKS = 1024  # that the user may start outside of the sandbox later
 _SIGNALS_FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 _KEPT_CAPABILITIES = "+chown,+dac_override,+dac_read_search,+fowner,+fsetid"  # what root's files need
-# Process 1 keeps the capabilities that the scorer loses, so that the scorer cannot trace it, nor undo what it sets: as many
-# process ids as its first argument says (the kernel gives none up to 300 twice); settings of the kernel that cannot be
-# written, which root's scorer could do without a capability; a shared memory of its own; and empty folders and files in the
-# place of its other arguments up to --.
+# Process 1 keeps the capabilities that the scorer loses, so that the scorer can neither trace it nor undo its setup. It sets
+# the number of process ids to its first argument (the kernel gives none up to 300 twice). It makes the kernel's settings
+# read-only, since root's scorer could write them without a capability. It mounts a separate shared memory, and empty folders
+# and files in the place of its other arguments up to --.
 _PROCESS_1 = """
 if [ "$1" != 0 ]; then
   { echo 300 > /proc/sys/kernel/ns_last_pid; echo $((301 + $1)) > /proc/sys/kernel/pid_max; } 2> /dev/null
@@ -303,8 +303,8 @@ def describe_exit(code: int) -> str:
 
 
 def perhaps_from_outside(end: str, last_line: str) -> bool:
-    """Whether an end, as `describe_exit` says it, after this last line of output may be a person's, a job scheduler's or the
-    system's work (for its memory). unshare 2.38 reports a process 1 that was killed as an error of its own."""
+    """Whether a person, a job scheduler or the system (for its memory) may have caused `end`, worded as by `describe_exit`.
+    `last_line` is the last line of output: unshare 2.38 reports a killed process 1 as an error of unshare."""
     return end.endswith(_SIGNALS_FROM_OUTSIDE) or last_line.startswith("unshare: ")
 
 

@@ -10,14 +10,14 @@ KIB, MIB = 1 << 10, 1 << 20
 
 @dataclass(frozen=True)
 class Limits:
-    """Resources that one scorer may use, None for no limit; and what it may print and return.
+    """Limits on the resources of one scorer (None: no limit), and on its prints and results.
 
-    memory_mb: MiB of address space of each process, beyond what the loaded function uses. cpu_s: processor seconds of one
+    memory_mb: MiB of address space of each process, beyond the use of the loaded function. cpu_s: processor seconds of one
     call, over all threads and processes. max_file_mb: MiB of each file that it writes. max_open_files: per process.
-    max_processes: beside the scorer itself. network: whether sockets work. For each sample: max_output_kb, KiB of prints
-    that the log keeps; max_result_kb, KiB of the result as JSON; max_parts, entries of a returned dict beside the score;
-    max_abs_score, the largest number in it. Group and batch statistics add squares of scores, and gradients grow with
-    them: 1e14 squares of 1e12 stay below the largest float32, 3.4e38.
+    max_processes: not counting the scorer itself. network: whether sockets work. For each sample: max_output_kb, KiB of
+    prints that the log keeps; max_result_kb, KiB of the result as JSON; max_parts, entries of a returned dict not counting
+    the score; max_abs_score, the largest number in it. Group and batch statistics add squares of scores, and gradients grow
+    with them: 1e14 squares of 1e12 stay below the largest float32, 3.4e38.
     """
 
     memory_mb: int | None = None

@@ -16,7 +16,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def descendants(pid: int, most: float = math.inf) -> list[int]:
-    """Ids of the processes below `pid`, parents first; one that starts or ends meanwhile may be missing.
+    """Ids of the processes below `pid`, parents first; a process that starts or ends meanwhile may be missing.
 
     Counting stops past `most`, because a fork bomb may grow faster than it is counted.
     """
@@ -76,7 +76,7 @@ def state_of(pid: int) -> str:
 
 
 def _stat(folder: str) -> list[str]:
-    """Fields of a process or thread in /proc, from its state on; those of one that has ended if there is none."""
+    """Fields of a process or thread in /proc, from its state on; state X and zeros if it does not exist."""
     with contextlib.suppress(OSError), open(f"{folder}/stat", "rb") as file:
         if fields := file.read().rpartition(b")")[2].split():
             return [field.decode() for field in fields]
@@ -86,8 +86,8 @@ def _stat(folder: str) -> list[str]:
 def kill_descendants(timeout_s: float, spared: Collection[int] = (), group: int = 0) -> None:
     """End every process below this one but `spared`, and wait for the ends of its children, at most `timeout_s`.
 
-    `group`: a process group below this process, signalled first: the signal reaches all its members at once, those that
-    are being forked among them.
+    `group`: a process group below this process, signalled first. The signal reaches all its members at once, including
+    processes that are being forked.
     """
     deadline = time.monotonic() + timeout_s
     num_empty_looks = 0
@@ -108,7 +108,7 @@ def kill_descendants(timeout_s: float, spared: Collection[int] = (), group: int 
 def _stop_below(pid: int, spared: Collection[int]) -> list[int]:
     """Stop every process below `pid` but `spared`, each before its children are read.
 
-    A stopped process starts no more, so that none is missed but the children of one that ends meanwhile.
+    A stopped process starts no more processes, so that only the children of a process that ends meanwhile can be missed.
     """
     found: list[int] = []
     waiting = [pid]

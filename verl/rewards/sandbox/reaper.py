@@ -30,7 +30,7 @@ def _end(signal_number: int, frame: FrameType | None) -> None:
 
 
 def main() -> None:
-    """Start the scorer in a session of its own and wait for its end; leaves no process behind."""
+    """Start the scorer in a separate session and wait for its end; leaves no process behind."""
     run_pid, command = int(sys.argv[1]), sys.argv[2:]
     for number in _ENDING:
         signal.signal(number, _end)

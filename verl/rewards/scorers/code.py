@@ -1,8 +1,8 @@
 """Scorer of programs (APPS, CodeContests, Codeforces, TACO): runs the program in the reply on the row's tests.
 
 Ground truths, as JSON text or values:
-{"inputs": ["2 3\\n"], "outputs": ["5\\n"]}: what the program reads and what it must print
-{"inputs": ["2\\n3"], "outputs": ["5"], "fn_name": "add"}: arguments, a line of JSON each, and what the function must return
+{"inputs": ["2 3\\n"], "outputs": ["5\\n"]}: the program's input and expected output
+{"inputs": ["2\\n3"], "outputs": ["5"], "fn_name": "add"}: arguments, a line of JSON each, and the expected return value
 {"assert_case": ["assert add(2, 3) == 5"]}, or a list of such texts: code that must run through after the program
 """
 
@@ -22,7 +22,7 @@ from verl.rewards.scorers.route import Scorer
 
 NUM_ALWAYS_RUN = 10  # tests that run although an earlier one has failed
 
-# Both run in the program's process. What the program prints goes to stderr, so that stdout has the answer alone.
+# Both run in the program's process. The program's prints go to stderr, so that stdout has only the answer.
 _BEGIN = """
 import json, sys
 given = json.load(sys.stdin)
@@ -67,8 +67,8 @@ def compute_score(
     """{"score": share of the tests that pass, "acc", "num_tests", "num_passed"}; the score is 1 only when all of them do.
 
     `time_limit_s` and `memory_limit_mb` (MiB) hold for each test. After a failure no more than NUM_ALWAYS_RUN tests run, and
-    after one that takes too long none: the share is that of the tests that would have run. Raises RewardError for a ground
-    truth that is none of the three forms.
+    after a test that takes too long none. The share still counts all tests that would have run. Raises RewardError for a
+    ground truth that is none of the three forms.
     """
     limits = ProgramLimits(time_s=time_limit_s, memory_mb=memory_limit_mb)
     program = program_in(solution_str)

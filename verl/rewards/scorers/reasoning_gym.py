@@ -24,7 +24,7 @@ _TUPLE_TASKS = ("arc_agi", "rearc")  # their scorers compare grids as tuples, wh
 def extract_answer(reply: str, reference: str | None) -> str:
     """Text of the last <answer>...</answer>, else the reply; of that the last number when the reference is a number.
 
-    Numbers have no thousands separators, and one that equals the reference is spelled like it; "" when there is none.
+    Numbers have no thousands separators. A number that equals the reference is spelled like it; "" when there is no number.
     """
     answer = last_answer(reply)
     text = reply.strip() if answer is None else answer

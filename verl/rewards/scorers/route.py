@@ -44,7 +44,7 @@ class Scorer:
 
     `compute_score(*, data_source, solution_str, ground_truth, extra_info)` returns a number or a dict with "score".
     `reference(ground_truth, extra_info)` writes the reference answer as a reply that must get the score 1, None when
-    the row has no reference answer. `warm()` imports what the scorer needs, so that the first sample does not wait.
+    the row has no reference answer. `warm()` imports the scorer's dependencies, so that the first sample does not wait.
     """
 
     compute_score: Callable[..., Any]
