@@ -1,6 +1,6 @@
 """Losses of distillation: the distance of the student's next-token distribution to the teacher's, token by token.
 
-An estimator looks at the sampled token alone (`verl.algorithms.kl.kl_penalty` of student and teacher). The others compare
+An estimator uses only the sampled token (`verl.algorithms.kl.kl_penalty` of student and teacher). The other losses compare
 distributions on the teacher's most probable tokens, given as log-probs [batch, response, k] of both models at the same tokens.
 """
 
@@ -15,8 +15,8 @@ _LEAST_REMAINDER = 1e-6  # probability; below it the logarithm of 1 - sum(p) is 
 def forward_kl(student: Tensor, teacher: Tensor, log_prob_min: float | None = None) -> Tensor:
     """sum_i p_T (log p_T - log p_S) over the listed tokens, not normalised: [batch, response, k] -> [batch, response].
 
-    Log-probs below `log_prob_min` count as that, with no gradient. With the whole vocabulary it is KL(teacher || student); with
-    the teacher's k most probable tokens that of existing releases (loss_mode forward_kl_topk).
+    Log-probs below `log_prob_min` are clamped to it, without gradient. With the whole vocabulary it is KL(teacher || student),
+    with the teacher's k most probable tokens the loss_mode forward_kl_topk of existing releases.
     """
     if log_prob_min is not None:
         student, teacher = student.clamp(min=log_prob_min), teacher.clamp(min=log_prob_min)
@@ -41,7 +41,7 @@ def generalized_jsd(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
 def with_remainder(log_probs: Tensor) -> Tensor:
     """A further entry for all other tokens together, log(1 - sum p): [..., k] -> [..., k + 1].
 
-    A divergence of distributions whose tokens are merged is at most that of the whole ones (data processing inequality).
+    Merging tokens of the distributions does not increase their divergence (data processing inequality).
     """
     rest = (1 - log_probs.exp().sum(dim=-1, keepdim=True)).clamp(min=_LEAST_REMAINDER)
     return torch.cat([log_probs, rest.log()], dim=-1)

@@ -16,7 +16,7 @@ def labels_of(index: Sequence[Any] | Any) -> list[Any]:
 
 
 def without_missing(labels: Sequence[Any] | Any, is_scored: Sequence[bool] | Any) -> list[Any]:
-    """Labels of groups in which each row without a score is alone: it takes no part in the statistics of its group."""
+    """Labels that put each row without a score into a separate group, outside the statistics of its group."""
     return [
         label if has_score else ("missing", row)
         for row, (label, has_score) in enumerate(zip(labels_of(labels), labels_of(is_scored), strict=True))
@@ -24,8 +24,8 @@ def without_missing(labels: Sequence[Any] | Any, is_scored: Sequence[bool] | Any
 
 
 def by_player(labels: Sequence[Any] | Any, extras: Sequence[dict[str, Any]] | Any) -> list[Any]:
-    """Labels of groups in which rows with a `player` are grouped with those of that player alone: the seats of a game differ in
-    what can be won."""
+    """Labels that group rows with a `player` only with rows of the same player: the seats of a game differ in the possible
+    rewards."""
     pairs = zip(labels_of(labels), (extra.get("player") for extra in extras), strict=True)
     return [label if player is None else (label, player) for label, player in pairs]
 

@@ -69,7 +69,7 @@ MEANINGS = {NONFINITE: "a value that is not finite", GRAD_NORM: "gradient norm"}
 
 
 def limits_of(config: Any) -> dict[str, float]:
-    """Limits by name, from the section `trainer.guards`; a program's section has those that it supports."""
+    """Limits by name, from the section `trainer.guards`; a program's section has the limits that it supports."""
     found = {name: config[name].limit for name in (GRAD_NORM, *MONITORS) if name in config}
     return {name: float(limit) for name, limit in found.items() if limit is not None}
 
@@ -94,7 +94,7 @@ def monitor_tokens(names: Iterable[str], inputs: Mapping[str, Tensor | None]) ->
 
 
 def monitor_metric(name: str, values: Tensor, mask: Tensor) -> Metric:
-    """Metric of a micro-batch; merging gives that of the batch. An empty mask has no weight."""
+    """Metric of a micro-batch; merging gives the metric of the batch. An empty mask has no weight."""
     if MONITORS[name].over == "mean":
         return token_mean(values, mask)
     return Metric.max(torch.where(mask, values, -math.inf).amax())
@@ -111,7 +111,7 @@ def monitor_rows(name: str, values: Tensor, mask: Tensor) -> Tensor:
 def worst_rows(name: str, rows: Tensor, limit: float) -> tuple[list[int], int]:
     """(indices of the rows [batch] beyond `limit`, worst first and at most NUM_NAMED; their number).
 
-    If only the mean over all rows exceeds the limit, the worst row alone.
+    If only the mean over all rows exceeds the limit, the result is the worst row.
     """
     if rows.numel() == 0:
         return [], 0

@@ -1,7 +1,7 @@
 """Losses of preference optimization: pure functions of the log-probabilities of completions.
 
-The loss of a pair has as many elements as there are pairs, that of a labelled completion as many as there are completions;
-training minimises their mean over the batch. A function is called with the arguments that it names:
+A loss has one element per pair, or one element per completion for labelled completions. Training minimises the mean over the
+batch. A function is called with the arguments that it names:
 
     chosen_ratio, rejected_ratio   c, r = log pi(y) - log pi_ref(y), summed over the completion
     delta                          D = f(c) - f(r), with the f-divergence's score f (`divergence_score`)
@@ -108,8 +108,8 @@ def aot_unpaired(
 ) -> Tensor:
     """Stochastic dominance of chosen over rejected ratios (2406.05882): cDPO on differences of equal rank.
 
-    A difference belongs to two pairs, that of its chosen and that of its rejected completion. Each of them has its half of
-    the value and, since the other's ratio is a constant there, the gradient of its own part.
+    A difference belongs to two pairs: the pair of its chosen and the pair of its rejected completion. Each pair has half of
+    the value and, since the other pair's ratio is a constant there, the gradient of its ratio.
     """
     halves = conservative(beta * (chosen_ratio - matched_rejected), label_smoothing)
     halves = halves + conservative(beta * (matched_chosen - rejected_ratio), label_smoothing)

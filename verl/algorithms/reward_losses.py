@@ -14,7 +14,7 @@ from verl.errors import ConfigError
 def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor) -> Tensor:
     """-log sigmoid(r_w - r_l - m) of each pair (InstructGPT, 2203.02155, eq. 1; with margins Llama 2, 2307.09288, eq. 2).
 
-    `chosen`, `rejected` and `margin` are [pairs]; a margin of 0 is that of a pair without one.
+    `chosen`, `rejected` and `margin` are [pairs]; a pair without a margin has margin 0.
     """
     return -F.logsigmoid(chosen - rejected - margin)
 

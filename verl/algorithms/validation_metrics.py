@@ -1,7 +1,7 @@
 """Validation metrics: from n samples of each prompt to mean@n, best@k, worst@k and maj@k per data source.
 
 best@k is the expected best of k samples, estimated by a bootstrap: 1,000 times k of a prompt's n samples (likewise
-worst@k, and maj@k, the value of the most frequent answer among the k). The random choices equal those of existing releases:
+worst@k, and maj@k, the value of the most frequent answer among the k). The random choices are as in existing releases:
 RandomState(42), restarted for each prompt.
 """
 

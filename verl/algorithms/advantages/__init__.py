@@ -88,9 +88,9 @@ def compute_advantage(
 ) -> tuple[Tensor, Tensor]:
     """(advantages, returns) of the estimator `name`, each [batch, response].
 
-    `columns` are by column name (the groups as `uid`, else `index`; None counts as absent); `settings` are gamma, lam,
-    norm_adv_by_std_in_grpo, handle_zero_tail, gdpo_reward_keys, gdpo_reward_weights, step_advantage_w: each estimator gets
-    those that it reads. Without a column turn_ids, turns are the runs of trained tokens. Raises ConfigError when the
+    `columns` are by column name (the groups as `uid`, else `index`; None counts as absent). `settings` are gamma, lam,
+    norm_adv_by_std_in_grpo, handle_zero_tail, gdpo_reward_keys, gdpo_reward_weights, step_advantage_w; an estimator gets the
+    settings that it reads. Without a column turn_ids, turns are the runs of trained tokens. Raises ConfigError when the
     estimator is unknown, when a column that it needs is missing, or when a user's estimator returns something else.
     """
     estimator = ADVANTAGES.get(name)
@@ -139,7 +139,7 @@ def _without_missing(
 
 
 def _column(columns: Mapping[str, Any], argument: str) -> Any:
-    # a data file may have a column `index` of its own, so that `uid` goes first
+    # a data file may have its own column `index`, so that `uid` takes precedence
     found = columns.get(_COLUMN_OF.get(argument, argument))
     return columns.get(argument) if found is None else found
 

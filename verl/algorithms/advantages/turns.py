@@ -61,7 +61,7 @@ def turn_grpo(
 ) -> tuple[Tensor, Tensor]:
     """GRPO of each turn: G_k against the returns of turn k of the group's other samples, (G_k - mu_k) / (sigma_k + epsilon).
 
-    A turn that one sample of the group alone has reached has advantage 0. Of one turn, it is GRPO.
+    A turn that only one sample of the group has reached has advantage 0. With one turn, it is GRPO.
     """
     found = _turn_returns(token_level_rewards, turn_ids, gamma)
     labels = [[(group, k) for k in range(found.shape[1])] for group in labels_of(index)]
@@ -82,10 +82,10 @@ def gigpo(
     norm_adv_by_std_in_grpo: bool = True,
     epsilon: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
-    """GiGPO (2505.10978): GRPO's advantage of the episode, plus `step_advantage_w` times that of the turn.
+    """GiGPO (2505.10978): GRPO's advantage of the episode, plus `step_advantage_w` times the turn's advantage.
 
-    The latter compares G_k with those of all turns of the group that followed the same state: the same tokens of a tool or an
-    environment (`responses` between two turns), or the prompt. It is 0 where no other turn followed that state.
+    The turn's advantage compares G_k with the returns of all turns of the group that followed the same state: the same tokens
+    of a tool or an environment (`responses` between two turns), or the prompt. It is 0 where no other turn followed that state.
     """
     found = _turn_returns(token_level_rewards, turn_ids, gamma)
     of_turns = _compared(found, turn_ids, _states(responses, turn_ids, index), norm_adv_by_std_in_grpo, epsilon)

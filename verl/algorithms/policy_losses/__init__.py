@@ -64,8 +64,8 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Metric]]:
     """The loss `name` and its metrics (names without prefix).
 
-    `params` are the actor's keys (clip_ratio, clip_ratio_low, ..., and those of rollout_correction for bypass_mode);
-    a loss gets those that it reads. clip_ratio_low and clip_ratio_high default to clip_ratio. `config` is passed
+    `params` are the actor's keys (clip_ratio, clip_ratio_low, ..., and rollout_correction's keys for bypass_mode); a
+    loss gets the keys that it reads. clip_ratio_low and clip_ratio_high default to clip_ratio. `config` is passed
     to losses of the older contract; `generator` (on the CPU) makes the random choices of clip_cov. Raises ConfigError
     when the loss is unknown, a setting is out of range, or importance weights are given to a loss that does not take
     them.
