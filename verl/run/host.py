@@ -107,7 +107,7 @@ def open_run(
 
 
 def evaluate(loaded: LoadedConfig, program: str = "ppo") -> int:
-    """Validate the model once (`trainer.val_only`, `verl eval`). Metrics and samples go to `eval/` in the run folder, beside
+    """Validate the model once (`trainer.val_only`, `verl eval`). Metrics and samples go to `eval/` in the run folder, next to
     the files of a training run."""
     config = loaded.config
     kind: type[Program] = PROGRAMS.get(program).select(config)
@@ -190,7 +190,7 @@ def _facts(
 def _warn_of_resumption(
     loaded: LoadedConfig, source: Path | None, folder: RunFolder, state: RunState, steps: int
 ) -> None:
-    """Settings of a resumed run that differ from those of the run in `source`, and a run that has ended already."""
+    """Warn of settings of a resumed run that differ from the run in `source`, and of a run that has ended already."""
     changed = changed_keys(loaded, source) if source is not None else []
     if changed:
         log.warning("The run resumes with changed settings: %s.", "; ".join(changed))

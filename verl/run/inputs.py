@@ -2,7 +2,7 @@
 
 Each checkpoint keeps the digests of the run that has saved it. A run that resumes from it lists every difference. Weights that
 the run reads and does not train, the tokenizer and the training rows may not differ, unless trainer.resume_changed_inputs
-allows it: what was trained belongs to them.
+allows it: the trained weights belong to them.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def inputs_of(loaded: LoadedConfig[Any], program: type[Program]) -> dict[str, st
 
 def changed_inputs(checkpoint: Path, saved: Mapping[str, str] | None, now: Mapping[str, str], action: str) -> str:
     """A sentence with the differences between the inputs `saved` in `checkpoint` (None: by a version without digests) and
-    `now`; "" without any. Raises CheckpointError, unless `action` is "warn", where what was trained depends on one."""
+    `now`; "" without any. Raises CheckpointError, unless `action` is "warn", where the trained weights depend on one."""
     changed = [name for name in now if (saved or {}).get(name, now[name]) != now[name]]
     essential = [name for name in changed if name == _TRAIN or name.startswith((_WEIGHTS, _TOKENIZER))]
     if essential and action != "warn":
@@ -164,7 +164,7 @@ def _add_tokenizer(found: dict[str, str], role: str, model: ModelConfig) -> None
 
 
 def _named_files(key: str, value: Any) -> dict[Path, None]:
-    """The files that the value of `key` names, in order: those of lists and mappings too, and those that the files name."""
+    """The files that the value of `key` names, in order. Lists and mappings are searched, and so are the files found."""
     found: dict[Path, None] = {}
     waiting = [(key, value)]
     while waiting:

@@ -277,7 +277,7 @@ class Loop:
         self.saved_step = self.state.step
 
     def _require_folder(self) -> None:
-        """Raises FolderLostError when the run folder is lost, after saving what is in memory to another one."""
+        """Raise FolderLostError when the run folder is lost, after saving the state in memory to another folder."""
         lost = self.broadcast(self.folder.lost())
         if not lost:
             return

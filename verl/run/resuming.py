@@ -22,9 +22,9 @@ log = logging.getLogger(__name__)
 
 
 class Resume:
-    """`state` has the inputs of this run and is fresh otherwise until `start`; afterwards it, the roles, the program and the
-    records of the run folder are as the checkpoint has them. `trainer` is the config section, `state_schema` that of the
-    program. Every rank that runs the program makes the same calls."""
+    """Resumption of a run. Until `start`, `state` has the inputs of this run and is fresh otherwise. Afterwards `state`, the
+    roles, the program and the records of the run folder are as the checkpoint has them. `trainer` is the config section,
+    `state_schema` the schema of the program's state. Every rank that runs the program makes the same calls."""
 
     roles: Roles
     program: Program
@@ -58,14 +58,14 @@ class Resume:
         return None if self._saved is None else Path(self._saved[0]).parent
 
     def start(self, roles: Roles, program: Program, *, same_run: bool = False) -> None:
-        """Load the checkpoint of `find` into the roles and the program. `same_run`: without one the run that the folder has is
-        taken again from its first step."""
+        """Load the checkpoint of `find` into the roles and the program. `same_run`: without a checkpoint, the run in the folder
+        is repeated from its first step."""
         self.roles, self.program = roles, program
         self._load(self._saved, same_run=same_run)
         self._started_at = self.state.step
 
     def go_back(self, back: RollBack, saved_step: int) -> None:
-        """Continue from the newest checkpoint of this run, whose last save was that of `saved_step`. Raises NumericsError when
+        """Continue from the newest checkpoint of this run, whose last save was at step `saved_step`. Raises NumericsError when
         there is no checkpoint."""
         self.store.finish()  # a save that is under way counts
         # before the first save of this process, checkpoints in the folder may be of an earlier run

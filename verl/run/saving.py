@@ -38,7 +38,7 @@ class RoleWriter:
 
 
 class BackgroundRoleWriter(RoleWriter):
-    """A role that copies what it saves, and writes the copy while it trains."""
+    """Writer of a role that copies its state, and writes the copy while it trains."""
 
     def begin(self, folder: Path | None) -> None:
         """Copy, and start to write into rank 0's new folder."""
@@ -93,7 +93,7 @@ def saves_in_background(specs: Sequence[RoleSpec]) -> bool:
 
 
 def rescue_folder(lost: Path) -> Path:
-    """A new folder for what can still be saved of a run whose folder `lost` is gone: beside it, or in a temporary place. Raises
+    """Create a folder for the state of a run whose folder `lost` is gone: next to `lost`, or in the temporary folder. Raises
     OSError."""
     prefix = f"{lost.name}_rescued_"
     try:

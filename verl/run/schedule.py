@@ -33,8 +33,8 @@ class DynamicConfigScheduler:
             {"from_step": 5001, "changes": {"enable_chunked_attention": False}},
         ])
 
-    A value holds from its step on, until another phase changes it. Keys are those that may change (batch_group_size,
-    enable_chunked_attention, chunk_size), of the actor, or whole as critic.fsdp.batch_group_size. Raises ConfigError for
+    A value holds from its step on, until another phase changes it. The keys are batch_group_size, enable_chunked_attention
+    and chunk_size, which belong to the actor, or full keys such as critic.fsdp.batch_group_size. Raises ConfigError for
     anything else.
     """
 

@@ -1,4 +1,4 @@
-"""The host's part of trainer_state.json; a program adds its own keys beside them. And the time at which a run has started."""
+"""The host's keys of trainer_state.json, to which a program adds its own, and the time at which a run has started."""
 
 from __future__ import annotations
 
