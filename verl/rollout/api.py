@@ -1,5 +1,5 @@
-"""The contract of a rollout engine, and of the generation that it opens. One file per engine beside this one; `ENGINES` names
-them."""
+"""The contract of a rollout engine and of the generation that it opens. Each engine has one file in this package;
+`ENGINES` lists them."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ Weights: TypeAlias = "Iterable[tuple[str, torch.Tensor]]"  # by name, whole
 
 @dataclass(frozen=True)
 class WeightTransfer:
-    """Settings of an engine that holds weights of its own, and the functions that send it new ones.
+    """Settings of an engine that holds its own weights, and the functions that send it new weights.
 
     `write_buckets` writes weights, bucket by bucket, to memory that processes of this node can read, and yields JSON that
-    describes each bucket; `write_folder` writes all of them to files. The functions named `reader` and `folder_reader`
+    describes each bucket. `write_folder` writes all weights to files. The functions named `reader` and `folder_reader`
     ("module:function") give the tensors of such a description.
 
-    `probe`, where there is one, is called before `write_buckets`, with a function that lets the engine read a trial bucket and
-    raises ModelError when it cannot: it finds out which memory the engine reaches.
+    `probe`, if set, is called before `write_buckets` and finds out which memory the engine reaches. Its argument is a function
+    that lets the engine read a trial bucket, and raises ModelError when it cannot.
 
-    `in_process` says that the engine runs in a process of its own; `visible_devices` is CUDA_VISIBLE_DEVICES there ((): derived
+    `in_process` says whether the engine runs in a separate process. `visible_devices` is its CUDA_VISIBLE_DEVICES ((): derived
     from `device`).
     """
 
@@ -81,9 +81,9 @@ class Generation(Protocol):
 
     def add(self, request: PromptRequest | TurnRequest) -> None:
         """Start samples of a prompt, or continue a sample that has finished and was kept. The native engine keeps the KV cache
-        of such a sample and computes the new tokens alone; vLLM and services find the history in their prefix cache; the
-        reference engine computes it again. Raises ModelError, before anything is computed, for a request that is empty, too
-        long, has a token outside the vocabulary, or continues a sample that is not kept."""
+        of such a sample and computes only the new tokens. vLLM and services find the history in their prefix cache. The
+        reference engine computes it again. Raises ModelError, before any computation, for an empty or too long
+        request, a token outside the vocabulary, or continuing a sample that is not kept."""
         ...
 
     def poll(self, timeout_s: float | None = None) -> list[Completion]:

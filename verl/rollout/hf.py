@@ -192,7 +192,7 @@ class _Batch:
         self.num_drawn = 0
 
     def sample(self, logits: torch.Tensor) -> torch.Tensor:
-        """The next token of every row; those of rows that have ended are not read."""
+        """The next token of every row; tokens of rows that have ended are not read."""
         positions = self.first_positions + self.num_drawn
         u = uniforms_at(self.keys.to(logits.device), positions.to(logits.device))
         tokens, log_probs = sample(logits, self.params, u)

@@ -1,10 +1,10 @@
-"""An engine in a process of its own, as seen from the one that started it: calls with a deadline, and an end with it.
+"""Client of an engine in a separate process. Calls have a deadline, and the engine ends with the process that started it.
 
-    process = EngineProcess("vLLM", "verl.rollout.vllm.core:start", setup, environment={}, start_timeout_s=300, ...)
+    process = EngineProcess("vLLM", "verl.rollout.vllm.process:start", setup, environment={}, start_timeout_s=300, ...)
     process.call("poll", 1.0)        # see process_main for the other side
 
-A process that dies is a WorkerLostError as soon as its socket closes, one that exceeds the deadline of a call a DeadlineError
-after it was killed.
+A call raises WorkerLostError as soon as the socket of a dead process closes. A process that exceeds the deadline of a call is
+killed, and the call raises DeadlineError.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK
 
 
 class Child:
-    """A process of `command` in a session of its own, its output in a log that ends with it. `environment` is added to this
-    process's."""
+    """A process of `command` in its own session, with its output in a log that is deleted with it. `environment` is added to
+    this process's environment."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], pass_fds: tuple[int, ...] = ()):
         self.log = tempfile.TemporaryFile("ab+")
@@ -85,8 +85,8 @@ class EngineProcess:
     """Starts verl/rollout/process_main.py, which makes its engine by `factory` ("module:function") out of `setup`
     (JSON). `environment` is added to this process's.
 
-    On Linux it is tied to the thread that makes it: start it on one that lives as long as the run. Raises what the factory
-    raised, WorkerLostError when the process ends, DeadlineError when it is not ready after `start_timeout_s`.
+    On Linux it is tied to the thread that makes it: make it on a thread that lives as long as the run. Raises the factory's
+    error, WorkerLostError when the process ends, DeadlineError when it is not ready after `start_timeout_s`.
     """
 
     def __init__(

@@ -20,16 +20,16 @@ def vocab_size(module: torch.nn.Module) -> int:
     """Number of tokens that the module can read, over all ranks if its embedding is divided."""
     try:
         return int(module.get_input_embeddings().num_embeddings)  # type: ignore[operator]
-    except (AttributeError, NotImplementedError):  # a module of a user's with a forward alone
+    except (AttributeError, NotImplementedError):  # a user's module that has only a forward
         config: Any = module.config
         return int(config.get_text_config().vocab_size)
 
 
 class OpenSamples:
-    """The samples of one open generation: which are running and, with `keep`, the tokens of those that finished.
+    """The samples of one open generation: the running samples and, with `keep`, the tokens of finished samples.
 
-    Raises ConfigError for sampling parameters without meaning. `module` gives vocabulary and positions, `max_model_len` is
-    that of the config.
+    Raises ConfigError for invalid sampling parameters. `module` gives vocabulary and positions; `max_model_len` is the
+    config's.
     """
 
     def __init__(self, params: SamplingParams, module: torch.nn.Module, max_model_len: int | None, *, keep: bool):
@@ -180,9 +180,9 @@ class StopRules:
     def finished(
         self, tokens: np.ndarray, lengths: np.ndarray, limits: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(stopped, finished), both bool [rows]: after `tokens` [rows] (the newest of each row) made its response
-        `lengths` [rows] tokens long; `limits` [rows] are those of their requests. Stop strings are `ends_string`'s, row by
-        row."""
+        """(stopped, finished), both bool [rows], after `tokens` [rows] (the newest of each row) made its response
+        `lengths` [rows] tokens long. `limits` [rows] are the token limits of their requests. `ends_string` finds stop
+        strings, row by row."""
         stopped = self._stops[tokens]
         return stopped, stopped | (lengths >= (self._max_new_tokens if limits is None else limits))
 

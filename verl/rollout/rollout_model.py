@@ -1,11 +1,11 @@
 """A rollout replica: a copy of the policy that only generates, on one rank or divided over the ranks of a group.
 
     ranks of the rollout   0   1   2   3      rollout.tensor_model_parallel_size=2
-    copies                 [ 0 ]   [ 1 ]      each has prompts of its own
+    copies                 [ 0 ]   [ 1 ]      each has its own prompts
 
-The ranks of a group hold a part of every layer and of the vocabulary each, and run the same generation side by side, meeting
-in every layer (verl.models.parallel.tensor); of a mixture each has some of the experts. The logits are put together before a
-token is sampled, so all of them see the same ones and, with counter-based randomness, sample the same tokens. Nothing else is
+Each rank of a group holds a part of every layer and of the vocabulary, and some of the experts of a mixture. The ranks run the
+same generation side by side, and communicate in every layer (verl.models.parallel.tensor). The logits are gathered before a
+token is sampled, so all ranks see the same logits. With counter-based randomness they sample the same tokens. Nothing else is
 sent.
 """
 
@@ -34,7 +34,7 @@ def copy_group(mesh: Mesh, timeout_s: float | None) -> dist.ProcessGroup | None:
     """The ranks that share a copy of the policy with this one; None where each rank has its own, and outside `mesh`.
 
     Made collectively: every rank of the default group calls this at the same point. Waits in the group end after
-    `timeout_s` seconds with an error (default: what the default group has).
+    `timeout_s` seconds with an error (default: the default group's timeout).
     """
     size = dict(mesh.axes)["tp"]
     if size == 1:

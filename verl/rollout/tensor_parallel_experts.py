@@ -1,10 +1,10 @@
-"""Experts of a copy that several ranks hold together: each rank computes those it has, and the sum over the ranks is the layer.
+"""Experts of a copy that several ranks hold together: each rank computes its experts, and the sum over the ranks is the layer.
 
     experts          0   1   2   3   4   5   6   7
     ranks of a copy  [     0     ]   [     1     ]      the router, on every rank, chooses among all of them
 
-Every rank of a copy has the same tokens, so that none has to travel to an expert; what the ranks' experts made of them is added
-up, as at the exit of a divided MLP. Expert parallel training divides experts in the same way: then they stay where they are.
+Every rank of a copy has the same tokens, so that no token has to travel to an expert. The outputs of the ranks' experts are
+added up, as at the exit of a divided MLP. Expert parallel training divides experts in the same way; then they stay in place.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks and versions of the weights of engines that hold a copy of their own."""
+"""Checks and versions of the weights of engines that hold their own weights."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class CopyState:
 
     def __init__(self) -> None:
         self.version = 0
-        self._whole = True  # those of the model's files, to begin with
+        self._whole = True  # the weights of the model's files, to begin with
         self._fresh = False
 
     def start_update(self) -> None:

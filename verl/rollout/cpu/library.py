@@ -124,8 +124,8 @@ def buffer(num_bytes: int) -> torch.Tensor:
 
 
 def kernels() -> Kernels | None:
-    """The kernels for this processor, or None where torch computes. Raises ConfigError when VERL_CPU_ISA asks for ones that
-    cannot be had."""
+    """The kernels for this processor, or None where torch computes. Raises ConfigError when the kernels that VERL_CPU_ISA
+    names are unavailable."""
     return choose_kernels(_kernels, _library() is not None)
 
 
@@ -144,7 +144,7 @@ def _kernels(name: str | None) -> Kernels | None:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """The compiled library beside this file, which an installation without a compiler lacks."""
+    """The compiled library next to this file. An installation without a compiler lacks it."""
     library = open_library(Path(__file__).with_name("_decoder"))
     return None if library is None else declare(library)
 

@@ -1,11 +1,11 @@
-"""A paged store of keys and values: the pages are those of the operating system.
+"""A paged store of keys and values, on the memory pages of the operating system.
 
     slot 0  |██████████░░░░░░░░░░░░░░░░░░░|     █ tokens that are there, in pages of memory
     slot 1  |███░░░░░░░░░░░░░░░░░░░░░░░░░░|     ░ addresses without memory behind them
     slot 2  |░░░░░░░░░░░░░░░░░░░░░░░░░░░░░|
 
-Every slot has the addresses of its longest sequence from the start. Memory comes with the first write to a page and goes back
-when the slot's sample ends, so that a short sample takes no more than its length (vAttention, Prabhu et al. 2024,
+Every slot has the addresses of its longest sequence from the start. Memory is allocated by the first write to a page and freed
+when the slot's sample ends. So a short sample takes no more than its length (vAttention, Prabhu et al. 2024,
 arXiv:2405.04437). The kernels read a sequence at consecutive addresses, as ever.
 """
 
@@ -37,8 +37,8 @@ class PagedStore(BlockStore):
         super().reserve(num_slots, max(length, limit), limit)
 
     def keep(self, lengths: np.ndarray) -> None:
-        """Slot i holds `lengths[i]` tokens from now on, of which those that were there before stay; memory behind them and of
-        further slots goes back."""
+        """Set the length of slot i to `lengths[i]` tokens. Stored tokens within that length stay. Memory behind them and
+        memory of further slots is freed."""
         wanted = np.zeros(max(len(self._held), len(lengths)), dtype=np.int64)
         wanted[: len(lengths)] = -(-lengths // BLOCK)
         held = np.zeros_like(wanted)
@@ -77,7 +77,7 @@ class PagedStore(BlockStore):
         for slot, count in enumerate(self._held.tolist() if old.numel() else ()):
             new[slot, :, :count] = old[slot, :, :count]
         if len(self._maps) == self.shape.num_layers:
-            self._maps = self._maps[1:]  # layers grow in order: this is the one that `old` lies in
+            self._maps = self._maps[1:]  # layers grow in order, so `old` lies in the first map
         self._maps.append(pages)
         return new
 

@@ -13,10 +13,10 @@ from verl.rollout.layout import Chunk
 
 
 class DecodeTiles:
-    """The decode rows of a forward in the order of their prompts, whose keys are then read once for several rows. Serves until
+    """The decode rows of a forward in the order of their prompts, whose keys are then read once for several rows. Valid until
     a sample starts or ends.
 
-    `slots` and `lengths` (int64 [rows]) are those of the rows' prompts in the prefix store, or None when each row has its
+    `slots` and `lengths` (int64 [rows]) locate each row's prompt in the prefix store. They are None when each row has its
     prompt in its own slot.
     """
 
@@ -51,7 +51,7 @@ class StepTokens:
         chunks: Sequence[Chunk],
         max_tile: int,
     ) -> StepTokens:
-        """`stores` are the own and the prefix store; `own_lengths` and `positions` (int64 [rows]) those of the decode rows
+        """`stores` are the own and the prefix store. `own_lengths` and `positions` (int64 [rows]) describe the decode rows
         before this forward."""
         num_rows = len(positions)
         new = [np.arange(p.start, p.end) for p in chunks]

@@ -3,8 +3,8 @@
     device   | step t          | step t + 1      | step t + 2 ...
     host      launches t + 1    reads t, ends and starts samples, launches t + 2
 
-A sample that ended in step t takes part in step t + 1 in vain; its token there is dropped. A token depends on its position and
-not on the time when it is sampled, so samples are those of the other engines.
+A sample that ended in step t still takes part in step t + 1; its token there is dropped. A token depends on its position and
+not on the time when it is sampled, so all engines give the same samples.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from verl.rollout.native.kv_cache import rounded
 from verl.rollout.native.paging import UNLIMITED, Paging
 from verl.rollout.native.scheduler import Scheduler
 
-_MEMORY_SHARE = 0.8  # of what is free, for keys and values; the rest is for a prompt wave's activations and the graphs
+_MEMORY_SHARE = 0.8  # of free memory, for keys and values; the rest is for a prompt wave's activations and the graphs
 _RESTING_SHARE = 0.8  # of the device, at most in use at a time if stores and graphs stay while something else computes
 _SPARE = 2  # tokens: a row that has ended may take part in one more step
 
@@ -84,8 +84,8 @@ class DeviceBackend:
         self.num_computed, self._changed = 0, True
 
     def reserve(self, num_rows: int, longest_prompt: int) -> int:
-        """See Backend. Stores that are in use grow by twice what they are, so that few graphs are captured in vain; they stay
-        as they are where the memory for it is not free."""
+        """See Backend. Stores that are in use double when they grow, so that few graphs are captured in vain. They keep their
+        size where the memory for it is not free."""
         params, decoder = self.scheduler.params, DenseDecoder.of(self.module)
         assert decoder is not None
         windows = [layer.sliding_window for layer in decoder.layers if layer.sliding_window is not None]
@@ -107,7 +107,7 @@ class DeviceBackend:
         return self.stores.sizes.num_rows
 
     def _renew(self, decoder: DenseDecoder, num_rows: int, longest_prompt: int) -> None:
-        """Stores for a generation that begins: those that there are, if they were made for the same."""
+        """Prepare stores for a generation; reuse the present ones if they have the same settings and are large enough."""
         params = self.scheduler.params
         made_for = (
             id(decoder),
@@ -146,13 +146,13 @@ class DeviceBackend:
         self._slots = np.concatenate([self._slots, np.arange(before.num_rows, sizes.num_rows)])
         stores.continue_from(self.stores, self._slots[: self.rows.end])
         self.stores, self._changed = stores, True
-        self._made_for = ()  # another generation begins with what it asks for
+        self._made_for = ()  # the next generation builds the stores that it asks for
         self._longest_prompt = longest
         self._bound(longest, sizes.num_rows)
 
     def _bound(self, longest_prompt: int, num_rows: int) -> None:
-        """Let the steps of this generation be those of stores that were made for it: sums of a kernel may depend on the bounds,
-        and samples are not to depend on what was generated before."""
+        """Bound the steps of this generation as in stores that were made for it. A kernel's sums may depend on the bounds, and
+        samples must not depend on earlier generations."""
         assert self.stores is not None
         sizes = self.stores.sizes
         own = sizes.own_capacity if self.scheduler.shared else next_power(longest_prompt) + self._num_new()
@@ -169,7 +169,7 @@ class DeviceBackend:
         return DeviceRows(forward, sizes, self.scheduler.params, self.kernel, graphs)
 
     def rest(self) -> None:
-        """Free stores and graphs, unless they fit the device beside the most that this process has needed yet."""
+        """Free stores and graphs, unless they fit the device in addition to the most memory that this process ever needed."""
         if self.stores is None or not _has_room(self.stores.device, self.stores.num_bytes):
             self.release()
 
@@ -230,7 +230,7 @@ class DeviceBackend:
             self._changed = False
             self._num_rows = min(
                 next_power(self.rows.end), stores.sizes.num_rows
-            )  # few sizes: each has graphs of its own
+            )  # few sizes, since each has its own graphs
             stores.retire(np.arange(self.rows.end, self._num_rows))
             self._num_prompts = self._share() if self.scheduler.shared else 0
         return stores.launch(self._num_rows, self._num_prompts, self.rows.end), logits
@@ -262,7 +262,7 @@ class DeviceBackend:
         return found if self.paging is None else found | self.paging.stats()
 
     def _keep(self, *, counts: bool = False) -> None:
-        """Give all sequences the pages of their tokens, and take back those of the ones that ended."""
+        """Give all sequences the pages of their tokens, and take back the pages of sequences that ended."""
         if self.paging is None:
             return
         assert self.stores is not None

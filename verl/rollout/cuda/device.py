@@ -173,13 +173,13 @@ class DeviceRows:
         return Readback(_packed(tokens, log_probs), len(rows))
 
     def move(self, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Rows change places; what they have stored stays where it is."""
+        """Move rows to other places; their stored keys and values stay where they are."""
         there, here = to_device(torch.from_numpy(np.stack([sources, targets])), self.device)
         write_at(self.columns, 1, here, self.columns[:, there])
 
     def retire(self, rows: np.ndarray) -> None:
-        """These rows hold no sample: what they still compute is stored where nothing reads it, for their slots may be
-        taken by others."""
+        """Mark `rows` as rows of no sample. Their further results are stored where nothing reads them, since other rows may
+        take their slots."""
         if len(rows):
             there = to_device(torch.from_numpy(rows), self.device)
             self.columns[OWN_START].index_fill_(0, there, int(self.own.starts(np.array(self.sizes.num_rows))))

@@ -1,6 +1,6 @@
-"""A dense decoder computed straight through, on tokens that lie back to back; attention is the caller's.
+"""The fused forward of a dense decoder, on tokens that lie back to back; the caller computes attention.
 
-The weights are those of the module (verl.models.cpu.weights), read where they are.
+The weights are the module's own (verl.models.cpu.weights), read in place.
 """
 
 from __future__ import annotations

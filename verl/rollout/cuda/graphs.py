@@ -11,12 +11,12 @@ log = logging.getLogger(__name__)
 
 
 class StepGraphs:
-    """Runs steps, and replays those that come again.
+    """Runs steps, and replays repeated steps.
 
     A step reads and writes tensors that stay where they are, never waits for the device, and has the same shapes
-    whenever it comes under the same key. Its first run is an ordinary one, in which whatever is made once (compiled
-    kernels, workspaces) is made; at its second it is captured. The graphs share one memory pool: what a step leaves in
-    memory of its own is lost when another one runs.
+    for the same key. Its first run is an ordinary run, which makes everything that is made once (compiled kernels,
+    workspaces). Its second run is captured. The graphs share one memory pool, so that the contents of a step's own
+    memory are lost when another step runs.
     """
 
     def __init__(self, device: torch.device, enabled: bool):

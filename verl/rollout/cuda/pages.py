@@ -18,7 +18,7 @@ from verl.rollout.cuda.store import TokenStore
 
 
 class PagePool:
-    """Keys and values of `num_pages` pages of `size` tokens beside page 0, and the pages that are free."""
+    """Keys and values of page 0 and `num_pages` further pages, of `size` tokens each, and the list of free pages."""
 
     def __init__(self, decoder: DenseDecoder, num_pages: int, size: int):
         self.size = size
@@ -91,7 +91,7 @@ class PagedTokenStore(TokenStore):
 
 
 def keep(*stores: tuple[PagedTokenStore, np.ndarray]) -> None:
-    """Slot i of each store has pages for `lengths[i]` tokens from now on, and keeps those that it had. All share a pool."""
+    """Give slot i of each store pages for `lengths[i]` tokens; it keeps its pages up to there. All stores share a pool."""
     wanted = [-(-lengths // store.page_size) for store, lengths in stores]
     changed = [not np.array_equal(store._counts, counts) for (store, _), counts in zip(stores, wanted, strict=True)]
     for (store, _), counts in zip(stores, wanted, strict=True):

@@ -59,7 +59,7 @@ class TokenStore:
         self.take(slot, taken.shape[2]).copy_(taken)
 
     def move(self, source: int, target: int, length: int) -> None:
-        """The first `length` tokens of slot `source` are those of slot `target` from now on."""
+        """Move the first `length` tokens of slot `source` to slot `target`."""
         self.put(target, self.take(source, length))
 
     def continue_from(self, other: TokenStore, num_slots: int) -> None:
@@ -87,11 +87,11 @@ class PromptAttention:
 
 
 class SharedPrompts:
-    """The places of the rows of a step among those of their prompts. The rows of a prompt go through its keys together, as
-    `width` places of one sequence of queries, so that keys are read once a prompt and not once a sample.
+    """The place of each row of a step among the rows of its prompt. The rows of a prompt go through its keys together, as
+    `width` places of one sequence of queries. So keys are read once per prompt and not once per sample.
 
-    `gather` int64 [prompts * width]: the row in each place (an empty one repeats a row, and is not read back); `place`
-    int64 [rows]; `spans` has the keys of each prompt, and width * groups queries a prompt.
+    `gather` int64 [prompts * width] is the row in each place. An empty place repeats a row, and is not read back. `place` is
+    int64 [rows]. `spans` has the keys of each prompt, and width * groups queries a prompt.
     """
 
     def __init__(self, gather: torch.Tensor, place: torch.Tensor, spans: TokenSpans):

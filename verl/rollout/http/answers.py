@@ -53,7 +53,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Answer:
-    """`value` is what the service at `url` answered to `call`, such as "POST /v1/completions"."""
+    """The JSON `value` with which the service at `url` answered `call`, such as "POST /v1/completions"."""
 
     url: str
     call: str

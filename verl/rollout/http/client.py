@@ -56,7 +56,7 @@ class Client:
         self._loop, self._running = _loop(), set[Future[tuple[int, bytes]]]()
         self._http = httpx.AsyncClient(
             headers={
-                "Accept-Encoding": "identity",  # what is compressed has no size before it is read
+                "Accept-Encoding": "identity",  # the size of compressed content is not known before it is read
                 "Content-Type": "application/json",
                 **({"Authorization": f"Bearer {token}"} if token else {}),
             },
@@ -71,9 +71,9 @@ class Client:
     def post(self, path: str, body: dict[str, Any], *, num_tokens: int = 0) -> Answer:
         """The JSON of the answer, which may hold `num_tokens` tokens; {} for an empty answer.
 
-        Raises UnreachableError when the service cannot be reached (after 10 s at the latest where it takes no connection) and
-        DeadlineError when its answer is not complete in time, both after `num_retries` repetitions, ConfigError when it refuses
-        the token, ModelError for any other refusal, for an answer that is too long, and for what is not JSON.
+        Raises UnreachableError when the service cannot be reached (within 10 s where it takes no connection), DeadlineError
+        when its answer is not complete in time. Both come after `num_retries` repetitions. Raises ConfigError when it refuses
+        the token, and ModelError for any other refusal, an answer that is too long, or text that is not JSON.
         """
         return self._call("POST", path, json.dumps(body).encode(), num_tokens)
 
@@ -121,7 +121,7 @@ class Client:
         self._running.add(request)
         try:
             return request.result(self.timeout_s + _GRACE_S)
-        except (asyncio.TimeoutError, FutureTimeout):  # names of TimeoutError, before Python 3.11 classes of their own
+        except (asyncio.TimeoutError, FutureTimeout):  # names of TimeoutError; separate classes before Python 3.11
             raise TimeoutError from None
         finally:
             request.cancel()
@@ -171,8 +171,8 @@ class Client:
 
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """The event loop of this process's clients, on a thread of its own. A request is a task of it, which a deadline can cancel
-    wherever it is: httpx's own deadlines begin again with each byte that comes."""
+    """The event loop of this process's clients, on its own thread. A request is a task of the loop, which a deadline can cancel
+    at any point: httpx's own deadlines start again with each byte that arrives."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="verl-http", daemon=True).start()
     return loop

@@ -16,7 +16,7 @@ from verl.rollout.vllm.sample import draw_arguments
 from verl.rollout.vllm.weights import Manifest
 
 _SEED_BITS = 31
-_SEED_STEP = 0x9E3779B1  # odd: a sample that resumes gets a seed of its own
+_SEED_STEP = 0x9E3779B1  # odd: a sample that resumes gets its own seed
 
 
 class Dialect(Protocol):
@@ -107,7 +107,7 @@ class OpenAI:
 
 
 class VLLM(OpenAI):
-    """vLLM's server with our sampling and our receiver of weights, so that its samples are those of the native engine:
+    """vLLM's server with our sampling and our receiver of weights, so that it gives the native engine's samples:
 
     VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model PATH --logprobs-mode processed_logits
         --logits-processors verl.rollout.vllm.library:Sampler --worker-extension-cls verl.rollout.vllm.weights.WeightReceiver

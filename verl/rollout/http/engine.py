@@ -71,7 +71,7 @@ class HTTPRollout(BaseRollout):
             )
         self.dialect: Dialect = DIALECTS[api]()
         self.dialect.check(self.client, transfer.model.path, service.served_model_name, vocab_size(module))
-        self._labelled: str | None = None  # what the service must say of its weights
+        self._labelled: str | None = None  # the weight version that the service must report
         self._num_updates = 0
         self._stats = {}
 
@@ -125,13 +125,13 @@ class HTTPRollout(BaseRollout):
         return nullcontext()
 
     def sample(self, wanted: Wanted) -> Made:
-        """The answer of the service to `wanted`. Raises ModelError for one that is no sample, or of other weights."""
+        """The answer of the service to `wanted`. Raises ModelError when it is no sample, or comes from other weights."""
         made = self.dialect.sample(self.client, wanted)
         self.require_version(made.version)
         return made
 
     def require_version(self, found: str | None) -> None:
-        """Raise ModelError when the service reports other weights than those that were published."""
+        """Raise ModelError when the service reports other weights than the published version."""
         if found is not None and self._labelled is not None and found != self._labelled:
             raise ModelError(
                 f"The service at {self.client.url} generates with weights of version {found}, but version {self._labelled} was "
@@ -211,10 +211,10 @@ class HTTPGeneration:
 
 
 def sample_by_rules(sample: Callable[[Wanted], Made], wanted: Wanted, rules: StopRules) -> Made:
-    """One sample as `rules` end it, of `sample`, which asks the service: a second time, without stop strings, where the service
-    has ended the first too early.
+    """One sample, ended by `rules`. `sample` asks the service, and asks a second time, without stop strings, where the service
+    ended the first sample too early.
 
-    A service's own stop is a hint: one that decodes token by token cuts the text where characters are complete, and where a
+    A service's own stop is a hint. A service that decodes token by token cuts the text where characters are complete. Where a
     prompt ends within a character, vLLM's server takes the prompt for generated text and finds stop strings in it.
     """
     made = sample(wanted)
@@ -248,8 +248,8 @@ def _first_end(token_ids: list[int], searched: int, rules: StopRules) -> int | N
 
 
 class SGLangRollout(HTTPRollout):
-    """A service of SGLang (`rollout.name=sglang`), or without `service.url` a server that is started for this engine alone.
-    Raises what SGLangServer and HTTPRollout raise, WorkerLostError when that server dies."""
+    """A service of SGLang (`rollout.name=sglang`), or without `service.url` a server that is started only for this engine.
+    Raises the errors of SGLangServer and HTTPRollout, and WorkerLostError when that server dies."""
 
     api = "sglang"
 

@@ -1,10 +1,10 @@
-"""The samples of a generation that wait, and those that run: bookkeeping on the host, for the scheduler and its backends.
+"""The waiting and running samples of a generation: bookkeeping on the host, for the scheduler and its backends.
 
     waiting ──take_chunks──► prefilling ──(last chunk)──► ready ──start──► rows of the batch
 
-A group is a prompt with its samples, or one sample that continues. Groups hold a slot of the backend's prefix store from
-their first chunk until they need it no more; rows hold a slot of its own store. Slots and rows are kept dense, so that
-attention runs over plain slices.
+A group is a prompt with its samples, or one sample that continues. A group holds a slot of the
+backend's prefix store from its first chunk until nothing reads the slot any more. A row holds a slot of the backend's own
+store. Slots and rows are kept dense, so that attention runs over plain slices.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Prompts:
         admits: Callable[[Group], bool] = lambda group: True,
     ) -> list[tuple[Group, Chunk]]:
         """Prompt tokens to compute next: for as many prompts as there are rows free for their samples, and at most `budget`
-        tokens. With `chunk_tokens` the cuts of a prompt depend on its own length alone, and a first chunk is taken whatever the
+        tokens. With `chunk_tokens` the cuts of a prompt depend only on its own length, and a first chunk is taken whatever the
         budget."""
         begun = sum(len(g.pending) for g in (*self.ready, *self.prefilling))
         while self.waiting and begun < num_free_rows and admits(self.waiting[0]):

@@ -1,8 +1,8 @@
-"""Batch invariance of the native engine: whether a sample's bits depend on which others are computed beside it.
+"""Batch invariance of the native engine: whether a sample's bits depend on the other samples of its batch.
 
-It holds for plain decoders on a CPU when everything that mixes rows in one call is verified, by experiment at start or by
-the shapes alone: matmuls run in tiles (prepacked_linear.py), attention in blocks that gave a row the bits that it gets alone
-(decode_attention.py), the cuts of a prompt depend on its own length alone, and the rest works row by row (checked here).
+It holds for plain decoders on a CPU when every operation that mixes rows is verified, by experiment at start or from only
+the shapes. Matmuls run in tiles (prepacked_linear.py). Attention runs in blocks that gave a row the bits of a single row
+(decode_attention.py). The cuts of a prompt depend only on its own length. The rest works row by row (checked here).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from verl.rollout.native.prepacked_linear import padding_cost, tiles_of
 KEY = "actor_rollout_ref.rollout.batch_invariant"
 _MOST_COST = 1.10  # of the time of matmuls, with auto
 _GRAIN = 32768  # elements below which torch does not divide an elementwise operation among threads
-_VECTORS = 64  # elements: torch computes what is left of a share below this by other, scalar code
+_VECTORS = 64  # elements: torch computes the rest of a share, below this number, by other, scalar code
 _CHECKED_ROWS = (1, 3, 8, 65)
 
 
@@ -77,7 +77,7 @@ def _cost(decoder: DenseDecoder, head: nn.Linear, prepack: bool) -> float:
 
 
 def _obstacle(decoder: DenseDecoder, head: nn.Linear, most_rows: int) -> str | None:
-    """The first condition beside matmuls and attention that is not verified; None when all are."""
+    """The first unverified condition other than matmuls and attention; None when all are verified."""
     if any(layer.sliding_window is not None for layer in decoder.layers):
         return "the model has a sliding window, whose masks depend on the longest row"
     if decoder.num_heads * decoder.head_dim % 16 or decoder.num_kv_heads * decoder.head_dim % 16:
@@ -101,7 +101,7 @@ def _divides_evenly(width: int, most_rows: int, threads: int) -> bool:
 
 @functools.cache
 def _rows_alike(hidden: int, vocab: int, dtype: torch.dtype, threads: int) -> bool:
-    """Whether operations along a row, and exponentials and logarithms wherever they stand, give the bits of a row alone."""
+    """Whether operations along a row, and exponentials and logarithms at any place, give the bits of a single row."""
     del threads  # other kernels may be chosen for another number of them
     generator = torch.Generator().manual_seed(0)
     wide = torch.promote_types(dtype, torch.float32)

@@ -1,8 +1,8 @@
 """Attention of decode rows: each row's newest token against its group's prompt and its own slot.
 
-Attention over prefix and own part is computed apart and merged exactly: the prefix enters the softmax of the own part as
-one more key, whose score is the log-sum-exp of the prefix's scores and whose value is the prefix's output. The rows of a
-group go through the prefix in one block of queries, so its keys are read once per group and not once per sample; a copy of
+Attention over prefix and own part is computed separately and merged exactly. The prefix enters the softmax of the own part as
+one more key. Its score is the log-sum-exp of the prefix's scores, and its value is the prefix's output. The rows of a
+group go through the prefix in one block of queries, so its keys are read once per group, not per sample. A copy of
 the prompt in every slot would be read n times (and take n times the memory). Query heads that share a key head are folded
 into the query axis, for the same reason.
 
@@ -10,7 +10,7 @@ Buffers and views are made when the rows change and every 16 tokens, not in ever
 costs as much in calls from Python as in arithmetic.
 
 Batch-invariant decoding computes together only rows of one length, and prompts of one length, and only where that gave the
-bits of a row alone; queries of a prompt stand at places of their own.
+bits of a single row. Each query of a prompt has a fixed place.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from verl.rollout.native.partial_attention import (
     stack_blocks,
 )
 
-_MIN_BLOCK = 8  # rows: below this a kernel call of its own costs more than the padding it saves
+_MIN_BLOCK = 8  # rows: below this a separate kernel call costs more than the padding it saves
 _BLOCK_RATIO = 0.6  # a block is cut where all that follows is shorter than this share of its longest
 
 Block = tuple[int, int, int]  # first row, last row + 1, longest length
@@ -53,7 +53,7 @@ def length_blocks(lengths: np.ndarray) -> list[Block]:
 
 
 def equal_blocks(lengths: np.ndarray) -> list[Block]:
-    """Runs of one length: a row's block is then as long as the row, whatever stands beside it."""
+    """Runs of rows of one length, so that a row's block is as long as the row, whatever the other rows are."""
     cuts = [0, *(np.flatnonzero(np.diff(lengths)) + 1).tolist(), len(lengths)]
     return [(start, end, int(lengths[start])) for start, end in itertools.pairwise(cuts)]
 
@@ -214,8 +214,8 @@ class _Kind:
 
 
 def _alike(blocks: list[Block], alike: Callable[[int, int], bool]) -> list[tuple[int, int, int, bool]]:
-    """(first, last + 1, length, whether to copy) of blocks whose rows get the bits that they get alone: whole ones, where
-    `alike` (of number and length) says so, else one row at a time, from a copy if even that would not do."""
+    """(first, last + 1, length, whether to copy) of blocks whose rows get the bits of a single row. A block stays whole where
+    `alike` (of number and length) is true. Else each row is one block, which is copied if `alike` is false for it too."""
     parts: list[tuple[int, int, int, bool]] = []
     for start, end, length in blocks:
         whole = alike(end - start, length)
@@ -241,7 +241,7 @@ class _PrefixPart:
         self._masks: list[torch.Tensor | None] = [self._mask(block, None, None) for block in self.blocks]
 
     def divide(self, value_dim: int, capacity: int) -> None:
-        """Compute together only what gives the bits of one prompt alone; `members` has blocks of equal length."""
+        """Compute together only prompts that get the bits of a single prompt; `members` has blocks of equal length."""
         _, kv_heads, queries, head_dim = self._by_slot.shape
         like = (self._by_slot.dtype, torch.get_num_threads())
         sizes = (kv_heads, queries, head_dim, value_dim)
@@ -251,7 +251,7 @@ class _PrefixPart:
         self._masks = [None] * len(parts)
 
     def set_positions(self, positions: np.ndarray) -> None:
-        """int64 [rows]: the newest tokens'; they say what a window leaves of the prompt."""
+        """int64 [rows]: positions of the newest tokens, which decide how much of the prompt a window leaves."""
         if self._window is not None and positions.max() >= self._window:
             self._masks = [self._mask(block, self._window, positions) for block in self.blocks]
 

@@ -73,7 +73,7 @@ class NativeRollout(BaseRollout):
             self.invariance()
 
     def invariance(self) -> Invariance:
-        """Whether a sample's bits depend on which others are computed beside it; determined at the first call."""
+        """Whether a sample's bits depend on the other samples of its batch; determined at the first call."""
         if self._invariance is None:
             self._invariance = examine(self.module, self.config)
         return self._invariance
@@ -196,7 +196,7 @@ class NativeGeneration:
         self.scheduler.abort(keys)
 
     def close(self) -> Stats:
-        """See Generation; besides, weight_copy_bytes, and num_graphs on a GPU."""
+        """See Generation. The statistics also have weight_copy_bytes, and num_graphs on a GPU."""
         self._mode.close()
         if not self.is_closed:
             self.is_closed = True

@@ -55,8 +55,8 @@ class DenseForward:
     def of(
         cls, module: Any, *, prepack: bool, invariant: bool = False, required: bool = False
     ) -> DenseForward | CpuForward | None:
-        """The fused forward of a causal language model, or None when its own must be called. With `prepack` it is that of
-        the compiled kernels (see `compiled`)."""
+        """The fused forward of a causal language model, or None when the model's own forward must be called. With `prepack` it
+        uses the compiled kernels where `compiled` gives them."""
         decoder, head = DenseDecoder.of(module), module.get_output_embeddings()
         is_plain = type(module).__module__.startswith("transformers.models.") and type(head) is nn.Linear
         if decoder is None or not is_plain or head._forward_hooks or head._forward_pre_hooks:

@@ -64,7 +64,7 @@ class SlotStore:
 
     def take(self, slot: int, length: int, *, copy: bool = False) -> dict[int, list[torch.Tensor]]:
         """Keys and values of the first `length` tokens of a slot, for `put`: by layer, [kv_heads, length, head_dim] each. They
-        are views, or with `copy` of their own."""
+        are views, or copies with `copy`."""
         views = {i: [t[slot, :, :length] for t in self._by_token(pair)] for i, pair in self._layers.items()}
         return {i: [t.clone() for t in pair] for i, pair in views.items()} if copy else views
 

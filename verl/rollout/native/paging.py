@@ -18,7 +18,7 @@ UNLIMITED = 1 << 40
 @dataclass
 class Paging:
     """The sequences of `scheduler`. `block_size` tokens are the unit of allocation; `max_tokens` is the limit of all sequences
-    together (None: no limit). The next step of a row takes `ahead` tokens beyond those that the host knows to be stored. Where
+    together (None: no limit). The next step of a row takes `ahead` tokens more than the host knows to be stored. Where
     `is_pool`, no more is ever allocated; else a preempted sample may exceed the limit for as long as it starts again."""
 
     scheduler: Scheduler
@@ -38,8 +38,8 @@ class Paging:
         return int((-(-np.asarray(lengths, dtype=np.int64) // self.block_size)).sum())
 
     def require(self, longest_prompt: int) -> None:
-        """Raise ConfigError unless the longest sample fits alone. Without shared prompts its prompt is there twice as it
-        starts, and all its tokens as it starts again."""
+        """Raise ConfigError unless the longest sample fits by itself. Without shared prompts its prompt is stored twice when it
+        starts, and so are all its tokens when it starts again."""
         max_new_tokens = self.scheduler.params.max_new_tokens
         prefix, own = longest_prompt, max_new_tokens + self.ahead - 1
         if not self.scheduler.shared:
@@ -52,7 +52,7 @@ class Paging:
             )
 
     def admits(self, group: Group) -> bool:
-        """Whether the blocks of a group are free beside one for each row."""
+        """Whether the blocks of a group are free, in addition to one block for each row."""
         return self._num_free() >= self.blocks([group.num_tokens]) + self.scheduler.rows.num_running + 1
 
     def room(self) -> int:

@@ -1,9 +1,9 @@
 """Attention to one part of the keys, such that parts can be merged exactly.
 
-To shared prompts: aten's flash attention for CPU, as fast as batched matmuls there and without their scores in memory; a
-plain one stands in for soft-capped scores and other devices. To a row's own tokens: batched matmuls with keys as
+To shared prompts: aten's flash attention for CPU, as fast as batched matmuls there and without their scores in memory. A
+plain attention replaces it for soft-capped scores and other devices. To a row's own tokens: batched matmuls with keys as
 columns, which came nearest to the time of reading keys and values once (64 rows, 64 tokens: 13.6 ms for 30 layers, flash
-attention 16 to 19, pages of 16 tokens gathered 39, reading alone 10).
+attention 16 to 19, pages of 16 tokens gathered 39, only reading 10).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class OwnPart:
 
     Holds what all layers of a kind work in: views of `queries` and `out` [rows, kv_heads, groups, head_dim], scores, and the
     mask of the tokens that a row has. `block` is (first row, last row + 1, longest length). With `copies` keys and values are
-    copied before they are multiplied: as a row alone would have them.
+    copied before they are multiplied, into the layout that a single row has.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ def own_rows_alike(
     dtype: torch.dtype,
     threads: int,
 ) -> bool:
-    """Whether a row in a block of `rows`, in a store of `capacity` tokens, gets the bits that it gets alone: found with random
+    """Whether a row in a block of `rows`, in a store of `capacity` tokens, gets the bits of a single row. Tested with random
     numbers, the same in every row."""
     del threads  # other kernels may be chosen for another number of them
     generator = torch.Generator().manual_seed(0)

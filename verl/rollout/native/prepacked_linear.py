@@ -88,7 +88,7 @@ def padded_rows(tiles: tuple[int, ...], rows: int) -> int:
 
 
 def padding_cost(tiles: tuple[int, ...]) -> float:
-    """Time of matmuls in tiles of 1 to 64 rows over that of the same rows without padding, on average, estimated."""
+    """Estimated ratio of the time of matmuls in tiles to their time without padding, averaged over 1 to 64 rows."""
     rows = [r for r in range(1, 65) if r <= tiles[-1]]
     return sum((_READING + padded_rows(tiles, r)) / (_READING + r) for r in rows) / len(rows)
 
@@ -104,9 +104,9 @@ def tiles_of(weight: torch.Tensor, biased: bool, prepack: bool) -> tuple[int, ..
 def _tiles(
     outputs: int, inputs: int, dtype: torch.dtype, biased: bool, prepack: bool, widens: bool, threads: int
 ) -> tuple[int, ...]:
-    """One row stands at every place of every tile: tiles of which all rows come out alike are grouped by what comes out.
+    """One row stands at every place of every tile. Tiles whose rows all give equal results are grouped by result.
 
-    The terms of every sum cancel, so that what comes out is the rounding of the partial sums alone: after sums that do not
+    The terms of every sum cancel, so that the result is only the rounding of the partial sums. After sums that do not
     cancel, rounding to bfloat16 would hide nearly every difference in the order of adding.
     """
     generator = torch.Generator().manual_seed(0)
@@ -130,12 +130,12 @@ def _tiles(
                 break
         else:
             groups.append((y[0].clone(), [tile]))
-    # one row alone is a tile always; the longest set comes first among those of equal cost
+    # a single row is always a tile; among sets of equal cost the longest comes first
     return min((tuple(tiles) for _, tiles in groups), key=lambda t: (_slowness(t), -len(t)))
 
 
 def _slowness(tiles: tuple[int, ...]) -> float:
-    """Time of 1 to 256 rows, estimated: tiles that are small read the weights often, those that are large compute padding."""
+    """Estimated time of 1 to 256 rows: small tiles read the weights often, large tiles compute padding."""
     largest = tiles[-1]
     return sum(
         r // largest * (_READING + largest) + (_READING + padded_rows(tiles, r % largest) if r % largest else 0)

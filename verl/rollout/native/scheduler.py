@@ -41,7 +41,7 @@ class Backend(Protocol):
         """Make room for this many rows and a prompt of this length; returns the number of rows that there is room for."""
 
     def admits(self, group: Group) -> bool:
-        """Whether a group fits what was reserved, and a prefix slot is free for it."""
+        """Whether a group fits the reserved size, and a prefix slot is free for it."""
 
     def load(self, group: Group) -> None:
         """Put `group.saved` into its prefix slot."""
@@ -63,7 +63,7 @@ class Backend(Protocol):
         """Move a prompt to another prefix slot."""
 
     def room(self) -> int:
-        """Samples that can start beside those that run; below 0, so many blocks are missing for the next tokens of these."""
+        """Number of samples that can start now; negative when blocks are missing for the next tokens of the running samples."""
 
     def rows_changed(self) -> None:
         """Samples have started or ended, or a prompt has moved."""
@@ -78,10 +78,10 @@ def num_bytes_of(saved: Any) -> int:
 
 class Scheduler:
     """Requests in by `add`, finished samples out by `step`. With `shared` prompts the samples of a group read one copy of its
-    prompt; else a prompt moves into the slot of each of its samples.
+    prompt. Else a prompt moves into the slot of each of its samples.
 
     `max_num_seqs` bounds the rows, `max_num_batched_tokens` the tokens of a step; `chunk_tokens`: see Prompts.take_chunks.
-    Keys and values of samples that are kept take at most `max_saved_bytes` (None: no limit): those that are longest idle are
+    Keys and values of kept samples take at most `max_saved_bytes` (None: no limit). The longest idle are
     dropped, and computed again when their sample continues.
     """
 

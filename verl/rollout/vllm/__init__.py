@@ -1,4 +1,4 @@
-"""vLLM as a rollout engine: in processes of its own (`rollout.mode=async`, the default) or in the run's ranks (`sync`).
+"""vLLM as a rollout engine: in separate processes (`rollout.mode=async`, the default) or in the run's ranks (`sync`).
 
     trainer                                            vLLM
     engine.VLLMRollout ── prompts ──► core.Core ─────► LLMEngine.step ──► sample.Draws: our sampling on its logits
@@ -6,9 +6,9 @@
                        ── buckets ──► core.Core ─────► weights.WeightReceiver ──► layerwise reload
 
 `core.Core` lives in this process, or behind verl.rollout.process in another one; both answer the same calls. A lost process
-comes back with its weights (process.py). verl.parallel.engine_plan decides the devices of a replica: the first rank
-of a replica has its process, in which vLLM has a worker for each device; or each rank is such a worker (library.Ranks).
+comes back with its weights (process.py). verl.parallel.engine_plan decides the devices of a replica. The first rank
+of a replica has its process, in which vLLM has a worker for each device. Or each rank is such a worker (library.Ranks).
 
-vLLM computes logits; tokens are sampled by verl.rollout.sampling with the uniforms of verl.rollout.uniforms, so samples are
-those of the native engine, but for the rounding of logits. All names of vLLM are in library.py.
+vLLM computes logits. Tokens are sampled by verl.rollout.sampling with the uniforms of verl.rollout.uniforms, so that samples
+equal the native engine's, except for the rounding of logits. All names of vLLM are in library.py.
 """

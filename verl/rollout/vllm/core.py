@@ -83,7 +83,7 @@ class Core:
         self._generation.abort(keys)
 
     def close_generation(self) -> Stats:
-        """Drop what runs; returns the statistics that are known here alone."""
+        """Drop running samples; returns the statistics that are known only here."""
         return self._generation.close()
 
     def try_bucket(self, bucket: Description) -> None:
@@ -96,7 +96,7 @@ class Core:
         self._on_workers("verl_begin")
 
     def update(self, bucket: Description) -> None:
-        """Load a bucket. Raises ModelError when it differs from what was written, or does not fit the model."""
+        """Load a bucket. Raises ModelError when it differs from the written bucket, or does not fit the model."""
         self._on_workers("verl_load", json.dumps({"reader": self.setup.reader, "bucket": bucket}))
 
     def finish_update(self, manifest: str) -> None:
@@ -118,7 +118,7 @@ class Core:
             self._asleep = {_WEIGHTS, _KV_CACHE}
 
     def wake(self, *parts: str) -> None:
-        """Allocate memory again: for all that has none, or for `parts` alone."""
+        """Allocate memory again, for all parts without memory or only for `parts`."""
         wanted = sorted(self._asleep.intersection(parts) if parts else self._asleep)
         if wanted:
             self._llm.wake_up(tags=wanted)
@@ -239,7 +239,7 @@ def request_arguments(params: SamplingParams, stop: StopRules, extra: dict[str, 
         "max_tokens": params.max_new_tokens,
         "stop_token_ids": stop.token_ids,
         "ignore_eos": True,
-        "logprobs": 0,  # of the sampled token alone
+        "logprobs": 0,  # of the sampled token only
         "detokenize": False,
         "extra_args": extra,
     }
@@ -252,7 +252,7 @@ def require_vllm(key: str = "actor_rollout_ref.rollout.name") -> None:
 
 
 def check_version(version: str) -> None:
-    """Warn of a version that is not known to work, and name those that are."""
+    """Warn of a version that is not known to work, and name the known versions."""
     if not any(version == known or version.startswith(f"{known}.") for known in KNOWN):
         log.warning("vLLM %s was not tried with this version of verl; %s.", version, WORKING)
 

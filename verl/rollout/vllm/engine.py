@@ -30,7 +30,7 @@ class VLLMRollout(BaseRollout):
     """
 
     holds_weights = True
-    factory = FACTORY  # makes the Core in a process of its own
+    factory = FACTORY  # makes the Core in a separate process
 
     def __init__(
         self,

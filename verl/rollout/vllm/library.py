@@ -1,6 +1,6 @@
 """Everything that is taken from vLLM. Importing this file imports vLLM, which takes seconds, and fails where it is missing.
 
-The names are those of the versions in `versions.KNOWN`; another version may have moved them.
+The names are from the versions in `core.KNOWN`; another version may have moved them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`core.Core` in a process of its own. A process that is lost comes back with its weights, and the call is repeated.
+"""`core.Core` in a separate process. A process that is lost is started again with its weights, and the call is repeated.
 
     update ──► buckets stay in shared memory until the next update ──► a new process is sent them again, and verifies them
     poll   ──► a lost generation is opened again with all its requests, sampled to the same bits; what came already is dropped
@@ -60,7 +60,7 @@ class RemoteCore:
 
 class RestartingCore:
     """The methods of `core.Core` on a process that `start` starts, and starts again when it is lost. The memory of buckets must
-    hold what was written until the next update begins. Where vLLM `sleeps`, it discards weights whose buckets are there, and is
+    keep its contents until the next update begins. Where vLLM `sleeps`, it discards weights whose buckets are there, and is
     sent them again if a generation comes before the next update. Raises WorkerLostError when the process was lost once more
     than `max_restarts`."""
 
@@ -124,7 +124,7 @@ class RestartingCore:
     def update(self, bucket: Description) -> None:
         """See Core.update."""
         self._call("update", bucket)
-        # as it lies in memory of the host: that of a GPU is written over soon
+        # as it lies in host memory, since a bucket in GPU memory is written over soon
         self._buckets.append({key: value for key, value in bucket.items() if key != "device"})
 
     def finish_update(self, manifest: str) -> None:
@@ -161,7 +161,7 @@ class RestartingCore:
     # -- restarts
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        """A call of the process, or of a new one that was brought to the state of the old one before this call."""
+        """Call the process, or a new process that was brought to the lost process's state before this call."""
         is_lost = False
         while True:
             try:

@@ -1,8 +1,8 @@
 """Our sampler inside vLLM: a logits processor that leaves only the sampled token to vLLM's greedy choice.
 
 A request carries its key (verl.rollout.uniforms) and its sampling parameters in `SamplingParams.extra_args`. Of its logits
-only the sampled token stays, with its log-probability as its value; vLLM takes the maximum and, asked for processed logits,
-reports that value. So samples do not depend on vLLM's generators, batches or restarts, and log-probabilities are those of
+only the sampled token stays, with its log-probability as its value. vLLM takes the maximum and, asked for processed logits,
+reports that value. So samples do not depend on vLLM's generators, batches or restarts. Log-probabilities come from
 softmax(logits / temperature) before top-k, top-p and min-p, which vLLM has no mode for.
 """
 
@@ -42,7 +42,7 @@ class _Row:
 
 class Draws:
     """The rows of vLLM's batch by index, updated by vLLM (`update_state`), and the sampling on its logits
-    (`apply`). library.Sampler makes it a logits processor of vLLM's; other requests' rows are left alone."""
+    (`apply`). library.Sampler makes it a logits processor of vLLM's; other requests' rows are not changed."""
 
     def __init__(self) -> None:
         self._rows: dict[int, _Row] = {}

@@ -82,7 +82,7 @@ def longest_sequence(config: RolloutConfig, skeleton: Any) -> int:
 
 
 def _environment(transfer: WeightTransfer, num_devices: int) -> dict[str, str]:
-    """Of the process while vLLM starts; what the user has set himself stays, but for what this engine is built on."""
+    """Environment of the process while vLLM starts. The user's variables stay, except for variables that this engine needs."""
     wishes = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_HOST_IP": "127.0.0.1"}
     if transfer.device.type == "cpu":
         # by itself vLLM takes one core less than there are and stays on it
@@ -101,8 +101,8 @@ def _environment(transfer: WeightTransfer, num_devices: int) -> dict[str, str]:
 
 
 def _own_devices(device: torch.device, num_devices: int) -> tuple[str, ...]:
-    """`device` of this process and those that follow it; () where that is the only one that is seen. Raises ConfigError when
-    there are too few."""
+    """`device` of this process and the devices that follow it; () for a single `device` without an index. Raises ConfigError
+    when there are too few."""
     first, seen = device.index or 0, visible_devices()
     if num_devices == 1:
         return () if device.index is None else (seen[first] if first < len(seen) else str(first),)
@@ -115,7 +115,7 @@ def _own_devices(device: torch.device, num_devices: int) -> tuple[str, ...]:
 
 
 def _cache_bytes(rollout: RolloutConfig, longest: int, skeleton: Any, dtype: torch.dtype) -> int:
-    """Memory of a worker in which all samples fit at their longest, or an eighth of what is free, or a single sample."""
+    """Cache bytes of a worker: all samples at their longest, at most an eighth of the free memory, at least two samples."""
     config = skeleton.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     heads = -(-heads // rollout.tensor_model_parallel_size)

@@ -1,9 +1,9 @@
-"""Checksums of the weights that vLLM's model holds against those that were sent, before they are packed for a processor.
+"""Checksums of the weights that vLLM's model holds against the sent weights, before they are packed for a processor.
 
-    sent      q_proj  k_proj  v_proj       sums of integers do not depend on order, so that of a fused parameter is that of its
-    held      ─────── qkv_proj ──────      parts, and over the ranks of tensor parallelism that of the whole
+    sent      q_proj  k_proj  v_proj       sums of integers do not depend on order: a fused parameter has the sum of its
+    held      ─────── qkv_proj ──────      parts, and all ranks of tensor parallelism together have the sum of the whole
 
-vLLM fuses, divides and packs; a packed weight cannot be read any more, so each layer is looked at in the moment before.
+vLLM fuses, divides and packs weights. A packed weight cannot be read any more, so each layer is read just before packing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from verl.errors import ModelError
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 _WRAP = (1 << 64) - 1
-_HOOK = "process_weights_after_loading"  # what a layer does with its weights when they are there
+_HOOK = "process_weights_after_loading"  # processes the weights of a layer once they are loaded
 
 
 class HeldWeights:
@@ -56,7 +56,7 @@ class HeldWeights:
         return bool(found.item())
 
     def check(self) -> None:
-        """Raise ModelError when a parameter is not what was sent for it. All ranks of the group call this, after `end`."""
+        """Raise ModelError when a parameter differs from its sent weights. All ranks of the group call this, after `end`."""
         parameters = dict(self._model.named_parameters())
         names = sorted(self._sent.keys() & parameters.keys())
         held = [self._seen[n] if n in self._seen else word_sum(parameters[n]) for n in names]

@@ -2,9 +2,9 @@
 
     begin ──► load (bucket) ... load ──► finish        each answers {} or {"error": sentence}; an exception would end vLLM
 
-`finish` succeeds only when the tensors that came are those that were sent, every parameter of the engine got a new value and
-holds the sent one (weight_check.py), and an output layer that shares its weight with the embedding computes with
-the new one: on a CPU it multiplies by a packed copy, which vLLM's own reload leaves as it was.
+`finish` succeeds only when the received tensors equal the sent tensors. Every parameter of the engine must have got a new
+value, and hold the sent value (weight_check.py). An output layer that shares its weight with the embedding must also compute
+with the new weight: on a CPU it multiplies by a packed copy, which vLLM's own reload leaves as it was.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class WeightReceiver:
 
     def _verl_finish(self, manifest: str) -> None:
         problem = self._verl_problem(manifest)
-        # workers that share the model compare sums together: one that stayed away would leave the others waiting
+        # workers that share the model compare sums together: an absent worker would leave the others waiting
         if self._verl_held.any_worker(problem is not None):
             raise problem or ModelError(ELSEWHERE)
         self._verl_held.check()
@@ -177,7 +177,7 @@ def _renew_tied_heads(model: Any) -> None:
 
 
 def _tied(modules: Iterable[Any], head_class: type) -> list[Any]:
-    """The output layers whose weight is that of another module."""
+    """The output layers that share their weight with another module."""
     found = list(modules)
     others = {id(m.weight) for m in found if not isinstance(m, head_class) and getattr(m, "weight", None) is not None}
     return [m for m in found if isinstance(m, head_class) and id(getattr(m, "weight", None)) in others]
