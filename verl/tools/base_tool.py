@@ -9,9 +9,9 @@ from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
 
 class BaseTool:
-    """A tool of the user's. `config` is its section of the YAML file; `tool_schema` is what the model reads of it.
+    """A user's tool. `config` is its section of the YAML file; `tool_schema` is the part that the model reads.
 
-    One object serves all episodes, and calls of several episodes run at the same time: keep what belongs to an episode by its
+    One object serves all episodes, and calls of several episodes run at the same time: keep the state of an episode by its
     `instance_id`. Methods may be plain functions, which then run in a thread.
     """
 

@@ -1,6 +1,6 @@
-"""Servers of tools that speak the Model Context Protocol: started or connected to once in a process, asked by all its episodes.
+"""Tool servers of the Model Context Protocol, started or connected to once per process and used by all its episodes.
 
-The file that `mcp.mcp_servers_config_path` names is that of other clients:
+The file that `mcp.mcp_servers_config_path` names has the format of other clients:
 
     {"mcpServers": {"clock": {"command": "python", "args": ["clock.py"], "env": {}},
                     "web":   {"url": "https://example.org/mcp", "auth_token": "..."}}}

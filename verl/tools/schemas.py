@@ -1,6 +1,6 @@
 """Records of tools: the JSON schema that the model reads, a call that it made, and the answer of a tool.
 
-Fields and methods are those of the existing verl's pydantic models, so that tools written for it run.
+Fields and methods match the existing verl's pydantic models, so that tools written for it run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Record:
             raise ValueError(f"{cls.__name__}: {error}") from error
 
     def model_dump(self, *, exclude_none: bool = False, exclude_unset: bool = False, **_: Any) -> dict[str, Any]:
-        """As an object; `exclude_unset` leaves out None as well, since what was set is not recorded."""
+        """As an object. `exclude_unset` also leaves out None, since the fields that were set are not recorded."""
         found = dataclasses.asdict(self)  # type: ignore[call-overload]
         return _without_none(found) if exclude_none or exclude_unset else found
 
@@ -143,7 +143,7 @@ class OpenAIFunctionToolCall(Record):
 
 @dataclass
 class FunctionCall(Record):
-    """A call as the model wrote it. `arguments` is JSON text, which may be wrong; `id` is that of formats which have one."""
+    """A call as the model wrote it. `arguments` is JSON text, which may be wrong; `id` is set by formats that have ids."""
 
     name: str
     arguments: str
@@ -170,5 +170,5 @@ class ToolResponse(Record):
         return not (self.text or self.image or self.video)
 
     def is_text_only(self) -> bool:
-        """Whether it holds text alone."""
+        """Whether it holds only text."""
         return bool(self.text) and not (self.image or self.video)
