@@ -1,4 +1,4 @@
-"""The same agent three ways: beside the tools of echo_tools.py, an environment of TRL's kind and a plain OpenAI client."""
+"""The agent of echo_tools.py in two more ways: as an environment of TRL's kind and as a plain OpenAI client."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Values that agents give as rewards: a number within reward.max_abs_score, or the episode alone fails with a sentence."""
+"""Values that agents give as rewards: a number within reward.max_abs_score, or only that episode fails with a sentence."""
 
 import decimal
 import fractions

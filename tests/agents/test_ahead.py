@@ -59,7 +59,7 @@ def test_an_agent_that_acts_otherwise_is_left_out(module, events, caplog):  # no
     assert len(failed) == num_pauses > 0
     assert "did not do again what it had done" in failed[0].error
     assert not failed[0].trajectory.to_row().response_mask.any()
-    assert failed[0].trajectory.num_response_tokens == 3  # what it had, and the token of a failure
+    assert failed[0].trajectory.num_response_tokens == 3  # the tokens it had, and the token of a failure
 
 
 @pytest.mark.slow

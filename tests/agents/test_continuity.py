@@ -1,4 +1,4 @@
-"""The tokens of a turn that follows another are those of the whole conversation, and nothing that was sampled changes."""
+"""The tokens of a later turn are the tokens of the whole conversation, and no sampled token changes."""
 
 import pytest
 

@@ -58,7 +58,7 @@ def collected(turn_rewards, reward, error=None, mask=(1, 1, 0, 1, 0, 0), config=
 
 def test_turns_are_rewarded_at_their_ends():
     assert collected([0.25, 0.5], 0.75) == [0, 0.25, 0, 0.5, 0, 0]
-    assert collected([0.25, 0.5], 1.0) == [0, 0.25, 0, 0.5, 0.25, 0]  # 0.25 beside those of the turns
+    assert collected([0.25, 0.5], 1.0) == [0, 0.25, 0, 0.5, 0.25, 0]  # 0.25 in addition to the turns' rewards
     assert collected([0.25], None) == [0, 0.25, 0, 0, 0.5, 0]  # and the score of the reward function
     assert collected([0.25, 0.5], 0.75, config=False) == [0, 0, 0, 0, 0.75, 0]
     assert collected([0.25, 0.5], None, error="broke") == [0, 0, 0, 0, 0, 0]
@@ -66,7 +66,7 @@ def test_turns_are_rewarded_at_their_ends():
 
 
 def test_players_are_compared_with_their_own_seat():
-    """The first player of each game wins: that is of the seat, and not of what it did."""
+    """The first player of each game wins because of its seat, not because of its actions."""
     mask = torch.ones(4, 2, dtype=torch.bool)
     rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.0, 0.75], [0.0, 0.25]])
     extras = object_array([{"player": row % 2} for row in range(4)])
@@ -132,7 +132,7 @@ def test_answers_of_a_user_reward_turns(agent_run, agent_task, tmp_path):
     finished = [e for e in episodes(run) if e["extra"]["finished"]]
     assert finished
     assert all(e["extra"]["turn_rewards"] == [0.25, 0.25] for e in finished)
-    assert row["critic/score/min"] >= 0.25  # the share of letters, and what the user gave
+    assert row["critic/score/min"] >= 0.25  # the share of letters, and the user's rewards
 
 
 def test_unfinished_episodes_do_not_train(agent_run):

@@ -63,7 +63,7 @@ def agent(delay=lambda: 0.0):
             response += done.token_ids
             mask += [1] * len(done.token_ids)
             await asyncio.sleep(delay())
-            answer = [258, 257, 100 + (sum(response) + turn) % 50]  # what a tool says
+            answer = [258, 257, 100 + (sum(response) + turn) % 50]  # the result of a tool
             if len(response) + len(answer) >= episode.task.limit:
                 break
             response += answer
@@ -119,7 +119,7 @@ def test_kept_turns_compute_each_token_once(module, events):
 
 
 def test_a_turn_continues_the_response_it_belongs_to(module, events):
-    """Sampled tokens and log-probs are those of one forward over the whole episode."""
+    """Log-probs of sampled tokens equal the log-probs of one forward over the whole episode."""
     found, _ = run(module, events, count=2)
     for ids, row in found:
         tokens = torch.tensor([[*row.prompt_ids.tolist(), *ids]])
@@ -138,7 +138,7 @@ def test_the_first_turn_is_the_sample_without_agents(module, events):
 
 
 def test_branches_have_tokens_of_their_own(module, events):
-    """Calls that do not continue what was said begin a branch, whose tokens do not depend on the order of the calls."""
+    """Calls that do not continue the conversation begin a branch, whose tokens do not depend on the order of the calls."""
 
     def branching(order):
         async def run_one(episode):

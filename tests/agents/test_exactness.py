@@ -1,4 +1,4 @@
-"""Random conversations with every template: what trains is what was sampled, token for token, and the rest is context."""
+"""Random conversations with every template: exactly the sampled tokens train, and the rest is context."""
 
 import hashlib
 import json
@@ -28,8 +28,8 @@ WORDS = ["so", "então", "数", "🙂", "<think>hm</think>", "\n\n", "<tool_call
 
 
 class Scripted:
-    """An engine whose turns are texts of a script: calls, several at once, malformed ones, text in between. It keeps what it
-    sampled."""
+    """An engine whose turns are texts of a script: calls, several at once, malformed calls, text in between. It keeps its
+    samples."""
 
     weight_version = 4
 
@@ -76,7 +76,7 @@ class Scripted:
 
 
 def in_pieces(tokenizer, text):
-    """A text as a policy may sample it: its tokens are those of pieces, and seldom those of the whole."""
+    """A text as a policy may sample it: the tokens of its chunks, which are seldom the tokens of the whole text."""
     rng, found, at = random.Random(text), [], 0
     while at < len(text):
         end = at + rng.randint(1, 6)

@@ -23,7 +23,7 @@ from verl.data_proto.samples import SamplingParams
 from verl.tools.function_tool import FunctionTool
 
 ROLLOUT = "actor_rollout_ref.rollout"
-GIVEN = {}  # what the hostile row gets: "reward", "text" and "at" (reset or step)
+GIVEN = {}  # settings of the hostile row: "reward", "text" and "at" (reset or step)
 PROMPT, RESPONSE = 700, 900  # tokens
 LONG = "x" * 3_000_000
 REWARDS = [1e39, 3e38, -1e300, 1.1e12, math.inf, math.nan]
@@ -124,7 +124,7 @@ TURNS = (
     f"{ROLLOUT}.multi_turn.max_assistant_turns=3",
     f"{ROLLOUT}.agent.default_agent_loop=tool_agent",
 )
-# source -> (keys, what is set on the agents)
+# source -> (keys, change to the agents)
 SOURCES = {
     "step": ((ENVIRONMENT,), lambda agents: agents.environments.update({"": Game})),
     "get_reward": ((ENVIRONMENT,), lambda agents: agents.environments.update({"": Counter})),
@@ -235,7 +235,7 @@ def test_a_text_without_end_is_not_encoded(play, source, place):
 
 @pytest.mark.parametrize("num_chars", [100, 70_000, 140_000])
 def test_a_text_that_may_fit_is_encoded_whole(play, num_chars):
-    """Spaces, of which a token holds several thousand: characters are not what is bounded."""
+    """A text of spaces, 1000 to a token: the limit is on tokens, not on characters."""
     from verl.agents.continuity import ChatContinuity
 
     class Spaces:

@@ -77,7 +77,7 @@ def test_two_play_a_game_of_textarena(agent_run, agent_task, tmp_path):
     assert done
     assert game.rewards() == {0: 1, 1: -1}
     assert "You are Player 1" in read[1][0]
-    assert "You are Player 1" not in read[1][1]  # only what is new
+    assert "You are Player 1" not in read[1][1]  # only the new text
     rows = [json.loads(line) for line in (agent_task / "train.jsonl").read_text().splitlines()]
     for row in rows:
         row["game"] = "TicTacToe-v0"

@@ -102,7 +102,7 @@ def test_a_user_answers(agent_run, agent_task, tmp_path):
 
 
 def test_rows_choose_agents_and_tools(agent_run, agent_task, tmp_path):
-    """agent_name, tools_kwargs and tool_selection of a row, with the GSM8K tool of a YAML file beside functions."""
+    """agent_name, tools_kwargs and tool_selection of a row, with the GSM8K tool of a YAML file in addition to functions."""
     rows = [json.loads(line) for line in (agent_task / "train.jsonl").read_text().splitlines()]
     for number, row in enumerate(rows):
         row["agent_name"] = ("tool_agent", "tool_agent", "single_turn_agent", "tool_agent")[number % 4]

@@ -23,7 +23,7 @@ def calls():
 
 
 def test_a_call_that_waits_for_a_process_has_its_time():
-    """Behind one that hangs, with one process; the limit of both is the pool's."""
+    """The call waits behind a call that hangs, in a pool of one process; the pool's time limit holds for both."""
     pool = SandboxedFunctions(RewardConfig(num_workers=1), timeout_s=2.0)
     calls = ToolCalls(load_all_tools(None, str(TOOLS)), ToolSettings(timeout_s=2.0), pool=pool)
 

@@ -81,7 +81,7 @@ def test_a_run_whose_episodes_all_fail_stops(agent_run, caplog):
 
 
 def test_a_run_that_starts_over_calls_its_tools(agent_run):
-    """Although its first step samples the same tokens; what a step that is taken again finds is of its own run."""
+    """The first step samples the same tokens in both runs, but a repeated step finds only the calls of the same run."""
     first = agent_run(ENDS, ONE_STEP)
     again = agent_run(ENDS, ONE_STEP, "trainer.resume_mode=disable")
     (row,) = again.training_rows()

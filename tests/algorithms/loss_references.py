@@ -1,7 +1,7 @@
 """The policy losses once more, as loops over Python floats.
 
-`lp` is what the gradient flows through, `frozen` the same numbers where the formula stops the gradient: a difference
-quotient in `lp` alone is then the gradient that training uses.
+The gradient flows through `lp`; `frozen` holds the same numbers where the formula stops the gradient. A difference quotient
+in only `lp` is then the gradient that training uses.
 """
 
 import math

@@ -33,7 +33,7 @@ HALF = {"gamma": 0.5}
 
 
 class Row(NamedTuple):
-    """`advantages` and `returns` are those of HAND below, worked out on paper."""
+    """Expected `advantages` and `returns` for the columns of HAND below, worked out on paper."""
 
     reference: object
     advantages: list

@@ -116,7 +116,7 @@ def test_value_and_gradient_equal_the_loop_reference(name, weighted, seed, mode,
     weighted = weighted and row.takes_weights
     inputs = policy_inputs(seed, spread=row.spread)
     old, new, advantages, mask, weights = inputs
-    use_totals = use_totals or name.startswith("bypass")  # rejection inside a loss leaves the totals alone
+    use_totals = use_totals or name.startswith("bypass")  # rejection inside a loss does not change the totals
     agg = binder(mode, **(totals_of(mask) if use_totals else {}))
     totals = (int(mask.sum()), len(mask)) if use_totals else None
     loss, gradient = value_and_gradient(name, inputs, agg, weighted)

@@ -1,4 +1,4 @@
-"""What the scripts conclude from answers, and when they refuse to compare."""
+"""Conclusions of the scripts from answers, and their refusals to compare."""
 
 import peers_cpu
 import pytest

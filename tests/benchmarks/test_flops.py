@@ -90,7 +90,7 @@ def test_training_shares_prompts_and_drops_last_tokens():
 
 
 def test_training_equals_what_the_engine_computes(tiny_llama):
-    """The tokens that the packed forward really has are those that are counted as needed."""
+    """The token counts of the packed forward equal the counts of needed tokens."""
     from verl.models.packing import pack_rows
 
     size = work()

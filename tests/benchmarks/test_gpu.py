@@ -56,7 +56,7 @@ def test_all_parts_run_with_the_packages_that_it_names(tmp_path):
 
 
 def test_each_size_has_a_process(monkeypatch, tmp_path):
-    """What one that fails has left is kept, and the others run."""
+    """The results of a process that fails are kept, and the other processes run."""
     seen = []
 
     def run(command, check):

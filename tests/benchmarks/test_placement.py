@@ -1,4 +1,4 @@
-"""The sides of benchmarks/placement.py: their keys, that they get the same work, and what is concluded from their metrics."""
+"""The sides of benchmarks/placement.py: their keys, their equal work, and the conclusions from their metrics."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""benchmarks/prefetch.py without its runs: the keys of both sides, and what is concluded from their metrics."""
+"""benchmarks/prefetch.py without its runs: the keys of both sides, and the conclusions from their metrics."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""benchmarks/safety_cost.py: both sides train the same; and what is concluded from their seconds."""
+"""benchmarks/safety_cost.py: both sides train the same, and the conclusions from their seconds."""
 
 import child_safety
 import pytest

@@ -116,7 +116,7 @@ def test_a_probe_sees_a_change_of_any_parameter():
 
 
 def test_code_runs_as_a_verb_of_the_command_line(monkeypatch, capsys):
-    monkeypatch.setattr(os, "environ", dict(os.environ))  # what the command line sets stays in this test
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # variables that the command line sets stay in this test
 
     def refused():
         raise ConfigError("No such key.")

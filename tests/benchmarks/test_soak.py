@@ -1,4 +1,4 @@
-"""benchmarks/soak.py: what is concluded from readings; and, as a slow test, a short run of it."""
+"""benchmarks/soak.py: the conclusions from readings and, as a slow test, a short run."""
 
 import json
 import math

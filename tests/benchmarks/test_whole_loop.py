@@ -1,4 +1,4 @@
-"""The sides of benchmarks/whole_loop.py, and what is concluded from their metrics."""
+"""The sides of benchmarks/whole_loop.py, and the conclusions from their metrics."""
 
 import os
 

@@ -105,7 +105,7 @@ class DiskStates:
                     return
                 now = state_of(self.root)
             except FileNotFoundError:
-                return  # another thread is removing what is being looked at; its next call shows the outcome
+                return  # another thread is removing a path that is read here; its next call shows the outcome
             known = {inode for _, inode, _, _ in self._outline}
             moved = {os.path.relpath(path, self.root) for path, inode, _, _ in outline if inode in known}
             self._outline = outline
@@ -166,7 +166,7 @@ class Refusals:
 
 
 class _File:
-    """A file whose reads and writes can be refused; half of what is refused has been written."""
+    """A file whose reads and writes can be refused; a refused write has written half of its data."""
 
     def __init__(self, file, refusals):
         self._file, self._refusals = file, refusals

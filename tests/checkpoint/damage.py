@@ -1,4 +1,4 @@
-"""What happens to checkpoints on disks, in copies and by hand; and what a run that is to resume from one makes of it."""
+"""Damage to checkpoints on disks, in copies and by hand, and its outcome for a run that is to resume from one."""
 
 import json
 import os
@@ -114,7 +114,7 @@ def not_a_file(rng, folder):
 
 
 def put_no_file(rng, file, root, other=_one):
-    """Put at `file` what is no regular file of its own: a folder, a pipe, a device, a link that leads nowhere or elsewhere."""
+    """Put no separate regular file at `file`, but a folder, a pipe, a device, or a link that leads nowhere or elsewhere."""
     kind = rng.choice(["folder", "pipe", "loop", "nowhere", "other", "device"])
     if kind == "folder":
         file.mkdir()
@@ -196,8 +196,8 @@ KINDS = (
 
 def outcome(rng, root: Path, content: State, wanted) -> tuple[str, str]:
     """(kind of damage, outcome) for the newer of the two checkpoints in `content`, or for the only one: "whole" (it is loaded,
-    and equals `wanted`, what was saved), "older one taken" or "refused". Raises AssertionError for one that loads as
-    something else, and whatever is no sentence."""
+    and equals the saved state `wanted`), "older one taken" or "refused". Raises AssertionError for a checkpoint that loads
+    as another state, and any error that is no sentence."""
     put(content, root)
     kind = rng.choice(KINDS)
     before = _bytes_by_name(root / "global_step_2")
@@ -286,7 +286,7 @@ def forged(rng, root: Path) -> tuple[str, str]:
 
 
 def cases(rng, count, folder):
-    """(kind of damage, outcome) of `count` checkpoints, those of another model (with digests that are right) among them."""
+    """(kind of damage, outcome) of `count` checkpoints. Every tenth is of another model, and its digests are right."""
     wanted = two_checkpoints(folder / "saved")
     content = state_of(folder / "saved")
     for number in range(count):

@@ -1,4 +1,4 @@
-"""Engine states to save, and what it means that two are equal."""
+"""Engine states to save, and the definition of their equality."""
 
 import torch
 

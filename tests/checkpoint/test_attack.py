@@ -1,4 +1,4 @@
-"""A save killed at any moment, or refused any operation: a complete checkpoint always loads, the newest one that there is.
+"""A save killed at any moment, or refused any operation: the newest complete checkpoint always loads.
 
 pytest -m slow tests/checkpoint/test_attack.py     every operation of every scene, and kills of real processes
 """
@@ -85,7 +85,7 @@ def attacked_background_save(root):
 
 
 def expected(scene, tmp_path):
-    """(state of the folder before, what would be resumed from it, what is resumed after the save)."""
+    """(state of the folder before the save, identity of the checkpoint to resume from before it, the same after it)."""
     root = tmp_path / "expected"
     SCENES[scene](root)
     content, before = state_of(root), identity(root)
@@ -116,7 +116,7 @@ def test_killed_at_any_moment(scene, action, tmp_path):
     """Every state that the disk passes through; all scenes: pytest -m "slow or not slow" -k any_moment"""
     content, before, new = expected(scene, tmp_path)
     between = None
-    if scene == "before_a_later_one":  # then the run resumes from what it started from
+    if scene == "before_a_later_one":  # then the run resumes from the checkpoint it started from
         save(tmp_path / "alone", 1)
         between = [identity(tmp_path / "alone")]
     root = put(content, tmp_path / "run")
@@ -229,7 +229,7 @@ def raise_full():
 
 
 def test_everything_is_on_the_disk_before_the_checkpoint_counts(tmp_path, monkeypatch):
-    """A power cut leaves what was synced: all files and folders, in the state in which they are renamed."""
+    """A power cut leaves only synced data: all files and folders are synced in the state in which they are renamed."""
     save(tmp_path, 1)
     synced, checked = {}, []
 
@@ -261,7 +261,7 @@ def test_everything_is_on_the_disk_before_the_checkpoint_counts(tmp_path, monkey
 
 
 def killed_at(action, root, number):
-    """Run `action` in a process of its own that kills itself at the `number`-th call that can touch a file; whether it did."""
+    """Run `action` in a child that kills itself at the `number`-th call that can touch a file; return whether it did."""
     child = os.fork()
     if child == 0:
         count = 0

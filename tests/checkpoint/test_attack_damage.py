@@ -1,4 +1,4 @@
-"""Damaged checkpoints never load as if they were whole, and what is wrong is said."""
+"""Damaged checkpoints never load as if they were whole, and the error names the damage."""
 
 import os
 import random

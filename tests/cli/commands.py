@@ -128,7 +128,7 @@ def outcome(arguments: list[str]) -> str:
 
 
 def cases(rng, count, folder):
-    """(verb, outcome) of `count` command lines, in a folder of their own."""
+    """(verb, outcome) of `count` command lines, run inside `folder`."""
     before = os.getcwd()
     os.chdir(folder)
     try:

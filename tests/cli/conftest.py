@@ -1,4 +1,4 @@
-"""A tiny task on disk, and the command line run in this process: `verl("check", ...)` gives (exit code, what it said)."""
+"""A tiny task on disk, and the command line run in this process: `verl("check", ...)` returns (exit code, output)."""
 
 import json
 
@@ -44,7 +44,7 @@ def task(tmp_path):
 
 @pytest.fixture
 def overrides(task, tiny_llama):
-    """`overrides(key=value, ...)`: those of a run that can start, with changes; keys are given with dots in a dict."""
+    """`overrides(changes)` returns the overrides of a run that can start, with `changes`, a dict with dotted keys."""
 
     def build(changes=None):
         settings = {

@@ -240,7 +240,7 @@ def test_a_disk_that_fills_while_a_checkpoint_is_written(verl, overrides, task, 
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(
         resource.RLIMIT_FSIZE, (200_000, hard)
-    )  # of the file system's refusals the one that a test can make
+    )  # the only refusal of the file system that a test can cause
     try:
         code, said = verl("train", *overrides(SETTINGS))
     finally:
@@ -328,7 +328,7 @@ def test_a_new_start_sets_the_records_of_the_earlier_run_aside(verl, overrides, 
     assert [row["step"] for row in earlier.rows] == [1, 2]
 
 
-# -- what the other verbs must not destroy -----------------------------------------------------------------------------------
+# -- files that the other verbs must not destroy -----------------------------------------------------------------------------
 
 
 def test_generate_replaces_its_file_only_when_it_is_whole(verl, overrides, task):

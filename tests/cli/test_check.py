@@ -235,7 +235,7 @@ def test_shape_of_a_real_folder(tiny_llama):
 
 def test_trained_and_saved_bytes():
     assert resources.trained_bytes(1000, 4) == 16_000  # weights, gradients, two states
-    assert resources.trained_bytes(1000, 2) == 18_000  # and float32 masters beside 16-bit weights
+    assert resources.trained_bytes(1000, 2) == 18_000  # and float32 masters in addition to 16-bit weights
     assert resources.checkpoint_bytes(1000, ["model", "optimizer", "extra"]) == 12_000
     assert resources.checkpoint_bytes(1000, ["hf_model"]) == 4_000
     assert resources.checkpoint_bytes(1000, ["extra"]) == 0
@@ -629,7 +629,7 @@ class ThreePlayers:
     def reset(self, seed=None, **row):
         pass
 """
-# value of the key, further keys -> what the sentence says
+# value of the key, further keys -> words of the sentence
 UNUSABLE_CODE = [
     ({"algorithm.stages": "[mine.py:one_argument]"}, "called as (batch, step)"),
     ({"algorithm.stages": "[mine.py:NeedsSetting]"}, "cannot be made: TypeError"),

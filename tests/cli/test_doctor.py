@@ -171,7 +171,7 @@ def test_doctor_end_to_end(verl):
 
 
 def test_a_torch_that_cannot_be_imported_is_a_finding(tmp_path):
-    """In a process of its own: nothing that doctor itself needs may import torch."""
+    """Run in a separate process: no module that doctor itself needs may import torch."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(
         "raise ImportError('libcudart.so.13: cannot open shared object file')\n"

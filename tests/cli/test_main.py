@@ -130,7 +130,7 @@ def test_another_exception_is_called_a_bug(verl, monkeypatch):
 
 @pytest.mark.parametrize("text", ["1 / 0", "json.loads('{')"])
 def test_code_of_the_user_is_named(text, verl, monkeypatch, tmp_path):
-    """Its own error, and that of a library which it called."""
+    """Both an error of the user's code and an error of a library that it calls name the user's file."""
     file = tmp_path / "mine.py"
     file.write_text(f"import json\n\n\ndef main(argv):\n    {text}\n")
     monkeypatch.setattr("verl.data.prepare.main", lambda argv: load_module(str(file)).main(argv))

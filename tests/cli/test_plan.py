@@ -139,7 +139,7 @@ def test_overrides_undo_what_the_command_says_otherwise(verl):
 
 
 def test_float32_counts(verl):
-    """The compute dtype is that of frozen weights; `model_dtype` does nothing in a run, and so nothing in a plan."""
+    """Frozen weights have the compute dtype; `model_dtype` has no effect in a run, and so none in a plan."""
     lora = (*ARGUMENTS, "actor_rollout_ref.model.lora_rank=8", "plan.async=off", "--json")
     fsdp = "actor_rollout_ref.actor.fsdp_config"
 
@@ -157,7 +157,7 @@ def test_a_teacher_has_a_role(verl):
     code, said = verl("plan", *ARGUMENTS, *given, "plan.async=on")
     assert code == 0, said
     assert "teacher forward" in said
-    # braces are for the shell to leave alone
+    # quotes keep the shell from expanding the braces
     assert "'trainer.placement={" in said
 
 

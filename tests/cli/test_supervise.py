@@ -1,4 +1,4 @@
-"""`verl train` watches its run: what is started again and what is not, signals, hangs, and that nothing is left behind."""
+"""`verl train` supervises its run: failures with and without a restart, signals, hangs, and nothing left behind."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from tests.runtime.ranks import ROOT, end_tree
 
 
 class Supervised:
-    """`python -m tests.cli.supervised KIND` in a run folder of its own."""
+    """`python -m tests.cli.supervised KIND` in its own run folder."""
 
     def __init__(self, folder, kind, *changes, **popen):
         self.folder = folder

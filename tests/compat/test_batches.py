@@ -1,5 +1,5 @@
 """verl.trainer.ppo.{core_algos, ray_trainer, rollout_corr_helper, utils, metric_utils} and verl.utils.debug.metrics: functions
-over batches, with numbers worked by hand or those of verl.algorithms."""
+over batches, with numbers worked by hand or computed by verl.algorithms."""
 
 import math
 

@@ -144,7 +144,7 @@ class TestWholeTrees:
         assert loaded_config(found) is found
 
     def test_a_composed_tree_has_every_key(self, tiny_tree):
-        """What Hydra hands over: all keys, at their defaults but for those that a script set, with `_target_`s."""
+        """A tree as Hydra passes it: all keys, at their defaults unless a script set them, with `_target_`s."""
         from verl.compat.sections import loaded_config
 
         wanted = loaded_config(tiny_tree).config

@@ -30,7 +30,7 @@ def tokenizer(tiny_llama):
 
 @pytest.fixture
 def rows(tokenizer):
-    """Tokenized rows of several lengths; what the user says does not train."""
+    """Tokenized rows of several lengths; the user's tokens do not train."""
     made = []
     for n in range(22):
         prompt, answer = (tokenizer.encode(text, add_special_tokens=False) for text in (f"{n}?", "ab" * (n % 5 + 1)))
@@ -204,7 +204,7 @@ def test_scripts_run_with_two_lines_changed(name, tiny_llama, tmp_path, monkeypa
 
 @pytest.fixture
 def trl(monkeypatch):
-    """The configs of TRL beside this file."""
+    """The configs of TRL, the module scripts/trl.py."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
     yield importlib.import_module("trl")
     sys.modules.pop("trl", None)

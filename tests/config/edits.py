@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from verl.config import PPO
 from verl.config.user_settings import Given
 
-# what a keyboard has, but for "=", with which the key ends, and characters that look like others
+# characters of a keyboard except "=", with which the key ends, and characters that look like others
 LETTERS = (
     string.ascii_letters
     + string.digits
@@ -39,8 +39,8 @@ def edits(key: str, rng=None, num_letters: int | None = None) -> Iterator[str]:
 
 
 def outcome(key: str, edited: str) -> str:
-    """What giving `edited` comes to: "right first", "right among equals" (others are one typo away too), "another key" (or
-    an entry of a free mapping), "a section", "a mark" (+ and ~ before a key, and space, say the same key), or what is wrong."""
+    """The outcome of giving `edited`: "right first", "right among equals" (others are one typo away too), "another key" (or
+    an entry of a free mapping), "a section", "a mark" (+ and ~ before a key, and space, say the same key), or the fault."""
     spelled = edited.lstrip().lstrip("+~")
     path, _ = PPO.resolve(spelled)
     given = Given(PPO)

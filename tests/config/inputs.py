@@ -156,7 +156,7 @@ def read(schema, overrides, file=None):
 
 
 def outcome(schema, overrides, file, folder) -> str:
-    """What a config comes to: "refused", with a sentence that prints, or "accepted": its numbers are finite, and the file
+    """The outcome of a config: "refused", with a sentence that prints, or "accepted": its numbers are finite, and the file
     that a run writes of it reads back the same."""
     loaded = read(schema, overrides, file)
     if isinstance(loaded, str):

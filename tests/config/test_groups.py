@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parents[2] / "verl/trainer/config"
 
 
 def composed(*overrides):
-    """As Hydra composes it; with OmegaConf alone where Hydra is not installed."""
+    """The tree as Hydra composes it, made with only OmegaConf for installations without Hydra."""
     root = OmegaConf.load(FOLDER / "ppo_trainer.yaml")
     tree = OmegaConf.create({"model_engine": "dp"})
     for entry in root.pop("defaults"):

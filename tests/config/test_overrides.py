@@ -1,4 +1,4 @@
-"""Command-line overrides: the frequent ones, the syntax, and what is refused."""
+"""Command-line overrides: the frequent ones, the syntax, and the refused ones."""
 
 import random
 

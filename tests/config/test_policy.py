@@ -18,7 +18,7 @@ from .helpers import ACTOR, GRPO, ROLLOUT, fixture_lines, load, refused
 KNOWN = [line.partition("=")[::2] for line in fixture_lines("keys.txt")]
 SECTIONS = sorted({".".join(key.split(".")[:2]) for key, _ in KNOWN})
 
-# two values besides the default where the type does not say which are valid
+# two values other than the default where the type does not say which are valid
 VALUES = {
     "algorithm.adv_estimator": ("grpo", "rloo"),
     f"{ACTOR}.policy_loss.loss_mode": ("gspo", "mine.py:loss"),
@@ -46,7 +46,7 @@ VALUES = {
     **dict.fromkeys(("algorithm.gamma", "algorithm.lam"), ("0.9", "0.95")),
 }  # fmt: skip
 
-# what a refusal may say: the sentences of policy.py, of values, and of keys that contradict one another
+# phrases of refusals: the sentences of policy.py, of values, and of keys that contradict one another
 REASONS = (
     "is not available in this version", "is not read: ", "has no effect: ", "must be", "must lie", "is not one of", "needs",
     "is not an existing folder", "is no folder", "is smaller than", "but there a",
@@ -63,7 +63,7 @@ CONDITIONAL = [key for key, _ in KNOWN if PPO.leaves[path_of(key)].conditions an
 
 
 def other_values(key):
-    """Two valid values of a key besides its default, as a command line gives them."""
+    """Two valid values of a key other than its default, as a command line gives them."""
     path = path_of(key)
     if path in VALUES or key in VALUES:
         return VALUES.get(key) or VALUES[path]
@@ -94,7 +94,7 @@ def no_secrets(monkeypatch):
 
 
 def outcome(key, value):
-    """acts, noticed or refused, as a whole load of this key alone shows it; a refusal has one of the REASONS."""
+    """Verdict of a whole load of only this key: "acts", "noticed" or "refused"; a refusal has one of the REASONS."""
     try:
         loaded = load_config([f"{key}={value}"])
     except ConfigError as error:
@@ -135,7 +135,7 @@ BYPASS = [("bypass", "algorithm.rollout_correction.bypass_mode=True")]
 
 @pytest.mark.parametrize(("name", "choice"), [*ESTIMATORS, *LOSSES, *BYPASS], ids=lambda v: "" if "=" in v else v)
 def test_every_key_with_each_estimator_and_loss(name, choice):
-    """The verdict on each key at both values; what is refused is listed in docs/config.md, what is noticed has a condition."""
+    """The verdict on each key at both values; refused keys are listed in docs/config.md, noticed keys have a condition."""
     base = load_config([*GRPO, choice] if "estimator" not in choice else [choice, f"{ROLLOUT}.n=4"], check=False)
     kinds = set()
     for key in CONDITIONAL:

@@ -50,7 +50,7 @@ def test_what_is_set_acts():
     assert (placed.devices["actor"], placed.devices["rollout"], placed.num_nodes) == ((0, 1, 2, 3), (4, 5, 6, 7), 1)
 
 
-# (overrides as scripts have them, the one that has no effect)
+# (overrides as scripts have them, the override that has no effect)
 ROWS = [
     *(
         ([f"{ACTOR}.policy_loss.loss_mode={loss}", f"{ACTOR}.clip_ratio_c=10.0"], "clip_ratio_c")

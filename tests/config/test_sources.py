@@ -279,7 +279,7 @@ def test_kl_coef_alone_means_kl_in_the_reward():
 
 @pytest.mark.parametrize("file", sorted((FIXTURES / "seeds").glob("*.yaml")), ids=lambda f: f.stem)
 def test_published_yaml_is_understood(file):
-    """Each loads with one device and the native engine; what a file asks for beyond that is refused by name."""
+    """Each file loads with one device and the native engine; features beyond that are refused by name."""
     overrides = [f"{ROLLOUT}.name=native", "trainer.nnodes=1", "trainer.n_gpus_per_node=1"]
     loaded = load_config(overrides, config_path=str(file))
     assert any("file" in origin for origin in loaded.origins.values())

@@ -1,4 +1,4 @@
-"""The tree knows every key of an existing release, and its documentation is what it declares."""
+"""The tree knows every key of an existing release, and its documentation matches its declarations."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Chat templates of strangers: an error of verl, or prompts that are the same twice and say what the row says."""
+"""Untrusted chat templates: an error of verl, or prompts that are the same twice and have the row's content."""
 
 import copy
 import json

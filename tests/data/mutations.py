@@ -1,7 +1,7 @@
-"""Rows that something has happened to, what the two readers of data make of them, and whether that is right.
+"""Mutated rows, the outcome of each of the two readers of data, and whether that outcome is right.
 
-A row is right to be accepted when `is_valid` says so: the schema, written down here a second time and independently of the
-code, on the row as it reads when it comes back from the file. Then the tokens that would train must say what the row says.
+A row is right to be accepted when `is_valid` says so: the schema, written a second time and independently of the code, for
+the row as read back from the file. The tokens that would train must then have the row's content.
 """
 
 import copy

@@ -26,7 +26,7 @@ EVERYTHING = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-# what a template leaves out: the template, the row, the words of the error
+# content that a template leaves out -> (the template, the row, the words of the error)
 LOSSES = {
     "tools": (CHAT_TEMPLATE, {"messages": chat("q", "a"), "tools": TOOLS}, "the row's tools"),
     "tool calls": (CHAT_TEMPLATE, {"messages": CALLING}, r"tool_calls of message 1 \(role assistant\)"),

@@ -1,6 +1,6 @@
-"""Rows of token ids that something has happened to, and whether `verl check` and the run take those that are right alone.
+"""Mutated rows of token ids, and whether `verl check` and the run accept only the right rows.
 
-What is right is written down here a second time, on the row as it comes back from the file.
+`expected` defines a right row a second time, for the row as it comes back from the file.
 """
 
 import copy

@@ -73,7 +73,7 @@ def with_placeholders(batch, tokens):
 
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_rows_without_a_response_change_no_metric_but_those_that_count_them(batch, tokens):
-    """All metrics over rows: those of the step, of the KL term with its controller, and of the age of samples."""
+    """All metrics over rows: metrics of the step, of the KL term with its controller, and of the age of samples."""
     batch.non_tensor_batch["tool_call_counts"] = np.array([1, 2, 0], dtype=object)
     batch.non_tensor_batch["reward_parts"] = object_array([{"form": 1.0}, {"form": 0.5}, {"form": 0.5}])
     batch.batch["weight_version"] = torch.tensor([3, 4, 4])

@@ -1,4 +1,4 @@
-"""What is run on two ranks at once by test_deepspeed.py: steps of the DeepSpeed engine beside those of one device."""
+"""Checks that test_deepspeed.py runs on two ranks at once: steps of the DeepSpeed engine against steps of one device."""
 
 from __future__ import annotations
 

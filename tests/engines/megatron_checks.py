@@ -1,4 +1,4 @@
-"""What is run on two and four ranks at once by test_megatron.py: steps of the Megatron engine beside those of one device."""
+"""Checks that test_megatron.py runs on two and four ranks at once: steps of the Megatron engine against steps of one device."""
 
 from __future__ import annotations
 

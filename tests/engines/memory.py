@@ -1,4 +1,4 @@
-"""The most memory that a piece of work holds at once, beyond what was there, by the allocations of tensors on the CPU."""
+"""Peak memory of a function above the memory held before, from the allocations of tensors on the CPU."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What is run on several ranks at once by test_fsdp.py: three steps of an engine of several ranks, beside those of one
-device with all the rows."""
+"""Checks that test_fsdp.py runs on several ranks at once: three steps of an engine of several ranks, against the steps of
+one device with all the rows."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def check_distillation_sequence(folder):
 
 @on(2)
 def check_left_out_rows(folder):
-    """Ranks of which one has no row to compute, then none has but one, beside one device that computes all rows."""
+    """Two steps without a row for rank 0 and a step with only one row, against one device that computes all rows."""
     path = model_folder(folder, "qwen3")
     one, many = make(LocalEngine, path), make(FSDPEngine, path)
     config = ActorConfig(calculate_entropy=True)
@@ -322,8 +322,8 @@ def check_experts(folder):
 
 @on(2)
 def check_experts_deepseek(folder):
-    """Latent attention, a dense layer before those with experts, and a shared expert; on a processor whose products of few
-    rows round otherwise than those of many, as two ranks have fewer rows than one."""
+    """Latent attention, a dense layer before the layers with experts, and a shared expert. Two ranks have fewer rows than
+    one, and the processor rounds products of few rows differently from products of many."""
     path = model_folder(folder, "deepseek_v3", moe_intermediate_size=16)
     with rounded_by_rows():
         return compare(path, expert_parallel_size=2)
@@ -434,8 +434,8 @@ def check_groups_with_tensor_parallel(folder):
 
 @on(2)
 def check_change_while_training(folder):
-    """[loss, bytes sent by FSDP, most memory held] of three steps: of an engine that stays as it is, and of one that is
-    changed before each."""
+    """[loss, gradient norm, bytes sent by FSDP, peak memory in bytes] of three steps, for an unchanged engine and for an
+    engine that is changed before each step."""
     path = model_folder(folder, "qwen3", num_hidden_layers=3, intermediate_size=256)
     phases = [
         {},
@@ -484,7 +484,7 @@ def num_different(a, b):
 
 
 def save(engine, folder, number):
-    """What a runtime does: the first rank writes, the others take part."""
+    """Save as a runtime does: the first rank writes, the others take part."""
     config = engine.module.config
     role = RoleCheckpoint(engine.state(), lambda path: config.save_pretrained(path))
     if dist.get_rank() == 0:
@@ -541,8 +541,8 @@ def check_checkpoint(folder):
 
 
 def _gap_after_going_back(path, folder, one):
-    """Log-probs of an engine that has computed with other weights before, and keeps what it gathers for them, against those
-    of `one`, which holds the checkpoint."""
+    """Largest gap of log-probs between `one`, which holds the checkpoint, and an engine that has computed with other weights
+    before and keeps its gathered weights."""
     engine, batch, micro = make(FSDPEngine, path, dtype="float32", reshard_after_forward=False), make_batch(3), 24
     found = []
     for _ in range(2):

@@ -45,7 +45,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory):
-    """A process group of this process alone, for engines that need one."""
+    """A process group of only this process, for engines that need one."""
     store = tmp_path_factory.mktemp("group") / "store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     yield
@@ -541,7 +541,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_says_so(make, dtype):
 
 
 class Refusal:
-    """A StepCheck that refuses every step, and remembers what it was shown."""
+    """A StepCheck that refuses every step, and remembers the metrics it was given."""
 
     names = {"loss": "sum", "part": "mean", "peak": "max", "absent": "mean", "never": "max"}
 

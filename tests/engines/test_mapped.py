@@ -118,7 +118,7 @@ def test_memory_is_given_back(tmp_path, num_ranks, on_host):
 
 
 def test_a_device_holds_one_layer_at_a_time(tmp_path, monkeypatch):
-    """The device is simulated: what is copied there is allocated on the CPU, whose own forward computes."""
+    """The device is simulated: copies to it are allocated on the CPU, whose own forward computes."""
     from verl.models.tiny import make_tiny_model
 
     monkeypatch.setattr("verl.models.forward._FUSED_DEVICES", ())

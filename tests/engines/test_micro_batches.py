@@ -62,7 +62,7 @@ def test_rows_of_a_unit_stay_together():
     assert plan_micro_batches(rows, MicroBatching(max_tokens=1), True, pairs) == [
         [0, 1],
         [2, 3],
-    ]  # above the limit: alone
+    ]  # above the limit: by itself
     assert plan_micro_batches(rows, MicroBatching(max_tokens=50), True, pairs) == [[0, 1, 2, 3]]
     assert plan_micro_batches(rows, MicroBatching(max_rows=1), True, pairs) == [[0, 1], [2, 3]]
     assert plan_micro_batches(rows, MicroBatching(max_rows=3), True, [0, 1, 0, 1]) == [[0, 2], [1, 3]]

@@ -21,7 +21,7 @@ HEAD = {"use_3d_hybrid": True, "model_dimension": "head"}
     ],
 )  # fmt: skip
 def test_devices_divide_heads_or_gather_layers(keys, num_ranks, same_as):
-    """tests/engines/test_fsdp.py compares what the arrangements compute with one device."""
+    """tests/engines/test_fsdp.py compares the results of the arrangements with one device."""
     assert mesh_of(FSDPConfig(**keys), num_ranks) == mesh_of(FSDPConfig(**same_as), num_ranks)
 
 

@@ -1,4 +1,4 @@
-"""What is kept on the CPU between calls is on the device while something is done with it; both are played."""
+"""Tensors kept on the CPU between calls are on the device while they are used; moves and use are simulated."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,7 @@ from verl.engines.local import LocalEngine
 
 
 def test_a_state_is_loaded_where_the_optimizer_steps(monkeypatch):
-    """Loaded beside offloaded parameters, the optimizer's moments stay on the CPU when those come back."""
+    """Moments loaded while parameters are offloaded would stay on the CPU when the parameters return."""
     calls, device = [], torch.device("cuda", 0)
     engine = object.__new__(FSDPEngine)
     engine.device, engine.optimizer = device, SimpleNamespace(move_state=lambda to: calls.append(("moments", to.type)))

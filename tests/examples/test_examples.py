@@ -1,4 +1,4 @@
-"""The numbered examples run as written, each in a folder of its own."""
+"""The numbered examples run as written, each in its own folder."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The package's source as the guards see it: its files, parsed once, and what they import."""
+"""The package's source as the guards see it: its files, parsed once, and their imports."""
 
 import ast
 import functools

@@ -92,7 +92,7 @@ BROUGHT_BY = {  # module -> the declared package that needs it itself
 
 
 def test_every_imported_package_is_declared():
-    """An installation without the dependencies of dependencies names what is missing."""
+    """An installation without the dependencies of dependencies names the missing packages."""
     text = (ROOT / "pyproject.toml").read_text()
     declared = {name.lower().replace("-", "_") for name in re.findall(r'"([A-Za-z][\w.-]*)(?:\[\w+\])?[<>=]=?\d', text)}
     declared |= {"yaml", "megatron"}  # of PyYAML and megatron-core

@@ -10,7 +10,7 @@ from verl.config import SCHEMAS
 # Conditions that hold only with a feature that is listed as not available: nothing can read these keys yet.
 NEEDS_A_MISSING_FEATURE: dict[str, str] = {}
 
-# Keys that verl.config reads itself: those that another key takes its value from (derived_defaults.py), which is read, and
+# Keys that verl.config reads itself: keys that another key takes its value from (derived_defaults.py), which is read, and
 # how strict it is (checks.py).
 WORKED_OUT_IN_CONFIG = {
     "trainer.strict_config",

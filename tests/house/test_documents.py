@@ -44,7 +44,7 @@ def commands(text):
 
 
 def test_the_features_of_the_seed_documents_are_shown():
-    """Every row has a test or says what is missing, and a number of ours beside one of theirs; markers name rows."""
+    """Every row has a test or names the missing part, and has numbers of both sides or of neither; markers name rows."""
     generator = load_module(str(ROOT / "docs" / "make_seed_features.py"))
     rows, marked = generator.rows(), generator.marked()
     assert [name for name, row in rows.items() if not (name in marked or "open" in row)] == []

@@ -1,4 +1,4 @@
-"""What keeps a run safe from what it reads, and secrets out of what it writes."""
+"""Guards that keep a run safe from its inputs, and secrets out of its outputs."""
 
 import ast
 
@@ -6,7 +6,7 @@ from tests.house.source import PACKAGE, ROOT, files, relative, tree
 from verl.config import PPO, SCHEMAS
 from verl.config.secrets import is_secret_name
 
-# (file, what is called) -> why it may listen on more than this machine, or how it keeps strangers out
+# (file, call) -> why it may listen on more than this machine, or how it keeps strangers out
 LISTENERS: dict[tuple[str, str], str] = {
     (
         "verl/page/server.py",
@@ -42,7 +42,7 @@ def name_of(call):
 
 
 def test_code_that_comes_with_a_model_runs_only_when_the_config_says_so():
-    """trust_remote_code is False in every declaration, and whoever passes it on passes on what the config says."""
+    """trust_remote_code is False in every declaration, and every call that passes it passes the config's value."""
     assert [
         leaf.default for path, leaf in PPO.leaves.items() if path.endswith("trust_remote_code") and leaf.default
     ] == []
@@ -110,7 +110,7 @@ def test_nothing_listens_everywhere_by_a_literal():
 
 
 def test_model_output_is_not_run_in_the_core():
-    """Programs from replies are started by verl/rewards/programs.py alone, which runs inside a sandbox."""
+    """Only verl/rewards/programs.py, which runs inside a sandbox, starts programs from replies."""
     users = {
         relative(path)
         for name, path in files().items()

@@ -40,7 +40,7 @@ def functions(path):
 
 
 def tracked_files():
-    """Files under version control, and new ones that are not ignored; all files of the tree without git."""
+    """Files under version control, and new files that are not ignored; all files of the tree without git."""
     try:
         listed = subprocess.run(
             ["git", "ls-files", "--cached", "--others", "--exclude-standard"],

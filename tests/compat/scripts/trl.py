@@ -1,4 +1,4 @@
-"""Configs with the names and defaults of TRL 1.16 that the scripts beside this file set; TRL itself is not needed."""
+"""Configs with the names and defaults of TRL 1.16 that the scripts in this folder set; TRL itself is not needed."""
 
 from dataclasses import dataclass, field
 

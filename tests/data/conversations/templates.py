@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates for these tests: short ones that act as those of real model families do."""
+"""Tokenizers and chat templates for these tests: short ones with the behaviour of real model families."""
 
 from functools import cache
 
@@ -18,7 +18,7 @@ LLAMA3 = (
     "{{ m['content'] | trim }}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
-# a default system message, tools beside the system message, calls inside <tool_call>, results as a user turn
+# a default system message, tools in the system message, calls inside <tool_call>, results as a user turn
 QWEN25 = (
     "<|im_start|>system\n{% if messages[0].role == 'system' %}{{ messages[0].content }}{% else %}Be good.{% endif %}"
     "{% if tools %}{{ '\n' }}{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}<|im_end|>\n"

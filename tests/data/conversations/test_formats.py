@@ -1,4 +1,4 @@
-"""Row formats: what each becomes, and what is said about rows that fit none, several, or are wrong inside."""
+"""Row formats: the result of each, and the errors for rows that fit none, several, or are wrong inside."""
 
 import pytest
 
@@ -84,7 +84,7 @@ def test_each_format_becomes_a_prompt_and_a_completion(case):
     ("row", "keys"),
     [
         ({"question": "q", "answer": "a"}, {"prompt_key": "question", "response_key": "answer"}),
-        # both in one column, as in files prepared for reinforcement learning; chat messages beside it do not matter
+        # both in one column, as in files prepared for reinforcement learning; chat messages next to it do not matter
         (
             {"extra_info": {"question": "q", "answer": {"text": "a"}}, "messages": QA},
             {

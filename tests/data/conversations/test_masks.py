@@ -171,7 +171,7 @@ class TestTokensAcrossTheBorder:
     def test_tokens_that_cannot_be_joined_are_refused(self):
         from tokenizers import pre_tokenizers
 
-        # as sentencepiece does: every text begins with a blank, so an answer encoded alone is another text
+        # as sentencepiece does: every text begins with a blank, so an answer encoded by itself is another text
         tokenizer = merging([("a", "b")], pre_tokenizers.Metaspace(prepend_scheme="always"), extra="▁")
         row = {"prompt": "x a", "completion": "b"}
         with pytest.raises(

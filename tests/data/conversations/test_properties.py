@@ -1,4 +1,4 @@
-"""Laws that hold for any conversation under any template: what trains stands after what the sampler would be given."""
+"""Laws that hold for any conversation under any template: trained tokens follow the tokens that the sampler would be given."""
 
 from dataclasses import replace
 from functools import cache
@@ -91,7 +91,7 @@ def test_one_sequence_is_one_rendering_up_to_its_last_trained_turn(family, messa
 @given(messages=conversations(answers=st.text("ab <>é日", min_size=1, max_size=9)))
 @settings(max_examples=25, deadline=None)
 def test_only_tokens_of_trained_answers_train(messages):
-    """Answers come back from the masked tokens alone."""
+    """Decoding only the masked tokens returns the answers."""
     tokenizer = tokenizer_of("chatml")
     (sequence,) = encode(tokenizer, {"messages": messages})
     found = [tokenizer.decode(sequence.input_ids[start:end]) for start, end in spans(sequence)]
@@ -103,7 +103,7 @@ def test_only_tokens_of_trained_answers_train(messages):
 @given(messages=conversations())
 @settings(max_examples=60, deadline=None)
 def test_a_real_tokenizer_with_merges_across_borders(messages):
-    """Answers that begin with line breaks would merge with the header; then later turns stand in sequences of their own."""
+    """Answers that begin with line breaks would merge with the header; then later turns stand in separate sequences."""
     tokenizer = smollm2()
     sequences = check_sampled(tokenizer, messages, "<|im_end|>")
     if not any(m["content"][:1].isspace() for m in messages):
@@ -115,8 +115,8 @@ def test_a_real_tokenizer_with_merges_across_borders(messages):
 
 @pytest.mark.skipif(not (SMOLLM2 / "tokenizer.json").exists(), reason="work/models/SmolLM2-135M-Instruct is not there")
 def test_line_breaks_of_a_prompt_stay_one_token():
-    """SmolLM2 has one token for two line breaks that end a text, and writes two tokens once text follows them: under a
-    template whose generation prompt ends so, rendering the whole conversation is not what the sampler sees."""
+    """SmolLM2 has one token for two line breaks that end a text, and two tokens once text follows them. Under a template
+    whose generation prompt ends so, the rendered whole conversation differs from the sampler's tokens."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(SMOLLM2)
@@ -164,7 +164,7 @@ class TestLongConversations:
         assert sum(map(len, tokenized)) < 4 * len(text)
 
     def test_a_tokenizer_whose_prefixes_change_is_noticed(self, monkeypatch):
-        """One that looks across special tokens: the row is tokenized whole, and so are all rows after it."""
+        """A tokenizer that looks across special tokens: the row is tokenized whole, and so are all rows after it."""
         tokenizer = tokenizer_of("chatml")
         looks_back = lambda _, text, *args, **kw: [5] * text.count("q3") + encode_text(tokenizer, text, *args, **kw)  # noqa: E731
         monkeypatch.setattr(tokens, "encode_text", looks_back)

@@ -1,4 +1,4 @@
-"""Tokens and masks against TRL's SFTTrainer on the same rows, in an environment of its own."""
+"""Tokens and masks against TRL's SFTTrainer on the same rows, in a separate environment."""
 
 import json
 import subprocess
@@ -117,7 +117,7 @@ def test_tokens_and_masks_are_those_of_trl(both, case):
     assert len(answers[case]["rows"]) == len(rows)
     for row, (input_ids, labels) in zip(rows, answers[case]["rows"], strict=True):
         (sequence,) = encode(tokenizer, row, **settings)
-        # TRL keeps what the template writes behind the last turn, and without markers trains it; sampling ends before it
+        # TRL keeps the template's text after the last turn, and without markers trains it; sampling ends before it
         length = len(sequence.input_ids)
         assert sequence.input_ids.tolist() == input_ids[:length]
         assert tokenizer.decode(input_ids[length:]).strip() == ""

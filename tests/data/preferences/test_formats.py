@@ -1,4 +1,4 @@
-"""Row formats of preferences: what each becomes, and what is reported about rows that fit none or are wrong inside."""
+"""Row formats of preferences: the result of each, and the errors for rows that fit none or are wrong inside."""
 
 import pytest
 
