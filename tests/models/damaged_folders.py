@@ -1,6 +1,6 @@
-"""Model folders that something has happened to, and whether loading makes of them what is right.
+"""Damaged model folders, and a check that loading handles each of them correctly.
 
-Right is: refused by an error of verl that a person can read, or loaded as if nothing had happened ("same": equal log-probs).
+Correct is a readable error of verl, or loading as if nothing had happened ("same": equal log-probs).
 Only an entry or a value that stays valid may load as another model ("changed"). Nothing is ever unpickled.
 """
 

@@ -24,5 +24,5 @@ class RecordedModes(TorchDispatchMode):
         return set().union(*(self.modes.get(name, set()) for name in names))
 
     def of_indexed_writes(self):
-        """Of those that CUDA sorts for in deterministic mode."""
+        """Modes of the indexed writes, for which CUDA sorts in deterministic mode."""
         return self.of(*_INDEXED_WRITES)

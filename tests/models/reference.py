@@ -49,7 +49,7 @@ AttentionMaskInterface.register("reference_dense", lambda *args, **kwargs: None)
 
 
 def widen_norms(module: Any) -> Any:
-    """Replace the forwards of RMS norms and of mixtures' routers by ones that stay in float64. Returns the module.
+    """Make the forwards of RMS norms and of mixtures' routers stay in float64. Returns the module.
 
     A router that multiplies in float32 differs by 1e-8 between row counts for which the library has other kernels.
     """

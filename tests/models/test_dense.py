@@ -226,7 +226,7 @@ def test_float32_is_close_to_the_module(pair, name):
 
 @pytest.mark.usefixtures("bf16_path")
 def test_bfloat16_is_as_good_as_the_module(pair):
-    """Both err against float64 weights of the same values by rounding alone; ours not more than the module's."""
+    """Both differ from float64 weights of the same values only by rounding; our error is at most about the module's."""
     module, other = pair("qwen3", dtype=torch.bfloat16)
     exact = widen_norms(copy.deepcopy(module).double())
     for part in other.modules():  # a hook keeps the module on its own forward

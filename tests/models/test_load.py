@@ -1,4 +1,4 @@
-"""Loading: what is refused, in which words, and what is checked."""
+"""Refusals of model loading, their messages, and the checks of a loaded model."""
 
 import functools
 import json
@@ -194,7 +194,7 @@ def test_the_check_leaves_the_model_as_it_was(tiny_folder):
 
 @pytest.mark.parametrize("family", ["granite", "cohere", "phi3", "olmo2", "smollm3", "qwen3_moe", "mixtral", "gpt2"])
 def test_further_families_pass_the_check(tmp_path, family):
-    """Their attention, positions and logit scales are what the packed path takes them to be."""
+    """Their attention, positions and logit scales are as the packed path assumes."""
     settings = {
         "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1, "initializer_range": 0.1,

@@ -222,7 +222,7 @@ def test_adapters_that_would_compute_something_else_are_refused(folder, tmp_path
 
 
 def test_a_frozen_model_has_given_adapters(folder, tmp_path):
-    """`verl eval` and validation alone compute with the policy that was trained, not with its base."""
+    """`verl eval` and validation-only runs compute with the trained policy, not with its base."""
     trained = train(engine(folder))
     write_adapter(trained.state(), tmp_path / "adapter")
     frozen = engine(folder, trainable=False, lora_adapter_path=str(tmp_path / "adapter"))

@@ -1,4 +1,4 @@
-"""The layout itself: what is computed, where, and at which position."""
+"""The packed layout: the tokens that are computed, their places and their positions."""
 
 import pytest
 import torch

@@ -142,7 +142,7 @@ def generated(module):
 
 
 def assert_sampled_by(module, samples):
-    """The log-probs of samples are those of the forward that trains."""
+    """The log-probs of samples equal the log-probs of the forward that trains."""
     prompts = [[[3, 4], [5, 6, 7, 8]][s.ordinal] for s in samples]
     batch = make_columns(prompts, [list(s.token_ids) for s in samples])
     with torch.no_grad():

@@ -90,8 +90,8 @@ def test_an_element_stays_until_its_master_has_crossed_its_own_threshold():
 
 @pytest.mark.parametrize("shape", [(1000, 576), (700, 1024), (300, 4096), (2000, 192), (300, 11_008), (400, 8192)])
 def test_updates_below_half_a_step_show_on_the_whole_and_in_each_row_and_column(shape):
-    """Masters move by a quarter of a step of bfloat16: to nearest nothing shows, dithered all of it. What shows of a row or
-    column of n elements is a sum of n coins of probability 1/4, whose deviation is that of independent offsets."""
+    """Masters move by a quarter of a bfloat16 step. Rounding to nearest shows none of it, dithering all of it. A row or
+    column of n elements shows a sum of n coins of probability 1/4; it deviates as with independent offsets."""
     start = normal(*shape).to(BF16).float()
     step, share = steps_of_bfloat16(start), 0.25
     master = start + step * share * start.sign()

@@ -79,7 +79,7 @@ def test_keys_in_pages_are_the_same_keys(causal):
 
 @needs_pages
 def test_flash_attention_takes_pages():
-    """Shapes alone: the kernel is for GPUs."""
+    """Only shapes are compared: the kernel is for GPUs."""
 
     def meta(*shape, dtype=torch.int32):
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -316,7 +316,7 @@ class TestOnACard:
         layout = PackedLayout(segments)
         flat = random_qkv(160, 160, heads=14, dim=64, value_dim=64, dtype=torch.bfloat16, device="cuda")
         qkv = [heads_first(x).unsqueeze(0).requires_grad_() for x in flat]
-        layout.attend(0, *qkv).sum().backward()  # what is made once is made now
+        layout.attend(0, *qkv).sum().backward()  # the first call makes everything that is made once
         torch.cuda.set_sync_debug_mode("error")
         try:
             out = layout.attend(0, *qkv)

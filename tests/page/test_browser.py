@@ -1,4 +1,4 @@
-"""The pages in a browser: what is on them, live updates, the keyboard, hostile text. See tests/page/browsing.py."""
+"""The pages in a browser: contents, live updates, the keyboard, hostile text. See tests/page/browsing.py."""
 
 import os
 import statistics

@@ -81,7 +81,7 @@ def test_every_page_of_a_kind(kind, browser, tiny_llama, no_pictures, tmp_path, 
 
 
 def look(tab, kind, path):
-    """What the pages of that kind show."""
+    """Check the contents of the page at `path` in a run of that kind."""
     text = tab.inner_text("main")
     if re.fullmatch(r"/run/run/train/\d+", path):
         assert "Plan against measured" in text

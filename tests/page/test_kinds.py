@@ -1,4 +1,4 @@
-"""Runs of every kind on a tiny model: what they keep for the page, and that all of their pages open."""
+"""Runs of every kind on a tiny model: the records that they keep for the page, and all of their pages open."""
 
 import json
 import re
@@ -87,7 +87,7 @@ def test_the_margins_of_pairs_are_those_of_the_metrics(made):
 @pytest.mark.slow
 def test_reward_models_show_held_out_pairs(made):
     site = made("rm")
-    assert 'href="/run/run/val/2"' in site.page("/run/run/train/2")  # its rows alone are kept
+    assert 'href="/run/run/val/2"' in site.page("/run/run/train/2")  # only its rows are kept
     visit(site)
     row = site.views["run"].index.rows("SELECT unit FROM samples WHERE chosen = 1 LIMIT 1")[0]
     assert "margin" in site.page(f"/run/run/val/1/u/{row['unit']}")

@@ -137,7 +137,7 @@ MEASURED_S = ("rollout/seconds", "rollout/busy_s", "rollout/idle_s")  # by the c
 
 
 def trained(model, task, folder, *, kill):
-    """The rows of metrics of a run in a process of its own, whose page is asked for pages, and killed after a step."""
+    """The rows of metrics of a run in a separate process. Its page server gets requests; `kill` ends it after a step."""
     command = [
         sys.executable, "-m", "verl", "train", "algorithm.adv_estimator=grpo", f"actor_rollout_ref.model.path={model}",
         f"data.train_files={task}/train.jsonl", "data.val_files=[]", "data.train_batch_size=4", "data.max_prompt_length=64",

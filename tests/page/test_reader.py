@@ -1,4 +1,4 @@
-"""Reading of run folders: what grows, what is replaced, what is damaged."""
+"""Reading of run folders: files that grow, are replaced, or are damaged."""
 
 import json
 import shutil

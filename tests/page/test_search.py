@@ -1,4 +1,4 @@
-"""Search over samples, and two runs beside each other."""
+"""Search over samples, and two runs side by side."""
 
 import pytest
 

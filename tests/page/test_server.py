@@ -1,4 +1,4 @@
-"""The server: who gets in, what is served, and that foreign text stays text."""
+"""The server: access, the files and pages it serves, and foreign text, which stays text."""
 
 import html
 import json

@@ -15,7 +15,7 @@ from verl.rewards.functions import RewardFunctionSpec
 from verl.rewards.pool import RewardPool
 from verl.rewards.sandbox import launch
 
-# every module that verl runs in a process of its own; without arguments each imports what it needs, and ends
+# every module that verl runs in a separate process; without arguments each imports its dependencies, and ends
 MODULES = (
     "verl.rewards.worker",
     "verl.rewards.sandbox.reaper",
@@ -39,7 +39,7 @@ INSTALLED = ("verl", "torch", "numpy", "yaml", "psutil", "omegaconf", "starlette
 
 @pytest.fixture
 def traps(tmp_path, monkeypatch):
-    """The current folder, with a module of every name that a process may import; the file that lists those that ran."""
+    """The file that lists modules that ran. The current folder has a module of every name that a process may import."""
     folder, ran = tmp_path / "traps", tmp_path / "ran"
     folder.mkdir()
     for name in (*sys.stdlib_module_names, *INSTALLED):

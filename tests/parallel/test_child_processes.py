@@ -7,7 +7,7 @@ import sys
 from verl.parallel.child_processes import unheard_sigterm
 
 HEARS = "from verl.parallel.child_processes import hear_sigterm\nhear_sigterm()"
-# of a process that gets SIGTERM, and of one that it starts
+# the source of a process that gets SIGTERM, then starts a child and sends it SIGTERM
 PROGRAM = """
 import os, signal, subprocess, sys
 {first}

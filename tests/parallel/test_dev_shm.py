@@ -12,7 +12,7 @@ from verl.parallel import dev_shm
 from verl.parallel.serialize import to_bytes
 
 pytestmark = pytest.mark.seed("F3")
-DOCKER = 64 << 20  # what a container has by default
+DOCKER = 64 << 20  # the default size in a container
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ def test_a_ranks_own_gpu_is_made_the_current_one(monkeypatch):
 
 @pytest.mark.parametrize(("name", "made_current"), [("cuda:1", [torch.device("cuda:1")]), ("cuda", []), ("cpu", [])])
 def test_the_device_of_any_runtime_is_made_the_current_one(monkeypatch, name, made_current):
-    """Events and graphs mean the current GPU, and would be those of another than the kernels'."""
+    """Events and graphs belong to the current GPU, which must be the GPU of the kernels."""
     calls = []
     monkeypatch.setattr(torch.cuda, "set_device", calls.append)
     monkeypatch.setattr(rank_workers, "_with_device_names", lambda context, comm: context)
@@ -78,7 +78,7 @@ def test_bf16_follows_the_instructions_of_the_cpu(tmp_path, monkeypatch, maker, 
     info = tmp_path / "cpuinfo"
     info.write_text(f"processor\t: 0\nvendor_id\t: {maker}\nflags\t\t: {flags}\n\nprocessor\t: 1\n")
     monkeypatch.setattr(room, "Path", lambda _: info)
-    monkeypatch.setattr(room, "_cpu_flags", room._cpu_flags.__wrapped__)  # without what was read before
+    monkeypatch.setattr(room, "_cpu_flags", room._cpu_flags.__wrapped__)  # without the cached result of an earlier read
     monkeypatch.delenv(room.CPU_BF16, raising=False)
     assert native_bf16(CPU) is native
     assert compute_dtype("auto", CPU) == (torch.bfloat16 if native else torch.float32)
@@ -124,7 +124,7 @@ def test_names_of_number_formats():
 
 
 def test_the_most_memory_outlives_a_new_record(monkeypatch):
-    """What a switch or a micro-batch measures begins at 0, and perf/max_memory_allocated_gb does not."""
+    """The measurement of a switch or a micro-batch begins at 0, and perf/max_memory_allocated_gb does not."""
     record = {"most": 0}
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: record["most"])

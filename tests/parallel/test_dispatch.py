@@ -39,7 +39,7 @@ FLAT2 = Shape(Mesh.flat(range(2)))
 
 
 def run(mode, shape, method, *args, **kwargs):
-    """What a runtime does, in a loop."""
+    """The call of a method on all ranks, as by a runtime, in a loop."""
     plan = plan_call(Registered(mode), shape, args, kwargs)
     results = {i: method(*plan.calls[i][0], **plan.calls[i][1]) for i in plan.ranks()}
     return plan, plan.collect([results[i] for i in plan.answering])
@@ -290,7 +290,7 @@ class TestShares:
         batch = make_batch(64, n=4)
         batch.batch["attention_mask"][:] = True
         batch.batch["prompt_mask"][:] = True
-        computed = set(range(16))  # those of four prompts
+        computed = set(range(16))  # the rows of four prompts
         shares = balanced_shares(batch, 4, TokenCost(96), computed=computed)
         assert sorted(row for share in shares for row in share) == list(range(64))
         assert [[row for row in share if row in computed] for share in shares] == [

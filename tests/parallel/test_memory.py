@@ -1,4 +1,4 @@
-"""The allocator's settings, in processes of their own: they last as long as the process."""
+"""The allocator's settings, in separate processes: they last as long as the process."""
 
 import os
 import platform

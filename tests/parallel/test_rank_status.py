@@ -1,4 +1,4 @@
-"""Per-rank status, with a store that answers and with one that does not."""
+"""Per-rank status, with a store that answers and with a store that does not."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""What a thread that is waited for does: said by another thread, by a reporter, and written down on request of a signal."""
+"""Stacks of a thread that others wait for: read by another thread, sent by a reporter, and dumped on a signal."""
 
 import os
 import threading

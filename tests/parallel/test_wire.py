@@ -1,4 +1,4 @@
-"""What goes over the wire comes back equal, of its own memory."""
+"""Values that go over the wire come back equal, in separate memory."""
 
 import math
 from dataclasses import dataclass

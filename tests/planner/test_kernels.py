@@ -49,7 +49,7 @@ def test_recorded_errors_of_all_held_out_points():
 
 
 def test_the_sample_is_of_the_recorded_fits():
-    """The errors of the sample are those of the fits: of the kernels with many points, within a factor of three."""
+    """The errors of the sample are within a factor of three of the fits' errors, for the kernels with many points."""
     errors = defaultdict(list)
     for row in POINTS:
         errors[row[0], row[1]].append(error(row))

@@ -76,7 +76,7 @@ def own_layouts(actor, critic, devices, groups=None, allocations=None):
 
 def in_the_figure(actor, critic, devices):
     """Plans of the placements that figures 12 and 13 compare, where they fit: all together; split in halves (unequal models at
-    the best place); each role alone on 1/2, 1/4, 1/8 and 1/8 of the devices; the critic apart, only in figure 13."""
+    the best place); one role each on 1/2, 1/4, 1/8 and 1/8 of the devices; the critic apart, only in figure 13."""
     half = devices // 2
     split = ((half, half),) if actor == critic else None
     candidates = {"colocate": (COLOCATE, None), "split": (SPLIT, split)}

@@ -1,4 +1,4 @@
-"""Prompts that samples share: the tokens that the planner counts, against those that the engines' micro-batches compute."""
+"""Prompts that samples share: the planner's count of tokens against the tokens of the engines' micro-batches."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Plans can be started: what a run checks before it starts accepts the overrides of a plan."""
+"""Plans can be started: the checks before a run starts accept the overrides of a plan."""
 
 import json
 import math

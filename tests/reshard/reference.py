@@ -15,7 +15,7 @@ def elements(tensor):
 
 
 def divided(tensor, array, num_ranks, index):
-    """What a tensor parallel rank holds of `array`, which is whole along the divided dimension."""
+    """The part of `array` that a tensor parallel rank holds; `array` is whole along the divided dimension."""
     dim = tensor.tensor_dim
     pieces, start = [], 0
     for block in tensor.blocks or (Block(tensor.shape[dim]),):
@@ -76,7 +76,7 @@ def generating(tensor, layout, rank):
 
 
 def local(tensor, part):
-    """What a Part says that a rank's local array is."""
+    """A rank's local array as a Part describes it."""
     wanted = [np.concatenate([np.arange(a, b) for a, b in dim]) for dim in part.spans]
     return elements(tensor)[np.ix_(*wanted)]
 

@@ -1,5 +1,5 @@
-"""What test_rounding_layouts.py runs on two and on four ranks at once: dithered weights of every layout beside those of one
-device."""
+"""Checks that test_rounding_layouts.py runs on two and on four ranks: dithered weights of every layout against the
+weights of one device."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def test_no_rank_has_more_than_its_bound(problem, most):
 
 
 def test_buckets_are_as_full_as_their_order_allows():
-    """Ranks 0 and 1 exchange 60 bytes a bucket at most: two moves of 30; what others do goes beside it."""
+    """Ranks 0 and 1 exchange at most 60 bytes a bucket: two moves of 30. Other ranks' moves share the bucket."""
     moves = [Move("a", 0, 1, ((0, 15),), 30), Move("b", 2, 3, ((0, 20),), 40), Move("c", 0, 1, ((0, 15),), 30)]
     moves += [Move("d", 1, 1, ((0, 9),), 0), Move("e", 1, 0, ((0, 1),), 2)]
     assert [[m.tensor for m in bucket] for bucket in buckets(moves, 60)] == [["a", "b", "c"], ["e"]]

@@ -81,7 +81,7 @@ def test_a_bucket_that_is_written_over(buckets):
     next(late)
     buckets.write([("w", torch.zeros(10))])
     buckets.write([("w", torch.zeros(10))])
-    with pytest.raises(ModelError, match="overwritten"):  # what was copied meanwhile is worth nothing
+    with pytest.raises(ModelError, match="overwritten"):  # a copy made meanwhile is invalid
         next(late)
 
 
@@ -140,7 +140,7 @@ class TestSender:
         descriptions = self.taken(sender)
         assert len(descriptions) > 2
         assert all("device" in d and "segment" in d for d in descriptions)
-        for d in descriptions:  # a restarted process reads what is kept
+        for d in descriptions:  # a restarted process reads the copy that is kept
             del d["device"]
             assert list(read_device_bucket(d))
 

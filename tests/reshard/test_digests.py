@@ -1,4 +1,4 @@
-"""What the digests of tensors that travelled tell apart."""
+"""Differences between tensors that the digests of a weight sync detect."""
 
 import pytest
 import torch

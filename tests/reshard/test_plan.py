@@ -134,7 +134,7 @@ def test_replicas_send_alike(num_replicas, num_engines, sizes):
 
 
 def test_a_choice_makes_up_for_what_is_forced():
-    """Rank 0 alone has the first tensor; the second, which rank 1 has too, then comes from rank 1."""
+    """Only rank 0 has the first tensor; the second, which rank 1 has too, then comes from rank 1."""
     model = [Tensor("both", (10,), layers=(-1, 1)), Tensor("first", (10,), layers=(0,))]
     training = TrainingLayout(Mesh.grid(range(2), pp=2), layers_per_stage=(1, 1))
     plan = make_plan(model, training, RolloutLayout((((2,),),)))
@@ -143,7 +143,7 @@ def test_a_choice_makes_up_for_what_is_forced():
 
 @pytest.mark.parametrize(("sizes", "train", "p_g", "t_g"), PAPER)
 def test_table_2(sizes, train, p_g, t_g):
-    """(d_g - 1)/(t p) M per GPU where tensors are divided; norms, which all tensor parallel ranks hold, go by p alone."""
+    """(d_g - 1)/(t p) M per GPU for divided tensors; for norms, which all tensor parallel ranks hold, only p counts."""
     p, t, d = train
     layers = 2 * p
     hidden, intermediate, _, heads, kv_heads = sizes
@@ -157,7 +157,7 @@ def test_table_2(sizes, train, p_g, t_g):
     assert plan.total_bytes * t * p == (d_g - 1) * bytes_of(split) * count
     assert plan.received_bytes == nonzero(lower_bound(split, training, rollout))
     assert make_plan(whole, training, rollout, hosts).total_bytes * p == bytes_of(whole) * count * (p // p_g - 1)
-    if p == 1:  # every GPU alike; with a pipeline the ends have the embeddings besides
+    if p == 1:  # every GPU alike; with a pipeline the first and last stages also have the embeddings
         assert set(plan.received_bytes.values()) <= {plan.total_bytes // count}
     # the other columns: less than a replica's gather, which is less than the gather over all GPUs
     table = [(d_g - 1) / (t * p), (t * p - 1) / (t * p), (t * p * d - 1) / (t * p * d)]
@@ -245,7 +245,7 @@ def test_same_layout_moves_nothing():
 
 
 def test_back_to_the_training_layout():
-    """Layouts are alike to the planner: the way back brings each rank what it gave up."""
+    """The planner treats layouts alike: the way back returns to each rank the elements that it gave up."""
     model, training = llama(64, 96, 2, 4, 4, vocabulary=128), TrainingLayout(Mesh.of(4))
     rollout = RolloutLayout(interval_engines(training, 2))
     assert make_plan(model, training, rollout).total_bytes > 0

@@ -1,5 +1,5 @@
-"""Dithered bfloat16 weights are those of one device in every layout: FSDP, tensor and expert parallel, replicas, and what vLLM
-and HTTP services are sent."""
+"""Dithered bfloat16 weights equal the weights of one device in every layout: FSDP, tensor and expert parallel,
+replicas, and the weights sent to vLLM and HTTP services."""
 
 import json
 

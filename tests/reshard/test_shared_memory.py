@@ -76,7 +76,7 @@ def test_a_bucket_lasts_until_its_segment_is_used_again(buckets):
     next(late)
     buckets.write([("w", torch.zeros(10))])
     buckets.write([("w", torch.zeros(10))])
-    with pytest.raises(ModelError, match="overwritten"):  # what was copied meanwhile is worth nothing
+    with pytest.raises(ModelError, match="overwritten"):  # a copy made meanwhile is invalid
         next(late)
 
 

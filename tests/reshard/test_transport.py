@@ -10,7 +10,7 @@ from tests.engines.ranks import run_ranks
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory, worker_id):
-    """What the checks came to, run once for all test processes."""
+    """The results of the checks, which run once for all test processes."""
     base = tmp_path_factory.getbasetemp()
     folder = (base if worker_id == "master" else base.parent) / "reshard-ranks"
     folder.mkdir(exist_ok=True)
@@ -23,7 +23,7 @@ def found(tmp_path_factory, worker_id):
 
 
 def test_layout_pairs(found):
-    """Each rank has checked that its numbers arrived and that its bytes on the wire are those of the plan."""
+    """Each rank has checked that its values arrived and that it sent exactly the plan's bytes."""
     pairs = found["check_layout_pairs"]
     assert len(pairs) == 8
     assert pairs.pop("same")["sent"] == 0

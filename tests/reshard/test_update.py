@@ -11,7 +11,7 @@ from tests.reshard.update_checks import DENSE, MIXTURES
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory, worker_id):
-    """What the checks came to, run once for all test processes."""
+    """The results of the checks, which run once for all test processes."""
     base = tmp_path_factory.getbasetemp()
     folder = (base if worker_id == "master" else base.parent) / "update-ranks"
     folder.mkdir(exist_ok=True)
@@ -25,7 +25,7 @@ def found(tmp_path_factory, worker_id):
 
 @pytest.mark.parametrize("family", DENSE)
 def test_dense_families(found, family):
-    """Copies get what the other rank trains; of divided ones only the parts that lie otherwise travel."""
+    """Full replicas get the weights that the other rank trains; divided ones get only the parts that lie elsewhere."""
     copies, divided, same = found["check_dense_families"][family]
     assert copies > divided > 0 == same
 
@@ -44,8 +44,8 @@ def test_what_no_plan_serves(found):
 
 
 def test_adapters_travel_alone(found):
-    """Copies, which both ranks have in one memory, lack half of them; of divided ones a rank has what it needs, but for those
-    that lie otherwise."""
+    """Full replicas, which both ranks have in one memory, lack half of the adapters. In divided ones a rank lacks only
+    the adapters that lie elsewhere."""
     sent = {name: part / whole for name, (part, whole) in found["check_adapters"].items()}
     assert sent["copies"] == 0.5
     assert 0 < sent["divided"] < 1

@@ -43,7 +43,7 @@ def parts(whole, layout):
 
 
 class Wire:
-    """Counts what is sent besides digests."""
+    """Counts the bytes sent, without digests."""
 
     def __init__(self, monitored=dist.batch_isend_irecv):
         self.num_bytes, self.send = 0, monitored
@@ -140,7 +140,7 @@ def check_other_ranks(folder):
 
 
 class LosesABucket(PeerToPeer):
-    """Rank 2 does not unpack the second of what it gets in messages; the second of what it gets in memory goes elsewhere."""
+    """Rank 2 does not unpack the second message it receives; the second of its moves in memory is written elsewhere."""
 
     count = 0
 
@@ -195,7 +195,7 @@ class WritesInTheWrongPlace(PeerToPeer):
         self.memory = memory
 
     def _exchange(self):
-        dist.barrier()  # when rank 2 has written what it keeps
+        dist.barrier()  # when rank 2 has written the tensors that it keeps
         if self.rank == 3:
             self.memory.places[2]["model.norm.weight"].view(torch.int16)[3] += 1
         return super()._exchange()
@@ -224,7 +224,7 @@ def check_faults(folder):
 
 
 def weights_that_share(dtype):
-    """Two that lie back to back, one with another beside it in its storage, and one that has two names."""
+    """Two weights that lie back to back, one in a storage with other columns, and one with two names."""
     joined = torch.randn(5, 4, dtype=dtype)
     beside, tied = torch.randn(3, 8, dtype=dtype), torch.randn(7, dtype=dtype)
     return {"q": joined[:2], "k": joined[2:], "columns": beside[:, :5], "embed": tied, "head": tied}

@@ -102,12 +102,12 @@ def check_what_no_plan_serves(folder):
 
 
 def check_adapters_both_ways(path, size, **config):
-    """Adapters that travel alone leave what merged weights do; returns the bytes of the plan, and of all adapters."""
+    """Syncing only adapters gives the same weights as loading all; returns the bytes of the plan, and of all adapters."""
     engine = make(FSDPEngine, path, lora=4, **config)
     replica = copy_of(path, size, torch.float64)
     update = planned(engine, replica, size)
     trained = [shard for name, shard in engine.shards.items() if is_adapter(name)]
-    for _ in range(2):  # the second time onto what the first has left
+    for _ in range(2):  # the second time onto the result of the first
         with torch.no_grad():
             for shard in trained:
                 shard.parameter.add_(0.1)

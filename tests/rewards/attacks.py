@@ -302,7 +302,7 @@ LIMITS = Limits(max_processes=16, max_file_mb=4, max_open_files=64)
 
 
 def processes_of(run):
-    """Ids of the scorers of the process `run`, of the processes between them and the run, and of what they forked."""
+    """Ids of the scorers of the process `run`, of the processes between them and the run, and of their forks."""
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:

@@ -20,7 +20,7 @@ from verl.tracking.files import json_text
 
 DEFAULT = -3.5
 LIMITS = Limits()
-MAX_OWN_S = 0.1  # of the run's time for one sample, beside the scorer's: a fraction of the shortest step
+MAX_OWN_S = 0.1  # of the run's time for one sample, in addition to the scorer's: a fraction of the shortest step
 
 FUNCTION = r'''
 import math, random, sys

@@ -85,7 +85,7 @@ def test_a_person_at_a_terminal_debugs_a_run(tiny_llama, tmp_path):
 
 
 def _read_until(terminal, end):
-    """What the process writes up to `end`; None: up to its own end."""
+    """The output of the process up to `end`; None: up to the end of the process."""
     found = b""
     while end is None or not found.endswith(end):
         try:

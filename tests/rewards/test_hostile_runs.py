@@ -160,5 +160,5 @@ def test_nothing_is_left_of_a_run_whose_first_process_is_killed(tiny_llama, tmp_
     finally:
         run.kill()
         run.wait()
-    # the environment of a reaper, by which it is marked, is for root alone to read
+    # only root can read the environment of a reaper, by which it is marked
     assert wait_until(lambda: not marked(tmp_path) and not any(map(runs, family)), 20), marked(tmp_path)

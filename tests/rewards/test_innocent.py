@@ -15,7 +15,7 @@ from tests.rewards.attacks import ATTACKS, SIX, chain_of_scorer, processes_of
 from tests.rewards.test_pool import request, wait_until
 from verl.rewards.sandbox.limits import Limits
 
-# (what the first sample leaves behind, a later one whose score it must not change)
+# {attack of the first sample, whose effects remain: later sample, whose score they must not change}
 LEFT_BEHIND = {
     "print_for_ever": "print_own",
     "keep_files": "open_file",

@@ -1,4 +1,4 @@
-"""What a reward model says reaches the reward function, alone or beside a rule, one by one or in lists."""
+"""The reward model's result reaches the reward function, with or without a rule, one by one or in lists."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Laws of what a reward function may return: a result is one that every later step can use, or the reason why not."""
+"""Properties of the results of a reward function: every later step can use a result, or it is the reason why not."""
 
 import json
 import math

@@ -208,7 +208,7 @@ def test_close_is_idempotent_ends_workers_and_running_calls(make_pool):
 
 
 def test_a_timeout_kills_what_the_scorer_started(make_pool):
-    seconds = f"1000.{os.getpid()}"  # tells this child from those of other tests
+    seconds = f"1000.{os.getpid()}"  # tells this child from the children of other tests
     pool = make_pool(timeout_s=1.0)
     call = pool.submit([request("child", extra_info={"seconds": seconds})])
     assert wait_until(lambda: sleeps(seconds))

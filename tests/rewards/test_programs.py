@@ -1,4 +1,4 @@
-"""Programs as answers: what they may do, what they may not, and how they are scored."""
+"""Programs as answers: their permissions, their limits and their scores."""
 
 import ctypes
 import json

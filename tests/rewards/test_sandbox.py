@@ -1,4 +1,4 @@
-"""A scorer's view of the machine, and the removal of what it leaves in its folder."""
+"""A scorer's view of the machine, and the removal of the files it leaves in its folder."""
 
 import os
 import socket
@@ -48,7 +48,7 @@ def test_no_way_out_by_paths_namespaces_or_process_1(attacked, tmp_path):
 
 
 def test_the_kernel_limits_the_processes_of_a_namespace():
-    """Those of root too. The ids of processes that have ended are given again."""
+    """The limit holds for root's processes too. The ids of processes that have ended are reused."""
     command = launch.namespace_command(False, (), 40)
     if not (command and launch._linux_is_at_least(6, 14)):
         pytest.skip("the kernel limits no process ids by namespace")

@@ -1,4 +1,4 @@
-"""What a judge runs on: a chat service with recorded answers, vLLM's engine without vLLM, and batches of either.
+"""Backends of a judge: a chat service with recorded answers, vLLM's engine without vLLM, and batches of either.
 
 python -m pytest -m slow -p no:xdist tests/roles/test_judges.py      # with vLLM itself, which must be importable
 """

@@ -79,7 +79,7 @@ RESPONSES = [ids("four"), ids("it is four"), ids("five"), ids("blue"), ids("blue
 
 
 def theirs(path, sequences, dtype=torch.float32):
-    """The score of each sequence alone, by transformers."""
+    """The score of each sequence by itself, by transformers."""
     model = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
     with torch.no_grad():
         return torch.cat([model(torch.tensor([list(s)])).logits[0] for s in sequences])

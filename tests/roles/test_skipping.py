@@ -220,7 +220,7 @@ def test_where_no_row_has_an_advantage_the_optimizer_steps_on_a_zero_gradient(fo
 
 
 def test_a_loss_does_not_wait_for_the_device():
-    """On the meta device, whatever asks for a value fails; what is observed is read after the step."""
+    """On the meta device, every read of a value fails; observed values are read after the step."""
     columns = make_columns(*random_rows(3, SIZES, longest_prompt=5, longest_response=6))
     shape = columns["responses"].shape
     columns |= {name: torch.zeros(shape) for name in ("advantages", "rollout_log_probs", "old_log_probs")}

@@ -1,9 +1,9 @@
-"""Answers of services that something has happened to, and what the engines and judges make of them.
+"""Damaged answers of services, and their handling by the engines and judges.
 
     found = outcome(random.Random(7), module, folder)     # ("sglang: /generate, retyped", "ModelError")
 
-An answer is used or refused with an error of verl, within the deadline. What is used holds tokens of the vocabulary with
-log-probs of at most 0, or a reply that can be written to a file.
+An answer is used or refused with an error of verl, within the deadline. A used answer holds tokens of the vocabulary
+with log-probs of at most 0, or a reply that can be written to a file.
 """
 
 import copy

@@ -1,5 +1,5 @@
-"""A receiver of weights inside vLLM that goes wrong while the file VERL_TEST_FAULT says how: after the weights were found to be
-those that were sent, and before the model has them."""
+"""A receiver of weights inside vLLM with a fault, named in the file VERL_TEST_FAULT. The fault occurs after the
+received weights were verified, and before the model has them."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A service for tests that answers as the recorded ones do, and keeps what it was asked."""
+"""A service for tests that answers like the recorded services, and keeps the requests it received."""
 
 import contextlib
 import json

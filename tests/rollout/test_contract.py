@@ -32,7 +32,7 @@ def tokens_of(completions):
 
 @functools.cache
 def hf_greedy(module, prompt, num_tokens, eos=None):
-    """The continuation by real `generate`, of one prompt alone."""
+    """The continuation of one prompt by itself, by transformers' `generate`."""
     ids = torch.tensor([prompt.token_ids])
     settings = {"max_new_tokens": num_tokens, "do_sample": False, "eos_token_id": eos, "pad_token_id": 256}
     with torch.no_grad():
@@ -334,7 +334,7 @@ TURNS = SamplingParams(n=2, temperature=0.8, max_new_tokens=6)
 
 
 def test_turns_are_those_of_one_unbroken_sequence(name, load, make_engine):
-    """Log-probs equal those of a plain forward over the whole conversation, environment tokens included; positions of the
+    """Log-probs equal a plain forward's over the whole conversation, environment tokens included. Positions of the
     response key the random numbers, so that a sample that resumes with its history is the same."""
     prompts, module = make_prompts(LENGTHS, seed=5), load("llama", "eager")
     engine = make_engine(name, max_num_seqs=5, max_num_batched_tokens=24)

@@ -89,7 +89,7 @@ def test_bfloat16_is_left_to_the_library_where_it_has_tiles_unless_it_must_be_in
 
 
 def test_no_second_openmp_runtime_is_loaded(kernels):
-    """The kernels have threads of their own, which torch's runtime does not know of."""
+    """The kernels have separate threads, which torch's runtime does not know of."""
     libraries = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line}
     assert any("_decoder" in name for name in libraries)
     assert len({name for name in libraries if re.match(r"lib(g|i)?omp", Path(name).name)}) <= 1

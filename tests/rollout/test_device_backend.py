@@ -1,5 +1,5 @@
-"""Generation without the host between steps: on the CPU, with the plain kernel and no graphs, it must give what the
-native engine gives; on a card, with graphs, what it gives without."""
+"""Generation without the host between steps. On the CPU, with the plain kernel and no graphs, it must equal the native
+engine; on a GPU, graphs must not change its result."""
 
 import contextlib
 import dataclasses
@@ -126,7 +126,7 @@ PREEMPTS = {
     (256, "sampled"),
     (192, "sampled"),
     (256, "stopped early"),
-}  # with less, fewer samples begin beside each other
+}  # with less, fewer samples begin at the same time
 
 
 def pages(max_tokens, block_size=16):
@@ -322,7 +322,7 @@ def test_prompts_that_come_later_find_room(device, make_engine):
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("cache", [KVCacheConfig(), pages(None)], ids=["slots", "pages"])
 def test_requests_that_come_while_others_run_get_rows_of_their_own(cache, n, device, make_engine):
-    """Three requests first, 37 longer ones after the first poll: stores grow with what they hold."""
+    """Three requests first, 37 longer ones after the first poll: stores grow with their contents."""
     prompts = make_prompts([5, 9, 7] + [11 + i for i in range(37)])
     params = dataclasses.replace(CASES["alone"], n=n)
     engine = device(rows=256, kv_cache_config=cache)

@@ -116,7 +116,7 @@ def test_a_service_that_stays_away_is_named(make):
 
 
 def test_a_service_that_takes_no_connection_is_named_at_once(make, monkeypatch):
-    """One that answers nothing at all, as behind a firewall: its queue of connections is full."""
+    """The service answers nothing at all, as behind a firewall: its queue of connections is full."""
     monkeypatch.setattr(client, "_CONNECT_S", 0.3)
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))

@@ -110,7 +110,7 @@ class _OtherKernels:
 
 @pytest.fixture
 def other_kernels(monkeypatch):
-    """Products as by a library with several kernels; what was found out about the real one is put aside."""
+    """Products as by a library with several kernels; cached findings about the real library are cleared."""
     real = products._product
     monkeypatch.setattr(products, "_product", lambda *arguments: _OtherKernels(real(*arguments)))
     products._tiles.cache_clear()

@@ -45,7 +45,7 @@ def by_token(num_tokens, generator):
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("shared", [True, False])
 def test_attention_over_prefix_and_own_part(window, softcap, shared):
-    """Three prompts in chunks, then decode steps of rows in mixed order with a prompt chunk beside them."""
+    """Three prompts in chunks, then decode steps of rows in mixed order together with a prompt chunk."""
     generator = torch.Generator().manual_seed(0)
     own, prefix = SlotStore(keys_as_columns=True), SlotStore()
     lengths, row_slot = [4, 9, 1], [1, 0, 1, 1, 2] if shared else [0, 1, 2]

@@ -1,4 +1,4 @@
-"""An engine in a process of its own: answers, errors, silence and death."""
+"""An engine in a separate process: answers, errors, silence and death."""
 
 import subprocess
 import sys

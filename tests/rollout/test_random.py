@@ -1,4 +1,4 @@
-"""Uniform, independent between neighbouring keys, and a function of the key alone."""
+"""Random numbers are uniform, independent between neighbouring keys, and a function only of the key."""
 
 import numpy as np
 import pytest

@@ -65,7 +65,7 @@ def damaged(draw, answer):
 
 
 def refusal(call):
-    """The error of a call, or "" for one that succeeded."""
+    """The error of a call, or "" if it succeeded."""
     try:
         call()
     except VerlError as error:

@@ -1,4 +1,4 @@
-"""What the ranks of a copy make of their experts adds up to the layer."""
+"""The outputs of the experts of a replica's ranks add up to the layer's output."""
 
 import pytest
 import torch

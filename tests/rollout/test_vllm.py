@@ -1,4 +1,4 @@
-"""The vLLM engine without vLLM: what it is asked for, what it draws, and what it does with weights that do not fit."""
+"""The vLLM engine without vLLM: its requests, its samples, and its reaction to weights that do not fit."""
 
 import dataclasses
 import json

@@ -2,7 +2,7 @@
 
     python -m pytest -m slow tests/rollout/test_vllm_lost.py
 
-vLLM is played by the native engine, in a process of its own (stand_in.py).
+The native engine in a separate process (stand_in.py) simulates vLLM.
 """
 
 import json
@@ -70,7 +70,7 @@ def test_the_engine_comes_back_in_place(moment, train, undisturbed):
 
 
 def test_an_engine_of_one_of_two_ranks_comes_back(jobs, undisturbed):  # noqa: F811
-    """Each rank has an engine of its own; one of them is killed, and the other rank sees nothing of it."""
+    """Each rank has its own engine; one engine is killed, and the other rank does not notice."""
     vllm = ["actor_rollout_ref.rollout.name=vllm", "trainer.save_freq=3", "trainer.test_freq=-1"]
     mark = jobs.root / "ranks.lost"
     run(

@@ -135,7 +135,7 @@ def test_samples_are_the_native_ones_before_and_after_updates(engine, folder, to
 
 
 def played(engine):
-    """Episodes of several turns, each behind what a tool said, over one generation."""
+    """Episodes of several turns, each after a tool's answer, over one generation."""
     events = EventLoop()
     try:
         driver = EpisodeDriver(engine, events, max_episodes=100, timeout_s=120.0, filler=EOS)
@@ -197,7 +197,7 @@ def test_an_engine_that_holds_other_weights_than_it_was_sent_is_found(kind, engi
 
 
 def test_two_workers_share_the_model(folder, tokenizer):
-    """Tensor parallelism inside vLLM, in a process of its own: each worker reads the buckets and proves them."""
+    """Tensor parallelism inside vLLM, in a separate process: each worker reads the buckets and verifies them."""
     engine = make(folder, "async", tokenizer, tensor_model_parallel_size=2)
     try:
         module = changed(folder, 5)

@@ -116,7 +116,7 @@ def make(load, tokenizer, monkeypatch):
 
 
 def one_step(rollout, module, version):
-    """An update and a generation: samples as plain values, and what was told of each as it ended."""
+    """An update and a generation: the samples, and (ordinal, sample) of each as `on_finish` received it."""
     seen = []
     rollout.load(module.named_parameters())
     rollout.publish(version)

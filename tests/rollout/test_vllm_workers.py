@@ -94,7 +94,7 @@ def core(monkeypatch):
 
 
 def update(core, seed):
-    """What was sent."""
+    """Sync random weights to `core`; returns the weights sent."""
     generator, buckets, manifest = torch.Generator().manual_seed(seed), SharedBuckets(BUCKET), Manifest()
     sent = {"up.weight": torch.randn(6, 4, generator=generator), "norm.weight": torch.randn(4, generator=generator)}
     core.begin_update()

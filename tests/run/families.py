@@ -38,7 +38,7 @@ LARGEST = 16_000_000  # parameters of a model that counts as tiny
 TOLERANCE = 1e-5
 PROMPT, RESPONSES = [3, 4, 5, 6], [[7, 8, 9, 10, 11], [12], [13, 14, 2]]
 
-# Entries of a config that make it small; each family gets those that it has.
+# Entries of a config that make it small; each family gets the entries that its config has.
 SMALL = {
     "vocab_size": 264, "pad_token_id": 256, "bos_token_id": 257, "eos_token_id": 258, "is_decoder": True,
     "initializer_range": 0.1, "max_position_embeddings": 300, "n_positions": 256, "n_ctx": 256, "max_seq_len": 256,
@@ -128,7 +128,7 @@ def theirs(folder: Path) -> torch.Tensor:
 
 
 def examine(family: str, folder: Path, overrides: list[str]) -> Row:
-    """The family's row; AssertionError when it loads and does not compute or train what it should."""
+    """The family's row; AssertionError when it loads and does not compute or train correctly."""
     name = FAMILIES[family]
     try:
         with deadline(120), quiet():

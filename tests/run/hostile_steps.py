@@ -1,4 +1,4 @@
-"""Training steps beside one hostile sample, timed against the steps without one in the same run.
+"""Training steps with one hostile sample each, timed against the steps without one in the same run.
 
 `cases` is the section `steps` of benchmarks/fuzz.py. A step goes from one row of metrics to the next, so that it has in it
 whatever a sample costs: its worker, its sentence in the log, its records on disk. Left out is the processor time of the call
@@ -17,7 +17,7 @@ ROWS, SAMPLES = 4, 4  # of a step
 MOST = 2.0  # times the median of the steps without a hostile sample
 MAX_MB = 2.0  # in the run folder for one hostile sample: reward.max_result_kb and max_output_kb, and what says so
 _TRIES = 3  # a busy machine is no fault of a sample
-_STEPS = 12  # hostile ones of one run, with one beside each
+_STEPS = 12  # hostile steps of one run, each followed by an ordinary step
 _TEXT = 10**6  # characters in a large row, which each sample of its prompt gets
 
 KINDS = (
@@ -113,15 +113,15 @@ def cases(rng, count, folder):
 
 
 def steps_of(folder, model, kinds, rng):
-    """(kind, seconds over the median of the steps without one) of the step with each hostile sample, less what the call
-    itself computed, or of the step after it where that took longer."""
+    """(kind, seconds over the median of the ordinary steps) for each hostile sample. Seconds are of its step less the
+    processor time of the call itself, or of the step after it where that took longer."""
     folder.mkdir()
     (folder / "reward.py").write_text(FUNCTION + HOSTILE)
     order = [
         "",
         "",
         *(kind for each in kinds for kind in (each, "")),
-    ]  # the first step is slower, for reasons of its own
+    ]  # the first step is slower, for other reasons
     rows = [row(folder, step, place, kind, rng) for step, kind in enumerate(order) for place in range(ROWS)]
     (folder / "train.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
     assert train(load_config(keys(folder, model, len(order)))) == 0

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 DEVICE = torch.device("cuda", 0)
-# these take tensors of both devices: copies, and what is indexed by numbers from the host
+# these take tensors of both devices: copies, and indexing by indices from the host
 MAY_MIX = {"aten::copy_", "aten::_to_copy", "aten::index", "aten::index_put_", "aten::_index_put_impl_"}
 CALLS = {  # of torch.cuda
     "synchronize": lambda *args: None,
@@ -117,7 +117,7 @@ def run(func, args, kwargs):
     def back(x):
         if not isinstance(x, torch.Tensor):
             return x
-        return here[id(x)] if id(x) in here else OnGPU(x)  # what is written in place is given back as it was given
+        return here[id(x)] if id(x) in here else OnGPU(x)  # a tensor written in place is returned as the same object
 
     return tree_map(back, out)
 

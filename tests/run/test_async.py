@@ -99,14 +99,14 @@ def test_parts_of_a_response_are_made_by_newer_and_newer_weights(tiny_run, batch
 
 
 def test_generation_has_ended_whenever_something_trains(tiny_run, monkeypatch):
-    """The KV cache is freed then, and the training weights are seen to be what they were; also where the first batch is
+    """The KV cache is freed then, and the training weights are checked to be unchanged; also where the first batch is
     finished in the step that trains on it."""
     order = []
 
     def noted(owner, name, word):
         original = getattr(owner, name)
 
-        @functools.wraps(original)  # with what @register has noted
+        @functools.wraps(original)  # with the attributes that @register has set
         def call(self, *args, **kwargs):
             order.append(word)
             return original(self, *args, **kwargs)
@@ -296,7 +296,7 @@ def test_ages_count_versions():
 
 
 def test_a_slow_rollout_changes_no_sample(tiny_run, monkeypatch):
-    """Answers that come late, as from devices of their own: the same samples train in the same steps."""
+    """Answers that come late, as from separate devices: the same samples train in the same steps."""
     at_once = tiny_run(f"{PREFETCH}=2", PARTIAL, STEPS, folder="at once")
 
     class Later(Finished):

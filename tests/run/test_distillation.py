@@ -83,7 +83,7 @@ def test_task_rewards_and_distance_add_up(distill, tiny_run):
 
 
 def test_policy_gradient_is_the_loss_of_the_distance_as_advantage(distill):
-    """On policy at ratio 1 the loss is the mean of k1. Its gradient is not that of k1, whose expectation is 0."""
+    """On policy at ratio 1 the loss is the mean of k1. Its gradient differs from k1's gradient, whose expectation is 0."""
     row = distill(f"{LOSS}.loss_mode=k1", f"{LOSS}.use_policy_gradient=True", *ALONE).training_rows()[0]
     assert row["actor/loss"] == pytest.approx(row["distillation/loss"], rel=1e-5)
     assert row["actor/grad_norm"] > 1e-3
@@ -140,7 +140,7 @@ def test_each_row_has_the_teacher_of_its_source(distill, sources, teachers, tiny
 
 @pytest.mark.parametrize("own", [True, False], ids=["own reward", "built-in"])
 def test_rows_need_no_reference_answer(distill, tiny_task, tmp_path, own):
-    """A teacher alone trains on prompts. A reward function of the user's is asked all the same; no built-in one is."""
+    """A teacher by itself trains on prompts. The user's reward function is still called; a built-in one is not."""
     file = tmp_path / "prompts.jsonl"
     prompts = [json.loads(line)["prompt"] for line in (tiny_task / "train.jsonl").read_text().splitlines()]
     file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))

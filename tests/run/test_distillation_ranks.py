@@ -1,4 +1,4 @@
-"""Distillation on two ranks: losses and gradient norms are those of one process, with the teacher divided as the student is."""
+"""Distillation on two ranks: losses and gradient norms equal one process's; the teacher is divided like the student."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The buffer that users name: sizes, ages, priorities, replays, and a process of its own."""
+"""The buffer that users name: sizes, ages, priorities, replays, and a separate process."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""Loss and gradient norm of ten steps of GKD on given responses equal those of TRL's GKDTrainer."""
+"""Loss and gradient norm of ten steps of GKD on given responses equal the values of TRL's GKDTrainer."""
 
 import json
 import subprocess

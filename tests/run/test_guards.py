@@ -1,4 +1,4 @@
-"""Numbers that go wrong, injected into a tiny run: every guard with every action, and what the run does then."""
+"""Wrong numbers injected into a tiny run: every guard with every action, and the run's reaction."""
 
 import functools
 import json
@@ -32,7 +32,7 @@ from verl.tracking.spans import Spans
 pytestmark = pytest.mark.seed("F7")
 
 # Two optimizer steps a batch: old log-probs are then the sampler's. A reference policy, a schedule, and a controller that an
-# abandoned step must leave alone.
+# abandoned step must not change.
 SETTINGS = (
     "actor_rollout_ref.actor.ppo_mini_batch_size=2",
     "actor_rollout_ref.actor.use_kl_loss=True",
@@ -45,7 +45,7 @@ SETTINGS = (
 
 
 class Bench:
-    """One set of roles; each step may have guards of its own."""
+    """One set of roles; each step may have separate guards."""
 
     def __init__(self, overrides, folder):
         self.config = load_config(overrides).config
@@ -67,7 +67,7 @@ class Bench:
         return self.program.step(self.num_steps)
 
     def holds(self):
-        """Everything that a step which is left out must leave alone, as bytes and numbers."""
+        """All state that a skipped step must not change, as bytes and numbers."""
         state = self.actor.engine.state()
         tensors = {**state.model, **{f"optimizer/{k}": v for k, v in state.optimizer.items()}}
         return {
@@ -97,10 +97,10 @@ def bench(tiny_llama, tiny_task, tmp_path_factory):
 
 
 def after(monkeypatch, owner, name, change):
-    """`change(result)` on what the method returns."""
+    """Apply `change(result)` to the method's result."""
     original = getattr(owner, name)
 
-    @functools.wraps(original)  # with what @register has noted
+    @functools.wraps(original)  # with the attributes that @register has set
     def call(*args, **kwargs):
         result = original(*args, **kwargs)
         return change(result) or result
@@ -109,7 +109,7 @@ def after(monkeypatch, owner, name, change):
 
 
 def after_reference(monkeypatch, change):
-    """`change(columns)` on what the reference policy computes."""
+    """Apply `change(columns)` to the columns that the reference policy computes."""
     after(
         monkeypatch, ModelRole, "forward", lambda found: change(found) if "ref_log_prob" in found.batch.keys() else None
     )
@@ -156,7 +156,7 @@ def break_loss(monkeypatch):
     after(monkeypatch, PolicyObjective, "__call__", lambda found: (found[0] * math.nan, found[1]))
 
 
-# what is injected -> (guard, its limit, how, words of the sentence)
+# injected fault -> (guard, its limit, how, words of the sentence)
 CASES = {
     "reward": ("nonfinite", None, lambda b, m: after(m, RewardWorker, "collect", put("token_level_scores", math.nan)),
                r"token_level_scores is not finite \(nan\) in the batch, 1 sample \(prompt \d+ sample 1: nan\)"),
@@ -348,7 +348,7 @@ def test_a_run_goes_back_and_on_with_other_prompts(tiny_run, monkeypatch):
     run = tiny_run(*settings)
     rows = run.training_rows()
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    # step 4 failed on prompts 12 to 15; steps 3 and 4 were taken again, on those that follow
+    # step 4 failed on prompts 12 to 15; steps 3 and 4 were taken again, on the prompts that follow
     assert [row["training/next_ordinal"] for row in rows] == [4, 8, 20, 24]
     assert [row["training/weight_version"] for row in rows] == [1, 2, 3, 4]
     (alarm,) = alarms(run.folder)
@@ -397,8 +397,8 @@ def test_rollback_needs_samples_of_now(tiny_overrides):
 
 @pytest.mark.slow
 def test_two_ranks_refuse_the_same_steps(tiny_overrides, tiny_llama, tmp_path):
-    """`python -m pytest tests/run/test_guards.py -m slow`: every step is refused by a limit that nothing keeps; the weights
-    of two ranks, which hold half of them each, are those of the beginning."""
+    """`python -m pytest tests/run/test_guards.py -m slow`: a limit that no step can keep refuses every step. The weights
+    of two ranks, which hold half of them each, stay as at the beginning."""
     changes = (
         f"trainer.default_local_dir={tmp_path / 'run'}",
         "trainer.n_gpus_per_node=2",

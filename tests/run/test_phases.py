@@ -155,7 +155,7 @@ def test_a_change_without_the_switch_is_refused(tiny_run):
 
 
 def test_stale_samples_stop_the_run(tiny_run, monkeypatch):
-    """An engine that continues under its old version: nothing trains on what it makes."""
+    """An engine that continues under its old version: nothing trains on its samples."""
     set_weights = RolloutWorker.set_weights
 
     def forgets(self, version, weights=None):

@@ -1,4 +1,4 @@
-"""Whole runs on a GPU that is played: nothing mixes what is on it with what is on the host. Slow, and needs g++.
+"""Whole runs on a simulated GPU: no operation mixes its tensors with tensors on the host. Slow, and needs g++.
 
 python -m pytest -m slow tests/run/test_played_gpu.py
 """

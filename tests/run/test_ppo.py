@@ -238,7 +238,7 @@ def test_validation_metrics_and_val_only(tiny_run):
     assert "val/greedy" in first
     assert any(k.startswith("val-core/letters/") and k.endswith("mean@4") for k in first)
     before = run.rows
-    tiny_run(*val, "trainer.val_only=True")  # into the folder of the run, whose rows it leaves alone
+    tiny_run(*val, "trainer.val_only=True")  # into the folder of the run, whose rows it does not change
     assert run.rows == before
     assert Run(run.folder / "eval").rows[0]["val/reward"] == first["val/reward"]
 

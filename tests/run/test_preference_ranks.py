@@ -1,5 +1,5 @@
-"""Preference optimization and reward models on two ranks: losses and validation are those of one process, whatever the
-arrangement."""
+"""Preference optimization and reward models on two ranks: losses and validation equal the values of one process in
+every arrangement."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Loss, rewards, gradient norm and the other metrics of ten steps equal those of TRL's trainers on the same batches."""
+"""Loss, rewards, gradient norm and the other metrics of ten steps equal TRL's trainers' on the same batches."""
 
 import json
 

@@ -12,7 +12,7 @@ from verl.programs.rejection import RejectionSampling
 
 SETTINGS = (
     "algorithm.program=rejection_sampling",
-    "actor_rollout_ref.rollout.temperature=0.7",  # a likelihood is that of the model all the same
+    "actor_rollout_ref.rollout.temperature=0.7",  # a likelihood is still the model's
     "rejection.truncated=True",  # a random model does not end its responses
 )
 

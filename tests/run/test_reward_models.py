@@ -1,4 +1,4 @@
-"""Training runs whose reward comes from a model: a classifier, a classifier beside a rule, a judge."""
+"""Training runs whose reward comes from a model: a classifier, a classifier with a rule, a judge."""
 
 import json
 import math
@@ -70,7 +70,7 @@ def test_a_judge_trains_a_policy(tiny_run, tmp_path, functions):
 
 
 def test_a_judge_at_a_service_trains_a_policy(tiny_run, functions):
-    """In text alone, four questions at a time; no folder of the judge."""
+    """Only text is exchanged, four questions at a time; the judge has no folder."""
 
     def chat(body):
         return {"choices": [{"message": {"content": "x" * (len(body["messages"][0]["content"]) % 7)}}]}

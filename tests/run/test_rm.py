@@ -254,8 +254,8 @@ def test_a_resumed_run_equals_the_unbroken_one(rm_run):
 
 class TestCheckpoint:
     def test_opens_with_transformers_and_rewards_a_policy(self, rm_run, rm_overrides, tiny_run, tiny_llama):
-        """From a language model without a head: the scores of training are those of transformers and of reinforcement
-        learning."""
+        """From a language model without a head: the scores of training equal transformers' scores and the scores in
+        reinforcement learning."""
         from transformers import AutoModelForSequenceClassification
 
         run = rm_run("sigmoid", f"model.path={tiny_llama}", "trainer.save_freq=5", "trainer.test_freq=5")

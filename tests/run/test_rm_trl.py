@@ -1,4 +1,4 @@
-"""Ten steps of a reward model equal those of TRL's RewardTrainer on the same pairs, both in float64.
+"""Ten steps of a reward model equal ten steps of TRL's RewardTrainer on the same pairs, both in float64.
 
 In float32 TRL's own losses differ from its float64 ones by up to 1.2e-5 within ten steps, since gradients are steep here.
 """
@@ -12,7 +12,7 @@ from tests.run.conftest import Run
 from tests.run.test_sft_trl import BATCH_SIZE, NUM_STEPS, words
 from tests.run.trl_oracle import trl_logs
 
-# TRL scores the last token of a rendering, and we that which ends the answer: here they are the same
+# TRL scores the last token of a rendering, and verl the token that ends the answer: here they are the same
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -33,7 +33,7 @@ def _messages(row):
     return {name: [{"role": role, "content": row[name].strip()}] for name, role in turns.items()}
 
 
-# name: rows, family, RewardConfig beside the common settings, our overrides
+# name: rows, family, RewardConfig in addition to the common settings, our overrides
 CASES = {
     f"texts {family}": ([{k: v for k, v in row.items() if k != "margin"} for row in TEXTS], family, {}, [])
     for family in ("llama", "qwen2")

@@ -9,7 +9,7 @@ import pytest
 from tests.forked import run_forked
 from tests.run.conftest import Run
 
-# what a user changes to run here: model, data, engine name, counts
+# the keys that a user changes to run here: model, data, engine name, counts
 HERE = {
     "data.train_batch_size": 8,
     "data.max_prompt_length": 64,

@@ -1,4 +1,4 @@
-"""Fine-tuning and reward models on two ranks: losses and validation are those of one process, whatever the arrangement."""
+"""Fine-tuning and reward models on two ranks: losses and validation equal a single process's in every arrangement."""
 
 import json
 import subprocess

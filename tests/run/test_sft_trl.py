@@ -1,4 +1,4 @@
-"""Loss, gradient norm and token accuracy of ten steps equal those of TRL's SFTTrainer on the same batches."""
+"""Loss, gradient norm and token accuracy of ten steps equal the values of TRL's SFTTrainer on the same batches."""
 
 import json
 
@@ -26,7 +26,7 @@ FORMATS = {
     ],
     "text": [{"text": words(i, i % 9 + 2)} for i in range(40)],
 }
-# name: rows, family, SFTConfig beside the common settings, our overrides
+# name: rows, family, SFTConfig in addition to the common settings, our overrides
 CASES = {
     f"{form} {family}": (form, family, {"assistant_only_loss": form == "messages"}, [])
     for form in FORMATS
@@ -55,7 +55,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Folders of tiny random models, with a template that marks what the assistant says."""
+    """Folders of tiny random models, with a template that marks the assistant's text."""
     folder = tmp_path_factory.mktemp("models")
     made = {family: make_tiny_model(folder / family, family) for family in ("llama", "qwen2")}
     (folder / "template.jinja").write_text(MARKED_CHATML)

@@ -1,4 +1,4 @@
-"""A requested stop: one that is met, and one whose run waits for something that does not end."""
+"""A requested stop: of a run that stops in time, and of a run that waits for something that does not end."""
 
 import json
 import os

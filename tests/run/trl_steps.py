@@ -56,7 +56,7 @@ def steps_of(case):
             train_dataset=Dataset.from_list(case["rows"]),
             processing_class=tokenizer,
         )
-        if case.get("in_float64"):  # TRL loads models in narrower dtypes alone
+        if case.get("in_float64"):  # TRL loads models only in narrower dtypes
             trainer.model.double()
         trainer.train()
         return [row for row in trainer.state.log_history if "grad_norm" in row]

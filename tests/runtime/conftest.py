@@ -65,7 +65,7 @@ def assert_same_weights(run, reference, step, rel, role="actor"):
 
 @pytest.fixture(scope="module", autouse=True)
 def wide(no_pictures):
-    """The runs of this process have the norms that those of ranks have, and draw nothing either."""
+    """Runs in this process use the same norms as runs on ranks, and leave out the picture too."""
     from tests.runtime import wide_norms
 
     with pytest.MonkeyPatch.context() as patch:

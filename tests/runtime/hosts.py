@@ -1,4 +1,4 @@
-"""Two hosts on one machine: each with a network, a name, processes and shared memory of its own, and files in common."""
+"""Two hosts on one machine, with separate networks, names, processes and shared memory, and with common files."""
 
 import os
 import shutil

@@ -34,8 +34,8 @@ def python(module, *arguments, env):
 
 
 class Ranks:
-    """`size` processes of `python -m module arguments...`, as a launcher would start them, without one: it would need longer
-    than the test. Leaving ends what is left of them. Forks are there at once, but have not the command line of the module."""
+    """`size` processes of `python -m module arguments...`, as a launcher starts them. A launcher would take longer than
+    the test. Leaving the block ends the remaining processes. Forks start at once, without the module's command line."""
 
     def __init__(self, size, module, *arguments, port=None, ranks=None, forked=True, **more):
         self.port = port or free_port()
@@ -113,13 +113,13 @@ def end_tree(pid):
 
 
 def family(*processes):
-    """These and what they have started, each as a psutil.Process, which is not another one that gets its id later."""
+    """These processes and their descendants, each a psutil.Process, which differs from a later process with its id."""
     members = [psutil.Process(process.pid) for process in processes]
     return [*members, *(child for member in members for child in member.children(recursive=True))]
 
 
 def still_there(members, grace_s=10.0):
-    """Those of a `family` that have not ended after `grace_s` seconds."""
+    """The processes of a `family` that have not ended after `grace_s` seconds."""
     until = time.monotonic() + grace_s
     while True:
         left = [p for p in members if _runs(p)]

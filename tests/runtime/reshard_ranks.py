@@ -1,7 +1,7 @@
-"""`python -m tests.runtime.reshard_ranks jobs.json`: training runs like those of several_runs.py, watched while new weights
-travel, and with something going wrong on the way where a job's "fault" says so.
+"""`python -m tests.runtime.reshard_ranks jobs.json`: training runs as in several_runs.py, watched during weight syncs.
+A job's "fault" injects an error into a weight sync.
 
-Each rank writes what it saw of a run to the file wire-RANK.json in the run's folder: {"plan": ..., "updates": [...]}.
+Each rank writes its observations of a run to wire-RANK.json in the run's folder: {"plan": ..., "updates": [...]}.
 """
 
 import json
@@ -32,7 +32,7 @@ NORM = "model.norm.weight"
 
 
 class Watched(update.PlannedUpdate):
-    """An update that notes what it sent, by its own count and by TRAFFIC."""
+    """An update that records the bytes it sent, by its own count and by TRAFFIC."""
 
     seen: list = []
     goes_on = False

@@ -1,6 +1,6 @@
 """`python -m tests.runtime.several_runs jobs.json`: training runs one after the other in one process or rank.
 
-A job is {"overrides": [...], "program": "ppo"}; started as several ranks, all do the same jobs, each at a port of its own.
+A job is {"overrides": [...], "program": "ppo"}. Several ranks all run the same jobs, each job at a separate port.
 One start of Python serves many runs.
 """
 

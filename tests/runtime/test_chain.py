@@ -91,7 +91,7 @@ def test_groups_of_a_run():
 
 
 def test_a_program_written_as_a_chain_is_the_program(tiny_run, tiny_overrides, tmp_path):
-    """With checkpoints, guards and metrics: those of `verl train`."""
+    """Checkpoints, guards and metrics equal `verl train`'s."""
     from verl.config import load_config
     from verl.run.host import train
 

@@ -1,5 +1,5 @@
-"""Two ranks that share an engine process: samples, figures and weights are those of a run in one process. vLLM is played by the
-native engine in a process of its own (tests/rollout/stand_in.py)."""
+"""Two ranks that share an engine process: samples, metrics and weights equal a single-process run's. The native engine
+in a separate process simulates vLLM (tests/rollout/stand_in.py)."""
 
 import json
 
@@ -33,7 +33,7 @@ def start(jobs, num_ranks, *changes, **more):
 
 
 def assert_equal(found, alone):
-    """Figures are not all comparable: the log-probs of an engine with weights of its own are computed again."""
+    """Not all metrics are comparable: the log-probs of an engine with separate weights are computed again."""
     ours, theirs = found.samples(), alone.samples()
     assert ours.keys() == theirs.keys()
     for name, rows in theirs.items():

@@ -1,4 +1,4 @@
-"""Whole runs with engines that need an extra, on several ranks: tokens, losses and weights are those of one process."""
+"""Whole runs with engines that need an extra, on several ranks: tokens, losses and weights equal a single process's."""
 
 import json
 from functools import cache
@@ -35,7 +35,7 @@ FOUR_LAYERS = {"num_hidden_layers": 4}
 
 
 def rows(library, num_ranks, family):
-    """Those that `family` can have."""
+    """The rows of ROWS that apply to `family`."""
     found = ROWS[library, num_ranks]
     return {name: keys for name, keys in found.items() if EXPERTS not in keys or family == "qwen3_moe"}
 

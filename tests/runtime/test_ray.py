@@ -1,4 +1,4 @@
-"""The program as a driver over actors: the same figures, roles on pools of their own, users' worker groups, faults."""
+"""The program as a driver over actors: the same metrics, roles on separate pools, users' worker groups, faults."""
 
 import json
 import os
@@ -46,9 +46,9 @@ APART = [
 
 @pytest.fixture(scope="module")
 def cluster():
-    """One cluster for the tests of this file; runs find it and leave it alone."""
+    """One cluster for the tests of this file; runs find it and do not stop it."""
     os.environ.update(RAY_AUTH_MODE="disabled", VERL_TEST_WIDE_NORMS="1")
-    for attempt in range(2):  # its start has a deadline of its own, which a busy machine can miss
+    for attempt in range(2):  # its start has a separate deadline, which a busy machine can miss
         try:
             ray.init(num_cpus=4, include_dashboard=False, logging_level="WARNING", log_to_driver=False)
             break
@@ -91,7 +91,7 @@ def test_ppo(driven, jobs, ppo_here, name, changes):
 
 @pytest.mark.slow
 def test_samples_made_ahead_on_devices_of_their_own(driven, jobs):
-    """Generation and scoring beside training: the same samples train in the same steps as in one process."""
+    """Generation and scoring during training: the same samples train in the same steps as in one process."""
     ahead = ["actor_rollout_ref.rollout.prefetch_num=2", "trainer.total_training_steps=5", "trainer.save_freq=5"]
     apart = ["trainer.n_gpus_per_node=2", "trainer.placement={actor:[0],rollout:[1],reward:[1]}"]
     run = train_here(jobs, "ahead_ray", *ahead, *apart, "ray_kwargs.ray_init.num_cpus=4")
@@ -233,7 +233,7 @@ def test_the_end_of_ray_ends_its_processes():
     ],
 )
 def test_a_process_is_killed_while_training(jobs, target, words):
-    """A driver with a cluster of its own says which process died, ends, and leaves nothing behind."""
+    """A driver with its own cluster reports which process died, ends, and leaves nothing behind."""
     changes = [*TWO, "trainer.total_training_steps=500", "trainer.test_freq=-1", "trainer.save_freq=-1"]
     jobs.add(f"killed_{target}", *changes, may_fail=True)
     folder = jobs.run(f"killed_{target}").folder

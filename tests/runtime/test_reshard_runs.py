@@ -1,9 +1,9 @@
-"""Runs whose weights travel by a plan: tokens and weights are those of a single process, and what goes wrong stops the run
+"""Runs whose weights travel by a plan: tokens and weights equal a single process's, and every fault stops the run
 before a sample of wrong weights trains.
 
 Faults, each in the second update of a run, on the second rank (reshard_ranks.py): a bit flipped, half a bucket lost, two
-tensors swapped, a tensor dropped by the engine or by the trainer, a stale version, other weights than those that were proved,
-and the death of the engine's process.
+tensors swapped, a tensor dropped by the engine or by the trainer, a stale version, other weights than the verified
+weights, and the death of the engine's process.
 """
 
 import json
@@ -108,7 +108,7 @@ def test_half_of_a_divided_copy_is_there_already(two_ranks):
 
 
 def test_experts_stay_where_they_are_trained(two_ranks):
-    """Halves of what is divided by columns travel, and of what both ranks hold: o_proj, norms of layers and heads, routers."""
+    """Halves of column-divided tensors (o_proj) travel, and of tensors on both ranks: norms of layers and heads, routers."""
     shared = 64 + 2 * (2 * 64 + 2 * 16 + 4 * 64)
     assert sum(seen["plan"] for seen in wire(two_ranks, "experts")) == 8 * (2 * 64 * 64 // 2 + shared)
 
@@ -132,12 +132,12 @@ def test_a_fault_stops_all_ranks_with_the_same_sentence(two_ranks, fault):
     assert all(word in first["error"] for word in FAULTS[fault]), first["error"]
     num_updates = 0 if fault == "hands_on_too_little" else 2
     assert [len(seen["updates"]) for seen in (first, second)] == [num_updates] * 2
-    # a step ends with its update: the first was good, what the second has made is not trained on
+    # a step ends with its update: the first was good, and samples after the second do not train
     assert steps(two_ranks, fault) == (1 if fault == "keeps_its_version" else 0)
 
 
 def test_an_engine_that_generated_with_other_weights(two_ranks):
-    """The digests of the update were right; they are compared with what the engine has once more before its samples train."""
+    """The digests of the update were right; they are compared with the engine's weights again before its samples train."""
     first, second = wire(two_ranks, "generates_with_others")
     assert "ModelError: After the weight sync, rank 1 does not hold" in first["error"]
     assert "Rank 1 failed in rollout.end_generation" in first["error"]

@@ -1,4 +1,4 @@
-"""Generation by groups of ranks that share one copy of the policy: tokens, losses and weights are those of a single process."""
+"""Generation by groups of ranks that share one rollout replica: tokens, losses and weights equal a single process's."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def odd(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory):
-    """A reward function that writes a byte per call into the file beside it."""
+    """A reward function that writes a byte per call into a file next to it."""
     folder = tmp_path_factory.mktemp("counted")
     (folder / "reward.py").write_text(
         REWARD.replace("compute_score", "_score")
@@ -45,7 +45,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 @pytest.fixture(scope="module")
 def alone(jobs, odd):
-    """Runs of a single process, whose sampler computes straight from the weights; that of a divided model calls modules."""
+    """Runs of a single process, whose sampler computes directly from the weights; a divided model's sampler calls modules."""
     return {"grpo": train_here(jobs, "grpo1"), "odd": train_here(jobs, "odd1", *odd)}
 
 

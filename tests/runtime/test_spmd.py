@@ -1,4 +1,4 @@
-"""Every rank runs the program: tokens, losses and weights are those of a single process, whatever the arrangement.
+"""Every rank runs the program: tokens, losses and weights equal a single process's in every arrangement.
 
 All runs on one number of ranks share one start of the processes, which costs more than a run.
 """
@@ -130,7 +130,7 @@ def test_four_ranks(four_ranks, alone, name, algorithm):
 
 
 def test_roles_on_ranks_of_their_own(two_ranks, alone):
-    """Weights travel from the rank that trains to the one that generates, scores are made on the other one."""
+    """Weights travel from the rank that trains to the rank that generates, scores are made on the other one."""
     assert_equal(two_ranks.run("split2"), alone["ppo"], "ppo")
 
 

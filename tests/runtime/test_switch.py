@@ -114,7 +114,7 @@ def test_a_weight_that_changed_meanwhile_stops_the_run(engine, check):
 
 
 def test_a_weight_in_float64_is_seen_to_change_too(tiny_llama):
-    """What is compared must be a copy, also where no number format changes on the way."""
+    """The compared weights must be a copy, also where no dtype changes on the way."""
     settings = {"model": ModelConfig(path=str(tiny_llama)), "optim": OptimConfig(), "head": "lm", "device": CPU}
     wide = LocalEngine(engine=FSDPConfig(dtype="float64"), total_steps=1, **settings)
     with pytest.raises(ModelError, match="changed during generation"):

@@ -1,4 +1,4 @@
-"""The peak of a switch: what was held beside everything else."""
+"""The peak of a switch: the memory held in addition to everything else."""
 
 import logging
 import mmap
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def switch(memory, held):
-    """One that holds `held` bytes for a while."""
+    """The metrics of a switch that holds `held` bytes for a while."""
     with memory.measuring():
         np.frombuffer(mmap.mmap(-1, held), dtype=np.uint8)[:] = 1  # fresh pages: the allocator may have kept others
     return memory.metrics()

@@ -1,9 +1,9 @@
-"""vLLM under several ranks, started by torchrun or by Ray: samples are those of the native engine in one process, and log-probs
-those of the trainer. Slow, needs vLLM.
+"""vLLM under several ranks, started by torchrun or by Ray. Samples equal the native engine's in one process, and
+log-probs equal the trainer's. Slow, needs vLLM.
 
     python -m pytest -m slow -p no:xdist tests/runtime/test_vllm_ranks.py
 
-Two ranks with a copy each, two that share one, in processes of its own (async) or in the ranks (sync), and two copies on four.
+Two ranks with a replica each or a shared one, in separate processes (async) or the ranks (sync); two replicas on four.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ def by_torchrun(jobs, num_ranks, mark):
 
 def by_ray(jobs, num_ranks, mark):
     env, file = environment(RAY_AUTH_MODE="disabled", VERL_TEST_MARK=mark), jobs.file()
-    for attempt in range(2):  # the start of Ray has a deadline of its own, which a busy machine can miss
+    for attempt in range(2):  # the start of Ray has a separate deadline, which a busy machine can miss
         driver = python("tests.runtime.several_runs", file, env=env)
         try:
             said = driver.communicate(timeout=540)[0]

@@ -1,6 +1,6 @@
 """An `external_lib` that adds the metric actor/peak_bytes: the most memory that an optimizer step holds on a rank."""
 
-import tests.runtime.wide_norms  # noqa: F401 - what the other runs import
+import tests.runtime.wide_norms  # noqa: F401 - the other runs import it too
 from tests.engines.memory import peak_bytes
 from verl.data_proto.metrics import Metric
 from verl.engines.fsdp import FSDPEngine

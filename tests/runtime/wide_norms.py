@@ -1,6 +1,6 @@
 """Norms of the tiny models' modules in float64 for float64 models: `actor_rollout_ref.model.external_lib` of runs.
 
-The modules round to float32 there, in an order that depends on the number of rows, which hides what a comparison is about.
+The modules round to float32 there, in an order that depends on the number of rows, which hides differences under comparison.
 """
 
 import os
@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
-SWITCH = "VERL_TEST_WIDE_NORMS"  # set in processes that serve one test alone
+SWITCH = "VERL_TEST_WIDE_NORMS"  # set in processes that serve only one test
 
 
 def normed(self, x):

@@ -17,7 +17,7 @@ SMALL = ["actor_rollout_ref.actor.fsdp_config.dtype=float32", "data.max_response
 
 @pytest.mark.seed("C4", "G8")
 def test_training_to_rollout_and_back(tiny_llama):
-    """manual_seed + set_rng_state: what is drawn during generation leaves training's numbers alone."""
+    """manual_seed + set_rng_state: sampling during generation does not change training's random numbers."""
     from verl.workers.sharding_manager.megatron_vllm import MegatronVLLMShardingManager
 
     with ActorRolloutRefWorker(str(tiny_llama), overrides=SMALL) as worker:

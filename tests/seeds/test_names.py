@@ -1,4 +1,4 @@
-"""Names that the seed documents write, and what they do here."""
+"""Names in the seed documents, and their effect here."""
 
 import ast
 import json
@@ -175,7 +175,7 @@ log.info("after")
 
 @pytest.mark.seed("B8")
 def test_the_implementation_that_runs_is_said(settings, tiny_llama, tmp_path, capsys, no_pictures):
-    """Every name of impl_backend is accepted, and the start says what computes."""
+    """Every name of impl_backend is accepted, and the start names the implementation that computes."""
     from verl.run.host import train
 
     task = letters_task.write_task(tmp_path)

@@ -1,4 +1,4 @@
-"""Damage to the files of a run folder, and what a run that resumes there, and `verl show`, make of it."""
+"""Damage to the files of a run folder, and the results of a resumed run and of `verl show`."""
 
 import io
 import json
@@ -121,7 +121,7 @@ def start(root: Path) -> Start:
 
 
 def _resume(root: Path) -> tuple:
-    """All that decides what a resumed run does: step, state, ledger, and the records that it keeps."""
+    """All inputs of a resumed run: step, state, ledger, and the records that it keeps."""
     with RunFolder(root) as folder:
         store = CheckpointStore(root)
         resume = Resume(
@@ -209,7 +209,7 @@ def swap(rng, root):
 
 
 def not_a_file(rng, root):
-    """Another thing in the place of a file, or of one that a run may make."""
+    """Replace a file, or a file that a run may make, by something else."""
     new = [
         "run.lock", "heartbeat.json", f"{NAME}-wal", f"{NAME}-journal", f"{NAME}-shm", f".{NAME}.tmp", "guards.jsonl",
         "summary.json", "samples/train/step_000009.jsonl", "logs/rank_1.log", "global_step_9", ".global_step_3.tmp-1",

@@ -108,7 +108,7 @@ def test_the_digest_is_of_the_content_and_not_of_the_pieces():
 
 
 def test_samples_end_in_the_order_of_their_prompts():
-    tracker = SampleTracker()  # one that writes nothing, as on ranks that follow
+    tracker = SampleTracker()  # writes nothing, as on ranks other than 0
     for ordinals in ([1], [0]):  # whatever arrives first
         issue(tracker, 1, ordinals)
         tracker.generate(1, [segment(ordinals[0], s) for s in (1, 0)])

@@ -23,7 +23,7 @@ class Crash(Exception):
 
 
 class Program:
-    """What the trainer does with its samples, over a folder: `ahead` batches are made before their turn, in parts."""
+    """The trainer's handling of its samples, over a folder: `ahead` batches are made before their turn, in parts."""
 
     def __init__(self, folder, ahead, save_every, order, crashes):
         self.path, self.ahead, self.save_every = folder / NAME, ahead, save_every

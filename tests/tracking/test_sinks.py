@@ -1,4 +1,4 @@
-"""Trackers: one battery for all that can run here, fakes for the rest, and what the guard keeps away from the run."""
+"""Trackers: one suite for all that can run here, fakes for the rest, and the guard against failures and hangs."""
 
 import json
 import logging
