@@ -7,7 +7,7 @@ Each episode has `--turns` turns of `--tokens` tokens; a tool answers `--answer`
 turns in step: all episodes take a turn, then all tools are called at once, then the next turn, on the same engine. Both make
 the same tokens, which is checked. Occupancy: rows decoded by slots that there were, times the share of time in which the engine
 computed; the end of a run, when episodes run out, counts. Slots can be busy only where `--live` / `--slots` turns last longer
-than a turn and its tool. The last column is prompt tokens computed by those of the conversations' prompts and answers: 1 means
+than a turn and its tool. The last column is prompt tokens computed over prompt and answer tokens of the conversations: 1 means
 that each is computed once. Exit code 1: tokens differ.
 """
 

@@ -23,8 +23,8 @@ from workload import Workload
 
 ROLLOUT = "actor_rollout_ref.rollout"
 HERE = Path(__file__).resolve().parent
-_TOOL_TOKENS = 64  # room for the answer of a tool and what the template writes around it
-_PROMPT_EXTRA = 16  # what the template writes around a prompt
+_TOOL_TOKENS = 64  # for the answer of a tool and the tokens that the template writes around it
+_PROMPT_EXTRA = 16  # tokens that the template writes around a prompt
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -45,7 +45,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def overrides(options: argparse.Namespace, folder: Path) -> list[str]:
-    """The command line of `verl train` for the same episodes, beside verl_side's."""
+    """Overrides of `verl train` for the same episodes, in addition to verl_side's."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "chat.jinja").write_text(TEMPLATE)
     (folder / "loops.yaml").write_text("- name: fixed_turns\n  _target_: agents_turns.FixedTurns\n")

@@ -1,6 +1,6 @@
 """The environment that both sides of agents_peers.py play, in TRL's form: every turn of the model calls its one tool.
 
-Standard library only, since TRL's environment reads it too; agents_turns.py has what ours needs beside it.
+Imports only the standard library, since TRL's environment reads it too; agents_turns.py has the further parts of our side.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Library:
     """An episode. The public method is the tool."""
 
     def reset(self, **row: object) -> None:
-        """Begin; the prompt is that of the row."""
+        """Begin; the prompt is the row's prompt."""
 
     def look_up(self, query: str) -> str:
         """Look a word up.
@@ -37,7 +37,7 @@ class Library:
             query: the word
 
         Returns:
-            What it stands for.
+            The meaning of the word.
         """
         time.sleep(setting(LATENCY_S))
         return _ANSWER

@@ -10,7 +10,7 @@ from verl.cli.main import run_guarded
 def as_verb(function: Callable[[], object]) -> int:
     """Call `function` as the command line calls a verb; returns the exit code.
 
-    What the command line sets must be set before torch is imported, so `function` imports it, not its file.
+    The command line's settings must precede the import of torch, so `function` imports torch, not its file.
     """
 
     def run(arguments: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""Runs of `verl train` whose processes are killed at random moments, against a run of the same work that was left alone.
+"""Runs of `verl train` whose processes are killed at random moments, against an undisturbed run of the same work.
 
     python benchmarks/chaos.py --kills 100 --seed 1 --json chaos.json
     python benchmarks/chaos.py --kills 10 --runtimes local --kills-per-run 10
@@ -8,15 +8,15 @@
     python benchmarks/chaos.py --kills 12 --program preference     DPO; reward_model: a reward model
     python benchmarks/chaos.py --kills 0 --pressure 24     full disks and lack of memory, see chaos_pressure.py
 
-Each run gets several SIGKILLs; kinds of processes and moments are drawn from the seed (chaos_task.py), and one counts when it
-hit a living process. What comes back by itself is left to itself. Only when the first process of the command was killed, its
-supervisor or launcher, is the same command run again, as a person would; a command that ends with an error of its own has
-failed. At its end every run must have the files of the last checkpoint (weights, optimizer) of the run that was left alone,
-bit for bit, must have trained on the same multiset of samples, and must have left nothing behind. Exit code 1: one did not.
-Of agents, no result of a tool may be recorded twice, and only calls that a kill has cut may be made again.
+Each run gets several SIGKILLs; the seed determines their moments and kinds of processes (chaos_task.py). A kill counts when it
+hit a living process. Runs recover by themselves. Only when the first process of the command (its supervisor or launcher) was
+killed, the script runs the same command again, as a person would. A command that ends with its own error has failed. At the
+end every run must have the undisturbed run's last checkpoint (weights, optimizer), bit for bit, must have trained on the same
+multiset of samples, and must have left nothing behind. Exit code 1: a run did not.
+For agents, no result of a tool may be recorded twice, and only calls that a kill has cut may be made again.
 
-Time to recover is from the kill until the step in which it came is being taken again; work lost is the number of steps that
-were taken again. All runs are of a tiny model whose steps take a part of a second, so the time is that of starting.
+Time to recover is from the kill until the interrupted step is being taken again; work lost is the number of steps that were
+taken again. All runs train a tiny model whose steps take a fraction of a second, so recovery time is start-up time.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ def attack(
     task: Task, runtime: str, count: int, arguments: argparse.Namespace, kills: list[Kill], failures: list[str],
     pressed: bool = False,
 ) -> None:  # fmt: skip
-    """Runs of one runtime with `count` kills in all (`pressed`: by disk and memory), which are added to `kills`; what went
-    wrong is added to `failures`. Raises Lost when the run that is left alone does not end."""
+    """Runs of one runtime with `count` kills in all (`pressed`: by disk and memory). Adds the kills to `kills` and the errors
+    to `failures`. Raises Lost when the undisturbed run does not end."""
     if count == 0:
         return
     kind = PressedVictim if pressed else ScaledVictim if runtime == SCALED else Victim

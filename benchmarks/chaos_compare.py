@@ -1,4 +1,4 @@
-"""What two runs of the same work have left in their folders, compared: nothing may differ but times."""
+"""Comparison of the folders of two runs of the same work: only times may differ."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OF_A_RUN = ("manifest.json", "trainer_state.json", "ledger.sqlite")  # files in
 
 
 def differences(task: Task, ours: Path, theirs: Path) -> list[str]:
-    """In what the run folders `ours` and `theirs` differ."""
+    """Differences between the run folders `ours` and `theirs`."""
     wrong = []
     found, wanted = (checkpoint_digests(folder / f"global_step_{task.steps}") for folder in (ours, theirs))
     if names := sorted(n for n in found.keys() | wanted.keys() if found.get(n) != wanted.get(n)):
@@ -45,8 +45,8 @@ def differences(task: Task, ours: Path, theirs: Path) -> list[str]:
 
 
 def repeated_calls(ours: Path, theirs: Path, num_kills: int) -> list[str]:
-    """What the tools of `ours`, a run with so many kills, did otherwise than those of `theirs`. A result is recorded once. A
-    call that a kill cut before its result was recorded is made again; each of the two tool processes has at most one."""
+    """Differences between the tool calls of `ours`, a run with `num_kills` kills, and of `theirs`. A result is recorded once.
+    A call that a kill cut before its result was recorded is made again; each of the two tool processes has at most one."""
     found, wanted = (Counter((folder / CALLS).read_text().split()) for folder in (ours, theirs))
     wrong = [f"{(wanted - found).total()} calls of the tool were not made"] if wanted - found else []
     if (more := (found - wanted).total()) > 2 * num_kills:
@@ -63,7 +63,7 @@ def repeated_calls(ours: Path, theirs: Path, num_kills: int) -> list[str]:
 
 
 def idleness(task: Task, folder: Path) -> list[str]:
-    """Why the run folder is no measure for another: what it should have trained and has not."""
+    """Reasons why the run folder is no reference for another: samples or weights that should have trained and have not."""
     wrong = []
     expected = task.steps * (PROMPTS * SAMPLES if task.program.has_ledger else 1)
     if (count := trained_samples(task, folder).total()) != expected:

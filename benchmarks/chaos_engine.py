@@ -1,5 +1,5 @@
-"""The native engine in a process of its own, behind what the vLLM engine has there: the same calls, the same updates of the
-weights in buckets, the same ends of the process. So that engine processes can be killed where vLLM is not installed.
+"""The native engine in a separate process, in place of vLLM's: the same calls, the same bucketed weight updates and the same
+ends of the process. Engine processes can thus be killed where vLLM is not installed.
 
     actor_rollout_ref.rollout.name=benchmarks/chaos_engine.py:EngineOfItsOwn
 """
@@ -24,7 +24,7 @@ from verl.rollout.vllm.weights import Manifest
 
 
 class EngineOfItsOwn(VLLMRollout):
-    """See VLLMRollout; the engine has a process of its own on any plan of devices, made by another factory."""
+    """VLLMRollout with a separate engine process on any plan of devices, made by another factory."""
 
     factory = f"{__file__}:start"
 

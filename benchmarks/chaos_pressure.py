@@ -1,11 +1,11 @@
-"""Runs whose disk becomes full, or whose process gets no more memory, at random moments; afterwards there is room again.
+"""Runs whose disk becomes full, or whose process gets no more memory, at random moments; afterwards space is free again.
 
     python benchmarks/chaos.py --kills 0 --pressure 24
 
 The run folders are on a small file system in memory, mounted in a namespace that `unshare` makes; no root is needed. A full
-disk must end the run with a sentence, wherever it hits: in the ledger, the metrics, a save. Lack of memory is a limit of the
-address space of the process that trains (prlimit); one that lives on with what it has is killed some steps later, as the
-system would.
+disk must end the run with a sentence, wherever it hits: in the ledger, the metrics, a save. Lack of memory is a limit on the
+training process's address space (prlimit). A process that survives within the limit is killed some steps later, as the system
+would do.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from chaos_run import LIMIT_S, Kill, Lost, Victim, _Hit
 from chaos_task import PHASES, Moment, Task
 
 RUNTIME = "local"
-_INSIDE = "VERL_CHAOS_MOUNTS"  # set in the namespace with mounts of its own
+_INSIDE = "VERL_CHAOS_MOUNTS"  # set in the namespace with separate mounts
 _SIZE = "400m"  # of the file system; a save wants 64 MiB free
 _LEFT = (0, 0, 4096, 65536, 1 << 20)  # bytes free after filling
 _STEPS_WITHOUT_MEMORY = 3
@@ -41,7 +41,7 @@ def enter_own_mounts() -> None:
 
 
 def mount_small_disk(task: Task) -> None:
-    """Put the run folders of the task on a small file system of their own."""
+    """Put the run folders of the task on a separate small file system."""
     disk = task.folder / RUNTIME
     disk.mkdir(parents=True, exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_SIZE}", "verl-chaos", str(disk)], check=True)
@@ -109,7 +109,7 @@ class PressedVictim(Victim):
         return self._log.read_bytes()[self._said_before :].decode(errors="replace")
 
     def _place(self) -> str:
-        """Where the disk was full, from the sentence with which the run ended."""
+        """Place where the disk was full, from the sentence with which the run ended."""
         last = next((line for line in reversed(self._words().splitlines()) if line.startswith("verl ")), "")
         places = {"ledger": "ledger", "Checkpoint ": "save", ".jsonl": "metrics", "samples/": "samples"}
         return next((place for mark, place in places.items() if mark in last), "elsewhere")

@@ -23,7 +23,7 @@ from verl.parallel.child_processes import die_with
 from verl.tracking.heartbeat import Beat, read_beat
 
 _MARK = "VERL_CHAOS_RUN"  # in the environment of every process of a run
-_GONE_S = 10.0  # for its last processes to go, once it has ended, and for one that was killed
+_GONE_S = 10.0  # for the last processes of an ended run to exit, and for a killed process
 _LOOK_S = 0.0003  # between two looks at the heartbeat, while a phase of a millisecond is waited for
 LIMIT_S = 240.0  # for a run to come back, and to reach the next moment
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,7 +59,7 @@ class _Hit:
     beat: Beat
     phase: str
     early: bool
-    fatal: bool  # the first process of the command: what is below it dies with it, some moments later
+    fatal: bool  # the first process of the command: its descendants die with it, some moments later
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ class Family:
 
 
 class Victim:
-    """`verl train` in a run folder of its own, as often as it has to be started. `usual_s`: what `usual` says of a run that was
-    left alone."""
+    """`verl train` in a separate run folder, started as often as needed. `usual_s`: the result of `usual` for an undisturbed
+    run."""
 
     def __init__(self, task: Task, runtime: str, name: str, usual_s: dict[str, float] | None = None):
         self.task = task
@@ -133,7 +133,7 @@ class Victim:
         return [*self.task.keys, *RUNTIMES[self.runtime].keys, f"trainer.default_local_dir={self.folder}"]
 
     def launch(self, log: Path) -> Any:
-        """The first process of the command, with `pid` and `poll`; what it says goes to the end of `log`."""
+        """The first process of the command, with `pid` and `poll`; its output is appended to `log`."""
         how = RUNTIMES[self.runtime]
         warm = self.task.warm and not how.launcher
         module = [str(Path(__file__).with_name("chaos_warm.py"))] if warm else ["-m", self.task.program.module]
@@ -154,7 +154,7 @@ class Victim:
     # -- looking ------------------------------------------------------------------------------------------------------
 
     def beat(self) -> Beat | None:
-        """What the run does; None while no process of it that has begun is alive."""
+        """The current heartbeat of the run; None after its end and while its process is not alive."""
         beat = read_beat(self.folder)
         return beat if beat is not None and beat.phase != "ended" and psutil.pid_exists(beat.pid) else None
 
@@ -294,7 +294,7 @@ class Victim:
             beat = self.beat()
             if beat is None or (seen is not None and beat.pid != seen.pid):
                 return False
-            if moment.phase not in self.usual_s:  # "any", or one that this runtime has not
+            if moment.phase not in self.usual_s:  # "any", or a phase that this runtime lacks
                 return True
             if seen is not None and beat != seen and beat.phase == moment.phase:
                 return True
@@ -304,8 +304,8 @@ class Victim:
         return False
 
     def _come_back(self, hit: _Hit) -> _Back:
-        """Wait until the run is where it had come to. One that continues must take two more steps: what it lost may be noticed
-        late."""
+        """Wait until the run has reached its earlier step again. A run that was not restarted must take two more steps, since
+        it may notice a loss late."""
         before, at, until = hit.beat, 0.0, time.monotonic() + LIMIT_S
         reached, resumed = max(before.step, 1), None
         while self.process.poll() != 0:
@@ -327,8 +327,8 @@ class Victim:
         return "launcher" if RUNTIMES[self.runtime].launcher else "supervisor"
 
     def _go_on(self) -> None:
-        """Run the command again if its first process was killed, as a person would. Raises Lost when it has ended with an error
-        of its own."""
+        """Run the command again if its first process was killed, as a person would. Raises Lost when the command ended with
+        its own error."""
         code = self.process.poll()
         if code in (None, 0):
             return
@@ -358,7 +358,7 @@ class Victim:
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """End what is still there of the run."""
+        """End the remaining processes of the run."""
         for process in self.left_over():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -368,7 +368,7 @@ class Victim:
         return [p for p in psutil.process_iter() if _is_of(p, str(self.folder))]
 
     def left_in_the_end(self) -> list[str]:
-        """Commands of those that are still there some seconds after the end."""
+        """Commands of the processes that remain some seconds after the end."""
         until = time.monotonic() + _GONE_S
         while (left := self.left_over()) and time.monotonic() < until:
             time.sleep(0.1)

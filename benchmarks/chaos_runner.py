@@ -1,4 +1,4 @@
-"""A program behind the endpoint, for agents under attack: three turns and a reward. It imports the standard library alone."""
+"""A program behind the endpoint, for agents under attack: three turns and a reward. It imports only the standard library."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     python benchmarks/chaos.py --runtimes ray-scaled --kills 12 --kills-per-run 12
 
-Sizes of rollout and reward are drawn from the seed and asked for as `verl scale` does. Then a process that was added is killed,
+The seed determines the sizes of rollout and reward, which are requested as `verl scale` does. Then an added process is killed,
 while it starts or at work, or the driver.
 """
 

@@ -1,4 +1,4 @@
-"""What is attacked: a small run of a program on each runtime, and when and what of it is to be killed."""
+"""Targets of the attacks: a small run of a program on each runtime, and the processes and moments to kill."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _TOOLS = Path(__file__).with_name("chaos_tools.py")
 _RUNNER = Path(__file__).with_name("chaos_runner.py")
 _ROLLOUT = "actor_rollout_ref.rollout"
 _LONGER = ("data.max_response_length=96", f"{_ROLLOUT}.stop_token_ids={list(range(80))}")  # turns of some tokens each
-# scores are computed in the process of the run, so that all processes beside it are those of tools
+# scores are computed in the process of the run, so that all other processes belong to tools
 _AGENTS = (
     *_LONGER,
     "reward.debug=True",
@@ -139,7 +139,7 @@ PROGRAMS = {
 
 @dataclass(frozen=True)
 class Task:
-    """What all runs of a session share."""
+    """Settings that all runs of a session share."""
 
     folder: Path
     model: Path
@@ -242,14 +242,14 @@ def plan(
     phases: Sequence[str] | None = None,
     early: float | None = None,
 ) -> list[Moment]:
-    """`count` kills, those while the run comes back among them, in step after step. `phases`: those of a step in which to
-    kill (None: all of the program). `early`: the probability that a kill comes before the first checkpoint, and the others come
-    after it (None: wherever their step is)."""
+    """`count` kills in step after step, kills during recovery included. `phases`: the phases of a step in which to kill (None:
+    all of the program). `early`: the probability that a kill comes before the first checkpoint; all others come after it
+    (None: wherever their step is)."""
     choices = [t for t in RUNTIMES[runtime].targets if targets is None or t in targets]
     if not program.has_ledger:
         choices = [target for target in choices if target != "reward worker"]
     found: list[Moment] = []
-    # a step of its own for each: the supervisor takes two ends in one step for a fault of the run
+    # a separate step for each: the supervisor takes two ends in one step for a fault of the run
     num_early = min(SAVE_FREQ - 1, sum(rng.random() < early for _ in range(count))) if early is not None else count
     while count > 0:
         again = rng.random() if count > 1 and rng.random() < _AGAIN else None

@@ -1,4 +1,4 @@
-"""A tool with a side effect, for agents under attack: it writes a line to calls.txt in the run folder at the end of each call.
+"""A tool with a side effect, for agents under attack: it appends a line to the run folder's calls.txt after each call.
 Every turn of the model is taken for a call, since a tiny random model writes none."""
 
 from __future__ import annotations

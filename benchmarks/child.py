@@ -28,7 +28,7 @@ class Channel:
     def __init__(self) -> None:
         die_with_parent()
         self._replies = os.fdopen(int(os.environ["REPLY_FD"]), "w", encoding="utf-8")
-        self._cpu_before_s = 0.0  # processor time when the command came: what was spent since the last answer
+        self._cpu_before_s = 0.0  # processor time when the command came, spent since the last answer
 
     def commands(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """(name, arguments) of each command, until the parent says `quit` or is gone."""
@@ -57,7 +57,7 @@ class Channel:
 
 
 def serve(handlers: dict[str, Handler]) -> None:
-    """Answer commands with the functions of their names until told to quit."""
+    """Answer commands with the functions of their names until the command to quit."""
     channel = Channel()
     for name, arguments in channel.commands():
         try:

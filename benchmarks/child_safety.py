@@ -17,7 +17,7 @@ from child import run_held
 from workload import Workload
 
 PARTS = ("ledger", "guards", "heartbeat", "determinism")
-# limits that no healthy run reaches: what is measured is the looking
+# limits that no healthy run reaches: the checks are measured
 LIMITS = {"grad_norm": 1e9, "policy_kl": 1e9, "ratio": 1e9, "entropy": 1e-9, "mismatch": 2.0}
 _WRITER = "ledger"  # name of the thread that writes the file
 _SAME = ("actor/grad_norm", "critic/score/mean", "perf/total_num_tokens", "training/next_ordinal")
@@ -48,7 +48,7 @@ class Account:
         self._written_s = _processor_seconds(_WRITER)
 
     def take(self) -> dict[str, float]:
-        """By part, since `begin`; "ledger's thread" is beside the step, not in it."""
+        """Seconds of each part since `begin`; "ledger's thread" runs parallel to the step, not in it."""
         return {**self._seconds, "ledger's thread": _processor_seconds(_WRITER) - self._written_s}
 
     def _clocked(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,7 +67,7 @@ class Account:
 
 
 def functions() -> Iterator[tuple[str, Any, str]]:
-    """(part, where it is, name) of what a step calls of the ledger, the guards and the heartbeat."""
+    """(part, owner, name) of the functions that a step calls in the ledger, the guards and the heartbeat."""
     from verl.engines import base
     from verl.programs import collect
     from verl.programs import ppo as program
@@ -148,7 +148,7 @@ def _proof(metrics: Path) -> dict[str, Any]:
     return {name: row[name] for name in _SAME}
 
 
-# -- what a side is without
+# -- parts that a side lacks
 
 
 def _no_ledger(stack: ExitStack) -> None:

@@ -53,7 +53,7 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 
 
 class Gate(TrainerCallback):
-    """Holds the trainer's loop until the parent wants a step, and answers with what the step took."""
+    """Holds the trainer's loop until the parent wants a step, and answers with the step's cost."""
 
     def __init__(self, channel: Channel, timed: TimedTrainer):
         self.channel, self.timed = channel, timed
@@ -97,7 +97,7 @@ class TimedTrainer:
         )
 
     def take(self, step_s: float) -> dict[str, Any]:
-        """The figures of the step that has just ended."""
+        """The measurements of the step that has just ended."""
         seconds, self.seconds = self.seconds, {}
         train_s = step_s - seconds["collect_s"]
         return {

@@ -23,7 +23,7 @@ class TimedAgents(child_trl.TimedTrainer):
     def _make(self, work: Workload, micro_batch: int, settings: dict[str, Any], folder: str) -> GRPOTrainer:
         tokenizer = AutoTokenizer.from_pretrained(work.model, padding_side="left")
         tokenizer.chat_template = TEMPLATE
-        tokenizer.response_schema = {"type": "object"}  # TRL knows none for this template; what it would read is below
+        tokenizer.response_schema = {"type": "object"}  # TRL knows none for this template; its parser is replaced below
 
         def parse_response(ids: list[int], **_: Any) -> dict[str, Any]:
             call = {"type": "function", "function": {"name": TOOL, "arguments": dict(ARGUMENTS)}}

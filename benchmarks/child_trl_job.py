@@ -126,7 +126,7 @@ class TRLSide:
         return answer["scores"]
 
     def take(self, step_s: float) -> dict[str, Any]:
-        """The figures of the step that has just ended."""
+        """The measurements of the step that has just ended."""
         return {
             "step_s": step_s,
             "train_reward": sum(self.rewards) / len(self.rewards),

@@ -1,4 +1,4 @@
-"""The measured process of our side: builds the run once, then takes a step or generates when told to."""
+"""The measured process of our side: builds the run once, then takes a step or generates on command."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class VerlChild:
         return self.side
 
     def nothing(self) -> dict[str, Any]:
-        """What the process costs before it has a model."""
-        import verl_side  # noqa: F401 - the libraries are what is measured
+        """Cost of the process before it has a model."""
+        import verl_side  # noqa: F401 - the cost of the libraries is measured
 
         return {}
 

@@ -1,5 +1,5 @@
 """The measured process of our side in sft_cpu.py and preference_cpu.py: builds the run of a program on given rows once, then
-takes a step when told to."""
+takes a step on command."""
 
 from __future__ import annotations
 

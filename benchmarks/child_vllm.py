@@ -1,4 +1,4 @@
-"""The measured process of vLLM's CPU build, at its best settings: an engine process of its own, bound to every core, eager.
+"""The measured process of vLLM's CPU build, at its best settings: a separate engine process, bound to every core, eager.
 
 Runs in vLLM's own environment, where verl is not installed.
 """

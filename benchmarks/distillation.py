@@ -3,8 +3,8 @@
     make train                              # the teacher: work/runs/grpo_smollm2
     python benchmarks/distillation.py       # one student per row of STUDENTS, 20 steps each
 
-Every student starts from the teacher's start and samples the prompts of other seeds. Rewards are computed for the report
-alone. The GRPO run's own validations are the teacher's row.
+Every student starts from the teacher's start and samples the prompts of other seeds. Rewards are computed only for the
+report. The GRPO run's own validations are the teacher's row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from peer_env import ROOT
 
 LOSS = "distillation.distillation_loss"
-_NO_JSD = f"{LOSS}.jsd_beta=0.5"  # the default: a key that acts only on jsd is refused beside other losses
+_NO_JSD = f"{LOSS}.jsd_beta=0.5"  # the default: a key that acts only on jsd is refused with other losses
 STUDENTS = {
     "reverse KL, top 32": [],
     "forward KL, top 32": [f"{LOSS}.loss_mode=forward_kl_topk", _NO_JSD],

@@ -1,8 +1,8 @@
 """Arithmetic that a dense decoder needs: floating-point operations (a multiply-add is two) and bytes, from its config.
 
-Counted is what the mathematics asks for, not what an implementation does: a shared prompt once, attention only to the
-tokens that are seen, logits only where a token is drawn or trained. Norms, activations, softmax and the optimizer are left
-out (below 1% for the models measured here).
+The counts follow the mathematics, not an implementation: a shared prompt once, attention only to visible tokens, logits
+only where a token is sampled or trained. Norms, activations, softmax and the optimizer are left out (below 1% for the
+models measured here).
 """
 
 from __future__ import annotations

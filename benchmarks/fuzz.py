@@ -1,12 +1,12 @@
-"""Invalid and hostile input without end: counts of what becomes of it, and an error for what must not be.
+"""Invalid and hostile input without end: counts of the outcomes, and an error for an outcome that must not occur.
 
     python benchmarks/fuzz.py                      every section, at full size
     python benchmarks/fuzz.py keys --count 100000  single-character edits at random instead of all of them
     python benchmarks/fuzz.py rows texts --count 100000 --seed 7
 
-A section is a function `cases(rng, count, folder)` beside the tests that run a part of it. It yields (kind of input, outcome),
-and raises AssertionError for an outcome that must not be. Whatever raises something else than an error of verl ends the script
-with its traceback, the number of the case and the seed.
+A section is a function `cases(rng, count, folder)` next to the tests that run a part of it. It yields (kind of input, outcome),
+and raises AssertionError for an outcome that must not occur. Any exception that is not an error of verl ends the script with
+its traceback, the number of the case and the seed.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def of_the_work(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """In what a run differs from its recording. New metrics are no difference; lost ones are."""
+    """Differences of a run from its recording. New metrics are no difference; lost metrics are."""
     wrong = []
     for step, metrics in recorded["metrics"].items():
         now = found["metrics"].get(step, {})

@@ -1,21 +1,21 @@
-"""The three dimensions of `use_3d_hybrid`, each alone and all together, against plain FSDP: time, communication, memory.
+"""The three dimensions of `use_3d_hybrid`, each by itself and all together, against plain FSDP: time, communication, memory.
 
     python benchmarks/hybrid_3d.py                          # minutes on two idle cores
     python benchmarks/hybrid_3d.py --hidden 512 --tokens 256 --rounds 7 --json out.json
     python benchmarks/hybrid_3d.py --ranks 4 --tokens 1024 --chunk-size 512 --hidden 128 --layers 4   # seed 000's lengths
 
 Processes of one thread each on gloo, with the real training engine (a random Llama, float32) and the same rows for every side.
-The sides take turns; figures are medians over the rounds, after one to warm up:
+The sides take turns; results are medians over the rounds, after a warm-up round:
 
 - step: seconds of an optimizer step (all micro-batches, gradients, AdamW) of the slower rank.
 - sent: bytes that leave a rank for gathers of parameters and sums of gradients.
 - waits: seconds in which a rank waits for these exchanges, and their share of the step.
-- hidden: share of a side's own exchange that no rank waits for, 1 - waits / exchange. The exchange is what its bytes take with
-  nothing to hide behind, at the rate of plain FSDP. 0 where nothing overlaps, which is what gloo gives: its calls return when
-  they are done. Computing alone is the same step of each rank with whole parameters and without any exchange.
-- peak: most memory that tensors of a step take beyond what lies there between steps, by their allocations, on the larger rank.
+- hidden: share of a side's own exchange that no rank waits for, 1 - waits / exchange. The exchange is the time of its bytes
+  without overlap, at the rate of plain FSDP. The share is 0 where nothing overlaps, as on gloo, whose calls return when they
+  are done. "Computing alone" is the same step of each rank with whole parameters and without any exchange.
+- peak: most memory that tensors of a step allocate in addition to the memory held between steps, on the larger rank.
 
-Exit code 1: a side's loss is not that of plain FSDP to 1e-5.
+Exit code 1: a side's loss differs from the loss of plain FSDP by more than 1e-5.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def launch(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """What each rank found."""
+    """Run all ranks; returns the result of each."""
     from verl.models.tiny import make_tiny_model
     from verl.parallel.collectives import free_port
 
@@ -155,7 +155,7 @@ def serve(rank: int, port: int, model: str, arguments: argparse.Namespace, folde
 
 
 def build(model: str, keys: dict[str, Any] | None) -> Any:
-    """The engine of a side; None: of one rank alone."""
+    """The engine of a side; None: of a single rank."""
     import torch
 
     from verl.config import FSDPConfig, ModelConfig, OptimConfig
@@ -168,7 +168,7 @@ def build(model: str, keys: dict[str, Any] | None) -> Any:
 
 
 def rows(arguments: argparse.Namespace, seed: int) -> Any:
-    """A step's rows of this rank: prompts of their own, each with a response, together as long as a micro-batch."""
+    """A step's rows of this rank: distinct prompts, each with a response, together as long as a micro-batch."""
     import torch
 
     from verl.data_proto.proto import DataProto
@@ -209,7 +209,7 @@ def timed(engine: Any, batch: Any, max_tokens: int) -> dict[str, float]:
 
 
 def peak_bytes(run: Any) -> int:
-    """The most that tensors take beyond what was there, by their allocations."""
+    """Peak bytes of tensors above the starting level, by their allocations."""
     import torch
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:

@@ -1,4 +1,4 @@
-"""What this machine can do at best: matrix products at given shapes, and memory read and copied."""
+"""Best rates of this machine: matrix products at given shapes, and memory read and copied."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STREAM_BYTES = 1 << 29  # far beyond any cache
 
 
 def seconds_of(function: Callable[[], object]) -> float:
-    """Median seconds of a call, after one that does not count, over at least MIN_RUNS calls and MIN_SECONDS."""
+    """Median seconds of a call over at least MIN_RUNS calls and MIN_SECONDS, after a call to warm up."""
     function()
     times: list[float] = []
     while len(times) < MIN_RUNS or sum(times) < MIN_SECONDS:
@@ -36,7 +36,7 @@ def square_rate(dtype: torch.dtype, size: int = 2048) -> float:
 
 @dataclass(frozen=True)
 class ProductSet:
-    """A sequence of matrix products [rows, inputs] x [inputs, outputs], each with weights of its own, so that weights come
+    """A sequence of matrix products [rows, inputs] x [inputs, outputs], each with its own weights, so that weights come
     from memory as they do in a model."""
 
     rows: int

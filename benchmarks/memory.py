@@ -1,4 +1,4 @@
-"""Peak memory of a GRPO step of ours against what it must hold, and against TRL's.
+"""Peak memory of our GRPO step against a lower bound, and against TRL's step.
 
     python benchmarks/memory.py
     python benchmarks/memory.py --peer shipped best --json figures.json

@@ -1,10 +1,10 @@
-"""The page about runs: 100,000 samples, and what a load on it does to a run beside it.
+"""The page about runs: its speed with 100,000 samples, and the effect of a load on a run on the same machine.
 
     python benchmarks/page.py samples                      # a run folder of 400 steps x 250 samples of 200 tokens, and its page
     python benchmarks/page.py samples --steps 1            # all of them in one file
     python benchmarks/page.py load --model FOLDER          # whole runs of verl train, 30 s with and 30 s without load in turn
 
-`samples` writes the folder (about 2 GB, removed at the end), starts `python -m verl.page` beside it with an empty cache, and
+`samples` writes the folder (about 2 GB, removed at the end), starts `python -m verl.page` for it with an empty cache, and
 takes times over HTTP as a browser would see them: the first row of the newest step, and of the list of samples, while nothing
 is indexed; until the index is complete; and searches, three times each, the slowest counts. Exit code 1: a first row above
 1 s, or a search above 0.3 s.
@@ -44,7 +44,7 @@ ROW_LIMIT_S, SEARCH_LIMIT_S = 1.0, 0.3
 _DEADLINE_S = 900.0
 _END_LIMIT_S = 60.0
 _DOCS = Path(__file__).resolve().parents[1] / "docs"
-_ERROR_OF_A_MEDIAN = math.sqrt(math.pi / 2)  # times that of the mean
+_ERROR_OF_A_MEDIAN = math.sqrt(math.pi / 2)  # times the error of the mean
 SEARCHES = {
     "a frequent word": "q=memory",
     "a frequent word, lowest score first": "q=memory&sort=score",
@@ -90,7 +90,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def write_run(folder: Path, num: int, steps: int, tokens: int, group: int = 10) -> int:
     """A run folder with `num` samples, `group` of each prompt, in `steps` files; its bytes.
 
-    Words are those of the documentation, so texts have its frequencies; a row has the columns of a GRPO run.
+    Words come from the documentation, so texts have its frequencies; a row has the columns of a GRPO run.
     """
     words = re.findall(r"[\w'`.,-]+", " ".join(p.read_text(encoding="utf-8") for p in sorted(_DOCS.glob("*.md"))))
     draw, size = random.Random(0), 0
@@ -221,7 +221,7 @@ def _slowest(client: Client, path: str) -> tuple[float, int]:
     return max(times), hits
 
 
-# -- a load beside a run -------------------------------------------------------------------------------------------------
+# -- a load during a run -------------------------------------------------------------------------------------------------
 
 
 def measure_load(arguments: argparse.Namespace, scratch: Path) -> Report:
@@ -352,7 +352,7 @@ def load_report(arguments: argparse.Namespace, windows: Sequence[Window], steps:
 
 
 def ratio_of(ours: Sequence[float], base: Sequence[float]) -> tuple[float, float]:
-    """Ratio of the medians, and twice its standard error (that of medians of normally distributed values)."""
+    """Ratio of the medians, and twice its standard error (for medians of normally distributed values)."""
     found = statistics.median(ours) / statistics.median(base)
     spreads = [statistics.stdev(side) / statistics.median(side) / math.sqrt(len(side)) for side in (ours, base)]
     return found, 2 * found * _ERROR_OF_A_MEDIAN * math.hypot(*spreads)

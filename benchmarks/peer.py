@@ -1,4 +1,4 @@
-"""The parent's side of measured processes: started with an environment of their own, asked one at a time, ended surely."""
+"""The parent's side of measured processes: started in a separate environment, asked one at a time, ended surely."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ USAGE = ("cpu_before_s", "cpu_s", "peak_rss_bytes", "children_peak_rss_bytes")  
 
 
 class PeerFailed(RuntimeError):
-    """A measured process said that it failed, died, or did not answer in time."""
+    """A measured process reported a failure, died, or did not answer in time."""
 
 
 class Peer:
@@ -46,8 +46,8 @@ class Peer:
     ):
         self.name, self.log = name, log
         self.idle_share = 0.0  # processor seconds per second of waiting, the worst of all waits
-        self.bare: dict[str, Any] = {}  # what the process used with its libraries and no model
-        self.facts: dict[str, Any] = {}  # what the process said when it was built
+        self.bare: dict[str, Any] = {}  # usage of the process with its libraries and no model
+        self.facts: dict[str, Any] = {}  # the answer of the process to "build"
         self._cpu_s, self._answered_at = 0.0, 0.0
         inherited = dict(os.environ) if python is None else clean_environment()
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ class Peer:
                 pass_fds=(write,),
                 cwd=ROOT,
                 env={**inherited, **(environment or {}), "REPLY_FD": str(write)},
-                start_new_session=True,  # so that what it starts can be ended with it
+                start_new_session=True,  # so that its children can be ended with it
             )
         os.close(write)
 
@@ -86,7 +86,7 @@ class Peer:
         return result
 
     def build(self, limit_s: float, **arguments: Any) -> None:
-        """Ask for "build" and keep what it says, but for what it has used."""
+        """Ask for "build" and keep the answer, without the usage."""
         self.facts = {k: v for k, v in self.ask("build", limit_s, **arguments).items() if k not in USAGE}
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class Peer:
         return line
 
     def _kill(self) -> None:
-        """End whatever is left of the process and of those that it started."""
+        """End the process and its descendants, if they are still alive."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(QUIT_LIMIT_S)

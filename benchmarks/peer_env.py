@@ -1,7 +1,7 @@
 """Virtual environments of the peers that we are measured against: made once, by the script that needs them.
 
-Each peer has an environment of its own, so that what it pins and what we pin cannot get into each other's way. The steps
-are data: `PEERS[name].commands(folder)` is what will be run, `ensure(name, folder)` runs it.
+Each peer has a separate environment, so that its pins and our pins cannot conflict. The steps are data:
+`PEERS[name].commands(folder)` lists the commands, `ensure(name, folder)` runs them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 INSTALL_LIMIT_S = 1800.0
 
-# they are built for another torch than the one beside them and make `import transformers` fail
+# they are built for another torch than the installed one and make `import transformers` fail
 _UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 
 
@@ -63,7 +63,7 @@ def is_ready(name: str, folder: Path) -> bool:
 def ensure(name: str, folder: Path | None = None) -> Path:
     """The Python of the peer's environment, made first if it is not there (minutes, gigabytes, needs a package index).
 
-    An environment that somebody else made is taken as it is when it can import the peer.
+    An environment made by another program is used as it is when it can import the peer.
     """
     peer, folder = PEERS[name], folder or default_folder(name)
     python = python_of(folder)

@@ -104,7 +104,7 @@ def make_workload(options: argparse.Namespace, num_steps: int) -> Workload:
 
 
 def start_verl(stack: ExitStack, work: Workload, logs: Path, limit_s: float, overrides: list[str]) -> Peer:
-    """Our process, built; what it used before that is in `bare`."""
+    """Our process, built; `bare` has its usage before the build."""
     ours = stack.enter_context(Peer(OURS, "child_verl.py", log=logs / "verl.log"))
     ours.bare = ours.ask("nothing", limit_s)
     ours.build(limit_s, work=work.to_json(), folder=str(logs / "verl"), overrides=overrides)

@@ -6,18 +6,18 @@
 
 A device here is a process with one thread, with a core to itself where the machine has two idle ones. Every side is a whole run
 of `verl train` of the same PPO work (actor, critic, reference policy, reward) with a random Llama of 4 million parameters in
-float32. The sides take turns; figures are medians over the steps of all rounds, the first two steps of each run left out.
+float32. The sides take turns; results are medians over the steps of all rounds, without the first two steps of each run.
 
 First table, against one process in which the roles work one after the other ("one device, serial"):
 - device groups: actor and rollout on one device, critic and reference on the other. On Ray calls are futures, so that the two
   groups compute at the same time; under torchrun every process runs the whole program, and they take turns.
 - every role on both devices, data-parallel (FSDP).
-- one process with two threads: what the same two cores do without any placement.
+- one process with two threads: the same two cores without any placement.
 
 Second table, on one device and with prompts of very uneven lengths: micro-batches of at most N tokens (`use_dynamic_bsz=True`)
-against micro-batches of as many rows as have room in N tokens when all of them are as long as the longest.
+against micro-batches of as many rows as fit in N tokens when all of them are as long as the longest.
 
-A run whose token counts or first gradients are not those of the baseline ends the comparison.
+A run whose token counts or first gradients differ from the baseline's ends the comparison.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ PLACEMENTS = (
 
 
 def micro_batch_sides(max_tokens: int, longest: int) -> tuple[Side, Side]:
-    """Fixed rows and token counts that can fill the same memory; `longest` is that of prompt and response together."""
+    """Fixed rows and token counts that can fill the same memory; `longest` is the length of prompt and response together."""
     rows = max(1, max_tokens // longest)
     fixed = {
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": rows,
@@ -166,7 +166,7 @@ def overrides(model: Path, folder: Path, lengths: Sequence[Sequence[int]], respo
         "reward.custom_reward_function.reward_kwargs.seconds": 0,
         "reward.num_workers": 1,
         "trainer.device": "cpu",
-        "trainer.page.enable": False,  # a process more beside those that are measured
+        "trainer.page.enable": False,  # an additional process next to the measured processes
         "trainer.logger": "[file]",
         "trainer.val_before_train": False,
         "trainer.total_training_steps": len(lengths),
@@ -175,7 +175,7 @@ def overrides(model: Path, folder: Path, lengths: Sequence[Sequence[int]], respo
 
 
 def texts_of(lengths: Sequence[int]) -> list[str]:
-    """A text of each length, with letters of its own, since samples of equal prompts would share their computation."""
+    """A text of each length, each with different letters, since samples of equal prompts would share their computation."""
     return ["".join(random.Random(i).choices(string.ascii_lowercase, k=length)) for i, length in enumerate(lengths)]
 
 
@@ -219,12 +219,12 @@ def measure(
 
 
 def difference(baseline: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> str:
-    """What shows that two runs did not train on the same tokens; empty if nothing does."""
+    """Evidence that two runs did not train on the same tokens; empty if there is none."""
     name = "perf/total_num_tokens"
     ours, theirs = ([row[name] for row in found] for found in (rows, baseline))
     if ours != theirs:
         return f"{ours} tokens in the steps, not {theirs}"
-    # Of the first step alone, since runs drift apart; and not exactly, since rounding may change a token whose draw lies
+    # Only of the first step, since runs drift apart; and not exactly, since rounding may change a token whose draw lies
     # on the edge between two.
     for name in ("critic/score/mean", "actor/grad_norm", "critic/grad_norm"):
         if not math.isclose(rows[0][name], baseline[0][name], rel_tol=0.05):
@@ -260,7 +260,7 @@ def _phases(runs: Sequence[Sequence[Row]], phases: Mapping[str, Sequence[str]]) 
 
 
 def _allowed(serial: Sequence[Sequence[Row]]) -> str:
-    """What device groups could gain: reference and values share a device, so it is the updates that overlap."""
+    """Possible gain of device groups: reference and values share a device, so only the updates overlap."""
     shorter = [
         min(row["timing_s/update_actor"], row["timing_s/update_critic"])
         for rows in serial

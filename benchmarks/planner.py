@@ -1,16 +1,16 @@
 """Step times and peak memory that the planner predicts for runs on this machine, against the runs, phase by phase.
 
-    python benchmarks/planner.py --keep runs.json --measure calibration     # in pieces: each run is made once and kept
+    python benchmarks/planner.py --keep runs.json --measure calibration     # in parts: each run is made once and kept
     python benchmarks/planner.py --keep runs.json --measure grpo sft
-    python benchmarks/planner.py --keep runs.json                           # what is missing, and the tables
+    python benchmarks/planner.py --keep runs.json                           # the missing runs, and the tables
 
-Jobs: GRPO, PPO with a critic, SFT, and GRPO with a rollout of its own that runs a step ahead (needs ray). A device is a process
-that computes with one thread. The constants of its kernels come from a micro-benchmark (verl/planner/cpu.py), those of the
-engine beside them from calibration runs with other models and lengths: by kind of call a factor of the kernels, seconds a
-layer and seconds a pass. Of the memory, only that of a process without a model is calibrated.
+Jobs: GRPO, PPO with a critic, SFT, and GRPO with a separate rollout that runs a step ahead (needs ray). A device is a process
+that computes with one thread. The constants of its kernels come from a micro-benchmark (verl/planner/cpu.py). The constants of
+the engine come from calibration runs with other models and lengths: for each kind of call a factor of the kernels, seconds per
+layer and seconds per pass. Of the memory, only the bytes of a process without a model are calibrated.
 
 Seconds are medians over the steps, without the time in which the process was ready and other processes had the cores; the share
-of that time is printed (`waited`). Where it is not small, caches and memory were shared as well, and figures are too high.
+of that time is printed (`waited`). Where it is not small, caches and memory were shared as well, and results are too high.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ def predict(job: Job, cluster: Cluster, runs: Mapping[str, Figures]) -> dict[str
 
 
 def model_bytes(job: Job) -> float:
-    """Bytes of models and of what they compute, in the processes of a job, at the peak."""
+    """Peak bytes of the models and their computation, in the processes of a job."""
     shape, work = job.shape(), job.work
     trained = memory(shape, LAYOUT, tokens=work.batch.tokens, sequence=work.batch.attended, width=FLOAT32)
     total = trained.total

@@ -5,7 +5,7 @@
     python benchmarks/preference_cpu.py --ours ref.precompute=False
 
 Every side is a process that builds its trainer once, takes one step to warm up, and then one per round while the others
-wait. All sides train on the same pairs in each step, and their losses are compared. Tokens are those of both completions with
+wait. All sides train on the same pairs in each step, and their losses are compared. Tokens count both completions with
 their prompts. By default ours computes the reference's log-probabilities once, before its first step (`start_s` among its
 facts); of TRL's forms `precomputed` does.
 """

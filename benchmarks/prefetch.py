@@ -1,12 +1,12 @@
 """Samples made ahead of training against samples made right before it, with a reward that takes its time.
 
     python benchmarks/prefetch.py                       # reward of 0.5 s, prefetch 2, a tiny model made on the spot
-    python benchmarks/prefetch.py --split               # rollout and reward on a device of their own, for both sides
+    python benchmarks/prefetch.py --split               # rollout and reward on a separate device, for both sides
     python benchmarks/prefetch.py --model FOLDER --steps 10 --reward-seconds 2 --prefetch 1 --json out.json
 
 Both are whole runs of `verl train` on the same prompts; they alternate. The seconds of a step are a run's mean from the end of
-its second step to the end of its last (from metrics.jsonl), since samples made ahead come in bursts; the ratio is that of the
-medians over the rounds. On one device generation and training do not overlap: what is gained is the wait for the scores. With
+its second step to the end of its last (from metrics.jsonl), since samples made ahead come in bursts. The ratio compares the
+medians over the rounds. On one device generation and training do not overlap: the gain is the wait for the scores. With
 --split (extra `ray`) both sides train on one device and generate and score on another, each of them a process with one thread,
 and generation can be hidden as well. Exit code 1: a sample trained that was older than --prefetch weight versions.
 """
@@ -112,7 +112,7 @@ def overrides(arguments: argparse.Namespace, folder: Path) -> list[str]:
         f"data.max_response_length={arguments.response_tokens}",
         f"actor_rollout_ref.rollout.n={arguments.samples}",
         "actor_rollout_ref.rollout.ignore_eos=True",
-        # as many as samples are in flight, for both sides: what is measured is the wait, not a lack of scorers
+        # as many as samples are in flight, for both sides: the wait is measured, not a lack of scorers
         f"reward.num_workers={arguments.prompts * arguments.samples * (arguments.prefetch + 1)}",
         f"reward.custom_reward_function.path={folder}/reward.py",
         f"reward.custom_reward_function.reward_kwargs.seconds={arguments.reward_seconds}",
@@ -134,8 +134,8 @@ def write_prompts(file: Path, texts: Sequence[str]) -> None:
 
 
 def train(run: Path, changes: Sequence[str], *, threads: int | None = None, launcher: Sequence[str] = ()) -> list[Row]:
-    """`verl train` in the new folder `run`, and its metrics of every step. `threads` are those of each process (None: as
-    the environment says); `launcher` are arguments of Python that start the module in several processes."""
+    """Run `verl train` in the new folder `run`; returns its metrics of every step. `threads`: threads of each process (None:
+    as the environment says). `launcher`: arguments of Python that start the module in several processes."""
     command = [sys.executable, *launcher, "-m", "verl", "train", *changes, f"trainer.default_local_dir={run}"]
     environment = os.environ if threads is None else {**os.environ, "OMP_NUM_THREADS": str(threads)}
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment, timeout=_RUN_LIMIT_S)

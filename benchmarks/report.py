@@ -1,4 +1,4 @@
-"""Figures of a benchmark: medians with their spread, ratios against a named baseline, a plain table, and the same as JSON."""
+"""Results of a benchmark: medians with their spread, ratios against a named baseline, a plain table, and the same as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Series:
-    """One figure over the rounds."""
+    """One measured quantity over the rounds."""
 
     values: tuple[float, ...]
 
@@ -38,7 +38,7 @@ class Series:
 
 
 def ratio(baseline: Series, ours: Series) -> float:
-    """How many times the baseline's median is ours."""
+    """Ratio of the baseline's median to ours."""
     return baseline.median / ours.median if ours.median else float("inf")
 
 
@@ -64,10 +64,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 @dataclass
 class Report:
-    """What one run of a script found; `show` prints it, `write` keeps it."""
+    """Results of one run of a script; `show` prints them, `write` keeps them."""
 
     title: str
-    facts: dict[str, Any] = field(default_factory=dict)  # what was measured: workload, versions, settings
+    facts: dict[str, Any] = field(default_factory=dict)  # workload, versions, settings
     tables: list[tuple[list[str], list[list[str]]]] = field(default_factory=list)
     results: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -105,7 +105,7 @@ class Report:
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores, load and versions, for whoever reads the figures later."""
+    """Processor, cores, load and versions, for later readers of the results."""
     info = Path("/proc/cpuinfo")
     names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
     return {
@@ -138,5 +138,5 @@ def gigabytes(num_bytes: float) -> str:
 
 
 def series_of(rounds: Sequence[Mapping[str, Any]], name: str) -> Series:
-    """The figure `name` of each round."""
+    """The quantity `name` of each round."""
     return Series(tuple(float(r[name]) for r in rounds))

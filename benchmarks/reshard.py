@@ -7,18 +7,18 @@
 
 Processes of one thread each on gloo (with a GPU for each: on NCCL), 2 and then 4 of them, with the real training engine (a
 random Llama, float32 masters) and real copies for generation, in bfloat16 and in float32. For each pair of layouts the two ways
-take turns on the same weights, which change in between, and what both leave in the copies is compared bit for bit:
+take turns on the same weights, which change in between. The resulting copies are compared bit for bit:
 
-- plan: what a rank lacks is cast and handed over, from rank to rank; digests of what was sent and of what is held afterwards
-  agree. Ranks that generate with the same weights have them in one memory, and what that lacks is written once.
+- plan: values that a rank lacks are cast and sent from rank to rank; digests of the sent and of the received values agree.
+  Ranks that generate with the same weights share one memory, and values that the memory lacks are written once.
 - gather: `engine.gather_weights()` into `Replica.load`, one tensor after the other, as the original system does: gathered whole
-  over all training ranks in the format in which it is trained, then cast, then cut; not proved.
+  over all training ranks in the training dtype, then cast, then cut; not verified.
 
-Bytes are those that reach memory, over all ranks. "bound" is what the ranks to which it belongs need and do not hold; no
-way moves less. Staging is the largest buffer on a rank: buckets under way, or a tensor that is whole, as it is held and cast.
-Seconds are of the slowest rank; "of its work" compares the seconds of a processor that all ranks worked, which other programs
-disturb less. "of floor" compares with a bare copy: as many numbers as each rank generates with, cast into a copy of its own, by
-all ranks at once, without exchange or proof. Exit code 1: bytes sent were not those of the plan, or the copies differed.
+Bytes count the data that reaches memory, over all ranks. "bound" counts the values that ranks need and do not hold; no
+way moves less. Staging is the largest buffer on a rank: buckets in flight, or a whole tensor, both as held and as cast.
+Seconds are the slowest rank's. "of its work" compares the processor seconds of all ranks, which other programs disturb less.
+"of floor" compares with a bare copy: as many numbers as each rank generates with, cast into a separate copy, by all ranks at
+once, without exchange or checksums. Exit code 1: the bytes sent differed from the plan, or the copies differed.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def serve(
 
 
 def measure(pair: Pair, model: str, dtype: str, rounds: int, comm: Any, device: Any) -> dict[str, Any]:
-    """What this rank found, with copies in `dtype`."""
+    """Results of this rank, with copies in `dtype`."""
     import torch
 
     from verl.reshard.update import plan_update
@@ -219,7 +219,7 @@ def measure(pair: Pair, model: str, dtype: str, rounds: int, comm: Any, device: 
 
 
 def expected(engine: Any, training: Any, target: Any, itemsize: int, rank: int) -> dict[str, int]:
-    """Bytes by the layouts alone: what the memory of `target` ranks lacks, and what gathering moves and has in memory."""
+    """Bytes by the layouts only: values that `target` ranks lack, and values that gathering moves and holds in memory."""
     import math
 
     from verl.reshard.hf_sharding import decoder_tensors
@@ -243,7 +243,7 @@ def expected(engine: Any, training: Any, target: Any, itemsize: int, rank: int) 
 
 
 def build(pair: Pair, model: str, dtype: str, device: Any) -> tuple[Any, Any, Any, Any]:
-    """Training engine, copies for generation (one for each way, as what is gathered is not shared), and the layouts of both."""
+    """Training engine, copies for generation (one for each way: gathered weights are not shared), and the layouts of both."""
     import torch
 
     from verl.models.load import load_causal_lm
@@ -266,8 +266,8 @@ def build(pair: Pair, model: str, dtype: str, device: Any) -> tuple[Any, Any, An
 
 
 def bare_copy(replica: Any) -> Any:
-    """What no way can do without on this machine: as many float32 numbers as this rank generates with, cast into its copy, by
-    all ranks at once. Nothing is exchanged, nothing proved."""
+    """Lower bound of every way on this machine: as many float32 numbers as this rank generates with, cast into its copy by all
+    ranks at once, without exchange or checksums."""
     import torch
 
     trained = {name: torch.full(part.shape, 0.5, device=part.device) for name, part in replica.parts().items()}

@@ -9,7 +9,7 @@ from typing import Any
 @dataclass(frozen=True)
 class Pair:
     """Training layout (keys of fsdp_config; of a section `megatron` where `engine` says so) -> copies of `size` ranks each.
-    `interval`: a copy's ranks are those that hold neighbouring parts in training (HybridFlow's grouping), else neighbours."""
+    `interval`: a copy's ranks hold neighbouring parts in training (HybridFlow's grouping), else they are neighbours."""
 
     name: str
     num_ranks: int

@@ -4,8 +4,8 @@
     python benchmarks/rollout_cpu.py --vllm --dtype bfloat16 --json figures.json
 
 Each engine is a process that builds its model once, generates once to warm up, and then once per round while the others
-wait. Every sample has the full length. Beside that: what a decode step costs against the same matrix products alone, whether
-greedy tokens equal those of `generate`, and how far sampled log-probs are from the training forward.
+wait. Every sample has the full length. Further results: the cost of a decode step against only its matrix products, whether
+greedy tokens equal the tokens of `generate`, and the distance of sampled log-probs from the training forward.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def vllm_environment() -> dict[str, str]:
-    """What makes vLLM fastest here: its engine in a process of its own, threads on every core."""
+    """Settings with which vLLM is fastest here: its engine in a separate process, threads on every core."""
     return {
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
@@ -76,8 +76,8 @@ def alternate(peers: list[Peer], work: Workload, rounds: int, limit_s: float) ->
 
 
 def compare_greedy(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
-    """How many of the greedy samples are equal, and at the first difference of each other one, how close the best two
-    tokens were in the reference."""
+    """Number of equal greedy samples, and for each other sample the gap between the reference's best two tokens at the first
+    difference."""
     equal, gaps = 0, []
     for mine, reference, gap in zip(ours["tokens"], theirs["tokens"], theirs["gaps"], strict=True):
         differ = [i for i, (a, b) in enumerate(zip(mine, reference, strict=True)) if a != b]
@@ -88,8 +88,8 @@ def compare_greedy(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, An
 
 
 def against_products(ours: Peer, work: Workload, found: list[dict[str, Any]], limit_s: float) -> dict[str, float]:
-    """Milliseconds of a decode step, of its matrix products alone, and the share of their rate that we reach. The time of
-    a step is that of the whole generation, prompts included, over its decode steps."""
+    """Milliseconds of a decode step and of only its matrix products, and the share of their rate that we reach. The time of
+    a step is the time of the whole generation, prompts included, over its decode steps."""
     alone_s = ours.ask("products", limit_s, batch=work.num_sequences)["products_s"]
     step_s = series_of(found, "generate_s").median / max(1, found[-1]["num_decode_steps"])
     return {"step_ms": 1e3 * step_s, "products_ms": 1e3 * alone_s, "share": alone_s / step_s}

@@ -3,10 +3,10 @@
     python benchmarks/roofline.py                                   # SmolLM2-135M, float32
     python benchmarks/roofline.py --dtype bfloat16 --json figures.json
 
-Counted are the operations that the mathematics needs (benchmarks/flops.py): a shared prompt once, causal attention only
-where a token is seen, logits only where a token is drawn or trained, backward as twice the forward. A share is needed
-operations per second over this machine's rate for a 2048 x 2048 x 2048 product in the same number format. For decode it is
-also given against the same matrix products alone, and as bytes needed (weights once, keys and values) over the read rate.
+The counts are the operations that the mathematics needs (benchmarks/flops.py): a shared prompt once, causal attention only
+where a token is seen, logits only where a token is sampled or trained, backward as twice the forward. A share is needed
+operations per second over this machine's rate for a 2048 x 2048 x 2048 product in the same dtype. For decode it is also
+given against only the same matrix products, and as bytes needed (weights once, keys and values) over the read rate.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the machine can do: operations and bytes per second."""
+    """Limits of the machine: operations and bytes per second."""
 
     square: float
     training: float
-    decode: dict[int, float]  # seconds of a decode step's products alone, by batch
+    decode: dict[int, float]  # seconds of only a decode step's products, by batch
     read: float
     copy: float
 
@@ -75,7 +75,7 @@ class Limits:
 
 
 def measure_prefill(side: Any, work: Workload, rounds: int) -> Series:
-    """Seconds to compute every prompt of a step and draw one token of each."""
+    """Seconds to compute every prompt of a step and sample one token of each."""
     requests, params = side.requests(0), side.params(n=1, max_new_tokens=1)
     return Series(tuple(timed(lambda: side.generate(requests, params, 0)) for _ in range(rounds + 1))[1:])
 

@@ -1,4 +1,4 @@
-"""What it costs that nothing is lost: steps of a run with all of it on against the same steps with it off, and an account.
+"""Cost of the safety features: steps of a run with all of them on against the same steps with them off, and an account.
 
     python benchmarks/safety_cost.py                        # SmolLM2-135M, 24 pairs of steps: 4 x 4 samples of 64 + 32 tokens
     python benchmarks/safety_cost.py --pairs 6 --prompts 8 --samples 8 --response-tokens 64
@@ -8,16 +8,16 @@ On: the sample ledger with its digests and its writer, guards of columns and opt
 computed), the heartbeat that the supervisor watches, and deterministic algorithms. Off: none of them, by patches that only this
 script makes; a run of one process keeps one set of weights, so there are no digests of an update in either.
 
-Both sides are whole runs in processes of their own, held before each step, with the same seed: step k of one is the work of
-step k of the other. They take turns step by step, and who goes first alternates, so that a host that becomes slower does so
-for both. The first figure is the median of on / off over the pairs, with its standard error (that of a median of normally
-distributed ratios).
+Both sides are whole runs in separate processes, held before each step, with the same seed: step k of one side is the work of
+step k of the other. They take turns step by step, and the first side alternates, so that a slower host affects both equally.
+The first result is the median of on / off over the pairs, with its standard error (for the median of normally distributed
+ratios).
 
-The second is exact on any host: seconds that the step of the side that is on spends inside functions of the ledger, the guards
-and the heartbeat, and processor seconds of the thread that writes the ledger, as a share of that step. It does not see what
-happens elsewhere because of them: deterministic kernels, and the entropy that the model gives because a guard limits it.
+The second result, the account, is exact on any host: seconds that a step with all features on spends inside functions of the
+ledger, the guards and the heartbeat, and processor seconds of the thread that writes the ledger, as a share of that step. It
+excludes their indirect cost: deterministic kernels, and the entropy that the model returns because a guard limits it.
 
-Exit code 1: the account, or the first figure by more than twice its error, is above --limit.
+Exit code 1: the account, or the first result by more than twice its error, is above --limit.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from peers_cpu import Unequal, add_workload_options, make_workload
 from report import Report, Series, number
 
 WARM_UP = 2  # pairs that do not count
-_ERROR_OF_A_MEDIAN = math.sqrt(math.pi / 2)  # times that of the mean
+_ERROR_OF_A_MEDIAN = math.sqrt(math.pi / 2)  # times the error of the mean
 
 Answer = dict[str, Any]
 
@@ -111,7 +111,7 @@ def _pair(sides: Sequence[Peer], limit_s: float) -> dict[str, Answer]:
 
 
 def conclude(report: Report, pairs: Sequence[dict[str, Answer]]) -> Report:
-    """The ratio of the sides, and what the parts take of the step that has them."""
+    """The ratio of the sides, and the parts' share of the step that has them."""
     on, off = (Series(tuple(pair[name]["step_s"] for pair in pairs)) for name in ("on", "off"))
     ratios = [pair["on"]["step_s"] / pair["off"]["step_s"] for pair in pairs]
     median = statistics.median(ratios)

@@ -1,10 +1,10 @@
-"""One of our processes alone and two at once on the same cores, by how OpenMP's threads wait.
+"""Speed of one of our processes and of two at once on the same cores, by OpenMP's wait policy.
 
     python benchmarks/side_by_side.py --dtype bfloat16                  # 8 prompts x 8 samples, 64 + 24 tokens
     python benchmarks/side_by_side.py --phase step --json figures.json  # whole GRPO steps, training included
 
-Both processes use every core. Reported are tokens per second of generation, or sequences per second of steps, and what two
-make together as a share of one alone. `as shipped` leaves the environment as it is.
+Both processes use every core. The report has tokens per second of generation, or sequences per second of steps, and the joint
+rate of two processes as a share of the rate of a single process. `as shipped` leaves the environment as it is.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def start(stack: ExitStack, options: argparse.Namespace, work: Workload, logs: Path, setting: str) -> list[Peer]:
     """Two processes under a setting, built."""
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        os.environ.pop(name, None)  # what the children inherit
+        os.environ.pop(name, None)  # the children inherit the environment
     peers = [
         stack.enter_context(Peer(name, "child_verl.py", log=logs / f"{name}.log", environment=SETTINGS[setting]))
         for name in ("first", "second")
@@ -62,7 +62,7 @@ def rate(peer: Peer, work: Workload, phase: str, number_of_round: int, limit_s: 
 
 
 def measure(options: argparse.Namespace, work: Workload, setting: str) -> dict[str, Series]:
-    """Rates of one alone, of each of two at once, and of both together."""
+    """Rates of a single process, of each of two at once, and of both together."""
     found: dict[str, list[float]] = {"alone": [], "each": [], "together": []}
     with ExitStack() as stack:
         logs = Path(options.logs or stack.enter_context(tempfile.TemporaryDirectory(prefix="side-by-side-")))

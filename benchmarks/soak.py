@@ -1,4 +1,4 @@
-"""Thousands of steps of a tiny run: does the memory of any of its processes grow, and what does a step cost beside its model?
+"""Thousands of steps of a tiny run: growth of the memory of its processes, and the cost of a step outside its model.
 
     python benchmarks/soak.py                          # 2,000 steps of a model of 60,000 parameters
     python benchmarks/soak.py --steps 300 --set trainer.save_freq=50
@@ -7,8 +7,8 @@
 A whole run of `verl train` (GRPO, 2 prompts x 4 samples x 8 tokens, a checkpoint every 500 steps) is started, and the resident
 memory of each of its processes is read twice a second. After the warm-up (the first quarter of the steps) a line is fitted to
 the means of 20 stretches of the run: its slope in MB (10^6 bytes) per 1,000 steps, and twice its standard error. The same for
-the number of open files. Then what a step took, by span. Exit code 1: a slope that is above --limit by more than its error, or
-a process that is left after the end.
+the number of open files. Then the time of a step, by span. Exit code 1: a slope that is above --limit by more than its error,
+or a process that remains after the end.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _END_LIMIT_S = 20.0
 
 @dataclass
 class Watched:
-    """A process of the run and what was read of it: (seconds since 1970, resident bytes, open files)."""
+    """A process of the run and its readings: (seconds since 1970, resident bytes, open files)."""
 
     name: str
     process: psutil.Process
@@ -60,7 +60,7 @@ class Slope:
 
     @property
     def surely_above(self) -> float:
-        """What the slope is at least."""
+        """Lower bound of the slope."""
         return self.per_thousand - self.error
 
 
@@ -179,7 +179,7 @@ def read_all(root: psutil.Process, watched: dict[int, Watched]) -> None:
 
 
 def name_of(command: Sequence[str], is_root: bool, known: Mapping[int, Watched]) -> str:
-    """What a process is for, by its command line; numbered from the second of a kind on."""
+    """Name of a process by the purpose that its command line shows; numbered from the second of a kind on."""
     text = " ".join(command)
     kinds = (("verl.rewards", "reward worker"), ("torch.distributed.run", "launcher"), ("verl train", "training"))
     kind = "first process" if is_root else next((name for mark, name in kinds if mark in text), "other")
@@ -194,7 +194,7 @@ def survivors(processes: Sequence[psutil.Process], limit_s: float = _END_LIMIT_S
 
 
 def steps_at(times: Sequence[float], rows: Sequence[Row]) -> list[float]:
-    """How many steps had been taken at each of `times`; NaN before the first and after the last row."""
+    """Number of steps taken at each of `times`; NaN before the first and after the last row."""
     ends = [(row["time"], row["step"]) for row in rows]
     found, i = [], 0
     for now in times:

@@ -6,8 +6,8 @@
 One process trains and generates, as `verl train` builds it. In turns, on the same weights:
 
 - in place: `sync` (random state and weights noted, version published, training caches freed), a short generation that is
-  not timed, then `end_generation` (KV cache freed, weights compared, random state back). Bytes are those that reach tensors
-  of the rollout engine which are not the training ones.
+  not timed, then `end_generation` (KV cache freed, weights compared, random state back). Bytes count writes to tensors of
+  the rollout engine that are not training tensors.
 - gather and copy: `gather_weights()` into a copy of the model that only generates, one tensor after the other.
 
 Exit code 1: a tensor of the engine is not the trained one, or the two ways left different weights.
@@ -53,7 +53,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> tuple[Report, bool]:
-    """The figures, and whether both ways left the trained weights."""
+    """The report, and whether both ways left the trained weights."""
     import torch
 
     from verl.parallel.process_settings import keep_freed_memory

@@ -7,7 +7,7 @@
 The job is a YAML file of `verl train`. Both sides get its prompts in the same order, its reward function and its
 hyperparameters; prompts are compared token by token in every step. One evaluator of ours rates both: the same held-out
 prompts, sampler settings and random numbers, at the same steps; its time and the time to build a side do not count.
-Sides run one after the other, each alone.
+Sides run one after the other, never at the same time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TRL = {f"trl {form}": form for form in TRL_FORMS}
 
 @dataclass
 class Point:
-    """The held-out reward after a step. `seconds` are those of all steps so far."""
+    """The held-out reward after a step. `seconds` is the time of all steps so far."""
 
     step: int
     seconds: float
@@ -153,7 +153,7 @@ def run_trl(options: argparse.Namespace, side: str, seed: int, logs: Path) -> Ru
     def evaluate() -> dict[str, Any]:
         if run.steps:
             peer.ask("save", options.limit_s, folder=str(weights))
-            for file in model.iterdir():  # tokenizer and config: those that ours are trained with
+            for file in model.iterdir():  # the tokenizer and config with which our side trains
                 if file.is_file() and file.suffix not in (".safetensors", ".bin", ".pt"):
                     shutil.copyfile(file, weights / file.name)
         with Peer("evaluator", "child_job.py", log=logs / f"{name}-evaluator.log") as evaluator:
@@ -192,7 +192,7 @@ def check_same_prompts(run: Run, digests: list[str], num_sequences: int) -> None
 
 
 def fill(report: Report, runs: list[Run], target: float) -> None:
-    """Tables: time to the target, rewards over steps, and the last rewards beside float32's."""
+    """Tables: time to the target, rewards over steps, and the last rewards next to float32's."""
     sides = list(dict.fromkeys(run.side for run in runs))
     of_side = {side: [run for run in runs if run.side == side] for side in sides}
     baseline = next((side for side in ("dithered", "float32", "nearest") if side in of_side), sides[0])
@@ -237,7 +237,7 @@ def fill(report: Report, runs: list[Run], target: float) -> None:
 
 
 def gaps_to_float32(of_side: dict[str, list[Run]]) -> dict[str, list[float]]:
-    """Sampled reward less that of float32 with the same seed, after the last step at which both were evaluated."""
+    """Sampled reward minus float32's with the same seed, after the last step at which both were evaluated."""
     exact = {run.seed: {p.step: p.sampled for p in run.points} for run in of_side.get("float32", [])}
     found: dict[str, list[float]] = {}
     for side, runs in of_side.items():

@@ -122,7 +122,7 @@ class VerlSide:
         return float((trained - batch.batch["rollout_log_probs"])[mask].abs().max())
 
     def params(self, **changes: Any) -> SamplingParams:
-        """The training draw, changed."""
+        """The sampling parameters of training, with `changes`."""
         config = self.config.actor_rollout_ref.rollout
         return SamplingParams(**{**vars(sampling_params(config)), **changes})
 
@@ -134,7 +134,7 @@ class VerlSide:
         return [PromptRequest(start + i, tuple(row)) for i, row in enumerate(ids)]
 
     def generate(self, requests: list[PromptRequest], params: SamplingParams, step: int) -> list[Completion]:
-        """What the rollout role calls, without the scoring."""
+        """Generate as the rollout role does, without the scoring."""
         completions = self.rollout.engine.generate(requests, params, step=step)
         self.rollout.end_generation()
         return completions
@@ -152,7 +152,7 @@ class VerlSide:
         self.roles.close()
 
     def _proof(self, batch: DataProto) -> dict[str, Any]:
-        """What was worked on: the prompts' digest and the lengths of the samples."""
+        """The work that was done: the prompts' digest and the lengths of the samples."""
         columns, first = batch.batch, range(0, len(batch), self.work.num_samples)
         prompts = [columns["prompts"][i][columns["prompt_mask"][i]].tolist() for i in first]
         lengths = columns["response_mask"].sum(dim=1)

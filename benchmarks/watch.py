@@ -44,7 +44,7 @@ class Watch:
 
     def waited(self, pid: int, start: float, end: float) -> float:
         """Seconds between two times (of time.time) in which threads of the process were ready to run and had no core. With one
-        thread that computes, the rest is what the work takes by itself."""
+        computing thread, the remaining time is the time of the work itself."""
         times, waits = zip(*self._waits[pid], strict=True)
         before, after = np.interp([start, end], times, waits)
         return float(after - before)

@@ -1,4 +1,4 @@
-"""Proof that training changed the weights, without a second copy of them in memory."""
+"""Check that training changed the weights, without a second copy of them in memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ELEMENTS_PER_TENSOR = 4096
 
 
 class WeightProbe:
-    """Remembers up to 4,096 evenly spaced elements of every parameter; `change` is the norm of what they moved by."""
+    """Remembers up to 4,096 evenly spaced elements of every parameter; `change` is the norm of their movement."""
 
     def __init__(self, module: Any):
         self._module = module

@@ -1,4 +1,4 @@
-"""The whole PPO loop on two devices against one: placement, rollout on a device of its own, samples ahead of training.
+"""The whole PPO loop on two devices against one: placement, rollout on a separate device, samples ahead of training.
 
     python benchmarks/whole_loop.py                       # seven to nine minutes on two cores; needs the extra `ray`
     python benchmarks/whole_loop.py --reward program      # each sample is run as a program, with its tests
@@ -11,17 +11,17 @@ policy, a reward that takes its time) with a random Llama of 4 million parameter
 - ahead: the same with samples one step ahead, so that rewards are waited for while others train.
 - groups: actor and rollout on one device, critic and reference on the other.
 - groups, ahead: both.
-- rollout apart: generation and rewards on a device of their own; new weights travel by the resharding plan. They wait for one
-  another.
+- rollout apart: generation and rewards on a separate device; new weights travel by the resharding plan. The devices wait for
+  each other.
 - rollout apart, ahead: one generates while the other trains.
 - rollout apart, ahead, gathered: the same, with whole weights gathered instead of the plan.
 
-Old log-probs are those of the sampler on all sides (rollout_correction.bypass_mode where samples are ahead), so that all do the
-same work. "bound" is how many times faster the serial run's own times allow that side to be: what runs at the same time counts
-as the longer of the two, and no step is shorter than the machine's cores need for the serial run's processor time and that of
-the side's own processes beside the devices. "beside" is the latter (driver, Ray, rewards), in seconds of a step. "share" is the
-part of the bound that is reached. "busy" is the processor time of each device's process, of the steps that count; waiting for
-scores is not busy. "cores" is that of all processes of the run, of the cores of the machine. "generation": seconds in which a
+All sides use the sampler's old log-probs (rollout_correction.bypass_mode where samples are ahead), so that all do the same
+work. "bound" is the largest speed-up that the serial run's own times allow that side: of two parallel phases the longer counts.
+No step is shorter than the cores need for the processor time of the serial run and of the side's own processes outside the
+devices. The column "beside" has the latter (driver, Ray, rewards), in seconds of a step. "share" is the reached share of the
+bound. "busy" is the processor time of each device's process, as a share of the counted steps; waiting for scores is not busy.
+"cores" is the processor time of all processes of the run, as a share of the machine's cores. "generation": seconds in which a
 step waits for samples.
 """
 
@@ -177,7 +177,7 @@ def processor_s(process: psutil.Process) -> float:
 
 
 def devices() -> list[psutil.Process]:
-    """The processes of the devices of the run below this one, by rank; that of the run itself where it has one device."""
+    """The device processes of the run below this process, by rank; the run's own process where it has one device."""
     below = psutil.Process().children(recursive=True)
     ranks = [process for process in below if "RankProcess" in " ".join(process.cmdline())]
     if ranks:
@@ -207,7 +207,7 @@ def fill(report: Report, found: Mapping[str, Sequence[Sequence[Row]]], num_sampl
 
 
 def bounds(found: Mapping[str, Sequence[Sequence[Row]]]) -> dict[str, float]:
-    """Times that each side can be faster, by the serial run's median times, and by what the cores have to compute."""
+    """Largest speed-up of each side, by the serial run's median times, and by the work of the cores."""
     serial = found[SERIAL]
     counted = [row for rows in serial for row in rows if row["step"] > WARM_UP]
     t = {span: statistics.median(row.get(f"timing_s/{span}", 0.0) for row in counted) for span in _SPANS}
@@ -246,7 +246,7 @@ def utilisation(runs: Sequence[Sequence[Row]]) -> list[float]:
 
 
 def cores_used(runs: Sequence[Sequence[Row]]) -> float:
-    """Processor time of all processes of the run, of that of the machine."""
+    """Processor time of all processes of the run, as a share of the machine's."""
     counted = [row for rows in runs for row in rows if row["step"] > WARM_UP and row.get("run_s")]
     total = sum(row["perf/time_per_step"] for row in counted) * (os.cpu_count() or 1)
     return sum(row["run_s"] for row in counted) / total if total else 0.0

@@ -36,7 +36,7 @@ _RUN_LIMIT_S = 200.0
 
 
 def environment(results: Results) -> None:
-    """Versions, `verl doctor`, and what the device reaches in a matrix product and a copy."""
+    """Versions, `verl doctor`, and the device's rates in a matrix product and a copy."""
     import torch
     import transformers
     from gpu import sizes

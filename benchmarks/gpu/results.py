@@ -34,7 +34,7 @@ class Results:
 
 
 def device_type() -> str:
-    """Of this process: what the runner set, otherwise CUDA where there is one."""
+    """Device type of this process: the runner's setting, otherwise CUDA if available, else the CPU."""
     import torch
 
     return os.environ.get(DEVICE) or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,4 +1,4 @@
-"""The GPU section of docs/benchmarks.md: each number of a report beside the prediction made before."""
+"""The GPU section of docs/benchmarks.md: each number of a report next to the earlier prediction."""
 
 from __future__ import annotations
 

@@ -1,18 +1,18 @@
-"""What this checkout does on a GPU: correctness against Hugging Face first, then speed.
+"""Measurements of this checkout on a GPU: correctness against Hugging Face first, then speed.
 
     python benchmarks/gpu/sizes.py --sizes 0.1b,0.5b,1.5b --json out.json  # one NVIDIA card, under 8 minutes
     python benchmarks/gpu/sizes.py --quick                                 # a tiny model on whatever there is
 
 Needs torch, transformers, tensordict and pyvers besides this checkout (the last two as wheels, 0.9 MB: `pip download
---no-deps tensordict pyvers`), no network and no files: models are random, of the shapes of SmolLM2-135M, Qwen2.5-0.5B and
-Qwen2.5-1.5B. Each size has a process of its own, for compiled kernels of several models in one exceed PyTorch's limit. Work
+--no-deps tensordict pyvers`), no network and no files: models are random, with the shapes of SmolLM2-135M, Qwen2.5-0.5B and
+Qwen2.5-1.5B. Each size runs in a separate process: compiled kernels of several models in one exceed PyTorch's limit. Work
 is identical on both sides: same weights, same prompts, forced equal lengths, one optimizer step. A part that fails prints
 its error, and the others run.
 
 How things are counted. `limits`: a bf16 matrix product of 8192^3 on random data, and a copy of 1 GiB counting bytes read
 and written. Needed FLOPs: 2 per weight of a matrix product and token, 4 * head_dim per head and pair of tokens that see
-each other, the head only where a token is predicted, a shared prompt once, training three times the forward. MFU: those
-over the time and the measured matrix rate. Bandwidth share of decoding: each weight read once a step, each stored key and
+each other, the head only where a token is predicted, a shared prompt once, training three times the forward. MFU: needed
+FLOPs over the time and the measured matrix rate. Bandwidth share of decoding: each weight read once a step, each stored key and
 value that is needed read once (a prompt once for its samples), over the time and the measured copy rate. Times are medians
 between device events after warm-up.
 """
@@ -81,7 +81,7 @@ TOLERANCES = {  # name of a check -> greatest value that passes
 
 @dataclass(frozen=True)
 class Shape:
-    """How much work: a GRPO step of `prompts` x `samples` rows; decoding at `batches` rows."""
+    """Amount of work: a GRPO step of `prompts` x `samples` rows; decoding at `batches` rows."""
 
     prompts: int
     samples: int
@@ -104,7 +104,7 @@ MICRO_TOKENS = {"1.5b": 16384}  # 103 KB of activations a token and layer: 47 GB
 
 @dataclass
 class Bench:
-    """One size on one device, with what was found so far."""
+    """One size on one device, with the results so far."""
 
     module: Any
     device: torch.device
@@ -177,7 +177,7 @@ def peak_gib(bench: Bench, name: str) -> Iterator[None]:
 
 
 def count_waits(work: Callable[[], Any], device: torch.device) -> int:
-    """How often PyTorch makes the host wait for the device in `work` (waits for single events are not counted)."""
+    """Number of times that PyTorch makes the host wait for the device in `work`, without waits for single events."""
     if device.type != "cuda":
         work()
         return 0
@@ -202,7 +202,7 @@ def measure_limits(device: torch.device, quick: bool) -> dict[str, float]:
     return {"flops": 2 * size**3 / product, "bytes": 2 * num_bytes / copy}
 
 
-# -- the model, and what it needs
+# -- the model and its needs
 
 
 def build(size: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
@@ -536,7 +536,7 @@ def run_size(
 
 
 def run_apart(sizes: list[str], deadline: float, report: Path | None) -> int:
-    """Each size in a process; `report` has what is there after each, so that a run that is cut off leaves something."""
+    """Each size in a process; `report` is written after each, so that an interrupted run leaves results."""
     whole: dict[str, Any] = {}
     status = 0
     with tempfile.TemporaryDirectory() as folder:

@@ -79,7 +79,7 @@ def decode(results: Results) -> None:
             pages = KVCacheConfig(enable_paged_attention=True, block_size=256 if ON_GPU else 16)
             cases["pages"] = [partial(_decode, bench, size, middle, "pages", config={"kv_cache_config": pages})]
         cases["LoRA"] = [partial(_with_adapters, bench, size, _ROWS[0])]  # the last, since adapters stay
-        if size == "7b":  # what is left of the time is for the other sizes
+        if size == "7b":  # the remaining time is for the other sizes
             cases = {name: cases[name] for name in cases if name in ("deterministic", "pages")}
         for name, parts in cases.items():
             for part in parts:
