@@ -181,7 +181,7 @@ def _no_guards(stack: ExitStack) -> None:
     from verl.roles.step_guard import StepGuard
 
     for method in ("check_samples", "check_credit", "check_updates"):
-        stack.enter_context(patch.object(Guards, method, lambda *_: None))
+        stack.enter_context(patch.object(Guards, method, lambda *_, **__: None))
     stack.enter_context(patch.object(StepGuard, "observe", lambda *_: {}))
     stack.enter_context(patch.object(StepGuard, "__call__", lambda *_: True))
     stack.enter_context(patch.object(StepGuard, "names", {}))

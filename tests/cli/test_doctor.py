@@ -209,7 +209,7 @@ PIP_METADATA = "Metadata-Version: 2.1\nName: torch\nVersion: 2.1.0\n"
         ),
         (
             "__version__ = '2.1.0'",
-            "unmet requirements: torch>=2.8 (here: 2.1.0). Install them: pip install 'torch>=2.8'",
+            "unmet requirements: torch>=2.9 (here: 2.1.0). Install them: pip install 'torch>=2.9'",
         ),
     ],
     ids=["broken", "missing", "too old"],

@@ -11,6 +11,8 @@ from verl.config.overrides import parse_override
 from verl.config.schema import Leaf, Problem, Schema, error
 from verl.errors import ConfigError
 
+_COMMAND_LINE = "command line"  # the source of overrides
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -18,7 +20,7 @@ class Setting:
 
     path: str
     value: Any
-    source: str  # "command line" or "file X"
+    source: str  # "command line", "Python" or "file X"
     spelled: str  # the key as the user wrote it
     text: str | None = None
 
@@ -68,13 +70,13 @@ class Given:
                 self._delete(key)
             else:
                 for spelled, value in self._flatten(override.value, key):
-                    self._add(spelled, value, "command line", override.text)
+                    self._add(spelled, value, _COMMAND_LINE, override.text)
 
     def _choose(self, group: str, option: str, options: Mapping[str, Mapping[str, Any]]) -> None:
         """Take the keys that an option of a Hydra config group stands for."""
         if option not in options:
             self._fault(group, f"{group}={option}: there is no such option; there are {', '.join(options)}.")
-        first = next((n for n, s in enumerate(self.settings) if s.source == "command line"), len(self.settings))
+        first = next((n for n, s in enumerate(self.settings) if s.source == _COMMAND_LINE), len(self.settings))
         for path, value in options.get(
             option, {}
         ).items():  # before single keys of the command line, which go before it
@@ -115,7 +117,7 @@ class Given:
         path, _ = self.schema.resolve(key)
         known = [p for p in self.schema.leaves if p == path or p.startswith(path + ".")]
         if not known and self.schema.locate(path) is None:
-            self._fault(path, self._unknown(key, path, "command line"))
+            self._fault(path, self._unknown(key, path, _COMMAND_LINE))
             return
         self.settings = [s for s in self.settings if s.path not in known and s.spelled != key]
         self.notices.append(f"~{key}: back to its default.")
@@ -128,7 +130,7 @@ class Given:
             for former in self.settings[:i]:
                 same = (former.path, former.source) == (setting.path, setting.source)
                 respelled = former.spelled != setting.spelled
-                if same and (respelled or setting.text is None) and _clash(former.value, setting.value):
+                if same and (respelled or setting.source != _COMMAND_LINE) and _clash(former.value, setting.value):
                     names = f"{former.spelled} and {setting.spelled} ({setting.source}) are two spellings of one key, "
                     sentence = (
                         names if respelled else f"{setting.spelled} ({setting.source}) is "

@@ -135,7 +135,7 @@ class Guards:
             raise
         self.num_skips_in_row = self.num_skips_in_row + 1 if self._skips else 0
 
-    def check_samples(self, result: StepBatch, *, needs_scores: bool) -> None:
+    def check_samples(self, result: StepBatch, *, needs_scores: bool = True) -> None:
         """Scores, log-probs and values. Raises SkipBatch, RollBackPrompts or NumericsError as the config says, and SkipBatch
         for a batch that `needs_scores` and has none."""
         batch, columns = result.batch, result.batch.batch
