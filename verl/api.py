@@ -166,7 +166,7 @@ class Trainer:
 
     @property
     def global_step(self) -> int:
-        """Number of the last step taken; after a resume that of the checkpoint."""
+        """Number of the last step taken; after a resume the step of the checkpoint."""
         return int(self._started()[0].state.step)
 
     @property

@@ -1,7 +1,7 @@
 """Every error that verl raises on purpose.
 
 A message is one or two sentences: what is wrong (cause), where (place), what to do (fix). The command line prints the
-message alone; a traceback is kept for errors that are not of these types, because those are our bugs.
+message only; a traceback is kept for errors that are not of these types, because those are our bugs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One table per pluggable family: name -> object, "module:object", or "path/to/file.py:object".
 
 A family is declared once (`ADVANTAGES = Registry("advantage estimator")`); built-in rows are strings, so that nothing is
-imported before it is asked for. Users add rows with the decorator or name a file of their own in the config.
+imported before it is asked for. Users add rows with the decorator or name their own file in the config.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def user_file(path: str) -> Path:
-    """The file that `path` names. One that begins with verl/ and is not below the working directory is looked for in this
+    """The file that `path` names. A path that begins with verl/ and is not below the working directory is looked for in this
     package: scripts that run in a checkout of verl name its files so."""
     file = Path(os.path.abspath(os.path.expanduser(path)))
     if path.startswith("verl/") and not file.is_file():
@@ -161,7 +161,7 @@ def match_all(
     what: str,
     matches: Callable[[str, str], bool] = operator.eq,
 ) -> list[str]:
-    """Those of `names` that an entry of the config key `key` matches, in their order. `what` describes a name; `matches` gets a
+    """The entries of `names` that an entry of the config key `key` matches, in order. `what` describes a name; `matches` gets a
     name and an entry.
 
     Raises ConfigError for an entry that matches no name: without it a typing mistake in a list would go unnoticed.

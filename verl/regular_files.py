@@ -57,7 +57,7 @@ def require_regular(path: str | Path, what: str, error: type[VerlError] = Config
 def read_user_text(
     path: str | Path, what: str, error: type[VerlError] = ConfigError, *, fix: str = "", max_bytes: int = _MAX_BYTES
 ) -> str:
-    """The text of a file that a user names. Raises `error` as `require_regular`, also for one that is larger than `max_bytes`
+    """The text of a file that a user names. Raises `error` as `require_regular`, also for a file larger than `max_bytes`
     or not UTF-8."""
     file = require_regular(path, what, error, fix)
     try:
@@ -67,7 +67,7 @@ def read_user_text(
 
 
 def read_text(path: Path, max_bytes: int = _MAX_BYTES) -> str:
-    """The text of a regular file. Raises OSError, and ValueError for one that is larger or not UTF-8."""
+    """The text of a regular file. Raises OSError, and ValueError for a file that is larger or not UTF-8."""
     content = bytearray()
     with os.fdopen(open_regular(path), "rb") as file:  # in parts: a read reserves the memory that it may need
         while len(content) <= max_bytes and (part := file.read(1 << 16)):

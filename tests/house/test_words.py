@@ -44,6 +44,9 @@ PREFERRED = {  # pattern -> preferred term
 PATTERNS = {
     re.compile(rf"(?<![\w\\$./-])(?:{pattern})(?![\w/(=-])", re.IGNORECASE): term for pattern, term in PREFERRED.items()
 }
+# references in place of nouns: at most so many in 10,000 words of docstrings, as in TRL, httpx and torchtitan
+REFERENCES = ("those of", "that of", "alone", "beside", "of its own", "one that")
+MAX_REFERENCES = 1.0
 QUESTION = re.compile(r"(What|Who|Whose|Which|How|When|Where|Why)\b")
 MAX_WORDS = 25  # of the first line of a docstring
 
@@ -158,3 +161,11 @@ if __name__ == "__main__":
         print(f"{len(in_folder(folder)):5} verl/{folder}")
     for document in documents():
         print(f"{len(list(in_document(ROOT / document))):5} {document}")
+
+
+@pytest.mark.parametrize("phrase", REFERENCES)
+def test_docstrings_name_things_instead_of_referring_to_them(phrase):
+    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "verl").rglob("*.py"))
+    text = re.sub(r"`[^`]*`", " ", "\n".join(text for tree in trees for _, text in docstrings(tree)))
+    rate = 1e4 * len(re.findall(rf"\b{phrase}\b", text, re.IGNORECASE)) / len(text.split())
+    assert rate <= MAX_REFERENCES, f"{phrase!r}: {rate:.1f} in 10,000 words; repeat the noun"
