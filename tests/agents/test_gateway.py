@@ -239,6 +239,39 @@ def test_what_cannot_be_done_is_refused_with_a_sentence(play, body, sentence):
     assert sentence in seen[0].json()["error"]["message"]
 
 
+def test_a_request_of_any_form_is_refused_with_a_sentence(play):
+    nan = b'{"model": NaN, "messages": [{"role": "user", "content": "Go."}]}'
+    half = nan.replace(b"NaN", b'"\\ud800"')
+    image = [{"role": "user", "content": [{"type": "text", "text": "Go."}, {"type": "image", "source": {}}]}]
+    any_tool, one_tool, text = {"type": "any"}, {"type": "tool", "name": "add"}, [{"role": "user", "content": 5}]
+    asked = {
+        "messages": [
+            *[{"messages": said} for said in (5, {"role": "user"}, text, [{"content": "Go."}], image)],
+            *[{"messages": ASK, "tool_choice": choice} for choice in (any_tool, one_tool)],
+            *[{"messages": ASK, "tools": 5}, nan],
+        ],
+        "responses": [{"input": 5}, {"input": "Go.", "tools": 5}, {"input": "Go.", "instructions": 5}],
+        "completions": [{"prompt": 5}],
+        "chat/completions": [nan, half, {"messages": ASK, "tools": "x"}],
+    }
+    seen, streamed = [], []
+
+    def agent(client, task):
+        for path, bodies in asked.items():
+            for body in bodies:
+                content = body if isinstance(body, bytes) else json.dumps(body).encode()
+                answer = client.post(f"/{path}", content=content)
+                seen.append((path, body, answer.status_code, answer.text))
+        odd = {"messages": ASK, "stream": True, "stream_options": 7}
+        streamed.append(client.post("/chat/completions", json=odd).text)
+        chat(client, ASK)
+
+    (result,), _ = play(agent)
+    assert result.error is None
+    assert [one for one in seen if one[2] != 400 or "message" not in one[3]] == []
+    assert streamed[0].endswith("[DONE]\n\n")
+
+
 def test_strangers_are_kept_out(play):
     seen = []
 

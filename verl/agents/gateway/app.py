@@ -165,7 +165,10 @@ def _application(gateway: Gateway) -> Any:
             except ClientDisconnect:
                 return refusal(400, "The request is not complete.")  # nobody reads it
             if isinstance(found, dict):
-                return JSONResponse(found)
+                try:
+                    return JSONResponse(found)
+                except ValueError:  # NaN or half a character, of a field that the answer repeats
+                    return refusal(400, "The answer repeats a field of the request that JSON cannot hold.")
             return StreamingResponse(found, media_type="text/event-stream")
 
         return answer

@@ -55,6 +55,14 @@ def _refuse(body: Mapping[str, Any]) -> None:
         raise RequestError("tool_choice can be auto or none: the policy is not forced to call a tool")
 
 
+def _list(owner: Mapping[str, Any], name: str) -> list[Any]:
+    """A field that is a list or missing. Raises RequestError."""
+    value = owner.get(name)
+    if value is not None and not isinstance(value, list):
+        raise RequestError(f"`{name}` must be a list")
+    return value or []
+
+
 def _limit(body: Mapping[str, Any], *names: str) -> int | None:
     value = next((body[name] for name in names if body.get(name) is not None), None)
     if value is None:
@@ -113,7 +121,8 @@ def chat_chunks(answer: ModelTurn, body: Mapping[str, Any]) -> list[dict[str, An
         {**base, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
         {**base, "choices": [{"index": 0, "delta": {}, "finish_reason": answer.finish_reason}]},
     ]
-    if (body.get("stream_options") or {}).get("include_usage"):
+    options = body.get("stream_options")
+    if isinstance(options, dict) and options.get("include_usage"):
         chunks.append({**base, "choices": [], "usage": _usage(answer)})
     return chunks
 
@@ -171,11 +180,11 @@ def responses_request(body: Mapping[str, Any]) -> ChatRequest:
     if body.get("instructions"):
         messages.append({"role": "system", "content": body["instructions"]})
     given = body.get("input")
-    for item in [{"role": "user", "content": given}] if isinstance(given, str) else given or []:
+    for item in [{"role": "user", "content": given}] if isinstance(given, str) else _list(body, "input"):
         messages += _of_item(item)
     tools = [
         {"type": "function", "function": {k: v for k, v in tool.items() if k in ("name", "description", "parameters")}}
-        for tool in body.get("tools") or []
+        for tool in _list(body, "tools")
         if isinstance(tool, Mapping) and tool.get("type") == "function"
     ]
     return ChatRequest(_joined(messages), tools, _limit(body, "max_output_tokens"))
@@ -248,13 +257,16 @@ def anthropic_request(body: Mapping[str, Any]) -> ChatRequest:
         raise RequestError(
             "stop_sequences are not available in a request; set actor_rollout_ref.rollout.stop for the run"
         )
+    choice = body.get("tool_choice")
+    kind = choice.get("type") if isinstance(choice, Mapping) else choice
+    _refuse({"tool_choice": kind})
     messages: list[dict[str, Any]] = []
     if body.get("system"):
         messages.append({"role": "system", "content": _text(body["system"])})
-    for message in body.get("messages") or []:
+    for message in _list(body, "messages"):
         if not isinstance(message, Mapping):
             raise RequestError("`messages` must be a list of messages {role, content}")
-        messages += _of_blocks(str(message.get("role")), message.get("content"))
+        messages += _of_blocks(message)
     tools = [
         {
             "type": "function",
@@ -264,16 +276,19 @@ def anthropic_request(body: Mapping[str, Any]) -> ChatRequest:
                 "parameters": tool.get("input_schema") or {"type": "object", "properties": {}},
             },
         }
-        for tool in body.get("tools") or []
+        for tool in _list(body, "tools")
         if isinstance(tool, Mapping)
     ]
-    return ChatRequest(messages, tools, _limit(body, "max_tokens"))
+    return ChatRequest(messages, None if kind == "none" else tools, _limit(body, "max_tokens"))
 
 
-def _of_blocks(role: str, content: Any) -> list[dict[str, Any]]:
+def _of_blocks(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    role, content = message.get("role"), message.get("content")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
-    blocks = [block for block in content or [] if isinstance(block, Mapping)]
+    blocks = [block for block in _list(message, "content") if isinstance(block, Mapping)]
+    if any(block.get("type") in ("image", "document") for block in blocks):
+        raise RequestError("only parts with text are available; images and files are not")
     results = [
         {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": _text(block.get("content"))}
         for block in blocks

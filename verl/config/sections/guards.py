@@ -9,7 +9,7 @@ from verl.config.keys import OURS, Section, section, used
 ACTIONS = ("warn", "skip", "rollback", "stop")  # the later, the stronger
 _LIMIT = "bound; null: not looked at"
 _ACTION = (
-    "warn; skip: the batch or optimizer step is not applied; rollback: back to the newest checkpoint, then on with the next "
+    "skip: the batch or optimizer step is not applied; rollback: back to the newest checkpoint, then on with the next "
     "prompts; stop"
 )
 
@@ -22,7 +22,7 @@ class NonfiniteGuardConfig(Section):
 @dataclass(frozen=True)
 class GuardConfig(Section):
     limit: float | None = used(None, _LIMIT, strict=OURS, gt=0)  # where its section is not read
-    action: str = used("warn", _ACTION, when="has_limit", choices=ACTIONS, strict=OURS)
+    action: str = used("warn", f"warn; {_ACTION}", when="has_limit", choices=ACTIONS, strict=OURS)
 
 
 @dataclass(frozen=True)
