@@ -77,7 +77,7 @@ def test_functions_of_verls_form_get_every_column():
 def test_reward_functions_of_another_form_are_refused():
     with pytest.raises(RewardError, match="no parameter 'completions' or 'solution_str'"):
         score_lists(["a"], ["b"], [None], [{}], functions=[reference_to(len_of)])
-    with pytest.raises(RewardError, match="returned 1 numbers for 2 completions"):
+    with pytest.raises(RewardError, match="returned 1 rewards for 2 completions"):
         score_lists(["a"] * 2, ["b"] * 2, [None] * 2, [{}] * 2, functions=[reference_to(one_number)])
 
 

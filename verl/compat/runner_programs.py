@@ -22,6 +22,7 @@ from verl.programs.ppo import PPO
 from verl.programs.ppo_async import AsyncPPO
 from verl.programs.preference import PreferenceOptimization
 from verl.programs.sft import SFT
+from verl.rewards.function_list import name_of, results_of
 from verl.rewards.pool import RewardPool
 
 _LOGGED = {
@@ -210,7 +211,7 @@ class ScriptRewards:
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """See RewardManager."""
         script = current_script()
-        columns = {_name_of(fn): _call(fn, requests) for fn in script.reward_functions}
+        columns = {name_of(fn): _call(fn, requests) for fn in script.reward_functions}
         found = []
         for request, *values in zip(requests, *columns.values(), strict=True):
             known = [
@@ -225,52 +226,16 @@ class ScriptRewards:
         return found
 
 
-def is_compute_score(function: Callable[..., Any]) -> bool:
-    """Whether a reward function has verl's signature rather than TRL's."""
-    import inspect
-
-    return "solution_str" in inspect.signature(function).parameters
-
-
-def _taken(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments among `given` that the function takes: all for one with **kwargs."""
-    import inspect
-
-    parameters = inspect.signature(function).parameters
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return {name: value for name, value in given.items() if takes_all or name in parameters}
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    return str(getattr(function, "__name__", type(function).__name__))
-
-
 def _call(function: Callable[..., Any], requests: Sequence[ScoreRequest]) -> list[float | None]:
+    samples = [(r.data_source, r.solution_str, r.ground_truth, r.extra_info["columns"]) for r in requests]
+    state, ids = current_script().state, [list(r.response_ids) for r in requests]
     try:
-        if is_compute_score(function):
-            scores = [
-                function(r.data_source, r.solution_str, r.ground_truth, dict(r.extra_info["columns"])) for r in requests
-            ]
-            return [float(s["score"] if isinstance(s, Mapping) else s) for s in scores]
-        rows = [r.extra_info["columns"] for r in requests]
-        prompts = [row["prompt"] for row in rows]
-        completions = [
-            r.solution_str if isinstance(p, str) else [{"role": "assistant", "content": r.solution_str}]
-            for r, p in zip(requests, prompts, strict=True)
-        ]
-        others = {name: [row.get(name) for row in rows] for name in rows[0] if name != "prompt"}
-        given = {
-            "prompts": prompts, "completions": completions, **others, "trainer_state": current_script().state,
-            "completion_ids": [list(r.response_ids) for r in requests],
-        }  # fmt: skip
-        scores = list(function(**_taken(function, given)))
+        results = results_of(function, samples, {"trainer_state": state, "completion_ids": ids})
+        scores = [result["score"] if isinstance(result, Mapping) else result for result in results]
+        return [None if score is None else float(score) for score in scores]
+    except RewardError:
+        raise
     except Exception as error:  # a user's function may raise anything
         raise RewardError(
-            f"The reward function {_name_of(function)} failed: {type(error).__name__}: {error}."
+            f"The reward function {name_of(function)} failed: {type(error).__name__}: {error}."
         ) from error
-    if len(scores) != len(requests):
-        raise RewardError(
-            f"The reward function {_name_of(function)} returned {len(scores)} rewards for {len(requests)} completions; return "
-            "one each."
-        )
-    return [None if score is None else float(score) for score in scores]

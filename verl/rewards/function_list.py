@@ -15,6 +15,7 @@ from verl.errors import RewardError
 from verl.registry import load_object
 
 RewardFunction = Callable[..., Any]
+Sample = tuple[str, str, Any, Mapping[str, Any]]  # data source, response, reference answer, columns of the row
 
 
 def score_lists(
@@ -35,10 +36,9 @@ def score_lists(
     results = {}
     for reference in functions:
         function = load_object(reference)
-        name = str(getattr(function, "__name__", type(function).__name__))
-        if name in results:
+        if (name := name_of(function)) in results:
             raise RewardError(f"Two reward functions are called {name!r}. Rename one: each is a metric under its name.")
-        results[name] = _results(function, name, samples)
+        results[name] = results_of(function, samples)
     rows = zip(*results.values(), strict=True)
     return [_sum(list(results), row, weights or [1.0] * len(results)) for row in rows]
 
@@ -72,10 +72,19 @@ def _finished(result: Any) -> Any:
     return asyncio.run(result)
 
 
-def _results(
-    function: RewardFunction, name: str, samples: Sequence[tuple[str, str, Any, Mapping[str, Any]]]
+def name_of(function: RewardFunction) -> str:
+    """The name of a reward function, which is the name of its metric."""
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def results_of(
+    function: RewardFunction, samples: Sequence[Sample], further: Mapping[str, Sequence[Any] | Any] | None = None
 ) -> list[Any]:
-    parameters = inspect.signature(function).parameters
+    """One result for each of `samples`, in order. `further` are arguments that a function of TRL's form gets if it takes them.
+
+    Raises RewardError for a function of another form, and for another number of results than samples.
+    """
+    name, parameters = name_of(function), inspect.signature(function).parameters
     if "solution_str" in parameters:
         return [
             _finished(function(data_source=source, solution_str=text, ground_truth=answer, extra_info=dict(extra)))
@@ -93,16 +102,16 @@ def _results(
         text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
         for (_, text, _, _), prompt in zip(samples, prompts, strict=True)
     ]
-    arguments = {**columns, "prompts": prompts, "completions": completions}
+    arguments = {**columns, **(further or {}), "prompts": prompts, "completions": completions}
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         arguments = {key: value for key, value in arguments.items() if key in parameters}
-    given = _finished(function(**arguments))
-    if isinstance(given, str | Mapping) or not hasattr(given, "__iter__"):
+    returned = _finished(function(**arguments))
+    if isinstance(returned, str | Mapping) or not hasattr(returned, "__iter__"):
         raise RewardError(
-            f"The reward function {name} returned a {type(given).__name__} for {len(samples)} completions. "
+            f"The reward function {name} returned a {type(returned).__name__} for {len(samples)} completions. "
             "Return a list with a number for each."
         )
-    results = list(given)
+    results = list(returned)
     if len(results) != len(samples):
-        raise RewardError(f"The reward function {name} returned {len(results)} numbers for {len(samples)} completions.")
+        raise RewardError(f"The reward function {name} returned {len(results)} rewards for {len(samples)} completions.")
     return results
