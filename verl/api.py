@@ -19,7 +19,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from verl.config import SCHEMAS, load_config
 from verl.errors import ConfigError, DataError
 from verl.registry import is_in_process, reference_to
+from verl.run.steps import SteppedRun
 from verl.tracking.files import write_atomically
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ _PROGRAMS = {"sft": "sft", "preference": "preference", "reward_model": "rm"}
 _ROW_FIELDS = ("prompt", "data_source", "reward_model", "extra_info", "agent_name", "ability")
 
 
-class Trainer:
+class Trainer(SteppedRun):
     """A run that is taken step by step. Use it as a context manager, or call `close` at the end.
 
     model: Hugging Face folder or name. data: rows, a `datasets.Dataset`, or paths of data files. reward: a function (TRL's or
@@ -76,7 +76,7 @@ class Trainer:
         name = algorithm if isinstance(algorithm, str) else reference_to(algorithm)
         label = name.rpartition(":")[2]
         self.folder = Path(output_dir or f"runs/{label}-{datetime.now():%Y%m%d-%H%M%S-%f}").expanduser()
-        self.program = _PROGRAMS.get(name, "ppo")
+        self.program_name = _PROGRAMS.get(name, "ppo")
         rows = _rows("train", data)
         eval_rows = None if eval_data is None else rows if eval_data is data else _rows("val", eval_data)
         values = self._values(model, rows, reward, name, eval_rows)
@@ -86,16 +86,14 @@ class Trainer:
             if repeated := [key for key in values if _holds(own, key)]:
                 raise ConfigError(f"{repeated[0]} is set by an argument of the call already. Give it once.")
         trees = [_with_references(tree) for tree in (mapping, keys, values)]
-        self.loaded = load_config(texts, schema=SCHEMAS[self.program], values=trees)
-        self._stack = ExitStack()
-        self._running: Any = None
-        self._stop = self._closed = False
+        super().__init__(load_config(texts, schema=SCHEMAS[self.program_name], values=trees), self.program_name)
+        self._stop = False
 
     def _values(
         self, model: str | os.PathLike[str], data: Rows, reward: Reward | None, algorithm: str, eval_data: Rows | None
     ) -> dict[str, Any]:
         """The keys that the arguments of the call stand for."""
-        is_rl = self.program == "ppo"
+        is_rl = self.program_name == "ppo"
         if reward is not None and not is_rl:
             raise ConfigError(f"algorithm={algorithm!r} trains on rows and reads no reward; leave `reward` out.")
         return {
@@ -116,7 +114,7 @@ class Trainer:
             return [os.fspath(row) for row in data]
         if not data:
             raise DataError(f"The {split} data have no rows.")
-        convert = prompt_row if self.program == "ppo" else _checked_row
+        convert = prompt_row if self.program_name == "ppo" else _checked_row
         text = "".join(_json(convert(row, number), number) + "\n" for number, row in enumerate(data))
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         file = self.folder / "inputs" / f"{split}_{digest}.jsonl"
@@ -125,17 +123,11 @@ class Trainer:
         return str(file)
 
     def step(self) -> Metrics | None:
-        """Take the next step, with validation and checkpoints when due; returns its metrics, or None after the last step. The
-        first call loads models and starts processes. Raises InterruptedRun after saving on Ctrl-C and SIGTERM."""
-        loop, finish = self._started()
-        if self._stop or not loop.advance():
-            return None
-        if loop.state.step >= loop.data.num_steps:
-            loop.store.finish()
-            finish()
-        metrics = dict(loop.metrics)
-        for callback in self.callbacks:
-            callback(self, metrics)
+        """See SteppedRun. Calls the callbacks after the step; None also after `stop`."""
+        metrics = None if self._stop else super().step()
+        if metrics is not None:
+            for callback in self.callbacks:
+                callback(self, metrics)
         return metrics
 
     def train(self) -> None:
@@ -181,28 +173,6 @@ class Trainer:
 
         return Run(self.folder)
 
-    def close(self) -> None:
-        """End the processes of the run. What was trained after the newest checkpoint is lost."""
-        self._running, self._closed = None, True
-        self._stack.close()
-
-    def __enter__(self) -> Trainer:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def _started(self) -> Any:
-        if self._closed:
-            raise ConfigError(
-                "The Trainer is closed. Make another with the same output_dir to resume from its checkpoint."
-            )
-        if self._running is None:
-            from verl.run.host import open_run
-
-            self._running = self._stack.enter_context(open_run(self.loaded, self.program))
-        return self._running
-
 
 def train(model: str | os.PathLike[str], data: Data, reward: Reward | None = None, **arguments: Any) -> Run:
     """Train to the last step and save; returns the run, whose `model_path` is the trained model. Arguments as of `Trainer`.
@@ -244,7 +214,7 @@ def evaluate(model: str | os.PathLike[str], data: Data, reward: Reward | None = 
 
     arguments["trainer.val_only"] = True
     trainer = Trainer(model, data, reward, eval_data=data, **arguments)
-    evaluate_run(trainer.loaded, trainer.program)
+    evaluate_run(trainer.loaded, trainer.program_name)
     return dict(json.loads((trainer.folder / "eval" / "eval.json").read_text(encoding="utf-8")))
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from verl.config.names import LOGGERS
 from verl.errors import ConfigError
+from verl.run.steps import SteppedRun
 
 # methods of the other releases' trainer that scripts override
 _TRAINER_HOOKS = (
@@ -114,7 +114,7 @@ class RayPPOTrainer:
                 )
 
 
-class RLTrainer:
+class RLTrainer(SteppedRun):
     """A run that is taken step by step: `with RLTrainer(config) as trainer: trainer.step()`.
 
     `config` is a list of `key=value` texts, a tree (OmegaConf, a dict, dataclasses of verl.config), or what load_config
@@ -141,9 +141,7 @@ class RLTrainer:
             raise ConfigError(f"There is no tracker {unknown[0]!r} for log_with; there are {', '.join(LOGGERS)}.")
         trainer = loaded.config.trainer
         loggers = list(dict.fromkeys([*trainer.logger, *names]))
-        self.loaded = replace(loaded, config=replace(loaded.config, trainer=replace(trainer, logger=loggers)))
-        self._open = ExitStack()
-        self._run: Any = None
+        super().__init__(replace(loaded, config=replace(loaded.config, trainer=replace(trainer, logger=loggers))))
 
     @property
     def config(self) -> Any:
@@ -151,16 +149,11 @@ class RLTrainer:
         return self.loaded.config
 
     def step(self) -> dict[str, float] | None:
-        """Take the next training step, with validation and checkpoints when due, and return the metrics of its line in
-        metrics.jsonl, with share/rollout_step and share/reward_fn, the parts of the step's time that generation and the wait
-        for scores took; None when there is none left. The first call starts the run."""
-        loop, finish = self._started()
-        if not loop.advance():
+        """See SteppedRun. The metrics have share/rollout_step and share/reward_fn too, the parts of the step's time that
+        generation and the wait for scores took."""
+        metrics = super().step()
+        if metrics is None:
             return None
-        if loop.state.step >= loop.data.num_steps:
-            loop.store.finish()
-            finish()
-        metrics = dict(loop.metrics)
         for name, span in _SEED_SPANS.items():
             metrics[f"share/{name}"] = metrics.get(f"timing_s/{span}", 0.0) / metrics["perf/time_per_step"]
         return metrics
@@ -178,24 +171,6 @@ class RLTrainer:
     def program(self) -> Any:
         """The running program (verl/programs/ppo.py): `program.rollout_queue.qsize()` with rollout.prefetch_num."""
         return self._started()[0].program
-
-    def close(self) -> None:
-        """End the run's processes; nothing after its newest checkpoint is kept."""
-        self._run = None
-        self._open.close()
-
-    def __enter__(self) -> RLTrainer:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def _started(self) -> Any:
-        from verl.run.host import open_run
-
-        if self._run is None:
-            self._run = self._open.enter_context(open_run(self.loaded))
-        return self._run
 
 
 class PPOTrainer(RLTrainer):
