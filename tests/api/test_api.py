@@ -69,6 +69,17 @@ def test_two_functions_are_parts_and_add_up():
     assert found == [{"score": 1.2, "starts": 1.0, "length": 0.1}, {"score": 0.4, "starts": 0.0, "length": 0.2}]
 
 
+def score(completions):
+    return [10.0] * len(completions)
+
+
+def test_a_function_called_score_does_not_replace_the_sum():
+    references = [reference_to(score), reference_to(length)]
+    assert score_lists(["a"], ["88"], [None], [{"prompt": "p"}], functions=references) == [
+        {"score": 10.2, "length": 0.2}
+    ]
+
+
 def test_functions_of_verls_form_get_every_column():
     (found,) = score_lists(["a"], ["1234"], ["7"], [{"answer": "7"}], functions=[reference_to(compute_score)])
     assert found == {"score": 0.4, "same_answer": 1.0}

@@ -53,7 +53,7 @@ def _sum(names: Sequence[str], values: Sequence[Any], weights: Sequence[float]) 
         return {"score": wrong[0]}  # the worker refuses it, for this sample
     known = {name: score for name, score in zip(names, scores, strict=True) if score is not None}
     total = sum(weight * score for weight, score in zip(weights, scores, strict=True) if score is not None)
-    return {"score": float(total) if known else math.nan, **known}
+    return {**known, "score": float(total) if known else math.nan}  # also where a function is called "score"
 
 
 def _weighted(value: Any, weight: float) -> Any:
