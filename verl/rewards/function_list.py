@@ -60,7 +60,7 @@ def _weighted(value: Any, weight: float) -> Any:
     """`weight` x a number, NaN for None; other values are left to the worker, which refuses them for their sample."""
     if value is None:
         return math.nan
-    return weight * value if isinstance(value, int | float) or hasattr(value, "__float__") else value
+    return weight * value if hasattr(value, "__float__") else value
 
 
 def _finished(result: Any) -> Any:

@@ -54,9 +54,8 @@ def _targets(ground_truth: Any) -> list[str]:
 
 
 def _same(answer: str, target: str) -> bool:
-    if number_of(answer) is not None and number_of(target) is not None:
-        return same_number(answer, target)
-    return _normal(answer) == _normal(target)
+    values = number_of(answer), number_of(target)
+    return _normal(answer) == _normal(target) if None in values else values[0] == values[1]
 
 
 def _normal(text: str) -> str:
