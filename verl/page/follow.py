@@ -17,13 +17,13 @@ _CHUNK_BYTES = 1 << 20
 class Follower:
     """The rows of a file of `append_rows`, read as they are appended. A line without its end is read when it has one.
 
-    `num_damaged` counts the lines that are no rows. `generation` grows when the file was replaced or cut, as on resume: the
-    rows are then read again from its start.
+    `num_damaged` counts the lines that are no rows. `is_replaced`: the last `read` found the file replaced or cut, as
+    on resume, and has read its rows from the start.
     """
 
     def __init__(self, path: Path, check: Check):
         self.path = path
-        self.generation = 0
+        self.is_replaced = False
         self.num_damaged = 0
         self._check = check
         self._offset = self._size = 0
@@ -38,11 +38,12 @@ class Follower:
         """The rows since the last call, read until `deadline` (time.monotonic), so perhaps not all of a large file; none when
         the file is missing or cannot be read."""
         rows: list[dict[str, Any]] = []
+        self.is_replaced = False
         with contextlib.suppress(OSError), os.fdopen(open_regular(self.path), "rb") as file:
             status = os.fstat(file.fileno())
             identity = (status.st_dev, status.st_ino)
             if identity != self._identity or status.st_size < self._offset:
-                self.generation += self._identity is not None
+                self.is_replaced = self._identity is not None
                 self._identity, self._offset, self.num_damaged = identity, 0, 0
             self._size = status.st_size
             file.seek(self._offset)

@@ -89,8 +89,8 @@ class RunReader:
             return self.version
 
     def _read_metrics(self) -> bool:
-        before, rows = self._metrics_file.generation, self._metrics_file.read(self._deadline)
-        if self._metrics_file.generation != before:
+        rows = self._metrics_file.read(self._deadline)
+        if self._metrics_file.is_replaced:
             self.metrics, self.times = {}, {}
         for row in rows:
             step = int(row["step"])
@@ -102,22 +102,22 @@ class RunReader:
         return bool(rows)
 
     def _read_timeline(self) -> bool:
-        before, rows = self._timeline_file.generation, self._timeline_file.read(self._deadline)
-        self.timeline = rows if self._timeline_file.generation != before else self.timeline + rows
-        before, planned = self._planned_file.generation, self._planned_file.read(self._deadline)
-        self.planned = planned if self._planned_file.generation != before else self.planned + planned
-        before, spans = self._spans_file.generation, self._spans_file.read(self._deadline)
-        if self._spans_file.generation != before:
+        rows = self._timeline_file.read(self._deadline)
+        self.timeline = rows if self._timeline_file.is_replaced else self.timeline + rows
+        planned = self._planned_file.read(self._deadline)
+        self.planned = planned if self._planned_file.is_replaced else self.planned + planned
+        spans = self._spans_file.read(self._deadline)
+        if self._spans_file.is_replaced:
             self.spans = {}
         for span in spans:
             self.spans.setdefault(span["step"], []).append(span)
         return bool(rows)
 
     def _read_rest(self) -> bool:
-        before, rows = self._events_file.generation, self._events_file.read(self._deadline)
-        self.events = rows if self._events_file.generation != before else self.events + rows
-        before, tokens = self._tokens_file.generation, self._tokens_file.read(self._deadline)
-        if self._tokens_file.generation != before:
+        rows = self._events_file.read(self._deadline)
+        self.events = rows if self._events_file.is_replaced else self.events + rows
+        tokens = self._tokens_file.read(self._deadline)
+        if self._tokens_file.is_replaced:
             self.tokens = {}
         self.tokens.update((row["id"], (row["text"], row.get("special") is True)) for row in tokens)
         return bool(rows)
