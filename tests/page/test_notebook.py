@@ -37,6 +37,12 @@ class TestFrames:
             run.ledger()
 
 
+def test_the_model_is_of_the_newest_checkpoint_not_of_a_renamed_copy(run):
+    for name in ("global_step_9", "global_step_10", "global_step_10_before_the_change", "global_step_12.old"):
+        (run.folder / name / "actor/huggingface").mkdir(parents=True)
+    assert run.model_path == run.folder / "global_step_10/actor/huggingface"
+
+
 def test_summary_and_displays(run):
     found = run.summary()
     assert (found["status"], found["step"], found["total_steps"]) == ("stopped", 3, 10)

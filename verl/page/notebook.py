@@ -21,6 +21,7 @@ from markupsafe import Markup
 from verl.errors import CheckpointError, ConfigError, MissingExtraError
 from verl.page.index import SampleIndex
 from verl.page.reader import RunReader
+from verl.page.text import whole_number
 from verl.tracking.files import open_regular
 from verl.tracking.ledger.file import NAME as LEDGER
 from verl.tracking.ledger.file import connect_read_only, explained
@@ -98,7 +99,7 @@ class Run:
         """Hugging Face folder of the trained model in the newest checkpoint. Raises CheckpointError without one."""
         for role in ("actor", "model"):
             folders = self.folder.glob(f"global_step_*/{role}/huggingface")
-            if newest := max(folders, key=lambda f: int(f.parts[-3].rpartition("_")[2]), default=None):
+            if newest := max(folders, key=lambda f: whole_number(f.parts[-3].rpartition("_")[2]) or 0, default=None):
                 return newest
         raise CheckpointError(
             f"{self.folder} has no checkpoint with a model. Set trainer.save_freq, or call Trainer.save()."
