@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from verl.cli.machine.links import advice
-from verl.cli.machine.requirements import broken_sentence, unmet_sentence
+from verl.cli.machine.requirements import broken_sentence, numbers_of, unmet_sentence
 from verl.cli.report import Line, fail, info, passed, warn
 
 Facts = dict[str, Any]
@@ -69,15 +69,11 @@ def _torch(host: Facts, packages: Facts) -> Iterator[Line]:
             f"torch {torch['version']} is built for ROCm, where flash attention and graphs are not used: attention holds all "
             "its scores and the host drives every step of generation"
         )
-    if torch["cuda_available"] and not torch.get("hip_build") and _release(torch["version"]) < (2, 12):
+    if torch["cuda_available"] and not torch.get("hip_build") and numbers_of(torch["version"]) < (2, 12):
         yield warn(
             f"the flash attention of torch {torch['version']} reads no pages, so kv_cache_config.enable_paged_attention=True "
             "is refused on this GPU. Install torch 2.12 or newer for it"
         )
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.partition("+")[0].split(".")[:2])
 
 
 def _transformers(host: Facts, packages: Facts) -> Iterator[Line]:

