@@ -50,12 +50,12 @@ def load_environments(path: str | None) -> dict[str, Callable[..., Any]]:
     found = load_object(path)
     classes = dict(found) if isinstance(found, Mapping) else {"": found}
     for name, cls in classes.items():
+        label = f"{path}, entry {name!r}," if name else path
         if not callable(cls) or (isinstance(cls, type) and not callable(getattr(cls, "reset", None))):
-            label = f"{path}, entry {name!r}," if name else path
             raise ConfigError(
                 f"{label} is no environment: give a class with a method reset, or a function that makes one."
             )
-        require_call(f"The environment {path}{f', entry {name!r},' if name else ''}", cls)
+        require_call(f"The environment {label}", cls)
     return classes
 
 
