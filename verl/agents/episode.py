@@ -309,11 +309,11 @@ class Episode:
 
 @contextlib.contextmanager
 def _as_episode_error() -> Iterator[None]:
-    """A DataError of the block about what an agent returns fails the episode."""
+    """Turn a DataError about an agent's values into an EpisodeError."""
     try:
         yield
     except DataError as error:
-        raise EpisodeError(f"its agent loop returned what cannot be used: {str(error).removesuffix('.')}") from error
+        raise EpisodeError(f"its agent loop returned invalid values: {str(error).removesuffix('.')}") from error
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

@@ -52,9 +52,8 @@ def score_file(data: dict[str, Any], overrides: Sequence[str] = ()) -> dict[str,
     """test_score/{data source}: the mean over its rows of the mean score of a row's responses.
 
     `data` names the file (`path`) and its columns, `overrides` are `reward.*` and `custom_reward_function.*` keys. Each
-    call has a time limit; a response whose call fails gets `reward.default_score`, or without one counts in no mean; their
-    number is logged. Raises ConfigError,
-    DataError or RewardError.
+    call has a time limit. A response whose call fails gets `reward.default_score`, or without a default counts in no mean;
+    the number of failures is logged. Raises ConfigError, DataError or RewardError.
     """
     from verl.config import load_config
     from verl.data.files import read_rows

@@ -59,7 +59,7 @@ class RunReader:
         self._checked = 0.0
         self._config: tuple[float, Mapping[str, Any]] = (-1.0, {})
         self.index_problem = ""
-        self.read_within_s = inf  # of one `refresh`: a page shows what there is, and the next one more
+        self.read_within_s = inf  # of one `refresh`; the next one reads on
         self._deadline = inf
         self._start()
 

@@ -52,8 +52,9 @@ def search_context(index: SampleIndex, query: Mapping[str, str]) -> dict[str, An
     flags = [name for name in _FLAGS if query.get(name)]
     tags = [row["tag"] for row in index.rows("SELECT DISTINCT tag FROM samples WHERE tag != '' LIMIT 50")]
     splits = [row["split"] for row in index.rows("SELECT DISTINCT split FROM files ORDER BY split")]
-    for name, known in (("tag", tags), ("split", splits)):  # an address has them as the page shows them
-        query = {**query, name: next((text for text in known if visible(text) == query.get(name)), query.get(name, ""))}
+    for name, known in (("tag", tags), ("split", splits)):  # the address has the displayed form of their values
+        shown = query.get(name, "")
+        query = {**query, name: next((value for value in known if visible(value) == shown), shown)}
     page = whole_number(query.get("page", "")) or 0
     problem, rows, more = "", [], False
     try:

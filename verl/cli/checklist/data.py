@@ -60,7 +60,7 @@ def _teachers(subject: Subject, scored: bool) -> Line:
         scored=scored,
     )
     check_teachers(subject.config, subject.tokenizer, rows)
-    return passed("every row has its teacher, and what distillation reads of it")
+    return passed("every row has its teacher and the columns that distillation reads")
 
 
 def check_template(subject: Subject) -> Iterator[Line]:
