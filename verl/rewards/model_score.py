@@ -34,10 +34,10 @@ def last_number(*, reward_model_reply: str, **_: Any) -> dict[str, Any]:
 
     Raises ValueError without one; the sample has failed.
     """
-    found = _score_of(reward_model_reply)
-    if math.isnan(found["score"]):
+    result = _score_of(reward_model_reply)
+    if math.isnan(result["score"]):
         raise ValueError(f"the judge's reply has no number: {reward_model_reply[:80]!r}")
-    return found
+    return result
 
 
 def last_numbers(*, reward_model_replies: list[str], **_: Any) -> list[dict[str, Any]]:

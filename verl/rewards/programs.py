@@ -75,13 +75,13 @@ def run_program(source: str, stdin: str = "", limits: ProgramLimits | None = Non
         adopt_orphans()
         spared = frozenset(descendants(os.getpid()))
         with (
-            open(folder / "stdin", "rb") as given,
+            open(folder / "stdin", "rb") as input_file,
             open(folder / "stdout", "w+b") as out,
             open(folder / "stderr", "w+b") as err,
         ):
             process = subprocess.Popen(
                 [sys.executable, "-s", "-B", "program.py"],
-                stdin=given,
+                stdin=input_file,
                 stdout=out,
                 stderr=err,
                 cwd=folder,

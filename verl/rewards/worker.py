@@ -205,7 +205,7 @@ def _reply(
     reply = {"id": message["id"], "outcomes": outcomes, "seconds": seconds, "was_limited": was_limited}
     encoded = encode_frame(reply)
     if len(encoded) > limits.max_result_kb * KIB:  # a single sample may be too large
-        encoded = encode_frame({**reply, "outcomes": [within_size(found, limits) for found in outcomes]})
+        encoded = encode_frame({**reply, "outcomes": [within_size(result, limits) for result in outcomes]})
     return encoded
 
 

@@ -20,13 +20,13 @@ def descendants(pid: int, most: float = math.inf) -> list[int]:
 
     Counting stops past `most`, because a fork bomb may grow faster than it is counted.
     """
-    found: list[int] = []
+    pids: list[int] = []
     waiting = [pid]
-    while waiting and len(found) <= most:
+    while waiting and len(pids) <= most:
         children = _children(waiting.pop())
-        found += children
+        pids += children
         waiting += children
-    return found
+    return pids
 
 
 def _children(pid: int) -> list[int]:
@@ -94,12 +94,12 @@ def kill_descendants(timeout_s: float, spared: Collection[int] = (), group: int 
     while num_empty_looks < 2 and time.monotonic() < deadline:  # orphans change their parent, so one look may miss some
         if group:
             _signal(os.killpg, [group], signal.SIGKILL)
-        found = _stop_below(os.getpid(), spared)
-        _signal(os.kill, found, signal.SIGKILL)
-        for process in found:
+        pids = _stop_below(os.getpid(), spared)
+        _signal(os.kill, pids, signal.SIGKILL)
+        for process in pids:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(process, os.WNOHANG)
-        is_empty = all(state_of(process) in "ZX" for process in found)
+        is_empty = all(state_of(process) in "ZX" for process in pids)
         num_empty_looks = num_empty_looks + 1 if is_empty else 0
         if not is_empty:
             time.sleep(0.002)
@@ -110,15 +110,15 @@ def _stop_below(pid: int, spared: Collection[int]) -> list[int]:
 
     A stopped process starts no more processes, so that only the children of a process that ends meanwhile can be missed.
     """
-    found: list[int] = []
+    pids: list[int] = []
     waiting = [pid]
     while waiting:
         parent = waiting.pop()
         if parent != pid and parent not in spared:
             _signal(os.kill, [parent], signal.SIGSTOP)
-            found.append(parent)
+            pids.append(parent)
         waiting += _children(parent)
-    return found
+    return pids
 
 
 def _signal(send: Callable[[int, int], None], pids: Iterable[int], number: int) -> None:

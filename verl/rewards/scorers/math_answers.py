@@ -59,8 +59,8 @@ def score_answer_line(solution_str: str, ground_truth: Any, legacy: bool = False
     {"score": 1.0 or -1.0, "acc": bool, "pred": the rest of the line after the last "Answer:"}. `legacy`: as existing releases,
     only among the last 300 characters of the reply.
     """
-    found = _ANSWER.findall(solution_str[-LEGACY_WINDOW:] if legacy else solution_str)
-    answer = _plain(found[-1]) if found else ""
+    answers = _ANSWER.findall(solution_str[-LEGACY_WINDOW:] if legacy else solution_str)
+    answer = _plain(answers[-1]) if answers else ""
     correct = bool(answer) and math_equal(_plain(str(ground_truth)), answer)
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": answer or "[none]"}
 
