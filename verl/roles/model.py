@@ -188,17 +188,17 @@ def schedule_of(spec: RoleSpec) -> MiniBatchSchedule:
 def _device_metrics() -> dict[str, Metric]:
     """perf/*, the largest over ranks: memory in GB of this process, or of its allocator on a GPU, and milliseconds of an
     all-gather of parameters since the last update."""
-    found = {"perf/cpu_memory_used_gb": psutil.Process().memory_info().rss / 1e9}
+    values = {"perf/cpu_memory_used_gb": psutil.Process().memory_info().rss / 1e9}
     if torch.cuda.is_initialized():  # the device of this process
         device = torch.cuda.current_device()
-        found["perf/max_memory_allocated_gb"] = most_memory_allocated(device) / 1e9
-        found["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved(device) / 1e9
+        values["perf/max_memory_allocated_gb"] = most_memory_allocated(device) / 1e9
+        values["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved(device) / 1e9
         reserved = torch.cuda.memory_reserved(device)
-        found["perf/memory_fragmentation"] = 1 - torch.cuda.memory_allocated(device) / reserved if reserved else 0.0
+        values["perf/memory_fragmentation"] = 1 - torch.cuda.memory_allocated(device) / reserved if reserved else 0.0
     gathers = TRAFFIC.take_gathers()
     if gathers.count:
-        found["perf/all_gather_ms"] = gathers.mean_ms
-    return {name: Metric.max(value) for name, value in found.items()}
+        values["perf/all_gather_ms"] = gathers.mean_ms
+    return {name: Metric.max(value) for name, value in values.items()}
 
 
 def _guard_of(spec: RoleSpec) -> StepGuard:

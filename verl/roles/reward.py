@@ -74,14 +74,14 @@ class RewardWorker:
         Columns token_level_scores [batch, response] with the score on the last response token, reward_parts, reward_error,
         is_scored, and the reward model's, if there is one.
         """
-        keys, given = list(batch.non_tensor_batch["sample_key"]), self._given(batch)
+        keys, known = list(batch.non_tensor_batch["sample_key"]), self._given(batch)
         self._submit_unseen(batch, keys)
         self._submitted.difference_update(keys)
         from_model = None if self.model is None else self.model.score(batch)
         if from_model is not None:
             self._submit_waiting(keys, from_model)
-        found = {**given, **self.manager.collect([key for key in keys if key not in given])}
-        scores = [found[k] for k in keys]
+        by_key = {**known, **self.manager.collect([key for key in keys if key not in known])}
+        scores = [by_key[k] for k in keys]
         mask = batch.batch["response_mask"]
         lengths = batch.batch["attention_mask"][:, -mask.shape[1] :].sum(dim=1)
         token_scores = torch.zeros(mask.shape, dtype=torch.float32)
@@ -108,28 +108,28 @@ class RewardWorker:
 
     def _given(self, batch: DataProto) -> dict[str, Score]:
         """Scores of episodes that bring their own, and 0 for failed episodes and for samples that are not scored."""
-        objects, found = batch.non_tensor_batch, {}
+        objects, scores = batch.non_tensor_batch, {}
         if self.needs_answer:
             answers = (_ground_truth(batch, row) for row in range(len(batch)))
-            found = {k: Score(k, 0.0) for k, a in zip(objects["sample_key"], answers, strict=True) if a is None}
+            scores = {k: Score(k, 0.0) for k, a in zip(objects["sample_key"], answers, strict=True) if a is None}
         if "episode_reward" not in objects:
-            return found
+            return scores
         for key, reward, error in zip(
             objects["sample_key"], objects["episode_reward"], objects["episode_error"], strict=True
         ):
             if error is not None:
-                found[key] = Score(key, 0.0, error=f"Episode {key} {error}; it has no score.")
+                scores[key] = Score(key, 0.0, error=f"Episode {key} {error}; it has no score.")
             elif reward is not None:
-                found[key] = Score(key, float(reward), {"acc": float(reward)})
-        return found
+                scores[key] = Score(key, float(reward), {"acc": float(reward)})
+        return scores
 
     def _submit_unseen(self, batch: DataProto, keys: list[str]) -> None:
         """Submit the samples of a rollout in another process. A rollout in this process has submitted its own already."""
         width = batch.batch["response_mask"].shape[1]
         exists = batch.batch["attention_mask"][:, -width:].bool()
-        given = self._given(batch)
+        known = self._given(batch)
         for row, key in enumerate(keys):
-            if key not in self._submitted and key not in given:
+            if key not in self._submitted and key not in known:
                 token_ids = batch.batch["responses"][row][exists[row]].tolist()
                 self.submit(score_request(batch, row, key, token_ids, self.tokenizer))
 

@@ -132,14 +132,14 @@ class RewardModelWorker:
         """Nothing to end."""
 
     def _conversations(self, batch: DataProto) -> list[tuple[int, ...]]:
-        found = []
+        sequences = []
         for messages, response in zip(
             batch.non_tensor_batch["raw_prompt"], responses(batch, self.policy_tokenizer), strict=True
         ):
             conversation = Example("prompt_completion", list(messages), [{"role": "assistant", "content": response}])
             (sequence,) = self.encoder.encode(conversation, PLACE)
-            found.append(tuple(sequence.input_ids.tolist()))
-        return found
+            sequences.append(tuple(sequence.input_ids.tolist()))
+        return sequences
 
 
 class JudgeWorker:
@@ -230,12 +230,12 @@ def batches(rows: Sequence[Row], size: int | None) -> Iterator[Sequence[Row]]:
     return (rows[at : at + size] for at in range(0, max(1, len(rows)), size))
 
 
-def read_template(given: str, *, has_rubric: bool = False) -> str:
+def read_template(source: str, *, has_rubric: bool = False) -> str:
     """The text of a judge's template, given as text or as the name of a file. Raises ConfigError when it does not show
     the response, or the criterion of a rubric."""
-    is_text = "{" in given or "\n" in given
+    is_text = "{" in source or "\n" in source
     fix = "Name a file, or give a text with {response}."
-    template = given if is_text else read_user_text(given, "The file reward.reward_model.judge_template", fix=fix)
+    template = source if is_text else read_user_text(source, "The file reward.reward_model.judge_template", fix=fix)
     needed = ["{response}", "{criterion}"] if has_rubric else ["{first}", "{second}"]
     if not has_rubric and not any(place in template for place in needed):
         needed = ["{response}"]

@@ -189,7 +189,7 @@ class RolloutWorker:
                 ids = done.trajectory.response_ids
                 self.score_stream(score_request(prompts, row, key, ids, self.tokenizer, done.extra))
 
-        found = agents.generate(
+        results = agents.generate(
             prompts,
             params,
             step=step,
@@ -199,8 +199,8 @@ class RolloutWorker:
             on_finish=on_finish,
             before=before,
         )
-        columns = self._columns([done.trajectory for done in found], split, limit)
-        return columns.union(DataProto.from_dict({}, episode_columns(found)))
+        columns = self._columns([done.trajectory for done in results], split, limit)
+        return columns.union(DataProto.from_dict({}, episode_columns(results)))
 
     def _dtype(self) -> torch.dtype | None:
         """The dtype of the weights that generate; None where they are out of reach."""

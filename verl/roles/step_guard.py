@@ -62,11 +62,11 @@ class Finding:
 
 def merge_findings(of_ranks: Sequence[Sequence[Finding]]) -> list[Finding]:
     """Merge the findings of all ranks, which decide alike and know different samples."""
-    found: dict[tuple[int, str, str], list[Finding]] = {}
+    groups: dict[tuple[int, str, str], list[Finding]] = {}
     for findings in of_ranks:
         for finding in findings:
-            found.setdefault((finding.mini_batch, finding.guard, finding.what), []).append(finding)
-    return [parts[0].merge(parts[1:]) for parts in found.values()]
+            groups.setdefault((finding.mini_batch, finding.guard, finding.what), []).append(finding)
+    return [parts[0].merge(parts[1:]) for parts in groups.values()]
 
 
 @dataclass(frozen=True)
@@ -150,15 +150,15 @@ class StepGuard:
             value = figures.get(name, 0.0)
             if not torch.isfinite(torch.tensor(value)):
                 samples, count = self._nonfinite_samples()
-                found = self._finding(NONFINITE, name, value, None, samples, count)
-                return [found if samples else self._not_located(found)]
+                finding = self._finding(NONFINITE, name, value, None, samples, count)
+                return [finding if samples else self._not_located(finding)]
         return []
 
-    def _not_located(self, found: Finding) -> Finding:
+    def _not_located(self, finding: Finding) -> Finding:
         """The finding with all samples that train: the outputs are finite, as where a user's loss is not."""
         trained = [(seen, row) for seen in self._seen for row in seen.mask.any(-1).nonzero().flatten().tolist()]
-        named = [(*_name(*place), found.value) for place in trained[:NUM_NAMED]]
-        return replace(found, samples=named, num_samples=len(trained), located=False)
+        named = [(*_name(*place), finding.value) for place in trained[:NUM_NAMED]]
+        return replace(finding, samples=named, num_samples=len(trained), located=False)
 
     def _finding(
         self,

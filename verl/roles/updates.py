@@ -35,13 +35,13 @@ class MiniBatchSchedule:
         for row, unit in enumerate(unit_ids(batch, self.unit)):
             units.setdefault(unit, []).append(row)
         members, size = list(units.values()), self.size or max(1, len(batch))
-        found = []
+        mini_batches = []
         for epoch in range(self.epochs):
             order: Sequence[int] | np.ndarray = range(len(members))
             if self.shuffle:
                 order = np.random.Generator(np.random.Philox(key=[self.seed + step, epoch])).permutation(len(members))
-            found += _filled([members[number] for number in order], size)
-        return found
+            mini_batches += _filled([members[number] for number in order], size)
+        return mini_batches
 
     def computed(self, batch: DataProto) -> list[int]:
         """The rows of `batch` that are computed."""
@@ -50,12 +50,12 @@ class MiniBatchSchedule:
 
 def _filled(units: Sequence[list[int]], size: int) -> list[np.ndarray]:
     """Units in their order, as many in each mini-batch as fit `size` rows; a larger unit is a mini-batch by itself."""
-    found: list[list[int]] = []
+    mini_batches: list[list[int]] = []
     for rows in units:
-        if not found or len(found[-1]) + len(rows) > size:
-            found.append([])
-        found[-1] += rows
-    return [np.array(rows) for rows in found]
+        if not mini_batches or len(mini_batches[-1]) + len(rows) > size:
+            mini_batches.append([])
+        mini_batches[-1] += rows
+    return [np.array(rows) for rows in mini_batches]
 
 
 @record
@@ -88,7 +88,7 @@ class Updates:
 
     def metrics(self) -> dict[str, Metric]:
         """Means `{role}/*` over the optimizer steps, whose metrics are totals of a mini-batch, and the metrics of `device`."""
-        steps = [{k: Metric.mean(m.value) for k, m in found.items()} for found in self.steps]
+        steps = [{k: Metric.mean(m.value) for k, m in step.items()} for step in self.steps]
         metrics = {f"{self.role}/{k}": v for k, v in merge_metrics(steps).items()}
         metrics[f"{self.role}/lr"] = Metric.last(self.lr)
         return metrics | self.device

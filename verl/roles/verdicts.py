@@ -110,8 +110,8 @@ def verdict_of(reply: str) -> int | None:
 
     The last verdict in double brackets counts (the form of 2306.05685), or else the last verdict that is a whole word.
     """
-    found = _MARKED.findall(reply) or _NAMED.findall(reply)
-    return _MEANINGS[found[-1].upper()] if found else None
+    verdicts = _MARKED.findall(reply) or _NAMED.findall(reply)
+    return _MEANINGS[verdicts[-1].upper()] if verdicts else None
 
 
 def compare_pairs(ask: Ask, template: str, pairs: Sequence[tuple[str, str, str]]) -> list[PairVerdict]:

@@ -171,9 +171,9 @@ class PolicyObjective(Objective):
     def pop_observed(self) -> list[torch.Tensor]:
         """(trainer log-probs, sampler log-probs) of the tokens of the first mini-batch, flat, their keys (`token_keys`), and
         their entropy where the loss has it; [] without sampler log-probs."""
-        found, self._observed = self._observed, []
+        observed, self._observed = self._observed, []
         parts = []
-        for mask, computed, known in found:
+        for mask, computed, known in observed:
             log_probs, *entropy = (values.cpu()[mask] for values in computed)
             parts.append([log_probs, *known, *entropy])
         return [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
