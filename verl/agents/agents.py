@@ -152,13 +152,13 @@ class Agents:
         self.journal.begin(step)
         limit = limit or params.max_new_tokens
         rows = range(len(prompts))
-        wanted = (
+        samples = (
             [(row, sample, None) for row in rows for sample in range(params.n)]
             if before is None
             else [(row, before[row].sample, before[row]) for row in rows]
         )
-        tasks = self._tasks(prompts, wanted, params, step=step, split=split, limit=limit)
-        found = self.driver.run(
+        tasks = self._tasks(prompts, samples, params, step=step, split=split, limit=limit)
+        results = self.driver.run(
             tasks,
             partial(self._run_episode, params=params),
             replace(params, max_new_tokens=limit),
@@ -166,21 +166,21 @@ class Agents:
             on_finish=self._finisher(dtype, on_finish),
         )
         self.journal.sync()
-        found = [in_dtype(result, dtype) for result in found]
-        self._results += found
-        return found
+        results = [in_dtype(result, dtype) for result in results]
+        self._results += results
+        return results
 
     def _tasks(
         self,
         prompts: DataProto,
-        wanted: Sequence[tuple[int, int, Trajectory | None]],
+        samples: Sequence[tuple[int, int, Trajectory | None]],
         params: SamplingParams,
         *,
         step: int,
         split: str,
         limit: int,
     ) -> list[EpisodeTask]:
-        """The tasks of `wanted`: (row of `prompts`, sample, trajectory so far)."""
+        """The tasks of `samples`: (row of `prompts`, sample, trajectory so far)."""
         ordinals = prompts.batch["ordinal"].tolist()
         objects = prompts.non_tensor_batch
         names = [
@@ -201,7 +201,7 @@ class Agents:
                 stop_token_ids=self.stop_token_ids,
                 vocab_size=num_embeddings(self.tokenizer),
             )
-            for row, sample, so_far in wanted
+            for row, sample, so_far in samples
         ]
 
     def metrics(self) -> Stats:

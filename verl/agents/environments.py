@@ -47,8 +47,8 @@ def load_environments(path: str | None) -> dict[str, Callable[..., Any]]:
     """Name -> class: of `file.py:Class`, whose name is then "", or of a dict in that file. Raises ConfigError."""
     if path is None:
         return {}
-    found = load_object(path)
-    classes = dict(found) if isinstance(found, Mapping) else {"": found}
+    loaded = load_object(path)
+    classes = dict(loaded) if isinstance(loaded, Mapping) else {"": loaded}
     for name, cls in classes.items():
         label = f"{path}, entry {name!r}," if name else path
         if not callable(cls) or (isinstance(cls, type) and not callable(getattr(cls, "reset", None))):

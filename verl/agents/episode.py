@@ -223,8 +223,8 @@ class Episode:
     def _token_ids(self, ids: Sequence[int], name: str) -> list[int]:
         """Token ids of an agent, checked."""
         with _as_episode_error():
-            found: list[int] = token_ids(ids, name, self.task.vocab_size).tolist()
-        return found
+            checked: list[int] = token_ids(ids, name, self.task.vocab_size).tolist()
+        return checked
 
     def _begin(self, prompt: list[int], is_first: bool | None) -> Branch:
         task = self.task
@@ -278,7 +278,7 @@ class Episode:
         with _as_episode_error():
             mask = token_mask(mask, "response_mask", len(response_ids)).tolist()
         matching = [(_common(branch.tokens, whole), branch) for branch in self.branches]
-        length, branch = max(matching, key=lambda found: found[0], default=(0, Branch(0, 0)))
+        length, branch = max(matching, key=lambda match: match[0], default=(0, Branch(0, 0)))
         sampled = branch.sampled[:length] + [False] * (len(whole) - length)
         wrong = next((i for i, train in enumerate(mask) if train and not sampled[start + i]), None)
         if wrong is not None:
@@ -287,7 +287,7 @@ class Episode:
                 "has changed or tokenized again what the model wrote. Return the token ids of generate, and mask 0 elsewhere"
             )
         end = min(len(whole), start + self.task.limit)
-        found = Trajectory(self.task.ordinal, self.task.sample, tuple(prompt_ids), status=status)
+        result = Trajectory(self.task.ordinal, self.task.sample, tuple(prompt_ids), status=status)
         at, newest = start, next((v for v in branch.versions if v >= 0), 0)
         while at < end:
             kind = (bool(mask[at - start]), branch.versions[at] if at < length and mask[at - start] else -1)
@@ -300,11 +300,11 @@ class Episode:
             if kind[0]:
                 log_probs = np.asarray(branch.log_probs[at:stop])
                 newest = max(newest, kind[1])
-                found.segments.append(Segment(tokens, log_probs, kind[1]))
+                result.segments.append(Segment(tokens, log_probs, kind[1]))
             else:
-                found.segments.append(Segment(tokens, None, newest, "environment"))
+                result.segments.append(Segment(tokens, None, newest, "environment"))
             at = stop
-        return found
+        return result
 
 
 @contextlib.contextmanager
@@ -346,8 +346,8 @@ def in_dtype(found: EpisodeResult, dtype: type[np.floating[Any]]) -> EpisodeResu
     return replace(found, trajectory=replace(found.trajectory, segments=segments))
 
 
-def recorded(folder: Path, found: Sequence[Trajectory], *, step: int, split: str, limit: int) -> list[EpisodeResult]:
-    """The episodes of the ledger, `found`, completed from the journal: prompts, rewards, errors, inputs of the reward function.
+def recorded(folder: Path, ledger: Sequence[Trajectory], *, step: int, split: str, limit: int) -> list[EpisodeResult]:
+    """The episodes of `ledger`, completed from the journal: prompts, rewards, errors, inputs of the reward function.
     They began in `step`; `folder` is the run folder. Raises LookupError when an episode is not recorded."""
     newest = {}
     for file in sorted((folder / FOLDER).glob(f"step_{step:06d}.rank*.jsonl")):
@@ -355,7 +355,7 @@ def recorded(folder: Path, found: Sequence[Trajectory], *, step: int, split: str
             if record["kind"] in (EPISODE, PART) and record.get("split") == split:
                 newest[record["episode"], record["kind"]] = record
     results = []
-    for one in found:
+    for one in ledger:
         task = EpisodeTask(one.ordinal, one.sample, step, split, tuple(one.prompt_ids), {}, limit, len(one.prompt_ids))
         kind = PART if one.can_resume(limit) else EPISODE
         if (task.name, kind) not in newest:

@@ -179,7 +179,7 @@ def load_loops(config_path: str | None) -> dict[str, tuple[type[AgentLoopBase], 
     `config_path`. Raises ConfigError for a file that cannot be used."""
     for module in ("tool_agent", "environments", "gateway.runner"):
         importlib.import_module(f"verl.agents.{module}")
-    found = {}
+    loops = {}
     for number, row in enumerate(read_list(config_path, "") if config_path else ()):
         place = f"{config_path}, agent loop {number} (counted from 0)"
         name = row.get("name")
@@ -188,8 +188,8 @@ def load_loops(config_path: str | None) -> dict[str, tuple[type[AgentLoopBase], 
         cls = load_class(row.get("_target_"), place)
         if not callable(getattr(cls, "run", None)):
             raise ConfigError(f"{place}: {row['_target_']} has no method run; subclass AgentLoopBase.")
-        found[name] = (cls, {k: v for k, v in row.items() if k not in ("name", "_target_")})
-    return {**_REGISTRY, **found}
+        loops[name] = (cls, {k: v for k, v in row.items() if k not in ("name", "_target_")})
+    return {**_REGISTRY, **loops}
 
 
 def loop_named(loops: dict[str, Any], name: str, key: str) -> tuple[type[AgentLoopBase], dict[str, Any]]:

@@ -90,19 +90,19 @@ class ToolCalls:
         if known is not None:
             return ToolResult(**{**known["result"], "replayed": True})
         started_at = time.perf_counter()
-        found = await self._called(episode, call, names, dict(kwargs or {}), agent_data)
-        found.seconds = time.perf_counter() - started_at
-        found.text = truncated(found.text, self.settings.max_length, self.settings.side)
-        if found.error is not None:
-            log.debug("Episode %s, call %d of %s: %s", task.name, number, clean(call.name, MAX_NAME), found.error)
+        outcome = await self._called(episode, call, names, dict(kwargs or {}), agent_data)
+        outcome.seconds = time.perf_counter() - started_at
+        outcome.text = truncated(outcome.text, self.settings.max_length, self.settings.side)
+        if outcome.error is not None:
+            log.debug("Episode %s, call %d of %s: %s", task.name, number, clean(call.name, MAX_NAME), outcome.error)
         if records:
-            result = {"name": found.name, "text": found.text, "reward": found.reward, "metrics": found.metrics}
-            result |= {"error": found.error, "seconds": found.seconds}
+            result = {"name": outcome.name, "text": outcome.text, "reward": outcome.reward, "metrics": outcome.metrics}
+            result |= {"error": outcome.error, "seconds": outcome.seconds}
             self.journal.write(
                 TOOL, split=task.split, episode=task.name, call=number, digest=digest, result=result,
                 arguments=call.arguments[:2000],
             )  # fmt: skip
-        return found
+        return outcome
 
     async def _called(
         self,

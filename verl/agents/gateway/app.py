@@ -149,27 +149,27 @@ def _application(gateway: Gateway) -> Any:
 
     def route(handler: Handler) -> Callable[[Request], Awaitable[Any]]:
         async def answer(request: Request) -> Any:
-            given = request.headers.get("authorization", "").removeprefix("Bearer ") or request.headers.get(
+            key = request.headers.get("authorization", "").removeprefix("Bearer ") or request.headers.get(
                 "x-api-key", ""
             )
-            if not hmac.compare_digest(given.encode(), gateway.sessions.token.encode()):
+            if not hmac.compare_digest(key.encode(), gateway.sessions.token.encode()):
                 return refusal(401, "The API key is not that of this run.")
             session = gateway.sessions.get(request.path_params["session"])
             if session is None:
                 return refusal(404, "There is no such session: its episode has ended.")
             try:
                 body = await _body(request)
-                found = await handler(session, body)
+                reply = await handler(session, body)
             except (RequestError, DataError) as error:
                 return refusal(400, f"{str(error).removesuffix('.')}.")
             except ClientDisconnect:
                 return refusal(400, "The request is not complete.")  # nobody reads it
-            if isinstance(found, dict):
+            if isinstance(reply, dict):
                 try:
-                    return JSONResponse(found)
+                    return JSONResponse(reply)
                 except ValueError:  # NaN or half a character, of a field that the answer repeats
                     return refusal(400, "The answer repeats a field of the request that JSON cannot hold.")
-            return StreamingResponse(found, media_type="text/event-stream")
+            return StreamingResponse(reply, media_type="text/event-stream")
 
         return answer
 
@@ -206,8 +206,8 @@ async def _chat(session: Session, body: dict[str, Any]) -> Any:
 
 
 async def _completions(session: Session, body: dict[str, Any]) -> Any:
-    wanted = formats.completion_request(body, partial(session.continuity.encode, add_special_tokens=True))
-    answer = await session.complete(wanted.token_ids, wanted.max_tokens, is_first=False)
+    request = formats.completion_request(body, partial(session.continuity.encode, add_special_tokens=True))
+    answer = await session.complete(request.token_ids, request.max_tokens, is_first=False)
     session.num_turns += 2
     if body.get("stream"):
         return _events([formats.completion_response(answer, body)], done=True)

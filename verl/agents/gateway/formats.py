@@ -179,8 +179,8 @@ def responses_request(body: Mapping[str, Any]) -> ChatRequest:
     messages: list[dict[str, Any]] = []
     if body.get("instructions"):
         messages.append({"role": "system", "content": body["instructions"]})
-    given = body.get("input")
-    for item in [{"role": "user", "content": given}] if isinstance(given, str) else _list(body, "input"):
+    text = body.get("input")
+    for item in [{"role": "user", "content": text}] if isinstance(text, str) else _list(body, "input"):
         messages += _of_item(item)
     tools = [
         {"type": "function", "function": {k: v for k, v in tool.items() if k in ("name", "description", "parameters")}}

@@ -55,11 +55,11 @@ def load_runner(runner: str | None) -> Callable[..., Any] | list[str] | None:
         if not words:
             raise ConfigError("actor_rollout_ref.rollout.agent.runner=command: names no command.")
         return words
-    found = load_object(runner)
-    if not callable(found):
+    loaded = load_object(runner)
+    if not callable(loaded):
         raise ConfigError(f"actor_rollout_ref.rollout.agent.runner={runner} is not a function.")
-    require_call(f"actor_rollout_ref.rollout.agent.runner={runner}", found, "task", "base_url", "api_key")
-    return found  # type: ignore[no-any-return]
+    require_call(f"actor_rollout_ref.rollout.agent.runner={runner}", loaded, "task", "base_url", "api_key")
+    return loaded  # type: ignore[no-any-return]
 
 
 @register_agent_loop("endpoint_agent")
@@ -156,18 +156,18 @@ def longest(episode: Episode) -> Branch:
     return max(episode.branches, key=lambda b: (sum(b.sampled), [-token for token in b.tokens]))
 
 
-def _reward(found: Any, session: Session) -> tuple[float | None, dict[str, Any]]:
+def _reward(returned: Any, session: Session) -> tuple[float | None, dict[str, Any]]:
     info = dict(session.info)
-    if isinstance(found, Mapping):
-        info |= {k: v for k, v in found.items() if k != "reward"}
-        found = found.get("reward")
-    if found is None:
+    if isinstance(returned, Mapping):
+        info |= {k: v for k, v in returned.items() if k != "reward"}
+        returned = returned.get("reward")
+    if returned is None:
         return session.reward, info
-    if isinstance(found, bool | np.bool_):
-        found = float(found)
-    if not isinstance(found, int | float | np.number):
-        raise EpisodeError(f"its runner returned {clean(found, 100)}, which is no number")
-    return float(found), info
+    if isinstance(returned, bool | np.bool_):
+        returned = float(returned)
+    if not isinstance(returned, int | float | np.number):
+        raise EpisodeError(f"its runner returned {clean(returned, 100)}, which is no number")
+    return float(returned), info
 
 
 def plain(value: Any) -> Any:
