@@ -31,8 +31,8 @@ class Record:
 
     def model_dump(self, *, exclude_none: bool = False, exclude_unset: bool = False, **_: Any) -> dict[str, Any]:
         """As an object. `exclude_unset` also leaves out None, since the fields that were set are not recorded."""
-        found = dataclasses.asdict(self)  # type: ignore[call-overload]
-        return _without_none(found) if exclude_none or exclude_unset else found
+        values = dataclasses.asdict(self)  # type: ignore[call-overload]
+        return _without_none(values) if exclude_none or exclude_unset else values
 
     def model_dump_json(self, **settings: Any) -> str:
         """As JSON."""

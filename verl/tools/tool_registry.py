@@ -90,11 +90,11 @@ def _mcp_tools(row: dict[str, Any], config: dict[str, Any], place: str) -> list[
         for server in load_servers(section["mcp_servers_config_path"]).values()
         for t in server.tools
     }
-    wanted = section.get("tool_selected_list") or list(offered)
-    if unknown := next((name for name in wanted if name not in offered), None):
+    names = section.get("tool_selected_list") or list(offered)
+    if unknown := next((name for name in names if name not in offered), None):
         raise ConfigError(f"{place}: its servers have no tool {unknown!r}{nearest(unknown, offered) or '.'}")
-    found: list[BaseTool] = []
-    for name in wanted:
+    tools: list[BaseTool] = []
+    for name in names:
         described, server = offered[name]
         function = {
             "name": name,
@@ -103,8 +103,8 @@ def _mcp_tools(row: dict[str, Any], config: dict[str, Any], place: str) -> list[
         }
         tool = cls(config, OpenAIFunctionToolSchema.model_validate({"function": function}))
         tool.server = server
-        found.append(tool)
-    return found
+        tools.append(tool)
+    return tools
 
 
 def read_list(path: str, key: str) -> list[dict[str, Any]]:
