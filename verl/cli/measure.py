@@ -63,19 +63,19 @@ def benchmark_nccl(
         listed = [f"--sizes={','.join(map(str, sizes))}", f"--repeats={num_repeats}", f"--timeout={timeout_s}"]
         ranks = python_command("verl.cli.measure", *listed)[1:]
         said = _output([*launcher, *ranks], timeout_s)
-        found = [AllGatherTime(**row) for row in json.loads(said.strip().splitlines()[-1])]
+        times = [AllGatherTime(**row) for row in json.loads(said.strip().splitlines()[-1])]
     else:
-        found = measure_gathering(sizes, num_repeats, timeout_s)
+        times = measure_gathering(sizes, num_repeats, timeout_s)
     if peer is None or peer.rank == 0:
         _show_table(
-            f"all-gather by {found[0].backend}, {len({g.num_ranks for g in found})} ways to shard",
+            f"all-gather by {times[0].backend}, {len({g.num_ranks for g in times})} ways to shard",
             ("devices of a copy", "MiB", "ms", "GB/s"),
             [
                 (g.num_ranks, f"{g.num_bytes / _MIB:.1f}", f"{1e3 * g.seconds:.2f}", f"{g.bytes_per_s / 1e9:.2f}")
-                for g in found
+                for g in times
             ],
         )
-    return found
+    return times
 
 
 def measure_gathering(sizes: Sequence[int], num_repeats: int, timeout_s: float) -> list[AllGatherTime]:

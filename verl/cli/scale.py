@@ -25,8 +25,8 @@ def run_scale(argv: list[str]) -> int:
 
     folder = Path(arguments.run).expanduser()
     sizes = dict(map(_size, arguments.sizes))
-    found = ask_role_sizes(folder, sizes) if sizes else read_role_sizes(folder)
-    print(", ".join(f"{role}={size}" for role, size in found.items()) or "nothing was asked for")
+    requested = ask_role_sizes(folder, sizes) if sizes else read_role_sizes(folder)
+    print(", ".join(f"{role}={size}" for role, size in requested.items()) or "nothing was asked for")
     if sizes and read_progress(folder).status != "running":
         print(f"verl: no process holds {folder}; the run follows when it is resumed.", file=sys.stderr)
     return 0

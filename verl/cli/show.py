@@ -99,14 +99,14 @@ def _state(progress: Progress) -> str:
     return ", ".join(parts)
 
 
-def _samples(found: Counts) -> str:
+def _samples(outcomes: Counts) -> str:
     """Counts of samples by outcome; the later ones only if they are not 0."""
-    counts = [f"{found.trained} trained", f"{found.pending} pending", f"{found.defaulted} whose scorer failed"]
-    counts.append(f"{found.twice} trained twice")
+    counts = [f"{outcomes.trained} trained", f"{outcomes.pending} pending", f"{outcomes.defaulted} whose scorer failed"]
+    counts.append(f"{outcomes.twice} trained twice")
     rare = {
-        "removed by a filter": found.dropped,
-        "sampled again": found.evicted,
-        "trained before this ledger begins": found.before,
+        "removed by a filter": outcomes.dropped,
+        "sampled again": outcomes.evicted,
+        "trained before this ledger begins": outcomes.before,
     }
     return f"samples: {', '.join([*counts, *(f'{count} {name}' for name, count in rare.items() if count)])}"
 

@@ -156,10 +156,10 @@ class Supervisor:
             return Ending(DeadlineError.exit_code, hang, False, last)
         return _ending(os.waitstatus_to_exitcode(status), _receive(reader), last, others)
 
-    def _forward(self, found: Any, child: int) -> None:
+    def _forward(self, info: Any, child: int) -> None:
         self._stop_requested = True
-        if found.si_code <= 0:  # sent only to this process; a signal of the terminal has reached the child as well
-            os.kill(child, found.si_signo)
+        if info.si_code <= 0:  # sent only to this process; a signal of the terminal has reached the child as well
+            os.kill(child, info.si_signo)
 
     def decide(self, ending: Ending) -> int | None:
         """The exit code; or None, after a wait, if the run is to be restarted."""

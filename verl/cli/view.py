@@ -67,8 +67,8 @@ def page_of(loaded: LoadedConfig[Any], *, whole_process: bool) -> Iterator[None]
     prometheus = _prometheus(loaded.config)
     asked = rule.enable is True or prometheus is not None
     is_off = os.environ.get("VERL_PAGE") == "0"
-    wanted = asked or (rule.enable == "auto" and whole_process and not trainer.val_only and not is_off)
-    if not wanted or os.environ.get("RANK", "0") != "0":
+    has_page = asked or (rule.enable == "auto" and whole_process and not trainer.val_only and not is_off)
+    if not has_page or os.environ.get("RANK", "0") != "0":
         yield
         return
     from verl.page.launch import start_page

@@ -146,10 +146,10 @@ def check_run_folder(subject: Subject) -> Iterator[Line]:
         if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
             yield fail(f"{place} cannot be written: {nearest} is not a folder this user can write to")
             return
-    found = examine_folder(folder)
-    for refusal in found.refusals:
-        yield fail(f"{folder} ({found.kind or 'unknown file system'}) cannot hold checkpoints: {refusal}")
-    for notice in found.notices:
+    file_system = examine_folder(folder)
+    for refusal in file_system.refusals:
+        yield fail(f"{folder} ({file_system.kind or 'unknown file system'}) cannot hold checkpoints: {refusal}")
+    for notice in file_system.notices:
         yield warn(f"{folder}: {notice}")
     steps = candidates(folder)
     if trainer.resume_mode == "resume_path":

@@ -85,8 +85,8 @@ def _reward_function(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Line:
     optional = {a.arg for a in arguments.args[len(arguments.args) - len(arguments.defaults) :]}
     optional |= {a.arg for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if d is not None}
     batched = BATCH_ARGUMENTS[1] in names
-    given = BATCH_ARGUMENTS if batched else SAMPLE_ARGUMENTS
-    lacking = [] if arguments.kwarg else [name for name in given if name not in names]
+    expected = BATCH_ARGUMENTS if batched else SAMPLE_ARGUMENTS
+    lacking = [] if arguments.kwarg else [name for name in expected if name not in names]
     required = [name for name in names if name not in optional and name not in _GIVEN]
     place = f"line {node.lineno}: {node.name}({', '.join(names)})"
     if lacking or arguments.posonlyargs:

@@ -36,7 +36,7 @@ def _requirements(host: Facts, packages: Facts) -> Iterator[Line]:
 
 def _is_unmet(name: str, packages: Facts) -> bool:
     """Whether the line about requirements says already that the package is missing."""
-    return any(text.startswith(name) and found == "not installed" for text, found in packages["requirements"].items())
+    return any(text.startswith(name) and state == "not installed" for text, state in packages["requirements"].items())
 
 
 def _torch(host: Facts, packages: Facts) -> Iterator[Line]:

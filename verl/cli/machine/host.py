@@ -98,8 +98,8 @@ def _file_system(path: str) -> dict[str, Any]:
         from verl.checkpoint.filesystem import examine_folder
     except ImportError:  # of a package that is not installed, which has its own finding
         return {"kind": "", "refusals": [], "notices": []}
-    found = examine_folder(Path(path))
-    return {"kind": found.kind, "refusals": found.refusals, "notices": found.notices}
+    file_system = examine_folder(Path(path))
+    return {"kind": file_system.kind, "refusals": file_system.refusals, "notices": file_system.notices}
 
 
 def _disk(path: str, part: str) -> int | None:

@@ -44,7 +44,7 @@ def interfaces() -> dict[str, int]:
         return {}
     names = ("lo", "docker", "veth", "br-", "virbr")
     return {
-        name: found.speed for name, found in psutil.net_if_stats().items() if found.isup and not name.startswith(names)
+        name: stats.speed for name, stats in psutil.net_if_stats().items() if stats.isup and not name.startswith(names)
     }
 
 

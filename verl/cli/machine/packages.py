@@ -76,10 +76,10 @@ def probe(module: str, *arguments: str, timeout_s: float = _IMPORT_TIMEOUT_S) ->
     if done.returncode != 0:
         return {"error": lines[-1] if lines else f"importing it ended with code {done.returncode}"}
     try:
-        found: dict[str, Any] = json.loads(lines[-1])
+        facts: dict[str, Any] = json.loads(lines[-1])
     except (IndexError, ValueError):
         return {"error": "importing it printed something unexpected"}
-    return found
+    return facts
 
 
 def installed_version(module: str, distributions: tuple[str, ...]) -> str | None:

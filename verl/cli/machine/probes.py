@@ -68,8 +68,8 @@ def equal_rows() -> dict[str, object]:
 
     tiles = {}
     for dtype in (torch.float32, torch.bfloat16):
-        found = tiles_of(torch.empty((960, 576), dtype=dtype), False, True)  # the weights of a small model
-        tiles[str(dtype).removeprefix("torch.")] = {"rows": list(found), "cost": padding_cost(found)}
+        sizes = tiles_of(torch.empty((960, 576), dtype=dtype), False, True)  # the weights of a small model
+        tiles[str(dtype).removeprefix("torch.")] = {"rows": list(sizes), "cost": padding_cost(sizes)}
     widens = Matmul(torch.bfloat16, torch.device("cpu")).widens
     return {"bf16": "widened" if widens else "native", "tiles": tiles}
 

@@ -41,7 +41,7 @@ def unmet_requirements() -> dict[str, str]:
         texts = [text for text in declared_requirements() if "extra ==" not in text]
     except importlib.metadata.PackageNotFoundError:
         return {"verl": "not installed"}
-    found = {}
+    unmet = {}
     for text in texts:
         requirement = text.partition(";")[0].strip()
         name = _NAME.match(requirement)[0]  # type: ignore[index]
@@ -50,8 +50,8 @@ def unmet_requirements() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             version = "not installed"
         if version == "not installed" or not _fits(version, requirement[len(name) :]):
-            found[requirement] = version
-    return found
+            unmet[requirement] = version
+    return unmet
 
 
 def _fits(version: str, bounds: str) -> bool:
