@@ -62,10 +62,10 @@ def score_file(data: dict[str, Any], overrides: Sequence[str] = ()) -> dict[str,
     rows = read_rows(data["path"])
     requests, row_of, sources = [], [], []
     for number in range(len(rows)):
-        found = _requests(rows[number], rows.place(number), number, data)
-        requests += found
-        row_of += [number] * len(found)
-        sources.append(found[0].data_source)
+        of_row = _requests(rows[number], rows.place(number), number, data)
+        requests += of_row
+        row_of += [number] * len(of_row)
+        sources.append(of_row[0].data_source)
     pool = build_pool(load_config(overrides).config.reward)
     with pool:
         pool.start(sorted(set(sources)))
@@ -82,9 +82,9 @@ def score_file(data: dict[str, Any], overrides: Sequence[str] = ()) -> dict[str,
     if not by_row:
         raise RewardError(f"None of the {len(scores)} responses could be scored. The first: {failed[0].error}")
     by_source: dict[str, list[float]] = {}
-    for number, found in by_row.items():
-        by_source.setdefault(sources[number], []).append(sum(found) / len(found))
-    return {f"test_score/{source}": sum(found) / len(found) for source, found in by_source.items()}
+    for number, values in by_row.items():
+        by_source.setdefault(sources[number], []).append(sum(values) / len(values))
+    return {f"test_score/{source}": sum(means) / len(means) for source, means in by_source.items()}
 
 
 def _requests(row: dict[str, Any], place: str, number: int, data: dict[str, Any]) -> list[Any]:

@@ -85,16 +85,16 @@ def check_model_consistency(
             raise ModelError(
                 f"{name} of the loaded {type(ours).__name__} is not what {model_path} holds. Load it again."
             )
-    found = largest_difference(ours, theirs.eval())
-    if not found <= tolerance:
+    difference = largest_difference(ours, theirs.eval())
+    if not difference <= tolerance:
         raise ModelError(
             f"The weights of {model_path} are loaded, but the log-probs of a forward pass differ from transformers' by "
-            f"{found:.2g}, more than {tolerance:.2g}. Look for changes of the module since it was loaded."
+            f"{difference:.2g}, more than {tolerance:.2g}. Look for changes of the module since it was loaded."
         )
     return {
         "parameters": num_parameters(ours),
         "forward": getattr(ours, "forward_kind", "packed"),
-        "largest_difference": found,
+        "largest_difference": difference,
     }
 
 

@@ -235,9 +235,9 @@ class RLRunner:
     def _load(self, more: Mapping[str, Any]) -> LoadedConfig[Any]:
         """The config of a run on the files that it writes."""
         self.inputs.mkdir(parents=True, exist_ok=True)
-        given = self.algorithm in GIVEN_ROWS
+        has_rows = self.algorithm in GIVEN_ROWS
         keys: dict[str, Any] = {
-            **self._write_model("model" if given else "actor_rollout_ref.model"),
+            **self._write_model("model" if has_rows else "actor_rollout_ref.model"),
             **more,
             "trainer.resume_changed_inputs": "warn",  # the file of rows depends on the number of epochs, and Trainer resumes
         }
@@ -245,9 +245,9 @@ class RLRunner:
             keys[f"data.{split}_files"] = "[]" if not rows else self._write_rows(split, rows)
         keys |= {"sft": self._loss_on, "dpo": self._reference}.get(self.algorithm, self._reward_keys)()
         if self._module is not None and self._module.dtype == torch.float32 and not self.args.bf16:
-            keys["engine.dtype" if given else "actor_rollout_ref.actor.fsdp_config.dtype"] = "float32"
-        made = [*(self._mapped.overrides() if self._mapped else []), *(f"{key}={value}" for key, value in keys.items())]
-        return load_config(_joined(made, self.overrides), schema=_SCHEMAS.get(self.algorithm, PPO))
+            keys["engine.dtype" if has_rows else "actor_rollout_ref.actor.fsdp_config.dtype"] = "float32"
+        base = [*(self._mapped.overrides() if self._mapped else []), *(f"{key}={value}" for key, value in keys.items())]
+        return load_config(_joined(base, self.overrides), schema=_SCHEMAS.get(self.algorithm, PPO))
 
     @property
     def _has_pairs(self) -> bool:

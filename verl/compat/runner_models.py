@@ -90,5 +90,5 @@ def take_weights(module: Any, role: Path) -> None:
     weights = {
         name: t for file in sorted((role / "huggingface").glob("*.safetensors")) for name, t in load_file(file).items()
     }
-    found = module.load_state_dict(weights, strict=False)
-    assert not found.unexpected_keys, found.unexpected_keys
+    mismatch = module.load_state_dict(weights, strict=False)
+    assert not mismatch.unexpected_keys, mismatch.unexpected_keys

@@ -212,7 +212,7 @@ class ScriptRewards:
         """See RewardManager."""
         script = current_script()
         columns = {name_of(fn): _call(fn, requests) for fn in script.reward_functions}
-        found = []
+        scores = []
         for request, *values in zip(requests, *columns.values(), strict=True):
             known = [
                 w * v for w, v in zip(script.reward_weights, values, strict=True) if v is not None and not math.isnan(v)
@@ -222,8 +222,8 @@ class ScriptRewards:
                 None if known else f"No reward function returned a number for sample {request.key}; it has no score."
             )
             self.num_defaulted += error is not None
-            found.append(Score(request.key, float(sum(known)), parts if len(columns) > 1 else {}, error))
-        return found
+            scores.append(Score(request.key, float(sum(known)), parts if len(columns) > 1 else {}, error))
+        return scores
 
 
 def _call(function: Callable[..., Any], requests: Sequence[ScoreRequest]) -> list[float | None]:
