@@ -199,11 +199,11 @@ class SampleIndex:
         newest first."""
         needle = fold(text)
         for file in self.rows("SELECT id FROM files ORDER BY step DESC, split"):
-            found: set[int] = set()
+            ids: set[int] = set()
             for row in self.db.execute("SELECT owners, ends, folded FROM texts WHERE file = ?", (file["id"],)):
-                found.update(owners_with(needle, PackedTexts(*row)))
-            if found:
-                yield found
+                ids.update(owners_with(needle, PackedTexts(*row)))
+            if ids:
+                yield ids
 
     # -- samples -----------------------------------------------------------------------------------------------------------
 

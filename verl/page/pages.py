@@ -132,13 +132,13 @@ class Site:
         common = {"view": view, "run": view.run, "query": query}
         match rest:
             case []:
-                found = panels.charts_json(panels.panels(view.run, view.index), view.run.marks())
+                charts = panels.charts_json(panels.panels(view.run, view.index), view.run.marks())
                 return self._render(
-                    "run.html", path, **common, charts=found, **tables.run_context(view.run, view.index)
+                    "run.html", path, **common, charts=charts, **tables.run_context(view.run, view.index)
                 )
             case ["metrics"]:
-                found = panels.charts_json(panels.all_metrics(view.run), view.run.marks())
-                return self._render("metrics.html", path, **common, charts=found)
+                charts = panels.charts_json(panels.all_metrics(view.run), view.run.marks())
+                return self._render("metrics.html", path, **common, charts=charts)
             case ["config"]:
                 return self._render("config.html", path, **common, keys=tables.config_rows(view.run.folder))
             case ["log"]:

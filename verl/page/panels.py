@@ -96,8 +96,8 @@ def panels(run: RunReader, index: SampleIndex) -> list[Panel]:
     # our panel shows more than a panel that the program declares for the same metrics
     specs = [spec for spec in specs if not set(spec.metrics) <= ours]
     own = [spec for spec in _SPECS if not set(spec.metrics) <= covered - ours]
-    found = reward + [_panel(run, spec) for spec in (*specs, *own)] + [_signal(index), _plan(run), _phases(run)]
-    return [panel for panel in found if panel.lines and not _says_nothing(panel)]
+    shown = reward + [_panel(run, spec) for spec in (*specs, *own)] + [_signal(index), _plan(run), _phases(run)]
+    return [panel for panel in shown if panel.lines and not _says_nothing(panel)]
 
 
 def _says_nothing(panel: Panel) -> bool:

@@ -129,18 +129,18 @@ class RunReader:
         """A sentence for each file that is missing or damaged."""
         if not self.folder.is_dir():
             return [f"There is no folder {clean(self.folder)} yet. It appears here when the run starts."]
-        found = [self.index_problem] if self.index_problem else []
+        sentences = [self.index_problem] if self.index_problem else []
         if (share := self._metrics_file.share_read) < 1:
-            found.append(f"Still reading metrics.jsonl: {share:.0%} so far. Load the page again for more.")
+            sentences.append(f"Still reading metrics.jsonl: {share:.0%} so far. Load the page again for more.")
         if not self.metrics and not self.is_running:
-            found.append("No step has been written to metrics.jsonl.")
+            sentences.append("No step has been written to metrics.jsonl.")
         for file in (
             self._metrics_file, self._timeline_file, self._planned_file, self._spans_file, self._events_file, self._tokens_file
         ):  # fmt: skip
             if file.num_damaged:
                 lines = "1 line" if file.num_damaged == 1 else f"{file.num_damaged:,} lines"
-                found.append(f"{file.path.name} is damaged: {lines} cannot be read and are left out.")
-        return found
+                sentences.append(f"{file.path.name} is damaged: {lines} cannot be read and are left out.")
+        return sentences
 
     @property
     def config(self) -> Mapping[str, Any]:

@@ -58,8 +58,8 @@ def search_context(index: SampleIndex, query: Mapping[str, str]) -> dict[str, An
     page = whole_number(query.get("page", "")) or 0
     problem, rows, more = "", [], False
     try:
-        found = find_samples(index, query, limit=PER_PAGE + 1, offset=page * PER_PAGE)
-        rows, more = found[:PER_PAGE], len(found) > PER_PAGE
+        samples = find_samples(index, query, limit=PER_PAGE + 1, offset=page * PER_PAGE)
+        rows, more = samples[:PER_PAGE], len(samples) > PER_PAGE
     except sqlite3.Error as error:
         problem = f"The samples could not be searched: {clean(error)}."
     num_files = len(index.files())

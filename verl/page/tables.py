@@ -48,7 +48,7 @@ def run_context(run: RunReader, index: SampleIndex) -> dict[str, Any]:
     """Context of the run page, without its charts."""
     bottleneck = run.bottleneck()
     rows = index.statistics()
-    splits = {split: [row["step"] for row in found] for split, found in rows.items()}
+    splits = {split: [row["step"] for row in files] for split, files in rows.items()}
     return {
         "bottleneck": bottleneck,
         "counts": read_counts(run.folder),
@@ -92,11 +92,11 @@ def _headline(run: RunReader) -> list[dict[str, Any]]:
 def _recent(run: RunReader, files: list[Any]) -> list[dict[str, Any]]:
     """The newest steps, with their rows in the index."""
     known = {row["step"]: row for row in files}
-    found = []
+    steps = []
     for step in sorted(set(run.times) - {0}, reverse=True)[:6]:
         row = known.get(step)
-        found.append({"step": step, "file": row, "time": run.times.get(step)})
-    return found
+        steps.append({"step": step, "file": row, "time": run.times.get(step)})
+    return steps
 
 
 def log_context(run: RunReader) -> dict[str, Any]:
