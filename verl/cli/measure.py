@@ -155,21 +155,17 @@ def benchmark_throughput(
 
     with tempfile.TemporaryDirectory(prefix="verl-throughput-") as root:
         folder = Path(root) / "run"
-        given = (
-            list(overrides) if any("model.path=" in one for one in overrides) else [*_tiny_task(Path(root)), *overrides]
-        )
-        kept = [
+        has_model = any("model.path=" in override for override in overrides)
+        own = [
             "trainer.val_before_train=False",
             "trainer.test_freq=-1",
             "trainer.save_freq=-1",
             "trainer.logger=[file]",
-        ]
-        own = [
             f"trainer.total_training_steps={num_steps}",
             f"trainer.default_local_dir={folder}",
             "trainer.max_restarts=0",
         ]
-        _output(["verl", "train", *given, *kept, *own], timeout_s)
+        _output(["verl", "train", *([] if has_model else _tiny_task(Path(root))), *overrides, *own], timeout_s)
         progress, rows = read_progress(folder), list(read_json_rows(folder / "metrics.jsonl"))
     assert progress.bottleneck is not None
     rates = sorted(row["perf/throughput"] for row in rows[len(rows) > 1 :])  # the first step includes warm-up
