@@ -41,8 +41,8 @@ class Rewriting:
 
 class ChatContinuity:
     """Token ids of new messages behind a sampled turn, with one tokenizer, its chat template and `template_kwargs`. A text that
-    cannot have at most `max_tokens` tokens is refused before it is encoded (None: no text is), since the event loop of all
-    episodes waits meanwhile.
+    cannot have at most `max_tokens` tokens is refused before it is encoded (None: no limit), since the event loop of all
+    episodes waits for the encoding.
 
     Raises ConfigError when there is no chat template, or it cannot render a turn that follows another.
     """
@@ -59,7 +59,7 @@ class ChatContinuity:
         self.special_ids = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
         self._control: re.Pattern[str] | None = control_tokens(tokenizer)
         self.max_tokens = max_tokens
-        # characters that `max_tokens` tokens may hold: a text of more is not even rendered
+        # most characters of `max_tokens` tokens; a longer text is not even rendered
         self.max_chars = None if max_tokens is None else max(_PROBE, _SLACK * max_tokens * _longest_token(tokenizer))
         self.tool_role_as_user = not self._renders_tools()
         self._split({"role": "user", "content": "x"})
@@ -86,7 +86,7 @@ class ChatContinuity:
         return ids[1:] if last_token == end or last_token in stop_ids else ids
 
     def encode(self, text: str, place: str = PLACE, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of a text. Raises DataError, also for one with more than about `max_tokens`."""
+        """Token ids of a text. Raises DataError, also for more than about `max_tokens` tokens."""
         if self.max_tokens is not None and len(text) > max(_PROBE, self.max_tokens):
             num_tokens = 0
             for start in range(0, len(text), _PROBE):

@@ -163,7 +163,7 @@ class Episode:
         return Completion(self.task.ordinal, branch.number, tokens, log_probs, reason, max(branch.versions[start:]))
 
     def _repeat(self, branch: Branch, prompt: list[int], most: int) -> FinishReason | None:
-        """Answer a turn with its tokens of an earlier part. Returns the finish reason; None where it continues, or is new."""
+        """Answer a turn with its earlier tokens. Returns the finish reason; None for a turn that continues or is new."""
         past, start = self._past, len(prompt)
         if past is None:
             return None

@@ -77,8 +77,8 @@ class RewardModelWorker:
     """Scores prompt and response with a sequence classification model.
 
     A reward model with the policy's tokenizer and chat template reads the policy's tokens; another one reads the
-    conversation through its own template, in the tokens that `verl rm` trains on. It is read where it was trained: at the
-    token that ends the response, a process reward model at the token before.
+    conversation through its own template, in the tokens that `verl rm` trains on. The score is read where it was
+    trained: at the token that ends the response, or for a process reward model at the token before.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ _PREFIX = "guard/"
 @dataclass
 class Finding:
     """A guard that one optimizer step has set off. `samples` are (prompt index, sample index, value), the worst first, of
-    `num_samples`; all that train where no single sample shows it, and then they are not `located`."""
+    `num_samples`. Where no single sample shows the cause, they are all samples that train, and `located` is False."""
 
     guard: str
     what: str
@@ -155,7 +155,7 @@ class StepGuard:
         return []
 
     def _not_located(self, finding: Finding) -> Finding:
-        """The finding with all samples that train: the outputs are finite, as where a user's loss is not."""
+        """The finding with all samples that train, since every output is finite; a user's loss may not be."""
         trained = [(seen, row) for seen in self._seen for row in seen.mask.any(-1).nonzero().flatten().tolist()]
         named = [(*_name(*place), finding.value) for place in trained[:NUM_NAMED]]
         return replace(finding, samples=named, num_samples=len(trained), located=False)

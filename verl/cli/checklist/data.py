@@ -50,14 +50,9 @@ def _teachers(subject: Subject, scored: bool) -> Line:
     from verl.data.dataset import load_dataset
     from verl.programs.distillation import check_teachers
 
-    config, most = subject.config.data, subject.config.data.train_max_samples
+    data, loops = subject.config.data, known_loops(subject.config)
     rows = load_dataset(
-        config.train_files,
-        subject.tokenizer,
-        config,
-        max_samples=most,
-        agents=known_loops(subject.config),
-        scored=scored,
+        data.train_files, subject.tokenizer, data, max_samples=data.train_max_samples, agents=loops, scored=scored
     )
     check_teachers(subject.config, subject.tokenizer, rows)
     return passed("every row has its teacher and the columns that distillation reads")
