@@ -26,7 +26,7 @@ from verl.models.load import (
     num_parameters,
 )
 from verl.models.tiny import make_tiny_model
-from verl.models.token_ids import check_vocabulary, eos_token_ids
+from verl.models.tokenizer import check_vocabulary, eos_token_ids
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from verl.config import ModelConfig, load_config
 from verl.errors import ModelError
 from verl.models.load import load_tokenizer
 from verl.models.tiny import make_tiny_model, make_tokenizer
-from verl.models.token_ids import hidden_tags
+from verl.models.tokenizer import hidden_tags
 from verl.programs.ppo_data import tokenizer_notices
 
 

@@ -56,7 +56,7 @@ def test_more_added_tokens_than_any_tokenizer_has(folder, monkeypatch, caplog):
     edited(folder, lambda content: content["added_tokens"].extend(more))
     with pytest.raises(ModelError, match="has 300,003 added tokens; at most 262,144 are read"):
         load_tokenizer(folder)
-    monkeypatch.setattr("verl.models.tokenizer_files._MANY_ADDED", 2)
+    monkeypatch.setattr("verl.models.tokenizer._MANY_ADDED", 2)
     edited(folder, lambda content: content.update(added_tokens=content["added_tokens"][:3]))
     with caplog.at_level(logging.WARNING, logger="verl"):
         load_tokenizer(folder)

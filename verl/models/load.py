@@ -25,8 +25,7 @@ from verl.models.check import choose_forward, own_attention
 from verl.models.heads import HEADS, WEIGHT_NAMES, ScalarHeadModel
 from verl.models.padded import ForwardKind
 from verl.models.randomness import turn_off
-from verl.models.token_ids import count_as_text, eos_token_ids
-from verl.models.tokenizer_files import check_token_ids, check_tokenizer_file, embedding_rows
+from verl.models.tokenizer import check_token_ids, check_tokenizer_file, count_as_text, embedding_rows, eos_token_ids
 from verl.registry import load_module
 from verl.regular_files import read_user_text
 

@@ -17,7 +17,7 @@ from verl.data.prompts import PromptEncoder
 from verl.data.sampler_order import SamplerOrder, load_sampler
 from verl.errors import ConfigError
 from verl.models.load import eos_token_ids_of, load_model_config, load_tokenizer
-from verl.models.token_ids import hidden_tags
+from verl.models.tokenizer import hidden_tags
 from verl.programs.distillation import check_teachers
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from verl.errors import ModelError
 from verl.foreign_text import valid_utf8
 from verl.models.load import load_causal_lm, load_tokenizer, model_without_numbers
 from verl.models.padded import forward_kind
-from verl.models.token_ids import eos_token_ids
+from verl.models.tokenizer import eos_token_ids
 from verl.parallel.device import compute_dtype
 from verl.rollout.api import ENGINES, RolloutEngine, WeightTransfer
 from verl.rollout.http.client import Client

@@ -22,7 +22,7 @@ from verl.errors import ConfigError, ModelError, NumericsError
 from verl.models.classifier import load_reward_model, scores_steps, sequence_scores
 from verl.models.heads import ScalarHeadModel
 from verl.models.load import load_external, load_model_config, load_tokenizer
-from verl.models.token_ids import eos_token_ids
+from verl.models.tokenizer import eos_token_ids
 from verl.parallel.device import compute_dtype
 from verl.parallel.register import Dispatch, register
 from verl.regular_files import read_user_text

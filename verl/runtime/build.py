@@ -23,7 +23,7 @@ from verl.engines.groups import ProcessGroups
 from verl.errors import ConfigError
 from verl.models.load import load_tokenizer
 from verl.models.padded import forward_kind
-from verl.models.token_ids import check_vocabulary, eos_token_ids
+from verl.models.tokenizer import check_vocabulary, eos_token_ids
 from verl.rewards.managers import build_reward_manager
 from verl.rewards.scorers.route import find_scorer
 from verl.roles.api import RoleSpec

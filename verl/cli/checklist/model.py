@@ -37,7 +37,7 @@ def check_model_files(subject: Subject) -> Iterator[Line]:
 def check_tokenizer(subject: Subject) -> Iterator[Line]:
     """The tokenizer loads, has a chat template, and has an end-of-sequence token."""
     from verl.models.load import load_tokenizer
-    from verl.models.token_ids import check_vocabulary
+    from verl.models.tokenizer import check_vocabulary
 
     subject.tokenizer = load_tokenizer(subject.model)
     yield passed(f"{type(subject.tokenizer).__name__} of {len(subject.tokenizer):,} tokens")
