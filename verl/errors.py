@@ -25,9 +25,9 @@ class VerlError(Exception):
         return printable(super().__str__())
 
 
-def is_panic(error: BaseException) -> bool:
-    """Whether an error is a panic of a library written in Rust, which is no Exception."""
-    return type(error).__name__ == "PanicException"
+def is_failure(error: BaseException) -> bool:
+    """Whether an error is an Exception or the panic of a library written in Rust, unlike an interrupt or an exit."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 class ConfigError(VerlError):

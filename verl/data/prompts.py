@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.data.schema import Messages
 from verl.data_proto.token_ids import num_embeddings
-from verl.errors import ConfigError, DataError, is_panic
+from verl.errors import ConfigError, DataError, is_failure
 from verl.foreign_text import clean, quoted
 from verl.tools.tool_registry import load_all_tools
 
@@ -90,7 +90,7 @@ def encode_text(tokenizer: Any, text: str, place: str, **settings: bool) -> list
     try:
         ids = list(tokenizer.encode(text, **settings))
     except BaseException as error:  # the tokenizers library raises Exception itself, and panics
-        if not isinstance(error, Exception) and not is_panic(error):
+        if not is_failure(error):
             raise
         raise DataError(
             f"{place}: the tokenizer cannot read the text ({type(error).__name__}: {clean(error)})."

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from verl.errors import MissingExtraError, ModelError, VerlError, is_panic
+from verl.errors import MissingExtraError, ModelError, VerlError, is_failure
 from verl.foreign_text import clean
 from verl.models.folder import check_counts, reason, require_memory
 from verl.models.gguf_header import GGUFHeader, read_gguf_header
@@ -82,7 +82,7 @@ def _write(file: Path, folder: Path, dtype: torch.dtype) -> None:
     except VerlError:
         raise
     except BaseException as error:  # of the reader, a family's code, or a tokenizer built from strange tokens
-        if not isinstance(error, Exception) and not is_panic(error):
+        if not is_failure(error):
             raise
         raise ModelError(f"{clean(file)} could not be read: {type(error).__name__}: {reason(error)}.") from error
     model = torch.nn.Module.to(model, dtype)

@@ -17,7 +17,7 @@ import transformers
 from torch import nn
 
 from verl.config import ModelConfig
-from verl.errors import ModelError, VerlError, is_panic, nearest
+from verl.errors import ModelError, VerlError, is_failure, nearest
 from verl.foreign_text import clean
 from verl.models import folder as files
 from verl.models.attention import ATTENTION_NAME
@@ -138,7 +138,7 @@ def load_tokenizer(model: ModelConfig | str | Path) -> Any:
                 str(folder), trust_remote_code=model.trust_remote_code
             )
     except BaseException as error:  # of a damaged file, from several libraries; the tokenizers library panics too
-        if not isinstance(error, Exception) and not is_panic(error):
+        if not is_failure(error):
             raise
         if not any(next(folder.glob(pattern), None) for pattern in _TOKENIZER_FILES):
             raise ModelError(
