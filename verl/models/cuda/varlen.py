@@ -78,10 +78,7 @@ def _flash_forward(
         paged = {"block_table": spans.pages}
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         *_padded(q, k, v),
-        spans.start_q,
-        spans.start_k,
-        spans.max_q,
-        spans.max_k,
+        *spans[:4],  # starts and longest lengths
         0.0,
         causal,
         False,
@@ -115,10 +112,7 @@ def _flash_backward(
         grad_q, grad_k, grad_v = torch.ops.aten._flash_attention_backward(
             *_padded(grad, q, k, v, out),
             lse,
-            spans.start_q,
-            spans.start_k,
-            spans.max_q,
-            spans.max_k,
+            *spans[:4],  # starts and longest lengths
             0.0,
             causal,
             no_dropout,
@@ -153,11 +147,11 @@ FLASH = VarlenKernel("flash", _flash_forward, _flash_backward, page_multiple=_PA
 class VarlenPlan:
     """A layout's segments as index tensors on the device: made once a batch, used by every layer.
 
-    `runs` are the responses that lie side by side and see one prompt: one sequence of the second call each. No token is in two
-    of them, nor in the prompts of two.
+    `runs` are the responses that lie side by side and see one prompt: one sequence of the second call each. Runs share no
+    tokens, and neither do their prompts.
 
-    With a `window`, a query's place counts in both parts, so there is one call: the keys of a segment are the end of its prompt
-    that the window reaches, and its own (`gathered`, token numbers of all keys).
+    With a `window`, the distance from query to key counts in both parts, so there is one call. The keys of a segment are then
+    the end of its prompt that the window reaches, and its own; `gathered` has the token numbers of all keys.
     """
 
     def __init__(
@@ -168,17 +162,17 @@ class VarlenPlan:
         window: int | None = None,
     ):
         lengths = [s.length for s in segments]
-        self.causal = spans_of(lengths, lengths, device)
         self.has_prefixes, self.gathered = bool(runs) and window is None, None
-        if window is not None:
+        if window is None:
+            self.causal = spans_of(lengths, lengths, device)
+        else:
             tails = [min(s.prefix_length, window - 1) for s in segments]
             sums = [tail + length for tail, length in zip(tails, lengths, strict=True)]
             self.causal = spans_of(lengths, sums, device)._replace(window=window)
             ends = [(s.prefix_start + s.prefix_length - tail, tail) for s, tail in zip(segments, tails, strict=True)]
             own = [(s.start, s.length) for s in segments]
             self.gathered = _tokens((part for pair in zip(ends, own, strict=True) for part in pair), device)
-            return
-        if runs:
+        if self.has_prefixes:
             self.bridge = spans_of([r.length for r in runs], [r.prefix_length for r in runs], device)
             self.queries = _tokens(((r.start, r.length) for r in runs), device)
             self.keys = _tokens(((r.prefix_start, r.prefix_length) for r in runs), device)
@@ -235,12 +229,10 @@ class _VarlenParts(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         plan, scale, backward = ctx.plan, ctx.scale, ctx.kernel.backward
         grad = grads[0]
+        keys, values = (k, v) if plan.gathered is None else (k[plan.gathered], v[plan.gathered])
+        dq, dk, dv = backward(grad, q, keys, values, out, lse, plan.causal, True, scale)
         if plan.gathered is not None:
-            keys, values = k[plan.gathered], v[plan.gathered]
-            dq, *parts = backward(grad, q, keys, values, out, lse, plan.causal, True, scale)
-            dk, dv = (_summed_at(plan.gathered, part, len(k)) for part in parts)
-            return dq, dk, dv, None, None, None
-        dq, dk, dv = backward(grad, q, k, v, out, lse, plan.causal, True, scale)
+            dk, dv = (_summed_at(plan.gathered, part, len(k)) for part in (dk, dv))
         if plan.has_prefixes:
             here, there = plan.queries, plan.keys
             inputs = (grad[here], q[here], k[there], v[there], out[here], lse[:, here])
