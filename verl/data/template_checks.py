@@ -14,14 +14,14 @@ from verl.data.prompts import encode_text, render_chat
 from verl.data.schema import Messages
 from verl.errors import DataError
 
-NUM_TRIES = 16  # a template with one random choice of two repeats itself in 1 of 32,768 rows
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields of a message, by family of models
-_FIELDS = ("content", "tool_calls", "function_call", *THOUGHTS)
+_NUM_TRIES = 16  # a template with one random choice of two passes with probability 2**-16
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields of a message, by family of models
+_FIELDS = ("content", "tool_calls", "function_call", *_THOUGHTS)
 _PROBE = "The quick brown fox jumps over 13 lazy dogs, again and again: internationalization, reproducibility. " * 4
 
 
 class TemplateChecks:
-    """The checks of one tokenizer; `shapes` that have passed are not tried again."""
+    """The checks of one tokenizer; `shapes` that have passed are not checked again."""
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
@@ -37,12 +37,12 @@ class TemplateChecks:
             self.check_chat(messages, place, tools_matter=False, add_generation_prompt=True, **template_kwargs)
 
     def check_text(self, text: str, place: str, **settings: bool) -> None:
-        """Raises DataError when the tokenizer reads a text otherwise the second time, or reads nothing of it. The first text
-        of the tokenizer is tried."""
+        """Raises DataError when the tokenizer gives different tokens for the same text, or nothing for this one. Only the first
+        text is checked."""
         if "text" in self.shapes:
             return
         probe = encode_text(self.tokenizer, _PROBE, place, **settings)
-        if any(encode_text(self.tokenizer, _PROBE, place, **settings) != probe for _ in range(NUM_TRIES)):
+        if any(encode_text(self.tokenizer, _PROBE, place, **settings) != probe for _ in range(_NUM_TRIES)):
             raise DataError(
                 f"{place}: the tokenizer gives other tokens for the same text each time (dropout in tokenizer.json), so that "
                 "no run could be repeated or resumed. Set it to null there."
@@ -72,7 +72,7 @@ class TemplateChecks:
         if not new:
             return
         text = render_chat(self.tokenizer, messages, place, **template_kwargs)
-        if any(render_chat(self.tokenizer, messages, place, **template_kwargs) != text for _ in range(NUM_TRIES)):
+        if any(render_chat(self.tokenizer, messages, place, **template_kwargs) != text for _ in range(_NUM_TRIES)):
             raise DataError(
                 f"{place}: the chat template renders the same messages otherwise each time (a random choice?), so that no run "
                 "could be repeated or resumed. Use another one (custom_chat_template)."
@@ -113,37 +113,27 @@ def _parts(
     if tools:
         roles = tuple(sorted({message["role"] for message in messages}))
         yield ("tools", roles), "the row's tools", [(messages, {"tools": None})]
-    for number, message in enumerate(messages):
-        if number < first:
-            continue
+    for number, message in enumerate(messages[first:], first):
         is_last = number == len(messages) - 1
         filled = tuple(name for name in _FIELDS if _says_something(message.get(name)))
         before = messages[number - 1]["role"] if number else None
         shape = (message["role"], before, filled, is_last, bool(tools))
         for name in filled:
-            if (
-                message["role"] == "assistant"
-                and not is_last
-                and (name in THOUGHTS or "</think>" in str(message[name]))
-            ):
+            is_thought = name in _THOUGHTS or "</think>" in str(message[name])
+            if is_thought and message["role"] == "assistant" and not is_last:
                 continue  # templates drop the thoughts of earlier turns on purpose
             whose = f"{'the content' if name == 'content' else name} of message {number} (role {message['role']})"
-            changed = [_replaced(messages, number, name, value) for value in _others(name, message[name])]
-            yield (name, *shape), whose, [(found, {}) for found in changed]
+            yield (name, *shape), whose, [(_replaced(messages, number, name, x), {}) for x in _others(message[name])]
             if name == "tool_calls" and any(_arguments(call) for call in message[name]):
-                bare = [_without_arguments(call) for call in message[name]]
-                yield (
-                    ("arguments", *shape),
-                    f"the arguments of {whose}",
-                    [(_replaced(messages, number, name, bare), {})],
-                )
+                bare = _replaced(messages, number, name, [_without_arguments(call) for call in message[name]])
+                yield ("arguments", *shape), f"the arguments of {whose}", [(bare, {})]
 
 
 def _says_something(value: Any) -> bool:
     return bool(value.strip()) if isinstance(value, str) else bool(value)
 
 
-def _others(name: str, value: Any) -> list[Any]:
+def _others(value: Any) -> list[Any]:
     """Other values of a field: none, and for a text a longer one, since a template may have a default for an empty one."""
     return ["", f"{value} x"] if isinstance(value, str) else [None]
 
