@@ -17,6 +17,7 @@ from verl.config.sections.data import SFTDataConfig
 from verl.data.check import NUM_PROBLEMS_SHOWN
 from verl.data.conversations.formats import example_of
 from verl.data.conversations.tokens import ConversationEncoder, TrainingSequence
+from verl.data.conversations.turn_ends import TurnEnds
 from verl.data.dataset import Files, dataset_class
 from verl.data.files import Rows, read_rows
 from verl.data.order import PromptOrder
@@ -257,8 +258,7 @@ def read_into(
     the first bad row; with `keep_going` bad rows are left out, and `dataset.summaries` describes them, for `verl check`.
     """
     names = [files] if isinstance(files, str | os.PathLike) else list(files)
-    eos = tokenizer.eos_token_id
-    stops = ([] if eos is None else [eos]) if stop_token_ids is None else stop_token_ids
+    stops = sorted(TurnEnds(tokenizer, stop_token_ids).stops)
     for name, count, read in _sources(dataset, names, tokenizer, settings, max_samples, seed, stops):
         summary = dataset.summary_class(name, settings)
         dataset.add(summary, count, read, stop_token_ids=stops, keep_going=keep_going)

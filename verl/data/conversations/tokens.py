@@ -67,7 +67,7 @@ class _Turn:
 
 class ConversationEncoder:
     """Turns examples into training sequences with one tokenizer and its chat template. `stop_token_ids` end generation (None:
-    the tokenizer's eos). `checks`: rows of which the model would not read a part are refused (TemplateChecks)."""
+    the tokenizer's eos). `checks`: refuse rows with parts that the model would not read (TemplateChecks)."""
 
     def __init__(
         self,
@@ -152,12 +152,8 @@ class _Row:
     """One example on its way to sequences."""
 
     def __init__(self, encoder: ConversationEncoder, example: Example, place: str):
-        self.encoder, self.tokenizer, self.settings, self.ends = (
-            encoder,
-            encoder.tokenizer,
-            encoder.settings,
-            encoder.ends,
-        )
+        self.tokenizer, self.settings = encoder.tokenizer, encoder.settings
+        self.checks, self.ends = encoder.checks, encoder.ends
         self._num_checked = 0  # messages
         self.example, self.place = example, place
         self.loss_on = self.settings.loss_on or example.default_loss_on
@@ -176,8 +172,8 @@ class _Row:
         joined = _Joined()
         for turn in self.turns:
             context, answer = self._tokens(turn)
-            if self.encoder.checks is not None and isinstance(self.example.prompt, str):
-                self.encoder.checks.check_text(turn.whole, self.place, add_special_tokens=True)
+            if self.checks is not None and isinstance(self.example.prompt, str):
+                self.checks.check_text(turn.whole, self.place, add_special_tokens=True)
             trained = self._trained(turn, context, answer)
             num_behind = 0 if self.loss_on == "all" else self.ends.num_behind(answer)
             joined.add(context, answer, trained, num_behind)
@@ -198,8 +194,7 @@ class _Row:
         if loss_on == "all":
             yield _Turn("", self._rendered(self.messages, answered=True))
             return
-        turns = self._trained_messages() if loss_on == "assistant" else self._answers(start)
-        for number in turns:
+        for number in self._trained_messages() if loss_on == "assistant" else self._answers(start):
             yield _Turn(self._context(number), self._rendered(self.messages[: number + 1], answered=True), number)
 
     def _trained_messages(self) -> list[int]:
@@ -239,9 +234,9 @@ class _Row:
     def _rendered(self, messages: Messages, *, answered: bool = False) -> str:
         """The rendering, with every message shown to be in it."""
         text = self._render(messages, answered=answered)
-        if self.encoder.checks is not None and len(messages) > self._num_checked:
+        if self.checks is not None and len(messages) > self._num_checked:
             settings = {**self.template_kwargs, "add_generation_prompt": not answered, "first": self._num_checked}
-            self.encoder.checks.check_chat(messages, self.place, **settings)
+            self.checks.check_chat(messages, self.place, **settings)
             self._num_checked = len(messages)
         return text
 
@@ -317,11 +312,11 @@ class _Row:
     def _trained(self, turn: _Turn, context: list[int], answer: list[int]) -> list[bool]:
         """For each token of the answer, whether it trains."""
         end = self.ends.of_text(answer) if self.loss_on == "all" else self.ends.of_turn(answer)
+        trained = [True] * len(answer)
         if self.loss_on == "assistant" and turn.message is not None:
             if GENERATION_MARKER.search(self.tokenizer.get_chat_template(None, self.example.tools)):
-                marked = self._marked(turn, context, answer)
-                return [mark and number < end for number, mark in enumerate(marked)]
-        return [number < end for number in range(len(answer))]
+                trained = self._marked(turn, context, answer)
+        return [mark and number < end for number, mark in enumerate(trained)]
 
     def _marked(self, turn: _Turn, context: list[int], answer: list[int]) -> list[bool]:
         """The tokens of the answer that the template's `{% generation %}` markers enclose."""
