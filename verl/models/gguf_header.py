@@ -30,7 +30,7 @@ _NEEDED_LISTS = ("tokenizer.ggml.tokens",)
 
 @dataclass
 class GGUFHeader:
-    """`values` of the keys: numbers and texts as they are, of a list its length; `tensors` by name, dtype by GGUF's name."""
+    """`values` has the numbers and texts by key, `lists` the lengths of lists by key. `tensors` have GGUF's names of dtypes."""
 
     values: dict[str, Any] = field(default_factory=dict)
     lists: dict[str, int] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class _Reader:
         version = self._number("I")
         if version not in (2, 3):
             raise _Damaged(f"it has version {version}, and versions 2 and 3 in little-endian order are read")
-        num_tensors, num_keys = self._count("Q", "tensors", _ENTRY), self._count("Q", "keys", _ENTRY)
+        num_tensors, num_keys = self._count("tensors", _ENTRY), self._count("keys", _ENTRY)
         if num_keys > _MAX_KEYS:
             raise _Damaged(f"it declares {num_keys:,} keys")
         header = GGUFHeader()
@@ -111,12 +111,11 @@ class _Reader:
         kind = self._number("I")
         if kind == _ARRAY and depth + 1 == _MAX_DEPTH:
             raise _Damaged(f"the key {quoted(key, 80)} has lists more than {_MAX_DEPTH} deep")
+        size = struct.calcsize(f"<{_SCALARS.get(kind, 'Q')}")  # of a scalar, or of the length of a text or a list
+        count = self._count(f"entries of {quoted(key, 80)}", size)
         if kind in _SCALARS:
-            size = struct.calcsize(f"<{_SCALARS[kind]}")
-            count = self._count("Q", f"entries of {quoted(key, 80)}", size)
             self.file.seek(count * size, os.SEEK_CUR)
             return count
-        count = self._count("Q", f"entries of {quoted(key, 80)}", 8)
         for _ in range(count):
             if kind == _ARRAY:
                 self._skip_list(key, depth + 1)
@@ -135,7 +134,7 @@ class _Reader:
             raise _Damaged(f"tensor {quoted(name, 80)} has {num_dimensions} dimensions")
         shape = tuple(self._number("Q") for _ in range(num_dimensions))
         kind, offset = self._number("I"), self._number("Q")
-        if kind not in {known.value for known in GGMLQuantizationType}:
+        if kind not in {*GGMLQuantizationType}:
             raise _Damaged(f"tensor {quoted(name, 80)} has the type {kind}, which this release of gguf does not know")
         dtype = GGMLQuantizationType(kind)
         block, block_bytes = GGML_QUANT_SIZES[dtype]
@@ -144,9 +143,9 @@ class _Reader:
         header.tensors[name] = TensorHeader(file, tuple(reversed(shape)), dtype.name)
         return name, offset, prod(shape) // block * block_bytes
 
-    def _count(self, code: str, what: str, size: int) -> int:
-        """A number of things of at least `size` bytes each, which the rest of the file has room for."""
-        count = self._number(code)
+    def _count(self, what: str, size: int) -> int:
+        """A number of entries of at least `size` bytes each, which fit into the rest of the file."""
+        count = self._number("Q")
         if count * size > self.size - self.file.tell():
             raise _Damaged(f"it declares {count:,} {what}, more than fit into its {self.size:,} bytes")
         return count
@@ -164,10 +163,10 @@ class _Reader:
         return struct.unpack(f"<{code}", self._take(struct.calcsize(f"<{code}")))[0]
 
     def _take(self, length: int) -> bytes:
-        found = self.file.read(length)
-        if len(found) != length:
+        content = self.file.read(length)
+        if len(content) != length:
             raise _Damaged(f"its {self.size:,} bytes end inside the header: it is cut short")
-        return found
+        return content
 
 
 def _require_keys(file: Path, header: GGUFHeader) -> None:
