@@ -35,7 +35,7 @@ _COUNT = re.compile(r"^(num|n)_|_size$|_dim$|_layers$|_heads$|^d_model$|^max_pos
 _POSITIVE = "vocab_size hidden_size n_embd d_model num_hidden_layers n_layer max_position_embeddings".split()
 _MAX_LAYERS = 10_000
 _COMPARED_ROWS = 4096  # of two tensors at a time
-# entries that change the computation of a family with them, and their values that change nothing; null never does. Entries
+# entries that change the forward of families that have them, with the values (besides null) that change nothing. Entries
 # that bring weights (use_qk_norm) are not here: tensors without a place are refused anyway, and some families always have them
 _ACTING = {
     **dict.fromkeys(
@@ -164,8 +164,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_acting_entries(file: Path, entries: Mapping[str, Any], kind: type) -> None:
-    """Raise ModelError for an entry of a config.json that should change the forward, and that `kind`, the family's class
-    of configs, has not: its modules would leave it out in silence."""
+    """Raise ModelError for an entry of a config.json that should change the forward, if `kind`, the family's config class,
+    does not have it: the family's modules would ignore it."""
     longest = entries.get("max_position_embeddings")
     for name in _ACTING.keys() & entries.keys():
         value = entries[name]
@@ -173,9 +173,10 @@ def check_acting_entries(file: Path, entries: Mapping[str, Any], kind: type) -> 
         if name == "sliding_window":
             covers_all = isinstance(value, int) and isinstance(longest, int) and value >= longest
             is_off = is_off or covers_all or entries.get("use_sliding_window") is False
-        # of every family, and false in decoders
-        has_entry = hasattr(kind, name) or name in inspect.signature(kind).parameters  # by release of transformers
-        is_read = bool(getattr(kind, name)) if name == "is_encoder_decoder" else has_entry
+        # a field of the class or a parameter of it, by release of transformers
+        is_read = hasattr(kind, name) or name in inspect.signature(kind).parameters
+        if name == "is_encoder_decoder":  # every family has it, and it is false in decoders
+            is_read = bool(getattr(kind, name))
         if not is_off and not is_read:
             raise ModelError(
                 f"{file}: {name}={clean(value, 40)} has no effect on this model, since {kind.__name__} has no such entry. "
@@ -197,7 +198,7 @@ def check_tied(folder: Path, headers: Mapping[str, TensorHeader], skeleton: Any)
 
 
 def _stored_name(name: str, prefix: str, headers: Mapping[str, TensorHeader]) -> str | None:
-    """The name under which the weights have the parameter `name`: some folders are without the prefix of the decoder."""
+    """The name under which the weights have the parameter `name`: some folders leave out the prefix of the decoder."""
     return next((n for n in _spellings(name, prefix) if n in headers), None)
 
 
@@ -216,7 +217,7 @@ def _are_equal(folder: Path, headers: Mapping[str, TensorHeader], one: str, othe
 
 def check_eos(folder: Path, config: Mapping[str, Any]) -> None:
     """Raise ModelError for an eos_token_id, in config.json (`config`) or generation_config.json, that transformers would
-    leave out in silence or fail on."""
+    ignore or fail on."""
     file = folder / "generation_config.json"
     found = {folder / "config.json": config, **({} if _kind(file) is None else {file: read_json_object(file)})}
     for place, entries in found.items():
@@ -229,9 +230,8 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
     """Headers of the tensors in the weight files of `folder`, by tensor name. Raises ModelError."""
     found: dict[str, TensorHeader] = {}
     indexed = _indexed_names(folder)
-    for file in weight_files(folder):
-        name = file.name
-        with opened(file) as tensors:
+    for name in indexed or (WEIGHTS,):
+        with opened(folder / name) as tensors:
             slices = {key: tensors.get_slice(key) for key in tensors.keys()}
             new = {key: TensorHeader(name, tuple(s.get_shape()), s.get_dtype()) for key, s in slices.items()}
         different = sorted(new.keys() ^ indexed[name]) if indexed else []
@@ -245,7 +245,7 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
 
 def weight_files(folder: Path) -> list[Path]:
     """The weight files that loading reads. Raises ModelError."""
-    return [folder / name for name in (_indexed_names(folder) or (WEIGHTS,))]
+    return [folder / name for name in _indexed_names(folder) or (WEIGHTS,)]
 
 
 @contextmanager
