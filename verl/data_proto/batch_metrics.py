@@ -79,23 +79,20 @@ def data_metrics(
         found |= _length_metrics(name, responses[some], cut[some])
     found["response/aborted_ratio"] = float((~rows.answered).double().mean())
     found |= _length_metrics("prompt_length", prompts[rows.sampled], prompts[rows.sampled] >= max_prompt_length)
-    found |= part_means(batch, rows.scored)
+    found |= _part_means(batch, rows.scored)
     found |= count_metrics(batch, "num_turns", "__num_turns__")
     found |= count_metrics(batch, "tool_call_counts", "tool_call_counts")
     found |= _episode_times(batch, prompts, responses)
     return {name: float(value) for name, value in found.items()}
 
 
-def part_means(batch: DataProto, scored: torch.Tensor) -> dict[str, float]:
+def _part_means(batch: DataProto, scored: torch.Tensor) -> dict[str, float]:
     """reward/{part}/mean: the mean of each number that the reward function returned, over the `scored` rows [batch] that have
     it."""
     if "reward_parts" not in batch.non_tensor_batch:
         return {}
-    parts = [
-        found for found, has_score in zip(batch.non_tensor_batch["reward_parts"], scored, strict=True) if has_score
-    ]
-    columns = number_parts(parts)
-    return {f"reward/{name}/mean": float(np.nanmean(values)) for name, values in columns.items()}
+    parts = number_parts(batch.non_tensor_batch["reward_parts"][scored.numpy()])
+    return {f"reward/{name}/mean": float(np.nanmean(values)) for name, values in parts.items()}
 
 
 def number_parts(parts: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
@@ -108,7 +105,7 @@ def number_parts(parts: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
 
 
 def count_metrics(batch: DataProto, name: str, column: str) -> dict[str, float]:
-    """{name}/min, max and mean of an object column of numbers over the sampled rows; {} where there is none."""
+    """{name}/min, max and mean of an object column of numbers over the sampled rows; {} without the column."""
     if column not in batch.non_tensor_batch:
         return {}
     counts = torch.from_numpy(np.asarray(batch.non_tensor_batch[column], dtype=np.float64))

@@ -50,9 +50,8 @@ def sample_rows(batch: DataProto, tokenizer: Any) -> list[dict[str, Any]]:
     responses = tokenizer.batch_decode(response_ids, skip_special_tokens=True)
     copied = {name: _column(batch, name) for name in _COPIED}
     per_token = {name: tensors[column].tolist() for name, column in _PER_TOKEN.items() if column in tensors.keys()}
-    scores, scored = None, scored_rows(batch).tolist()
-    if "token_level_scores" in tensors.keys():
-        scores = tensors["token_level_scores"].sum(dim=1).tolist()
+    scored = scored_rows(batch).tolist()
+    scores = tensors["token_level_scores"].sum(dim=1).tolist() if "token_level_scores" in tensors.keys() else None
     rows = []
     for i, length in enumerate(lengths):
         row = {name: values[i] for name, values in copied.items() if values is not None}
