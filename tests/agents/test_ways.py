@@ -1,10 +1,12 @@
 """One agent written three ways trains on the same tokens; environments and endpoints bring rewards; kills lose nothing."""
 
 import json
+import shutil
 from collections import Counter
 
 import pytest
 
+from tests.agents.conftest import TOOLS
 from tests.agents.test_runs import ENDS, ROLLOUT, episodes
 from verl.errors import RewardError
 from verl.tracking.ledger.reader import Ledger
@@ -97,11 +99,25 @@ def test_another_run_before_the_first_checkpoint_calls_its_tools(agent_run, chan
     assert again.training_rows()[0]["rollout/num_replayed_tool_calls"] == 0
 
 
+@pytest.mark.parametrize("edits", [False, True])
+def test_an_edited_tool_is_called_before_the_first_checkpoint(agent_run, tmp_path, edits):
+    """Without an edit, the results that the earlier start has recorded hold."""
+    tools = tmp_path / "tools.py"
+    shutil.copy(TOOLS, tools)
+    settings = (ENDS, ONE_STEP, "trainer.save_freq=-1", f"{ROLLOUT}.multi_turn.function_tool_path={tools}")
+    first = agent_run(*settings)
+    for checkpoint in first.folder.glob("global_step_*"):
+        shutil.rmtree(checkpoint)
+    if edits:
+        tools.write_text(tools.read_text() + "\n")
+    (row,) = agent_run(*settings).training_rows()
+    assert (row["rollout/num_replayed_tool_calls"] == 0) == edits
+
+
 @pytest.mark.parametrize("num_episodes", [7, pytest.param(20, marks=pytest.mark.slow)])
 def test_results_of_tools_outlive_a_kill(agent_run, tmp_path, monkeypatch, num_episodes):
     """A run that dies within a step, before its first checkpoint or after it, calls no tool twice, and ends with the same
     samples and weights."""
-    from tests.agents.conftest import TOOLS
     from verl.agents.driver import _Session
     from verl.registry import load_module
 

@@ -21,6 +21,7 @@ from verl.run import content
 from verl.run.content import digest_of_files, digest_of_weights
 from verl.run.host import train
 from verl.run.inputs import inputs_of
+from verl.run.state import START_FILE, digest_of_start, is_same_start
 
 SHORT = ("trainer.total_training_steps=1", "trainer.save_freq=1", "trainer.test_freq=-1")
 PROGRAMS_OF = {schema.name: schema for schema in (PPO, PREFERENCE, SFT, RM)}
@@ -227,6 +228,17 @@ def test_changed_keys_are_those_of_the_run_that_saved_the_checkpoint(tiny_run, c
             "data.seed=7", folder="second",
         )  # fmt: skip
     assert "changed settings: data.seed: 42 -> 7; actor_rollout_ref.actor.optim.lr: 0.001 -> 0.002." in caplog.text
+
+
+def test_a_start_is_compared_where_the_saved_config_has_a_masked_secret(tmp_path):
+    def digest(*overrides):
+        kwargs = ["+reward.reward_kwargs.api_key=secret-of-the-judge", *overrides]
+        return digest_of_start(load_config(kwargs, check=False), {})
+
+    (tmp_path / START_FILE).write_text(json.dumps({"digest": digest("trainer.logger=[file]")}))
+    assert is_same_start(tmp_path, digest())
+    assert not is_same_start(tmp_path, digest("data.seed=7"))
+    assert not is_same_start(tmp_path / "elsewhere", digest())
 
 
 @pytest.mark.parametrize(

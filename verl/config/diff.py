@@ -34,19 +34,22 @@ def changed_keys(loaded: LoadedConfig[Any], folder: Path) -> list[str]:
         before = load_config([], str(file), schema=loaded.schema, check=False)
     except ConfigError:  # of another version, or with the masks of secrets
         return []
-    found = []
-    for path, leaf in loaded.schema.leaves.items():
-        old, new = value_at(before.config, path), value_at(loaded.config, path)
+    changes = []
+    for path, new in settings_of_work(loaded).items():
+        old = value_at(before.config, path)
         if before.origins[path] == "default":
             old = _WITHOUT_KEY.get(path, old)
-        follows = loaded.origins[path].startswith("follows ")  # the key that it follows is listed
-        if old == new or follows or leaf.sizing or leaf.inert or path in _OF_THE_START:
+        if old == new or loaded.origins[path].startswith("follows "):  # the key that it follows is listed
             continue
         name = path.rpartition(".")[2]
-        found.append(f"{path}: {scalar(hide_values(old, name))} -> {scalar(hide_values(new, name))}")
-    return found
+        changes.append(f"{path}: {scalar(hide_values(old, name))} -> {scalar(hide_values(new, name))}")
+    return changes
 
 
-def is_same_run(loaded: LoadedConfig[Any], folder: Path) -> bool:
-    """Whether the run in `folder` was started with this config, whatever its sizes and paths of output."""
-    return (folder / "config.yaml").is_file() and not changed_keys(loaded, folder)
+def settings_of_work(loaded: LoadedConfig[Any]) -> dict[str, Any]:
+    """The values of the keys that a run's results depend on: all but sizes, keys without effect, and keys of its start."""
+    return {
+        path: value_at(loaded.config, path)
+        for path, leaf in loaded.schema.leaves.items()
+        if not (leaf.sizing or leaf.inert or path in _OF_THE_START)
+    }

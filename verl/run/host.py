@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config import LoadedConfig
-from verl.config.diff import changed_keys, is_same_run
+from verl.config.diff import changed_keys
 from verl.data.prompts import set_template_time
 from verl.errors import ConfigError
 from verl.programs.api import PROGRAMS, Program, ProgramData, RunContext
@@ -24,7 +24,7 @@ from verl.run.loop import Loop, StopSignal
 from verl.run.resuming import Resume
 from verl.run.saving import Store, open_store
 from verl.run.schedule import Phases, scheduler_of
-from verl.run.state import START_FILE, RunState, time_of_start
+from verl.run.state import START_FILE, RunState, digest_of_start, is_same_start, time_of_start
 from verl.runtime.api import Runtime, open_runtime
 from verl.tracking.console import Console
 from verl.tracking.files import read_metrics, write_atomically
@@ -81,12 +81,13 @@ def open_run(
         stack.callback(running.close)
         # a second Ctrl-C waits for nothing
         stack.push(lambda kind, error, trace: None if kind is KeyboardInterrupt else store.close())
-        is_same = restarted or (config.trainer.resume_mode == "auto" and is_same_run(loaded, folder.root))
-        resume.start(roles, running, same_run=is_same)
+        start = {"started_at": started_at, "digest": digest_of_start(loaded, state.inputs)}
+        continues = restarted or config.trainer.resume_mode == "auto"
+        resume.start(roles, running, same_run=continues and is_same_start(folder.root, start["digest"]))
         if runtime.is_rank_zero:
             _warn_of_resumption(loaded, resume.source, folder, state, data.num_steps)
             folder.write_curves(running.curves)
-            write_atomically(folder.root / START_FILE, json.dumps({"started_at": started_at}))
+            write_atomically(folder.root / START_FILE, json.dumps(start))
             loaded.write(folder.root)  # not before: a start that fails must leave what describes the run before it
         console.header(_facts(loaded, roles, running, data, folder, state))
         stop.share(runtime.any)

@@ -1,4 +1,4 @@
-"""The host's keys of trainer_state.json, to which a program adds its own, and the time at which a run has started."""
+"""The host's keys of trainer_state.json, to which a program adds its own, and the start of a run: its time and digest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from verl.checkpoint.retention import candidates
-from verl.tracking.files import Check, each, is_count, is_number, is_text, maybe, read_json
+from verl.config import LoadedConfig
+from verl.config.diff import settings_of_work
+from verl.run.content import digest_of_text
+from verl.tracking.files import Check, each, has, is_count, is_number, is_text, json_text, maybe, read_json
 
 START_FILE = "start.json"
 
@@ -58,8 +61,19 @@ def time_of_start(root: Path, trainer: Any, *, restarted: bool) -> str:
         states = [root / START_FILE, *(root / f"global_step_{step}/trainer_state.json" for step in candidates(root))]
     else:
         states = []
-    found = (_started_at(file) for file in states)
-    return next((time for time in found if time is not None), now())
+    # a damaged checkpoint is reported when it is loaded
+    times = (_value(file, "started_at", _is_time) for file in states)
+    return next((time for time in times if time is not None), now())
+
+
+def digest_of_start(loaded: LoadedConfig[Any], inputs: Mapping[str, str]) -> str:
+    """The digest of the settings and `inputs` that the results of a run depend on, for START_FILE."""
+    return digest_of_text(json_text(settings_of_work(loaded)), json_text(inputs))
+
+
+def is_same_start(root: Path, digest: str) -> bool:
+    """Whether the last start of a run in `root` had the same settings and inputs."""
+    return bool(_value(root / START_FILE, "digest", is_text) == digest)
 
 
 def now() -> str:
@@ -67,12 +81,12 @@ def now() -> str:
     return datetime.now().isoformat(timespec="seconds")
 
 
-def _started_at(file: Path) -> str | None:
+def _value(file: Path, name: str, check: Check) -> Any:
+    """The value of `name` in a JSON file; None where it cannot be read, or is missing as in an earlier version."""
     try:
-        value = read_json(file, lambda found: isinstance(found, dict) and _is_time(found.get("started_at")))
+        return read_json(file, has(**{name: check}))[name]
     except (OSError, ValueError):
-        return None  # missing or of an earlier version; whatever is wrong with a checkpoint, its loading says
-    return str(value["started_at"])
+        return None
 
 
 def _is_time(value: Any) -> bool:

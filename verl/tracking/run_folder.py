@@ -4,7 +4,7 @@ config.yaml  metrics.jsonl  samples/{train,val}/step_000012.jsonl  spans.jsonl  
 tokens.jsonl (their texts)  curves.json (metrics worth a curve)  learning_curve.png  global_step_N/ (see verl.checkpoint)
 ledger.sqlite (every sample, see verl/tracking/ledger/reader.py)  guards.jsonl (rejected values)  heartbeat.json
 episodes/ (conversations of agents, results of their tools)
-events.jsonl (crashes, written by the supervisor)  role_sizes.json (see verl scale)  start.json (when the run has started)
+events.jsonl (crashes, written by the supervisor)  role_sizes.json (see verl scale)  start.json (see verl/run/state.py)
 superseded_*/ (records of earlier runs that were started over)
 """
 
