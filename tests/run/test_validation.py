@@ -12,7 +12,7 @@ from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
 from verl.errors import RewardError
 from verl.page.index import SampleIndex
-from verl.programs.validation import _scores, _summarise
+from verl.programs.validation import Validator, _scores, _summarise
 
 NUM_ROWS = 4
 SOURCES = ["math", "math", "math/greedy", "other"]
@@ -103,6 +103,16 @@ def test_samples_without_a_score_are_missing_in_validation():
     batch.non_tensor_batch["reward_parts"][1:] = object_array([{"acc": 1.0}] * 3)
     assert metrics_of(batch)["val-core/math/acc/mean@1"] == (0.25 + 1.0) / 2
     assert np.isnan(_scores(scored_batch({}, errors, is_scored=(False, True, True, True)))[0])
+
+
+def test_both_validations_count_their_samples_without_a_score():
+    batch, validator = scored_batch({}, is_scored=(False, True, True, True)), Validator.__new__(Validator)
+    sampled, greedy = (
+        validator._summarised(batch, 1, mean, suffix)
+        for mean, suffix in (("val/reward", ""), ("val/greedy", "/greedy"))
+    )
+    assert (sampled["val/num_unscored"], greedy["val/num_unscored/greedy"]) == (1, 1)
+    assert not any("unscored" in name for name in validator._summarised(scored_batch({}), 1, "val/reward"))
 
 
 FAILING = (

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 class Validator:
     """`run(step)` returns the metrics of compat's `val-core/*` and `val-aux/*`, and the means `val/reward` and `val/greedy`
-    over all held-out samples that have a score; val/num_unscored counts the others, if there are any."""
+    over all held-out samples that have a score; val/num_unscored counts the others, if any (/greedy: of val/greedy)."""
 
     def __init__(
         self,
@@ -64,16 +64,14 @@ class Validator:
 
     def _summarised(self, batch: DataProto, step: int, mean: str, suffix: str = "") -> dict[str, float]:
         scores, num_unscored = _scores(batch), int((~scored_rows(batch)).sum())
-        if not num_unscored:
-            return {**_summarise(batch, scores, suffix), mean: float(np.mean(scores))}
+        count = {f"val/num_unscored{suffix}": num_unscored} if num_unscored else {}
         if num_unscored == len(batch):
             error = unscored(batch, "Validation")
             if step == 0:
                 raise error
             log.warning("%s", error)
-            return {"val/num_unscored": num_unscored}
-        found = _summarise(batch, scores, suffix)
-        return {**found, mean: float(np.nanmean(scores)), "val/num_unscored": num_unscored}
+            return count
+        return {**_summarise(batch, scores, suffix), mean: float(np.nanmean(scores)), **count}
 
     def _collect(self, params: SamplingParams, split: str) -> DataProto:
         parts = []
