@@ -10,7 +10,7 @@ from pathlib import Path
 from verl.errors import ConfigError, VerlError, nearest
 from verl.foreign_text import clean
 
-_MAX_BYTES = 64 << 20
+MAX_BYTES = 64 << 20  # of a file that is read whole
 _KINDS = {
     stat.S_IFREG: "a file",
     stat.S_IFDIR: "a folder",
@@ -55,7 +55,7 @@ def require_regular(path: str | Path, what: str, error: type[VerlError] = Config
 
 
 def read_user_text(
-    path: str | Path, what: str, error: type[VerlError] = ConfigError, *, fix: str = "", max_bytes: int = _MAX_BYTES
+    path: str | Path, what: str, error: type[VerlError] = ConfigError, *, fix: str = "", max_bytes: int = MAX_BYTES
 ) -> str:
     """The text of a file that a user names. Raises `error` as `require_regular`, also for a file larger than `max_bytes`
     or not UTF-8."""
@@ -66,7 +66,7 @@ def read_user_text(
         raise error(f"{what} {clean(path)} cannot be read: {clean(caught)}. {fix}".rstrip()) from caught
 
 
-def read_text(path: Path, max_bytes: int = _MAX_BYTES) -> str:
+def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
     """The text of a regular file. Raises OSError, and ValueError for a file that is larger or not UTF-8."""
     content = bytearray()
     with os.fdopen(open_regular(path), "rb") as file:  # in parts: a read reserves the memory that it may need

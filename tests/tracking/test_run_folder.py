@@ -17,8 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from verl.errors import CheckpointError, ConfigError, FolderLostError
+from verl.regular_files import read_text
 from verl.tracking import files
-from verl.tracking.files import append_rows, json_text, read_json_rows, read_metrics, read_text, write_atomically
+from verl.tracking.files import append_rows, json_text, read_json_rows, read_metrics, write_atomically
 from verl.tracking.heartbeat import read_beat
 from verl.tracking.lock import holder_of
 from verl.tracking.run_folder import RunFolder

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from verl.errors import CheckpointError
-from verl.tracking.files import has, read_json, read_text
+from verl.regular_files import read_text
+from verl.tracking.files import has, read_json
 
 MANIFEST = "manifest.json"
 _FORMAT = 1

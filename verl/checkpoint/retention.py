@@ -11,7 +11,7 @@ from pathlib import Path
 
 from verl.checkpoint.files import find_damage, is_there, remove_tree, rename
 from verl.errors import CheckpointError
-from verl.tracking.files import read_text
+from verl.regular_files import read_text
 
 log = logging.getLogger(__name__)
 

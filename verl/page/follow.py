@@ -9,7 +9,8 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from verl.tracking.files import Check, open_regular, parse_line
+from verl.regular_files import open_regular
+from verl.tracking.files import Check, parse_line
 
 _CHUNK_BYTES = 1 << 20
 

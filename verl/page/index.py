@@ -21,7 +21,7 @@ from typing import Any
 
 from verl.page.summaries import SampleSummary, deviation, hash_of, last_message, summary_of, without_arrays
 from verl.page.texts import PackedTexts, fold, owners_with, pack_texts
-from verl.tracking.files import open_regular
+from verl.regular_files import open_regular
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from verl.foreign_text import clean
-from verl.tracking.files import is_count, open_regular
+from verl.regular_files import open_regular
+from verl.tracking.files import is_count
 from verl.tracking.ledger.file import NAME, connect_read_only
 
 

@@ -22,7 +22,7 @@ from verl.errors import CheckpointError, ConfigError, MissingExtraError
 from verl.page.index import SampleIndex
 from verl.page.reader import RunReader
 from verl.page.text import whole_number
-from verl.tracking.files import open_regular
+from verl.regular_files import open_regular
 from verl.tracking.ledger.file import NAME as LEDGER
 from verl.tracking.ledger.file import connect_read_only, explained
 

@@ -10,7 +10,7 @@ from typing import Any
 from verl.foreign_text import clean
 from verl.page.index import SampleIndex
 from verl.page.reader import RunReader
-from verl.tracking.files import read_text
+from verl.regular_files import read_text
 from verl.tracking.ledger.reader import read_counts
 
 _KEY_LINE = re.compile(r"^( *)([^\s:#][^:]*):(?: (.*?))?(?:  # (.*))?$")

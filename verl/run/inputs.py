@@ -23,8 +23,8 @@ from verl.errors import CheckpointError, ConfigError, VerlError
 from verl.models.folder import fetch, weight_files
 from verl.programs.api import Program
 from verl.registry import user_file
+from verl.regular_files import read_text
 from verl.run.content import digest_of_files, digest_of_text, digest_of_weights
-from verl.tracking.files import read_text
 
 log = logging.getLogger(__name__)
 

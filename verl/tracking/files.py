@@ -22,11 +22,10 @@ import psutil
 
 from verl.config.secrets import hide
 from verl.foreign_text import valid_utf8
-from verl.regular_files import open_regular, read_text
+from verl.regular_files import MAX_BYTES, open_regular, read_text
 
 log = logging.getLogger(__name__)
 
-_MAX_BYTES = 64 << 20  # of a file that is read whole
 _MAX_ROW_BYTES = 16 << 20
 _MAX_WHOLE = 1 << 53  # above, JSON readers that count in float64 lose digits
 # errors of file systems that cannot sync a folder (CIFS, 9p and many in user space)
@@ -103,7 +102,7 @@ def sync_folder(path: Path) -> bool:
     return True
 
 
-def read_json(path: Path, check: Check, max_bytes: int = _MAX_BYTES) -> Any:
+def read_json(path: Path, check: Check, max_bytes: int = MAX_BYTES) -> Any:
     """The JSON value in a regular file. Raises OSError, and ValueError for content that is not JSON or fails `check`."""
     return _checked(read_text(path, max_bytes), check)
 

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from verl.foreign_text import clean
 from verl.parallel.stack_dump import dumps_on_signal
-from verl.tracking.files import has, is_count, is_number, is_text, open_regular, read_json
+from verl.regular_files import open_regular
+from verl.tracking.files import has, is_count, is_number, is_text, read_json
 
 EVENTS = "events.jsonl"  # in the same folder: a line for each crash of the run with the action of its supervisor
 _WIDTH = 512  # bytes of the file: always overwritten whole, so it is never truncated or replaced

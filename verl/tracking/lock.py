@@ -21,7 +21,8 @@ import psutil
 
 from verl.errors import ConfigError, FolderLostError
 from verl.foreign_text import clean
-from verl.tracking.files import has, is_count, is_number, is_text, open_regular, read_json
+from verl.regular_files import open_regular
+from verl.tracking.files import has, is_count, is_number, is_text, read_json
 
 log = logging.getLogger(__name__)
 

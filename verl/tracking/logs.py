@@ -19,7 +19,7 @@ from rich.logging import RichHandler
 
 from verl.config.secrets import hide, remember_secrets
 from verl.foreign_text import clean, printable
-from verl.tracking.files import open_regular
+from verl.regular_files import open_regular
 
 log = logging.getLogger(__name__)
 

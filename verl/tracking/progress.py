@@ -14,8 +14,9 @@ from typing import Any
 
 from verl.errors import ConfigError
 from verl.foreign_text import clean
+from verl.regular_files import open_regular
 from verl.tracking.bottleneck import Bottleneck, beside_plan, find_bottleneck
-from verl.tracking.files import has, is_count, is_number, is_text, maybe, open_regular, read_json_rows, read_metrics
+from verl.tracking.files import has, is_count, is_number, is_text, maybe, read_json_rows, read_metrics
 from verl.tracking.heartbeat import EVENTS, read_beat
 from verl.tracking.ledger.reader import Counts, read_counts
 from verl.tracking.lock import holder_of

@@ -12,7 +12,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from verl.tracking.files import read_text, write_atomically
+from verl.regular_files import read_text
+from verl.tracking.files import write_atomically
 from verl.tracking.sinks.api import Sink
 
 log = logging.getLogger(__name__)
