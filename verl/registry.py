@@ -40,10 +40,7 @@ def load_module(path: str) -> ModuleType:
     does not stand for the standard library's. Raises ConfigError when the file is missing or no regular file, or the import
     fails; the cause is chained.
     """
-    if path.startswith("pkg://"):
-        path = path[len("pkg://") :]
-    elif path.startswith("file://"):
-        path = path[len("file://") :]
+    path = path.removeprefix("pkg://").removeprefix("file://")
     try:
         if not path.endswith(".py") and "/" not in path and path:
             return importlib.import_module(path)
