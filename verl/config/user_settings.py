@@ -131,10 +131,10 @@ class Given:
                 same = (former.path, former.source) == (setting.path, setting.source)
                 respelled = former.spelled != setting.spelled
                 if same and (respelled or setting.source != _COMMAND_LINE) and _clash(former.value, setting.value):
-                    names = f"{former.spelled} and {setting.spelled} ({setting.source}) are two spellings of one key, "
-                    sentence = (
-                        names if respelled else f"{setting.spelled} ({setting.source}) is "
-                    ) + f"given with different values ({former.value!r} and {setting.value!r}). Give only one of them."
+                    both = f"{former.spelled} and {setting.spelled} ({setting.source}) are two spellings of one key,"
+                    subject = both if respelled else f"{setting.spelled} ({setting.source}) is"
+                    values = f"({former.value!r} and {setting.value!r})"
+                    sentence = f"{subject} given with different values {values}. Give only one of them."
                     found.append(error(setting.path, sentence))
         return found
 
