@@ -64,8 +64,7 @@ def open_run(
         started_at = runtime.broadcast(time_of_start(folder.root, config.trainer, restarted=restarted))
         set_template_time(started_at)
         data = kind.load_data(config)
-        store, resume, state = _checkpoints(loaded, kind, runtime, folder)
-        state.started_at = started_at
+        store, resume, state = _checkpoints(loaded, kind, runtime, folder, started_at)
         resume.find()
         scheduler = scheduler_of(config)
         stop = stack.enter_context(StopSignal(folder.root, config.trainer.stop_timeout_s))
@@ -136,14 +135,14 @@ def evaluate(loaded: LoadedConfig, program: str = "ppo") -> int:
 
 
 def _checkpoints(
-    loaded: LoadedConfig, kind: type[Program], runtime: Runtime, folder: RunFolder
+    loaded: LoadedConfig, kind: type[Program], runtime: Runtime, folder: RunFolder, started_at: str
 ) -> tuple[Store, Resume, RunState]:
     """The checkpoints of the run folder, the choice of one, and the state of a run that is not resumed."""
     trainer = loaded.config.trainer
     specs = kind.roles(loaded.config).models
     store = open_store(folder.root, specs, timeout_s=trainer.call_timeout_s, is_rank_zero=runtime.is_rank_zero)
     inputs = inputs_of(loaded, kind) if runtime.is_rank_zero else {}
-    state = RunState(command=loaded.schema.command, inputs=inputs)
+    state = RunState(command=loaded.schema.command, inputs=inputs, started_at=started_at)
     resume = Resume(
         trainer, folder=folder, broadcast=runtime.broadcast, state_schema=kind.state_schema, state=state, store=store
     )

@@ -40,7 +40,7 @@ class Resume:
         self.state = state
         self.store = store
         self._saved: tuple[str, dict[str, Any]] | None = None
-        self._started_at = 0
+        self._first_step = 0
 
     def find(self) -> None:
         """Choose the checkpoint of `trainer.resume_mode`, if there is one, before any model is built. Raises CheckpointError
@@ -62,14 +62,14 @@ class Resume:
         is repeated from its first step."""
         self.roles, self.program = roles, program
         self._load(self._saved, same_run=same_run)
-        self._started_at = self.state.step
+        self._first_step = self.state.step
 
     def go_back(self, back: RollBack, saved_step: int) -> None:
         """Continue from the newest checkpoint of this run, whose last save was at step `saved_step`. Raises NumericsError when
         there is no checkpoint."""
         self.store.finish()  # a save that is under way counts
         # before the first save of this process, checkpoints in the folder may be of an earlier run
-        mode = "auto" if saved_step > self._started_at else self.trainer.resume_mode
+        mode = "auto" if saved_step > self._first_step else self.trainer.resume_mode
         saved = self._find(mode, self.trainer.resume_from_path) if saved_step > 0 else None
         if saved is None:
             raise NumericsError(
