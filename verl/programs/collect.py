@@ -6,6 +6,7 @@ Where rewards train, rows without a usable score (column is_scored) lose their r
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import compress
 
 import numpy as np
 import torch
@@ -140,12 +141,12 @@ class Collector:
         name = self.config.algorithm.filter_groups.metric or "score"
         if name in SCORE_METRICS:
             return batch.batch["token_level_scores"].sum(dim=1).tolist()
-        found, scored = batch.non_tensor_batch["reward_parts"], batch.batch["is_scored"].tolist()
-        for parts in (own for own, has_score in zip(found, scored, strict=True) if has_score):
+        rows = batch.non_tensor_batch["reward_parts"]
+        for parts in compress(rows, batch.batch["is_scored"]):
             match_all(
                 "algorithm.filter_groups.metric", [name], ["score", *parts], "value that the reward function returns"
             )
-        return [float(parts.get(name, 0.0)) for parts in found]
+        return [float(parts.get(name, 0.0)) for parts in rows]
 
     def _check_rounds(self, num_rounds: int, num_groups: int) -> None:
         limit = self.config.algorithm.filter_groups.max_num_gen_batches or 100

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -107,7 +108,7 @@ class RejectionSampling(PPO):
                     for has_score, reason in zip(scored, batch.non_tensor_batch["finish_reason"], strict=True)
                 ],
             )
-            known = [score for score, has_score in zip(scores, scored, strict=True) if has_score]
+            known = list(compress(scores, scored))
             values = {
                 "kept": len(kept),
                 "kept_ratio": len(kept) / len(known),
