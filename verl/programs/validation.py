@@ -64,7 +64,7 @@ class Validator:
 
     def _summarised(self, batch: DataProto, step: int, mean: str, suffix: str = "") -> dict[str, float]:
         scores, num_unscored = _scores(batch), int((~scored_rows(batch)).sum())
-        count = {f"val/num_unscored{suffix}": num_unscored} if num_unscored else {}
+        count: dict[str, float] = {f"val/num_unscored{suffix}": num_unscored} if num_unscored else {}
         if num_unscored == len(batch):
             error = unscored(batch, "Validation")
             if step == 0:
