@@ -99,7 +99,7 @@ def sampler_class(path: str, name: str | None) -> Any:
 
 
 def load_sampler(path: str, name: str | None, rows: Sized, config: Any) -> Any:
-    """A sampler of that class, made from `rows`. Raises ConfigError."""
+    """A sampler for `rows`, of the class `name` at `path`. Raises ConfigError."""
     found = sampler_class(path, name)
     try:
         return found(data_source=rows, data_config=config)

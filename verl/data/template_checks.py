@@ -44,8 +44,8 @@ class TemplateChecks:
         probe = encode_text(self.tokenizer, _PROBE, place, **settings)
         if any(encode_text(self.tokenizer, _PROBE, place, **settings) != probe for _ in range(_NUM_TRIES)):
             raise DataError(
-                f"{place}: the tokenizer gives other tokens for the same text each time (dropout in tokenizer.json), so that "
-                "no run could be repeated or resumed. Set it to null there."
+                f"{place}: the tokenizer gives other tokens for the same text each time, so that no run could be repeated or "
+                "resumed. Set dropout to null in tokenizer.json."
             )
         found, nothing = (encode_text(self.tokenizer, given, place, **settings) for given in (text, ""))
         if text.strip() and found == nothing:

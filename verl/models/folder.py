@@ -260,7 +260,7 @@ def opened(file: Path) -> Iterator[Any]:
 
 
 def check_counts(source: Path, config: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> None:
-    """Raise ModelError for counts in the config of `source` that the weights cannot have: building them would take for ever."""
+    """Raise ModelError for counts in the config of `source` that the weights cannot have: building the model would not end."""
     elements = sum(prod(header.shape) for header in headers.values())
     largest = max((max(header.shape, default=0) for header in headers.values()), default=0)
     for key, value in _counts(config):

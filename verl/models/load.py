@@ -82,8 +82,8 @@ def adopt_model(
     name = type(module).__name__
     if not isinstance(module, transformers.PreTrainedModel):
         raise ModelError(
-            f"{name} is not a transformers.PreTrainedModel. A model of your own is one: its forward takes token ids and gives "
-            "logits, and its config has the size of the vocabulary. Derive the class from PreTrainedModel."
+            f"{name} is not a transformers.PreTrainedModel. Derive the class from it: the forward must take token ids and give "
+            "logits, and the config must have the size of the vocabulary."
         )
     with _loading(name, module.config):
         if module._can_set_attn_implementation():
@@ -96,7 +96,7 @@ def _ready(module: Any, path: str | Path, device: torch.device | str, gradient_c
     if rates := _settle(module, gradient_checkpointing):
         shown = ", ".join(f"{key}={value}" for key, value in rates.items())
         log.info(
-            "Dropout is off, whatever config.json says (%s): log-probs with noise are not those of the sampler.", shown
+            "Dropout is off, whatever config.json says (%s): log-probs with dropout differ from the sampler's.", shown
         )
     module.to(device)
     _require_finite(module, path)
@@ -365,7 +365,7 @@ def _on_meta(auto_class: str, config: Any, dtype: torch.dtype, trust_remote_code
 
 
 def _settle(module: Any, gradient_checkpointing: bool) -> dict[str, float]:
-    """Make the module ready but for its values; returns the rates of dropout that its config had."""
+    """Prepare all of the module except its values. Returns the dropout rates that its config had."""
     embedding, head = (_part(module, name) for name in ("get_input_embeddings", "get_output_embeddings"))
     if isinstance(embedding, nn.Embedding):
         embedding.padding_idx = None  # the padding token may be a token that trains, and nothing is computed at padding

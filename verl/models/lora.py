@@ -194,9 +194,9 @@ def own_names(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_adapter(folder: str | Path, spec: LoRASpec, base: str) -> dict[str, torch.Tensor]:
-    """Adapters saved by peft or here, under our names, for the model at `base`; a warning says when they were trained on
-    another. Raises ModelError when there are none, when they are of another kind than `spec`, and for values that are not
-    finite fractions."""
+    """Adapters saved by peft or here, under our names, for the model at `base`; logs a warning if they were trained on another.
+    Raises ModelError when there are none, when they are of another kind than `spec`, and for values that are not finite
+    fractions."""
     path = Path(folder).expanduser()
     if not (path / CONFIG_FILE).is_file() or not (path / WEIGHTS_FILE).is_file():
         raise ModelError(f"model.lora_adapter_path={folder} holds no adapters ({CONFIG_FILE} and {WEIGHTS_FILE}).")
@@ -225,7 +225,8 @@ def read_adapter(folder: str | Path, spec: LoRASpec, base: str) -> dict[str, tor
 
 
 def _check_origin(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Any], base: str) -> None:
-    """Compare the training of the adapters in `path`, as adapter_config.json describes it, with their use here."""
+    """Compare the training that adapter_config.json in `path` describes with the use of the adapters here. Raises ModelError
+    for adapters of layers that the config leaves out."""
     trained_on = config.get("base_model_name_or_path")
     if isinstance(trained_on, str) and trained_on and Path(trained_on).name != Path(base).name:
         log.warning(

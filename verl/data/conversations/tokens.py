@@ -232,7 +232,7 @@ class _Row:
         return self._rendered(self.messages[:number])
 
     def _rendered(self, messages: Messages, *, answered: bool = False) -> str:
-        """The rendering, with every message shown to be in it."""
+        """The rendering; raises DataError where the model would not read all of its messages."""
         text = self._render(messages, answered=answered)
         if self.checks is not None and len(messages) > self._num_checked:
             settings = {**self.template_kwargs, "add_generation_prompt": not answered, "first": self._num_checked}

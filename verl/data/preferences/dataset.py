@@ -187,8 +187,8 @@ def _encoded(found: Preference, index: int, encoder: ConversationEncoder, place:
     sequence, *others = encoder.encode(example, place)
     if others:
         raise DataError(
-            f"{place}: the chat template renders an earlier turn of the completion otherwise once a later one follows, so its "
-            "tokens are no single sequence. Move all but the last turn to the prompt."
+            f"{place}: the chat template renders an earlier turn of the completion otherwise once a later turn follows, so "
+            "the completion is not a single sequence. Move all but the last turn to the prompt."
         )
     chosen = index == 0 if found.label is None else found.label
     return PreferenceSequence(**vars(sequence), chosen=chosen, margin=found.margin)
