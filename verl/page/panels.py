@@ -89,14 +89,12 @@ _SPECS = (
 def panels(run: RunReader, index: SampleIndex) -> list[Panel]:
     """The panels of a run that have data, the most important first."""
     declared = [_Spec(title[:1].upper() + title[1:], names) for title, names in run.curves.items()]
-    covered = {name for spec in declared for name in spec.metrics}
     reward = [_reward(run, index)] if run.kind == "rl" else []
     specs = [spec for spec in declared if not (reward and "critic/score/mean" in spec.metrics)]
     ours = {name for spec in _SPECS for name in spec.metrics}
     # our panel shows more than a panel that the program declares for the same metrics
     specs = [spec for spec in specs if not set(spec.metrics) <= ours]
-    own = [spec for spec in _SPECS if not set(spec.metrics) <= covered - ours]
-    shown = reward + [_panel(run, spec) for spec in (*specs, *own)] + [_signal(index), _plan(run), _phases(run)]
+    shown = reward + [_panel(run, spec) for spec in (*specs, *_SPECS)] + [_signal(index), _plan(run), _phases(run)]
     return [panel for panel in shown if panel.lines and not _says_nothing(panel)]
 
 
