@@ -44,7 +44,7 @@ def environment(results: Results) -> None:
     from verl.models.cuda.varlen import FLASH, flash_runs
 
     device = report_device()
-    results.add("device", torch.cuda.get_device_type() if device.type == "cuda" else platform.machine())
+    results.add("device", torch.cuda.get_device_name() if device.type == "cuda" else platform.machine())
     results.add("torch", f"torch {torch.__version__}")
     results.add("transformers", f"transformers {transformers.__version__}")
     results.add("python", platform.python_version())

@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import tarfile
 import time
 from pathlib import Path
 
 import pytest
+import torch
 from gpu import rehearse, report
 from gpu.report import Step
 from gpu.section import BEGIN, END, KEPT, PAGE, PREDICTIONS, keep, read_report, rewrite_page, section
@@ -113,6 +115,13 @@ def test_the_page_is_current():
 def test_predictions_are_of_steps():
     predictions = json.loads(PREDICTIONS.read_text())["steps"]
     assert predictions.keys() <= {step.name for step in report.STEPS}
+
+
+def test_names_of_torch_cuda_exist():
+    """Lines for a GPU do not run on a CPU, where a name that torch.cuda lacks goes unnoticed."""
+    for file in Path(report.__file__).parent.glob("*.py"):
+        names = set(re.findall(r"torch\.cuda\.(\w+)", file.read_text(encoding="utf-8")))
+        assert not [name for name in names if not hasattr(torch.cuda, name)], file.name
 
 
 @pytest.mark.slow
