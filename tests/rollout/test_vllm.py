@@ -13,6 +13,7 @@ from tests.rollout.simulated import weight_transfer
 from verl.config import RolloutConfig, load_config
 from verl.data_proto.samples import Completion, SamplingParams
 from verl.errors import MissingExtraError, ModelError
+from verl.parallel import memory
 from verl.reshard.shared_memory import read_shared_bucket
 from verl.rollout.api import ENGINES, holds_weights
 from verl.rollout.requests import StopRules
@@ -245,6 +246,15 @@ def test_arguments_follow_the_config(load):
     assert setup.environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert not setup.sleeps
     json.dumps(dataclasses.asdict(setup))
+
+
+def test_the_kv_cache_stays_within_the_memory_of_a_container(load, monkeypatch, tmp_path):
+    (tmp_path / "memory.max").write_text(f"{64 << 20}\n")
+    (tmp_path / "memory.current").write_text("0\n")
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    config = RolloutConfig(max_num_seqs=100_000)
+    setup = make_setup(config, weight_transfer(), load("llama"), eos_token_ids=(EOS,), vocab_size=VOCABULARY)
+    assert setup.llm["kv_cache_memory_bytes"] <= 8 << 20
 
 
 def test_stop_tokens_follow_the_rules_of_the_native_engine():

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
 from verl.config import RolloutConfig
 from verl.errors import ConfigError
 from verl.parallel.device import visible_devices
+from verl.parallel.memory import available_memory
 from verl.rollout.api import WeightTransfer
 from verl.rollout.vllm.core import Setup
 
@@ -122,5 +122,5 @@ def _cache_bytes(rollout: RolloutConfig, longest: int, skeleton: Any, dtype: tor
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     block = 2 * config.num_hidden_layers * heads * size * dtype.itemsize * _BLOCK_TOKENS
     one = (-(-longest // _BLOCK_TOKENS) + 1) * block
-    most = psutil.virtual_memory().available // _MOST_OF_MEMORY // rollout.tensor_model_parallel_size
+    most = available_memory() // _MOST_OF_MEMORY // rollout.tensor_model_parallel_size
     return max(2 * one, min(rollout.max_num_seqs * one, most // block * block))
