@@ -59,15 +59,11 @@ class Request:
         import torch
 
         if self.gpus or (self.gpus is None and torch.cuda.is_available()):
-            have, what = torch.cuda.device_count(), "GPUs"
+            have, what, more = torch.cuda.device_count(), "GPUs", ""
         else:
             have, what = settings.get("num_cpus") or os.cpu_count() or 1, "CPU cores"
+            more = f", or let cores be shared with ray_kwargs.ray_init.num_cpus={self.num_processes}"
         if self.num_processes > have:
-            more = (
-                ""
-                if what == "GPUs"
-                else f", or let cores be shared with ray_kwargs.ray_init.num_cpus={self.num_processes}"
-            )
             raise ConfigError(
                 f"The run needs {self.num_processes} devices, but this machine has {have} {what}. Lower "
                 f"trainer.n_gpus_per_node{more}."
