@@ -55,6 +55,7 @@ from verl.models.attention import ATTENTION_NAME
 from verl.models.forward import packed_outputs
 from verl.models.optim import MasterOptimizer
 from verl.models.packing import pack_rows, unpadded_rows
+from verl.parallel.device import give_back_cache
 from verl.rollout.native.engine import NativeRollout
 
 SIZES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -133,18 +134,12 @@ class Bench:
             work()
         except Exception as error:  # noqa: BLE001 - whatever a part fails with, the others are to run
             traceback.print_exc()
-            self.results.fail(title, error)
-            self.found[f"{title}: error"] = f"{type(error).__name__}: {error}"[:300]
+            self.note(f"{title}: error", f"{type(error).__name__}: {error}"[:300])
         finally:
-            empty_cache(self.device)
+            give_back_cache(self.device)
 
 
 # -- time, memory, waiting
-
-
-def empty_cache(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def seconds(work: Callable[[], Any], device: torch.device) -> float:
@@ -508,7 +503,7 @@ def measure_grpo_hf(bench: Bench) -> None:
     ids = columns["prompts"].to(device)
     with peak_gib(bench, "Hugging Face, generation"):
         generation = median_s(lambda: hf_generate(bench, ids, shape.response_tokens), device, 1, warmup=0)
-    empty_cache(device)
+    give_back_cache(device)
     with peak_gib(bench, "Hugging Face, training"), plain(bench.module):
         training = median_s(lambda: train(bench, columns, advantages, True), device, 1, warmup=1)
     bench.note("Hugging Face, generation", generation, "s")

@@ -33,6 +33,7 @@ from verl.data_proto.samples import SamplingParams
 from verl.models.cuda.varlen import FLASH
 from verl.models.lora import LoRASpec, add_adapters
 from verl.models.optim import MasterOptimizer
+from verl.parallel.device import give_back_cache
 from verl.reshard.device_memory import DeviceBuckets
 from verl.reshard.shared_memory import SharedBuckets, bucketed
 from verl.rollout.cuda.backend import DeviceBackend
@@ -85,7 +86,7 @@ def decode(results: Results) -> None:
             for part in parts:
                 bench.section(f"{size}, {name}", part)
         del bench
-        sizes.empty_cache(DEVICE)
+        give_back_cache(DEVICE)
 
 
 def _engine(bench: sizes.Bench, rows: int, config: dict[str, Any]) -> NativeRollout:
@@ -181,7 +182,7 @@ def profile(results: Results) -> None:
         step = sizes.median_s(partial(optimizer.step, 1e-6), DEVICE, 3)
         bench.note(f"{size}, optimizer step", 1000 * step, "ms")
         del bench, work, optimizer
-        sizes.empty_cache(DEVICE)
+        give_back_cache(DEVICE)
 
 
 def _profile(bench: sizes.Bench, name: str, work: Any) -> None:
