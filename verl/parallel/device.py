@@ -50,28 +50,28 @@ def make_current(device: torch.device) -> None:
 
 
 def give_back_cache(device: torch.device) -> None:
-    """Let other processes have the memory of `device` that this one's allocator keeps for later tensors."""
+    """Free memory of `device` that the allocator of this process caches, for other allocators and processes."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-_PEAKS: dict[int, int] = {}  # the most bytes that each GPU's allocator had given out when its record was started again
+_PEAKS: dict[int, int] = {}  # by GPU: the largest peak before the last reset, in bytes
 
 
 def reset_peak_memory(device: torch.device | int) -> None:
-    """Start the record of torch.cuda.max_memory_allocated again, without losing it for `most_memory_allocated`."""
+    """Reset the peak of torch.cuda.max_memory_allocated; `most_memory_allocated` still counts the peak before."""
     _PEAKS[torch.cuda._utils._get_device_index(device, optional=True)] = most_memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
 
 
 def most_memory_allocated(device: torch.device | int) -> int:
-    """The most bytes that this process's allocator has ever given out on a GPU."""
+    """Peak bytes of this process's allocator on a GPU since its start, resets included."""
     index = torch.cuda._utils._get_device_index(device, optional=True)
     return max(_PEAKS.get(index, 0), torch.cuda.max_memory_allocated(device))
 
 
 def device_kind(name: str) -> str:
-    """auto, cpu or cuda, of a name that resolve_device takes; raises ConfigError for another, wherever it is asked."""
+    """The kind of device `name`: auto, cpu or cuda. Raises ConfigError for an unknown name, and needs no GPU."""
     kind, _, index = name.partition(":")
     if kind not in ("auto", "cpu", "cuda") or (index and not (index.isdigit() and kind != "auto")):
         hint = nearest(name, ["auto", "cpu", "cuda"])
@@ -162,23 +162,23 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def write_at(target: torch.Tensor, dim: int, places: torch.Tensor, values: torch.Tensor) -> None:
-    """`target.index_copy_` for `places` that are all different. Deterministic mode would sort them on a GPU, since it cannot
-    know that their order does not matter."""
+    """`target.index_copy_` for `places` that are all different. Deterministic mode is off for the call: on a GPU it would sort
+    the places, as if equal ones could occur."""
     with _deterministic_mode(False):
         target.index_copy_(dim, places, values)
 
 
 @contextmanager
 def strictly_deterministic() -> Iterator[None]:
-    """For kernels that keep to a fixed order where deterministic mode demands it, and not where it only warns: the backward of
-    flash attention on CUDA."""
+    """Deterministic mode, where it is on, without warn_only: the backward of flash attention on CUDA sums in a fixed order only
+    then."""
     with _deterministic_mode(True):
         yield
 
 
 @contextmanager
 def _deterministic_mode(deterministic: bool) -> Iterator[None]:
-    """Deterministic mode off, or on without warn_only, for a few calls; nothing changes where it is off."""
+    """Deterministic mode on (without warn_only) or off inside the block; nothing changes where it was off."""
     if not torch.are_deterministic_algorithms_enabled():
         yield
         return
