@@ -58,7 +58,7 @@ class DeviceBackend:
         self.module, self.kernel, self.eager = module, kernel, eager
         self.num_computed = 0
         self.stores: DeviceRows | None = None
-        self._made_for: tuple[Any, ...] = ()  # facts that stores and graphs hold for, whatever their sizes
+        self._made_for: tuple[Any, ...] = ()  # the settings that stores and graphs were made for
         self._longest_prompt = 0  # that there is room for
 
     @staticmethod
@@ -107,7 +107,7 @@ class DeviceBackend:
         return self.stores.sizes.num_rows
 
     def _renew(self, decoder: DenseDecoder, num_rows: int, longest_prompt: int) -> None:
-        """Prepare stores for a generation; reuse the present ones if they have the same settings and are large enough."""
+        """Prepare stores for a generation; reuse the present stores if their settings are equal and they are large enough."""
         params = self.scheduler.params
         made_for = (
             id(decoder),
@@ -129,7 +129,7 @@ class DeviceBackend:
         self._slots = np.arange(self.stores.sizes.num_rows)  # of the own store, by row
 
     def _grow(self, decoder: DenseDecoder, num_rows: int, longest_prompt: int) -> None:
-        """Larger stores with the contents of the present ones, if samples wait for them."""
+        """Move the contents of the stores into larger stores, if samples need more rows or longer prompts."""
         assert self.stores is not None
         before = self.stores.sizes
         if num_rows <= before.num_rows and longest_prompt <= self._longest_prompt:
@@ -157,9 +157,7 @@ class DeviceBackend:
         sizes = self.stores.sizes
         own = sizes.own_capacity if self.scheduler.shared else next_power(longest_prompt) + self._num_new()
         prefixes = min(self._num_prefixes(num_rows), sizes.num_prefixes)
-        preempted = (
-            self._num_new() if self.paging is not None else 0
-        )  # a sample that starts again is a prompt with its tokens
+        preempted = 0 if self.paging is None else self._num_new()  # a preempted sample is a prompt with its tokens
         self.stores.bounds = StepBounds(own, next_power(longest_prompt + preempted), prefixes)
 
     def _build(self, decoder: DenseDecoder, sizes: DeviceSizes) -> DeviceRows:
@@ -169,7 +167,7 @@ class DeviceBackend:
         return DeviceRows(forward, sizes, self.scheduler.params, self.kernel, graphs)
 
     def rest(self) -> None:
-        """Free stores and graphs, unless they fit the device in addition to the most memory that this process ever needed."""
+        """Free stores and graphs, unless the device has room for them in addition to the peak memory of this process."""
         if self.stores is None or not _has_room(self.stores.device, self.stores.num_bytes):
             self.release()
 
@@ -345,7 +343,7 @@ def _free_bytes(device: torch.device) -> int | None:
 
 
 def _has_room(device: torch.device, num_bytes: int) -> bool:
-    """Whether so many bytes more would have left the device a reserve, whatever this process has done yet."""
+    """Whether the device has room for `num_bytes` in addition to the peak of this process, with a reserve."""
     if device.type != "cuda":
         return False
     free, total = torch.cuda.mem_get_info(device)

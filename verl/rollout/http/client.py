@@ -71,9 +71,9 @@ class Client:
     def post(self, path: str, body: dict[str, Any], *, num_tokens: int = 0) -> Answer:
         """The JSON of the answer, which may hold `num_tokens` tokens; {} for an empty answer.
 
-        Raises UnreachableError when the service cannot be reached (within 10 s where it takes no connection), DeadlineError
-        when its answer is not complete in time. Both come after `num_retries` repetitions. Raises ConfigError when it refuses
-        the token, and ModelError for any other refusal, an answer that is too long, or text that is not JSON.
+        Raises UnreachableError when the service cannot be reached (within 10 s where it takes no connection), and DeadlineError
+        when its answer is not complete in time, both after `num_retries` repetitions. Raises ConfigError when it refuses the
+        token, and ModelError for any other refusal, an answer that is too long, or text that is not JSON.
         """
         return self._call("POST", path, json.dumps(body).encode(), num_tokens)
 

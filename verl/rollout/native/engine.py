@@ -92,8 +92,8 @@ class NativeRollout(BaseRollout):
         self._dense = None
 
     def release(self) -> None:
-        """Free the memory of both stores and of the copy of the weights; on a GPU, once it is known what training takes, only
-        if there is too little for both."""
+        """Free the memory of both stores and of the copy of the weights. After a first training step has shown its memory, a
+        GPU's stores stay if there is room for both."""
         self.own.clear()
         self.prefix.clear()
         self._dense, self._has_rested = None, True

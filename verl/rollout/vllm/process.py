@@ -60,9 +60,9 @@ class RemoteCore:
 
 class RestartingCore:
     """The methods of `core.Core` on a process that `start` starts, and starts again when it is lost. The memory of buckets must
-    keep its contents until the next update begins. Where vLLM `sleeps`, it discards weights whose buckets are there, and is
-    sent them again if a generation comes before the next update. Raises WorkerLostError when the process was lost once more
-    than `max_restarts`."""
+    keep its contents until the next update begins. With `sleeps`, vLLM discards the weights that buckets hold, and they are
+    sent again if a generation comes before the next update. Raises WorkerLostError when the process was lost once more than
+    `max_restarts`."""
 
     def __init__(self, start: Callable[[], Any], max_restarts: int, *, sleeps: bool = False):
         self._start, self._max_restarts, self._sleeps = start, max_restarts, sleeps
