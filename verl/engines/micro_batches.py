@@ -13,8 +13,8 @@ Unit = list[PackedRow]  # rows that stay together
 
 
 def sizes_of(batch: DataProto, rows: Sequence[int] | None, unit: str = "row") -> list[int]:
-    """Response tokens, rows with any, and units of this rank's share of a mini-batch: of all rows, then of `rows` (None: of
-    all)."""
+    """Numbers of response tokens, rows with response tokens, and units in this rank's share of a mini-batch: of all rows, then
+    of `rows` (None: of all)."""
     tokens, units = batch.batch["response_mask"].sum(dim=1), unit_ids(batch, unit)
     chosen = list(range(len(batch))) if rows is None else list(rows)
     return [

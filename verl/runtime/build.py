@@ -176,7 +176,7 @@ def rollout_group(context: RankContext) -> dist.ProcessGroup | None:
 
 
 def _stop_ids(module: Any, tokenizer: Any, rollout: RolloutConfig) -> tuple[int, ...]:
-    """The model's own token ids that end a response. Raises ConfigError for a rollout.stop_token_ids that it has not."""
+    """The model's own token ids that end a response. Raises ConfigError for a rollout.stop_token_ids beyond its vocabulary."""
     found = eos_token_ids(module, tokenizer)
     if warning := check_vocabulary(vocab_size(module), tokenizer, rollout.stop_token_ids):
         log.warning("%s", warning)

@@ -90,8 +90,8 @@ class RayCluster:
         ray_node.watch(worker.global_worker.node)
 
     def _check_resources(self) -> None:
-        """Refuse a run for which the whole cluster is too small. Whether it computes on GPUs is the cluster's matter: this node
-        may have none."""
+        """Refuse a run for which the whole cluster is too small. The run computes on GPUs if any node has them: this node may
+        have none."""
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         if self.request.gpus is None:
             self.request = replace(self.request, gpus=any(node.get("GPU", 0) >= 1 for node in nodes))

@@ -62,7 +62,7 @@ class RankWeightSync:
         """See WeightSync. A rank that is in no process group is given whole `weights`, by name."""
         with self._doing("weights.sync"):
             self.switch.to_generation()
-            if self.context.has_own_weights:  # which need room before they come
+            if self.context.has_own_weights:  # the transfer needs memory for them
                 self.switch.free_training_memory()
             with nullcontext() if self.memory is None else self.memory.measuring():
                 self._transfer(version, weights)

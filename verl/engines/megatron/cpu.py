@@ -114,7 +114,7 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
 def _exchange_shapes(
     self: Any, send_next: torch.Tensor | None, send_prev: torch.Tensor | None, recv_prev: bool, recv_next: bool
 ) -> tuple[list[int], list[int]]:
-    """Waits only for the received shapes. A send over gloo ends when the other side receives. Between interleaved stages the
+    """Wait only for the received shapes. A send over gloo ends when the other side receives. Between interleaved stages the
     other side may first wait for the tensor of this one."""
     # the last call's shapes were received before its tensors, which were waited for
     for work in self.__dict__.pop("shapes_sent", ()):
