@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             try:
                 attack(task, runtime, count, arguments, kills, failures)
             except Lost as error:
-                failures.append(f"{runtime}, the run that was left alone: {error}")
+                failures.append(f"{runtime}, the undisturbed run: {error}")
             _write(arguments, time.monotonic() - began, kills, failures)
         if arguments.pressure:
             mount_small_disk(task)
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(report(kills))
     minutes = (time.monotonic() - began) / 60
     print(f"\n{len(kills)} kills, {sum(kill.early for kill in kills)} before a first checkpoint, in {minutes:.1f} min.")
-    print(f"{len(failures)} differences from runs that were left alone.")
+    print(f"{len(failures)} differences from undisturbed runs.")
     for failure in failures:
         print(f"FAILED {failure}")
     return 1 if failures else 0
@@ -106,8 +106,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--phases", nargs="+", choices=PHASES, help="kill only in these (default: all of a step)")
     parser.add_argument(
         "--before-first-checkpoint", type=float, metavar="SHARE",
-        help="of the kills that come before the first checkpoint; the others come after it (default: in the first steps, "
-        "wherever those are)",
+        help="probability that a kill comes before the first checkpoint, and not after it (default: kills in the first steps)",
     )  # fmt: skip
     parser.add_argument("--model", help="model folder (default: a tiny random one)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the computation")
@@ -148,7 +147,7 @@ def attack(
         alone.to_the_end()
     finally:
         alone.end()
-    failures += [f"{runtime}, the run that was left alone: {what}" for what in idleness(task, alone.folder)]
+    failures += [f"{runtime}, the undisturbed run: {what}" for what in idleness(task, alone.folder)]
     wanted, usual_s = len(kills) + count, alone.usual()
     for index in itertools.count():
         if len(kills) >= wanted:

@@ -68,7 +68,7 @@ STEPS = (
 
 
 def run(out: Path, steps: tuple[Step, ...], minutes: float, device: str | None = None) -> None:
-    """Run the steps that the time allows; those without are listed as skipped."""
+    """Run the steps that the time allows; the others are listed as skipped."""
     out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * minutes
     with tempfile.TemporaryDirectory(prefix="gpu-report-") as scratch:
@@ -86,7 +86,7 @@ def run(out: Path, steps: tuple[Step, ...], minutes: float, device: str | None =
 
 
 def _run_step(step: Step, files: Path, limit_s: float, device: str | None) -> dict[str, Any]:
-    """The step in a session, which is killed whole at the limit or after its first process has ended."""
+    """Run a step in a new session. All its processes are killed at the limit, or when the first process has ended."""
     log, results = files.with_suffix(".log"), files.with_suffix(".json")
     environment = {**os.environ, RESULTS: str(results), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     if device is not None:
@@ -129,7 +129,7 @@ def _append(file: Path, row: dict[str, Any]) -> None:
 
 
 def _archive(folder: Path, file: Path) -> None:
-    """The end of each log and all numbers; an interrupted write leaves the archive before it."""
+    """Archive the end of each log and all numbers; an interrupted write leaves the previous archive."""
     part = file.with_suffix(".part")
     with tarfile.open(part, "w:gz") as archive:
         for path in sorted(folder.iterdir()):
@@ -151,7 +151,7 @@ def _end_of(file: Path) -> bytes:
 
 
 def chosen_steps(names: list[str] | None, table: Path | None) -> tuple[Step, ...]:
-    """The steps of `names`, or all; of the JSON file `table`, a list of [name, arguments of Python, seconds], if given."""
+    """The steps called `names` (None: all) of STEPS, or of the JSON file `table`: [name, arguments of Python, seconds]."""
     steps = STEPS
     if table is not None:
         steps = tuple(Step(name, tuple(command), s, s) for name, command, s in json.loads(table.read_text()))
@@ -166,7 +166,7 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--minutes", type=float, default=14.0)
     options.add_argument("--device", choices=("cuda", "cpu"), default=os.environ.get(DEVICE))
     options.add_argument("--only", nargs="+", metavar="STEP", choices=[step.name for step in STEPS])
-    options.add_argument("--steps", type=Path, help="JSON list of [name, arguments of Python, seconds] in their place")
+    options.add_argument("--steps", type=Path, help="JSON list of [name, arguments of Python, seconds] for STEPS")
     render = verbs.add_parser("render")
     render.add_argument("report", type=Path, nargs="?", help="none: only the predictions")
     render.add_argument("--page", type=Path, default=PAGE)

@@ -25,7 +25,7 @@ def read_report(file: Path) -> list[Row]:
 
 
 def section(rows: Sequence[Row]) -> str:
-    """Markdown between the markers. Of a step that ran twice the later result counts; a skipped one replaces nothing."""
+    """Markdown between the markers. If a step ran twice, the later result counts; a skipped step replaces no result."""
     last: dict[str, Row] = {}
     for row in rows:
         if "skipped" not in row or row["step"] not in last:

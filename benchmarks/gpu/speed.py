@@ -90,7 +90,7 @@ def decode(results: Results) -> None:
 
 
 def _engine(bench: sizes.Bench, rows: int, config: dict[str, Any]) -> NativeRollout:
-    """On a CPU, with the backend for GPUs over a plain kernel."""
+    """The native engine; on a CPU, its GPU backend with a plain attention kernel."""
     settings = RolloutConfig(max_num_seqs=rows, max_num_batched_tokens=16384, enforce_eager=not ON_GPU, **config)
     if ON_GPU:
         return NativeRollout(bench.module, None, settings, eos_token_ids=[])
