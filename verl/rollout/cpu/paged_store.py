@@ -39,13 +39,13 @@ class PagedStore(BlockStore):
     def keep(self, lengths: np.ndarray) -> None:
         """Set the length of slot i to `lengths[i]` tokens. Stored tokens within that length stay. Memory behind them and
         memory of further slots is freed."""
-        wanted = np.zeros(max(len(self._held), len(lengths)), dtype=np.int64)
-        wanted[: len(lengths)] = -(-lengths // BLOCK)
-        held = np.zeros_like(wanted)
+        num_blocks = np.zeros(max(len(self._held), len(lengths)), dtype=np.int64)
+        num_blocks[: len(lengths)] = -(-lengths // BLOCK)
+        held = np.zeros_like(num_blocks)
         held[: len(self._held)] = self._held
-        for slot in np.flatnonzero(held > wanted).tolist():
-            self._give_back(slot, int(wanted[slot]), int(held[slot]))
-        self._held = wanted
+        for slot in np.flatnonzero(held > num_blocks).tolist():
+            self._give_back(slot, int(num_blocks[slot]), int(held[slot]))
+        self._held = num_blocks
 
     @property
     def num_bytes(self) -> int:

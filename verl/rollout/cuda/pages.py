@@ -92,12 +92,12 @@ class PagedTokenStore(TokenStore):
 
 def keep(*stores: tuple[PagedTokenStore, np.ndarray]) -> None:
     """Give slot i of each store pages for `lengths[i]` tokens; it keeps its pages up to there. All stores share a pool."""
-    wanted = [-(-lengths // store.page_size) for store, lengths in stores]
-    changed = [not np.array_equal(store._counts, counts) for (store, _), counts in zip(stores, wanted, strict=True)]
-    for (store, _), counts in zip(stores, wanted, strict=True):
+    num_pages = [-(-lengths // store.page_size) for store, lengths in stores]
+    changed = [not np.array_equal(store._counts, counts) for (store, _), counts in zip(stores, num_pages, strict=True)]
+    for (store, _), counts in zip(stores, num_pages, strict=True):
         for slot in np.flatnonzero(store._counts > counts).tolist():
             store._give_back(slot, int(counts[slot]))
-    for (store, _), counts, is_new in zip(stores, wanted, changed, strict=True):
+    for (store, _), counts, is_new in zip(stores, num_pages, changed, strict=True):
         for slot in np.flatnonzero(store._counts < counts).tolist():
             first, end = int(store._counts[slot]), int(counts[slot])
             store._pages[slot, first:end] = [store._pool.free.pop() for _ in range(end - first)]

@@ -126,9 +126,9 @@ class HTTPRollout(BaseRollout):
 
     def sample(self, wanted: Wanted) -> Made:
         """The answer of the service to `wanted`. Raises ModelError when it is no sample, or comes from other weights."""
-        made = self.dialect.sample(self.client, wanted)
-        self.require_version(made.version)
-        return made
+        reply = self.dialect.sample(self.client, wanted)
+        self.require_version(reply.version)
+        return reply
 
     def require_version(self, found: str | None) -> None:
         """Raise ModelError when the service reports other weights than the published version."""
@@ -217,22 +217,22 @@ def sample_by_rules(sample: Callable[[Wanted], Made], wanted: Wanted, rules: Sto
     A service's own stop is a hint. A service that decodes token by token cuts the text where characters are complete. Where a
     prompt ends within a character, vLLM's server takes the prompt for generated text and finds stop strings in it.
     """
-    made = sample(wanted)
+    reply = sample(wanted)
     if not rules.has_strings:
-        return made
-    end = _first_end(made.token_ids, 0, rules)
-    if end is None and _ended_early(made, wanted):
-        drawn = len(made.token_ids)
+        return reply
+    end = _first_end(reply.token_ids, 0, rules)
+    if end is None and _ended_early(reply, wanted):
+        drawn = len(reply.token_ids)
         params = replace(wanted.params, stop=(), max_new_tokens=wanted.params.max_new_tokens - drawn)
-        token_ids = (*wanted.token_ids, *made.token_ids)
+        token_ids = (*wanted.token_ids, *reply.token_ids)
         on = replace(wanted, token_ids=token_ids, params=params, num_drawn=wanted.num_drawn + drawn)
         rest = sample(on)
-        made = replace(rest, token_ids=made.token_ids + rest.token_ids, log_probs=made.log_probs + rest.log_probs)
-        end = _first_end(made.token_ids, drawn, rules)
+        reply = replace(rest, token_ids=reply.token_ids + rest.token_ids, log_probs=reply.log_probs + rest.log_probs)
+        end = _first_end(reply.token_ids, drawn, rules)
     if end is None:
-        by_token = made.token_ids[-1] in wanted.stop_token_ids
-        return replace(made, finish_reason="stop" if by_token else "length")
-    return replace(made, token_ids=made.token_ids[:end], log_probs=made.log_probs[:end], finish_reason="stop")
+        by_token = reply.token_ids[-1] in wanted.stop_token_ids
+        return replace(reply, finish_reason="stop" if by_token else "length")
+    return replace(reply, token_ids=reply.token_ids[:end], log_probs=reply.log_probs[:end], finish_reason="stop")
 
 
 def _ended_early(made: Made, wanted: Wanted) -> bool:

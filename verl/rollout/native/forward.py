@@ -65,8 +65,8 @@ class DenseForward:
             return None
         bias = None if head.bias is None else head.bias.detach()
         projection = Projection(head.weight.detach(), bias, (head,))
-        if (found := compiled(decoder, projection, prepack=prepack, required=required)) is not None:
-            return CpuForward(found, decoder, projection)
+        if (kernels := compiled(decoder, projection, prepack=prepack, required=required)) is not None:
+            return CpuForward(kernels, decoder, projection)
         return cls(decoder, projection, prepack=prepack, invariant=invariant)
 
     @property

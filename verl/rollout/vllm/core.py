@@ -119,10 +119,10 @@ class Core:
 
     def wake(self, *parts: str) -> None:
         """Allocate memory again, for all parts without memory or only for `parts`."""
-        wanted = sorted(self._asleep.intersection(parts) if parts else self._asleep)
-        if wanted:
-            self._llm.wake_up(tags=wanted)
-            self._asleep.difference_update(wanted)
+        tags = sorted(self._asleep.intersection(parts) if parts else self._asleep)
+        if tags:
+            self._llm.wake_up(tags=tags)
+            self._asleep.difference_update(tags)
 
     def close(self) -> None:
         """End vLLM's own processes, if it has any."""

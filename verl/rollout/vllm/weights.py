@@ -178,6 +178,6 @@ def _renew_tied_heads(model: Any) -> None:
 
 def _tied(modules: Iterable[Any], head_class: type) -> list[Any]:
     """The output layers that share their weight with another module."""
-    found = list(modules)
-    others = {id(m.weight) for m in found if not isinstance(m, head_class) and getattr(m, "weight", None) is not None}
-    return [m for m in found if isinstance(m, head_class) and id(getattr(m, "weight", None)) in others]
+    layers = list(modules)
+    others = {id(m.weight) for m in layers if not isinstance(m, head_class) and getattr(m, "weight", None) is not None}
+    return [m for m in layers if isinstance(m, head_class) and id(getattr(m, "weight", None)) in others]
