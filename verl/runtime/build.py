@@ -177,14 +177,14 @@ def rollout_group(context: RankContext) -> dist.ProcessGroup | None:
 
 def _stop_ids(module: Any, tokenizer: Any, rollout: RolloutConfig) -> tuple[int, ...]:
     """The model's own token ids that end a response. Raises ConfigError for a rollout.stop_token_ids beyond its vocabulary."""
-    found = eos_token_ids(module, tokenizer)
+    ids = eos_token_ids(module, tokenizer)
     if warning := check_vocabulary(vocab_size(module), tokenizer, rollout.stop_token_ids):
         log.warning("%s", warning)
-    if not (found or rollout.stop_token_ids or rollout.stop):
+    if not (ids or rollout.stop_token_ids or rollout.stop):
         log.warning(
             "Neither the model nor its tokenizer has an end-of-sequence token, so that only the length ends a response."
         )
-    return found
+    return ids
 
 
 def build_rollout(

@@ -129,14 +129,14 @@ class ModeSwitch:
     def _drifted(self) -> dict[str, float]:
         """Name -> relative difference of each tensor that has changed; infinite where only a checksum shows the change."""
         weights, seen = self._weights(), self._seen
-        found = {}
+        drifts = {}
         for name, before in seen.values.items():
             now = _sampled_values(weights[name])
             if not torch.equal(now, before):
-                found[name] = float((now - before).abs().max() / before.abs().max().clamp(min=1e-30))
-        found = {name: amount for name, amount in found.items() if not amount < MOST_DRIFT}
+                drifts[name] = float((now - before).abs().max() / before.abs().max().clamp(min=1e-30))
+        drifts = {name: amount for name, amount in drifts.items() if not amount < MOST_DRIFT}
         changed = [name for name, before in seen.checksums.items() if _checksum(weights[name]) != before]
-        return {**found, **dict.fromkeys(changed, float("inf"))}
+        return {**drifts, **dict.fromkeys(changed, float("inf"))}
 
     def _restore_weights(self, name: str, amount: float) -> None:
         words = f"The training weight {name} changed during generation (relative difference {amount:.3g})"

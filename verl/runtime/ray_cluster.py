@@ -316,10 +316,10 @@ def _stuck(process: Process) -> str:
     if not process.watched_by:
         return ""
     try:
-        found = ray.get(process.handle.stuck.options(concurrency_group=process.watched_by).remote(), timeout=_STACK_S)
+        stack = ray.get(process.handle.stuck.options(concurrency_group=process.watched_by).remote(), timeout=_STACK_S)
     except RayError:  # a process that holds the interpreter lock, or is stopped, cannot answer
         return " [its stack could not be had]"
-    return f" [its stack: {found}]" if found else ""
+    return f" [its stack: {stack}]" if stack else ""
 
 
 def own_address() -> str:
@@ -331,11 +331,11 @@ def own_device(name: str) -> torch.device:
     """The device that Ray has given to this process, for trainer.device `name`: one of several where Ray hides none of a node's
     GPUs (RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES)."""
     device = resolve_device(name)
-    given = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
-    if device.type != "cuda" or device.index is not None or not given:
+    ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+    if device.type != "cuda" or device.index is not None or not ids:
         return device
     seen = visible_devices()
-    return torch.device("cuda", seen.index(given[0]) if given[0] in seen else 0)
+    return torch.device("cuda", seen.index(ids[0]) if ids[0] in seen else 0)
 
 
 def store_value(value: Packed) -> Any:

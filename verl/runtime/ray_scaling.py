@@ -55,8 +55,8 @@ class RoleScaling:
     def __init__(self, runtime: RayRuntime, roles: Roles, task: Mapping[str, Any]):
         self._runtime, self._task = runtime, task
         self._folder = Path(runtime.config.trainer.default_local_dir).expanduser().absolute()
-        found = {"rollout": roles.rollout, "reward": roles.reward}
-        self._groups = {role: group for role, group in found.items() if isinstance(group, WorkerGroup)}
+        groups = {"rollout": roles.rollout, "reward": roles.reward}
+        self._groups = {role: group for role, group in groups.items() if isinstance(group, WorkerGroup)}
         self._placed = {role: group.mesh for role, group in self._groups.items()}
         can_scale = scalable_roles(runtime.config, runtime.placement.devices)
         self._sizes = {role: mesh.size for role, mesh in self._placed.items() if role in can_scale}
@@ -205,5 +205,5 @@ def scalable_roles(config: Any, devices: Mapping[str, Sequence[int]]) -> list[st
     rollout = config.actor_rollout_ref.rollout
     is_whole = rollout.name in ("native", "hf") and rollout.tensor_model_parallel_size == 1
     trains = set(devices["rollout"]) & set(devices[POLICY])
-    found = ["rollout"] if is_whole and not trains and not runs_agents(config) else []
-    return found if devices["reward"] == devices["rollout"] else [*found, "reward"]
+    names = ["rollout"] if is_whole and not trains and not runs_agents(config) else []
+    return names if devices["reward"] == devices["rollout"] else [*names, "reward"]
