@@ -144,8 +144,8 @@ class RayCluster:
             node_id = _node_of(group).rpartition("/")[2]
             for bundle in range(group.bundle_count):
                 place = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
-                rank, given = len(processes), arguments(len(processes))
-                handle = self._actor(cls, given, environment, share, beside, scheduling_strategy=place)
+                rank = len(processes)
+                handle = self._actor(cls, arguments(rank), environment, share, beside, scheduling_strategy=place)
                 processes.append(Process(rank, handle, node_id=node_id))
         return processes
 
