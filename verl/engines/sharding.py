@@ -194,8 +194,8 @@ def _layers(module: Any, config: FSDPConfig) -> list[nn.Module]:
     if config.wrap_policy_fn is not None:
         chosen = _chosen_by(config.wrap_policy_fn, parts[:-1])
     elif policy.transformer_layer_cls_to_wrap:
-        wanted = wrapped_classes(module, policy.transformer_layer_cls_to_wrap)
-        chosen = [p for p in parts if type(p).__name__ in wanted]
+        names = wrapped_classes(module, policy.transformer_layer_cls_to_wrap)
+        chosen = [p for p in parts if type(p).__name__ in names]
     elif policy.min_num_params > 0:
         chosen = _large(module.get_decoder(), policy.min_num_params)
     else:

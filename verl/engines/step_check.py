@@ -32,11 +32,11 @@ def whole_batch_metrics(
         if weight:
             sums[i] = torch.tensor([value * weight, weight, 1.0])
     sums, peaks = add_up(sums), largest(peaks)
-    found = {}
+    whole = {}
     for (name, kind), (total, weight, count), peak in zip(names.items(), sums.tolist(), peaks.tolist(), strict=True):
         if count:
-            found[name] = {"max": peak, "mean": total / weight if weight else 0.0, "sum": total}[kind]
-    return found
+            whole[name] = {"max": peak, "mean": total / weight if weight else 0.0, "sum": total}[kind]
+    return whole
 
 
 def _weight(metric: Metric) -> float:

@@ -152,9 +152,9 @@ class DeepSpeedEngine(TrainedEngine):
 
     def _outputs(self, packed: PackedBatch, outputs: Sequence[str], temperature: float) -> dict[str, torch.Tensor]:
         packed = packed if packed.num_tokens else empty_batch(packed)
-        found = (self.deepspeed or self.computed)(packed, outputs, temperature)
+        computed = (self.deepspeed or self.computed)(packed, outputs, temperature)
         # DeepSpeed holds one dtype, so that a scalar head computes in the decoder's dtype; losses get float32 all the same
-        return {name: v.float() if v.dtype == torch.bfloat16 else v for name, v in found.items()}
+        return {name: v.float() if v.dtype == torch.bfloat16 else v for name, v in computed.items()}
 
     def _before_micro_batch(self, number: int, count: int, *, trains: bool) -> None:
         if trains and self.deepspeed is not None:

@@ -128,8 +128,8 @@ def _exchange_shapes(
     shapes = [torch.zeros(3, dtype=torch.int64) for _ in ranks]
     works = [
         dist.irecv(shape, rank, self.pp_group)
-        for shape, rank, wanted in zip(shapes, ranks, (recv_prev, recv_next), strict=True)
-        if wanted
+        for shape, rank, receives in zip(shapes, ranks, (recv_prev, recv_next), strict=True)
+        if receives
     ]
     for work in filter(None, works):
         work.wait()

@@ -129,13 +129,13 @@ class MegatronOptimizer(MasterOptimizer):
 
     def state(self) -> dict[str, torch.Tensor]:
         """See MasterOptimizer, of all tensors: tensors that lie elsewhere are empty."""
-        held, found = super().state(), {}
+        held, tensors = super().state(), {}
         kinds = {key.rpartition("/")[2]: value for key, value in held.items()}
         for name in self.names if held else ():
             for slot, like in kinds.items():
                 empty = like if not like.dim() else like.new_empty(0)
-                found[f"{name}/{slot}"] = held.get(f"{name}/{slot}", empty)
-        return found
+                tensors[f"{name}/{slot}"] = held.get(f"{name}/{slot}", empty)
+        return tensors
 
     def load_state(self, tensors: dict[str, torch.Tensor], num_steps: int) -> None:
         """See MasterOptimizer; of tensors that lie elsewhere nothing is taken."""

@@ -146,7 +146,7 @@ def place(
 ) -> list[Placed]:
     """The parts on this rank of tensors of `shapes` by Hugging Face name, in the order of the stages' parameters. `prefix` is
     the decoder's."""
-    found = []
+    parts = []
     for stage in stages:
         for name, parameter in stage.named_parameters():
             first = 0
@@ -155,9 +155,9 @@ def place(
                 hf = f"{prefix}embed_tokens.weight" if is_copy else hf
                 part = _placed(hf, shapes[hf], parameter, first, grid, is_copy)
                 first += part.local_shape[0]
-                found.append(part)
+                parts.append(part)
             assert first == len(parameter) or "embed" in name or "output_layer" in name, name
-    return found
+    return parts
 
 
 def _names(stage: Any, name: str, prefix: str) -> list[str]:
