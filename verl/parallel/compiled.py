@@ -36,10 +36,10 @@ def choose_kernels(find: Callable[[str | None], T | None], is_compiled: bool) ->
     asked = os.environ.get("VERL_CPU_ISA") or None
     if asked == "none":
         return None
-    found = find(asked)
-    if asked is not None and found is None:
+    kernels = find(asked)
+    if asked is not None and kernels is None:
         why = "this processor lacks it" if asked in INSTRUCTION_SETS and is_compiled else "it cannot be loaded here"
         raise ConfigError(
             f"VERL_CPU_ISA={asked} was asked for, but {why}. Use one of {', '.join(INSTRUCTION_SETS)}, none, or unset it."
         )
-    return found
+    return kernels

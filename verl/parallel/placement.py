@@ -104,8 +104,8 @@ class Placement:
         The actor takes all `num_devices` (default: as many as are named). Raises ConfigError for unknown roles, and for
         devices that are not there or that no role uses."""
         follows = {**FOLLOWS, **dict.fromkeys(teachers, "reference")}
-        given = {_role_name(name, follows): _device_list(name, devices) for name, devices in roles.items()}
-        named = {d for devices in given.values() for d in devices}
+        devices_of = {_role_name(name, follows): _device_list(name, devices) for name, devices in roles.items()}
+        named = {d for devices in devices_of.values() for d in devices}
         total = num_devices if num_devices is not None else max(named, default=0) + 1
         beyond = sorted(d for d in named if d >= total)
         if beyond:
@@ -113,9 +113,9 @@ class Placement:
                 f"The placement names device {beyond[0]}, but the run has {total}, numbered from 0. Raise "
                 "trainer.n_gpus_per_node or trainer.nnodes, or place the roles on the devices that there are."
             )
-        placed = {"actor": given.get("actor") or tuple(range(total))}
+        placed = {"actor": devices_of.get("actor") or tuple(range(total))}
         for role, source in follows.items():
-            placed[role] = given.get(role) or placed[source]
+            placed[role] = devices_of.get(role) or placed[source]
         idle = sorted(set(range(total)) - {d for devices in placed.values() for d in devices})
         if idle:
             raise ConfigError(

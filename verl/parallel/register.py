@@ -144,8 +144,8 @@ def _mode(given: Mode | Mapping[str, Callable[..., Any]] | None) -> Mode:
 
 def registered(worker_class: type) -> dict[str, Registered]:
     """Method name -> declaration, including the methods of base classes."""
-    found = {name: getattr(getattr(worker_class, name, None), _ATTRIBUTE, None) for name in dir(worker_class)}
-    return {name: declared for name, declared in found.items() if isinstance(declared, Registered)}
+    declarations = {name: getattr(getattr(worker_class, name, None), _ATTRIBUTE, None) for name in dir(worker_class)}
+    return {name: declared for name, declared in declarations.items() if isinstance(declared, Registered)}
 
 
 def register_dispatch_mode(name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]) -> Mode:
