@@ -167,8 +167,7 @@ class PeerToPeer:
     def _put(self, moves: Sequence[Move], held: Tensors, wanted: Tensors) -> None:
         """Write one slice to every place in memory that needs it: this rank's own places and its neighbours' places."""
         source, label = self._at(held, moves[0], is_source=True), _label(moves[0])
-        kept = [move for move in moves if move.is_kept]
-        own = [self._at(wanted, move, is_source=False) for move in kept]
+        own = [self._at(wanted, move, is_source=False) for move in moves if move.is_kept]
         if own and _is_same_memory(source, own[0]):
             own = []
         theirs = [self._place(move) for move in moves if not move.is_kept]
