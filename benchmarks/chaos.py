@@ -148,18 +148,18 @@ def attack(
     finally:
         alone.end()
     failures += [f"{runtime}, the undisturbed run: {what}" for what in idleness(task, alone.folder)]
-    wanted, usual_s = len(kills) + count, alone.usual()
+    target, usual_s = len(kills) + count, alone.usual()
     for index in itertools.count():
-        if len(kills) >= wanted:
+        if len(kills) >= target:
             break
         seed = f"{arguments.seed}/{runtime}/{index}"
         rng, before = random.Random(seed), len(kills)
         victim = kind(task, runtime, f"killed-{index}", usual_s)
         try:
-            most = min(arguments.kills_per_run, wanted - len(kills))
-            for found in strikes(victim, rng, most, arguments):
-                kills += found
-                _tell(found)
+            most = min(arguments.kills_per_run, target - len(kills))
+            for hits in strikes(victim, rng, most, arguments):
+                kills += hits
+                _tell(hits)
             victim.to_the_end()
             left = [f"a process is left: {command}" for command in victim.left_in_the_end()]
             wrong = differences(task, victim.folder, alone.folder) + left
@@ -192,9 +192,9 @@ def strikes(victim: Victim, rng: random.Random, count: int, arguments: argparse.
         arguments.before_first_checkpoint,
     )  # fmt: skip
     for moment in moments:
-        if not (found := victim.strike(moment, rng)):
+        if not (hits := victim.strike(moment, rng)):
             return
-        yield found
+        yield hits
 
 
 def _tell(kills: Sequence[Kill]) -> None:

@@ -22,10 +22,10 @@ _OF_A_RUN = ("manifest.json", "trainer_state.json", "ledger.sqlite")  # files in
 def differences(task: Task, ours: Path, theirs: Path) -> list[str]:
     """Differences between the run folders `ours` and `theirs`."""
     wrong = []
-    found, wanted = (checkpoint_digests(folder / f"global_step_{task.steps}") for folder in (ours, theirs))
-    if names := sorted(n for n in found.keys() | wanted.keys() if found.get(n) != wanted.get(n)):
+    digests, reference = (checkpoint_digests(folder / f"global_step_{task.steps}") for folder in (ours, theirs))
+    if names := sorted(n for n in digests.keys() | reference.keys() if digests.get(n) != reference.get(n)):
         wrong.append(f"the last checkpoint differs in {', '.join(names[:5])}")
-    if not any("optimizer" in name for name in found):
+    if not any("optimizer" in name for name in digests):
         wrong.append("the last checkpoint has no state of an optimizer")
     state, expected = (_state(folder / f"global_step_{task.steps}") for folder in (ours, theirs))
     wrong += [f"the trainer's {k} is {state.get(k)}, not {v}" for k, v in expected.items() if state.get(k) != v]
@@ -47,9 +47,9 @@ def differences(task: Task, ours: Path, theirs: Path) -> list[str]:
 def repeated_calls(ours: Path, theirs: Path, num_kills: int) -> list[str]:
     """Differences between the tool calls of `ours`, a run with `num_kills` kills, and of `theirs`. A result is recorded once.
     A call that a kill cut before its result was recorded is made again; each of the two tool processes has at most one."""
-    found, wanted = (Counter((folder / CALLS).read_text().split()) for folder in (ours, theirs))
-    wrong = [f"{(wanted - found).total()} calls of the tool were not made"] if wanted - found else []
-    if (more := (found - wanted).total()) > 2 * num_kills:
+    calls, expected = (Counter((folder / CALLS).read_text().split()) for folder in (ours, theirs))
+    wrong = [f"{(expected - calls).total()} calls of the tool were not made"] if expected - calls else []
+    if (more := (calls - expected).total()) > 2 * num_kills:
         wrong.append(f"{more} calls of the tool were made again after {num_kills} kills")
     recorded = Counter(
         (record["split"], record["episode"], record["call"], record["digest"])

@@ -248,13 +248,13 @@ def plan(
     choices = [t for t in RUNTIMES[runtime].targets if targets is None or t in targets]
     if not program.has_ledger:
         choices = [target for target in choices if target != "reward worker"]
-    found: list[Moment] = []
+    moments: list[Moment] = []
     # a separate step for each: the supervisor takes two ends in one step for a fault of the run
     num_early = min(SAVE_FREQ - 1, sum(rng.random() < early for _ in range(count))) if early is not None else count
     while count > 0:
         again = rng.random() if count > 1 and rng.random() < _AGAIN else None
         count -= 1 if again is None else 2
         phase, target, share = rng.choice(phases or program.phases), rng.choice(choices), rng.random()
-        step = len(found) + (1 if len(found) < num_early else 1 + SAVE_FREQ - num_early)
-        found.append(Moment(step, phase, target, share, again, rng.choice(choices)))
-    return found
+        step = len(moments) + (1 if len(moments) < num_early else 1 + SAVE_FREQ - num_early)
+        moments.append(Moment(step, phase, target, share, again, rng.choice(choices)))
+    return moments

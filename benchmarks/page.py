@@ -353,9 +353,9 @@ def load_report(arguments: argparse.Namespace, windows: Sequence[Window], steps:
 
 def ratio_of(ours: Sequence[float], base: Sequence[float]) -> tuple[float, float]:
     """Ratio of the medians, and twice its standard error (for medians of normally distributed values)."""
-    found = statistics.median(ours) / statistics.median(base)
+    ratio = statistics.median(ours) / statistics.median(base)
     spreads = [statistics.stdev(side) / statistics.median(side) / math.sqrt(len(side)) for side in (ours, base)]
-    return found, 2 * found * _ERROR_OF_A_MEDIAN * math.hypot(*spreads)
+    return ratio, 2 * ratio * _ERROR_OF_A_MEDIAN * math.hypot(*spreads)
 
 
 def joined(parts: Sequence[Sequence[float]]) -> list[float]:

@@ -221,7 +221,7 @@ def measure(
 def difference(baseline: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> str:
     """Evidence that two runs did not train on the same tokens; empty if there is none."""
     name = "perf/total_num_tokens"
-    ours, theirs = ([row[name] for row in found] for found in (rows, baseline))
+    ours, theirs = ([row[name] for row in run] for run in (rows, baseline))
     if ours != theirs:
         return f"{ours} tokens in the steps, not {theirs}"
     # Only of the first step, since runs drift apart; and not exactly, since rounding may change a token whose draw lies

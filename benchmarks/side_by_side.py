@@ -63,7 +63,7 @@ def rate(peer: Peer, work: Workload, phase: str, number_of_round: int, limit_s: 
 
 def measure(options: argparse.Namespace, work: Workload, setting: str) -> dict[str, Series]:
     """Rates of a single process, of each of two at once, and of both together."""
-    found: dict[str, list[float]] = {"alone": [], "each": [], "together": []}
+    rates: dict[str, list[float]] = {"alone": [], "each": [], "together": []}
     with ExitStack() as stack:
         logs = Path(options.logs or stack.enter_context(tempfile.TemporaryDirectory(prefix="side-by-side-")))
         pool = stack.enter_context(ThreadPoolExecutor(2))
@@ -74,10 +74,10 @@ def measure(options: argparse.Namespace, work: Workload, setting: str) -> dict[s
             both = list(pool.map(lambda peer, given=arguments: rate(peer, *given), peers))
             print(f"{setting}: {alone:.1f} alone, {both} at once", file=sys.stderr, flush=True)
             if number_of_round:
-                found["alone"].append(alone)
-                found["each"] += both
-                found["together"].append(sum(both))
-    return {name: Series(tuple(values)) for name, values in found.items()}
+                rates["alone"].append(alone)
+                rates["each"] += both
+                rates["together"].append(sum(both))
+    return {name: Series(tuple(values)) for name, values in rates.items()}
 
 
 def main(argv: list[str] | None = None) -> Report:

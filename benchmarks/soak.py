@@ -196,17 +196,17 @@ def survivors(processes: Sequence[psutil.Process], limit_s: float = _END_LIMIT_S
 def steps_at(times: Sequence[float], rows: Sequence[Row]) -> list[float]:
     """Number of steps taken at each of `times`; NaN before the first and after the last row."""
     ends = [(row["time"], row["step"]) for row in rows]
-    found, i = [], 0
+    steps, i = [], 0
     for now in times:
         while i + 1 < len(ends) and ends[i + 1][0] <= now:
             i += 1
         inside = i + 1 < len(ends) and ends[i][0] <= now
         if not inside:
-            found.append(math.nan)
+            steps.append(math.nan)
             continue
         (before, step), (after, following) = ends[i], ends[i + 1]
-        found.append(step + (now - before) / max(after - before, 1e-9) * (following - step))
-    return found
+        steps.append(step + (now - before) / max(after - before, 1e-9) * (following - step))
+    return steps
 
 
 def points_of(readings: Sequence[tuple[float, int, int]], rows: Sequence[Row], of: int) -> list[tuple[float, float]]:

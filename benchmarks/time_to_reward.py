@@ -159,9 +159,9 @@ def run_trl(options: argparse.Namespace, side: str, seed: int, logs: Path) -> Ru
         with Peer("evaluator", "child_job.py", log=logs / f"{name}-evaluator.log") as evaluator:
             dtype = "bfloat16" if options.trl_dtype == "bfloat16" else "float32"
             folder = str(weights if run.steps else model)
-            found = evaluator.ask("evaluate_folder", options.limit_s, folder=folder, dtype=dtype, **ours)
+            rewards = evaluator.ask("evaluate_folder", options.limit_s, folder=folder, dtype=dtype, **ours)
         shutil.rmtree(weights, ignore_errors=True)
-        return found
+        return rewards
 
     python = python_of(options.trl_env or default_folder("trl"))
     settings = {"HF_HUB_OFFLINE": "1", **form.environment}
@@ -225,7 +225,7 @@ def fill(report: Report, runs: list[Run], target: float) -> None:
     if gaps:
         report.add_table(
             ["after the last common step", "less float32's, by seed", "mean"],
-            [[side, " ".join(f"{gap:+.3f}" for gap in found), f"{mean(found):+.3f}"] for side, found in gaps.items()],
+            [[side, " ".join(f"{gap:+.3f}" for gap in diffs), f"{mean(diffs):+.3f}"] for side, diffs in gaps.items()],
         )
     report.results = {
         "target": target,
@@ -239,13 +239,13 @@ def fill(report: Report, runs: list[Run], target: float) -> None:
 def gaps_to_float32(of_side: dict[str, list[Run]]) -> dict[str, list[float]]:
     """Sampled reward minus float32's with the same seed, after the last step at which both were evaluated."""
     exact = {run.seed: {p.step: p.sampled for p in run.points} for run in of_side.get("float32", [])}
-    found: dict[str, list[float]] = {}
+    gaps: dict[str, list[float]] = {}
     for side, runs in of_side.items():
         for run in runs:
             common = [p for p in run.points if p.step in exact.get(run.seed, {})] if side != "float32" else []
             if common:
-                found.setdefault(side, []).append(common[-1].sampled - exact[run.seed][common[-1].step])
-    return found
+                gaps.setdefault(side, []).append(common[-1].sampled - exact[run.seed][common[-1].step])
+    return gaps
 
 
 def report_of(options: argparse.Namespace, runs: list[Run]) -> Report:

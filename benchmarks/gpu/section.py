@@ -63,8 +63,8 @@ def rewrite_page(page: Path, text: str) -> None:
 
 def keep(rows: Sequence[Row], file: Path) -> None:
     """Write the report without its ends of logs, which name paths of the machine."""
-    kept = ({name: value for name, value in row.items() if name != "tail"} for row in rows)
-    file.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+    shortened = ({name: value for name, value in row.items() if name != "tail"} for row in rows)
+    file.write_text("".join(json.dumps(row) + "\n" for row in shortened), encoding="utf-8")
 
 
 def _heading(environment: dict[str, list[Any]], has_run: bool) -> str:

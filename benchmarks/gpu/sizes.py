@@ -541,8 +541,8 @@ def run_apart(sizes: list[str], deadline: float, report: Path | None) -> int:
             command = [sys.executable, __file__, "--sizes", size, "--json", str(part), *limit]
             status |= subprocess.run(command, check=False).returncode
             if part.exists():
-                found = json.loads(part.read_text())
-                whole = {**found, "sizes": {**whole.get("sizes", {}), **found["sizes"]}}
+                result = json.loads(part.read_text())
+                whole = {**result, "sizes": {**whole.get("sizes", {}), **result["sizes"]}}
             if report and whole:
                 report.write_text(json.dumps(whole, indent=1))
     return 1 if status else 0
@@ -574,9 +574,9 @@ def main(arguments: list[str] | None = None) -> int:
     report["sizes"][sizes[0]] = run_size(sizes[0], device, QUICK if options.quick else full, limits, deadline)
     if options.json:
         options.json.write_text(json.dumps(report, indent=1))
-    wrong = [f"{size}: {n}" for size, found in report["sizes"].items() for n, limit in TOLERANCES.items()
-             if not found.get(n, 0) <= limit]  # fmt: skip
-    failed = [f"{size}: {n}" for size, found in report["sizes"].items() for n in found if n.endswith(": error")]
+    wrong = [f"{size}: {n}" for size, results in report["sizes"].items() for n, limit in TOLERANCES.items()
+             if not results.get(n, 0) <= limit]  # fmt: skip
+    failed = [f"{size}: {n}" for size, results in report["sizes"].items() for n in results if n.endswith(": error")]
     print("\n" + ("all checks passed" if not wrong + failed else "NOT RIGHT: " + "; ".join(wrong + failed)))
     return 1 if wrong or failed else 0
 
