@@ -70,8 +70,8 @@ MEANINGS = {NONFINITE: "a value that is not finite", GRAD_NORM: "gradient norm"}
 
 def limits_of(config: Any) -> dict[str, float]:
     """Limits by name, from the section `trainer.guards`; a program's section has the limits that it supports."""
-    found = {name: config[name].limit for name in (GRAD_NORM, *MONITORS) if name in config}
-    return {name: float(limit) for name, limit in found.items() if limit is not None}
+    limits = {name: config[name].limit for name in (GRAD_NORM, *MONITORS) if name in config}
+    return {name: float(limit) for name, limit in limits.items() if limit is not None}
 
 
 def breaks(name: str, value: float, limit: float) -> bool:

@@ -30,7 +30,7 @@ def validation_metrics(
     largest n, of the variable `acc`, or of `reward` where a source has no `acc`. `predictions` are the extracted answers
     and give maj@k.
     """
-    found: dict[str, float] = {}
+    named: dict[str, float] = {}
     for source, variables in metrics_per_source(data_sources, uids, values, predictions).items():
         core_variable = "acc" if "acc" in variables else "reward"
         for variable, metrics in variables.items():
@@ -39,8 +39,8 @@ def validation_metrics(
                 core = (
                     variable == core_variable and _count(name) == largest and name.startswith(("mean", "best", "maj"))
                 )
-                found[f"{'val-core' if core else 'val-aux'}/{source}/{variable}/{name}"] = value
-    return found
+                named[f"{'val-core' if core else 'val-aux'}/{source}/{variable}/{name}"] = value
+    return named
 
 
 def metrics_per_source(
@@ -74,7 +74,8 @@ def metrics_per_source(
                 totals[name] = (total + float(per_prompt.sum()), count + len(per_prompt))
     return {
         source: {
-            variable: {m: total / count for m, (total, count) in found.items()} for variable, found in by_name.items()
+            variable: {m: total / count for m, (total, count) in of_variable.items()}
+            for variable, of_variable in by_name.items()
         }
         for source, by_name in sums.items()
     }

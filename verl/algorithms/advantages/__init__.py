@@ -124,24 +124,24 @@ def _without_missing(
 ) -> dict[str, Any]:
     """The columns for an estimator: rows without a score train nothing and are compared with none. An estimator that `compares`
     rows trains nothing on a row that has lost all others of its group: its own score would be its advantage."""
-    found, trains = dict(available), is_scored
-    if "index" in found:
-        groups = RowGroups.of(found["index"], is_scored)
-        found["index"] = object_array(without_missing(found["index"], is_scored))
+    columns, trains = dict(available), is_scored
+    if "index" in columns:
+        groups = RowGroups.of(columns["index"], is_scored)
+        columns["index"] = object_array(without_missing(columns["index"], is_scored))
         if compares:
-            trains = is_scored & (groups.is_single | ~RowGroups.of(found["index"], is_scored).is_single)
-    found["response_mask"] = found["response_mask"] * trains[:, None]
-    if "reward_parts" in found and not isinstance(found["reward_parts"], Mapping):
+            trains = is_scored & (groups.is_single | ~RowGroups.of(columns["index"], is_scored).is_single)
+    columns["response_mask"] = columns["response_mask"] * trains[:, None]
+    if "reward_parts" in columns and not isinstance(columns["reward_parts"], Mapping):
         none = dict.fromkeys(settings.get("gdpo_reward_keys") or (), 0.0)
-        rows = zip(found["reward_parts"], is_scored.tolist(), strict=True)
-        found["reward_parts"] = [parts if has_score else none for parts, has_score in rows]
-    return found
+        rows = zip(columns["reward_parts"], is_scored.tolist(), strict=True)
+        columns["reward_parts"] = [parts if has_score else none for parts, has_score in rows]
+    return columns
 
 
 def _column(columns: Mapping[str, Any], argument: str) -> Any:
     # a data file may have its own column `index`, so that `uid` takes precedence
-    found = columns.get(_COLUMN_OF.get(argument, argument))
-    return columns.get(argument) if found is None else found
+    values = columns.get(_COLUMN_OF.get(argument, argument))
+    return columns.get(argument) if values is None else values
 
 
 def _missing(name: str, argument: str) -> ConfigError:

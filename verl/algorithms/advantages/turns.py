@@ -63,9 +63,9 @@ def turn_grpo(
 
     A turn that only one sample of the group has reached has advantage 0. With one turn, it is GRPO.
     """
-    found = _turn_returns(token_level_rewards, turn_ids, gamma)
-    labels = [[(group, k) for k in range(found.shape[1])] for group in labels_of(index)]
-    relative = _compared(found, turn_ids, labels, norm_adv_by_std_in_grpo, epsilon)
+    returns = _turn_returns(token_level_rewards, turn_ids, gamma)
+    labels = [[(group, k) for k in range(returns.shape[1])] for group in labels_of(index)]
+    relative = _compared(returns, turn_ids, labels, norm_adv_by_std_in_grpo, epsilon)
     advantages = _to_tokens(relative, turn_ids, response_mask)
     return advantages, advantages
 
@@ -87,8 +87,8 @@ def gigpo(
     The turn's advantage compares G_k with the returns of all turns of the group that followed the same state: the same tokens
     of a tool or an environment (`responses` between two turns), or the prompt. It is 0 where no other turn followed that state.
     """
-    found = _turn_returns(token_level_rewards, turn_ids, gamma)
-    of_turns = _compared(found, turn_ids, _states(responses, turn_ids, index), norm_adv_by_std_in_grpo, epsilon)
+    returns = _turn_returns(token_level_rewards, turn_ids, gamma)
+    of_turns = _compared(returns, turn_ids, _states(responses, turn_ids, index), norm_adv_by_std_in_grpo, epsilon)
     episode, _ = grpo(
         token_level_rewards,
         response_mask,

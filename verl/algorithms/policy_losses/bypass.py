@@ -42,7 +42,7 @@ def bypass_mode(
     if loss_type not in LOSS_TYPES:
         hint = nearest(loss_type, LOSS_TYPES) or "; there are " + ", ".join(LOSS_TYPES)
         raise ConfigError(f"There is no algorithm.rollout_correction.loss_type {loss_type!r}{hint}")
-    found = rollout_correction(
+    correction = rollout_correction(
         log_prob.detach(),
         old_log_prob,
         response_mask,
@@ -57,13 +57,13 @@ def bypass_mode(
             old_log_prob,
             log_prob,
             advantages,
-            found.response_mask,
+            correction.response_mask,
             agg=agg,
             clip_ratio_low=clip_ratio_low,
             clip_ratio_high=clip_ratio_high,
             clip_ratio_c=clip_ratio_c,
         )
     else:
-        loss = agg(weighted(-advantages * log_prob, found.weights), found.response_mask)
-        metrics = {"ppo_kl": old_policy_kl(log_prob, old_log_prob, found.response_mask)}
-    return loss, {**metrics, **found.metrics}
+        loss = agg(weighted(-advantages * log_prob, correction.weights), correction.response_mask)
+        metrics = {"ppo_kl": old_policy_kl(log_prob, old_log_prob, correction.response_mask)}
+    return loss, {**metrics, **correction.metrics}
