@@ -120,12 +120,12 @@ class CheckpointStore:
         """Nothing: `save` is synchronous."""
 
     @contextlib.contextmanager
-    def explained(self, step: int, wanted: int) -> Iterator[None]:
+    def explained(self, step: int, num_bytes: int) -> Iterator[None]:
         """Turn OSError into CheckpointError while a checkpoint of `wanted` bytes is written; remove unfinished files."""
         try:
             yield
         except BaseException as error:
-            message = self._failure(step, wanted, error) if isinstance(error, OSError) else ""
+            message = self._failure(step, num_bytes, error) if isinstance(error, OSError) else ""
             clean_up(self.root)
             if message:
                 raise CheckpointError(message) from error
@@ -183,12 +183,12 @@ class CheckpointStore:
             sync_folder(self.root)
         sync_folder(self.root)
 
-    def _failure(self, step: int, wanted: int, error: OSError) -> str:
+    def _failure(self, step: int, num_bytes: int, error: OSError) -> str:
         reason = error.strerror or str(error)
         if error.errno in _FULL:
             with contextlib.suppress(OSError):
                 free = shutil.disk_usage(self.root).free
-                reason += f" (it needs {(wanted + _SPARE_BYTES) / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free)"
+                reason += f" (it needs {(num_bytes + _SPARE_BYTES) / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free)"
         remains = "What was saved before is untouched."
         with contextlib.suppress(OSError):
             older = [known for known in self.candidates() if known != step]
