@@ -81,11 +81,11 @@ def _sft_files() -> dict[str, str]:
     values = {path: _value(SFT, path) for path in SFT.leaves}
     older = {path: value for path, value in _older_spellings(SFT).items() if path.startswith(("engine.", "optim."))}
     shared = {f"model.{path}" for path in _taken(dict.fromkeys(PPO.leaves), "actor_rollout_ref.model")}
-    made = {f"{group}/{name}.yaml": _text(_taken(values | older, group)) for group, name, _ in SFT_GROUPS[1:]}
+    texts = {f"{group}/{name}.yaml": _text(_taken(values | older, group)) for group, name, _ in SFT_GROUPS[1:]}
     rest = {path: v for path, v in values.items() if not path.startswith(("engine.", "optim.")) and path not in shared}
     defaults = [f"  - {group}@{section}: {name}" for group, name, section in SFT_GROUPS]
-    made["sft_trainer_engine.yaml"] = _text(rest, ["defaults:", *defaults, "  - _self_", ""])
-    return made
+    texts["sft_trainer_engine.yaml"] = _text(rest, ["defaults:", *defaults, "  - _self_", ""])
+    return texts
 
 
 def _differs(path: str, value: Any) -> bool:

@@ -132,8 +132,8 @@ def _resolve(given: Given) -> LoadedConfig[Any]:
         values[setting.path] = setting.value if _interpolated(setting.value) else _fit(leaf, setting, misfits)
     followed = _complete(schema, values, origins, last)
     if any(_interpolated(v) for v in values.values()):
-        found = {path: misfit for path, misfit in _interpolate(schema, values, origins).items() if path in last}
-        misfits.update(found)  # what follows a key that leads nowhere is not named
+        unresolved = {path: misfit for path, misfit in _interpolate(schema, values, origins).items() if path in last}
+        misfits.update(unresolved)  # what follows a key that leads nowhere is not named
         followed = _complete(schema, values, origins, last)
     faults += [error(p, _masked(p, origins[p])) for p, value in values.items() if holds_mask(value)]
     faults += [error(path, sentence) for path, (_, sentence) in misfits.items()]
@@ -215,19 +215,19 @@ def _interpolate(schema: Schema[Any], values: dict[str, Any], origins: dict[str,
     from omegaconf import OmegaConf
 
     misfits: Misfits = {}
-    given = {path: value for path, value in values.items() if _interpolated(value)}
-    tree = OmegaConf.create(_nested({path: None if path in given else value for path, value in values.items()}))
+    texts = {path: value for path, value in values.items() if _interpolated(value)}
+    tree = OmegaConf.create(_nested({path: None if path in texts else value for path, value in values.items()}))
     for step in (_insert, _select):
-        for path in [path for path in given if path not in misfits]:
-            leaf, shown = schema.leaves[path], f"{path}={clean(given[path])} ({origins[path]})"
+        for path in [path for path in texts if path not in misfits]:
+            leaf, shown = schema.leaves[path], f"{path}={clean(texts[path])} ({origins[path]})"
             values[path] = leaf.default
             try:
-                values[path] = step(tree, leaf, given[path])
+                values[path] = step(tree, leaf, texts[path])
             except Misfit as misfit:
-                misfits[path] = (given[path], f"{shown} {misfit}")
+                misfits[path] = (texts[path], f"{shown} {misfit}")
             except Exception as error:  # noqa: BLE001 - keys may name one another, and a resolver is a user's function
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
-                misfits[path] = (given[path], f"{shown} cannot be resolved: {clean(reason)}.")
+                misfits[path] = (texts[path], f"{shown} cannot be resolved: {clean(reason)}.")
     return misfits
 
 

@@ -125,7 +125,7 @@ class Given:
     def conflicts(self) -> list[Problem]:
         """Keys that one source gives different values, under two spellings or nested and dotted. On a command line the last
         of equal spellings holds."""
-        found = []
+        problems = []
         for i, setting in enumerate(self.settings):
             for former in self.settings[:i]:
                 same = (former.path, former.source) == (setting.path, setting.source)
@@ -135,8 +135,8 @@ class Given:
                     subject = both if respelled else f"{setting.spelled} ({setting.source}) is"
                     values = f"({former.value!r} and {setting.value!r})"
                     sentence = f"{subject} given with different values {values}. Give only one of them."
-                    found.append(error(setting.path, sentence))
-        return found
+                    problems.append(error(setting.path, sentence))
+        return problems
 
     def _flatten(self, value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
         """(key as written, value); mappings are entered down to keys of the tree, and not into free-form ones."""

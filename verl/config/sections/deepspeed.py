@@ -59,23 +59,23 @@ def read_ds_config(path: str | None) -> dict[str, Any]:
         return {}
     text = read_user_text(path, "The file deepspeed.config", fix="Name a JSON file.")
     try:
-        found = json.loads(text)
+        settings = json.loads(text)
     except ValueError as caught:
         raise ConfigError(f"deepspeed.config={path} is not JSON: {caught}. Correct the file.") from caught
-    if not isinstance(found, dict):
+    if not isinstance(settings, dict):
         raise ConfigError(f"deepspeed.config={path} holds no mapping. Name a DeepSpeed configuration.")
-    return found
+    return settings
 
 
 def ds_config(section: DeepSpeedConfig, *, bfloat16: bool, clip_grad: float, optimizer: str) -> dict[str, Any]:
     """The configuration that DeepSpeed gets: the file's content with the keys of the run. `optimizer` is the class that
     steps. Raises ConfigError where the two contradict each other; "auto" in the file agrees with everything."""
-    given = read_ds_config(section.config)
-    problem = next(contradictions(section, given, bfloat16=bfloat16, clip_grad=clip_grad, optimizer=optimizer), None)
+    settings = read_ds_config(section.config)
+    problem = next(contradictions(section, settings, bfloat16=bfloat16, clip_grad=clip_grad, optimizer=optimizer), None)
     if problem:
         raise ConfigError(f"deepspeed.config={section.config}: {problem}")
     stage = section.stage()
-    zero = {k: v for k, v in given.get("zero_optimization", {}).items() if v != "auto"}
+    zero = {k: v for k, v in settings.get("zero_optimization", {}).items() if v != "auto"}
     for name in _OFFLOADS:
         device = (zero.pop(name, None) or {}).get("device", "none")
         if getattr(section, name) or device == "cpu":
@@ -83,7 +83,7 @@ def ds_config(section: DeepSpeedConfig, *, bfloat16: bool, clip_grad: float, opt
     if stage == 3:
         # small parameters would stay whole on every device, and weights that are sent must lie where the plan says
         zero.setdefault("stage3_param_persistence_threshold", 0)
-    rest = {k: v for k, v in given.items() if k not in (*_DECIDED, "optimizer", "zero_optimization", "fp16", "bf16")}
+    rest = {k: v for k, v in settings.items() if k not in (*_DECIDED, "optimizer", "zero_optimization", "fp16", "bf16")}
     return {
         "steps_per_print": 1 << 40,
         "zero_allow_untested_optimizer": True,

@@ -111,10 +111,10 @@ class DistillationConfig(Section):
     def teachers(self) -> dict[str, TeacherConfig]:
         """All teachers by name. Each of `other_teachers` takes the inference keys that it lacks from teacher_model."""
         first = self.teacher_models.teacher_model
-        found = {} if first.model_path is None else {"teacher_model": first}
-        for name, given in self.other_teachers.items():
-            inference = {k: v for k, v in (given.get("inference") or {}).items() if k in first.inference}
-            found[name] = TeacherConfig(
-                key=given.get("key"), model_path=given["model_path"], inference=replace(first.inference, **inference)
+        teachers = {} if first.model_path is None else {"teacher_model": first}
+        for name, entry in self.other_teachers.items():
+            inference = {k: v for k, v in (entry.get("inference") or {}).items() if k in first.inference}
+            teachers[name] = TeacherConfig(
+                key=entry.get("key"), model_path=entry["model_path"], inference=replace(first.inference, **inference)
             )
-        return found
+        return teachers
