@@ -67,10 +67,10 @@ class Collector:
         """(samples of data.train_batch_size prompts from `ordinal` on, metrics, the next ordinal). With a group filter,
         or stages that leave rows out, generates until enough groups remain."""
         data, rule = self.config.data, self.config.algorithm.filter_groups
-        wanted, count = data.train_batch_size, prompts_per_generation(self.config)
-        kept: list[DataProto] = []
+        num_prompts, count = data.train_batch_size, prompts_per_generation(self.config)
+        batches: list[DataProto] = []
         num_groups, num_rounds = 0, 0
-        while num_groups < wanted:
+        while num_groups < num_prompts:
             self._check_rounds(num_rounds, num_groups)
             batch = self._round(step, ordinal, count)
             if self.stages is not None:
@@ -80,7 +80,7 @@ class Collector:
                     self._filter_metric(batch), batch.non_tensor_batch["uid"], batch.batch["is_scored"]
                 )
                 batch = batch.select_idxs(kept_rows)
-            kept.append(batch)
+            batches.append(batch)
             num_groups += len(set(batch.non_tensor_batch["uid"]))
             num_rounds, ordinal = num_rounds + 1, ordinal + count
             self.check_stop()
@@ -88,8 +88,8 @@ class Collector:
         if rule.enable or self.stages:
             metrics["training/filter_groups/num_gen_batches"] = Metric.last(num_rounds)
             metrics["training/filter_groups/num_groups_kept"] = Metric.last(num_groups)
-        batch = DataProto.concat(kept) if len(kept) > 1 else kept[0]
-        return first_groups(batch, wanted), metrics, ordinal
+        batch = DataProto.concat(batches) if len(batches) > 1 else batches[0]
+        return first_groups(batch, num_prompts), metrics, ordinal
 
     def sample(self, step: int, ordinal: int, count: int) -> tuple[DataProto, DataProto]:
         """Prompts `ordinal` to `ordinal + count - 1`, and the samples of each."""
@@ -130,8 +130,8 @@ class Collector:
         with self.spans("gen_max"):
             best = generate_samples(self.roles.rollout, prompts, greedy(self.params), step=step, split="greedy")
         with self.spans("reward"):
-            found = self.roles.reward.collect(best)
-            scores = found.batch["token_level_scores"].sum(dim=1).where(scored_rows(found), torch.nan)
+            rewards = self.roles.reward.collect(best)
+            scores = rewards.batch["token_level_scores"].sum(dim=1).where(scored_rows(rewards), torch.nan)
         by_uid = dict(zip(best.non_tensor_batch["uid"], scores.tolist(), strict=True))
         baselines = torch.tensor([by_uid[u] for u in batch.non_tensor_batch["uid"]])
         return DataProto.from_dict({"reward_baselines": baselines})
@@ -163,8 +163,8 @@ def generate_samples(
     rollout: RolloutHandle, prompts: DataProto, params: SamplingParams, *, step: int, split: str = "train"
 ) -> DataProto:
     """Generate `params.n` rows per prompt, with a prompt's samples adjacent. Returns the prompts' columns and the rollout's."""
-    found = rollout.generate(prompts, step=step, split=split, params=params).get()
-    return prompts.repeat(params.n, interleave=True).union(found)
+    samples = rollout.generate(prompts, step=step, split=split, params=params).get()
+    return prompts.repeat(params.n, interleave=True).union(samples)
 
 
 def unscored(batch: DataProto, where: str) -> RewardError:

@@ -66,9 +66,9 @@ def check_teachers(config: PPOConfig, tokenizer: Any, rows: Any = None) -> None:
                 if distillation.stored_outputs:
                     _check_stored(row, len(ids), vocabulary, place)
     if rows is not None and len(keys) > 1:
-        found = {str(rows[number].get(distillation.teacher_key)) for number in range(len(rows))}
+        keys_of_rows = {str(rows[number].get(distillation.teacher_key)) for number in range(len(rows))}
         what = f"value of the field {distillation.teacher_key!r} in the rows"
-        match_all("distillation.teacher_models.*.key", map(str, keys), sorted(found), what)
+        match_all("distillation.teacher_models.*.key", map(str, keys), sorted(keys_of_rows), what)
 
 
 def _check_vocabulary(path: str, student: Mapping[str, int], teacher: Mapping[str, int]) -> None:
@@ -108,15 +108,15 @@ def _check_stored(row: Mapping[str, Any], length: int, vocabulary: int, place: s
     tables: list[np.ndarray] = []
     for name in STORED:
         try:
-            found = np.asarray([list(tokens) for tokens in row.get(name)])  # type: ignore[union-attr]
+            table = np.asarray([list(tokens) for tokens in row.get(name)])  # type: ignore[union-attr]
         except (TypeError, ValueError):  # no lists, or of several lengths
-            found = np.empty(0)
-        if found.ndim != 2 or len(found) != length or found.size == 0 or found.shape != (tables or [found])[0].shape:
+            table = np.empty(0)
+        if table.ndim != 2 or len(table) != length or table.size == 0 or table.shape != (tables or [table])[0].shape:
             raise DataError(
                 f"{place}: field {name!r} must have a list of equally many tokens for each of the {length} tokens of the "
                 "response; distillation.stored_outputs=True reads it."
             )
-        tables.append(found)
+        tables.append(table)
     log_probs = tables[1]
     with at(place):
         for number, tokens in enumerate(row[STORED[0]]):

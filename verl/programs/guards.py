@@ -174,17 +174,17 @@ class Guards:
             rows = {name: row for row, name in enumerate(where)}
             alarms = [
                 Alarm(
-                    found.guard,
-                    found.what,
-                    found.value,
-                    found.limit,
-                    [_sample(result.batch, rows.get((o, s)), value, (o, s)) for o, s, value in found.samples],
-                    found.num_samples,
-                    f"mini-batch {found.mini_batch + 1} of the {update.role} ({found.num_rows} samples)",
-                    found.mini_batch,
+                    finding.guard,
+                    finding.what,
+                    finding.value,
+                    finding.limit,
+                    [_sample(result.batch, rows.get((o, s)), value, (o, s)) for o, s, value in finding.samples],
+                    finding.num_samples,
+                    f"mini-batch {finding.mini_batch + 1} of the {update.role} ({finding.num_rows} samples)",
+                    finding.mini_batch,
                 )
                 for update in self._updates
-                for found in update.findings
+                for finding in update.findings
             ]
         self._act(alarms, some_trained=any(_has_trained(update) for update in self._updates))
 

@@ -48,7 +48,7 @@ class ActorRolloutRefWorker:
         overrides: Sequence[str] = (),
     ):
         rollout = "actor_rollout_ref.rollout"
-        given = [
+        settings = [
             f"actor_rollout_ref.model.path={model_path}",
             f"{rollout}.name={rollout_backend}",
             f"{rollout}.tensor_model_parallel_size={tensor_parallel_size}",
@@ -56,7 +56,7 @@ class ActorRolloutRefWorker:
             "actor_rollout_ref.actor.use_kl_loss=True",  # for the reference policy
             *overrides,
         ]
-        self.config = load_config(given, check=False).config
+        self.config = load_config(settings, check=False).config
         everything = Placement.of(self.config)
         if everything.num_devices > 1 or (tensor_parallel_size > 1 and rollout_backend in ("native", "hf")):
             asked = f"tensor_parallel_size={tensor_parallel_size} with {rollout_backend}"

@@ -58,7 +58,7 @@ class OnlinePreference(PPO):
     @classmethod
     def roles(cls, config: PPOConfig, *, train: bool = True) -> RoleSpecs:
         """See Program: the roles of PPO without a critic; the actor learns from pairs."""
-        found, actor = super().roles(config, train=train), config.actor_rollout_ref.actor
+        specs, actor = super().roles(config, train=train), config.actor_rollout_ref.actor
         schedule = MiniBatchSchedule(
             size=2 * actor.ppo_mini_batch_size,
             epochs=actor.ppo_epochs,
@@ -71,7 +71,7 @@ class OnlinePreference(PPO):
             "reference": {"follows": "actor" if config.online.sync_steps else None},
         }
         return replace(
-            found, models=tuple(replace(spec, temperature=1.0, **changes[spec.name]) for spec in found.models)
+            specs, models=tuple(replace(spec, temperature=1.0, **changes[spec.name]) for spec in specs.models)
         )
 
     def annotate(self, result: StepBatch) -> None:

@@ -147,10 +147,10 @@ def age_metrics(batch: DataProto, version: int) -> dict[str, Metric]:
         return {}
     oldest = columns["weight_version"][trains]
     newest = torch.where(mask, columns["token_weight_version"], 0).amax(dim=1)[trains]
-    found = {"staleness": version - oldest, "spans": newest - oldest}
+    ages = {"staleness": version - oldest, "spans": newest - oldest}
     return {
         f"training/off_policy/trajectory_{name}/{kind}": Metric.last(float(value))
-        for name, values in found.items()
+        for name, values in ages.items()
         for kind, value in (
             ("mean", values.double().mean()),
             ("max", values.max()),

@@ -41,21 +41,21 @@ class PPOData:
 
 def tokenizer_notices(config: PPOConfig, tokenizer: Any) -> list[str]:
     """Notices about special tokens that scorers do not see, and about a model without a token that ends responses."""
-    rollout, model, found = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model, []
+    rollout, model, notices = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model, []
     if tags := hidden_tags(tokenizer):
-        found.append(
+        notices.append(
             f"{', '.join(tags)} are special tokens, which are left out of the text that reward functions and samples get. Set "
             f"actor_rollout_ref.model.text_tokens={tags} to keep them."
         )
     stops = {*eos_token_ids_of(model, tokenizer), *rollout.stop_token_ids}
     size = load_model_config(model.path, model.trust_remote_code, model.override_config).get_text_config().vocab_size
     if not rollout.stop and not any(token < size for token in stops):
-        found.append(
+        notices.append(
             "No token ends a response: the model and its tokenizer have no end-of-sequence token among the model's "
             f"{size:,} tokens, so every response is cut at data.max_response_length. Set eos_token_id in "
             "generation_config.json, or actor_rollout_ref.rollout.stop_token_ids."
         )
-    return found
+    return notices
 
 
 def load_data(config: PPOConfig, *, train: bool = True) -> PPOData:
@@ -69,7 +69,7 @@ def load_data(config: PPOConfig, *, train: bool = True) -> PPOData:
         log.warning(sentence)
     encoder = PromptEncoder(tokenizer, data)
     checks: Any = {"agents": known_loops(config), "scored": uses_rewards(config)}
-    found = PPOData(tokenizer, None, None, [])
+    run_data = PPOData(tokenizer, None, None, [])
     sources: set[str] = set()
     if train:
         rows = load_dataset(data.train_files, tokenizer, data, max_samples=data.train_max_samples, **checks)
@@ -84,9 +84,9 @@ def load_data(config: PPOConfig, *, train: bool = True) -> PPOData:
             order = SamplerOrder(make, len(rows), data.train_batch_size)
         else:
             order = PromptOrder(len(rows), data.seed if data.seed is not None else 42, data.shuffle)
-        loader = found.train = PromptLoader(rows, encoder, order, data.train_batch_size)
-        found.num_steps_per_epoch = loader.num_steps_per_epoch
-        found.num_steps = (
+        loader = run_data.train = PromptLoader(rows, encoder, order, data.train_batch_size)
+        run_data.num_steps_per_epoch = loader.num_steps_per_epoch
+        run_data.num_steps = (
             config.trainer.total_training_steps or config.trainer.total_epochs * loader.num_steps_per_epoch
         )
         sources |= set(rows.data_sources)
@@ -94,7 +94,7 @@ def load_data(config: PPOConfig, *, train: bool = True) -> PPOData:
             check_teachers(config, tokenizer, rows)
     if data.val_files:
         rows = load_dataset(data.val_files, tokenizer, data, max_samples=data.val_max_samples, **checks)
-        found.validation = ValidationLoader(rows, encoder, data.val_batch_size or len(rows))
+        run_data.validation = ValidationLoader(rows, encoder, data.val_batch_size or len(rows))
         sources |= set(rows.data_sources)
-    found.data_sources = sorted(sources)
-    return found
+    run_data.data_sources = sorted(sources)
+    return run_data

@@ -47,11 +47,11 @@ class ReferenceLogProbs:
 
     def keep(self, parts: Iterable[tuple[DataProto, Sequence[PreferenceSequence]]]) -> None:
         """Compute and keep the log-probs of all batches."""
-        kept: dict[bytes, float] = {}
+        log_probs: dict[bytes, float] = {}
         for batch, sequences in parts:
             values = completion_log_probs(self.model, batch, self.ld_alpha)
-            kept.update(zip(self._names(sequences), values.tolist(), strict=True))
-        self._kept = kept
+            log_probs.update(zip(self._names(sequences), values.tolist(), strict=True))
+        self._kept = log_probs
 
     def write(self, folder: Path) -> None:
         """Write the kept log-probs into `folder`."""

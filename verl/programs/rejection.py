@@ -64,7 +64,7 @@ class RejectionSampling(PPO):
     @classmethod
     def roles(cls, config: PPOConfig, *, train: bool = True) -> RoleSpecs:
         """See Program: the roles of PPO without critic and reference, and an actor that fine-tunes."""
-        found, actor = super().roles(config, train=train), config.actor_rollout_ref.actor
+        specs, actor = super().roles(config, train=train), config.actor_rollout_ref.actor
         schedule = MiniBatchSchedule(
             size=actor.ppo_mini_batch_size * config.rejection.keep,
             epochs=actor.ppo_epochs,
@@ -73,7 +73,7 @@ class RejectionSampling(PPO):
         )
         # likelihoods are the model's, without the sampling temperature
         trained = partial(replace, objective=partial(TokenObjective, "nll"), schedule=schedule, temperature=1.0)
-        return replace(found, models=tuple(map(trained, found.models)))
+        return replace(specs, models=tuple(map(trained, specs.models)))
 
     def __init__(self, config: PPOConfig, data: PPOData, roles: Roles, run: RunContext):
         super().__init__(config, data, roles, run)
@@ -97,7 +97,7 @@ class RejectionSampling(PPO):
             rule, batch = self.config.rejection, result.batch
             uids, scores = list(batch.non_tensor_batch["uid"]), batch.batch["token_level_scores"].sum(dim=1).tolist()
             scored = scored_rows(batch).tolist()
-            kept = best_of_groups(
+            chosen = best_of_groups(
                 scores,
                 uids,
                 keep=rule.keep,
@@ -110,18 +110,18 @@ class RejectionSampling(PPO):
             )
             known = list(compress(scores, scored))
             values = {
-                "kept": len(kept),
-                "kept_ratio": len(kept) / len(known),
-                "prompt_ratio": len({uids[row] for row in kept}) / len(set(uids)),
+                "kept": len(chosen),
+                "kept_ratio": len(chosen) / len(known),
+                "prompt_ratio": len({uids[row] for row in chosen}) / len(set(uids)),
                 "score/mean": sum(known) / len(known),
-                **({"score/kept_mean": sum(scores[row] for row in kept) / len(kept)} if kept else {}),
+                **({"score/kept_mean": sum(scores[row] for row in chosen) / len(chosen)} if chosen else {}),
             }
             result.metrics.update({f"rejection/{name}": Metric.last(float(value)) for name, value in values.items()})
-            if not kept:
+            if not chosen:
                 sentence = f"Step {step}: no sample was kept{self._why(known)}"
                 log.warning("%s. The batch is left out.", sentence)
                 raise SkipBatch(sentence)
-            result.batch = batch.select_idxs(kept)
+            result.batch = batch.select_idxs(chosen)
 
     def load_state_dict(
         self, state: Mapping[str, Any] | None, checkpoint: Path | None, rolled_back: RollBack | None = None

@@ -107,19 +107,19 @@ def _named(entry: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _make(name: str, settings: dict[str, Any]) -> Stage:
-    found = load_object(name)
-    if isinstance(found, type) and issubclass(found, Stage):
+    stage = load_object(name)
+    if isinstance(stage, type) and issubclass(stage, Stage):
         try:
-            return found(**settings)
+            return stage(**settings)
         except Exception as error:  # a user's class may raise anything
             raise ConfigError(f"algorithm.stages: {name} cannot be made: {type(error).__name__}: {error}") from error
-    if isinstance(found, type) or not callable(found) or settings:
+    if isinstance(stage, type) or not callable(stage) or settings:
         raise ConfigError(
             f"algorithm.stages: {name} must be a function stage(batch, step), without settings, or a subclass of "
             "verl.programs.stages.Stage."
         )
-    require_call(f"algorithm.stages: {name}", found, "batch", "step")
-    return _Function(found)
+    require_call(f"algorithm.stages: {name}", stage, "batch", "step")
+    return _Function(stage)
 
 
 def _check(name: str, point: str, batch: Any, before: DataProto) -> None:

@@ -95,7 +95,7 @@ def _summarise(batch: DataProto, scores: np.ndarray, suffix: str) -> dict[str, f
     for name, column in number_parts(parts).items():
         if name != "score":
             values[_variable(name, values)] = np.where(has_failed & np.isnan(column), scores, column)
-    predictions = [found.get("pred") for found in parts]
+    predictions = [row.get("pred") for row in parts]
     return validation_metrics(
         [f"{source}{suffix}" for source in batch.non_tensor_batch["data_source"]],
         list(batch.non_tensor_batch["uid"]),
