@@ -52,32 +52,32 @@ _TEMPLATE = "chat_template"  # of tokenizer_config.json, and the beginning of th
 def inputs_of(loaded: LoadedConfig[Any], program: type[Program]) -> dict[str, str]:
     """Everything that a run of `program` reads -> the digest of its content. A file that cannot be read has none: its reader
     says so."""
-    config, found = loaded.config, dict[str, str]()
+    config, digests = loaded.config, dict[str, str]()
     for key in _DATA:
-        _add(found, key, lambda key=key: digest_of_files(_data_files(value_at(config, key))))
+        _add(digests, key, lambda key=key: digest_of_files(_data_files(value_at(config, key))))
     roles = program.roles(config)
     for spec in roles.models:
         if spec.build is not None:
             continue
         if spec is roles.main:
-            _add_tokenizer(found, spec.name, spec.model)
+            _add_tokenizer(digests, spec.name, spec.model)
         if spec is roles.main or roles.main is None or spec.model.path != roles.main.model.path:
-            _add_config(found, spec.name, spec.model)
+            _add_config(digests, spec.name, spec.model)
         if not spec.changes or spec.model.lora_rank or spec.model.lora_adapter_path:
-            _add_weights(found, spec.name, spec.model)
+            _add_weights(digests, spec.name, spec.model)
     judge = value_at(config, "reward.reward_model")
     if judge is not None and judge.enable and judge.model_path and judge.rollout.name not in _SERVICES:
         model = ModelConfig(path=judge.model_path)
         for add in (_add_tokenizer, _add_config, _add_weights):
-            add(found, "reward model", model)
+            add(digests, "reward model", model)
     for path, leaf in loaded.schema.leaves.items():
         follows = loaded.origins[path].startswith("follows ")  # the key that it follows has the same file
         if leaf.inert or leaf.sizing or follows or path in (*_DATA, *_WRITTEN):
             continue
         files = _named_files(path.rpartition(".")[2], value_at(config, path))
         if files:
-            _add(found, path, lambda files=files: digest_of_files(list(files)))
-    return found
+            _add(digests, path, lambda files=files: digest_of_files(list(files)))
+    return digests
 
 
 def changed_inputs(checkpoint: Path, saved: Mapping[str, str] | None, now: Mapping[str, str], action: str) -> str:
@@ -94,9 +94,9 @@ def changed_inputs(checkpoint: Path, saved: Mapping[str, str] | None, now: Mappi
     return f"The run resumes with another content of: {', '.join(changed)}." if changed else ""
 
 
-def _add(found: dict[str, str], name: str, digest: Any) -> None:
+def _add(digests: dict[str, str], name: str, digest: Any) -> None:
     try:
-        found[name] = digest()
+        digests[name] = digest()
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, VerlError) as error:
         # a damaged file raises any of them
         log.debug("No digest of %s: %s", name, error)
@@ -107,33 +107,33 @@ def _add(found: dict[str, str], name: str, digest: Any) -> None:
 
 def _data_files(names: str | list[str] | None) -> list[Path]:
     """The files of a list of data files; of a folder all, by name. Raises FileNotFoundError for a data set of the hub."""
-    found: list[Path] = []
+    files: list[Path] = []
     for name in [names] if isinstance(names, str) else names or []:
         path = Path(name).expanduser()
         if not path.exists():
             path = Path(name.partition("@")[0]).expanduser()  # a split of a saved data set
         if not path.exists():
             raise FileNotFoundError(name)
-        found += [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
-    return found
+        files += [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    return files
 
 
 # -- models -------------------------------------------------------------------------------------------------------------
 
 
-def _add_weights(found: dict[str, str], role: str, model: ModelConfig) -> None:
-    _add(found, f"{_WEIGHTS}{role}", lambda: digest_of_weights(weight_files(fetch(model.path, weights=True))))
+def _add_weights(digests: dict[str, str], role: str, model: ModelConfig) -> None:
+    _add(digests, f"{_WEIGHTS}{role}", lambda: digest_of_weights(weight_files(fetch(model.path, weights=True))))
 
 
-def _add_config(found: dict[str, str], role: str, model: ModelConfig) -> None:
+def _add_config(digests: dict[str, str], role: str, model: ModelConfig) -> None:
     def files() -> list[Path]:
         folder = fetch(model.path, weights=False)
         return [folder / "config.json", *(sorted(folder.glob("*.py")) if model.trust_remote_code else [])]
 
-    _add(found, f"config of the {role}", lambda: digest_of_files(files()))
+    _add(digests, f"config of the {role}", lambda: digest_of_files(files()))
 
 
-def _add_tokenizer(found: dict[str, str], role: str, model: ModelConfig) -> None:
+def _add_tokenizer(digests: dict[str, str], role: str, model: ModelConfig) -> None:
     def folder() -> Path:
         return fetch(model.tokenizer_path or model.path, weights=False)
 
@@ -154,10 +154,10 @@ def _add_tokenizer(found: dict[str, str], role: str, model: ModelConfig) -> None
     def generation() -> str:
         return digest_of_files(list(fetch(model.path, weights=False).glob("generation_config.json")))
 
-    _add(found, f"{_TOKENIZER}{role}", tokenizer)
+    _add(digests, f"{_TOKENIZER}{role}", tokenizer)
     if not model.custom_chat_template:
-        _add(found, f"chat template of the {role}", template)
-    _add(found, f"generation config of the {role}", generation)
+        _add(digests, f"chat template of the {role}", template)
+    _add(digests, f"generation config of the {role}", generation)
 
 
 # -- code and settings --------------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ def _add_tokenizer(found: dict[str, str], role: str, model: ModelConfig) -> None
 
 def _named_files(key: str, value: Any) -> dict[Path, None]:
     """The files that the value of `key` names, in order. Lists and mappings are searched, and so are the files found."""
-    found: dict[Path, None] = {}
+    files: dict[Path, None] = {}
     waiting = [(key, value)]
     while waiting:
         key, value = waiting.pop(0)
@@ -175,14 +175,14 @@ def _named_files(key: str, value: Any) -> dict[Path, None]:
             waiting += [(key, entry) for entry in value]
         elif isinstance(value, Path):
             file = value.resolve()
-            if file in found or not file.is_file():
+            if file in files or not file.is_file():
                 continue
-            found[file] = None
+            files[file] = None
             waiting += [("", imported) for imported in _imported(file)] if file.suffix == ".py" else []
             waiting += [("", _settings(file))] if file.suffix in _SETTINGS else []
         elif isinstance(value, str) and value and len(value) < _MAX_NAME and "\n" not in value:
             waiting += [("", file) for file in [_file(key, value)] if file is not None]
-    return found
+    return files
 
 
 def _file(key: str, text: str) -> Path | None:

@@ -253,13 +253,13 @@ class Loop:
         if not self.data.has_validation:
             return {}
         with self.spans("testing"):
-            found = self.program.validate(self.state.step)
+            metrics = self.program.validate(self.state.step)
         if self.state.step == 0:
-            self.tracker.log(found, 0)
+            self.tracker.log(metrics, 0)
         else:
-            self.last_validation = found
-        self.console.validation(self.state.step, found)
-        return found
+            self.last_validation = metrics
+        self.console.validation(self.state.step, metrics)
+        return metrics
 
     def save(self) -> None:
         """Write a checkpoint of the last step, unless it has one."""
@@ -282,12 +282,12 @@ class Loop:
         if not lost:
             return
         try:
-            kept = "Nothing had been trained yet: set trainer.default_local_dir to another folder"
+            hint = "Nothing had been trained yet: set trainer.default_local_dir to another folder"
             if self.state.step:
-                kept = f"The state after step {self.state.step} is in {self._rescue()}: set trainer.default_local_dir to it"
+                hint = f"The state after step {self.state.step} is in {self._rescue()}: set trainer.default_local_dir to it"
         except (OSError, VerlError) as error:
-            kept = f"Its state could not be saved elsewhere ({error}): set trainer.default_local_dir to another folder"
-        raise FolderLostError(f"{lost} {kept}, and run the same command again.")
+            hint = f"Its state could not be saved elsewhere ({error}): set trainer.default_local_dir to another folder"
+        raise FolderLostError(f"{lost} {hint}, and run the same command again.")
 
     def _rescue(self) -> Path:
         """Save the last step to a new folder, from which the run can resume."""

@@ -80,10 +80,10 @@ class Resume:
 
     def _find(self, mode: str, path: str | None) -> tuple[str, dict[str, Any]] | None:
         """Rank 0's checkpoint, on all ranks: its folder, and the content of its trainer_state.json."""
-        found = self.store.find(mode, path)
-        if found is None:
+        checkpoint = self.store.find(mode, path)
+        if checkpoint is None:
             return self.broadcast(None)
-        return self.broadcast((str(found), read_state(found, self.state.command, self.state_schema)))
+        return self.broadcast((str(checkpoint), read_state(checkpoint, self.state.command, self.state_schema)))
 
     def _load(
         self, saved: tuple[str, dict[str, Any]] | None, back: RollBack | None = None, *, same_run: bool = False
@@ -110,9 +110,9 @@ def read_state(checkpoint: Path, command: str, schema: Mapping[str, Check]) -> d
         )
     for name, check in {**RunState.schema, **schema}.items():
         if not check(values.get(name)) or (name == "step" and values[name] != step_of(checkpoint.name)):
-            found = f"{name}={clean(values[name], limit=80)}" if name in values else f"no {name}"
+            content = f"{name}={clean(values[name], limit=80)}" if name in values else f"no {name}"
             raise CheckpointError(
-                f"{checkpoint / 'trainer_state.json'} has {found}, so {command} has not saved it. Resume from another "
+                f"{checkpoint / 'trainer_state.json'} has {content}, so {command} has not saved it. Resume from another "
                 "checkpoint, or with the program that saved this one."
             )
     return values
