@@ -94,13 +94,13 @@ class FolderLock:
         if not self._holder:
             return
         try:
-            found = os.stat(self.folder)
+            stat = os.stat(self.folder)
         except OSError as error:
             if error.errno in _GONE:
                 raise FolderLostError(f"The run folder {self.folder} was removed while the run was using it.") from None
             return  # a disk that fails says so when it is written
         holder = _read(self.path)
-        if not os.path.samestat(found, os.fstat(self._folder)) and not self._shows_writes():
+        if not os.path.samestat(stat, os.fstat(self._folder)) and not self._shows_writes():
             raise FolderLostError(f"The run folder {self.folder} was replaced by another while the run was using it.")
         if holder is None or any(holder[name] != value for name, value in self._holder.items()):
             if holder is not None and not _is_dead(holder):

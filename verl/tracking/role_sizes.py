@@ -43,9 +43,9 @@ def ask_role_sizes(folder: Path, sizes: Mapping[str, int]) -> dict[str, int]:
             f"The run in {folder} cannot scale {other[0]}{only}. It must run on Ray, "
             "with devices for the rollout that do not train (trainer.placement); see docs/several-gpus.md."
         )
-    found = {**known, **sizes}
-    write_role_sizes(folder, found)
-    return found
+    requested = {**known, **sizes}
+    write_role_sizes(folder, requested)
+    return requested
 
 
 def write_role_sizes(folder: Path, sizes: Mapping[str, int]) -> None:

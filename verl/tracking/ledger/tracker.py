@@ -251,9 +251,9 @@ def start_ledger(path: Path, checkpoint: Path | None = None, record: Mapping[str
     for place in dict.fromkeys(Path(os.path.realpath(p)) for p in (path, checkpoint.parent / NAME)):
         if place.exists() and run_of(place) == run:
             if holds(place, offset):
-                found = _rewound(place, path, offset.step)
+                rewound = _rewound(place, path, offset.step)
                 if not saved.exists() or open_rows(saved) == open_rows(path):
-                    return found
+                    return rewound
             mismatched.append(place)
     if mismatched:
         raise CheckpointError(
