@@ -45,8 +45,8 @@ def load_module(path: str) -> ModuleType:
         if not path.endswith(".py") and "/" not in path and path:
             return importlib.import_module(path)
         file = user_file(path)
-        if path.startswith("verl/") and not file.exists() and (found := _packaged_module(path)) is not None:
-            return found
+        if path.startswith("verl/") and not file.exists() and (packaged := _packaged_module(path)) is not None:
+            return packaged
         require_regular(file if path else path, "The Python file", fix="Name a .py file or a module.")
         if file.suffix != ".py":
             raise ConfigError(
