@@ -251,12 +251,12 @@ def load_dataset(
     """Read and check all rows of `files`; with `data.truncation=error` every prompt is measured too, so that a long one
     does not stop the run in the middle. The model must read all of a prompt (TemplateChecks). `agents`: agent loops that rows
     may name; `scored`: see PromptRows. Raises DataError naming the first bad row, ConfigError for data.custom_cls."""
-    made = dataset_class(config)(
+    dataset = dataset_class(config)(
         data_files=files, tokenizer=tokenizer, config=config, processor=processor, max_samples=max_samples
     )
-    rows = PromptRows(made, config, agents, scored=scored)
+    rows = PromptRows(dataset, config, agents, scored=scored)
     if not rows.data_sources and not len(rows):
-        raise DataError(f"{type(made).__name__} has no rows.")
+        raise DataError(f"{type(dataset).__name__} has no rows.")
     encoder, checks = PromptEncoder(tokenizer, config), TemplateChecks(tokenizer)
     is_measured = config.truncation == "error" and not config.filter_overlong_prompts
     for number in range(len(rows)):

@@ -88,20 +88,20 @@ class SamplerOrder:
 
 def sampler_class(path: str, name: str | None) -> Any:
     """The class `name` at `path`. Raises ConfigError when it is not a sampler."""
-    found = load_object(f"{path}:{name}")
-    if not (isinstance(found, type) and hasattr(found, "__iter__") and hasattr(found, "__len__")):
+    sampler = load_object(f"{path}:{name}")
+    if not (isinstance(sampler, type) and hasattr(sampler, "__iter__") and hasattr(sampler, "__len__")):
         raise ConfigError(
             f"data.sampler: {path}:{name} must be a class with __iter__ (rows of the data by number) and __len__, such as a "
             "subclass of verl.experimental.dataset.sampler.AbstractSampler."
         )
-    require_call(f"data.sampler: {path}:{name}", found, keywords=("data_source", "data_config"))
-    return found
+    require_call(f"data.sampler: {path}:{name}", sampler, keywords=("data_source", "data_config"))
+    return sampler
 
 
 def load_sampler(path: str, name: str | None, rows: Sized, config: Any) -> Any:
     """A sampler for `rows`, of the class `name` at `path`. Raises ConfigError."""
-    found = sampler_class(path, name)
+    sampler = sampler_class(path, name)
     try:
-        return found(data_source=rows, data_config=config)
+        return sampler(data_source=rows, data_config=config)
     except Exception as error:  # a user's class may raise anything
         raise ConfigError(f"data.sampler: {path}:{name} cannot be made: {type(error).__name__}: {error}") from error

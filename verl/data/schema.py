@@ -65,21 +65,21 @@ def message_of(message: Any, place: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise DataError(f"{place} is a {type(message).__name__}; a message is an object with role and content.")
     # parquet gives every message the fields of all messages; fields that were not written come back as None
-    found = {key: value for key, value in message.items() if value is not None}
-    check_plain(found, place.removeprefix("field ").strip("'"))
-    role, content = found.get("role"), found.get("content")
+    fields = {key: value for key, value in message.items() if value is not None}
+    check_plain(fields, place.removeprefix("field ").strip("'"))
+    role, content = fields.get("role"), fields.get("content")
     if not isinstance(role, str) or not role:
         raise DataError(f"{place} has no text 'role'; use 'system', 'user' or 'assistant'.")
     # a template may have further roles, but a near miss of a common role is a typo that it would pass over
     if role not in ROLES and (close := difflib.get_close_matches(role.strip().lower(), ROLES, n=1, cutoff=0.75)):
         raise DataError(f"{place} has the role {quoted(role)}; did you mean {close[0]!r}?")
-    calls = found.get("tool_calls")
+    calls = fields.get("tool_calls")
     if isinstance(content, str) or (content is None and isinstance(calls, (list, tuple, np.ndarray)) and len(calls)):
-        return found
+        return fields
     if isinstance(content, (list, tuple, np.ndarray)):
         parts = [dict(part) if isinstance(part, Mapping) else {} for part in content]
         if all(part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts):
-            return {**found, "content": "".join(part["text"] for part in parts)}
+            return {**fields, "content": "".join(part["text"] for part in parts)}
         media = next((m for part in parts if (m := _MEDIA.get(str(part.get("type")).partition("_")[0]))), None)
         if media:
             raise UnavailableRowError(_no_media(media, "content of a message"))

@@ -47,8 +47,8 @@ class TemplateChecks:
                 f"{place}: the tokenizer gives other tokens for the same text each time, so that no run could be repeated or "
                 "resumed. Set dropout to null in tokenizer.json."
             )
-        found, nothing = (encode_text(self.tokenizer, given, place, **settings) for given in (text, ""))
-        if text.strip() and found == nothing:
+        ids, nothing = (encode_text(self.tokenizer, content, place, **settings) for content in (text, ""))
+        if text.strip() and ids == nothing:
             raise DataError(
                 f"{place}: the tokenizer gives the same tokens for the text as for an empty one: it deletes all of it. Repair "
                 "the normalizer in tokenizer.json."

@@ -61,29 +61,29 @@ def data_metrics(
     columns, rows = batch.batch, RowSets.of(batch)
     mask = columns["response_mask"].bool()
     prompts, responses = _lengths(batch)
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for name, column in (("score", "token_level_scores"), ("rewards", "token_level_rewards")):
         if column in columns.keys():
-            found |= _spread(f"critic/{name}", columns[column].sum(dim=-1)[rows.scored])
+            metrics |= _spread(f"critic/{name}", columns[column].sum(dim=-1)[rows.scored])
     for name in ("advantages", "returns"):
         if name in columns.keys():
-            found |= _spread(f"critic/{name}", columns[name][mask])
+            metrics |= _spread(f"critic/{name}", columns[name][mask])
     if {"values", "returns"} <= set(columns.keys()) if use_critic is None else use_critic:
         values, returns = columns["values"][mask], columns["returns"][mask]
-        found |= _spread("critic/values", values)
+        metrics |= _spread("critic/values", values)
         # 1: the critic knows the returns; 0: it knows no more than their mean
         unexplained = (returns - values).var(correction=0) / (returns.var(correction=0) + 1e-5)
-        found["critic/vf_explained_var"] = 1.0 - float(unexplained)
+        metrics["critic/vf_explained_var"] = 1.0 - float(unexplained)
     cut = _cut(batch, responses, max_response_length)
     for name, some in (("response_length", rows.sampled), ("response_length_non_aborted", rows.answered)):
-        found |= _length_metrics(name, responses[some], cut[some])
-    found["response/aborted_ratio"] = float((~rows.answered).double().mean())
-    found |= _length_metrics("prompt_length", prompts[rows.sampled], prompts[rows.sampled] >= max_prompt_length)
-    found |= _part_means(batch, rows.scored)
-    found |= count_metrics(batch, "num_turns", "__num_turns__")
-    found |= count_metrics(batch, "tool_call_counts", "tool_call_counts")
-    found |= _episode_times(batch, prompts, responses)
-    return {name: float(value) for name, value in found.items()}
+        metrics |= _length_metrics(name, responses[some], cut[some])
+    metrics["response/aborted_ratio"] = float((~rows.answered).double().mean())
+    metrics |= _length_metrics("prompt_length", prompts[rows.sampled], prompts[rows.sampled] >= max_prompt_length)
+    metrics |= _part_means(batch, rows.scored)
+    metrics |= count_metrics(batch, "num_turns", "__num_turns__")
+    metrics |= count_metrics(batch, "tool_call_counts", "tool_call_counts")
+    metrics |= _episode_times(batch, prompts, responses)
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def _part_means(batch: DataProto, scored: torch.Tensor) -> dict[str, float]:
@@ -97,9 +97,9 @@ def _part_means(batch: DataProto, scored: torch.Tensor) -> dict[str, float]:
 
 def number_parts(parts: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
     """The parts of rewards that are numbers, float64 [rows] by name, NaN where a row has none; the MAX_PARTS most frequent."""
-    names = Counter(name for found in parts for name, value in found.items() if isinstance(value, (int, float)))
+    names = Counter(name for row in parts for name, value in row.items() if isinstance(value, (int, float)))
     return {
-        name: np.array([v if isinstance(v := found.get(name), (int, float)) else np.nan for found in parts], np.float64)
+        name: np.array([v if isinstance(v := row.get(name), (int, float)) else np.nan for row in parts], np.float64)
         for name, _ in names.most_common(MAX_PARTS)
     }
 
@@ -120,15 +120,15 @@ def _episode_times(batch: DataProto, prompts: torch.Tensor, responses: torch.Ten
         return {}
     parts = ("generate_sequences", "tool_calls", "compute_score")
     seconds = np.array([[float(own.get(part, 0.0)) for part in parts] for own in times])
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     slowest = int(seconds.sum(axis=1).argmax())
     for number, part in enumerate(parts):
         values, name = seconds[:, number], f"timing_s/agent_loop/{part}"
-        found |= {f"{name}/min": values.min(), f"{name}/max": values.max(), f"{name}/mean": values.mean()}
-        found[f"timing_s/agent_loop/slowest/{part}"] = values[slowest]
-    found["timing_s/agent_loop/slowest/prompt_length"] = float(prompts[slowest])
-    found["timing_s/agent_loop/slowest/response_length"] = float(responses[slowest])
-    return found
+        metrics |= {f"{name}/min": values.min(), f"{name}/max": values.max(), f"{name}/mean": values.mean()}
+        metrics[f"timing_s/agent_loop/slowest/{part}"] = values[slowest]
+    metrics["timing_s/agent_loop/slowest/prompt_length"] = float(prompts[slowest])
+    metrics["timing_s/agent_loop/slowest/response_length"] = float(responses[slowest])
+    return metrics
 
 
 def span_tokens(batch: DataProto) -> dict[str, int]:

@@ -71,18 +71,18 @@ def sample_rows(batch: DataProto, tokenizer: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def _token_values(found: dict[str, list[Any]], version: Any) -> dict[str, list[Any]]:
+def _token_values(columns: dict[str, list[Any]], version: Any) -> dict[str, list[Any]]:
     """Remove columns without information: a mask of all tokens, token versions equal to the sample's, and values that were
     computed for no token. NaN becomes None."""
-    if set(found.get("token_versions", ())) <= {version}:
-        found.pop("token_versions", None)
-    if all(found.get("response_mask", ())):
-        found.pop("response_mask", None)
+    if set(columns.get("token_versions", ())) <= {version}:
+        columns.pop("token_versions", None)
+    if all(columns.get("response_mask", ())):
+        columns.pop("response_mask", None)
     for name in ("train_log_probs", "entropy"):
-        values = [None if value != value else value for value in found.pop(name, ())]
+        values = [None if value != value else value for value in columns.pop(name, ())]
         if any(value is not None for value in values):
-            found[name] = values
-    return found
+            columns[name] = values
+    return columns
 
 
 def _column(batch: DataProto, name: str) -> list[Any] | None:

@@ -62,10 +62,10 @@ def label_mask(value: Any, field: str, ids: np.ndarray) -> np.ndarray:
 
 
 def _list(value: Any, field: str, what: str) -> list[Any]:
-    found = value.tolist() if hasattr(value, "tolist") else value  # of numpy and torch
-    if not isinstance(found, list | tuple):
+    items = value.tolist() if hasattr(value, "tolist") else value  # of numpy and torch
+    if not isinstance(items, list | tuple):
         raise DataError(f"field {field!r} must be a list of {what}, but it is {quoted(value, 80)}.")
-    return list(found)
+    return list(items)
 
 
 def _are_whole(items: list[Any]) -> bool:

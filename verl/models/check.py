@@ -58,11 +58,11 @@ def choose_forward(module: Any) -> None:
         _attending(module).set_attn_implementation(own_attention(module))
     for kind in ("padded", "logits") if _has_logits(module) else ("padded",):
         module.forward_kind = kind
-        found = _problem_of(padded_problem, module)
-        if not found:
+        own_problem = _problem_of(padded_problem, module)
+        if not own_problem:
             _notice(name, problem)
             return
-    raise ModelError(f"{name} is not supported: {found}.")
+    raise ModelError(f"{name} is not supported: {own_problem}.")
 
 
 @torch.no_grad()

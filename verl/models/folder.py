@@ -92,8 +92,8 @@ def fetch(path: str | Path, *, weights: bool) -> Path:
     folder = Path(source)
     if not folder.is_dir():
         try:
-            wanted = [f"*{ending}" for ending in _READ if weights or ending != ".safetensors"]
-            folder = Path(huggingface_hub.snapshot_download(source, allow_patterns=wanted, ignore_patterns=["*/*"]))
+            patterns = [f"*{ending}" for ending in _READ if weights or ending != ".safetensors"]
+            folder = Path(huggingface_hub.snapshot_download(source, allow_patterns=patterns, ignore_patterns=["*/*"]))
         except Exception as error:  # of the network, the hub's answers or the cache, from several libraries
             offline = (
                 " (HF_HUB_OFFLINE is set, so only folders and the local cache are looked at)" if _offline() else ""
@@ -219,8 +219,8 @@ def check_eos(folder: Path, config: Mapping[str, Any]) -> None:
     """Raise ModelError for an eos_token_id, in config.json (`config`) or generation_config.json, that transformers would
     ignore or fail on."""
     file = folder / "generation_config.json"
-    found = {folder / "config.json": config, **({} if _kind(file) is None else {file: read_json_object(file)})}
-    for place, entries in found.items():
+    entries_of = {folder / "config.json": config, **({} if _kind(file) is None else {file: read_json_object(file)})}
+    for place, entries in entries_of.items():
         ids = entries.get("eos_token_id")
         if not all(type(token) is int and token >= 0 for token in (ids if isinstance(ids, list) else [ids or 0])):
             raise ModelError(f"{place}: eos_token_id is {clean(repr(ids), 40)}; it is a token id or a list of them.")
@@ -228,7 +228,7 @@ def check_eos(folder: Path, config: Mapping[str, Any]) -> None:
 
 def read_headers(folder: Path) -> dict[str, TensorHeader]:
     """Headers of the tensors in the weight files of `folder`, by tensor name. Raises ModelError."""
-    found: dict[str, TensorHeader] = {}
+    headers: dict[str, TensorHeader] = {}
     indexed = _indexed_names(folder)
     for name in indexed or (WEIGHTS,):
         with opened(folder / name) as tensors:
@@ -237,10 +237,10 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
         different = sorted(new.keys() ^ indexed[name]) if indexed else []
         if different:
             raise ModelError(f"{INDEX} and {name} in {folder} differ in {clean(different[0], 80)}. {_AGAIN}")
-        found.update(new)
-    if not found:
+        headers.update(new)
+    if not headers:
         raise ModelError(f"The weight file {folder / WEIGHTS} holds no tensors. {_AGAIN}")
-    return found
+    return headers
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -286,14 +286,14 @@ def check_tensors(folder: Path, headers: Mapping[str, TensorHeader], skeleton: A
     tables = [tuple(t.shape) for t in expected.values() if not t.is_floating_point()]
     ignored = [re.compile(p) for p in getattr(skeleton, "_keys_to_ignore_on_load_unexpected", None) or ()]
     for name, header in headers.items():
-        wanted = next((expected[n] for n in _spellings(name, prefix) if n in expected), None)
-        if wanted is not None and tuple(wanted.shape) != header.shape:
+        parameter = next((expected[n] for n in _spellings(name, prefix) if n in expected), None)
+        if parameter is not None and tuple(parameter.shape) != header.shape:
             raise ModelError(
                 f"The weights in {folder} have other shapes than its config.json says: {clean(name, 80)} is "
-                f"{list(header.shape)} in {header.file} and {list(wanted.shape)} in the model. {_AGAIN}"
+                f"{list(header.shape)} in {header.file} and {list(parameter.shape)} in the model. {_AGAIN}"
             )
         # a table of integers, which some families save under another name
-        is_table = header.shape in tables if wanted is None else not wanted.is_floating_point()
+        is_table = header.shape in tables if parameter is None else not parameter.is_floating_point()
         if header.dtype not in _FLOATS and not is_table and not any(p.search(name) for p in ignored):
             raise ModelError(
                 f"The weights in {folder} are quantized or damaged: {clean(name, 80)} in {header.file} is {header.dtype}. "

@@ -154,7 +154,7 @@ def token_log_probs(
         elements = _CHUNK_ELEMENTS_CUDA if weight.device.type == "cuda" else _CHUNK_ELEMENTS
         chunk_tokens = max(1, elements // weight.shape[0])
     head = Head(temperature, logit_scale, softcap)
-    found = _FusedLogProbs.apply(
+    statistics = _FusedLogProbs.apply(
         hidden,
         weight,
         bias,
@@ -166,7 +166,7 @@ def token_log_probs(
         max(1, min(chunk_tokens, len(targets))),
         gradients,
     )
-    return TokenStats(*found)
+    return TokenStats(*statistics)
 
 
 def logit_statistics(

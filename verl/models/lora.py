@@ -133,18 +133,18 @@ def adapted_layers(module: Any, spec: LoRASpec) -> list[str]:
     return chosen
 
 
-def _chosen(key: str, wanted: str | tuple[str, ...], names: list[str], what: str) -> list[str]:
+def _chosen(key: str, entries: str | tuple[str, ...], names: list[str], what: str) -> list[str]:
     """The `names` that a key chooses by peft's rule: text is a regular expression for the whole name, a list holds names or
     their last parts."""
-    if wanted == "all-linear":
+    if entries == "all-linear":
         return names
-    if isinstance(wanted, str):
+    if isinstance(entries, str):
         try:
-            pattern = re.compile(wanted)
+            pattern = re.compile(entries)
         except re.error as error:
-            raise ConfigError(f"{key}={wanted} is neither all-linear nor a regular expression: {error}.") from error
-        return match_all(key, [wanted], names, what, lambda name, _: pattern.fullmatch(name) is not None)
-    return match_all(key, wanted, names, what, lambda name, end: name == end or name.endswith(f".{end}"))
+            raise ConfigError(f"{key}={entries} is neither all-linear nor a regular expression: {error}.") from error
+        return match_all(key, [entries], names, what, lambda name, _: pattern.fullmatch(name) is not None)
+    return match_all(key, entries, names, what, lambda name, end: name == end or name.endswith(f".{end}"))
 
 
 def lora_layers(module: nn.Module) -> dict[str, LoRALinear]:
@@ -214,14 +214,14 @@ def read_adapter(folder: str | Path, spec: LoRASpec, base: str) -> dict[str, tor
             "They are not computed as y = W x + (alpha / rank) B A x."
         )
     with opened(path / WEIGHTS_FILE) as tensors:
-        found = {name: tensors.get_tensor(name) for name in tensors.keys()}
-    for name, value in found.items():
+        tensors_by_name = {name: tensors.get_tensor(name) for name in tensors.keys()}
+    for name, value in tensors_by_name.items():
         if not value.is_floating_point() or not value.isfinite().all():
             kind = "NaN or infinite values" if value.is_floating_point() else f"values of type {value.dtype}"
             raise ModelError(f"The adapters in {path} are damaged: {clean(name, 80)} has {kind}. Use an earlier copy.")
-    found = own_names(found)
-    _check_origin(path, config, found, base)
-    return found
+    tensors_by_name = own_names(tensors_by_name)
+    _check_origin(path, config, tensors_by_name, base)
+    return tensors_by_name
 
 
 def _check_origin(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Any], base: str) -> None:

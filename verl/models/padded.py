@@ -99,10 +99,10 @@ def _logits(output: Any) -> torch.Tensor:
     """Logits in the output of a causal language model: an object or mapping with `logits`, a tuple, or a tensor."""
     if isinstance(output, torch.Tensor):
         return output
-    found = getattr(output, "logits", None)
-    if found is None:
-        found = output["logits"] if isinstance(output, dict) else output[0]
-    logits: torch.Tensor = found
+    value = getattr(output, "logits", None)
+    if value is None:
+        value = output["logits"] if isinstance(output, dict) else output[0]
+    logits: torch.Tensor = value
     return logits
 
 

@@ -35,8 +35,8 @@ def embedding_rows(model: ModelConfig) -> int | None:
         return None
     inner = config.get("text_config")
     places = (model.override_config or {}, config, inner if isinstance(inner, dict) else {})
-    found = next((size for place in places if (size := place.get("vocab_size")) is not None), None)
-    return found if type(found) is int and found > 0 else None
+    rows = next((size for place in places if (size := place.get("vocab_size")) is not None), None)
+    return rows if type(rows) is int and rows > 0 else None
 
 
 def check_tokenizer_file(folder: Path, num_embeddings: int | None) -> None:
@@ -78,14 +78,14 @@ def check_token_ids(tokenizer: Any, path: str, num_embeddings: int) -> None:
 def eos_token_ids(module: Any, tokenizer: Any) -> tuple[int, ...]:
     """Tokens that end a response, from generation_config.json, config.json and the tokenizer, ascending. Ids that the model
     does not have are left out with a warning."""
-    found: set[int] = set()
+    stops: set[int] = set()
     for source in (getattr(module, "generation_config", None), getattr(module, "config", None), tokenizer):
         ids = getattr(source, "eos_token_id", None)
-        found.update([ids] if isinstance(ids, int) else ids or [])
-    size = getattr(module.config.get_text_config(), "vocab_size", None) or max(found, default=0) + 1
-    if outside := sorted(token for token in found if token >= size):
+        stops.update([ids] if isinstance(ids, int) else ids or [])
+    size = getattr(module.config.get_text_config(), "vocab_size", None) or max(stops, default=0) + 1
+    if outside := sorted(token for token in stops if token >= size):
         log.warning("eos_token_id %d can end no response: the model has the token ids 0 to %d.", outside[0], size - 1)
-    return tuple(sorted(token for token in found if token < size))
+    return tuple(sorted(token for token in stops if token < size))
 
 
 def check_vocabulary(size: int, tokenizer: Any, stop_token_ids: Sequence[int]) -> str:
@@ -128,21 +128,23 @@ def hidden_tags(tokenizer: Any) -> list[str]:
 def _vocabulary(file: Path, content: dict[str, Any]) -> list[tuple[Any, Any]]:
     """(token, id) of the vocabulary. Raises ModelError where it is of no known form."""
     model = content.get("model")
-    found = model.get("vocab") if isinstance(model, dict) else None
-    if isinstance(found, dict):
-        return list(found.items())
-    if isinstance(found, list):  # of Unigram: pairs of token and score, by id
-        return [(pair[0] if isinstance(pair, list) and pair else pair, number) for number, pair in enumerate(found)]
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocabulary, dict):
+        return list(vocabulary.items())
+    if isinstance(vocabulary, list):  # of Unigram: pairs of token and score, by id
+        return [
+            (pair[0] if isinstance(pair, list) and pair else pair, number) for number, pair in enumerate(vocabulary)
+        ]
     raise ModelError(f"{clean(file)} has no model.vocab of tokens. Download or convert the model again.")
 
 
 def _added(file: Path, content: dict[str, Any]) -> list[tuple[Any, Any]]:
     """(token, id) of the added tokens. Raises ModelError where they are none, or more than any tokenizer has."""
-    found = content.get("added_tokens") or []
-    if not isinstance(found, list) or not all(isinstance(token, dict) for token in found):
+    tokens = content.get("added_tokens") or []
+    if not isinstance(tokens, list) or not all(isinstance(token, dict) for token in tokens):
         raise ModelError(
             f"{clean(file)} has added_tokens that are no list of objects. Download or convert the model again."
         )
-    if len(found) > _MAX_ADDED:
-        raise ModelError(f"{clean(file)} has {len(found):,} added tokens; at most {_MAX_ADDED:,} are read.")
-    return [(token.get("content"), token.get("id")) for token in found]
+    if len(tokens) > _MAX_ADDED:
+        raise ModelError(f"{clean(file)} has {len(tokens):,} added tokens; at most {_MAX_ADDED:,} are read.")
+    return [(token.get("content"), token.get("id")) for token in tokens]

@@ -281,10 +281,10 @@ def _sources(
 ) -> Iterator[tuple[str, int, ReadRow]]:
     """(name, number of rows, reader) of each file, or of the custom class."""
     if isinstance(settings, SFTDataConfig) and settings.custom_cls.path:
-        made = dataset_class(settings)(
+        source = dataset_class(settings)(
             parquet_files=names, tokenizer=tokenizer, config=settings, processor=None, max_samples=max_samples
         )
-        yield type(made).__name__, len(made), partial(_row_of_class, made, num_embeddings(tokenizer))
+        yield type(source).__name__, len(source), partial(_row_of_class, source, num_embeddings(tokenizer))
         return
     tables = [read_rows(name) for name in names] or [read_rows([])]
     chosen, start = _chosen(sum(map(len, tables)), max_samples, seed), 0
@@ -316,19 +316,19 @@ def _row_of_class(dataset: Any, vocab_size: int, number: int) -> tuple[str, str,
 def tokenized(row: Mapping[str, Any], place: str, vocab_size: int) -> TrainingSequence:
     """The sequence of a row with input_ids [tokens] below `vocab_size`, and loss_mask or labels (-100: does not train)
     [tokens]; attention_mask where they are padded. Raises DataError naming `place`."""
-    given = {name: row[name] for name in _TOKENIZED if row.get(name) is not None}
-    if "input_ids" not in given or not {"loss_mask", "labels"} & set(given):
-        lacks = "loss_mask or labels" if "input_ids" in given else "input_ids"
+    columns = {name: row[name] for name in _TOKENIZED if row.get(name) is not None}
+    if "input_ids" not in columns or not {"loss_mask", "labels"} & set(columns):
+        lacks = "loss_mask or labels" if "input_ids" in columns else "input_ids"
         raise DataError(f"{place} has no {lacks}; give it both.")
     with at(place):
-        ids = token_ids(given["input_ids"], "input_ids", vocab_size)
+        ids = token_ids(columns["input_ids"], "input_ids", vocab_size)
         mask = (
-            token_mask(given["loss_mask"], "loss_mask", len(ids))
-            if "loss_mask" in given
-            else label_mask(given["labels"], "labels", ids)
+            token_mask(columns["loss_mask"], "loss_mask", len(ids))
+            if "loss_mask" in columns
+            else label_mask(columns["labels"], "labels", ids)
         )
-        if "attention_mask" in given:
-            exists = token_mask(given["attention_mask"], "attention_mask", len(ids))
+        if "attention_mask" in columns:
+            exists = token_mask(columns["attention_mask"], "attention_mask", len(ids))
             ids, mask = ids[exists], mask[exists]
     mask[:1] = False
     if not mask.any():

@@ -67,11 +67,11 @@ def format_of(row: Mapping[str, Any], settings: SFTDataConfig) -> str:
         if lacks := [name for name in needed[asked] if name not in has]:
             raise DataError(f"a row of the format {asked} lacks {named(lacks)}; it has {named(sorted(has))}.")
         return asked
-    found = [name for name, columns in needed.items() if has.issuperset(columns)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        claims = " and ".join(f"{name} ({named(needed[name])})" for name in found)
+    formats = [name for name, columns in needed.items() if has.issuperset(columns)]
+    if len(formats) == 1:
+        return formats[0]
+    if formats:
+        claims = " and ".join(f"{name} ({named(needed[name])})" for name in formats)
         raise DataError(f"the row has the columns of {claims}; set data.row_format to the one to train on.")
     lacking = "; ".join(f"{n}: {named(c for c in columns if c not in has)}" for n, columns in needed.items())
     raise DataError(

@@ -56,11 +56,11 @@ class TurnEnds:
     def token(self, place: str, *, after_chat: bool) -> int:
         """The token that ends a text completion: after chat messages the one with which their template ends a turn, else eos.
         Raises DataError naming `place` where there is none."""
-        found = self._token_of_chat if after_chat else None
-        found = self.tokenizer.eos_token_id if found is None else found
-        if found is None:
+        token_id = self._token_of_chat if after_chat else None
+        token_id = self.tokenizer.eos_token_id if token_id is None else token_id
+        if token_id is None:
             raise DataError(f"{place}: the tokenizer has no end-of-sequence token to end the text with; give it one.")
-        return int(found)
+        return int(token_id)
 
     @cached_property
     def _token_of_chat(self) -> int | None:

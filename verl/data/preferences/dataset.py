@@ -115,15 +115,15 @@ class PreferenceDataset(ConversationDataset):
         """See ConversationDataset."""
         assert isinstance(encoder.settings, PreferenceDataConfig)
         with at(place):
-            found = preference_of(row, encoder.settings)
-            if self.paired and found.label is not None:
+            preference = preference_of(row, encoder.settings)
+            if self.paired and preference.label is not None:
                 raise DataError(
                     "the row is a labelled completion, and this training needs pairs. Train on it with `verl kto`, or give "
                     f"the row {encoder.settings.chosen_key!r} and {encoder.settings.rejected_key!r}."
                 )
-        messages = [m for part in (found.prompt, *found.completions) if isinstance(part, list) for m in part]
-        sequences = [_encoded(found, index, encoder, place) for index in range(len(found.completions))]
-        return found.row_format, [*sequences], messages
+        messages = [m for part in (preference.prompt, *preference.completions) if isinstance(part, list) for m in part]
+        sequences = [_encoded(preference, index, encoder, place) for index in range(len(preference.completions))]
+        return preference.row_format, [*sequences], messages
 
     def _append(self, sequences: list[Any], place: str) -> None:
         if self.trains_prompts:
@@ -155,14 +155,14 @@ class PreferenceDataset(ConversationDataset):
     ) -> list[PreferenceSequence]:
         """The prompt of each row with the completion of row `partners[row]`, at most `max_length` tokens of both (KTO's
         estimate of the KL divergence needs completions that are not of the prompt)."""
-        found = []
+        sequences = []
         for row in rows:
             (own,), (other,) = self._rows[row], self._rows[partners[row]]
             prompt, start = own.input_ids[: own.num_prompt_tokens], other.num_prompt_tokens
             ids = np.concatenate([prompt, other.input_ids[start:]])[:max_length]
             mask = np.concatenate([np.zeros(len(prompt), dtype=np.bool_), other.loss_mask[start:]])[:max_length]
-            found.append(PreferenceSequence(ids, mask))
-        return found
+            sequences.append(PreferenceSequence(ids, mask))
+        return sequences
 
 
 def partners_of(num_rows: int, batch_size: int, *, seed: int, shuffle: bool) -> list[int]:
@@ -180,18 +180,20 @@ def partners_of(num_rows: int, batch_size: int, *, seed: int, shuffle: bool) -> 
     return partners
 
 
-def _encoded(found: Preference, index: int, encoder: ConversationEncoder, place: str) -> PreferenceSequence:
-    completion = found.completions[index]
-    marks = (None,) * (0 if isinstance(completion, str) else len(found.prompt) + len(completion))
-    example = Example("prompt_completion", found.prompt, completion, marks, found.tools, found.template_kwargs)
+def _encoded(preference: Preference, index: int, encoder: ConversationEncoder, place: str) -> PreferenceSequence:
+    completion = preference.completions[index]
+    marks = (None,) * (0 if isinstance(completion, str) else len(preference.prompt) + len(completion))
+    example = Example(
+        "prompt_completion", preference.prompt, completion, marks, preference.tools, preference.template_kwargs
+    )
     sequence, *others = encoder.encode(example, place)
     if others:
         raise DataError(
             f"{place}: the chat template renders an earlier turn of the completion otherwise once a later turn follows, so "
             "the completion is not a single sequence. Move all but the last turn to the prompt."
         )
-    chosen = index == 0 if found.label is None else found.label
-    return PreferenceSequence(**vars(sequence), chosen=chosen, margin=found.margin)
+    chosen = index == 0 if preference.label is None else preference.label
+    return PreferenceSequence(**vars(sequence), chosen=chosen, margin=preference.margin)
 
 
 def _with_trained_prompt(sequence: PreferenceSequence) -> PreferenceSequence:

@@ -51,8 +51,8 @@ class RatedDataset(ConversationDataset):
         assert isinstance(settings, RMDataConfig)
         with at(place):
             rating = number_in(row.get(settings.rating_key), settings.rating_key)
-        name, (found,), messages = self._reader.sequences_of({**row, settings.label_key: True}, encoder, place)
-        rated = RatedSequence(found.input_ids, found.loss_mask, rating, num_behind=found.num_behind)
+        name, (sequence,), messages = self._reader.sequences_of({**row, settings.label_key: True}, encoder, place)
+        rated = RatedSequence(sequence.input_ids, sequence.loss_mask, rating, num_behind=sequence.num_behind)
         return name.replace("label", "rating"), [rated], messages
 
     def batch(self, rows: Sequence[int]) -> DataProto:
@@ -132,10 +132,10 @@ class StepDataset(ConversationDataset):
 def _steps(row: Mapping[str, Any], settings: RMDataConfig) -> tuple[list[str], list[bool]]:
     """The steps and their labels. Raises DataError."""
     keys = (settings.steps_key, settings.labels_key)
-    found = [row.get(key) for key in keys]
-    if not all(isinstance(value, list | tuple | np.ndarray) and len(value) for value in found):
+    lists = [row.get(key) for key in keys]
+    if not all(isinstance(value, list | tuple | np.ndarray) and len(value) for value in lists):
         raise DataError(f"fields {named(keys)} must be lists of the steps of a solution and of their labels.")
-    steps, labels = ([*value] for value in found if value is not None)
+    steps, labels = ([*value] for value in lists if value is not None)
     if len(steps) != len(labels):
         raise DataError(f"field {keys[0]!r} has {len(steps)} steps, but field {keys[1]!r} has {len(labels)} labels.")
     return [text_in(step, keys[0]) for step in steps], token_mask(labels, keys[1], len(labels)).tolist()
