@@ -54,7 +54,6 @@ class VerlChild:
             "generate_s": seconds,
             "lengths": sorted({len(c.token_ids) for c in completions}),
             "num_sequences": len(completions),
-            "num_decode_steps": self.run.rollout.engine.stats()["num_decode_steps"],
         }
 
     def greedy(self, step: int) -> dict[str, Any]:
@@ -63,19 +62,10 @@ class VerlChild:
         completions = self.run.generate(self.run.requests(step), params, step)
         return {"tokens": [c.token_ids for c in completions]}
 
-    def products(self, batch: int) -> dict[str, Any]:
-        """Seconds of the matrix products of one decode step of `batch` sequences by themselves."""
-        import torch
-        from flops import Decoder
-        from limits import decode_gemm_seconds
-
-        work = self.run.work
-        return {"products_s": decode_gemm_seconds(Decoder.of_folder(work.model), batch, getattr(torch, work.dtype))}
-
 
 def main() -> None:
     child = VerlChild()
-    names = ("nothing", "build", "step", "log_prob_gap", "generate", "greedy", "products")
+    names = ("nothing", "build", "step", "log_prob_gap", "generate", "greedy")
     serve({name: getattr(child, name) for name in names})
 
 

@@ -37,8 +37,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from prefetch import REWARD, write_prompts
 from report import Report, number
+from runs import REWARD, write_prompts
 
 ROW_LIMIT_S, SEARCH_LIMIT_S = 1.0, 0.3
 _DEADLINE_S = 900.0

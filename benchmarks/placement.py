@@ -36,8 +36,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from prefetch import REWARD, WARM_UP, Row, step_seconds, train, write_prompts
 from report import Report, Series, ratio
+from runs import REWARD, WARM_UP, Row, step_seconds, train, write_prompts
 
 PROMPTS, PROMPT_TOKENS, RESPONSE_TOKENS = 8, 64, 64  # of a step, first table
 EVEN_TOKENS = PROMPTS * (PROMPT_TOKENS + RESPONSE_TOKENS)

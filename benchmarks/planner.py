@@ -29,8 +29,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from prefetch import REWARD, SPLIT, train, write_prompts
 from report import Report
+from runs import REWARD, SPLIT, train, write_prompts
 from watch import Watch
 
 from verl.models.tiny import make_tiny_model

@@ -4,8 +4,8 @@
     python benchmarks/rollout_cpu.py --vllm --dtype bfloat16 --json figures.json
 
 Each engine is a process that builds its model once, generates once to warm up, and then once per round while the others
-wait. Every sample has the full length. Further results: the cost of a decode step against only its matrix products, whether
-greedy tokens equal the tokens of `generate`, and the distance of sampled log-probs from the training forward.
+wait. Every sample has the full length. Further results: whether greedy tokens
+equal the tokens of `generate`, and the distance of sampled log-probs from the training forward.
 """
 
 from __future__ import annotations
@@ -87,14 +87,6 @@ def compare_greedy(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, An
     return {"num_samples": len(ours["tokens"]), "num_equal": equal, "logit_gaps_where_different": gaps}
 
 
-def against_products(ours: Peer, work: Workload, found: list[dict[str, Any]], limit_s: float) -> dict[str, float]:
-    """Milliseconds of a decode step and of only its matrix products, and the share of their rate that we reach. The time of
-    a step is the time of the whole generation, prompts included, over its decode steps."""
-    alone_s = ours.ask("products", limit_s, batch=work.num_sequences)["products_s"]
-    step_s = series_of(found, "generate_s").median / max(1, found[-1]["num_decode_steps"])
-    return {"step_ms": 1e3 * step_s, "products_ms": 1e3 * alone_s, "share": alone_s / step_s}
-
-
 def fill(report: Report, work: Workload, found: dict[str, list[dict[str, Any]]]) -> None:
     """Tokens per second of each engine and how many times as fast ours is."""
     rates = {name: series_of(rounds, "tokens_per_s") for name, rounds in found.items()}
@@ -134,14 +126,7 @@ def main(argv: list[str] | None = None) -> Report:
         fill(report, work, found)
         idle = {peer.name: peer.idle_share for peer in peers}
         check(report, peers, options.limit_s)
-        decode = against_products(peers[0], work, found[OURS], options.limit_s)
-    report.results["decode"] = decode
     report.results["idle_processor_share"] = idle
-    report.notes.insert(
-        0,
-        f"A decode step takes {number(decode['step_ms'])} ms (prompts included), its matrix products alone "
-        f"{number(decode['products_ms'])} ms: {100 * decode['share']:.0f}% of their rate.",
-    )
     report.notes.append("Processor time while another engine computed, share of one core: " + shares(idle) + ".")
     report.finish(options.json)
     return report

@@ -31,8 +31,8 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from prefetch import REWARD, Row, write_prompts
 from report import Report
+from runs import REWARD, Row, write_prompts
 
 PROMPTS, SAMPLES, RESPONSE_TOKENS = 2, 4, 8
 WARM_UP = 0.25  # of the steps

@@ -43,8 +43,8 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from placement import PROMPT_TOKENS, PROMPTS, RESPONSE_TOKENS, Side, _make_model, by_tokens, measure, overrides
-from prefetch import WARM_UP, Row, step_seconds, train
 from report import Report, Series, number, ratio
+from runs import WARM_UP, Row, step_seconds, train
 
 _AHEAD = (
     "actor_rollout_ref.rollout.prefetch_num=1",

@@ -3,7 +3,6 @@
 import peers_cpu
 import pytest
 import rollout_cpu
-from memory import Bound
 from peers_cpu import TRL_FORMS, Unequal, check_equal, fill, typed
 from report import Report
 from workload import Workload
@@ -84,20 +83,6 @@ def test_greedy_samples_are_compared_token_by_token():
 def test_vllm_gets_every_core(monkeypatch):
     monkeypatch.setattr(rollout_cpu.os, "cpu_count", lambda: 8)
     assert rollout_cpu.vllm_environment()["VLLM_CPU_OMP_THREADS_BIND"] == "0-7"
-
-
-def test_bound_holds_the_larger_of_generation_and_training(tiny_llama):
-    work = Workload(str(tiny_llama), "float32", 2, 3, 10, 4)
-    bound = Bound.of(work, num_parameters=1000, interpreter=500.0)
-    assert bound.weights == 4000
-    assert bound.optimizer == 8000
-    assert bound.gradients == 4000
-    assert bound.activations == 4 * 14 * 64 * 2
-    assert bound.cache == 4 * (2 * (10 + 3 * 4)) * (2 * 2 * 2 * 16)
-    assert bound.total == 500 + 4000 + 8000 + max(bound.cache, 4000 + bound.activations)
-    narrow = Bound.of(Workload(str(tiny_llama), "bfloat16", 2, 3, 10, 4), 1000, 500.0)
-    assert narrow.weights == 6000
-    assert narrow.cache == bound.cache / 2
 
 
 def test_forms_of_trl():

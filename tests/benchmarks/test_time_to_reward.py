@@ -1,9 +1,8 @@
-"""Time to reward and the update phase both ways: conclusions from answers, and both scripts end to end on a tiny model."""
+"""Time to reward: conclusions from answers, and the script end to end on a tiny model."""
 
 import json
 
 import pytest
-import skip_rows
 import time_to_reward
 from peer_env import default_folder, is_ready
 from peers_cpu import Unequal
@@ -130,12 +129,3 @@ def test_time_to_reward(job, tmp_path):
         # the same evaluator on the same weights
         assert run["points"][0]["sampled"] == runs[0]["points"][0]["sampled"]
     assert report.results["seconds_to_target"] == {side: [None] for side in sides}
-
-
-@pytest.mark.slow
-def test_skip_rows(job, tmp_path):
-    report = skip_rows.run(skip_rows.parse(["--config", str(job), "--steps", "2", "--json", str(tmp_path / "r.json")]))
-    assert report.results["largest_gradient_gap"] < 1e-6
-    assert 0 < report.results["skipped"]["median"] < 1
-    assert len(report.results["steps"]) == 2
-    assert report.results["ratio"] > 0
