@@ -11,15 +11,22 @@ import torch
 import torch.nn.functional as F
 
 from verl.models.cpu.weights import DenseDecoder, DenseLayer, Projection
+from verl.models.cuda.pointwise import add_norm, rms_norm, swiglu, write_kv
 from verl.models.forward import head_transform
-from verl.rollout.cuda.fused import Parts, Rotation
+from verl.rollout.cuda.fused import Parts
 
 _FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")  # others depend on the length of the whole sequence
 
 
 class Attend(Protocol):
-    def __call__(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        """Stores kv [2, tokens, kv_heads, head_dim]; attention of q [tokens, heads, head_dim], same shape."""
+    where: torch.Tensor  # int64 [tokens]: the places of their keys and values in a layer's store
+
+    def store(self, layer: int) -> torch.Tensor:
+        """Keys and values of a layer, [2, places, kv_heads, head_dim]."""
+        ...
+
+    def __call__(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """Attention of q [tokens, heads, head_dim], same shape, once the keys and values of the tokens are stored."""
         ...
 
 
@@ -51,15 +58,16 @@ class StraightForward:
         cos, sin = self._cos[positions], self._sin[positions]
         x = F.embedding(tokens, self.decoder.embed)
         first = self.decoder.layers[0].input_norm
-        normed = self.parts.rms_norm(x, first.weight, first.eps)
+        normed = rms_norm(x, first.weight, first.eps)
         layers = self.decoder.layers
         followers = [layer.input_norm for layer in layers[1:]] + [self.decoder.final_norm]
         for number, (layer, after) in enumerate(zip(layers, followers, strict=True)):
-            q, kv = self.parts.rotated(_linear(normed, layer.qkv), cos, sin, self._rotation(layer))
-            out = _linear(attend(number, q, kv).flatten(1), layer.o)
-            x, normed = self.parts.add_norm(x, out, layer.post_norm.weight, layer.post_norm.eps)
-            out = _linear(self.parts.swiglu(_linear(normed, layer.gate_up)), layer.down)
-            x, normed = self.parts.add_norm(x, out, after.weight, after.eps)
+            qkv = _linear(normed, layer.qkv)
+            q = write_kv(qkv, cos, sin, _head_norms(layer), attend.store(number), attend.where)
+            out = _linear(attend(number, q).flatten(1), layer.o)
+            x, normed = add_norm(x, out, layer.post_norm.weight, layer.post_norm.eps)
+            out = _linear(swiglu(_linear(normed, layer.gate_up)), layer.down)
+            x, normed = add_norm(x, out, after.weight, after.eps)
         return normed
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -68,15 +76,11 @@ class StraightForward:
             return torch.mm(hidden, self.head.t(), out_dtype=torch.float32)
         return F.linear(hidden, self.head).float()
 
-    def _rotation(self, layer: DenseLayer) -> Rotation:
-        q_norm, k_norm = layer.q_norm, layer.k_norm
-        return Rotation(
-            self.decoder.num_heads,
-            self.decoder.num_kv_heads,
-            None if q_norm is None else q_norm.weight,
-            None if k_norm is None else k_norm.weight,
-            0.0 if q_norm is None else q_norm.eps,
-        )
+
+def _head_norms(layer: DenseLayer) -> tuple[torch.Tensor, torch.Tensor, float] | None:
+    if layer.q_norm is None or layer.k_norm is None:
+        return None
+    return layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps
 
 
 def _linear(x: torch.Tensor, projection: Projection) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""Parts of a decoder layer between its matmuls. On a GPU each is compiled to a kernel or two; elsewhere, and
-where no compiler works, it runs as written."""
+"""Parts of a decode step that torch.compile fuses. On a GPU each is compiled to a kernel or two; elsewhere, and where no
+compiler works, it runs as written. verl.models.cuda.pointwise has the parts with kernels of their own."""
 
 from __future__ import annotations
 
@@ -9,59 +9,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from verl.rollout.uniforms import uniforms_at
 
 log = logging.getLogger(__name__)
-
-
-class Rotation(NamedTuple):
-    """Heads of the joined projection, and the norms of queries and keys: `q_norm` and `k_norm` [head_dim], or None for both."""
-
-    num_heads: int
-    num_kv_heads: int
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    eps: float
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) over the last axis in float32 or wider, rounded to x's dtype, times `weight`."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
-
-
-def add_norm(
-    x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x + delta, its RMS norm), all [tokens, hidden]."""
-    total = x + delta
-    return total, rms_norm(total, weight, eps)
-
-
-def rotated(
-    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotation: Rotation
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Joined projections [tokens, (heads + 2 kv_heads) * head_dim] -> q [tokens, heads, head_dim] and keys and values
-    [2, tokens, kv_heads, head_dim]; q and k normalised if the family does, and rotated by cos, sin [tokens, head_dim]."""
-    heads, kv_heads = rotation.num_heads, rotation.num_kv_heads
-    q, k, v = qkv.unflatten(-1, (heads + 2 * kv_heads, -1)).split([heads, kv_heads, kv_heads], dim=1)
-    if rotation.q_norm is not None and rotation.k_norm is not None:
-        q, k = rms_norm(q, rotation.q_norm, rotation.eps), rms_norm(k, rotation.k_norm, rotation.eps)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return q * cos + _half_turned(q) * sin, torch.stack([k * cos + _half_turned(k) * sin, v])
-
-
-def _half_turned(x: torch.Tensor) -> torch.Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([-second, first], dim=-1)
-
-
-def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """[tokens, 2 * width] -> silu(first half) * second half."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
 
 
 def merged_attention(
@@ -82,15 +33,11 @@ def merged_attention(
 class Parts(NamedTuple):
     """The functions of this file, as written or compiled."""
 
-    rms_norm: Callable[..., torch.Tensor]
-    add_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    rotated: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    swiglu: Callable[..., torch.Tensor]
     merged_attention: Callable[..., torch.Tensor]
     uniforms_at: Callable[..., torch.Tensor]
 
 
-_FUNCTIONS: tuple[Callable[..., Any], ...] = (rms_norm, add_norm, rotated, swiglu, merged_attention, uniforms_at)
+_FUNCTIONS: tuple[Callable[..., Any], ...] = (merged_attention, uniforms_at)
 
 
 @functools.cache

@@ -7,7 +7,6 @@ import torch
 
 from verl.models.cpu.weights import DenseDecoder
 from verl.models.cuda.varlen import TokenSpans, VarlenKernel
-from verl.parallel.device import write_at
 from verl.rollout.cuda.fused import Parts
 
 
@@ -46,10 +45,6 @@ class TokenStore:
         """See TokenSpans.pages, of the slots at `starts` (int64)."""
         return None
 
-    def write(self, layer: int, where: torch.Tensor, kv: torch.Tensor) -> None:
-        """`kv` [2, tokens, kv_heads, head_dim] to the token indices `where` (int64 [tokens])."""
-        write_at(self._data[layer], 1, where, kv)
-
     def take(self, slot: int, length: int) -> torch.Tensor:
         """A view of the first `length` tokens of a slot, all layers, for `put`."""
         return self._data[:, :, slot * self.capacity : slot * self.capacity + length]
@@ -67,21 +62,19 @@ class TokenStore:
         ours, theirs = (s._data.unflatten(2, (s.num_slots, s.capacity)) for s in (self, other))
         ours[:, :, :num_slots, : other.capacity] = theirs[:, :, :num_slots]
 
-    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """All keys and values of a layer, each [tokens, kv_heads, head_dim]."""
-        keys, values = self._data[layer]
-        return keys, values
+    def layer(self, layer: int) -> torch.Tensor:
+        """All keys and values of a layer, [2, tokens, kv_heads, head_dim]."""
+        return self._data[layer]
 
 
 class PromptAttention:
     """Chunks of prompts, back to back: stored at `where`; each token sees those before it in its slot (`spans`)."""
 
     def __init__(self, store: TokenStore, where: torch.Tensor, spans: TokenSpans, kernel: VarlenKernel, scale: float):
-        self._store, self._where, self._spans, self._kernel, self._scale = store, where, spans, kernel, scale
+        self.store, self.where, self._spans, self._kernel, self._scale = store.layer, where, spans, kernel, scale
 
-    def __call__(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        self._store.write(layer, self._where, kv)
-        keys, values = self._store.layer(layer)
+    def __call__(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        keys, values = self.store(layer)
         out, _ = self._kernel.forward(q, keys, values, self._spans, True, self._scale)
         return out
 
@@ -113,13 +106,12 @@ class DecodeAttention:
         scale: float,
         parts: Parts,
     ):
-        self._own, self._where, self._spans = own, where, spans
+        self.store, self.where, self._spans = own.layer, where, spans
         self._prefix, self._shared = prefix, shared
         self._kernel, self._scale, self._parts = kernel, scale, parts
 
-    def __call__(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        self._own.write(layer, self._where, kv)
-        keys, values = self._own.layer(layer)
+    def __call__(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        keys, values = self.store(layer)
         out, lse = self._kernel.forward(q, keys, values, self._spans, False, self._scale)
         if self._shared is None:
             return out
