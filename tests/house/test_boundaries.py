@@ -87,6 +87,7 @@ BROUGHT_BY = {  # module -> the declared package that needs it itself
     "tokenizers": "transformers",
     "mcp_types": "mcp",
     "httpx2": "mcp",
+    "triton": "torch",  # where it computes on GPUs
     "peft": "the user, whose model is one of it",
 }
 

@@ -54,9 +54,15 @@ def assert_equal_with_gradients(ours, theirs, leaves):
         assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
 
 
+@pytest.fixture(params=[False, True], ids=["torch", "kernels"])
+def by_kernels(request, monkeypatch):
+    """Runs a test as on a CPU, and with the ops of a GPU, which torch computes here."""
+    monkeypatch.setattr("verl.models.log_probs.kernels_compute", lambda hidden: request.param)
+
+
 @pytest.mark.parametrize("chunk", [1, 4, 11, 50])
 @pytest.mark.parametrize("options", CASES)
-def test_equals_full_logits_with_gradients(options, chunk):
+def test_equals_full_logits_with_gradients(options, chunk, by_kernels):
     options = dict(options)
     hidden, weight, bias, targets = inputs(11, options.pop("bias", False))
     leaves = [x for x in (hidden, weight, bias) if x is not None]
@@ -103,7 +109,7 @@ def test_whole_logits_have_every_statistic_of_chunks(options):
 
 @pytest.mark.parametrize("chunk", [1, 4, 50])
 @pytest.mark.parametrize("options", CASES)
-def test_correct_says_whether_the_target_is_the_likeliest(options, chunk):
+def test_correct_says_whether_the_target_is_the_likeliest(options, chunk, by_kernels):
     options = dict(options)
     hidden, weight, bias, _ = inputs(11, options.pop("bias", False))
     logits = hidden @ weight.t() + (0 if bias is None else bias)

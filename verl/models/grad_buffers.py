@@ -34,6 +34,14 @@ class GradientBuffers:
         """Buffers for gradients that are not to be attached but taken."""
         return cls({p: SimpleNamespace(grad=None) for p in parameters})
 
+    @classmethod
+    def rest(
+        cls, attached: GradientBuffers | None, parameters: Sequence[Any], needed: Sequence[bool]
+    ) -> GradientBuffers:
+        """Buffers as of `apart`, for those of the `needed` parameters that `attached` does not want."""
+        pairs = zip(parameters, needed, strict=True)
+        return cls.apart(p for p, needs in pairs if needs and not (attached is not None and attached.wants((p,))))
+
     def take(self, parameter: Any) -> torch.Tensor | None:
         """The gradient of one parameter in that parameter's format, or None when there is none."""
         grad = self._holders[parameter].grad if parameter in self._holders else None

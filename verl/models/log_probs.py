@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from verl.models.cuda.log_probs import KernelLogProbs, kernels_compute
 from verl.models.grad_buffers import GradientBuffers
 from verl.models.matmul import Matmul
 
@@ -153,20 +154,16 @@ def token_log_probs(
     if chunk_tokens is None:
         elements = _CHUNK_ELEMENTS_CUDA if weight.device.type == "cuda" else _CHUNK_ELEMENTS
         chunk_tokens = max(1, elements // weight.shape[0])
+    chunk_tokens = max(1, min(chunk_tokens, len(targets)))
+    if candidates is None and not top and kernels_compute(hidden):
+        transform, parts = (
+            (temperature, logit_scale, softcap or 0.0),
+            list(_chunks(len(targets), chunk_tokens)) or [slice(0)],
+        )
+        return TokenStats(*KernelLogProbs.apply(hidden, weight, bias, targets, transform, wants, parts, gradients))
     head = Head(temperature, logit_scale, softcap)
-    statistics = _FusedLogProbs.apply(
-        hidden,
-        weight,
-        bias,
-        targets,
-        head,
-        wants,
-        candidates,
-        top,
-        max(1, min(chunk_tokens, len(targets))),
-        gradients,
-    )
-    return TokenStats(*statistics)
+    arguments = (hidden, weight, bias, targets, head, wants, candidates, top, chunk_tokens, gradients)
+    return TokenStats(*_FusedLogProbs.apply(*arguments))
 
 
 def logit_statistics(
@@ -265,11 +262,7 @@ class _FusedLogProbs(torch.autograd.Function):
             return (None,) * 10
         matmul: Matmul = ctx.matmul
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        apart = GradientBuffers.apart(
-            p
-            for p, needed in zip((ctx.weight, ctx.bias), ctx.needs_input_grad[1:3], strict=True)
-            if needed and not (ctx.gradients is not None and ctx.gradients.wants((p,)))
-        )
+        apart = GradientBuffers.rest(ctx.gradients, (ctx.weight, ctx.bias), ctx.needs_input_grad[1:3])
         operand, buffer, ctx.kept = matmul.operand(ctx.weight), ctx.kept, None
         known = buffer is not None
         if buffer is None:

@@ -24,13 +24,14 @@ import hashlib
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from verl.models.cuda.dispatch import kernel
 from verl.parallel.compiled import open_library
 
 TILE_LENGTHS = (65_537, 40_961)  # prime, and together small enough for a cache
@@ -61,8 +62,12 @@ class Rounding:
             target.copy_(master)
         elif master.device != target.device or not target.is_contiguous():
             target.copy_(self.rounded(name, master, target.dtype, region))
-        else:
-            _dither(target, name, master.contiguous(), region or Region(tuple(master.shape), (0,) * master.dim()))
+        elif master.numel():
+            region = region or Region(tuple(master.shape), (0,) * master.dim())
+            if master.device.type == "cpu" and _compiled() is not None:
+                _dither_compiled(target, name, master.contiguous(), region)
+            else:
+                _DITHER(master.contiguous(), target, _phase(name), region.shape, region.first)
 
     def rounded(
         self, name: str, master: torch.Tensor, dtype: torch.dtype, region: Region | None = None
@@ -77,27 +82,24 @@ class Rounding:
 
 def offsets(name: str, shape: tuple[int, ...]) -> torch.Tensor:
     """The offsets of a whole parameter, int32 in [0, 2^16)."""
-    at, (a, b) = torch.arange(math.prod(shape)), _tiles(torch.device("cpu"), 0)
+    at, (a, b) = torch.arange(math.prod(shape)), tiles(torch.device("cpu"), 0)
     return (a[(at + _phase(name)) % len(a)] ^ b[(at + _phase(name)) % len(b)]).view(shape)
 
 
-def _dither(target: torch.Tensor, name: str, master: torch.Tensor, region: Region) -> None:
-    if not master.numel():
-        return
-    if master.device.type == "cpu" and _compiled() is not None:
-        _dither_compiled(target, name, master, region)
-        return
+def _dither(
+    master: torch.Tensor, target: torch.Tensor, phase: int, whole: Sequence[int], first_at: Sequence[int]
+) -> None:
     most = _CHUNK if master.device.type == "cpu" else _DEVICE_CHUNK
-    tiles, phase = _tiles(master.device, most), _phase(name)
+    repeated, region = tiles(master.device, most), Region(tuple(whole), tuple(first_at))
     weights, wide = target.view(-1), master.view(-1)
     out = weights.view(torch.int16)
     scratch = torch.empty(min(most, wide.numel()), dtype=torch.int32, device=master.device)
-    for at, rows, columns, first, stride in _chunks(tuple(master.shape), region, most):
+    for at, rows, columns, first, stride in chunks(tuple(master.shape), region, most):
         here = slice(at, at + rows * columns)
         values, moved = wide[here], scratch[: rows * columns]
         u, other = (
             tile.as_strided((rows, columns), (stride, 1), (first + phase) % length)
-            for tile, length in zip(tiles, TILE_LENGTHS, strict=True)
+            for tile, length in zip(repeated, TILE_LENGTHS, strict=True)
         )
         torch.bitwise_xor(u, other, out=moved.view(rows, columns))
         moved += values.view(torch.int32)
@@ -115,24 +117,31 @@ def _dither_compiled(target: torch.Tensor, name: str, master: torch.Tensor, regi
     """As `_dither`, on a CPU and in one pass over memory, on the threads that torch would use."""
     dither, phase = _compiled(), _phase(name)
     assert dither is not None
-    tiles = [argument for tile in _short_tiles() for argument in (tile.data_ptr(), len(tile))]
+    short = [argument for tile in _short_tiles() for argument in (tile.data_ptr(), len(tile))]
     weights, wide = target.view(-1), master.view(-1)
 
     def write(chunk: tuple[int, int, int, int, int]) -> None:
         at, rows, columns, first, stride = chunk
         here = slice(at, at + rows * columns)
         to, start = weights[here], wide[here]
-        if dither(to.data_ptr(), start.data_ptr(), rows, columns, first + phase, stride, *tiles):
+        if dither(to.data_ptr(), start.data_ptr(), rows, columns, first + phase, stride, *short):
             _keep_extremes(to, start)
 
     threads = torch.get_num_threads()
     share = max(_CHUNK, -(-wide.numel() // threads))
-    chunks = list(_chunks(tuple(master.shape), region, share))
-    if threads == 1 or len(chunks) == 1:
-        for chunk in chunks:
-            write(chunk)
+    parts = list(chunks(tuple(master.shape), region, share))
+    if threads == 1 or len(parts) == 1:
+        for part in parts:
+            write(part)
     else:
-        list(_pool(threads).map(write, chunks))
+        list(_pool(threads).map(write, parts))
+
+
+_DITHER = kernel(
+    "dither(Tensor master, Tensor(a!) target, int phase, int[] whole, int[] first) -> ()",
+    _dither,
+    "dither:launch_dither",
+)
 
 
 @functools.cache
@@ -150,7 +159,7 @@ def _compiled() -> Callable[..., int] | None:
 @functools.cache
 def _short_tiles() -> tuple[torch.Tensor, ...]:
     """The tiles in 16 bits."""
-    return tuple(tile.to(torch.uint16) for tile in _tiles(torch.device("cpu"), 0))
+    return tuple(tile.to(torch.uint16) for tile in tiles(torch.device("cpu"), 0))
 
 
 @functools.lru_cache(maxsize=2)
@@ -168,7 +177,7 @@ def _keep_extremes(weights: torch.Tensor, master: torch.Tensor) -> None:
     weights.copy_(torch.where(master.abs() < _LARGEST, weights, extreme))
 
 
-def _chunks(shape: tuple[int, ...], region: Region, most: int) -> Iterator[tuple[int, int, int, int, int]]:
+def chunks(shape: tuple[int, ...], region: Region, most: int) -> Iterator[tuple[int, int, int, int, int]]:
     """(start in the flat local tensor, rows, columns, flat position of the first element in the whole tensor, distance of two
     rows there) of chunks that cover a local tensor of `shape`. A chunk spans at most `most` positions of the whole tensor."""
     whole, first = region.shape, region.first
@@ -193,11 +202,11 @@ def _chunks(shape: tuple[int, ...], region: Region, most: int) -> Iterator[tuple
 
 
 @functools.lru_cache(maxsize=16)
-def _tiles(device: torch.device, spare: int) -> tuple[torch.Tensor, ...]:
+def tiles(device: torch.device, spare: int) -> tuple[torch.Tensor, ...]:
     """The tiles, each with what of its repetitions follows within `spare` elements."""
     generator = torch.Generator().manual_seed(_SEED)
-    tiles = (torch.randint(1 << 16, (length,), generator=generator, dtype=torch.int32) for length in TILE_LENGTHS)
-    return tuple(tile.repeat(-(-spare // len(tile)) + 1)[: len(tile) + spare].to(device) for tile in tiles)
+    once = (torch.randint(1 << 16, (length,), generator=generator, dtype=torch.int32) for length in TILE_LENGTHS)
+    return tuple(tile.repeat(-(-spare // len(tile)) + 1)[: len(tile) + spare].to(device) for tile in once)
 
 
 @functools.cache

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from verl.data_proto.samples import SamplingParams
+from verl.models.cuda.dispatch import kernel
 from verl.rollout.cpu.library import kernels
 
 _CHUNK = 256  # tokens per partial sum; the draw finds the chunk first, then the token in it
@@ -28,10 +29,10 @@ def sample(logits: torch.Tensor, params: SamplingParams, u: torch.Tensor) -> tup
     if is_plain and logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.stride(-1) == 1:
         if (found := kernels()) is not None:
             return found.draw(logits, params.temperature, u)
+    if is_plain:
+        result: tuple[torch.Tensor, torch.Tensor] = _SAMPLE(logits, u, params.temperature)
+        return result
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if params.temperature == 0:
-        tokens = logits.argmax(-1)
-        return tokens, _pick(logits, tokens) - logits.logsumexp(-1)
     if params.temperature != 1:
         logits = logits / params.temperature
     probs = torch.softmax(logits, -1)
@@ -39,6 +40,22 @@ def sample(logits: torch.Tensor, params: SamplingParams, u: torch.Tensor) -> tup
     kept = probs if threshold is None else probs.masked_fill(probs < threshold, 0)
     tokens = draw(kept, u)
     return tokens, _pick(probs, tokens).log()
+
+
+def _sample(logits: torch.Tensor, u: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sample` without filters."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if temperature == 0:
+        tokens = logits.argmax(-1)
+        return tokens, _pick(logits, tokens) - logits.logsumexp(-1)
+    probs = torch.softmax(logits if temperature == 1 else logits / temperature, -1)
+    tokens = draw(probs, u)
+    return tokens, _pick(probs, tokens).log()
+
+
+_SAMPLE = kernel(
+    "sample(Tensor logits, Tensor u, float temperature) -> (Tensor, Tensor)", _sample, "sampler:launch_sample"
+)
 
 
 def keep_threshold(probs: torch.Tensor, params: SamplingParams) -> torch.Tensor | None:

@@ -9,19 +9,19 @@ import triton.language as tl
 _PARTIAL_SUMS = 256  # of the weight's gradient, at most: the number must not depend on the device
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def launch_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See verl.models.cuda.pointwise."""
     return _forward(x, None, weight, eps)[1]
 
 
-def add_norm(
+def launch_add_norm(
     x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See verl.models.cuda.pointwise."""
     return _forward(x, delta, weight, eps)
 
 
-def rms_norm_backward(
+def launch_rms_norm_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, through: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See verl.models.cuda.pointwise."""

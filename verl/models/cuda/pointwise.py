@@ -78,24 +78,24 @@ def _half_turned(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([-second, first], dim=-1)
 
 
-_RMS_NORM = kernel("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", _rms_norm, "norm:rms_norm")
+_RMS_NORM = kernel("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", _rms_norm, "norm:launch_rms_norm")
 _ADD_NORM = kernel(
-    "add_norm(Tensor x, Tensor delta, Tensor weight, float eps) -> (Tensor, Tensor)", _add_norm, "norm:add_norm"
+    "add_norm(Tensor x, Tensor delta, Tensor weight, float eps) -> (Tensor, Tensor)", _add_norm, "norm:launch_add_norm"
 )
 _RMS_NORM_BACKWARD = kernel(
     "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, float eps, Tensor? through) -> (Tensor, Tensor)",
     _rms_norm_backward,
-    "norm:rms_norm_backward",
+    "norm:launch_rms_norm_backward",
 )
-_SWIGLU = kernel("swiglu(Tensor gate_up) -> Tensor", _swiglu, "swiglu:swiglu")
+_SWIGLU = kernel("swiglu(Tensor gate_up) -> Tensor", _swiglu, "swiglu:launch_swiglu")
 _SWIGLU_BACKWARD = kernel(
-    "swiglu_backward(Tensor grad, Tensor gate_up) -> Tensor", _swiglu_backward, "swiglu:swiglu_backward"
+    "swiglu_backward(Tensor grad, Tensor gate_up) -> Tensor", _swiglu_backward, "swiglu:launch_swiglu_backward"
 )
 _WRITE_KV = kernel(
     "write_kv(Tensor qkv, Tensor cos, Tensor sin, Tensor? q_norm, Tensor? k_norm, float eps, Tensor(a!) store, "
     "Tensor places) -> Tensor",
     _write_kv,
-    "rotary:write_kv",
+    "rotary:launch_write_kv",
 )
 
 

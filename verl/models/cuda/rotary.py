@@ -9,7 +9,7 @@ import triton.language as tl
 _MOST_HEADS = 8  # of a program
 
 
-def write_kv(
+def launch_write_kv(
     qkv: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,

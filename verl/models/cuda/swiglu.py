@@ -9,7 +9,7 @@ import triton.language as tl
 _BLOCK = 1024
 
 
-def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+def launch_swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """See verl.models.cuda.pointwise."""
     gate_up = gate_up.contiguous()
     width = gate_up.shape[-1] // 2
@@ -19,7 +19,7 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def swiglu_backward(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+def launch_swiglu_backward(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
     """See verl.models.cuda.pointwise."""
     grad, gate_up = grad.contiguous(), gate_up.contiguous()
     width = gate_up.shape[-1] // 2

@@ -49,7 +49,7 @@ _SPARE = 2  # tokens: a row that has ended may take part in one more step
 class DeviceBackend:
     """See Backend. Computes on the module's device with `kernel`. Stores and graphs stay while the sizes, the sampling
     parameters and the arrangement of the weights do, and until `release`; new values of the weights are seen by the old
-    graphs. `eager` means neither graphs nor compiled kernels.
+    graphs. `eager` means neither graphs nor torch.compile.
     """
 
     lag = 1

@@ -1,0 +1,84 @@
+"""Log-probs of targets with entropy and sum of squares on a GPU: chunks of logits are read once forward and once backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from verl.models.cuda.dispatch import has_triton
+from verl.models.cuda.logits import ChunkStatistics, target_gradient, target_statistics
+from verl.models.grad_buffers import GradientBuffers
+from verl.models.matmul import Matmul
+
+
+def kernels_compute(hidden: torch.Tensor) -> bool:
+    """Whether the ops of verl.models.cuda.logits are faster than torch for these hidden states."""
+    return hidden.device.type == "cuda" and hidden.dtype != torch.float64 and has_triton()
+
+
+class KernelLogProbs(torch.autograd.Function):
+    """apply(hidden, weight, bias, targets, transform, wants, parts, gradients) -> the fields of TokenStats, see
+    verl.models.log_probs.token_log_probs. `transform` is (temperature, logit_scale, softcap); `parts` are slices of tokens, of
+    which the last one's logits are kept for the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        transform: tuple[float, float, float],
+        wants: tuple[bool, bool, bool, bool],
+        parts: Sequence[slice],
+        gradients: GradientBuffers | None,
+    ) -> tuple[torch.Tensor | None, ...]:
+        z, chunks = hidden.new_empty(0), []
+        for part in parts:
+            del z  # its memory is the next chunk's
+            z = _logits(hidden[part], weight)
+            chunks.append(target_statistics(z, bias, targets[part], transform))
+        stats = ChunkStatistics(*(torch.cat(fields) for fields in zip(*chunks, strict=True)))
+        ctx.set_materialize_grads(False)
+        known = torch.stack([stats.lse, stats.entropy, stats.squared])
+        ctx.save_for_backward(hidden, targets, known)
+        ctx.weight, ctx.bias, ctx.gradients = weight, bias, gradients
+        ctx.transform, ctx.parts = transform, parts
+        ctx.kept = z if any(ctx.needs_input_grad) else None
+        optional = (stats.entropy, stats.squared, stats.correct, stats.mean)
+        entropy, squared, correct, mean = (x if want else None for x, want in zip(optional, wants, strict=True))
+        ctx.mark_non_differentiable(*(x for x in (correct, mean) if x is not None))
+        return stats.log_probs, entropy, squared, correct, None, None, None, mean
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        (hidden, targets, known), weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
+        if all(grad is None for grad in grads[:3]):
+            return (None,) * 8
+        upstream = torch.stack([known.new_zeros(len(hidden)) if grad is None else grad for grad in grads[:3]])
+        matmul, z, ctx.kept = Matmul(hidden.dtype, hidden.device), ctx.kept, None
+        d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        apart = GradientBuffers.rest(ctx.gradients, (weight, bias), ctx.needs_input_grad[1:3])
+        for part in reversed(ctx.parts):
+            inputs = hidden[part]
+            z = _logits(inputs, weight) if z is None else z
+            dz = target_gradient(z, bias, targets[part], known[:, part], upstream[:, part], ctx.transform, hidden.dtype)
+            z = None
+            if d_hidden is not None:
+                d_hidden[part] = matmul.product(dz, weight.t())
+            for buffers in (apart, ctx.gradients):
+                if buffers is not None:
+                    buffers.add_matmul((weight,), dz, inputs, matmul)
+                    if bias is not None:
+                        buffers.add((bias,), dz.sum(dim=0, dtype=known.dtype))
+        return (d_hidden, apart.take(weight), apart.take(bias), *(None,) * 5)
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """[tokens, vocabulary], float32 or wider, not rounded to a narrower dtype where the device can."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    if hidden.dtype == wide or hidden.device.type != "cuda":
+        return torch.mm(hidden, weight.t()).to(wide)
+    return torch.mm(hidden, weight.t(), out_dtype=wide)

@@ -1,0 +1,111 @@
+"""Statistics of the targets' softmax, and their gradient, from a chunk of logits, as ops.
+
+Of z [tokens, vocabulary], float32 or wider, the final logits are f = softcap * tanh(logit_scale * (z + bias) / softcap) /
+temperature, without the cap where softcap is 0. `targets` is int64 [tokens].
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from verl.models.cuda.dispatch import kernel
+
+
+class ChunkStatistics(NamedTuple):
+    """Each [tokens]; see verl.models.log_probs.TokenStats."""
+
+    log_probs: torch.Tensor
+    lse: torch.Tensor  # of the final logits
+    entropy: torch.Tensor
+    squared: torch.Tensor
+    correct: torch.Tensor
+    mean: torch.Tensor  # of the final logits at temperature 1
+
+
+def _final(
+    z: torch.Tensor, bias: torch.Tensor | None, temperature: float, logit_scale: float, softcap: float
+) -> torch.Tensor:
+    f = (z if bias is None else z + bias) * logit_scale
+    return (softcap * torch.tanh(f / softcap) if softcap else f) / temperature
+
+
+def _statistics(
+    z: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    temperature: float,
+    logit_scale: float,
+    softcap: float,
+) -> tuple[torch.Tensor, ...]:
+    f = _final(z, bias, temperature, logit_scale, softcap)
+    lse = f.logsumexp(1)
+    log_p = f - lse.unsqueeze(1)
+    p = log_p.exp()
+    at_targets = log_p.gather(1, targets.unsqueeze(1)).squeeze(1)
+    entropy = -torch.where(p == 0, 0.0, p * log_p).sum(1)
+    correct = (at_targets >= log_p.amax(1)).to(f.dtype)
+    return at_targets, lse, entropy, p.square().sum(1), correct, f.mean(1) * temperature
+
+
+def _gradient(
+    z: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    known: torch.Tensor,
+    grads: torch.Tensor,
+    temperature: float,
+    logit_scale: float,
+    softcap: float,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    f = _final(z, bias, temperature, logit_scale, softcap)
+    lse, entropy, squared = known.unsqueeze(-1)
+    g_target, g_entropy, g_squared = grads.unsqueeze(-1)
+    log_p = f - lse
+    p = log_p.exp()
+    slope = 2 * g_squared * (p - squared) - g_target - g_entropy * (log_p + entropy)
+    d_f = torch.where(p == 0, 0.0, p * slope).scatter_add_(1, targets.unsqueeze(1), g_target)
+    if softcap:
+        d_f *= 1 - (f * (temperature / softcap)).square()
+    return (d_f * (logit_scale / temperature)).to(dtype)
+
+
+_STATISTICS = kernel(
+    "target_statistics(Tensor z, Tensor? bias, Tensor targets, float temperature, float logit_scale, float softcap)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _statistics,
+    "head:launch_statistics",
+)
+_GRADIENT = kernel(
+    "target_gradient(Tensor z, Tensor? bias, Tensor targets, Tensor known, Tensor grads, float temperature,"
+    " float logit_scale, float softcap, ScalarType dtype) -> Tensor",
+    _gradient,
+    "head:launch_gradient",
+)
+
+
+def target_statistics(
+    z: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    transform: tuple[float, float, float],
+) -> ChunkStatistics:
+    """Statistics of the targets, in the dtype of z; `transform` is (temperature, logit_scale, softcap)."""
+    return ChunkStatistics(*_STATISTICS(z, bias, targets, *transform))
+
+
+def target_gradient(
+    z: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    known: torch.Tensor,
+    grads: torch.Tensor,
+    transform: tuple[float, float, float],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Gradient with respect to z + bias, in `dtype`. `known` [3, tokens] has lse, entropy and squared, and `grads` [3, tokens]
+    the gradients of log-probs, entropy and squared, zero where there is none."""
+    gradient: torch.Tensor = _GRADIENT(z, bias, targets, known, grads, *transform, dtype)
+    return gradient
