@@ -56,6 +56,8 @@ STEPS = (
         _script("functions.py", "tests", "tests/models/test_varlen.py", "tests/reshard/test_device_memory.py"),
         45,
     ),
+    Step("kernels by Triton", _script("functions.py", "tests", "tests/models/test_kernels.py"), 60),
+    Step("times of kernels", _script("kernels.py"), 25),
     Step("backend", _script("functions.py", "tests", "tests/rollout/test_device_backend.py"), 60),
     Step("sizes 0.5b", _script("sizes.py", "--sizes", "0.5b", "--limit-s", "150"), 95),
     Step("loop", _script("functions.py", "loop"), 50, 240),

@@ -1,0 +1,88 @@
+"""A step of the GPU report: every Triton kernel against torch, at shapes of a 1.5B model.
+
+python benchmarks/gpu/kernels.py
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from gpu import sizes
+from gpu.results import Results, report_device
+
+from verl.models import rounding
+from verl.models.cuda import logits, pointwise
+from verl.models.cuda.dispatch import load
+from verl.rollout import sampling
+
+DEVICE = report_device()
+ON_GPU = DEVICE.type == "cuda"
+_ROWS, _TOKENS, _VOCABULARY, _WEIGHTS = (256, 16384, 151936, 1 << 27) if ON_GPU else (4, 32, 1000, 1 << 12)
+_HIDDEN, _WIDTH, _HEADS, _KV_HEADS, _HEAD_DIM = (1536, 8960, 12, 2, 128) if ON_GPU else (64, 128, 4, 2, 16)
+_CHUNK_ROWS = (1 << 28) // _VOCABULARY if ON_GPU else 16  # as in verl.models.log_probs
+
+
+def cases() -> Iterator[tuple[str, str, Callable[..., Any], tuple[Any, ...], float]]:
+    """(name, Triton's implementation, torch's, arguments, bytes that must be read and written)."""
+    half = partial(torch.randn, device=DEVICE, dtype=torch.bfloat16)
+    ids = partial(torch.randint, device=DEVICE)
+    z = torch.randn(_ROWS, _VOCABULARY, device=DEVICE)
+    uniforms = torch.rand(_ROWS, dtype=torch.float64, device=DEVICE)
+    yield "sampler", "sampler:launch_sample", sampling._sample, (z, uniforms, 0.9), 4.0 * z.numel()
+    chunk = torch.randn(_CHUNK_ROWS, _VOCABULARY, device=DEVICE)
+    head = (chunk, None, ids(_VOCABULARY, (_CHUNK_ROWS,)))
+    yield "head, statistics", "head:launch_statistics", logits._statistics, (*head, 1.0, 1.0, 0.0), 4.0 * chunk.numel()
+    known, grads = torch.ones(2, 3, _CHUNK_ROWS, device=DEVICE)
+    arguments = (*head, known, grads, 1.0, 1.0, 0.0, torch.bfloat16)
+    yield "head, gradient", "head:launch_gradient", logits._gradient, arguments, 6.0 * chunk.numel()
+    x, weight = half(_TOKENS, _HIDDEN), half(_HIDDEN)
+    yield "add and norm", "norm:launch_add_norm", pointwise._add_norm, (x, x, weight, 1e-6), 8.0 * x.numel()
+    arguments = (x, x, weight, 1e-6, x)
+    yield "norm, gradient", "norm:launch_rms_norm_backward", pointwise._rms_norm_backward, arguments, 8.0 * x.numel()
+    gate_up = half(_TOKENS, 2 * _WIDTH)
+    yield "swiglu", "swiglu:launch_swiglu", pointwise._swiglu, (gate_up,), 3.0 * gate_up.numel()
+    arguments = (half(_TOKENS, _WIDTH), gate_up)
+    yield (
+        "swiglu, gradient",
+        "swiglu:launch_swiglu_backward",
+        pointwise._swiglu_backward,
+        arguments,
+        5.0 * gate_up.numel(),
+    )
+    qkv, turns = half(_TOKENS, (_HEADS + 2 * _KV_HEADS) * _HEAD_DIM), half(_TOKENS, _HEAD_DIM)
+    store, places = half(2, _TOKENS, _KV_HEADS, _HEAD_DIM), torch.randperm(_TOKENS, device=DEVICE)
+    arguments = (qkv, turns, turns, turns[0], turns[0], 1e-6, store, places)
+    yield "rotary and KV write", "rotary:launch_write_kv", pointwise._write_kv, arguments, 4.0 * qkv.numel()
+    master = torch.randn(_WEIGHTS, device=DEVICE)
+    arguments = (master, torch.empty_like(master, dtype=torch.bfloat16), 1, master.shape, (0,))
+    yield "master rounding", "dither:launch_dither", rounding._dither, arguments, 6.0 * master.numel()
+
+
+def main() -> None:
+    results = Results()
+    bandwidth = sizes.measure_limits(DEVICE, not ON_GPU)["bytes"]
+    for name, path, by_torch, arguments, num_bytes in cases():
+        try:
+            results.add(f"{name}, by torch", 1000 * _seconds(by_torch, arguments), "ms")
+            if ON_GPU:
+                spent_s = _seconds(load(path), arguments)
+                results.add(name, 1000 * spent_s, "ms")
+                results.add(f"{name}, share of bandwidth", 100 * num_bytes / spent_s / bandwidth, "%")
+        except Exception as error:  # noqa: BLE001 - the other kernels still count
+            results.fail(name, error)
+
+
+def _seconds(function: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
+    return sizes.median_s(lambda: function(*arguments), DEVICE, repeats=9)
+
+
+if __name__ == "__main__":
+    main()

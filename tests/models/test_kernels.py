@@ -1,0 +1,282 @@
+"""Triton's kernels against definitions in float64, with gradients: on a GPU compiled, on a CPU by Triton's interpreter, in
+which tests/models/test_interpreted_kernels.py runs this file."""
+
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from verl.models import log_probs, rounding
+from verl.models.cuda import logits, pointwise
+from verl.models.cuda.dispatch import has_triton, load
+from verl.rollout import sampling
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+NUM_SHAPES = int(os.environ.get("KERNEL_SHAPES", "12"))
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, or Triton's interpreter")
+pytestmark = [
+    pytest.mark.skipif(not has_triton(), reason="needs Triton, which PyTorch for GPUs brings along"),
+    *([] if INTERPRETED else [pytest.mark.gpu, needs_gpu]),
+]
+both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+SIZES = [1, 2, 3, 7, 16, 31, 64, 65, 100, 127, 128, 200, 256, 300, 515]
+VOCABULARIES = [1, 2, 17, 255, 256, 257, 1000, 4096, 4099, 5000]
+
+
+class Inputs:
+    """Random sizes and tensors of one case."""
+
+    def __init__(self, seed, dtype=torch.float32):
+        self._generator, self._dtype = torch.Generator().manual_seed(seed), dtype
+
+    def one_of(self, values):
+        return values[int(torch.randint(len(values), (), generator=self._generator))]
+
+    def rows(self):
+        return self.one_of([0, 1, 2, 3, 5, 9])
+
+    def normal(self, *shape, dtype=None):
+        values = torch.randn(shape, generator=self._generator, dtype=torch.float64) * self.one_of([0.01, 1.0, 3.0])
+        return values.to(DEVICE, dtype or self._dtype)
+
+    def ids(self, end, *shape):
+        return torch.randint(end, shape, generator=self._generator).to(DEVICE)
+
+    def uniforms(self, rows):
+        return torch.rand(rows, generator=self._generator, dtype=torch.float64).clamp_min(1e-12).to(DEVICE)
+
+    def places(self, count, slots):
+        return torch.randperm(slots, generator=self._generator)[:count].to(DEVICE)
+
+    def logits(self, rows, vocab):
+        """Some tokens are masked in some rows, in places all but one."""
+        z = self.normal(rows, vocab, dtype=torch.float32) * self.one_of([1, 1, 4])
+        share = self.one_of([0.0, 0.0, 0.5, 1.0])
+        masked = torch.rand(z.shape, generator=self._generator).to(DEVICE) < share
+        masked.scatter_(1, self.ids(vocab, rows, 1), False)
+        return z.masked_fill(masked, float("-inf"))
+
+
+def cases(dtype=torch.float32):
+    return (Inputs(seed, dtype) for seed in range(NUM_SHAPES))
+
+
+def assert_near(ours, reference, absolute=2e-6):
+    """Equal up to one rounding to the dtype of `ours`, and the sums of float32."""
+    relative = {torch.float32: 2e-5, torch.bfloat16: 2**-8}[ours.dtype]
+    size = float(reference.abs().max()) if reference.numel() else 0.0
+    torch.testing.assert_close(ours.double(), reference.double(), rtol=relative, atol=absolute * (1 + size))
+
+
+def leaves(*tensors):
+    return [None if x is None else x.double().requires_grad_() for x in tensors]
+
+
+def norm_in_float64(x, weight, eps):
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+@both_dtypes
+def test_rms_norm(dtype):
+    for case in cases(dtype):
+        columns = case.one_of(SIZES)
+        x, grad = case.normal(case.rows(), columns), case.normal(1, columns)
+        weight, through = case.normal(columns), case.normal(*x.shape) if case.one_of([0, 1]) else None
+        grad = grad.expand(x.shape)
+        wide, factor = leaves(x, weight)
+        expected = norm_in_float64(wide, factor, 1e-5)
+        d_x, d_weight = torch.autograd.grad(expected, [wide, factor], grad.double())
+        assert_near(load("norm:launch_rms_norm")(x, weight, 1e-5), expected.detach())
+        ours = load("norm:launch_rms_norm_backward")(grad, x, weight, 1e-5, through)
+        assert_near(ours[0], d_x if through is None else d_x + through.double(), 1e-5)
+        assert_near(ours[1], d_weight, 1e-5)
+
+
+@both_dtypes
+def test_add_norm(dtype):
+    for case in cases(dtype):
+        columns = case.one_of(SIZES)
+        x = case.normal(case.rows(), columns)
+        delta, weight = case.normal(*x.shape), case.normal(columns)
+        total, normed = load("norm:launch_add_norm")(x, delta, weight, 1e-5)
+        assert torch.equal(total, x + delta)
+        assert_near(normed, norm_in_float64(total.double(), weight.double(), 1e-5))
+
+
+def test_many_rows_share_the_sum_of_the_weights_gradient():
+    case = Inputs(0)
+    x, grad, weight = case.normal(1030, 33), case.normal(1030, 33), case.normal(33)
+    wide, factor = leaves(x, weight)
+    expected = torch.autograd.grad(norm_in_float64(wide, factor, 1e-5), [wide, factor], grad.double())
+    for ours, theirs in zip(load("norm:launch_rms_norm_backward")(grad, x, weight, 1e-5, None), expected, strict=True):
+        assert_near(ours, theirs, 1e-5)
+
+
+@both_dtypes
+def test_swiglu(dtype):
+    for case in cases(dtype):
+        gate_up = case.normal(case.rows(), 2 * case.one_of([*SIZES, 1100]))
+        grad = case.normal(len(gate_up), gate_up.shape[1] // 2)
+        (wide,) = leaves(gate_up)
+        gate, up = wide.chunk(2, -1)
+        expected = F.silu(gate) * up
+        assert_near(load("swiglu:launch_swiglu")(gate_up), expected.detach())
+        (d_gate_up,) = torch.autograd.grad(expected, [wide], grad.double())
+        assert_near(load("swiglu:launch_swiglu_backward")(grad, gate_up), d_gate_up)
+
+
+@both_dtypes
+def test_write_kv(dtype):
+    """In slots back to back and in pages; other places keep what they have."""
+    for case in cases(dtype):
+        tokens, kv_heads, head_dim = case.rows(), case.one_of([1, 2, 3]), case.one_of([2, 8, 12, 64, 80, 128])
+        heads = kv_heads * case.one_of([1, 2, 7])
+        qkv = case.normal(tokens, (heads + 2 * kv_heads) * head_dim)
+        cos, sin = case.normal(tokens, head_dim), case.normal(tokens, head_dim)
+        norms = (case.normal(head_dim), case.normal(head_dim)) if case.one_of([0, 1]) else (None, None)
+        store, places = case.normal(2, 40, kv_heads, head_dim), case.places(tokens, 40)
+        expected = store.double()
+        wide = [None if x is None else x.double() for x in (qkv, cos, sin, *norms)]
+        expected_q = pointwise._write_kv(*wide, 1e-5, expected, places)
+        assert_near(load("rotary:launch_write_kv")(qkv, cos, sin, *norms, 1e-5, store, places), expected_q, 1e-5)
+        assert_near(store, expected, 1e-5)
+        values = qkv.view(tokens, -1, head_dim)[:, heads + kv_heads :]
+        assert torch.equal(store[1, places], values)
+
+
+def test_the_sampler_draws_the_tokens_of_torch():
+    """A uniform within a rounding of the boundary between two tokens may draw the neighbour on a GPU."""
+    for case in cases():
+        rows, vocab = case.rows(), case.one_of(VOCABULARIES)
+        z, u, temperature = case.logits(rows, vocab), case.uniforms(rows), case.one_of([0.0, 1.0, 0.7, 1.3])
+        tokens, log_probs = load("sampler:launch_sample")(z, u, temperature)
+        expected, expected_log_probs = sampling._sample(z, u, temperature)
+        if INTERPRETED or temperature == 0:
+            assert torch.equal(tokens, expected)
+        assert bool((z.gather(1, tokens[:, None]) > float("-inf")).all())
+        exact = (z.double() / (temperature or 1.0)).log_softmax(1)
+        assert_near(log_probs, exact.gather(1, tokens[:, None]).squeeze(1))
+        if temperature != 0:
+            ends = exact.exp().cumsum(1).gather(1, torch.stack([tokens, expected], 1)).sort(1).values
+            parted = tokens != expected
+            assert bool(((ends[:, 0] - u).abs()[parted] < 1e-6).all())
+
+
+def test_the_greatest_uniform_draws_a_token_that_is_possible():
+    z = torch.full((2, 600), float("-inf"), device=DEVICE)
+    z[:, [3, 70, 300]] = torch.tensor([0.3, -4.0, 1.1], device=DEVICE)
+    u = torch.tensor([1 - 2.0**-53, 2.0**-53], dtype=torch.float64, device=DEVICE)
+    assert load("sampler:launch_sample")(z, u, 0.9)[0].tolist() == [300, 3]
+
+
+def head_case(case):
+    rows, vocab = case.rows(), case.one_of(VOCABULARIES)
+    cap, scale = case.one_of([(0.0, 1.0), (0.0, 1.0), (5.0, 1.0), (30.0, 0.25)])
+    bias = case.normal(vocab, dtype=torch.float32) if case.one_of([0, 0, 1]) else None
+    z = case.logits(rows, vocab) if cap == 0 else case.normal(rows, vocab, dtype=torch.float32)
+    targets = z.argmax(1) if case.one_of([0, 1]) else case.ids(vocab, rows)
+    return z, bias, targets, (case.one_of([1.0, 0.7, 1.6]), scale, cap)
+
+
+def test_statistics_of_the_head():
+    for case in cases():
+        z, bias, targets, (temperature, scale, cap) = head_case(case)
+        ours = load("head:launch_statistics")(z, bias, targets, temperature, scale, cap)
+        wide = None if bias is None else bias.double()
+        expected = logits._statistics(z.double(), wide, targets, temperature, scale, cap)
+        for name, a, b in zip(logits.ChunkStatistics._fields, ours, expected, strict=True):
+            if name == "correct" and (bias is not None or cap):
+                continue  # a rounding may part two tokens
+            is_finite = b.isfinite()
+            assert torch.equal(a[~is_finite], b[~is_finite].float()), name
+            assert_near(a[is_finite], b[is_finite], 1e-5)
+
+
+@both_dtypes
+def test_gradient_of_the_head(dtype):
+    for case in cases():
+        z, bias, targets, (temperature, scale, cap) = head_case(case)
+        z = z.masked_fill(z == float("-inf"), -1e4)  # whose gradients autograd can compute
+        (wide,) = leaves(z)
+        f = (wide if bias is None else wide + bias.double()) * scale
+        log_p = ((cap * torch.tanh(f / cap) if cap else f) / temperature).log_softmax(1)
+        p = log_p.exp()
+        fields = log_p.gather(1, targets[:, None])[:, 0], -(p * log_p).sum(1), p.square().sum(1)
+        known = torch.stack([((cap * torch.tanh(f / cap) if cap else f) / temperature).logsumexp(1), *fields[1:]])
+        grads = case.normal(3, len(z), dtype=torch.float32)
+        (expected,) = torch.autograd.grad(fields, [wide], tuple(grads.double()))
+        arguments = (z, bias, targets, known.detach().float(), grads, temperature, scale, cap, dtype)
+        ours = load("head:launch_gradient")(*arguments)
+        assert ours.dtype == dtype
+        assert_near(ours, expected, 1e-5)
+
+
+@both_dtypes
+def test_log_probs_of_hidden_states(dtype, monkeypatch):
+    """The whole path of training, with gradients of hidden states and weights."""
+    monkeypatch.setattr(logits, "_STATISTICS", load("head:launch_statistics"))
+    monkeypatch.setattr(logits, "_GRADIENT", load("head:launch_gradient"))
+    monkeypatch.setattr(log_probs, "kernels_compute", lambda hidden: True)
+    for case in cases(dtype):
+        tokens, vocab, size = case.one_of([1, 2, 5, 9]), case.one_of(VOCABULARIES[1:6]), case.one_of([4, 32])
+        hidden, weight = case.normal(tokens, size).requires_grad_(), case.normal(vocab, size).requires_grad_()
+        targets, upstream = case.ids(vocab, tokens), case.normal(3, tokens, dtype=torch.float32)
+        wants = {"want_entropy": True, "want_sum_pi_squared": True, "chunk_tokens": case.one_of([1, 2, 4, 50])}
+        stats = log_probs.token_log_probs(hidden, weight, targets, 0.7, **wants)
+        ours = stats.log_probs, stats.entropy, stats.sum_pi_squared
+        wide = leaves(hidden.detach(), weight.detach())
+        log_p = (wide[0] @ wide[1].t() / 0.7).log_softmax(1)
+        p = log_p.exp()
+        theirs = log_p.gather(1, targets[:, None])[:, 0], -(p * log_p).sum(1), p.square().sum(1)
+        pairs = list(zip(ours, theirs, strict=True))
+        gradients = torch.autograd.grad(ours, [hidden, weight], tuple(upstream))
+        pairs += zip(gradients, torch.autograd.grad(theirs, wide, tuple(upstream.double())), strict=True)
+        for a, b in pairs:
+            assert float((a - b).norm()) <= (1e-5 if dtype == torch.float32 else 0.03) * float(1e-2 + b.norm())
+
+
+def test_log_probs_of_sampler_and_head_are_the_same_bits():
+    for case in cases():
+        z, u = case.logits(case.rows(), case.one_of(VOCABULARIES)), case.uniforms(9)
+        temperature = case.one_of([1.0, 0.7])
+        tokens, log_probs = load("sampler:launch_sample")(z, u[: len(z)], temperature)
+        assert torch.equal(load("head:launch_statistics")(z, None, tokens, temperature, 1.0, 0.0)[0], log_probs)
+
+
+def test_dithered_rounding_has_the_bits_of_torch():
+    """Also of a part of a tensor, and of what is not finite."""
+    special = torch.tensor([float("inf"), -float("inf"), float("nan"), 3.4e38, -3.3953e38, 0.0, -0.0, 1e-45])
+    for case in cases():
+        dims = case.one_of([1, 2, 3])
+        first = [case.one_of([0, 1, 5]) for _ in range(dims)]
+        shape = [case.one_of([1, 3, 8, 40]) for _ in range(dims)]
+        whole = [f + n + case.one_of([0, 2, 50_000]) for f, n in zip(first, shape, strict=True)]
+        master = case.normal(*shape) * 10.0 ** case.ids(70, *shape).sub(35)
+        if master.numel() > len(special):
+            master.view(-1)[: len(special)] = special.to(DEVICE)
+        found, expected = (torch.empty(shape, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+        phase = rounding._phase(str(shape))
+        load("dither:launch_dither")(master, found, phase, whole, first)
+        rounding._dither(master, expected, phase, whole, first)
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert torch.equal(*(x.nan_to_num(0.0).view(torch.int16) for x in (found, expected)))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the dispatcher calls torch on a CPU")
+def test_ops_on_a_gpu_are_differentiable():
+    case = Inputs(3)
+    x, delta, weight, gate_up = (case.normal(*s).requires_grad_() for s in ((5, 64), (5, 64), (64,), (5, 128)))
+    for arguments, op in (
+        ((x, weight, 1e-5), pointwise.rms_norm),
+        ((x, delta, weight, 1e-5), pointwise.add_norm),
+        ((gate_up,), pointwise.swiglu),
+    ):
+        on = [a for a in arguments if isinstance(a, torch.Tensor)]
+        wide = [a.detach().double().requires_grad_() if isinstance(a, torch.Tensor) else a for a in arguments]
+        ours, theirs = op(*arguments), op(*wide)
+        ours, theirs = (y if isinstance(y, torch.Tensor) else y[0] + y[1] for y in (ours, theirs))
+        expected = torch.autograd.grad(theirs.sum(), [a for a in wide if isinstance(a, torch.Tensor)])
+        for a, b in zip(torch.autograd.grad(ours.sum(), on), expected, strict=True):
+            assert_near(a, b, 1e-5)
