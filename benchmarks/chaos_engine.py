@@ -20,7 +20,7 @@ from verl.rollout.api import Stats
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.vllm.core import Setup
 from verl.rollout.vllm.engine import VLLMRollout
-from verl.rollout.vllm.weights import Manifest
+from verl.rollout.vllm.weights import Description, Manifest
 
 
 class EngineOfItsOwn(VLLMRollout):
@@ -68,7 +68,7 @@ class NativeCore:
         self.manifest = Manifest()
 
     @torch.no_grad()
-    def update(self, bucket: dict[str, Any]) -> None:
+    def update(self, bucket: Description) -> None:
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         for name, tensor in load_object(self.setup.reader)(bucket):
             parameters[name].copy_(tensor)
@@ -82,7 +82,7 @@ class NativeCore:
     def abandon_update(self) -> None:
         """The weights are not whole; the other side allows nothing to be generated with them."""
 
-    def sleep(self) -> None:
+    def sleep(self, discards: bool = False) -> None:
         self.engine.release()
 
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from verl.programs.experience_buffer import ExperienceBuffer
     from verl.programs.stages import Stage
     from verl.runtime.dataflow import Controller
+    from verl.session import Session
 
 install()
 spin_briefly()  # torch reads the setting when it is imported
@@ -57,6 +58,7 @@ _LAZY = {
     "ExperienceBuffer": "verl.programs.experience_buffer",
     "RLRunner": "verl.compat.runner",
     "Run": "verl.page.notebook",
+    "Session": "verl.session",
     "Stage": "verl.programs.stages",
     "load_config": "verl.config",
     **dict.fromkeys(_API, "verl.api"),
@@ -72,6 +74,7 @@ __all__ = [
     "ExperienceBuffer",
     "RLRunner",
     "Run",
+    "Session",
     "Stage",
     "Trainer",
     "__version__",

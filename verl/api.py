@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.config import SCHEMAS, load_config
 from verl.errors import ConfigError, DataError
-from verl.registry import is_in_process, reference_to
+from verl.registry import is_in_process, reference_to, with_references
 from verl.run.steps import SteppedRun
 from verl.tracking.files import write_atomically
 
@@ -85,7 +85,7 @@ class Trainer(SteppedRun):
         for own in (mapping, keys, *({text.partition("=")[0].lstrip("+~"): text} for text in texts)):
             if repeated := [key for key in values if _holds(own, key)]:
                 raise ConfigError(f"{repeated[0]} is set by an argument of the call already. Give it once.")
-        trees = [_with_references(tree) for tree in (mapping, keys, values)]
+        trees = [with_references(tree) for tree in (mapping, keys, values)]
         super().__init__(load_config(texts, schema=SCHEMAS[self.program_name], values=trees), self.program_name)
         self._stop = False
 
@@ -310,17 +310,6 @@ def _reward_keys(reward: Reward) -> dict[str, Any]:
         "reward.reward_manager.name": "batch",
     }
     return keys | {"reward.debug": True} if any(map(is_in_process, references)) else keys
-
-
-def _with_references(value: Any) -> Any:
-    """`value` with functions and classes replaced by references, at any depth."""
-    if isinstance(value, Mapping):
-        return {name: _with_references(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_with_references(inner) for inner in value]
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    return reference_to(value) if callable(value) else value
 
 
 def _holds(values: Any, key: str) -> bool:

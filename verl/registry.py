@@ -13,7 +13,7 @@ import inspect
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -96,7 +96,9 @@ def reference_to(obj: Any) -> str:
     name, module = getattr(obj, "__qualname__", ""), sys.modules.get(getattr(obj, "__module__", None) or "")
     file = getattr(module, "__file__", None)
     if module is not None and file and "." not in name and getattr(module, name, None) is obj:
-        reference = f"{module.__name__ if module.__package__ else Path(file).resolve()}:{name}"
+        spec = module.__spec__  # of a script that `python -m` runs: it has the module's own name
+        place = (spec.name if spec is not None else module.__name__) if module.__package__ else Path(file).resolve()
+        reference = f"{place}:{name}"
     else:
         label = name.rpartition(".")[2].strip("<>") or type(obj).__name__
         reference = f"{_IN_PROCESS}:{label}_{id(obj):x}"
@@ -107,6 +109,17 @@ def reference_to(obj: Any) -> str:
 def is_in_process(reference: str) -> bool:
     """Whether only the process that made the reference can load it."""
     return reference.startswith(f"{_IN_PROCESS}:")
+
+
+def with_references(value: Any) -> Any:
+    """`value` with functions and classes replaced by references, at any depth."""
+    if isinstance(value, Mapping):
+        return {name: with_references(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [with_references(inner) for inner in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return reference_to(value) if callable(value) else value
 
 
 def load_object(reference: str) -> Any:

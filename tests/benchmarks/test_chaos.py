@@ -4,6 +4,7 @@ counted, and the runs compared.
     pytest -m "slow or not slow" tests/benchmarks/test_chaos.py
 """
 
+import inspect
 import json
 import os
 import random
@@ -17,6 +18,7 @@ from types import SimpleNamespace
 
 import chaos
 import chaos_compare
+import chaos_engine
 import golden
 import psutil
 import pytest
@@ -29,7 +31,13 @@ from chaos_task import PHASES, PROGRAMS, RUNTIMES, Moment, make_task, plan
 from verl.cli.main import run_verb
 from verl.config import load_config
 from verl.parallel.child_processes import die_with
+from verl.rollout.vllm.core import Core
 from verl.run.host import train
+
+
+def test_the_engine_of_the_harness_has_the_calls_of_the_vllm_core():
+    calls = {name: call for name, call in vars(chaos_engine.NativeCore).items() if not name.startswith("_")}
+    assert {n: inspect.signature(c) for n, c in calls.items()} == {n: inspect.signature(vars(Core)[n]) for n in calls}
 
 
 @pytest.fixture

@@ -129,6 +129,25 @@ def check_fsdp_no_sync_checkpointing(folder):
 
 
 @on(2)
+def check_calls_that_add_up(folder):
+    """Gradients of two calls, with a tensor parallel model, against one step of one device."""
+    path, batch, micro = model_folder(folder, "qwen3"), make_batch(0, (3, 2, 4)), MicroBatching(max_tokens=24)
+    one, many = make(LocalEngine, path), make(FSDPEngine, path, tensor_parallel_size=2)
+    tokens = int(batch.batch["response_mask"].sum())
+
+    def sum_loss(outputs, rows, totals):
+        return (rows.batch["advantages"].to(outputs["log_probs"]) * outputs["log_probs"]).sum() / tokens, {}
+
+    expected = one.train_batch(batch, sum_loss, OUTPUTS["lm"], micro)
+    parts = [batch.slice(0, 4), batch.slice(4, len(batch))]
+    loss = sum(many.forward_backward(part, sum_loss, OUTPUTS["lm"], micro)["loss"].value for part in parts)
+    gaps = {"outputs": 0.0, "loss": abs(loss - expected["loss"].value)}
+    gaps["grad_norm"] = abs(many.optim_step()["grad_norm"].value - expected["grad_norm"].value)
+    gaps["weights"] = largest_gap(dict(many.gather_weights()), dict(one.gather_weights()))
+    return gaps
+
+
+@on(2)
 def check_value(folder):
     return compare(model_folder(folder, "qwen3"), head="token_value")
 

@@ -14,7 +14,7 @@ from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.engines.api import ENGINES, BatchTotals, MicroBatching, TrainEngine, whole
 from verl.engines.base import TrainedEngine
-from verl.errors import CheckpointError, ModelError
+from verl.errors import CheckpointError, ConfigError, ModelError
 from verl.models.classifier import sequence_scores
 from verl.models.load import load_causal_lm, load_model
 from verl.models.outputs import OUTPUTS, OutputKind
@@ -338,6 +338,38 @@ def test_update_does_not_depend_on_the_cut(make, micro, checkpointing):
     assert a["grad_norm"].value == pytest.approx(b["grad_norm"].value, rel=1e-10)
     assert a["rows"].value == b["rows"].value == len(batch)
     assert largest_gap(weights_of(one), weights_of(two)) < 1e-9
+
+
+def test_gradients_of_several_calls_add_up_to_one_step(make):
+    """`sum_loss` divides by a number of the whole batch, since the totals are of a call."""
+    one, two, batch = make(), make(), make_batch()
+    tokens, outputs = int(batch.batch["response_mask"].sum()), ("log_probs",)
+
+    def sum_loss(outputs, rows, totals):
+        return (rows.batch["advantages"].to(outputs["log_probs"]) * outputs["log_probs"]).sum() / tokens, {}
+
+    for _ in range(2):
+        a = one.train_batch(batch, sum_loss, outputs, ALL)
+        parts = [batch] if not two.accumulates_calls else [batch.slice(0, 2), batch.slice(2, len(batch))]
+        losses = [two.forward_backward(part, sum_loss, outputs, ALL)["loss"].value for part in parts]
+        if not two.accumulates_calls:
+            with pytest.raises(ConfigError, match="all rows to one call"):
+                two.forward_backward(batch, sum_loss, outputs, ALL)
+        b = two.optim_step()
+        assert sum(losses) == pytest.approx(a["loss"].value, rel=1e-10)
+        assert b["grad_norm"].value == pytest.approx(a["grad_norm"].value, rel=1e-10)
+    assert two.num_steps == 2
+    assert largest_gap(weights_of(one), weights_of(two)) < 1e-9
+    with pytest.raises(ConfigError, match="Call forward_backward"):
+        two.optim_step()
+
+
+def test_a_step_takes_the_rate_of_its_call(make):
+    engine, batch = make(clip_grad=0.0), make_batch()
+    before = weights_of(engine)
+    engine.forward_backward(batch, policy_loss, ("log_probs", "entropy"), ALL)
+    engine.optim_step(learning_rate=0.0)
+    assert largest_gap(weights_of(engine), before) == 0
 
 
 def test_update_does_not_depend_on_row_order_or_padding(make):

@@ -28,7 +28,7 @@ OUTPUT = {
 # several training runs each
 SLOW = {
     *("export", "distillation", "reward-models", "rejection-sampling", "agents"),
-    *("stages", "algorithms", "sft", "resume", "preferences", "several-gpus", "rewards", "page", "python"),
+    *("stages", "algorithms", "sft", "resume", "preferences", "several-gpus", "rewards", "page", "python", "own-loop"),
 }
 EXPECTED = {
     "first-run",
@@ -44,6 +44,7 @@ EXPECTED = {
     "agents",
     "page",
     "planner",
+    "own-loop",
     "python",
     "rejection-sampling",
     "reward-models",

@@ -28,7 +28,7 @@ LAYERS = (
     ("runtime",),
     ("programs",),
     ("run",),
-    ("api", "cli"),
+    ("api", "cli", "session"),
     ("compat",),  # serves scripts of other releases
 )
 HEIGHT = {room: height for height, row in enumerate(LAYERS) for room in row}

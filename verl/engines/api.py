@@ -130,6 +130,20 @@ class TrainEngine(Protocol):
         state as they were and is reported. Metrics of the loss are merged; adds `grad_norm` and `loss`."""
         ...
 
+    def forward_backward(
+        self, batch: DataProto, loss: LossFn, outputs: Sequence[str], micro: MicroBatching, temperature: float = 1.0
+    ) -> dict[str, Metric]:
+        """Add the gradient of the loss on `batch` to the gradients of earlier calls since the last `optim_step`; returns the
+        metrics of the loss. The totals that the loss gets are of this call. Raises ConfigError where the engine takes one
+        call per step."""
+        ...
+
+    def optim_step(self, learning_rate: float | None = None) -> dict[str, Metric]:
+        """One optimizer step on the gradients of `forward_backward`, clipped, at the schedule's rate by default; forgets them.
+        Returns `grad_norm`; a norm that is not finite skips the step as in `train_batch`. Raises ConfigError without
+        gradients."""
+        ...
+
     def end_step(self, *, advance: bool = True) -> float:
         """Advance the learning-rate schedule by one trainer step, unless nothing was trained; returns the rate that was in
         force."""

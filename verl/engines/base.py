@@ -26,10 +26,10 @@ from verl.engines.api import (
 )
 from verl.engines.headroom import Headroom
 from verl.engines.hybrid_3d import Dimensions, check_change, require_3d_hybrid
-from verl.engines.micro_batches import batch_totals, plan_micro_batches, sizes_of
+from verl.engines.micro_batches import batch_totals, plan_micro_batches, select_rows, sizes_of
 from verl.engines.shards import local
 from verl.engines.state import TrainedState
-from verl.engines.step_check import random_state, restore_random_state, whole_batch_metrics
+from verl.engines.step_check import PendingGradients, random_state, restore_random_state, whole_batch_metrics
 from verl.errors import ConfigError
 from verl.models.lora import LoRASpec, adapters_off, is_adapter
 from verl.models.neftune import with_noise
@@ -62,6 +62,7 @@ class TrainedEngine(ABC):
 
     module: Any
     optimizer: MasterOptimizer | None  # None: frozen
+    accumulates_calls = True  # whether gradients of several `forward_backward` add up
     _trained: TrainedState
 
     def __init__(
@@ -87,6 +88,7 @@ class TrainedEngine(ABC):
         self.headroom = Headroom(device) if engine.adapt_micro_batches and self.optim is not None else None
         self.pads = False
         self.num_lr_steps = 0
+        self._pending: PendingGradients | None = None
 
     def _keep_prompts_apart(self, forward: ForwardKind) -> None:
         """Padded rows share nothing, so that micro-batches are planned by padded tokens."""
@@ -123,19 +125,37 @@ class TrainedEngine(ABC):
         unit: str = "row",
     ) -> dict[str, Metric]:
         """See TrainEngine. `num_skipped_updates` is added when the step was not taken."""
-        assert self.optimizer is not None, "a frozen model cannot be trained"
+        assert self._pending is None, "gradients of forward_backward wait for optim_step"
         before = random_state(self.device)
-        wanted = RequestedOutputs(outputs, positions_read(outputs, self.head), temperature)
-        totals = batch_totals(self._sum_over_ranks(torch.tensor(sizes_of(batch, rows, unit))).tolist())
-        metrics: list[dict[str, Metric]] = [{"loss": Metric.sum(0.0)}]
-        micro = micro if self.headroom is None else self.headroom.adapted(micro)
         with self._ready(trains=True):
-            plan = self._plan(batch, micro, wanted.reads, rows, unit)
-            metrics += self._sum_gradients(batch, plan, wanted, loss, totals)
-            if self.headroom is not None and self.headroom.limit is not None:
-                metrics.append({"micro_batch_tokens": Metric.last(self.headroom.limit)})
+            metrics, totals = self._gradients(batch, loss, outputs, micro, temperature, rows, unit)
             self._complete_gradients(totals)
             return self._step(metrics, check, before)
+
+    def forward_backward(
+        self, batch: DataProto, loss: LossFn, outputs: Sequence[str], micro: MicroBatching, temperature: float = 1.0
+    ) -> dict[str, Metric]:
+        """See TrainEngine."""
+        if self._pending is None:
+            self._pending = PendingGradients(random_state(self.device))
+        elif not self.accumulates_calls:
+            raise ConfigError(
+                "This engine sums gradients over ranks at the end of each forward_backward, so a second one before optim_step "
+                "would count the first twice. Give all rows to one call, or set strategy=fsdp2."
+            )
+        with self._ready(trains=True):
+            metrics, totals = self._gradients(batch, loss, outputs, micro, temperature)
+        self._pending.totals.append(totals)
+        return merge_metrics(metrics)
+
+    def optim_step(self, learning_rate: float | None = None) -> dict[str, Metric]:
+        """See TrainEngine."""
+        if self._pending is None:
+            raise ConfigError("There are no gradients to step on. Call forward_backward before optim_step.")
+        pending, self._pending = self._pending, None
+        with self._ready(trains=True):
+            self._complete_gradients(pending.total())
+            return self._step([{}], None, pending.random_state, learning_rate)
 
     def end_step(self, *, advance: bool = True) -> float:
         """See TrainEngine."""
@@ -302,6 +322,28 @@ class TrainedEngine(ABC):
             packed = self._pack(select_rows(batch, rows), wanted.reads)
             yield self._outputs(packed, wanted.outputs, wanted.temperature)
 
+    def _gradients(
+        self,
+        batch: DataProto,
+        loss: LossFn,
+        outputs: Sequence[str],
+        micro: MicroBatching,
+        temperature: float,
+        rows: Sequence[int] | None = None,
+        unit: str = "row",
+    ) -> tuple[list[dict[str, Metric]], BatchTotals]:
+        """Add the gradients of a batch to the existing ones; returns metrics of micro-batches, and sizes over all ranks."""
+        assert self.optimizer is not None, "a frozen model cannot be trained"
+        wanted = RequestedOutputs(outputs, positions_read(outputs, self.head), temperature)
+        totals = batch_totals(self._sum_over_ranks(torch.tensor(sizes_of(batch, rows, unit))).tolist())
+        metrics: list[dict[str, Metric]] = [{"loss": Metric.sum(0.0)}]
+        micro = micro if self.headroom is None else self.headroom.adapted(micro)
+        plan = self._plan(batch, micro, wanted.reads, rows, unit)
+        metrics += self._sum_gradients(batch, plan, wanted, loss, totals)
+        if self.headroom is not None and self.headroom.limit is not None:
+            metrics.append({"micro_batch_tokens": Metric.last(self.headroom.limit)})
+        return metrics, totals
+
     def _sum_gradients(
         self, batch: DataProto, plan: list[list[int]], wanted: RequestedOutputs, loss: LossFn, totals: BatchTotals
     ) -> list[dict[str, Metric]]:
@@ -334,14 +376,18 @@ class TrainedEngine(ABC):
         return lr_at(self.num_lr_steps, self.optim, self.total_steps)
 
     def _step(
-        self, parts: Sequence[dict[str, Metric]], check: StepCheck | None, before: list[torch.Tensor]
+        self,
+        parts: Sequence[dict[str, Metric]],
+        check: StepCheck | None,
+        before: list[torch.Tensor],
+        learning_rate: float | None = None,
     ) -> dict[str, Metric]:
-        """The optimizer step on the gathered gradients, and the metrics of the micro-batches with its own. A step that is
-        not taken restores the random state `before`."""
+        """The optimizer step on the gathered gradients, at the schedule's rate by default; returns the metrics of the
+        micro-batches and of the step. A step that is not taken restores the random state `before`."""
         assert self.optimizer is not None, "a frozen model cannot be trained"
         metrics = merge_metrics(list(parts))
         accept = None if check is None else partial(self._accepts, check, metrics)
-        result = self.optimizer.step(self._learning_rate(), accept)
+        result = self.optimizer.step(self._learning_rate() if learning_rate is None else learning_rate, accept)
         metrics["grad_norm"] = Metric.last(result.grad_norm)
         if not result.taken:
             metrics["num_skipped_updates"] = Metric.last(1.0)
@@ -351,8 +397,3 @@ class TrainedEngine(ABC):
     def _accepts(self, check: StepCheck, metrics: Mapping[str, Metric], grad_norm: float) -> bool:
         found = whole_batch_metrics(metrics, check.names, self._sum_over_ranks, self._largest_of_ranks)
         return check({**found, "grad_norm": grad_norm})
-
-
-def select_rows(batch: DataProto, rows: list[int]) -> DataProto:
-    """The rows `rows` of a batch."""
-    return batch if len(rows) == len(batch) else batch.select_idxs(rows)

@@ -113,3 +113,8 @@ def _fitting(family: Sequence[Unit], max_tokens: int, share_prompts: bool) -> It
         cost = cost + added if chunk else num_computed(unit, share_prompts)
         chunk.append(unit)
     yield cost, chunk
+
+
+def select_rows(batch: DataProto, rows: list[int]) -> DataProto:
+    """The rows `rows` of a batch."""
+    return batch if len(rows) == len(batch) else batch.select_idxs(rows)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
 from verl.data_proto.metrics import Metric
+from verl.engines.api import BatchTotals
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]  # the numbers of all ranks that have their own rows, combined
 
@@ -54,3 +56,17 @@ def restore_random_state(states: list[torch.Tensor], device: torch.device) -> No
     torch.set_rng_state(states[0])
     for state in states[1:]:
         torch.cuda.set_rng_state(state, device)
+
+
+@dataclass
+class PendingGradients:
+    """Gradients of `forward_backward` before their `optim_step`: torch's random state before the first call, and the sizes of
+    each call."""
+
+    random_state: list[torch.Tensor]
+    totals: list[BatchTotals] = field(default_factory=list)
+
+    def total(self) -> BatchTotals:
+        """The sizes of all calls together."""
+        sizes = ("num_tokens", "num_sequences", "num_units")
+        return BatchTotals(*(sum(getattr(totals, name) for totals in self.totals) for name in sizes))

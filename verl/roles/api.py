@@ -164,6 +164,18 @@ class ModelHandle(Protocol):
         """All optimizer steps on `batch`, and one step of the learning-rate schedule."""
         ...
 
+    def forward_backward(
+        self, batch: DataProto, step: int, loss: str, outputs: Sequence[str] = ("log_probs",)
+    ) -> Future[Updates]:
+        """Add the gradient of a loss function to the gradients since the last `optim_step`. `loss` is a reference to a
+        function of the form of verl.roles.objectives.function. `step` has no meaning here; calls that train have it."""
+        ...
+
+    def optim_step(self, learning_rate: float | None = None) -> dict[str, Metric]:
+        """One optimizer step on the gradients of `forward_backward`, at `learning_rate` or the schedule's rate, and one step of
+        the schedule; returns grad_norm and lr."""
+        ...
+
     def follow(self, share: float) -> Any:
         """Move a frozen role's weights towards the weights of the role that it follows: own + share (other - own)."""
         ...

@@ -26,7 +26,9 @@ from verl.parallel.process_settings import give_back_holes
 from verl.parallel.register import Dispatch, Execute, register
 from verl.parallel.serialize import record
 from verl.parallel.traffic import TRAFFIC
+from verl.registry import load_object
 from verl.roles.api import RoleSpec
+from verl.roles.objectives.function import FunctionLoss
 from verl.roles.step_guard import StepGuard
 from verl.roles.updates import MiniBatchSchedule, Updates
 
@@ -85,6 +87,30 @@ class ModelRole:
         give_back_holes(step)
         findings = self.guard.pop_findings()
         return Updates(self.spec.name, found, rate, observed, findings, _device_metrics())
+
+    @register(dispatch_mode=Dispatch.ND_MINI_BATCHES, blocking=False, objects=())
+    def forward_backward(
+        self,
+        batch: DataProto,
+        step: int,
+        loss: str,
+        outputs: Sequence[str] = ("log_probs",),
+        mini_batches: Sequence[Sequence[int]] | None = None,
+    ) -> Updates:
+        """See ModelHandle."""
+        function, metrics = FunctionLoss(load_object(loss)), []
+        for rows in _mini_batches(batch, [range(len(batch))] if mini_batches is None else mini_batches):
+            metrics.append(
+                self.engine.forward_backward(rows, function, outputs, self.spec.micro, self.spec.temperature)
+            )
+        return Updates(self.spec.name, metrics, lr=0.0)
+
+    @register(dispatch_mode=Dispatch.ALL_REDUCE)
+    def optim_step(self, learning_rate: float | None = None) -> dict[str, Metric]:
+        """See ModelHandle."""
+        metrics = self.engine.optim_step(learning_rate)
+        rate = self.engine.end_step()
+        return {**metrics, "lr": Metric.last(rate if learning_rate is None else learning_rate)}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def follow(self, share: float) -> None:

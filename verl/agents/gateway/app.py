@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any
 
 from verl.agents.gateway import formats
-from verl.agents.gateway.sessions import RequestError, Session, Sessions
+from verl.agents.gateway.sessions import EndpointSession, RequestError, Sessions
 from verl.errors import ConfigError, DataError, MissingExtraError, UnreachableError
 from verl.tracking.logs import adopt_loggers
 
@@ -35,7 +35,7 @@ START_TIMEOUT_S = 30.0
 MAX_BODY = 32 << 20  # bytes
 MAX_REWARD = 1e308  # of a request: the range of a float; the end of the episode checks reward.max_abs_score
 
-Handler = Callable[[Session, dict[str, Any]], Awaitable[Any]]
+Handler = Callable[[EndpointSession, dict[str, Any]], Awaitable[Any]]
 
 
 class Gateway:
@@ -66,7 +66,7 @@ class Gateway:
         self._server = uvicorn.Server(self._config)
         self._task: asyncio.Task[None] | None = None
 
-    def base_url(self, session: Session, host: str | None = None) -> str:
+    def base_url(self, session: EndpointSession, host: str | None = None) -> str:
         """The address of a session, for an OpenAI client on this machine or, where the endpoint listens on all addresses, on
         any. `host`: another way to the same port."""
         host = host or reachable(self.host)
@@ -197,7 +197,7 @@ async def _body(request: Any) -> dict[str, Any]:
     return body
 
 
-async def _chat(session: Session, body: dict[str, Any]) -> Any:
+async def _chat(session: EndpointSession, body: dict[str, Any]) -> Any:
     wanted = formats.chat_request(body)
     answer = await session.chat(wanted.messages, wanted.tools, wanted.max_tokens)
     if body.get("stream"):
@@ -205,7 +205,7 @@ async def _chat(session: Session, body: dict[str, Any]) -> Any:
     return formats.chat_response(answer, body)
 
 
-async def _completions(session: Session, body: dict[str, Any]) -> Any:
+async def _completions(session: EndpointSession, body: dict[str, Any]) -> Any:
     request = formats.completion_request(body, partial(session.continuity.encode, add_special_tokens=True))
     answer = await session.complete(request.token_ids, request.max_tokens, is_first=False)
     session.num_turns += 2
@@ -214,13 +214,13 @@ async def _completions(session: Session, body: dict[str, Any]) -> Any:
     return formats.completion_response(answer, body)
 
 
-async def _responses(session: Session, body: dict[str, Any]) -> Any:
+async def _responses(session: EndpointSession, body: dict[str, Any]) -> Any:
     wanted = formats.responses_request(body)
     answer = await session.chat(wanted.messages, wanted.tools, wanted.max_tokens)
     return formats.responses_response(answer, body)
 
 
-async def _anthropic(session: Session, body: dict[str, Any]) -> Any:
+async def _anthropic(session: EndpointSession, body: dict[str, Any]) -> Any:
     wanted = formats.anthropic_request(body)
     answer = await session.chat(wanted.messages, wanted.tools, wanted.max_tokens)
     if body.get("stream"):
@@ -228,11 +228,11 @@ async def _anthropic(session: Session, body: dict[str, Any]) -> Any:
     return formats.anthropic_response(answer, body)
 
 
-async def _models(session: Session, body: dict[str, Any]) -> dict[str, Any]:
+async def _models(session: EndpointSession, body: dict[str, Any]) -> dict[str, Any]:
     return {"object": "list", "data": [{"id": formats.MODEL, "object": "model", "created": 0, "owned_by": "verl"}]}
 
 
-async def _reward(session: Session, body: dict[str, Any]) -> dict[str, Any]:
+async def _reward(session: EndpointSession, body: dict[str, Any]) -> dict[str, Any]:
     reward, info = body.get("reward"), body.get("info")
     if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) <= MAX_REWARD:
         raise RequestError("`reward` must be a finite number")

@@ -29,7 +29,7 @@ import numpy as np
 from verl.agents.episode import CURRENT, AgentKilled, Branch, Episode, EpisodeError
 from verl.agents.gateway import loopback
 from verl.agents.gateway.formats import MODEL
-from verl.agents.gateway.sessions import Session, canonical
+from verl.agents.gateway.sessions import EndpointSession, canonical
 from verl.agents.loops import AgentLoopBase, AgentLoopOutput, register_agent_loop
 from verl.agents.parsers import ToolParser
 from verl.agents.tool_calls import on_thread
@@ -75,7 +75,9 @@ class EndpointAgentLoop(AgentLoopBase):
         episode = CURRENT.get()
         parser = ToolParser.get_tool_parser(self.rollout_config.multi_turn.format, self.tokenizer)
         first = canonical([dict(message) for message in kwargs["raw_prompt"]], [])
-        session = Session(secrets.token_urlsafe(16), episode, self.continuity, parser, self.stop_token_ids, first)
+        session = EndpointSession(
+            secrets.token_urlsafe(16), episode, self.continuity, parser, self.stop_token_ids, first
+        )
         row = {name: value for name, value in kwargs.items() if name != "agent_name"}
         task = plain({"prompt": row["raw_prompt"], **row})
         found: Any = None
@@ -91,7 +93,7 @@ class EndpointAgentLoop(AgentLoopBase):
             self.gateway.sessions.remove(session)
         return self._output(episode, session, found)
 
-    def _output(self, episode: Episode, session: Session, found: Any) -> AgentLoopOutput:
+    def _output(self, episode: Episode, session: EndpointSession, found: Any) -> AgentLoopOutput:
         reward, info = _reward(found, session)
         branch = longest(episode)
         start, end = branch.num_prompt, len(branch.tokens)
@@ -105,7 +107,7 @@ class EndpointAgentLoop(AgentLoopBase):
             extra_fields={**info, "num_branches": len(episode.branches)},
         )
 
-    async def _command(self, words: list[str], task: dict[str, Any], session: Session) -> None:
+    async def _command(self, words: list[str], task: dict[str, Any], session: EndpointSession) -> None:
         """Run the command in a sandbox and wait for its end, within the episode's time limit. Without agent.runner_network it
         reaches only the endpoint, where the kernel grants a separate network."""
         env = {name: os.environ[name] for name in KEPT if name in os.environ}
@@ -156,7 +158,7 @@ def longest(episode: Episode) -> Branch:
     return max(episode.branches, key=lambda b: (sum(b.sampled), [-token for token in b.tokens]))
 
 
-def _reward(returned: Any, session: Session) -> tuple[float | None, dict[str, Any]]:
+def _reward(returned: Any, session: EndpointSession) -> tuple[float | None, dict[str, Any]]:
     info = dict(session.info)
     if isinstance(returned, Mapping):
         info |= {k: v for k, v in returned.items() if k != "reward"}

@@ -42,7 +42,7 @@ class ModelTurn:
 
 
 @dataclass
-class Session:
+class EndpointSession:
     """The conversations of one episode."""
 
     id: str
@@ -189,14 +189,14 @@ class Sessions:
 
     def __init__(self) -> None:
         self.token = secrets.token_urlsafe(24)
-        self._open: dict[str, Session] = {}
+        self._open: dict[str, EndpointSession] = {}
 
-    def add(self, session: Session) -> None:
+    def add(self, session: EndpointSession) -> None:
         self._open[session.id] = session
 
-    def get(self, name: str) -> Session | None:
+    def get(self, name: str) -> EndpointSession | None:
         """The session of an address, while its episode runs."""
         return self._open.get(name)
 
-    def remove(self, session: Session) -> None:
+    def remove(self, session: EndpointSession) -> None:
         self._open.pop(session.id, None)

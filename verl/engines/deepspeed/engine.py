@@ -58,6 +58,7 @@ class DeepSpeedEngine(TrainedEngine):
         super().__init__(model=model, engine=engine, device=device, **settings)
         self.section = section or DeepSpeedConfig()
         self.stage, self.num_ranks = self.section.stage(), dist.get_world_size()
+        self.accumulates_calls = self.stage == 0  # ZeRO sums gradients over ranks with the last micro-batch of a call
         self.check_role(model, engine, self.optim, self.section, self.num_ranks)
         if mesh is not None and len(mesh.ranks) != self.num_ranks:
             raise ConfigError(

@@ -16,10 +16,11 @@ from verl.config.sections.megatron import MegatronConfig
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.engines.api import BatchTotals, EngineState, LossFn, WeightLayout, require_library
-from verl.engines.base import RequestedOutputs, TrainedEngine, select_rows
+from verl.engines.base import RequestedOutputs, TrainedEngine
 from verl.engines.loading import build_module, build_skeleton
 from verl.engines.megatron.groups import broadcast_value, computing, use_groups
 from verl.engines.megatron.placement import Grid, Placed, place
+from verl.engines.micro_batches import select_rows
 from verl.engines.state import TrainedState
 from verl.errors import ConfigError, ModelError, VerlError
 from verl.models.forward import keep_fused
@@ -43,6 +44,7 @@ class MegatronEngine(TrainedEngine):
     """
 
     optimizer: Any
+    accumulates_calls = False  # the pipeline's schedule sums gradients over ranks at its end
 
     def __init__(
         self,

@@ -1,0 +1,137 @@
+"""`verl.Session`: loops that users write themselves, in one process, under torchrun and on Ray."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import verl
+from tests.api import session_loop
+from tests.api.session_loop import KEYS, PROMPTS, main, reinforce, take_step
+from tests.runtime.ranks import ROOT, environment, run
+from verl.errors import CheckpointError, ConfigError, DataError
+from verl.registry import reference_to
+
+ROWS = [{"prompt_ids": [5, 6], "response_ids": [7, 8, 9], "advantage": 1.0}]
+
+
+@pytest.fixture
+def session(tiny_llama):
+    with verl.Session(tiny_llama, config=KEYS) as opened:
+        yield opened
+
+
+def summed(outputs, rows, totals):
+    return outputs["log_probs"].sum()
+
+
+def test_a_sample_has_the_log_probs_of_its_training_forward(session):
+    samples = session.sample([*PROMPTS, [5, 6, 7], [{"role": "user", "content": "Hi"}]], n=2)
+    assert [sample["prompt"] for sample in samples] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    assert samples[6]["prompt_ids"] == [5, 6, 7]
+    for sample, log_probs in zip(samples, session.log_probs(samples), strict=True):
+        assert len(sample["response_ids"]) == len(log_probs) == len(sample["log_probs"])
+        assert sample["log_probs"] == pytest.approx(log_probs, abs=1e-4)
+    greedy = [session.sample(PROMPTS, greedy_decoding=True, max_tokens=3) for _ in range(2)]
+    assert [[s["response_ids"] for s in call] for call in greedy][0] == [s["response_ids"] for s in greedy[1]]
+    assert all(len(sample["response_ids"]) <= 3 for sample in greedy[0])
+
+
+def test_the_value_of_a_loss_is_the_sum_over_the_rows_that_train(session):
+    rows = [*ROWS, {"prompt_ids": [5], "response_ids": [6, 7], "response_mask": [1, 0], "advantage": 2.0}]
+    first, second = session.log_probs(rows)
+    expected = -(sum(first) + 2.0 * second[0]) / 4
+    metrics = session.forward_backward(rows, reinforce)
+    assert metrics["loss"] == pytest.approx(expected, rel=1e-5)
+    assert metrics["num_rows"] == 2
+
+
+def test_a_step_raises_the_log_probs_that_the_loss_asks_for(session):
+    before = session.log_probs(ROWS)
+    for _ in range(3):
+        session.forward_backward(ROWS, reinforce)
+        assert session.optim_step(learning_rate=1e-3)["lr"] == 1e-3
+    assert sum(session.log_probs(ROWS)[0]) > sum(before[0])
+
+
+def test_a_saved_session_continues_bit_for_bit(session, tiny_llama, tmp_path):
+    take_step(session)
+    folder = session.save(tmp_path / "checkpoint")
+    expected = [take_step(session) for _ in range(2)]
+    with verl.Session(tiny_llama, config=KEYS) as other:
+        other.load(folder)
+        assert [take_step(other) for _ in range(2)] == expected
+    assert (folder / "actor" / "huggingface" / "config.json").is_file()
+    with pytest.raises(CheckpointError, match="exists already"):
+        session.save(folder)
+    with pytest.raises(CheckpointError, match="no checkpoint of a session"):
+        session.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda s: s.optim_step(), ConfigError, "Call forward_backward before"),
+        (lambda s: s.forward_backward([], summed), DataError, "at least one with prompt_ids"),
+        (lambda s: s.forward_backward([{"prompt_ids": [1]}], summed), DataError, "response_ids of row 0"),
+        (lambda s: s.forward_backward([{**ROWS[0], "advantage": [1.0]}], summed), DataError, "3 numbers"),
+        (lambda s: s.forward_backward([*ROWS, {**ROWS[0], "advantage": [1]}], summed), DataError, "row 1 .* a number"),
+        (lambda s: s.forward_backward([{**ROWS[0], "prompts": 1}], summed), DataError, "another name"),
+        (lambda s: s.forward_backward(ROWS, lambda o, r, t: o["log_probs"]), ConfigError, "scalar tensor"),
+        (lambda s: s.forward_backward([{**ROWS[0], "response_ids": [10**6]}], summed), DataError, "token id"),
+        (lambda s: s.sample([]), DataError, "at least one entry"),
+        (lambda s: s.sample(PROMPTS, max_tokens=7), DataError, "data.max_response_length=6"),
+        (lambda s: s.log_probs(ROWS, reference=True), ConfigError, "use_kl_loss"),
+    ],
+)
+def test_a_wrong_call_is_refused_and_leaves_the_session_usable(session, call, error, words):
+    with pytest.raises(error, match=words):
+        call(session)
+
+
+def test_a_reference_policy_keeps_the_initial_weights(tiny_llama):
+    with verl.Session(tiny_llama, config=[*KEYS, "actor_rollout_ref.actor.use_kl_loss=True"]) as session:
+        before = session.log_probs(ROWS)
+        session.forward_backward(ROWS, reinforce)
+        session.optim_step()
+        assert session.log_probs(ROWS, reference=True) == before != session.log_probs(ROWS)
+
+
+def test_a_function_of_a_script_that_runs_as_a_module_is_imported_from_the_module(monkeypatch):
+    monkeypatch.setitem(sys.modules, "__main__", session_loop)
+    monkeypatch.setattr(reinforce, "__module__", "__main__")
+    monkeypatch.setattr(session_loop, "__name__", "__main__")
+    assert reference_to(reinforce) == "tests.api.session_loop:reinforce"
+
+
+def assert_same(results, expected):
+    for step, reference in zip(results["steps"], expected["steps"], strict=True):
+        assert step.pop("responses") == reference.pop("responses")
+        assert step == pytest.approx(reference, rel=1e-3)
+    assert torch.tensor(results["log_probs"]).allclose(torch.tensor(expected["log_probs"]), atol=1e-3)
+
+
+@pytest.fixture(scope="module")
+def one_process(tiny_llama, tmp_path_factory):
+    out = tmp_path_factory.mktemp("session") / "one.json"
+    main(str(tiny_llama), out)
+    return out
+
+
+def test_two_ranks_take_the_steps_of_one_process(one_process, tiny_llama, tmp_path):
+    run(2, "tests.api.session_loop", tiny_llama, tmp_path / "two.json", timeout_s=180)
+    assert_same(*(json.loads(file.read_text()) for file in (tmp_path / "two.json", one_process)))
+
+
+@pytest.mark.slow
+def test_two_actors_of_ray_take_the_steps_of_one_process(one_process, tiny_llama, tmp_path):
+    pytest.importorskip("ray")
+    command = [sys.executable, "-m", "tests.api.session_loop", str(tiny_llama), str(tmp_path / "ray.json")]
+    done = subprocess.run(
+        [*command, "trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_cpus=4"],
+        cwd=ROOT, env=environment(RAY_AUTH_MODE="disabled"), capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert not done.returncode, (done.stdout + done.stderr)[-3000:]
+    assert_same(*(json.loads(file.read_text()) for file in (tmp_path / "ray.json", one_process)))

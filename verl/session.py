@@ -1,0 +1,279 @@
+"""A policy, its rollout engine and its optimizer for training loops that users write themselves.
+
+    with verl.Session("Qwen/Qwen3-0.6B") as session:
+        for step in range(20):
+            samples = session.sample(prompts, n=4)
+            rows = [{**sample, "advantage": advantage} for sample, advantage in zip(samples, advantages(samples))]
+            session.forward_backward(rows, loss)
+            session.optim_step()
+            session.sync_weights()
+
+The same code runs in one process, under torchrun (every rank runs the script) and on Ray, on any training and rollout engine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.config import load_config
+from verl.data.prompts import PromptEncoder
+from verl.data_proto.merge import object_array
+from verl.data_proto.proto import DataProto
+from verl.data_proto.token_ids import num_embeddings, token_ids, token_mask
+from verl.data_proto.trajectory import padded, response_lengths
+from verl.errors import CheckpointError, ConfigError, DataError
+from verl.models.load import load_tokenizer
+from verl.programs.ppo_roles import ppo_roles
+from verl.registry import reference_to, with_references
+from verl.roles.api import Objective, RoleSpecs
+from verl.roles.objectives.function import LossFunction
+from verl.roles.rollout import greedy, sampling_params
+from verl.roles.updates import MiniBatchSchedule
+from verl.runtime.api import open_runtime
+from verl.tracking.files import write_atomically
+
+Row = Mapping[str, Any]
+Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
+
+_STATE = "session.json"
+_TOKENS = ("prompt_ids", "response_ids", "response_mask")
+
+
+class SessionRoles:
+    """The roles of a session: the policy without a loss, a reference policy where `actor.use_kl_loss` asks for one, and the
+    rollout engine. Rewards are the script's."""
+
+    @classmethod
+    def roles(cls, config: Any, *, train: bool = True) -> RoleSpecs:
+        """See ProgramClass."""
+        specs = ppo_roles(config, train=train)
+        models = tuple(
+            replace(spec, objective=lambda guard: Objective(), schedule=MiniBatchSchedule(), guards=None)
+            if spec.name == "actor"
+            else spec
+            for spec in specs.models
+        )
+        return replace(specs, models=models, scores=False)
+
+
+class Session:
+    """A model that samples and trains under a loop of your own. Use it as a context manager, or call `close` at the end.
+
+    model: Hugging Face folder or name. config, keys: keys of docs/config.md, nested or dotted, such as
+    `config={"actor_rollout_ref.actor.optim.lr": 1e-5}`. Prompts and responses are at most data.max_prompt_length and
+    data.max_response_length tokens. `tokenizer` is the Hugging Face tokenizer.
+
+    Raises ConfigError, and ModelError for a model that cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        config: Mapping[str, Any] | Sequence[str] = (),
+        **keys: Any,
+    ):
+        mapping, texts = (config, ()) if isinstance(config, Mapping) else ({}, config)
+        own = {"actor_rollout_ref.model.path": os.fspath(model)}
+        trees = [with_references(tree) for tree in (own, mapping, keys)]
+        self.config = load_config(list(texts), values=trees, check=False).config
+        self.tokenizer = load_tokenizer(self.config.actor_rollout_ref.model)
+        self._encoder = PromptEncoder(self.tokenizer, self.config.data)
+        self._num_prompts, self._version = 0, -1
+        with ExitStack() as stack:
+            self._runtime = stack.enter_context(open_runtime(self.config, SessionRoles))
+            self._roles = self._runtime.build_roles(
+                total_steps=self.config.trainer.total_training_steps or 1, data_sources=[]
+            )
+            stack.callback(self._roles.close)
+            self._policy = self._roles.models["actor"]
+            self.sync_weights()
+            self._stack = stack.pop_all()
+
+    def sample(
+        self, prompts: Sequence[Prompt], *, n: int = 1, max_tokens: int | None = None, greedy_decoding: bool = False
+    ) -> list[dict[str, Any]]:
+        """`n` samples of each prompt under the weights of the last `sync_weights`, samples of a prompt adjacent.
+
+        A prompt is a text (put through the chat template where there is one), a list of messages, or token ids. A sample has
+        prompt (its index), prompt_ids, response_ids, log_probs (of the sampled tokens, at rollout.temperature), response
+        (text) and finish_reason ("stop" or "length"). Random numbers differ in each call; a loaded session
+        continues with the numbers of the saved one. Raises DataError.
+        """
+        if isinstance(prompts, str) or not len(prompts):
+            raise DataError("Session.sample takes a list of prompts with at least one entry.")
+        rollout = self.config.actor_rollout_ref.rollout
+        limit = rollout.response_length
+        if max_tokens is not None and not 0 < max_tokens <= limit:
+            raise DataError(f"max_tokens={max_tokens} is not between 1 and data.max_response_length={limit}.")
+        params = replace(sampling_params(rollout), n=n, max_new_tokens=max_tokens or limit)
+        params = greedy(params, n) if greedy_decoding else params
+        ids = [self._prompt_ids(prompt, f"prompt {number}") for number, prompt in enumerate(prompts)]
+        first, self._num_prompts = self._num_prompts, self._num_prompts + len(ids)
+        batch = DataProto.from_dict(
+            {"ordinal": torch.arange(first, self._num_prompts)}, {"prompt_token_ids": object_array(ids)}
+        )
+        assert self._roles.rollout is not None
+        generated = self._roles.rollout.generate(batch, step=0, params=params).get()
+        self._roles.rollout.end_generation().get()
+        return [self._sample(generated, row, row // n, ids[row // n]) for row in range(len(generated))]
+
+    def forward_backward(
+        self, rows: Sequence[Row], loss: LossFunction, *, outputs: Sequence[str] = ("log_probs",)
+    ) -> dict[str, float]:
+        """Add the gradient of `loss` on `rows` to the gradients since the last `optim_step`; returns its value as "loss", and
+        its metrics.
+
+        A row has prompt_ids and response_ids, optionally response_mask (which tokens train; default: all), and values that the
+        loss reads: a number becomes a column [rows, 1], a list with an entry for each token of the response a column [rows,
+        response]. Texts and other values stay behind. verl/roles/objectives/function.py has the form of `loss`; `outputs` are
+        rows of verl.models.outputs.OUTPUTS, such as "entropy". On Ray the function is imported from its file. Raises DataError
+        for such rows, ConfigError for the loss.
+        """
+        batch = self._batch(rows)
+        updates = self._policy.forward_backward(batch, 0, reference_to(loss), tuple(outputs)).get()
+        return {name: metric.value for name, metric in updates.steps[0].items()}
+
+    def optim_step(self, learning_rate: float | None = None) -> dict[str, float]:
+        """Clip the gathered gradients, take one optimizer step and forget them; returns grad_norm and lr. A norm that is not
+        finite skips the step. `learning_rate`: of this step, instead of the rate of optim.lr's schedule. Raises ConfigError
+        without gradients."""
+        return {name: metric.value for name, metric in self._policy.optim_step(learning_rate).items()}
+
+    def log_probs(self, rows: Sequence[Row], *, reference: bool = False) -> list[list[float]]:
+        """Log-probabilities of the response tokens of `rows` under the current weights; `reference`: under the initial weights
+        (with actor_rollout_ref.actor.use_kl_loss=True)."""
+        model = self._roles.models.get("reference") if reference else self._policy
+        if model is None:
+            raise ConfigError("There is no reference policy. Set actor_rollout_ref.actor.use_kl_loss=True.")
+        batch = self._batch(rows)
+        values = model.forward(batch, {"log_probs": "values"}).get().batch["values"]
+        return [values[row, :length].tolist() for row, length in enumerate(response_lengths(batch.batch).tolist())]
+
+    def sync_weights(self) -> None:
+        """Let the rollout engine sample with the trained weights from now on."""
+        self._version += 1
+        assert self._roles.weights is not None
+        self._roles.weights.sync(self._version)
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Write weights, optimizer and position to the new folder; returns it. `actor/huggingface` in it opens with
+        `from_pretrained`. Raises CheckpointError for a folder that exists."""
+        path = Path(folder).expanduser().absolute()
+        if self._runtime.broadcast(path.exists()):
+            raise CheckpointError(f"{path} exists already. Choose a new folder for each checkpoint.")
+        if self._runtime.is_rank_zero:
+            path.mkdir(parents=True)
+        self._runtime.broadcast(None)
+        self._policy.save(str(path / "actor"))
+        if self._runtime.is_rank_zero:
+            write_atomically(path / _STATE, json.dumps({"num_prompts": self._num_prompts, "version": self._version}))
+        self._runtime.broadcast(None)
+        return path
+
+    def load(self, folder: str | os.PathLike[str]) -> None:
+        """Take the state that `save` wrote, bit for bit, and sync the weights. Raises CheckpointError."""
+        path = Path(folder).expanduser().absolute()
+        try:
+            state = json.loads((path / _STATE).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise CheckpointError(f"{path} is no checkpoint of a session: {error}.") from error
+        self._policy.load(str(path))
+        self._num_prompts, self._version = state["num_prompts"], state["version"]
+        self.sync_weights()
+
+    def close(self) -> None:
+        """End every process that the session has started."""
+        self._stack.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _prompt_ids(self, prompt: Prompt, place: str) -> list[int]:
+        if not isinstance(prompt, str) and len(prompt) and not isinstance(prompt[0], Mapping):
+            return token_ids(prompt, place, num_embeddings(self.tokenizer)).tolist()
+        return self._encoder.encode(prompt, place)  # type: ignore[arg-type]
+
+    def _sample(self, generated: DataProto, row: int, prompt: int, prompt_ids: list[int]) -> dict[str, Any]:
+        columns = generated.batch
+        length = int(response_lengths(columns[row : row + 1])[0])
+        ids = columns["responses"][row, :length].tolist()
+        return {
+            "prompt": prompt,
+            "prompt_ids": prompt_ids,
+            "response_ids": ids,
+            "log_probs": columns["rollout_log_probs"][row, :length].tolist(),
+            "response": self.tokenizer.decode(ids, skip_special_tokens=True),
+            "finish_reason": generated.non_tensor_batch["finish_reason"][row],
+        }
+
+    def _batch(self, rows: Sequence[Row]) -> DataProto:
+        """The columns of the rows; widths are those of the longest row."""
+        if not len(rows):
+            raise DataError("There are no rows. Give at least one with prompt_ids and response_ids.")
+        pad = self.tokenizer.pad_token_id or 0
+        limit = num_embeddings(self.tokenizer)
+        prompts, responses = (
+            [token_ids(row.get(name), f"{name} of row {number}", limit) for number, row in enumerate(rows)]
+            for name in ("prompt_ids", "response_ids")
+        )
+        masks = [
+            token_mask(row["response_mask"], f"response_mask of row {number}", len(ids))
+            if row.get("response_mask") is not None
+            else np.ones(len(ids), dtype=bool)
+            for number, (row, ids) in enumerate(zip(rows, responses, strict=True))
+        ]
+        width = max(map(len, responses))
+        prompt_column, prompt_mask = padded(prompts, pad, max(map(len, prompts)), torch.int64, left=True)
+        response_column, exists = padded(responses, pad, width, torch.int64)
+        columns = {
+            "prompts": prompt_column,
+            "prompt_mask": prompt_mask,
+            "responses": response_column,
+            "response_mask": padded(masks, False, width, torch.bool)[0],
+            "attention_mask": torch.cat([prompt_mask, exists], dim=1),
+        }
+        lengths = [len(ids) for ids in responses]
+        values = _value_columns(rows, lengths, width)
+        if hidden := sorted(columns.keys() & values.keys()):
+            raise DataError(f"{hidden[0]} is a column that the session makes itself. Give the value another name.")
+        return DataProto.from_dict({**columns, **values})
+
+
+def _value_columns(rows: Sequence[Row], lengths: Sequence[int], width: int) -> dict[str, torch.Tensor]:
+    """float32 columns of the numbers of `rows`: [rows, 1], or [rows, response] where a row has a number for each token."""
+    columns = {}
+    for name, first in rows[0].items():
+        if name in _TOKENS or not _is_numeric(first):
+            continue
+        values = [np.asarray(row.get(name, ()), dtype=np.float64) for row in rows]
+        shapes = [(length,) for length in lengths] if values[0].ndim else [()] * len(rows)
+        for number, (value, shape) in enumerate(zip(values, shapes, strict=True)):
+            if value.shape != shape:
+                expected = f"{shape[0]} numbers, one for each token of the response" if shape else "a number"
+                raise DataError(f"{name} of row {number} has the shape {list(value.shape)}; it must be {expected}.")
+        columns[name] = (
+            padded(values, 0.0, width, torch.float32)[0]
+            if values[0].ndim
+            else torch.tensor([[float(value)] for value in values], dtype=torch.float32)
+        )
+    return columns
+
+
+def _is_numeric(value: Any) -> bool:
+    try:
+        return np.asarray(value).dtype.kind in "biuf"
+    except ValueError:  # nested lists of different lengths
+        return False
