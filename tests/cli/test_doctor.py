@@ -16,6 +16,7 @@ from verl.cli.machine.findings import findings
 from verl.cli.machine.host import host, output_of, usable_cores
 from verl.cli.machine.packages import installed_version, probe
 from verl.cli.machine.requirements import _fits, unmet_requirements
+from verl.cli.main import main
 from verl.parallel.memory import available_memory, memory_limit
 
 pytestmark = pytest.mark.seed("F8")
@@ -36,6 +37,7 @@ PACKAGES = {
     "verl_command": "/env/bin/verl", "requirements": {}, "driver": None, "torch_probe": TORCH,
     "transformers_probe": {"version": "5.19.0"}, "companions": {},
     "decoder_probe": {"name": "avx2", "compiled": True},
+    "engine_names": {"vllm": {}, "sglang": {}},
     "optional": {"vllm": None, "sglang": None, "megatron": None, "deepspeed": None, "torchvision": None},
 }  # fmt: skip
 GPU = {"name": "Old GPU", "memory_bytes": 16 * GIB, "capability": [7, 0]}
@@ -104,6 +106,10 @@ CASES = {
     ),
     "few files": ({"host_changes": {"limits": {"nofile": 256}}}, "warn", "ulimit -n"),
     "address space": ({"host_changes": {"limits": {"as": 1 << 30}}}, "warn", "ulimit -v"),
+    "engine without a name": (
+        {"package_changes": {"engine_names": {"vllm": {"as a service": {"vllm.a:/b": True, "vllm.a:/c": False}}}}},
+        "warn", "has no vllm.a:/c, which verl uses as a service",
+    ),
     "several Pythons": (
         {"package_changes": {"virtual_environment": False, "other_pythons": ["/usr/bin/python3.9"]}}, "warn", "python -m venv",
     ),
@@ -123,6 +129,16 @@ def test_every_fact_can_be_shown_even_when_torch_is_broken():
     shown = dict(facts(HOST, broken))
     assert "no libtorch.so" in shown["torch"]
     assert shown["devices"].startswith("the CPU alone")
+
+
+def test_names_of_engines_are_listed_by_place():
+    names = {"vllm.a:B.c": True, "vllm.a:B.d": False, "vllm.a:e": True, "vllm.f:/g": True}
+    packages = {**PACKAGES, "engine_names": {"vllm": {"here": names}}, "optional": {"vllm": "0.99"}}
+    assert [text for topic, text in facts(HOST, packages) if topic == "names"] == [
+        "vllm 0.99 here: vllm.a:B.{c, d (missing)}",
+        "vllm 0.99 here: vllm.a:{e}",
+        "vllm 0.99 here: vllm.f:{/g}",
+    ]
 
 
 PROGRAMS = {
@@ -229,6 +245,15 @@ def test_training_with_a_torch_that_is_not_there(tmp_path, content, sentence):
     assert done.stderr.splitlines()[-1] == f"verl train: {sentence}"
     assert "bug in verl" not in done.stderr
     assert not [line for line in done.stderr.splitlines() if "restart" in line and not line.startswith(" ")]
+
+
+def test_a_release_outside_the_bounds_is_refused_before_a_run_starts(monkeypatch, capsys):
+    unmet = {"torch>=2.9": "2.8.0", "math-verify>=0.9": "not installed"}
+    monkeypatch.setattr("verl.cli.machine.requirements.unmet_requirements", lambda: unmet)
+    assert main(["train", "data.train_files=x.jsonl"]) == 7
+    assert capsys.readouterr().err == (
+        "verl train: unmet requirements: torch>=2.9 (here: 2.8.0). Install them: pip install 'torch>=2.9'\n"
+    )
 
 
 def test_not_installed_is_a_requirement_that_is_not_met(monkeypatch):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from tests.rollout.conftest import EOS, make_prompts
 from tests.rollout.simulated import weight_transfer
+from tests.rollout.test_engine_names import write_sources
 from tests.rollout.test_vllm import weights_of
 from tests.runtime.ranks import still_there
 from verl.config import RolloutConfig
@@ -30,7 +32,8 @@ PARAMS = SamplingParams(n=2, max_new_tokens=2)
 @pytest.fixture
 def note(tmp_path, monkeypatch):
     """The file in which the server notes how it was started. SGLang is installed, and nobody waits long."""
-    place = str(Path(__file__).parent / "played_sglang")
+    place = str(shutil.copytree(Path(__file__).parent / "played_sglang", tmp_path / "played"))
+    write_sources(tmp_path / "played", "sglang")
     monkeypatch.syspath_prepend(place)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([place, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep))
     monkeypatch.setenv("VERL_TEST_SGLANG", str(tmp_path / "note"))

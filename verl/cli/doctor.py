@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from verl.cli.parser import Parser
@@ -65,6 +66,7 @@ def facts(host: dict[str, Any], packages: dict[str, Any]) -> list[tuple[str, str
         ("packages", f"transformers {_version(transformers)}"),
         ("packages", ", ".join(engines)),
         ("engines", _engines()),
+        *(("names", text) for text in _engine_names(packages)),
     ]  # fmt: skip
     if host["environment"]:
         rows.append(("variables", ", ".join(f"{name}={value}" for name, value in host["environment"].items())))
@@ -78,6 +80,18 @@ def _engines() -> str:
     except ImportError as error:  # which has its own finding
         return f"unknown without the package {error.name}"
     return f"rollout {', '.join(ROLLOUT)} and training {', '.join(TRAINING)} come with verl"
+
+
+def _engine_names(packages: dict[str, Any]) -> Iterator[str]:
+    """The names of each installed engine that verl uses, a line for each class, module or kind of name."""
+    for package, ways in packages["engine_names"].items():
+        for way, names in ways.items():
+            groups: dict[str, list[str]] = {}
+            for name, is_there in names.items():
+                place, mark, rest = name.rpartition("." if "." in name.partition(":")[2] else ":")
+                groups.setdefault(f"{place}{mark}", []).append(rest if is_there else f"{rest} (missing)")
+            for place, members in groups.items():
+                yield f"{package} {packages['optional'][package]} {way}: {place}{{{', '.join(members)}}}"
 
 
 def _version(probe: dict[str, Any]) -> str:

@@ -167,6 +167,16 @@ def _links(host: Facts, packages: Facts) -> Iterator[Line]:
     return advice(host["links"])
 
 
+def _engine_names(host: Facts, packages: Facts) -> Iterator[Line]:
+    for package, ways in packages["engine_names"].items():
+        for way, names in ways.items():
+            if missing := [name for name, is_there in names.items() if not is_there]:
+                yield warn(
+                    f"{package} {packages['optional'][package]} has no {', '.join(missing)}, which verl uses {way}. Install "
+                    f"a version that verl was tried with: pip install 'verl[{package}]'"
+                )
+
+
 RULES: tuple[Callable[[Facts, Facts], Iterator[Line]], ...] = (
     _requirements,
     _torch,
@@ -176,4 +186,5 @@ RULES: tuple[Callable[[Facts, Facts], Iterator[Line]], ...] = (
     _file_system,
     _pythons,
     _links,
+    _engine_names,
 )

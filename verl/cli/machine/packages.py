@@ -19,6 +19,7 @@ from verl.cli.machine.host import output_of
 from verl.cli.machine.probes import PROBES
 from verl.cli.machine.requirements import unmet_requirements
 from verl.parallel.child_processes import python_command
+from verl.rollout.engine_names import USES, lookup
 
 # engine or helper -> (module, distributions that bring it)
 OPTIONAL: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -56,6 +57,7 @@ def packages() -> dict[str, Any]:
         "verl_command": shutil.which("verl"),
         "requirements": unmet_requirements(),
         "optional": {name: installed_version(*row) for name, row in OPTIONAL.items()},
+        "engine_names": {name: lookup(name) for name in USES},
         "driver": driver(),
         "torch_probe": probed["torch"],
         "transformers_probe": probed["transformers"],

@@ -54,6 +54,12 @@ def unmet_requirements() -> dict[str, str]:
     return unmet
 
 
+def outdated_sentence() -> str:
+    """A sentence for installed packages that are not of the releases that verl requires; "" when there are none."""
+    outdated = {text: version for text, version in unmet_requirements().items() if version != "not installed"}
+    return unmet_sentence(outdated) if outdated else ""
+
+
 def _fits(version: str, bounds: str) -> bool:
     """Whether `version` is within ">=2.8" or "==0.16.1,<1"; by its numbers, since `packaging` may not be installed."""
     for relation, bound in _BOUND.findall(bounds):

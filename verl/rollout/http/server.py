@@ -15,6 +15,7 @@ from verl.errors import DeadlineError, MissingExtraError, ModelError, Unreachabl
 from verl.parallel.child_processes import python_command
 from verl.parallel.collectives import free_port
 from verl.rollout.api import WeightTransfer
+from verl.rollout.engine_names import SERVICE, require_names
 from verl.rollout.http.client import Client
 from verl.rollout.process import Child
 from verl.rollout.vllm.settings import longest_sequence
@@ -26,8 +27,8 @@ _HEALTH_S = 10.0  # for one answer about its health
 class SGLangServer:
     """Started as `python -m sglang.launch_server`, and ready when this returns. `weights_dir` is a folder for new weights.
 
-    Raises MissingExtraError without SGLang, ModelError when the server ends, DeadlineError when it is not ready after
-    `transfer.start_timeout_s`.
+    Raises MissingExtraError without SGLang, ModelError when the server ends or SGLang lacks a name that verl uses,
+    DeadlineError when the server is not ready after `transfer.start_timeout_s`.
     """
 
     def __init__(self, config: RolloutConfig, transfer: WeightTransfer, skeleton: Any):
@@ -38,6 +39,7 @@ class SGLangServer:
                 "sglang",
                 "set actor_rollout_ref.rollout.service.url to a server of SGLang that is running",
             )
+        require_names("sglang", SERVICE, "versions known to work: 0.5.23")
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         server = python_command("sglang.launch_server", *arguments(config, transfer, skeleton, port))

@@ -20,6 +20,7 @@ import torch
 from verl.data_proto.samples import Completion, FinishReason, PromptRequest, SampleKey, SamplingParams
 from verl.errors import MissingExtraError, ModelError
 from verl.rollout.api import Stats
+from verl.rollout.engine_names import IN_PROCESS, require_names
 from verl.rollout.requests import StopRules
 from verl.rollout.uniforms import sample_keys
 from verl.rollout.vllm.sample import draw_arguments
@@ -53,6 +54,7 @@ class Core:
     def __init__(self, setup: Setup):
         self.setup = setup
         self._asleep: set[str] = set()  # parts of vLLM's memory, by its names for them
+        require_names("vllm", IN_PROCESS, WORKING)
         with undisturbed(setup.environment):
             try:
                 from verl.rollout.vllm import library
