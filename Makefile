@@ -56,12 +56,13 @@ for attempt in 1 2 3; do \
 done
 endef
 
-.PHONY: help venv train test lint types unit model data letters gpu-rehearsal clean
+.PHONY: help venv train test lint types unit model data letters versions gpu-rehearsal clean
 
 help:
 	@echo "make train   install, fetch the model, make the data, train (CONFIG=$(CONFIG), about eight minutes on two cores)"
 	@echo "make test    install, then lint, types and the whole test suite"
 	@echo "make venv    install only, into $(VENV)"
+	@echo "make versions   the table of docs/versions.md, with an environment of its own for each row (hours, some 60 GB in $(WORK)/versions)"
 	@echo "make gpu-rehearsal   the GPU report with tiny shapes on a CPU, and kills of its runner (KILLS=$(KILLS), about half an hour)"
 	@echo "make clean   remove what tests and builds leave; the virtual environment and $(WORK)/ stay"
 
@@ -128,6 +129,9 @@ types: $(STAMPS)/package
 
 unit: $(STAMPS)/package
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+
+versions: $(STAMPS)/package
+	@$(BIN)/python benchmarks/versions.py --work $(WORK)/versions
 
 gpu-rehearsal: $(STAMPS)/package
 	@rm -rf $(WORK)/gpu-rehearsal

@@ -62,6 +62,11 @@ def test_the_figures_of_precision_are_current():
     assert generator.PICTURE.exists() == bool(generator.kept())
 
 
+def test_the_table_of_versions_is_current():
+    generator = load_module(str(ROOT / "benchmarks" / "versions.py"))
+    assert read("docs/versions.md") == generator.page(), "run: python benchmarks/versions.py"
+
+
 def test_figures_of_precision_are_those_of_the_benchmark(tmp_path, monkeypatch):
     generator = load_module(str(ROOT / "docs" / "make_precision.py"))
     monkeypatch.setattr(generator, "PICTURE", tmp_path / "precision.svg")
