@@ -1,61 +1,169 @@
-"""The GPU report on a CPU: all steps with tiny shapes, then kills of the runner at random moments.
+"""The GPU report on a CPU, as a machine with a GPU runs it: its packages, a fresh clone, no network, tiny shapes.
 
-    python benchmarks/gpu/rehearse.py --out DIR --kills 20
+    python benchmarks/gpu/rehearse.py --out DIR --kills 20 --environments work/versions
 
-Exit code 1: a step failed, or a report or an archive cannot be read after a kill.
+The environment has the releases of MACHINE, the clone has no compiled libraries, and WHEELS come as files. After all steps the
+runner is killed at random moments. Exit code 1: a step failed. An assertion says which limit of such machines was passed, or
+which report or archive cannot be read.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import random
+import re
+import shutil
 import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from gpu import report
+from gpu.report import STEPS
+from gpu.results import ROOT
 from gpu.section import read_report, section
+from versions import Environment
+
+PYTHON, TORCH = "3.12", "2.11.0"
+MACHINE = (
+    *(
+        "transformers==5.17.0",
+        "numpy>=2.5,<2.6",
+        "pytest",
+        "pytest-timeout",
+        "pytest-xdist",
+        "hypothesis",
+        "xxhash",
+        "psutil",
+    ),
+    *("httpx", "rich", "pyarrow", "cloudpickle", "peft", "accelerate"),
+)
+WHEELS = (
+    *("tensordict==0.15.3", "pyvers==0.2.3", "omegaconf==2.4.0", "antlr4-python3-runtime==4.13.2"),
+    *("math-verify==0.9.0", "latex2sympy2-extended==1.11.0"),
+)
+# limits of machines that are lent for minutes: what travels there, the command, and what comes back
+_MAX_TREE_BYTES, _MAX_COMMAND = 64 << 20, 2000
+_MAX_FILES, _MAX_FILE_BYTES, _MAX_DEPTH = 8, 16 << 20, 3
+_INSTALL = "python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target {site} .whl/*.whl && "
+_RUN = "export PYTHONPATH={site} && exec python3 benchmarks/gpu/report.py run --device cpu --out $OUT {arguments}"
+# short steps, so that a kill falls into any moment of the runner and of a step that writes numbers
+_SHORT_STEP = "import sys; sys.path.insert(0, 'benchmarks'); from gpu.results import Results; r = Results()"
+_SHORT_STEP += "; [r.add(f'number {i}', i) for i in range(300)]"
 
 
-def kill_at_random(out: Path, arguments: Sequence[str], kills: int, within_s: float, seed: int = 0) -> int:
-    """Start the runner with `arguments` so many times, kill each at a random moment, and return the number of steps in all
-    reports. Raises ValueError or tarfile.TarError when a report or an archive cannot be read."""
-    moments = random.Random(seed)
-    count = 0
-    for number in range(kills):
-        folder = out / f"kill-{number:02d}"
-        command = [sys.executable, report.__file__, "run", "--out", str(folder), *arguments]
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as runner:
-            time.sleep(moments.uniform(0, within_s))
-            runner.kill()
-        lines, logs = folder / "report.jsonl", folder / "logs.tar.gz"
-        rows = read_report(lines) if lines.exists() else []
-        section(rows)
-        if logs.exists():
-            with tarfile.open(logs) as archive:
-                archive.getmembers()
-        count += len(rows)
-        print(f"kill {number + 1}: {len(rows)} steps in the report", flush=True)
-    return count
+class Rehearsal(NamedTuple):
+    """A fresh clone with the wheels in `.whl`, and the environment of the machine."""
+
+    tree: Path
+    environment: Environment
+    site: Path
+
+    def start(self, out: Path, command: str, arguments: str) -> subprocess.Popen[bytes]:
+        """`command` in the clone on the machine, with `out` as its $OUT and without a network."""
+        command = command.format(site=self.site, arguments=arguments)
+        assert len(command) < _MAX_COMMAND, f"the command has {len(command)} characters"
+        out.mkdir(parents=True)
+        path = f"{self.environment.python.parent}:/usr/local/bin:/usr/bin:/bin"
+        variables = {"OUT": str(out), "PATH": path, "HOME": str(self.site.parent), "OMP_NUM_THREADS": "1"}
+        alone = ["unshare", "--map-root-user", "--net", "bash", "-c", f"ip link set lo up && {command}"]
+        return subprocess.Popen(alone, cwd=self.tree, env=variables, stdout=subprocess.DEVNULL)
+
+    def run_all(self, out: Path, minutes: float) -> bool:
+        """Run all steps; returns whether all passed. GPU tests must be collected and skipped."""
+        status = self.start(out, _INSTALL + _RUN, f"--minutes {minutes:g}").wait(60 * minutes + 120)
+        rows = {row["step"]: row for row in read_report(out / "report.jsonl")}
+        for name, row in rows.items():
+            print(f"{name}: {row.get('skipped') or row['status']}, {row.get('seconds', 0)} s", flush=True)
+            if row.get("status") != 0:
+                print("   " + "\n   ".join(row.get("tail", ())), flush=True)
+        check_output(out)
+        for name in (step.name for step in STEPS if "tests" in step.command):
+            numbers = rows[name].get("numbers", {})
+            assert set(numbers) == {"skipped tests"}, f"tests of {name} that are not skipped on a CPU: {numbers}"
+        return status == 0 and list(rows) == [step.name for step in STEPS]
+
+    def kill_at_random(self, out: Path, kills: int, within_s: float, seed: int = 0) -> int:
+        """Start the runner with short steps so many times, kill it at a random moment each, and return the number of steps in
+        all reports."""
+        moments = random.Random(seed)
+        table = out / "short-steps.json"
+        table.write_text(json.dumps([[f"step {i}", ["-c", _SHORT_STEP], 10.0] for i in range(1000)]), encoding="utf-8")
+        num_steps = []
+        for number in range(kills):
+            folder = out / f"kill-{number:02d}"
+            with self.start(folder, _RUN, f"--steps {table}") as runner:
+                time.sleep(moments.uniform(0, within_s))
+                runner.kill()
+            num_steps.append(readable_steps(folder))
+        print(f"steps in the reports of {kills} kills: {num_steps}", flush=True)
+        return sum(num_steps)
+
+
+def prepare(out: Path, environments: Path) -> Rehearsal:
+    """Make the clone in `out`, and environment and wheels in `environments` where they are missing."""
+    environment = Environment(environments / "gpu-machine", PYTHON, environments)
+    wheels = environments / "wheels"
+    if not wheels.exists():
+        environment.install_torch(TORCH)
+        environment.pip("install", f"torch=={TORCH}", *MACHINE)
+        environment.pip("download", "--no-deps", "--dest", f"{wheels}.part", *WHEELS)
+        os.replace(f"{wheels}.part", wheels)
+    tree = out / "tree"
+    environment.run("git", "clone", "--quiet", str(ROOT), str(tree))
+    shutil.rmtree(tree / ".git")
+    shutil.copytree(wheels, tree / ".whl")
+    assert not list(tree.rglob("*.so")), "the clone has compiled libraries"
+    size = sum(file.stat().st_size for file in tree.rglob("*") if file.is_file())
+    assert size < _MAX_TREE_BYTES, f"tree and wheels have {size} bytes"
+    print(f"tree and wheels: {size / (1 << 20):.1f} MiB", flush=True)
+    return Rehearsal(tree, environment, out / "site")
+
+
+def check_output(out: Path) -> None:
+    """Assert that everything below `out` may come back from such a machine."""
+    files = [file for file in out.rglob("*") if file.is_file()]
+    assert len(files) <= _MAX_FILES, f"{len(files)} files"
+    for file in files:
+        parts = file.relative_to(out).parts
+        assert len(parts) <= _MAX_DEPTH, f"{file} is too deep"
+        assert all(re.fullmatch(r"[\w.-]+", part, re.ASCII) for part in parts), f"{file} has an odd name"
+        assert file.stat().st_size <= _MAX_FILE_BYTES, f"{file} is too large"
+
+
+def readable_steps(folder: Path) -> int:
+    """The number of steps in the report of `folder`, whose files are all read. Raises ValueError or tarfile.TarError when one
+    cannot be."""
+    lines, logs = folder / "report.jsonl", folder / "logs.tar.gz"
+    rows = read_report(lines) if lines.exists() else []
+    section(rows)
+    if logs.exists():
+        with tarfile.open(logs) as archive:
+            archive.getmembers()
+    return len(rows)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument(
+        "--environments", type=Path, default=ROOT / "work" / "versions", help="kept for the next rehearsal"
+    )
     parser.add_argument("--minutes", type=float, default=60.0, help="of all steps")
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--within-s", type=float, default=60.0, help="latest moment of a kill")
+    parser.add_argument("--within-s", type=float, default=15.0, help="latest moment of a kill")
     arguments = parser.parse_args(argv)
-    failed = report.main(
-        ["run", "--device", "cpu", "--minutes", str(arguments.minutes), "--out", str(arguments.out / "whole")]
-    )
-    kill_at_random(arguments.out, ["--device", "cpu"], arguments.kills, arguments.within_s)
-    return failed
+    out = arguments.out.resolve()
+    out.mkdir(parents=True)
+    rehearsal = prepare(out, arguments.environments.resolve())
+    passed = rehearsal.run_all(out / "whole", arguments.minutes)
+    rehearsal.kill_at_random(out, arguments.kills, arguments.within_s)
+    return int(not passed)
 
 
 if __name__ == "__main__":

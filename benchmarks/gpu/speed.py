@@ -181,6 +181,11 @@ def profile(results: Results) -> None:
             bench.section(f"{size}, {name}", partial(_profile, bench, f"{size}, {name}", work))
         step = sizes.median_s(partial(optimizer.step, 1e-6), DEVICE, 3)
         bench.note(f"{size}, optimizer step", 1000 * step, "ms")
+        give_back_cache(DEVICE)  # as before an engine in another process wakes
+        if ON_GPU:
+            free, total = torch.cuda.mem_get_info()
+            share = free / (total - torch.cuda.memory_allocated())
+            bench.note(f"{size}, memory beside weights and optimizer that another process can take", 100 * share, "%")
         del bench, work, optimizer
         give_back_cache(DEVICE)
 

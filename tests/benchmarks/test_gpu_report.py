@@ -2,7 +2,10 @@
 
 import json
 import os
+import random
 import re
+import subprocess
+import sys
 import tarfile
 import time
 from pathlib import Path
@@ -64,7 +67,14 @@ def test_logs_are_cut_to_their_end(tmp_path, monkeypatch):
 def test_a_runner_that_is_killed_leaves_a_report_that_parses(tmp_path):
     table = tmp_path / "steps.json"
     table.write_text(json.dumps([[f"step {i}", ["-c", NUMBER], 10.0] for i in range(200)]))
-    rehearse.kill_at_random(tmp_path, ["--steps", str(table)], kills=4, within_s=1.5)  # reads every report
+    moments = random.Random(0)
+    for number in range(4):
+        out = tmp_path / str(number)
+        command = [sys.executable, report.__file__, "run", "--out", str(out), "--steps", str(table)]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as runner:
+            time.sleep(moments.uniform(0, 1.5))
+            runner.kill()
+        rehearse.readable_steps(out)
     (tmp_path / "other.jsonl").write_text("3\n")
     with pytest.raises(ValueError, match="not the result of a step"):
         read_report(tmp_path / "other.jsonl")
@@ -122,6 +132,42 @@ def test_names_of_torch_cuda_exist():
     for file in Path(report.__file__).parent.glob("*.py"):
         names = set(re.findall(r"torch\.cuda\.(\w+)", file.read_text(encoding="utf-8")))
         assert not [name for name in names if not hasattr(torch.cuda, name)], file.name
+
+
+def test_every_gpu_test_is_of_a_step():
+    tests = Path(__file__).resolve().parents[1]
+    others = (file for file in tests.rglob("test_*.py") if file != Path(__file__))
+    marked = [file for file in others if "mark.gpu" in file.read_text(encoding="utf-8")]
+    names = {f"tests/{file.relative_to(tests).as_posix()}" for file in marked}
+    assert len(names) > 2
+    assert names <= {word for step in report.STEPS for word in step.command}
+
+
+@pytest.mark.parametrize(
+    ("files", "sentence"),
+    [
+        ({f"log-{i}": 1 for i in range(9)}, "9 files"),
+        ({"a/b/c/log": 1}, "too deep"),
+        ({"a log": 1}, "odd name"),
+        ({"log": (16 << 20) + 1}, "too large"),
+    ],
+)
+def test_what_a_machine_does_not_send_back_fails_the_rehearsal(tmp_path, files, sentence):
+    for name, size in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(size)
+    with pytest.raises(AssertionError, match=sentence):
+        rehearse.check_output(tmp_path)
+    rehearse.check_output(tmp_path / "none")
+
+
+@pytest.mark.slow
+def test_rehearsal(tmp_path):
+    environments = Path(__file__).resolve().parents[2] / "work" / "versions"
+    if not (environments / "wheels").exists():
+        pytest.skip("the environment of the machine is not there; `make gpu-rehearsal` makes it")
+    assert rehearse.main(["--out", str(tmp_path / "out"), "--environments", str(environments)]) == 0
 
 
 @pytest.mark.slow
