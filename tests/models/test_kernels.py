@@ -25,6 +25,24 @@ SIZES = [1, 2, 3, 7, 16, 31, 64, 65, 100, 127, 128, 200, 256, 300, 515]
 VOCABULARIES = [1, 2, 17, 255, 256, 257, 1000, 4096, 4099, 5000]
 
 
+@pytest.fixture(autouse=True)
+def rounding_to_nearest(monkeypatch):
+    """The interpreter of Triton 3.6 cuts float32 off to bfloat16; compiled kernels round to nearest."""
+    if not INTERPRETED:
+        return
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def rounded(values, source, target, mode):
+        if (source, target) != (tl.float32, tl.bfloat16):
+            return convert(values, source, target, mode)
+        return torch.from_numpy(values.view("float32")).bfloat16().view(torch.int16).numpy().view("uint16")
+
+    monkeypatch.setattr(interpreter, "_convert_float", rounded)
+
+
 class Inputs:
     """Random sizes and tensors of one case."""
 
@@ -107,7 +125,7 @@ def test_add_norm(dtype):
 
 def test_many_rows_share_the_sum_of_the_weights_gradient():
     case = Inputs(0)
-    x, grad, weight = case.normal(1030, 33), case.normal(1030, 33), case.normal(33)
+    x, grad, weight = case.normal(300, 33), case.normal(300, 33), case.normal(33)
     wide, factor = leaves(x, weight)
     expected = torch.autograd.grad(norm_in_float64(wide, factor, 1e-5), [wide, factor], grad.double())
     for ours, theirs in zip(load("norm:launch_rms_norm_backward")(grad, x, weight, 1e-5, None), expected, strict=True):
@@ -142,7 +160,7 @@ def test_write_kv(dtype):
         expected_q = pointwise._write_kv(*wide, 1e-5, expected, places)
         assert_near(load("rotary:launch_write_kv")(qkv, cos, sin, *norms, 1e-5, store, places), expected_q, 1e-5)
         assert_near(store, expected, 1e-5)
-        values = qkv.view(tokens, -1, head_dim)[:, heads + kv_heads :]
+        values = qkv.view(tokens, heads + 2 * kv_heads, head_dim)[:, heads + kv_heads :]
         assert torch.equal(store[1, places], values)
 
 
@@ -219,6 +237,10 @@ def test_log_probs_of_hidden_states(dtype, monkeypatch):
     monkeypatch.setattr(logits, "_STATISTICS", load("head:launch_statistics"))
     monkeypatch.setattr(logits, "_GRADIENT", load("head:launch_gradient"))
     monkeypatch.setattr(log_probs, "kernels_compute", lambda hidden: True)
+    if INTERPRETED:  # a CPU rounds logits of bfloat16
+        monkeypatch.setattr(
+            "verl.models.cuda.log_probs._logits", lambda hidden, weight: hidden.float() @ weight.float().t()
+        )
     for case in cases(dtype):
         tokens, vocab, size = case.one_of([1, 2, 5, 9]), case.one_of(VOCABULARIES[1:6]), case.one_of([4, 32])
         hidden, weight = case.normal(tokens, size).requires_grad_(), case.normal(vocab, size).requires_grad_()
@@ -233,7 +255,7 @@ def test_log_probs_of_hidden_states(dtype, monkeypatch):
         pairs = list(zip(ours, theirs, strict=True))
         gradients = torch.autograd.grad(ours, [hidden, weight], tuple(upstream))
         pairs += zip(gradients, torch.autograd.grad(theirs, wide, tuple(upstream.double())), strict=True)
-        for a, b in pairs:
+        for a, b in ((a.detach(), b.detach()) for a, b in pairs):
             assert float((a - b).norm()) <= (1e-5 if dtype == torch.float32 else 0.03) * float(1e-2 + b.norm())
 
 

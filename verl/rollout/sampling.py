@@ -92,7 +92,7 @@ def draw(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     all zero, any scale) in vocabulary order; `u` is float64 [rows] in (0, 1). Never a token of weight 0."""
     rows, vocab = weights.shape
     padded = weights if vocab % _CHUNK == 0 else F.pad(weights, (0, -vocab % _CHUNK))
-    chunks = padded.view(rows, -1, _CHUNK)
+    chunks = padded.unflatten(1, (padded.shape[1] // _CHUNK, _CHUNK))
     cdf = chunks.sum(-1).double().cumsum(-1)
     target = (u[:, None] * cdf[:, -1:]).contiguous()
     chunk = torch.searchsorted(cdf, target, right=True).clamp_(max=cdf.shape[-1] - 1)

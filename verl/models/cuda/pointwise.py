@@ -65,7 +65,7 @@ def _write_kv(
 ) -> torch.Tensor:
     kv_heads, head_dim = store.shape[-2:]
     heads = qkv.shape[-1] // head_dim - 2 * kv_heads
-    q, k, v = qkv.unflatten(-1, (-1, head_dim)).split([heads, kv_heads, kv_heads], dim=1)
+    q, k, v = qkv.unflatten(-1, (heads + 2 * kv_heads, head_dim)).split([heads, kv_heads, kv_heads], dim=1)
     if q_norm is not None and k_norm is not None:
         q, k = _rms_norm(q, q_norm, eps), _rms_norm(k, k_norm, eps)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
