@@ -14,6 +14,7 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -185,12 +186,31 @@ def match_all(
     return [name for name in names if any(matches(name, entry) for entry in entries)]
 
 
-class Registry:
-    """Names of one family; a lookup of an unknown name says which names there are."""
+@dataclass(frozen=True)
+class BuiltIn:
+    """A function by reference ("module:name"), and the names of the arguments that it reads, separated by spaces."""
 
-    def __init__(self, family: str, rows: dict[str, Any] | None = None):
-        self.family = family
-        self._rows: dict[str, Any] = dict(rows or {})
+    reference: str
+    reads: str = ""
+
+
+class Registry:
+    """Names of one family; a lookup of an unknown name says which names there are. `shared`: arguments of every function of
+    the family, in addition to the ones that its BuiltIn names."""
+
+    def __init__(self, family: str, rows: Mapping[str, Any] | None = None, *, shared: str = ""):
+        self.family, self.shared = family, frozenset(shared.split())
+        self._rows: dict[str, Any] = {n: r.reference if isinstance(r, BuiltIn) else r for n, r in (rows or {}).items()}
+        self.reads = {n: frozenset(r.reads.split()) for n, r in (rows or {}).items() if isinstance(r, BuiltIn)}
+        self.built_in = tuple(self._rows)
+
+    def reading(self, *arguments: str) -> tuple[str, ...]:
+        """The built-in names whose functions read one of `arguments`, in the order of the table."""
+        return tuple(name for name, reads in self.reads.items() if reads.intersection(arguments))
+
+    def may_read(self, name: str, *arguments: str) -> bool:
+        """Whether the function `name` reads one of `arguments`; a user's own function may read anything."""
+        return name not in self.reads or not self.reads[name].isdisjoint(arguments)
 
     def register(self, name: str) -> Callable[[T], T]:
         """Decorator that adds a row. Registering another object under a taken name is an error."""
@@ -219,6 +239,7 @@ class Registry:
     def set(self, name: str, obj: Any) -> None:
         """Give `name` an object, in the place of any that it had."""
         self._rows[name] = obj
+        self.reads.pop(name, None)
 
     def remove(self, name: str) -> None:
         """Forget `name`. Raises KeyError when it is not there."""

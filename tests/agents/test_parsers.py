@@ -6,8 +6,8 @@ import json
 import pytest
 
 from verl.agents.parsers import ToolParser
-from verl.config.names import TOOL_PARSERS
 from verl.errors import ConfigError
+from verl.families import TOOL_PARSERS
 from verl.models.tiny import make_tokenizer
 
 TOOLS = [

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from tests.algorithms.batches import close, policy_inputs, widen
 from verl.algorithms.correction import (
     PRESETS,
-    RS_OPTIONS,
     importance_weights,
     parse_is_threshold,
     parse_rejection,
@@ -20,6 +19,7 @@ from verl.algorithms.correction import (
 )
 from verl.data_proto.metrics import metric_values
 from verl.errors import ConfigError
+from verl.families import ROLLOUT_RS
 
 
 def inputs(seed=0, **kw):
@@ -84,7 +84,7 @@ def compared_values(ratios, option):
     return [(REDUCE_RATIOS if estimator == "k1" else REDUCE)[scope](values)] * len(values)
 
 
-@pytest.mark.parametrize("option", RS_OPTIONS)
+@pytest.mark.parametrize("option", ROLLOUT_RS)
 def test_rejection(option):
     old, rollout, mask = inputs(2, batch=12)
     low, high, threshold = (0.75, 1.25, "0.75_1.25") if option.endswith("k1") else (0.0, 0.05, 0.05)
@@ -120,7 +120,7 @@ LOG_RATIOS = st.lists(st.floats(-25, 25), min_size=1, max_size=5)
 BOUND = st.floats(-27, 27).map(math.exp)
 
 
-@given(st.sampled_from(RS_OPTIONS), LOG_RATIOS, BOUND, BOUND)
+@given(st.sampled_from(ROLLOUT_RS), LOG_RATIOS, BOUND, BOUND)
 @settings(max_examples=200, deadline=None)
 def test_rejection_keeps_exactly_the_ratios_within_its_bounds(option, log_ratios, one, other):
     bounds = sorted((one, other)) if option.endswith("k1") else [0.0, one]

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from verl.config import PPO, load_config, names
+from verl.config import PPO, load_config
 from verl.config.checks import verdict
 from verl.config.schema import value_at
 from verl.config.user_settings import Setting
 from verl.errors import ConfigError
+from verl.families import ADVANTAGES, POLICY_LOSSES
 
 from .helpers import ACTOR, GRPO, ROLLOUT, fixture_lines, load, refused
 
@@ -128,8 +129,8 @@ def test_every_key_alone(section):
     assert seen
 
 
-ESTIMATORS = [(name, f"algorithm.adv_estimator={name}") for name in names.ADV_ESTIMATORS]
-LOSSES = [(name, f"{ACTOR}.policy_loss.loss_mode={name}") for name in names.POLICY_LOSSES if name != "bypass_mode"]
+ESTIMATORS = [(name, f"algorithm.adv_estimator={name}") for name in ADVANTAGES.built_in]
+LOSSES = [(name, f"{ACTOR}.policy_loss.loss_mode={name}") for name in POLICY_LOSSES.built_in if name != "bypass_mode"]
 BYPASS = [("bypass", "algorithm.rollout_correction.bypass_mode=True")]
 
 

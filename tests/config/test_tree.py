@@ -1,5 +1,6 @@
 """The tree knows every key of an existing release, and its documentation matches its declarations."""
 
+import inspect
 import subprocess
 import sys
 from dataclasses import asdict
@@ -7,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from verl.config import PPO, SFT, ActorConfig, PPOConfig, RolloutConfig, load_config, names, schema_of
+from verl import families
+from verl.config import PPO, SFT, ActorConfig, PPOConfig, RolloutConfig, load_config, schema_of
 from verl.config.document import to_markdown
 
 from .helpers import fixture_lines, load
@@ -135,13 +137,16 @@ def test_docs_are_current():
     assert page.read_text(encoding="utf-8") == to_markdown(), "run: python -m verl.config.document docs/config.md"
 
 
-def test_known_names_are_those_of_the_registries():
-    advantages = pytest.importorskip("verl.algorithms.advantages")
-    losses = pytest.importorskip("verl.algorithms.policy_losses")
-    engines = pytest.importorskip("verl.rollout.api")
-    assert set(names.ADV_ESTIMATORS) == set(advantages.ADVANTAGES)
-    assert set(names.POLICY_LOSSES) == set(losses.POLICY_LOSSES)
-    assert set(names.ROLLOUT_ENGINES) == set(engines.ENGINES)
+@pytest.mark.parametrize("family", [families.ADVANTAGES, families.POLICY_LOSSES, families.PREFERENCE_LOSSES])
+def test_a_row_reads_the_arguments_of_its_function(family):
+    for name in family.built_in:
+        arguments = set(inspect.signature(family.get(name)).parameters)
+        assert arguments - family.shared == family.reads[name], name
+
+
+def test_a_function_of_the_user_may_read_any_key():
+    assert families.POLICY_LOSSES.may_read("mine.py:loss", "tau_pos")
+    assert not families.POLICY_LOSSES.may_read("gspo", "tau_pos")
 
 
 def test_import_needs_neither_torch_nor_omegaconf():

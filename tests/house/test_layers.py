@@ -13,6 +13,7 @@ LAYERS = (
     ("errors",),
     ("regular_files",),
     ("registry",),
+    ("families",),
     ("data_proto",),
     ("config",),
     ("parallel",),

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
-from verl.registry import Registry
+from verl.families import PREFERENCE_LOSSES, REFERENCE_COLUMNS
 
 MAX_EXPONENT = 80.0  # of the alpha divergence: exp() of it is finite in float32
 WHOLE_BATCH = ("aot", "aot_unpaired")  # losses whose value for a pair depends on the other pairs of the batch
@@ -250,31 +250,6 @@ def _signs(desirable: Tensor, like: Tensor, yes: float, no: float) -> tuple[Tens
     return torch.where(desirable, one, -one), torch.where(desirable, one * yes, one * no)
 
 
-PREFERENCE_LOSSES = Registry(
-    "preference loss",
-    {
-        function.__name__: function
-        for function in (
-            *(
-                sigmoid,
-                hinge,
-                ipo,
-                exo_pair,
-                nca_pair,
-                robust,
-                bco_pair,
-                sppo_hard,
-                aot,
-                aot_unpaired,
-                apo_zero,
-                apo_down,
-            ),
-            *(discopop, sft, sigmoid_norm, cpo, cpo_hinge, cpo_ipo, simpo, orpo, kto, apo_zero_unpaired, bco),
-        )
-    },
-)
-
-
 @cache
 def reads(name: str) -> frozenset[str]:
     """The arguments of the loss `name`. Raises ConfigError for an unknown one."""
@@ -294,9 +269,7 @@ def is_paired(name: str) -> bool:
 
 def needs_reference(name: str) -> bool:
     """Whether the loss compares with a reference policy."""
-    return not reads(name).isdisjoint(
-        ("chosen_ratio", "rejected_ratio", "delta", "mean_delta", "matched_margin", "ratio")
-    )
+    return not reads(name).isdisjoint(REFERENCE_COLUMNS)
 
 
 # -- terms -----------------------------------------------------------------------------------------------------------

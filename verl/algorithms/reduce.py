@@ -8,8 +8,7 @@ from torch import Tensor
 
 from verl.algorithms.masked import masked_sum
 from verl.errors import ConfigError, nearest
-
-LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
+from verl.families import LOSS_AGG_MODES
 
 
 class Aggregate(Protocol):

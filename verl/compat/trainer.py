@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from verl.config.names import LOGGERS
 from verl.errors import ConfigError
+from verl.families import SINKS
 from verl.run.steps import SteppedRun
 
 # methods of the other releases' trainer that scripts override
@@ -137,8 +137,8 @@ class RLTrainer(SteppedRun):
         if reward_fn is not None:
             loaded = replace(loaded, config=_with_reward(loaded.config, reward_fn))
         names = [log_with] if isinstance(log_with, str) else log_with or []
-        if unknown := [name for name in names if name not in LOGGERS]:
-            raise ConfigError(f"There is no tracker {unknown[0]!r} for log_with; there are {', '.join(LOGGERS)}.")
+        if unknown := [name for name in names if name not in SINKS]:
+            raise ConfigError(f"There is no tracker {unknown[0]!r} for log_with; there are {', '.join(SINKS)}.")
         trainer = loaded.config.trainer
         loggers = list(dict.fromkeys([*trainer.logger, *names]))
         super().__init__(replace(loaded, config=replace(loaded.config, trainer=replace(trainer, logger=loggers))))

@@ -9,13 +9,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from verl.config import names
 from verl.config.schema import Condition, value_at
-
-
-def _custom(name: str, known: tuple[str, ...]) -> bool:
-    """A user's own function may read any key."""
-    return name not in known
+from verl.families import ADVANTAGES, POLICY_LOSSES, PREFERENCE_LOSSES, REFERENCE_COLUMNS
 
 
 def selects_samples(root: Any) -> bool:
@@ -34,7 +29,7 @@ def uses_critic(root: Any) -> bool:
         return False
     if root.critic.enable is not None:
         return bool(root.critic.enable)
-    return _estimator(root, *names.CRITIC_ESTIMATORS) and uses_rewards(root)
+    return ADVANTAGES.may_read(root.algorithm.adv_estimator, "values") and uses_rewards(root)
 
 
 def uses_rewards(root: Any) -> bool:
@@ -82,11 +77,6 @@ def _starts_engine(root: Any) -> bool:
     return rollout.name == "vllm" or (rollout.name == "sglang" and rollout.service.url is None)
 
 
-def _estimator(root: Any, *wanted: str) -> bool:
-    name = root.algorithm.adv_estimator
-    return name in wanted or _custom(name, names.ADV_ESTIMATORS)
-
-
 def effective_loss(root: Any) -> str:
     """The policy loss that runs; bypass_mode replaces the configured one."""
     correction = root.algorithm.rollout_correction
@@ -95,9 +85,34 @@ def effective_loss(root: Any) -> str:
     return str(root.actor_rollout_ref.actor.policy_loss.loss_mode)
 
 
-def _loss(root: Any, *wanted: str) -> bool:
+def _loss_reads(root: Any, key: str) -> bool:
+    """Whether the policy loss reads `key`; reinforce, the other loss of bypass_mode, reads none."""
     name = effective_loss(root)
-    return name in wanted or _custom(name, (*names.POLICY_LOSSES, "reinforce"))
+    return name != "reinforce" and POLICY_LOSSES.may_read(name, key)
+
+
+def _is_not(key: str, names: tuple[str, ...]) -> str:
+    """The reason why a key that only functions of these names read has no effect."""
+    *first, last = names
+    return f"{key} is not {', '.join(first)}{' or ' if first else ''}{last}"
+
+
+def _read_by_loss(key: str) -> Condition:
+    losses = tuple(name for name in POLICY_LOSSES.reading(key) if name != "bypass_mode")
+    return Condition(
+        lambda root, node: _loss_reads(root, key),
+        _is_not("actor.policy_loss.loss_mode", losses),
+        f"set actor_rollout_ref.actor.policy_loss.loss_mode={losses[0]}",
+    )
+
+
+def _read_by_estimator(key: str) -> Condition:
+    estimators = ADVANTAGES.reading(key)
+    return Condition(
+        lambda root, node: ADVANTAGES.may_read(root.algorithm.adv_estimator, key),
+        _is_not("algorithm.adv_estimator", estimators),
+        f"set algorithm.adv_estimator={estimators[0]}",
+    )
 
 
 def _fixed_bsz(use_dynamic: str) -> Condition:
@@ -105,14 +120,6 @@ def _fixed_bsz(use_dynamic: str) -> Condition:
         lambda root, node: not node[use_dynamic],
         f"{use_dynamic}=True cuts micro-batches by token count",
         f"set {use_dynamic}=False",
-    )
-
-
-def _loss_mode(mode: str) -> Condition:
-    return Condition(
-        lambda root, node: _loss(root, mode),
-        f"actor.policy_loss.loss_mode is not {mode}",
-        f"set actor_rollout_ref.actor.policy_loss.loss_mode={mode}",
     )
 
 
@@ -135,34 +142,39 @@ CRITIC = Condition(
 )
 
 
-def _any_of(root: Any, known: tuple[str, ...]) -> bool:
-    """Whether a chosen loss is one of `known`, or the user's own, which may read any key."""
-    return any(name in known or name not in names.PREFERENCE_LOSSES for name in root.preference.losses)
-
-
 def uses_reference_policy(root: Any) -> bool:
     """Whether a chosen loss compares with a reference."""
-    return any(name not in names.REFERENCE_FREE_LOSSES for name in root.preference.losses)
+    return any(PREFERENCE_LOSSES.may_read(name, *REFERENCE_COLUMNS) for name in root.preference.losses)
 
 
-def _reads(known: tuple[str, ...]) -> Condition:
+def _read_by_preference(*arguments: str) -> Condition:
+    losses = PREFERENCE_LOSSES.reading(*arguments)
     return Condition(
-        lambda root, node: _any_of(root, known),
-        f"only preference.loss={'|'.join(known)} reads it",
-        f"set preference.loss={known[0]}",
+        lambda root, node: any(PREFERENCE_LOSSES.may_read(name, *arguments) for name in root.preference.losses),
+        _is_not("preference.loss", losses),
+        f"set preference.loss={losses[0]}",
     )
 
 
-_PAIRED = tuple(name for name in names.PREFERENCE_LOSSES if name not in names.LABELLED_LOSSES)
+LABELLED_LOSSES = PREFERENCE_LOSSES.reading("desirable")  # of labelled completions; the others are of pairs
+DIVERGENCE_LOSSES = PREFERENCE_LOSSES.reading("delta", "mean_delta")
 
 # conditions of the section `preference`
 PREFERENCE_CONDITIONS: dict[str, Condition] = {
-    **{key: _reads(known) for key, known in names.PREFERENCE_SETTINGS.items()},
-    "f_divergence": _reads(names.DIVERGENCE_LOSSES),
+    **{
+        key: _read_by_preference(key)
+        for key in (
+            "label_smoothing", "discopop_tau", "simpo_gamma", "cpo_alpha", "alpha", "desirable_weight",
+            "undesirable_weight",
+        )
+    },
+    "f_divergence": _read_by_preference("delta", "mean_delta"),
     "pairs": Condition(
-        lambda root, node: _any_of(root, _PAIRED), "the loss is of labelled completions", "choose a loss of pairs"
+        lambda root, node: any(name not in LABELLED_LOSSES for name in root.preference.losses),
+        "the loss is of labelled completions",
+        "choose a loss of pairs",
     ),
-}
+}  # fmt: skip
 
 # conditions of sections that all programs have
 SHARED_CONDITIONS: dict[str, Condition] = {
@@ -256,51 +268,42 @@ PPO_CONDITIONS: dict[str, Condition] = {
         "algorithm.rollout_correction.bypass_mode=True brings its own loss",
         "choose that loss by algorithm.rollout_correction.loss_type",
     ),
-    "clips": Condition(
-        lambda root, node: _loss(root, *names.CLIPPING_LOSSES),
-        "the chosen policy loss does not clip the ratio",
-        "choose another actor_rollout_ref.actor.policy_loss.loss_mode",
-    ),
     "clips_both": Condition(
         lambda root, node: (
-            _loss(root, *names.CLIPPING_LOSSES) and (node.clip_ratio_low is None or node.clip_ratio_high is None)
+            _loss_reads(root, "clip_ratio_low") and (node.clip_ratio_low is None or node.clip_ratio_high is None)
         ),
         "clip_ratio_low and clip_ratio_high are both set, or the chosen policy loss does not clip the ratio",
-        "set clip_ratio alone",
+        "set only clip_ratio",
     ),
-    "dual_clips": Condition(
-        lambda root, node: _loss(root, *names.DUAL_CLIPPING_LOSSES),
-        "the chosen policy loss has no dual clip",
-        "set actor_rollout_ref.actor.policy_loss.loss_mode=vanilla",
-    ),
-    **{mode: _loss_mode(mode) for mode in ("sapo", "clip_cov", "kl_cov", "dro")},
+    **{
+        key: _read_by_loss(key)
+        for key in (
+            "clip_ratio_low",
+            "clip_ratio_high",
+            "clip_ratio_c",
+            "tau_pos",
+            "tau_neg",
+            "clip_cov_ratio",
+            "clip_cov_lb",
+            "clip_cov_ub",
+            "kl_cov_ratio",
+            "ppo_kl_coef",
+            "dro_beta",
+        )
+    },
+    **{
+        key: _read_by_estimator(key)
+        for key in (
+            "gamma",
+            "lam",
+            "norm_adv_by_std_in_grpo",
+            "gdpo_reward_keys",
+            "gdpo_reward_weights",
+            "step_advantage_w",
+        )
+    },
     "ref_fixed_bsz": _fixed_bsz("log_prob_use_dynamic_bsz"),
     "rollout_fixed_bsz": _fixed_bsz("log_prob_use_dynamic_bsz"),
-    "gae": Condition(
-        lambda root, node: _estimator(root, *names.CRITIC_ESTIMATORS),
-        "only algorithm.adv_estimator=gae and turn_gae have a lambda",
-        "set algorithm.adv_estimator=gae",
-    ),
-    "discounts": Condition(
-        lambda root, node: _estimator(root, "gae", "reinforce_plus_plus", *names.TURN_ESTIMATORS),
-        "this algorithm.adv_estimator does not discount",
-        "set algorithm.adv_estimator=gae, reinforce_plus_plus, turn_gae, turn_grpo or gigpo",
-    ),
-    "std_norm": Condition(
-        lambda root, node: _estimator(root, *names.STD_NORM_ESTIMATORS),
-        "this algorithm.adv_estimator never divides by the group's standard deviation",
-        "set algorithm.adv_estimator=grpo",
-    ),
-    "gigpo": Condition(
-        lambda root, node: _estimator(root, "gigpo"),
-        "only algorithm.adv_estimator=gigpo weighs turns against episodes",
-        "set algorithm.adv_estimator=gigpo",
-    ),
-    "gdpo": Condition(
-        lambda root, node: _estimator(root, "gdpo"),
-        "only algorithm.adv_estimator=gdpo weighs reward parts",
-        "set algorithm.adv_estimator=gdpo",
-    ),
     "samples": Condition(
         lambda root, node: node.do_sample and node.temperature > 0,
         "rollout decodes greedily (do_sample=False or temperature=0)",

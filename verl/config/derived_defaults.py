@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verl.config.names import TURN_ESTIMATORS
 from verl.config.schema import Derived
+from verl.families import ADVANTAGES
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ def derive_ppo(values: Mapping[str, Any], given: set[str]) -> Derived:
         found[f"{val}.do_sample"] = (True, f"follows {val}.temperature")
     found |= _agent_loop(values, given)
     turn_rewards = f"{_ROLLOUT}.agent.turn_rewards"
-    if turn_rewards not in given and values["algorithm.adv_estimator"] in TURN_ESTIMATORS:
+    if turn_rewards not in given and values["algorithm.adv_estimator"] in ADVANTAGES.reading("turn_ids"):
         found[turn_rewards] = (True, "follows algorithm.adv_estimator")
     found |= _ahead(values, given)
     for model in (_MODEL, "critic.model"):

@@ -10,25 +10,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from verl.errors import MissingExtraError
-from verl.registry import Registry
+from verl.families import TRAINING_ENGINES as ENGINES  # noqa: F401 - the name in this contract
 
 if TYPE_CHECKING:
     import torch
 
     from verl.data_proto.metrics import Metric
     from verl.data_proto.proto import DataProto
-
-ENGINES = Registry(
-    "training engine",
-    {
-        "local": "verl.engines.local:LocalEngine",
-        "fsdp": "verl.engines.fsdp:FSDPEngine",
-        "fsdp2": "verl.engines.fsdp:FSDPEngine",
-        "megatron": "verl.engines.megatron.engine:MegatronEngine",
-        "deepspeed": "verl.engines.deepspeed.engine:DeepSpeedEngine",
-    },
-)
-
 
 _LIBRARIES = {
     "deepspeed": ("deepspeed", "deepspeed"),

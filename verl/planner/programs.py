@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config import PPOConfig, PreferenceConfig
-from verl.config.active_keys import uses_critic, uses_reference
-from verl.config.names import LABELLED_LOSSES
+from verl.config.active_keys import LABELLED_LOSSES, uses_critic, uses_reference
 from verl.config.roots.preference import has_reference_role
 from verl.config.roots.reward_model import PAIR_LOSSES, RMConfig
 from verl.planner.dataflow import Dataflow

@@ -13,13 +13,13 @@ import torch
 
 from verl.algorithms.filters import filter_groups
 from verl.config import PPOConfig
-from verl.config.names import SCORE_METRICS
 from verl.data.loader import PromptLoader
 from verl.data_proto.batch_metrics import scored_rows
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import SamplingParams
 from verl.errors import DataError, RewardError
+from verl.families import SCORE_METRICS
 from verl.programs.api import RunContext
 from verl.programs.ppo_roles import Needs, PPORoles
 from verl.programs.stages import Stages

@@ -10,21 +10,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from verl.config import ModelConfig
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
-from verl.registry import Registry
+from verl.families import ROLLOUT_ENGINES as ENGINES
 
 if TYPE_CHECKING:
     import torch
-
-ENGINES = Registry(
-    "rollout engine",
-    {
-        "native": "verl.rollout.native.engine:NativeRollout",
-        "hf": "verl.rollout.hf:HFRollout",
-        "vllm": "verl.rollout.vllm.engine:VLLMRollout",
-        "http": "verl.rollout.http.engine:HTTPRollout",
-        "sglang": "verl.rollout.http.engine:SGLangRollout",
-    },
-)
 
 OnFinish = Callable[[Completion], None]
 Stats = dict[str, Any]

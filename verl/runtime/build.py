@@ -16,11 +16,11 @@ import torch.distributed as dist
 from verl.agents.agents import Agents
 from verl.config import AlgorithmConfig, ModelConfig, RolloutConfig
 from verl.config.active_keys import brings_reward, runs_agents, uses_rewards
-from verl.config.names import SCORE_METRICS
 from verl.engines.api import ENGINES as TRAIN_ENGINES
 from verl.engines.api import TrainEngine
 from verl.engines.groups import ProcessGroups
 from verl.errors import ConfigError
+from verl.families import SCORE_METRICS
 from verl.models.load import load_tokenizer
 from verl.models.padded import forward_kind
 from verl.models.tokenizer import check_vocabulary, eos_token_ids

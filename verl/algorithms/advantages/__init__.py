@@ -19,34 +19,10 @@ from verl.algorithms.user_functions import ConfigView
 from verl.data_proto.columns import COLUMNS
 from verl.data_proto.merge import object_array
 from verl.errors import ConfigError
-from verl.registry import Registry
+from verl.families import ADVANTAGES
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_GROUP = "verl.algorithms.advantages.group"
-_TURNS = "verl.algorithms.advantages.turns"
-ADVANTAGES = Registry(
-    "advantage estimator",
-    {
-        "gae": "verl.algorithms.advantages.returns:gae",
-        "reinforce_plus_plus": "verl.algorithms.advantages.returns:reinforce_plus_plus",
-        "remax": "verl.algorithms.advantages.returns:remax",
-        "grpo": f"{_GROUP}:grpo",
-        "grpo_vectorized": f"{_GROUP}:grpo",
-        "gdpo": f"{_GROUP}:gdpo",
-        "grpo_passk": f"{_GROUP}:grpo_passk",
-        "reinforce_plus_plus_baseline": f"{_GROUP}:reinforce_plus_plus_baseline",
-        "rloo": f"{_GROUP}:rloo",
-        "rloo_vectorized": f"{_GROUP}:rloo",
-        "opo": f"{_GROUP}:opo",
-        "gpg": f"{_GROUP}:gpg",
-        "optimal_token_baseline": "verl.algorithms.advantages.returns:optimal_token_baseline",
-        "tir_optimal_token_baseline": "verl.algorithms.advantages.returns:tir_optimal_token_baseline",
-        "turn_gae": f"{_TURNS}:turn_gae",
-        "turn_grpo": f"{_TURNS}:turn_grpo",
-        "gigpo": f"{_TURNS}:gigpo",
-    },
-)
 
 _COLUMN_OF = {"index": "uid"}
 COLUMN_ARGUMENTS = (

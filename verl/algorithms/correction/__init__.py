@@ -15,7 +15,7 @@ from torch import Tensor
 
 from verl.algorithms.correction.diagnostics import gap_metrics, rollout_gap_metrics, weight_metrics
 from verl.algorithms.correction.presets import PRESETS, preset
-from verl.algorithms.correction.rejection import RS_OPTIONS, parse_rejection, rejection_mask
+from verl.algorithms.correction.rejection import parse_rejection, rejection_mask
 from verl.algorithms.correction.weights import IS_LEVELS, importance_weights, parse_is_threshold
 from verl.data_proto.metrics import Metric
 from verl.errors import ModelError
@@ -23,7 +23,6 @@ from verl.errors import ModelError
 __all__ = [
     "IS_LEVELS",
     "PRESETS",
-    "RS_OPTIONS",
     "Correction",
     "importance_weights",
     "parse_is_threshold",
@@ -63,7 +62,7 @@ def rollout_correction(
 ) -> Correction:
     """Weights, mask and diagnostics of one batch, [batch, response] throughout.
 
-    `rollout_is` token or sequence: see `importance_weights`. `rollout_rs`, a comma list of RS_OPTIONS with their
+    `rollout_is` token or sequence: see `importance_weights`. `rollout_rs`, a comma list of ROLLOUT_RS with their
     thresholds: see `rejection_mask`. Weights are computed on the given mask and not set to 0 by rejection; the
     returned mask does that. Raises ConfigError on an unknown level, option or threshold.
     """

@@ -14,15 +14,9 @@ from torch import Tensor
 from verl.algorithms.masked import masked_mean, masked_sum, token_mean
 from verl.data_proto.metrics import Metric
 from verl.errors import ConfigError, nearest
+from verl.families import ROLLOUT_RS
 
 EXPONENT_LIMIT = 80.0  # of k3: its largest value fits in float32
-
-RS_OPTIONS = (
-    *(f"token_{k}" for k in ("k1", "k2", "k3")),
-    *(f"seq_sum_{k}" for k in ("k1", "k2", "k3")),
-    *(f"seq_mean_{k}" for k in ("k1", "k2", "k3")),
-    *(f"seq_max_{k}" for k in ("k2", "k3")),
-)
 
 
 @dataclass(frozen=True)
@@ -51,8 +45,8 @@ def parse_rejection(options: str, thresholds: float | str | None) -> list[Reject
     """
     names = [name.strip() for name in options.split(",") if name.strip()]
     for name in names:
-        if name not in RS_OPTIONS:
-            hint = nearest(name, RS_OPTIONS) or "; there are " + ", ".join(RS_OPTIONS)
+        if name not in ROLLOUT_RS:
+            hint = nearest(name, ROLLOUT_RS) or "; there are " + ", ".join(ROLLOUT_RS)
             raise ConfigError(f"algorithm.rollout_correction.rollout_rs has no option {name!r}{hint}")
     if thresholds is None:
         raise ConfigError(

@@ -20,28 +20,9 @@ from verl.algorithms.reduce import Aggregate
 from verl.algorithms.user_functions import call_policy_loss
 from verl.data_proto.metrics import Metric
 from verl.errors import ConfigError
-from verl.registry import Registry
+from verl.families import POLICY_LOSSES
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-_HERE = "verl.algorithms.policy_losses"
-POLICY_LOSSES = Registry(
-    "policy loss",
-    {
-        "vanilla": f"{_HERE}.clipped:vanilla",
-        "dppo_tv": f"{_HERE}.selection:dppo_tv",
-        "dppo_kl": f"{_HERE}.selection:dppo_kl",
-        "gspo": f"{_HERE}.clipped:gspo",
-        "geo_mean": f"{_HERE}.clipped:geo_mean",
-        "sapo": f"{_HERE}.soft:sapo",
-        "gpg": f"{_HERE}.soft:gpg",
-        "dro": f"{_HERE}.soft:dro",
-        "cispo": f"{_HERE}.clipped:cispo",
-        "clip_cov": f"{_HERE}.selection:clip_cov",
-        "kl_cov": f"{_HERE}.selection:kl_cov",
-        "bypass_mode": f"{_HERE}.bypass:bypass_mode",
-    },
-)
 
 
 def register_policy_loss(name: str) -> Callable[[F], F]:

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from verl.config import names
-from verl.config.active_keys import PREFERENCE_CONDITIONS, SHARED_CONDITIONS, uses_reference_policy
+from verl.config.active_keys import (
+    DIVERGENCE_LOSSES,
+    LABELLED_LOSSES,
+    PREFERENCE_CONDITIONS,
+    SHARED_CONDITIONS,
+    uses_reference_policy,
+)
 from verl.config.derived_defaults import SFT_FOLLOWS, derive_sft
 from verl.config.keys import OURS, Section, section, used
 from verl.config.rules.sections import SECTION_RULES
@@ -18,6 +23,7 @@ from verl.config.sections.model import ModelConfig
 from verl.config.sections.optim import OptimConfig
 from verl.config.sections.preference import PreferenceLossConfig
 from verl.config.sections.trainer import RayKwargsConfig, SFTTrainerConfig
+from verl.families import PREFERENCE_LOSSES
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,7 @@ def _check_loss(c: PreferenceConfig, given: set[str]) -> Iterator[Problem]:
     key, loss, chosen = "preference.loss", c.preference, c.preference.losses
     if not chosen:
         yield error(key, f"{key} is an empty list; name a loss.")
-    labelled = [name for name in chosen if name in names.LABELLED_LOSSES]
+    labelled = [name for name in chosen if name in LABELLED_LOSSES]
     if labelled and len(labelled) < len(chosen):
         yield error(
             key, f"{key}: {labelled[0]} is a loss of labelled completions, the others are of pairs. Choose one kind."
@@ -99,12 +105,12 @@ def _check_loss(c: PreferenceConfig, given: set[str]) -> Iterator[Problem]:
         )
     if "exo_pair" in chosen and loss.label_smoothing == 0:
         yield error(key, f"{key}=exo_pair needs preference.label_smoothing above 0; its paper has 1e-3.")
-    fixed = [n for n in chosen if n in names.PREFERENCE_LOSSES and n not in (*names.DIVERGENCE_LOSSES, "sft")]
+    fixed = [n for n in chosen if n in PREFERENCE_LOSSES.built_in and n not in (*DIVERGENCE_LOSSES, "sft")]
     if fixed and loss.f_divergence != "reverse_kl":
         yield error(
             "preference.f_divergence",
             f"preference.f_divergence={loss.f_divergence} does not act on {fixed[0]}. Remove it, or choose among "
-            f"{', '.join(names.DIVERGENCE_LOSSES)}.",
+            f"{', '.join(DIVERGENCE_LOSSES)}.",
         )
     if "kto" in chosen and c.data.train_batch_size < 2:
         yield error(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from verl.config import names
 from verl.config.active_keys import runs_agents
 from verl.config.schema import Problem, error, warning
+from verl.families import ADVANTAGES, AGENT_LOOPS
 
 ROLLOUT = "actor_rollout_ref.rollout"
 ENABLE = f"{ROLLOUT}.multi_turn.enable"
@@ -19,7 +19,7 @@ def check_agents(c: Any, given: set[str]) -> Iterator[Problem]:
     """Agents that could not act, and what does not work with them."""
     estimator = c.algorithm.adv_estimator
     if not runs_agents(c):
-        if estimator in names.TURN_ESTIMATORS:
+        if estimator in ADVANTAGES.reading("turn_ids"):
             yield warning(
                 "algorithm.adv_estimator",
                 f"algorithm.adv_estimator={estimator} gives credit to turns, and the samples of this run have one each. Set "
@@ -35,10 +35,10 @@ def check_agents(c: Any, given: set[str]) -> Iterator[Problem]:
             f"{ENABLE}=True, but {LOOP}=single_turn_agent: every sample would be a single turn, without tools. Remove the "
             "second, or set it to tool_agent.",
         )
-    if loop not in names.AGENT_LOOPS and not agent.agent_loop_config_path:
+    if loop not in AGENT_LOOPS and not agent.agent_loop_config_path:
         yield error(
             LOOP,
-            f"{LOOP}={loop} is not one of {', '.join(names.AGENT_LOOPS)}. Declare it in "
+            f"{LOOP}={loop} is not one of {', '.join(AGENT_LOOPS)}. Declare it in "
             f"{ROLLOUT}.agent.agent_loop_config_path.",
         )
     for name, wanted in (("environment_agent", "environment"), ("endpoint_agent", "runner")):

@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from verl.config import names
-from verl.config.active_keys import learns_from_pairs, runs_agents, selects_samples, uses_critic, uses_rewards
+from verl.config.active_keys import (
+    LABELLED_LOSSES,
+    learns_from_pairs,
+    runs_agents,
+    selects_samples,
+    uses_critic,
+    uses_rewards,
+)
 from verl.config.rules.agents import check_agents
 from verl.config.rules.distillation import check_distillation
 from verl.config.schema import Problem, error, value_at, warning
+from verl.families import ADVANTAGES, REWARD_MANAGERS, ROLLOUT_RS
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -102,7 +109,7 @@ def check_estimator(c: Any, given: set[str]) -> Iterator[Problem]:
             f"{ROLLOUT}.n",
             f"algorithm.adv_estimator=grpo_passk compares the best two samples of a prompt. Set {ROLLOUT}.n to 2 or more.",
         )
-    elif estimator in names.GROUP_ESTIMATORS and num_samples == 1 and uses_rewards(c):
+    elif estimator in ADVANTAGES.reading("index") and num_samples == 1 and uses_rewards(c):
         yield warning(
             f"{ROLLOUT}.n",
             f"algorithm.adv_estimator={estimator} compares the samples of a prompt, and {ROLLOUT}.n=1 gives only one. Set "
@@ -125,13 +132,13 @@ def check_estimator(c: Any, given: set[str]) -> Iterator[Problem]:
             "algorithm.use_pf_ppo",
             "algorithm.use_pf_ppo=True resamples rows of PPO with a critic. Set algorithm.adv_estimator=gae, or remove it.",
         )
-    if estimator in names.CRITIC_ESTIMATORS and c.critic.enable is False and uses_rewards(c):
+    if estimator in ADVANTAGES.reading("values") and c.critic.enable is False and uses_rewards(c):
         yield error(
             "critic.enable",
             f"algorithm.adv_estimator={estimator} needs the critic that critic.enable=False leaves out. Remove critic.enable, "
             "or choose an estimator without a critic, such as grpo.",
         )
-    if c.critic.enable is True and estimator in names.ADV_ESTIMATORS and estimator not in names.CRITIC_ESTIMATORS:
+    if c.critic.enable is True and not ADVANTAGES.may_read(estimator, "values"):
         yield warning(
             "critic.enable",
             f"critic.enable=True trains a critic whose values algorithm.adv_estimator={estimator} does not use.",
@@ -201,7 +208,7 @@ def check_online(c: Any, given: set[str]) -> Iterator[Problem]:
         yield error(
             f"{ROLLOUT}.n", f"algorithm.program=online_dpo needs at least 2 samples of a prompt. Set {ROLLOUT}.n=2."
         )
-    if wrong := [name for name in loss.losses if name in ("aot", "aot_unpaired", *names.LABELLED_LOSSES)]:
+    if wrong := [name for name in loss.losses if name in ("aot", "aot_unpaired", *LABELLED_LOSSES)]:
         yield error(
             "preference.loss", f"preference.loss={wrong[0]} needs more than the pairs of one step. Choose another one."
         )
@@ -250,10 +257,10 @@ def check_correction(c: Any, given: set[str]) -> Iterator[Problem]:
     """Importance weights and rejection between sampler and trainer."""
     correction = c.algorithm.rollout_correction
     options = [o.strip() for o in (correction.rollout_rs or "").split(",") if o.strip()]
-    if any(option not in names.ROLLOUT_RS for option in options):
+    if any(option not in ROLLOUT_RS for option in options):
         yield error(
             f"{CORRECTION}.rollout_rs",
-            f"{CORRECTION}.rollout_rs={correction.rollout_rs} has an unknown rule; there are {', '.join(names.ROLLOUT_RS)}.",
+            f"{CORRECTION}.rollout_rs={correction.rollout_rs} has an unknown rule; there are {', '.join(ROLLOUT_RS)}.",
         )
     bounds = [] if correction.rollout_rs_threshold is None else str(correction.rollout_rs_threshold).split(",")
     if options and not (len(bounds) in (1, len(options)) and all(map(_is_interval, bounds))):
@@ -327,10 +334,10 @@ def check_rewards(c: Any, given: set[str]) -> Iterator[Problem]:
     """Reward manager and reward model."""
     reward, manager, model = c.reward, c.reward.reward_manager, c.reward.reward_model
     own = manager.source != "register" or ":" in manager.name or c.actor_rollout_ref.model.external_lib is not None
-    if not own and manager.name not in names.REWARD_MANAGERS:
+    if not own and manager.name not in REWARD_MANAGERS:
         yield error(
             "reward.reward_manager.name",
-            f"There is no reward manager '{manager.name}'; there are {', '.join(names.REWARD_MANAGERS)}. For a class of "
+            f"There is no reward manager '{manager.name}'; there are {', '.join(REWARD_MANAGERS)}. For a class of "
             "your own set reward.reward_manager.source=importlib and reward.reward_manager.module.path.",
         )
     buffer = reward.reward_kwargs.get("overlong_buffer_cfg")

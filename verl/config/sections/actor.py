@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass
 
 from verl.config.keys import Family, Section, section, used
-from verl.config.names import KL_KINDS, LOSS_AGG_MODES, POLICY_LOSSES
 from verl.config.sections.deepspeed import DeepSpeedConfig
-from verl.config.sections.fsdp import TRAINING_ENGINES, FSDPConfig
+from verl.config.sections.fsdp import STRATEGIES, FSDPConfig
 from verl.config.sections.megatron import MegatronConfig
 from verl.config.sections.model import ModelConfig
 from verl.config.sections.optim import OptimConfig
+from verl.families import KL_KINDS, LOSS_AGG_MODES, POLICY_LOSSES
 
 KL_LOSS = "actor_rollout_ref.actor.use_kl_loss"
 
@@ -23,16 +23,16 @@ class PolicyLossConfig(Section):
     loss_mode: str = used(
         "vanilla",
         "policy loss, a name or path/to/file.py:function",
-        family=Family("policy loss", POLICY_LOSSES, plugins=True),
+        family=Family("policy loss", POLICY_LOSSES.built_in, plugins=True),
         when="no_bypass",
         strict="existing releases apply it to the sampler's log-probabilities",
     )
-    clip_cov_ratio: float = used(0.0002, "share of tokens that clip_cov leaves out", when="clip_cov")
-    clip_cov_lb: float = used(1.0, "lowest covariance that clip_cov leaves out", when="clip_cov")
-    clip_cov_ub: float = used(5.0, "highest covariance that clip_cov leaves out", when="clip_cov")
-    kl_cov_ratio: float = used(0.0002, "share of tokens that kl_cov penalises", when="kl_cov")
-    ppo_kl_coef: float = used(0.1, "weight of that penalty", when="kl_cov")
-    dro_beta: float | None = used(None, "regularisation of dro", when="dro", gt=0)
+    clip_cov_ratio: float = used(0.0002, "share of tokens that clip_cov leaves out", when="clip_cov_ratio")
+    clip_cov_lb: float = used(1.0, "lowest covariance that clip_cov leaves out", when="clip_cov_lb")
+    clip_cov_ub: float = used(5.0, "highest covariance that clip_cov leaves out", when="clip_cov_ub")
+    kl_cov_ratio: float = used(0.0002, "share of tokens that kl_cov penalises", when="kl_cov_ratio")
+    ppo_kl_coef: float = used(0.1, "weight of that penalty", when="ppo_kl_coef")
+    dro_beta: float | None = used(None, "regularisation of dro", when="dro_beta", gt=0)
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class CheckpointConfig(Section):
 
 @dataclass(frozen=True)
 class ActorConfig(Section):
-    strategy: str = used("fsdp", "training engine; fsdp and fsdp2 are the PyTorch-native one", family=TRAINING_ENGINES)
+    strategy: str = used("fsdp", "training engine; fsdp and fsdp2 are the PyTorch-native one", family=STRATEGIES)
     optim: OptimConfig = section(OptimConfig, "optimizer of the policy")
     fsdp_config: FSDPConfig = section(FSDPConfig, "PyTorch-native engine")
     megatron: MegatronConfig = section(MegatronConfig, "Megatron engine", when=".strategy=megatron", sizing=True)
@@ -64,14 +64,14 @@ class ActorConfig(Section):
     data_loader_seed: int = used(42, "seed of that shuffle")
     clip_ratio: float = used(0.2, "clip range of the policy ratio on both sides", when="clips_both", ge=0)
     clip_ratio_low: float | None = used(
-        None, "clip range below 1; null: clip_ratio", when="clips", neutral=(0.2,), ge=0
+        None, "clip range below 1; null: clip_ratio", when="clip_ratio_low", neutral=(0.2,), ge=0
     )
     clip_ratio_high: float | None = used(
-        None, "clip range above 1; null: clip_ratio", when="clips", neutral=(0.2,), ge=0, also=(math.inf,)
+        None, "clip range above 1; null: clip_ratio", when="clip_ratio_high", neutral=(0.2,), ge=0, also=(math.inf,)
     )
-    clip_ratio_c: float = used(3.0, "lower bound of dual-clip PPO for negative advantages", when="dual_clips", gt=1)
-    tau_pos: float = used(1.0, "temperature of sapo for positive advantages", when="sapo", gt=0)
-    tau_neg: float = used(1.05, "temperature of sapo for negative advantages", when="sapo", gt=0)
+    clip_ratio_c: float = used(3.0, "lower bound of dual-clip PPO for negative advantages", when="clip_ratio_c", gt=1)
+    tau_pos: float = used(1.0, "temperature of sapo for positive advantages", when="tau_pos", gt=0)
+    tau_neg: float = used(1.05, "temperature of sapo for negative advantages", when="tau_neg", gt=0)
     policy_loss: PolicyLossConfig = section(PolicyLossConfig, "which policy loss, and its parameters")
     loss_agg_mode: str = used("token-mean", "how token losses become one number", choices=LOSS_AGG_MODES)
     loss_scale_factor: float | None = used(
@@ -93,7 +93,7 @@ class ActorConfig(Section):
 
 @dataclass(frozen=True)
 class RefConfig(Section):
-    strategy: str = used("fsdp", "training engine of the reference policy", family=TRAINING_ENGINES)
+    strategy: str = used("fsdp", "training engine of the reference policy", family=STRATEGIES)
     fsdp_config: FSDPConfig = section(FSDPConfig, "PyTorch-native engine", defaults={"forward_only": True})
     memory_map: bool = used(
         False,
@@ -117,7 +117,7 @@ class RefConfig(Section):
 @dataclass(frozen=True)
 class CriticConfig(Section):
     enable: bool | None = used(None, "train a value model; null: where the advantage estimator needs one")
-    strategy: str = used("fsdp", "training engine of the critic", when="critic", family=TRAINING_ENGINES)
+    strategy: str = used("fsdp", "training engine of the critic", when="critic", family=STRATEGIES)
     model: ModelConfig = section(ModelConfig, "the model that the value head is put on", when="critic")
     optim: OptimConfig = section(OptimConfig, "optimizer of the critic", when="critic", defaults={"lr": 1e-5})
     fsdp: FSDPConfig = section(FSDPConfig, "PyTorch-native engine", when="critic")

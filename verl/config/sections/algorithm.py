@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.keys import Family, Section, section, used
-from verl.config.names import ADV_ESTIMATORS, KL_KINDS, PPO_PROGRAMS
+from verl.families import ADVANTAGES, KL_KINDS, PPO_PROGRAMS
 
 KL_IN_REWARD = "algorithm.use_kl_in_reward"
 FILTERS = "algorithm.filter_groups.enable"
@@ -85,7 +85,9 @@ class OnlineConfig(Section):
 
 @dataclass(frozen=True)
 class GiGPOConfig(Section):
-    step_advantage_w: float = used(1.0, "weight of a turn's advantage beside that of its episode", when="gigpo", ge=0)
+    step_advantage_w: float = used(
+        1.0, "weight of a turn's advantage beside that of its episode", when="step_advantage_w", ge=0
+    )
 
 
 @dataclass(frozen=True)
@@ -99,16 +101,18 @@ class AlgorithmConfig(Section):
     adv_estimator: str = used(
         "gae",
         "advantage estimator, a name or path/to/file.py:function",
-        family=Family("advantage estimator", ADV_ESTIMATORS, plugins=True),
+        family=Family("advantage estimator", ADVANTAGES.built_in, plugins=True),
     )
     gamma: float = used(
-        1.0, "discount of a token; with turn_gae, turn_grpo and gigpo of a turn", when="discounts", ge=0, le=1
+        1.0, "discount of a token; with turn_gae, turn_grpo and gigpo of a turn", when="gamma", ge=0, le=1
     )
-    lam: float = used(1.0, "lambda of GAE", when="gae", ge=0, le=1)
-    norm_adv_by_std_in_grpo: bool = used(True, "divide by the group's standard deviation", when="std_norm")
+    lam: float = used(1.0, "lambda of GAE", when="lam", ge=0, le=1)
+    norm_adv_by_std_in_grpo: bool = used(
+        True, "divide by the group's standard deviation", when="norm_adv_by_std_in_grpo"
+    )
     gigpo: GiGPOConfig = section(GiGPOConfig, "settings of gigpo")
-    gdpo_reward_keys: list[str] | None = used(None, "reward parts of gdpo", when="gdpo")
-    gdpo_reward_weights: list[float] | None = used(None, "their weights; null: all 1", when="gdpo")
+    gdpo_reward_keys: list[str] | None = used(None, "reward parts of gdpo", when="gdpo_reward_keys")
+    gdpo_reward_weights: list[float] | None = used(None, "their weights; null: all 1", when="gdpo_reward_weights")
     use_kl_in_reward: bool = used(False, "subtract a KL penalty from the reward of each token")
     kl_penalty: str = used("kl", "KL estimator of that penalty", when=KL_IN_REWARD, choices=KL_KINDS)
     kl_ctrl: KLCtrlConfig = section(KLCtrlConfig, "coefficient of that penalty")

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.config.keys import OURS, Family, Section, section, used
-from verl.config.names import DISTILLATION_LOSSES, POLICY_LOSSES
 from verl.config.sections.fsdp import DTYPES
+from verl.families import DISTILLATION_LOSSES, POLICY_LOSSES
 
 ENABLED = "distillation.enabled"
 _LISTS_TOKENS = ".loss_mode=forward_kl_topk|jsd"
@@ -46,7 +46,7 @@ class DistillationLossConfig(Section):
         "vanilla",
         "policy loss of those advantages",
         when=".use_policy_gradient",
-        family=Family("policy loss", POLICY_LOSSES, plugins=True),
+        family=Family("policy loss", POLICY_LOSSES.built_in, plugins=True),
     )
     clip_ratio: float = used(
         0.2, "its clip range, where one of the next two is null", when=".use_policy_gradient", ge=0

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from verl.config.keys import OURS, Family, Section, section, used
 from verl.config.sections.deepspeed import DeepSpeedConfig
 from verl.config.sections.megatron import MegatronConfig
+from verl.families import TRAINING_ENGINES
 
-TRAINING_ENGINES = Family("training engine", ("fsdp", "fsdp2", "megatron", "deepspeed"), plugins=True)
+STRATEGIES = Family("training engine", TRAINING_ENGINES.built_in[1:], plugins=True)
 MASTER_ROUNDINGS = ("dithered", "nearest")
 DTYPES = ("auto", "bfloat16", "bf16", "float32", "fp32", "float16", "fp16", "float64")
 
@@ -133,6 +134,6 @@ class FSDPConfig(Section):
 class SFTEngineConfig(FSDPConfig):
     """`engine` of supervised fine-tuning: the training engine by name, and the settings of the PyTorch-native one."""
 
-    strategy: str = used("fsdp", "training engine; fsdp and fsdp2 are the PyTorch-native one", family=TRAINING_ENGINES)
+    strategy: str = used("fsdp", "training engine; fsdp and fsdp2 are the PyTorch-native one", family=STRATEGIES)
     megatron: MegatronConfig = section(MegatronConfig, "Megatron engine", when=".strategy=megatron", sizing=True)
     deepspeed: DeepSpeedConfig = section(DeepSpeedConfig, "DeepSpeed engine", when=".strategy=deepspeed", sizing=True)

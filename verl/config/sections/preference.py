@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl.config import names
 from verl.config.keys import Family, Section, used
+from verl.families import PREFERENCE_LOSSES
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class PreferenceLossConfig(Section):
     loss: str | list[str] = used(
         "sigmoid",
         "loss of a pair (sigmoid is DPO) or of a labelled completion (kto, apo_zero_unpaired, bco); a list is a weighted sum",
-        family=Family("preference loss", names.PREFERENCE_LOSSES),
+        family=Family("preference loss", PREFERENCE_LOSSES.built_in),
     )
     loss_weights: list[float] | None = used(None, "weights of a list of losses; null: 1 each")
     beta: float = used(0.1, "scale of rewards; larger keeps the policy closer to the reference", gt=0)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.keys import OURS, Family, Section, section, used
-from verl.config.names import ROLLOUT_ENGINES, TOOL_PARSERS
+from verl.families import ROLLOUT_ENGINES, TOOL_PARSERS
 
 TOOLS = "existing releases put the tools into every prompt"
 _SAMPLED = "existing releases sample whatever do_sample says"
@@ -237,7 +237,9 @@ class KVCacheConfig(Section):
 
 @dataclass(frozen=True)
 class RolloutConfig(Section):
-    name: str = used("native", "rollout engine", family=Family("rollout engine", ROLLOUT_ENGINES, plugins=True))
+    name: str = used(
+        "native", "rollout engine", family=Family("rollout engine", ROLLOUT_ENGINES.built_in, plugins=True)
+    )
     n: int = used(1, "samples per prompt; above 1 for estimators that compare a group", ge=1, le=1_000_000)
     temperature: float = used(
         1.0, "sampling temperature; log-probabilities are taken at it", when="samples", strict=_SAMPLED, ge=0

@@ -6,18 +6,6 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from verl.data_proto.samples import Score, ScoreRequest
-from verl.registry import Registry
-
-REWARD_MANAGERS = Registry(
-    "reward manager",
-    {
-        "naive": "verl.rewards.managers.naive:NaiveRewardManager",
-        "prime": "verl.rewards.managers.naive:NaiveRewardManager",  # in other releases a parallel naive; ours is
-        "batch": "verl.rewards.managers.naive:BatchRewardManager",
-        "dapo": "verl.rewards.managers.dapo:DapoRewardManager",
-        "gdpo": "verl.rewards.managers.naive:GdpoRewardManager",
-    },
-)
 
 
 @runtime_checkable

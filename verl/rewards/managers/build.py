@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.errors import ConfigError
+from verl.families import REWARD_MANAGERS
 from verl.registry import load_object
 from verl.rewards.debug import DebugPool
 from verl.rewards.functions import MODEL_REPLY, MODEL_SCORE, RewardFunctionSpec
-from verl.rewards.managers.api import REWARD_MANAGERS, RewardManager
+from verl.rewards.managers.api import RewardManager
 from verl.rewards.pool import RewardPool
 from verl.rewards.sandbox.limits import Limits
 

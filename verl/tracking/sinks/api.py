@@ -8,23 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.errors import ConfigError, MissingExtraError
-from verl.registry import Registry
-
-SINKS = Registry(
-    "tracker",
-    {
-        "console": "verl.tracking.sinks.console:ConsoleSink",
-        "file": "verl.tracking.sinks.file:FileSink",
-        "tensorboard": "verl.tracking.sinks.tensorboard:TensorBoardSink",
-        "wandb": "verl.tracking.sinks.wandb:WandbSink",
-        "mlflow": "verl.tracking.sinks.mlflow:MlflowSink",
-        "swanlab": "verl.tracking.sinks.swanlab:SwanlabSink",
-        "trackio": "verl.tracking.sinks.trackio:TrackioSink",
-        "clearml": "verl.tracking.sinks.api:not_supported",
-        "vemlp_wandb": "verl.tracking.sinks.api:not_supported",
-        "rl_insight": "verl.tracking.sinks.api:not_supported",
-    },
-)
+from verl.families import SINKS
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,175 @@
+"""The built-in rows of the families that a config names. No row is imported before it is asked for, so that a config can be
+checked without torch.
+
+A row of an algorithm also names what its function reads: the settings by config key, and the columns beyond those that every
+function of the family gets. From these follow the keys that act, the models that a run needs and the rows of docs/config.md. A
+new algorithm is a function, a row here and a test.
+"""
+
+from __future__ import annotations
+
+from verl.registry import BuiltIn, Registry
+
+_RETURNS = "verl.algorithms.advantages.returns"
+_GROUP = "verl.algorithms.advantages.group"
+_TURNS = "verl.algorithms.advantages.turns"
+_BY_STD = "index norm_adv_by_std_in_grpo"
+
+ADVANTAGES = Registry(
+    "advantage estimator",
+    {
+        "gae": BuiltIn(f"{_RETURNS}:gae", "values gamma lam"),
+        "grpo": BuiltIn(f"{_GROUP}:grpo", _BY_STD),
+        "grpo_vectorized": BuiltIn(f"{_GROUP}:grpo", _BY_STD),
+        "gdpo": BuiltIn(f"{_GROUP}:gdpo", f"{_BY_STD} reward_parts gdpo_reward_keys gdpo_reward_weights"),
+        "grpo_passk": BuiltIn(f"{_GROUP}:grpo_passk", _BY_STD),
+        "reinforce_plus_plus": BuiltIn(f"{_RETURNS}:reinforce_plus_plus", "gamma"),
+        "reinforce_plus_plus_baseline": BuiltIn(f"{_GROUP}:reinforce_plus_plus_baseline", "index"),
+        "remax": BuiltIn(f"{_RETURNS}:remax", "reward_baselines"),
+        "rloo": BuiltIn(f"{_GROUP}:rloo", "index"),
+        "rloo_vectorized": BuiltIn(f"{_GROUP}:rloo", "index"),
+        "opo": BuiltIn(f"{_GROUP}:opo", "index"),
+        "gpg": BuiltIn(f"{_GROUP}:gpg", "index f_norm"),
+        "optimal_token_baseline": BuiltIn(
+            f"{_RETURNS}:optimal_token_baseline",
+            "index old_log_probs sum_pi_squared rollout_is_weights handle_zero_tail",
+        ),
+        "tir_optimal_token_baseline": BuiltIn(
+            f"{_RETURNS}:tir_optimal_token_baseline",
+            "index old_log_probs sum_pi_squared rollout_is_weights handle_zero_tail",
+        ),
+        "turn_gae": BuiltIn(f"{_TURNS}:turn_gae", "values turn_ids gamma lam"),
+        "turn_grpo": BuiltIn(f"{_TURNS}:turn_grpo", f"{_BY_STD} turn_ids gamma"),
+        "gigpo": BuiltIn(f"{_TURNS}:gigpo", f"{_BY_STD} turn_ids responses gamma step_advantage_w"),
+    },
+    shared="token_level_rewards response_mask epsilon",
+)
+
+_LOSSES = "verl.algorithms.policy_losses"
+_CLIPS = "clip_ratio_low clip_ratio_high"
+
+POLICY_LOSSES = Registry(
+    "policy loss",
+    {
+        "vanilla": BuiltIn(f"{_LOSSES}.clipped:vanilla", f"{_CLIPS} clip_ratio_c"),
+        "dppo_tv": BuiltIn(f"{_LOSSES}.selection:dppo_tv", f"{_CLIPS} clip_ratio_c"),
+        "dppo_kl": BuiltIn(f"{_LOSSES}.selection:dppo_kl", f"{_CLIPS} clip_ratio_c"),
+        "gspo": BuiltIn(f"{_LOSSES}.clipped:gspo", _CLIPS),
+        "sapo": BuiltIn(f"{_LOSSES}.soft:sapo", "tau_pos tau_neg"),
+        "gpg": BuiltIn(f"{_LOSSES}.soft:gpg"),
+        "clip_cov": BuiltIn(f"{_LOSSES}.selection:clip_cov", f"{_CLIPS} clip_cov_ratio clip_cov_lb clip_cov_ub"),
+        "kl_cov": BuiltIn(f"{_LOSSES}.selection:kl_cov", "kl_cov_ratio ppo_kl_coef"),
+        "geo_mean": BuiltIn(f"{_LOSSES}.clipped:geo_mean", _CLIPS),
+        "dro": BuiltIn(f"{_LOSSES}.soft:dro", "dro_beta"),
+        "cispo": BuiltIn(f"{_LOSSES}.clipped:cispo", _CLIPS),
+        # the loss of rollout_correction.bypass_mode, whose keys have conditions of their section
+        "bypass_mode": BuiltIn(
+            f"{_LOSSES}.bypass:bypass_mode",
+            "loss_type rollout_is rollout_is_threshold rollout_rs rollout_rs_threshold rollout_is_batch_normalize "
+            f"{_CLIPS} clip_ratio_c",
+        ),
+    },
+    shared="old_log_prob log_prob advantages response_mask agg rollout_is_weights generator",
+)
+
+_PAIRS = "verl.algorithms.preference_losses"
+_RATIOS, _LABELLED = "chosen_ratio rejected_ratio", "ratio desirable desirable_weight undesirable_weight"
+_CPO = "nll cpo_alpha alpha"
+
+PREFERENCE_LOSSES = Registry(
+    "preference loss",
+    {
+        "sigmoid": BuiltIn(f"{_PAIRS}:sigmoid", "delta label_smoothing"),
+        "sigmoid_norm": BuiltIn(f"{_PAIRS}:sigmoid_norm", "mean_delta"),
+        "hinge": BuiltIn(f"{_PAIRS}:hinge", "delta"),
+        "ipo": BuiltIn(f"{_PAIRS}:ipo", "mean_delta"),
+        "exo_pair": BuiltIn(f"{_PAIRS}:exo_pair", "delta label_smoothing"),
+        "robust": BuiltIn(f"{_PAIRS}:robust", "delta label_smoothing"),
+        "discopop": BuiltIn(f"{_PAIRS}:discopop", "delta discopop_tau"),
+        "nca_pair": BuiltIn(f"{_PAIRS}:nca_pair", _RATIOS),
+        "bco_pair": BuiltIn(f"{_PAIRS}:bco_pair", _RATIOS),
+        "sppo_hard": BuiltIn(f"{_PAIRS}:sppo_hard", _RATIOS),
+        "aot": BuiltIn(f"{_PAIRS}:aot", "chosen_logp rejected_logp matched_margin label_smoothing"),
+        "aot_unpaired": BuiltIn(f"{_PAIRS}:aot_unpaired", f"{_RATIOS} matched_chosen matched_rejected label_smoothing"),
+        "apo_zero": BuiltIn(f"{_PAIRS}:apo_zero", _RATIOS),
+        "apo_down": BuiltIn(f"{_PAIRS}:apo_down", _RATIOS),
+        "sft": BuiltIn(f"{_PAIRS}:sft", "nll"),
+        "cpo": BuiltIn(f"{_PAIRS}:cpo", f"chosen_logp rejected_logp {_CPO} label_smoothing"),
+        "cpo_hinge": BuiltIn(f"{_PAIRS}:cpo_hinge", f"chosen_logp rejected_logp {_CPO}"),
+        "cpo_ipo": BuiltIn(f"{_PAIRS}:cpo_ipo", f"chosen_mean rejected_mean {_CPO}"),
+        "simpo": BuiltIn(f"{_PAIRS}:simpo", "chosen_mean rejected_mean simpo_gamma label_smoothing alpha"),
+        "orpo": BuiltIn(f"{_PAIRS}:orpo", "chosen_mean rejected_mean nll"),
+        "kto": BuiltIn(f"{_PAIRS}:kto", f"{_LABELLED} shift"),
+        "apo_zero_unpaired": BuiltIn(f"{_PAIRS}:apo_zero_unpaired", _LABELLED),
+        "bco": BuiltIn(f"{_PAIRS}:bco", f"{_LABELLED} shift"),
+    },
+    shared="beta",
+)
+REFERENCE_COLUMNS = ("chosen_ratio", "rejected_ratio", "delta", "mean_delta", "matched_margin", "ratio")
+
+TRAINING_ENGINES = Registry(
+    "training engine",
+    {
+        "local": "verl.engines.local:LocalEngine",  # of one device, whatever strategy a config names
+        "fsdp": "verl.engines.fsdp:FSDPEngine",
+        "fsdp2": "verl.engines.fsdp:FSDPEngine",
+        "megatron": "verl.engines.megatron.engine:MegatronEngine",
+        "deepspeed": "verl.engines.deepspeed.engine:DeepSpeedEngine",
+    },
+)
+
+ROLLOUT_ENGINES = Registry(
+    "rollout engine",
+    {
+        "native": "verl.rollout.native.engine:NativeRollout",
+        "hf": "verl.rollout.hf:HFRollout",
+        "vllm": "verl.rollout.vllm.engine:VLLMRollout",
+        "http": "verl.rollout.http.engine:HTTPRollout",
+        "sglang": "verl.rollout.http.engine:SGLangRollout",
+    },
+)
+
+REWARD_MANAGERS = Registry(
+    "reward manager",
+    {
+        "naive": "verl.rewards.managers.naive:NaiveRewardManager",
+        "prime": "verl.rewards.managers.naive:NaiveRewardManager",  # in other releases a parallel naive; ours is
+        "batch": "verl.rewards.managers.naive:BatchRewardManager",
+        "dapo": "verl.rewards.managers.dapo:DapoRewardManager",
+        "gdpo": "verl.rewards.managers.naive:GdpoRewardManager",
+    },
+)
+
+_NO_SINK = "verl.tracking.sinks.api:not_supported"
+SINKS = Registry(
+    "tracker",
+    {
+        "console": "verl.tracking.sinks.console:ConsoleSink",
+        "file": "verl.tracking.sinks.file:FileSink",
+        "tensorboard": "verl.tracking.sinks.tensorboard:TensorBoardSink",
+        "wandb": "verl.tracking.sinks.wandb:WandbSink",
+        "mlflow": "verl.tracking.sinks.mlflow:MlflowSink",
+        "swanlab": "verl.tracking.sinks.swanlab:SwanlabSink",
+        "vemlp_wandb": _NO_SINK,
+        "clearml": _NO_SINK,
+        "trackio": "verl.tracking.sinks.trackio:TrackioSink",
+        "rl_insight": _NO_SINK,
+    },
+)
+
+PPO_PROGRAMS = ("ppo", "rejection_sampling", "online_dpo")  # of `verl train`
+_KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+KL_KINDS = (*_KL, *(name + "+" for name in _KL))
+DISTILLATION_LOSSES = (*_KL, "forward_kl_topk", "jsd")
+LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
+TOOL_PARSERS = (
+    "hermes", "qwen3_coder", "gpt-oss", "glm", "seed", "minimax", "kimi", "deepseek", "deepseek_v4", "gemma4",
+)  # fmt: skip
+AGENT_LOOPS = ("single_turn_agent", "tool_agent", "environment_agent", "endpoint_agent")
+ROLLOUT_RS = (
+    *(f"token_{k}" for k in ("k1", "k2", "k3")),
+    *(f"seq_sum_{k}" for k in ("k1", "k2", "k3")),
+    *(f"seq_mean_{k}" for k in ("k1", "k2", "k3")),
+    *(f"seq_max_{k}" for k in ("k2", "k3")),
+)
+SCORE_METRICS = ("reward", "score", "seq_reward", "seq_final_reward")  # filter_groups.metric for the score itself
