@@ -56,11 +56,12 @@ for attempt in 1 2 3; do \
 done
 endef
 
-.PHONY: help venv train test lint types unit model data letters versions gpu-rehearsal clean
+.PHONY: help venv train test test-fast lint types unit model data letters versions gpu-rehearsal clean
 
 help:
 	@echo "make train   install, fetch the model, make the data, train (CONFIG=$(CONFIG), about eight minutes on two cores)"
 	@echo "make test    install, then lint, types and the whole test suite"
+	@echo "make test-fast   only the tests that start no process and no run, about a minute and a half"
 	@echo "make venv    install only, into $(VENV)"
 	@echo "make versions   the table of docs/versions.md, with an environment of its own for each row (hours, some 60 GB in $(WORK)/versions)"
 	@echo "make gpu-rehearsal   the GPU report with tiny shapes on a CPU, and kills of its runner (KILLS=$(KILLS), about half an hour)"
@@ -126,6 +127,10 @@ lint: $(STAMPS)/package
 
 types: $(STAMPS)/package
 	@$(BIN)/mypy
+
+# one case of each test in files that start no process and no run (tests/unit_files.py), and tests/house
+test-fast: $(STAMPS)/package
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --unit
 
 unit: $(STAMPS)/package
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile

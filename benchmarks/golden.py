@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.extend([str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent / "chaos")])
 
 from chaos_compare import checkpoint_digests
 from chaos_task import RUNTIMES, Runtime, Task, make_task

@@ -42,10 +42,10 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from placement import PROMPT_TOKENS, PROMPTS, RESPONSE_TOKENS, Side, _make_model, by_tokens, measure, overrides
 from report import Report, Series, number, ratio
-from runs import WARM_UP, Row, step_seconds, train
+from runs import WARM_UP, Row, Side, by_tokens, make_model, measure, overrides, step_seconds, train
 
+PROMPTS, PROMPT_TOKENS, RESPONSE_TOKENS = 8, 64, 64  # of a step
 _AHEAD = (
     "actor_rollout_ref.rollout.prefetch_num=1",
     "algorithm.rollout_correction.bypass_mode=True",
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="verl-loop-") as scratch:
         folder = Path(scratch)
         even = [[PROMPT_TOKENS] * arguments.samples for _ in range(arguments.steps)]
-        common = overrides(_make_model(folder), folder / "task", even, RESPONSE_TOKENS)
+        common = overrides(make_model(folder), folder / "task", even, RESPONSE_TOKENS)
         common += by_tokens(arguments.samples * (PROMPT_TOKENS + RESPONSE_TOKENS))
         common += (
             f"reward.custom_reward_function.reward_kwargs.seconds={arguments.reward_seconds}",
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         (folder / "gathers_whole.py").write_text(_GATHERS_WHOLE)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
         sides = [side for side in SIDES if side.name in (SERIAL, *arguments.sides)]
-        fill(report, measure(sides, common, arguments, folder / "runs", watched), arguments.samples)
+        fill(report, measure(sides, common, arguments.rounds, folder / "runs", watched), arguments.samples)
     report.finish(arguments.json)
     return 0
 
@@ -113,7 +113,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [side.name for side in SIDES]
-    parser.add_argument("--runtime", choices=("ray",), default="ray", help="of the sides with two devices")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each side")
     parser.add_argument("--steps", type=int, default=7, help="of each run, warm-up included")
     parser.add_argument("--samples", type=int, default=PROMPTS, help="of a step")

@@ -1,4 +1,4 @@
-"""Writes the figures of precision.md and its picture from those of benchmarks/time_to_reward.py.
+"""Writes the figures of precision.md and its picture from those of benchmarks/peers/time_to_reward.py.
 
     python docs/make_precision.py figures.json more.json     # --json files of the benchmark, one or more per processor
     python docs/make_precision.py                            # the page again, from docs/precision.json

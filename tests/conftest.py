@@ -11,6 +11,8 @@ os.environ.setdefault("WANDB_MODE", "offline")
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.unit_files import is_unit
+
 # how long an example takes says how busy the machine is, and nothing about the code
 settings.register_profile("verl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("verl")
@@ -35,16 +37,40 @@ LONGEST = [
 ]
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--unit",
+        action="store_true",
+        help="one case of each test in files that start no process and no run, and tests/house",
+    )
+
+
+def pytest_ignore_collect(collection_path, config):
+    is_other = collection_path.name.startswith("test_") and config.getoption("--unit") and not is_unit(collection_path)
+    return is_other or None
+
+
 def pytest_configure(config):
+    if config.getoption("--unit"):
+        settings.register_profile("unit", settings.get_profile("verl"), max_examples=10)
+        settings.load_profile("unit")
     os.environ["VERL_PAGE"] = "0"  # no run of a test starts a page unless it asks for one
     if hasattr(config.option, "loadscopereorder"):  # xdist would begin with the files of many tests
         config.option.loadscopereorder = False
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if not _repeats_in_another_dtype(item)]
+    if config.getoption("--unit"):
+        items[:] = {_case_of_the_front(item): item for item in reversed(items)}.values()
+        items.reverse()
     place = {file: number for number, file in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get("/".join(item.path.parts[-2:]), len(place)))
+
+
+def _case_of_the_front(item):
+    """A key that all cases of a parametrized test share, but for tests/house, which goes through all files and pages."""
+    return item.nodeid if item.path.parent.name == "house" else (item.path, item.cls, item.originalname)
 
 
 def _repeats_in_another_dtype(item):

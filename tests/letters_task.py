@@ -25,3 +25,32 @@ def write_task(folder, *, num_val=4, reward=REWARD):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "reward.py").write_text(reward)
     return folder
+
+
+def merge(base, changes):
+    """`base` with the overrides of `changes` put in place of those for the same key."""
+    taken = {c.split("=", 1)[0].lstrip("+") for c in changes}
+    return [b for b in base if b.split("=", 1)[0] not in taken] + list(changes)
+
+
+def overrides(model, task, *changes):
+    """Overrides of two steps of GRPO on the task in the folder `task`: 4 prompts x 4 samples, float32, then `changes`."""
+    base = [
+        "algorithm.adv_estimator=grpo",
+        f"actor_rollout_ref.model.path={model}",
+        f"data.train_files={task}/train.jsonl",
+        f"data.val_files={task}/val.jsonl",
+        "data.train_batch_size=4",
+        "data.max_prompt_length=64",
+        "data.max_response_length=6",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.optim.lr=0.002",
+        "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+        f"reward.custom_reward_function.path={task}/reward.py",
+        "reward.num_workers=1",
+        "trainer.logger=[file]",
+        "trainer.total_training_steps=2",
+        "trainer.val_before_train=False",
+    ]
+    return merge(base, changes)

@@ -1,10 +1,11 @@
 """A tiny run whose samples are episodes with tools."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-from tests.letters_task import write_task
+from tests.letters_task import merge, overrides, write_task
 
 HERE = Path(__file__).parent
 TOOLS = HERE / "echo_tools.py"
@@ -20,14 +21,11 @@ def agent_task(tmp_path_factory):
 @pytest.fixture
 def agent_overrides(tiny_llama, agent_task):
     """Overrides of a GRPO run of 4 prompts x 3 episodes a step in float32."""
-    return [
-        "algorithm.adv_estimator=grpo",
-        f"actor_rollout_ref.model.path={tiny_llama}",
+    return overrides(
+        tiny_llama,
+        agent_task,
         "actor_rollout_ref.model.external_lib=tests.agents.echo_tools",
-        f"data.train_files={agent_task}/train.jsonl",
         "data.val_files=[]",
-        "data.train_batch_size=4",
-        "data.max_prompt_length=64",
         "data.max_response_length=160",
         f"{ROLLOUT}.n=3",
         f"{ROLLOUT}.multi_turn.enable=True",
@@ -35,21 +33,13 @@ def agent_overrides(tiny_llama, agent_task):
         f"{ROLLOUT}.multi_turn.format=every_turn",
         f"{ROLLOUT}.multi_turn.max_parallel_calls=2",
         f"{ROLLOUT}.multi_turn.tool_sandbox=False",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-        "actor_rollout_ref.actor.optim.lr=0.002",
-        "actor_rollout_ref.actor.fsdp_config.dtype=float32",
-        f"reward.custom_reward_function.path={agent_task}/reward.py",
-        "reward.num_workers=1",
-        "trainer.logger=[file]",
-        "trainer.total_training_steps=2",
-        "trainer.val_before_train=False",
-    ]
+    )
 
 
 @pytest.fixture
 def agent_run(agent_overrides, tmp_path):
     """agent_run("key=value", ...) -> the folder of a run."""
-    from tests.run.conftest import Run, merge
+    from tests.run.conftest import Run
     from verl.config import load_config
     from verl.run.host import train
 
@@ -59,3 +49,18 @@ def agent_run(agent_overrides, tmp_path):
         return Run(where)
 
     return run
+
+
+@pytest.fixture
+def changed_rows(agent_task, tmp_path):
+    """`changed_rows(change)` -> the file of the task's rows, each after `change(number, row)`."""
+
+    def write(change):
+        rows = [json.loads(line) for line in (agent_task / "train.jsonl").read_text().splitlines()]
+        for number, row in enumerate(rows):
+            change(number, row)
+        file = tmp_path / "rows.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return file
+
+    return write

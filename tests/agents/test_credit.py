@@ -1,7 +1,5 @@
 """Credit over turns: rewards at the ends of turns, estimators of turns, episodes that do not train."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -118,14 +116,11 @@ def test_where_a_reward_is_changes_no_sample(agent_run):
     assert second["actor/grad_norm"] == pytest.approx(first["actor/grad_norm"], rel=1e-3)  # GRPO reads their sum
 
 
-def test_answers_of_a_user_reward_turns(agent_run, agent_task, tmp_path):
-    rows = [json.loads(line) for line in (agent_task / "train.jsonl").read_text().splitlines()]
-    for row in rows:
-        row["extra_info"] = {"interaction_kwargs": {"name": "judge", "want": "a"}}
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+def test_answers_of_a_user_reward_turns(agent_run, changed_rows, tmp_path):
+    rows = changed_rows(lambda _, row: row.update(extra_info={"interaction_kwargs": {"name": "judge", "want": "a"}}))
     (tmp_path / "users.yaml").write_text(USERS)
     run = agent_run(
-        ENDS, NO_TOOLS, f"data.train_files={tmp_path}/rows.jsonl", ONE_STEP, f"{ROLLOUT}.agent.turn_rewards=True",
+        ENDS, NO_TOOLS, f"data.train_files={rows}", ONE_STEP, f"{ROLLOUT}.agent.turn_rewards=True",
         f"{ROLLOUT}.multi_turn.interaction_config_path={tmp_path}/users.yaml", "reward.num_workers=1",
     )  # fmt: skip
     (row,) = run.training_rows()

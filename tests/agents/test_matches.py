@@ -1,7 +1,5 @@
 """Games of two players in which the policy plays itself."""
 
-import json
-
 import pytest
 
 from tests.agents.test_runs import ENDS, ROLLOUT, episodes
@@ -64,7 +62,7 @@ def test_games_that_could_not_begin_are_refused(agent_run, changes, sentence):
         agent_run(ENDS, *DUEL, ONE_STEP, *changes)
 
 
-def test_two_play_a_game_of_textarena(agent_run, agent_task, tmp_path):
+def test_two_play_a_game_of_textarena(agent_run, changed_rows):
     pytest.importorskip("textarena", reason="needs the extra environments", exc_type=ImportError)
     game = games.TextArenaSelfPlay()
     game.reset(seed=3, game="TicTacToe-v0")
@@ -78,13 +76,10 @@ def test_two_play_a_game_of_textarena(agent_run, agent_task, tmp_path):
     assert game.rewards() == {0: 1, 1: -1}
     assert "You are Player 1" in read[1][0]
     assert "You are Player 1" not in read[1][1]  # only the new text
-    rows = [json.loads(line) for line in (agent_task / "train.jsonl").read_text().splitlines()]
-    for row in rows:
-        row["game"] = "TicTacToe-v0"
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = changed_rows(lambda _, row: row.update(game="TicTacToe-v0"))
     run = agent_run(
         ENDS, *DUEL, ONE_STEP, f"{ROLLOUT}.agent.environment=verl.agents.games:TextArenaSelfPlay",
-        "data.max_prompt_length=576", f"data.train_files={tmp_path}/rows.jsonl", "data.max_response_length=440",
+        "data.max_prompt_length=576", f"data.train_files={rows}", "data.max_response_length=440",
         f"{ROLLOUT}.multi_turn.max_tool_response_length=2000",
     )  # fmt: skip
     (row,) = run.training_rows()

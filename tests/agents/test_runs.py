@@ -81,18 +81,15 @@ def test_a_loop_of_the_users(agent_run, agent_task, tmp_path):
         assert row["training/rollout_probs_diff_max"] < 1e-5
 
 
-def test_a_user_answers(agent_run, agent_task, tmp_path):
-    rows = [json.loads(line) for line in (agent_task / "train.jsonl").read_text().splitlines()]
-    for row in rows:
-        row["extra_info"] = {"interaction_kwargs": {"name": "judge", "want": "a"}}
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+def test_a_user_answers(agent_run, changed_rows, tmp_path):
+    rows = changed_rows(lambda _, row: row.update(extra_info={"interaction_kwargs": {"name": "judge", "want": "a"}}))
     (tmp_path / "users.yaml").write_text(INTERACTIONS)
     (tmp_path / "reward.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    return sum(extra_info['rollout_reward_scores'].get('turn_scores', [])) + extra_info['num_turns'] / 100\n"
     )
     run = agent_run(
-        ENDS, f"data.train_files={tmp_path}/rows.jsonl", f"{ROLLOUT}.multi_turn.function_tool_path=null",
+        ENDS, f"data.train_files={rows}", f"{ROLLOUT}.multi_turn.function_tool_path=null",
         f"{ROLLOUT}.multi_turn.interaction_config_path={tmp_path}/users.yaml",
         f"reward.custom_reward_function.path={tmp_path}/reward.py", "trainer.total_training_steps=1",
     )  # fmt: skip
@@ -101,23 +98,23 @@ def test_a_user_answers(agent_run, agent_task, tmp_path):
     assert row["critic/score/max"] == pytest.approx(2 * 0.25 + 0.05)
 
 
-def test_rows_choose_agents_and_tools(agent_run, agent_task, tmp_path):
+def test_rows_choose_agents_and_tools(agent_run, changed_rows, tmp_path):
     """agent_name, tools_kwargs and tool_selection of a row, with the GSM8K tool of a YAML file in addition to functions."""
-    rows = [json.loads(line) for line in (agent_task / "train.jsonl").read_text().splitlines()]
-    for number, row in enumerate(rows):
-        row["agent_name"] = ("tool_agent", "tool_agent", "single_turn_agent", "tool_agent")[number % 4]
+
+    def choose(number, row):
         truth = {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": str(number % 4)}}}
-        row["extra_info"] = {"need_tools_kwargs": True, "tools_kwargs": truth, "tool_selection": ["calc_gsm8k_reward"]}
-        if number % 4 == 3:
-            row["extra_info"]["tool_selection"] = ["echo"]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        chosen = ["echo"] if number % 4 == 3 else ["calc_gsm8k_reward"]
+        row["agent_name"] = ("tool_agent", "tool_agent", "single_turn_agent", "tool_agent")[number % 4]
+        row["extra_info"] = {"need_tools_kwargs": True, "tools_kwargs": truth, "tool_selection": chosen}
+
+    rows = changed_rows(choose)
     (tmp_path / "tools.yaml").write_text(TOOL_CLASSES)
     (tmp_path / "reward.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    return sum(extra_info['rollout_reward_scores'].get('tool_rewards', [0.0])) + extra_info['num_turns']\n"
     )
     run = agent_run(
-        ENDS, f"data.train_files={tmp_path}/rows.jsonl", "data.shuffle=False", f"{ROLLOUT}.multi_turn.format=answers",
+        ENDS, f"data.train_files={rows}", "data.shuffle=False", f"{ROLLOUT}.multi_turn.format=answers",
         f"{ROLLOUT}.multi_turn.tool_config_path={tmp_path}/tools.yaml", f"{ROLLOUT}.multi_turn.max_assistant_turns=3",
         f"reward.custom_reward_function.path={tmp_path}/reward.py", "trainer.total_training_steps=1",
     )  # fmt: skip

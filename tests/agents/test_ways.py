@@ -1,6 +1,5 @@
 """One agent written three ways trains on the same tokens; environments and endpoints bring rewards; kills lose nothing."""
 
-import json
 import shutil
 from collections import Counter
 
@@ -56,13 +55,10 @@ def test_a_game(agent_run):
     assert all(g["reward"] is not None for g in games)
 
 
-def test_a_game_that_breaks_is_left_out(agent_run, agent_task, tmp_path, caplog):
-    rows = [json.loads(line) for line in (agent_task / "train.jsonl").read_text().splitlines()]
-    for number, row in enumerate(rows):
-        row["environment"] = "retry" if number % 4 == 0 else "letters"
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+def test_a_game_that_breaks_is_left_out(agent_run, changed_rows, caplog):
+    rows = changed_rows(lambda number, row: row.update(environment="retry" if number % 4 == 0 else "letters"))
     run = agent_run(
-        ENDS, NO_TOOLS, f"data.train_files={tmp_path}/rows.jsonl", f"{ROLLOUT}.agent.environment={HERE}:GAMES",
+        ENDS, NO_TOOLS, f"data.train_files={rows}", f"{ROLLOUT}.agent.environment={HERE}:GAMES",
         f"{ROLLOUT}.multi_turn.enable=False", "data.shuffle=False", "reward.default_score=-1", ONE_STEP,
     )  # fmt: skip
     (row,) = run.training_rows()

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
+FOLDERS = [str(BENCHMARKS), *(str(BENCHMARKS / name) for name in ("peers", "chaos", "planner"))]
+sys.path[:0] = FOLDERS
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,5 @@
-"""benchmarks/chaos.py: a run that is killed several times ends like an undisturbed run. Kills are sampled from the seed and
-counted, and the runs compared.
+"""benchmarks/chaos/chaos.py: a run that is killed several times ends like an undisturbed run. Kills are sampled from the
+seed and counted, and the runs compared.
 
     pytest -m "slow or not slow" tests/benchmarks/test_chaos.py
 """

@@ -1,4 +1,4 @@
-"""benchmarks/group_stop.py: a SIGTERM for the process group of a run on each runtime, and one for each of its processes."""
+"""benchmarks/chaos/group_stop.py: a SIGTERM for the process group of a run on each runtime, or for each of its processes."""
 
 import random
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from peer import Peer, PeerFailed
 
-from tests.benchmarks.conftest import BENCHMARKS
+from tests.benchmarks.conftest import FOLDERS
 
 ECHO = """
 import os, subprocess, sys, time
@@ -44,7 +44,7 @@ def start(tmp_path):
     peers = []
 
     def make():
-        peers.append(Peer("echo", str(script), log=tmp_path / "echo.log", environment={"PYTHONPATH": str(BENCHMARKS)}))
+        peers.append(Peer("echo", str(script), log=tmp_path / "echo.log"))
         return peers[-1]
 
     yield make
@@ -133,7 +133,9 @@ def test_a_process_dies_with_its_parent(tmp_path):
         "peer.build(20.0)\nprint(peer._process.pid, flush=True)\ntime.sleep(60)\n"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", parent], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(BENCHMARKS)}
+        [sys.executable, "-c", parent],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(FOLDERS)},
     )
     pid = int(process.stdout.readline())
     assert alive(pid)

@@ -4,12 +4,13 @@ import os
 
 import pytest
 from report import Report
+from runs import Side, difference, measure, overrides, texts_of
 from whole_loop import APART, SERIAL, SIDES, bounds, cores_used, fill, utilisation
 
 from verl.config import load_config
 from verl.parallel.placement import Placement
 
-pytestmark = pytest.mark.seed("D4", "D5")
+pytestmark = pytest.mark.seed("D1", "D3", "D4", "D5")
 SAME = [["actor", "rollout"], ["reference", "critic"]]
 APARTS = [["actor", "reference", "critic"], ["rollout"]]
 TIMES = {
@@ -79,3 +80,53 @@ def test_shares_and_utilisation(monkeypatch):
     assert cores_used([metrics(8.0)]) == pytest.approx(0.375)
     assert report.results["groups"]["beside_s"] == pytest.approx(0.4)
     assert report.results[SERIAL]["generation_s"] == pytest.approx(2.0)
+
+
+def work(**changes):
+    same = {"perf/total_num_tokens": 100, "critic/score/mean": 0.5, "actor/grad_norm": 2.0, "critic/grad_norm": 3.0}
+    return [row | same | changes for row in metrics(1.0)]
+
+
+def test_the_same_work_may_differ_by_rounding():
+    assert difference(work(), work(**{"actor/grad_norm": 2.0001})) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"perf/total_num_tokens": 99}, r"\[99, 99, 99, 99\] tokens in the steps, not \[100, 100, 100, 100\]"),
+        ({"critic/score/mean": 0.6}, "critic/score/mean of the first step is 0.6, not 0.5"),
+        ({"actor/grad_norm": float("nan")}, "actor/grad_norm of the first step is nan, not 2"),
+    ],
+)
+def test_other_work_ends_the_comparison(tmp_path, changes, message):
+    with pytest.raises(SystemExit, match="^other did not do the work of one: .*" + message):
+        measure(
+            (Side("one"), Side("other")), [], 1, tmp_path,
+            lambda run, *_, **__: work(**(changes if "other" in run.name else {})),
+        )  # fmt: skip
+
+
+def test_sides_take_turns(tmp_path):
+    log = []
+
+    def train(run, changes, *, threads):
+        log.append((run.name, threads, changes))
+        return work()
+
+    seconds = measure((Side("one"), Side("a, b", 2, ("k=v",))), ["c=d"], 2, tmp_path, train)
+    assert {name: len(runs) for name, runs in seconds.items()} == {"one": 2, "a, b": 2}
+    two = ["c=d", "k=v", "trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_cpus=2"]
+    assert log == [("0-one", 1, ["c=d"]), ("0-a-b", 1, two), ("1-a-b", 1, two), ("1-one", 1, ["c=d"])]
+
+
+def test_prompts_have_the_asked_lengths_and_are_all_different(tiny_llama, tmp_path):
+    from verl.programs.ppo_data import load_data
+
+    lengths = [[4, 9, 40], [12, 5, 4]]
+    loader = load_data(load_config(overrides(tiny_llama, tmp_path / "work", lengths, 6)).config).train
+    for step in range(2):
+        prompts = [tuple(ids) for ids in loader.take(3 * step, 3).non_tensor_batch["prompt_token_ids"]]
+        assert [len(ids) for ids in prompts] == lengths[step]
+        assert len(set(prompts)) == 3
+    assert [len(text) for text in texts_of([3, 0, 7])] == [3, 0, 7]

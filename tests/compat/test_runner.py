@@ -166,10 +166,10 @@ def test_evaluate_predict_and_save(tiny_llama, tokenizer, rows, tmp_path):
 
 
 @pytest.mark.seed("A8")
-@pytest.mark.parametrize("name", ["run_clm", "sft", "grpo"])
+@pytest.mark.parametrize("name", ["run_clm", "sft", "grpo", "dpo"])
 def test_scripts_run_with_two_lines_changed(name, tiny_llama, tmp_path, monkeypatch):
     text = (SCRIPTS / f"{name}.py").read_text()
-    kind = {"run_clm": "Trainer", "sft": "SFTTrainer", "grpo": "GRPOTrainer"}[name]
+    kind = {"run_clm": "Trainer", "sft": "SFTTrainer", "grpo": "GRPOTrainer", "dpo": "DPOTrainer"}[name]
     changed = text.replace(f", {kind}", "", 1).replace(f"= {kind}(", "= RLRunner(")
     changed = changed.replace("\n\nmodel_path", "\nfrom verl import RLRunner\n\nmodel_path")
     before, after = (set(t.splitlines()) for t in (text, changed))
@@ -198,6 +198,7 @@ def test_scripts_run_with_two_lines_changed(name, tiny_llama, tmp_path, monkeypa
     else:
         losses = [row["loss"] for row in history if "loss" in row]
         assert losses[-1] < losses[0]
+        assert name != "dpo" or losses[0] == pytest.approx(0.6931, abs=1e-3)
     if name == "run_clm":
         assert found["metrics"]["eval_loss"] < 5
 
@@ -262,7 +263,7 @@ class TestArgumentsOfTRL:
     def test_the_configs_beside_the_scripts_are_those_of_trl(self, trl, tmp_path):
         """Names and defaults, after TRL's own checks."""
         if not peer_env.is_ready("trl", peer_env.default_folder("trl")):
-            pytest.skip("TRL's environment is not there; benchmarks/peer_env.py makes it")
+            pytest.skip("TRL's environment is not there; benchmarks/peers/peer_env.py makes it")
         made = {
             name: getattr(trl, name)(str(tmp_path), use_cpu=True) for name in ("SFTConfig", "GRPOConfig", "DPOConfig")
         }

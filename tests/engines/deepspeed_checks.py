@@ -79,44 +79,19 @@ def compare(folder, family="llama", head="lm", **section):
     return gaps
 
 
-@on(2)
-def check_stage_0(folder):
-    return compare(folder, zero_stage=0)
+def comparison(ranks, *family, **settings):
+    """A check on that many ranks: `compare` under `settings`."""
+    return on(*ranks)(lambda folder: compare(folder, *family, **settings))
 
 
-@on(2)
-def check_stage_1(folder):
-    return compare(folder, zero_stage=1)
-
-
-@on(2)
-def check_stage_2(folder):
-    return compare(folder, zero_stage=2)
-
-
-@on(2)
-def check_stage_2_offload(folder):
-    return compare(folder, zero_stage=2, offload_optimizer=True)
-
-
-@on(2)
-def check_stage_2_value(folder):
-    return compare(folder, head="token_value", zero_stage=2)
-
-
-@on(2)
-def check_stage_3(folder):
-    return compare(folder, zero_stage=3)
-
-
-@on(2)
-def check_stage_3_experts(folder):
-    return compare(folder, "qwen3_moe", zero_stage=3)
-
-
-@on(2)
-def check_stage_3_offload(folder):
-    return compare(folder, zero_stage=3, offload_optimizer=True, offload_param=True)
+check_stage_0 = comparison((2,), zero_stage=0)
+check_stage_1 = comparison((2,), zero_stage=1)
+check_stage_2 = comparison((2,), zero_stage=2)
+check_stage_2_offload = comparison((2,), zero_stage=2, offload_optimizer=True)
+check_stage_2_value = comparison((2,), head="token_value", zero_stage=2)
+check_stage_3 = comparison((2,), zero_stage=3)
+check_stage_3_experts = comparison((2,), "qwen3_moe", zero_stage=3)
+check_stage_3_offload = comparison((2,), zero_stage=3, offload_optimizer=True, offload_param=True)
 
 
 @on(2)

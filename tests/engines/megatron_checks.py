@@ -102,99 +102,36 @@ def compare(folder, family="llama", head="lm", model=None, checkpointing=False, 
     return {**gaps, "weights": largest_gap(*weights), "state": largest_gap(*states)}
 
 
-@on(2)
-def check_data(folder):
-    return compare(folder)
+def comparison(ranks, *family, **settings):
+    """A check on that many ranks: `compare` under `settings`."""
+    return on(*ranks)(lambda folder: compare(folder, *family, **settings))
 
 
-@on(2)
-def check_data_without_distributed_optimizer(folder):
-    return compare(folder, "qwen3", use_distributed_optimizer=False)
-
-
-@on(2)
-def check_tensor(folder):
-    return compare(folder, **{TENSOR: 2})
-
-
-@on(2)
-def check_tensor_without_sequence(folder):
-    return compare(folder, "qwen3", sequence_parallel=False, **{TENSOR: 2})
-
-
-@on(2)
-def check_tensor_qwen3(folder):
-    return compare(folder, "qwen3", **{TENSOR: 2})
-
-
-@on(2)
-def check_tensor_qwen2_untied_recomputed(folder):
-    return compare(folder, "qwen2", model={"tie_word_embeddings": False}, checkpointing=True, **{TENSOR: 2})
-
-
-@on(2)
-def check_odd_vocabulary(folder):
-    return compare(folder, "mistral", model={"vocab_size": 265, "tie_word_embeddings": False}, **{TENSOR: 2})
-
-
-@on(2)
-def check_pipeline(folder):
-    return compare(folder, **{PIPELINE: 2})
-
-
-@on(2)
-def check_pipeline_untied(folder):
-    return compare(folder, model={"tie_word_embeddings": False}, **{PIPELINE: 2})
-
-
-@on(2)
-def check_value(folder):
-    return compare(folder, head="token_value", **{PIPELINE: 2})
-
-
-@on(2)
-def check_value_tensor(folder):
-    return compare(folder, head="token_value", **{TENSOR: 2})
-
-
-@on(2)
-def check_experts(folder):
-    return compare(folder, "qwen3_moe", **{EXPERT: 2})
-
-
-@on(2)
-def check_experts_tensor(folder):
-    return compare(folder, "mixtral", **{TENSOR: 2})
-
-
-@on(2)
-def check_experts_apart(folder):
-    return compare(folder, "qwen3_moe", expert_tensor_parallel_size=1, **{TENSOR: 2, EXPERT: 2})
-
-
-@on(4)
-def check_tensor_pipeline(folder):
-    return compare(folder, **{TENSOR: 2, PIPELINE: 2})
-
-
-@on(4)
-def check_pipeline_data(folder):
-    return compare(folder, **{PIPELINE: 2})
-
-
-@on(4)
-def check_interleaved(folder):
-    return compare(folder, model={"num_hidden_layers": 8}, virtual_pipeline_model_parallel_size=2, **{PIPELINE: 4})
-
-
-@on(4)
-def check_expert_tensor(folder):
-    return compare(folder, "qwen3_moe", **{EXPERT: 2, TENSOR: 2})
-
-
-@on(4)
-def check_expert_pipeline(folder):
-    return compare(folder, "mixtral", **{EXPERT: 2, PIPELINE: 2})
+check_data = comparison((2,))
+check_data_without_distributed_optimizer = comparison((2,), "qwen3", use_distributed_optimizer=False)
+check_tensor = comparison((2,), **{TENSOR: 2})
+check_tensor_without_sequence = comparison((2,), "qwen3", sequence_parallel=False, **{TENSOR: 2})
+check_tensor_qwen3 = comparison((2,), "qwen3", **{TENSOR: 2})
+check_tensor_qwen2_untied_recomputed = comparison(
+    (2,), "qwen2", model={"tie_word_embeddings": False}, checkpointing=True, **{TENSOR: 2}
+)
+check_odd_vocabulary = comparison(
+    (2,), "mistral", model={"vocab_size": 265, "tie_word_embeddings": False}, **{TENSOR: 2}
+)
+check_pipeline = comparison((2,), **{PIPELINE: 2})
+check_pipeline_untied = comparison((2,), model={"tie_word_embeddings": False}, **{PIPELINE: 2})
+check_value = comparison((2,), head="token_value", **{PIPELINE: 2})
+check_value_tensor = comparison((2,), head="token_value", **{TENSOR: 2})
+check_experts = comparison((2,), "qwen3_moe", **{EXPERT: 2})
+check_experts_tensor = comparison((2,), "mixtral", **{TENSOR: 2})
+check_experts_apart = comparison((2,), "qwen3_moe", expert_tensor_parallel_size=1, **{TENSOR: 2, EXPERT: 2})
+check_tensor_pipeline = comparison((4,), **{TENSOR: 2, PIPELINE: 2})
+check_pipeline_data = comparison((4,), **{PIPELINE: 2})
+check_interleaved = comparison(
+    (4,), model={"num_hidden_layers": 8}, virtual_pipeline_model_parallel_size=2, **{PIPELINE: 4}
+)
+check_expert_tensor = comparison((4,), "qwen3_moe", **{EXPERT: 2, TENSOR: 2})
+check_expert_pipeline = comparison((4,), "mixtral", **{EXPERT: 2, PIPELINE: 2})
 
 
 @on(2)

@@ -108,24 +108,17 @@ def compare(path, *, head="lm", dtype="float64", micro=None, sizes=(3, 1, 4, 2),
     return gaps
 
 
-@on(2, 4)
-def check_fsdp(folder):
-    return compare(model_folder(folder, "qwen3"))
+def comparison(ranks, family, model=None, **settings):
+    """A check on that many ranks: `compare` for a model of `family` of these sizes."""
+    return on(*ranks)(lambda folder: compare(model_folder(folder, family, **(model or {})), **settings))
 
 
-@on(2)
-def check_fsdp_float32(folder):
-    return compare(model_folder(folder, "llama"), dtype="float32", forward_prefetch=True)
-
-
-@on(2)
-def check_fsdp_no_sync_checkpointing(folder):
-    return compare(
-        model_folder(folder, "qwen3"),
-        use_no_sync_for_gradient_accumulation=True,
-        checkpointing=True,
-        reshard_after_forward=False,
-    )
+check_fsdp = comparison((2, 4), "qwen3")
+check_fsdp_float32 = comparison((2,), "llama", dtype="float32", forward_prefetch=True)
+check_fsdp_no_sync_checkpointing = comparison(
+    (2,), "qwen3", use_no_sync_for_gradient_accumulation=True, checkpointing=True, reshard_after_forward=False
+)
+check_value = comparison((2,), "qwen3", head="token_value")
 
 
 @on(2)
@@ -145,11 +138,6 @@ def check_calls_that_add_up(folder):
     gaps["grad_norm"] = abs(many.optim_step()["grad_norm"].value - expected["grad_norm"].value)
     gaps["weights"] = largest_gap(dict(many.gather_weights()), dict(one.gather_weights()))
     return gaps
-
-
-@on(2)
-def check_value(folder):
-    return compare(model_folder(folder, "qwen3"), head="token_value")
 
 
 @on(2)
@@ -293,50 +281,15 @@ def check_left_out_rows(folder):
     return gaps
 
 
-@on(4)
-def check_hsdp(folder):
-    return compare(model_folder(folder, "qwen3", tie_word_embeddings=False), fsdp_size=2)
-
-
-@on(2)
-def check_tensor(folder):
-    return compare(model_folder(folder, "qwen3"), tensor_parallel_size=2)
-
-
-@on(2)
-def check_sequence(folder):
-    return compare(model_folder(folder, "qwen3"), ulysses_sequence_parallel_size=2)
-
-
-@on(2)
-def check_lora(folder):
-    return compare(model_folder(folder, "qwen3"), lora=4)
-
-
-@on(2)
-def check_lora_tensor(folder):
-    return compare(model_folder(folder, "qwen3"), lora=4, tensor_parallel_size=2)
-
-
-@on(2)
-def check_value_sequence(folder):
-    return compare(model_folder(folder, "qwen3"), head="token_value", ulysses_sequence_parallel_size=2)
-
-
-@on(2)
-def check_tensor_gemma(folder):
-    path = model_folder(folder, "gemma2", vocab_size=265)
-    return compare(path, tensor_parallel_size=2, checkpointing=True)
-
-
-@on(2)
-def check_moe_fsdp(folder):
-    return compare(model_folder(folder, "qwen3_moe", moe_intermediate_size=16))
-
-
-@on(2)
-def check_experts(folder):
-    return compare(model_folder(folder, "qwen3_moe", moe_intermediate_size=16), expert_parallel_size=2)
+check_hsdp = comparison((4,), "qwen3", model={"tie_word_embeddings": False}, fsdp_size=2)
+check_tensor = comparison((2,), "qwen3", tensor_parallel_size=2)
+check_sequence = comparison((2,), "qwen3", ulysses_sequence_parallel_size=2)
+check_lora = comparison((2,), "qwen3", lora=4)
+check_lora_tensor = comparison((2,), "qwen3", lora=4, tensor_parallel_size=2)
+check_value_sequence = comparison((2,), "qwen3", head="token_value", ulysses_sequence_parallel_size=2)
+check_tensor_gemma = comparison((2,), "gemma2", model={"vocab_size": 265}, tensor_parallel_size=2, checkpointing=True)
+check_moe_fsdp = comparison((2,), "qwen3_moe", model={"moe_intermediate_size": 16})
+check_experts = comparison((2,), "qwen3_moe", model={"moe_intermediate_size": 16}, expert_parallel_size=2)
 
 
 @on(2)
@@ -348,54 +301,22 @@ def check_experts_deepseek(folder):
         return compare(path, expert_parallel_size=2)
 
 
-@on(2)
-def check_sequence_gemma(folder):
-    """A sliding window and soft caps inside the divided attention."""
-    return compare(model_folder(folder, "gemma2", vocab_size=265), ulysses_sequence_parallel_size=2)
-
-
-@on(2)
-def check_experts_mixtral(folder):
-    return compare(model_folder(folder, "mixtral"), expert_parallel_size=2, checkpointing=True)
-
-
-@on(4)
-def check_tensor_fsdp(folder):
-    return compare(model_folder(folder, "qwen3", tie_word_embeddings=False), tensor_parallel_size=2)
-
-
-@on(4)
-def check_sequence_four(folder):
-    """Four ranks and two key-value heads."""
-    return compare(model_folder(folder, "llama"), ulysses_sequence_parallel_size=4)
-
-
-@on(4)
-def check_sequence_tensor(folder):
-    return compare(model_folder(folder, "qwen3"), ulysses_sequence_parallel_size=2, tensor_parallel_size=2)
-
-
-@on(4)
-def check_experts_fsdp_sequence(folder):
-    path = model_folder(folder, "qwen3_moe", moe_intermediate_size=16)
-    return compare(path, expert_parallel_size=2, ulysses_sequence_parallel_size=2)
-
-
-@on(4)
-def check_experts_tensor(folder):
-    path = model_folder(folder, "qwen3_moe", moe_intermediate_size=16)
-    return compare(path, expert_parallel_size=2, tensor_parallel_size=2)
-
-
-@on(4)
-def check_ranks_without_rows(folder):
-    return compare(model_folder(folder, "qwen3"), sizes=(2,), fsdp_size=2)
-
-
-@on(2)
-def check_sequence_without_predictions(folder):
-    """One row, of which one rank has no predicting token."""
-    return compare(model_folder(folder, "qwen3"), sizes=(1,), ulysses_sequence_parallel_size=2)
+# a sliding window and soft caps inside the divided attention
+check_sequence_gemma = comparison((2,), "gemma2", model={"vocab_size": 265}, ulysses_sequence_parallel_size=2)
+check_experts_mixtral = comparison((2,), "mixtral", expert_parallel_size=2, checkpointing=True)
+check_tensor_fsdp = comparison((4,), "qwen3", model={"tie_word_embeddings": False}, tensor_parallel_size=2)
+# four ranks and two key-value heads
+check_sequence_four = comparison((4,), "llama", ulysses_sequence_parallel_size=4)
+check_sequence_tensor = comparison((4,), "qwen3", ulysses_sequence_parallel_size=2, tensor_parallel_size=2)
+check_experts_fsdp_sequence = comparison(
+    (4,), "qwen3_moe", model={"moe_intermediate_size": 16}, expert_parallel_size=2, ulysses_sequence_parallel_size=2
+)
+check_experts_tensor = comparison(
+    (4,), "qwen3_moe", model={"moe_intermediate_size": 16}, expert_parallel_size=2, tensor_parallel_size=2
+)
+check_ranks_without_rows = comparison((4,), "qwen3", sizes=(2,), fsdp_size=2)
+# one row, of which one rank has no predicting token
+check_sequence_without_predictions = comparison((2,), "qwen3", sizes=(1,), ulysses_sequence_parallel_size=2)
 
 
 @on(2)
@@ -404,9 +325,7 @@ def check_offload_and_wrapping(folder):
     return compare(model_folder(folder, "qwen3"), offload_policy=True, wrap_policy=wrap)
 
 
-@on(2)
-def check_wrapping_by_size(folder):
-    return compare(model_folder(folder, "qwen3"), wrap_policy=WrapPolicyConfig(min_num_params=2000))
+check_wrapping_by_size = comparison((2,), "qwen3", wrap_policy=WrapPolicyConfig(min_num_params=2000))
 
 
 def custom_wrap_policy():
@@ -416,9 +335,7 @@ def custom_wrap_policy():
     return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Qwen3Attention, Qwen3DecoderLayer})
 
 
-@on(2)
-def check_wrapping_by_a_function(folder):
-    return compare(model_folder(folder, "qwen3"), wrap_policy_fn=f"{__name__}:custom_wrap_policy")
+check_wrapping_by_a_function = comparison((2,), "qwen3", wrap_policy_fn=f"{__name__}:custom_wrap_policy")
 
 
 @on(2)
@@ -431,11 +348,16 @@ def check_padded_family(folder):
     return found
 
 
-@on(2)
-def check_groups_of_layers(folder):
-    """Two of three layers in one unit; with checkpointing the backward runs their forward again."""
-    path = model_folder(folder, "qwen3", num_hidden_layers=3)
-    return compare(path, checkpointing=True, use_3d_hybrid=True, layer_per_group=2, forward_prefetch=True)
+# two of three layers in one unit; with checkpointing the backward runs their forward again
+check_groups_of_layers = comparison(
+    (2,),
+    "qwen3",
+    model={"num_hidden_layers": 3},
+    checkpointing=True,
+    use_3d_hybrid=True,
+    layer_per_group=2,
+    forward_prefetch=True,
+)
 
 
 @on(2)

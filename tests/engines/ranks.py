@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import json
 import os
@@ -10,6 +11,7 @@ import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,3 +65,17 @@ def _rank(checks: str, rank: int, num_ranks: int, store: str, folder: str) -> No
         raise
     finally:
         dist.destroy_process_group()
+
+
+def results_once(checks: str, num_ranks: int, tmp_path_factory: Any, worker_id: str) -> dict[str, Any]:
+    """The results of `run_ranks` for the checks, which run once for all test processes."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base if worker_id == "master" else base.parent) / f"{checks}-{num_ranks}"
+    folder.mkdir(exist_ok=True)
+    done = folder / f"results-{num_ranks}.json"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            run_ranks(checks, num_ranks, folder)
+    results: dict[str, Any] = json.loads(done.read_text())
+    return results

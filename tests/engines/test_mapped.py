@@ -166,21 +166,18 @@ def test_folders_that_cannot(folder, tmp_path):  # noqa: F811
 
 
 def test_a_run_with_a_mapped_reference(tiny_llama, tmp_path, no_pictures):
-    from tests.letters_task import write_task
+    from tests.letters_task import overrides, write_task
     from verl.config import load_config
     from verl.run.host import train
     from verl.tracking.files import read_metrics
 
     task, found = write_task(tmp_path), []
     for maps in (False, True):
-        settings = [
-            f"actor_rollout_ref.model.path={tiny_llama}", f"data.train_files={task}/train.jsonl", "data.train_batch_size=4",
-            "data.val_files=[]", "data.max_response_length=4", "actor_rollout_ref.rollout.n=2", "algorithm.adv_estimator=grpo",
-            f"reward.custom_reward_function.path={task}/reward.py", "reward.num_workers=1", "trainer.total_training_steps=2",
-            "actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.optim.lr=0.01", "trainer.logger=[file]",
-            "trainer.val_before_train=False", f"trainer.default_local_dir={tmp_path}/{maps}",
-            f"actor_rollout_ref.ref.memory_map={maps}",
-        ]  # fmt: skip
+        settings = overrides(
+            tiny_llama, task, "data.val_files=[]", "data.max_response_length=4", "actor_rollout_ref.rollout.n=2",
+            "actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.optim.lr=0.01",
+            f"trainer.default_local_dir={tmp_path}/{maps}", f"actor_rollout_ref.ref.memory_map={maps}",
+        )  # fmt: skip
         assert train(load_config(settings)) == 0
         rows = read_metrics(tmp_path / str(maps) / "metrics.jsonl")
         found.append([(row["actor/kl_loss"], row["actor/grad_norm"]) for row in rows])

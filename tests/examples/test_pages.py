@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import run_forked
 from verl.models.tiny import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -98,8 +99,12 @@ def run(kind, code, folder):
         "MODEL": str(folder / "model"),
         "HF_HUB_OFFLINE": "1",
     }
-    (folder / "block.py").write_text(code)
-    command = ["sh", "-ec", code] if kind == "sh" else [sys.executable, "block.py"]
+    if kind == "python":
+        (folder / "block.py").write_text(code)
+        exit_code, output = run_forked(folder / "block.py", cwd=folder, env=environment, timeout_s=300)
+        assert exit_code == 0, f"{code}\n{output[-5000:]}"
+        return output
+    command = ["sh", "-ec", code]
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
     )

@@ -66,25 +66,18 @@ def test_import_paths_only_hand_on():
     assert not wrong, "\n".join(wrong)
 
 
-def test_imports_run_downwards():
-    wrong = [
-        f"{relative(files()[name])}:{found.line} imports {found.module}"
-        for name in own_files()
-        for found in ours(name)
-        if room(found.module) in HEIGHT
-        and room(found.module) != room(name)
-        and HEIGHT[room(found.module)] >= HEIGHT[room(name)]
-    ]
-    assert not wrong, "\n".join(wrong)
+def is_upward(name, module):
+    return room(module) in HEIGHT and room(module) != room(name) and HEIGHT[room(module)] >= HEIGHT[room(name)]
 
 
-def test_no_code_of_ours_uses_an_import_path():
-    """Otherwise code would begin to live behind the old names."""
+@pytest.mark.parametrize("is_wrong", [is_upward, lambda name, module: is_import_path(module)], ids=["up", "old name"])
+def test_imports_run_downwards_and_use_no_import_path(is_wrong):
+    """Code of ours that used an import path would begin to live behind the old names."""
     wrong = [
-        f"{relative(files()[name])}:{found.line} imports {found.module}"
+        f"{relative(files()[name])}:{imported.line} imports {imported.module}"
         for name in own_files()
-        for found in ours(name)
-        if is_import_path(found.module)
+        for imported in ours(name)
+        if is_wrong(name, imported.module)
     ]
     assert not wrong, "\n".join(wrong)
 

@@ -1,8 +1,5 @@
 """The compiled kernels of a training step, each instruction set that this processor has, against torch in float64."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.models.reference import make_columns, random_rows
 from tests.models.test_packed import relative
+from tests.sanitizer import run_checked
 from verl.errors import ConfigError
 from verl.models import compiled
 from verl.models.compiled_attention import CompiledPlan, compiled_attention, compiled_attention_backward
@@ -224,14 +222,5 @@ sys.exit(pytest.main(["-v", "-p", "no:cacheprovider", "-k", "ends_of_blocks or o
 
 @pytest.mark.slow
 def test_under_the_address_sanitizer(tmp_path):
-    source, built = Path(compiled.__file__).with_name("_kernels.c"), tmp_path / "checked.so"
-    flags = ["-O1", "-g", "-std=gnu11", "-ffp-contract=off", "-fsanitize=address", "-shared", "-fPIC", "-pthread"]
-    made = subprocess.run(["gcc", *flags, str(source), "-o", str(built), "-lm"], capture_output=True, text=True)
-    if made.returncode:
-        pytest.skip(f"gcc with an address sanitizer is needed: {made.stderr[-200:]}")
-    runtime = subprocess.run(["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
-    environment = {**os.environ, "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0:handle_segv=0"}
-    run = [sys.executable, "-c", _RUN_CHECKED, str(built), __file__]
-    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert done.stdout.count("PASSED") >= 6
+    source = Path(compiled.__file__).with_name("_kernels.c")
+    assert run_checked(source, tmp_path, _RUN_CHECKED, __file__).count("PASSED") >= 6

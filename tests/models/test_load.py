@@ -37,6 +37,10 @@ def copy_of(tiny_folder, tmp_path):
     return copy
 
 
+def shorten(file):
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
 def edit_json(file, **changes):
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
@@ -66,17 +70,24 @@ def test_a_hub_name_that_is_not_cached(monkeypatch):
         load_causal_lm("nobody/no-such-model")
 
 
-def test_a_folder_without_config(copy_of):
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), r"has no config\.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), "could not be read"),
+        (lambda folder: shorten(folder / "model.safetensors"), ""),
+        (
+            lambda folder: edit_json(folder / "config.json", intermediate_size=96),
+            "other shapes than its config.json says",
+        ),
+        (lambda folder: edit_json(folder / "config.json", model_type="no_such_thing"), "no_such_thing"),
+    ],
+    ids=["no config", "no JSON", "truncated weights", "tensors of another size", "unknown architecture"],
+)
+def test_a_damaged_folder(copy_of, damage, words):
     folder = copy_of()
-    (folder / "config.json").unlink()
-    with pytest.raises(ModelError, match=r"has no config\.json"):
-        load_causal_lm(folder)
-
-
-def test_a_config_that_is_not_json(copy_of):
-    folder = copy_of()
-    (folder / "config.json").write_text("{")
-    with pytest.raises(ModelError, match="could not be read"):
+    damage(folder)
+    with pytest.raises(ModelError, match=words or str(folder)):
         load_causal_lm(folder)
 
 
@@ -90,34 +101,12 @@ def test_a_folder_without_weights(copy_of, other):
         load_causal_lm(folder)
 
 
-def test_a_truncated_weight_file(copy_of):
-    folder = copy_of()
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1000])
-    with pytest.raises(ModelError, match=str(folder)):
-        load_causal_lm(folder)
-
-
 def test_missing_tensors(copy_of):
     folder = copy_of()
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"lack 1 tensors.*layers\.1\.mlp\.up_proj"):
-        load_causal_lm(folder)
-
-
-def test_tensors_of_another_size(copy_of):
-    folder = copy_of()
-    edit_json(folder / "config.json", intermediate_size=96)
-    with pytest.raises(ModelError, match="other shapes than its config.json says"):
-        load_causal_lm(folder)
-
-
-def test_an_unknown_architecture(copy_of):
-    folder = copy_of()
-    edit_json(folder / "config.json", model_type="no_such_thing")
-    with pytest.raises(ModelError, match="no_such_thing"):
         load_causal_lm(folder)
 
 

@@ -7,14 +7,16 @@ import sys
 
 import pytest
 
-# page faults of allocating, touching and freeing 64 MiB ten times
-_COUNT = """
+_START = """
 import ctypes, resource
-from verl.parallel.process_settings import keep_freed_memory
+from verl.parallel.process_settings import give_back_holes, keep_freed_memory
 kept = keep_freed_memory()
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 libc.free.argtypes, libc.memset.argtypes = [ctypes.c_void_p], [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+"""
+# page faults of allocating, touching and freeing 64 MiB ten times
+_COUNT = """
 def touch():
     block = libc.malloc(64 << 20)
     libc.memset(block, 1, 64 << 20)
@@ -29,12 +31,16 @@ print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
 
 
-def faults(**environment):
+def said(code, **environment):
+    """The words that a process with the allocator of `_START` prints in `code`."""
     clean = {k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES" and not k.startswith("MALLOC_")}
-    done = subprocess.run(
-        [sys.executable, "-c", _COUNT], env=clean | environment, capture_output=True, text=True, timeout=60, check=True
-    )
-    kept, count = done.stdout.split()
+    command = [sys.executable, "-c", _START + code]
+    done = subprocess.run(command, env=clean | environment, capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout.split()
+
+
+def faults(**environment):
+    kept, count = said(_COUNT, **environment)
     return kept == "True", int(count)
 
 
@@ -53,12 +59,6 @@ def test_settings_of_the_user_stand():
 
 
 _HOLES = """
-import ctypes, resource
-from verl.parallel.process_settings import give_back_holes, keep_freed_memory
-kept = keep_freed_memory()
-libc = ctypes.CDLL(None)
-libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-libc.free.argtypes, libc.memset.argtypes = [ctypes.c_void_p], [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() >> 20
 blocks = [libc.malloc(1 << 20) for _ in range(64)]
@@ -75,11 +75,7 @@ print(kept, held - freed, freed - resident(), *done)
 
 @needs_glibc
 def test_holes_are_given_back_now_and_then():
-    clean = {k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES" and not k.startswith("MALLOC_")}
-    done = subprocess.run(
-        [sys.executable, "-c", _HOLES], env=clean, capture_output=True, text=True, timeout=60, check=True
-    )
-    kept, at_once, later, *given_back = done.stdout.split()
+    kept, at_once, later, *given_back = said(_HOLES)
     assert kept == "True"
     assert int(at_once) <= 1
     assert int(later) >= 60

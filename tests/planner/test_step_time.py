@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.planner.test_memory import MEGATRON
+from tests.planner.test_memory import MEGATRON, megatron
 from verl.planner import Cluster, ModelShape, ParallelLayout, SequenceBatch, known_shape, time_forward, time_train
 from verl.planner.step_time import layer_matmuls, mlp_matmuls
 
@@ -18,18 +18,11 @@ NANOTRON = """8 4 2 1 8 15.8, 8 2 4 1 8 18.8, 8 2 1 4 2 22.4, 8 2 2 2 1 46.8, 16
 
 @pytest.mark.parametrize("name", MEGATRON)
 def test_megatron_iterations_within_a_tenth(name):
-    layers, hidden, heads, tensor, pipeline, chunks, sequences = MEGATRON[name]
+    layers, hidden, heads, tensor, pipeline, *_ = MEGATRON[name]
     shape = ModelShape.gpt(layers, hidden, heads, 51200)
-    layout = ParallelLayout(
-        tensor=tensor,
-        pipeline=pipeline,
-        chunks=chunks,
-        zero=0,
-        keeps_scores=True,
-        dropout=True,
-        micro_batch=2048 * sequences,
-    )
-    ways = layout.replace(sequence_parallel=False, recompute="full"), layout.replace(recompute="selective")
+    _, layout, tokens = megatron(name)
+    layout = layout.replace(micro_batch=tokens)
+    ways = layout.replace(recompute="full"), layout.replace(sequence_parallel=True, recompute="selective")
     batch = SequenceBatch.equal(SEQUENCES[name], 2048)
     cluster = Cluster.of("a100_sxm", tensor * pipeline)
     found = tuple(time_train(shape, way, cluster, batch).seconds for way in ways)

@@ -1,25 +1,13 @@
 """Plans carried out by four processes (transport_checks.py); all checks in one launch, since starting costs more."""
 
-import fcntl
-import json
-
 import pytest
 
-from tests.engines.ranks import run_ranks
+from tests.engines.ranks import results_once
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory, worker_id):
-    """The results of the checks, which run once for all test processes."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base if worker_id == "master" else base.parent) / "reshard-ranks"
-    folder.mkdir(exist_ok=True)
-    done = folder / "results-4.json"
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not done.exists():
-            run_ranks("tests.reshard.transport_checks", 4, folder)
-    return json.loads(done.read_text())
+    return results_once("tests.reshard.transport_checks", 4, tmp_path_factory, worker_id)
 
 
 def test_layout_pairs(found):

@@ -1,26 +1,14 @@
 """New weights reach real copies by plan as they do when they are gathered (update_checks.py; all checks in one launch)."""
 
-import fcntl
-import json
-
 import pytest
 
-from tests.engines.ranks import run_ranks
+from tests.engines.ranks import results_once
 from tests.reshard.update_checks import DENSE, MIXTURES
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory, worker_id):
-    """The results of the checks, which run once for all test processes."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base if worker_id == "master" else base.parent) / "update-ranks"
-    folder.mkdir(exist_ok=True)
-    done = folder / "results-2.json"
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not done.exists():
-            run_ranks("tests.reshard.update_checks", 2, folder)
-    return json.loads(done.read_text())
+    return results_once("tests.reshard.update_checks", 2, tmp_path_factory, worker_id)
 
 
 @pytest.mark.parametrize("family", DENSE)

@@ -10,6 +10,7 @@ import time
 import psutil
 import pytest
 
+from tests import letters_task
 from tests.rewards.attacks import ATTACKS, SIX
 from tests.rewards.test_pool import runs, wait_until
 from verl.tracking.ledger.reader import Ledger
@@ -43,30 +44,22 @@ def overrides(folder, model):
     ]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "reward.py").write_text(ATTACKS + CHOOSE)
-    return [
-        "algorithm.adv_estimator=grpo",
-        f"actor_rollout_ref.model.path={model}",
-        f"data.train_files={folder}/train.jsonl",
+    return letters_task.overrides(
+        model,
+        folder,
         "data.val_files=[]",
         f"data.train_batch_size={len(ROWS)}",
-        "data.max_prompt_length=64",
-        "data.max_response_length=6",
         f"actor_rollout_ref.rollout.n={NUM_SAMPLES}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={len(ROWS)}",
-        "actor_rollout_ref.actor.fsdp_config.dtype=float32",
-        f"reward.custom_reward_function.path={folder}/reward.py",
         "reward.custom_reward_function.name=of_row",
         f"+reward.custom_reward_function.reward_kwargs.api_key={SECRETS['config']}",
-        "reward.num_workers=1",
         "reward.timeout_s=1",
         "reward.memory_mb=256",
         "reward.max_processes=16",
         f"reward.default_score={DEFAULT}",
-        "trainer.logger=[file]",
         "trainer.total_training_steps=1",
-        "trainer.val_before_train=False",
         f"trainer.default_local_dir={folder}/run",
-    ]
+    )
 
 
 def marked(folder):

@@ -2,10 +2,7 @@
 
 import copy
 import multiprocessing
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +10,7 @@ import pytest
 import torch
 
 from tests.rollout.conftest import make_prompts
+from tests.sanitizer import run_checked
 from verl.data_proto.samples import PromptRequest, SamplingParams
 from verl.errors import ConfigError
 from verl.models.tiny import make_tiny_model
@@ -334,19 +332,6 @@ sys.exit(pytest.main(["-v", "-p", "no:cacheprovider", "-k", sys.argv[2], sys.arg
 @pytest.mark.slow
 def test_under_the_address_sanitizer(tmp_path):
     """Every kernel at odd sizes in a build that checks each access, with untouchable gaps between the buffers of a step."""
-    source, built = Path(library.__file__).with_name("decoder.c"), tmp_path / "checked.so"
-    flags = ["-O1", "-g", "-std=gnu11", "-ffp-contract=off", "-fsanitize=address", "-shared", "-fPIC", "-pthread"]
-    compiled = subprocess.run(["gcc", *flags, str(source), "-o", str(built), "-lm"], capture_output=True, text=True)
-    if compiled.returncode:
-        pytest.skip(f"gcc with an address sanitizer is needed: {compiled.stderr[-200:]}")
-    runtime = subprocess.run(["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
-    environment = {**os.environ, "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0:handle_segv=0"}
-    done = subprocess.run(
-        [sys.executable, "-c", _RUN_CHECKED, str(built), "products or odd or greedy or slots or draws", __file__],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert done.stdout.count("PASSED") + done.stdout.count(".") > 50
+    selection = "products or odd or greedy or slots or draws"
+    output = run_checked(Path(library.__file__).with_name("decoder.c"), tmp_path, _RUN_CHECKED, selection, __file__)
+    assert output.count("PASSED") + output.count(".") > 50

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.letters_task import write_task
+from tests.letters_task import merge, overrides, write_task
 
 # numbers that hold when the machine is slower or faster: everything else in a metrics row must repeat exactly
 CLOCKED = ("timing_s/", "timing_per_token_ms/", "perf/", "rollout/seconds", "time", "rollout/kv_cache_bytes")
@@ -42,30 +42,7 @@ def tiny_task(tmp_path_factory):
 @pytest.fixture
 def tiny_overrides(tiny_llama, tiny_task):
     """Overrides of a GRPO run of 4 prompts x 4 samples a step in float32."""
-    return [
-        "algorithm.adv_estimator=grpo",
-        f"actor_rollout_ref.model.path={tiny_llama}",
-        f"data.train_files={tiny_task}/train.jsonl",
-        f"data.val_files={tiny_task}/val.jsonl",
-        "data.train_batch_size=4",
-        "data.max_prompt_length=64",
-        "data.max_response_length=6",
-        "actor_rollout_ref.rollout.n=4",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-        "actor_rollout_ref.actor.optim.lr=0.002",
-        "actor_rollout_ref.actor.fsdp_config.dtype=float32",
-        f"reward.custom_reward_function.path={tiny_task}/reward.py",
-        "reward.num_workers=1",
-        "trainer.logger=[file]",
-        "trainer.total_training_steps=2",
-        "trainer.val_before_train=False",
-    ]
-
-
-def merge(base: list[str], changes: tuple[str, ...]) -> list[str]:
-    """`base` with the overrides of `changes` put in place of those for the same key."""
-    taken = {c.split("=", 1)[0].lstrip("+") for c in changes}
-    return [b for b in base if b.split("=", 1)[0] not in taken] + list(changes)
+    return overrides(tiny_llama, tiny_task)
 
 
 @pytest.fixture
@@ -75,8 +52,27 @@ def tiny_run(tiny_overrides, tmp_path):
 
     def run(*changes: str, folder: str = "run") -> Run:
         where = tmp_path / folder
-        overrides = merge([*tiny_overrides, f"trainer.default_local_dir={where}"], changes)
-        assert train(load_config(overrides)) == 0
+        assert train(load_config(merge([*tiny_overrides, f"trainer.default_local_dir={where}"], changes))) == 0
         return Run(where)
 
     return run
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """The batch of every step of PPO, with the columns that were made for it."""
+    from verl.programs.ppo import PPO
+
+    trained, original = [], PPO._step_result
+    monkeypatch.setattr(
+        PPO, "_step_result", lambda self, result: (trained.append(result.batch), original(self, result))[1]
+    )
+    return trained
+
+
+@pytest.fixture(scope="module")
+def theirs(cases, tmp_path_factory):
+    """TRL's log of every one of the module's `cases`: one process, because its imports take longer than the steps."""
+    from tests.run.trl_oracle import trl_logs
+
+    return trl_logs(cases, tmp_path_factory.mktemp("trl"))

@@ -8,6 +8,7 @@ itself, which `reward.timeout_s` and `reward.cpu_s` allow it.
 import json
 from statistics import median
 
+from tests.letters_task import overrides
 from tests.rewards.returns import FUNCTION
 from verl.config import load_config
 from verl.models.tiny import make_tiny_model
@@ -150,24 +151,17 @@ def row(folder, step, place, kind, rng):
 
 
 def keys(folder, model, steps):
-    return [
-        "algorithm.adv_estimator=grpo",
-        f"actor_rollout_ref.model.path={model}",
-        f"data.train_files={folder}/train.jsonl",
+    return overrides(
+        model,
+        folder,
         "data.val_files=[]",
         "data.shuffle=False",
         f"data.train_batch_size={ROWS}",
-        "data.max_prompt_length=64",
         "data.max_response_length=896",  # a step of a second, or of a third on a fast processor
         f"actor_rollout_ref.rollout.n={SAMPLES}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={ROWS}",
-        "actor_rollout_ref.actor.fsdp_config.dtype=float32",
-        f"reward.custom_reward_function.path={folder}/reward.py",
         "reward.custom_reward_function.name=of_row",
-        "reward.num_workers=1",
-        "trainer.logger=[file]",
         f"trainer.total_training_steps={steps}",
-        "trainer.val_before_train=False",
         "trainer.save_freq=-1",
         f"trainer.default_local_dir={folder}/run",
-    ]
+    )

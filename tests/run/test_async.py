@@ -28,17 +28,6 @@ STALENESS = "training/off_policy/trajectory_staleness"
 STEPS = "trainer.total_training_steps=5"
 
 
-@pytest.fixture
-def batches(monkeypatch):
-    """The batch of every step."""
-    found = []
-    original = PPO._step_result
-    monkeypatch.setattr(
-        PPO, "_step_result", lambda self, result: (found.append(result.batch), original(self, result))[1]
-    )
-    return found
-
-
 def tokens(batch):
     return [
         row[mask].tolist() for row, mask in zip(batch.batch["responses"], batch.batch["response_mask"], strict=True)

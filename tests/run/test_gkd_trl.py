@@ -14,7 +14,7 @@ from verl.models.load import load_tokenizer
 from verl.models.tiny import make_tiny_model
 from verl.registry import load_module
 
-peer_env = load_module(str(ROOT / "benchmarks" / "peer_env.py"))
+peer_env = load_module(str(ROOT / "benchmarks" / "peers" / "peer_env.py"))
 
 NUM_STEPS, BATCH_SIZE = 10, 4
 BETAS = {"forward KL": 0.0, "jsd 0.5": 0.5, "jsd 0.9": 0.9, "reverse KL": 1.0}
@@ -30,7 +30,7 @@ def models(tmp_path_factory):
 @pytest.fixture(scope="module")
 def theirs(models, tmp_path_factory):
     if not peer_env.is_ready("trl", peer_env.default_folder("trl")):
-        pytest.skip("TRL's environment is not there; benchmarks/peer_env.py makes it")
+        pytest.skip("TRL's environment is not there; benchmarks/peers/peer_env.py makes it")
     folder = tmp_path_factory.mktemp("trl")
     args = {
         "per_device_train_batch_size": BATCH_SIZE, "max_steps": NUM_STEPS, "learning_rate": 1e-3, "weight_decay": 0.0,

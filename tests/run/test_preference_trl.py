@@ -1,21 +1,12 @@
 """Loss, rewards, gradient norm and the other metrics of ten steps equal TRL's trainers' on the same batches."""
 
-import json
-
 import pytest
 
 from tests.data.conversations.templates import chat
-from tests.run.conftest import Run
-from tests.run.trl_oracle import trl_logs
-from verl.config import names
+from tests.run.test_sft_trl import words
+from tests.run.trl_oracle import steps_beside, trl_case
+from verl.config import PREFERENCE, names
 from verl.models.tiny import make_tiny_model
-
-NUM_STEPS, BATCH_SIZE = 10, 4
-WORDS = ["sky", "is", "blue", "and", "the", "sea", "too", "日本", "é"]
-
-
-def words(start, count):
-    return " ".join(WORDS[(start + i) % len(WORDS)] for i in range(count))
 
 
 def pair(i):
@@ -146,54 +137,18 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def theirs(model, tmp_path_factory):
-    common = {
-        "per_device_train_batch_size": BATCH_SIZE,
-        "max_steps": NUM_STEPS,
-        "learning_rate": 1e-4,
-        "weight_decay": 0.0,
-    }
-    cases = {
-        name: {
-            "trainer": trainer,
-            "model": str(model),
-            "rows": ROWS[kind],
-            "args": {**common, **args},
-            "template": TEMPLATE,
-        }
+def cases(model):
+    return {
+        name: trl_case(model, ROWS[kind], TEMPLATE, 1e-4, trainer=trainer, args=args)
         for name, (trainer, kind, args, _) in CASES.items()
     }
-    return trl_logs(cases, tmp_path_factory.mktemp("trl"), timeout_s=580)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_ten_steps_are_those_of_trl(case, theirs, model, tmp_path):
-    from verl.config import PREFERENCE, load_config
-    from verl.run.host import train
-
-    _, kind, _, overrides = CASES[case]
-    (tmp_path / "template.jinja").write_text(TEMPLATE)
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[kind]))
-    settings = [
-        f"model.path={model}",
-        f"model.custom_chat_template={tmp_path / 'template.jinja'}",
-        "model.enable_gradient_checkpointing=False",
-        f"data.train_files={tmp_path / 'train.jsonl'}",
-        f"data.train_batch_size={BATCH_SIZE}",
-        "data.shuffle=False",
-        "engine.dtype=float32",
-        "optim.lr=1e-4",
-        "optim.weight_decay=0.0",
-        "trainer.logger=[file]",
-        f"trainer.total_training_steps={NUM_STEPS}",
-        f"trainer.default_local_dir={tmp_path / 'run'}",
-        *overrides,
-    ]
-    assert train(load_config(settings, schema=PREFERENCE), program="preference") == 0
-    ours = Run(tmp_path / "run").training_rows()
-    assert len(ours) == len(theirs[case]) == NUM_STEPS
-    for row, log in zip(ours, theirs[case], strict=True):
+def test_ten_steps_are_those_of_trl(case, cases, theirs, tmp_path):
+    overrides = CASES[case][-1]
+    for row, log in steps_beside(theirs[case], PREFERENCE, "preference", tmp_path, cases[case], "float32", *overrides):
         where = f"{case}, step {row['step']}"
         assert row["train/loss"] == pytest.approx(log["loss"], rel=1e-5, abs=1e-6), where
         assert row["train/grad_norm"] == pytest.approx(log["grad_norm"], rel=STEEP.get(case, 1e-5)), where

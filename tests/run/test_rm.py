@@ -289,7 +289,7 @@ class TestCheckpoint:
         from transformers import AutoModelForSequenceClassification
 
         if not peer_env.is_ready("vllm", peer_env.default_folder("vllm")):
-            pytest.skip("vLLM's environment is not there; benchmarks/peer_env.py makes it")
+            pytest.skip("vLLM's environment is not there; benchmarks/peers/peer_env.py makes it")
         model = make_tiny_model(
             tmp_path / "model", "llama", hidden_size=128, num_attention_heads=4, num_key_value_heads=2
         )

@@ -3,14 +3,12 @@
 In float32 TRL's own losses differ from its float64 ones by up to 1.2e-5 within ten steps, since gradients are steep here.
 """
 
-import json
-
 import pytest
 
 from tests.roles.test_reward_model import make_classifier
-from tests.run.conftest import Run
-from tests.run.test_sft_trl import BATCH_SIZE, NUM_STEPS, words
-from tests.run.trl_oracle import trl_logs
+from tests.run.test_sft_trl import words
+from tests.run.trl_oracle import BATCH_SIZE, NUM_STEPS, steps_beside, trl_case
+from verl.config import RM
 
 # TRL scores the last token of a rendering, and verl the token that ends the answer: here they are the same
 TEMPLATE = (
@@ -56,60 +54,23 @@ METRICS |= {name: name for name in ("mean_reward", "min_reward", "max_reward")}
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    (folder / "template.jinja").write_text(TEMPLATE)
     return {family: make_classifier(folder / family, family) for family in ("llama", "qwen2")}
 
 
 @pytest.fixture(scope="module")
-def theirs(models, tmp_path_factory):
-    """TRL's log of every case."""
-    common = {
-        "per_device_train_batch_size": BATCH_SIZE,
-        "max_steps": NUM_STEPS,
-        "learning_rate": LR,
-        "weight_decay": 0.0,
-    }
-    cases = {
-        name: {
-            "trainer": "Reward",
-            "in_float64": True,
-            "model": str(models[family]),
-            "rows": rows,
-            "args": {**common, **args},
-            "template": TEMPLATE,
-        }
+def cases(models):
+    more = {"trainer": "Reward", "in_float64": True}
+    return {
+        name: trl_case(models[family], rows, TEMPLATE, LR, args=args, **more)
         for name, (rows, family, args, _) in CASES.items()
     }
-    return trl_logs(cases, tmp_path_factory.mktemp("trl"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_ten_steps_are_those_of_trl(case, theirs, models, tmp_path):
-    from verl.config import RM, load_config
-    from verl.run.host import train
-
-    rows, family, _, overrides = CASES[case]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = [
-        f"model.path={models[family]}",
-        f"model.custom_chat_template={models['llama'].parents[1] / 'template.jinja'}",
-        "model.enable_gradient_checkpointing=False",
-        f"data.train_files={tmp_path / 'train.jsonl'}",
-        f"data.train_batch_size={BATCH_SIZE}",
-        "data.shuffle=False",
-        "engine.dtype=float64",
-        f"optim.lr={LR}",
-        "optim.weight_decay=0.0",
-        "trainer.logger=[file]",
-        f"trainer.total_training_steps={NUM_STEPS}",
-        f"trainer.default_local_dir={tmp_path / 'run'}",
-        *overrides,
-    ]
-    assert train(load_config(settings, schema=RM), program="rm") == 0
-    ours = Run(tmp_path / "run").training_rows()
-    assert len(ours) == len(theirs[case]) == NUM_STEPS
-    for row, log in zip(ours, theirs[case], strict=True):
+def test_ten_steps_are_those_of_trl(case, cases, theirs, tmp_path):
+    overrides = CASES[case][-1]
+    for row, log in steps_beside(theirs[case], RM, "rm", tmp_path, cases[case], "float64", *overrides):
         # differences and means of scores are as exact as the scores, however small they are themselves
         largest = max(abs(log["min_reward"]), abs(log["max_reward"]))
         for name, their_name in METRICS.items():

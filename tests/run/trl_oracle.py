@@ -1,4 +1,4 @@
-"""TRL's log of training steps, from its own environment (benchmarks/peer_env.py), for tests that compare with it."""
+"""TRL's log of training steps, from its own environment (benchmarks/peers/peer_env.py), for tests that compare with it."""
 
 import json
 import subprocess
@@ -7,16 +7,19 @@ from pathlib import Path
 import pytest
 
 from tests.house.source import ROOT
+from tests.run.conftest import Run
 from verl.registry import load_module
 
-peer_env = load_module(str(ROOT / "benchmarks" / "peer_env.py"))
+NUM_STEPS, BATCH_SIZE = 10, 4
+
+peer_env = load_module(str(ROOT / "benchmarks" / "peers" / "peer_env.py"))
 
 
-def trl_logs(cases, folder, timeout_s=280):
+def trl_logs(cases, folder, timeout_s=580):
     """name -> the log of every step. `cases` as tests/run/trl_steps.py describes them: one process for all, because its
     imports take longer than the steps. Skips the test where TRL's environment is not there."""
     if not peer_env.is_ready("trl", peer_env.default_folder("trl")):
-        pytest.skip("TRL's environment is not there; benchmarks/peer_env.py makes it")
+        pytest.skip("TRL's environment is not there; benchmarks/peers/peer_env.py makes it")
     (folder / "task.json").write_text(json.dumps({"cases": cases}))
     done = subprocess.run(
         [
@@ -32,3 +35,34 @@ def trl_logs(cases, folder, timeout_s=280):
     )
     assert not done.returncode, done.stderr[-3000:]
     return json.loads((folder / "answer.json").read_text())
+
+
+def trl_case(model, rows, template, lr, **more):
+    """A case of `trl_logs` with the settings that all comparisons share; `args` are further ones of TRL's config."""
+    common = {
+        "per_device_train_batch_size": BATCH_SIZE,
+        "max_steps": NUM_STEPS,
+        "learning_rate": lr,
+        "weight_decay": 0.0,
+    }
+    return {"model": str(model), "rows": rows, "template": template, **more, "args": {**common, **more.get("args", {})}}
+
+
+def steps_beside(log, schema, program, folder, case, dtype, *overrides):
+    """Pairs (our metrics, TRL's) of every step: our program on the rows of `case` against the `log` of TRL."""
+    from verl.config import load_config
+    from verl.run.host import train
+
+    (folder / "template.jinja").write_text(case["template"])
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in case["rows"]))
+    settings = [
+        f"model.path={case['model']}", f"model.custom_chat_template={folder / 'template.jinja'}",
+        "model.enable_gradient_checkpointing=False", f"data.train_files={folder / 'train.jsonl'}",
+        f"data.train_batch_size={BATCH_SIZE}", "data.shuffle=False", f"engine.dtype={dtype}",
+        f"optim.lr={case['args']['learning_rate']}", "optim.weight_decay=0.0", "trainer.logger=[file]",
+        f"trainer.total_training_steps={NUM_STEPS}", f"trainer.default_local_dir={folder / 'run'}",
+    ]  # fmt: skip
+    assert train(load_config([*settings, *overrides], schema=schema), program=program) == 0
+    ours = Run(folder / "run").training_rows()
+    assert len(ours) == len(log) == NUM_STEPS
+    return list(zip(ours, log, strict=True))

@@ -77,27 +77,19 @@ def wide(no_pictures):
 def base(tmp_path_factory, tiny_llama):
     """Overrides of 3 steps of GRPO with 5 prompts x 3 samples in two optimizer steps: nothing divides by 2."""
     folder = letters_task.write_task(tmp_path_factory.mktemp("task"), num_val=3, reward=REWARD)
-    return [
-        "algorithm.adv_estimator=grpo",
-        f"actor_rollout_ref.model.path={tiny_llama}",
+    return letters_task.overrides(
+        tiny_llama,
+        folder,
         "actor_rollout_ref.model.external_lib=tests.runtime.wide_norms",
-        f"data.train_files={folder}/train.jsonl",
-        f"data.val_files={folder}/val.jsonl",
         "data.train_batch_size=5",
-        "data.max_prompt_length=64",
-        "data.max_response_length=6",
         "actor_rollout_ref.rollout.n=3",
         "actor_rollout_ref.actor.ppo_mini_batch_size=3",
         "actor_rollout_ref.actor.optim.lr=0.0002",
         "actor_rollout_ref.actor.fsdp_config.dtype=float64",
-        f"reward.custom_reward_function.path={folder}/reward.py",
-        "reward.num_workers=1",
-        "trainer.logger=[file]",
         "trainer.total_training_steps=3",
-        "trainer.val_before_train=False",
         "trainer.test_freq=3",
         "trainer.save_freq=3",
-    ]
+    )
 
 
 PPO = [
@@ -123,9 +115,7 @@ def jobs(base, tmp_path_factory):
             return self.run(name)
 
         def overrides(self, name, *changes):
-            changes = [f"trainer.default_local_dir={self.root}/{name}", *changes]
-            taken = {c.split("=", 1)[0] for c in changes}
-            return [b for b in base if b.split("=", 1)[0] not in taken] + changes
+            return letters_task.merge(base, [f"trainer.default_local_dir={self.root}/{name}", *changes])
 
         def run(self, name):
             return Run(self.root / name)

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from tests.letters_task import write_task
+from tests.letters_task import overrides, write_task
 
 # 4.4: warm-up, the steady phase, the late one
 PHASES = [
@@ -32,13 +32,10 @@ def shell(script, folder, **environment):
 @pytest.fixture(scope="module")
 def settings(tiny_llama, tmp_path_factory):
     task = write_task(tmp_path_factory.mktemp("task"))
-    return [
-        f"actor_rollout_ref.model.path={tiny_llama}", f"data.train_files={task}/train.jsonl", "data.train_batch_size=2",
-        f"data.val_files={task}/val.jsonl", "data.max_response_length=4", "actor_rollout_ref.rollout.n=2",
-        f"reward.custom_reward_function.path={task}/reward.py", "algorithm.adv_estimator=grpo", "reward.num_workers=1",
-        "trainer.total_training_steps=1", "trainer.logger=[file]", "trainer.val_before_train=False",
-        "trainer.resume_mode=disable",
-    ]  # fmt: skip
+    return overrides(
+        tiny_llama, task, "data.train_batch_size=2", "data.max_response_length=4", "actor_rollout_ref.rollout.n=2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2", "trainer.total_training_steps=1", "trainer.resume_mode=disable",
+    )  # fmt: skip
 
 
 @pytest.mark.seed("E1")

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.letters_task import write_task
+from tests.letters_task import overrides, write_task
 
 
 @pytest.mark.seed("E1")
@@ -62,15 +62,13 @@ def test_4_logs_and_trackers(tiny_llama, tmp_path, no_pictures, caplog):
     task = write_task(tmp_path)
     torch.cuda.empty_cache()
     trainer = PPOTrainer(
-        [
-            f"actor_rollout_ref.model.path={tiny_llama}", f"data.train_files={task}/train.jsonl", "data.train_batch_size=2",
-            f"data.val_files={task}/val.jsonl", "data.max_response_length=4", "actor_rollout_ref.rollout.n=2",
-            f"reward.custom_reward_function.path={task}/reward.py", "algorithm.adv_estimator=grpo", "reward.num_workers=1",
-            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1", "actor_rollout_ref.actor.fsdp_config.param_offload=True",
+        overrides(
+            tiny_llama, task, "data.train_batch_size=2", "data.max_response_length=4", "actor_rollout_ref.rollout.n=2",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=2", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+            "actor_rollout_ref.actor.fsdp_config.param_offload=True",
             "actor_rollout_ref.actor.fsdp_config.reshard_after_forward=False", "trainer.total_training_steps=1",
-            "model.enable_gradient_checkpointing=True", f"trainer.default_local_dir={tmp_path}/run", "trainer.logger=[file]",
-            "trainer.val_before_train=False",
-        ],
+            "model.enable_gradient_checkpointing=True", f"trainer.default_local_dir={tmp_path}/run",
+        ),
         log_with="tensorboard",  # or "wandb"
     )  # fmt: skip
     pytest.importorskip("tensorboard")

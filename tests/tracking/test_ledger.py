@@ -15,7 +15,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.tracking.sample_lives import issue, open_tracker, scored, segment, take_step
+from tests.tracking.sample_lives import issue, open_tracker, record_of_a_step, scored, segment, take_step
 from verl.cli.show import _samples
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import Completion
@@ -29,6 +29,10 @@ from verl.tracking.ledger.reader import Ledger, read_counts
 from verl.tracking.ledger.records import ENVIRONMENT, SampleDigest, Scored, SegmentRecord, segments_of
 from verl.tracking.ledger.tracker import IN_CHECKPOINT, SampleTracker
 from verl.tracking.ledger.writer import LedgerWriter
+
+
+def resume(path, record):
+    return open_tracker(path, path.parent / "global_step_1", record)
 
 
 def path_in(folder):
@@ -162,7 +166,7 @@ def test_after_a_crash_what_came_later_has_not_happened(path):
     take_step(tracker, 2, [1])
     issue(tracker, 3, [3])
     tracker.close()
-    again, waiting = open_tracker(path, path.parent / "global_step_1", record)
+    again, waiting = resume(path, record)
     assert (again.cursor, again.num_open()) == (1, 1)
     assert [(s.ordinal, s.step, s.split, s.limit) for s in waiting] == [(2, 1, "train", 8)]
     assert [p.tokens.tolist() for p in waiting[0].segments] == [[200, 201]]
@@ -176,10 +180,7 @@ def test_after_a_crash_what_came_later_has_not_happened(path):
 
 
 def test_a_record_that_the_ledger_contradicts_is_refused(path):
-    tracker, _ = open_tracker(path)
-    take_step(tracker, 1, [0])
-    record = tracker.commit()
-    tracker.close()
+    record = record_of_a_step(path)
     checkpoint = path.parent / "global_step_1"
     with pytest.raises(CheckpointError, match=r"does not agree with the checkpoint .*global_step_1.*Move it"):
         open_tracker(path, checkpoint, {**record, "digest": "0" * 32})
@@ -245,13 +246,10 @@ def test_a_checkpoint_of_another_folder_brings_its_history(path, tmp_path, caplo
 
 @pytest.mark.parametrize("content", [b"", b"not a database" * 500])
 def test_a_damaged_ledger_is_said_with_what_to_do(path, content):
-    tracker, _ = open_tracker(path)
-    take_step(tracker, 1, [0])
-    record = tracker.commit()
-    tracker.close()
+    record = record_of_a_step(path)
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"ledger\.sqlite is damaged \(.*Move it to another place"):
-        open_tracker(path, path.parent / "global_step_1", record)
+        resume(path, record)
     assert read_counts(path.parent) is None
 
 
@@ -267,7 +265,7 @@ def test_a_changed_byte_is_found(path):
     assert content.count(tokens) == 1
     path.write_bytes(content.replace(tokens, tokens[:5] + b"\1" + tokens[6:]))
     with pytest.raises(CheckpointError, match="sample 0 of prompt 1 does not have the content that was written"):
-        open_tracker(path, path.parent / "global_step_1", record)
+        resume(path, record)
 
 
 def test_a_full_disk_reaches_the_run(path, monkeypatch):
@@ -328,7 +326,7 @@ def test_folders_without_shared_memory_or_locks_have_another_journal(path, monke
     assert not list(path.parent.glob("*-wal"))
     assert "no shared memory" in caplog.text
     tracker.close()
-    again, _ = open_tracker(path, path.parent / "global_step_1", record)
+    again, _ = resume(path, record)
     assert again.cursor == 1
     again.close()
 
@@ -339,7 +337,7 @@ def test_skipped_prompts_stay_skipped(path):
     take_step(tracker, 1, [0])
     record = tracker.commit()
     tracker.close()
-    again, _ = open_tracker(path, path.parent / "global_step_1", record)
+    again, _ = resume(path, record)
     again.skip_prompts(2, 3)
     assert (again.cursor, again.num_open()) == (3, 2)
     take_step(again, 2, [3])
@@ -378,7 +376,7 @@ def test_a_ledger_of_format_1_is_read_and_continued(path):
     to_format_1(path)
     with Ledger.open(path) as ledger:
         assert [s.tokens.tolist() for s in ledger.trained()] == [[0, 1, 2], [10, 11, 12]]
-    again, waiting = open_tracker(path, path.parent / "global_step_1", record)
+    again, waiting = resume(path, record)
     assert [(s.tokens.tolist(), s.source) for s in waiting[0].segments] == [([100, 101], "policy")]
     again.skip_prompts(2, 2)
     take_step(again, 2, [2])
@@ -388,7 +386,7 @@ def test_a_ledger_of_format_1_is_read_and_continued(path):
     with sqlite3.connect(path) as db:
         db.execute("UPDATE about SET value = '3' WHERE name = 'format'")
     with pytest.raises(CheckpointError, match="has format 3; this version reads formats up to 2"):
-        open_tracker(path, path.parent / "global_step_1", record)
+        resume(path, record)
 
 
 def test_tokens_of_the_environment_have_no_log_probs(path):
@@ -399,7 +397,7 @@ def test_tokens_of_the_environment_have_no_log_probs(path):
     reply = SegmentRecord(1, 0, np.array([7, 8], dtype="<i4"), None, 0, "", 0, ENVIRONMENT)
     tracker.generate(1, [segment(1, 0, count=1), reply])
     tracker.close()
-    again, waiting = open_tracker(path, path.parent / "global_step_1", record)
+    again, waiting = resume(path, record)
     assert [(s.source, s.log_probs is None) for s in waiting[0].segments] == [("policy", False), ("environment", True)]
     again.score(2, [scored(1, 0)])
     again.train(2, [(1, 0)])
@@ -453,7 +451,7 @@ def test_a_history_with_text_that_is_not_utf8_is_kept(path):
     with closing(sqlite3.connect(path)) as db:
         db.execute("UPDATE samples SET error = CAST(X'61EDA080' AS TEXT) WHERE ordinal = 0")
         db.commit()
-    again, _ = open_tracker(path, path.parent / "global_step_1", record)
+    again, _ = resume(path, record)
     take_step(again, 2, [2])
     again.close()
     with Ledger.open(path) as ledger:
@@ -476,27 +474,21 @@ def test_a_history_with_text_that_is_not_utf8_is_kept(path):
     ],
 )
 def test_a_ledger_with_other_tables_is_refused(path, change):
-    tracker, _ = open_tracker(path)
-    take_step(tracker, 1, [0])
-    record = tracker.commit()
-    tracker.close()
+    record = record_of_a_step(path)
     with closing(sqlite3.connect(path)) as db:
         db.executescript(change)
     with pytest.raises(CheckpointError, match=r"ledger\.sqlite is damaged \("):
-        open_tracker(path, path.parent / "global_step_1", record)
+        resume(path, record)
 
 
 @pytest.mark.parametrize("part", ["", "-wal", "-journal"])
 def test_a_pipe_in_the_place_of_a_ledger_is_said(path, part):
-    tracker, _ = open_tracker(path)
-    take_step(tracker, 1, [0])
-    record = tracker.commit()
-    tracker.close()
+    record = record_of_a_step(path)
     file = path.with_name(path.name + part)
     file.unlink(missing_ok=True)
     os.mkfifo(file)
     with pytest.raises(CheckpointError, match=f"{file.name} is not a regular file"):
-        open_tracker(path, path.parent / "global_step_1", record)
+        resume(path, record)
 
 
 def change(path, statement):
@@ -507,10 +499,7 @@ def change(path, statement):
 
 def test_a_changed_history_is_found(path):
     """A reward changes the digest of its sample; a digest, uses, order or a later step the digest of the run."""
-    tracker, _ = open_tracker(path)
-    take_step(tracker, 1, [0, 1])
-    record = tracker.commit()
-    tracker.close()
+    record = record_of_a_step(path, [0, 1])
     change(path, "UPDATE samples SET reward = 0.25 WHERE ordinal = 1 AND sample = 1")
     with Ledger.open(path) as ledger, pytest.raises(CheckpointError, match="sample 1 of prompt 1 does not have"):
         ledger.trained()
@@ -518,11 +507,11 @@ def test_a_changed_history_is_found(path):
         changed = f"UPDATE samples SET {column} = {value} WHERE ordinal = 1 AND sample = 1"
         change(path, changed)
         with pytest.raises(CheckpointError, match="does not agree"):
-            open_tracker(path, path.parent / "global_step_1", record)
+            resume(path, record)
         change(path, changed.replace(f"= {value} ", "= 1 "))
     change(path, "UPDATE samples SET uses = 2 WHERE ordinal = 1")
     with pytest.raises(CheckpointError, match="does not agree"):
-        open_tracker(path, path.parent / "global_step_1", record)
+        resume(path, record)
 
 
 @pytest.mark.parametrize("ended", ["NULL", "-1", "0.5"])
@@ -535,17 +524,14 @@ def test_what_trained_in_no_step_is_found(path, ended):
     tracker.close()
     change(path, f"UPDATE samples SET ended_step = {ended} WHERE ordinal = 2")
     with pytest.raises(CheckpointError, match="does not agree"):
-        open_tracker(path, path.parent / "global_step_1", record)
+        resume(path, record)
 
 
 def test_a_link_in_the_place_of_a_ledger_is_refused(path):
-    tracker, _ = open_tracker(path)
-    take_step(tracker, 1, [0, 1])
-    record = tracker.commit()
-    tracker.close()
+    record = record_of_a_step(path, [0, 1])
     path.symlink_to(path.rename(path.with_name("other")))
     with pytest.raises(CheckpointError, match="is a link to .*other, which the run would change"):
-        open_tracker(path, path.parent / "global_step_1", record)
+        resume(path, record)
 
 
 def test_open_samples_must_be_those_of_the_checkpoint(path):

@@ -5,7 +5,7 @@
 
 Kernels: the rate of matmuls at a short and at a long inner size, the memory's rate at a matrix that no cache holds, attention,
 and operations on elements. A benchmark of single operations cannot measure the engine's overhead by layer and by step.
-`fit_call` solves for this overhead from the runs of benchmarks/planner.py.
+`fit_call` solves for this overhead from the runs of benchmarks/planner/planner.py.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ memory bandwidth B (bytes/s), a number of processors S, and a tile of 128 rows (
     collective  latency + bytes / bandwidth + `ramp` sqrt(bytes);  bytes = bytes on the wire + `own` of a rank's own part; where
                 small messages have a separate protocol, the faster of: bytes / `small`, `bulk` + bytes / bandwidth
 
-The constants are in devices.yaml, with the error of each fit on kernels that it has not seen; benchmarks/fit_kernels.py fits
-them.
+The constants are in devices.yaml, with the error of each fit on kernels that it has not seen;
+benchmarks/planner/fit_kernels.py fits them.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from tests.data.conversations.test_properties import SMOLLM2
 from tests.house.source import ROOT
 from verl.registry import load_module
 
-peer_env = load_module(str(ROOT / "benchmarks" / "peer_env.py"))
+peer_env = load_module(str(ROOT / "benchmarks" / "peers" / "peer_env.py"))
 
 LONG = [
     {"messages": chat("What is 2+2?", "4", "And 3 + 3?", "It is 6.\n\nSix.", system="You add.")},
@@ -83,7 +83,7 @@ def both(request, tmp_path_factory):
     from transformers import AutoTokenizer
 
     if not peer_env.is_ready("trl", peer_env.default_folder("trl")):
-        pytest.skip("TRL's environment is not there; benchmarks/peer_env.py makes it")
+        pytest.skip("TRL's environment is not there; benchmarks/peers/peer_env.py makes it")
     if request.param == "smollm2" and not (SMOLLM2 / "tokenizer.json").exists():
         pytest.skip("work/models/SmolLM2-135M-Instruct is not there")
     folder = tmp_path_factory.mktemp("trl")

@@ -1,7 +1,7 @@
 """Supervised fine-tuning of ours against TRL's SFTTrainer on the same rows, alternating, on a CPU.
 
-    python benchmarks/sft_cpu.py                                   # 16 rows a step, 40 to 600 tokens each, float32
-    python benchmarks/sft_cpu.py --trl shipped packed unpacked --json figures.json
+    python benchmarks/peers/sft_cpu.py                                   # 16 rows a step, 40 to 600 tokens each, float32
+    python benchmarks/peers/sft_cpu.py --trl shipped packed unpacked --json figures.json
 
 Every side is a process that builds its trainer once, takes one step to warm up, and then one per round while the others
 wait. The rows are worked answers of the counting-letters task, words of mixed length. Ours and TRL without packing train
@@ -22,6 +22,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from peer import Peer
 from peer_env import default_folder, ensure, python_of

@@ -1,7 +1,7 @@
 """Our rollout engine against Hugging Face `generate` and vLLM's CPU build, alternating, on identical work.
 
-    python benchmarks/rollout_cpu.py                       # 8 prompts x 8 samples, 64 + 128 tokens, against generate
-    python benchmarks/rollout_cpu.py --vllm --dtype bfloat16 --json figures.json
+    python benchmarks/peers/rollout_cpu.py                       # 8 prompts x 8 samples, 64 + 128 tokens, against generate
+    python benchmarks/peers/rollout_cpu.py --vllm --dtype bfloat16 --json figures.json
 
 Each engine is a process that builds its model once, generates once to warm up, and then once per round while the others
 wait. Every sample has the full length. Further results: whether greedy tokens
@@ -17,6 +17,8 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from peer import Peer
 from peer_env import ensure

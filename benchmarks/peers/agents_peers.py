@@ -1,7 +1,7 @@
 """One GRPO step of episodes with a tool, ours against TRL's `environment_factory`, on identical work, alternating.
 
-    python benchmarks/agents_peers.py                       # 4 prompts x 8 episodes of 3 turns of 24 tokens; a tool of 50 ms
-    python benchmarks/agents_peers.py --latency-ms 500 --trl best --dtype bfloat16
+    python benchmarks/peers/agents_peers.py        # 4 prompts x 8 episodes of 3 turns of 24 tokens; a tool of 50 ms
+    python benchmarks/peers/agents_peers.py --latency-ms 500 --trl best --dtype bfloat16
 
 Both sides play agents_task.Library: every turn but the last calls its tool, whatever the model wrote. Turns have exactly
 `--turn-tokens` tokens. See peers_cpu.py for how sides are held, compared and refused.

@@ -26,7 +26,7 @@ _MARK = "VERL_CHAOS_RUN"  # in the environment of every process of a run
 _GONE_S = 10.0  # for the last processes of an ended run to exit, and for a killed process
 _LOOK_S = 0.0003  # between two looks at the heartbeat, while a phase of a millisecond is waited for
 LIMIT_S = 240.0  # for a run to come back, and to reach the next moment
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Lost(Exception):

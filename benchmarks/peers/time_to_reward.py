@@ -1,8 +1,8 @@
 """Seconds and steps until the held-out sampled reward first reaches a target, ours and TRL's, on the same job.
 
-    python benchmarks/time_to_reward.py                                       # ours in three precisions, TRL as shipped
-    python benchmarks/time_to_reward.py --sides dithered "trl shipped" "trl best" --json figures.json
-    python benchmarks/time_to_reward.py --sides float32 nearest dithered --seeds 1 2 3 --all-steps   # rewards after 20 steps
+    python benchmarks/peers/time_to_reward.py                               # ours in three precisions, TRL as shipped
+    python benchmarks/peers/time_to_reward.py --sides dithered "trl shipped" "trl best" --json figures.json
+    python benchmarks/peers/time_to_reward.py --sides float32 nearest dithered --seeds 1 2 3 --all-steps # 20 steps
 
 The job is a YAML file of `verl train`. Both sides get its prompts in the same order, its reward function and its
 hyperparameters; prompts are compared token by token in every step. One evaluator of ours rates both: the same held-out
@@ -24,6 +24,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from peer import Peer
 from peer_env import ROOT, default_folder, ensure, python_of

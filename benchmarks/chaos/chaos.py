@@ -1,12 +1,12 @@
 """Runs of `verl train` whose processes are killed at random moments, against an undisturbed run of the same work.
 
-    python benchmarks/chaos.py --kills 100 --seed 1 --json chaos.json
-    python benchmarks/chaos.py --kills 10 --runtimes local --kills-per-run 10
-    python benchmarks/chaos.py --kills 24 --runtimes megatron zero3   with the extras of these engines
-    python benchmarks/chaos.py --kills 12 --runtimes ray-scaled --kills-per-run 12   see chaos_scale.py
-    python benchmarks/chaos.py --kills 16 --kills-per-run 3 --before-first-checkpoint 0.34
-    python benchmarks/chaos.py --kills 12 --program preference     DPO; reward_model: a reward model
-    python benchmarks/chaos.py --kills 0 --pressure 24     full disks and lack of memory, see chaos_pressure.py
+    python benchmarks/chaos/chaos.py --kills 100 --seed 1 --json chaos.json
+    python benchmarks/chaos/chaos.py --kills 10 --runtimes local --kills-per-run 10
+    python benchmarks/chaos/chaos.py --kills 24 --runtimes megatron zero3   with the extras of these engines
+    python benchmarks/chaos/chaos.py --kills 12 --runtimes ray-scaled --kills-per-run 12   see chaos_scale.py
+    python benchmarks/chaos/chaos.py --kills 16 --kills-per-run 3 --before-first-checkpoint 0.34
+    python benchmarks/chaos/chaos.py --kills 12 --program preference     DPO; reward_model: a reward model
+    python benchmarks/chaos/chaos.py --kills 0 --pressure 24     full disks and lack of memory, see chaos_pressure.py
 
 Each run gets several SIGKILLs; the seed determines their moments and kinds of processes (chaos_task.py). A kill counts when it
 hit a living process. Runs recover by themselves. Only when the first process of the command (its supervisor or launcher) was
@@ -34,7 +34,7 @@ from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.extend(map(str, Path(__file__).resolve().parents[:2]))
 
 from chaos_compare import differences, idleness, repeated_calls
 from chaos_pressure import RUNTIME, PressedVictim, enter_own_mounts, mount_small_disk, plan_pressure, unmount_small_disk

@@ -1,6 +1,6 @@
 """Runs whose disk becomes full, or whose process gets no more memory, at random moments; afterwards space is free again.
 
-    python benchmarks/chaos.py --kills 0 --pressure 24
+    python benchmarks/chaos/chaos.py --kills 0 --pressure 24
 
 The run folders are on a small file system in memory, mounted in a namespace that `unshare` makes; no root is needed. A full
 disk must end the run with a sentence, wherever it hits: in the ledger, the metrics, a save. Lack of memory is a limit on the

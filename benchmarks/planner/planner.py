@@ -1,8 +1,8 @@
 """Step times and peak memory that the planner predicts for runs on this machine, against the runs, phase by phase.
 
-    python benchmarks/planner.py --keep runs.json --measure calibration     # in parts: each run is made once and kept
-    python benchmarks/planner.py --keep runs.json --measure grpo sft
-    python benchmarks/planner.py --keep runs.json                           # the missing runs, and the tables
+    python benchmarks/planner/planner.py --keep runs.json --measure calibration     # in parts: each run is made once and kept
+    python benchmarks/planner/planner.py --keep runs.json --measure grpo sft
+    python benchmarks/planner/planner.py --keep runs.json                           # the missing runs, and the tables
 
 Jobs: GRPO, PPO with a critic, SFT, and GRPO with a separate rollout that runs a step ahead (needs ray). A device is a process
 that computes with one thread. The constants of its kernels come from a micro-benchmark (verl/planner/cpu.py). The constants of
@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from report import Report
 from runs import REWARD, SPLIT, train, write_prompts

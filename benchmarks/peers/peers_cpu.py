@@ -1,7 +1,7 @@
 """One GRPO step of ours against TRL's on identical work, alternating, on a CPU.
 
-    python benchmarks/peers_cpu.py                          # 8 prompts x 8 samples, 64 + 64 tokens, float32
-    python benchmarks/peers_cpu.py --prompt-tokens 256 --trl shipped best --json figures.json
+    python benchmarks/peers/peers_cpu.py                          # 8 prompts x 8 samples, 64 + 64 tokens, float32
+    python benchmarks/peers/peers_cpu.py --prompt-tokens 256 --trl shipped best --json figures.json
 
 Every side is a process that builds its trainer once, takes one step to warm up, and then one per round while the others
 wait. A run is refused when a side got other prompts, made samples of another length, or did not change its weights.
@@ -18,6 +18,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from peer import Peer
 from peer_env import default_folder, ensure, python_of

@@ -1,6 +1,6 @@
 """`verl train` whose supervisor has imported everything beforehand, so that a restart takes a second.
 
-python benchmarks/chaos_warm.py key=value ...
+python benchmarks/chaos/chaos_warm.py key=value ...
 """
 
 from __future__ import annotations

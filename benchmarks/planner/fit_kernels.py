@@ -1,6 +1,6 @@
 """Fit of the planner's kernel constants to measured kernels, and its error on kernels that the fit has not seen.
 
-    python benchmarks/fit_kernels.py [--write verl/planner/devices.yaml] [--sample tests/planner/held_out_kernels.csv]
+    python benchmarks/planner/fit_kernels.py [--write verl/planner/devices.yaml] [--sample tests/planner/held_out_kernels.csv]
 
 Reads the tables of aiconfigurator-core 0.12.0 (NVIDIA, Apache-2.0: `pip install --no-deps aiconfigurator-core==0.12.0 pandas
 pyarrow scipy`), which are not part of this repository. Every (n, k) of a matmul, and every combination of heads and batch of an
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.extend(map(str, Path(__file__).resolve().parents[1:3]))
 
 from benchmarks.report import table
 from verl.planner import kernels
@@ -50,7 +50,9 @@ _BLACKWELL = ("b200_sxm", "gb200")  # whose attention computes two tiles of 128 
 # whose decode attention (FlashAttention-2) does not pack the queries of a KV head, and whose experts are SGLang's Triton
 # kernel with tiles of 16 rows, or of 64
 _AMPERE = ("a100_sxm",)
-_SOURCE = "# Written by benchmarks/fit_kernels.py. Measurements: NVIDIA, aiconfigurator-core 0.12.0, Apache-2.0."
+_SOURCE = (
+    "# Written by benchmarks/planner/fit_kernels.py. Measurements: NVIDIA, aiconfigurator-core 0.12.0, Apache-2.0."
+)
 Predict = Callable[..., np.ndarray]
 _SAMPLES: list[list[list[str]]] = []  # of the fits so far, in order
 _OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "alltoall")

@@ -1,6 +1,6 @@
 """Runs on Ray whose roles grow and shrink while they run, and whose processes are killed meanwhile.
 
-    python benchmarks/chaos.py --runtimes ray-scaled --kills 12 --kills-per-run 12
+    python benchmarks/chaos/chaos.py --runtimes ray-scaled --kills 12 --kills-per-run 12
 
 The seed determines the sizes of rollout and reward, which are requested as `verl scale` does. Then an added process is killed,
 while it starts or at work, or the driver.

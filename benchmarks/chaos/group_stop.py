@@ -1,8 +1,8 @@
 """SIGTERM for the whole process group of a run, as `timeout`, SLURM and terminals send it: whether it saves and ends in time.
 
-    python benchmarks/group_stop.py                     10 runs each on local, torchrun and ray
-    python benchmarks/group_stop.py ray --times 3
-    python benchmarks/group_stop.py --each              to each of its processes instead, as systemd sends it
+    python benchmarks/chaos/group_stop.py                     10 runs each on local, torchrun and ray
+    python benchmarks/chaos/group_stop.py ray --times 3
+    python benchmarks/chaos/group_stop.py --each              to each of its processes instead, as systemd sends it
 
 The signal comes at a random moment of a step. A run has stopped well when it has saved after the last step that it wrote down,
 has ended within 30 s, and has left no process behind.
@@ -21,7 +21,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.extend(map(str, Path(__file__).resolve().parents[1:3]))
 
 import psutil
 from chaos_run import LIMIT_S, Victim

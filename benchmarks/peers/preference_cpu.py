@@ -1,8 +1,8 @@
 """DPO of ours against TRL's DPOTrainer on the same pairs, alternating, on a CPU.
 
-    python benchmarks/preference_cpu.py                            # 8 pairs a step, prompts of 128 and completions of 64 tokens
-    python benchmarks/preference_cpu.py --trl shipped precomputed --json figures.json
-    python benchmarks/preference_cpu.py --ours ref.precompute=False
+    python benchmarks/peers/preference_cpu.py                    # 8 pairs a step, prompts of 128 and completions of 64 tokens
+    python benchmarks/peers/preference_cpu.py --trl shipped precomputed --json figures.json
+    python benchmarks/peers/preference_cpu.py --ours ref.precompute=False
 
 Every side is a process that builds its trainer once, takes one step to warm up, and then one per round while the others
 wait. All sides train on the same pairs in each step, and their losses are compared. Tokens count both completions with
@@ -15,8 +15,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from report import Report
 from sft_cpu import MALLOC, TRLForm, add_common_arguments, compare

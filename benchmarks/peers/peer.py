@@ -17,7 +17,7 @@ from typing import Any
 
 from peer_env import ROOT, clean_environment
 
-BENCHMARKS = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parent
 QUIT_LIMIT_S = 20.0
 USAGE = ("cpu_before_s", "cpu_s", "peak_rss_bytes", "children_peak_rss_bytes")  # in every answer, see child.py
 
@@ -50,19 +50,20 @@ class Peer:
         self.facts: dict[str, Any] = {}  # the answer of the process to "build"
         self._cpu_s, self._answered_at = 0.0, 0.0
         inherited = dict(os.environ) if python is None else clean_environment()
+        path = os.pathsep.join(filter(None, [str(HERE.parent), inherited.get("PYTHONPATH")]))  # of child.py
         log.parent.mkdir(parents=True, exist_ok=True)
         read, write = os.pipe()
         self._replies = os.fdopen(read, "rb", buffering=0)
         self._buffer = b""
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                [*prefix, str(python or sys.executable), str(BENCHMARKS / script)],
+                [*prefix, str(python or sys.executable), str(HERE / script)],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 pass_fds=(write,),
                 cwd=ROOT,
-                env={**inherited, **(environment or {}), "REPLY_FD": str(write)},
+                env={**inherited, **(environment or {}), "PYTHONPATH": path, "REPLY_FD": str(write)},
                 start_new_session=True,  # so that its children can be ended with it
             )
         os.close(write)

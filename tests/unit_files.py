@@ -1,0 +1,69 @@
+"""Test files that start no process and no run, found by the names that they and their helpers use: `make test-fast`."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+STARTS = re.compile(
+    r"\b(subprocess|multiprocessing|forked|Popen|psutil|fork|uvicorn|\w*[Ss]andbox\w*|RewardPool"
+    r"|verl\.(run\.host|api|cli\.main|trainer|rewards\.(pool|programs)))\b"
+)
+
+
+def is_unit(file: Path) -> bool:
+    """Whether no test of `file` starts a process or a run, by its own text, its helpers in tests/ and its fixtures."""
+    if file.parent.name == "house":
+        return True
+    starts = any(STARTS.search(f.read_text(encoding="utf-8")) for f in _with_helpers(file))
+    return not (starts or _names(file) & _starting_fixtures(file.parent))
+
+
+def _with_helpers(file: Path) -> set[Path]:
+    """`file` and the files of tests/ that it imports, directly or not, but for conftest files, whose fixtures it asks for."""
+    seen, left = set(), [file]
+    while left:
+        file = left.pop()
+        if file not in seen:
+            seen.add(file)
+            left += [helper for helper in _imported(file) if helper.name != "conftest.py"]
+    return seen
+
+
+def _imported(file: Path) -> Iterator[Path]:
+    for node in ast.walk(_tree(file)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests"):
+            folder = TESTS.parent / node.module.replace(".", "/")
+            yield from (
+                f for f in [folder.with_suffix(".py"), *(folder / f"{a.name}.py" for a in node.names)] if f.is_file()
+            )
+
+
+@functools.cache
+def _tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def _names(file: Path) -> set[str]:
+    """Parameters of functions, and texts, which may name fixtures too (`usefixtures`)."""
+    nodes = list(ast.walk(_tree(file)))
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return {node.arg for node in nodes if isinstance(node, ast.arg)} | texts
+
+
+@functools.cache
+def _starting_fixtures(folder: Path) -> frozenset[str]:
+    """Functions of the conftest files that apply in `folder` which start something, or ask for one that does."""
+    starting = frozenset() if folder == TESTS else _starting_fixtures(folder.parent)
+    if (conftest := folder / "conftest.py").is_file():
+        text = conftest.read_text(encoding="utf-8")
+        for node in _tree(conftest).body:
+            if isinstance(node, ast.FunctionDef):
+                asked = {argument.arg for argument in node.args.args}
+                if STARTS.search(ast.get_source_segment(text, node) or "") or asked & starting:
+                    starting |= {node.name}
+    return starting
