@@ -120,8 +120,9 @@ def _decode(
     torch.use_deterministic_algorithms(case == "deterministic", warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
-        first = sizes.seconds(lambda: engine.generate(prompts, sampling, step=1), DEVICE)
-        prefill, step = sizes.decoding_s(engine, prompts, sampling, DEVICE, 2, warmup=1)
+        with sizes.peak_gib(bench, name):  # keys, values, graphs and their temporaries
+            first = sizes.seconds(lambda: engine.generate(prompts, sampling, step=1), DEVICE)
+            prefill, step = sizes.decoding_s(engine, prompts, sampling, DEVICE, 2, warmup=1)
     finally:
         torch.use_deterministic_algorithms(False)
         engine.release()
