@@ -4,14 +4,15 @@
     python benchmarks/versions.py --work work/versions --only 2.11.0 3.14   # the cells with one of these versions
     python benchmarks/versions.py                                           # the page again, from docs/versions.json
 
-A cell has an environment as `pip install` makes it, and a clone of HEAD with compiled libraries. CUDA packages, gigabytes
-for each release of PyTorch, are installed once and shared. Where pip refuses a release beside verl, the release is installed
-without its consent, and the row has the last line of `verl train`.
+A cell has an environment as `pip install` makes it, and a clone of HEAD with compiled libraries. The libraries, which do not
+use Python, are compiled once. CUDA packages, gigabytes for each release of PyTorch, are installed once and shared. Where pip
+refuses a release beside verl, the release is installed without its consent, and the row has the last line of `verl train`.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -95,9 +96,11 @@ class Environment:
         if not self.python.exists():
             self.run(interpreter(version), "-m", "venv", str(folder))
 
-    def pip(self, *arguments: str) -> None:
-        """Run pip. Raises CalledProcessError with what it printed."""
-        self.run(str(self.python), "-m", "pip", "--disable-pip-version-check", *arguments)
+    def pip(self, *arguments: str, compiler: str | None = None) -> None:
+        """Run pip. With the compiler "false" no library is compiled. Raises CalledProcessError with what pip printed."""
+        # of the modules that pip would compile, tests import few
+        prefix = ["env", "PIP_NO_COMPILE=1", *([] if compiler is None else [f"CC={compiler}"])]
+        self.run(*prefix, str(self.python), "-m", "pip", "--disable-pip-version-check", *arguments)
 
     def install_torch(self, release: str) -> None:
         """Install PyTorch. The CUDA packages that it requires are in a folder that all environments of a release have on their
@@ -125,9 +128,15 @@ class Environment:
 def install(environment: Environment, cell: Cell, clone: Path) -> str:
     """Install the releases of `cell` and the clone; returns pip's refusal of the releases, or ""."""
     environment.install_torch(cell.torch)
+    sources = b"".join(file.read_bytes() for file in sorted(clone.glob("verl/**/*.[ch]")))
+    libraries = environment.shared / f"libraries-{hashlib.sha256(sources).hexdigest()[:12]}"
+    compiled = sorted(libraries.glob("**/*.so"))
+    for file in compiled:
+        shutil.copy(file, clone / file.relative_to(libraries))
     releases = [f"torch=={cell.torch}", f"transformers=={cell.transformers}"]
     try:
-        environment.pip("install", *releases, "-e", str(clone), "pytest", "pytest-xdist", "hypothesis")
+        packages = (*releases, "-e", str(clone), "pytest", "pytest-xdist", "hypothesis")
+        environment.pip("install", *packages, compiler="false" if compiled else None)
     except subprocess.CalledProcessError as error:
         refusal = re.search(r"verl \S+ depends on (.*)", error.stdout + error.stderr)
         if refusal is None:
@@ -135,6 +144,10 @@ def install(environment: Environment, cell: Cell, clone: Path) -> str:
         environment.pip("install", *releases, "tensordict", "omegaconf", "rich", "psutil", "xxhash", "httpx", "pyarrow")
         environment.pip("install", "--no-deps", "-e", str(clone))
         return f"pip: verl depends on {refusal[1]}"
+    for file in clone.glob("verl/**/*.cpython-*.so"):
+        library = libraries / file.relative_to(clone).with_name(f"{file.name.partition('.')[0]}.so")
+        library.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, library)
     return ""
 
 
