@@ -69,8 +69,8 @@ STEPS = (
 )
 
 
-def run(out: Path, steps: tuple[Step, ...], minutes: float, device: str | None = None) -> None:
-    """Run the steps that the time allows; the others are listed as skipped."""
+def run(out: Path, steps: tuple[Step, ...], minutes: float, device: str | None = None, patience: float = 1.0) -> None:
+    """Run the steps that the time allows; the others are listed as skipped. `patience` is a factor of the time limits."""
     out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * minutes
     with tempfile.TemporaryDirectory(prefix="gpu-report-") as scratch:
@@ -81,7 +81,7 @@ def run(out: Path, steps: tuple[Step, ...], minutes: float, device: str | None =
             if left_s < _LEAST_SHARE * expected_s:
                 row["skipped"] = f"{max(left_s, 0):.0f} s left"
             else:
-                row |= _run_step(step, Path(scratch) / f"{number:02d}", min(2 * expected_s, left_s), device)
+                row |= _run_step(step, Path(scratch) / f"{number:02d}", min(2 * patience * expected_s, left_s), device)
             _append(out / "report.jsonl", row)
             _archive(Path(scratch), out / "logs.tar.gz")
             print(f"{step.name}: {row.get('skipped') or row['status']}, {row.get('seconds', 0)} s", flush=True)
@@ -167,6 +167,7 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--out", type=Path, required=True)
     options.add_argument("--minutes", type=float, default=14.0)
     options.add_argument("--device", choices=("cuda", "cpu"), default=os.environ.get(DEVICE))
+    options.add_argument("--patience", type=float, default=1.0, help="factor of the time limits, for a busy machine")
     options.add_argument("--only", nargs="+", metavar="STEP", choices=[step.name for step in STEPS])
     options.add_argument("--steps", type=Path, help="JSON list of [name, arguments of Python, seconds] for STEPS")
     render = verbs.add_parser("render")
@@ -174,7 +175,8 @@ def main(argv: list[str] | None = None) -> int:
     render.add_argument("--page", type=Path, default=PAGE)
     arguments = parser.parse_args(argv)
     if arguments.verb == "run":
-        run(arguments.out, chosen_steps(arguments.only, arguments.steps), arguments.minutes, arguments.device)
+        steps = chosen_steps(arguments.only, arguments.steps)
+        run(arguments.out, steps, arguments.minutes, arguments.device, arguments.patience)
         failed = [row["step"] for row in read_report(arguments.out / "report.jsonl") if row.get("status") != 0]
         print("all steps passed" if not failed else f"failed or skipped: {', '.join(failed)}")
         return int(bool(failed))
