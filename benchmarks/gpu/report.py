@@ -57,7 +57,7 @@ STEPS = (
         45,
     ),
     Step("kernels by Triton", _script("functions.py", "tests", "tests/models/test_kernels.py"), 60),
-    Step("times of kernels", _script("kernels.py"), 25),
+    Step("times of kernels", _script("kernel_times.py"), 25),
     Step("backend", _script("functions.py", "tests", "tests/rollout/test_device_backend.py"), 60),
     Step("sizes 0.5b", _script("sizes.py", "--sizes", "0.5b", "--limit-s", "150"), 95),
     Step("loop", _script("functions.py", "loop"), 50, 240),

@@ -143,6 +143,12 @@ def test_every_gpu_test_is_of_a_step():
     assert names <= {word for step in report.STEPS for word in step.command}
 
 
+def test_no_step_has_the_name_of_a_package_that_libraries_look_for():
+    """The folder of a step's script is the first on its path: there `kernels.py` was taken for the package of that name."""
+    files = Path(report.__file__).parent.glob("*.py")
+    assert not {file.stem for file in files} & {"kernels", "peft", "accelerate", "triton", "deepspeed", "vllm", "trl"}
+
+
 @pytest.mark.parametrize(
     ("files", "sentence"),
     [

@@ -1,6 +1,6 @@
 """A step of the GPU report: every Triton kernel against torch, at shapes of a 1.5B model.
 
-python benchmarks/gpu/kernels.py
+python benchmarks/gpu/kernel_times.py
 """
 
 from __future__ import annotations
