@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +21,7 @@ _LIBRARY = torch.library.Library("verl", "FRAGMENT")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def kernel(schema: str, by_torch: Callable[..., Any], by_triton: str) -> Callable[..., Any]:
+def kernel(schema: str, by_torch: Callable[..., Any], by_triton: str) -> OpOverload:
     """The op verl::NAME of `schema`, which begins with NAME. `by_triton` is "file:function" in this folder, imported at the
     first call on a GPU. torch computes what is not float32, bfloat16 or float16 by its first argument. Neither
     implementation is differentiated; see torch.library.register_autograd."""
@@ -28,10 +29,11 @@ def kernel(schema: str, by_torch: Callable[..., Any], by_triton: str) -> Callabl
     name = schema.partition("(")[0]
     _LIBRARY.impl(name, by_torch, "CompositeExplicitAutograd")
     _LIBRARY.impl(name, _OnGpu(by_torch, by_triton), "CUDA")
-    return getattr(torch.ops.verl, name).default
+    op: OpOverload = getattr(torch.ops.verl, name).default
+    return op
 
 
-def differentiate(op: Callable[..., Any], backward: Callable[..., Any], save: Callable[..., None]) -> None:
+def differentiate(op: OpOverload, backward: Callable[..., Any], save: Callable[..., None]) -> None:
     """Give `op` of `kernel` a gradient, as torch.library.register_autograd does."""
     torch.library.register_autograd(op, backward, setup_context=save, lib=_LIBRARY)
 
