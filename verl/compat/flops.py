@@ -7,11 +7,8 @@ from typing import Any
 
 import torch
 
-# dense bfloat16 operations per second that the vendors' data sheets state, by a part of the device's name
-PEAK_FLOPS = {
-    "GB200": 2.5e15, "B200": 2.25e15, "MI300X": 1307e12, "H100": 989e12, "H800": 989e12, "H200": 989e12,
-    "A100": 312e12, "A800": 312e12, "L40S": 362.05e12, "L40": 181.05e12, "A40": 149.7e12, "L20": 119.5e12, "H20": 148e12,
-}  # fmt: skip
+from verl.parallel.device import named_peak_flops
+
 _UNITS = {"B": 1e9, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 
 
@@ -20,8 +17,7 @@ def get_device_flops(unit: str = "T", device_name: str | None = None) -> float:
     that its utilisation is 0."""
     if device_name is None:
         device_name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    found = next((peak for name, peak in PEAK_FLOPS.items() if name in device_name), float("inf"))
-    return found / _UNITS[unit]
+    return (named_peak_flops(device_name) or float("inf")) / _UNITS[unit]
 
 
 class FlopsCounter:

@@ -24,6 +24,12 @@ _DTYPES = {
 }
 CPU_BF16 = "VERL_CPU_BF16"  # environment variable: "native" or "widened", whatever the CPU has; for tests
 _FAST_BF16_FLAGS = {"amx_bf16", "bf16"}  # the last is ARM's name in /proc/cpuinfo
+# dense bfloat16 operations per second (float32 sums) that the vendors' data sheets state, by words of the device's name
+PEAK_FLOPS = {
+    "GB200": 2.5e15, "B200": 2.25e15, "MI300X": 1307e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
+    "H800": 989e12, "H200 NVL": 835e12, "H200": 989e12, "H20": 148e12, "A100": 312e12, "A800": 312e12, "A40": 149.7e12,
+    "A30": 165e12, "A10": 125e12, "L40S": 362.05e12, "L40": 181.05e12, "L20": 119.5e12, "L4": 121e12,
+}  # fmt: skip
 
 
 def resolve_device(name: str = "auto") -> torch.device:
@@ -101,6 +107,16 @@ def native_bf16(device: torch.device) -> bool:
     if forced:
         return forced == "native"
     return bool(_cpu_flags() & _FAST_BF16_FLAGS) or {"avx512_bf16", "AuthenticAMD"} <= _cpu_flags()
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bfloat16 operations per second of a GPU at its peak; None for a CPU and a GPU that is not in PEAK_FLOPS."""
+    return named_peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def named_peak_flops(device_name: str) -> float | None:
+    """See peak_flops."""
+    return next((peak for name, peak in PEAK_FLOPS.items() if re.search(rf"\b{name}\b", device_name)), None)
 
 
 def prefers_onednn(device: torch.device) -> bool:

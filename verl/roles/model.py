@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -31,6 +32,7 @@ from verl.roles.api import RoleSpec
 from verl.roles.objectives.function import FunctionLoss
 from verl.roles.step_guard import StepGuard
 from verl.roles.updates import MiniBatchSchedule, Updates
+from verl.roles.utilization import Utilization
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +42,8 @@ record(FileRecord)
 class ModelRole:
     """The worker of a RoleSpec; see ModelHandle for its calls. `hf_files` writes into a folder the files that
     `from_pretrained` needs in addition to the weights. `writes` is true on one rank of the role, which writes the role's part
-    of a checkpoint. `followed` is the engine of the role that it follows."""
+    of a checkpoint. `followed` is the engine of the role that it follows. `utilization` counts operations where the device's
+    peak is known."""
 
     def __init__(
         self,
@@ -51,6 +54,7 @@ class ModelRole:
         writes: bool = True,
         total_steps: int = 0,
         followed: TrainEngine | None = None,
+        utilization: Utilization | None = None,
     ):
         self.spec = spec
         self.engine = engine
@@ -61,6 +65,7 @@ class ModelRole:
         self._writes = writes
         self._total_steps = total_steps
         self._followed = followed
+        self._utilization = utilization
         self._saving: RoleSave | None = None
 
     @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, blocking=False, objects=())
@@ -78,6 +83,7 @@ class ModelRole:
         `mini_batches` are the rows of each optimizer step; without them the role's own schedule decides.
         """
         assert self.objective is not None, "a frozen role is not updated"
+        start = time.perf_counter()
         rows = self.schedule.rows(batch, step) if mini_batches is None else mini_batches
         log.debug("Step %d, %s: optimizer steps of %s rows", step, self.spec.name, [len(mini) for mini in rows])
         found = [self._train(mini, step, index) for index, mini in enumerate(_mini_batches(batch, rows))]
@@ -85,8 +91,10 @@ class ModelRole:
         self._measure(step, found)
         rate = self.engine.end_step(advance=not self.guard.refused_all(len(found)))
         give_back_holes(step)
-        findings = self.guard.pop_findings()
-        return Updates(self.spec.name, found, rate, observed, findings, _device_metrics())
+        findings, device = self.guard.pop_findings(), _device_metrics()
+        if self._utilization is not None:
+            device |= self._utilization.take(self.spec.name, time.perf_counter() - start)
+        return Updates(self.spec.name, found, rate, observed, findings, device)
 
     @register(dispatch_mode=Dispatch.ND_MINI_BATCHES, blocking=False, objects=())
     def forward_backward(
@@ -181,6 +189,8 @@ class ModelRole:
         self.objective.start_mini_batch((self.schedule.seed * 1_000_003 + step) * 1_009 + index, index)
         self.guard.start_mini_batch(index, len(mini))
         computed, outputs = self.schedule.computed(mini), tuple(self.objective.outputs)
+        if self._utilization is not None:
+            self._utilization.add(mini, computed)
         metrics = self.engine.train_batch(
             mini, self.objective, outputs, self.spec.micro, self.spec.temperature, self.guard,
             rows=computed,

@@ -31,6 +31,7 @@ from verl.roles.model import ModelRole
 from verl.roles.reward import RewardWorker
 from verl.roles.reward_model import build_reward_model
 from verl.roles.rollout import RolloutWorker, sampling_params
+from verl.roles.utilization import Utilization
 from verl.rollout.api import ENGINES as ROLLOUT_ENGINES
 from verl.rollout.api import RolloutEngine
 from verl.rollout.requests import vocab_size
@@ -67,9 +68,15 @@ def build_models(context: RankContext) -> dict[str, ModelRole]:
         writes = context.rank == context.ranks(spec.name)[0]
         hf_files = partial(_hf_files, engine.module, spec.model)
         followed = found[spec.follows].engine if spec.follows is not None else None
+        mesh = context.mesh(spec.name)
+        num_devices = 1 if mesh is None else mesh.size // mesh.dp_size
         found[spec.name] = ModelRole(
-            spec, engine, hf_files, writes=writes, total_steps=context.total_steps, followed=followed
-        )
+            spec, engine, hf_files,
+            writes=writes,
+            total_steps=context.total_steps,
+            followed=followed,
+            utilization=Utilization.of(engine.module, context.device, num_devices) if spec.trains else None,
+        )  # fmt: skip
     return found
 
 
