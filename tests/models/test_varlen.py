@@ -1,6 +1,8 @@
 """Attention over packed sequences of different lengths: the definition against dense attention, the packed parts against
 the other paths, and, where there is a card, the flash kernels against the definition."""
 
+import importlib.util
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from tests.models.plain_attention import PLAIN
 from tests.models.recorded_modes import RecordedModes
 from tests.models.reference import make_columns, random_rows
 from verl.models import packed as packed_module
+from verl.models.cuda import varlen
 from verl.models.cuda.varlen import FLASH, TokenSpans, VarlenPlan, flash_runs, spans_of, varlen_attention
 from verl.models.forward import packed_outputs
 from verl.models.load import load_causal_lm
@@ -201,6 +204,30 @@ def test_which_kernel_computes_a_layer(monkeypatch):
     assert not flash_runs(CPU, torch.bfloat16, 64)
     assert not flash_runs(torch.device("cuda:0"), torch.float32, 64)
     assert not flash_runs(torch.device("cuda:0"), torch.bfloat16, 320)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_an_installed_flash_attention_3_is_taken_on_hopper(installed, monkeypatch):
+    activated, capability = [], (9, 0)
+    spec = importlib.util.find_spec("json") if installed else None
+    monkeypatch.setattr(varlen.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append, raising=False)
+    has_flash = varlen._has_flash.__wrapped__
+    assert has_flash(torch.device("cuda", 0))
+    assert activated == ["FA3"] * installed
+    capability = (8, 0)
+    assert has_flash(torch.device("cuda", 0))
+    assert activated == ["FA3"] * installed, "its kernels are for Hopper"
+
+    def fail(name):
+        raise RuntimeError("no kernels")
+
+    capability = (9, 0)
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", fail, raising=False)
+    assert has_flash(torch.device("cuda", 0)), "PyTorch's own kernels stay"
 
 
 @pytest.mark.parametrize(("dim", "value_dim", "window"), [(64, 64, None), (20, 12, None), (64, 64, 3)])

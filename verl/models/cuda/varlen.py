@@ -10,10 +10,13 @@ softmax may cover more keys than these: the gradients are then of only this part
 from __future__ import annotations
 
 import functools
+import importlib.util
+import logging
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.nn.attention
 import torch.nn.functional as F
 
 from verl.parallel.device import strictly_deterministic, to_device, write_at
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from verl.models.packed import PackedSegment, PrefixRun
+
+log = logging.getLogger(__name__)
 
 _MULTIPLE = 8  # flash kernels read heads in vectors of 8 numbers
 _WIDEST_HEAD = 256
@@ -65,8 +70,24 @@ def flash_runs(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
 
 @functools.cache
 def _has_flash(device: torch.device) -> bool:
-    built = torch.version.cuda is not None and torch.backends.cuda.is_flash_attention_available()
-    return built and torch.cuda.get_device_capability(device) >= (8, 0)
+    if torch.version.cuda is None or not torch.backends.cuda.is_flash_attention_available():
+        return False
+    capability = torch.cuda.get_device_capability(device)
+    if capability == (9, 0) and importlib.util.find_spec("flash_attn_interface") is not None:
+        _take_flash_3()
+    return capability >= (8, 0)
+
+
+def _take_flash_3() -> None:
+    """Let PyTorch's flash operators of this process run the kernels of the installed FlashAttention-3."""
+    activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
+    if activate is None:
+        return
+    try:
+        activate("FA3")
+        log.info("Attention takes the kernels of the installed FlashAttention-3.")
+    except (ImportError, OSError, RuntimeError, ValueError) as error:  # its own kernels stay
+        log.warning("FlashAttention-3 is installed, and PyTorch cannot use it: %s", error)
 
 
 def _flash_forward(
