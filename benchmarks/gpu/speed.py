@@ -10,10 +10,13 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -30,9 +33,11 @@ from gpu import sizes
 from verl.config import OptimConfig, RolloutConfig
 from verl.config.sections.rollout import KVCacheConfig
 from verl.data_proto.samples import SamplingParams
+from verl.models import forward
 from verl.models.cuda.varlen import FLASH
 from verl.models.lora import LoRASpec, add_adapters
 from verl.models.optim import MasterOptimizer
+from verl.models.packed import PackedLayout
 from verl.parallel.device import give_back_cache
 from verl.reshard.device_memory import DeviceBuckets
 from verl.reshard.shared_memory import SharedBuckets, bucketed
@@ -62,7 +67,7 @@ def _bench(size: str, dtype: torch.dtype, results: Results, shape: sizes.Shape) 
 
 
 def decode(results: Results) -> None:
-    """Tokens per second by rows, determinism, lengths, filters, length of prompts, pages and adapters."""
+    """Tokens per second by rows, determinism, lengths, filters, length of prompts, stores without pages, and adapters."""
     for size in _SIZES:
         bench = _bench(size, HALF, results, _DECODING)
         for rows in _ROWS:
@@ -77,11 +82,11 @@ def decode(results: Results) -> None:
             ],
         }
         if FLASH.page_multiple or not ON_GPU:
-            pages = KVCacheConfig(enable_paged_attention=True, block_size=256 if ON_GPU else 16)
-            cases["pages"] = [partial(_decode, bench, size, middle, "pages", config={"kv_cache_config": pages})]
+            slots = KVCacheConfig(enable_paged_attention=False)
+            cases["slots"] = [partial(_decode, bench, size, middle, "slots", config={"kv_cache_config": slots})]
         cases["LoRA"] = [partial(_with_adapters, bench, size, _ROWS[0])]  # the last, since adapters stay
         if size == "7b":  # the remaining time is for the other sizes
-            cases = {name: cases[name] for name in cases if name in ("deterministic", "pages")}
+            cases = {name: cases[name] for name in cases if name in ("deterministic", "slots")}
         for name, parts in cases.items():
             for part in parts:
                 bench.section(f"{size}, {name}", part)
@@ -157,7 +162,7 @@ def _with_adapters(bench: sizes.Bench, size: str, rows: int) -> None:
     """With the backend that the engine takes for modules with adapters."""
     add_adapters(bench.module, LoRASpec(16, 32.0, "all-linear"), HALF)
     bench.module.to(DEVICE)
-    bench.note(f"{size}, LoRA, backend of the GPU", str(DeviceBackend.fits(bench.module, 512)))
+    bench.note(f"{size}, LoRA, backend of the GPU", str(DeviceBackend.fits(bench.module)))
     _decode(bench, size, rows, "LoRA")
 
 
@@ -175,11 +180,14 @@ def profile(results: Results) -> None:
         columns = sizes.columns_of(prompts, [(i // shape.samples, row) for i, row in enumerate(ids)])
         advantages = torch.randn(shape.rows, 1).expand(-1, shape.response_tokens).contiguous()
         work = partial(sizes.accumulate, bench, columns, advantages, False)
-        for name, checkpointing in (("activations kept", False), ("checkpointing", True)):
-            if checkpointing:
-                bench.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-                bench.module.train()
-            bench.section(f"{size}, {name}", partial(_profile, bench, f"{size}, {name}", work))
+        bench.section(f"{size}, activations kept", partial(_profile, bench, f"{size}, activations kept", work))
+        for compiled in (False, True):
+            name = f"{size}, modules of transformers" + (", compiled by layer" if compiled else "")
+            with _own_modules(bench.module, compiled):
+                bench.section(name, partial(_profile, bench, name, work))
+        bench.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        bench.module.train()
+        bench.section(f"{size}, checkpointing", partial(_profile, bench, f"{size}, checkpointing", work))
         step = sizes.median_s(partial(optimizer.step, 1e-6), DEVICE, 3)
         bench.note(f"{size}, optimizer step", 1000 * step, "ms")
         give_back_cache(DEVICE)  # as before an engine in another process wakes
@@ -189,6 +197,19 @@ def profile(results: Results) -> None:
             bench.note(f"{size}, memory beside weights and optimizer that another process can take", 100 * share, "%")
         del bench, work, optimizer
         give_back_cache(DEVICE)
+
+
+@contextmanager
+def _own_modules(module: Any, compiled: bool) -> Iterator[None]:
+    """Inside, the family's own forward computes `module`; `compiled`: each layer by torch.compile, attention outside of it."""
+    layers, attend = module.get_decoder().layers, PackedLayout.attend
+    with mock.patch.multiple(forward, _STRAIGHT_DEVICES=(), _FUSED_DEVICES=()), ExitStack() as stack:
+        if compiled:
+            stack.enter_context(mock.patch.object(PackedLayout, "attend", torch.compiler.disable(attend)))
+            for layer in layers:
+                layer.compile(dynamic=True, backend="inductor" if ON_GPU else "eager")
+                stack.callback(setattr, layer, "_compiled_call_impl", None)
+        yield
 
 
 def _profile(bench: sizes.Bench, name: str, work: Any) -> None:

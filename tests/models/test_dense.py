@@ -227,20 +227,25 @@ def test_float32_is_close_to_the_module(pair, name):
 @pytest.mark.usefixtures("bf16_path")
 def test_bfloat16_is_as_good_as_the_module(pair):
     """Both differ from float64 weights of the same values only by rounding; our error is at most about the module's."""
+    ours, theirs, exact = bfloat16_results(pair)
+    for name in exact:
+        assert relative(ours[name], exact[name]) < 1.3 * relative(theirs[name], exact[name]) + 1e-3, name
+
+
+def bfloat16_results(pair):
+    """Gradients by name, and the log-probs as "out": ours, the module's, and in float64 from weights of the same values."""
     module, other = pair("qwen3", dtype=torch.bfloat16)
     exact = widen_norms(copy.deepcopy(module).double())
     for part in other.modules():  # a hook keeps the module on its own forward
         part.register_forward_pre_hook(lambda *_: None)
     assert DenseDecoder.of(other) is None
     packed = pack_rows(columns_of(9, [3, 2]))
-    found = []
+    results = []
     for model in (module, other, exact):
         out = packed_outputs(model, packed, OUTPUTS)
         weighted(out).backward()
-        found.append({**{n: g.double() for n, g in gradients_of(model).items()}, "out": out["log_probs"].double()})
-    ours, theirs, exact = found
-    for name in exact:
-        assert relative(ours[name], exact[name]) < 1.3 * relative(theirs[name], exact[name]) + 1e-3, name
+        results.append({**{n: g.double() for n, g in gradients_of(model).items()}, "out": out["log_probs"].double()})
+    return results
 
 
 @pytest.mark.usefixtures("bf16_path")

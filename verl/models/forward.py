@@ -11,6 +11,7 @@ import torch
 
 from verl.models.cpu.decoder import dense_hidden_states
 from verl.models.cpu.weights import DenseDecoder
+from verl.models.cuda.straight import straight_states
 from verl.models.grad_buffers import GradientBuffers
 from verl.models.log_probs import TokenStats, logit_statistics, token_log_probs
 from verl.models.outputs import HeadInputs, output_kind, statistics_wanted
@@ -21,6 +22,7 @@ from verl.models.padded import forward_kind, padded_logits, padded_states
 log = logging.getLogger(__name__)
 
 _FUSED_DEVICES = ("cpu",)  # on which the fused decoder has been measured and checked
+_STRAIGHT_DEVICES = ("cuda",)  # on which training computes as the sampler does
 # In float64 the modules' norms still round to float32, unlike the fused decoder's: modules compute float64.
 _FUSED_DTYPES = {torch.float32, torch.bfloat16}
 
@@ -28,14 +30,18 @@ _FUSED_DTYPES = {torch.float32, torch.bfloat16}
 def hidden_states(module: Any, packed: PackedBatch, gradients: GradientBuffers | None = None) -> torch.Tensor:
     """[positions, hidden_size]: the last hidden states of the tokens at `packed.hidden_index`.
 
-    A plain dense decoder is computed by verl.models.cpu, which adds the gradients of its weights to `gradients` if given;
-    every other module by its own forward, with autograd: packed, or padded where its attention takes no layout.
+    A plain dense decoder is computed by verl.models.cpu, which adds the gradients of its weights to `gradients` if given, or on
+    a GPU by verl.models.cuda.straight; every other module by its own forward, with autograd: packed, or padded where its
+    attention takes no layout.
     """
     if forward_kind(module) != "packed":
         return padded_states(module, packed)
-    dense = fused_decoder(module, packed.input_ids.device) if type(packed.layout) is PackedLayout else None
-    if dense is not None:
-        return dense_hidden_states(dense, packed, gradients, module.get_decoder().gradient_checkpointing)
+    device = packed.input_ids.device
+    if type(packed.layout) is PackedLayout:
+        if (dense := fused_decoder(module, device)) is not None:
+            return dense_hidden_states(dense, packed, gradients, module.get_decoder().gradient_checkpointing)
+        if (dense := straight_decoder(module, device)) is not None:
+            return straight_states(dense, packed, module.get_decoder().gradient_checkpointing)
     return decoder_states(module.get_decoder(), packed).index_select(0, packed.hidden_index)
 
 
@@ -51,7 +57,16 @@ def decoder_states(decoder: Any, inputs: Any) -> torch.Tensor:
 
 def fused_decoder(module: Any, device: torch.device) -> DenseDecoder | None:
     """The weights with which verl.models.cpu computes `module` on `device`; None where its own forward does."""
-    dense = DenseDecoder.of(module) if device.type in _FUSED_DEVICES else None
+    return _dense(module) if device.type in _FUSED_DEVICES else None
+
+
+def straight_decoder(module: Any, device: torch.device) -> DenseDecoder | None:
+    """The weights with which verl.models.cuda.straight computes `module` on `device`; None where its own forward does."""
+    return _dense(module) if device.type in _STRAIGHT_DEVICES else None
+
+
+def _dense(module: Any) -> DenseDecoder | None:
+    dense = DenseDecoder.of(module)
     return dense if dense is not None and dense.embed.dtype in _FUSED_DTYPES else None
 
 
@@ -64,6 +79,8 @@ def computed_by(module: Any, device: torch.device) -> str:
         forward = "the model's own padded forward"
     elif fused_decoder(module, device) is not None:
         forward = "verl's decoder for CPUs"
+    elif straight_decoder(module, device) is not None:
+        forward = "the forward of verl's sampler, with gradients"
     else:
         forward = "transformers' modules with verl's packed attention"
     if not fuses_log_probs(module):

@@ -68,14 +68,14 @@ def _write_kv(
     q, k, v = qkv.unflatten(-1, (heads + 2 * kv_heads, head_dim)).split([heads, kv_heads, kv_heads], dim=1)
     if q_norm is not None and k_norm is not None:
         q, k = _rms_norm(q, q_norm, eps), _rms_norm(k, k_norm, eps)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    write_at(store, 1, places, torch.stack([k * cos + _half_turned(k) * sin, v]))
-    return q * cos + _half_turned(q) * sin
+    write_at(store, 1, places, torch.stack([rotated(k, cos, sin), v]))
+    return rotated(q, cos, sin)
 
 
-def _half_turned(x: torch.Tensor) -> torch.Tensor:
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The rotary embedding of x [tokens, heads, head_dim] by cos and sin [tokens, head_dim]; differentiable."""
     first, second = x.chunk(2, dim=-1)
-    return torch.cat([-second, first], dim=-1)
+    return x * cos.unsqueeze(1) + torch.cat([-second, first], dim=-1) * sin.unsqueeze(1)
 
 
 _RMS_NORM = kernel("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", _rms_norm, "norm:launch_rms_norm")
