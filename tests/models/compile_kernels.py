@@ -62,6 +62,7 @@ def compile_all(backend, architecture, warp):
     z, _, targets = head()
     for temperature in (0.0, 0.7):
         load("sampler:launch_sample")(z, torch.zeros(64, dtype=torch.float64), temperature)
+    load("threshold:launch_top_p_threshold")(z, torch.zeros(64, 1, dtype=torch.float64))
     for bias, softcap in ((None, 0.0), (z[0], 30.0)):
         load("head:launch_statistics")(z, bias, targets, 1.0, 1.0, softcap)
     load("dither:launch_dither")(

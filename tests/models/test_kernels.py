@@ -182,6 +182,14 @@ def test_the_sampler_draws_the_tokens_of_torch():
             assert bool(((ends[:, 0] - u).abs()[parted] < 1e-6).all())
 
 
+def test_the_threshold_of_top_p_is_that_of_torch():
+    for case in cases():
+        probs = case.logits(case.rows(), case.one_of(VOCABULARIES)).softmax(1)
+        needed = case.one_of([1e-6, 0.3, 0.9, 0.999]) * probs.sum(1, keepdim=True).double()
+        threshold = load("threshold:launch_top_p_threshold")(probs, needed)
+        assert torch.equal(threshold, sampling._bisected_threshold(probs, needed))
+
+
 def test_the_greatest_uniform_draws_a_token_that_is_possible():
     z = torch.full((2, 600), float("-inf"), device=DEVICE)
     z[:, [3, 70, 300]] = torch.tensor([0.3, -4.0, 1.1], device=DEVICE)

@@ -39,7 +39,7 @@ def load(tmp_path_factory):
 
     @functools.cache
     def path(family):
-        return make_tiny_model(folder / family, family, **FAMILIES[family])
+        return make_tiny_model(folder / family, family, **FAMILIES.get(family, {}))
 
     @functools.cache
     def get(family, attention="verl"):

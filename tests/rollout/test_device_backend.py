@@ -2,6 +2,7 @@
 engine; on a GPU, graphs must not change its result."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 
@@ -13,16 +14,23 @@ from hypothesis import strategies as st
 
 from tests.models.plain_attention import PLAIN
 from tests.models.recorded_modes import RecordedModes
-from tests.rollout.conftest import EOS, FAMILIES, make_prompts
+from tests.rollout.conftest import EOS, make_prompts
+from tests.rollout.counted_launches import count
+from tests.rollout.no_waits import WaitError, allowed, guarded, no_waits
 from verl.config import RolloutConfig
 from verl.config.sections.rollout import KVCacheConfig
 from verl.data_proto.samples import SamplingParams, TurnRequest
 from verl.errors import ConfigError, NumericsError
 from verl.models.cpu.weights import DenseDecoder
+from verl.models.cuda import pointwise
 from verl.models.cuda.varlen import FLASH, flash_runs
+from verl.models.lora import LoRASpec, add_adapters, lora_layers, merge_adapters
+from verl.rollout import sampling
 from verl.rollout.cuda import backend, fused
+from verl.rollout.cuda import device as rows_module
+from verl.rollout.cuda import pages as pages_module
 from verl.rollout.cuda.backend import DeviceBackend
-from verl.rollout.cuda.device import assign_places, next_power
+from verl.rollout.cuda.device import DeviceRows, assign_places, next_power, step_rows
 from verl.rollout.cuda.forward import StraightForward
 from verl.rollout.cuda.graphs import StepGraphs
 from verl.rollout.cuda.store import TokenStore
@@ -85,6 +93,54 @@ def test_samples_are_those_of_the_host_backend(family, case, device, make_engine
     assert stats["num_prompt_tokens_computed"] == stats["num_prompt_tokens"] == sum(LENGTHS)
 
 
+BEYOND = ("mistral", "qwen3_moe", "mixtral", "qwen2_moe")  # windows that act, and mixtures of experts
+
+
+@pytest.mark.parametrize("case", ["greedy", "sampled", "alone"])
+@pytest.mark.parametrize("family", BEYOND)
+def test_windows_and_experts_give_the_samples_of_the_host_backend(family, case, device, make_engine):
+    prompts, params = make_prompts(LENGTHS), CASES[case]
+    expected = make_engine("native", family).generate(prompts, params, step=1)
+    for cache in (SLOTS, pages(None)):
+        engine = device(family, kv_cache_config=cache)
+        ours, _ = generate(engine, prompts, params)
+        assert_same(ours, expected)
+        assert (engine.device.stores.sizes.width == 0) == (family == "mistral" or params.n == 1), "prompts are shared"
+
+
+def test_a_prompt_is_shared_within_the_window(device, make_engine):
+    prompts, params = make_prompts([3, 9]), SamplingParams(n=3, max_new_tokens=6)
+    engine = device("mistral")
+    ours, _ = generate(engine, prompts, params)
+    assert engine.device.stores.sizes.width == 3
+    assert_same(ours, make_engine("native", "mistral").generate(prompts, params, step=1))
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "v_proj", "down_proj")])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen2_moe"])
+def test_adapters_are_applied_with_their_present_values(family, targets, load, device, make_engine):
+    """By the backend of the GPU too, after an update of the adapters that leaves the stores as they are."""
+    module = copy.deepcopy(load(family))
+    add_adapters(module, LoRASpec(4, 8.0, targets), torch.float32)
+    prompts, params = make_prompts(LENGTHS), CASES["sampled"]
+    plain, _ = generate(device(family), prompts, params)
+    engine, host, held = device(module=module), make_engine("native", module=module), None
+    for scale in (0.0, 0.1, 0.2):
+        for number, layer in enumerate(lora_layers(module).values()):
+            generator = torch.Generator().manual_seed(number)
+            with torch.no_grad():
+                layer.lora_B.copy_(scale * torch.randn(layer.lora_B.shape, generator=generator))
+        ours, _ = generate(engine, prompts, params)
+        assert_same(ours, host.generate(prompts, params, step=1))
+        assert ([c.token_ids for c in ours] == [c.token_ids for c in plain]) == (scale == 0)
+        assert held is None or engine.device.stores is held
+        held = engine.device.stores
+    lora = DenseDecoder.of(module, adapters_and_experts=True)
+    merge_adapters(module, lambda name, weight: weight)
+    assert DenseDecoder.of(module, adapters_and_experts=True) is not lora
+    assert_same(generate(engine, prompts, params)[0], ours)
+
+
 def test_samples_that_resume_are_those_of_the_host_backend(device, make_engine):
     prompts = make_prompts(LENGTHS[1:4])
     prompts = [dataclasses.replace(p, first_sample=5 * i, num_drawn=2 * i) for i, p in enumerate(prompts)]
@@ -129,6 +185,9 @@ PREEMPTS = {
 }  # with less, fewer samples begin at the same time
 
 
+SLOTS = KVCacheConfig(enable_paged_attention=False)
+
+
 def pages(max_tokens, block_size=16):
     return KVCacheConfig(enable_paged_attention=True, block_size=block_size, max_tokens=max_tokens)
 
@@ -139,7 +198,7 @@ def pages(max_tokens, block_size=16):
 def test_pages_change_nothing(max_tokens, case, device):
     """Nor do preempted samples, which are computed again."""
     prompts, params = make_prompts(LENGTHS), CASES[case]
-    expected, before = generate(device(), prompts, params)
+    expected, before = generate(device(kv_cache_config=SLOTS), prompts, params)
     ours, stats = generate(device(kv_cache_config=pages(max_tokens)), prompts, params)
     assert_same(ours, expected)
     assert "kv_fragmentation" not in before
@@ -159,7 +218,7 @@ def test_pages_change_nothing(max_tokens, case, device):
 def test_any_mixture_in_any_number_of_pages(make_engine, lengths, n, rows, budget, spare_blocks, seed):
     prompts = make_prompts(lengths, seed=seed)
     params = SamplingParams(n=n, max_new_tokens=24, seed=seed, stop_token_ids=tuple(range(seed % 5, 250, 25)))
-    expected, _ = generate(make_engine("device", max_num_seqs=100), prompts, params)
+    expected, _ = generate(make_engine("device", max_num_seqs=100, kv_cache_config=SLOTS), prompts, params)
     least = -(-(max(lengths) + (0 if n > 1 else 24)) // 16) + -(-(25 + (0 if n > 1 else max(lengths))) // 16) + 1
     config = pages(16 * (least + spare_blocks))
     engine = make_engine("device", max_num_seqs=rows, max_num_batched_tokens=budget, kv_cache_config=config)
@@ -174,7 +233,7 @@ def test_any_mixture_in_any_number_of_pages(make_engine, lengths, n, rows, budge
 def test_turns_continue_in_pages(device):
     """Kept samples come back into pages, and may be preempted."""
     found = []
-    for config in (KVCacheConfig(), pages(None), pages(224)):
+    for config in (SLOTS, pages(None), pages(224)):
         engine = device(rows=8, kv_cache_config=config)
         generation = engine.open(SamplingParams(n=2, max_new_tokens=24, temperature=1.0), step=0, keep=True)
         first, second = {}, {}
@@ -202,6 +261,19 @@ def test_pages_are_as_long_as_the_kernel_reads(device):
     engine.device.kernel = PLAIN._replace(page_multiple=256)
     with pytest.raises(ConfigError, match="max_tokens=0 cannot hold one sample of 40 .* at least 768"):
         generate(engine, prompts, params)
+
+
+@pytest.mark.parametrize("multiple", [0, 1])
+def test_pages_are_the_default_of_the_device(multiple, device):
+    """Where the kernel reads them; the backend of the host has none by default."""
+    engine, prompts = device(), make_prompts(LENGTHS)
+    engine.device.kernel = PLAIN._replace(page_multiple=multiple)
+    ours, stats = generate(engine, prompts, CASES["sampled"])
+    assert ("kv_fragmentation" in stats) == (engine.device.stores.pool is not None) == bool(multiple)
+    engine.device.fits = lambda module: False
+    theirs, stats = generate(engine, prompts, CASES["sampled"])
+    assert "kv_fragmentation" not in stats
+    assert_same(ours, theirs)
 
 
 def test_a_kernel_without_pages_is_refused(device, torch_computes):
@@ -235,7 +307,7 @@ def test_stores_are_kept_and_old_contents_do_not_matter(device):
     assert_same(generate(one, prompts, CASES["sampled"])[0], first, tolerance=0)
 
 
-@pytest.mark.parametrize("cache", [KVCacheConfig(), pages(None)], ids=["slots", "pages"])
+@pytest.mark.parametrize("cache", [SLOTS, pages(None)], ids=["slots", "pages"])
 def test_deterministic_generation_sorts_no_index(cache, device):
     """On a GPU, deterministic mode sorts the places of every write by index: of each layer's keys and values, each step."""
     engine, params = device(kv_cache_config=cache), dataclasses.replace(CASES["stopped early"], n=2)
@@ -246,6 +318,58 @@ def test_deterministic_generation_sorts_no_index(cache, device):
     finally:
         torch.use_deterministic_algorithms(False)
     assert modes.of_indexed_writes() == {(False, False)}
+
+
+@pytest.mark.parametrize("cache", [SLOTS, pages(256)], ids=["slots", "pages"])
+@pytest.mark.parametrize("case", ["greedy", "sampled", "alone", "filtered"])
+def test_the_host_waits_only_for_tokens(case, cache, device, make_engine, torch_computes, monkeypatch):
+    """Between the launch of a step and the reading of its tokens nothing makes it wait: prompts, starts, moves and decode
+    steps read nothing back, and no shape depends on values."""
+    for name in ("prefill", "begin", "move", "retire", "share", "launch"):
+        monkeypatch.setattr(DeviceRows, name, guarded(getattr(DeviceRows, name)))
+    for module in (rows_module, pages_module):
+        monkeypatch.setattr(module, "to_device", allowed(module.to_device))
+    monkeypatch.setattr(sampling, "_ranked_threshold", sampling._bisected_threshold)  # as on a GPU
+    expected = make_engine("native").generate(make_prompts(LENGTHS), CASES[case], step=1)
+    engine = device(rows=9, kv_cache_config=cache)
+    engine.device.kernel = PLAIN._replace(forward=allowed(PLAIN.forward))
+    assert_same(generate(engine, make_prompts(LENGTHS), CASES[case])[0], expected)
+
+
+def test_what_replaces_a_kernel_waits_for_nothing():
+    """On a GPU without Triton, torch computes the ops, whose bodies the guard of a step does not see."""
+    torch.manual_seed(0)
+    probs, u, places = torch.softmax(torch.randn(5, 700), -1), torch.rand(5).double(), torch.arange(5)
+    qkv, turns, store = torch.randn(5, 32), torch.randn(5, 4), torch.zeros(2, 9, 2, 4)
+    with no_waits():
+        threshold = sampling._bisected_threshold(probs, 0.9 * probs.sum(-1, keepdim=True).double())
+        tokens = sampling.draw(probs.masked_fill(probs < threshold, 0), u)
+        pointwise._write_kv(qkv, turns, turns, turns[0], turns[0], 1e-6, store, places)
+        pointwise._swiglu(pointwise._add_norm(qkv, qkv, qkv[0], 1e-6)[1])
+    assert (probs.gather(1, tokens[:, None]) >= threshold).all()
+
+
+def test_what_waits_is_an_error():
+    x, mask = torch.arange(4.0), torch.tensor([True, False, True, False])
+    waiting = {
+        "a value": lambda: x[0].item(),
+        "a branch": lambda: bool((x > 1).any()),
+        "a list": x.tolist,
+        "a copy": x.cpu,
+        "a place": lambda: x.to("cpu", torch.float64),
+        "an array": x.numpy,
+        "a mask": lambda: x[mask],
+        "places": lambda: x.nonzero(),
+        "counts": lambda: torch.repeat_interleave(torch.arange(4), torch.arange(4)),
+        "equality": lambda: torch.equal(x, x),
+    }
+    for name, call in waiting.items():
+        with pytest.raises(WaitError), no_waits():
+            call()
+        allowed(call)()
+        assert name
+    with no_waits():
+        assert (x[torch.tensor([1, 2])].sum() + x.cumsum(0)[-1]).shape == ()
 
 
 def test_new_weights_are_seen(tmp_path, device):
@@ -320,7 +444,7 @@ def test_prompts_that_come_later_find_room(device, make_engine):
 
 
 @pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("cache", [KVCacheConfig(), pages(None)], ids=["slots", "pages"])
+@pytest.mark.parametrize("cache", [SLOTS, pages(None)], ids=["slots", "pages"])
 def test_requests_that_come_while_others_run_get_rows_of_their_own(cache, n, device, make_engine):
     """Three requests first, 37 longer ones after the first poll: stores grow with their contents."""
     prompts = make_prompts([5, 9, 7] + [11 + i for i in range(37)])
@@ -344,7 +468,7 @@ def test_requests_that_come_while_others_run_get_rows_of_their_own(cache, n, dev
 
 def test_rows_stay_as_they_are_where_memory_is_short(device, make_engine, monkeypatch):
     prompts, params = make_prompts([5, 9, 7, 30, 31, 32]), CASES["alone"]
-    generation, ended = device().open(params, step=1), []
+    generation, ended = device(kv_cache_config=SLOTS).open(params, step=1), []
     for prompt in prompts[:3]:
         generation.add(prompt)
     ended += generation.poll(0.0)
@@ -378,11 +502,10 @@ def test_a_generation_of_turns_has_rows_for_episodes_that_come(device):
 
 
 def test_which_models_are_computed_straight_through(load):
-    assert all(StraightForward.reads(load(family), 64) for family in DENSE)
-    assert StraightForward.reads(load("mistral"), FAMILIES["mistral"]["sliding_window"])
-    assert not StraightForward.reads(load("mistral"), 64)  # the window would act
-    assert not any(StraightForward.reads(load(family), 64) for family in ("gemma", "gemma2", "gemma3_text"))
-    assert not DeviceBackend.fits(load("llama"), 64)  # not on a GPU
+    assert all(StraightForward.reads(load(family)) for family in DENSE + BEYOND)
+    assert all(DenseDecoder.of(load(family)) is None for family in BEYOND[1:]), "training has its own forward"
+    assert not any(StraightForward.reads(load(family)) for family in ("gemma", "gemma2", "gemma3_text"))
+    assert not DeviceBackend.fits(load("llama"))  # not on a GPU
 
 
 def test_straight_forward_equals_the_module(load):
@@ -400,6 +523,7 @@ def test_straight_forward_equals_the_module(load):
             spans_of([17], [17], torch.device("cpu")),
             PLAIN,
             decoder.scale,
+            forward.windows,
         )
         with torch.no_grad():
             ours = forward.logits(forward.hidden(ids, torch.arange(17), attend))
@@ -471,7 +595,7 @@ def test_a_capture_without_memory_costs_one_graph(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("n", [1, 4])
-@pytest.mark.parametrize("cache", [KVCacheConfig(), pages(None)], ids=["slots", "pages"])
+@pytest.mark.parametrize("cache", [SLOTS, pages(None)], ids=["slots", "pages"])
 def test_stores_that_stay_over_training_change_nothing(cache, n, device, monkeypatch):
     """Not even the bounds that kernels are given, by which some choose the order of their sums: a run that resumes has fresh
     stores."""
@@ -515,16 +639,22 @@ def test_stores_stay_where_the_device_has_room_beside_training(most, stays, monk
     assert not backend._has_room(torch.device("cpu"), 0)
 
 
-def test_logits_of_all_sizes_share_their_memory(device):
-    """Where the host looks at them between two steps: top-p."""
-    engine = device()
-    generate(engine, make_prompts(LENGTHS), dataclasses.replace(CASES["filtered"], n=5))
-    logits = engine.device.stores._logits
-    assert logits.shape[0] == engine.device.stores.sizes.num_rows
+# launches of commit 7e46003, and 6 reads of [rows, vocab], by `python -m tests.rollout.counted_launches` in its tree: with the
+# parts between two matmuls as written, and with each that torch.compile fuses as one launch
+LAUNCHES_THEN = {"written": 1285, "compiled": 385}
 
 
-def test_powers():
+@pytest.mark.parametrize(("parts", "share"), [("written", 0.6), ("compiled", 0.9)])
+def test_a_decode_step_launches_fewer_kernels(parts, share):
+    """Where a compiler fuses the parts, matmuls and attention remain, of which there are as many as before."""
+    launches = count(compiled=parts == "compiled")
+    assert sum(launches.names.values()) <= share * LAUNCHES_THEN[parts], launches.names
+    assert sum(launches.reads.values()) <= 3, launches.reads
+
+
+def test_sizes_of_steps():
     assert [next_power(n) for n in (0, 1, 2, 3, 8, 9)] == [1, 1, 2, 4, 8, 16]
+    assert [step_rows(n) for n in (1, 3, 33, 64, 65, 80, 81, 500)] == [1, 4, 64, 64, 80, 80, 96, 512]
 
 
 HAS_FLASH = torch.cuda.is_available() and flash_runs(torch.device("cuda:0"), torch.bfloat16, 64)
@@ -553,7 +683,7 @@ class TestOnACard:
     @pytest.mark.parametrize("case", CASES)
     def test_graphs_and_compiled_parts_change_little(self, module, engine, case):
         prompts, params = make_prompts(LENGTHS), CASES[case]
-        assert DeviceBackend.fits(module, 128)
+        assert DeviceBackend.fits(module)
         plain, _ = generate(engine(eager=True), prompts, params)
         fast, stats = generate(engine(), prompts, params)
         assert stats["num_graphs"] > 0 or params.max_new_tokens == 1

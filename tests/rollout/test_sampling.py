@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.data_proto.samples import SamplingParams
-from verl.rollout.sampling import draw, keep_threshold, sample
+from verl.rollout.sampling import _bisected_threshold, _ranked_threshold, draw, keep_threshold, sample
 
 FILTERS = [
     {},
@@ -121,6 +121,21 @@ def test_whole_sort_when_the_mass_is_flat():
     kept = (torch.softmax(logits, -1) >= keep_threshold(torch.softmax(logits, -1), params)).sum(-1)
     for row in range(2):
         assert int(kept[row]) == sum(p > 0 for p in reference_probs(logits[row], params)[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [0.0, 0.01, 3.0, 60.0])
+def test_bisection_and_ranks_have_one_threshold(scale, dtype):
+    """Of flat, mild and peaked rows, and of rows with zeros; sums in another order move a threshold to a neighbour."""
+    for top_p in (1e-6, 0.3, 0.9, 0.999):
+        probs = torch.softmax(logits_of(9, 1500, scale=scale).to(dtype), -1)
+        probs[::2, :700] = 0.0
+        needed = top_p * probs.sum(-1, keepdim=True).double()
+        ranked, bisected = _ranked_threshold(probs, needed), _bisected_threshold(probs, needed)
+        masses = [(probs.double() * (probs >= bound)).sum(-1, keepdim=True) for bound in (ranked, bisected)]
+        assert torch.equal(ranked, bisected) or torch.allclose(masses[0], masses[1], atol=1e-3)
+        assert (ranked == bisected).float().mean() > 0.8
+        assert torch.isin(bisected, probs).all()
 
 
 def test_rows_do_not_see_each_other():

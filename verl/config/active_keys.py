@@ -320,8 +320,10 @@ PPO_CONDITIONS: dict[str, Condition] = {
         "set actor_rollout_ref.rollout.prefetch_num above 0",
     ),
     "pages": Condition(
-        lambda root, node: node.enable_paged_attention,
-        "the KV cache is not paged (kv_cache_config.enable_paged_attention=False)",
+        lambda root, node: (
+            node.enable_paged_attention or (node.enable_paged_attention is None and root.trainer.device != "cpu")
+        ),
+        "the KV cache is not paged (kv_cache_config.enable_paged_attention is False, or null on a CPU)",
         "set actor_rollout_ref.rollout.kv_cache_config.enable_paged_attention=True",
     ),
     "spans_devices": Condition(

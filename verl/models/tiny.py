@@ -19,6 +19,12 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16},
     "gemma3_text": {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16},
     "qwen3_moe": {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    },
     "deepseek_v3": {
         "num_key_value_heads": 4,
         "q_lora_rank": 16,
@@ -59,7 +65,7 @@ def make_tiny_model(folder: str | Path, family: str = "llama", seed: int = 0, **
     """Write a random model of 2 layers, hidden size 64, 4 heads, 2 KV heads, 264 tokens; returns the folder.
 
     `family` is one of llama, qwen2, qwen3, mistral, gemma, gemma2, gemma3_text, qwen3_moe,
-    deepseek_v3, bloom, mixtral; `overrides` go to its config.
+    qwen2_moe, deepseek_v3, bloom, mixtral; `overrides` go to its config.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

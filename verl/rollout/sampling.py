@@ -75,8 +75,22 @@ def keep_threshold(probs: torch.Tensor, params: SamplingParams) -> torch.Tensor 
 
 def _top_p_threshold(probs: torch.Tensor, top_p: float) -> torch.Tensor:
     """Probability of the last token of the smallest set, likeliest first, that holds `top_p` of the mass; [rows, 1]."""
+    threshold: torch.Tensor = _TOP_P(probs, top_p * probs.sum(-1, keepdim=True).double())
+    return threshold
+
+
+def _threshold(probs: torch.Tensor, needed: torch.Tensor) -> torch.Tensor:
+    return (_ranked_threshold if probs.device.type == "cpu" else _bisected_threshold)(probs, needed)
+
+
+_TOP_P = kernel(
+    "top_p_threshold(Tensor probs, Tensor needed) -> Tensor", _threshold, "threshold:launch_top_p_threshold"
+)
+
+
+def _ranked_threshold(probs: torch.Tensor, needed: torch.Tensor) -> torch.Tensor:
+    """The largest probability, [rows, 1], at or above which lies a mass of `needed` (float64 [rows, 1])."""
     vocab = probs.shape[-1]
-    needed = top_p * probs.sum(-1, keepdim=True).double()
     count = min(vocab, _TOP_P_CANDIDATES)
     ranked = probs.topk(count, -1).values
     before = ranked.double().cumsum(-1)
@@ -85,6 +99,19 @@ def _top_p_threshold(probs: torch.Tensor, top_p: float) -> torch.Tensor:
         before = ranked.double().cumsum(-1)
     num_kept = (before < needed).sum(-1, keepdim=True).clamp_(max=ranked.shape[-1] - 1)
     return ranked.gather(-1, num_kept)
+
+
+def _bisected_threshold(probs: torch.Tensor, needed: torch.Tensor) -> torch.Tensor:
+    """`_ranked_threshold` by bisection over the bits of floats, whose order is the order of integers. The host does not wait,
+    and nothing is sorted."""
+    bits = torch.int32 if probs.dtype == torch.float32 else torch.int64
+    low = torch.zeros(len(probs), 1, dtype=bits, device=probs.device)
+    high = probs.new_full((len(probs), 1), 2.0).view(bits)  # above all
+    for _ in range(8 * probs.element_size() - 1):
+        middle = low + (high - low) // 2
+        mass = probs.masked_fill(probs < middle.view(probs.dtype), 0).sum(-1, keepdim=True, dtype=torch.float64)
+        low, high = torch.where(mass >= needed, middle, low), torch.where(mass >= needed, high, middle)
+    return low.view(probs.dtype)
 
 
 def draw(weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:

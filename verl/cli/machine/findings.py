@@ -71,8 +71,8 @@ def _torch(host: Facts, packages: Facts) -> Iterator[Line]:
         )
     if torch["cuda_available"] and not torch.get("hip_build") and numbers_of(torch["version"]) < (2, 12):
         yield warn(
-            f"the flash attention of torch {torch['version']} reads no pages, so kv_cache_config.enable_paged_attention=True "
-            "is refused on this GPU. Install torch 2.12 or newer for it"
+            f"the flash attention of torch {torch['version']} reads no pages, so that each row of generation takes the memory "
+            "of its longest sequence. Install torch 2.12 or newer for pages"
         )
 
 

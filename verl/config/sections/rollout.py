@@ -220,8 +220,10 @@ class PrometheusConfig(Section):
 
 @dataclass(frozen=True)
 class KVCacheConfig(Section):
-    enable_paged_attention: bool = used(
-        False, "keys and values in pages that come and go with their tokens (native engine; vLLM always pages)"
+    enable_paged_attention: bool | None = used(
+        None,
+        "keys and values in pages that come and go with their tokens (native engine; vLLM always pages). null: on a GPU whose "
+        "flash attention reads pages",
     )
     block_size: int = used(
         16, "tokens of a block, the unit of allocation; 256 on a GPU", when="pages", choices=(16, 32, 64, 128, 256)

@@ -6,7 +6,8 @@ views, so that one matrix product computes them together. An optimizer that writ
 keeps the arrangement; what replaces storage (`module.to(...)`) breaks it, and `DenseDecoder.of` restores it.
 
 A module is taken only when nothing in it can differ from this plan: exact classes, plain parameters, no hooks. For
-others `of` returns None and the module's own forward is called.
+others `of` returns None and the module's own forward is called. Adapters and mixtures of experts are taken for callers
+that compute them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from verl.models.lora import LoRALinear
+
 _DECODERS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
+_MIXTURES = ("MixtralModel", "Qwen2MoeModel", "Qwen3MoeModel")
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,9 @@ class Projection:
         return True
 
 
+_NONE = Projection(torch.empty(0), None, ())
+
+
 @dataclass(frozen=True)
 class Norm:
     """RMS norm: x / sqrt(mean(x^2) + eps), rounded to the input's dtype, times `weight`."""
@@ -52,6 +59,8 @@ class Norm:
 
 @dataclass(frozen=True)
 class DenseLayer:
+    """`experts`, a family's module [1, tokens, hidden] -> the same shape, replaces gate_up and down, which are then empty."""
+
     input_norm: Norm
     qkv: Projection
     q_norm: Norm | None  # per head, before the rotary embedding
@@ -61,6 +70,7 @@ class DenseLayer:
     gate_up: Projection
     down: Projection
     sliding_window: int | None
+    experts: nn.Module | None = None
 
 
 @dataclass(frozen=True)
@@ -79,21 +89,29 @@ class DenseDecoder:
     scale: float
 
     @classmethod
-    def of(cls, module: Any) -> DenseDecoder | None:
+    def of(cls, module: Any, *, adapters_and_experts: bool = False) -> DenseDecoder | None:
         """The dense reading of `module` (a causal language model, a value model, or a bare decoder), or None when its
-        own forward must be used. Kept from call to call while the module stays as it is."""
+        own forward must be used. Kept from call to call while the module stays as it is. Adapted layers and mixtures of
+        experts are read for a caller that asks for them."""
         decoder = module.get_decoder() if hasattr(module, "get_decoder") else module
         if not _is_plain(decoder):
             _known.pop(decoder, None)
             return None
-        found = _known.get(decoder)
-        if found is None or not all(p.is_joined for p in found.projections()):
-            found = _known[decoder] = _read(decoder)
-        return found
+        parts = set(decoder.modules())
+        if not adapters_and_experts and (
+            type(decoder).__name__ in _MIXTURES or any(type(part) is LoRALinear for part in parts)
+        ):
+            return None
+        known = _known.get(decoder)
+        if known is None or not all(p.is_joined and parts.issuperset(p.parts) for p in known.projections()):
+            known = _known[decoder] = _read(decoder)
+        return known
 
     def projections(self) -> Iterator[Projection]:
         for layer in self.layers:
-            yield from (layer.qkv, layer.o, layer.gate_up, layer.down)
+            yield from (layer.qkv, layer.o)
+            if layer.experts is None:
+                yield from (layer.gate_up, layer.down)
 
 
 _known: WeakKeyDictionary[nn.Module, DenseDecoder] = WeakKeyDictionary()
@@ -101,7 +119,9 @@ _known: WeakKeyDictionary[nn.Module, DenseDecoder] = WeakKeyDictionary()
 
 def _is_plain(decoder: nn.Module) -> bool:
     """Whether the decoder is of a known class and consists of unwrapped modules with plain local parameters."""
-    if type(decoder).__name__ not in _DECODERS or not type(decoder).__module__.startswith("transformers.models."):
+    if type(decoder).__name__ not in _DECODERS + _MIXTURES or not type(decoder).__module__.startswith(
+        "transformers.models."
+    ):
         return False
     if getattr(decoder.config, "hidden_act", None) != "silu":
         return False
@@ -111,7 +131,7 @@ def _is_plain(decoder: nn.Module) -> bool:
         if "forward" in vars(part):
             return False
         known = type(part).__module__.startswith("transformers.models.")
-        if not known and type(part) not in (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU):
+        if not known and type(part) not in (nn.Linear, LoRALinear, nn.Embedding, nn.ModuleList, nn.SiLU):
             if type(part).__module__ != "transformers.activations":
                 return False
     return all(type(p) is nn.Parameter and not p.is_meta for p in decoder.parameters())
@@ -140,6 +160,7 @@ def _read(decoder: Any) -> DenseDecoder:
 
 def _layer(layer: Any) -> DenseLayer:
     attention, mlp = layer.self_attn, layer.mlp
+    is_mixture = not hasattr(mlp, "gate_proj")
     q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
     return DenseLayer(
         input_norm=_norm(layer.input_layernorm),
@@ -148,15 +169,16 @@ def _layer(layer: Any) -> DenseLayer:
         k_norm=_norm(k_norm) if k_norm is not None else None,
         o=_join((attention.o_proj,)),
         post_norm=_norm(layer.post_attention_layernorm),
-        gate_up=_join((mlp.gate_proj, mlp.up_proj)),
-        down=_join((mlp.down_proj,)),
+        gate_up=_NONE if is_mixture else _join((mlp.gate_proj, mlp.up_proj)),
+        down=_NONE if is_mixture else _join((mlp.down_proj,)),
         sliding_window=_sliding_window(attention),
+        experts=mlp if is_mixture else None,
     )
 
 
 def _sliding_window(attention: Any) -> int | None:
     window = getattr(attention, "sliding_window", None)
-    if window is None and type(attention).__name__ == "MistralAttention":  # it reads the config
+    if window is None and type(attention).__name__ in ("MistralAttention", "MixtralAttention"):  # it reads the config
         window = getattr(attention.config, "sliding_window", None)
     return window
 

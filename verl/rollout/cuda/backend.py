@@ -30,8 +30,9 @@ from verl.rollout.cuda.device import (
     Readback,
     StepBounds,
     next_power,
+    step_rows,
 )
-from verl.rollout.cuda.forward import StraightForward
+from verl.rollout.cuda.forward import StraightForward, readable
 from verl.rollout.cuda.fused import parts
 from verl.rollout.cuda.graphs import StepGraphs
 from verl.rollout.cuda.store import TokenStore
@@ -62,37 +63,42 @@ class DeviceBackend:
         self._longest_prompt = 0  # that there is room for
 
     @staticmethod
-    def fits(module: Any, longest: int) -> bool:
-        """Whether the flash kernels run on the module's device, and the model has a hand-written forward up to `longest`
-        tokens."""
+    def fits(module: Any) -> bool:
+        """Whether the flash kernels run on the module's device, and the model has a hand-written forward."""
         weight = next(module.parameters())
         if weight.device.type != "cuda":
             return False
-        decoder = DenseDecoder.of(module)
+        decoder = readable(module)
         if decoder is None or not flash_runs(weight.device, decoder.embed.dtype, decoder.head_dim):
             return False
-        return StraightForward.reads(module, longest)
+        return StraightForward.reads(module)
 
-    def open(self, scheduler: Scheduler, paging: Paging | None = None) -> None:
-        """Serve a generation. `paging` gets the sizes that the kernel and the memory allow."""
+    @property
+    def reads_pages(self) -> bool:
+        """Whether the kernel reads keys and values from pages."""
+        return self.kernel.page_multiple > 0
+
+    def open(self, scheduler: Scheduler, longest: int, paging: Paging | None = None) -> None:
+        """Serve a generation of sequences of up to `longest` tokens, as far as is known. Rows do not share a prompt where a
+        window may hide parts of it: how much depends on the row. `paging` gets the sizes that kernel and memory allow."""
         self.paging, self._page_limit = paging, None if paging is None else paging.max_tokens
         if paging is not None:
             multiple = self.kernel.page_multiple
             paging.block_size = -(-paging.block_size // multiple) * multiple
             paging.ahead, paging.is_pool = _SPARE, True
         self.scheduler, self.rows, self.prompts = scheduler, scheduler.rows, scheduler.prompts
+        scheduler.shared &= longest <= self._smallest_window()
         self.num_computed, self._changed = 0, True
 
     def reserve(self, num_rows: int, longest_prompt: int) -> int:
         """See Backend. Stores that are in use double when they grow, so that few graphs are captured in vain. They keep their
         size where the memory for it is not free."""
-        params, decoder = self.scheduler.params, DenseDecoder.of(self.module)
+        params, decoder = self.scheduler.params, readable(self.module)
         assert decoder is not None
-        windows = [layer.sliding_window for layer in decoder.layers if layer.sliding_window is not None]
-        if longest_prompt + params.max_new_tokens > min(windows, default=1 << 31):
+        if self.scheduler.shared and longest_prompt + params.max_new_tokens > self._smallest_window():
             raise ModelError(
                 f"A prompt of {longest_prompt} tokens was added to a generation of sequences within the attention window "
-                f"({min(windows)}). Set actor_rollout_ref.rollout.max_model_len to the longest sequence."
+                f"({self._smallest_window()}). Set actor_rollout_ref.rollout.max_model_len to the longest sequence."
             )
         if self.rows.num_running or self.prompts.by_slot:
             self._grow(decoder, num_rows, longest_prompt)
@@ -125,6 +131,7 @@ class DeviceBackend:
             self._made_for, self._longest_prompt = made_for, longest_prompt
         assert self.stores is not None
         self.stores.params = params  # equal but for what does not reach the device
+        self.stores.forward.refresh()
         self._bound(longest_prompt, num_rows)
         self._slots = np.arange(self.stores.sizes.num_rows)  # of the own store, by row
 
@@ -165,6 +172,12 @@ class DeviceBackend:
         forward = StraightForward(decoder, head, sizes.longest, parts(on_gpu and not self.eager))
         graphs = StepGraphs(decoder.embed.device, enabled=not self.eager)
         return DeviceRows(forward, sizes, self.scheduler.params, self.kernel, graphs)
+
+    def _smallest_window(self) -> int:
+        """Tokens of the smallest attention window of any layer; a large number without windows."""
+        decoder = readable(self.module)
+        assert decoder is not None
+        return min((layer.sliding_window for layer in decoder.layers if layer.sliding_window), default=1 << 31)
 
     def rest(self) -> None:
         """Free stores and graphs, unless the device has room for them in addition to the peak memory of this process."""
@@ -226,9 +239,7 @@ class DeviceBackend:
             return None, logits
         if self._changed:
             self._changed = False
-            self._num_rows = min(
-                next_power(self.rows.end), stores.sizes.num_rows
-            )  # few sizes, since each has its own graphs
+            self._num_rows = min(step_rows(self.rows.end), stores.sizes.num_rows)
             stores.retire(np.arange(self.rows.end, self._num_rows))
             self._num_prompts = self._share() if self.scheduler.shared else 0
         return stores.launch(self._num_rows, self._num_prompts, self.rows.end), logits

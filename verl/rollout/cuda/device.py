@@ -95,7 +95,6 @@ class DeviceRows:
             self.own, self.prefix = (PagedTokenStore(self.pool, *shape) for shape in slots)
         self.bounds = StepBounds(sizes.own_capacity, sizes.prefix_capacity, sizes.num_prefixes)
         self._groups = decoder.num_heads // decoder.num_kv_heads
-        self._logits: torch.Tensor | None = None  # [rows, vocab], of steps whose draw is not part of them
         self._make_columns()
 
     def _make_columns(self) -> None:
@@ -154,7 +153,8 @@ class DeviceRows:
             self.prefix.tables(to_device(torch.from_numpy(starts), self.device)),
             self.sizes.page_size,
         )
-        attend = PromptAttention(self.prefix, where, spans, self.kernel, self.forward.decoder.scale)
+        scale, windows = self.forward.decoder.scale, self.forward.windows
+        attend = PromptAttention(self.prefix, where, spans, self.kernel, scale, windows)
         completed = [i for i, (g, c) in enumerate(chunks) if c.end == g.num_tokens]
         last = to_device(torch.from_numpy(np.cumsum(lengths)[completed] - 1), self.device)
         return self.forward.logits(self.forward.hidden(tokens, positions, attend)[last])
@@ -170,7 +170,9 @@ class DeviceRows:
         tokens, log_probs = sample(logits, self.params, self.forward.parts.uniforms_at(known[KEY], known[DRAWN] - 1))
         known[TOKEN] = tokens
         write_at(self.columns, 1, there, known)
-        return Readback(_packed(tokens, log_probs), len(rows))
+        packed = torch.empty(2, len(rows), dtype=torch.int32, device=self.device)
+        _pack(packed, tokens, log_probs)
+        return Readback(packed, len(rows))
 
     def move(self, sources: np.ndarray, targets: np.ndarray) -> None:
         """Move rows to other places; their stored keys and values stay where they are."""
@@ -203,17 +205,7 @@ class DeviceRows:
     def launch(self, num_rows: int, num_prompts: int, count: int) -> Readback:
         """One decode step of the first `num_rows` rows; the next tokens go to the columns. Returns `count` of them."""
         key = (num_rows, num_prompts, *self.bounds[:2])
-        if (
-            self.params.temperature != 0 and self.params.top_p < 1
-        ):  # the values decide how far top-p sorts: the host waits
-            if self._logits is None:
-                shape = (self.sizes.num_rows, self.forward.head.shape[0])
-                self._logits = torch.empty(shape, dtype=torch.float32, device=self.device)
-            logits = self._logits[:num_rows]
-            self.graphs.run(key, lambda: logits.copy_(self._forward(num_rows, num_prompts)))
-            self._advance(num_rows, logits)
-        else:
-            self.graphs.run(key, lambda: self._advance(num_rows, self._forward(num_rows, num_prompts)))
+        self.graphs.run(key, lambda: self._advance(num_rows, self._forward(num_rows, num_prompts)))
         return Readback(self._out[: 2 * num_rows].view(2, num_rows), count)
 
     def _forward(self, num_rows: int, num_prompts: int) -> torch.Tensor:
@@ -237,6 +229,7 @@ class DeviceRows:
             self.kernel,
             self.forward.decoder.scale,
             self.forward.parts,
+            self.forward.windows,
         )
         return self.forward.logits(self.forward.hidden(columns[TOKEN], columns[POSITION], attend))
 
@@ -258,20 +251,28 @@ class DeviceRows:
     def _advance(self, num_rows: int, logits: torch.Tensor) -> None:
         columns = self.columns[:, :num_rows]
         tokens, log_probs = sample(logits, self.params, self.forward.parts.uniforms_at(columns[KEY], columns[DRAWN]))
-        self._out[: 2 * num_rows] = _packed(tokens, log_probs).flatten()
+        _pack(self._out[: 2 * num_rows].view(2, num_rows), tokens, log_probs)
         columns[TOKEN] = tokens
         columns.add_(self._step)
         torch.minimum(columns, self._limit, out=columns)
 
 
-def _packed(tokens: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
-    """int32 [2, rows]: one copy to the host instead of two."""
-    return torch.stack([tokens.int(), log_probs.float().view(torch.int32)])
+def _pack(packed: torch.Tensor, tokens: torch.Tensor, log_probs: torch.Tensor) -> None:
+    """Write both to `packed`, int32 [2, rows]: one copy to the host instead of two."""
+    packed[0].copy_(tokens)
+    packed[1].view(torch.float32).copy_(log_probs)
 
 
 def next_power(number: int) -> int:
     """The least power of two that is not below `number`."""
     return 1 << max(number - 1, 0).bit_length()
+
+
+def step_rows(number: int) -> int:
+    """Rows of a step with `number` running ones: a power of two up to 64, above it a multiple of 16.
+
+    The graphs of each size stay, so that many sizes cost little."""
+    return next_power(number) if number <= 64 else -(-number // 16) * 16
 
 
 def assign_places(members: np.ndarray, width: int, num_prompts: int) -> tuple[np.ndarray, np.ndarray]:

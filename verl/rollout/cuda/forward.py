@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from verl.models.cpu.weights import DenseDecoder, DenseLayer, Projection
 from verl.models.cuda.pointwise import add_norm, rms_norm, swiglu, write_kv
 from verl.models.forward import head_transform
+from verl.rollout.cuda.adapters import JoinedAdapters
 from verl.rollout.cuda.fused import Parts
 
 _FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")  # others depend on the length of the whole sequence
@@ -38,19 +39,26 @@ class StraightForward:
         places = torch.arange(longest, device=head.device).unsqueeze(0)
         cos, sin = decoder.rotary(decoder.embed[:1], places)
         self._cos, self._sin = cos[0], sin[0]
+        adapters = ((id(projection), JoinedAdapters.of(projection)) for projection in decoder.projections())
+        self._adapters = {key: joined for key, joined in adapters if joined is not None}
+        windows = (layer.sliding_window for layer in decoder.layers)
+        self.windows = [None if window is None or window >= longest else window for window in windows]
+
+    def refresh(self) -> None:
+        """Take the present values of the adapters; all other weights are read in place."""
+        for adapters in self._adapters.values():
+            adapters.refresh()
 
     @classmethod
-    def reads(cls, module: Any, longest: int) -> bool:
-        """Whether sequences of up to `longest` tokens of this model can be computed here."""
-        decoder = DenseDecoder.of(module)
+    def reads(cls, module: Any) -> bool:
+        """Whether this model can be computed here."""
+        decoder = readable(module)
         head = module.get_output_embeddings()
         if decoder is None or type(head) is not torch.nn.Linear or head.bias is not None:
             return False
-        windows = (layer.sliding_window for layer in decoder.layers)
         return (
             head_transform(module.config) == {"softcap": None, "logit_scale": 1.0}
             and getattr(decoder.rotary, "rope_type", None) in _FIXED_ROTATIONS
-            and all(window is None or window >= longest for window in windows)
         )
 
     def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
@@ -62,11 +70,11 @@ class StraightForward:
         layers = self.decoder.layers
         followers = [layer.input_norm for layer in layers[1:]] + [self.decoder.final_norm]
         for number, (layer, after) in enumerate(zip(layers, followers, strict=True)):
-            qkv = _linear(normed, layer.qkv)
+            qkv = self._linear(normed, layer.qkv)
             q = write_kv(qkv, cos, sin, _head_norms(layer), attend.store(number), attend.where)
-            out = _linear(attend(number, q).flatten(1), layer.o)
+            out = self._linear(attend(number, q).flatten(1), layer.o)
             x, normed = add_norm(x, out, layer.post_norm.weight, layer.post_norm.eps)
-            out = _linear(swiglu(_linear(normed, layer.gate_up)), layer.down)
+            out = self._feed_forward(normed, layer)
             x, normed = add_norm(x, out, after.weight, after.eps)
         return normed
 
@@ -76,6 +84,17 @@ class StraightForward:
             return torch.mm(hidden, self.head.t(), out_dtype=torch.float32)
         return F.linear(hidden, self.head).float()
 
+    def _feed_forward(self, x: torch.Tensor, layer: DenseLayer) -> torch.Tensor:
+        if layer.experts is not None:
+            out: torch.Tensor = layer.experts(x.unsqueeze(0))
+            return out[0]
+        return self._linear(swiglu(self._linear(x, layer.gate_up)), layer.down)
+
+    def _linear(self, x: torch.Tensor, projection: Projection) -> torch.Tensor:
+        y = F.linear(x, projection.weight, projection.bias)
+        adapters = self._adapters.get(id(projection))
+        return y if adapters is None else adapters.add_(y, x)
+
 
 def _head_norms(layer: DenseLayer) -> tuple[torch.Tensor, torch.Tensor, float] | None:
     if layer.q_norm is None or layer.k_norm is None:
@@ -83,5 +102,10 @@ def _head_norms(layer: DenseLayer) -> tuple[torch.Tensor, torch.Tensor, float] |
     return layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps
 
 
-def _linear(x: torch.Tensor, projection: Projection) -> torch.Tensor:
-    return F.linear(x, projection.weight, projection.bias)
+def readable(module: Any) -> DenseDecoder | None:
+    """The decoder of `module` as StraightForward reads it. The family's own module computes experts, in one grouped product; by
+    another implementation the host may wait for the experts that tokens chose."""
+    decoder = DenseDecoder.of(module, adapters_and_experts=True)
+    if decoder is not None and any(layer.experts is not None for layer in decoder.layers):
+        return decoder if module.config._experts_implementation == "grouped_mm" else None
+    return decoder

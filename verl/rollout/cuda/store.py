@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -68,14 +70,25 @@ class TokenStore:
 
 
 class PromptAttention:
-    """Chunks of prompts, back to back: stored at `where`; each token sees those before it in its slot (`spans`)."""
+    """Chunks of prompts, back to back: stored at `where`; each token sees those before it in its slot (`spans`), within the
+    layer's one of `windows`."""
 
-    def __init__(self, store: TokenStore, where: torch.Tensor, spans: TokenSpans, kernel: VarlenKernel, scale: float):
+    def __init__(
+        self,
+        store: TokenStore,
+        where: torch.Tensor,
+        spans: TokenSpans,
+        kernel: VarlenKernel,
+        scale: float,
+        windows: Sequence[int | None],
+    ):
         self.store, self.where, self._spans, self._kernel, self._scale = store.layer, where, spans, kernel, scale
+        self._windows = windows
 
     def __call__(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         keys, values = self.store(layer)
-        out, _ = self._kernel.forward(q, keys, values, self._spans, True, self._scale)
+        spans = self._spans._replace(window=self._windows[layer])
+        out, _ = self._kernel.forward(q, keys, values, spans, True, self._scale)
         return out
 
 
@@ -93,7 +106,7 @@ class SharedPrompts:
 
 class DecodeAttention:
     """One new token a row: it is stored at `where`, and sees its row's own tokens and then, if prompts are stored apart,
-    its prompt."""
+    its prompt. A window of the layer that acts (one of `windows`) hides tokens of a row that has a copy of its prompt."""
 
     def __init__(
         self,
@@ -105,20 +118,23 @@ class DecodeAttention:
         kernel: VarlenKernel,
         scale: float,
         parts: Parts,
+        windows: Sequence[int | None],
     ):
         self.store, self.where, self._spans = own.layer, where, spans
         self._prefix, self._shared = prefix, shared
-        self._kernel, self._scale, self._parts = kernel, scale, parts
+        self._kernel, self._scale, self._parts, self._windows = kernel, scale, parts, windows
 
     def __call__(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         keys, values = self.store(layer)
-        out, lse = self._kernel.forward(q, keys, values, self._spans, False, self._scale)
+        window = self._windows[layer]
+        spans = self._spans._replace(window=window)
+        out, lse = self._kernel.forward(q, keys, values, spans, window is not None, self._scale)
         if self._shared is None:
             return out
         keys, values = self._prefix.layer(layer)
         places, kv_heads = self._shared.gather.shape[0], keys.shape[1]
         grouped = q.unflatten(1, (kv_heads, -1)).transpose(1, 2)  # [rows, groups, kv_heads, head_dim]
-        queries = grouped[self._shared.gather].flatten(0, 1)
+        queries = grouped.index_select(0, self._shared.gather).flatten(0, 1)  # contiguous: a view
         part, part_lse = self._kernel.forward(queries, keys, values, self._shared.spans, False, self._scale)
         return self._parts.merged_attention(
             out, lse, part.unflatten(0, (places, -1)), part_lse.unflatten(1, (places, -1)), self._shared.place

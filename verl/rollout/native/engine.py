@@ -106,15 +106,15 @@ class NativeRollout(BaseRollout):
         """The stores of rows and of prompts, in the form that `dense` reads."""
         shape = dense.store_shape if isinstance(dense, CpuForward) else None
         if shape != getattr(self.own, "shape", None):
-            kind = PagedStore if self.config.kv_cache_config.enable_paged_attention else BlockStore
+            kind = PagedStore if self.paged(on_device=False) else BlockStore
             self.own = SlotStore(keys_as_columns=True) if shape is None else kind(shape)
             self.prefix = SlotStore() if shape is None else kind(shape)
         return self.own, self.prefix
 
-    def paging(self, scheduler: Scheduler) -> Paging | None:
-        """The bookkeeping of a paged cache, None without."""
-        config = self.config.kv_cache_config
-        return Paging(scheduler, config.block_size, config.max_tokens) if config.enable_paged_attention else None
+    def paged(self, on_device: bool) -> bool:
+        """Whether the cache is paged; by default where the GPU backend computes, with a kernel that reads pages."""
+        enabled = self.config.kv_cache_config.enable_paged_attention
+        return (on_device and self.device.reads_pages) if enabled is None else enabled
 
     def require_pages(self, dense: DenseForward | CpuForward | None) -> None:
         """Raise ConfigError where no pages are read."""
@@ -218,9 +218,12 @@ class NativeGeneration:
         longest = rounded(self.scheduler.longest_prompt + self.params.max_new_tokens)
         if self.samples.keep or engine.config.max_model_len is not None:
             longest = self.samples.longest_sequence
-        paging = engine.paging(self.scheduler)
-        if engine.device.fits(engine.module, longest) and (paging is None or engine.device.kernel.page_multiple):
-            engine.device.open(self.scheduler, paging)
+        on_device = engine.device.fits(engine.module)
+        cache, paging = engine.config.kv_cache_config, None
+        if engine.paged(on_device):
+            paging = Paging(self.scheduler, cache.block_size, cache.max_tokens)
+        if on_device and (paging is None or engine.device.reads_pages):
+            engine.device.open(self.scheduler, longest, paging)
             self._backend = engine.device
         else:
             dense = engine.dense()
