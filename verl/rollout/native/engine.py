@@ -120,10 +120,10 @@ class NativeRollout(BaseRollout):
         """Raise ConfigError where no pages are read."""
         if not isinstance(dense, CpuForward):
             raise ConfigError(
-                "kv_cache_config.enable_paged_attention=True needs the compiled decoder for CPUs, or a GPU with PyTorch's "
-                f"flash attention for pages; neither computes {type(self.module).__name__} on "
-                f"{next(self.module.parameters()).device} here. Set it to False, or use actor_rollout_ref.rollout.name=vllm, "
-                "which always pages its cache."
+                "kv_cache_config.enable_paged_attention=True needs the compiled decoder for CPUs, or a GPU with the flash "
+                f"attention of PyTorch 2.12 or newer (here: {torch.__version__}); neither computes "
+                f"{type(self.module).__name__} on {next(self.module.parameters()).device} here. Set it to False, or use "
+                "actor_rollout_ref.rollout.name=vllm, which always pages its cache."
             )
 
     def dense(self) -> DenseForward | CpuForward | None:
