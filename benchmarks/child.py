@@ -118,12 +118,12 @@ def high_water_mark(pid: int) -> int:
 
 def descendants(pid: int) -> list[int]:
     """Processes below `pid`, from /proc."""
-    found: list[int] = []
+    pids: list[int] = []
     with contextlib.suppress(OSError):  # a process that has just ended
         for task in Path(f"/proc/{pid}/task").iterdir():
             for child in (task / "children").read_text().split():
-                found += [int(child), *descendants(int(child))]
-    return found
+                pids += [int(child), *descendants(int(child))]
+    return pids
 
 
 def die_with_parent() -> None:

@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> dict[str, Counter]:
         name: run(name, options.count or SECTIONS[name].count, options.seed) for name in options.sections or SECTIONS
     }
     if options.json:
-        text = {name: {" / ".join(found): n for found, n in sorted(c.items())} for name, c in counts.items()}
+        text = {name: {" / ".join(outcome): n for outcome, n in sorted(c.items())} for name, c in counts.items()}
         options.json.write_text(json.dumps({"seed": options.seed, **text}, indent=1))
     return counts
 
@@ -85,16 +85,18 @@ def run(name: str, count: int | None, seed: int) -> Counter:
     """Count the outcomes of one section, and print their table."""
     module, _, function = SECTIONS[name].cases.partition(":")
     cases = getattr(importlib.import_module(module), function)
-    found: Counter = Counter()
+    outcomes: Counter = Counter()
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            found.update(cases(random.Random(seed), count, Path(folder)))
+            outcomes.update(cases(random.Random(seed), count, Path(folder)))
         except Exception:
-            print(f"section {name}, --seed {seed} --count {count}: case {sum(found.values())} failed", file=sys.stderr)
+            print(
+                f"section {name}, --seed {seed} --count {count}: case {sum(outcomes.values())} failed", file=sys.stderr
+            )
             raise
-    show(name, found, time.perf_counter() - started, seed)
-    return found
+    show(name, outcomes, time.perf_counter() - started, seed)
+    return outcomes
 
 
 def show(name: str, counts: Counter, seconds: float, seed: int) -> None:

@@ -54,15 +54,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="verl-golden-") as scratch:
         task = make_task(Path(scratch), steps=STEPS)
         for name in arguments.runs:
-            found, path = train(task, name), arguments.folder / f"{name}.json"
+            current, path = train(task, name), arguments.folder / f"{name}.json"
             if arguments.action == "record":
                 path.write_text(
-                    json.dumps({"machine": machine(), "versions": versions("torch", "transformers"), **found}, indent=1)
+                    json.dumps(
+                        {"machine": machine(), "versions": versions("torch", "transformers"), **current}, indent=1
+                    )
                     + "\n"
                 )
                 print(f"{name}: recorded")
             else:
-                wrong = differences(json.loads(path.read_text()), found)
+                wrong = differences(json.loads(path.read_text()), current)
                 failed |= bool(wrong)
                 print(f"{name}: {'; '.join(wrong[:5]) or 'equal'}")
     return int(failed)
@@ -96,15 +98,15 @@ def of_the_work(row: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in row.items() if not any(part in k for part in _NOT_OF_THE_WORK)}
 
 
-def differences(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+def differences(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Differences of a run from its recording. New metrics are no difference; lost metrics are."""
     wrong = []
     for step, metrics in recorded["metrics"].items():
-        now = found["metrics"].get(step, {})
+        now = current["metrics"].get(step, {})
         changed = [k for k, v in metrics.items() if now.get(k) != v]
         wrong += [f"step {step}: {k} is {now.get(k)}, was {metrics[k]}" for k in changed]
-    files = recorded["checkpoint"].keys() | found["checkpoint"].keys()
-    changed = sorted(f for f in files if recorded["checkpoint"].get(f) != found["checkpoint"].get(f))
+    files = recorded["checkpoint"].keys() | current["checkpoint"].keys()
+    changed = sorted(f for f in files if recorded["checkpoint"].get(f) != current["checkpoint"].get(f))
     return wrong + [f"the checkpoint's {f} differs" for f in changed]
 
 

@@ -56,9 +56,9 @@ SIDES: dict[str, dict[str, Any]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     with tempfile.TemporaryDirectory(prefix="verl-3d-") as scratch:
-        found = launch(arguments, Path(scratch))
+        ranks = launch(arguments, Path(scratch))
     report = Report("Three dimensions of training work", facts=_facts(arguments))
-    is_right = fill(report, found)
+    is_right = fill(report, ranks)
     report.finish(arguments.json)
     return 0 if is_right else 1
 
@@ -137,19 +137,21 @@ def serve(rank: int, port: int, model: str, arguments: argparse.Namespace, folde
     engines = {
         name: build(model, keys and {**keys, "chunk_size": arguments.chunk_size}) for name, keys in sides.items()
     }
-    found: dict[str, dict[str, Any]] = {name: {"seconds": [], "waits": []} for name in engines}
+    measures: dict[str, dict[str, Any]] = {name: {"seconds": [], "waits": []} for name in engines}
     for round_, (name, engine) in itertools.product(range(arguments.rounds + 1), engines.items()):
         batch = rows(arguments, seed=1000 * round_ + rank)
         comm.barrier("the same start")
         taken = timed(engine, batch, arguments.tokens)
         if round_:
-            found[name]["seconds"].append(taken["seconds"])
-            found[name]["waits"].append(taken["waits"])
-        found[name] |= {"sent": taken["sent"], "loss": taken["loss"]}
+            measures[name]["seconds"].append(taken["seconds"])
+            measures[name]["waits"].append(taken["waits"])
+        measures[name] |= {"sent": taken["sent"], "loss": taken["loss"]}
     for name, engine in engines.items():
         comm.barrier("the same start")
-        found[name]["peak"] = peak_bytes(lambda engine=engine: timed(engine, rows(arguments, rank), arguments.tokens))
-    (Path(folder) / f"found-{rank}.json").write_text(json.dumps(found))
+        measures[name]["peak"] = peak_bytes(
+            lambda engine=engine: timed(engine, rows(arguments, rank), arguments.tokens)
+        )
+    (Path(folder) / f"found-{rank}.json").write_text(json.dumps(measures))
     comm.barrier("the end")
     comm.close()
 
@@ -219,17 +221,17 @@ def peak_bytes(run: Any) -> int:
     return max(itertools.accumulate(sizes), default=0)
 
 
-def fill(report: Report, found: list[dict[str, Any]]) -> bool:
+def fill(report: Report, ranks: list[dict[str, Any]]) -> bool:
     """The table and results; returns whether losses agree."""
-    steps = {name: Series(tuple(map(max, zip(*(r[name]["seconds"] for r in found), strict=True)))) for name in found[0]}
-    waits = {name: Series(tuple(map(max, zip(*(r[name]["waits"] for r in found), strict=True)))) for name in found[0]}
-    plain_bytes = max(r[PLAIN]["sent"] for r in found)
+    steps = {name: Series(tuple(map(max, zip(*(r[name]["seconds"] for r in ranks), strict=True)))) for name in ranks[0]}
+    waits = {name: Series(tuple(map(max, zip(*(r[name]["waits"] for r in ranks), strict=True)))) for name in ranks[0]}
+    plain_bytes = max(r[PLAIN]["sent"] for r in ranks)
     lines, is_right = [], True
     for name in SIDES:
-        peak, sent = max(r[name]["peak"] for r in found), max(r[name]["sent"] for r in found)
+        peak, sent = max(r[name]["peak"] for r in ranks), max(r[name]["sent"] for r in ranks)
         exchange = waits[PLAIN].median * sent / plain_bytes
         hidden = max(0.0, 1 - waits[name].median / exchange) if exchange else 0.0
-        is_right &= all(abs(r[name]["loss"] - r[PLAIN]["loss"]) < 1e-5 * abs(r[PLAIN]["loss"]) for r in found)
+        is_right &= all(abs(r[name]["loss"] - r[PLAIN]["loss"]) < 1e-5 * abs(r[PLAIN]["loss"]) for r in ranks)
         lines.append(
             [
                 name, steps[name].text("s"), f"{ratio(steps[PLAIN], steps[name]):.2f}", f"{sent / 1e6:.1f} MB",

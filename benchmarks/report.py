@@ -119,13 +119,13 @@ def machine() -> dict[str, Any]:
 
 def versions(*packages: str) -> dict[str, str]:
     """Installed versions; packages that are not there are left out."""
-    found = {}
+    installed = {}
     for package in packages:
         try:
-            found[package] = metadata.version(package)
+            installed[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def plain(value: Any) -> str:

@@ -47,11 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     with tempfile.TemporaryDirectory(prefix="verl-reshard-") as scratch:
         models = make_models(Path(scratch), arguments)
-        found: dict[str, list[dict[str, Any]]] = {}
+        measured: dict[str, list[dict[str, Any]]] = {}
         for num_ranks in sorted({pair.num_ranks for pair in pairs_of(arguments)}):
-            found |= launch(num_ranks, models, arguments, Path(scratch))
+            measured |= launch(num_ranks, models, arguments, Path(scratch))
     report = Report("Weights by plan against gathering them whole", facts=_facts(arguments))
-    is_right = fill(report, found)
+    is_right = fill(report, measured)
     report.finish(arguments.json)
     return 0 if is_right else 1
 
@@ -167,12 +167,12 @@ def serve(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     pairs = [pair for pair in pairs_of(arguments) if pair.num_ranks == num_ranks]
-    found = {
+    measured = {
         f"{pair.name}, {dtype}": measure(pair, models[pair.is_mixture], dtype, arguments.rounds, comm, device)
         for dtype in _FORMATS
         for pair in pairs
     }
-    (Path(folder) / f"found-{num_ranks}-{rank}.json").write_text(json.dumps(found))
+    (Path(folder) / f"found-{num_ranks}-{rank}.json").write_text(json.dumps(measured))
     comm.barrier("the end")
     comm.close()
 
@@ -293,10 +293,10 @@ def timed(way: Any, comm: Any) -> tuple[float, float]:
     return time.perf_counter() - began, time.process_time() - worked
 
 
-def fill(report: Report, found: dict[str, list[dict[str, Any]]]) -> bool:
+def fill(report: Report, measured: dict[str, list[dict[str, Any]]]) -> bool:
     """Tables and results; returns whether bytes and copies were right."""
     moved, taken, is_right = [], [], True
-    for name, ranks in found.items():
+    for name, ranks in measured.items():
         total = {key: sum(rank[key] for rank in ranks) for key in ("sent", "plan", "bound", "gathered")}
         slowest = {
             way: Series(tuple(map(max, zip(*(rank["seconds"][way] for rank in ranks), strict=True))))

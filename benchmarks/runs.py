@@ -135,7 +135,7 @@ def measure(
     sides: Sequence[Side], common: Sequence[str], rounds: int, folder: Path, make: Callable[..., list[Row]]
 ) -> dict[str, list[list[Row]]]:
     """The metrics of every run of every side, the first of which is the baseline. `make` runs one, as `train` does."""
-    found: dict[str, list[list[Row]]] = {side.name: [] for side in sides}
+    metrics: dict[str, list[list[Row]]] = {side.name: [] for side in sides}
     baseline: list[Row] = []
     for number in range(rounds):
         for side in sides if number % 2 == 0 else sides[::-1]:
@@ -144,10 +144,10 @@ def measure(
             baseline = baseline or rows
             if unlike := difference(baseline, rows):
                 raise SystemExit(f"{side.name} did not do the work of {sides[0].name}: {unlike}")
-            found[side.name].append(rows)
+            metrics[side.name].append(rows)
             seconds = statistics.median(step_seconds(rows))
             print(f"round {number + 1}, {side.name}: {seconds:.2f} s a step", file=sys.stderr, flush=True)
-    return found
+    return metrics
 
 
 def difference(baseline: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> str:

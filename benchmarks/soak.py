@@ -256,10 +256,10 @@ def time_of_steps(rows: Sequence[Row]) -> list[list[str]]:
     after = [row for row in rows if row["step"] >= WARM_UP * rows[-1]["step"]]
     whole = median(step_seconds(rows))
     names = sorted({n for row in after for n in row if n.startswith("timing_s/") and n != "timing_s/step"})
-    found = {n.removeprefix("timing_s/"): median(row.get(n) or 0.0 for row in after) for n in names}
-    found["between the spans"] = max(0.0, median(row["timing_s/step"] for row in after) - sum(found.values()))
-    found["records, after the step"] = max(0.0, whole - median(row["timing_s/step"] for row in after))
-    lines = sorted(found.items(), key=lambda item: -item[1])
+    spans = {n.removeprefix("timing_s/"): median(row.get(n) or 0.0 for row in after) for n in names}
+    spans["between the spans"] = max(0.0, median(row["timing_s/step"] for row in after) - sum(spans.values()))
+    spans["records, after the step"] = max(0.0, whole - median(row["timing_s/step"] for row in after))
+    lines = sorted(spans.items(), key=lambda item: -item[1])
     return [[name, f"{1000 * s:.1f}", f"{s / whole:.0%}"] for name, s in [("whole step", whole), *lines] if s > 0]
 
 

@@ -141,7 +141,7 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def watched(run: Path, changes: Sequence[str], **how: Any) -> list[Row]:
     """`train`, with processor seconds of the step in each row: `busy` [device] of each device's process, `run_s` of all."""
-    seen: dict[int, list[float]] = {}  # rows -> all, then each device
+    readings: dict[int, list[float]] = {}  # rows -> all, then each device
     ended = threading.Event()
 
     def watch() -> None:
@@ -152,10 +152,10 @@ def watched(run: Path, changes: Sequence[str], **how: Any) -> list[Row]:
             except OSError:
                 continue
             processes = processes or devices()
-            if num_rows not in seen:
+            if num_rows not in readings:
                 with contextlib.suppress(psutil.Error):
                     family = psutil.Process().children(recursive=True)
-                    seen[num_rows] = [sum(map(processor_s, family)), *map(processor_s, processes)]
+                    readings[num_rows] = [sum(map(processor_s, family)), *map(processor_s, processes)]
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
@@ -165,7 +165,7 @@ def watched(run: Path, changes: Sequence[str], **how: Any) -> list[Row]:
         ended.set()
         thread.join(timeout=5)
     for row in rows:
-        before, after = seen.get(row["step"] - 1), seen.get(row["step"])
+        before, after = readings.get(row["step"] - 1), readings.get(row["step"])
         if before and after:
             row["run_s"], *row["busy"] = [b - a for a, b in zip(before, after, strict=True)]
     return rows
@@ -184,17 +184,17 @@ def devices() -> list[psutil.Process]:
     return [max(below, key=processor_s)]
 
 
-def fill(report: Report, found: Mapping[str, Sequence[Sequence[Row]]], num_samples: int = PROMPTS) -> None:
+def fill(report: Report, metrics: Mapping[str, Sequence[Sequence[Row]]], num_samples: int = PROMPTS) -> None:
     """The table and results."""
-    steps = {name: Series(tuple(s for rows in runs for s in step_seconds(rows))) for name, runs in found.items()}
-    allowed = bounds(found)
+    steps = {name: Series(tuple(s for rows in runs for s in step_seconds(rows))) for name, runs in metrics.items()}
+    allowed = bounds(metrics)
     lines = []
     for name, series in steps.items():
-        gained, used = ratio(steps[SERIAL], series), utilisation(found[name])
-        samples, waited = num_samples / series.median, generation_s(found[name])
+        gained, used = ratio(steps[SERIAL], series), utilisation(metrics[name])
+        samples, waited = num_samples / series.median, generation_s(metrics[name])
         share, shown = gained / allowed[name], f"{number(waited)} s, {waited / series.median:.0%}"
         cells = [f"{samples:.2f}", shown, f"{gained:.2f}", f"{allowed[name]:.2f}", f"{share:.0%}"]
-        cores, beside = cores_used(found[name]), processor_seconds(found[name])[1]
+        cores, beside = cores_used(metrics[name]), processor_seconds(metrics[name])[1]
         busy = " ".join(f"{part:.0%}" for part in used)
         lines.append([name, series.text("s"), *cells, busy, f"{number(beside)} s", f"{cores:.0%}"])
         report.results[name] = {
@@ -205,9 +205,9 @@ def fill(report: Report, found: Mapping[str, Sequence[Sequence[Row]]], num_sampl
     report.add_table(["", *columns], lines)
 
 
-def bounds(found: Mapping[str, Sequence[Sequence[Row]]]) -> dict[str, float]:
+def bounds(metrics: Mapping[str, Sequence[Sequence[Row]]]) -> dict[str, float]:
     """Largest speed-up of each side, by the serial run's median times, and by the work of the cores."""
-    serial = found[SERIAL]
+    serial = metrics[SERIAL]
     counted = [row for rows in serial for row in rows if row["step"] > WARM_UP]
     t = {span: statistics.median(row.get(f"timing_s/{span}", 0.0) for row in counted) for span in _SPANS}
     step = statistics.median(s for rows in serial for s in step_seconds(rows))
@@ -224,8 +224,8 @@ def bounds(found: Mapping[str, Sequence[Sequence[Row]]]) -> dict[str, float]:
         f"{APART}, ahead, gathered": max(step - generation, generation),
     }
     work, cores = processor_seconds(serial)[0], os.cpu_count() or 1
-    least = {name: (work + processor_seconds(runs)[1]) / cores for name, runs in found.items()}
-    return {name: step / max(best[name], least[name], 1e-9) for name in found}
+    least = {name: (work + processor_seconds(runs)[1]) / cores for name, runs in metrics.items()}
+    return {name: step / max(best[name], least[name], 1e-9) for name in metrics}
 
 
 def processor_seconds(runs: Sequence[Sequence[Row]]) -> tuple[float, float]:

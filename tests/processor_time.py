@@ -37,9 +37,9 @@ def pytest_runtest_setup(item):
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
-    made = yield
+    report = yield
     if call.when == "teardown":
-        made.get_result().user_properties.append(("processor_s", spent() - item.stash[BEGAN]))
+        report.get_result().user_properties.append(("processor_s", spent() - item.stash[BEGAN]))
 
 
 def pytest_terminal_summary(terminalreporter):

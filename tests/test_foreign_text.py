@@ -87,12 +87,12 @@ def test_sentences_print(text):
 
 
 def in_a_row(text, rng, folder):
-    found = rng.choice(base_rows())
-    path = rng.choice([p for p in places(found) if not isinstance(p[-1], int)])
-    place = functools.reduce(operator.getitem, path[:-1], found)
+    row = rng.choice(base_rows())
+    path = rng.choice([p for p in places(row) if not isinstance(p[-1], int)])
+    place = functools.reduce(operator.getitem, path[:-1], row)
     place[path[-1]] = text
     file = folder / "rows.jsonl"
-    file.write_text(json.dumps(found))
+    file.write_text(json.dumps(row))
     answer = read(file, TOKENIZER)
     if isinstance(answer, str):
         assert prints(answer), ascii(answer)
@@ -195,5 +195,5 @@ def test_boundaries(boundary, tmp_path):
     ],
 )
 def test_errors_of_the_system_in_texts_of_libraries(error, number):
-    found = os_error_of(error)
-    assert (found and found.errno) == number
+    os_error = os_error_of(error)
+    assert (os_error and os_error.errno) == number

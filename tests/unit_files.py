@@ -25,13 +25,13 @@ def is_unit(file: Path) -> bool:
 
 def _with_helpers(file: Path) -> set[Path]:
     """`file` and the files of tests/ that it imports, directly or not, but for conftest files, whose fixtures it asks for."""
-    seen, left = set(), [file]
+    helpers, left = set(), [file]
     while left:
         file = left.pop()
-        if file not in seen:
-            seen.add(file)
+        if file not in helpers:
+            helpers.add(file)
             left += [helper for helper in _imported(file) if helper.name != "conftest.py"]
-    return seen
+    return helpers
 
 
 def _imported(file: Path) -> Iterator[Path]:

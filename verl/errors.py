@@ -152,8 +152,8 @@ def os_error_of(error: BaseException) -> OSError | None:
     if isinstance(error, OSError):
         return error
     of_library = type(error) is Exception or type(error).__module__.startswith("safetensors")
-    found = _IN_TEXT.search(str(error)) if of_library else None
-    if found is None:
+    match = _IN_TEXT.search(str(error)) if of_library else None
+    if match is None:
         return None
-    number = int(found[1] or found[2])
+    number = int(match[1] or match[2])
     return OSError(number, os.strerror(number))

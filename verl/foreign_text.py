@@ -15,12 +15,12 @@ def clean(text: object, limit: int = LIMIT) -> str:
     'a \\x1b[31mb'
     """
     try:
-        found = str(text)
+        whole = str(text)
     except Exception as error:  # noqa: BLE001 - the __str__ of foreign code
-        found = f"<{type(text).__name__} without a text: {type(error).__name__}>"
-    start = " ".join(found[: 4 * limit].split())
+        whole = f"<{type(text).__name__} without a text: {type(error).__name__}>"
+    start = " ".join(whole[: 4 * limit].split())
     shown = "".join(c if c.isprintable() else _escape(c) for c in start)
-    return shown if len(shown) <= limit and len(found) <= 4 * limit else shown[: limit - 3] + "..."
+    return shown if len(shown) <= limit and len(whole) <= 4 * limit else shown[: limit - 3] + "..."
 
 
 def quoted(value: object, limit: int = LIMIT) -> str:

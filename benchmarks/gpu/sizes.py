@@ -178,12 +178,12 @@ def count_waits(work: Callable[[], Any], device: torch.device) -> int:
         return 0
     torch.cuda.set_sync_debug_mode("warn")
     try:
-        with warnings.catch_warnings(record=True) as seen:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             work()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    return sum("synchroniz" in str(w.message) for w in seen)
+    return sum("synchroniz" in str(w.message) for w in caught)
 
 
 def measure_limits(device: torch.device, quick: bool) -> dict[str, float]:

@@ -25,10 +25,10 @@ class HigherLower:
 
     def step(self, text):
         """(observation, reward, terminated, truncated, more for the reward function)."""
-        found = re.search(r"\d+", text)
-        if found is None:
+        match = re.search(r"\d+", text)
+        if match is None:
             return "That is no number.", -0.1, False, False, {}
-        guess = int(found[0])
+        guess = int(match[0])
         if guess == self.number:
             return "Right!", 1.0, True, False, {}
         before = self.high - self.low

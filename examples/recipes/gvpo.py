@@ -42,11 +42,11 @@ class GVPO(PPO):
     @classmethod
     def roles(cls, config, *, train=True):
         """See Program."""
-        found = super().roles(config, train=train)
+        base = super().roles(config, train=train)
         models = [
             replace(spec, objective=GVPOObjective, schedule=replace(spec.schedule, needed=None))
             if spec.name == "actor"
             else spec
-            for spec in found.models
+            for spec in base.models
         ]
-        return replace(found, models=tuple(models))
+        return replace(base, models=tuple(models))

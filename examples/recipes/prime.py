@@ -42,18 +42,18 @@ class PRIME(PPO):
     @classmethod
     def roles(cls, config, *, train=True):
         """See Program: beside the actor a model of process rewards, and a frozen copy of its start."""
-        found = super().roles(config, train=train)
-        actor = found.model("actor")
+        base = super().roles(config, train=train)
+        actor = base.model("actor")
         if actor is None:
-            return found
+            return base
         rewards = replace(actor, name="process_reward", objective=OutcomeObjective, schedule=MiniBatchSchedule())
         start = replace(actor, name="reference", optim=None, objective=None, checkpoint=None)
 
         def place(num_devices):
-            placed = found.place(num_devices)
+            placed = base.place(num_devices)
             return replace(placed, devices={**placed.devices, "process_reward": placed.devices["actor"]})
 
-        return replace(found, models=(actor, rewards, start), place=place)
+        return replace(base, models=(actor, rewards, start), place=place)
 
     def __init__(self, config, data, roles, run):
         super().__init__(config, data, roles, run)

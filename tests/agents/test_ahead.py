@@ -22,10 +22,10 @@ def in_parts(module, events, part, run_episode):  # noqa: F811
     waiting = [replace(task, part=part, stop_token_ids=frozenset({*PARAMS.stop_token_ids, 258})) for task in tasks()]
     done, num_pauses = {}, 0
     while waiting:
-        found = driver.run(waiting, run_episode, PARAMS, step=1)
-        paused = [r for r in found if r.error is None and r.trajectory.can_resume(r.task.limit)]
+        results = driver.run(waiting, run_episode, PARAMS, step=1)
+        paused = [r for r in results if r.error is None and r.trajectory.can_resume(r.task.limit)]
         assert all(0 < int(r.trajectory.to_row().response_mask.sum()) for r in paused)
-        done |= {(r.task.ordinal, r.task.sample): r for r in found if r not in paused}
+        done |= {(r.task.ordinal, r.task.sample): r for r in results if r not in paused}
         num_pauses += len(paused)
         waiting = [replace(r.task, so_far=r.trajectory) for r in paused]
     return [done[key] for key in sorted(done)], num_pauses
@@ -34,9 +34,9 @@ def in_parts(module, events, part, run_episode):  # noqa: F811
 @pytest.mark.parametrize("part", [1, 7, 12])
 def test_parts_make_the_sample_of_the_whole(module, events, part):  # noqa: F811
     whole, none = in_parts(module, events, None, agent())
-    found, num_pauses = in_parts(module, events, part, agent())
+    resumed, num_pauses = in_parts(module, events, part, agent())
     assert none == 0 < num_pauses
-    for a, b in zip(whole, found, strict=True):
+    for a, b in zip(whole, resumed, strict=True):
         assert a.trajectory.response_ids == b.trajectory.response_ids
         row, other = a.trajectory.to_row(), b.trajectory.to_row()
         assert (row.response_mask == other.response_mask).all()
@@ -54,8 +54,8 @@ def test_an_agent_that_acts_otherwise_is_left_out(module, events, caplog):  # no
             episode.task, episode.trajectory(prompt, done.token_ids, [1] * len(done.token_ids), "stop")
         )
 
-    found, num_pauses = in_parts(module, events, 2, fickle)
-    failed = [r for r in found if r.error]
+    results, num_pauses = in_parts(module, events, 2, fickle)
+    failed = [r for r in results if r.error]
     assert len(failed) == num_pauses > 0
     assert "did not do again what it had done" in failed[0].error
     assert not failed[0].trajectory.to_row().response_mask.any()

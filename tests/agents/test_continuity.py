@@ -61,10 +61,10 @@ def test_a_template_without_special_tokens_continues_too():
 
 
 def test_templates_that_rewrite_history_are_found():
-    found = ChatContinuity(with_template(QWEN3)).rewriting()
-    assert found is not None
-    assert "<think>" in found.before
-    assert "<think>" not in found.after
+    rewrite = ChatContinuity(with_template(QWEN3)).rewriting()
+    assert rewrite is not None
+    assert "<think>" in rewrite.before
+    assert "<think>" not in rewrite.after
     for family in ("chatml", "llama3", "qwen2.5", "gemma"):
         assert ChatContinuity(tokenizer_of(family)).rewriting() is None
 

@@ -74,8 +74,8 @@ def test_players_are_compared_with_their_own_seat():
         "uid": object_array(["a"] * 4),
         "episode_extra": extras,
     }
-    found, _ = compute_advantage("grpo", columns, norm_adv_by_std_in_grpo=False)
-    assert found[:, 0].tolist() == [0.125, -0.125, -0.125, 0.125]
+    advantages, _ = compute_advantage("grpo", columns, norm_adv_by_std_in_grpo=False)
+    assert advantages[:, 0].tolist() == [0.125, -0.125, -0.125, 0.125]
 
 
 def test_failed_episodes_are_compared_with_nothing():

@@ -77,8 +77,8 @@ def agent(delay=lambda: 0.0):
 
 def run(module, events, *, delay=lambda: 0.0, max_episodes=100, count=6, **engine):
     driver = EpisodeDriver(engine_of(module, **engine), events, max_episodes=max_episodes, timeout_s=60.0, filler=258)
-    found = driver.run(tasks(count), agent(delay), PARAMS, step=1)
-    return [(r.trajectory.response_ids, r.trajectory.to_row()) for r in found], driver.stats
+    episodes = driver.run(tasks(count), agent(delay), PARAMS, step=1)
+    return [(r.trajectory.response_ids, r.trajectory.to_row()) for r in episodes], driver.stats
 
 
 def same(a, b, exact=True):
@@ -100,19 +100,19 @@ def test_time_slots_and_memory_change_no_sample(module, events):
         {"kv_cache_mb": 0},
         {"cls": HFRollout},
     ):
-        found, its_stats = run(module, events, **changes)
+        episodes, its_stats = run(module, events, **changes)
         # PyTorch's attention rounds a turn that is computed again otherwise than its tokens one by one
         rounds = "cls" in changes or ("kv_cache_mb" in changes and kernels() is None)
-        same(reference, found, exact=invariant and not rounds)
+        same(reference, episodes, exact=invariant and not rounds)
         if changes.get("kv_cache_mb") == 0:
             assert its_stats["num_evicted"] > 0
             assert its_stats["num_prompt_tokens_computed"] > stats["num_prompt_tokens_computed"]
 
 
 def test_kept_turns_compute_each_token_once(module, events):
-    found, stats = run(module, events)
+    episodes, stats = run(module, events)
     # the last token of a turn is computed with the tokens that follow it
-    new = sum(int((~row.response_mask).sum()) + 5 for _, row in found)
+    new = sum(int((~row.response_mask).sum()) + 5 for _, row in episodes)
     prompts = sum(len(task.prompt_ids) for task in tasks()[::3])
     assert stats["num_prompt_tokens_computed"] <= prompts + new
     assert stats["num_evicted"] == 0
@@ -120,8 +120,8 @@ def test_kept_turns_compute_each_token_once(module, events):
 
 def test_a_turn_continues_the_response_it_belongs_to(module, events):
     """Log-probs of sampled tokens equal the log-probs of one forward over the whole episode."""
-    found, _ = run(module, events, count=2)
-    for ids, row in found:
+    episodes, _ = run(module, events, count=2)
+    for ids, row in episodes:
         tokens = torch.tensor([[*row.prompt_ids.tolist(), *ids]])
         with torch.no_grad():
             whole = engine_of(module, HFRollout).view(tokens).logits.log_softmax(-1)[0]
@@ -132,9 +132,11 @@ def test_a_turn_continues_the_response_it_belongs_to(module, events):
 
 
 def test_the_first_turn_is_the_sample_without_agents(module, events):
-    found, _ = run(module, events, count=2)
+    episodes, _ = run(module, events, count=2)
     plain = engine_of(module).generate([PromptRequest(10, tasks()[0].prompt_ids)], PARAMS, step=1)
-    assert [ids[: len(p.token_ids)] for (ids, _), p in zip(found, plain, strict=False)] == [p.token_ids for p in plain]
+    assert [ids[: len(p.token_ids)] for (ids, _), p in zip(episodes, plain, strict=False)] == [
+        p.token_ids for p in plain
+    ]
 
 
 def test_branches_have_tokens_of_their_own(module, events):
@@ -176,10 +178,10 @@ def test_an_episode_whose_agent_is_killed_is_made_again(module, events, caplog):
 
     driver = EpisodeDriver(engine_of(module), events, max_episodes=100, timeout_s=60.0, filler=258)
     expected = driver.run(tasks(2), whole, PARAMS, step=1)
-    found = driver.run(tasks(2), dies, PARAMS, step=1)
-    assert [r.task.name for r in found if r.error] == ["train/11/0"]
+    results = driver.run(tasks(2), dies, PARAMS, step=1)
+    assert [r.task.name for r in results if r.error] == ["train/11/0"]
     assert takes.count("train/11/0") == 3
-    for a, b in zip(expected, found, strict=True):
+    for a, b in zip(expected, results, strict=True):
         assert b.error or a.trajectory.response_ids == b.trajectory.response_ids
     assert "train/10/1 is made again: its command ended its process by SIGKILL" in caplog.text
 
@@ -215,8 +217,8 @@ def test_an_episode_that_fails_costs_no_other(module, events, caplog, what, sent
 
     timeout = 2.0 if what == "hangs" else 60.0
     driver = EpisodeDriver(engine_of(module), events, max_episodes=100, timeout_s=timeout, filler=258)
-    found = driver.run(tasks(3), run_one, PARAMS, step=1)
-    (failed,) = [r for r in found if r.error]
+    results = driver.run(tasks(3), run_one, PARAMS, step=1)
+    (failed,) = [r for r in results if r.error]
     assert (failed.task.ordinal, failed.task.sample) == (11, 1)
     assert sentence in failed.error
     assert "train/11/1 is left out" in caplog.text
@@ -228,10 +230,10 @@ def test_a_log_names_some_of_many_failures(module, events, caplog):
         raise ValueError("no.")
 
     driver = EpisodeDriver(engine_of(module), events, max_episodes=100, timeout_s=60.0, filler=258)
-    found = driver.run(tasks(3), raises, PARAMS, step=1)
+    results = driver.run(tasks(3), raises, PARAMS, step=1)
     lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert sum("is left out: raised ValueError: no." in line for line in lines) == 5
-    assert f"So are {len(found) - 5} more episodes" in lines[-1]
+    assert f"So are {len(results) - 5} more episodes" in lines[-1]
     assert ".." not in "".join(lines)
 
 

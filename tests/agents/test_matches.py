@@ -16,11 +16,11 @@ def test_each_player_is_a_row(agent_run):
     assert row["training/rollout_probs_diff_max"] < 1e-5
     assert row["rollout/num_failed_episodes"] == 0
     assert row["rollout/num_episodes"] == 16
-    found = {e["episode"]: e for e in episodes(run)}
+    by_name = {e["episode"]: e for e in episodes(run)}
     won = 0
     for ordinal in range(4):
         for sample in (0, 2):
-            first, second = (found[f"train/{ordinal}/{sample + player}"] for player in (0, 1))
+            first, second = (by_name[f"train/{ordinal}/{sample + player}"] for player in (0, 1))
             assert first["reward"] + second["reward"] in (0.0, 1.0)
             won += first["reward"] + second["reward"]
             read = [[m["content"] for m in e["messages"] if m["role"] == "user"] for e in (first, second)]
@@ -36,9 +36,9 @@ def test_each_player_is_a_row(agent_run):
 
 def test_a_player_who_cannot_move_ends_the_game(agent_run):
     run = agent_run(ENDS, *DUEL, ONE_STEP, f"{ROLLOUT}.multi_turn.max_assistant_turns=1")
-    found = episodes(run)
-    assert all(e["reward"] == 0 and e["error"] is None for e in found)
-    assert not any(e["extra"]["finished"] for e in found)
+    records = episodes(run)
+    assert all(e["reward"] == 0 and e["error"] is None for e in records)
+    assert not any(e["extra"]["finished"] for e in records)
 
 
 def test_a_game_that_breaks_fails_for_both(agent_run):

@@ -75,19 +75,19 @@ def call(tool, **parameters):
 
 def test_a_server_is_asked_and_started_again(tools):
     is_there()
-    found = {tool.name: tool for tool in load_all_tools(tools())}
-    assert set(found) == {"echo", "pid", "fail", "sleep"}
-    assert found["echo"].tool_schema.function.description == "Say a text again."
-    assert found["echo"].tool_schema.function.parameters.required == ["text"]
-    assert call(found["echo"], text="ünï")[0].text == "heard ünï"
+    by_name = {tool.name: tool for tool in load_all_tools(tools())}
+    assert set(by_name) == {"echo", "pid", "fail", "sleep"}
+    assert by_name["echo"].tool_schema.function.description == "Say a text again."
+    assert by_name["echo"].tool_schema.function.parameters.required == ["text"]
+    assert call(by_name["echo"], text="ünï")[0].text == "heard ünï"
     with pytest.raises(RuntimeError, match="fail"):  # newer servers keep the reason to themselves
-        call(found["fail"])
-    first = int(call(found["pid"])[0].text)
+        call(by_name["fail"])
+    first = int(call(by_name["pid"])[0].text)
     os.kill(first, signal.SIGKILL)
     deadline = time.monotonic() + 30
     while True:
         try:
-            second = int(call(found["pid"])[0].text)
+            second = int(call(by_name["pid"])[0].text)
             break
         except Exception:  # noqa: BLE001 - the client's, until it has seen the end
             assert time.monotonic() < deadline
@@ -124,8 +124,8 @@ def test_what_a_server_writes_is_escaped_and_counted(tools, tmp_path, caplog, ca
     (tmp_path / "hostile.py").write_text(HOSTILE + SERVER)
     caplog.set_level(logging.INFO)
     settings = {"command": sys.executable, "args": [str(tmp_path / "hostile.py"), str(tmp_path / "child")]}
-    found = {tool.name: tool for tool in load_all_tools(tools(**settings))}
-    server = int(call(found["pid"])[0].text)
+    by_name = {tool.name: tool for tool in load_all_tools(tools(**settings))}
+    server = int(call(by_name["pid"])[0].text)
     written = "".join(capfd.readouterr())
     assert "\x1b" not in written
     assert "forged" not in written

@@ -62,6 +62,6 @@ def test_a_run_ahead_of_training_outlives_a_loss_of_power(agent_run, tmp_path, m
         caplog.clear()
         cut = agent_run(*AHEAD, folder=image.name)
         assert "no record of the episode" not in caplog.text
-        found = {f.name: f.read_bytes() for f in (cut.folder / "global_step_4").glob("actor/**/*.safetensors")}
-        assert found == expected, image.name
+        weights = {f.name: f.read_bytes() for f in (cut.folder / "global_step_4").glob("actor/**/*.safetensors")}
+        assert weights == expected, image.name
         assert digest(cut) == digest(whole)

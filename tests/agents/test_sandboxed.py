@@ -28,8 +28,8 @@ def test_a_call_that_waits_for_a_process_has_its_time():
     calls = ToolCalls(load_all_tools(None, str(TOOLS)), ToolSettings(timeout_s=2.0), pool=pool)
 
     async def both():
-        wanted = [FunctionCall("break_things", '{"how": "hang"}'), FunctionCall("echo", '{"text": "a"}')]
-        return await asyncio.gather(*(calls.call(Episode(TASK, None), call) for call in wanted))
+        requests = [FunctionCall("break_things", '{"how": "hang"}'), FunctionCall("echo", '{"text": "a"}')]
+        return await asyncio.gather(*(calls.call(Episode(TASK, None), call) for call in requests))
 
     try:
         hung, echoed = asyncio.run(both())
@@ -54,8 +54,8 @@ def test_a_tool_that_fails_is_answered(calls, how, text):
     def call(name, **arguments):
         return asyncio.run(calls.call(Episode(TASK, None), FunctionCall(name, json.dumps(arguments))))
 
-    found = call("break_things", how=how)
-    assert text in found.text
-    assert len(found.text) < 450
-    assert "tool/" not in found.text  # names of ours mean nothing to the model
+    answer = call("break_things", how=how)
+    assert text in answer.text
+    assert len(answer.text) < 450
+    assert "tool/" not in answer.text  # names of ours mean nothing to the model
     assert call("echo", text="still here").text == "heard still here"

@@ -38,10 +38,10 @@ def test_search_in_a_file(tmp_path):
     corpus.write_text("".join(json.dumps({"contents": text}) + "\n" for text in DOCUMENTS))
     tool = SearchTool({"corpus": str(corpus), "topk": 2})
     response, reward, _ = asyncio.run(tool.execute("", {"query_list": ["capital Italy", "cats", "zzz"]}))
-    found = json.loads(response.text)["result"].split("\n---\n")
-    assert found[0].startswith("Doc 1: Rome")
-    assert found[1] == "Doc 1: Cats sleep a lot"
-    assert found[2] == ""
+    documents = json.loads(response.text)["result"].split("\n---\n")
+    assert documents[0].startswith("Doc 1: Rome")
+    assert documents[1] == "Doc 1: Cats sleep a lot"
+    assert documents[2] == ""
     assert reward == 0.0
     with pytest.raises(ValueError, match="list of texts"):
         asyncio.run(tool.execute("", {"query_list": "cats"}))
@@ -85,13 +85,13 @@ def test_a_search_tool_without_a_source_is_refused(tmp_path):
 
 def test_the_gsm8k_tool_rewards_better_answers():
     async def episode():
-        tool, data, found = Gsm8kTool({}), AgentData([], "e"), []
+        tool, data, answers = Gsm8kTool({}), AgentData([], "e"), []
         for answer in ("3", "4", "4"):
             instance, _ = await tool.create(create_kwargs={"ground_truth": "4"})
             response, reward, _ = await tool.execute(instance, {"answer": answer}, agent_data=data)
-            found.append((response.text, reward))
+            answers.append((response.text, reward))
             await tool.release(instance)
-        return found
+        return answers
 
     assert [reward for _, reward in asyncio.run(episode())] == [-0.05, 0.0, -0.05]
 

@@ -68,8 +68,8 @@ def test_a_function_and_its_schema(tools):
 
 
 def test_a_class_of_a_yaml_file(counter):
-    found = call(counter, "count", {"by": 2})
-    assert (found.text, found.reward, found.metrics, found.error) == ("7", 0.5, {"by": 2}, None)
+    answer = call(counter, "count", {"by": 2})
+    assert (answer.text, answer.reward, answer.metrics, answer.error) == ("7", 0.5, {"by": 2}, None)
     assert call(counter, "count", {"by": 2}, kwargs={"create_kwargs": {"value": 1}}).text == "3"
     assert counter[0].released == "one"
 
@@ -88,14 +88,14 @@ def test_a_class_of_a_yaml_file(counter):
     ],
 )
 def test_a_wrong_call_is_answered(tools, name, arguments, text):
-    found = call(tools, name, arguments)
-    assert text in found.error
-    assert len(found.text) <= 130
+    answer = call(tools, name, arguments)
+    assert text in answer.error
+    assert len(answer.text) <= 130
 
 
 def test_a_call_that_hangs_is_answered(tools):
-    found = call(tools, "break_things", {"how": "hang"}, settings=ToolSettings(timeout_s=0.2))
-    assert "took longer than 0.2 s" in found.text
+    answer = call(tools, "break_things", {"how": "hang"}, settings=ToolSettings(timeout_s=0.2))
+    assert "took longer than 0.2 s" in answer.text
 
 
 def test_a_long_answer_is_cut(tools):
@@ -109,9 +109,9 @@ def test_a_long_answer_is_cut(tools):
 @pytest.mark.parametrize("side", ["left", "middle", "right"])
 def test_tool_responses_are_cut_on_the_side_that_prompts_are_cut_on(side):
     tokens = list(range(10))
-    kept = truncate(tokens, 4, side)
+    remaining = truncate(tokens, 4, side)
     text = truncated("".join(map(str, tokens)), 4, side).replace("(truncated)", "").replace("...", "")
-    assert text == "".join(map(str, kept))
+    assert text == "".join(map(str, remaining))
 
 
 def test_a_row_may_narrow_the_tools(tools):
@@ -124,9 +124,9 @@ def test_results_are_replayed_for_the_same_call_after_the_same_tokens(tools, tmp
         journal.begin(2)
         episode = Episode(TASK, None)
         episode._begin([*tokens], None)
-        found = asyncio.run(ToolCalls(tools, ToolSettings(), journal).call(episode, FunctionCall("echo", text)))
+        answer = asyncio.run(ToolCalls(tools, ToolSettings(), journal).call(episode, FunctionCall("echo", text)))
         journal.close()
-        return found
+        return answer
 
     first = run('{"text": "a"}', [1])
     assert not first.replayed
@@ -163,8 +163,8 @@ def test_functions_that_no_schema_can_describe_are_refused():
     with pytest.raises(ConfigError, match="no usable signature"):
         getattr(function_tool(untyped), MARK).tool_schema  # noqa: B018
     schema = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
-    made = getattr(function_tool("g", schema=schema)(lambda: "x"), MARK)
-    assert made.name == "g"
+    tool = getattr(function_tool("g", schema=schema)(lambda: "x"), MARK)
+    assert tool.name == "g"
     assert OpenAIFunctionToolSchema.model_validate(schema).model_dump()["function"]["name"] == "f"
 
 

@@ -142,9 +142,9 @@ def test_results_of_tools_outlive_a_kill(agent_run, tmp_path, monkeypatch, num_e
         calls("cut.txt", "cut")
     cut = calls("cut.txt", "cut")
     assert digest(cut) == digest(whole)
-    found, wanted = (Counter((tmp_path / name).read_text().split("\n")) for name in ("cut.txt", "whole.txt"))
-    assert not wanted - found
-    assert (found - wanted).total() <= 12  # calls that the kill has cut: at most one of each episode
+    cut_lines, whole_lines = (Counter((tmp_path / name).read_text().split("\n")) for name in ("cut.txt", "whole.txt"))
+    assert not whole_lines - cut_lines
+    assert (cut_lines - whole_lines).total() <= 12  # calls that the kill has cut: at most one of each episode
     assert sum(row["rollout/num_replayed_tool_calls"] for row in cut.training_rows()) > 0
     files = [sorted(run.folder.glob("global_step_3/**/*.safetensors")) for run in (whole, cut)]
     assert files[0]

@@ -26,8 +26,8 @@ def _std(xs):
 
 
 def _whiten(matrix, mask):
-    kept = [x for row, m in zip(matrix, mask) for x, k in zip(row, m) if k]
-    mean, var = (_mean(kept), _std(kept) ** 2) if len(kept) > 1 else (_mean(kept), 0.0)
+    selected = [x for row, m in zip(matrix, mask) for x, k in zip(row, m) if k]
+    mean, var = (_mean(selected), _std(selected) ** 2) if len(selected) > 1 else (_mean(selected), 0.0)
     scale = 1 / math.sqrt(var + 1e-8)
     return [[(x - mean) * scale if k else 0.0 for x, k in zip(row, m)] for row, m in zip(matrix, mask)]
 
@@ -182,7 +182,7 @@ def _turns(columns, gamma):
     """For each row the list of (tokens of the turn, return, tokens between it and the turn before)."""
     rewards, _, batch, width = _lists(columns)
     numbers, tokens = columns["turn_ids"].tolist(), columns["responses"].tolist()
-    found = []
+    rows = []
     for i in range(batch):
         places = [[t for t in range(width) if numbers[i][t] == k] for k in range(max(numbers[i]) + 1)]
         own = [sum(rewards[i][t] for t in place) for place in places]
@@ -191,8 +191,8 @@ def _turns(columns, gamma):
             value = sum(gamma**j * r for j, r in enumerate(own[k:]))
             before = tuple(tokens[i][t] for t in range(places[k - 1][-1] + 1, place[0])) if k else "prompt"
             turns.append((place, value, before))
-        found.append(turns)
-    return found
+        rows.append(turns)
+    return rows
 
 
 def _fill(columns, values):
@@ -218,15 +218,15 @@ def turn_gae(columns, gamma=1.0, lam=1.0, **_):
 
 
 def _among_equals(turns, label, by_std):
-    seen = {}
+    by_label = {}
     for i, row in enumerate(turns):
         for k, (_, value, before) in enumerate(row):
-            seen.setdefault(label(i, k, before), []).append(value)
+            by_label.setdefault(label(i, k, before), []).append(value)
     out = []
     for i, row in enumerate(turns):
         out.append([])
         for k, (_, value, before) in enumerate(row):
-            others = seen[label(i, k, before)]
+            others = by_label[label(i, k, before)]
             scale = _std(others) + 1e-6 if by_std and len(others) > 1 else 1.0
             out[-1].append((value - _mean(others)) / scale)
     return out

@@ -61,13 +61,13 @@ def policy_inputs(seed, *, batch=5, width=6, holes=True, spread=0.4):
 
 def map_columns(columns, fn):
     """`fn(name, tensor)` on each tensor column, reward parts included."""
-    found = {}
+    mapped = {}
     for name, value in columns.items():
         if name == "reward_parts":
-            found[name] = {k: fn(k, v) for k, v in value.items()}
+            mapped[name] = {k: fn(k, v) for k, v in value.items()}
         else:
-            found[name] = fn(name, value) if isinstance(value, torch.Tensor) else value
-    return found
+            mapped[name] = fn(name, value) if isinstance(value, torch.Tensor) else value
+    return mapped
 
 
 def widen(tensor, fill, num=3):

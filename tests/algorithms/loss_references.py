@@ -40,8 +40,10 @@ def _matrix(case, token_loss, weighted=True):
         out.append([])
         for t, lp in enumerate(row):
             w = case.w[i][t] if case.w is not None and weighted else 1.0
-            kept = case.mask[i][t]
-            out[-1].append(w * token_loss(lp, case.old[i][t], case.adv[i][t], case.frozen[i][t], i, t) if kept else 0.0)
+            trains = case.mask[i][t]
+            out[-1].append(
+                w * token_loss(lp, case.old[i][t], case.adv[i][t], case.frozen[i][t], i, t) if trains else 0.0
+            )
     return out
 
 
@@ -126,22 +128,22 @@ def dro(case, mode, dro_beta, **kw):
 def geo_mean(case, mode, clip_ratio_low=0.2, clip_ratio_high=0.2, totals=None, **_):
     total = 0.0
     for i, mask in enumerate(case.mask):
-        kept, n = [t for t, k in enumerate(mask) if k], sum(mask) + 1e-8
+        positions, n = [t for t, k in enumerate(mask) if k], sum(mask) + 1e-8
         exponent, log_weight = 0.0, 0.0
-        for t in kept:
+        for t in positions:
             delta, a = case.lp[i][t] - case.old[i][t], case.adv[i][t]
             clipped = _clip(delta, -clip_ratio_low, clip_ratio_high)
             exponent += min(delta, clipped) if a > 0 else max(delta, clipped)
             log_weight += math.log(case.w[i][t] + 1e-10) if case.w is not None else 0.0
-        total += -sum(case.adv[i][t] for t in kept) / n * math.exp(exponent / n) * math.exp(log_weight / n)
+        total += -sum(case.adv[i][t] for t in positions) / n * math.exp(exponent / n) * math.exp(log_weight / n)
     return total / (totals[1] if totals else len(case.mask))
 
 
 def _covariances(case):
-    kept = [(i, t) for i, m in enumerate(case.mask) for t, k in enumerate(m) if k]
-    mean_a = sum(case.adv[i][t] for i, t in kept) / (len(kept) + 1e-8)
-    mean_lp = sum(case.frozen[i][t] for i, t in kept) / (len(kept) + 1e-8)
-    return {(i, t): (case.adv[i][t] - mean_a) * (case.frozen[i][t] - mean_lp) for i, t in kept}
+    positions = [(i, t) for i, m in enumerate(case.mask) for t, k in enumerate(m) if k]
+    mean_a = sum(case.adv[i][t] for i, t in positions) / (len(positions) + 1e-8)
+    mean_lp = sum(case.frozen[i][t] for i, t in positions) / (len(positions) + 1e-8)
+    return {(i, t): (case.adv[i][t] - mean_a) * (case.frozen[i][t] - mean_lp) for i, t in positions}
 
 
 def clip_cov(

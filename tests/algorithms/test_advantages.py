@@ -199,9 +199,9 @@ def test_rows_without_a_score_change_no_other_row(name, seed):
     both["uid"] = [*columns["uid"], *(u if columns["uid"].count(u) > 1 else f"other {u}" for u in columns["uid"])]
     both["token_level_rewards"][num_rows:] = 7.0  # a default score
     both["is_scored"] = torch.arange(2 * num_rows) < num_rows
-    for found, of_scored in zip(run(name, both, **settings), expected, strict=True):
-        close(found[:num_rows], of_scored, 1e-9)
-        assert not found[num_rows:].any()
+    for of_all, of_scored in zip(run(name, both, **settings), expected, strict=True):
+        close(of_all[:num_rows], of_scored, 1e-9)
+        assert not of_all[num_rows:].any()
 
 
 @pytest.mark.parametrize("name", sorted(TABLE))
@@ -266,8 +266,8 @@ def test_turns_are_the_runs_of_trained_tokens():
     columns = {**columns_for("turn_gae", 10), "responses": torch.zeros(7, 6, dtype=torch.long)}
     for name in TURNS:
         derived = run(name, {k: v for k, v in columns.items() if k != "turn_ids"})
-        given = run(name, {**columns, "turn_ids": turn_numbers(columns["response_mask"])})
-        for one, other in zip(derived, given):
+        explicit = run(name, {**columns, "turn_ids": turn_numbers(columns["response_mask"])})
+        for one, other in zip(derived, explicit):
             close(one, other)
 
 

@@ -24,21 +24,21 @@ def test_estimators(name):
     columns = advantage_columns(0, singles=name != "grpo_passk")
     config = SimpleNamespace(gamma=0.9, lam=0.8, norm_adv_by_std_in_grpo=False)
     keywords = {("index" if k == "uid" else k): v for k, v in columns.items()}
-    found = core_algos.get_adv_estimator_fn(core_algos.AdvantageEstimator(name))(**keywords, config=config)
+    estimated = core_algos.get_adv_estimator_fn(core_algos.AdvantageEstimator(name))(**keywords, config=config)
     expected = compute_advantage(name, columns, gamma=0.9, lam=0.8, norm_adv_by_std_in_grpo=False)
-    for a, b in zip(found, expected):
+    for a, b in zip(estimated, expected):
         close(a, b)
 
 
 def test_positional_arguments_keep_their_order():
     c = advantage_columns(1)
     rewards, mask = c["token_level_rewards"], c["response_mask"]
-    found = core_algos.compute_gae_advantage_return(rewards, c["values"], mask, 0.9, 0.8)
-    close(found[0], compute_advantage("gae", c, gamma=0.9, lam=0.8)[0])
-    found = core_algos.compute_grpo_outcome_advantage(rewards, mask, c["uid"], 1e-6, False)
-    close(found[0], compute_advantage("grpo", c, norm_adv_by_std_in_grpo=False)[0])
-    found = core_algos.compute_remax_outcome_advantage(rewards, c["reward_baselines"], mask)
-    close(found[0], compute_advantage("remax", c)[0])
+    estimated = core_algos.compute_gae_advantage_return(rewards, c["values"], mask, 0.9, 0.8)
+    close(estimated[0], compute_advantage("gae", c, gamma=0.9, lam=0.8)[0])
+    estimated = core_algos.compute_grpo_outcome_advantage(rewards, mask, c["uid"], 1e-6, False)
+    close(estimated[0], compute_advantage("grpo", c, norm_adv_by_std_in_grpo=False)[0])
+    estimated = core_algos.compute_remax_outcome_advantage(rewards, c["reward_baselines"], mask)
+    close(estimated[0], compute_advantage("remax", c)[0])
 
 
 @pytest.mark.parametrize("name", ["vanilla", "gspo", "dro", "geo_mean"])
@@ -50,7 +50,7 @@ def test_losses(name):
     )
     loss_fn = core_algos.get_policy_loss_fn(name)
     loss, metrics = loss_fn(old, new, advantages, mask, "seq-mean-token-mean", config, None)
-    expected, found = policy_loss(
+    expected, own_metrics = policy_loss(
         name,
         old_log_prob=old,
         log_prob=new,
@@ -60,7 +60,7 @@ def test_losses(name):
         params={"clip_ratio_low": 0.1, "clip_ratio_high": 0.3, "dro_beta": 0.5},
     )
     close(loss, expected)
-    assert metrics == {f"actor/{k}": v.value for k, v in found.items()}
+    assert metrics == {f"actor/{k}": v.value for k, v in own_metrics.items()}
     assert all(f"compute_policy_loss_{n}" in core_algos.__all__ for n in POLICY_LOSSES if not n.startswith("test_"))
 
 

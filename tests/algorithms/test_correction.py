@@ -54,12 +54,12 @@ def test_weights(level, threshold, normalize):
         flat = [w for r in rows for w in r] if level == "token" else [r[0] for r in rows]
         mean = sum(flat) / len(flat)
         rows = [[w / mean for w in r] for r in rows]
-    found = rollout_correction(
+    correction = rollout_correction(
         old, rollout, mask, rollout_is=level, rollout_is_threshold=threshold, rollout_is_batch_normalize=normalize
     )
-    close(found.weights, scatter(rows, mask), 1e-7)
-    assert found.response_mask.equal(mask)
-    assert not found.weights.requires_grad
+    close(correction.weights, scatter(rows, mask), 1e-7)
+    assert correction.response_mask.equal(mask)
+    assert not correction.weights.requires_grad
 
 
 def test_a_wild_ratio_stays_finite():
@@ -92,12 +92,12 @@ def test_rejection(option):
         [low <= value <= high for value in compared_values([math.exp(x) for x in row], option)]
         for row in kept_ratios(old, rollout, mask)
     ]
-    found = rollout_correction(old, rollout, mask, rollout_rs=option, rollout_rs_threshold=threshold)
+    correction = rollout_correction(old, rollout, mask, rollout_rs=option, rollout_rs_threshold=threshold)
     expected = scatter([[float(k) for k in r] for r in rows], mask).bool()
     assert 0 < int(expected.sum()) < int(mask.sum()), "the case decides nothing"
-    assert found.response_mask.equal(expected)
-    assert found.weights is None
-    metrics = metric_values(found.metrics)
+    assert correction.response_mask.equal(expected)
+    assert correction.weights is None
+    metrics = metric_values(correction.metrics)
     lost = (mask & ~expected).sum() / mask.sum()
     assert metrics[f"rollout_corr/rollout_rs_{option}_masked_fraction"] == pytest.approx(float(lost))
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(float(lost))
@@ -109,11 +109,11 @@ def test_bounds_of_k1_are_bounds_of_the_ratio():
     ratios = torch.tensor([[0.49, 0.51, 2.9, 3.1]], dtype=torch.float64)
     for option in ("token_k1", "seq_sum_k1", "seq_mean_k1"):
         rows = ratios if option == "token_k1" else ratios.T
-        found = rollout_correction(
+        correction = rollout_correction(
             rows.log(), torch.zeros_like(rows), torch.ones_like(rows).bool(), rollout_rs=option,
             rollout_rs_threshold="0.5_3.0",
         )  # fmt: skip
-        assert found.response_mask.flatten().tolist() == [False, True, True, False]
+        assert correction.response_mask.flatten().tolist() == [False, True, True, False]
 
 
 LOG_RATIOS = st.lists(st.floats(-25, 25), min_size=1, max_size=5)
@@ -128,11 +128,11 @@ def test_rejection_keeps_exactly_the_ratios_within_its_bounds(option, log_ratios
     assume(all(abs(value / bound - 1) > 1e-6 for value in values for bound in bounds if bound > 0))
     log_ratio = torch.tensor([log_ratios], dtype=torch.float64)
     threshold = "_".join(map(repr, bounds)) if option.endswith("k1") else repr(one)
-    found = rollout_correction(
+    correction = rollout_correction(
         log_ratio, torch.zeros_like(log_ratio), torch.ones_like(log_ratio).bool(), rollout_rs=option,
         rollout_rs_threshold=threshold,
     )  # fmt: skip
-    assert found.response_mask[0].tolist() == [bounds[0] <= value <= bounds[1] for value in values]
+    assert correction.response_mask[0].tolist() == [bounds[0] <= value <= bounds[1] for value in values]
 
 
 @given(st.sampled_from(["token", "sequence"]), st.lists(st.floats(-4, 4), min_size=1, max_size=5), BOUND, BOUND)
@@ -143,11 +143,11 @@ def test_weights_are_the_ratios_within_their_bounds(level, log_ratios, one, othe
     assume(all(abs(ratio / bound - 1) > 1e-6 for ratio in ratios for bound in (low, high)))
     assume(max(ratios) < math.exp(20) and min(ratios) > math.exp(-20))
     log_ratio = torch.tensor([log_ratios], dtype=torch.float64)
-    found = importance_weights(log_ratio, torch.ones_like(log_ratio), level, f"{low!r}_{high!r}")[0].tolist()
+    weights = importance_weights(log_ratio, torch.ones_like(log_ratio), level, f"{low!r}_{high!r}")[0].tolist()
     expected = [ratio if low <= ratio <= high else 0.0 for ratio in ratios] * (
         1 if level == "token" else len(log_ratios)
     )
-    assert found == pytest.approx(expected, rel=1e-9)
+    assert weights == pytest.approx(expected, rel=1e-9)
 
 
 def test_options_must_all_keep_a_token():
@@ -188,8 +188,8 @@ def test_thresholds():
 
 def test_diagnostics():
     old, rollout, mask = inputs(4)
-    found = rollout_correction(old, rollout, mask, rollout_is="token", rollout_is_threshold=1.2)
-    metrics = {k.removeprefix("rollout_corr/"): v for k, v in metric_values(found.metrics).items()}
+    correction = rollout_correction(old, rollout, mask, rollout_is="token", rollout_is_threshold=1.2)
+    metrics = {k.removeprefix("rollout_corr/"): v for k, v in metric_values(correction.metrics).items()}
     rows = kept_ratios(old, rollout, mask)
     flat = [x for r in rows for x in r]
     mean = lambda xs: sum(xs) / len(xs)  # noqa: E731
@@ -238,11 +238,11 @@ def test_padding_does_not_matter(name):
 
 def test_an_empty_batch_of_tokens_has_no_extremes():
     old, rollout, mask = inputs(6)
-    found = rollout_correction(
+    correction = rollout_correction(
         old, rollout, torch.zeros_like(mask), rollout_is="sequence", rollout_rs="seq_max_k2", rollout_rs_threshold=1.0
     )
-    assert not found.weights.any()
-    assert not any(k.endswith(("_max", "_min")) for k in found.metrics)
+    assert not correction.weights.any()
+    assert not any(k.endswith(("_max", "_min")) for k in correction.metrics)
 
 
 def test_presets_are_valid():
@@ -260,14 +260,14 @@ def test_presets_are_valid():
 
 def test_gap_metrics():
     old, rollout, mask = inputs(8)
-    found = metric_values(rollout_gap_metrics(old, rollout, mask))
+    metrics = metric_values(rollout_gap_metrics(old, rollout, mask))
     p, q = old[mask].exp(), rollout[mask].exp()
-    assert found["training/rollout_probs_diff_max"] == pytest.approx(float((p - q).abs().max()))
-    assert found["training/rollout_probs_diff_mean"] == pytest.approx(float((p - q).abs().mean()))
-    assert found["training/rollout_probs_diff_std"] == pytest.approx(float((p - q).abs().std()))
+    assert metrics["training/rollout_probs_diff_max"] == pytest.approx(float((p - q).abs().max()))
+    assert metrics["training/rollout_probs_diff_mean"] == pytest.approx(float((p - q).abs().mean()))
+    assert metrics["training/rollout_probs_diff_std"] == pytest.approx(float((p - q).abs().std()))
     correlation = torch.corrcoef(torch.stack([p, q]))[0, 1]
-    assert found["training/rollout_actor_probs_pearson_corr"] == pytest.approx(float(correlation))
-    assert found["training/rollout_probs_diff_valid"] == 1
-    assert metric_values(rollout_gap_metrics(old[mask], rollout[mask])) == found
+    assert metrics["training/rollout_actor_probs_pearson_corr"] == pytest.approx(float(correlation))
+    assert metrics["training/rollout_probs_diff_valid"] == 1
+    assert metric_values(rollout_gap_metrics(old[mask], rollout[mask])) == metrics
     nothing = torch.zeros(0)
     assert metric_values(rollout_gap_metrics(nothing, nothing)) == {"training/rollout_probs_diff_valid": 0}

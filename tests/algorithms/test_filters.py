@@ -37,9 +37,9 @@ def test_pf_ppo(method, weights):
     many = scores.repeat(5000)
     rows = pf_ppo_indices(many, method, 2.0, torch.Generator().manual_seed(0))
     assert rows.shape == many.shape
-    found = torch.bincount(rows % 4, minlength=4) / len(rows)
+    frequencies = torch.bincount(rows % 4, minlength=4) / len(rows)
     expected = torch.tensor(weights) / sum(weights)
-    assert float((found - expected).abs().max()) < 0.02
+    assert float((frequencies - expected).abs().max()) < 0.02
     again = pf_ppo_indices(many, method, 2.0, torch.Generator().manual_seed(0))
     assert rows.equal(again)
 
@@ -69,10 +69,10 @@ ROWS = st.lists(
 @given(ROWS, st.integers(1, 4), st.integers(0, 4))
 def test_best_of_groups_leaves_out_nothing_better(rows, keep, min_score):
     uids, scores, contents, allowed = map(list, zip(*rows, strict=True))
-    kept = best_of_groups(scores, uids, keep=keep, min_score=min_score, contents=contents, allowed=allowed)
-    assert kept == sorted(set(kept))
+    selected = best_of_groups(scores, uids, keep=keep, min_score=min_score, contents=contents, allowed=allowed)
+    assert selected == sorted(set(selected))
     for uid in set(uids):
-        of_group = [row for row in kept if uids[row] == uid]
+        of_group = [row for row in selected if uids[row] == uid]
         usable = [r for r, u in enumerate(uids) if u == uid and allowed[r] and scores[r] >= min_score]
         assert len(of_group) == min(keep, len({contents[row] for row in usable}))
         assert set(of_group) <= set(usable)

@@ -89,14 +89,14 @@ def value_and_gradient(name, inputs, agg, weighted=False):
 
 
 def difference_quotients(function, lp, step=1e-6):
-    found = torch.zeros(len(lp), len(lp[0]), dtype=torch.float64)
+    quotients = torch.zeros(len(lp), len(lp[0]), dtype=torch.float64)
     for i, row in enumerate(lp):
         for t in range(len(row)):
             moved = [
                 [x + s * step * (i == j and t == u) for u, x in enumerate(r)] for s in (1, -1) for j, r in enumerate(lp)
             ]
-            found[i, t] = (function(moved[: len(lp)]) - function(moved[len(lp) :])) / (2 * step)
-    return found
+            quotients[i, t] = (function(moved[: len(lp)]) - function(moved[len(lp) :])) / (2 * step)
+    return quotients
 
 
 def rows(inputs, index):
@@ -210,11 +210,11 @@ def test_rows_without_advantage_change_nothing_where_the_loss_declares_it(name, 
     agg = binder(mode, **totals_of(inputs[3]))
     loss, gradient = value_and_gradient(name, inputs, agg, weighted)
     assert not gradient[sorted(silent)].any()
-    kept = [row for row in range(5) if row not in silent]
-    alone, gradient_alone = value_and_gradient(name, rows(inputs, kept), agg, weighted)
+    remaining = [row for row in range(5) if row not in silent]
+    alone, gradient_alone = value_and_gradient(name, rows(inputs, remaining), agg, weighted)
     close(alone, loss, 1e-14)
     # not bit for bit: an element's sigmoid depends on whether it is computed in a full vector
-    close(gradient_alone, gradient[kept], 1e-14)
+    close(gradient_alone, gradient[remaining], 1e-14)
 
 
 @pytest.mark.parametrize("name", ["dro", "clip_cov", "kl_cov"])
@@ -265,10 +265,10 @@ def test_vanilla_metrics():
         params={"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": None, "clip_ratio_c": 3.0},
     )
     close(loss, -1.2 + 0.8 + 3.0 - 1.0)
-    found = metric_values(metrics)
-    assert found["pg_clipfrac"] == pytest.approx(0.5)
-    assert found["pg_clipfrac_lower"] == pytest.approx(0.25)
-    assert found["ppo_kl"] == pytest.approx(float(-ratios.log().mean()))
+    values = metric_values(metrics)
+    assert values["pg_clipfrac"] == pytest.approx(0.5)
+    assert values["pg_clipfrac_lower"] == pytest.approx(0.25)
+    assert values["ppo_kl"] == pytest.approx(float(-ratios.log().mean()))
 
 
 def test_clip_cov_draws_only_from_its_generator():

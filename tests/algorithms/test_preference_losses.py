@@ -130,8 +130,8 @@ def test_values_and_gradients(name):
 @pytest.mark.parametrize("kind", ["forward_kl", "js_divergence", "alpha_divergence"])
 def test_divergences(name, kind):
     logps, lengths = inputs(1)
-    found = loss_of(name, *logps, lengths, kind=kind, f_alpha=0.7)
-    assert float(found) == pytest.approx(reference(name, *logps, lengths, kind=kind, f_alpha=0.7), rel=1e-12)
+    loss = loss_of(name, *logps, lengths, kind=kind, f_alpha=0.7)
+    assert float(loss) == pytest.approx(reference(name, *logps, lengths, kind=kind, f_alpha=0.7), rel=1e-12)
 
 
 def test_the_alpha_divergence_has_a_limit_and_no_overflow():
@@ -169,8 +169,8 @@ def test_start_values(name):
     logps, lengths = inputs(2)
     same = {"beta": 0.1, "label_smoothing": 1e-3 if name == "exo_pair" else 0.0, "discopop_tau": 0.05}
     weights = {"desirable_weight": 1.0, "undesirable_weight": 1.0, "shift": torch.zeros(NUM)}
-    found = loss_of(name, *logps[:2], *logps[:2], lengths, **same, **weights)
-    assert float(found) == pytest.approx(START[name], abs=5e-5)
+    loss = loss_of(name, *logps[:2], *logps[:2], lengths, **same, **weights)
+    assert float(loss) == pytest.approx(START[name], abs=5e-5)
 
 
 def test_every_loss_with_a_reference_has_a_start_value():

@@ -35,10 +35,10 @@ def test_every_loss_has_a_reference():
 @pytest.mark.parametrize("center", [0.0, 0.01])
 @pytest.mark.parametrize("name", PAIR_LOSSES)
 def test_a_loss_is_its_reference(name, center):
-    found = pair_loss(name, *tensors(WON, LOST, MARGIN), center)
+    losses = pair_loss(name, *tensors(WON, LOST, MARGIN), center)
     rows = zip(WON, LOST, MARGIN, strict=True)
     expected = [REFERENCES[name](w, r, m) + center * (w + r) ** 2 for w, r, m in rows]
-    assert found.tolist() == pytest.approx(expected, rel=1e-12)
+    assert losses.tolist() == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", PAIR_LOSSES)
@@ -65,12 +65,12 @@ def test_calibration_error_by_hand():
 
 def test_pair_measures_by_hand():
     lengths = torch.tensor([5, 2, 3, 9]), torch.tensor([4, 4, 3, 1])
-    found = pair_measures(*tensors(WON, LOST), *lengths)
-    assert found["accuracy"] == (1 + 0 + 0.5 + 1) / 4
-    assert (found["accuracy_chosen_longer"], found["accuracy_chosen_shorter"]) == (1.0, 0.0)
-    assert found["margin"] == pytest.approx((1.0 - 0.6 + 0 + 5) / 4)
-    assert (found["min_reward"], found["max_reward"]) == (-2.0, 3.0)
-    assert found["length_correlation"] == pytest.approx(np.corrcoef(WON + LOST, [5, 2, 3, 9, 4, 4, 3, 1])[0, 1])
+    measures = pair_measures(*tensors(WON, LOST), *lengths)
+    assert measures["accuracy"] == (1 + 0 + 0.5 + 1) / 4
+    assert (measures["accuracy_chosen_longer"], measures["accuracy_chosen_shorter"]) == (1.0, 0.0)
+    assert measures["margin"] == pytest.approx((1.0 - 0.6 + 0 + 5) / 4)
+    assert (measures["min_reward"], measures["max_reward"]) == (-2.0, 3.0)
+    assert measures["length_correlation"] == pytest.approx(np.corrcoef(WON + LOST, [5, 2, 3, 9, 4, 4, 3, 1])[0, 1])
 
 
 NUMBERS = st.lists(st.floats(-5, 5).map(lambda x: round(x, 3)), min_size=2, max_size=12)
@@ -79,19 +79,19 @@ NUMBERS = st.lists(st.floats(-5, 5).map(lambda x: round(x, 3)), min_size=2, max_
 @given(NUMBERS, st.randoms(use_true_random=False))
 def test_measures_do_not_depend_on_order_and_swap_with_the_sides(scores, random):
     pairs = list(zip(scores, reversed(scores), range(1, len(scores) + 1), range(len(scores), 0, -1), strict=True))
-    found = pair_measures(*map(torch.tensor, map(list, zip(*pairs, strict=True))))
+    measures = pair_measures(*map(torch.tensor, map(list, zip(*pairs, strict=True))))
     random.shuffle(pairs)
     columns = [torch.tensor(list(column)) for column in zip(*pairs, strict=True)]
-    assert pair_measures(*columns) == pytest.approx(found, nan_ok=True, abs=1e-9)
+    assert pair_measures(*columns) == pytest.approx(measures, nan_ok=True, abs=1e-9)
     won, lost, long, short = columns
     swapped = pair_measures(lost, won, short, long)
-    assert swapped["accuracy"] == pytest.approx(1 - found["accuracy"])
-    assert swapped["margin"] == pytest.approx(-found["margin"], abs=1e-9)
+    assert swapped["accuracy"] == pytest.approx(1 - measures["accuracy"])
+    assert swapped["margin"] == pytest.approx(-measures["margin"], abs=1e-9)
 
 
 @given(NUMBERS)
 def test_correlation_is_between_bounds_and_that_of_numpy(x):
     y = [value**2 - 3 * value for value in x]
-    found = correlation(torch.tensor(x, dtype=torch.float64), torch.tensor(y, dtype=torch.float64))
+    coefficient = correlation(torch.tensor(x, dtype=torch.float64), torch.tensor(y, dtype=torch.float64))
     if np.std(x) > 1e-6 and np.std(y) > 1e-6:
-        assert found == pytest.approx(np.corrcoef(x, y)[0, 1], abs=1e-6)
+        assert coefficient == pytest.approx(np.corrcoef(x, y)[0, 1], abs=1e-6)

@@ -15,10 +15,10 @@ from verl.trainer.ppo.metric_utils import process_validation_metrics
 def reference(values, answers=None):
     """The metrics of one prompt, drawn one subset at a time."""
     n = len(values)
-    found = {f"mean@{n}": np.mean(values)}
+    metrics = {f"mean@{n}": np.mean(values)}
     if n == 1:
-        return found
-    found[f"std@{n}"] = np.std(values)
+        return metrics
+    metrics[f"std@{n}"] = np.std(values)
     k = 2
     sizes = []
     while k < n:
@@ -38,8 +38,8 @@ def reference(values, answers=None):
                 majority.append(max(votes.values(), key=len)[0])
         for name, draws in (("best", best), ("worst", worst), ("maj", majority)):
             if draws:
-                found[f"{name}@{k}/mean"], found[f"{name}@{k}/std"] = np.mean(draws), np.std(draws)
-    return found
+                metrics[f"{name}@{k}/mean"], metrics[f"{name}@{k}/std"] = np.mean(draws), np.std(draws)
+    return metrics
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 6, 8])
@@ -47,7 +47,7 @@ def test_equals_the_plain_loop(n):
     rng = np.random.default_rng(n)
     values = rng.random((3, n)).round(1)
     answers = rng.integers(0, 3, (3, n)).astype(str)
-    found = validation_metrics(
+    metrics = validation_metrics(
         ["task"] * 3 * n,
         [f"u{i // n}" for i in range(3 * n)],
         {"reward": values.ravel().tolist()},
@@ -55,7 +55,7 @@ def test_equals_the_plain_loop(n):
     )
     per_prompt = [reference(v, list(a)) for v, a in zip(values, answers)]
     expected = {name: np.mean([p[name] for p in per_prompt]) for name in per_prompt[0]}
-    stripped = {name.split("/", 3)[3]: value for name, value in found.items()}
+    stripped = {name.split("/", 3)[3]: value for name, value in metrics.items()}
     assert stripped == pytest.approx(expected, abs=1e-12)
 
 
@@ -63,15 +63,15 @@ def test_equals_the_plain_loop(n):
 @given(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=4, max_size=4))
 def test_laws(values):
     samples = values + [1.0 - v for v in values]
-    found = validation_metrics(["s"] * 8, ["a"] * 4 + ["b"] * 4, {"acc": samples})
-    metrics = {name.split("/", 3)[3]: value for name, value in found.items()}
+    named = validation_metrics(["s"] * 8, ["a"] * 4 + ["b"] * 4, {"acc": samples})
+    metrics = {name.split("/", 3)[3]: value for name, value in named.items()}
     assert metrics["worst@4/mean"] <= metrics["worst@2/mean"] <= metrics["best@2/mean"] <= metrics["best@4/mean"]
     assert metrics["mean@4"] == pytest.approx(0.5)
     # prompts may come in any order, and mixed with each other
     mixed = [4, 0, 5, 1, 6, 2, 7, 3]
     assert validation_metrics(
         ["s"] * 8, ["ab"[i // 4] for i in mixed], {"acc": [samples[i] for i in mixed]}
-    ) == pytest.approx(found)
+    ) == pytest.approx(named)
 
 
 def test_core_is_the_largest_n_of_acc_or_reward():
@@ -79,44 +79,44 @@ def test_core_is_the_largest_n_of_acc_or_reward():
     uids = ["1"] * 4 + ["2"] * 4 + ["3"] * 2
     nan = float("nan")
     values = {"reward": [1.0] * 10, "acc": [0.0, 1.0] * 4 + [nan, nan], "length": [3.0] * 10}
-    found = validation_metrics(sources, uids, values, ["x"] * 10)
-    core = sorted(name for name in found if name.startswith("val-core"))
+    metrics = validation_metrics(sources, uids, values, ["x"] * 10)
+    core = sorted(name for name in metrics if name.startswith("val-core"))
     assert core == sorted(
         ["val-core/a/acc/" + m for m in ("mean@4", "best@4/mean", "best@4/std", "maj@4/mean", "maj@4/std")]
         + ["val-core/b/reward/" + m for m in ("mean@2", "best@2/mean", "best@2/std", "maj@2/mean", "maj@2/std")]
     )
-    assert "val-aux/a/reward/mean@4" in found
-    assert "val-aux/a/acc/best@2/mean" in found
-    assert "val-aux/a/acc/worst@4/mean" in found
-    assert not any("/b/acc" in name for name in found)
-    assert found["val-core/a/acc/mean@4"] == 0.5
+    assert "val-aux/a/reward/mean@4" in metrics
+    assert "val-aux/a/acc/best@2/mean" in metrics
+    assert "val-aux/a/acc/worst@4/mean" in metrics
+    assert not any("/b/acc" in name for name in metrics)
+    assert metrics["val-core/a/acc/mean@4"] == 0.5
 
 
 def test_prompt_with_a_missing_value_is_left_out_of_that_variable():
-    found = validation_metrics(
+    metrics = validation_metrics(
         ["a"] * 4, ["1", "1", "2", "2"], {"reward": [0.0, 0.0, 1.0, 1.0], "acc": [0.0, float("nan"), 1.0, 1.0]}
     )
-    assert found["val-core/a/acc/mean@2"] == 1.0
-    assert found["val-aux/a/reward/mean@2"] == 0.5
+    assert metrics["val-core/a/acc/mean@2"] == 1.0
+    assert metrics["val-aux/a/reward/mean@2"] == 0.5
 
 
 def test_majority_follows_the_votes():
     # two of three say "7", which is right; the bootstrap of 3 finds it in 20 of 27 draws (ties go to the first drawn)
-    found = validation_metrics(["a"] * 3, ["1"] * 3, {"acc": [1.0, 1.0, 0.0]}, ["7", "7", "8"])
-    assert found["val-core/a/acc/maj@3/mean"] == pytest.approx(20 / 27, abs=0.04)
+    metrics = validation_metrics(["a"] * 3, ["1"] * 3, {"acc": [1.0, 1.0, 0.0]}, ["7", "7", "8"])
+    assert metrics["val-core/a/acc/maj@3/mean"] == pytest.approx(20 / 27, abs=0.04)
 
 
 def test_one_prompt_of_two_sources_is_two_prompts():
-    found = validation_metrics(["a", "b"], ["1", "1"], {"reward": [0.0, 1.0]})
-    assert found == {"val-core/a/reward/mean@1": 0.0, "val-core/b/reward/mean@1": 1.0}
+    metrics = validation_metrics(["a", "b"], ["1", "1"], {"reward": [0.0, 1.0]})
+    assert metrics == {"val-core/a/reward/mean@1": 0.0, "val-core/b/reward/mean@1": 1.0}
 
 
 def test_door_returns_nested_names_and_skips_texts():
     infos = {"reward": [0.0, 1.0], "pred": ["x", "x"], "note": ["a", "b"]}
-    found = process_validation_metrics(["s", "s"], ["1", "1"], infos)
-    assert set(found["s"]) == {"reward"}
-    assert found["s"]["reward"]["mean@2"] == 0.5
-    assert "maj@2/mean" in found["s"]["reward"]
+    metrics = process_validation_metrics(["s", "s"], ["1", "1"], infos)
+    assert set(metrics["s"]) == {"reward"}
+    assert metrics["s"]["reward"]["mean@2"] == 0.5
+    assert "maj@2/mean" in metrics["s"]["reward"]
 
 
 def test_speed():

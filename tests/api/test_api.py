@@ -62,11 +62,11 @@ def test_grpo_on_rows_with_a_function_of_a_file(tiny_llama, tmp_path):
 
 
 def test_two_functions_are_parts_and_add_up():
-    found = score_lists(
+    scores = score_lists(
         ["a"] * 2, ["7", "88"], ["7", "7"], [{"prompt": "p", "answer": "7"}] * 2,
         functions=[reference_to(starts), reference_to(length)], weights=[1.0, 2.0],
     )  # fmt: skip
-    assert found == [{"score": 1.2, "starts": 1.0, "length": 0.1}, {"score": 0.4, "starts": 0.0, "length": 0.2}]
+    assert scores == [{"score": 1.2, "starts": 1.0, "length": 0.1}, {"score": 0.4, "starts": 0.0, "length": 0.2}]
 
 
 def score(completions):
@@ -81,8 +81,8 @@ def test_a_function_called_score_does_not_replace_the_sum():
 
 
 def test_functions_of_verls_form_get_every_column():
-    (found,) = score_lists(["a"], ["1234"], ["7"], [{"answer": "7"}], functions=[reference_to(compute_score)])
-    assert found == {"score": 0.4, "same_answer": 1.0}
+    (parts,) = score_lists(["a"], ["1234"], ["7"], [{"answer": "7"}], functions=[reference_to(compute_score)])
+    assert parts == {"score": 0.4, "same_answer": 1.0}
 
 
 def test_reward_functions_of_another_form_are_refused():
@@ -111,10 +111,10 @@ def test_references_lead_back_to_their_objects():
 
 
 def test_step_by_step_with_a_lambda_a_callback_and_an_own_estimator(tiny_llama, tmp_path):
-    seen = []
+    steps = []
 
     def callback(trainer, metrics):
-        seen.append((trainer.global_step, metrics["critic/score/mean"]))
+        steps.append((trainer.global_step, metrics["critic/score/mean"]))
         if trainer.global_step == 2:
             trainer.stop()
 
@@ -123,7 +123,7 @@ def test_step_by_step_with_a_lambda_a_callback_and_an_own_estimator(tiny_llama, 
         eval_data=ROWS[:2], output_dir=tmp_path, config=DATA, trainer={**STEPS, "total_training_steps": 9},
     ) as trainer:  # fmt: skip
         trainer.train()
-        assert seen == [(1, 1.0), (2, 1.0)]
+        assert steps == [(1, 1.0), (2, 1.0)]
         assert trainer.evaluate()["val/reward"] == 1.0
         folder = trainer.save()
     assert (folder / "actor/huggingface/config.json").is_file()
@@ -318,15 +318,15 @@ def one_value(completions):
 
 def _scores(function, texts=("a", "b"), **extra):
     rows = [{"prompt": "p", **extra}] * len(texts)
-    found = score_lists(["d"] * len(texts), texts, [None] * len(texts), rows, functions=[reference_to(function)])
-    return [row["score"] for row in found]
+    scored = score_lists(["d"] * len(texts), texts, [None] * len(texts), rows, functions=[reference_to(function)])
+    return [row["score"] for row in scored]
 
 
 def test_completions_are_the_samples_whatever_the_columns_are_called():
     assert _scores(columns_of, ("aaa",), completions="from the row", prompts="from the row") == [3]
     rows = [verl.api.prompt_row({"prompt": "p", "data_source": "mine", "reward_model": {"ground_truth": 1}}, 0)]
-    found = score_lists(["mine"], ["aaa"], [1], [rows[0]["extra_info"]], functions=[reference_to(columns_of)])
-    assert {"data_source", "reward_model"} <= set(found[0]["columns"])
+    scored = score_lists(["mine"], ["aaa"], [1], [rows[0]["extra_info"]], functions=[reference_to(columns_of)])
+    assert {"data_source", "reward_model"} <= set(scored[0]["columns"])
 
 
 def test_reward_functions_over_lists_may_be_async():

@@ -261,7 +261,7 @@ def folders(tmp_path, monkeypatch):
 
 
 def write(name, text):
-    return lambda found: (found.ours / name).write_text(text)
+    return lambda pair: (pair.ours / name).write_text(text)
 
 
 @pytest.mark.parametrize(
@@ -288,11 +288,14 @@ def test_what_differs_is_said(folders, change, words):
 
 def test_a_recorded_run_that_changed_is_told():
     recorded = {"metrics": {"1": {"actor/loss": 0.5, "reward": 1.0}}, "checkpoint": {"actor/model": "a"}}
-    found = {"metrics": {"1": {"actor/loss": 0.5000001, "reward": 1.0, "new": 2.0}}, "checkpoint": {"actor/model": "b"}}
+    current = {
+        "metrics": {"1": {"actor/loss": 0.5000001, "reward": 1.0, "new": 2.0}},
+        "checkpoint": {"actor/model": "b"},
+    }
     assert golden.differences(recorded, recorded) == []
-    assert golden.differences(recorded, found) == [
+    assert golden.differences(recorded, current) == [
         "step 1: actor/loss is 0.5000001, was 0.5",
         "the checkpoint's actor/model differs",
     ]
-    kept = golden.of_the_work({"actor/loss": 1, "timing_s/gen": 2, "perf/throughput": 3})
-    assert kept == {"actor/loss": 1}
+    metrics = golden.of_the_work({"actor/loss": 1, "timing_s/gen": 2, "perf/throughput": 3})
+    assert metrics == {"actor/loss": 1}

@@ -41,9 +41,9 @@ def test_weights_that_stand_still_are_refused():
 def test_rounds_alternate_and_the_first_does_not_count():
     log = []
     peers = [FakePeer("verl", log), FakePeer("trl", log)]
-    found = peers_cpu.alternate(peers, 2, 10.0)
+    answers = peers_cpu.alternate(peers, 2, 10.0)
     assert [name for name, _, _ in log] == ["verl", "trl", "trl", "verl", "verl", "trl"]
-    assert {name: len(rounds) for name, rounds in found.items()} == {"verl": 2, "trl": 2}
+    assert {name: len(rounds) for name, rounds in answers.items()} == {"verl": 2, "trl": 2}
 
 
 def test_ratios_are_the_peer_s_time_over_ours():
@@ -63,9 +63,9 @@ def test_rollout_rounds_take_a_step_s_prompts_and_check_lengths():
     log = []
     work = Workload("m", "float32", num_prompts=2, num_samples=4, response_tokens=6)
     good = {"lengths": [6], "generate_s": 2.0}
-    found = rollout_cpu.alternate([FakePeer("verl", log, **good)], work, 2, 10.0)
+    answers = rollout_cpu.alternate([FakePeer("verl", log, **good)], work, 2, 10.0)
     assert [step for _, _, step in log] == [0, 1, 2]
-    assert [r["tokens_per_s"] for r in found["verl"]] == [24.0, 24.0]
+    assert [r["tokens_per_s"] for r in answers["verl"]] == [24.0, 24.0]
     with pytest.raises(Unequal, match=r"made 8 samples of \[5, 6\] tokens"):
         rollout_cpu.alternate([FakePeer("verl", log, **good | {"lengths": [5, 6]})], work, 1, 10.0)
 

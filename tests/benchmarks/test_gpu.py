@@ -48,20 +48,20 @@ def test_all_parts_run_with_the_packages_that_it_names(tmp_path):
     command = [sys.executable, "-c", WITHOUT, str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    found = json.loads(out.read_text())["sizes"]["tiny"]
-    assert not [name for name in found if name.endswith(": error")]
-    assert found["fp32 greedy tokens that differ from generate"] == 0
+    values = json.loads(out.read_text())["sizes"]["tiny"]
+    assert not [name for name in values if name.endswith(": error")]
+    assert values["fp32 greedy tokens that differ from generate"] == 0
     for name in ("decode, 4 rows", "GRPO, step", "Hugging Face, training", "times faster, step"):
-        assert found[name] > 0
+        assert values[name] > 0
 
 
 def test_each_size_has_a_process(monkeypatch, tmp_path):
     """The results of a process that fails are kept, and the other processes run."""
-    seen = []
+    started = []
 
     def run(command, check):
         size, part = command[3], Path(command[5])
-        seen.append(size)
+        started.append(size)
         if size != "0.5b":
             part.write_text(json.dumps({"device": "card", "sizes": {size: {"parameters": 1}}}))
         return subprocess.CompletedProcess(command, int(size == "0.5b"))
@@ -69,7 +69,7 @@ def test_each_size_has_a_process(monkeypatch, tmp_path):
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert sizes.main(["--sizes", "0.1b,0.5b,1.5b", "--json", str(tmp_path / "out.json")]) == 1
-    assert seen == ["0.1b", "0.5b", "1.5b"]
+    assert started == ["0.1b", "0.5b", "1.5b"]
     assert list(json.loads((tmp_path / "out.json").read_text())["sizes"]) == ["0.1b", "1.5b"]
 
 

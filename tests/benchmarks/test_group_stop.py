@@ -10,5 +10,5 @@ import pytest
 @pytest.mark.parametrize("each", [False, True], ids=["group", "each"])
 @pytest.mark.parametrize("kind", group_stop.KINDS)
 def test_a_run_saves_and_ends_when_it_is_asked_to(kind, each, tmp_path):
-    found = group_stop.stop(group_stop.endless_task(tmp_path), kind, "run", random.Random(1), each=each)
-    assert found.is_good, found
+    stopped = group_stop.stop(group_stop.endless_task(tmp_path), kind, "run", random.Random(1), each=each)
+    assert stopped.is_good, stopped

@@ -11,9 +11,11 @@ pytestmark = pytest.mark.seed("C5", "C7", "G4")
 
 
 def test_the_sides_are_one_dimension_each_and_all():
-    found = {name: Dimensions.of(FSDPConfig(**keys)) for name, keys in SIDES.items()}
-    assert found[PLAIN] == found["prefetch"] == Dimensions()
-    changed = [[d for d in vars(Dimensions()) if vars(found[n])[d] != vars(Dimensions())[d]] for n in list(SIDES)[2:]]
+    dimensions = {name: Dimensions.of(FSDPConfig(**keys)) for name, keys in SIDES.items()}
+    assert dimensions[PLAIN] == dimensions["prefetch"] == Dimensions()
+    changed = [
+        [d for d in vars(Dimensions()) if vars(dimensions[n])[d] != vars(Dimensions())[d]] for n in list(SIDES)[2:]
+    ]
     assert changed == [["layer_per_group"], ["chunk_tokens"], ["batch_group_size"], list(vars(Dimensions()))]
 
 

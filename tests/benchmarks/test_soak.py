@@ -17,22 +17,22 @@ ROWS = [{"step": n, "time": 100 + 0.1 * n, "timing_s/step": 0.08, "timing_s/gen"
 def readings(slope_mb, noise_mb=0.0):
     """Twice a second for the whole run: `slope_mb` per 1,000 steps after a steep beginning."""
     draw = random.Random(3)
-    found = []
+    rows = []
     for i in range(420):
         now = 98 + 0.5 * i
         step = (now - 100) * 10
         steep = 100 * min(max(step, 0) / 300, 1)
         memory = 300 + steep + slope_mb * step / 1000 + noise_mb * draw.gauss(0, 1)
-        found.append((now, int(memory * 1e6), 40))
-    return found
+        rows.append((now, int(memory * 1e6), 40))
+    return rows
 
 
 def test_steps_between_two_rows():
     rows = [{"step": 1, "time": 10.0}, {"step": 2, "time": 12.0}, {"step": 4, "time": 16.0}]
-    found = steps_at([9.0, 10.0, 11.0, 14.0, 16.5], rows)
-    assert [f for f in found if not math.isnan(f)] == [1.0, 1.5, 3.0]
-    assert math.isnan(found[0])
-    assert math.isnan(found[4])
+    steps = steps_at([9.0, 10.0, 11.0, 14.0, 16.5], rows)
+    assert [f for f in steps if not math.isnan(f)] == [1.0, 1.5, 3.0]
+    assert math.isnan(steps[0])
+    assert math.isnan(steps[4])
 
 
 @pytest.mark.parametrize("slope_mb", [0.0, 0.5, 5.0])
@@ -51,9 +51,9 @@ def test_a_process_that_came_late_has_no_slope():
 
 
 def test_a_line_and_its_error_by_hand():
-    found = fitted([(0.0, 0.0), (1.0, 2.0), (2.0, 1.0)])
-    assert found.per_thousand == pytest.approx(0.5)
-    assert found.error == pytest.approx(2 * math.sqrt(1.5 / 1 / 2))
+    line = fitted([(0.0, 0.0), (1.0, 2.0), (2.0, 1.0)])
+    assert line.per_thousand == pytest.approx(0.5)
+    assert line.error == pytest.approx(2 * math.sqrt(1.5 / 1 / 2))
     assert fitted([(0.0, 1.0), (1.0, 1.0)]) is None
     assert stretches([(float(i), 1.0) for i in range(40)])[0] == (0.5, 1.0)
     assert points_of(readings(0.0), ROWS, 1)[0][0] >= 500
@@ -95,6 +95,6 @@ def test_the_keys_of_the_run(tmp_path):
 def test_a_short_run_is_flat(tmp_path):
     """`python -m pytest tests/benchmarks/test_soak.py -m slow`: 400 steps."""
     assert soak.main(["--steps", "400", "--limit", "20", "--json", str(tmp_path / "r.json")]) == 0
-    found = json.loads((tmp_path / "r.json").read_text())["results"]
-    assert found["left"] == []
-    assert len([s for s in found["slopes"].values() if s]) >= 2
+    results = json.loads((tmp_path / "r.json").read_text())["results"]
+    assert results["left"] == []
+    assert len([s for s in results["slopes"].values() if s]) >= 2

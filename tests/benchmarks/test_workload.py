@@ -56,8 +56,8 @@ def test_given_overrides_replace_ours(tmp_path):
     from verl_side import overrides_of
 
     work = Workload("m", "float32", num_steps=1)
-    made = overrides_of(work, tmp_path, ["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=512"])
-    assert [o for o in made if "ppo_max_token_len_per_gpu" in o] == [
+    overrides = overrides_of(work, tmp_path, ["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=512"])
+    assert [o for o in overrides if "ppo_max_token_len_per_gpu" in o] == [
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=512"
     ]
 

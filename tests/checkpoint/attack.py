@@ -28,27 +28,27 @@ _READING = {"stat", "lstat", "scandir", "listdir", "access", "readlink", "statvf
 
 def state_of(root: Path) -> State:
     """The content of everything under `root`."""
-    found: State = {}
+    state: State = {}
     for folder, folders, files in os.walk(root):
         base = os.path.relpath(folder, root)
         for name in folders:
-            found[os.path.normpath(os.path.join(base, name))] = None
+            state[os.path.normpath(os.path.join(base, name))] = None
         for name in files:
             with open(os.path.join(folder, name), "rb") as file:
-                found[os.path.normpath(os.path.join(base, name))] = file.read()
-    return found
+                state[os.path.normpath(os.path.join(base, name))] = file.read()
+    return state
 
 
 def _outline(folder: str) -> list:
     """Names, sizes and times of everything under `folder`: what changes when a content does."""
-    found = []
+    outline = []
     with os.scandir(folder) as entries:
         for entry in entries:
             status = entry.stat(follow_symlinks=False)
-            found.append((entry.path, status.st_ino, status.st_size, status.st_mtime_ns))
+            outline.append((entry.path, status.st_ino, status.st_size, status.st_mtime_ns))
             if entry.is_dir(follow_symlinks=False):
-                found += _outline(entry.path)
-    return found
+                outline += _outline(entry.path)
+    return outline
 
 
 def put(state: State, root: Path) -> Path:
@@ -203,10 +203,10 @@ class _File:
 def identity(root: Path):
     """Which checkpoint a restarted run resumes from: trainer state and digests of all files, which `find` has verified."""
     store = CheckpointStore(root)
-    found = store.find()
-    if found is None:
+    path = store.find()
+    if path is None:
         return None
-    return store.load(found).trainer_state, read_document(found / MANIFEST)["files"]
+    return store.load(path).trainer_state, read_document(path / MANIFEST)["files"]
 
 
 def leftovers(root: Path) -> list[str]:

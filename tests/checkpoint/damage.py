@@ -206,18 +206,18 @@ def outcome(rng, root: Path, content: State, wanted) -> tuple[str, str]:
     if alone:
         shutil.rmtree(root / "global_step_1")
     store = CheckpointStore(root)
-    said = found = None
+    said = newest = None
     try:
-        found = store.find()
+        newest = store.find()
     except CheckpointError as error:
         said = str(error)
     if said is not None:
         assert str(root) in said
         assert alone, f"{kind.__name__}: the older one was there: {said}"
         return kind.__name__, "refused"
-    assert found is not None, f"{kind.__name__}: a run would start afresh without a word"
-    loaded = store.load(found)
-    if found.name == "global_step_1":
+    assert newest is not None, f"{kind.__name__}: a run would start afresh without a word"
+    loaded = store.load(newest)
+    if newest.name == "global_step_1":
         assert find_damage(root / "global_step_2") is not None
         return kind.__name__, "older one taken"
     assert kind is harmless or _bytes_by_name(root / "global_step_2") == before, (
@@ -287,7 +287,7 @@ def forged(rng, root: Path) -> tuple[str, str]:
 
 def cases(rng, count, folder):
     """(kind of damage, outcome) of `count` checkpoints. Every tenth is of another model, and its digests are right."""
-    wanted = two_checkpoints(folder / "saved")
+    saved = two_checkpoints(folder / "saved")
     content = state_of(folder / "saved")
     for number in range(count):
-        yield outcome(rng, folder / "run", content, wanted) if number % 10 else forged(rng, folder / "forged")
+        yield outcome(rng, folder / "run", content, saved) if number % 10 else forged(rng, folder / "forged")

@@ -141,7 +141,7 @@ def test_killed_while_it_cleans_up(tmp_path):
     """A start after a kill is killed too."""
     save(tmp_path / "run", 1)
     save(tmp_path / "run", 2)
-    wanted = identity(tmp_path / "run")
+    before = identity(tmp_path / "run")
     content = state_of(tmp_path / "run")
     moved = {
         name.replace("global_step_2", place): data
@@ -149,14 +149,14 @@ def test_killed_while_it_cleans_up(tmp_path):
         for name, data in content.items()
         if name.startswith("global_step_2")
     }
-    kept = {name: data for name, data in content.items() if not name.startswith("global_step_2")}
-    root = put({**kept, **moved, ".latest_checkpointed_iteration.txt.17.tmp": b"2"}, tmp_path / "again")
+    remaining = {name: data for name, data in content.items() if not name.startswith("global_step_2")}
+    root = put({**remaining, **moved, ".latest_checkpointed_iteration.txt.17.tmp": b"2"}, tmp_path / "again")
     with DiskStates(root) as disk:
         CheckpointStore(root)
     assert len(disk.states) > 20
     for call, state in disk.states:
         put(state, root)
-        assert identity(root) == wanted, call
+        assert identity(root) == before, call
         assert not leftovers(root), call
 
 
@@ -188,10 +188,10 @@ def refuse_each(scene, code, lasting, tmp_path, every):
                 attacked_save(root)
         except CheckpointError as caught:  # and nothing else
             error = caught
-        found = phase(identity(root), before, new, between)
+        reached = phase(identity(root), before, new, between)
         assert not leftovers(root), place
         if error is None:
-            assert found == 2, place
+            assert reached == 2, place
         else:
             said = str(error)
             assert "Checkpoint 3" in said or "No checkpoint" in said, place
@@ -294,10 +294,10 @@ def kill_processes(scene, action, tmp_path, every):
     while True:
         put(content, root)
         killed = killed_at(action, root, number)
-        found = phase(identity(root), before, new, between)
+        reached = phase(identity(root), before, new, between)
         assert not leftovers(root), number
         if not killed:
-            assert found == 2
+            assert reached == 2
             return kills
         kills += 1
         number += every

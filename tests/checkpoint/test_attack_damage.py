@@ -16,10 +16,10 @@ def quick_disk(monkeypatch):
 
 
 def fuzz(seed, count, tmp_path):
-    wanted = two_checkpoints(tmp_path / "saved")
+    saved = two_checkpoints(tmp_path / "saved")
     content = state_of(tmp_path / "saved")
     rng = random.Random(seed)
-    return Counter(outcome(rng, tmp_path / "run", content, wanted) for _ in range(count))
+    return Counter(outcome(rng, tmp_path / "run", content, saved) for _ in range(count))
 
 
 def test_damaged_checkpoints(tmp_path):

@@ -66,11 +66,11 @@ def test_the_exported_model_is_the_one_that_computed(tmp_path, tiny_llama, round
     engine = trained(tiny_llama, rounding, lora_rank)
     run = saved(engine, tmp_path / "run", setting, name=name)
     out = export(run, tmp_path / "out")
-    found, expected = read_model(out), dict(engine.gather_weights())
-    assert found.keys() == expected.keys()
-    assert all(found[name].dtype == torch.bfloat16 for name in found)
-    assert not [name for name in found if not torch.equal(found[name], expected[name])]
-    assert compare(run, out) == len(found)
+    exported, expected = read_model(out), dict(engine.gather_weights())
+    assert exported.keys() == expected.keys()
+    assert all(exported[name].dtype == torch.bfloat16 for name in exported)
+    assert not [name for name in exported if not torch.equal(exported[name], expected[name])]
+    assert compare(run, out) == len(exported)
     masters = read_model(run / "global_step_3" / name / "huggingface")
     moved = [n for n, master in masters.items() if not torch.equal(master.to(torch.bfloat16), expected[n])]
     assert bool(moved) == (rounding == "dithered")

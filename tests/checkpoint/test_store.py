@@ -67,11 +67,11 @@ def test_safetensors_files_are_what_the_library_reads(tmp_path):
 
     tensors = make_state(1).optimizer
     write_tensors(tmp_path / "ours.safetensors", tensors)
-    found = load_file(tmp_path / "ours.safetensors")
+    loaded = load_file(tmp_path / "ours.safetensors")
     save_file(tensors, tmp_path / "theirs.safetensors")
     theirs = read_tensors(tmp_path / "theirs.safetensors")
     for name, tensor in tensors.items():
-        assert torch.equal(found[name], tensor)
+        assert torch.equal(loaded[name], tensor)
         assert torch.equal(theirs[name], tensor)
 
 

@@ -8,19 +8,19 @@ from verl.errors import ConfigError
 
 
 def test_overrides_and_options_mix():
-    found = parse(
+    arguments = parse(
         "train", "", ["a.b=1", "--config-name", "x", "+c.d=[1,2]", "~e.f"], {"--dry-run": {"action": "store_true"}}
     )
-    assert found.overrides == ["a.b=1", "+c.d=[1,2]", "~e.f"]
-    assert found.config_name == "x"
-    assert not found.options.dry_run
+    assert arguments.overrides == ["a.b=1", "+c.d=[1,2]", "~e.f"]
+    assert arguments.config_name == "x"
+    assert not arguments.options.dry_run
 
 
 @pytest.mark.parametrize("flag", ["--config-path", "--config-dir", "-cp", "-cd"])
 def test_spellings_of_the_folder(flag, tmp_path):
     (tmp_path / "mine.yaml").write_text("trainer: {total_epochs: 7}\n")
-    found = parse("train", "", [flag, str(tmp_path), "--config-name=mine", "trainer.nnodes=1"])
-    loaded = found.load()
+    arguments = parse("train", "", [flag, str(tmp_path), "--config-name=mine", "trainer.nnodes=1"])
+    loaded = arguments.load()
     assert loaded.config.trainer.total_epochs == 7
     assert loaded.origins["trainer.total_epochs"] == f"file {tmp_path / 'mine.yaml'}"
 

@@ -62,8 +62,8 @@ def contents(folder):
     """Digest of every file that a run leaves; its logs, its lock and its heartbeat may change."""
     passing = ("run.lock", "heartbeat.json")
     files = [f for f in folder.rglob("*") if f.is_file() and f.name not in passing]
-    kept = [f for f in files if f.relative_to(folder).parts[0] != "logs"]
-    return {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in kept}
+    compared = [f for f in files if f.relative_to(folder).parts[0] != "logs"]
+    return {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in compared}
 
 
 def damage(folder, step):

@@ -8,8 +8,8 @@ from tests.cli.commands import FILES, cases, make_files, outcome
 
 
 def test_random_command_lines(tmp_path):
-    found = list(cases(random.Random(0), 60, tmp_path))
-    assert len({verb for verb, _ in found}) > 5
+    commands = list(cases(random.Random(0), 60, tmp_path))
+    assert len({verb for verb, _ in commands}) > 5
 
 
 @pytest.mark.slow

@@ -119,9 +119,9 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_findings(name):
     changes, level, words = CASES[name]
-    found = judge(**changes)
-    assert any(of == level and words in text for of, text in found), found
-    assert len(found) == 1, found
+    judged = judge(**changes)
+    assert any(of == level and words in text for of, text in judged), judged
+    assert len(judged) == 1, judged
 
 
 def test_every_fact_can_be_shown_even_when_torch_is_broken():
@@ -161,10 +161,10 @@ def test_a_probe_reports_and_never_raises(tmp_path, monkeypatch):
 
 
 def test_host_facts_are_plausible():
-    found = host()
-    assert 0 < usable_cores() <= found["num_cores"]
+    of_host = host()
+    assert 0 < usable_cores() <= of_host["num_cores"]
     assert 0 < available_memory() <= memory_limit()
-    json.dumps(found)
+    json.dumps(of_host)
 
 
 def test_versions():
@@ -180,10 +180,10 @@ def test_a_program_that_is_not_there_says_nothing():
 def test_doctor_end_to_end(verl):
     code, said = verl("doctor", "--json")
     assert code == 0, said
-    found = json.loads(said)
-    assert found["packages"]["torch_probe"]["gflops"]["float32"] > 0
-    assert found["packages"]["torch_probe"]["equal_rows"]["tiles"]["float32"]["rows"]
-    assert found["findings"]
+    report = json.loads(said)
+    assert report["packages"]["torch_probe"]["gflops"]["float32"] > 0
+    assert report["packages"]["torch_probe"]["equal_rows"]["tiles"]["float32"]["rows"]
+    assert report["findings"]
 
 
 def test_a_torch_that_cannot_be_imported_is_a_finding(tmp_path):
@@ -275,8 +275,8 @@ def test_not_installed_is_a_requirement_that_is_not_met(monkeypatch):
 )
 def test_what_a_gpu_computes_slowly_or_not_at_all_is_said(changes, words):
     card = {**GPU, "name": "New GPU", "capability": [9, 0]}
-    found = judge(torch_changes={"cuda_available": True, "cuda_build": "13.0", "devices": [card], **changes})
-    warnings = [text for level, text in found if level == "warn"]
+    judged = judge(torch_changes={"cuda_available": True, "cuda_build": "13.0", "devices": [card], **changes})
+    warnings = [text for level, text in judged if level == "warn"]
     assert len(warnings) == len(words)
     assert all(word in text for word, text in zip(words, warnings, strict=True))
 

@@ -27,8 +27,8 @@ PORT = {"name": "mlx5_0", "kind": "InfiniBand", "rate": "400 Gb/sec (4X NDR)"}
 
 
 def of(topology="", fabric=(), interfaces=None, **settings):
-    found = {"gpu_links": parse_topology(topology), "fabric": list(fabric), "interfaces": interfaces or {}}
-    return {**found, "settings": settings}
+    facts = {"gpu_links": parse_topology(topology), "fabric": list(fabric), "interfaces": interfaces or {}}
+    return {**facts, "settings": settings}
 
 
 @pytest.mark.parametrize(

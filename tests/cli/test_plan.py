@@ -81,11 +81,11 @@ def test_a_simulated_run_can_be_shown(verl, tmp_path):
     ],
 )
 def test_programs_on_given_rows(verl, program, settings, words):
-    given = ("--program", program, *settings, "trainer.n_gpus_per_node=4", "data.max_length=4096")
-    code, said = verl("plan", *given)
+    arguments = ("--program", program, *settings, "trainer.n_gpus_per_node=4", "data.max_length=4096")
+    code, said = verl("plan", *arguments)
     assert code == 0, said
     assert all(w in said for w in words)
-    code, said = verl("plan", *given, "--json")
+    code, said = verl("plan", *arguments, "--json")
     best = json.loads(said)["best"]
     config = load_config([*settings, *best["overrides"]], schema=SCHEMAS[program], check=False).config
     assert config.trainer.n_gpus_per_node == 4
@@ -94,8 +94,8 @@ def test_programs_on_given_rows(verl, program, settings, words):
 
 def test_nodes_devices_and_engine_follow_the_config(verl):
     own = [a for a in ARGUMENTS if not a.startswith("plan.")]
-    given = ("trainer.nnodes=2", "trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.strategy=megatron")
-    code, said = verl("plan", *own, *given, "actor_rollout_ref.rollout.nnodes=1", "plan.async=off")
+    keys = ("trainer.nnodes=2", "trainer.n_gpus_per_node=4", "actor_rollout_ref.actor.strategy=megatron")
+    code, said = verl("plan", *own, *keys, "actor_rollout_ref.rollout.nnodes=1", "plan.async=off")
     assert code == 0, said
     assert "on 12 x h100_sxm" in said
     assert "actor_rollout_ref.actor.strategy=megatron" in said
@@ -123,12 +123,12 @@ def test_this_processor_as_the_cluster(verl, overrides):
 
 def test_overrides_undo_what_the_command_says_otherwise(verl):
     own = [a for a in ARGUMENTS if not a.startswith("plan.")]
-    given = ("actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=4",
+    keys = ("actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=4",
              "actor_rollout_ref.actor.fsdp_config.param_offload=True", "trainer.n_gpus_per_node=4")  # fmt: skip
-    code, said = verl("plan", *own, *given, "plan.async=off", "--json")
+    code, said = verl("plan", *own, *keys, "plan.async=off", "--json")
     assert code == 0, said
     best = json.loads(said)["best"]
-    config = load_config([*own, *given, *best["overrides"]], check=False).config
+    config = load_config([*own, *keys, *best["overrides"]], check=False).config
     layout = best["placement"][0]["choices"]["actor"]["layout"]
     fsdp = config.actor_rollout_ref.actor.fsdp_config
     assert (
@@ -153,8 +153,8 @@ def test_float32_counts(verl):
 
 
 def test_a_teacher_has_a_role(verl):
-    given = ("distillation.enabled=True", "distillation.teacher_models.teacher_model.model_path=Qwen/Qwen2.5-7B")
-    code, said = verl("plan", *ARGUMENTS, *given, "plan.async=on")
+    keys = ("distillation.enabled=True", "distillation.teacher_models.teacher_model.model_path=Qwen/Qwen2.5-7B")
+    code, said = verl("plan", *ARGUMENTS, *keys, "plan.async=on")
     assert code == 0, said
     assert "teacher forward" in said
     # quotes keep the shell from expanding the braces

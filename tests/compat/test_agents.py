@@ -23,9 +23,9 @@ def test_managers_of_users_are_refused_with_the_way_that_there_is(base):
 
 
 def test_trajectories_are_numbered_within_their_prompt():
-    found = asyncio.run(get_trajectory_info(3, [7, 7, 8], validate=False))
-    assert [(row["sample_index"], row["rollout_n"]) for row in found] == [(7, 0), (7, 1), (8, 0)]
-    assert {(row["step"], row["validate"]) for row in found} == {(3, False)}
+    rows = asyncio.run(get_trajectory_info(3, [7, 7, 8], validate=False))
+    assert [(row["sample_index"], row["rollout_n"]) for row in rows] == [(7, 0), (7, 1), (8, 0)]
+    assert {(row["step"], row["validate"]) for row in rows} == {(3, False)}
 
 
 def test_calls_of_openai_are_read():

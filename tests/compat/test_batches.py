@@ -52,17 +52,17 @@ def registered():
 
 class TestRegistries:
     def test_they_are_mappings_of_functions(self):
-        found = core_algos.ADV_ESTIMATOR_REGISTRY
-        assert found["grpo"] is core_algos.compute_grpo_outcome_advantage
-        assert found[core_algos.AdvantageEstimator.GAE] is core_algos.compute_gae_advantage_return
-        assert core_algos.AdvantageEstimator.RLOO in found
-        assert "nothing" not in found
-        assert found.get("nothing") is None
-        assert {str(name) for name in core_algos.AdvantageEstimator} <= set(found)
-        assert len(found) == len(list(found)) == len(advantages.ADVANTAGES)
+        registry = core_algos.ADV_ESTIMATOR_REGISTRY
+        assert registry["grpo"] is core_algos.compute_grpo_outcome_advantage
+        assert registry[core_algos.AdvantageEstimator.GAE] is core_algos.compute_gae_advantage_return
+        assert core_algos.AdvantageEstimator.RLOO in registry
+        assert "nothing" not in registry
+        assert registry.get("nothing") is None
+        assert {str(name) for name in core_algos.AdvantageEstimator} <= set(registry)
+        assert len(registry) == len(list(registry)) == len(advantages.ADVANTAGES)
         assert core_algos.POLICY_LOSS_REGISTRY["gspo"] is core_algos.compute_policy_loss_gspo
         with pytest.raises(KeyError):
-            found["nothing"]
+            registry["nothing"]
 
     def test_a_decorated_function_comes_back_and_is_what_runs_choose(self, batch, registered):
         def ones(token_level_rewards, response_mask, config=None, **kwargs):
@@ -73,8 +73,8 @@ class TestRegistries:
         assert core_algos.ADV_ESTIMATOR_REGISTRY["compat_ones"] is ones
         assert core_algos.get_adv_estimator_fn("compat_ones") is ones
         columns = {"token_level_rewards": batch.batch["token_level_rewards"], "response_mask": MASK}
-        found, _ = advantages.compute_advantage("compat_ones", columns)
-        assert torch.equal(found, batch.batch["token_level_rewards"] + 1)
+        estimated, _ = advantages.compute_advantage("compat_ones", columns)
+        assert torch.equal(estimated, batch.batch["token_level_rewards"] + 1)
 
     def test_assignment_acts_on_runs(self, batch, registered):
         registered("compat_alias")
@@ -118,13 +118,13 @@ class TestRegistries:
             "advantages": columns["token_level_rewards"], "response_mask": MASK,
         }  # fmt: skip
         agg = lambda matrix, mask, mode="token-mean", /: agg_loss(matrix, mask, mode or "token-mean")  # noqa: E731
-        found = [
+        losses = [
             policy_loss(name, **inputs, agg=agg, params=settings, config=settings)[0]
             for name in ("vanilla", "compat_loss")
             for settings in ({"clip_ratio": 0.01}, {"clip_ratio": 0.5})
         ]
-        torch.testing.assert_close(found[:2], found[2:])
-        assert found[0] != found[1]  # the settings of a run reach it under either name
+        torch.testing.assert_close(losses[:2], losses[2:])
+        assert losses[0] != losses[1]  # the settings of a run reach it under either name
 
     def test_another_function_under_a_taken_name(self, registered):
         registered("compat_taken")
@@ -176,8 +176,8 @@ class TestRayTrainerFunctions:
         from verl.trainer.ppo.ray_trainer import apply_kl_penalty
 
         controller = core_algos.AdaptiveKLController(0.5, target_kl=0.1, horizon=100)
-        found, metrics = apply_kl_penalty(batch, controller, "k1")
-        assert found is batch
+        returned, metrics = apply_kl_penalty(batch, controller, "k1")
+        assert returned is batch
         gap = (batch.batch["old_log_probs"] - batch.batch["ref_log_prob"]) * MASK
         torch.testing.assert_close(batch.batch["token_level_rewards"], batch.batch["token_level_scores"] - 0.5 * gap)
         mean = (gap.sum(1) / MASK.sum(1)).mean().item()
@@ -190,8 +190,8 @@ class TestRayTrainerFunctions:
         """Rewards 1 and 0 of one prompt: mean 1/2, unbiased deviation sqrt(1/2); 2 and 2 of the other teach nothing."""
         from verl.trainer.ppo.ray_trainer import AdvantageEstimator, compute_advantage
 
-        found = compute_advantage(batch, AdvantageEstimator.GRPO, norm_adv_by_std_in_grpo=True)
-        assert found is batch
+        returned = compute_advantage(batch, AdvantageEstimator.GRPO, norm_adv_by_std_in_grpo=True)
+        assert returned is batch
         size = 0.5 / (math.sqrt(0.5) + 1e-6)
         expected = torch.tensor([size, -size, 0.0, 0.0])[:, None] * MASK
         torch.testing.assert_close(batch.batch["advantages"], expected)
@@ -208,9 +208,9 @@ class TestRayTrainerFunctions:
         expected, returns = advantages.compute_advantage(
             name, columns, gamma=0.9, lam=0.8, norm_adv_by_std_in_grpo=True
         )
-        found = compute_advantage(batch, name, gamma=0.9, lam=0.8, config=OmegaConf.create({"adv_estimator": name}))
-        assert torch.equal(found.batch["advantages"], expected)
-        assert torch.equal(found.batch["returns"], returns)
+        returned = compute_advantage(batch, name, gamma=0.9, lam=0.8, config=OmegaConf.create({"adv_estimator": name}))
+        assert torch.equal(returned.batch["advantages"], expected)
+        assert torch.equal(returned.batch["returns"], returns)
 
     def test_gdpo_reads_a_column_for_each_reward(self, batch):
         from verl.trainer.ppo.ray_trainer import compute_advantage
@@ -220,16 +220,16 @@ class TestRayTrainerFunctions:
         expected, _ = advantages.compute_advantage(
             "gdpo", {**columns, "reward_parts": parts}, gdpo_reward_keys=["accuracy"], norm_adv_by_std_in_grpo=True
         )
-        found = compute_advantage(batch, "gdpo", config=OmegaConf.create({"gdpo_reward_keys": ["accuracy"]}))
-        torch.testing.assert_close(found.batch["advantages"], expected)
+        returned = compute_advantage(batch, "gdpo", config=OmegaConf.create({"gdpo_reward_keys": ["accuracy"]}))
+        torch.testing.assert_close(returned.batch["advantages"], expected)
 
     def test_rows_of_pf_ppo_are_drawn_by_score(self, batch):
         from verl.trainer.ppo.ray_trainer import compute_advantage
 
         config = OmegaConf.create({"use_pf_ppo": True, "pf_ppo": {"reweight_method": "pow", "weight_pow": 2.0}})
-        found = compute_advantage(batch, "gae", config=config)
-        assert len(found) == 4
-        assert (found.batch["token_level_rewards"].sum(1) > 0).all()  # a score of 0 is never drawn
+        resampled = compute_advantage(batch, "gae", config=config)
+        assert len(resampled) == 4
+        assert (resampled.batch["token_level_rewards"].sum(1) > 0).all()  # a score of 0 is never drawn
 
     def test_a_column_that_is_missing(self, batch):
         from verl.trainer.ppo.ray_trainer import compute_advantage
@@ -251,11 +251,11 @@ class TestRolloutCorrection:
         }
         expected = rollout_correction(batch.batch["old_log_probs"], batch.batch["rollout_log_probs"], MASK, **settings)
         config = OmegaConf.create({**settings, "bypass_mode": False, "loss_type": "ppo_clip"})
-        found, metrics = compute_rollout_correction_and_add_to_batch(batch, config)
+        corrected, metrics = compute_rollout_correction_and_add_to_batch(batch, config)
         ratio = (batch.batch["old_log_probs"] - batch.batch["rollout_log_probs"]).exp()
-        torch.testing.assert_close(found.batch["rollout_is_weights"], ratio.clamp(max=1.2) * MASK)
-        assert torch.equal(found.batch["response_mask"], MASK * ((ratio >= 0.8) & (ratio <= 1.5)))
-        assert 0 < found.batch["response_mask"].sum() < MASK.sum()
+        torch.testing.assert_close(corrected.batch["rollout_is_weights"], ratio.clamp(max=1.2) * MASK)
+        assert torch.equal(corrected.batch["response_mask"], MASK * ((ratio >= 0.8) & (ratio <= 1.5)))
+        assert 0 < corrected.batch["response_mask"].sum() < MASK.sum()
         assert metrics == metric_values(expected.metrics)
         assert "rollout_corr/kl" in metrics
 
@@ -263,9 +263,9 @@ class TestRolloutCorrection:
         from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 
         batch.batch["response_mask"] = MASK
-        found, metrics = compute_rollout_correction_and_add_to_batch(batch, OmegaConf.create({"rollout_is": None}))
-        assert "rollout_is_weights" not in found.batch.keys()
-        assert torch.equal(found.batch["response_mask"], MASK)
+        corrected, metrics = compute_rollout_correction_and_add_to_batch(batch, OmegaConf.create({"rollout_is": None}))
+        assert "rollout_is_weights" not in corrected.batch.keys()
+        assert torch.equal(corrected.batch["response_mask"], MASK)
         gap = (batch.batch["rollout_log_probs"] - batch.batch["old_log_probs"])[MASK.bool()]
         assert metrics["rollout_corr/kl"] == pytest.approx(gap.mean().item(), rel=1e-5)
 
@@ -274,9 +274,9 @@ class TestRolloutCorrection:
 
         old, sampled = batch.batch["old_log_probs"], batch.batch["rollout_log_probs"]
         assert compute_offpolicy_metrics(old, None, MASK) == {}
-        found = compute_offpolicy_metrics(old, sampled, MASK)
+        metrics = compute_offpolicy_metrics(old, sampled, MASK)
         log_ratio = (old - sampled)[MASK.bool()]
-        assert found["k3_kl"] == pytest.approx((log_ratio.exp() - 1 - log_ratio).mean().item(), rel=1e-5)
+        assert metrics["k3_kl"] == pytest.approx((log_ratio.exp() - 1 - log_ratio).mean().item(), rel=1e-5)
 
     def test_bypass(self, batch):
         from verl.trainer.ppo.rollout_corr_helper import apply_bypass_mode
@@ -295,21 +295,21 @@ class TestMetrics:
     def test_lengths(self, batch):
         from verl.trainer.ppo.metric_utils import _compute_response_info
 
-        found = _compute_response_info(batch)
-        assert found["prompt_length"].tolist() == [2, 2, 2, 2]
-        assert found["response_length"].tolist() == [3, 2, 1, 3]
-        assert torch.equal(found["response_mask"], MASK)
+        lengths = _compute_response_info(batch)
+        assert lengths["prompt_length"].tolist() == [2, 2, 2, 2]
+        assert lengths["response_length"].tolist() == [3, 2, 1, 3]
+        assert torch.equal(lengths["response_mask"], MASK)
 
     def test_trainer_against_sampler(self, batch):
         from verl.utils.debug.metrics import calculate_debug_metrics
 
         p, q = (batch.batch[name].exp()[MASK.bool()].double() for name in ("old_log_probs", "rollout_log_probs"))
-        found = calculate_debug_metrics(batch)
-        assert found["training/rollout_probs_diff_valid"] == 1
-        assert found["training/rollout_probs_diff_mean"] == pytest.approx((p - q).abs().mean().item(), rel=1e-5)
-        assert found["training/rollout_probs_diff_max"] == pytest.approx((p - q).abs().max().item(), rel=1e-5)
+        metrics = calculate_debug_metrics(batch)
+        assert metrics["training/rollout_probs_diff_valid"] == 1
+        assert metrics["training/rollout_probs_diff_mean"] == pytest.approx((p - q).abs().mean().item(), rel=1e-5)
+        assert metrics["training/rollout_probs_diff_max"] == pytest.approx((p - q).abs().max().item(), rel=1e-5)
         expected = np.corrcoef(p.numpy(), q.numpy())[0, 1]
-        assert found["training/rollout_actor_probs_pearson_corr"] == pytest.approx(expected, rel=1e-4)
+        assert metrics["training/rollout_actor_probs_pearson_corr"] == pytest.approx(expected, rel=1e-4)
         batch.batch["response_mask"] = torch.zeros_like(MASK)
         assert calculate_debug_metrics(batch) == {"training/rollout_probs_diff_valid": 0}
 

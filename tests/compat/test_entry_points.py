@@ -41,17 +41,21 @@ def quick(no_pictures):
 
 class TestArguments:
     def test_keys_and_flags(self):
-        found = Arguments(
+        arguments = Arguments(
             ["--config-name=x", "a.b=1", "+c='two words'", "--config-path", "dir", "++d=[1,2]", "~e", "-cn", "y"]
         )
-        assert found.texts == {"a.b": "1", "c": "'two words'", "d": "[1,2]"}
-        assert (found.value("a.b"), found.value("d"), found.value("x", 5)) == (1, [1, 2], 5)
-        assert (found.flag("--config-path"), found.flag("--config-name"), found.flag("-cn")) == ("dir", "x", "y")
-        found.rename("a.", "z.")
-        found.drop_config_flags(["y"])
-        assert found.flag("--config-path") == "dir"
-        found.drop_config_flags(["x"])
-        assert found.argv() == ["~e", "c='two words'", "d=[1,2]", "z.b=1"]
+        assert arguments.texts == {"a.b": "1", "c": "'two words'", "d": "[1,2]"}
+        assert (arguments.value("a.b"), arguments.value("d"), arguments.value("x", 5)) == (1, [1, 2], 5)
+        assert (arguments.flag("--config-path"), arguments.flag("--config-name"), arguments.flag("-cn")) == (
+            "dir",
+            "x",
+            "y",
+        )
+        arguments.rename("a.", "z.")
+        arguments.drop_config_flags(["y"])
+        assert arguments.flag("--config-path") == "dir"
+        arguments.drop_config_flags(["x"])
+        assert arguments.argv() == ["~e", "c='two words'", "d=[1,2]", "z.b=1"]
 
 
 class TestEvaluation:
@@ -155,17 +159,17 @@ class TestGeneration:
             "path": output, "response_key": "responses", "data_source_key": "data_source",
             "reward_model_key": "reward_model",
         }  # fmt: skip
-        found = score_file(data, [f"custom_reward_function.path={answers}/score.py"])
-        assert found == {"test_score/a": 1.0, "test_score/b": 0.0}
+        scores = score_file(data, [f"custom_reward_function.path={answers}/score.py"])
+        assert scores == {"test_score/a": 1.0, "test_score/b": 0.0}
 
     def test_defaults_of_the_older_form(self):
-        found = load_config(
+        loaded = load_config(
             translate(["data.path=x", "data.output_path=o.parquet", "model.path=m"])[2:], check=False
         ).config
-        rollout = found.actor_rollout_ref.rollout
+        rollout = loaded.actor_rollout_ref.rollout
         assert (rollout.n, rollout.temperature, rollout.top_k, rollout.top_p) == (5, 1.0, 50, 0.7)
         assert (rollout.prompt_length, rollout.response_length) == (1536, 512)
-        assert (found.actor_rollout_ref.model.path, found.data.val_files) == ("m", "x")
+        assert (loaded.actor_rollout_ref.model.path, loaded.data.val_files) == ("m", "x")
 
     def test_what_cannot_be(self, capsys):
         assert main_generation(["data.path=x", "data.output_path=o.json"]) == 2
@@ -175,8 +179,8 @@ class TestGeneration:
         assert translate(["data.path=x", "data.output_path=o.parquet", "rollout.temperature=0", "data.n_samples=1"])
 
     def test_a_scorer_of_ones_own_is_kept(self):
-        given = ["data.path=x", "data.output_path=o.parquet", "reward.custom_reward_function.path=s.py"]
-        assert not [argument for argument in translate(given) if "verl.compat" in argument]
+        arguments = ["data.path=x", "data.output_path=o.parquet", "reward.custom_reward_function.path=s.py"]
+        assert not [argument for argument in translate(arguments) if "verl.compat" in argument]
 
 
 class TestAsynchronous:
@@ -187,7 +191,7 @@ class TestAsynchronous:
 
     def test_the_steps_between_two_weight_updates(self):
         """4 groups of 2 x 2 prompts between two updates, 100 prompts in all: 6 steps of 16."""
-        found = self.config(
+        config = self.config(
             fully_async(
                 [
                     *self.COMMON,
@@ -206,16 +210,16 @@ class TestAsynchronous:
                 ]  # fmt: skip
             )
         )
-        rollout = found.actor_rollout_ref.rollout
-        assert (found.data.train_batch_size, found.trainer.total_training_steps) == (16, 6)
+        rollout = config.actor_rollout_ref.rollout
+        assert (config.data.train_batch_size, config.trainer.total_training_steps) == (16, 6)
         assert (rollout.prefetch_num, rollout.partial_rollout, rollout.n) == (1, True, 4)
         assert (rollout.nnodes, rollout.n_gpus_per_node) == (1, 2)
-        assert found.actor_rollout_ref.hybrid_engine is True
-        assert found.algorithm.rollout_correction.rollout_is == "token"
+        assert config.actor_rollout_ref.hybrid_engine is True
+        assert config.algorithm.rollout_correction.rollout_is == "token"
 
     def test_without_staleness_nothing_is_made_ahead(self):
-        found = self.config(fully_async([*self.COMMON, "async_training.staleness_threshold=0"]))
-        assert found.actor_rollout_ref.rollout.prefetch_num == 0
+        config = self.config(fully_async([*self.COMMON, "async_training.staleness_threshold=0"]))
+        assert config.actor_rollout_ref.rollout.prefetch_num == 0
         assert self.config(fully_async([*self.COMMON])).actor_rollout_ref.rollout.prefetch_num == 1
         wide = fully_async([*self.COMMON, "async_training.staleness_threshold=1.5"])
         assert self.config(wide).actor_rollout_ref.rollout.prefetch_num == 2
@@ -225,7 +229,7 @@ class TestAsynchronous:
         assert not [argument for argument in fully_async([*flags, *self.COMMON]) if argument.startswith("--")]
 
     def test_what_has_no_meaning_is_said(self, caplog):
-        found = fully_async(
+        arguments = fully_async(
             [
                 *self.COMMON,
                 "async_training.concurrent_samples_per_replica=16",
@@ -233,15 +237,15 @@ class TestAsynchronous:
             ]
         )
         assert "concurrent_samples_per_replica=16" in caplog.text
-        assert not [argument for argument in found if argument.startswith("async_training.")]
+        assert not [argument for argument in arguments if argument.startswith("async_training.")]
         with pytest.raises(ConfigError, match="role of a device is fixed"):
             fully_async(["async_training.use_dynamic_resource_scheduling=True"])
         with pytest.raises(ConfigError, match="staleness_threshold=-1"):
             fully_async(["async_training.staleness_threshold=-1"])
 
     def test_one_step_off(self):
-        found = self.config(one_step_off([*self.COMMON, "rollout.nnodes=1", "rollout.n_gpus_per_node=3"]))
-        rollout = found.actor_rollout_ref.rollout
+        config = self.config(one_step_off([*self.COMMON, "rollout.nnodes=1", "rollout.n_gpus_per_node=3"]))
+        rollout = config.actor_rollout_ref.rollout
         assert (rollout.prefetch_num, rollout.nnodes, rollout.n_gpus_per_node) == (1, 1, 3)
 
     def test_a_run_of_each(self, tiny_tree, tmp_path, monkeypatch):

@@ -131,8 +131,8 @@ class TestUlysses:
         from verl.utils.ulysses import ulysses_pad
 
         ids, positions = torch.tensor([[5, 6, 7]]), torch.tensor([[0, 1, 2]])
-        found = ulysses_pad(ids, positions, sp_size=4, pad_value=9)
-        assert (found[0].tolist(), found[1].tolist(), found[2]) == ([[5, 6, 7, 9]], [[0, 1, 2, 0]], 1)
+        padded = ulysses_pad(ids, positions, sp_size=4, pad_value=9)
+        assert (padded[0].tolist(), padded[1].tolist(), padded[2]) == ([[5, 6, 7, 9]], [[0, 1, 2, 0]], 1)
         ids, positions, missing = ulysses_pad(torch.ones(1, 3), torch.ones(3, 1, 3), sp_size=2)
         assert (ids.shape, positions.shape, missing) == ((1, 4), (3, 1, 4), 1)
         assert ulysses_pad(ids, None, sp_size=2) == (ids, None, 0)
@@ -149,15 +149,15 @@ class TestUlysses:
         """f(x) = sum(w * x) over tokens: each rank computes its share, and the mean over ranks of the gradients of w is that
         of one process."""
         torch.multiprocessing.spawn(_gather_on_a_rank, args=(str(tmp_path),), nprocs=2)
-        found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
-        for result in found:
+        results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+        for result in results:
             assert result["ids"].tolist() == [[1, 2, 3]]
             assert result["missing"] == 1
-        assert found[0]["share"].tolist() == [[1, 2]]
-        assert found[1]["share"].tolist() == [[3, 0]]
-        assert found[1]["positions"].tolist() == [[2, 0]]
+        assert results[0]["share"].tolist() == [[1, 2]]
+        assert results[1]["share"].tolist() == [[3, 0]]
+        assert results[1]["positions"].tolist() == [[2, 0]]
         weights = torch.tensor([1.0, 10.0, 100.0])
-        mean = (found[0]["grad"] + found[1]["grad"]) / 2
+        mean = (results[0]["grad"] + results[1]["grad"]) / 2
         assert mean.item() == pytest.approx((weights * torch.tensor([1.0, 2.0, 3.0])).sum().item())
 
 
@@ -171,19 +171,19 @@ def _gather_on_a_rank(rank, folder):
     weight = torch.ones((), requires_grad=True)
     whole = ulysses.gather_outputs_and_unpad(weight * share.float(), gather_dim=1, unpad_dim=1, padding_size=missing)
     (whole * torch.tensor([[1.0, 10.0, 100.0]])).sum().backward()
-    found = {"share": share, "positions": positions, "missing": missing, "ids": whole.detach(), "grad": weight.grad}
-    torch.save(found, f"{folder}/{rank}.pt")
+    results = {"share": share, "positions": positions, "missing": missing, "ids": whole.detach(), "grad": weight.grad}
+    torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
 class TestSchedules:
     def rates(self, schedule, steps):
-        found = []
+        rates = []
         for _ in range(steps):
-            found.append(schedule.get_last_lr()[0])
+            rates.append(schedule.get_last_lr()[0])
             schedule.optimizer.step()
             schedule.step()
-        return found
+        return rates
 
     def optimizer(self):
         return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)

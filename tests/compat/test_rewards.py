@@ -55,18 +55,18 @@ class TestManagers:
     def test_the_score_is_on_the_last_token(self, batch, tokenizer):
         from verl.workers.reward_manager import NaiveRewardManager
 
-        seen = []
+        calls = []
 
         def compute_score(data_source, solution_str, ground_truth, extra_info):
-            seen.append((data_source, solution_str, ground_truth, extra_info["num_turns"], extra_info["index"]))
+            calls.append((data_source, solution_str, ground_truth, extra_info["num_turns"], extra_info["index"]))
             return 1.5
 
         manager = NaiveRewardManager(tokenizer=tokenizer, num_examine=0, compute_score=compute_score)
         assert manager(batch).tolist() == [[0, 1.5, 0, 0], [0, 0, 1.5, 0]]
-        assert seen == [("letters", "ab", "ab", 2, 0), ("letters", "xyz", "ab", 4, 1)]
-        found = manager(batch, return_dict=True)
-        assert found["reward_extra_info"] == {}
-        assert torch.equal(found["reward_tensor"], manager(batch))
+        assert calls == [("letters", "ab", "ab", 2, 0), ("letters", "xyz", "ab", 4, 1)]
+        returned = manager(batch, return_dict=True)
+        assert returned["reward_extra_info"] == {}
+        assert torch.equal(returned["reward_tensor"], manager(batch))
         assert batch.non_tensor_batch["extra_info"][0] == {"index": 0}  # the rows stay as they were
 
     def test_a_dict_is_reported_beside_the_score(self, batch, tokenizer, caplog):
@@ -76,8 +76,8 @@ class TestManagers:
             return {"score": 1.0, "acc": solution_str == ground_truth}
 
         with caplog.at_level("INFO"):
-            found = NaiveRewardManager(tokenizer, 1, compute_score)(batch, return_dict=True)
-        assert found["reward_extra_info"] == {"score": [1.0, 1.0], "acc": [True, False]}
+            returned = NaiveRewardManager(tokenizer, 1, compute_score)(batch, return_dict=True)
+        assert returned["reward_extra_info"] == {"score": [1.0, 1.0], "acc": [True, False]}
         assert caplog.text.count("[letters]") == 1
 
     def test_what_is_scored_already(self, batch, tokenizer):
@@ -98,9 +98,9 @@ class TestManagers:
         cls = get_reward_manager_cls("dapo")
         score = lambda **_: {"score": 1.0}  # noqa: E731
         manager = cls(tokenizer, 0, score, max_resp_len=4, overlong_buffer_cfg=buffer)
-        found = manager(batch, return_dict=True)
-        assert found["reward_tensor"].sum(1).tolist() == [1.0, 0.0]
-        assert found["reward_extra_info"]["overlong_reward"] == [0.0, -1.0]
+        returned = manager(batch, return_dict=True)
+        assert returned["reward_tensor"].sum(1).tolist() == [1.0, 0.0]
+        assert returned["reward_extra_info"]["overlong_reward"] == [0.0, -1.0]
         with pytest.raises(ConfigError, match="len=2 needs"):
             cls(tokenizer, 0, score, max_resp_len=1, overlong_buffer_cfg=buffer)
 
@@ -311,8 +311,8 @@ class TestFilesInThePackage:
 
         monkeypatch.chdir(tmp_path)
         spec = RewardFunctionSpec("verl/utils/reward_score/rlla.py")
-        found = load_reward_function(spec)(data_source="rlla", solution_str=reply, ground_truth=self.GOLD)
-        assert found == {"score": pytest.approx(form + correct), "format": form, "correctness": pytest.approx(correct)}
+        score = load_reward_function(spec)(data_source="rlla", solution_str=reply, ground_truth=self.GOLD)
+        assert score == {"score": pytest.approx(form + correct), "format": form, "correctness": pytest.approx(correct)}
         assert spec.file_digest() is None  # a module, not a file of the user
 
     def test_replies_without_calls(self):

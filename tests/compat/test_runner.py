@@ -31,11 +31,11 @@ def tokenizer(tiny_llama):
 @pytest.fixture
 def rows(tokenizer):
     """Tokenized rows of several lengths; the user's tokens do not train."""
-    made = []
+    examples = []
     for n in range(22):
         prompt, answer = (tokenizer.encode(text, add_special_tokens=False) for text in (f"{n}?", "ab" * (n % 5 + 1)))
-        made.append({"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer})
-    return made
+        examples.append({"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer})
+    return examples
 
 
 def arguments(folder, **changes):
@@ -98,10 +98,10 @@ def test_losses_are_those_of_trainer(tiny_llama, tokenizer, rows, tmp_path, chan
     assert ours_seen.seen == expected
     for (name, one), (_, other) in zip(ours.model.named_parameters(), theirs.model.named_parameters(), strict=True):
         assert torch.allclose(one, other, atol=2e-4), name
-    found, expected = (
+    losses, expected = (
         [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row] for trainer in (ours, theirs)
     )
-    assert found == pytest.approx(expected, rel=1e-3)
+    assert losses == pytest.approx(expected, rel=1e-3)
 
 
 class StopAt(TrainerCallback):
@@ -179,10 +179,10 @@ def test_scripts_run_with_two_lines_changed(name, tiny_llama, tmp_path, monkeypa
     monkeypatch.syspath_prepend(str(SCRIPTS))
     monkeypatch.setattr(sys, "argv", [str(script), str(tiny_llama), str(tmp_path / "out")])
     try:
-        found = runpy.run_path(str(script), run_name="__main__")
+        namespace = runpy.run_path(str(script), run_name="__main__")
     finally:
         sys.modules.pop("trl", None)
-    history = found["trainer"].state.log_history
+    history = namespace["trainer"].state.log_history
     final = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "final", dtype=torch.float32)
     start = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
     assert any(not torch.equal(a, b) for a, b in zip(final.parameters(), start.parameters(), strict=True))
@@ -200,7 +200,7 @@ def test_scripts_run_with_two_lines_changed(name, tiny_llama, tmp_path, monkeypa
         assert losses[-1] < losses[0]
         assert name != "dpo" or losses[0] == pytest.approx(0.6931, abs=1e-3)
     if name == "run_clm":
-        assert found["metrics"]["eval_loss"] < 5
+        assert namespace["metrics"]["eval_loss"] < 5
 
 
 @pytest.fixture
@@ -264,13 +264,13 @@ class TestArgumentsOfTRL:
         """Names and defaults, after TRL's own checks."""
         if not peer_env.is_ready("trl", peer_env.default_folder("trl")):
             pytest.skip("TRL's environment is not there; benchmarks/peers/peer_env.py makes it")
-        made = {
+        configs = {
             name: getattr(trl, name)(str(tmp_path), use_cpu=True) for name in ("SFTConfig", "GRPOConfig", "DPOConfig")
         }
         own = {f.name for f in dataclasses.fields(TrainingArguments)}
         ours = {
             name: {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.name not in own}
-            for name, args in made.items()
+            for name, args in configs.items()
         }
         code = (
             "import json, sys, trl\n"

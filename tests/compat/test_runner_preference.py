@@ -80,9 +80,9 @@ def test_dpo_is_that_of_verl_dpo(dpo_config, model, tiny_llama, tokenizer, tmp_p
         "trainer.logger=[file]", "trainer.total_epochs=2", f"trainer.default_local_dir={tmp_path / 'run'}", *overrides,
     ]  # fmt: skip
     assert train(load_config(settings, schema=PREFERENCE), program="preference") == 0
-    expected, found = Run(tmp_path / "run").training_rows(), steps_of(runner)
-    assert len(found) == len(expected) == 6
-    for one, other in zip(found, expected, strict=True):
+    expected, steps = Run(tmp_path / "run").training_rows(), steps_of(runner)
+    assert len(steps) == len(expected) == 6
+    for one, other in zip(steps, expected, strict=True):
         for name in METRICS:
             assert one[name] == pytest.approx(other[f"train/{name}"], rel=1e-5, abs=1e-6), name
     assert [name for name, _ in recorder.seen].count("on_step_end") == 6
@@ -94,14 +94,14 @@ def test_dpo_is_that_of_verl_dpo(dpo_config, model, tiny_llama, tokenizer, tmp_p
 def test_evaluation_after_training_has_the_reference_of_training(
     dpo_config, model, tiny_llama, tokenizer, tmp_path, reference  # noqa: F811
 ):  # fmt: skip
-    given = None
+    ref_model = None
     if reference == "given":
-        given = copy.deepcopy(model)
+        ref_model = copy.deepcopy(model)
         with torch.no_grad():
-            given.lm_head.weight.mul_(1.5)
+            ref_model.lm_head.weight.mul_(1.5)
     runner = RLRunner(
         model, dpo_config(tmp_path, eval_strategy="epoch"), train_dataset=PAIRS[:12], eval_dataset=PAIRS[12:18],
-        processing_class=tokenizer, ref_model=given,
+        processing_class=tokenizer, ref_model=ref_model,
     )  # fmt: skip
     runner.train()
     last = [row for row in runner.state.log_history if "eval_loss" in row][-1]

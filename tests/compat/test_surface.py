@@ -17,8 +17,8 @@ def rows():
 
 def imports(module, name):
     try:
-        found = importlib.import_module(module)
-        return hasattr(found, name) or importlib.import_module(f"{module}.{name}") is not None
+        imported = importlib.import_module(module)
+        return hasattr(imported, name) or importlib.import_module(f"{module}.{name}") is not None
     except ImportError:
         return False
 

@@ -77,10 +77,10 @@ def test_concat_of_what_does_not_fit():
 
 
 def test_rows_by_number():
-    found = tu.index_select_tensor_dict(batch(), [2, 0])
-    assert rows(found) == [[4, 5, 6], [1]]
-    assert tu.get(found, "uid") == ["c", "a"]
-    assert found["score"].tolist() == [2, 0]
+    selected = tu.index_select_tensor_dict(batch(), [2, 0])
+    assert rows(selected) == [[4, 5, 6], [1]]
+    assert tu.get(selected, "uid") == ["c", "a"]
+    assert selected["score"].tolist() == [2, 0]
 
 
 def test_union():

@@ -83,18 +83,18 @@ class TestDatasets:
             "    pass\n"
         )
 
-        def made(name, **settings):
+        def order_of(name, **settings):
             sampler = {"class_path": f"{tmp_path}/order.py", "class_name": name}
             return create_rl_sampler(OmegaConf.create({"sampler": sampler, **settings}), [0, 1, 2])
 
-        assert list(made("Backwards")) == [2, 1, 0]
-        learning = made("Learning", dataloader_num_workers=0)
+        assert list(order_of("Backwards")) == [2, 1, 0]
+        learning = order_of("Learning", dataloader_num_workers=0)
         learning.update(None)
         assert list(learning) == [1, 0]
         with pytest.raises(ConfigError, match="dataloader_num_workers=0"):
-            made("Learning")
+            order_of("Learning")
         with pytest.raises(ConfigError, match="not a subclass of AbstractSampler"):
-            made("Other")
+            order_of("Other")
 
     def test_the_bases_are_abstract(self):
         from verl.experimental.dataset.sampler import AbstractCurriculumSampler, AbstractSampler
@@ -127,14 +127,14 @@ class TestRuns:
         )
         trainer.init_workers()
         trainer.fit()
-        (found,) = rows_of(tiny_tree)
+        (row,) = rows_of(tiny_tree)
         from verl.trainer.main_ppo import TaskRunner
 
         tiny_tree["trainer"]["default_local_dir"] = f"{tmp_path}/again"
         TaskRunner().run(OmegaConf.create(tiny_tree))
         (again,) = rows_of(tiny_tree)
         for name in ("actor/pg_loss", "actor/grad_norm", "critic/score/mean", "response_length/mean"):
-            assert found[name] == again[name]
+            assert row[name] == again[name]
 
     def test_a_runner_of_a_recipe(self, tiny_tree):
         from verl.trainer.main_ppo import TaskRunner, run_ppo

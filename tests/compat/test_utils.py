@@ -147,8 +147,8 @@ class TestImports:
         from verl.utils import import_utils
 
         for package in ("nvtx", "vllm", "sglang", "trl"):
-            found = getattr(import_utils, f"is_{package}_available")()
-            assert found is (importlib.util.find_spec(package) is not None)
+            available = getattr(import_utils, f"is_{package}_available")()
+            assert available is (importlib.util.find_spec(package) is not None)
         assert import_utils.is_megatron_core_available() in (True, False)
 
     def test_code_by_path(self, tmp_path):
@@ -183,9 +183,9 @@ class TestImports:
         with pytest.warns(FutureWarning, match="old is deprecated.*Use new_one"):
             assert old(1) == 2
         with pytest.warns(FutureWarning, match="Use New instead"):
-            made = Old(3)
-        assert isinstance(made, Old)
-        assert made.x == 3
+            instance = Old(3)
+        assert isinstance(instance, Old)
+        assert instance.x == 3
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert old.__name__ == "old"
@@ -196,12 +196,12 @@ class TestContainers:
         from verl.utils.metric import reduce_metrics
         from verl.utils.py_functional import append_to_dict
 
-        found = {}
+        metrics = {}
         for loss in (1.0, 3.0):
-            append_to_dict(found, {"loss": loss, "actor/grad_max": loss, "actor/len_min": loss}, prefix="actor/")
-        assert found == {"actor/loss": [1.0, 3.0], "actor/grad_max": [1.0, 3.0], "actor/len_min": [1.0, 3.0]}
-        assert reduce_metrics(found) is found
-        assert found == {"actor/loss": 2.0, "actor/grad_max": 3.0, "actor/len_min": 1.0}
+            append_to_dict(metrics, {"loss": loss, "actor/grad_max": loss, "actor/len_min": loss}, prefix="actor/")
+        assert metrics == {"actor/loss": [1.0, 3.0], "actor/grad_max": [1.0, 3.0], "actor/len_min": [1.0, 3.0]}
+        assert reduce_metrics(metrics) is metrics
+        assert metrics == {"actor/loss": 2.0, "actor/grad_max": 3.0, "actor/len_min": 1.0}
 
     def test_a_metric_reduces_itself(self):
         from verl.data_proto.metrics import Metric
@@ -213,10 +213,10 @@ class TestContainers:
         from verl.utils.py_functional import convert_to_regular_types
 
         config = OmegaConf.create({"a": [1, {"b": "${c}"}], "c": 2})
-        found = convert_to_regular_types({"x": config, "y": (config.a, None)})
-        assert found == {"x": {"a": [1, {"b": 2}], "c": 2}, "y": [[1, {"b": 2}], None]}
-        assert type(found["x"]) is dict
-        assert type(found["x"]["a"]) is list
+        converted = convert_to_regular_types({"x": config, "y": (config.a, None)})
+        assert converted == {"x": {"a": [1, {"b": 2}], "c": 2}, "y": [[1, {"b": 2}], None]}
+        assert type(converted["x"]) is dict
+        assert type(converted["x"]["a"]) is list
 
     def test_dicts(self):
         from verl.utils.py_functional import list_of_dict_to_dict_of_list, union_two_dict

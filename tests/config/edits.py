@@ -43,9 +43,9 @@ def outcome(key: str, edited: str) -> str:
     an entry of a free mapping), "a section", "a mark" (+ and ~ before a key, and space, say the same key), or the fault."""
     spelled = edited.lstrip().lstrip("+~")
     path, _ = PPO.resolve(spelled)
-    given = Given(PPO)
-    given.add_overrides([f"{edited}=1"])
-    errors = [fault.sentence for fault in given.faults]
+    user = Given(PPO)
+    user.add_overrides([f"{edited}=1"])
+    errors = [fault.sentence for fault in user.faults]
     if not errors:
         if spelled == key:
             return "a mark"
@@ -87,7 +87,7 @@ def cases(rng, count, folder):
         some = (rng.choice(keys()) for _ in range(count))
         chosen = ((key, rng.choice(list(edits(key, rng, 1)))) for key in some)
     for key, edited in chosen:
-        found = outcome(key, edited)
-        if found not in EXPECTED:
-            raise AssertionError(found)
-        yield key.partition(".")[0], found
+        actual = outcome(key, edited)
+        if actual not in EXPECTED:
+            raise AssertionError(actual)
+        yield key.partition(".")[0], actual

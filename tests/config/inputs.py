@@ -114,7 +114,7 @@ def document(rng: random.Random, schema) -> tuple[str, bytes]:
         name = rng.choice(sorted(DOCUMENTS))
         return name, DOCUMENTS[name].encode("utf-8", "surrogatepass")
     if kind == 1:  # a valid value of any type for a key, as JSON, which is YAML
-        found = rng.choice(
+        tree = rng.choice(
             [
                 math.inf,
                 math.nan,
@@ -133,10 +133,10 @@ def document(rng: random.Random, schema) -> tuple[str, bytes]:
             ]
         )
         if rng.random() < 0.4:
-            found = rng.choice([*NASTY.values(), *REFERENCES])
+            tree = rng.choice([*NASTY.values(), *REFERENCES])
         for name in reversed(rng.choice(KEYS[schema]).split(".")):
-            found = {name: found}
-        return "value", json.dumps(found).encode()
+            tree = {name: tree}
+        return "value", json.dumps(tree).encode()
     content = bytearray(TREE.encode())
     for _ in range(rng.choice([1, 1, 3])):
         at = rng.randrange(len(content) + 1)
@@ -163,11 +163,11 @@ def outcome(schema, overrides, file, folder) -> str:
         assert loaded, (overrides, file)
         assert prints(loaded), ascii(loaded)
         return "refused"
-    found = schema.flatten(loaded.config)
+    flat = schema.flatten(loaded.config)
     again = load_config([], str(loaded.write(folder / "written")), schema=schema, check=False)
-    assert repr(schema.flatten(again.config)) == repr(found), (overrides, file)
+    assert repr(schema.flatten(again.config)) == repr(flat), (overrides, file)
     for path, leaf in schema.leaves.items():
-        bounds, number = leaf.key.bounds, found[path]
+        bounds, number = leaf.key.bounds, flat[path]
         if isinstance(number, float) and not leaf.inert:
             assert math.isfinite(number) or number in bounds.also, path
     return "accepted"

@@ -76,6 +76,6 @@ def test_every_key_is_there():
 
 
 def test_the_runtime_environment_of_ray_jobs_is_there():
-    found = OmegaConf.load(FOLDER.parent / "runtime_env.yaml")
-    assert found.working_dir == "./"
-    assert all(isinstance(value, str) for value in found.env_vars.values())
+    environment = OmegaConf.load(FOLDER.parent / "runtime_env.yaml")
+    assert environment.working_dir == "./"
+    assert all(isinstance(value, str) for value in environment.env_vars.values())

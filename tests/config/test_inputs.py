@@ -79,8 +79,8 @@ REFUSED = {
 def test_documents(name, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(DOCUMENTS[name])
-    found = read(PPO, [], file)
-    assert name not in REFUSED or REFUSED[name] in found
+    answer = read(PPO, [], file)
+    assert name not in REFUSED or REFUSED[name] in answer
 
 
 def test_what_is_no_file(tmp_path):

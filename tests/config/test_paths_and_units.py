@@ -26,8 +26,8 @@ NOT_FILES = {"prompt_key"}
 def loaded(key, value):
     schema, path = key
     config = load_config([f"{path}='{value}'"], schema=SCHEMAS[schema], check=False)
-    found = SCHEMAS[schema].flatten(config.config)[path]
-    return config, found[0] if isinstance(found, list) else found
+    resolved = SCHEMAS[schema].flatten(config.config)[path]
+    return config, resolved[0] if isinstance(resolved, list) else resolved
 
 
 def test_every_key_of_a_file_is_one_of_paths():

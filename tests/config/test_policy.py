@@ -113,7 +113,7 @@ def outcome(key, value):
 @pytest.mark.parametrize("section", SECTIONS)
 def test_every_key_alone(section):
     """Declared inert: noticed or refused. Declared used: acts, unless the condition that it names does not hold."""
-    seen = {}
+    outcomes = {}
     for key, default in KNOWN:
         if ".".join(key.split(".")[:2]) != section:
             continue
@@ -121,12 +121,12 @@ def test_every_key_alone(section):
         if default not in ("FOLLOWS", "REQUIRED") and key != "trainer.n_gpus_per_node":
             assert outcome(key, default) in ("acts", "noticed"), key
         for value in other_values(key):
-            seen[key] = outcome(key, value)
+            outcomes[key] = outcome(key, value)
             if leaf.inert:
-                assert seen[key] == "refused" if leaf.key.refused else seen[key] in ("noticed", "refused"), key
-            elif seen[key] == "noticed":
+                assert outcomes[key] == "refused" if leaf.key.refused else outcomes[key] in ("noticed", "refused"), key
+            elif outcomes[key] == "noticed":
                 assert leaf.conditions, key
-    assert seen
+    assert outcomes
 
 
 ESTIMATORS = [(name, f"algorithm.adv_estimator={name}") for name in ADVANTAGES.built_in]
@@ -145,13 +145,13 @@ def test_every_key_with_each_estimator_and_loss(name, choice):
         for value in other_values(key):
             setting = Setting(path, value, "command line", key, value)
             config = replaced(base.config, path.split("."), fitted(key, value, path))
-            found = verdict(dataclasses.replace(base, config=config, given={path: setting}), path, setting)
-            kinds.add(found.kind)
-            if found.kind == "refused":
-                assert leaf.strict, (key, found.reason)
-                assert "Remove it" in found.reason
-            elif found.kind == "noticed":
-                assert found.reason in CONDITION_REASONS, (key, found.reason)
+            judged = verdict(dataclasses.replace(base, config=config, given={path: setting}), path, setting)
+            kinds.add(judged.kind)
+            if judged.kind == "refused":
+                assert leaf.strict, (key, judged.reason)
+                assert "Remove it" in judged.reason
+            elif judged.kind == "noticed":
+                assert judged.reason in CONDITION_REASONS, (key, judged.reason)
     assert kinds == {"acts", "noticed", "refused"}
 
 

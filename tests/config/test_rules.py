@@ -203,13 +203,13 @@ def test_a_broken_rule_is_reported(level, key, overrides):
 
 
 def test_names_of_rejection_sampling_are_those_of_keys():
-    given = load(*REJECTION[:1], "rejection.n=8", "rejection.rounds=3", "rejection.epochs=2").config
-    found = (
-        given.actor_rollout_ref.rollout.n,
-        given.trainer.total_training_steps,
-        given.actor_rollout_ref.actor.ppo_epochs,
+    explicit = load(*REJECTION[:1], "rejection.n=8", "rejection.rounds=3", "rejection.epochs=2").config
+    numbers = (
+        explicit.actor_rollout_ref.rollout.n,
+        explicit.trainer.total_training_steps,
+        explicit.actor_rollout_ref.actor.ppo_epochs,
     )
-    assert found == (8, 3, 2)
+    assert numbers == (8, 3, 2)
 
 
 def test_every_rule_has_a_row():

@@ -186,8 +186,8 @@ def test_devices_follow_the_launcher(monkeypatch):
     loaded = load()
     assert (loaded.config.trainer.nnodes, loaded.config.trainer.n_gpus_per_node) == (2, 4)
     assert loaded.origins["trainer.n_gpus_per_node"] == "follows LOCAL_WORLD_SIZE"
-    given = load("trainer.n_gpus_per_node=2").config.trainer
-    assert (given.nnodes, given.n_gpus_per_node) == (1, 2)
+    explicit = load("trainer.n_gpus_per_node=2").config.trainer
+    assert (explicit.nnodes, explicit.n_gpus_per_node) == (1, 2)
 
 
 @pytest.mark.parametrize(

@@ -95,8 +95,8 @@ def test_the_folder_of_the_package_as_scripts_name_it(tmp_path, monkeypatch, fol
     """`--config-path=config --config-name=ppo_trainer` is relative to the installed package for Hydra."""
     monkeypatch.chdir(tmp_path)
     assert load_config([], folder, "ppo_trainer.yaml").config == load().config
-    found = load_config([], folder, "ppo_megatron_trainer.yaml").config
-    assert found.actor_rollout_ref.actor.strategy == "megatron"
+    config = load_config([], folder, "ppo_megatron_trainer.yaml").config
+    assert config.actor_rollout_ref.actor.strategy == "megatron"
     assert "does not exist" in refused(config_path=folder, config_name="mine")
     if not folder.startswith("pkg"):
         Path(folder).mkdir(parents=True)
@@ -109,12 +109,12 @@ def test_adapters_bring_their_rank_and_scale(tmp_path):
     saved = {"r": 8, "lora_alpha": 24, "target_modules": ["q_proj", "v_proj"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(saved))
     loaded = load(f"{model}.lora_adapter_path={tmp_path}")
-    found = loaded.config.actor_rollout_ref.model
-    assert (found.lora_rank, found.lora_alpha, found.target_modules) == (8, 24, ["q_proj", "v_proj"])
+    section = loaded.config.actor_rollout_ref.model
+    assert (section.lora_rank, section.lora_alpha, section.target_modules) == (8, 24, ["q_proj", "v_proj"])
     assert loaded.origins[f"{model}.lora_rank"] == f"follows {model}.lora_adapter_path"
     assert loaded.notices == []
-    given = load(f"{model}.lora_adapter_path={tmp_path}", f"{model}.lora_rank=4").config.actor_rollout_ref.model
-    assert (given.lora_rank, given.lora_alpha) == (4, 16)  # which the engine compares with the adapters
+    explicit = load(f"{model}.lora_adapter_path={tmp_path}", f"{model}.lora_rank=4").config.actor_rollout_ref.model
+    assert (explicit.lora_rank, explicit.lora_alpha) == (4, 16)  # which the engine compares with the adapters
     refused(f"{model}.lora_adapter_path={tmp_path / 'none'}", match="is no folder with adapters")
     refused(f"critic.model.lora_adapter_path={tmp_path / 'none'}", match="is no folder with adapters")
 

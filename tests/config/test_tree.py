@@ -119,10 +119,12 @@ def test_tables_name_existing_keys(schema):
 
 @BOTH
 def test_a_followed_key_stands_above_its_followers(schema):
-    seen = set()
+    earlier = set()
     for key, source in schema.follows:
-        assert source not in {k for k, _ in schema.follows} - seen, f"{key} follows {source}, which is filled in later"
-        seen.add(key)
+        assert source not in {k for k, _ in schema.follows} - earlier, (
+            f"{key} follows {source}, which is filled in later"
+        )
+        earlier.add(key)
 
 
 @BOTH

@@ -44,17 +44,17 @@ def twice(rng, path):
 
 
 def change(rng, path):
-    found = bytearray(path.read_bytes())
+    damaged = bytearray(path.read_bytes())
     for _ in range(rng.choice([1, 1, 2, 8])):
-        at = rng.randrange(len(found))
-        found[at : at + rng.randrange(3)] = rng.choice([b"", b"\0", b"\n", b'"', b"[", b"\xff", rng.randbytes(2)])
-    path.write_bytes(found)
+        at = rng.randrange(len(damaged))
+        damaged[at : at + rng.randrange(3)] = rng.choice([b"", b"\0", b"\n", b'"', b"[", b"\xff", rng.randbytes(2)])
+    path.write_bytes(damaged)
 
 
 def flip(rng, path):
-    found = bytearray(path.read_bytes())
-    found[rng.randrange(len(found))] ^= 1 << rng.randrange(8)
-    path.write_bytes(found)
+    damaged = bytearray(path.read_bytes())
+    damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
+    path.write_bytes(damaged)
 
 
 def cut(rng, path):

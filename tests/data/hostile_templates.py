@@ -56,8 +56,8 @@ def prompts(path, tokenizer):
 
 
 def sequences(path, tokenizer):
-    found = load_conversations(str(path), tokenizer, SFTDataConfig())
-    return [[sequence.input_ids.tolist() for sequence in found[number]] for number in range(len(found))]
+    loaded = load_conversations(str(path), tokenizer, SFTDataConfig())
+    return [[sequence.input_ids.tolist() for sequence in loaded[number]] for number in range(len(loaded))]
 
 
 def outcome(rng, files, tokenizer):

@@ -123,20 +123,20 @@ KINDS = (drop, retype, nest, deep, huge, text, number, binary, typo)
 
 def mutated(rng) -> tuple[str, dict]:
     """(kind, row) with one thing done to one field, or to its name."""
-    found = copy.deepcopy(rng.choice(base_rows()))
-    path = rng.choice(list(places(found)))
-    parent, key = _parent(found, path), path[-1]
+    changed = copy.deepcopy(rng.choice(base_rows()))
+    path = rng.choice(list(places(changed)))
+    parent, key = _parent(changed, path), path[-1]
     if rng.random() < 0.15 and isinstance(key, str):
-        new = rng.choice([typo(rng, key), rng.choice(list(found)), "x", key.upper(), f" {key}"])
+        new = rng.choice([typo(rng, key), rng.choice(list(changed)), "x", key.upper(), f" {key}"])
         parent[key if new is ... or new in parent else new] = parent.pop(key)
-        return "rename", found
+        return "rename", changed
     kind = rng.choice(KINDS)
     value = kind(rng, parent[key])
     if value is ...:
         parent.pop(key)
     else:
         parent[key] = value
-    return kind.__name__, found
+    return kind.__name__, changed
 
 
 def write(rng, folder, changed: dict):
@@ -182,9 +182,9 @@ def read(path, tokenizer):
     return loaded if refused is None else refused
 
 
-def is_valid(found: dict) -> bool:
+def is_valid(parsed: dict) -> bool:
     """The schema of a row."""
-    source, prompt, reward, extra = (found.get(k) for k in ("data_source", "prompt", "reward_model", "extra_info"))
+    source, prompt, reward, extra = (parsed.get(k) for k in ("data_source", "prompt", "reward_model", "extra_info"))
     if not isinstance(source, str) or not source or not isinstance(reward, dict):
         return False
     if not source.isprintable() or len(source) > 200:
@@ -196,7 +196,7 @@ def is_valid(found: dict) -> bool:
     truth = reward.get("ground_truth")
     if isinstance(truth, float) and not math.isfinite(truth):
         return False
-    if not all(_holds_nothing(found.get(name)) for name in ("images", "videos", "audios")):
+    if not all(_holds_nothing(parsed.get(name)) for name in ("images", "videos", "audios")):
         return False
     if isinstance(prompt, list):
         return bool(prompt) and all(map(_is_message, prompt)) and all(map(_is_plain, (prompt, source, reward, extra)))
@@ -245,10 +245,10 @@ def outcome(rng, folder, tokenizer) -> tuple[str, str]:
     path.unlink()
     if isinstance(answer, str):
         return kind, "refused"
-    found, tokens = answer
-    assert is_valid(found), f"a wrong row is accepted: {kind}: {changed!r}"
+    parsed, tokens = answer
+    assert is_valid(parsed), f"a wrong row is accepted: {kind}: {changed!r}"
     said = tokenizer.decode(tokens)
-    for message in found["raw_prompt"]:
+    for message in parsed["raw_prompt"]:
         assert (text_of(message.get("content")) or "") in said, (
             f"the prompt does not say what the row says: {changed!r}"
         )

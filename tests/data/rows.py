@@ -7,14 +7,14 @@ from verl.config import DataConfig
 
 
 def row(number=0, **changes):
-    found = {
+    values = {
         "data_source": "task/a",
         "prompt": [{"role": "user", "content": f"question {number}"}],
         "reward_model": {"style": "rule", "ground_truth": str(number)},
         "extra_info": {"index": number, "split": "train"},
     }
-    found.update(changes)
-    return {key: value for key, value in found.items() if value is not ...}
+    values.update(changes)
+    return {key: value for key, value in values.items() if value is not ...}
 
 
 def write(path, rows):

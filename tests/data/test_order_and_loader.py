@@ -68,8 +68,8 @@ def loader(tmp_path, number=7, batch=3, shuffle=True):
 
 
 def test_a_batch_has_the_columns_of_the_table(tmp_path):
-    found = loader(tmp_path)
-    batch = found.take(4, 3)
+    prompts = loader(tmp_path)
+    batch = prompts.take(4, 3)
     assert batch.batch["ordinal"].tolist() == [4, 5, 6]
     for name, column in COLUMNS.items():
         if column.producer == "data":
@@ -90,9 +90,9 @@ def test_a_batch_has_the_columns_of_the_table(tmp_path):
 
 
 def test_steps_are_pure_functions_and_epochs_drop_their_rest(tmp_path):
-    found = loader(tmp_path)
-    assert found.num_steps_per_epoch == 2
-    steps = [found.batch(step).batch for step in (1, 2, 3, 4)]
+    prompts = loader(tmp_path)
+    assert prompts.num_steps_per_epoch == 2
+    steps = [prompts.batch(step).batch for step in (1, 2, 3, 4)]
     assert [n for b in steps for n in b["ordinal"].tolist()] == list(range(12))
     for first, second in ((steps[0], steps[1]), (steps[2], steps[3])):
         assert len({*first["row_index"].tolist(), *second["row_index"].tolist()}) == 6
@@ -102,10 +102,10 @@ def test_steps_are_pure_functions_and_epochs_drop_their_rest(tmp_path):
 
 def test_validation_reads_all_rows_in_file_order(tmp_path):
     rows = rows_of(tmp_path, 7)
-    found = ValidationLoader(rows, PromptEncoder(tokenizer, rows.config), 3)
-    assert len(found) == 3
+    validation = ValidationLoader(rows, PromptEncoder(tokenizer, rows.config), 3)
+    assert len(validation) == 3
     for _ in range(2):
-        batches = list(found)
+        batches = list(validation)
         assert [len(b) for b in batches] == [3, 3, 1]
         assert [n for b in batches for n in b.batch["ordinal"].tolist()] == list(range(7))
         assert [n for b in batches for n in b.batch["row_index"].tolist()] == list(range(7))
@@ -136,6 +136,6 @@ def test_a_failing_template_names_the_row(tmp_path):
     rows = rows_of(tmp_path, 3, truncation="left")
     broken = make_tokenizer()
     broken.chat_template = "{{ raise_exception('no') }}"
-    made = PromptLoader(rows, PromptEncoder(broken, rows.config), PromptOrder(3, 1, False), 1)
+    prompts = PromptLoader(rows, PromptEncoder(broken, rows.config), PromptOrder(3, 1, False), 1)
     with pytest.raises(DataError, match="row 2 .*chat template failed"):
-        made.take(2, 1)
+        prompts.take(2, 1)

@@ -18,16 +18,18 @@ def encoder(template=..., **changes):
 
 
 def test_the_prompt_ends_where_the_answer_begins():
-    made = encoder()
-    ids = made.encode(USER, "here")
-    assert made.tokenizer.decode(ids) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    prompt_encoder = encoder()
+    ids = prompt_encoder.encode(USER, "here")
+    assert prompt_encoder.tokenizer.decode(ids) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert ids[0] == 257
-    assert made.encode("hi", "here") == ids
+    assert prompt_encoder.encode("hi", "here") == ids
 
 
 def test_template_kwargs_reach_the_template():
-    made = encoder("{{ messages[0].content }}{% if think %}!{% endif %}", apply_chat_template_kwargs={"think": True})
-    assert made.tokenizer.decode(made.encode(USER, "here")) == "hi!"
+    prompt_encoder = encoder(
+        "{{ messages[0].content }}{% if think %}!{% endif %}", apply_chat_template_kwargs={"think": True}
+    )
+    assert prompt_encoder.tokenizer.decode(prompt_encoder.encode(USER, "here")) == "hi!"
 
 
 @pytest.mark.parametrize(
@@ -44,10 +46,10 @@ def test_a_template_that_fails_is_quoted(template, words):
 
 
 def test_without_a_template_only_texts_are_prompts():
-    made = encoder(None)
-    assert made.tokenizer.decode(made.encode("hi", "here")) == "hi"
+    prompt_encoder = encoder(None)
+    assert prompt_encoder.tokenizer.decode(prompt_encoder.encode("hi", "here")) == "hi"
     with pytest.raises(DataError, match=r"here: .*no chat template.*model\.custom_chat_template"):
-        made.encode(USER, "here")
+        prompt_encoder.encode(USER, "here")
 
 
 def test_a_prompt_without_tokens_is_refused():

@@ -45,13 +45,13 @@ def padded_row(ids, mask, folder):
 
 
 def class_of_a_user(ids, mask, folder):
-    found = dict(enumerate([{"input_ids": ids, "loss_mask": mask}]))
+    dataset = dict(enumerate([{"input_ids": ids, "loss_mask": mask}]))
     code = "class Rows:\n    rows = None\n    def __init__(self, **k): pass\n    def __len__(self): return 1\n"
     (folder / "rows_of_a_user.py").write_text(code + "    def __getitem__(self, i): return type(self).rows[i]\n")
     from verl.registry import load_object
 
     path = str(folder / "rows_of_a_user.py")
-    load_object(f"{path}:Rows").rows = found
+    load_object(f"{path}:Rows").rows = dataset
     settings = SFTDataConfig(custom_cls=CustomClassConfig(path=path, name="Rows"))
     load_conversations(["none"], tokenizer(), settings)
 
@@ -112,8 +112,8 @@ def test_a_wrong_row_names_file_and_row(tmp_path):
 
 def test_verl_check_counts_the_same_rows(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"input_ids": [65, 9999], "labels": [65, 9999]}])
-    (found,) = load_conversations(path, tokenizer(), SFTDataConfig(), keep_going=True).summaries
-    assert (found.num_problems, found.num_rows) == (1, 0)
+    (summary,) = load_conversations(path, tokenizer(), SFTDataConfig(), keep_going=True).summaries
+    assert (summary.num_problems, summary.num_rows) == (1, 0)
 
 
 @given(st.lists(st.one_of(st.integers(), st.booleans(), st.floats(), st.text(), st.none(), st.integers(0, 263))))

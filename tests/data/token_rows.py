@@ -24,9 +24,9 @@ COLUMNS = ("input_ids", "loss_mask", "labels", "attention_mask")
 
 
 def tokenizer():
-    found = make_tokenizer()
-    found.num_embeddings = NUM_EMBEDDINGS
-    return found
+    instance = make_tokenizer()
+    instance.num_embeddings = NUM_EMBEDDINGS
+    return instance
 
 
 def good_row(rng):
@@ -91,10 +91,10 @@ def expected(row):
         mask = [label != -100 for label in row["labels"]]
     else:
         return None
-    kept = [(t, bool(m)) for t, m, a in zip(ids, mask, row.get("attention_mask", [1] * len(ids)), strict=True) if a]
-    if not any(m for _, m in kept[1:]):
+    pairs = [(t, bool(m)) for t, m, a in zip(ids, mask, row.get("attention_mask", [1] * len(ids)), strict=True) if a]
+    if not any(m for _, m in pairs[1:]):
         return None
-    return [t for t, _ in kept], [False, *(m for _, m in kept[1:])]
+    return [t for t, _ in pairs], [False, *(m for _, m in pairs[1:])]
 
 
 def write(rng, folder, row):

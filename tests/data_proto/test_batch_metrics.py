@@ -38,22 +38,22 @@ def batch():
 
 
 def test_values_by_hand(batch):
-    found = data_metrics(batch, max_prompt_length=3, max_response_length=4)
-    assert found["critic/score/mean"] == 2.0  # the aborted row does not count
-    assert (found["critic/score/max"], found["critic/score/min"]) == (3.0, 1.0)
-    assert found["critic/rewards/mean"] == pytest.approx((0.0 + 1.0) / 2)
-    assert found["critic/advantages/mean"] == pytest.approx(1.5)
-    assert found["critic/returns/max"] == 7.0
-    assert found["critic/values/mean"] == pytest.approx(3.5)
+    metrics = data_metrics(batch, max_prompt_length=3, max_response_length=4)
+    assert metrics["critic/score/mean"] == 2.0  # the aborted row does not count
+    assert (metrics["critic/score/max"], metrics["critic/score/min"]) == (3.0, 1.0)
+    assert metrics["critic/rewards/mean"] == pytest.approx((0.0 + 1.0) / 2)
+    assert metrics["critic/advantages/mean"] == pytest.approx(1.5)
+    assert metrics["critic/returns/max"] == 7.0
+    assert metrics["critic/values/mean"] == pytest.approx(3.5)
     values, returns = np.array([1, 2, 3, 4, 5, 6.0]), np.array([1, 3, 3, 5, 5, 7.0])
-    assert found["critic/vf_explained_var"] == pytest.approx(1 - np.var(returns - values) / (np.var(returns) + 1e-5))
-    assert (found["response_length/mean"], found["response_length/min"]) == (2.0, 0.0)
-    assert found["response_length/clip_ratio"] == pytest.approx(1 / 3)
-    assert found["response_length_non_aborted/mean"] == 3.0
-    assert found["response/aborted_ratio"] == pytest.approx(1 / 3)
-    assert (found["prompt_length/mean"], found["prompt_length/clip_ratio"]) == (2.0, pytest.approx(1 / 3))
-    assert (found["num_turns/min"], found["num_turns/max"]) == (2.0, 4.0)
-    assert all(isinstance(value, float) for value in found.values())
+    assert metrics["critic/vf_explained_var"] == pytest.approx(1 - np.var(returns - values) / (np.var(returns) + 1e-5))
+    assert (metrics["response_length/mean"], metrics["response_length/min"]) == (2.0, 0.0)
+    assert metrics["response_length/clip_ratio"] == pytest.approx(1 / 3)
+    assert metrics["response_length_non_aborted/mean"] == 3.0
+    assert metrics["response/aborted_ratio"] == pytest.approx(1 / 3)
+    assert (metrics["prompt_length/mean"], metrics["prompt_length/clip_ratio"]) == (2.0, pytest.approx(1 / 3))
+    assert (metrics["num_turns/min"], metrics["num_turns/max"]) == (2.0, 4.0)
+    assert all(isinstance(value, float) for value in metrics.values())
 
 
 def with_placeholders(batch, tokens):
@@ -81,20 +81,20 @@ def test_rows_without_a_response_change_no_metric_but_those_that_count_them(batc
     batch.batch["response_mask"] = batch.batch["response_mask"].clone()
 
     def metrics(rows):
-        found = data_metrics(rows, max_prompt_length=3, max_response_length=4)
+        metrics = data_metrics(rows, max_prompt_length=3, max_response_length=4)
         columns, controller = rows.batch, AdaptiveKLController(0.1, 0.05, 100)
         mask = columns["response_mask"].bool()
         _, kl = apply_kl_penalty(
             columns["token_level_scores"], columns["values"], columns["values"] * 0, mask, beta=0.1
         )
         controller.update(float(kl), n_steps=int(mask.any(-1).sum()))
-        found |= {"actor/reward_kl_penalty": float(kl), "controller": controller.value}
-        return found | metric_values(age_metrics(rows, version=6))
+        metrics |= {"actor/reward_kl_penalty": float(kl), "controller": controller.value}
+        return metrics | metric_values(age_metrics(rows, version=6))
 
-    expected, found = metrics(batch), metrics(with_placeholders(batch, tokens))
-    assert found.pop("response/aborted_ratio") == pytest.approx((1 + 3) / 6)
+    expected, all_metrics = metrics(batch), metrics(with_placeholders(batch, tokens))
+    assert all_metrics.pop("response/aborted_ratio") == pytest.approx((1 + 3) / 6)
     assert expected.pop("response/aborted_ratio") == pytest.approx(1 / 3)
-    assert found == pytest.approx(expected)
+    assert all_metrics == pytest.approx(expected)
     assert expected["reward/form/mean"] == 0.75  # the row without a response has no score
 
 
@@ -109,9 +109,9 @@ def test_half_of_the_episodes_fail():
         {"responses": torch.zeros(16, 32, dtype=torch.long), "attention_mask": attention, "response_mask": mask},
         {"episode_error": errors},
     )
-    found = data_metrics(batch, max_prompt_length=2, max_response_length=32)
-    assert found["response/aborted_ratio"] == 0.5
-    assert found["response_length_non_aborted/mean"] == found["response_length/mean"] == 29.375
+    metrics = data_metrics(batch, max_prompt_length=2, max_response_length=32)
+    assert metrics["response/aborted_ratio"] == 0.5
+    assert metrics["response_length_non_aborted/mean"] == metrics["response_length/mean"] == 29.375
     old = torch.full((16, 32), 0.5314)
     assert float(apply_kl_penalty(old * 0, old, old * 0, mask, beta=0.1)[1]) == pytest.approx(0.5314)
 
@@ -120,56 +120,56 @@ def test_half_of_the_episodes_fail():
 def test_a_response_that_ends_by_itself_at_the_limit_is_not_cut(batch, reason, expected):
     """Issue 32, fault 11: clip_ratio was 1.0 where every response ended with EOS as its last token."""
     batch.non_tensor_batch["finish_reason"] = np.array(["stop", reason, "abort"], dtype=object)
-    found = data_metrics(batch, max_prompt_length=3, max_response_length=4)
-    assert found["response_length/clip_ratio"] == pytest.approx(expected)
-    assert found["response_length_non_aborted/clip_ratio"] == pytest.approx(expected * 1.5)
+    metrics = data_metrics(batch, max_prompt_length=3, max_response_length=4)
+    assert metrics["response_length/clip_ratio"] == pytest.approx(expected)
+    assert metrics["response_length_non_aborted/clip_ratio"] == pytest.approx(expected * 1.5)
 
 
 def test_times_of_episodes(batch):
     times = [{"generate_sequences": 1.0, "tool_calls": 4.0}, {"generate_sequences": 3.0, "compute_score": 0.5}, {}]
     batch.non_tensor_batch["episode_times"] = object_array(times)
-    found = data_metrics(batch, max_prompt_length=3, max_response_length=4)
+    metrics = data_metrics(batch, max_prompt_length=3, max_response_length=4)
     name = "timing_s/agent_loop"
-    assert [found[f"{name}/generate_sequences/{kind}"] for kind in ("min", "max", "mean")] == [
+    assert [metrics[f"{name}/generate_sequences/{kind}"] for kind in ("min", "max", "mean")] == [
         0,
         3,
         pytest.approx(4 / 3),
     ]
-    assert [found[f"{name}/tool_calls/{kind}"] for kind in ("min", "max", "mean")] == [0, 4, pytest.approx(4 / 3)]
-    assert found[f"{name}/compute_score/max"] == 0.5
+    assert [metrics[f"{name}/tool_calls/{kind}"] for kind in ("min", "max", "mean")] == [0, 4, pytest.approx(4 / 3)]
+    assert metrics[f"{name}/compute_score/max"] == 0.5
     slowest = ("generate_sequences", "tool_calls", "prompt_length", "response_length")
-    assert [found[f"{name}/slowest/{kind}"] for kind in slowest] == [1, 4, 1, 2]
+    assert [metrics[f"{name}/slowest/{kind}"] for kind in slowest] == [1, 4, 1, 2]
 
 
 def test_columns_that_are_absent_leave_their_figures_out(batch):
-    found = data_metrics(
+    metrics = data_metrics(
         batch.select(["responses", "attention_mask", "response_mask"], []), max_prompt_length=3, max_response_length=4
     )
-    assert not any(name.startswith("critic/") for name in found)
-    assert "response_length/mean" in found
+    assert not any(name.startswith("critic/") for name in metrics)
+    assert "response_length/mean" in metrics
 
 
 def test_limits_are_the_configured_ones(batch):
-    found = data_metrics(batch, max_prompt_length=100, max_response_length=100)
-    assert found["response_length/clip_ratio"] == found["prompt_length/clip_ratio"] == 0.0
+    metrics = data_metrics(batch, max_prompt_length=100, max_response_length=100)
+    assert metrics["response_length/clip_ratio"] == metrics["prompt_length/clip_ratio"] == 0.0
 
 
 def test_timing_and_throughput(batch):
     spans = {"gen": 3.0, "update_actor": 6.0, "reward": 1.0}
-    found = span_metrics(spans, span_tokens(batch))
-    assert found["timing_s/reward"] == 1.0
-    assert found["timing_per_token_ms/gen"] == pytest.approx(3000 / 6)  # response tokens
-    assert found["timing_per_token_ms/update_actor"] == pytest.approx(6000 / 12)  # all tokens
-    assert "timing_per_token_ms/reward" not in found
+    metrics = span_metrics(spans, span_tokens(batch))
+    assert metrics["timing_s/reward"] == 1.0
+    assert metrics["timing_per_token_ms/gen"] == pytest.approx(3000 / 6)  # response tokens
+    assert metrics["timing_per_token_ms/update_actor"] == pytest.approx(6000 / 12)  # all tokens
+    assert "timing_per_token_ms/reward" not in metrics
     assert throughput(12, 2.0, num_devices=3) == {
         "perf/total_num_tokens": 12, "perf/time_per_step": 2.0, "perf/throughput": 2.0,
     }  # fmt: skip
 
 
 def test_door(batch):
-    found = compute_data_metrics(batch, use_critic=False)
-    assert "critic/values/mean" not in found
-    assert found["response_length/clip_ratio"] == pytest.approx(1 / 3)
+    metrics = compute_data_metrics(batch, use_critic=False)
+    assert "critic/values/mean" not in metrics
+    assert metrics["response_length/clip_ratio"] == pytest.approx(1 / 3)
     assert "critic/vf_explained_var" in compute_data_metrics(batch)
     assert compute_timing_metrics(batch, {"gen": 3.0})["timing_s/gen"] == 3.0
     assert compute_throughout_metrics(batch, {"step": 4.0}, 1)["perf/throughput"] == 3.0

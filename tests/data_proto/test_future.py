@@ -19,8 +19,8 @@ class Later:
 
 def test_batches_under_way_are_joined_and_cut_without_waiting():
     log = []
-    made = DataProtoFuture.concat([Later(0, 2, log), Later(2, 4, log)])
-    first, second, third = made.chunk(3)
+    future = DataProtoFuture.concat([Later(0, 2, log), Later(2, 4, log)])
+    first, second, third = future.chunk(3)
     assert log == []
     assert not second.ready()
     assert second.get().batch["x"].tolist() == [2, 3]

@@ -13,10 +13,10 @@ from verl.data_proto.trajectory import Segment, Trajectory, response_lengths, to
 
 def conversation():
     """Two turns of the policy, with a tool's answer between them."""
-    found = Trajectory(7, 1, (1, 2, 3)).extended(Completion(7, 1, [10, 11], [-0.5, -1.0], "stop", 4))
-    found = found.answered((20, 21, 22), 4)
-    assert found.status == "open"
-    return found.extended(Completion(7, 1, [12], [-2.0], "length", 5))
+    trajectory = Trajectory(7, 1, (1, 2, 3)).extended(Completion(7, 1, [10, 11], [-0.5, -1.0], "stop", 4))
+    trajectory = trajectory.answered((20, 21, 22), 4)
+    assert trajectory.status == "open"
+    return trajectory.extended(Completion(7, 1, [12], [-2.0], "length", 5))
 
 
 def test_environment_tokens_are_context_and_never_trained():
@@ -47,17 +47,17 @@ def test_columns_have_the_widths_of_the_config():
 
 
 def test_the_segments_after_those_that_are_known():
-    found = conversation()
-    assert [s.token_ids.tolist() for s in found.segments_after(0)] == [[10, 11], [20, 21, 22], [12]]
-    after = found.segments_after(3)
+    trajectory = conversation()
+    assert [s.token_ids.tolist() for s in trajectory.segments_after(0)] == [[10, 11], [20, 21, 22], [12]]
+    after = trajectory.segments_after(3)
     assert [(s.token_ids.tolist(), s.source, s.weight_version) for s in after] == [
         ([21, 22], "environment", 4),
         ([12], "policy", 5),
     ]
-    [last] = found.segments_after(5)
+    [last] = trajectory.segments_after(5)
     assert last.log_probs is not None
     assert last.log_probs.tolist() == [-2.0]
-    assert found.segments_after(6) == []
+    assert trajectory.segments_after(6) == []
 
 
 def test_a_response_longer_than_its_columns_is_an_error():
@@ -69,17 +69,17 @@ def test_a_response_longer_than_its_columns_is_an_error():
 @given(st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.integers(0, 3)), min_size=1, max_size=5), st.booleans())
 def test_columns_give_the_trajectory_back(parts, wide):
     dtype = np.float64 if wide else np.float32
-    found = Trajectory(3, 2, (1, 2), status="stop")
+    trajectory = Trajectory(3, 2, (1, 2), status="stop")
     for number, (length, sampled, version) in enumerate([*parts, (1, True, 1)]):
         tokens = np.arange(length, dtype=np.int32) + 10 * number
         log_probs = -np.arange(length).astype(dtype) / 3 if sampled else None
-        found.segments.append(Segment(tokens, log_probs, version, "policy" if sampled else "environment"))
+        trajectory.segments.append(Segment(tokens, log_probs, version, "policy" if sampled else "environment"))
     columns = to_columns(
-        [found], pad_token_id=0, prompt_width=3, response_width=30, dtype=torch.float64 if wide else torch.float32
+        [trajectory], pad_token_id=0, prompt_width=3, response_width=30, dtype=torch.float64 if wide else torch.float32
     )
     back = trajectory_of(columns, 0, ordinal=3, status="stop", prompt_ids=(1, 2))
     assert (back.ordinal, back.sample, back.status) == (3, 2, "stop")
     assert all((segment.log_probs is None) == (segment.source == "environment") for segment in back.segments)
-    assert len(back.segments) <= len(found.segments), "neighbours of one source and version are one segment"
-    for ours, theirs in zip(back.to_row(), found.to_row(), strict=True):
+    assert len(back.segments) <= len(trajectory.segments), "neighbours of one source and version are one segment"
+    for ours, theirs in zip(back.to_row(), trajectory.to_row(), strict=True):
         assert np.array_equal(ours, theirs)

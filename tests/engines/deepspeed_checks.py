@@ -67,9 +67,9 @@ def compare(folder, family="llama", head="lm", **section):
         a = one.forward(batch, OUTPUTS[head], MICRO, 1.2)
         b = many.forward(batch.select_idxs(rows), OUTPUTS[head], MICRO, 1.2)
         gaps["outputs"] = max(gaps["outputs"], *((a[n][rows] - b[n]).abs().max().item() for n in b))
-        expected, found = step(one, seed, head), step(many, seed, head)
-        gaps["loss"] = max(gaps["loss"], abs(summed(found["loss"]) / expected["loss"].value - 1))
-        gaps["grad_norm"] = max(gaps["grad_norm"], abs(found["grad_norm"].value / expected["grad_norm"].value - 1))
+        expected, actual = step(one, seed, head), step(many, seed, head)
+        gaps["loss"] = max(gaps["loss"], abs(summed(actual["loss"]) / expected["loss"].value - 1))
+        gaps["grad_norm"] = max(gaps["grad_norm"], abs(actual["grad_norm"].value / expected["grad_norm"].value - 1))
     states = [
         {**{n: whole(t) for n, t in s.model.items()}, **{n: whole(t) for n, t in s.optimizer.items()}}
         for s in (many.state(), one.state())
@@ -109,8 +109,8 @@ def check_pairs(folder):
             share = batch.select_idxs((batch.batch["pair"] == 3) == bool(dist.get_rank()))
             arguments = (pair_loss, ("sequence_scores",), MICRO)
             expected = one.train_batch(batch, *arguments, unit="pair")
-            found = many.train_batch(share, *arguments, unit="pair")
-            norm, loss = found["grad_norm"].value / expected["grad_norm"].value, summed(found["loss"])
+            actual = many.train_batch(share, *arguments, unit="pair")
+            norm, loss = actual["grad_norm"].value / expected["grad_norm"].value, summed(actual["loss"])
             gaps[f"{stage} {seed} grad_norm"] = abs(norm - 1)
             gaps[f"{stage} {seed} loss"] = abs(loss / expected["loss"].value - 1)
             if seed == 0:  # from the same weights
@@ -214,7 +214,7 @@ def whole_state(engine):
 @on(2)
 def check_checkpoint(folder):
     """A resumed run is the unbroken one bit for bit, with each stage; with another stage or engine its losses are equal."""
-    path, found = model_folder(folder, "llama"), {}
+    path, differences = model_folder(folder, "llama"), {}
     for stage in (1, 2, 3):
         unbroken = make(DeepSpeedEngine, path, zero_stage=stage)
         for seed in range(2):
@@ -224,12 +224,12 @@ def check_checkpoint(folder):
         resumed = load(make(DeepSpeedEngine, path, zero_stage=stage), folder / f"zero-{stage}", 2)
         other = load(make(DeepSpeedEngine, path, zero_stage=stage % 3 + 1), folder / f"zero-{stage}", 2)
         one = load(make(LocalEngine, path), folder / f"zero-{stage}", 2)
-        found[f"{stage} loaded"] = num_different(whole_state(resumed), whole_state(unbroken))
+        differences[f"{stage} loaded"] = num_different(whole_state(resumed), whole_state(unbroken))
         losses = [[summed(step(e, s)["loss"]) for s in (2, 3)] for e in (unbroken, resumed, other)]
         expected = [step(one, s)["loss"].value for s in (2, 3)]
-        found[f"{stage} continued"] = num_different(whole_state(resumed), whole_state(unbroken))
-        found[f"{stage} gap"] = max(abs(a / b - 1) for row in losses for a, b in zip(row, expected, strict=True))
-    return found
+        differences[f"{stage} continued"] = num_different(whole_state(resumed), whole_state(unbroken))
+        differences[f"{stage} gap"] = max(abs(a / b - 1) for row in losses for a, b in zip(row, expected, strict=True))
+    return differences
 
 
 @on(2)

@@ -88,9 +88,9 @@ def compare(folder, family="llama", head="lm", model=None, checkpointing=False, 
         a = one.forward(batch, OUTPUTS[head], MICRO, 1.2)
         b = many.forward(batch.select_idxs(rows), OUTPUTS[head], MICRO, 1.2)
         gaps["outputs"] = max(gaps["outputs"], *((a[n][rows] - b[n]).abs().max().item() for n in b))
-        expected, found = step(one, seed, head), step(many, seed, head)
-        gaps["loss"] = max(gaps["loss"], abs(summed(many, found["loss"]) / expected["loss"].value - 1))
-        gaps["grad_norm"] = max(gaps["grad_norm"], abs(found["grad_norm"].value / expected["grad_norm"].value - 1))
+        expected, actual = step(one, seed, head), step(many, seed, head)
+        gaps["loss"] = max(gaps["loss"], abs(summed(many, actual["loss"]) / expected["loss"].value - 1))
+        gaps["grad_norm"] = max(gaps["grad_norm"], abs(actual["grad_norm"].value / expected["grad_norm"].value - 1))
     # softmax does not change when all keys are moved: the gradient of their bias is rounding noise, which Adam scales up
     weights, states = (
         [{n: t for n, t in held.items() if "k_proj.bias" not in n} for held in pair]
@@ -142,9 +142,9 @@ def check_pairs(folder):
     gaps = {"loss": 0.0, "grad_norm": 0.0}
     for seed in range(2):
         arguments = (make_pairs(seed), pair_loss, ("sequence_scores",), MICRO)
-        expected, found = (engine.train_batch(*arguments, unit="pair") for engine in (one, many))
+        expected, actual = (engine.train_batch(*arguments, unit="pair") for engine in (one, many))
         for name in gaps:
-            gaps[name] = max(gaps[name], abs(found[name].value / expected[name].value - 1))
+            gaps[name] = max(gaps[name], abs(actual[name].value / expected[name].value - 1))
     return gaps
 
 
@@ -237,7 +237,7 @@ def check_refused_steps(folder):
 @on(2)
 def check_checkpoint(folder):
     """A resumed run is the unbroken one bit for bit; with another layout or engine its losses are equal, and back again."""
-    path, found = model_folder(folder, "llama", num_hidden_layers=4), {}
+    path, differences = model_folder(folder, "llama", num_hidden_layers=4), {}
     shapes = [{}, {TENSOR: 2}, {PIPELINE: 2}]
     for number, section in enumerate(shapes):
         unbroken = make(MegatronEngine, path, **section)
@@ -248,15 +248,15 @@ def check_checkpoint(folder):
         resumed = load(make(MegatronEngine, path, **section), folder / f"megatron-{number}", 2)
         one = load(make(LocalEngine, path), folder / f"megatron-{number}", 2)
         fsdp = load(make(FSDPEngine, path), folder / f"megatron-{number}", 2)
-        found[f"{number} loaded"] = num_different(whole_state(resumed), whole_state(unbroken))
-        found[f"{number} fsdp"] = num_different(whole_state(fsdp), whole_state(unbroken))
+        differences[f"{number} loaded"] = num_different(whole_state(resumed), whole_state(unbroken))
+        differences[f"{number} fsdp"] = num_different(whole_state(fsdp), whole_state(unbroken))
         save(fsdp, folder / f"fsdp-{number}", 2)
         losses = [[summed(e, step(e, s)["loss"]) for s in (2, 3)] for e in (unbroken, resumed)]
-        found[f"{number} continued"] = num_different(whole_state(resumed), whole_state(unbroken))
+        differences[f"{number} continued"] = num_different(whole_state(resumed), whole_state(unbroken))
         del unbroken, resumed
         back = load(make(MegatronEngine, path, **shapes[number - 1]), folder / f"fsdp-{number}", 2)
         losses += [[summed(back, step(back, s)["loss"]) for s in (2, 3)]]
         expected = [step(one, s)["loss"].value for s in (2, 3)]
-        found[f"{number} gap"] = max(abs(a / b - 1) for row in losses for a, b in zip(row, expected, strict=True))
+        differences[f"{number} gap"] = max(abs(a / b - 1) for row in losses for a, b in zip(row, expected, strict=True))
         del back
-    return found
+    return differences

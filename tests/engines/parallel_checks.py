@@ -57,7 +57,7 @@ def model_folder(folder: Path, family: str, **sizes) -> Path:
 
 
 def make(cls, path, *, head="lm", dtype="float64", checkpointing=False, lora=0, **engine):
-    made = cls(
+    built = cls(
         model=ModelConfig(path=str(path), enable_gradient_checkpointing=checkpointing, lora_rank=lora),
         engine=FSDPConfig(dtype=dtype, **(engine if cls is FSDPEngine else {})),
         optim=OptimConfig(lr=1e-2),
@@ -66,8 +66,8 @@ def make(cls, path, *, head="lm", dtype="float64", checkpointing=False, lora=0, 
         total_steps=10,
     )
     if dtype == "float64":
-        widen_norms(made.module)
-    return made
+        widen_norms(built.module)
+    return built
 
 
 def imitation_loss(outputs, batch, totals):
@@ -100,10 +100,10 @@ def compare(path, *, head="lm", dtype="float64", micro=None, sizes=(3, 1, 4, 2),
         for name in b:
             gap = (a[name][rows_of(many, len(batch))] - b[name]).abs()
             gaps["outputs"] = max(gaps["outputs"], *gap.flatten().tolist(), 0.0)
-        expected, found = step(one, batch, micro, head), step(many, share, micro, head)
-        loss = many.groups.over_data_(torch.tensor(found["loss"], dtype=torch.float64)).item()
+        expected, actual = step(one, batch, micro, head), step(many, share, micro, head)
+        loss = many.groups.over_data_(torch.tensor(actual["loss"], dtype=torch.float64)).item()
         gaps["loss"] = max(gaps["loss"], abs(loss / expected["loss"] - 1))
-        gaps["grad_norm"] = max(gaps["grad_norm"], abs(found["grad_norm"] / expected["grad_norm"] - 1))
+        gaps["grad_norm"] = max(gaps["grad_norm"], abs(actual["grad_norm"] / expected["grad_norm"] - 1))
     gaps["weights"] = largest_gap(dict(many.gather_weights()), dict(one.gather_weights()))
     return gaps
 
@@ -151,10 +151,10 @@ def check_pairs(folder):
         share = batch.select_idxs((batch.batch["pair"] == 3) == bool(dist.get_rank()))
         arguments = (pair_loss, ("sequence_scores",), MicroBatching(max_tokens=24))
         expected = one.train_batch(batch, *arguments, unit="pair")
-        found = many.train_batch(share, *arguments, unit="pair")
-        loss = many.groups.over_data_(torch.tensor(found["loss"].value, dtype=torch.float64)).item()
+        actual = many.train_batch(share, *arguments, unit="pair")
+        loss = many.groups.over_data_(torch.tensor(actual["loss"].value, dtype=torch.float64)).item()
         gaps["loss"] = max(gaps["loss"], abs(loss - expected["loss"].value))
-        gaps["grad_norm"] = max(gaps["grad_norm"], abs(found["grad_norm"].value - expected["grad_norm"].value))
+        gaps["grad_norm"] = max(gaps["grad_norm"], abs(actual["grad_norm"].value - expected["grad_norm"].value))
     gaps["weights"] = largest_gap(dict(many.gather_weights()), dict(one.gather_weights()))
     return gaps
 
@@ -166,8 +166,8 @@ def check_sequence_scores(folder):
     one = make(LocalEngine, path, head="sequence_score")
     many = make(FSDPEngine, path, head="sequence_score", ulysses_sequence_parallel_size=2)
     arguments = (pair_loss, ("sequence_scores",), MicroBatching(max_tokens=24))
-    expected, found = (engine.train_batch(batch, *arguments, unit="pair") for engine in (one, many))
-    gaps = {name: abs(found[name].value - expected[name].value) for name in ("loss", "grad_norm")}
+    expected, actual = (engine.train_batch(batch, *arguments, unit="pair") for engine in (one, many))
+    gaps = {name: abs(actual[name].value - expected[name].value) for name in ("loss", "grad_norm")}
     a, b = (engine.forward(batch, *arguments[1:])["sequence_scores"] for engine in (one, many))
     gaps["outputs"] = (a - b).abs().max().item()
     gaps["weights"] = largest_gap(dict(many.gather_weights()), dict(one.gather_weights()))
@@ -224,16 +224,16 @@ def compare_distillation(folder, mode="jsd", **engine):
         mine = rows_of(many, len(batch))
         share = batch.select_idxs(mine)
         for engine_, rows in ((one, batch), (many, share)):
-            found = engine_.forward(rows, tuple(columns), micro, 0.7)  # the distributions of another temperature
-            rows.batch.update({columns[name]: values for name, values in found.items()})
+            actual = engine_.forward(rows, tuple(columns), micro, 0.7)  # the distributions of another temperature
+            rows.batch.update({columns[name]: values for name, values in actual.items()})
         for column in columns.values():
             gap = (batch.batch[column][mine] - share.batch[column]).abs().max().item()
             gaps["outputs"] = max(gaps["outputs"], gap)
         arguments = (objective, objective.outputs, micro, 1.2)
-        expected, found = one.train_batch(batch, *arguments), many.train_batch(share, *arguments)
-        value = many.groups.over_data_(torch.tensor(found["loss"].value, dtype=torch.float64)).item()
+        expected, actual = one.train_batch(batch, *arguments), many.train_batch(share, *arguments)
+        value = many.groups.over_data_(torch.tensor(actual["loss"].value, dtype=torch.float64)).item()
         gaps["loss"] = max(gaps["loss"], abs(value / expected["loss"].value - 1))
-        gaps["grad_norm"] = max(gaps["grad_norm"], abs(found["grad_norm"].value / expected["grad_norm"].value - 1))
+        gaps["grad_norm"] = max(gaps["grad_norm"], abs(actual["grad_norm"].value / expected["grad_norm"].value - 1))
     gaps["weights"] = largest_gap(dict(many.gather_weights()), dict(one.gather_weights()))
     return gaps
 
@@ -272,10 +272,10 @@ def check_left_out_rows(folder):
         assert bool(rows) == (dist.get_rank() == 1)
         micro = micro or MicroBatching(max_rows=2)
         expected = one.train_batch(batch, objective, objective.outputs, micro, 1.2)
-        found = many.train_batch(batch.select_idxs(mine), objective, objective.outputs, micro, 1.2, rows=rows)
-        loss = many.groups.over_data_(torch.tensor(found["loss"].value, dtype=torch.float64)).item()
+        actual = many.train_batch(batch.select_idxs(mine), objective, objective.outputs, micro, 1.2, rows=rows)
+        loss = many.groups.over_data_(torch.tensor(actual["loss"].value, dtype=torch.float64)).item()
         gaps["loss"] = max(gaps["loss"], abs(loss - expected["loss"].value))
-        gaps["grad_norm"] = max(gaps["grad_norm"], abs(found["grad_norm"].value - expected["grad_norm"].value))
+        gaps["grad_norm"] = max(gaps["grad_norm"], abs(actual["grad_norm"].value - expected["grad_norm"].value))
     gaps["num_steps"] = one.optimizer.num_steps - many.optimizer.num_steps
     gaps["weights"] = largest_gap(dict(many.gather_weights()), dict(one.gather_weights()))
     return gaps
@@ -341,11 +341,11 @@ check_wrapping_by_a_function = comparison((2,), "qwen3", wrap_policy_fn=f"{__nam
 @on(2)
 def check_padded_family(folder):
     """A family whose own forward computes padded rows; its softmax is in float32."""
-    found = compare(model_folder(folder, "bloom"), dtype="float32")
+    gaps = compare(model_folder(folder, "bloom"), dtype="float32")
     path = model_folder(folder, "bloom")
     with pytest.raises(ConfigError, match=r"BloomForCausalLM runs by its own padded forward, which cannot be divided"):
         make(FSDPEngine, path, ulysses_sequence_parallel_size=2)
-    return found
+    return gaps
 
 
 # two of three layers in one unit; with checkpointing the backward runs their forward again
@@ -384,7 +384,7 @@ def check_change_while_training(folder):
         {"batch_group_size": 1, "enable_chunked_attention": True, "chunk_size": 32},
     ]
     engines = [make(FSDPEngine, path, use_3d_hybrid=True) for _ in range(2)]
-    found = []
+    steps = []
     for seed, changes in enumerate(phases):
         longest = (9, 8) if seed == 1 else (200, 100)  # weights or tokens weigh more
         columns = make_columns(*random_rows(seed, [1] * 6, longest_prompt=longest[0], longest_response=longest[1]))
@@ -395,9 +395,9 @@ def check_change_while_training(folder):
             share = batch.select_idxs(rows_of(engine, len(batch)))
             TRAFFIC.take()
             metrics, peak = peak_bytes(lambda: step(engine, share, MicroBatching(max_rows=1), "lm"))  # noqa: B023
-            found.append([metrics["loss"], metrics["grad_norm"], TRAFFIC.take().num_bytes, peak])
+            steps.append([metrics["loss"], metrics["grad_norm"], TRAFFIC.take().num_bytes, peak])
     num_parameters = sum(s.shape.numel() for s in engines[0].shards.values())
-    return {"steps": found, "num_parameters": num_parameters}
+    return {"steps": steps, "num_parameters": num_parameters}
 
 
 @on(2)
@@ -409,7 +409,7 @@ def check_bfloat16(folder):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(CPU_BF16, path)
             gaps.append(compare(model_folder(folder, "llama"), dtype="bfloat16"))
-    return {name: max(found[name] for found in gaps) for name in gaps[0]}
+    return {name: max(row[name] for row in gaps) for name in gaps[0]}
 
 
 def whole_state(engine):
@@ -442,12 +442,12 @@ def load(engine, folder, number):
 
 
 def trained(path, micro, **engine):
-    made = make(FSDPEngine, path, dtype="float32", **engine)
+    built = make(FSDPEngine, path, dtype="float32", **engine)
     for seed in range(2):
         batch = make_batch(seed)
-        step(made, batch.select_idxs(rows_of(made, len(batch))), micro, "lm")
-        made.end_step()
-    return made
+        step(built, batch.select_idxs(rows_of(built, len(batch))), micro, "lm")
+        built.end_step()
+    return built
 
 
 def next_steps(engines):
@@ -485,14 +485,14 @@ def _gap_after_going_back(path, folder, one):
     """Largest gap of log-probs between `one`, which holds the checkpoint, and an engine that has computed with other weights
     before and keeps its gathered weights."""
     engine, batch, micro = make(FSDPEngine, path, dtype="float32", reshard_after_forward=False), make_batch(3), 24
-    found = []
+    log_probs = []
     for _ in range(2):
         share = batch.select_idxs(rows_of(engine, len(batch)))
-        found.append(engine.forward(share, ("log_probs",), MicroBatching(max_tokens=micro))["log_probs"])
+        log_probs.append(engine.forward(share, ("log_probs",), MicroBatching(max_tokens=micro))["log_probs"])
         load(engine, folder / "saved", 2)
     expected = one.forward(share, ("log_probs",), MicroBatching(max_tokens=micro))["log_probs"]
-    assert (found[0] - expected).abs().max() > 1e-3
-    return (found[1] - expected).abs().max().item()
+    assert (log_probs[0] - expected).abs().max() > 1e-3
+    return (log_probs[1] - expected).abs().max().item()
 
 
 @on(4)

@@ -51,15 +51,15 @@ def _rank(checks: str, rank: int, num_ranks: int, store: str, folder: str) -> No
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60)
     )
-    found: dict[str, dict] = {}
+    results: dict[str, dict] = {}
     module = importlib.import_module(checks)
     current = ""
     try:
         for current, function in list(vars(module).items()):  # a warning adds a name
             if current.startswith("check_") and num_ranks in getattr(function, "ranks", ()):
-                found[current] = function(Path(folder))
+                results[current] = function(Path(folder))
         if rank == 0:
-            (Path(folder) / f"results-{num_ranks}.json").write_text(json.dumps(found))
+            (Path(folder) / f"results-{num_ranks}.json").write_text(json.dumps(results))
     except BaseException:
         (Path(folder) / f"error-{num_ranks}-{rank}").write_text(f"rank {rank}, {current}:\n{traceback.format_exc()}")
         raise

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.seed("B8", "F4", "G7")
 def test_checkpointing_saves_memory_and_changes_no_loss(tmp_path):
     """Beyond weights and optimizer: gradients, activations and logits of one micro-batch."""
     folder = make_tiny_model(tmp_path / "model", hidden_size=64, intermediate_size=256, num_hidden_layers=8)
-    found = {}
+    measured = {}
     for checkpointing in (False, True):
         engine = LocalEngine(
             model=ModelConfig(path=str(folder), enable_gradient_checkpointing=checkpointing), head="lm",
@@ -29,6 +29,6 @@ def test_checkpointing_saves_memory_and_changes_no_loss(tmp_path):
 
         step()  # which allocates what stays
         metrics, peak = peak_bytes(step)
-        found[checkpointing] = metrics["loss"].value, metrics["grad_norm"].value, peak
-    assert found[True][:2] == pytest.approx(found[False][:2], rel=1e-5)
-    assert found[True][2] < 0.7 * found[False][2], found
+        measured[checkpointing] = metrics["loss"].value, metrics["grad_norm"].value, peak
+    assert measured[True][:2] == pytest.approx(measured[False][:2], rel=1e-5)
+    assert measured[True][2] < 0.7 * measured[False][2], measured

@@ -216,13 +216,13 @@ def test_a_snapshot_brings_weights_back_bit_for_bit(make, dtype):
 
 def test_forward_equals_hugging_face(make, folder):
     batch = make_batch()
-    found = make(dtype="float32").forward(batch, ("log_probs", "entropy", "sum_pi_squared", "mean_logit"), ALL, 1.3)
+    outputs = make(dtype="float32").forward(batch, ("log_probs", "entropy", "sum_pi_squared", "mean_logit"), ALL, 1.3)
     expected = reference_outputs(load_causal_lm(folder), dict(batch.batch.items()), 1.3, "eager")
     for name, values in expected.items():
-        assert found[name].dtype == torch.float32
-        assert not found[name].requires_grad
-        assert torch.allclose(found[name], values, atol=1e-5)
-        assert not found[name][~batch.batch["response_mask"]].any()
+        assert outputs[name].dtype == torch.float32
+        assert not outputs[name].requires_grad
+        assert torch.allclose(outputs[name], values, atol=1e-5)
+        assert not outputs[name][~batch.batch["response_mask"]].any()
 
 
 def test_only_what_is_asked_for_is_returned(make):
@@ -237,10 +237,10 @@ def test_only_what_is_asked_for_is_returned(make):
 def test_outputs_of_a_head_are_rows_of_the_registry(make):
     OUTPUTS.register("twice")(OutputKind("token", ("lm",), lambda inputs: 2 * inputs.statistics.log_probs))
     try:
-        found = make(trainable=False).forward(make_batch(), ("log_probs", "twice"), ALL)
+        outputs = make(trainable=False).forward(make_batch(), ("log_probs", "twice"), ALL)
     finally:
         OUTPUTS.remove("twice")
-    assert torch.equal(found["twice"], 2 * found["log_probs"])
+    assert torch.equal(outputs["twice"], 2 * outputs["log_probs"])
 
 
 def test_correct_tokens_are_those_of_the_largest_logit(make, folder):
@@ -249,18 +249,18 @@ def test_correct_tokens_are_those_of_the_largest_logit(make, folder):
     prompt, mask = batch.batch["prompts"][0][batch.batch["prompt_mask"][0]], batch.batch["response_mask"]
     logits = row_logits(module, torch.cat([prompt, batch.batch["responses"][0]]))[len(prompt) - 1 : -1]
     batch.batch["responses"][0, 0] = logits[0].argmax()
-    found = engine.forward(batch, ("correct",), ALL)["correct"]
-    assert found[0, 0] == 1
-    assert set(found.unique().tolist()) <= {0.0, 1.0}
-    assert not found[~mask].any()
+    correct = engine.forward(batch, ("correct",), ALL)["correct"]
+    assert correct[0, 0] == 1
+    assert set(correct.unique().tolist()) <= {0.0, 1.0}
+    assert not correct[~mask].any()
     for cut in (MicroBatching(max_tokens=24), MicroBatching(max_rows=1)):
-        assert torch.equal(engine.forward(batch, ("correct",), cut)["correct"], found)
+        assert torch.equal(engine.forward(batch, ("correct",), cut)["correct"], correct)
 
 
 @pytest.mark.parametrize("micro", [ALL, *CUTS])
 def test_rows_of_several_segments_and_without_prompts_equal_hugging_face(make, folder, micro):
     batch = make_conversations()
-    found = make(trainable=False).forward(batch, ("log_probs", "entropy"), micro, 1.3)
+    outputs = make(trainable=False).forward(batch, ("log_probs", "entropy"), micro, 1.3)
     module = widen_norms(load_causal_lm(folder, dtype=torch.float64))
     for row in range(len(batch)):
         prompt = batch.batch["prompts"][row][batch.batch["prompt_mask"][row]]
@@ -268,10 +268,12 @@ def test_rows_of_several_segments_and_without_prompts_equal_hugging_face(make, f
         log_p = (logits / 1.3).log_softmax(-1)
         for column in batch.batch["response_mask"][row].nonzero().flatten().tolist():
             expected = log_p[len(prompt) + column - 1]
-            assert found["log_probs"][row, column] == pytest.approx(
+            assert outputs["log_probs"][row, column] == pytest.approx(
                 expected[batch.batch["responses"][row, column]].item(), abs=1e-10
             )
-            assert found["entropy"][row, column] == pytest.approx(-(expected.exp() * expected).sum().item(), abs=1e-10)
+            assert outputs["entropy"][row, column] == pytest.approx(
+                -(expected.exp() * expected).sum().item(), abs=1e-10
+            )
 
 
 @pytest.mark.parametrize("micro", CUTS)
@@ -285,16 +287,16 @@ def test_an_update_on_conversations_does_not_depend_on_the_cut(make, micro):
 
 def test_sequences_are_scored_at_their_last_token(make, folder):
     engine, batch = make(head="sequence_score", trainable=False), make_pairs()
-    found = engine.forward(batch, ("sequence_scores",), ALL)["sequence_scores"]
-    assert found.shape == (len(batch),)
+    scores = engine.forward(batch, ("sequence_scores",), ALL)["sequence_scores"]
+    assert scores.shape == (len(batch),)
     ids = [
         (*batch.batch["prompts"][i][batch.batch["prompt_mask"][i]], *row[batch.batch["response_mask"][i]])
         for i, row in enumerate(batch.batch["responses"])
     ]
     module = widen_norms(load_model(folder, "sequence_score", dtype=torch.float64))
     expected = sequence_scores(module, [tuple(map(int, row)) for row in ids], max_tokens=1000)
-    assert torch.allclose(found, expected, atol=1e-12)
-    assert found.unique().numel() == len(batch)  # a new head tells rows apart
+    assert torch.allclose(scores, expected, atol=1e-12)
+    assert scores.unique().numel() == len(batch)  # a new head tells rows apart
 
 
 @pytest.mark.parametrize("micro", [*CUTS, pytest.param(MicroBatching(max_rows=3), id="odd rows")])
@@ -410,11 +412,11 @@ def test_rows_that_do_not_train_only_count_in_the_totals(make):
 @pytest.mark.parametrize("micro", [ALL, *CUTS])
 def test_rows_that_are_left_out_only_count_in_the_totals(make, micro):
     one, two = make(), make()
-    batch, seen = make_batch(), []
+    batch, calls = make_batch(), []
     batch.batch["advantages"][[1, 2, 3]] = 0.0
 
     def linear(outputs, part, totals):
-        seen.append((len(part), totals))
+        calls.append((len(part), totals))
         weight = part.batch["advantages"].to(outputs["log_probs"])
         return -(weight * outputs["log_probs"]).sum() / totals.num_tokens, {}
 
@@ -425,12 +427,12 @@ def test_rows_that_are_left_out_only_count_in_the_totals(make, micro):
     assert largest_gap(weights_of(two), weights_of(one)) < 1e-9
     tokens = batch.batch["response_mask"].sum(dim=1)
     whole_batch = BatchTotals(int(tokens.sum()), 6, 6)
-    assert seen[0] == (6, whole_batch)
-    assert {totals for _, totals in seen} == {
+    assert calls[0] == (6, whole_batch)
+    assert {totals for _, totals in calls} == {
         whole_batch,
         BatchTotals(int(tokens.sum()), 6, 6, computed=BatchTotals(int(tokens[[0, 4, 5]].sum()), 3, 3)),
     }
-    assert sum(size for size, totals in seen if totals.computed is not None) == 2 * 3
+    assert sum(size for size, totals in calls if totals.computed is not None) == 2 * 3
 
 
 def noisy_losses(engine, batch, steps=2, micro=ALL):
@@ -596,8 +598,8 @@ def test_a_step_that_is_refused_leaves_everything_as_it_was(make, dtype):
 
     def drawing(outputs, part, totals):
         noise = torch.rand(())  # as dropout would
-        found = {"part": Metric.mean(2.0, len(part)), "peak": Metric.max(float(part.batch["ordinal"].max()))}
-        return outputs["log_probs"].sum() / totals.num_tokens + 0 * noise, found
+        metrics = {"part": Metric.mean(2.0, len(part)), "peak": Metric.max(float(part.batch["ordinal"].max()))}
+        return outputs["log_probs"].sum() / totals.num_tokens + 0 * noise, metrics
 
     batch.batch["ordinal"] = torch.arange(len(batch))
     (tensors, extra), cut = held(), MicroBatching(max_rows=2)

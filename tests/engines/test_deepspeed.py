@@ -24,12 +24,12 @@ def settings(section, **changes):
 
 
 def test_the_keys_of_a_run_become_a_deepspeed_configuration():
-    found = settings(DeepSpeedConfig(zero_stage=3, offload_param=True), bfloat16=True, clip_grad=0.5)
-    assert found["zero_optimization"]["stage"] == 3
-    assert found["zero_optimization"]["offload_param"]["device"] == "cpu"
-    assert "offload_optimizer" not in found["zero_optimization"]
-    assert found["gradient_clipping"] == 0.5
-    assert found["bf16"]["enabled"]
+    config = settings(DeepSpeedConfig(zero_stage=3, offload_param=True), bfloat16=True, clip_grad=0.5)
+    assert config["zero_optimization"]["stage"] == 3
+    assert config["zero_optimization"]["offload_param"]["device"] == "cpu"
+    assert "offload_optimizer" not in config["zero_optimization"]
+    assert config["gradient_clipping"] == 0.5
+    assert config["bf16"]["enabled"]
     assert "bf16" not in settings(DeepSpeedConfig())
     assert DeepSpeedConfig().stage() == 2
     assert DeepSpeedConfig(zero_stage=3).sizes(4) == {"replicate": 1, "shard": 4}
@@ -60,14 +60,14 @@ def test_a_file_of_hugging_faces_trainer_is_merged(tmp_path):
     }
     (tmp_path / "ds.json").write_text(json.dumps(content))
     section = DeepSpeedConfig(config=str(tmp_path / "ds.json"))
-    found = settings(section)
+    config = settings(section)
     assert section.stage() == 3
-    zero = found["zero_optimization"]
+    zero = config["zero_optimization"]
     assert (zero["stage"], zero["sub_group_size"], zero["offload_optimizer"]["device"]) == (3, 1e9, "cpu")
     assert "reduce_bucket_size" not in zero
     assert "offload_param" not in zero
-    assert not {"optimizer", "scheduler", "fp16", "train_batch_size"} & found.keys()
-    assert found["wall_clock_breakdown"] is False
+    assert not {"optimizer", "scheduler", "fp16", "train_batch_size"} & config.keys()
+    assert config["wall_clock_breakdown"] is False
 
 
 @pytest.mark.parametrize(

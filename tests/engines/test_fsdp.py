@@ -92,20 +92,20 @@ def test_float32_and_bfloat16(two):
 
 @pytest.mark.parametrize("check", ["check_checkpoint", "check_checkpoint_of_experts", "check_checkpoint_of_adapters"])
 def test_a_checkpoint_of_two_ranks_is_loaded_bit_for_bit(two, check):
-    found = two[check]
-    assert not any(found["different"])
-    assert found["grad_norm"] < 1e-5
-    assert found["weights"] < 1e-5
-    assert found.get("reference", 0.0) < 1e-5
-    assert found.get("stale", 0.0) < 1e-5
+    gaps = two[check]
+    assert not any(gaps["different"])
+    assert gaps["grad_norm"] < 1e-5
+    assert gaps["weights"] < 1e-5
+    assert gaps.get("reference", 0.0) < 1e-5
+    assert gaps.get("stale", 0.0) < 1e-5
 
 
 @pytest.mark.slow
 def test_a_checkpoint_moves_to_other_arrangements_and_back(four):
-    found = four["check_checkpoint_of_two_ranks"]
-    assert not any(found["different"])
-    assert found["grad_norm"] < 1e-5
-    assert found["weights"] < 1e-5
+    gaps = four["check_checkpoint_of_two_ranks"]
+    assert not any(gaps["different"])
+    assert gaps["grad_norm"] < 1e-5
+    assert gaps["weights"] < 1e-5
 
 
 def test_groups_and_chunks_change_while_training(two):

@@ -84,7 +84,7 @@ def test_no_system_that_tells(monkeypatch, tmp_path):
 
 def test_losses_and_weights_are_those_of_any_split(folder, free):  # noqa: F811
     """The limit shrinks to a token and grows again; float64 shows no difference but rounding."""
-    found = []
+    runs = []
     for adapts in (False, True):
         engine = ENGINES.get("local")(
             model=ModelConfig(path=str(folder)), engine=FSDPConfig(dtype="float64", adapt_micro_batches=adapts),
@@ -98,8 +98,8 @@ def test_losses_and_weights_are_those_of_any_split(folder, free):  # noqa: F811
             metrics = engine.train_batch(batch, policy_loss, ("log_probs", "entropy"), MicroBatching(max_tokens=64))
             losses.append(metrics["loss"].value)
             limits.append(metrics["micro_batch_tokens"].value if adapts else None)
-        found.append((losses, dict(engine.gather_weights()), limits))
-    (losses, weights, _), (ours, our_weights, limits) = found
+        runs.append((losses, dict(engine.gather_weights()), limits))
+    (losses, weights, _), (ours, our_weights, limits) = runs
     assert len(set(limits)) > 2
     assert ours == pytest.approx(losses, rel=1e-11)
     assert all(torch.allclose(our_weights[name], w, rtol=1e-9, atol=1e-12) for name, w in weights.items())

@@ -69,12 +69,12 @@ def test_sizes_that_do_not_divide_the_devices_are_refused(section, num_ranks, wo
 
 
 def test_settings_that_are_not_read_are_refused():
-    def found(**settings):
+    def problems(**settings):
         return list(MegatronConfig(override_transformer_config=settings).contradictions())
 
-    assert "hidden_size is not read" in found(hidden_size=4)[0]
-    assert not found(recompute_granularity="full", apply_rope_fusion=True, moe_aux_loss_coeff=0.0)
-    assert "moe_aux_loss_coeff is not read" in found(moe_aux_loss_coeff=0.1)[0]
+    assert "hidden_size is not read" in problems(hidden_size=4)[0]
+    assert not problems(recompute_granularity="full", apply_rope_fusion=True, moe_aux_loss_coeff=0.0)
+    assert "moe_aux_loss_coeff is not read" in problems(moe_aux_loss_coeff=0.1)[0]
     assert "needs pipeline" in next(MegatronConfig(virtual_pipeline_model_parallel_size=2).contradictions())
 
 

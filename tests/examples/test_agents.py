@@ -42,8 +42,8 @@ def test_they_train(name, tmp_path, monkeypatch):
     text = (AGENTS / f"{name}.py").read_text()
     command = re.split(r'\n\n|"""', text[text.index("verl train") :])[0].replace("\\\n", " ")
     names = {"MODEL": f"{tmp_path}/model", "ROWS": f"{tmp_path}/rows.jsonl"}
-    for given, value in names.items():
-        command = command.replace(f"={given}", f"={value}")
+    for shipped, value in names.items():
+        command = command.replace(f"={shipped}", f"={value}")
     words = [word.replace("command:python", f"command:{sys.executable}") for word in shlex.split(command)[1:]]
     code = main(
         [

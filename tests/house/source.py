@@ -19,11 +19,11 @@ class Import:
 @functools.cache
 def files() -> dict[str, Path]:
     """Dotted name -> file, for every module of the package."""
-    found = {}
+    modules = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return modules
 
 
 @functools.cache
@@ -50,14 +50,14 @@ def imports(name: str) -> tuple[Import, ...]:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         for inner in ast.walk(node)
     }
-    found = []
+    targets = []
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
-            found += [Import(alias.name, node.lineno, id(node) in typing_only) for alias in node.names]
+            targets += [Import(alias.name, node.lineno, id(node) in typing_only) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{relative(path)}:{node.lineno}: write imports with their full name"
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
                 target = full if full in files() else str(node.module)
-                found.append(Import(target, node.lineno, id(node) in typing_only))
-    return tuple(found)
+                targets.append(Import(target, node.lineno, id(node) in typing_only))
+    return tuple(targets)

@@ -99,10 +99,10 @@ def test_every_imported_package_is_declared():
     declared |= {"yaml", "megatron"}  # of PyYAML and megatron-core
     known = {*sys.stdlib_module_names, *declared, *BROUGHT_BY, "verl"}
     undeclared = {
-        f"{found.module} in {relative(path)}:{found.line}"
+        f"{entry.module} in {relative(path)}:{entry.line}"
         for name, path in files().items()
-        for found in imports(name)
-        if found.module.partition(".")[0].lower() not in known
+        for entry in imports(name)
+        if entry.module.partition(".")[0].lower() not in known
     }
     assert "pyyaml" in declared
     assert not undeclared

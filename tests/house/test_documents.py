@@ -93,9 +93,9 @@ def test_files_that_a_page_names_exist(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_commands_that_a_page_names_exist(page):
-    found = commands(page.read_text(encoding="utf-8"))
+    named = commands(page.read_text(encoding="utf-8"))
     targets = set(re.findall(r"^([\w-]+):", read("Makefile"), re.M))
-    for command in found:
+    for command in named:
         for target in re.findall(r"^\s*make ([a-z][\w-]*)", command):
             assert target in targets, command
         for config in re.findall(r"^\s*make \w+ CONFIG=(\w+)", command):

@@ -23,11 +23,11 @@ class TestFinder:
     def test_every_name_is_the_object_of_the_table(self, module):
         if module.startswith(NEED_RAY):
             pytest.importorskip("ray")
-        found = importlib.import_module(module)
-        assert dir(found) == sorted(found.__all__) == sorted(names_of(module))
+        imported = importlib.import_module(module)
+        assert dir(imported) == sorted(imported.__all__) == sorted(names_of(module))
         for name, (source, here) in names_of(module).items():
-            assert getattr(found, name) is getattr(importlib.import_module(source), here)
-            assert name in vars(found)
+            assert getattr(imported, name) is getattr(importlib.import_module(source), here)
+            assert name in vars(imported)
 
     def test_names_are_listed_once(self):
         for module, sources in IMPORT_PATHS.items():
@@ -44,9 +44,9 @@ class TestFinder:
     def test_an_empty_folder_does_not_hide_a_listed_package(self, tmp_path):
         """An older checkout leaves folders with __pycache__ behind."""
         (tmp_path / "utils" / "__pycache__").mkdir(parents=True)
-        found = CompatibilityFinder.find_spec("verl.utils", [str(tmp_path)])
-        assert found.origin.endswith("module.py")
-        assert found.submodule_search_locations == [str(tmp_path / "utils")]
+        spec = CompatibilityFinder.find_spec("verl.utils", [str(tmp_path)])
+        assert spec.origin.endswith("module.py")
+        assert spec.submodule_search_locations == [str(tmp_path / "utils")]
 
     def test_modules_that_are_not_listed(self):
         assert CompatibilityFinder.find_spec("verl.models", verl.__path__) is None
@@ -141,17 +141,17 @@ class TestTensorFunctions:
     def test_masked(self):
         from verl.utils.torch_functional import masked_mean, masked_sum, masked_var, masked_whiten
 
-        kept = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
+        selected = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
         assert masked_sum(self.values, self.mask).item() == 7
         torch.testing.assert_close(masked_sum(self.values, self.mask, axis=-1), torch.tensor([3.0, 4.0]).double())
         torch.testing.assert_close(masked_mean(self.values, self.mask, axis=-1), torch.tensor([1.5, 4.0]).double())
-        assert masked_var(self.values, self.mask).item() == pytest.approx(kept.var().item(), rel=1e-6)
+        assert masked_var(self.values, self.mask).item() == pytest.approx(selected.var().item(), rel=1e-6)
         assert masked_var(self.values, self.mask, unbiased=False).item() == pytest.approx(
-            kept.var(correction=0).item(), rel=1e-6
+            selected.var(correction=0).item(), rel=1e-6
         )
         for shift in (True, False):
             white = masked_whiten(self.values, self.mask, shift_mean=shift)
-            expected = (kept - kept.mean()) / kept.std() + (0 if shift else kept.mean())
+            expected = (selected - selected.mean()) / selected.std() + (0 if shift else selected.mean())
             torch.testing.assert_close(white[self.mask.bool()], expected)
             assert (white[self.mask == 0] == 0).all()
 
@@ -207,10 +207,10 @@ class TestBalancing:
         from verl.utils.seqlen_balancing import rearrange_micro_batches
 
         batch = self.batch()
-        found, rows = rearrange_micro_batches(batch.batch, 5, **wishes)
-        assert len(found) == len(rows) == count
+        micro_batches, rows = rearrange_micro_batches(batch.batch, 5, **wishes)
+        assert len(micro_batches) == len(rows) == count
         assert sorted(sum(rows, [])) == list(range(6))
-        for part, members in zip(found, rows, strict=True):
+        for part, members in zip(micro_batches, rows, strict=True):
             assert part["row"].tolist() == members
             assert part["attention_mask"].sum() <= 5
 

@@ -25,14 +25,14 @@ ONE_CONTRACT = {
 
 def public_definitions():
     """Name -> files of the package that define it at top level; verl/compat repeats names of other releases."""
-    found = defaultdict(list)
+    places = defaultdict(list)
     for name, path in files().items():
         for node in tree(path).body if room(name) != "compat" else ():
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith(
                 "_"
             ):
-                found[node.name].append(relative(path))
-    return found
+                places[node.name].append(relative(path))
+    return places
 
 
 def test_a_public_name_has_one_definition():

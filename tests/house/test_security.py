@@ -10,7 +10,7 @@ from verl.config.secrets import is_secret_name
 LISTENERS: dict[tuple[str, str], str] = {
     (
         "verl/page/server.py",
-        "found.bind",
+        "listener.bind",
     ): "the address of trainer.page.host, loopback by default; every request needs the token",
     ("verl/parallel/collectives.py", "probe.bind"): "asks whether a port is free and closes it at once",
     ("verl/parallel/collectives.py", "socket.create_server"): "for ranks that meet at loopback, and only there",
@@ -95,8 +95,8 @@ def test_what_listens_is_listed_or_stays_on_this_machine():
 
 
 def test_listed_listeners_exist():
-    found = {(file, name_of(call)) for file, call in calls()}
-    assert set(LISTENERS) <= found
+    listening = {(file, name_of(call)) for file, call in calls()}
+    assert set(LISTENERS) <= listening
 
 
 def test_nothing_listens_everywhere_by_a_literal():

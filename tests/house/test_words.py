@@ -137,12 +137,12 @@ def documents() -> list[str]:
 
 @pytest.mark.parametrize("name", folders())
 def test_words_of_a_folder(name):
-    assert not (found := in_folder(name)), "\n".join(map(str, found))
+    assert not (findings := in_folder(name)), "\n".join(map(str, findings))
 
 
 @pytest.mark.parametrize("name", documents())
 def test_words_of_a_document(name):
-    assert not (found := list(in_document(ROOT / name))), "\n".join(map(str, found))
+    assert not (findings := list(in_document(ROOT / name))), "\n".join(map(str, findings))
 
 
 def test_every_pattern_finds_its_words():

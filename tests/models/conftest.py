@@ -8,13 +8,13 @@ from verl.models.tiny import make_tiny_model
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory):
     """family -> folder of a tiny random model, with every tensor away from its initial constant."""
-    made = {}
+    folders = {}
 
     def folder(family):
-        if family not in made:
-            made[family] = make_tiny_model(
+        if family not in folders:
+            folders[family] = make_tiny_model(
                 tmp_path_factory.mktemp("tiny") / family, family, max_position_embeddings=128
             )
-        return made[family]
+        return folders[family]
 
     return folder

@@ -274,8 +274,8 @@ def outcome(rng, good, folder: Path, wanted, kind=None):
     damage(rng, folder)
     try:
         with deadline(30):
-            found = log_probs(folder)
-        result = "same" if torch.equal(found, wanted) else "changed"
+            actual = log_probs(folder)
+        result = "same" if torch.equal(actual, wanted) else "changed"
     except VerlError as error:
         text, result = str(error), "refused"
         assert text.isprintable(), (kind, text)
@@ -289,9 +289,9 @@ def outcome(rng, good, folder: Path, wanted, kind=None):
 def cases(rng, count, folder):
     """(kind of damage, outcome) of `count` model folders."""
     good = good_folder(folder / "good")
-    wanted = log_probs(good)
+    expected = log_probs(good)
     for _ in range(count):
-        yield outcome(rng, good, folder / "model", wanted)
+        yield outcome(rng, good, folder / "model", expected)
 
 
 class deadline:  # noqa: N801 - reads as a statement

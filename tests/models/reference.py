@@ -112,17 +112,17 @@ def reference_outputs(
     """log_probs, entropy, sum_pi_squared and mean_logit [batch, response], row by row from full logits."""
     responses, mask = columns["responses"], columns["response_mask"]
     dtype = next(module.parameters()).dtype
-    found = {name: [] for name in ("log_probs", "entropy", "sum_pi_squared", "mean_logit")}
+    outputs = {name: [] for name in ("log_probs", "entropy", "sum_pi_squared", "mean_logit")}
     for row in range(len(responses)):
         prompt = columns["prompts"][row][columns["prompt_mask"][row]]
         logits = row_logits(module, torch.cat([prompt, responses[row]]), attention)[len(prompt) - 1 : -1]
         log_p = (logits / temperature).log_softmax(-1)
         p = log_p.exp()
-        found["log_probs"].append(log_p.gather(1, responses[row].unsqueeze(1)).squeeze(1))
-        found["entropy"].append(-(p * log_p).sum(-1))
-        found["sum_pi_squared"].append(p.square().sum(-1))
-        found["mean_logit"].append(logits.mean(-1))
-    return {name: torch.stack(values) * mask.to(dtype) for name, values in found.items()}
+        outputs["log_probs"].append(log_p.gather(1, responses[row].unsqueeze(1)).squeeze(1))
+        outputs["entropy"].append(-(p * log_p).sum(-1))
+        outputs["sum_pi_squared"].append(p.square().sum(-1))
+        outputs["mean_logit"].append(logits.mean(-1))
+    return {name: torch.stack(values) * mask.to(dtype) for name, values in outputs.items()}
 
 
 def make_columns(

@@ -29,23 +29,23 @@ def folders(tmp_path_factory):
 @contextlib.contextmanager
 def saved_bytes():
     """Counts the bytes that autograd keeps for the backward, each storage once."""
-    found = {}
+    storages = {}
 
     def pack(tensor):
-        found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield found
+        yield storages
 
 
 def outputs_and_gradients(module, chunk_tokens, checkpointing=False):
     columns = make_columns(*random_rows(0, [3, 1, 2]))
     packed = pack_rows(columns, chunk_tokens=chunk_tokens)
     module.zero_grad()
-    with chunked_feed_forward(module, chunk_tokens), saved_bytes() as kept:
+    with chunked_feed_forward(module, chunk_tokens), saved_bytes() as storages:
         out = packed_outputs(module, packed, OUTPUTS, 1.3)
-        held = sum(kept.values())
+        held = sum(storages.values())
         weights = torch.linspace(-1, 1, out["log_probs"].numel(), dtype=out["log_probs"].dtype).view(packed.shape)
         (out["log_probs"] * weights + 0.1 * out["entropy"]).sum().backward()
     return out, {name: p.grad.clone() for name, p in module.named_parameters()}, held
@@ -61,11 +61,11 @@ def test_modules_in_chunks(folders, family, checkpointing):
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     whole, gradients, held = outputs_and_gradients(module, None)
     for size in (1, 5, 10_000):
-        ours, found, less = outputs_and_gradients(module, size)
+        ours, chunked, less = outputs_and_gradients(module, size)
         for name in OUTPUTS:
             torch.testing.assert_close(ours[name], whole[name], rtol=1e-12, atol=1e-12)
         for name, expected in gradients.items():
-            torch.testing.assert_close(found[name], expected, rtol=1e-9, atol=1e-11)
+            torch.testing.assert_close(chunked[name], expected, rtol=1e-9, atol=1e-11)
         if not checkpointing:
             assert less < (0.8 * held if size == 5 else 1.01 * held)
     assert not any("forward" in vars(layer.mlp) for layer in module.get_decoder().layers), "modules are as they were"
@@ -74,25 +74,25 @@ def test_modules_in_chunks(folders, family, checkpointing):
 def test_fused_decoder_passes_in_chunks(folders, monkeypatch):
     """Without the modules' own forward: the activations of the feed-forward are not kept."""
     module = load_causal_lm(folders["qwen3"], dtype=torch.float32)
-    kept = []
+    saved = []
     forward = decoder.one_layer.forward
 
     def watched(*args, **kwargs):
         out, left = forward(*args, **kwargs)
-        kept.append(left)
+        saved.append(left)
         return out, left
 
     monkeypatch.setattr(decoder.one_layer, "forward", watched)
     whole, gradients, _ = outputs_and_gradients(module, None)
-    assert all(left.gate_up is not None for left in kept)
-    kept.clear()
+    assert all(left.gate_up is not None for left in saved)
+    saved.clear()
     packed = pack_rows(make_columns(*random_rows(0, [3, 1, 2])), chunk_tokens=5)
     module.zero_grad()
     out = packed_outputs(module, packed, OUTPUTS, 1.3)
     weights = torch.linspace(-1, 1, out["log_probs"].numel()).view(packed.shape)
     (out["log_probs"] * weights + 0.1 * out["entropy"]).sum().backward()
-    assert kept
-    assert all(left.gate_up is None for left in kept)
+    assert saved
+    assert all(left.gate_up is None for left in saved)
     for name in OUTPUTS:
         torch.testing.assert_close(out[name], whole[name], rtol=1e-5, atol=1e-6)
     for name, p in module.named_parameters():
@@ -111,8 +111,8 @@ def test_attention_in_chunks_of_queries(window, softcap):
     for size in (1, 2, 5, 100):
         ours = masked_attention(*qkv, segments, None, window, softcap, size)
         torch.testing.assert_close(ours, whole, rtol=1e-12, atol=1e-12)
-        for found, wanted in zip(torch.autograd.grad(ours, qkv, d_out), expected, strict=True):
-            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+        for gradient, reference in zip(torch.autograd.grad(ours, qkv, d_out), expected, strict=True):
+            torch.testing.assert_close(gradient, reference, rtol=1e-10, atol=1e-12)
 
 
 def test_capped_scores_of_a_chunk_are_all_that_is_held():
@@ -121,9 +121,9 @@ def test_capped_scores_of_a_chunk_are_all_that_is_held():
     qkv = [torch.randn(1, 2, length, 8).requires_grad_() for _ in range(3)]
     held = {}
     for size in (None, 16):
-        with saved_bytes() as kept:
+        with saved_bytes() as storages:
             masked_attention(*qkv, [PackedSegment(0, length)], None, None, 5.0, size)
-        held[size] = sum(kept.values())
+        held[size] = sum(storages.values())
     assert held[None] > 4 * 2 * length * length
     assert held[16] < 0.2 * held[None]
 

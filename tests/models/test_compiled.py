@@ -43,15 +43,15 @@ def threads():
 
 def segments_of(groups):
     """Segments of (prompt length, lengths of the responses that share it)."""
-    found, start = [], 0
+    segments, start = [], 0
     for prompt, responses in groups:
-        found.append(PackedSegment(start, prompt))
+        segments.append(PackedSegment(start, prompt))
         first = start + prompt
         for length in responses:
-            found.append(PackedSegment(first, length, start, prompt))
+            segments.append(PackedSegment(first, length, start, prompt))
             first += length
         start = first
-    return found
+    return segments
 
 
 def attention(segments, qkv, upstream, dtype, scale=None):
@@ -82,9 +82,9 @@ def assert_close(found, exact, upstream, tolerance):
 def assert_same_as_float64(segments, heads, kv_heads, head_dim, seed=0, scale=None):
     qkv, upstream = inputs(segments, heads, kv_heads, head_dim, seed)
     exact = attention(segments, qkv, upstream, torch.float64, scale)
-    found = attention(segments, qkv, upstream, torch.float32, scale)
-    assert compiled.usable(found[0])
-    assert_close(found, exact, upstream, 5e-6)
+    actual = attention(segments, qkv, upstream, torch.float32, scale)
+    assert compiled.usable(actual[0])
+    assert_close(actual, exact, upstream, 5e-6)
 
 
 @settings(max_examples=40, deadline=None)
@@ -116,18 +116,18 @@ def test_empty_segments_and_large_scores():
     qkv, upstream = inputs(segments, 2, 1, 8)
     large = [qkv[0] * 100, qkv[1], qkv[2]]  # weights of one and zero
     exact = attention([segments[1]], large, upstream, torch.float64)
-    found = attention(segments, large, upstream, torch.float32)
-    assert_close(found, exact, upstream, 1e-4)
+    actual = attention(segments, large, upstream, torch.float32)
+    assert_close(actual, exact, upstream, 1e-4)
 
 
 def test_attention_has_the_same_bits_for_any_number_of_threads(threads):
     segments = segments_of([(300, []), (80, [40, 90]), (90, []), (260, [])])
     qkv, upstream = inputs(segments, 9, 3, 64)
-    found = []
+    runs = []
     for count in (1, 2, 3, 2):
         threads(count)
-        found.append(attention(segments, qkv, upstream, torch.float32))
-    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+        runs.append(attention(segments, qkv, upstream, torch.float32))
+    assert all(torch.equal(a, b) for other in runs[1:] for a, b in zip(runs[0], other, strict=True))
 
 
 def test_gradients_that_are_broadcast_or_strided_are_read():
@@ -135,8 +135,8 @@ def test_gradients_that_are_broadcast_or_strided_are_read():
     qkv, _ = inputs(segments, 4, 2, 32)
     ones = torch.ones(1, 42, 4, 32)
     expected = attention(segments, qkv, ones, torch.float32)
-    found = attention(segments, qkv, torch.ones(()).expand(1, 42, 4, 32), torch.float32)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    actual = attention(segments, qkv, torch.ones(()).expand(1, 42, 4, 32), torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 def test_gradients_may_be_written_in_a_narrower_dtype():
@@ -185,29 +185,29 @@ def pointwise(dtype, tokens, features):
 @pytest.mark.parametrize(("tokens", "features"), [(1, 3), (33, 50), (700, 96)])
 def test_operations_on_rows_equal_float64_for_any_number_of_threads(threads, tokens, features):
     exact = pointwise(torch.float64, tokens, features)
-    found = []
+    runs = []
     for count in (1, 2, 3):
         threads(count)
-        found.append(pointwise(torch.float32, tokens, features))
-    for i, ours in enumerate(found[0]):
+        runs.append(pointwise(torch.float32, tokens, features))
+    for i, ours in enumerate(runs[0]):
         assert relative(ours.double(), exact[i]) < 1e-6, i
-        assert all(torch.equal(ours, other[i]) for other in found), i
+        assert all(torch.equal(ours, other[i]) for other in runs), i
 
 
 def test_a_model_computes_what_it_computes_with_torch(tiny_folder, monkeypatch):
     columns = make_columns(*random_rows(3, [4, 1, 3], longest_prompt=60, longest_response=70))
     module = load_causal_lm(tiny_folder("qwen3"), dtype=torch.float32).train()
-    found = []
+    runs = []
     for name in (None, "none"):
         if name:
             monkeypatch.setenv("VERL_CPU_ISA", name)
         module.zero_grad()
         log_probs = packed_outputs(module, pack_rows(columns), ("log_probs",))["log_probs"]
         log_probs.sum().backward()
-        found.append([log_probs.detach(), *(p.grad.clone() for p in module.parameters())])
-    for ours, theirs in zip(*found, strict=True):
+        runs.append([log_probs.detach(), *(p.grad.clone() for p in module.parameters())])
+    for ours, theirs in zip(*runs, strict=True):
         assert relative(ours, theirs) < 1e-5
-    assert not torch.equal(found[0][0], found[1][0]), "the compiled kernels were not used"
+    assert not torch.equal(runs[0][0], runs[1][0]), "the compiled kernels were not used"
 
 
 _RUN_CHECKED = """

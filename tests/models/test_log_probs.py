@@ -162,8 +162,8 @@ def test_candidates_alone_have_a_gradient():
     hidden, weight, _, targets = inputs(5, False)
     ours = token_log_probs(hidden, weight, targets, candidates=targets.unsqueeze(1), chunk_tokens=2).candidate_log_probs
     theirs = reference(hidden, weight, None, targets, 1.0)[0]
-    found, expected = (torch.autograd.grad(x.sum(), (hidden, weight)) for x in (ours, theirs))
-    assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(found, expected, strict=True))
+    gradients, expected = (torch.autograd.grad(x.sum(), (hidden, weight)) for x in (ours, theirs))
+    assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(gradients, expected, strict=True))
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 50])
@@ -262,7 +262,7 @@ def test_chunks_do_not_matter(num_tokens, chunk, temperature, seed):
 @pytest.mark.parametrize("fused", [True, False])
 def test_hidden_states_wider_than_the_head_are_projected_as_the_head_is_stored(fused):
     hidden, weight, targets = torch.randn(5, 16), torch.randn(11, 16).bfloat16(), torch.arange(5)
-    found = token_log_probs(hidden.requires_grad_(), weight, targets, fused=fused).log_probs
-    assert torch.equal(found, token_log_probs(hidden.bfloat16(), weight, targets, fused=fused).log_probs)
-    found.sum().backward()
+    log_probs = token_log_probs(hidden.requires_grad_(), weight, targets, fused=fused).log_probs
+    assert torch.equal(log_probs, token_log_probs(hidden.bfloat16(), weight, targets, fused=fused).log_probs)
+    log_probs.sum().backward()
     assert hidden.grad.dtype == torch.float32

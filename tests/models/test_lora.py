@@ -49,10 +49,10 @@ def engine(folder, *, head="lm", dtype="float32", trainable=True, **model):
     )
 
 
-def train(made, steps=2):
+def train(trained, steps=2):
     for seed in range(steps):
-        made.train_batch(make_batch(seed), policy_loss, ("log_probs", "entropy"), ALL)
-    return made
+        trained.train_batch(make_batch(seed), policy_loss, ("log_probs", "entropy"), ALL)
+    return trained
 
 
 def write_adapter(state, path):
@@ -144,8 +144,8 @@ def test_state_goes_on_bit_for_bit(folder, dtype, head):
     def loss(outputs, batch, totals):
         return sum(v.square().sum() for v in outputs.values()) / totals.num_tokens, {}
 
-    def step(made, seed):
-        made.train_batch(make_batch(seed), loss, ("values",) if head == "token_value" else ("log_probs",), ALL)
+    def step(trained, seed):
+        trained.train_batch(make_batch(seed), loss, ("values",) if head == "token_value" else ("log_probs",), ALL)
 
     one, two = engine(folder, head=head, dtype=dtype), engine(folder, head=head, dtype=dtype)
     with torch.no_grad():

@@ -28,19 +28,19 @@ def test_equals_float64(library, dtype, tokens, monkeypatch):
         torch.randn(*shape, generator=generator).to(dtype)
         for shape in ((tokens, 24), (40, 24), (40,), (tokens, 40), (tokens, 40))
     )
-    given = residual.clone()
+    original = residual.clone()
     close = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.08, "rtol": 1e-2}
     exact = x.double() @ weight.double().t()
-    for found, expected in (
+    for actual, expected in (
         (by.linear(x, weight), exact),
         (by.linear(x, weight, bias), exact + bias.double()),
         (by.linear(x, weight, residual=residual), exact + residual.double()),
         (by.linear(x, weight, bias, residual), exact + bias.double() + residual.double()),
         (by.input_gradient(d_y, weight), d_y.double() @ weight.double()),
     ):
-        assert found.dtype == dtype
-        torch.testing.assert_close(found.double(), expected, **close)
-    assert torch.equal(residual, given)
+        assert actual.dtype == dtype
+        torch.testing.assert_close(actual.double(), expected, **close)
+    assert torch.equal(residual, original)
 
 
 def test_log_probs_of_a_chunk_in_several_products(library, monkeypatch):
@@ -51,5 +51,5 @@ def test_log_probs_of_a_chunk_in_several_products(library, monkeypatch):
     log_probs.token_log_probs(hidden, weight, targets, chunk_tokens=7).log_probs.sum().backward()
     wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     (wide[0] @ wide[1].t()).log_softmax(1).gather(1, targets.unsqueeze(1)).sum().backward()
-    for found, expected in zip((hidden, weight), wide, strict=True):
-        torch.testing.assert_close(found.grad.double(), expected.grad, atol=1e-5, rtol=1e-5)
+    for leaf, expected in zip((hidden, weight), wide, strict=True):
+        torch.testing.assert_close(leaf.grad.double(), expected.grad, atol=1e-5, rtol=1e-5)

@@ -40,20 +40,20 @@ def test_is_added_to_the_embeddings(tiny_folder, family):
     module = widen_norms(load_causal_lm(tiny_folder(family), dtype=torch.float64))
     packed = with_noise(packed_rows(), 5.0, 64, seed=3)
     plain = packed_outputs(module, packed_rows(), ("log_probs",))["log_probs"]
-    found = packed_outputs(module, packed, ("log_probs",))["log_probs"]
+    log_probs = packed_outputs(module, packed, ("log_probs",))["log_probs"]
     hook = module.get_input_embeddings().register_forward_hook(lambda _, __, output: output + packed.noise.to(output))
     try:
         expected = packed_outputs(module, packed_rows(), ("log_probs",))["log_probs"]
     finally:
         hook.remove()
-    assert torch.allclose(found, expected, atol=1e-12)
-    assert not torch.allclose(found, plain, atol=1e-6)
+    assert torch.allclose(log_probs, expected, atol=1e-12)
+    assert not torch.allclose(log_probs, plain, atol=1e-6)
 
 
 def test_the_hand_written_forward_adds_the_same(tiny_folder):
     module, packed = load_causal_lm(tiny_folder("llama")), with_noise(packed_rows(), 5.0, 64, seed=3)
     assert DenseDecoder.of(module) is not None
-    found = packed_outputs(module, packed, ("log_probs",))["log_probs"]
+    log_probs = packed_outputs(module, packed, ("log_probs",))["log_probs"]
     wide = packed_outputs(module.double(), packed, ("log_probs",))["log_probs"]
-    assert torch.allclose(found.double(), wide, atol=1e-4)
+    assert torch.allclose(log_probs.double(), wide, atol=1e-4)
     assert not torch.allclose(wide, packed_outputs(module, packed_rows(), ("log_probs",))["log_probs"], atol=1e-3)

@@ -45,18 +45,18 @@ def assert_same_as_reference(module, columns, *, share, tolerance, attention="re
 
 @pytest.fixture(scope="session")
 def module_of(tiny_folder):
-    made = {}
+    modules = {}
 
     def get(family, dtype=torch.float64):
-        if (family, dtype) not in made:
+        if (family, dtype) not in modules:
             torch.manual_seed(1)
             module = load_causal_lm(tiny_folder(family), dtype=dtype)
             with torch.no_grad():  # norms and biases start at constants that would hide a mistake
                 for name, p in module.named_parameters():
                     if p.dim() == 1:
                         p.add_(torch.randn_like(p) * 0.1)
-            made[family, dtype] = widen_norms(module) if dtype == torch.float64 else module
-        return made[family, dtype]
+            modules[family, dtype] = widen_norms(module) if dtype == torch.float64 else module
+        return modules[family, dtype]
 
     return get
 
@@ -103,8 +103,8 @@ def test_masked_tokens_and_rows_change_nothing_else(module_of):
     holes["response_mask"][4] = False
     packed = pack_rows(holes)
     assert packed.num_tokens < pack_rows(columns).num_tokens
-    found = packed_outputs(module, packed, ("log_probs",))["log_probs"]
-    assert torch.allclose(found, full * holes["response_mask"], atol=1e-12, rtol=0)
+    log_probs = packed_outputs(module, packed, ("log_probs",))["log_probs"]
+    assert torch.allclose(log_probs, full * holes["response_mask"], atol=1e-12, rtol=0)
 
 
 def test_values_are_those_of_the_state_before_each_token(tiny_folder):
@@ -135,12 +135,12 @@ def test_nothing_to_train_needs_no_forward(module_of):
 def test_gradient_checkpointing_changes_nothing(tiny_folder):
     prompts, responses = random_rows(7, [3, 1])
     packed = pack_rows(make_columns(prompts, responses))
-    found = []
+    runs = []
     for checkpointing in (False, True):
         module = load_causal_lm(tiny_folder("qwen2"), gradient_checkpointing=checkpointing).train()
         out = packed_outputs(module, packed, OUTPUTS)
-        found.append(gradients(module, out, {n: torch.ones_like(out[n]) for n in out}))
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+        runs.append(gradients(module, out, {n: torch.ones_like(out[n]) for n in out}))
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
 
 
 def attention_case(dtype, *, value_dim=8, seed=0):

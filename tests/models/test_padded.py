@@ -104,10 +104,10 @@ def test_log_probs_and_gradients_of_families(tmp_path, family, kind):
     module = load_causal_lm(make(tmp_path, family, **extra))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     assert forward_kind(module) == kind
-    found = packed_outputs(module, pack_rows(columns()), OUTPUTS, temperature=0.7)
-    torch.testing.assert_close(found["log_probs"], wanted := expected(theirs, 0.7), rtol=0, atol=2e-5)
-    ours = torch.autograd.grad(found["log_probs"].sum(), next(module.parameters()))[0]
-    gradient = torch.autograd.grad(wanted.sum(), next(theirs.parameters()))[0]
+    outputs = packed_outputs(module, pack_rows(columns()), OUTPUTS, temperature=0.7)
+    torch.testing.assert_close(outputs["log_probs"], reference := expected(theirs, 0.7), rtol=0, atol=2e-5)
+    ours = torch.autograd.grad(outputs["log_probs"].sum(), next(module.parameters()))[0]
+    gradient = torch.autograd.grad(reference.sum(), next(theirs.parameters()))[0]
     torch.testing.assert_close(ours, gradient, rtol=1e-3, atol=1e-4)
 
 
@@ -118,8 +118,8 @@ def test_a_user_module_with_only_a_forward(tmp_path, caplog):
         load_causal_lm(folder, trust_remote_code=True)
     assert caplog.text.count("MyModel runs by its own padded forward") == 1
     assert forward_kind(module) == "logits"
-    found = packed_outputs(module, pack_rows(columns()), OUTPUTS)
-    torch.testing.assert_close(found["log_probs"], expected(module), rtol=0, atol=1e-5)
+    outputs = packed_outputs(module, pack_rows(columns()), OUTPUTS)
+    torch.testing.assert_close(outputs["log_probs"], expected(module), rtol=0, atol=1e-5)
     with pytest.raises(ConfigError, match="MyModel runs by its own padded forward, which cannot be divided as tp asks"):
         require_packed(module, "tp")
     samples = generated(module)
@@ -135,10 +135,10 @@ def generated(module):
     generation = engine.open(params, step=0)
     for ordinal, prompt in enumerate(([3, 4], [5, 6, 7, 8])):
         generation.add(PromptRequest(ordinal, prompt))
-    found = []
+    completions = []
     while done := generation.poll():
-        found += done
-    return sorted(found, key=lambda s: (s.ordinal, s.sample))
+        completions += done
+    return sorted(completions, key=lambda s: (s.ordinal, s.sample))
 
 
 def assert_sampled_by(module, samples):
@@ -146,8 +146,10 @@ def assert_sampled_by(module, samples):
     prompts = [[[3, 4], [5, 6, 7, 8]][s.ordinal] for s in samples]
     batch = make_columns(prompts, [list(s.token_ids) for s in samples])
     with torch.no_grad():
-        found = packed_outputs(module, pack_rows(batch), ("log_probs",))["log_probs"]
-    torch.testing.assert_close(found.double(), torch.tensor([s.log_probs for s in samples]).double(), rtol=0, atol=2e-5)
+        log_probs = packed_outputs(module, pack_rows(batch), ("log_probs",))["log_probs"]
+    torch.testing.assert_close(
+        log_probs.double(), torch.tensor([s.log_probs for s in samples]).double(), rtol=0, atol=2e-5
+    )
 
 
 @pytest.mark.parametrize("family", ["bloom", "mamba"])
@@ -160,11 +162,11 @@ def test_a_value_model_of_such_a_family(tmp_path):
     module = load_model(make(tmp_path, "bloom"), "token_value")
     with torch.no_grad():
         module.score.weight.normal_()
-    found = packed_outputs(module, pack_rows(columns()), ("values",))["values"]
+    values = packed_outputs(module, pack_rows(columns()), ("values",))["values"]
     for row, response in enumerate(RESPONSES):
         hidden = module.get_decoder()(input_ids=torch.tensor([PROMPT + response])).last_hidden_state[0]
-        wanted = module.value(hidden)[len(PROMPT) - 1 : -1]
-        torch.testing.assert_close(found[row, : len(response)], wanted, rtol=0, atol=1e-5)
+        reference = module.value(hidden)[len(PROMPT) - 1 : -1]
+        torch.testing.assert_close(values[row, : len(response)], reference, rtol=0, atol=1e-5)
 
 
 def test_an_engine_trains_one(tmp_path):
@@ -207,10 +209,10 @@ def test_statistics_of_logits_are_those_of_the_head(dtype):
 
 def test_a_token_that_the_model_rules_out():
     logits = torch.tensor([[0.0, float("-inf"), 1.0]], requires_grad=True)
-    found = logit_statistics(logits, torch.tensor([2]), want_entropy=True)
+    statistics = logit_statistics(logits, torch.tensor([2]), want_entropy=True)
     p = torch.tensor([0.0, 1.0]).softmax(0)
-    torch.testing.assert_close(found.entropy, -(p * p.log()).sum().unsqueeze(0))
-    found.entropy.sum().backward()
+    torch.testing.assert_close(statistics.entropy, -(p * p.log()).sum().unsqueeze(0))
+    statistics.entropy.sum().backward()
     assert logits.grad.isfinite().all()
 
 

@@ -40,11 +40,11 @@ def test_the_offset_is_added_to_the_bits_and_the_lower_half_is_cut_off():
 
 def test_the_offsets_are_those_of_every_run():
     """Checkpoints of one version are exported and resumed by another."""
-    found = offsets("model.layers.0.mlp.up_proj.weight", (3, 40_000))
-    assert int(found.min()) >= 0
-    assert int(found.max()) < 1 << 16
-    assert found[0, :4].tolist() == FIRST
-    assert hashlib.sha256(found.numpy().tobytes()).hexdigest()[:16] == DIGEST
+    shifts = offsets("model.layers.0.mlp.up_proj.weight", (3, 40_000))
+    assert int(shifts.min()) >= 0
+    assert int(shifts.max()) < 1 << 16
+    assert shifts[0, :4].tolist() == FIRST
+    assert hashlib.sha256(shifts.numpy().tobytes()).hexdigest()[:16] == DIGEST
 
 
 FIRST, DIGEST = [29868, 60632, 37400, 14987], "0585e62fe9c43b16"
@@ -67,8 +67,8 @@ def test_compiled_and_torch_give_the_same_bits(monkeypatch):
     shards = [master, master, master[None]]
     compiled = [DITHERED.rounded("w", s, BF16, region) for s, region in zip(shards, regions, strict=True)]
     monkeypatch.setattr(rounding, "_compiled", lambda: None)
-    for shard, region, found in zip(shards, regions, compiled, strict=True):
-        assert torch.equal(bits(DITHERED.rounded("w", shard, BF16, region)), bits(found))
+    for shard, region, part in zip(shards, regions, compiled, strict=True):
+        assert torch.equal(bits(DITHERED.rounded("w", shard, BF16, region)), bits(part))
 
 
 def test_values_on_the_grid_never_move():
@@ -173,13 +173,13 @@ def test_extremes_stay_what_they_are():
     extremes = torch.cat([torch.tensor([inf, -inf, nan, 3.4028e38, -3.4028e38, LARGEST, -LARGEST]), all_ones])
     near = torch.tensor([LARGEST, -LARGEST]).view(torch.int32).sub(1).view(torch.float32)
     kinds = torch.cat([extremes, near]).repeat(1000)
-    found, expected = rounded("w", kinds).float(), kinds.clamp(-LARGEST, LARGEST)
-    assert torch.equal(found.isnan(), kinds.isnan())
-    assert torch.equal(found.isinf(), kinds.isinf())
+    actual, expected = rounded("w", kinds).float(), kinds.clamp(-LARGEST, LARGEST)
+    assert torch.equal(actual.isnan(), kinds.isnan())
+    assert torch.equal(actual.isinf(), kinds.isinf())
     finite = kinds.isfinite()
-    assert (found[finite].abs() <= LARGEST).all()
-    assert torch.equal(found[finite & (kinds.abs() >= LARGEST)], expected[finite & (kinds.abs() >= LARGEST)])
-    assert torch.equal(found.signbit()[finite], kinds.signbit()[finite])
+    assert (actual[finite].abs() <= LARGEST).all()
+    assert torch.equal(actual[finite & (kinds.abs() >= LARGEST)], expected[finite & (kinds.abs() >= LARGEST)])
+    assert torch.equal(actual.signbit()[finite], kinds.signbit()[finite])
 
 
 def test_the_rest_of_a_chunk_with_an_infinity_is_rounded_as_ever():
@@ -193,9 +193,9 @@ def test_the_rest_of_a_chunk_with_an_infinity_is_rounded_as_ever():
 def test_zeros_and_denormals():
     smallest = torch.tensor([1, 1 << 15, (1 << 16) - 1], dtype=torch.int32).view(torch.float32)
     for sign in (1.0, -1.0):
-        found = rounded("w", (sign * smallest).repeat(3000)).float()
-        assert set(found.abs().unique().tolist()) == {0.0, 2.0**-133}
-        assert bool((found.signbit() == (sign < 0)).all())
+        values = rounded("w", (sign * smallest).repeat(3000)).float()
+        assert set(values.abs().unique().tolist()) == {0.0, 2.0**-133}
+        assert bool((values.signbit() == (sign < 0)).all())
     zeros = torch.tensor([0.0, -0.0]).repeat(50)
     assert torch.equal(bits(rounded("w", zeros)), bits(zeros.to(BF16)))
 

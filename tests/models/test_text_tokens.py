@@ -30,10 +30,10 @@ def test_tags_stay_in_the_text_of_a_response(folder):
     ids = plain.encode("<think>a</think>b<|im_end|>")
     assert plain.decode(ids, skip_special_tokens=True) == "ab"
     assert hidden_tags(plain) == ["<think>", "</think>"]
-    kept = load_tokenizer(ModelConfig(path=str(folder), text_tokens=["<think>", "</think>"]))
-    assert kept.encode("<think>a</think>b<|im_end|>") == ids
-    assert kept.decode(ids, skip_special_tokens=True) == "<think>a</think>b"
-    assert kept.batch_decode([ids], skip_special_tokens=True) == ["<think>a</think>b"]
+    tokenizer = load_tokenizer(ModelConfig(path=str(folder), text_tokens=["<think>", "</think>"]))
+    assert tokenizer.encode("<think>a</think>b<|im_end|>") == ids
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "<think>a</think>b"
+    assert tokenizer.batch_decode([ids], skip_special_tokens=True) == ["<think>a</think>b"]
 
 
 def test_a_name_that_is_no_token_is_refused(folder):
@@ -43,8 +43,8 @@ def test_a_name_that_is_no_token_is_refused(folder):
 
 def test_hidden_tags_are_noticed_once_they_are_hidden(folder):
     assert "<think>, </think> are special tokens" in notices(folder)
-    kept = "actor_rollout_ref.model.text_tokens=['<think>','</think>']"
-    assert not notices(folder, kept)
+    setting = "actor_rollout_ref.model.text_tokens=['<think>','</think>']"
+    assert not notices(folder, setting)
 
 
 def test_a_model_without_a_token_that_ends_responses_is_noticed(folder):

@@ -22,9 +22,9 @@ def open_browser():
     if not Path(CHROMIUM).exists():
         pytest.skip("chromium is not installed: apt-get install chromium")
     with playwright.sync_playwright() as driver:
-        found = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield found
-        found.close()
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
 
 
 @contextmanager
@@ -59,10 +59,10 @@ def assert_accessible(tab):
     if axe is None:
         pytest.skip("axe-core is not there: pip install axe-core-python, or AXE_CORE=path/to/axe.min.js")
     tab.evaluate(axe)
-    found = tab.evaluate("axe.run(document, {resultTypes: ['violations']})")
+    report = tab.evaluate("axe.run(document, {resultTypes: ['violations']})")
     serious = [
         (v["id"], [node["html"][:160] for node in v["nodes"][:3]])
-        for v in found["violations"]
+        for v in report["violations"]
         if v["impact"] in ("serious", "critical")
     ]
     assert not serious, f"{tab.url}\n{json.dumps(serious, indent=1)}"

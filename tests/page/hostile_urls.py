@@ -48,8 +48,8 @@ def answer(app, path):
         async with httpx.AsyncClient(transport=transport, base_url="http://page", cookies=cookies) as client:
             return await client.get(path, headers={"Host": HOST})
 
-    found = asyncio.run(ask())
-    return found.status_code, found.text
+    response = asyncio.run(ask())
+    return response.status_code, response.text
 
 
 def outcome_of_url(rng, app):
@@ -76,14 +76,14 @@ def outcome_of_key(rng, keys):
         loaded = load_config([files, "data.train_files=x.jsonl", f"{key}={value}"], schema=schema)
     except VerlError as error:
         return "key", f"refused by {type(error).__name__}"
-    found = loaded.config
+    section = loaded.config
     for name in key.split("."):
-        found = getattr(found, name)
-    if isinstance(found, int | float):
-        assert found < 2**63, (key, value)
+        section = getattr(section, name)
+    if isinstance(section, int | float):
+        assert section < 2**63, (key, value)
         if key.endswith(("_s", "timeout")):
-            datetime.datetime.fromtimestamp(time.time() + found)
-            assert found <= threading.TIMEOUT_MAX, (key, value)
+            datetime.datetime.fromtimestamp(time.time() + section)
+            assert section <= threading.TIMEOUT_MAX, (key, value)
     return "key", "accepted"
 
 

@@ -35,8 +35,8 @@ def pair(i):
 
 def write_rows(folder):
     """sft.jsonl and pairs.jsonl."""
-    for name, made in (("sft", conversation), ("pairs", pair)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(made(i)) + "\n" for i in range(12)))
+    for name, row_of in (("sft", conversation), ("pairs", pair)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row_of(i)) + "\n" for i in range(12)))
     return folder
 
 
@@ -46,15 +46,15 @@ def train_kind(kind, folder, model, *more):
     if kind in ON_ROWS:
         program, schema, rows = ON_ROWS[kind]
         file = write_rows(folder) / f"{rows}.jsonl"
-        given = [f"model.path={model}", f"data.train_files={file}", f"data.val_files={file}"]
-        assert train(load_config([*run, *given, *more], schema=schema), program=program) == 0
+        keys = [f"model.path={model}", f"data.train_files={file}", f"data.val_files={file}"]
+        assert train(load_config([*run, *keys, *more], schema=schema), program=program) == 0
     else:
         task = write_task(folder)
-        given = [
+        keys = [
             f"actor_rollout_ref.model.path={model}", f"critic.model.path={model}", f"data.train_files={task}/train.jsonl",
             f"data.val_files={task}/val.jsonl", "data.max_prompt_length=64", "data.max_response_length=6", f"{ROLLOUT}.n=4",
             f"{ACTOR}.ppo_mini_batch_size=4", f"{ACTOR}.fsdp_config.dtype=float32", f"{ACTOR}.entropy_coeff=0.001",
             f"reward.custom_reward_function.path={task}/reward.py", "reward.num_workers=1",
         ]  # fmt: skip
-        assert train(load_config([*run, *given, *ON_PROMPTS[kind], *more])) == 0
+        assert train(load_config([*run, *keys, *ON_PROMPTS[kind], *more])) == 0
     return folder / "run"

@@ -23,8 +23,8 @@ HOSTILE = (
 
 @pytest.fixture(scope="module")
 def browser():
-    with open_browser() as found:
-        yield found
+    with open_browser() as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +52,8 @@ def server(run_folder, tmp_path_factory):
 
 @pytest.fixture
 def tab(browser, server):
-    with watched_tab(browser, server) as found:
-        yield found
+    with watched_tab(browser, server) as opened:
+        yield opened
 
 
 PAGES = (

@@ -18,14 +18,14 @@ pytest.importorskip("sse_starlette", reason="the extra `page` is not installed")
 
 @pytest.fixture(scope="module")
 def browser():
-    with open_browser() as found:
-        yield found
+    with open_browser() as opened:
+        yield opened
 
 
 def links(tab, pattern):
     """The addresses on the open page whose path fits."""
-    found = tab.eval_on_selector_all("a[href]", "all => all.map(a => a.getAttribute('href'))")
-    return [href for href in dict.fromkeys(found) if re.fullmatch(pattern, href)]
+    hrefs = tab.eval_on_selector_all("a[href]", "all => all.map(a => a.getAttribute('href'))")
+    return [href for href in dict.fromkeys(hrefs) if re.fullmatch(pattern, href)]
 
 
 def pages_of(tab):

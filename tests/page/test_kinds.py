@@ -31,8 +31,8 @@ def open_site(folder, cache, sites):
 
 
 def sample_data(site, path):
-    found = re.search(r'id="tokens-data">(.*?)</script>', site.page(path), re.DOTALL)
-    return json.loads(found.group(1))
+    match = re.search(r'id="tokens-data">(.*?)</script>', site.page(path), re.DOTALL)
+    return json.loads(match.group(1))
 
 
 def visit(site):

@@ -173,16 +173,16 @@ def trained(model, task, folder, *, kill):
 def test_the_supervisor_spares_the_page():
     from verl.parallel import child_processes
 
-    kept = subprocess.Popen(["sleep", "60"])
+    page_process = subprocess.Popen(["sleep", "60"])
     ended = subprocess.Popen(["sleep", "60"])
     try:
-        child_processes.spare(kept.pid)
+        child_processes.spare(page_process.pid)
         child_processes.end_descendants()
         assert ended.wait(_DEADLINE_S) == -signal.SIGKILL
-        assert kept.poll() is None
+        assert page_process.poll() is None
     finally:
-        kept.kill()
-        kept.wait()
+        page_process.kill()
+        page_process.wait()
         child_processes._spared.clear()
 
 

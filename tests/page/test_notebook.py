@@ -44,10 +44,10 @@ def test_the_model_is_of_the_newest_checkpoint_not_of_a_renamed_copy(run):
 
 
 def test_summary_and_displays(run):
-    found = run.summary()
-    assert (found["status"], found["step"], found["total_steps"]) == ("stopped", 3, 10)
-    assert found["metrics"]["critic/score/mean"] == 0.5
-    assert found["bottleneck"] == "rollout-bound"
+    summary = run.summary()
+    assert (summary["status"], summary["step"], summary["total_steps"]) == ("stopped", 3, 10)
+    assert summary["metrics"]["critic/score/mean"] == 0.5
+    assert summary["bottleneck"] == "rollout-bound"
     assert "stopped at step 3" in repr(run)
     assert "<svg" in run._repr_html_()
 

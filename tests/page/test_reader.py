@@ -121,7 +121,7 @@ def test_crashes_and_resumptions_are_marked(run_folder):
 class TestIndex:
     def test_groups_have_their_statistics(self, run_folder, tmp_path):
         scores = {0: [1, 1, 0, 0], 1: [1, 1, 1, 1], 2: [0, 0, 0, 0]}
-        rows = [sample(o, k, score=float(s)) for o, found in scores.items() for k, s in enumerate(found)]
+        rows = [sample(o, k, score=float(s)) for o, values in scores.items() for k, s in enumerate(values)]
         write_samples(run_folder, "train", 1, rows)
         index = SampleIndex(run_folder, tmp_path)
         assert index.update()
@@ -134,7 +134,7 @@ class TestIndex:
 
     def test_samples_without_a_score_are_in_no_statistic(self, run_folder, tmp_path):
         scores = {0: [1.0, None, 0.5, None], 1: [0.5, 0.5, None, None], 2: [None] * 4, 3: [0.0, None, None, None]}
-        rows = [{**sample(o, k), "score": s} for o, found in scores.items() for k, s in enumerate(found)]
+        rows = [{**sample(o, k), "score": s} for o, values in scores.items() for k, s in enumerate(values)]
         write_samples(run_folder, "train", 1, rows)
         index = SampleIndex(run_folder, tmp_path)
         index.update()
@@ -152,7 +152,7 @@ class TestIndex:
         assert [row["step"] for row in index.statistics()["train"]] == [1, 2]
         assert index.rows("SELECT count(*) AS n FROM shown")[0]["n"] == 16 + 1
         assert not list(index.containing("8 + "))  # of the lost file
-        assert [len(found) for found in index.containing("something ELSE")] == [1]
+        assert [len(ids) for ids in index.containing("something ELSE")] == [1]
         assert index.row("train", 2, 0)["response"] == "something else"
         assert index.row("train", 2, 7) is None
         assert index.row("train", 3, 0) is None
@@ -249,9 +249,9 @@ class TestEpisodes:
             journal, {"kind": "episode", "episode": "train/0/11", "messages": [{"role": "user", "content": "other"}]}
         )
         journal.write_bytes(journal.read_bytes() + b'{"kind": "epis')
-        found = life.episode_of(run_folder, {"ordinal": 0, "sample_index": 1}, "train", 1)
-        assert found["messages"] == messages
-        assert [call["text"] for call in found["calls"]] == ["again"]
+        episode = life.episode_of(run_folder, {"ordinal": 0, "sample_index": 1}, "train", 1)
+        assert episode["messages"] == messages
+        assert [call["text"] for call in episode["calls"]] == ["again"]
         assert life.episode_of(run_folder, {"ordinal": 5, "sample_index": 1}, "train", 1) is None
         site = Site([run_folder], cache=tmp_path)
         try:

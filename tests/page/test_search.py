@@ -21,9 +21,9 @@ def index(tmp_path_factory):
     ]
     write_samples(folder, "train", 1, rows)
     write_samples(folder, "val", 1, [sample(9, 0, score=1.0, response="held out 42")])
-    found = SampleIndex(folder, folder.parent)
-    found.update()
-    return found
+    opened = SampleIndex(folder, folder.parent)
+    opened.update()
+    return opened
 
 
 @pytest.mark.parametrize(
@@ -47,8 +47,8 @@ def index(tmp_path_factory):
     ],
 )
 def test_samples_are_found(index, query, expected):
-    found = search.find_samples(index, query, limit=10)
-    assert [(row["split"], row["line"]) for row in found] == expected
+    rows = search.find_samples(index, query, limit=10)
+    assert [(row["split"], row["line"]) for row in rows] == expected
 
 
 def test_the_place_is_marked(index):
@@ -82,11 +82,11 @@ def test_two_runs(tmp_path):
     try:
         for view in site.views.values():
             view.index.update()
-        found = compare.compare_context(site.views, {"a": "one", "b": "other"})
-        assert found["keys"] == [("algorithm.adv_estimator", "grpo", "rloo")]
-        assert found["steps"] == [1, 2]
-        assert len(found["prompts"]) == 4
-        reward = found["charts"]["panels"][0]
+        context = compare.compare_context(site.views, {"a": "one", "b": "other"})
+        assert context["keys"] == [("algorithm.adv_estimator", "grpo", "rloo")]
+        assert context["steps"] == [1, 2]
+        assert len(context["prompts"]) == 4
+        reward = context["charts"]["panels"][0]
         assert {series["run"] for series in reward["series"]} == {0, 1}
         assert "rloo" in site.page("/compare", {"a": "one", "b": "other", "step": "1"})
         assert "one" in site.page("/compare", {"a": "nobody"})

@@ -223,7 +223,7 @@ def test_groups_are_sorted_by_spread(run_folder, site, get):
         run_folder,
         "train",
         1,
-        [sample(o, k, score=float(s)) for o, found in scores.items() for k, s in enumerate(found)],
+        [sample(o, k, score=float(s)) for o, values in scores.items() for k, s in enumerate(values)],
     )
     order = re.findall(r'class="item prompt" href="/run/run/train/1/u/(\d+)"', get("/run/run/train/1").text)
     assert order == ["1", "2", "0"]

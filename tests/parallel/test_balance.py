@@ -69,8 +69,8 @@ def test_packing_laws(lengths, max_tokens):
     bins = pack_by_tokens(lengths, max_tokens)
     assert sorted(itertools.chain(*bins)) == list(range(len(lengths)))
     assert bins == sorted(sorted(b) for b in bins) == pack_by_tokens(lengths, max_tokens)
-    for found in bins:
-        assert sum(lengths[i] for i in found) <= max_tokens or len(found) == 1
+    for members in bins:
+        assert sum(lengths[i] for i in members) <= max_tokens or len(members) == 1
     small = [n for n in lengths if n <= max_tokens]
     lower_bound = -(-sum(small) // max_tokens) + len(lengths) - len(small)
     assert len(bins) <= 11 / 9 * max(lower_bound, 1) * 1.5 + 1

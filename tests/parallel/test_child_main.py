@@ -64,13 +64,13 @@ def test_plain_python_does_import_it(traps):
 
 
 def test_every_python_process_is_started_by_one_function():
-    found = {
+    starters = {
         relative(path)
         for path in files().values()
         for node in ast.walk(tree(path))
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.executable"
     }
-    assert found == set(OTHERS)
+    assert starters == set(OTHERS)
 
 
 @pytest.mark.parametrize("namespaces", [True, False], ids=["namespaces", "reaper"])

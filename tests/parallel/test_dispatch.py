@@ -126,7 +126,7 @@ def test_mini_batches_are_those_of_one_process(mesh, num_rows, size, epochs, shu
     schedule = MiniBatchSchedule(size, epochs, shuffle, seed=3)
     batch = make_batch(num_rows, n)
     plan = plan_call(Registered(Dispatch.ND_MINI_BATCHES), Shape(mesh, schedule=schedule), (batch, 5), {})
-    expected = [sorted(found.tolist()) for found in schedule.rows(batch, 5)]
+    expected = [sorted(part.tolist()) for part in schedule.rows(batch, 5)]
     union = [[] for _ in expected]
     for index in mesh.collectors():
         (share, step), kwargs = plan.calls[index]
@@ -134,7 +134,7 @@ def test_mini_batches_are_those_of_one_process(mesh, num_rows, size, epochs, shu
         assert len(kwargs["mini_batches"]) == len(expected)
         for number, positions in enumerate(kwargs["mini_batches"]):
             union[number] += [rows_of(share)[p] for p in positions]
-    assert [sorted(found) for found in union] == expected
+    assert [sorted(part) for part in union] == expected
 
 
 def test_updates_merge_to_the_figures_of_the_mini_batch():
@@ -334,8 +334,8 @@ class TestComputedRows:
     def test_those_with_an_advantage_on_a_response_token(self, rows):
         batch = self.batch([[a for a, _ in row] for row in rows], [[m for _, m in row] for row in rows])
         needed = [i for i, row in enumerate(rows) if any(m and a != 0 for a, m in row)]
-        found = MiniBatchSchedule(8, needed=rows_with_advantage).computed(batch)
-        assert found == needed or (not needed and len(found) == 1)
+        computed = MiniBatchSchedule(8, needed=rows_with_advantage).computed(batch)
+        assert computed == needed or (not needed and len(computed) == 1)
         assert MiniBatchSchedule(8, 1, False, 0).computed(batch) == list(range(len(rows)))
 
     def test_the_shortest_one_with_a_response_where_all_advantages_are_zero(self):
@@ -385,9 +385,9 @@ def test_pairs_stay_together_where_parting_them_would_balance_the_ranks():
 )
 def test_mini_batches_never_cut_a_unit(units, size, epochs, shuffle):
     batch = DataProto.from_dict({"pair": torch.tensor(units, dtype=torch.int64)})
-    found = MiniBatchSchedule(size, epochs, shuffle, unit="pair").rows(batch, 3)
-    assert sorted(row for mini in found for row in mini) == sorted(list(range(len(units))) * epochs)
-    for mini in found:
+    mini_batches = MiniBatchSchedule(size, epochs, shuffle, unit="pair").rows(batch, 3)
+    assert sorted(row for mini in mini_batches for row in mini) == sorted(list(range(len(units))) * epochs)
+    for mini in mini_batches:
         inside = {units[row] for row in mini}
         assert all((units[row] in inside) == (row in mini) for row in range(len(units)))
         assert len(mini) <= size or len(inside) == 1
@@ -399,4 +399,4 @@ def test_schedule_is_a_function_of_step_and_pass():
     first, again, later = schedule.rows(batch, 1), schedule.rows(batch, 1), schedule.rows(batch, 2)
     assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
     assert any(not np.array_equal(a, b) for a, b in zip(first, later, strict=True))
-    assert [len(found) for found in first] == [3, 3, 1, 3, 3, 1]
+    assert [len(part) for part in first] == [3, 3, 1, 3, 3, 1]

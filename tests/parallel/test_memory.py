@@ -40,21 +40,21 @@ def said(code, **environment):
 
 
 def faults(**environment):
-    kept, count = said(_COUNT, **environment)
-    return kept == "True", int(count)
+    is_kept, count = said(_COUNT, **environment)
+    return is_kept == "True", int(count)
 
 
 @needs_glibc
 def test_freed_memory_is_used_again_without_page_faults():
-    kept, count = faults()
-    assert kept
+    is_kept, count = faults()
+    assert is_kept
     assert count < 200  # 10 x 16,384 when every block is mapped again
 
 
 @needs_glibc
 def test_settings_of_the_user_stand():
-    kept, count = faults(MALLOC_TRIM_THRESHOLD_="131072")
-    assert not kept
+    is_kept, count = faults(MALLOC_TRIM_THRESHOLD_="131072")
+    assert not is_kept
     assert count > 10_000
 
 
@@ -75,8 +75,8 @@ print(kept, held - freed, freed - resident(), *done)
 
 @needs_glibc
 def test_holes_are_given_back_now_and_then():
-    kept, at_once, later, *given_back = said(_HOLES)
-    assert kept == "True"
+    is_kept, at_once, later, *given_back = said(_HOLES)
+    assert is_kept == "True"
     assert int(at_once) <= 1
     assert int(later) >= 60
     assert given_back == ["False", "False", "True", "False"]

@@ -10,9 +10,11 @@ SHOW = "import os; print(os.environ.get('GOMP_SPINCOUNT'))"
 
 
 def spin_count(code, **environment):
-    kept = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    variables = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     command = [sys.executable, "-c", f"{code}; {SHOW}"]
-    done = subprocess.run(command, env={**kept, **environment}, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        command, env={**variables, **environment}, capture_output=True, text=True, check=True, timeout=60
+    )
     return done.stdout.strip()
 
 

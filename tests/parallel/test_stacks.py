@@ -41,9 +41,9 @@ def stuck():
 
 def test_the_longest_call_and_where_it_is(stuck):
     with calls("rollout.generate"):
-        found = longest_call()
-    assert found.startswith("critic.update for 0 s, in wait (threading.py:")
-    assert "deep (test_stacks.py:" in found
+        text = longest_call()
+    assert text.startswith("critic.update for 0 s, in wait (threading.py:")
+    assert "deep (test_stacks.py:" in text
     assert longest_call(at_least_s=5) == ""
     assert "thread stuck:" in all_stacks()
 
@@ -82,8 +82,8 @@ def test_who_is_waited_for_is_shown_too():
     waits = 'Thread 0x1:\n  File "/lib/threading.py", line 320 in wait\n'
     works = 'Thread 0x2:\n  File "verl/store.py", line 7 in write\n  File "verl/store.py", line 3 in save\n'
     main = 'Current thread 0x3:\n  File "/lib/concurrent/futures/_base.py", line 9 in result\n'
-    found = innermost("\n".join([waits, works, main]))
-    assert found == "result (_base.py:9), while another thread was in write (store.py:7) < save (store.py:3)"
+    text = innermost("\n".join([waits, works, main]))
+    assert text == "result (_base.py:9), while another thread was in write (store.py:7) < save (store.py:3)"
     assert innermost("\n".join([waits, main, works])) == "write (store.py:7) < save (store.py:3)"
     assert innermost("") == ""
 

@@ -28,24 +28,24 @@ def calls(factor, layer_s, call_s):
 
 @pytest.mark.parametrize("constants", [(1.5, 2e-5, 1e-3), (1.0, 0.0, 5e-4), (0.8, 1e-4, 0.0)])
 def test_calls_are_fitted_exactly_where_they_follow_the_form(constants):
-    found = fit_call(calls(*constants))
-    assert (found.factor, found.layer_s, found.call_s) == pytest.approx(constants, abs=1e-12)
+    fit = fit_call(calls(*constants))
+    assert (fit.factor, fit.layer_s, fit.call_s) == pytest.approx(constants, abs=1e-12)
 
 
 def test_no_constant_is_negative():
     """Runs that grow faster than their kernels would ask for a negative time of a step."""
-    found = fit_call([CallMeasured(k, 2, 1, 2 * k - 0.01) for k in (0.02, 0.1, 0.5)])
-    assert found.call_s == found.layer_s == 0
-    assert 1.5 < found.factor < 2
+    fit = fit_call([CallMeasured(k, 2, 1, 2 * k - 0.01) for k in (0.02, 0.1, 0.5)])
+    assert fit.call_s == fit.layer_s == 0
+    assert 1.5 < fit.factor < 2
 
 
 def test_a_calibrated_device_adds_the_time_beside_its_kernels():
     plain = Cluster.of("h100_sxm", 1)
     host = calibrated(plain, {"train": CallFit(2.0, 1e-3, 5e-3)})
     kernels = time_train(SHAPE, LAYOUT, plain, BATCH).seconds
-    found = time_train(SHAPE, LAYOUT, host, BATCH)
-    assert found.seconds == pytest.approx(2 * kernels + SHAPE.num_layers * 1e-3 + 5e-3)
-    assert found.seconds == pytest.approx(sum(found.parts.values()))
+    timing = time_train(SHAPE, LAYOUT, host, BATCH)
+    assert timing.seconds == pytest.approx(2 * kernels + SHAPE.num_layers * 1e-3 + 5e-3)
+    assert timing.seconds == pytest.approx(sum(timing.parts.values()))
     assert time_forward(SHAPE, LAYOUT, host, BATCH) == time_forward(SHAPE, LAYOUT, plain, BATCH)
 
 

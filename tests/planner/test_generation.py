@@ -63,17 +63,17 @@ def test_the_tail_costs_more_than_the_mean():
 
 def test_table_2_of_hybridflow():
     """M = 140 GB, 70B, p = t = 8, d = 2, generation p_g = 1, t_g = 8."""
-    found = {
+    transfers = {
         scheme: transition_bytes(scheme, 140e9, (8, 8, 2), (1, 8))
         for scheme in ("DeepSpeed-Chat", "HybridFlow-V", "HybridFlow")
     }
-    assert {name: round(t.received / 1e9, 1) for name, t in found.items()} == {
+    assert {name: round(t.received / 1e9, 1) for name, t in transfers.items()} == {
         "DeepSpeed-Chat": 138.9,
         "HybridFlow-V": 137.8,
         "HybridFlow": 15.3,
     }
-    assert [t.peak / 1e9 for t in found.values()] == [140, 140, 17.5]
-    assert [t.redundant for t in found.values()] == [140e9 / 128, 140e9 / 64, 0]
+    assert [t.peak / 1e9 for t in transfers.values()] == [140, 140, 17.5]
+    assert [t.redundant for t in transfers.values()] == [140e9 / 128, 140e9 / 64, 0]
 
 
 @pytest.mark.parametrize(("t", "p", "t_g"), [(2, 1, 1), (4, 1, 2), (2, 2, 1)])

@@ -49,12 +49,12 @@ def megatron(name):
 def test_memory_of_megatron_to_four_digits(name):
     shape, layout, tokens = megatron(name)
     both = layout.replace(sequence_parallel=True, recompute="selective")
-    found = (
+    sizes = (
         training_state(shape, layout).total / GIB,
         kept_activations(shape, layout, tokens, 2048) / GIB,
         kept_activations(shape, both, tokens, 2048) / GIB,
     )
-    assert tuple(round(value, 2) for value in found) == TABLE[name]
+    assert tuple(round(value, 2) for value in sizes) == TABLE[name]
 
 
 @pytest.mark.parametrize("name", MEGATRON)
@@ -68,17 +68,17 @@ def test_shares_of_recomputation(name):
         {"sequence_parallel": True, "recompute": "selective"},
         {"recompute": "full"},
     )
-    found = [100 * kept_activations(shape, layout.replace(**change), tokens, 2048) / whole for change in changes]
-    assert found == pytest.approx(PERCENT[name], abs=0.15)
+    shares = [100 * kept_activations(shape, layout.replace(**change), tokens, 2048) / whole for change in changes]
+    assert shares == pytest.approx(PERCENT[name], abs=0.15)
 
 
 def test_zero_divides_optimizer_then_gradients_then_weights():
     shape = ModelShape.gpt(10, 1024, 16)
-    found = [memory(shape, ParallelLayout(data=4, zero=stage)) for stage in range(4)]
+    sizes = [memory(shape, ParallelLayout(data=4, zero=stage)) for stage in range(4)]
     n = shape.num_parameters
-    assert [f.weights for f in found] == [2 * n, 2 * n, 2 * n, n / 2]
-    assert [f.grads for f in found] == [4 * n, 4 * n, n, n]
-    assert [f.optimizer for f in found] == [12 * n, 3 * n, 3 * n, 3 * n]
+    assert [f.weights for f in sizes] == [2 * n, 2 * n, 2 * n, n / 2]
+    assert [f.grads for f in sizes] == [4 * n, 4 * n, n, n]
+    assert [f.optimizer for f in sizes] == [12 * n, 3 * n, 3 * n, 3 * n]
 
 
 def test_experts_are_divided_by_expert_ranks_alone():

@@ -90,9 +90,9 @@ def test_median_error_after_one_constant_per_family():
 
 
 def test_median_error_after_a_constant_for_all():
-    found = list(ratios().values())
-    constant = statistics.median(found)
-    assert statistics.median(abs(r / constant - 1) for r in found) <= 0.25
+    values = list(ratios().values())
+    constant = statistics.median(values)
+    assert statistics.median(abs(r / constant - 1) for r in values) <= 0.25
 
 
 @pytest.mark.parametrize("family", FAMILIES)

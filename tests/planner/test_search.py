@@ -84,11 +84,11 @@ def in_the_figure(actor, critic, devices):
         candidates["standalone"] = (ALONE, ((half, half // 2, half // 4, half // 4),))
     if actor != critic:
         candidates["critic apart"] = (APART, ((half, half),))
-    found = {}
+    layouts = {}
     for name, candidate in candidates.items():
         with contextlib.suppress(ConfigError):
-            found[name] = own_layouts(actor, critic, devices, *candidate)
-    return found
+            layouts[name] = own_layouts(actor, critic, devices, *candidate)
+    return layouts
 
 
 @pytest.mark.parametrize(
@@ -117,8 +117,8 @@ def test_placements_of_the_figures(actor, critic, devices, published, most):
 def test_four_groups_gain_nothing_over_a_split_but_in_preparation():
     """HybridFlow, figure 12: 13B on 128 devices is fastest with the actor on 64, the critic on 32, the others on 16 each. The
     actor has 64 devices in the split as well, so that at most one forward pass on 64 could be saved; predicted is a loss."""
-    found = in_the_figure("13B", "13B", 128)
-    split, alone = found["split"].stages, found["standalone"].stages
+    layouts = in_the_figure("13B", "13B", 128)
+    split, alone = layouts["split"].stages, layouts["standalone"].stages
     assert alone[0] == pytest.approx(split[0], rel=0.02)
     assert alone[1] > 1.9 * split[1]  # F(16) against 2 F(64)
     assert alone[2] > split[2]  # the critic's update on 32 devices against 64
@@ -133,9 +133,9 @@ def test_partitions_and_allocations():
     assert len(list(partitions("abcd"))) == 15
     groups = (("a",), ("b",), ("c",))
     cluster = Cluster.of("a100_sxm", 128)
-    found = list(allocations(groups, cluster))
-    assert all(sum(sizes) == 128 and not any(n % 8 for n in sizes) for sizes in found)
-    assert len(found) == 105  # compositions of 16 nodes into three groups
+    possible = list(allocations(groups, cluster))
+    assert all(sum(sizes) == 128 and not any(n % 8 for n in sizes) for sizes in possible)
+    assert len(possible) == 105  # compositions of 16 nodes into three groups
 
 
 SMALL = Workload(32, 4, 256, Lengths.of(500, 1024), updates=2)
@@ -187,10 +187,10 @@ def test_roles_of_the_same_sizes_equal_the_best_search_with_fixed_sizes():
             return search(flow, cluster, SMALL, rules)[0]
         return None
 
-    found = best(tensors=sizes, pipelines=sizes, same_sizes=True)
+    best_plan = best(tensors=sizes, pipelines=sizes, same_sizes=True)
     fixed = [best(tensors=(t,), pipelines=(p,)) for t, p in itertools.product(sizes, sizes)]
-    assert found.step_s == min(plan.step_s for plan in fixed if plan is not None)
-    assert len({option.group_sizes for option in found.options[0]}) == 1
+    assert best_plan.step_s == min(plan.step_s for plan in fixed if plan is not None)
+    assert len({option.group_sizes for option in best_plan.options[0]}) == 1
 
 
 def best_step(**changes):

@@ -49,8 +49,8 @@ def tokens_computed(batch, ranks, micro_batch, updates):
 def test_tokens_of_a_step_are_those_that_ranks_compute(ranks, micro_batch, updates):
     prompts, samples = 8, 8
     work = Workload(prompts, samples, PROMPT, Lengths.constant(RESPONSE - 1), shares_prompts=True)
-    found = work.computed(ranks, micro_batch, updates).tokens
-    assert found == pytest.approx(tokens_computed(batch_of(prompts, samples), ranks, micro_batch, updates))
+    tokens = work.computed(ranks, micro_batch, updates).tokens
+    assert tokens == pytest.approx(tokens_computed(batch_of(prompts, samples), ranks, micro_batch, updates))
 
 
 @pytest.mark.parametrize(
@@ -58,5 +58,5 @@ def test_tokens_of_a_step_are_those_that_ranks_compute(ranks, micro_batch, updat
 )
 def test_a_config_shares_prompts(settings, shares):
     """A run does, unless it shuffles rows into several optimizer steps."""
-    given = ["actor_rollout_ref.model.path=x", "data.train_files=x.parquet", *settings]
-    assert workload_of(load_config(given, check=False).config, WorkloadRequest()).shares_prompts is shares
+    keys = ["actor_rollout_ref.model.path=x", "data.train_files=x.parquet", *settings]
+    assert workload_of(load_config(keys, check=False).config, WorkloadRequest()).shares_prompts is shares

@@ -25,8 +25,8 @@ def test_megatron_iterations_within_a_tenth(name):
     ways = layout.replace(recompute="full"), layout.replace(sequence_parallel=True, recompute="selective")
     batch = SequenceBatch.equal(SEQUENCES[name], 2048)
     cluster = Cluster.of("a100_sxm", tensor * pipeline)
-    found = tuple(time_train(shape, way, cluster, batch).seconds for way in ways)
-    assert found == pytest.approx(ITERATION[name], rel=0.1)
+    seconds = tuple(time_train(shape, way, cluster, batch).seconds for way in ways)
+    assert seconds == pytest.approx(ITERATION[name], rel=0.1)
 
 
 @pytest.mark.parametrize("name", ["Qwen2.5-7B", "Qwen3-30B-A3B", "Moonlight-16B-A3B"])
@@ -82,13 +82,13 @@ def forward_head(train):
 
 def test_parts_add_up():
     shape = known_shape("Qwen3-30B-A3B")
-    found = time_train(
+    timing = time_train(
         shape,
         ParallelLayout(data=8, expert=8, zero=3, micro_batch=4096),
         Cluster.of("h100_sxm", 8),
         SequenceBatch.equal(64, 4096),
     )
-    assert found.seconds == pytest.approx(sum(found.parts.values()))
-    assert found.parts["experts"] > 0
-    assert found.parts["expert parallel"] > 0
-    assert found.bound in found.parts
+    assert timing.seconds == pytest.approx(sum(timing.parts.values()))
+    assert timing.parts["experts"] > 0
+    assert timing.parts["expert parallel"] > 0
+    assert timing.bound in timing.parts

@@ -77,8 +77,8 @@ def generating(tensor, layout, rank):
 
 def local(tensor, part):
     """A rank's local array as a Part describes it."""
-    wanted = [np.concatenate([np.arange(a, b) for a, b in dim]) for dim in part.spans]
-    return elements(tensor)[np.ix_(*wanted)]
+    indices = [np.concatenate([np.arange(a, b) for a, b in dim]) for dim in part.spans]
+    return elements(tensor)[np.ix_(*indices)]
 
 
 def llama(hidden, intermediate, layers, heads, kv_heads, vocabulary=32000, **more):

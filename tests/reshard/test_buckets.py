@@ -15,24 +15,24 @@ sizes = st.lists(st.integers(1, 5), min_size=1, max_size=3)
 @given(sizes, st.integers(1, 40))
 def test_cuts_of_a_slice(shape, most):
     whole = tuple((3, 3 + size) for size in shape)
-    found = cut(whole, most)
-    assert all(numel(part) <= most for part in found)
-    assert points(found) == points([whole])
+    parts = cut(whole, most)
+    assert all(numel(part) <= most for part in parts)
+    assert points(parts) == points([whole])
 
 
 @settings(max_examples=60, deadline=None)
 @given(problems(), st.integers(2, 200))
 def test_no_rank_has_more_than_its_bound(problem, most):
     plan = make_plan(*problem)
-    found = buckets(plan.moves, most)
-    for bucket in found:
+    groups = buckets(plan.moves, most)
+    for bucket in groups:
         for rank in {r for move in bucket for r in (move.source, move.destination)}:
             assert sum(m.num_bytes for m in bucket if rank in (m.source, m.destination)) <= most
     travelling = [move for move in plan.moves if not move.is_kept]
     for move in travelling:
-        parts = [m.slice for b in found for m in b if (m.tensor, *m[1:3]) == (move.tensor, *move[1:3])]
+        parts = [m.slice for b in groups for m in b if (m.tensor, *m[1:3]) == (move.tensor, *move[1:3])]
         assert set(points(parts)) >= set(points([move.slice]))
-    assert sum(m.num_bytes for b in found for m in b) == plan.total_bytes
+    assert sum(m.num_bytes for b in groups for m in b) == plan.total_bytes
 
 
 def test_buckets_are_as_full_as_their_order_allows():

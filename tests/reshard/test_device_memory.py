@@ -230,8 +230,8 @@ def test_two_processes_on_a_gpu():
         for _ in range(3):
             buckets = DeviceBuckets(400 << 10, device)
             for some in bucketed(new, 400 << 10):
-                found = ask(buckets.write(some))
-                assert found == {name: [str(device), float(tensor.double().sum())] for name, tensor in some}
+                sums = ask(buckets.write(some))
+                assert sums == {name: [str(device), float(tensor.double().sum())] for name, tensor in some}
             buckets.close()
             free_bytes.append(torch.cuda.mem_get_info(device)[0])
         reader.stdin.close()

@@ -77,13 +77,13 @@ def training_layouts(draw):
 def test_training_parts(layout, tensor):
     held = {}
     for rank in layout.ranks:
-        wanted, part = reference.trained(tensor, layout, rank), layout.part(tensor, rank)
-        if wanted.size == 0:
+        expected, part = reference.trained(tensor, layout, rank), layout.part(tensor, rank)
+        if expected.size == 0:
             assert part is None
             continue
         held[rank] = part
-        assert part.shape == wanted.shape
-        np.testing.assert_array_equal(reference.local(tensor, part), wanted)
+        assert part.shape == expected.shape
+        np.testing.assert_array_equal(reference.local(tensor, part), expected)
     assert points(cell for cell, _ in cells(held)) == points([tuple((0, n) for n in tensor.shape)])
     for cell, owners in cells(held):
         for rank in owners:
@@ -101,11 +101,11 @@ def test_rollout_parts(tensor, tensor_parallel, by_experts):
         expert_groups=((0, 2, 4, 6), (1, 3, 5, 7)) if by_experts else (),
     )
     for rank in ranks:
-        wanted, part = reference.generating(tensor, layout, rank), layout.part(tensor, rank)
-        if wanted.size == 0:
+        expected, part = reference.generating(tensor, layout, rank), layout.part(tensor, rank)
+        if expected.size == 0:
             assert part is None
         else:
-            np.testing.assert_array_equal(reference.local(tensor, part), wanted)
+            np.testing.assert_array_equal(reference.local(tensor, part), expected)
 
 
 def test_pipeline_stages_hold_their_layers():
@@ -134,9 +134,9 @@ def test_training_shards_lie_inside_generation_shards(p, t, d, p_g, t_g):
     assert rollout.ranks == training.ranks
     for tensor in reference.llama(16, 32, 4, 4, 4, vocabulary=64):
         for rank in training.ranks:
-            held, wanted = training.part(tensor, rank), rollout.part(tensor, rank)
+            held, needed = training.part(tensor, rank), rollout.part(tensor, rank)
             if held is not None:
-                inside = {tuple(p) for p in points(wanted.slices())}
+                inside = {tuple(p) for p in points(needed.slices())}
                 assert inside.issuperset(points(held.slices())), (tensor.name, rank)
 
 
@@ -171,10 +171,10 @@ def test_names_say_how_tensors_are_divided():
         "model.norm.weight": (4,),
         "score.weight": (1, 4),
     }
-    found = decoder_tensors(shapes, num_layers=5, num_heads=4, num_kv_heads=2, is_tied=True)
-    assert [t.tensor_dim for t in found] == [0, 0, 1, None, None, 1, None, None, 0, 2, None, None]
-    assert [t.layers for t in found] == [(-1, 5), *[(3,)] * 9, (5,), (5,)]
-    assert [t.name for t in found if t.is_expert] == ["model.layers.3.mlp.experts.down_proj"]
+    described = decoder_tensors(shapes, num_layers=5, num_heads=4, num_kv_heads=2, is_tied=True)
+    assert [t.tensor_dim for t in described] == [0, 0, 1, None, None, 1, None, None, 0, 2, None, None]
+    assert [t.layers for t in described] == [(-1, 5), *[(3,)] * 9, (5,), (5,)]
+    assert [t.name for t in described if t.is_expert] == ["model.layers.3.mlp.experts.down_proj"]
 
 
 def test_fused_experts_are_divided_by_halves():

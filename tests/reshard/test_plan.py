@@ -63,8 +63,8 @@ def problems(draw):
     groups = interval_engines(training, t_g, 1, hosts) if kind == "interval" else consecutive_engines(ranks, t_g)
     experts = consecutive_engines(ranks, 2) if len(ranks) % 2 == 0 and draw(st.booleans()) else ()
     rollout = RolloutLayout(groups, tuple(group[0] for group in experts))
-    found = draw(st.lists(tensors(), min_size=2, max_size=3))
-    return [replace(t, name=f"{i}") for i, t in enumerate(found)], training, rollout, hosts
+    chosen = draw(st.lists(tensors(), min_size=2, max_size=3))
+    return [replace(t, name=f"{i}") for i, t in enumerate(chosen)], training, rollout, hosts
 
 
 @settings(max_examples=120, deadline=None)
@@ -76,8 +76,8 @@ def test_plans_move_what_is_lacking_and_nothing_else(problem):
     for tensor in model:
         held = {rank: set(reference.trained(tensor, training, rank).flat) for rank in training.ranks}
         for rank in rollout.ranks:
-            wanted = reference.generating(tensor, rollout, rank)
-            lacking[rank] += len(set(wanted.flat) - held.get(rank, set())) * tensor.itemsize
+            expected = reference.generating(tensor, rollout, rank)
+            lacking[rank] += len(set(expected.flat) - held.get(rank, set())) * tensor.itemsize
     assert plan.received_bytes == nonzero(lacking)
     assert lower_bound(model, training, rollout) == lacking
     assert plan.total_bytes == sum(lacking.values()) == sum(plan.sent_bytes.values())
@@ -92,8 +92,8 @@ def test_carrying_out_a_plan_makes_the_rollout_parts(problem):
     plan = make_plan(model, training, rollout, hosts)
     for tensor in model:
         for rank in rollout.ranks:
-            wanted = reference.generating(tensor, rollout, rank)
-            arrived = np.full(wanted.shape, -1)
+            expected = reference.generating(tensor, rollout, rank)
+            arrived = np.full(expected.shape, -1)
             for move in plan.receives(rank) + plan.kept(rank):
                 if move.tensor != tensor.name:
                     continue
@@ -103,7 +103,7 @@ def test_carrying_out_a_plan_makes_the_rollout_parts(problem):
                 assert (arrived[put] == -1).all()
                 arrived[put] = source[cut]
                 assert move.num_bytes == (0 if move.is_kept else source[cut].size * tensor.itemsize)
-            np.testing.assert_array_equal(arrived, wanted)
+            np.testing.assert_array_equal(arrived, expected)
 
 
 @settings(max_examples=60, deadline=None)

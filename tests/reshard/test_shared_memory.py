@@ -31,27 +31,27 @@ sys.stdin.read()
 
 @pytest.fixture
 def buckets():
-    made = SharedBuckets(1000)
-    yield made
-    made.close()
+    shared = SharedBuckets(1000)
+    yield shared
+    shared.close()
 
 
 def weights():
     generator = torch.Generator().manual_seed(0)
     shapes = {"a": (7, 9), "b": (), "c": (3, 2, 5), "none": (0, 4), "large": (50, 30)}
-    made = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    return {**made, "narrow": made["a"].bfloat16(), "columns": made["large"][:, 3:8], "whole": torch.arange(5)}
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    return {**tensors, "narrow": tensors["a"].bfloat16(), "columns": tensors["large"][:, 3:8], "whole": torch.arange(5)}
 
 
 def test_what_is_read_is_what_was_written(buckets):
-    given, found = weights(), {}
-    for some in bucketed(given.items(), 1000):
+    sent, received = weights(), {}
+    for some in bucketed(sent.items(), 1000):
         description = json.loads(json.dumps(buckets.write(some)))
-        found |= {name: tensor.clone() for name, tensor in read_shared_bucket(description)}
-    assert found.keys() == given.keys()
-    for name, tensor in given.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor), name
+        received |= {name: tensor.clone() for name, tensor in read_shared_bucket(description)}
+    assert received.keys() == sent.keys()
+    for name, tensor in sent.items():
+        assert received[name].dtype == tensor.dtype
+        assert torch.equal(received[name], tensor), name
 
 
 def test_memory_is_bounded_by_the_bucket_or_the_largest_tensor(buckets):

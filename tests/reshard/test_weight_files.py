@@ -22,11 +22,11 @@ def place(tmp_path):
 
 
 def test_what_is_read_is_what_was_written(tmp_path, place):
-    found = dict(read_files(tmp_path, 1))
-    assert list(found) == list(weights())
+    tensors = dict(read_files(tmp_path, 1))
+    assert list(tensors) == list(weights())
     for name, tensor in weights().items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor), name
+        assert tensors[name].dtype == tensor.dtype
+        assert torch.equal(tensors[name], tensor), name
 
 
 def test_loaders_find_their_way(place):

@@ -38,8 +38,8 @@ def numbers(tensors, seed=0):
 def parts(whole, layout):
     """This rank's local tensors."""
     tensors, values = whole
-    found = {t.name: layout.part(t, dist.get_rank()) for t in tensors}
-    return {name: part_of(values[name], part).contiguous() for name, part in found.items() if part is not None}
+    owned = {t.name: layout.part(t, dist.get_rank()) for t in tensors}
+    return {name: part_of(values[name], part).contiguous() for name, part in owned.items() if part is not None}
 
 
 class Wire:
@@ -97,7 +97,7 @@ def layout_pairs():
 
 @on(4)
 def check_layout_pairs(folder):
-    found = {}
+    results = {}
     for name, tensors, training, t_g, more in layout_pairs():
         rollout = layouts.RolloutLayout(interval_engines(training, t_g), **more)
         for in_memory in (False, True):
@@ -108,8 +108,8 @@ def check_layout_pairs(folder):
             assert transport.num_sent_bytes == planned == TRAFFIC.take().num_bytes
             assert sent == (0 if in_memory else planned)
             assert transport.peak_staging_bytes <= STAGING_BYTES
-        found[name] = {"sent": plan.total_bytes, "peak": transport.peak_staging_bytes}
-    return found
+        results[name] = {"sent": plan.total_bytes, "peak": transport.peak_staging_bytes}
+    return results
 
 
 @on(4)
@@ -205,7 +205,7 @@ class WritesInTheWrongPlace(PeerToPeer):
 def check_faults(folder):
     tensors, training = llama(32, 48, 2, 4, 4, vocabulary=66), layouts.TrainingLayout(Mesh.of(4, tensor_parallel=4))
     rollout = layouts.RolloutLayout(interval_engines(training, 2))
-    found = {}
+    results = {}
     faults = [
         (fault, way) for fault in (LosesABucket, SwapsTwo, ForgetsWhatItKeeps, FlipsABit) for way in (False, True)
     ]
@@ -219,8 +219,8 @@ def check_faults(folder):
         assert bool(message) == (dist.get_rank() == 2), (fault, in_memory, message)
         messages = [None] * 4
         dist.all_gather_object(messages, message)
-        found[f"{fault.__name__}, {'memory' if in_memory else 'messages'}"] = messages[2]
-    return found
+        results[f"{fault.__name__}, {'memory' if in_memory else 'messages'}"] = messages[2]
+    return results
 
 
 def weights_that_share(dtype):
@@ -308,7 +308,7 @@ def check_who_looks_at_what_ranks_share(folder):
     looked = [None] * 4
     dist.all_gather_object(looked, [(move.tensor, move.slice) for move in transport._verified])
     assert sorted(sum(looked, [])) == sorted((move.tensor, move.slice) for move in plan.moves)
-    found = {}
+    results = {}
     for name in arrived:
         bits = arrived[name].view(torch.int16)
         dist.barrier()
@@ -322,10 +322,10 @@ def check_who_looks_at_what_ranks_share(folder):
             message = str(error)
         messages = [None] * 4
         dist.all_gather_object(messages, message)
-        found[name] = list(filter(None, messages))
+        results[name] = list(filter(None, messages))
         if mine == 0:
             bits[(-1,) * bits.dim()] ^= 1
-    return found
+    return results
 
 
 @on(4)
@@ -337,13 +337,13 @@ def check_missing_and_misshapen(folder):
         tensors, training, rollout, plan, dtype=torch.bfloat16, device=torch.device("cpu"), staging_bytes=64
     )
     held = parts((tensors, numbers(tensors)), training)
-    found = []
+    errors = []
     for wrong in ({**held, "model.norm.weight": torch.zeros(31)}, {k: v for k, v in held.items() if "k_proj" not in k}):
         try:
             transport(held, wrong)
         except ModelError as error:
-            found.append(str(error))
-    return found
+            errors.append(str(error))
+    return errors
 
 
 def engine_layout(engine, **experts):

@@ -64,26 +64,26 @@ def check_both_ways(path, size, *, dtype="float32", **config):
 
 @on(2)
 def check_dense_families(folder):
-    found = {}
+    results = {}
     for family in DENSE:
         path = model_folder(folder, family)
-        found[family] = [
+        results[family] = [
             check_both_ways(path, 1),
             check_both_ways(path, 2),
             check_both_ways(path, 2, tensor_parallel_size=2),
         ]
-    return found
+    return results
 
 
 @on(2)
 def check_mixtures(folder):
-    found = {}
+    results = {}
     for family in MIXTURES:
         path = model_folder(folder, family)
-        found[family] = [check_both_ways(path, 1), check_both_ways(path, 1, expert_parallel_size=2)]
+        results[family] = [check_both_ways(path, 1), check_both_ways(path, 1, expert_parallel_size=2)]
         if family in tensor.FAMILIES:
-            found[family].append(check_both_ways(path, 2, expert_parallel_size=2))
-    return found
+            results[family].append(check_both_ways(path, 2, expert_parallel_size=2))
+    return results
 
 
 @on(2)

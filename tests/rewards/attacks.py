@@ -303,7 +303,7 @@ LIMITS = Limits(max_processes=16, max_file_mb=4, max_open_files=64)
 
 def processes_of(run):
     """Ids of the scorers of the process `run`, of the processes between them and the run, and of their forks."""
-    found = []
+    pids = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{name}/cmdline", "rb") as file:
@@ -311,13 +311,13 @@ def processes_of(run):
         except OSError:
             continue
         if b"verl.rewards.worker" in words and str(run).encode() in words:
-            found.append(int(name))
-    return found
+            pids.append(int(name))
+    return pids
 
 
 def reaper_of(processes):
-    (found,) = (c.pid for c in psutil.Process().children() if c.pid in processes)
-    return found
+    (pid,) = (c.pid for c in psutil.Process().children() if c.pid in processes)
+    return pid
 
 
 def chain_of_scorer(pool):

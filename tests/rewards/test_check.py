@@ -57,11 +57,11 @@ def test_unknown_data_source_is_an_error():
 def test_a_function_of_ones_own_gets_the_ground_truth(tmp_path):
     source = "def compute_score(data_source, solution_str, ground_truth, extra_info=None): return 1 / len(solution_str)"
     report = check_references([row("mine", "ab"), row("mine", "abcd"), row("mine", "")], custom(tmp_path, source))
-    (found,) = report.sources
+    (checked,) = report.sources
     assert report.ok
-    assert (found.level, found.num_errors, found.num_full) == ("warn", 1, 0)
-    assert found.score_sum == 0.75
-    assert "ZeroDivisionError" in found.failures[0]
+    assert (checked.level, checked.num_errors, checked.num_full) == ("warn", 1, 0)
+    assert checked.score_sum == 0.75
+    assert "ZeroDivisionError" in checked.failures[0]
 
 
 def test_a_function_that_always_fails(tmp_path):

@@ -86,10 +86,10 @@ def test_a_person_at_a_terminal_debugs_a_run(tiny_llama, tmp_path):
 
 def _read_until(terminal, end):
     """The output of the process up to `end`; None: up to the end of the process."""
-    found = b""
-    while end is None or not found.endswith(end):
+    output = b""
+    while end is None or not output.endswith(end):
         try:
-            found += os.read(terminal, 4096)
+            output += os.read(terminal, 4096)
         except OSError:  # the other side is closed
             break
-    return found
+    return output

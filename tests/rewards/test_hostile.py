@@ -82,7 +82,7 @@ def test_a_reaper_that_is_killed_leaves_nothing(attacked, no_namespaces):
     first = set(processes_of(os.getpid()))
     os.kill(reaper_of(first), signal.SIGKILL)
     # the cause is unknown: the sample gets a second worker, which is killed too
-    assert wait_until(lambda: len(found := processes_of(os.getpid())) == 3 and first.isdisjoint(found), 20)
+    assert wait_until(lambda: len(pids := processes_of(os.getpid())) == 3 and first.isdisjoint(pids), 20)
     os.kill(reaper_of(processes_of(os.getpid())), signal.SIGKILL)
     (killed,), (after,) = (future.result(20) for future in futures)
     assert "ended its process by SIGKILL" in killed.error

@@ -64,15 +64,15 @@ def overrides(folder, model):
 
 def marked(folder):
     """Processes of the run in `folder`."""
-    found = []
+    pids = []
     mark = b"RUN_OF=" + str(folder).encode() + b"\0"
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{name}/environ", "rb") as file:
-                found += [int(name)] if mark in file.read() else []
+                pids += [int(name)] if mark in file.read() else []
         except OSError:
             continue
-    return found
+    return pids
 
 
 def command_of(folder, model, *more):
@@ -81,13 +81,13 @@ def command_of(folder, model, *more):
 
 def environment_of(folder, namespaces):
     """RUN_OF marks every process of the run."""
-    found = {**os.environ, **SECRETS, "RUN_OF": str(folder)}
+    environment = {**os.environ, **SECRETS, "RUN_OF": str(folder)}
     if not namespaces:
         (folder / "sitecustomize.py").write_text(
             "import verl.rewards.sandbox.launch as launch\nlaunch.namespace_command = lambda *_: ()\n"
         )
-        found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-    return found
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    return environment
 
 
 NAMESPACES = pytest.mark.parametrize("namespaces", [True, False], ids=["namespaces", "none"])

@@ -30,9 +30,9 @@ LEFT_BEHIND = {
 @pytest.mark.parametrize("first", LEFT_BEHIND)
 def test_what_a_sample_leaves_behind_costs_no_later_one(attacked, first, tmp_path):
     pool = attacked(timeout_s=1.0, log_dir=tmp_path)
-    given = {"text": "0123"} if LEFT_BEHIND[first] == "print_own" else {}
+    info = {"text": "0123"} if LEFT_BEHIND[first] == "print_own" else {}
     pool.score_all([request(first)])
-    later = pool.score_all([request(LEFT_BEHIND[first], key=str(i), extra_info=given) for i in range(2)])
+    later = pool.score_all([request(LEFT_BEHIND[first], key=str(i), extra_info=info) for i in range(2)])
     assert [(s.score, s.error) for s in later] == [(0.5, None)] * 2
 
 
@@ -55,13 +55,13 @@ def test_prints_are_limited_for_each_sample_and_clean(attacked, tmp_path):
 
 
 def test_a_log_that_a_scorer_replaced_is_not_followed(attacked, tmp_path):
-    kept = tmp_path / "kept"
-    kept.write_text("x" * 100)
-    (tmp_path / "reward_worker_0.log").symlink_to(kept)
+    real_log = tmp_path / "kept"
+    real_log.write_text("x" * 100)
+    (tmp_path / "reward_worker_0.log").symlink_to(real_log)
     pool = attacked(timeout_s=5, log_dir=tmp_path)
     pool.score_all([request("print_own", extra_info={"text": "1"})])
     pool.close()
-    assert kept.read_text() == "x" * 100
+    assert real_log.read_text() == "x" * 100
     assert (tmp_path / "reward_worker_0.log").read_text().startswith("1\n")
 
 

@@ -47,7 +47,7 @@ def section(cls, **fields):
 @pytest.fixture
 def build(tmp_path):
     """build(manager, function="one", **reward_kwargs), closed after the test."""
-    made = []
+    managers = []
     path = tmp_path / "functions.py"
     path.write_text(FUNCTIONS)
 
@@ -66,11 +66,11 @@ def build(tmp_path):
             reward_manager=manager,
             reward_kwargs=reward_kwargs,
         )
-        made.append(build_reward_manager(config, max_response_length=100, parts=parts))
-        return made[-1]
+        managers.append(build_reward_manager(config, max_response_length=100, parts=parts))
+        return managers[-1]
 
     yield make
-    for manager in made:
+    for manager in managers:
         manager.close()
 
 
@@ -86,13 +86,13 @@ def test_contract(build, name, caplog):
     with pytest.raises(KeyError, match="was not submitted"):
         manager.collect(["1", "never"])
     with caplog.at_level(logging.WARNING):
-        found = manager.collect(["0.5", "crash", "1"])
-    assert list(found) == ["0.5", "crash", "1"]
-    assert [found[k].score for k in found] == [0.5, -2.0, 1.0]
-    assert found["1"].parts == {"acc": True, "format": 0.5}
-    assert found["crash"].parts == {}, "a defaulted sample has no parts of others"
-    assert "sample crash" in found["crash"].error
-    assert found["crash"].error in caplog.text
+        scores = manager.collect(["0.5", "crash", "1"])
+    assert list(scores) == ["0.5", "crash", "1"]
+    assert [scores[k].score for k in scores] == [0.5, -2.0, 1.0]
+    assert scores["1"].parts == {"acc": True, "format": 0.5}
+    assert scores["crash"].parts == {}, "a defaulted sample has no parts of others"
+    assert "sample crash" in scores["crash"].error
+    assert scores["crash"].error in caplog.text
     assert manager.num_defaulted == 1
     assert manager.collect(["0.25"])["0.25"].score == 0.25
     with pytest.raises(KeyError):

@@ -53,15 +53,15 @@ def scored(tmp_path):
 
 @pytest.mark.parametrize("manager", ["naive", "batch", "dapo"])
 def test_the_classifier_alone_is_the_reward(scored, manager):
-    found = scored([0.25, -1.5], manager=manager)
-    assert [s.score for s in found] == [0.25, -1.5]
-    assert all(s.error is None for s in found)
+    scores = scored([0.25, -1.5], manager=manager)
+    assert [s.score for s in scores] == [0.25, -1.5]
+    assert all(s.error is None for s in scores)
 
 
 def test_a_function_combines_rule_and_model(scored):
-    found = scored([0.25, 0.5], function="compute_score")
-    assert [s.score for s in found] == [0.25, 1.5]
-    assert [s.parts["model"] for s in found] == [0.25, 0.5]
+    scores = scored([0.25, 0.5], function="compute_score")
+    assert [s.score for s in scores] == [0.25, 1.5]
+    assert [s.parts["model"] for s in scores] == [0.25, 0.5]
 
 
 def test_a_batched_function_gets_lists(scored):
@@ -70,16 +70,16 @@ def test_a_batched_function_gets_lists(scored):
 
 @pytest.mark.parametrize("manager", ["naive", "batch"])
 def test_the_last_number_of_a_judge_counts_and_a_reply_without_one_costs_its_sample(scored, manager):
-    found = scored(["I give 3 of 10. Score: 7.5", "well written", "-2"], judge=True, manager=manager)
-    assert [s.score for s in found] == [7.5, 0.0, -2.0]
-    assert [s.error is None for s in found] == [True, False, True]
-    assert found[0].parts["reply"].startswith("I give")
+    scores = scored(["I give 3 of 10. Score: 7.5", "well written", "-2"], judge=True, manager=manager)
+    assert [s.score for s in scores] == [7.5, 0.0, -2.0]
+    assert [s.error is None for s in scores] == [True, False, True]
+    assert scores[0].parts["reply"].startswith("I give")
 
 
 def test_a_function_parses_the_judge(scored):
-    found = scored(["yes", " no", "maybe"], judge=True, function="parse")
-    assert [s.score for s in found] == [1.0, 0.0, 0.0]
-    assert "KeyError" in found[2].error
+    scores = scored(["yes", " no", "maybe"], judge=True, function="parse")
+    assert [s.score for s in scores] == [1.0, 0.0, 0.0]
+    assert "KeyError" in scores[2].error
 
 
 def test_a_function_that_would_not_see_the_model_is_refused(scored):

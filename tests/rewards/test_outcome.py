@@ -46,20 +46,20 @@ def nested(depth):
 @given(RESULTS)
 @settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 def test_a_result_can_be_used_or_has_a_reason(result):
-    found = within_size(outcome(result, LIMITS), LIMITS)
-    if "error" in found:
-        assert returns.is_printable(found["error"])
-        assert 0 < len(found["error"]) <= 1000
+    answer = within_size(outcome(result, LIMITS), LIMITS)
+    if "error" in answer:
+        assert returns.is_printable(answer["error"])
+        assert 0 < len(answer["error"]) <= 1000
     else:
-        returns.check(found["score"], found["parts"], LIMITS)
-    assert checked_outcome(json.loads(json.dumps(found)), LIMITS) == found, "the run takes what its worker sends"
+        returns.check(answer["score"], answer["parts"], LIMITS)
+    assert checked_outcome(json.loads(json.dumps(answer)), LIMITS) == answer, "the run takes what its worker sends"
 
 
 @given(PLAIN | st.dictionaries(st.sampled_from(["score", "parts", "error"]), PLAIN))
 def test_whatever_a_worker_sends_is_an_outcome_or_refused(sent):
-    found = checked_outcome(sent, LIMITS)
-    if found is not None and "error" not in found:
-        returns.check(found["score"], found["parts"], Limits(max_parts=6))
+    answer = checked_outcome(sent, LIMITS)
+    if answer is not None and "error" not in answer:
+        returns.check(answer["score"], answer["parts"], Limits(max_parts=6))
 
 
 @pytest.mark.parametrize(
@@ -80,9 +80,9 @@ def test_a_refusal_names_limit_and_part(result, words):
 
 def test_limits_hold_up_to_their_values():
     parts = {"a": 1e12, "b": -1e12, "c": "x" * 1900, "d": nested(MAX_DEPTH), "e": None, "\ud800": "\ud800"}
-    found = within_size(outcome({"score": 1e12, **parts}, LIMITS), LIMITS)
-    assert found["score"] == 1e12
-    assert found["parts"]["\\ud800"] == "\\ud800"
+    answer = within_size(outcome({"score": 1e12, **parts}, LIMITS), LIMITS)
+    assert answer["score"] == 1e12
+    assert answer["parts"]["\\ud800"] == "\\ud800"
     assert outcome(True, LIMITS) == {"score": 1.0, "parts": {"acc": 1.0}}
 
 
@@ -102,6 +102,6 @@ def test_the_largest_score_leaves_room_for_every_estimator(name):
 
 def test_returns_of_every_kind_cost_their_own_sample(tmp_path):
     """A part of `python benchmarks/fuzz.py rewards`."""
-    found = list(returns.cases(random.Random(0), 120, tmp_path))
-    assert {what for _, what in found} == {"scored", "default score"}
-    assert len({kind for kind, _ in found}) == 14
+    outcomes = list(returns.cases(random.Random(0), 120, tmp_path))
+    assert {what for _, what in outcomes} == {"scored", "default score"}
+    assert len({kind for kind, _ in outcomes}) == 14

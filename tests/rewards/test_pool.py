@@ -98,8 +98,8 @@ def test_a_hang_ends_within_its_deadline_while_others_go_on(make_pool):
     ],
 )
 def test_what_a_function_may_return(make_pool, reply, score, parts):
-    (found,) = make_pool().score_all([request(reply)])
-    assert (found.key, found.score, found.parts, found.error) == (reply, score, parts, None)
+    (scored,) = make_pool().score_all([request(reply)])
+    assert (scored.key, scored.score, scored.parts, scored.error) == (reply, score, parts, None)
 
 
 def test_extra_keyword_arguments_and_order(make_pool):

@@ -108,16 +108,16 @@ def score(reply, tests, **kwargs):
     ],
 )
 def test_scores_of_programs(reply, tests, expected):
-    found = score(reply, tests)
-    assert (found["score"], found["acc"]) == (expected, float(expected == 1.0))
-    assert bool(found["failure"]) == (expected < 1)
+    outcome = score(reply, tests)
+    assert (outcome["score"], outcome["acc"]) == (expected, float(expected == 1.0))
+    assert bool(outcome["failure"]) == (expected < 1)
 
 
 def test_a_program_that_hangs_ends_its_tests():
     start = time.monotonic()
-    found = score("```python\nwhile True: pass\n```", PRINTED, time_limit_s=0.3)
-    assert (found["score"], found["num_tests"]) == (0.0, 2)
-    assert "took longer" in found["failure"]
+    outcome = score("```python\nwhile True: pass\n```", PRINTED, time_limit_s=0.3)
+    assert (outcome["score"], outcome["num_tests"]) == (0.0, 2)
+    assert "took longer" in outcome["failure"]
     assert time.monotonic() - start < 1
 
 

@@ -96,15 +96,15 @@ def test_credentials_and_sockets_are_not_there(attacked, tmp_path, monkeypatch):
 
 
 def test_removing_the_folder_follows_no_link(attacked, tmp_path):
-    kept = tmp_path / "kept"
-    kept.mkdir(mode=0o755)
-    (kept / "file").write_text("x")
+    outside = tmp_path / "kept"
+    outside.mkdir(mode=0o755)
+    (outside / "file").write_text("x")
     pool = attacked(timeout_s=5)
-    (score,) = pool.score_all([request("link_folder", extra_info={"path": str(kept)})])
+    (score,) = pool.score_all([request("link_folder", extra_info={"path": str(outside)})])
     assert score.error is None
     pool.close()
-    assert (kept / "file").read_text() == "x"
-    assert kept.stat().st_mode & 0o777 == 0o755
+    assert (outside / "file").read_text() == "x"
+    assert outside.stat().st_mode & 0o777 == 0o755
 
 
 TREES = st.recursive(
@@ -132,15 +132,15 @@ def plant(tree, path, kept):
 @settings(max_examples=40, deadline=None)
 def test_a_folder_is_removed_and_nothing_behind_its_links(tree):
     with tempfile.TemporaryDirectory() as place:
-        kept = Path(place) / "kept"
-        kept.mkdir(mode=0o750)
-        (kept / "file").write_text("x")
-        (kept / "file").chmod(0o440)
-        plant(tree, Path(place) / "folder", kept)
+        outside = Path(place) / "kept"
+        outside.mkdir(mode=0o750)
+        (outside / "file").write_text("x")
+        (outside / "file").chmod(0o440)
+        plant(tree, Path(place) / "folder", outside)
         launch.remove_folder(str(Path(place) / "folder"))
         assert os.listdir(place) == ["kept"]
-        assert os.listdir(kept) == ["file"]
-        assert (kept.stat().st_mode & 0o777, (kept / "file").stat().st_mode & 0o777) == (0o750, 0o440)
+        assert os.listdir(outside) == ["file"]
+        assert (outside.stat().st_mode & 0o777, (outside / "file").stat().st_mode & 0o777) == (0o750, 0o440)
 
 
 def test_a_folder_deeper_than_python_recurses_is_removed(tmp_path):

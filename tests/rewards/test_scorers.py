@@ -139,8 +139,8 @@ def test_every_scorer_of_an_answer_is_in_the_table():
 
 def spellings(number):
     """Numerals of one value."""
-    found = [str(number), f"{number}.0", f"{number}.", f"{number}.00", f"{number:,}", f"{number:,}.0"]
-    return found if number < 0 else [*found, f"${number}"]
+    texts = [str(number), f"{number}.0", f"{number}.", f"{number}.00", f"{number:,}", f"{number:,}.0"]
+    return texts if number < 0 else [*texts, f"${number}"]
 
 
 @pytest.mark.parametrize("source", ANSWERS)

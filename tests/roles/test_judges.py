@@ -128,13 +128,13 @@ def test_a_classifier_reads_in_batches(tmp_path, monkeypatch):
 
 
 def test_a_judge_on_vllm_has_the_weights_of_its_files(tmp_path, monkeypatch):
-    made = []
+    cores = []
 
     class Process(FakeCore):
         def __init__(self, setup, *, start_timeout_s, call_timeout_s, factory):
             super().__init__(setup)
             self.waits = (start_timeout_s, call_timeout_s)
-            made.append(self)
+            cores.append(self)
 
     monkeypatch.setattr(engine, "RemoteCore", Process)
     monkeypatch.setattr(engine, "require_vllm", lambda: None)
@@ -143,7 +143,7 @@ def test_a_judge_on_vllm_has_the_weights_of_its_files(tmp_path, monkeypatch):
     rollout = {"name": "vllm", "response_length": 8, "max_num_seqs": 3, "engine_kwargs": {"vllm": {"block_size": 32}}}
     config = settings(path, judge_template=TEMPLATE, reward_batch_size=4, rollout=rollout)
     worker = build_reward_model(config, make_tokenizer(), CPU, start_timeout_s=7.0, call_timeout_s=9.0)
-    (core,) = made
+    (core,) = cores
     assert core.waits == (7.0, 9.0)
     arguments = core.setup.llm
     assert (arguments["model"], arguments["dtype"], arguments["max_model_len"]) == (str(path), "float32", 1024)
@@ -168,18 +168,18 @@ def test_vllm_that_is_not_installed_is_named_by_the_judges_key(tmp_path, monkeyp
 def test_a_judge_on_vllm_replies_as_the_native_one(tmp_path):
     """In its own process, twice, so that it wakes up again; ordinary weights make replies of several tokens."""
     path = make_tiny_model(tmp_path / "judge", hidden_size=128, num_attention_heads=4, num_key_value_heads=2)
-    found = {}
+    by_name = {}
     for name in ("native", "vllm"):
         rollout = {"name": name, "response_length": 12, "max_num_seqs": 4}
         config = settings(path, judge_template=TEMPLATE, reward_batch_size=4, rollout=rollout)
         worker = build_reward_model(config, make_tokenizer(), CPU)
         try:
-            found[name] = replies(worker)
-            assert replies(worker) == found[name]
+            by_name[name] = replies(worker)
+            assert replies(worker) == by_name[name]
         finally:
             worker.close()
-    assert found["vllm"] == found["native"]
-    assert len(np.unique(found["native"])) > 1
+    assert by_name["vllm"] == by_name["native"]
+    assert len(np.unique(by_name["native"])) > 1
 
 
 @pytest.mark.slow
@@ -191,9 +191,9 @@ def test_a_judge_at_vllms_server_replies_as_the_native_one(folder, server, monke
     url, _ = server
     config = settings(folder, judge_template=TEMPLATE, rollout={"response_length": 8})
     expected = replies(build_reward_model(config, make_tokenizer(), CPU))
-    found = replies(ask(url, timeout_s=60.0))
-    assert [reply.rstrip("\ufffd") for reply in found] == [reply.rstrip("\ufffd") for reply in expected]
-    assert len(set(found)) > 1
+    answers = replies(ask(url, timeout_s=60.0))
+    assert [reply.rstrip("\ufffd") for reply in answers] == [reply.rstrip("\ufffd") for reply in expected]
+    assert len(set(answers)) > 1
     monkeypatch.setenv("VERL_REWARD_MODEL_TOKEN", "another")
     with pytest.raises(ConfigError, match="VERL_REWARD_MODEL_TOKEN"):
         ask(url)

@@ -92,8 +92,8 @@ def test_classifier_scores_as_transformers_does(tmp_path, family):
     sequences = [tuple(p + r) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
     expected = theirs(path, sequences, torch.float64)
     for max_tokens in (1, 30, 1000):
-        found = sequence_scores(module, sequences, max_tokens=max_tokens)
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+        scores = sequence_scores(module, sequences, max_tokens=max_tokens)
+        torch.testing.assert_close(scores, expected, rtol=1e-6, atol=1e-6)
     assert expected.unique().numel() == len(expected)
 
 
@@ -157,10 +157,10 @@ def test_sequences_that_do_not_fit_are_refused(tmp_path):
 def test_same_tokenizer_reads_the_tokens_of_the_policy(tmp_path):
     path = make_classifier(tmp_path)
     worker = build_reward_model(settings(path), load_tokenizer(path), torch.device("cpu"))
-    found = worker.score(batch_of(PROMPTS, RESPONSES)).batch["reward_model_score"]
+    scores = worker.score(batch_of(PROMPTS, RESPONSES)).batch["reward_model_score"]
     expected = theirs(path, [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)])
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    assert found.dtype == torch.float32
+    torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-5)
+    assert scores.dtype == torch.float32
 
 
 def test_another_tokenizer_reads_the_conversation(tmp_path):
@@ -195,8 +195,8 @@ def test_a_response_is_read_at_the_token_where_verl_rm_trains(tmp_path, is_polic
     prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
     sampled = [[*ids(text), tokenizer.eos_token_id] for text in ("four", "five")]
     assert trained == [prompt + response for response in sampled]
-    found = worker.score(batch_of([prompt] * 2, sampled, messages=[question] * 2)).batch["reward_model_score"]
-    torch.testing.assert_close(found, theirs(path, trained), rtol=1e-4, atol=1e-5)
+    scores = worker.score(batch_of([prompt] * 2, sampled, messages=[question] * 2)).batch["reward_model_score"]
+    torch.testing.assert_close(scores, theirs(path, trained), rtol=1e-4, atol=1e-5)
 
 
 def test_a_process_reward_model_is_read_before_the_token_that_ends_the_response(tmp_path):
@@ -210,8 +210,8 @@ def test_a_process_reward_model_is_read_before_the_token_that_ends_the_response(
     file.write_text(file.read_text().replace("LlamaForSequenceClassification", "LlamaForTokenClassification"))
     worker = build_reward_model(settings(path), tokenizer, torch.device("cpu"))
     ended = [[*step, tokenizer.eos_token_id] for step in steps]
-    found = worker.score(batch_of(PROMPTS[:2], ended)).batch["reward_model_score"]
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    scores = worker.score(batch_of(PROMPTS[:2], ended)).batch["reward_model_score"]
+    torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_score_that_is_not_finite_is_refused(tmp_path):
@@ -320,9 +320,9 @@ def replies_of(worker, truths):
 def test_a_judge_compares_with_the_ground_truth_in_both_orders(monkeypatch):
     asked = scripted(monkeypatch, lambda q: "[[A]]" if len(q.split("|")[0]) > len(q.split("|")[1]) else "[[B]]")
     worker = build_reward_model(settings("judge", judge_template="{first}|{second}"), TOKENIZER, torch.device("cpu"))
-    found = replies_of(worker, ["a long truth"] * 3 + [""] * 3)
-    assert [reply.splitlines()[-1] for reply in found] == ["Score: 0.0000"] * 3 + ["Score: 1.0000"] * 3
-    assert all("judge/order_agreement: 1.0000" in reply for reply in found)
+    answers = replies_of(worker, ["a long truth"] * 3 + [""] * 3)
+    assert [reply.splitlines()[-1] for reply in answers] == ["Score: 0.0000"] * 3 + ["Score: 1.0000"] * 3
+    assert all("judge/order_agreement: 1.0000" in reply for reply in answers)
     assert len(asked) == 12
 
 

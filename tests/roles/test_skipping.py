@@ -134,8 +134,8 @@ def test_gradients_are_those_of_all_rows(engine, mode, micro):
         computed = make_actor(engine, config).schedule.computed(batch)
         assert computed == [row for row in range(sum(SIZES)) if row not in SILENT]
         expected, full = gradients(engine, config, batch, micro, None)
-        found, metrics = gradients(engine, config, batch, micro, computed)
-        assert relative_gap(found, expected) < 1e-6, agg_mode
+        actual, metrics = gradients(engine, config, batch, micro, computed)
+        assert relative_gap(actual, expected) < 1e-6, agg_mode
         for name in ("loss", "pg_loss", "grad_norm"):
             assert metrics[name].value == pytest.approx(full[name].value, rel=1e-5, abs=1e-7)
 
@@ -147,8 +147,8 @@ def test_it_does_not_matter_which_columns_a_loss_is_given(engine, columns):
     batch.pop(batch_keys=list(columns))
     computed = make_actor(engine, make_config()).schedule.computed(batch)
     micro = MicroBatching(max_tokens=40)
-    expected, found = (gradients(engine, make_config(), batch, micro, rows)[0] for rows in (None, computed))
-    assert relative_gap(found, expected) < 1e-6
+    expected, actual = (gradients(engine, make_config(), batch, micro, rows)[0] for rows in (None, computed))
+    assert relative_gap(actual, expected) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -175,27 +175,30 @@ def test_bypass_mode_and_users_losses_compute_all_rows(tmp_path):
 
 
 def test_updates_report_the_share_and_metrics_of_computed_rows(folder):
-    silent, kept = set(SILENT), [row for row in range(sum(SIZES)) if row not in SILENT]
+    silent, remaining = set(SILENT), [row for row in range(sum(SIZES)) if row not in SILENT]
     config = make_config(calculate_entropy=True)
     batch = make_batch()
     engine = make_engine(folder)
     mask = batch.batch["response_mask"]
     entropy = (
-        make_actor(engine, config).forward(batch, {"entropy": "entropys"}).batch["entropys"][kept][mask[kept]].mean()
+        make_actor(engine, config)
+        .forward(batch, {"entropy": "entropys"})
+        .batch["entropys"][remaining][mask[remaining]]
+        .mean()
     )
     updates = make_actor(engine, config).update(batch, 1)
-    found = {name: metric.value for name, metric in updates.metrics().items()}
-    assert found["actor/skipped_row_ratio"] == pytest.approx(len(silent) / sum(SIZES))
-    assert found["actor/entropy"] == pytest.approx(float(entropy), rel=1e-5)
-    assert len(updates.observed[0]) == int(mask[kept].sum())
+    metrics = {name: metric.value for name, metric in updates.metrics().items()}
+    assert metrics["actor/skipped_row_ratio"] == pytest.approx(len(silent) / sum(SIZES))
+    assert metrics["actor/entropy"] == pytest.approx(float(entropy), rel=1e-5)
+    assert len(updates.observed[0]) == int(mask[remaining].sum())
 
     other = make_engine(folder)
     everything = make_actor(other, replace(config, skip_zero_advantages=False)).update(batch, 1)
     whole_found = {name: metric.value for name, metric in everything.metrics().items()}
     assert whole_found["actor/skipped_row_ratio"] == 0
-    assert set(whole_found) == set(found)
-    assert found["actor/pg_loss"] == pytest.approx(whole_found["actor/pg_loss"], rel=1e-5)
-    assert found["actor/entropy"] != pytest.approx(whole_found["actor/entropy"], rel=1e-5)
+    assert set(whole_found) == set(metrics)
+    assert metrics["actor/pg_loss"] == pytest.approx(whole_found["actor/pg_loss"], rel=1e-5)
+    assert metrics["actor/entropy"] != pytest.approx(whole_found["actor/entropy"], rel=1e-5)
     assert relative_gap(weights_of(engine), weights_of(other)) < 1e-6
 
 
@@ -210,9 +213,9 @@ def test_where_no_row_has_an_advantage_the_optimizer_steps_on_a_zero_gradient(fo
         actor.update(batches[0], 1)
         moved = weights_of(engines[-1])
         assert relative_gap(moved, before) > 1e-6
-        found = actor.update(batches[1], 2).metrics()
-        assert found["actor/grad_norm"].value == 0
-        assert found["actor/skipped_row_ratio"].value == ((sum(SIZES) - 1) / sum(SIZES) if skip else 0)
+        metrics = actor.update(batches[1], 2).metrics()
+        assert metrics["actor/grad_norm"].value == 0
+        assert metrics["actor/skipped_row_ratio"].value == ((sum(SIZES) - 1) / sum(SIZES) if skip else 0)
         assert relative_gap(weights_of(engines[-1]), moved) > 1e-6
         actor.update(batches[2], 3)
     assert engines[0].optimizer.num_steps == engines[1].optimizer.num_steps == 3

@@ -28,11 +28,11 @@ TEMPLATE = "{prompt}|{first}|{second}"
 
 def longer_wins(questions):
     """An unbiased judge."""
-    found = []
+    verdicts = []
     for question in questions:
         _, first, second = question.split("|")
-        found.append("[[C]]" if len(first) == len(second) else "[[A]]" if len(first) > len(second) else "[[B]]")
-    return found
+        verdicts.append("[[C]]" if len(first) == len(second) else "[[A]]" if len(first) > len(second) else "[[B]]")
+    return verdicts
 
 
 def first_wins(questions):
@@ -70,8 +70,8 @@ def test_both_orders_agree_for_an_unbiased_judge():
 def test_a_position_bias_becomes_a_tie_and_is_measured():
     (verdict,) = compare_pairs(first_wins, TEMPLATE, [("p", "x", "y")])
     assert (verdict.straight, verdict.swapped, verdict.preference, verdict.agrees) == (1, -1, 0.0, False)
-    found = verdict_metrics([verdict])
-    assert (found["order_agreement"], found["first_shown"]) == (0.0, 1.0)
+    metrics = verdict_metrics([verdict])
+    assert (metrics["order_agreement"], metrics["first_shown"]) == (0.0, 1.0)
 
 
 def test_a_reply_without_a_verdict_leaves_the_other_order():

@@ -96,10 +96,10 @@ def use(kind, url, module, folder, timeout_s=TIMEOUT_S):
     if kind != "openai":
         engine.load(list(module.named_parameters()))
         engine.publish(3)
-    (made,) = engine.generate([PromptRequest(0, (1, 2, 3))], PARAMS, step=0)
-    assert 1 <= len(made.token_ids) == len(made.log_probs) <= PARAMS.max_new_tokens, made
-    assert all(type(token) is int and 0 <= token < vocab_size(module) for token in made.token_ids), made
-    assert all(type(value) is float and -3.4e38 < value <= 0 for value in made.log_probs), made
+    (sample,) = engine.generate([PromptRequest(0, (1, 2, 3))], PARAMS, step=0)
+    assert 1 <= len(sample.token_ids) == len(sample.log_probs) <= PARAMS.max_new_tokens, sample
+    assert all(type(token) is int and 0 <= token < vocab_size(module) for token in sample.token_ids), sample
+    assert all(type(value) is float and -3.4e38 < value <= 0 for value in sample.log_probs), sample
 
 
 # -- what can happen to an answer: (rng, answer) -> (status, text) or Raw ---------------------------------------------------
@@ -116,14 +116,14 @@ def with_value(answer, path, value):
     """`answer` with something else at `path`; ... leaves it out."""
     if not path:
         return {} if value is ... else value
-    found = parent = copy.deepcopy(answer)
+    changed = parent = copy.deepcopy(answer)
     for key in path[:-1]:
         parent = parent[key]
     if value is ...:
         del parent[path[-1]]
     else:
         parent[path[-1]] = value
-    return found
+    return changed
 
 
 def _said(answer):
@@ -144,10 +144,10 @@ def multiplied(rng, answer):
     if not lists:
         return _said([answer] * 3)
     path = rng.choice(lists)[:-1]
-    found = answer
+    number = answer
     for key in path:
-        found = found[key]
-    return _said(with_value(answer, path, found * rng.choice([2, 3, 1000])))
+        number = number[key]
+    return _said(with_value(answer, path, number * rng.choice([2, 3, 1000])))
 
 
 def cut(rng, answer):
@@ -232,16 +232,16 @@ def outcome(rng, module, folder):
     with running(answers) as service:
         try:
             use(kind, service.url, module, folder)
-            found = "used"
+            result = "used"
         except VerlError as error:
-            found, sentence = type(error).__name__, str(error)
+            result, sentence = type(error).__name__, str(error)
         except BaseException as error:
             raise AssertionError(f"{kind}, {path}, {damage.__name__}: {str(answers[path])[:1000]}") from error
         num_asked = len(service.asked)
     assert sentence.isprintable(), sentence
     elapsed_s = time.monotonic() - started
     assert elapsed_s < num_asked * TIMEOUT_S + SLACK_S, (kind, path, damage.__name__, elapsed_s)
-    return f"{kind}: {damage.__name__}", found
+    return f"{kind}: {damage.__name__}", result
 
 
 def cases(rng, count, folder):

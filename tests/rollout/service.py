@@ -33,19 +33,19 @@ class Service:
                 with service.lock:
                     service.asked.append((self.path, body))
                     service.headers.append(dict(self.headers))
-                found = service.answers.get(self.path, (404, "no such route"))
-                found = found(body) if callable(found) else found
-                if found is None:  # the connection breaks
+                answer = service.answers.get(self.path, (404, "no such route"))
+                answer = answer(body) if callable(answer) else answer
+                if answer is None:  # the connection breaks
                     self.connection.close()
                     return
-                if isinstance(found, Raw):
+                if isinstance(answer, Raw):
                     with contextlib.suppress(OSError):  # the client has gone
-                        for part in found.parts():
+                        for part in answer.parts():
                             self.wfile.write(part)
                             self.wfile.flush()
                     self.close_connection = True
                     return
-                status, text = found if isinstance(found, tuple) else (200, json.dumps(found))
+                status, text = answer if isinstance(answer, tuple) else (200, json.dumps(answer))
                 with contextlib.suppress(OSError):  # the client has gone
                     self.send_response(status)
                     self.end_headers()

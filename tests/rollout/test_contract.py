@@ -397,8 +397,8 @@ def test_requests_may_come_while_others_run(name, make_engine):
     for prompt in prompts:
         generation.add(prompt)
         ended += generation.poll(0.0)
-    while found := generation.poll():
-        ended += found
+    while batch := generation.poll():
+        ended += batch
     assert generation.poll() == []
     stats = generation.close()
     assert {**generation.close(), "seconds": 0} == {**stats, "seconds": 0}

@@ -141,16 +141,16 @@ _SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size
 def odd_models(tmp_path_factory):
     from transformers import AutoModelForCausalLM
 
-    made = {}
+    models = {}
     for name, sizes in ODD.items():
         settings = {**dict(zip(_SIZES, sizes, strict=True)), "attention_bias": True, "mlp_bias": True}
         folder = make_tiny_model(tmp_path_factory.mktemp(name), "llama", **settings)
-        made[name] = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="verl", dtype=torch.float32)
+        models[name] = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="verl", dtype=torch.float32)
         with torch.no_grad():
-            for parameter in made[name].parameters():
+            for parameter in models[name].parameters():
                 if parameter.dim() == 1:
                     parameter.add_(0.1 * torch.randn_like(parameter))
-    return made
+    return models
 
 
 def generate(engine, lengths=(3, 20, 7, 33), **params):
@@ -162,9 +162,9 @@ def by_torch(monkeypatch, engine, **params):
     with monkeypatch.context() as patch:
         patch.setenv("VERL_CPU_ISA", "none")
         engine.publish(engine.weight_version)
-        found = generate(engine, **params)
+        completions = generate(engine, **params)
     engine.publish(engine.weight_version)
-    return found
+    return completions
 
 
 def assert_same(ours, theirs, atol):
@@ -241,14 +241,14 @@ def test_a_response_that_is_read_again_as_a_prompt_goes_on_with_the_same_bits(ke
 
 def test_threads_do_not_change_bits(kernels, dtype, load, make_engine):
     engine = make_engine("native", module=copy.deepcopy(load("llama")).to(dtype))
-    before, found = torch.get_num_threads(), []
+    before, runs = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            found.append([c.log_probs for c in generate(engine, max_new_tokens=6)])
+            runs.append([c.log_probs for c in generate(engine, max_new_tokens=6)])
     finally:
         torch.set_num_threads(before)
-    assert found[0] == found[1] == found[2]
+    assert runs[0] == runs[1] == runs[2]
 
 
 def test_a_fork_has_threads_of_its_own(kernels, dtype):

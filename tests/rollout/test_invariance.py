@@ -38,23 +38,23 @@ def engines(make_engine, load, family, dtype, **config):
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("family", ["llama", "gemma"])
 def test_bits_do_not_depend_on_the_slots_or_the_engine_says_so(family, n, prepack, dtype, load, make_engine):
-    made = engines(make_engine, load, family, dtype, prepack_weights=prepack)
-    holds = {engine.invariance().holds for engine in made}
+    built = engines(make_engine, load, family, dtype, prepack_weights=prepack)
+    holds = {engine.invariance().holds for engine in built}
     assert len(holds) == 1, "says one thing for all numbers of slots"
     if True in holds:
-        first, *others = [bits(engine, n) for engine in made]
+        first, *others = [bits(engine, n) for engine in built]
         assert all(other == first for other in others)
     else:
-        assert made[0].invariance().why
+        assert built[0].invariance().why
 
 
 @pytest.mark.skipif(kernels() is None, reason="no compiled kernels here")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
 def test_the_compiled_kernels_are_invariant(family, dtype, load, make_engine):
-    made = engines(make_engine, load, family, dtype)
-    assert "compiled kernels" in made[0].invariance().why
-    first, *others = [bits(engine, 2) for engine in made]
+    built = engines(make_engine, load, family, dtype)
+    assert "compiled kernels" in built[0].invariance().why
+    first, *others = [bits(engine, 2) for engine in built]
     assert all(other == first for other in others)
 
 
@@ -63,10 +63,10 @@ def test_the_compiled_kernels_are_invariant(family, dtype, load, make_engine):
 @pytest.mark.parametrize("family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen2", "qwen3"))])
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_plain_decoder_can_be_required_to_be_invariant(family, n, dtype, load, make_engine):
-    made = engines(make_engine, load, family, dtype, batch_invariant="require")
-    assert all(engine.invariance().holds for engine in made)
+    built = engines(make_engine, load, family, dtype, batch_invariant="require")
+    assert all(engine.invariance().holds for engine in built)
     temperature = 1.0 if n > 1 else 0.0
-    first, *others = [bits(engine, n, temperature) for engine in made]
+    first, *others = [bits(engine, n, temperature) for engine in built]
     assert all(other == first for other in others)
 
 
@@ -77,9 +77,9 @@ def test_a_plain_decoder_can_be_required_to_be_invariant(family, n, dtype, load,
 def test_what_is_not_proven_is_said_and_refused_where_it_is_required(family, why, load, make_engine, monkeypatch):
     if family == "llama":
         monkeypatch.setattr(invariance, "_obstacle", lambda *_: "threads of another CPU")
-    found = make_engine("native", family).invariance()
-    assert not found.holds
-    assert why in str(found)
+    examined = make_engine("native", family).invariance()
+    assert not examined.holds
+    assert why in str(examined)
     with pytest.raises(ConfigError, match=f"batch_invariant=require cannot be kept: .*{why}"):
         make_engine("native", family, batch_invariant="require")
 
@@ -122,12 +122,12 @@ def other_kernels(monkeypatch):
 @pytest.mark.parametrize("n", [1, 2])
 def test_tiles_mend_a_library_of_several_kernels(n, load, make_engine):
     assert products.tiles_of(torch.zeros(96, 64), False, True)[0] == 12
-    found = {}
+    holds = {}
     for mode in ("off", "require"):
-        made = engines(make_engine, load, "llama", torch.float32, batch_invariant=mode)
-        first, *others = [bits(engine, n) for engine in made]
-        found[mode] = all(other == first for other in others)
-    assert found == {"off": False, "require": True}
+        built = engines(make_engine, load, "llama", torch.float32, batch_invariant=mode)
+        first, *others = [bits(engine, n) for engine in built]
+        holds[mode] = all(other == first for other in others)
+    assert holds == {"off": False, "require": True}
 
 
 @pytest.mark.usefixtures("torch_computes")
@@ -149,8 +149,8 @@ def test_attention_that_is_unlike_in_blocks_is_computed_alone(n, load, make_engi
     for check in checks:
         check.cache_clear()
     try:
-        made = engines(make_engine, load, "llama", torch.float32, batch_invariant="require")
-        first, *others = [bits(engine, n) for engine in made]
+        built = engines(make_engine, load, "llama", torch.float32, batch_invariant="require")
+        first, *others = [bits(engine, n) for engine in built]
         assert all(other == first for other in others)
     finally:
         for check in checks:

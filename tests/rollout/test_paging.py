@@ -37,8 +37,8 @@ def samples(engine, n, prompts=None, new=40):
 def test_samples_are_those_of_a_whole_cache(make_engine, n, max_tokens):
     whole, before = samples(make_engine("native", max_num_seqs=16), n)
     paged = config(enable_paged_attention=True, max_tokens=max_tokens)
-    found, stats = samples(make_engine("native", max_num_seqs=16, kv_cache_config=paged), n)
-    assert found == whole
+    tokens, stats = samples(make_engine("native", max_num_seqs=16, kv_cache_config=paged), n)
+    assert tokens == whole
     assert "kv_fragmentation" not in before
     assert 0 < stats["kv_fragmentation"] < 1
     assert stats["kv_cache_bytes"] < before["kv_cache_bytes"]
@@ -55,7 +55,7 @@ def test_larger_blocks_hold_more_that_is_empty(make_engine):
 
 def test_turns_that_continue(make_engine):
     """Samples that are kept come back with their keys and values, and may be preempted too."""
-    found = []
+    runs = []
     for limit in (None, 200):
         kv = config(enable_paged_attention=limit is not None, max_tokens=limit)
         engine = make_engine("native", max_num_seqs=8, kv_cache_config=kv)
@@ -70,9 +70,9 @@ def test_turns_that_continue(make_engine):
         second = {}
         while done := generation.poll():
             second |= {c.key: c.token_ids for c in done}
-        found.append((first, second, generation.close().get("num_preempted", 0)))
-    assert found[0][:2] == found[1][:2]
-    assert found[1][2] > 0
+        runs.append((first, second, generation.close().get("num_preempted", 0)))
+    assert runs[0][:2] == runs[1][:2]
+    assert runs[1][2] > 0
 
 
 def test_a_limit_below_one_sample_is_refused(make_engine):

@@ -94,9 +94,9 @@ def test_weights_that_are_not_the_models(tiny_llama, place):
         r"sent adapter \(3,\)": {**weights, "adapter": torch.zeros(3)},
         r"\(64, 64\)": {**weights, name: half},
     }
-    for match, given in wrong.items():
+    for match, tensors in wrong.items():
         with pytest.raises(ModelError, match=match):
-            replica.load(given.items())
+            replica.load(tensors.items())
     replica.load(weights.items())
 
 

@@ -29,6 +29,6 @@ def test_the_sum_over_ranks(family, num_experts, tmp_path, monkeypatch):
     weights = torch.rand(6, 2, dtype=torch.float64, generator=generator)
     with torch.no_grad():
         expected = whole(hidden, chosen, weights)
-        found = sum(part(hidden, chosen, weights) for part in parts)
-    assert torch.allclose(found, expected, rtol=1e-13, atol=1e-15)
+        total = sum(part(hidden, chosen, weights) for part in parts)
+    assert torch.allclose(total, expected, rtol=1e-13, atol=1e-15)
     assert expected.abs().max() > 0

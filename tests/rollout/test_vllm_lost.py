@@ -57,16 +57,16 @@ def assert_equal(found, expected):
     assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
 
 
-def events(found):
-    file = found.folder / "events.jsonl"
+def events(disturbed):
+    file = disturbed.folder / "events.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 @pytest.mark.parametrize("moment", ["generate", "update"])
 def test_the_engine_comes_back_in_place(moment, train, undisturbed):
-    found = train(moment, f"{moment} 2")
-    assert_equal(found, undisturbed)
-    assert not events(found), "the run itself went on"
+    disturbed = train(moment, f"{moment} 2")
+    assert_equal(disturbed, undisturbed)
+    assert not events(disturbed), "the run itself went on"
 
 
 def test_an_engine_of_one_of_two_ranks_comes_back(jobs, undisturbed):  # noqa: F811
@@ -77,16 +77,16 @@ def test_an_engine_of_one_of_two_ranks_comes_back(jobs, undisturbed):  # noqa: F
         2, "tests.rollout.stand_in", *jobs.overrides("ranks", *vllm), timeout_s=180, VERL_TEST_LOST=f"generate 2 {mark}"
     )
     assert mark.exists()
-    found = jobs.run("ranks")
-    ours, theirs = found.samples(), undisturbed.samples()
+    job = jobs.run("ranks")
+    ours, theirs = job.samples(), undisturbed.samples()
     assert {name: [r["response_ids"] for r in rows] for name, rows in ours.items()} == {
         name: [r["response_ids"] for r in rows] for name, rows in theirs.items()
     }
-    assert_same_weights(found, undisturbed, 3, rel=1e-9)
+    assert_same_weights(job, undisturbed, 3, rel=1e-9)
 
 
 @pytest.mark.parametrize("moment", ["generate", "update"])
 def test_without_restarts_of_the_engine_the_supervisor_starts_the_run_again(moment, train, undisturbed):
-    found = train(f"{moment}_0", f"{moment} 3", "actor_rollout_ref.rollout.max_engine_restarts=0")
-    assert_equal(found, undisturbed)
-    assert any("vLLM process" in json.dumps(event) for event in events(found)), events(found)
+    disturbed = train(f"{moment}_0", f"{moment} 3", "actor_rollout_ref.rollout.max_engine_restarts=0")
+    assert_equal(disturbed, undisturbed)
+    assert any("vLLM process" in json.dumps(event) for event in events(disturbed)), events(disturbed)

@@ -87,10 +87,10 @@ def core(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "verl.rollout.vllm.library", library)
     monkeypatch.setattr(held, "dist", group)
-    found = Core.__new__(Core)
-    found.setup = Setup({}, {}, [], 300, "verl.reshard.shared_memory:read_shared_bucket", sleeps=False)
-    found._llm, found._asleep = TwoWorkers(), set()
-    return found
+    fake = Core.__new__(Core)
+    fake.setup = Setup({}, {}, [], 300, "verl.reshard.shared_memory:read_shared_bucket", sleeps=False)
+    fake._llm, fake._asleep = TwoWorkers(), set()
+    return fake
 
 
 def update(core, seed):

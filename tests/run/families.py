@@ -116,15 +116,15 @@ def build(family: str, folder: Path) -> None:
 def theirs(folder: Path) -> torch.Tensor:
     """[rows, 5] log-probs of transformers' own forward, row by row."""
     module = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
-    found = torch.zeros(len(RESPONSES), 5)
+    log_probs = torch.zeros(len(RESPONSES), 5)
     with torch.no_grad():
         for row, response in enumerate(RESPONSES):
             logits = module(input_ids=torch.tensor([PROMPT + response]), use_cache=False).logits[
                 0, len(PROMPT) - 1 : -1
             ]
             chosen = torch.tensor(response).unsqueeze(1)
-            found[row, : len(response)] = logits.float().log_softmax(-1).gather(1, chosen).squeeze(1)
-    return found
+            log_probs[row, : len(response)] = logits.float().log_softmax(-1).gather(1, chosen).squeeze(1)
+    return log_probs
 
 
 def examine(family: str, folder: Path, overrides: list[str]) -> Row:
@@ -133,7 +133,7 @@ def examine(family: str, folder: Path, overrides: list[str]) -> Row:
     try:
         with deadline(120), quiet():
             build(family, folder)
-            wanted = theirs(folder)
+            reference = theirs(folder)
     except Exception as error:  # noqa: BLE001 - of any library: then there is nothing to load
         return Row(family, name, "not built", _note(error))
     try:
@@ -144,7 +144,7 @@ def examine(family: str, folder: Path, overrides: list[str]) -> Row:
     batch = pack_rows(make_columns([PROMPT] * len(RESPONSES), RESPONSES))
     first, second = (packed_outputs(module, batch, ("log_probs",))["log_probs"].detach() for _ in range(2))
     assert torch.equal(first, second), "two forwards differ"
-    error = (first - wanted).abs().max().item()
+    error = (first - reference).abs().max().item()
     assert error < TOLERANCE, f"log-probs differ by {error:.2g}"
     gaps = [row["training/rollout_probs_diff_max"] for row in trained_steps(folder, overrides, "float32")]
     assert max(gaps) < 1e-4, gaps  # of the sampler to the forward that trains
@@ -226,8 +226,8 @@ same way.
 
 def read_page(file: Path) -> dict[str, Row]:
     """The rows of a page, by family."""
-    found = re.findall(r"^\| `([^`]+)` \| (.*?) \| (.*?) \| (.*?) \|$", file.read_text(encoding="utf-8"), re.MULTILINE)
-    return {row[0]: Row(*row) for row in found}
+    rows = re.findall(r"^\| `([^`]+)` \| (.*?) \| (.*?) \| (.*?) \|$", file.read_text(encoding="utf-8"), re.MULTILINE)
+    return {row[0]: Row(*row) for row in rows}
 
 
 def write_task(folder: Path) -> list[str]:

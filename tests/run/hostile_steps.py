@@ -126,8 +126,8 @@ def steps_of(folder, model, kinds, rng):
     rows = [row(folder, step, place, kind, rng) for step, kind in enumerate(order) for place in range(ROWS)]
     (folder / "train.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
     assert train(load_config(keys(folder, model, len(order)))) == 0
-    found = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    seconds = [after["time"] - before["time"] for before, after in zip(found, found[1:], strict=False)]
+    metrics = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    seconds = [after["time"] - before["time"] for before, after in zip(metrics, metrics[1:], strict=False)]
     assert len(seconds) == len(order) - 1
     written_mb = (
         sum(file.stat().st_size for file in (folder / "run").rglob("*") if "global_step" not in str(file)) / 2**20

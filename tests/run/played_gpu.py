@@ -47,12 +47,12 @@ class OnGPU(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner):
-        made = torch.Tensor._make_wrapper_subclass(
+        wrapped = torch.Tensor._make_wrapper_subclass(
             cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
             device=DEVICE, requires_grad=False,
         )  # fmt: skip
-        made.inner = inner
-        return made
+        wrapped.inner = inner
+        return wrapped
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -78,9 +78,9 @@ class OnGPU(torch.Tensor):
         return self.inner.untyped_storage()
 
     def __deepcopy__(self, memo):
-        made = OnGPU(self.inner.clone()).requires_grad_(self.requires_grad)
-        made._is_param = getattr(self, "_is_param", False)
-        return made
+        copied = OnGPU(self.inner.clone()).requires_grad_(self.requires_grad)
+        copied._is_param = getattr(self, "_is_param", False)
+        return copied
 
 
 class Mode(TorchDispatchMode):
@@ -95,10 +95,10 @@ def run(func, args, kwargs):
     name = func._schema.name
     tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
     here = {id(x.inner): x for x in tensors if isinstance(x, OnGPU)}
-    wanted = kwargs.get("device")
-    stays = bool(here) if wanted is None else torch.device(wanted).type == "cuda"
+    device = kwargs.get("device")
+    stays = bool(here) if device is None else torch.device(device).type == "cuda"
     check(name, args, kwargs, tensors, bool(here), stays)
-    if stays and wanted is not None:
+    if stays and device is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
     inner_args, inner_kwargs = tree_map(lambda x: x.inner if isinstance(x, OnGPU) else x, (args, kwargs))

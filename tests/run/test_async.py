@@ -113,14 +113,14 @@ def test_generation_has_ended_whenever_something_trains(tiny_run, monkeypatch):
 
 def test_sampled_log_probs_of_parts_are_those_of_their_weights(tiny_run, batches, monkeypatch):
     """Each part's log-probs equal a forward pass under the version that made it."""
-    kept, runtimes = {}, []
+    copies, runtimes = {}, []
     original = PPO.update
 
     def update(self, result, step):
-        if not kept:
-            kept[0] = module_copy()
+        if not copies:
+            copies[0] = module_copy()
         original(self, result, step)
-        kept[self.weight_version] = module_copy()
+        copies[self.weight_version] = module_copy()
 
     def build_roles(self, **arguments):
         runtimes.append(self)
@@ -135,15 +135,15 @@ def test_sampled_log_probs_of_parts_are_those_of_their_weights(tiny_run, batches
     monkeypatch.setattr(PPO, "update", update)
     tiny_run(f"{PREFETCH}=1", PARTIAL, "trainer.total_training_steps=3", "actor_rollout_ref.rollout.ignore_eos=True")
     batch, actor = batches[-1], runtimes[-1].workers.models["actor"]
-    found = batch.batch["rollout_log_probs"]
+    sampled = batch.batch["rollout_log_probs"]
     for version in (1, 2):
         with torch.no_grad():
             for name, parameter in actor.engine.module.named_parameters():
-                parameter.copy_(kept[version][name])
+                parameter.copy_(copies[version][name])
         ours = actor.forward(batch, {"log_probs": "ours"}).batch["ours"]
-        made = batch.batch["token_weight_version"] == version
-        assert made.sum() == len(batch) * 3
-        torch.testing.assert_close(found[made], ours[made], atol=1e-4, rtol=1e-4)
+        of_version = batch.batch["token_weight_version"] == version
+        assert of_version.sum() == len(batch) * 3
+        torch.testing.assert_close(sampled[of_version], ours[of_version], atol=1e-4, rtol=1e-4)
 
 
 def test_what_ran_twice_is_the_same(tiny_run):
@@ -235,8 +235,8 @@ def test_filters_refill_from_the_queue(tiny_run, batches):
     tiny_run(f"{PREFETCH}=1", "algorithm.filter_groups.enable=True", "data.gen_batch_size=6", STEPS)
     for batch in batches:
         assert len(set(batch.non_tensor_batch["uid"])) == 4
-    seen = [o for b in batches for o in sorted(set(b.batch["ordinal"].tolist()))]
-    assert len(seen) == len(set(seen))
+    ordinals = [o for b in batches for o in sorted(set(b.batch["ordinal"].tolist()))]
+    assert len(ordinals) == len(set(ordinals))
 
 
 @pytest.mark.parametrize("estimator", ["remax", "gae"])
@@ -258,8 +258,8 @@ def test_more_ahead_than_the_bound_is_refused(tiny_run):
 
 
 def test_more_is_expected_of_what_longer_ones_had_beyond():
-    found = expected_tokens(np.array([10, 30, 50]), np.array([4, 20, 36, 60]), 20)
-    assert found.tolist() == pytest.approx([(10 + 20 + 20) / 3, (6 + 20) / 2, 10])
+    expected = expected_tokens(np.array([10, 30, 50]), np.array([4, 20, 36, 60]), 20)
+    assert expected.tolist() == pytest.approx([(10 + 20 + 20) / 3, (6 + 20) / 2, 10])
     assert expected_tokens(np.array([5, 70]), np.array([60]), 20).tolist() == [
         20,
         20,
@@ -277,8 +277,8 @@ def test_ages_count_versions():
             "token_weight_version": torch.tensor([[3, 4], [5, 9]]),
         }
     )
-    found = {k.removeprefix("training/off_policy/trajectory_"): m.value for k, m in age_metrics(batch, 6).items()}
-    assert found == {
+    ages = {k.removeprefix("training/off_policy/trajectory_"): m.value for k, m in age_metrics(batch, 6).items()}
+    assert ages == {
         "staleness/mean": 2.0, "staleness/max": 3.0, "staleness/min": 1.0,
         "spans/mean": 0.5, "spans/max": 1.0, "spans/min": 0.0,
     }  # fmt: skip

@@ -54,6 +54,6 @@ def test_two_ranks_are_one_process(tiny_overrides, tmp_path):
         assert train(load_config([*common, f"trainer.default_local_dir={tmp_path / 'alone'}"])) == 0
     expected = Run(tmp_path / "alone").training_rows()
     for name in SPMD:
-        for row, wanted in zip(Run(tmp_path / name).training_rows(), expected, strict=True):
-            found = {metric: row[metric] for metric in METRICS}
-            assert found == pytest.approx({metric: wanted[metric] for metric in METRICS}, rel=1e-6), name
+        for row, expected_row in zip(Run(tmp_path / name).training_rows(), expected, strict=True):
+            values = {metric: row[metric] for metric in METRICS}
+            assert values == pytest.approx({metric: expected_row[metric] for metric in METRICS}, rel=1e-6), name

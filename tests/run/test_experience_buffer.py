@@ -27,14 +27,14 @@ def names(batch):
 
 @pytest.fixture(params=["driver", "process"])
 def make(request):
-    made = []
+    buffers = []
 
     def buffer(*args, **kwargs):
-        made.append(ExperienceBuffer(*args, place=request.param, **kwargs))
-        return made[-1]
+        buffers.append(ExperienceBuffer(*args, place=request.param, **kwargs))
+        return buffers[-1]
 
     yield buffer
-    for one in made:
+    for one in buffers:
         one.close()
 
 
@@ -75,13 +75,13 @@ def test_chances_follow_priorities_and_repeat():
 
 
 def test_a_draw_repeats_no_group_and_both_places_agree():
-    found = []
+    draws = []
     for place in ("driver", "process"):
         with ExperienceBuffer(place=place, seed=1) as buffer:
             buffer.put(rows(*"abcdef", n=1), version=0)
-            found.append([names(buffer.sample(4, version=0, order="uniform", remove=False)) for _ in range(3)])
-    assert found[0] == found[1]
-    assert all(len(set(draw)) == 4 for draw in found[0])
+            draws.append([names(buffer.sample(4, version=0, order="uniform", remove=False)) for _ in range(3)])
+    assert draws[0] == draws[1]
+    assert all(len(set(draw)) == 4 for draw in draws[0])
 
 
 def test_a_group_has_the_largest_priority_of_its_rows():
@@ -136,6 +136,6 @@ def test_a_loop_of_ones_own(tiny_llama):
             mask = batch.batch["response_mask"]
             batch.batch["advantages"] = torch.where(mask, torch.tensor([1.0, -1.0, 0.5, -0.5])[:, None], 0.0)
             buffer.put(batch, version=version, priority=batch.batch["advantages"].abs().amax(dim=1))
-            found = buffer.sample(1 + version, version=version, order="priority")
-            assert worker.update_actor(found).metrics()["actor/grad_norm"] is not None
+            sampled = buffer.sample(1 + version, version=version, order="priority")
+            assert worker.update_actor(sampled).metrics()["actor/grad_norm"] is not None
         assert buffer.qsize() == 1

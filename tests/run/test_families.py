@@ -27,8 +27,8 @@ def test_mamba_trains_in_bfloat16_with_its_float32_residual(multiplied, tmp_path
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_a_family_loads_and_trains_as_the_page_says(family, tmp_path):
     overrides = families.write_task(tmp_path)
-    found = families.examine(family, tmp_path / family, overrides)
-    assert vars_of(found) == vars_of(families.read_page(PAGE)[family])
+    row = families.examine(family, tmp_path / family, overrides)
+    assert vars_of(row) == vars_of(families.read_page(PAGE)[family])
 
 
 def vars_of(row):

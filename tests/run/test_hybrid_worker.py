@@ -36,8 +36,8 @@ def test_it_generates_scores_and_trains(tiny_llama):
         old, reference = worker.compute_log_prob(batch), worker.compute_ref_log_prob(batch)
         mask = batch.batch["response_mask"]
         sampled = batch.batch["rollout_log_probs"]
-        for found in (old.batch["old_log_probs"], reference.batch["ref_log_prob"]):
-            assert torch.allclose(found[mask], sampled[mask], atol=1e-4)
+        for log_probs in (old.batch["old_log_probs"], reference.batch["ref_log_prob"]):
+            assert torch.allclose(log_probs[mask], sampled[mask], atol=1e-4)
         with pytest.raises(DataError, match="column advantages"):
             worker.update_actor(batch.union(old))
         advantages = torch.where(mask, torch.arange(6.0)[:, None] - 2.5, 0.0)

@@ -41,8 +41,8 @@ def label(rows, tmp_path, capsys):
         output = tmp_path / name
         code = main(["data", "preferences", "--input", str(source), "--output", str(output), "--judge", url, *options])
         said = capsys.readouterr()
-        found = [json.loads(line) for line in output.read_text().splitlines()] if output.exists() else []
-        return code, found, said.out + said.err
+        labelled = [json.loads(line) for line in output.read_text().splitlines()] if output.exists() else []
+        return code, labelled, said.out + said.err
 
     return run
 
@@ -54,10 +54,10 @@ def answers(row):
 def test_pairs_are_asked_in_both_orders_and_once(label, tmp_path):
     with running({"/v1/models": MODELS, "/v1/chat/completions": longer_wins}) as service:
         cache = ("--cache", str(tmp_path / "replies.jsonl"))
-        code, found, said = label(service.url, *cache)
+        code, labelled, said = label(service.url, *cache)
         assert code == 0, said
-        assert [answers(row) for row in found] == [("a longer one", "no", pytest.approx(4 / 3))]
-        assert found[0]["prompt"] == [{"role": "user", "content": "question 0"}]
+        assert [answers(row) for row in labelled] == [("a longer one", "no", pytest.approx(4 / 3))]
+        assert labelled[0]["prompt"] == [{"role": "user", "content": "question 0"}]
         assert "have the same verdict: 1.000" in said
         assert "shown first: 0.500" in said
         asked = len(service.bodies("/v1/chat/completions"))
@@ -85,9 +85,9 @@ def test_the_rows_train_preferences(label, tiny_llama, tmp_path):
 def test_a_rubric_grades_each_response(label, tmp_path):
     (tmp_path / "rubric.yaml").write_text("- {name: length, question: Is it long?}\n")
     with running({"/v1/models": MODELS, "/v1/chat/completions": longer_wins}) as service:
-        code, found, said = label(service.url, "--rubric", str(tmp_path / "rubric.yaml"))
+        code, labelled, said = label(service.url, "--rubric", str(tmp_path / "rubric.yaml"))
         assert code == 0, said
-        assert [answers(row) for row in found] == [("a longer one", "no", 10.0)]
+        assert [answers(row) for row in labelled] == [("a longer one", "no", 10.0)]
         assert len(service.bodies("/v1/chat/completions")) == 5
         assert "Mean score: 4.800; responses without one: 0 of 5." in said
 
@@ -95,8 +95,8 @@ def test_a_rubric_grades_each_response(label, tmp_path):
 def test_a_judge_that_decides_nothing_is_an_error(label):
     first = {"choices": [{"message": {"content": "[[A]]"}}]}
     with running({"/v1/models": MODELS, "/v1/chat/completions": lambda body: first}) as service:
-        code, found, said = label(service.url)
-    assert (code, found) == (3, [])
+        code, labelled, said = label(service.url)
+    assert (code, labelled) == (3, [])
     assert "preferred no response" in said
     assert "shown first: 1.000" in said
 
@@ -104,8 +104,8 @@ def test_a_judge_that_decides_nothing_is_an_error(label):
 def test_a_bad_row_is_named_before_the_judge_is_asked(label, tmp_path):
     file = tmp_path / "bad.jsonl"
     file.write_text('{"prompt": "p", "responses": "one text"}\n')
-    code, found, said = label("http://127.0.0.1:1", source=file)
-    assert (code, found) == (3, [])
+    code, labelled, said = label("http://127.0.0.1:1", source=file)
+    assert (code, labelled) == (3, [])
     assert "'responses' must be a list of texts" in said
     assert "bad.jsonl" in said
 
@@ -121,5 +121,5 @@ def test_a_bad_row_is_named_before_the_judge_is_asked(label, tmp_path):
     ],
 )
 def test_rows_of_a_prompt_with_three_responses(pairs, gaps, expected):
-    found = preferences(Candidates("p", ("x", "y", "z")), gaps, pairs)
-    assert [(row["chosen"], row["rejected"], row["margin"]) for row in found] == expected
+    labelled = preferences(Candidates("p", ("x", "y", "z")), gaps, pairs)
+    assert [(row["chosen"], row["rejected"], row["margin"]) for row in labelled] == expected

@@ -92,11 +92,11 @@ def test_a_ledger_that_disagrees_stops_the_run_before_it_trains(tiny_run):
 
 def test_the_order_in_which_scores_arrive_changes_nothing(tiny_run, tmp_path):
     """Four workers, and delays that differ from run to run: the same weights, bit for bit."""
-    found = []
+    runs = []
     for name, longest in (("at once", 0.0), ("late", 0.03)):
         reward = tmp_path / f"{name.replace(' ', '_')}.py"
         reward.write_text(SLOW_REWARD.format(longest=longest))
         changes = (f"reward.custom_reward_function.path={reward}", "reward.num_workers=4")
         run = tiny_run(*changes, *steps(2, save=2), folder=name)
-        found.append((weights(run, 2), ledger_of(run)[1:], [row["actor/pg_loss"] for row in run.training_rows()]))
-    assert found[0] == found[1]
+        runs.append((weights(run, 2), ledger_of(run)[1:], [row["actor/pg_loss"] for row in run.training_rows()]))
+    assert runs[0] == runs[1]

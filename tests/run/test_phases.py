@@ -34,8 +34,8 @@ def test_a_value_holds_until_another_phase_changes_it():
 def test_keys_are_those_of_a_role():
     values = {"batch_group_size": 2, "fsdp_config.chunk_size": 7, "critic.fsdp.batch_group_size": 3}
     config = load_config(["actor_rollout_ref.model.path=x", "algorithm.adv_estimator=gae"], check=False).config
-    found = by_role(values, ppo_roles(config).models)
-    assert found == {"actor": {"batch_group_size": 2, "chunk_size": 7}, "critic": {"batch_group_size": 3}}
+    changes = by_role(values, ppo_roles(config).models)
+    assert changes == {"actor": {"batch_group_size": 2, "chunk_size": 7}, "critic": {"batch_group_size": 3}}
 
 
 @pytest.mark.parametrize(

@@ -42,13 +42,13 @@ def test_a_step_is_that_of_the_cpu(tiny_overrides, tiny_llama, tmp_path):
         ["g++", "-shared", "-fPIC", "-std=c++20", "-w", *include, "-o", str(library), source, *link], check=True
     )
     changes = [[change.replace("MODEL", str(tiny_llama)) for change in some] for some in CHANGES]
-    given = json.dumps({"base": tiny_overrides, "changes": changes})
+    text = json.dumps({"base": tiny_overrides, "changes": changes})
     done = subprocess.run(
-        [sys.executable, "-m", "tests.run.played_gpu", str(tmp_path), given],
+        [sys.executable, "-m", "tests.run.played_gpu", str(tmp_path), text],
         cwd=here.parents[1], capture_output=True, text=True, timeout=600, check=False,
         env={**os.environ, "LD_PRELOAD": str(library), "LD_LIBRARY_PATH": str(torch_root / "lib")},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == len(CHANGES)
-    assert not any(found.values()), found
+    gaps = json.loads(done.stdout.splitlines()[-1])
+    assert len(gaps) == len(CHANGES)
+    assert not any(gaps.values()), gaps

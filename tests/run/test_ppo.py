@@ -52,7 +52,7 @@ def finite(rows, name):
 @pytest.fixture
 def losses_seen(monkeypatch):
     """Every call of the policy objective: its case for the loop references, its totals, and the pg_loss it reported."""
-    found = []
+    losses = []
     original = PolicyObjective.__call__
 
     def call(self, outputs, batch, totals):
@@ -61,11 +61,11 @@ def losses_seen(monkeypatch):
         tensors = [old.double(), log_prob, log_prob, columns["advantages"].double(), columns["response_mask"]]
         loss, metrics = original(self, outputs, batch, totals)
         case = loss_references.Case(*(t.tolist() for t in tensors), None)
-        found.append((case, (totals.num_tokens, totals.num_sequences), metrics["pg_loss"].value))
+        losses.append((case, (totals.num_tokens, totals.num_sequences), metrics["pg_loss"].value))
         return loss, metrics
 
     monkeypatch.setattr(PolicyObjective, "__call__", call)
-    return found
+    return losses
 
 
 def reference_columns(batch):

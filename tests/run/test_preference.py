@@ -26,8 +26,8 @@ def rows(tmp_path_factory):
             for i, p in enumerate(prompts)
         ]
         labelled = [{"prompt": p, "completion": "ab" * (i % 5 + 1), "label": i % 3 > 0} for i, p in enumerate(prompts)]
-        for kind, made in (("pairs", pairs), ("labelled", labelled)):
-            (folder / f"{kind}_{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+        for kind, examples in (("pairs", pairs), ("labelled", labelled)):
+            (folder / f"{kind}_{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in examples))
     return folder
 
 
@@ -63,11 +63,13 @@ def trained(run):
 
 
 def assert_close(one, other, rel=2e-4):
-    for row, wanted in zip(trained(one), trained(other), strict=True):
-        if abs(wanted.get("train/rewards/margins", 1)) < 1e-6:  # the policy is the reference: rounding ranks the pairs
-            for metrics in (row, wanted):
+    for row, expected in zip(trained(one), trained(other), strict=True):
+        if (
+            abs(expected.get("train/rewards/margins", 1)) < 1e-6
+        ):  # the policy is the reference: rounding ranks the pairs
+            for metrics in (row, expected):
                 metrics.pop("train/rewards/accuracies", None)
-        assert row == pytest.approx(wanted, rel=rel, abs=2e-5)
+        assert row == pytest.approx(expected, rel=rel, abs=2e-5)
 
 
 def loss_settings(name):
@@ -90,12 +92,14 @@ class TestLosses:
                 for key in ("chosen", "rejected")
             ]
             chosen, rejected = torch.tensor(ratios).reshape(4, 2).T
-            found = run.training_rows()[step - 1]
+            metrics = run.training_rows()[step - 1]
             margins = 0.1 * (chosen - rejected)
             loss = float(-torch.nn.functional.logsigmoid(margins).mean())
-            assert found["train/loss"] == pytest.approx(loss, rel=1e-5)
-            assert found["train/rewards/margins"] == pytest.approx(float(margins.mean()), abs=1e-5)
-            assert found["train/rewards/accuracies"] == pytest.approx(float((margins > 0).float().mean())) or step == 1
+            assert metrics["train/loss"] == pytest.approx(loss, rel=1e-5)
+            assert metrics["train/rewards/margins"] == pytest.approx(float(margins.mean()), abs=1e-5)
+            assert (
+                metrics["train/rewards/accuracies"] == pytest.approx(float((margins > 0).float().mean())) or step == 1
+            )
         assert run.training_rows()[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-6)
 
     def test_it_learns_the_preferences(self, preference_run):
@@ -165,10 +169,10 @@ class TestLaws:
 
 class TestReference:
     def test_kept_log_probs_are_those_of_a_second_model(self, preference_run):
-        kept = preference_run("trainer.test_freq=5", folder="kept")
+        stored = preference_run("trainer.test_freq=5", folder="kept")
         each = preference_run("trainer.test_freq=5", "ref.precompute=False", folder="each")
-        assert_close(kept, each, rel=1e-5)
-        assert (kept.folder / "reference_log_probs.safetensors").exists()
+        assert_close(stored, each, rel=1e-5)
+        assert (stored.folder / "reference_log_probs.safetensors").exists()
         assert not (each.folder / "reference_log_probs.safetensors").exists()
 
     def test_an_evaluation_after_training_compares_with_the_start(self, preference_run):
@@ -181,17 +185,17 @@ class TestReference:
 
         other = make_tiny_model(tmp_path / "other", "llama", seed=7)
         one_step = "trainer.total_training_steps=1"
-        kept = preference_run(one_step, f"ref.model_path={other}", folder="kept")
+        stored = preference_run(one_step, f"ref.model_path={other}", folder="kept")
         each = preference_run(one_step, f"ref.model_path={other}", "ref.precompute=False", folder="each")
-        assert_close(kept, each, rel=1e-5)
-        assert kept.training_rows()[0]["train/loss"] != pytest.approx(math.log(2), abs=1e-3)
+        assert_close(stored, each, rel=1e-5)
+        assert stored.training_rows()[0]["train/loss"] != pytest.approx(math.log(2), abs=1e-3)
 
     def test_the_model_without_adapters_is_the_reference_of_lora(self, preference_run):
         settings = ("model.lora_rank=4", "optim.lr=0.02")
-        kept = preference_run(*settings, folder="kept")
+        stored = preference_run(*settings, folder="kept")
         each = preference_run(*settings, "ref.precompute=False", folder="each")
-        assert_close(kept, each, rel=1e-4)
-        assert kept.training_rows()[-1]["train/loss"] < 0.6
+        assert_close(stored, each, rel=1e-4)
+        assert stored.training_rows()[-1]["train/loss"] < 0.6
 
     def test_rows_that_were_added_are_refused_on_resume(self, preference_run, rows, tmp_path):
         from verl.errors import DataError

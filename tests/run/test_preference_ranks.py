@@ -78,14 +78,17 @@ def alone(job, folder):
     from verl.config import SCHEMAS, load_config
     from verl.run.host import train
 
-    found = {}
+    by_loss = {}
     with pytest.MonkeyPatch.context() as patch:
         widen(patch)
         for loss in LOSSES:
-            made = job(f"alone {loss}", loss)
-            assert train(load_config(made["overrides"], schema=SCHEMAS[made["program"]]), made["program"]) == 0
-            found[loss] = Run(folder / f"alone {loss}").rows
-    return found
+            arguments = job(f"alone {loss}", loss)
+            assert (
+                train(load_config(arguments["overrides"], schema=SCHEMAS[arguments["program"]]), arguments["program"])
+                == 0
+            )
+            by_loss[loss] = Run(folder / f"alone {loss}").rows
+    return by_loss
 
 
 @pytest.mark.slow
@@ -98,6 +101,6 @@ def test_two_ranks_under_torchrun_are_one_process(alone, job, folder):
         assert [row["step"] for row in rows] == list(
             range(1, 9 if loss == "kto" else 5)
         )  # kto: a pair is two completions
-        for row, wanted in zip(rows, alone[loss], strict=True):
-            found, compared = ({key: r[key] for key in METRICS if key in r} for r in (row, wanted))
-            assert found == pytest.approx(compared, rel=1e-6, abs=1e-9), (name, row["step"])
+        for row, expected in zip(rows, alone[loss], strict=True):
+            values, compared = ({key: r[key] for key in METRICS if key in r} for r in (row, expected))
+            assert values == pytest.approx(compared, rel=1e-6, abs=1e-9), (name, row["step"])

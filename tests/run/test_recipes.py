@@ -19,7 +19,7 @@ GVPO = (f"algorithm.program={RECIPES}/gvpo.py:GVPO",)
 @pytest.fixture
 def groups(monkeypatch):
     """Scores of the samples of each prompt, by step."""
-    found = []
+    grouped = []
     original = PPO._step_result
 
     def keep(self, result):
@@ -27,11 +27,11 @@ def groups(monkeypatch):
         by_prompt = {}
         for uid, score in zip(result.batch.non_tensor_batch["uid"], scores, strict=True):
             by_prompt.setdefault(uid, []).append(score)
-        found.append(list(by_prompt.values()))
+        grouped.append(list(by_prompt.values()))
         return original(self, result)
 
     monkeypatch.setattr(PPO, "_step_result", keep)
-    return found
+    return grouped
 
 
 def win_rate(scores, i):

@@ -20,17 +20,17 @@ SETTINGS = (
 @pytest.fixture
 def steps(monkeypatch):
     """(samples with scores, samples that trained) of every step."""
-    found = []
+    batches = []
     select, finish = RejectionSampling.assign_credit, PPO._step_result
     monkeypatch.setattr(
         RejectionSampling,
         "assign_credit",
-        lambda self, result, step: (found.append([result.batch]), select(self, result, step))[1],
+        lambda self, result, step: (batches.append([result.batch]), select(self, result, step))[1],
     )
     monkeypatch.setattr(
-        PPO, "_step_result", lambda self, result: (found[-1].append(result.batch), finish(self, result))[1]
+        PPO, "_step_result", lambda self, result: (batches[-1].append(result.batch), finish(self, result))[1]
     )
-    return found
+    return batches
 
 
 def kept_rows(run: Run) -> list[dict]:
@@ -118,8 +118,8 @@ def test_a_resumed_run_equals_the_unbroken_one(tiny_run):
     unbroken = tiny_run(*settings, folder="unbroken")
     tiny_run(*settings, "trainer.total_training_steps=2", folder="broken")
     file = unbroken.folder.parent / "broken" / "kept.jsonl"
-    with file.open("a") as kept:  # a step whose checkpoint was not written before the run died
-        kept.write(json.dumps({"step": 3, "prompt": [], "completion": []}) + '\n{"step": 3, ')
+    with file.open("a") as stream:  # a step whose checkpoint was not written before the run died
+        stream.write(json.dumps({"step": 3, "prompt": [], "completion": []}) + '\n{"step": 3, ')
     resumed = tiny_run(*settings, folder="broken")
     assert resumed.repeatable == unbroken.repeatable
     assert weights(resumed, 3) == weights(unbroken, 3)

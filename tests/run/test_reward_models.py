@@ -64,9 +64,9 @@ def test_a_judge_trains_a_policy(tiny_run, tmp_path, functions):
         "reward.reward_model.rollout.response_length=4", f"reward.custom_reward_function.path={functions}",
         "reward.custom_reward_function.name=length_of_reply",
     )  # fmt: skip
-    found = samples(run)
-    assert all(s["score"] == len(s["reward_parts"]["reply"]) for s in found)
-    assert len({s["reward_parts"]["reply"] for s in found}) > 1
+    logged = samples(run)
+    assert all(s["score"] == len(s["reward_parts"]["reply"]) for s in logged)
+    assert len({s["reward_parts"]["reply"] for s in logged}) > 1
 
 
 def test_a_judge_at_a_service_trains_a_policy(tiny_run, functions):
@@ -82,9 +82,9 @@ def test_a_judge_at_a_service_trains_a_policy(tiny_run, functions):
             "reward_batch_size=4", f"reward.custom_reward_function.path={functions}",
             "reward.custom_reward_function.name=length_of_reply",
         )  # fmt: skip
-    found = samples(run)
-    assert all(s["score"] == len(s["reward_parts"]["reply"]) for s in found)
-    assert len({s["score"] for s in found}) > 1
+    logged = samples(run)
+    assert all(s["score"] == len(s["reward_parts"]["reply"]) for s in logged)
+    assert len({s["score"] for s in logged}) > 1
 
 
 def test_scores_that_are_not_finite_end_the_run_before_it_trains(tiny_overrides, tmp_path, capsys):
@@ -105,19 +105,19 @@ def test_scores_that_are_not_finite_end_the_run_before_it_trains(tiny_overrides,
 def test_the_reward_model_shares_the_process_and_stays_as_it_is(tiny_run, tmp_path, monkeypatch):
     from verl.roles.reward_model import RewardModelWorker
 
-    seen = []
+    modules = []
     original = RewardModelWorker.score
     monkeypatch.setattr(
-        RewardModelWorker, "score", lambda self, batch: (seen.append(self.module), original(self, batch))[1]
+        RewardModelWorker, "score", lambda self, batch: (modules.append(self.module), original(self, batch))[1]
     )
     path = make_classifier(tmp_path / "rm")
     tiny_run(
         "reward.reward_model.enable=True", f"reward.reward_model.model_path={path}",
         "reward.reward_model.rollout.dtype=float32", "reward.custom_reward_function.path=null",
     )  # fmt: skip
-    assert len(seen) == 2
-    assert seen[0] is seen[1]
+    assert len(modules) == 2
+    assert modules[0] is modules[1]
     from verl.models.classifier import load_reward_model
 
-    for one, other in zip(seen[0].parameters(), load_reward_model(path).parameters(), strict=True):
+    for one, other in zip(modules[0].parameters(), load_reward_model(path).parameters(), strict=True):
         assert torch.equal(one, other)

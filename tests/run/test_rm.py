@@ -61,9 +61,9 @@ KINDS = {
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rm")
-    for name, made in ROWS.items():
-        write(folder / f"{name}_train.jsonl", made(20))
-        write(folder / f"{name}_val.jsonl", made(6, 20))
+    for name, make in ROWS.items():
+        write(folder / f"{name}_train.jsonl", make(20))
+        write(folder / f"{name}_val.jsonl", make(6, 20))
     return folder
 
 
@@ -114,12 +114,12 @@ def loaded_data(overrides):
 
 def sequences(batch):
     """Tokens of each row without padding, up to the last trained one, and the places of its trained tokens."""
-    found = []
+    scored = []
     for columns in batch.batch:
         prompt = columns["prompts"][columns["prompt_mask"]]
         places = columns["response_mask"].nonzero().flatten()
-        found.append((torch.cat([prompt, columns["responses"][: places[-1] + 1]]), places + len(prompt)))
-    return found
+        scored.append((torch.cat([prompt, columns["responses"][: places[-1] + 1]]), places + len(prompt)))
+    return scored
 
 
 def reference_scores(model, batch):
@@ -219,8 +219,8 @@ class TestLoss:
         expected, _ = objective({"sequence_scores": scores}, DataProto.from_dict(columns), totals)
         order = torch.tensor([5, 0, 7, 2, 1, 3, 6, 4])
         batch = DataProto.from_dict({name: values[order] for name, values in columns.items()})
-        found, metrics = objective({"sequence_scores": scores[order]}, batch, totals)
-        assert float(found) == pytest.approx(float(expected), rel=1e-6)
+        loss, metrics = objective({"sequence_scores": scores[order]}, batch, totals)
+        assert float(loss) == pytest.approx(float(expected), rel=1e-6)
         assert metrics["accuracy"].value == float((scores[::2] > scores[1::2]).float().mean())
 
 
@@ -247,8 +247,8 @@ def test_a_resumed_run_equals_the_unbroken_one(rm_run):
     rm_run("sigmoid", *settings, "trainer.total_training_steps=3", folder="broken")
     resumed = rm_run("sigmoid", *settings, folder="broken")
     assert [row["step"] for row in resumed.rows] == list(range(1, 11))
-    found = [{k: v for k, v in row.items() if not k.startswith("val/")} for row in resumed.repeatable]
-    assert found == [{k: v for k, v in row.items() if not k.startswith("val/")} for row in unbroken.repeatable]
+    rows = [{k: v for k, v in row.items() if not k.startswith("val/")} for row in resumed.repeatable]
+    assert rows == [{k: v for k, v in row.items() if not k.startswith("val/")} for row in unbroken.repeatable]
     assert resumed.rows[-1]["val/loss"] == unbroken.rows[-1]["val/loss"]
 
 
@@ -315,8 +315,8 @@ class TestCheckpoint:
         opened = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
         with torch.no_grad():
             expected = [opened(torch.tensor([prompt])).logits[0].tolist() for prompt in prompts]
-        for found, score in zip(json.loads(said[0]), expected, strict=True):
-            assert found == pytest.approx(score, abs=1e-4)
+        for output, score in zip(json.loads(said[0]), expected, strict=True):
+            assert output == pytest.approx(score, abs=1e-4)
 
     def test_pads_as_transformers_needs_it(self, rm_run, rm_overrides, tiny_llama):
         """A padded batch of transformers scores the last token of each row, which it finds by the padding token."""

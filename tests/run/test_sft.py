@@ -20,7 +20,7 @@ def rows(tmp_path_factory):
     """Folder with train.jsonl (20 rows of several lengths) and val.jsonl (6)."""
     folder = tmp_path_factory.mktemp("sft")
     for name, count in (("train", 20), ("val", 6)):
-        made = [
+        examples = [
             {
                 "messages": [
                     {"role": "user", "content": f"{name} {i}?"},
@@ -31,7 +31,7 @@ def rows(tmp_path_factory):
             }
             for i in range(count)
         ]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in examples))
     return folder
 
 
@@ -234,9 +234,9 @@ PLACES = ("model.path", "data.train_files", "data.val_files", "trainer.default_l
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_overrides_of_real_scripts_take_two_steps(name, sft_run):
-    kept = [change for change in SCRIPTS[name].split() if not change.lstrip("+").startswith(PLACES)]
-    kept = [change for change in kept if "train_batch_size" not in change and "ulysses" not in change]
-    run = sft_run(*kept, "trainer.total_training_steps=2", "data.train_batch_size=4")
+    changes = [change for change in SCRIPTS[name].split() if not change.lstrip("+").startswith(PLACES)]
+    changes = [change for change in changes if "train_batch_size" not in change and "ulysses" not in change]
+    run = sft_run(*changes, "trainer.total_training_steps=2", "data.train_batch_size=4")
     assert [row["step"] for row in run.training_rows()] == [1, 2]
 
 

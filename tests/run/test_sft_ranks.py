@@ -40,8 +40,8 @@ def job(tiny_llama, folder):
         for i in range(11)
     ]
     for program in METRICS:
-        made = [{"prompt": f"{i}?", **row[program]} for i, row in enumerate(rows)]
-        (folder / f"{program}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+        examples = [{"prompt": f"{i}?", **row[program]} for i, row in enumerate(rows)]
+        (folder / f"{program}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in examples))
     common = [
         f"model.path={tiny_llama}",
         "model.external_lib=tests.runtime.wide_norms",
@@ -84,9 +84,9 @@ def write(folder, name, jobs):
 
 def assert_same(program, rows, expected):
     assert [row["step"] for row in rows] == [row["step"] for row in expected] == [1, 2, 3, 4]
-    for row, wanted in zip(rows, expected, strict=True):
-        found, compared = ({name: r[name] for name in METRICS[program] if name in r} for r in (row, wanted))
-        assert found == pytest.approx(compared, rel=1e-6), row["step"]
+    for row, expected_row in zip(rows, expected, strict=True):
+        values, compared = ({name: r[name] for name in METRICS[program] if name in r} for r in (row, expected_row))
+        assert values == pytest.approx(compared, rel=1e-6), row["step"]
 
 
 @pytest.mark.slow

@@ -54,8 +54,8 @@ CASES = {
 def models(tmp_path_factory):
     """Folders of tiny random models."""
     folder = tmp_path_factory.mktemp("models")
-    made = {family: make_tiny_model(folder / family, family) for family in ("llama", "qwen2")}
-    return made
+    folders = {family: make_tiny_model(folder / family, family) for family in ("llama", "qwen2")}
+    return folders
 
 
 @pytest.fixture(scope="module")

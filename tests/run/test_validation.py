@@ -39,8 +39,8 @@ def scored_batch(parts, errors=(None,) * NUM_ROWS, is_scored=(True,) * NUM_ROWS)
 
 
 def metrics_of(batch):
-    found = _summarise(batch, _scores(batch), "") | _summarise(batch, _scores(batch), "/greedy")
-    return found | data_metrics(batch, max_prompt_length=2, max_response_length=2)
+    metrics = _summarise(batch, _scores(batch), "") | _summarise(batch, _scores(batch), "/greedy")
+    return metrics | data_metrics(batch, max_prompt_length=2, max_response_length=2)
 
 
 def test_a_part_of_any_name_changes_no_other_metric():
@@ -69,18 +69,18 @@ def test_a_part_of_any_name_changes_no_other_metric():
         words = metric.split("/")
         names |= {"/".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, len(words) + 1)}
     for chosen in [*({name} for name in names), names]:
-        found = metrics_with(dict.fromkeys(chosen, 100.0))
-        assert {name: found[name] for name in built_in} == built_in, chosen
-        of_parts = {value for name, value in found.items() if name not in built_in}
+        metrics = metrics_with(dict.fromkeys(chosen, 100.0))
+        assert {name: metrics[name] for name in built_in} == built_in, chosen
+        of_parts = {value for name, value in metrics.items() if name not in built_in}
         assert 100.0 in of_parts, chosen
         assert of_parts <= {0.0, 100.0}, chosen  # spread and mean
 
 
 def test_a_part_called_acc_is_the_core_variable_and_the_reward_remains():
-    found = metrics_of(scored_batch({"acc": 1.0, "reward": 100.0}))
-    assert found["val-core/math/acc/mean@1"] == 1.0
-    assert found["val-aux/math/reward/mean@1"] == 0.25
-    assert found["val-aux/math/reward_part/mean@1"] == 100.0
+    metrics = metrics_of(scored_batch({"acc": 1.0, "reward": 100.0}))
+    assert metrics["val-core/math/acc/mean@1"] == 1.0
+    assert metrics["val-aux/math/reward/mean@1"] == 0.25
+    assert metrics["val-aux/math/reward_part/mean@1"] == 100.0
 
 
 def test_parts_are_averaged_in_training_over_the_rows_that_have_them():
@@ -88,8 +88,8 @@ def test_parts_are_averaged_in_training_over_the_rows_that_have_them():
     batch.non_tensor_batch["reward_parts"][:] = object_array(
         [{"form": 1.0, "text": "a"}, {"form": 0.0, "rare": True}, {}, {"form": 50.0}]
     )
-    found = data_metrics(batch, max_prompt_length=2, max_response_length=2)
-    assert {name: value for name, value in found.items() if name.startswith("reward/")} == {
+    metrics = data_metrics(batch, max_prompt_length=2, max_response_length=2)
+    assert {name: value for name, value in metrics.items() if name.startswith("reward/")} == {
         "reward/form/mean": 0.5,
         "reward/rare/mean": 1.0,
     }
@@ -97,8 +97,8 @@ def test_parts_are_averaged_in_training_over_the_rows_that_have_them():
 
 def test_samples_without_a_score_are_missing_in_validation():
     errors = ("failed", None, None, None)
-    found = metrics_of(scored_batch({"acc": 1.0}, errors, is_scored=(False, True, True, True)))
-    assert found["val-aux/math/reward/mean@1"] == 0.25
+    metrics = metrics_of(scored_batch({"acc": 1.0}, errors, is_scored=(False, True, True, True)))
+    assert metrics["val-aux/math/reward/mean@1"] == 0.25
     batch = scored_batch({}, errors, is_scored=(True,) * NUM_ROWS)  # reward.default_score
     batch.non_tensor_batch["reward_parts"][1:] = object_array([{"acc": 1.0}] * 3)
     assert metrics_of(batch)["val-core/math/acc/mean@1"] == (0.25 + 1.0) / 2

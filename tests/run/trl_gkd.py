@@ -24,7 +24,7 @@ def main(task: str, answer: str) -> None:
             return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
 
     torch.set_num_threads(1)
-    found = {}
+    logs = {}
     for name, case in json.loads(Path(task).read_text())["cases"].items():
         tokenizer = AutoTokenizer.from_pretrained(case["model"])
         tokenizer.chat_template = case["template"]
@@ -43,8 +43,8 @@ def main(task: str, answer: str) -> None:
                 processing_class=tokenizer,
             )
             trainer.train()
-            found[name] = [row for row in trainer.state.log_history if "grad_norm" in row]
-    Path(answer).write_text(json.dumps(found))
+            logs[name] = [row for row in trainer.state.log_history if "grad_norm" in row]
+    Path(answer).write_text(json.dumps(logs))
 
 
 if __name__ == "__main__":

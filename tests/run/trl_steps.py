@@ -66,8 +66,8 @@ def main(task, answer):
     import torch
 
     torch.set_num_threads(1)
-    found = {name: steps_of(case) for name, case in json.loads(Path(task).read_text())["cases"].items()}
-    Path(answer).write_text(json.dumps(found))
+    steps = {name: steps_of(case) for name, case in json.loads(Path(task).read_text())["cases"].items()}
+    Path(answer).write_text(json.dumps(steps))
 
 
 if __name__ == "__main__":

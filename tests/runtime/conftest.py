@@ -45,21 +45,21 @@ def assert_same(run, reference, rel):
             if key in rows[0]:
                 assert [r[key] for r in rows] == [r[key] for r in theirs[name]], (name, key)
     assert len(run.rows) == len(reference.rows) > 0
-    for row, wanted in zip(run.rows, reference.rows, strict=True):
-        names = {n for n in wanted if not n.startswith(DIVIDED)}
+    for row, expected in zip(run.rows, reference.rows, strict=True):
+        names = {n for n in expected if not n.startswith(DIVIDED)}
         assert names == {n for n in row if not n.startswith(DIVIDED)}
         for name in names:
             bound = max(rel, 1e-6) if name.endswith(COUNTED_IN_FLOAT32) else rel
             # near zero a sum in another order differs by its terms, not by itself
-            assert row[name] == pytest.approx(wanted[name], rel=bound, abs=bound, nan_ok=True), (row["step"], name)
+            assert row[name] == pytest.approx(expected[name], rel=bound, abs=bound, nan_ok=True), (row["step"], name)
 
 
 def assert_same_weights(run, reference, step, rel, role="actor"):
     """Every weight tensor within `rel` of the reference, relative to the tensor's norm."""
     ours, theirs = run.weights(step, role), reference.weights(step, role)
     assert ours.keys() == theirs.keys()
-    for name, wanted in theirs.items():
-        gap = (ours[name].double() - wanted.double()).norm() / wanted.double().norm()
+    for name, expected in theirs.items():
+        gap = (ours[name].double() - expected.double()).norm() / expected.double().norm()
         assert gap <= rel, f"{role} {name}: {gap:.3g}"
 
 

@@ -38,7 +38,7 @@ def listening_at():
     """The addresses at which this process can be reached: the store of the rendezvous, and gloo."""
     process = psutil.Process()
     sockets = (getattr(process, "net_connections", None) or process.connections)("inet")
-    return {found.laddr.ip for found in sockets if found.status == psutil.CONN_LISTEN}
+    return {connection.laddr.ip for connection in sockets if connection.status == psutil.CONN_LISTEN}
 
 
 def go_wrong(kind):

@@ -58,7 +58,7 @@ class Ranks:
     def wait(self, timeout_s):
         """(exit codes, outputs) of all; a rank that is still there after the deadline fails the test with its output."""
         until = time.monotonic() + timeout_s
-        found, late = [], []
+        outcomes, late = [], []
         for rank, process in enumerate(self.processes):
             try:
                 text, _ = process.communicate(timeout=max(0.1, until - time.monotonic()))
@@ -66,10 +66,10 @@ class Ranks:
                 late.append(rank)
                 end_tree(process.pid)
                 text = process.communicate()[0]
-            found.append((process.returncode, text))
-        codes, texts = [code for code, _ in found], [text for _, text in found]
+            outcomes.append((process.returncode, text))
+        codes, texts = [code for code, _ in outcomes], [text for _, text in outcomes]
         outputs = "\n".join(
-            f"rank {rank}, exit code {code}:\n{text[-3000:]}" for rank, (code, text) in enumerate(found)
+            f"rank {rank}, exit code {code}:\n{text[-3000:]}" for rank, (code, text) in enumerate(outcomes)
         )
         assert not late, f"ranks {late} did not end within {timeout_s} s\n{outputs}"
         return codes, texts

@@ -170,18 +170,18 @@ FAULTS = {
 
 def watch(patch, fault):
     Watched.seen.clear()
-    made = []
+    instances = []
     connected = RankWeightSync.connect
 
     def connect(self, rollout):
-        made.append(self)
+        instances.append(self)
         connected(self, rollout)
 
     patch.setattr(RankWeightSync, "connect", connect)
     patch.setattr(update, "PlannedUpdate", Watched)
     if fault is not None:
         FAULTS[fault](patch)
-    return made
+    return instances
 
 
 def main(file):
@@ -190,14 +190,14 @@ def main(file):
         take_port(f"{file}.port{number}")
         error = ""
         with pytest.MonkeyPatch.context() as patch:
-            made = watch(patch, job.get("fault"))
+            watched = watch(patch, job.get("fault"))
             try:
                 train(load_config(job["overrides"]))
             except VerlError as found:
                 error = f"{type(found).__name__}: {found}"
                 if not job.get("fault"):
                     raise
-        plan = made[0].update.plan if made and made[0].update is not None else None
+        plan = watched[0].update.plan if watched and watched[0].update is not None else None
         sent = None if plan is None else plan.sent_bytes.get(RANK, 0)
         folder = next(o for o in job["overrides"] if o.startswith("trainer.default_local_dir=")).split("=", 1)[1]
         found = {"plan": sent, "updates": Watched.seen, "error": error}

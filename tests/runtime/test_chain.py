@@ -28,14 +28,14 @@ def groups():
 
 def test_as_written(groups):
     """The chain of the programming model, with stages as functions."""
-    seen = []
+    calls = []
     prompts = make_batch(5)
 
     def responses(group, batch):
         return group.double(batch)
 
     def experience(batch):
-        seen.append(rows_of(batch))
+        calls.append(rows_of(batch))
         return batch
 
     def advantages(batch):
@@ -54,20 +54,20 @@ def test_as_written(groups):
         .all_reduce(advantages)
         .scatter(updates, worker_group="update_group")
     )  # fmt: skip
-    assert seen == [], "nothing runs before sync"
+    assert calls == [], "nothing runs before sync"
     assert data_flow.sync() == [6, 6]
-    assert seen == [[0, 1, 2, 3, 4]]
+    assert calls == [[0, 1, 2, 3, 4]]
     assert data_flow.sync() == [6, 6], "a chain can run again"
 
 
 @pytest.mark.parametrize(("reduction", "expected"), [("sum", 10), ("mean", 5), ("min", 3), ("max", 7)])
 def test_all_reduce_reduces_the_results_of_all_ranks(reduction, expected):
-    made = Controller().broadcast(
+    chain = Controller().broadcast(
         [{"count": 3, "rows": torch.tensor([3, 7])}, {"count": 7, "rows": torch.tensor([3, 3])}]
     )
-    found = made.all_reduce(reduction).sync()
-    assert found["count"] == expected
-    assert found["rows"].tolist() == {"sum": [6, 10], "mean": [3, 5], "min": [3, 3], "max": [3, 7]}[reduction]
+    reduced = chain.all_reduce(reduction).sync()
+    assert reduced["count"] == expected
+    assert reduced["rows"].tolist() == {"sum": [6, 10], "mean": [3, 5], "min": [3, 3], "max": [3, 7]}[reduction]
     with pytest.raises(ConfigError, match="no reduction 'summ'; did you mean 'sum'"):
         Controller().all_reduce("summ")
 

@@ -48,9 +48,9 @@ def assert_equal(found, alone):
 
 
 def test_one_process_generates_for_both_ranks(jobs, alone):
-    found, starts = start(jobs, 2)
+    joint, starts = start(jobs, 2)
     assert [engine["tensor_parallel_size"] for engine in starts] == [2]
-    assert_equal(found, alone)
+    assert_equal(joint, alone)
 
 
 @pytest.mark.slow
@@ -60,9 +60,9 @@ def test_one_process_generates_for_both_ranks(jobs, alone):
     ids=["two engines on four ranks", "an engine on ranks that do not train"],
 )
 def test_more_ranks(num_ranks, changes, num_engines, jobs, alone):
-    found, starts = start(jobs, num_ranks, *changes)
+    joint, starts = start(jobs, num_ranks, *changes)
     assert len({engine["parent"] for engine in starts}) == num_engines
-    assert_equal(found, alone)
+    assert_equal(joint, alone)
 
 
 def test_a_rank_without_an_engine_takes_part_in_all_calls():

@@ -20,8 +20,8 @@ TWO_HOSTS = ["trainer.nnodes=2", "trainer.n_gpus_per_node=1", "actor_rollout_ref
 
 @pytest.fixture
 def hosts(tmp_path):
-    with Hosts(tmp_path) as made:
-        yield made
+    with Hosts(tmp_path) as started:
+        yield started
 
 
 def ranks(hosts, overrides):

@@ -36,8 +36,8 @@ FOUR_LAYERS = {"num_hidden_layers": 4}
 
 def rows(library, num_ranks, family):
     """The rows of ROWS that apply to `family`."""
-    found = ROWS[library, num_ranks]
-    return {name: keys for name, keys in found.items() if EXPERTS not in keys or family == "qwen3_moe"}
+    cases = ROWS[library, num_ranks]
+    return {name: keys for name, keys in cases.items() if EXPERTS not in keys or family == "qwen3_moe"}
 
 
 def reinforcement(library, name, keys):
@@ -116,9 +116,9 @@ def test_runs_on_several_ranks_are_those_of_one_process(alone, jobs, models, giv
     run(num_ranks, "tests.runtime.several_runs", jobs.file(), timeout_s=580)
     for name in names:
         for program in ("grpo", "ppo"):
-            found = jobs.run(f"{program}_{name}_{family}")
-            assert_same(found, alone(program, family), 1e-5)
-            assert_same_weights(found, alone(program, family), 3, 1e-5)
+            actual = jobs.run(f"{program}_{name}_{family}")
+            assert_same(actual, alone(program, family), 1e-5)
+            assert_same_weights(actual, alone(program, family), 3, 1e-5)
         assert_same_losses(jobs.run(f"sft_{name}_{family}"), alone("sft", family))
 
 

@@ -173,9 +173,9 @@ class TestUserGroups:
         assert group.execute_rank_zero_async("place").get() == (0, 2)
 
     def test_a_mesh_that_the_workers_name(self, group):
-        found = group.add_by_mesh(DataProto.from_dict({"x": torch.arange(3)}), 5)
-        assert found.batch["x"].tolist() == [5, 6, 7]
-        assert found.batch["rank"].tolist() == [0, 0, 0]
+        returned = group.add_by_mesh(DataProto.from_dict({"x": torch.arange(3)}), 5)
+        assert returned.batch["x"].tolist() == [5, 6, 7]
+        assert returned.batch["rank"].tolist() == [0, 0, 0]
 
     def test_an_error_comes_with_its_traceback(self, group):
         with pytest.raises(RuntimeError, match=r"rank 1 .*fail(.|\n)*ValueError: no such luck"):

@@ -29,14 +29,14 @@ WAYS = {
 
 def conversations(run):
     """Episode -> its messages, and the ranks that held any."""
-    found, ranks = {}, set()
+    by_episode, ranks = {}, set()
     for file in sorted((run.folder / "episodes").glob("step_*.jsonl")):
         ranks.add(file.name.split(".")[1])
         for line in file.read_text().splitlines():
             record = json.loads(line)
             if record["kind"] == "episode":
-                found[record["episode"]] = (record["messages"], record["reward"], record["error"])
-    return found, ranks
+                by_episode[record["episode"]] = (record["messages"], record["reward"], record["error"])
+    return by_episode, ranks
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -46,9 +46,9 @@ def test_two_ranks_have_the_conversations_of_one_process(driven, jobs, way):  # 
         pytest.importorskip("uvicorn", reason="needs the extra agents")
     here = train_here(jobs, f"{way}_here", *AGENTS, *WAYS[way])
     ranks = train_here(jobs, f"{way}_ray", *AGENTS, *WAYS[way], *TWO)
-    (wanted, alone), (found, both) = conversations(here), conversations(ranks)
+    (of_one, alone), (of_ranks, both) = conversations(here), conversations(ranks)
     assert (alone, both) == ({"rank0"}, {"rank0", "rank1"})
-    assert found == wanted
-    assert max(len(messages) for messages, *_ in wanted.values()) > 4
+    assert of_ranks == of_one
+    assert max(len(messages) for messages, *_ in of_one.values()) > 4
     assert_same(ranks, here, rel=1e-10)
     assert_same_weights(ranks, here, 3, rel=1e-10)

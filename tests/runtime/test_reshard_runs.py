@@ -90,11 +90,11 @@ def test_the_memory_of_a_switch_is_a_metric(two_ranks, alone, name):
 
 @pytest.mark.parametrize("name", ["divided", "copies", "carried", "experts"])
 def test_what_travels_is_what_the_plan_says(two_ranks, name):
-    for seen in wire(two_ranks, name):
-        assert len(seen["updates"]) == 4, "one before the first step, and one after each"
-        assert all(u["sent"] == u["traffic"] == seen["plan"] for u in seen["updates"])
-        assert all(u["seconds"] > 0 for u in seen["updates"])
-    sent = sum(seen["plan"] for seen in wire(two_ranks, name))
+    for report in wire(two_ranks, name):
+        assert len(report["updates"]) == 4, "one before the first step, and one after each"
+        assert all(u["sent"] == u["traffic"] == report["plan"] for u in report["updates"])
+        assert all(u["seconds"] > 0 for u in report["updates"])
+    sent = sum(report["plan"] for report in wire(two_ranks, name))
     # what both ranks generate with lies in one memory, and lacks there what rank 1 trains; a rank that trains nothing lacks all
     lacking = {"copies": MODEL_BYTES / 2, "carried": MODEL_BYTES}
     assert sent == lacking.get(name, sent)
@@ -103,20 +103,20 @@ def test_what_travels_is_what_the_plan_says(two_ranks, name):
 
 def test_half_of_a_divided_copy_is_there_already(two_ranks):
     """Rows of column-parallel weights lie where they are needed: only those divided by columns, and norms, travel."""
-    divided, copies = (sum(seen["plan"] for seen in wire(two_ranks, name)) for name in ("divided", "copies"))
+    divided, copies = (sum(report["plan"] for report in wire(two_ranks, name)) for name in ("divided", "copies"))
     assert 0 < divided < 0.3 * copies
 
 
 def test_experts_stay_where_they_are_trained(two_ranks):
     """Halves of column-divided tensors (o_proj) travel, and of tensors on both ranks: norms of layers and heads, routers."""
     shared = 64 + 2 * (2 * 64 + 2 * 16 + 4 * 64)
-    assert sum(seen["plan"] for seen in wire(two_ranks, "experts")) == 8 * (2 * 64 * 64 // 2 + shared)
+    assert sum(report["plan"] for report in wire(two_ranks, "experts")) == 8 * (2 * 64 * 64 // 2 + shared)
 
 
 def test_adapters_travel_alone(two_ranks):
     """In the memory of both copies the half of them is lacking that rank 1 trains."""
-    assert sum(seen["plan"] for seen in wire(two_ranks, "adapters")) == ADAPTER_BYTES // 2
-    assert all(u["sent"] == seen["plan"] for seen in wire(two_ranks, "adapters") for u in seen["updates"])
+    assert sum(report["plan"] for report in wire(two_ranks, "adapters")) == ADAPTER_BYTES // 2
+    assert all(u["sent"] == report["plan"] for report in wire(two_ranks, "adapters") for u in report["updates"])
 
 
 def steps(jobs, name):
@@ -131,7 +131,7 @@ def test_a_fault_stops_all_ranks_with_the_same_sentence(two_ranks, fault):
     assert first["error"].startswith("ModelError: ")
     assert all(word in first["error"] for word in FAULTS[fault]), first["error"]
     num_updates = 0 if fault == "hands_on_too_little" else 2
-    assert [len(seen["updates"]) for seen in (first, second)] == [num_updates] * 2
+    assert [len(report["updates"]) for report in (first, second)] == [num_updates] * 2
     # a step ends with its update: the first was good, and samples after the second do not train
     assert steps(two_ranks, fault) == (1 if fault == "keeps_its_version" else 0)
 
@@ -152,8 +152,8 @@ def test_an_engine_that_dies_in_an_update(jobs):
     with Ranks(2, "tests.runtime.reshard_ranks", jobs.file()) as ranks:
         codes, texts = ranks.wait(60)
     assert codes == [0, -signal.SIGKILL], "\n".join(text[-3000:] for text in texts)
-    found = json.loads((killed.folder / "wire-0.json").read_text())
-    assert found["error"].startswith("WorkerLostError: ")
-    assert "rank 1 has ended or cannot be reached" in found["error"]
-    assert len(found["updates"]) == 2
+    report = json.loads((killed.folder / "wire-0.json").read_text())
+    assert report["error"].startswith("WorkerLostError: ")
+    assert "rank 1 has ended or cannot be reached" in report["error"]
+    assert len(report["updates"]) == 2
     assert steps(jobs, "dies_in_an_update") == 0

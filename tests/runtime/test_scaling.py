@@ -98,19 +98,19 @@ def test_roles_that_grow_and_shrink_change_no_sample_and_no_weight(jobs, monkeyp
     pytest.importorskip("ray")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("VERL_TEST_WIDE_NORMS", "1")
-    found, slow = [], jobs.root / "slow"  # while it is there, steps last long enough for processes to start
+    requests, slow = [], jobs.root / "slow"  # while it is there, steps last long enough for processes to start
     slow.touch()
 
     def scale(run: Path) -> None:
         until, sizes = time.monotonic() + 300, [{"rollout": 3, "reward": 2}, {"rollout": 1, "reward": 1}]
-        while time.monotonic() < until and len(found) < 2:
+        while time.monotonic() < until and len(requests) < 2:
             metrics = run / "metrics.jsonl"
             whole = metrics.read_text().rpartition("\n")[0] if metrics.exists() else ""
             rows = [json.loads(line) for line in whole.splitlines()]
-            if rows and not found:
-                found.append(ask_role_sizes(run, sizes[0]))
+            if rows and not requests:
+                requests.append(ask_role_sizes(run, sizes[0]))
             elif rows and rows[-1].get("rollout/num_replicas") == 3:
-                found.append(ask_role_sizes(run, sizes[1]))
+                requests.append(ask_role_sizes(run, sizes[1]))
                 slow.unlink()
             time.sleep(0.02)
 

@@ -26,12 +26,12 @@ def switch(memory, held):
 def test_the_peak_is_measured_and_said_once(held, level, caplog):
     caplog.set_level(logging.INFO)
     memory = SwitchMemory(CPU, MODEL)
-    found = switch(memory, held)
-    assert found["switch_peak_gb"] == pytest.approx(held / 1e9, rel=0.1)
-    assert found["switch_peak_ratio"] == pytest.approx(1 + held / MODEL, abs=0.05)
+    metrics = switch(memory, held)
+    assert metrics["switch_peak_gb"] == pytest.approx(held / 1e9, rel=0.1)
+    assert metrics["switch_peak_ratio"] == pytest.approx(1 + held / MODEL, abs=0.05)
     (record,) = caplog.records
     assert record.levelname == level
-    assert f"{found['switch_peak_ratio']:.2f} times the weights" in record.getMessage()
+    assert f"{metrics['switch_peak_ratio']:.2f} times the weights" in record.getMessage()
     switch(memory, held // 2)
     assert len(caplog.records) == 1
 
@@ -39,8 +39,8 @@ def test_the_peak_is_measured_and_said_once(held, level, caplog):
 def test_what_was_there_before_does_not_count():
     there = np.frombuffer(mmap.mmap(-1, 100 << 20), dtype=np.uint8)
     there[:] = 1
-    found = switch(SwitchMemory(CPU, MODEL), 1 << 20)
-    assert found["switch_peak_ratio"] < 1.1
+    metrics = switch(SwitchMemory(CPU, MODEL), 1 << 20)
+    assert metrics["switch_peak_ratio"] < 1.1
     assert resident_bytes() > there.nbytes
 
 

@@ -64,12 +64,12 @@ def by_ray(jobs, num_ranks, mark):
 
 def engines(mark):
     """Processes of vLLM whose run had `mark` in its environment."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get("VERL_TEST_MARK") == mark and "verl.rollout.process_main" in process.cmdline():
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 @pytest.mark.parametrize(
@@ -85,13 +85,13 @@ def engines(mark):
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_samples_are_those_of_the_native_engine(start, mode, num_ranks, tensor_parallel, jobs, settings, expected):
-    found = jobs.add(
+    job = jobs.add(
         f"{start.__name__}_{mode}_{num_ranks}_{tensor_parallel}", *settings, f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.mode={mode}",
         f"{ROLLOUT}.tensor_model_parallel_size={tensor_parallel}", f"trainer.n_gpus_per_node={num_ranks}",
         f"ray_kwargs.ray_init.num_cpus={num_ranks}",
     )  # fmt: skip
-    start(jobs, num_ranks, str(found.folder))
-    samples = found.samples()
+    start(jobs, num_ranks, str(job.folder))
+    samples = job.samples()
     assert samples.keys() == expected.keys()
     assert len(samples) == 2, "steps"
     for step, rows in expected.items():
@@ -103,7 +103,7 @@ def test_samples_are_those_of_the_native_engine(start, mode, num_ranks, tensor_p
             for a, b in zip(ours["log_probs"], theirs["log_probs"], strict=True)
         ]
         assert max(gaps) < TOLERANCE
-    rows = found.rows
+    rows = job.rows
     assert [row["training/rollout_probs_diff_valid"] for row in rows] == [1.0, 1.0]
     assert max(row["training/rollout_probs_diff_max"] for row in rows) < TOLERANCE, "the trainer's own log-probs"
-    assert not still_there(engines(str(found.folder)))
+    assert not still_there(engines(str(job.folder)))

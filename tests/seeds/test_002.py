@@ -40,10 +40,10 @@ def test_settings_of_nccl(monkeypatch):
     """NCCL_PROTO=Simple and CUDA_DEVICE_MAX_CONNECTIONS=1 are looked at, each with its reason; a machine that tells nothing
     gets no setting, so that NCCL's defaults stay."""
     there = {"NCCL_PROTO": "Simple", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    found = {"gpu_links": [], "fabric": [], "interfaces": {}}
-    said = " ".join(line.text for line in advice({**found, "settings": there}))
+    facts = {"gpu_links": [], "fabric": [], "interfaces": {}}
+    said = " ".join(line.text for line in advice({**facts, "settings": there}))
     assert all(f"{name}={value}" in said for name, value in there.items())
-    assert list(advice({**found, "settings": {}})) == []
+    assert list(advice({**facts, "settings": {}})) == []
 
 
 @pytest.mark.seed("C3")

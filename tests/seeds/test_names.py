@@ -63,13 +63,13 @@ def test_a_reward_fn_without_a_file_is_refused(settings):
 def test_the_consistency_of_a_loaded_model(tiny_llama):
     from verl.utils import check_model_consistency
 
-    found = check_model_consistency(str(tiny_llama))
-    assert found["forward"] == "packed"
-    assert found["largest_difference"] < 1e-5
+    report = check_model_consistency(str(tiny_llama))
+    assert report["forward"] == "packed"
+    assert report["largest_difference"] < 1e-5
     with ActorRolloutRefWorker(str(tiny_llama), overrides=SMALL) as worker:
         assert isinstance(worker.rollout, RolloutWorker)
         module = worker.actor.engine.module
-        assert check_model_consistency(str(tiny_llama), module) == found
+        assert check_model_consistency(str(tiny_llama), module) == report
         with torch.no_grad():
             module.model.layers[0].mlp.up_proj.weight[0, 0] += 1e-3
         with pytest.raises(
@@ -77,7 +77,7 @@ def test_the_consistency_of_a_loaded_model(tiny_llama):
         ):
             check_model_consistency(str(tiny_llama), module)
     with pytest.raises(ModelError, match="the log-probs of a forward pass differ"):
-        check_model_consistency(str(tiny_llama), tolerance=0.0 if found["largest_difference"] else -1.0)
+        check_model_consistency(str(tiny_llama), tolerance=0.0 if report["largest_difference"] else -1.0)
 
 
 @pytest.mark.seed("G7")

@@ -178,9 +178,9 @@ def test_yaml_as_written(document, task, tiny_llama, tmp_path):
     ]
     loaded = load_config([*sizes, *changes], str(tmp_path / "train_config.yaml"))
     for key, value in expected.items():
-        found = loaded.config
+        node = loaded.config
         for name in key.split("."):
-            found = found[name] if isinstance(found, dict) else getattr(found, name)
-        assert found == value, key
+            node = node[name] if isinstance(node, dict) else getattr(node, name)
+        assert node == value, key
     assert train(loaded) == 0
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2

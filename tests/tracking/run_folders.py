@@ -333,6 +333,6 @@ def cases(rng, count, folder):
     """(kind of damage, outcome) of `count` folders of a killed run that is resumed and shown."""
     make_run(folder / "template")
     shutil.copytree(folder / "template", folder / "run")
-    wanted = start(folder / "run").found
+    expected = start(folder / "run").found
     for _ in range(count):
-        yield outcome(rng, folder / "template", folder / "run", wanted)
+        yield outcome(rng, folder / "template", folder / "run", expected)

@@ -164,11 +164,11 @@ def test_summary_of_a_run(tmp_path):
     with RunFolder(tmp_path) as folder, Tracker(folder, [], "p", "e", {}) as tracker:
         for step, seconds in ((1, 4.0), (2, 2.0), (3, 3.0)):
             append_rows(folder.metrics, [{"step": step, "timing_s/step": seconds, "timing_s/gen": seconds / 2}])
-        found = Summary.of_run(
+        written = Summary.of_run(
             results=[Result("reward", "reward", 0.1, float("nan"))], steps=3, seconds=9.0,
             num_tokens=900, device="cpu", metrics_file=folder.metrics,
         )  # fmt: skip
-        tracker.finish(found)
+        tracker.finish(written)
     saved = json.loads((tmp_path / "summary.json").read_text())
     assert (saved["steps"], saved["tokens_per_s"], saved["median_step_s"]) == (3, 100.0, 3.0)
     assert (saved["phase_seconds"], saved["median_phase_s"]) == ({"gen": 4.5}, {"gen": 1.5})
@@ -179,12 +179,12 @@ def test_summary_of_a_run(tmp_path):
 
 
 def test_summary_of_a_run_without_steps(tmp_path):
-    found = Summary.of_run(
+    written = Summary.of_run(
         results=(), steps=0, seconds=0.0,
         num_tokens=0, device="cpu", metrics_file=tmp_path / "none.jsonl",
     )  # fmt: skip
-    assert found.tokens_per_s is None
-    assert found.median_step_s is None
+    assert written.tokens_per_s is None
+    assert written.median_step_s is None
 
 
 @pytest.mark.parametrize("num_steps", [1, 30])

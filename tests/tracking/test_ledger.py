@@ -58,10 +58,10 @@ def test_a_sample_is_found_again_as_it_was(path):
             (0, 0, 1, 1), (0, 1, 1, 1), (1, 0, 1, 1),
         ]  # fmt: skip
         last = ledger.trained()[-1]
-        made = segment(3, 1, version=1)
+        record = segment(3, 1, version=1)
         assert (last.ordinal, last.sample, last.row, last.epoch, last.step) == (3, 1, 3, 0, 2)
-        assert last.tokens.tolist() == made.tokens.tolist()
-        assert np.array_equal(last.log_probs, made.log_probs)
+        assert last.tokens.tolist() == record.tokens.tolist()
+        assert np.array_equal(last.log_probs, record.log_probs)
         assert last.token_versions.tolist() == [1, 1, 1]
         assert (last.reward, last.parts, last.error) == (3.1, {"score": 1, "nan": None}, "the scorer died")
         counts = ledger.counts()
@@ -411,9 +411,9 @@ def test_tokens_of_the_environment_have_no_log_probs(path):
 def test_segments_keep_their_source_and_skip_known_tokens():
     """A response with a tool's answer in it, of which the ledger has the first turn already."""
     first = Completion(4, 1, [10, 11], [-0.5, -1.0], "stop", 2)
-    found = Trajectory(4, 1, (1, 2)).extended(first).answered((20, 21), 2)
-    found = found.extended(Completion(4, 1, [12], [-2.0], "stop", 3))
-    columns = to_columns([found], pad_token_id=0, prompt_width=3, response_width=8)
+    trajectory = Trajectory(4, 1, (1, 2)).extended(first).answered((20, 21), 2)
+    trajectory = trajectory.extended(Completion(4, 1, [12], [-2.0], "stop", 3))
+    columns = to_columns([trajectory], pad_token_id=0, prompt_width=3, response_width=8)
     columns["rollout_rank"] = torch.tensor([6])
     rows = DataProto.from_dict(columns, {"finish_reason": np.array(["stop"], dtype=object)})
     answer, last = segments_of([4], rows, lambda key: {(4, 1): 2}[key])

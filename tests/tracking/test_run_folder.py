@@ -414,14 +414,14 @@ def test_json_is_strict():
         "none": None,
         "flag": True,
     }
-    found = json.loads(json_text(row), parse_constant=lambda name: pytest.fail(name))
-    assert found["nan"] is None
-    assert found["inf"] == [None, 1.5]
-    assert found["np"] == 0.5
-    assert found["array"] == [1.0, None]
-    assert found["t"] == [1, 2]
-    assert found["flag"] is True
-    assert isinstance(found["odd"], str)
+    parsed = json.loads(json_text(row), parse_constant=lambda name: pytest.fail(name))
+    assert parsed["nan"] is None
+    assert parsed["inf"] == [None, 1.5]
+    assert parsed["np"] == 0.5
+    assert parsed["array"] == [1.0, None]
+    assert parsed["t"] == [1, 2]
+    assert parsed["flag"] is True
+    assert isinstance(parsed["odd"], str)
 
 
 def test_log_goes_to_the_folder(tmp_path):

@@ -100,12 +100,12 @@ def test_a_secret_is_found_in_json_too(monkeypatch):
 
 def test_the_written_config_has_masks_and_asks_for_them_again(tmp_path):
     function = "reward.custom_reward_function"
-    given = [
+    keys = [
         f"{function}.path=f.py",
         f"{function}.reward_kwargs.api_key={PLANTED}",
         f"{function}.reward_kwargs.note=x-{PLANTED}",
     ]
-    file = load_config(given, check=False).write(tmp_path)
+    file = load_config(keys, check=False).write(tmp_path)
     assert PLANTED not in file.read_text()
     assert MASK in file.read_text()
     with pytest.raises(ConfigError, match=r"reward_kwargs .*has the mask of a secret.*Give the value again"):

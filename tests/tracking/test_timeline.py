@@ -36,7 +36,7 @@ def span(name, seconds, parent=None):
 
 
 def test_phases_and_roles_of_a_step():
-    found = summarise(
+    summary = summarise(
         [
             span("gen", 5.0),
             span("inside", 2.0, "gen"),
@@ -48,24 +48,24 @@ def test_phases_and_roles_of_a_step():
         {"reward": 4.0},
         SPAN_PHASES,
     )
-    assert found["phases"] == {"rollout": 5.0, "reward": 1.0, "training": 3.0, "other": 1.0}
-    assert found["roles"]["rollout"] == {"busy_s": 5.0, "waiting_s": 5.0, "utilisation": 0.5}
-    assert found["roles"]["actor"]["utilisation"] == 0.3
-    assert found["roles"]["reward"]["busy_s"] == 4.0
+    assert summary["phases"] == {"rollout": 5.0, "reward": 1.0, "training": 3.0, "other": 1.0}
+    assert summary["roles"]["rollout"] == {"busy_s": 5.0, "waiting_s": 5.0, "utilisation": 0.5}
+    assert summary["roles"]["actor"]["utilisation"] == 0.3
+    assert summary["roles"]["reward"]["busy_s"] == 4.0
 
 
 @given(st.lists(st.tuples(st.sampled_from(["gen", "reward", "ref", "testing", "x"]), st.floats(0, 9)), max_size=8))
 def test_phases_add_up_to_the_step(parts):
     total = sum(s for _, s in parts) + 1.0
-    found = summarise([span(name, s) for name, s in parts], total, {}, SPAN_PHASES)
-    assert sum(found["phases"].values()) == pytest.approx(total)
-    assert all(0 <= r["utilisation"] <= 1 for r in found["roles"].values())
+    summary = summarise([span(name, s) for name, s in parts], total, {}, SPAN_PHASES)
+    assert sum(summary["phases"].values()) == pytest.approx(total)
+    assert all(0 <= r["utilisation"] <= 1 for r in summary["roles"].values())
 
 
 def test_a_role_that_works_beside_the_program_is_not_counted_twice():
-    found = summarise([span("rollout_wait", 1.0), span("update_actor", 4.0)], 5.0, {"rollout": 4.5}, SPAN_PHASES)
-    assert found["phases"]["rollout"] == 1.0
-    assert found["roles"]["rollout"]["utilisation"] == 0.9
+    summary = summarise([span("rollout_wait", 1.0), span("update_actor", 4.0)], 5.0, {"rollout": 4.5}, SPAN_PHASES)
+    assert summary["phases"]["rollout"] == 1.0
+    assert summary["roles"]["rollout"]["utilisation"] == 0.9
 
 
 def test_the_line_of_a_step(tmp_path):
@@ -135,12 +135,12 @@ CONFIG = {
     ids=["rollout", "training", "reward busy", "reward tail", "communication", "validation", "saving"],
 )  # fmt: skip
 def test_what_bounds_a_run_and_what_to_change(phases, roles, metrics, name, keys):
-    found = find_bottleneck(rows_of(phases, roles), metrics_of(**metrics), CONFIG)
-    assert found.name == name
-    assert sum(found.shares.values()) == pytest.approx(1.0)
-    advice = " ".join(found.advice)
+    report = find_bottleneck(rows_of(phases, roles), metrics_of(**metrics), CONFIG)
+    assert report.name == name
+    assert sum(report.shares.values()) == pytest.approx(1.0)
+    advice = " ".join(report.advice)
     for key in keys:
-        assert key in advice, found.advice
+        assert key in advice, report.advice
 
 
 @pytest.mark.parametrize(
@@ -161,9 +161,9 @@ def test_what_is_measured_beside_the_phases(metrics, words):
     """All-gathers, fragments and the queue, each with what to change, whatever phase takes the time."""
     rollout = {"prefetch_num": 1, "kv_cache_config": {"block_size": 64}}
     config = {"actor_rollout_ref": {"rollout": rollout}}
-    found = find_bottleneck(rows_of({"other": 10.0}), metrics_of(**metrics), config)
-    assert words in " ".join(found.advice)
-    assert bool(found.advice) == bool(words)
+    report = find_bottleneck(rows_of({"other": 10.0}), metrics_of(**metrics), config)
+    assert words in " ".join(report.advice)
+    assert bool(report.advice) == bool(words)
 
 
 @pytest.mark.parametrize(("seconds", "words"), [(0.9, ""), (1.1, "takes 11% of the time; below 10% is usual")])
@@ -261,8 +261,8 @@ def test_show_as_json_and_before_the_first_step(run_folder, capsys):
     (run_folder / "timeline.jsonl").unlink()
     (run_folder / "metrics.jsonl").unlink()
     assert main(["show", str(run_folder), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["step"], found["bottleneck"], found["curves"]) == (0, None, {})
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["step"], shown["bottleneck"], shown["curves"]) == (0, None, {})
 
 
 def test_show_refuses_what_is_no_run(tmp_path, capsys):

@@ -81,11 +81,11 @@ class Branch:
     is_busy: bool = False
 
     @classmethod
-    def of(cls, found: Trajectory) -> Branch:
+    def of(cls, trajectory: Trajectory) -> Branch:
         """The branch that a trajectory is."""
-        branch = cls(found.sample, len(found.prompt_ids))
-        branch.add(found.prompt_ids, None, -1)
-        for segment in found.segments:
+        branch = cls(trajectory.sample, len(trajectory.prompt_ids))
+        branch.add(trajectory.prompt_ids, None, -1)
+        for segment in trajectory.segments:
             log_probs = None if segment.log_probs is None else segment.log_probs.tolist()
             branch.add(segment.token_ids.tolist(), log_probs, segment.weight_version)
         return branch
@@ -333,17 +333,18 @@ def failed(task: EpisodeTask, why: str, filler: int, version: int, **more: Any) 
     return EpisodeResult(task, trajectory, error=why, **more)
 
 
-def untrained(found: Trajectory) -> Trajectory:
+def untrained(trajectory: Trajectory) -> Trajectory:
     """The same tokens, none of which trains."""
-    return replace(found, segments=[replace(s, log_probs=None, source="environment") for s in found.segments])
+    return replace(trajectory, segments=[replace(s, log_probs=None, source="environment") for s in trajectory.segments])
 
 
-def in_dtype(found: EpisodeResult, dtype: type[np.floating[Any]]) -> EpisodeResult:
+def in_dtype(result: EpisodeResult, dtype: type[np.floating[Any]]) -> EpisodeResult:
     """The result with log-probs of `dtype`."""
     segments = [
-        s if s.log_probs is None else replace(s, log_probs=s.log_probs.astype(dtype)) for s in found.trajectory.segments
+        s if s.log_probs is None else replace(s, log_probs=s.log_probs.astype(dtype))
+        for s in result.trajectory.segments
     ]
-    return replace(found, trajectory=replace(found.trajectory, segments=segments))
+    return replace(result, trajectory=replace(result.trajectory, segments=segments))
 
 
 def recorded(folder: Path, ledger: Sequence[Trajectory], *, step: int, split: str, limit: int) -> list[EpisodeResult]:

@@ -44,10 +44,10 @@ class GymnasiumText:
 
     def step(self, text: str) -> Step:
         """Act by the last word of an action in a text."""
-        found = re.findall(rf"\b({'|'.join(self.actions)})\b", text.lower())
-        if not found:
+        words = re.findall(rf"\b({'|'.join(self.actions)})\b", text.lower())
+        if not words:
             return f"Say one of: {', '.join(self.actions)}.", self.mistake, False, False, {}
-        observation, reward, terminated, truncated, _ = self.env.step(self.actions[found[-1]])
+        observation, reward, terminated, truncated, _ = self.env.step(self.actions[words[-1]])
         return self.describe(observation), float(reward), bool(terminated), bool(truncated), {}
 
     def describe(self, observation: Any) -> str:
@@ -154,8 +154,8 @@ class TextArena:
 
     def _rewards(self) -> dict[int, float]:
         assert self.env is not None
-        found = self.env.close()
-        return (found[0] if isinstance(found, tuple) else found) or {}
+        rewards = self.env.close()
+        return (rewards[0] if isinstance(rewards, tuple) else rewards) or {}
 
 
 class TextArenaSelfPlay(TextArena):
@@ -199,8 +199,8 @@ class TryAgain:
         from verl.rewards.scorers.route import default_compute_score
 
         truth = (self.row.get("reward_model") or {}).get("ground_truth")
-        found = default_compute_score(str(self.row["data_source"]), text, truth, self.row.get("extra_info") or {})
-        score = float(found["score"] if isinstance(found, dict) else found)
+        outcome = default_compute_score(str(self.row["data_source"]), text, truth, self.row.get("extra_info") or {})
+        score = float(outcome["score"] if isinstance(outcome, dict) else outcome)
         return self.answer, score, score >= 1.0, False, {}
 
 

@@ -43,12 +43,12 @@ class Gsm8kTool(BaseTool):
         self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
     ) -> tuple[str, ToolResponse]:
         """See BaseTool."""
-        made, response = await super().create(instance_id)
+        instance, response = await super().create(instance_id)
         truth = ground_truth if ground_truth is not None else (kwargs.get("create_kwargs") or {}).get("ground_truth")
         if truth is None:
             raise ValueError("the row has no tools_kwargs.calc_gsm8k_reward.create_kwargs.ground_truth")
-        self._truths[made], self._best[made] = str(truth), 0.0
-        return made, response
+        self._truths[instance], self._best[instance] = str(truth), 0.0
+        return instance, response
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Answer:
         """See BaseTool. The reward is 0 for a better answer than before in the episode, else -0.05."""
@@ -57,12 +57,12 @@ class Gsm8kTool(BaseTool):
         reward = compute_score(
             text if text.startswith("#### ") else f"#### {text}", self._truths[instance_id], "flexible"
         )
-        seen = getattr(
+        extra = getattr(
             kwargs.get("agent_data"), "extra_fields", None
         )  # of the episode, since an instance is of one call
-        best = self._best[instance_id] if seen is None else seen.get("gsm8k_best", 0.0)
-        if seen is not None:
-            seen["gsm8k_best"] = max(best, reward)
+        best = self._best[instance_id] if extra is None else extra.get("gsm8k_best", 0.0)
+        if extra is not None:
+            extra["gsm8k_best"] = max(best, reward)
         self._best[instance_id] = max(best, reward)
         return (
             ToolResponse(text=f"Current parsed answer={text!r} reward={reward!r}"),
@@ -91,9 +91,9 @@ class Gsm8kInteraction(BaseInteraction):
         self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
     ) -> str:
         """See BaseInteraction."""
-        made = await super().start_interaction(instance_id)
-        self._truths[made] = str(ground_truth)
-        return made
+        instance = await super().start_interaction(instance_id)
+        self._truths[instance] = str(ground_truth)
+        return instance
 
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any

@@ -36,16 +36,16 @@ class BaseInteraction:
 
 def load_interactions(path: str | None) -> dict[str, BaseInteraction]:
     """The interactions of a YAML file: `interaction: [{name, class_name, config}]`. Raises ConfigError."""
-    found: dict[str, BaseInteraction] = {}
+    interactions: dict[str, BaseInteraction] = {}
     for number, row in enumerate(read_list(path, "interaction") if path else ()):
         place = f"{path}, interaction {number} (counted from 0)"
         cls = load_class(row.get("class_name"), place)
         config = dict(row.get("config") or {})
         name = str(row.get("name") or config.get("name") or cls.__name__.lower().removesuffix("interaction"))
-        if name in found:
+        if name in interactions:
             raise ConfigError(f"{place}: there is another interaction named {name!r}. Rename one.")
         try:
-            found[name] = cls({**config, "name": name})
+            interactions[name] = cls({**config, "name": name})
         except Exception as error:  # the user's class may raise anything
             raise ConfigError(f"{place} could not be made: {type(error).__name__}: {error}") from error
-    return found
+    return interactions

@@ -81,15 +81,15 @@ class Journal:
 
 def read(file: Path) -> list[dict[str, Any]]:
     """The records of a file; a last line that a kill has cut is left out."""
-    found = []
+    records = []
     for line in file.read_bytes().split(b"\n"):
         try:
             record = json.loads(line)
         except ValueError:
             continue
         if isinstance(record, dict) and isinstance(record.get("kind"), str):
-            found.append(record)
-    return found
+            records.append(record)
+    return records
 
 
 def call_digest(name: str, arguments: str, context: str) -> str:

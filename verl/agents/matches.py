@@ -69,8 +69,8 @@ class Match:
         """The reward of a player; 0 in a game that was cut."""
         if self.is_cut:
             return 0.0
-        found = await self.bounded(self.game.rewards)
-        return float(found.get(player, 0.0) if isinstance(found, Mapping) else found[player])
+        rewards = await self.bounded(self.game.rewards)
+        return float(rewards.get(player, 0.0) if isinstance(rewards, Mapping) else rewards[player])
 
     def leave(self, player: int) -> None:
         """Remove a player whose episode has ended. During a game that is a failure, which ends the other players' episodes."""

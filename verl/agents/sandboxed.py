@@ -77,10 +77,10 @@ def call_tool(data_source: str, solution_str: str, ground_truth: Any, extra_info
         t for t in tools if t.tool_schema.function.name == data_source
     )
     try:
-        found = tool.function(**extra_info["arguments"])
-        if inspect.isawaitable(found):
-            found = asyncio.run(_wait(found))
-        response, reward, metrics = answer_of(found)
+        returned = tool.function(**extra_info["arguments"])
+        if inspect.isawaitable(returned):
+            returned = asyncio.run(_wait(returned))
+        response, reward, metrics = answer_of(returned)
     except Exception as error:  # noqa: BLE001 - the model is told
         return {"score": 0.0, "failure": f"{error}"[:500] or type(error).__name__}
     text = response.text or ""

@@ -58,10 +58,10 @@ class SearchTool(BaseTool):
         queries = parameters["query_list"]
         if not isinstance(queries, list) or not queries or not all(isinstance(query, str) for query in queries):
             raise ValueError("query_list must be a list of texts")
-        found = await self._found(queries[:MAX_QUERIES])
+        results = await self._found(queries[:MAX_QUERIES])
         texts = [
             "\n\n".join(f"Doc {i + 1}: {_text(document)}" for i, document in enumerate(documents))
-            for documents in found
+            for documents in results
         ]
         return ToolResponse(text=json.dumps({"result": "\n---\n".join(texts)}, ensure_ascii=False)), 0.0, {}
 

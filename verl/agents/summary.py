@@ -22,9 +22,9 @@ def records(folder: Path) -> list[dict[str, Any]]:
     return [record for file in files if file.name.partition(".")[0] in steps for record in read(file)]
 
 
-def summary(found: list[dict[str, Any]]) -> list[str]:
+def summary(entries: list[dict[str, Any]]) -> list[str]:
     """Sentences about turns, tools and failures; [] without episodes."""
-    episodes = [record for record in found if record["kind"] == EPISODE]
+    episodes = [record for record in entries if record["kind"] == EPISODE]
     if not episodes:
         return []
     turns = [float(e.get("num_turns") or 0) for e in episodes if not e.get("error")]
@@ -36,7 +36,7 @@ def summary(found: list[dict[str, Any]]) -> list[str]:
         why, count = reasons.most_common(1)[0]
         lines[0] += f", {sum(reasons.values())} failed (most often, {count} times: {why})"
     results = [
-        record["result"] for record in found if record["kind"] == TOOL and isinstance(record.get("result"), dict)
+        record["result"] for record in entries if record["kind"] == TOOL and isinstance(record.get("result"), dict)
     ]
     if results:
         lines.append("tool calls: " + "; ".join(_tools(results)))
@@ -55,9 +55,9 @@ def _tools(results: list[dict[str, Any]]) -> Iterator[str]:
         )
 
 
-def transcripts(found: list[dict[str, Any]], count: int) -> Iterator[str]:
+def transcripts(entries: list[dict[str, Any]], count: int) -> Iterator[str]:
     """The last `count` conversations as text."""
-    for record in [record for record in found if record["kind"] == EPISODE][-count:]:
+    for record in [record for record in entries if record["kind"] == EPISODE][-count:]:
         end = f"failed: {clean(record['error'], 200)}" if record.get("error") else f"{record.get('num_turns')} turns"
         yield f"── {clean(record.get('episode', ''), 60)}, {end}"
         for message in record.get("messages") or []:

@@ -151,10 +151,10 @@ class ToolCalls:
         instance_id, _ = await on_thread(tool.create, create_kwargs=kwargs.get("create_kwargs", {}))
         try:
             execute_kwargs = kwargs.get("execute_kwargs", {})
-            found = await on_thread(tool.execute, instance_id, arguments, agent_data=agent_data, **execute_kwargs)
+            returned = await on_thread(tool.execute, instance_id, arguments, agent_data=agent_data, **execute_kwargs)
         finally:
             await on_thread(tool.release, instance_id, **kwargs.get("release_kwargs", {}))
-        return answer_of(found)
+        return answer_of(returned)
 
 
 def _failed(name: str, why: str) -> ToolResult:
@@ -163,8 +163,8 @@ def _failed(name: str, why: str) -> ToolResult:
 
 def _plain(metrics: Any) -> dict[str, Any]:
     """Metrics as JSON can hold them."""
-    found: dict[str, Any] = json.loads(json.dumps(metrics, default=str)) if isinstance(metrics, dict) else {}
-    return found
+    values: dict[str, Any] = json.loads(json.dumps(metrics, default=str)) if isinstance(metrics, dict) else {}
+    return values
 
 
 async def on_thread(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -75,13 +75,13 @@ def best_of_groups(
     Only rows that are `allowed` (default: all) and score at least `min_score` count, and of rows of a group with equal
     `contents` one. A group may keep fewer rows, or none (RAFT, 2304.06767, algorithm 1; Llama 2, 2307.09288, section 3.2.3).
     """
-    found: dict[Hashable, dict[Hashable, int]] = {}  # group -> content -> row
+    best_rows: dict[Hashable, dict[Hashable, int]] = {}  # group -> content -> row
     for row in sorted(range(len(scores)), key=lambda row: (-scores[row], row)):
-        kept = found.setdefault(uids[row], {})
+        rows = best_rows.setdefault(uids[row], {})
         counts = (allowed is None or allowed[row]) and (min_score is None or scores[row] >= min_score)
-        if counts and len(kept) < keep:
-            kept.setdefault(row if contents is None else contents[row], row)
-    return sorted(row for kept in found.values() for row in kept.values())
+        if counts and len(rows) < keep:
+            rows.setdefault(row if contents is None else contents[row], row)
+    return sorted(row for rows in best_rows.values() for row in rows.values())
 
 
 def best_and_worst(

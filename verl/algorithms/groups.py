@@ -46,9 +46,9 @@ class RowGroups:
         labels = labels_of(index)
         if len(labels) != like.shape[0]:
             raise ValueError(f"index names the group of {len(labels)} rows, but the batch has {like.shape[0]}.")
-        seen: dict[Any, int] = {}
-        ids = torch.tensor([seen.setdefault(x, len(seen)) for x in labels], dtype=torch.int64, device=like.device)
-        return cls(ids, torch.bincount(ids, minlength=len(seen)))
+        numbers: dict[Any, int] = {}
+        ids = torch.tensor([numbers.setdefault(x, len(numbers)) for x in labels], dtype=torch.int64, device=like.device)
+        return cls(ids, torch.bincount(ids, minlength=len(numbers)))
 
     @property
     def is_single(self) -> Tensor:

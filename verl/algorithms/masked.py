@@ -10,8 +10,8 @@ from verl.data_proto.metrics import Metric
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Sum of `values` where `mask` is true, over `dim` or over everything."""
-    kept = torch.where(mask.bool(), values, 0.0)
-    return kept.sum() if dim is None else kept.sum(dim)
+    selected = torch.where(mask.bool(), values, 0.0)
+    return selected.sum() if dim is None else selected.sum(dim)
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:

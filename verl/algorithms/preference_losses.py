@@ -258,8 +258,8 @@ def reads(name: str) -> frozenset[str]:
 
 def preference_loss(name: str, terms: Mapping[str, Any]) -> Tensor:
     """The loss `name` of each pair or completion; `terms` has tensors and settings by argument, more than it reads."""
-    wanted = reads(name)
-    return PREFERENCE_LOSSES.get(name)(**{argument: value for argument, value in terms.items() if argument in wanted})
+    names = reads(name)
+    return PREFERENCE_LOSSES.get(name)(**{argument: value for argument, value in terms.items() if argument in names})
 
 
 def is_paired(name: str) -> bool:

@@ -60,9 +60,9 @@ def agg_loss(
     return row_losses.sum() / num_sequences * dp_size
 
 
-def _total(given: float | Tensor | None, local: Tensor, dp_size: int, name: str) -> float | Tensor:
-    if given is not None:
-        return given
+def _total(total: float | Tensor | None, local: Tensor, dp_size: int, name: str) -> float | Tensor:
+    if total is not None:
+        return total
     if dp_size > 1:
         raise ValueError(f"agg_loss with dp_size={dp_size} needs {name} of the whole batch; pass it.")
     return local.clamp(min=1)  # an empty micro-batch has loss 0, not NaN

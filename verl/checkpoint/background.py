@@ -120,11 +120,11 @@ class BackgroundStore:
                 waited,
                 self._step,
             )
-        wanted = sum(role.num_bytes() for role in roles.values())
+        num_bytes = sum(role.num_bytes() for role in roles.values())
         state = json.loads(json.dumps(trainer_state, default=_reject))
         self._step = step
-        with self.store.explained(step, wanted):
-            folder = self._folder = self.store.open(step, wanted)
+        with self.store.explained(step, num_bytes):
+            folder = self._folder = self.store.open(step, num_bytes)
             known = {}
             for name, role in roles.items():
                 if isinstance(role, BackgroundWriter):
@@ -135,7 +135,7 @@ class BackgroundStore:
         awaited = [name for name in roles if name not in known]
         self._thread = threading.Thread(
             target=self._commit,
-            args=(folder, step, wanted, awaited, known, state),
+            args=(folder, step, num_bytes, awaited, known, state),
             name=f"checkpoint {step}",
             daemon=True,
         )
@@ -183,14 +183,14 @@ class BackgroundStore:
         self,
         folder: Path,
         step: int,
-        wanted: int,
+        num_bytes: int,
         awaited: list[str],
         records: dict[str, dict[str, FileRecord]],
         state: dict[str, Any],
     ) -> None:
         _lower_priority()
         try:
-            with self.store.explained(step, wanted):
+            with self.store.explained(step, num_bytes):
                 deadline = time.monotonic() + self.timeout_s
                 for name in awaited:
                     records[name] = _records_of(folder / name, deadline, self.timeout_s)

@@ -65,14 +65,14 @@ def export(
 
 def _rounding(run: Path, role: str) -> Rounding:
     """The rounding of the run; the default without its config."""
-    found: Any = RunFolder(run).read_config()
+    section: Any = RunFolder(run).read_config()
     try:
         for key in _SECTIONS.get(role, ()):
-            found = found[key]
+            section = section[key]
     except (KeyError, TypeError):
         return Rounding()
     # versions without the key rounded to nearest
-    return Rounding(str(found.get("master_rounding", "nearest")) if isinstance(found, dict) else "dithered")
+    return Rounding(str(section.get("master_rounding", "nearest")) if isinstance(section, dict) else "dithered")
 
 
 def compare(source: str | Path, folder: str | Path, role: str | None = None, step: int | None = None) -> int:

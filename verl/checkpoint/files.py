@@ -93,11 +93,11 @@ def remove_tree(path: Path) -> None:
 def read_document(path: Path) -> dict[str, Any]:
     """The JSON object in `path`. Raises CheckpointError when there is none."""
     try:
-        found: dict[str, Any] = read_json(path, has())
+        document: dict[str, Any] = read_json(path, has())
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a JSON object"
         raise CheckpointError(f"{path} cannot be read ({reason}). Resume from another checkpoint.") from error
-    return found
+    return document
 
 
 def write_manifest(folder: Path, step: int, records: dict[str, FileRecord]) -> None:
@@ -118,10 +118,10 @@ def find_damage(folder: Path, *, sizes_only: bool = False) -> str | None:
             return f"{MANIFEST} has format {manifest['format']}; this version reads format {_FORMAT}"
         if folder.name.startswith("global_step_") and folder.name != f"global_step_{manifest['step']}":
             return f"it is a checkpoint of step {manifest['step']} under another name"
-        for name, wanted in manifest["files"].items():
+        for name, record in manifest["files"].items():
             if Path(name).is_absolute() or ".." in Path(name).parts:
                 return f"{MANIFEST} names {name!r}, which is not a file of the checkpoint"
-            reason = _file_damage(folder / name, FileRecord(**wanted), sizes_only)
+            reason = _file_damage(folder / name, FileRecord(**record), sizes_only)
             if reason is not None:
                 return f"{name} {reason}"
         return _unlisted(folder, manifest["files"])
@@ -148,14 +148,14 @@ def _manifest_text(manifest: dict[str, Any]) -> str:
     return json.dumps({**bare, "blake2b": digest})
 
 
-def _file_damage(path: Path, wanted: FileRecord, sizes_only: bool) -> str | None:
+def _file_damage(path: Path, record: FileRecord, sizes_only: bool) -> str | None:
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
             return "is not a file"
-        if found.st_size != wanted.bytes:
-            return f"has {found.st_size} bytes instead of {wanted.bytes}"
-        if not sizes_only and record_of(path) != wanted:
+        if status.st_size != record.bytes:
+            return f"has {status.st_size} bytes instead of {record.bytes}"
+        if not sizes_only and record_of(path) != record:
             return "does not have the content that was saved (its digest differs)"
     except FileNotFoundError:
         return "is missing"

@@ -118,10 +118,10 @@ class Retention:
             return
         try:
             self._verified[newest] = _signature(self.root / f"global_step_{newest}"), True
-            kept = 0
+            num_kept = 0
             for step in candidates(self.root):
-                if kept < self.keep:
-                    kept += step == newest or self._is_complete(step)
+                if num_kept < self.keep:
+                    num_kept += step == newest or self._is_complete(step)
                 elif find_damage(self.root / f"global_step_{step}", sizes_only=True) is None:
                     self._remove(step)
         except OSError as error:
@@ -150,5 +150,5 @@ class Retention:
 
 def _signature(folder: Path) -> Signature:
     """Names, sizes, times and inodes of all files; changes with every write through the file system."""
-    found = [(path.relative_to(folder).as_posix(), path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
-    return tuple((name, s.st_size, s.st_mtime_ns, s.st_ino) for name, s in found)
+    files = [(path.relative_to(folder).as_posix(), path.stat()) for path in sorted(folder.rglob("*")) if path.is_file()]
+    return tuple((name, s.st_size, s.st_mtime_ns, s.st_ino) for name, s in files)

@@ -72,16 +72,16 @@ class RoleCheckpoint:
 
     def files(self) -> dict[str, Tensors]:
         """Groups of tensors by place in the role's folder, in the order in which they are written."""
-        found: dict[str, Tensors] = {}
+        groups: dict[str, Tensors] = {}
         has_model = "model" in self.contents or "hf_model" in self.contents
         if has_model and not (self.lora_only and self.state.adapter):
             parts = model_parts(self.state.model)
-            found |= {f"huggingface/{number}": part for number, part in enumerate(parts)}
+            groups |= {f"huggingface/{number}": part for number, part in enumerate(parts)}
         if has_model and self.state.adapter is not None:
-            found["lora_adapter"] = self.state.adapter.tensors
+            groups["lora_adapter"] = self.state.adapter.tensors
         if "optimizer" in self.contents:
-            found["optimizer"] = self.state.optimizer
-        return found
+            groups["optimizer"] = self.state.optimizer
+        return groups
 
     def num_bytes(self) -> int:
         """Bytes of the tensors to write."""

@@ -104,9 +104,9 @@ class CheckpointStore:
         Raises CheckpointError, with earlier checkpoints untouched, when the disk is full (before anything is written), fails
         during the write, or returns other bytes than were written.
         """
-        wanted = sum(role.num_bytes() for role in roles.values())
-        with self.explained(step, wanted):
-            temporary = self.open(step, wanted)
+        num_bytes = sum(role.num_bytes() for role in roles.values())
+        with self.explained(step, num_bytes):
+            temporary = self.open(step, num_bytes)
             records = {name: role.write(temporary / name) for name, role in roles.items()}
             return self.commit(temporary, step, records, trainer_state)
 
@@ -131,15 +131,15 @@ class CheckpointStore:
                 raise CheckpointError(message) from error
             raise
 
-    def open(self, step: int, wanted: int) -> Path:
-        """Make the temporary folder of a checkpoint of `wanted` bytes. Raises CheckpointError without enough room, OSError
+    def open(self, step: int, num_bytes: int) -> Path:
+        """Make the temporary folder of a checkpoint of `num_bytes` bytes. Raises CheckpointError without enough room, OSError
         when the disk fails."""
-        wanted += _SPARE_BYTES
+        num_bytes += _SPARE_BYTES
         existing = next(p for p in (self.root, *self.root.absolute().parents) if p.exists())
         free = shutil.disk_usage(existing).free
-        if free < wanted:
+        if free < num_bytes:
             raise CheckpointError(
-                f"Checkpoint {step} needs {wanted / 1e9:.2f} GB, and {self.root} has {free / 1e9:.2f} GB free; nothing was "
+                f"Checkpoint {step} needs {num_bytes / 1e9:.2f} GB, and {self.root} has {free / 1e9:.2f} GB free; nothing was "
                 "written. Free some space, or keep fewer with trainer.max_actor_ckpt_to_keep."
             )
         temporary = self.root / f".global_step_{step}.tmp-{os.getpid()}"
@@ -231,10 +231,10 @@ class CheckpointStore:
         """Read a checkpoint that `find` returned. `contents` selects per role which of model, optimizer, extra to read
         (default all). Parts that are not read are empty. Raises CheckpointError when a requested part was not saved."""
         names = sorted(p.parent.name for p in path.glob("*/huggingface"))
-        wanted = {name: (contents or {}).get(name, ALL_CONTENTS) for name in names}
+        role_contents = {name: (contents or {}).get(name, ALL_CONTENTS) for name in names}
         return LoadedCheckpoint(
             step=read_document(path / MANIFEST)["step"],
-            roles={name: read_role(path / name, wanted[name]) for name in names},
+            roles={name: read_role(path / name, role_contents[name]) for name in names},
             trainer_state=trainer_state(path),
         )
 

@@ -117,10 +117,10 @@ def parse(
     parser.add_argument("--log-dir", metavar="PATH", help="folder for a log file of each rank (trainer.log_dir)")
     for flag, settings in (options or {}).items():
         parser.add_argument(flag, **settings)
-    found = parser.parse_intermixed_args(argv)
-    if found.log_dir is not None:
-        found.overrides.append(f"trainer.log_dir={found.log_dir}")
-    return ConfigArguments(schema, found.overrides, found.config_path, found.config_name, found)
+    arguments = parser.parse_intermixed_args(argv)
+    if arguments.log_dir is not None:
+        arguments.overrides.append(f"trainer.log_dir={arguments.log_dir}")
+    return ConfigArguments(schema, arguments.overrides, arguments.config_path, arguments.config_name, arguments)
 
 
 def _key_help(schema: Schema[Any]) -> str:

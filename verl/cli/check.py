@@ -29,10 +29,10 @@ def schema_asked(argv: list[str]) -> Schema[Any]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--program", nargs="?")  # `parse` reports a missing value
     parser.add_argument("--config-name", "-cn", nargs="?")
-    found, _ = parser.parse_known_args(argv)
-    name = (found.config_name or "").removesuffix(".yaml")
+    arguments, _ = parser.parse_known_args(argv)
+    name = (arguments.config_name or "").removesuffix(".yaml")
     default = next((schema for schema in SCHEMAS.values() if name in built_in_names(schema)), PPO)
-    return SCHEMAS.get(found.program, default)
+    return SCHEMAS.get(arguments.program, default)
 
 
 def check(arguments: ConfigArguments) -> int:

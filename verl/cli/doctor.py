@@ -25,15 +25,15 @@ def run_doctor(argv: list[str]) -> int:
     from verl.cli.report import Report, info
 
     of_host, of_packages = {**host(), "links": links()}, packages()
-    found = list(findings(of_host, of_packages))
+    lines = list(findings(of_host, of_packages))
     if arguments.json:
-        shown = [{"level": line.level, "text": line.text} for line in found]
+        shown = [{"level": line.level, "text": line.text} for line in lines]
         print(json.dumps({"host": of_host, "packages": of_packages, "findings": shown}, indent=2))
-        return 1 if any(line.level == "fail" for line in found) else 0
+        return 1 if any(line.level == "fail" for line in lines) else 0
     report = Report()
     for topic, text in facts(of_host, of_packages):
         report.add(topic, info(text))
-    for line in found:
+    for line in lines:
         report.add("findings", line)
     return report.close("This machine can train", "This machine cannot train yet")
 
@@ -126,25 +126,25 @@ def _batch_invariance(torch: dict[str, Any]) -> str:
     """Batch invariance of matmuls; a run checks its model's shapes, and attention."""
     if "equal_rows" not in torch:
         return "batch invariance of torch's matmuls: unknown"
-    found = [
+    descriptions = [
         f"{dtype} holds in tiles of {row['rows'][0]} to {row['rows'][-1]} rows "
         f"(padding costs about {row['cost'] - 1:.0%})"
         for dtype, row in torch["equal_rows"]["tiles"].items()
     ]
-    return "batch invariance of torch's matmuls: " + ", ".join(found)
+    return "batch invariance of torch's matmuls: " + ", ".join(descriptions)
 
 
 def _devices(torch: dict[str, Any], driver: dict[str, Any] | None) -> str:
-    seen = [
+    devices = [
         f"{d['name']} ({_gib(d['memory_bytes'])}, compute capability {d['capability'][0]}.{d['capability'][1]})"
         for d in torch.get("devices", [])
     ]
     if torch.get("mps_available"):
-        seen.append("an Apple GPU, unused by verl")
+        devices.append("an Apple GPU, unused by verl")
     known = (
         f"; driver: {'; '.join(driver['gpus'])}, CUDA up to {driver['newest_cuda']}" if driver else "; no NVIDIA driver"
     )
-    return (", ".join(seen) or "the CPU alone") + known
+    return (", ".join(devices) or "the CPU alone") + known
 
 
 def _gib(size: int | None) -> str:

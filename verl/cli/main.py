@@ -111,15 +111,15 @@ def run_verb(verb: str, arguments: Sequence[str], *, whole_process: bool = False
     """Run `verb`, with errors shown as `main` says. `whole_process`: this process has no other work, so the verb may fork
     it."""
 
-    def run(given: list[str]) -> int:
+    def run(arguments: list[str]) -> int:
         if VERBS[verb].supervised and (outdated := _outdated_sentence()):  # the run could fail much later
             print(f"verl {verb}: {outdated}", file=sys.stderr)
             return MissingExtraError.exit_code
         module, _, name = VERBS[verb].function.partition(":")
         function: Any = getattr(importlib.import_module(module), name)
         if whole_process and VERBS[verb].supervised:
-            return function(given, supervised=True)
-        return function(given) or 0
+            return function(arguments, supervised=True)
+        return function(arguments) or 0
 
     return run_guarded(verb, run, arguments)
 

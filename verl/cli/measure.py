@@ -93,7 +93,7 @@ def measure_gathering(sizes: Sequence[int], num_repeats: int, timeout_s: float) 
     comm = Collectives.start(
         peer, device_type=device.type, timeout_s=timeout_s, start_timeout_s=timeout_s, call_timeout_s=timeout_s
     )
-    found = []
+    times = []
     with comm.doing("the all-gathers of benchmark_nccl"):
         for count in [n for n in range(2, peer.world_size + 1) if peer.world_size % n == 0]:
             firsts = range(0, peer.world_size, count)
@@ -102,9 +102,9 @@ def measure_gathering(sizes: Sequence[int], num_repeats: int, timeout_s: float) 
                 shard = torch.zeros(max(1, size // count), dtype=torch.uint8, device=device)
                 seconds = _seconds_of(groups[peer.rank // count], shard, count, num_repeats)
                 name = "nccl" if device.type == "cuda" else "gloo"
-                found.append(AllGatherTime(name, count, count * len(shard), seconds))
+                times.append(AllGatherTime(name, count, count * len(shard), seconds))
     comm.close()
-    return found
+    return times
 
 
 def _seconds_of(group: Any, shard: Any, count: int, num_repeats: int) -> float:
@@ -240,9 +240,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, required=True)
     parser.add_argument("--timeout", type=float, required=True)
     options = parser.parse_args(argv)
-    found = measure_gathering(options.sizes, options.repeats, options.timeout)
+    times = measure_gathering(options.sizes, options.repeats, options.timeout)
     if os.environ["RANK"] == "0":
-        print(json.dumps([asdict(row) for row in found]))
+        print(json.dumps([asdict(row) for row in times]))
 
 
 if __name__ == "__main__":

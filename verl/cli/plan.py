@@ -76,10 +76,10 @@ def _start(arguments: ConfigArguments, chosen: list[str]) -> int:
     """Run the program with the overrides of its plan."""
     from verl.cli import train
 
-    given = ["--config-path", arguments.config_path] if arguments.config_path else []
-    given += ["--config-name", arguments.config_name] if arguments.config_name else []
+    config_options = ["--config-path", arguments.config_path] if arguments.config_path else []
+    config_options += ["--config-name", arguments.config_name] if arguments.config_name else []
     run = {"ppo": train.run_train, "sft": train.run_sft, "preference": train.run_preference, "rm": train.run_rm}
-    return run[arguments.schema.name]([*given, *arguments.overrides, *chosen])
+    return run[arguments.schema.name]([*config_options, *arguments.overrides, *chosen])
 
 
 def _check_simulation(name: str | None, steps: int) -> None:
@@ -153,10 +153,10 @@ def _show_memory(plan: RunPlan, console: Console) -> None:
                 table.add_row(f"{option.role} {kind}", *(f"{s:.1f}" for s in sizes), f"{sum(sizes):.1f}")
     console.print(table)
     for roles, chosen in zip(plan.groups, plan.options, strict=True):
-        kept, most = sum(o.resident for o in chosen), max(o.peak for o in chosen)
+        resident, most = sum(o.resident for o in chosen), max(o.peak for o in chosen)
         console.print(
-            f"  peak of {', '.join(roles)}: {(kept + most) / 1e9:.1f} of {plan.cluster.memory / 1e9:.1f} GB "
-            f"({kept / 1e9:.1f} stay between calls)",
+            f"  peak of {', '.join(roles)}: {(resident + most) / 1e9:.1f} of {plan.cluster.memory / 1e9:.1f} GB "
+            f"({resident / 1e9:.1f} stay between calls)",
             soft_wrap=True,
             markup=False,
         )

@@ -78,8 +78,8 @@ def show(progress: Progress, console: Console) -> None:
 def _show_episodes(folder: Path, count: int, console: Console) -> None:
     from verl.agents.summary import records, summary, transcripts
 
-    found = records(folder)
-    for line in (*summary(found), *(transcripts(found, count) if count > 0 else ())):
+    episodes = records(folder)
+    for line in (*summary(episodes), *(transcripts(episodes, count) if count > 0 else ())):
         console.print(line, markup=False, soft_wrap=True)
 
 
@@ -122,31 +122,33 @@ def _crashes(rows: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def show_time(found: Bottleneck, console: Console) -> None:
+def show_time(bottleneck: Bottleneck, console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console.print(Text.assemble("\n", (clean(found.name), "bold"), f": a step takes {duration(found.step_s)}"))
+    console.print(
+        Text.assemble("\n", (clean(bottleneck.name), "bold"), f": a step takes {duration(bottleneck.step_s)}")
+    )
     table = Table.grid(padding=(0, 2))
-    for phase, share in found.shares.items():
+    for phase, share in bottleneck.shares.items():
         table.add_row(Text(f"  {clean(phase)}"), f"{share:6.1%}", "█" * min(max(round(share * 40), 0), 40))
     console.print(table)
-    roles = ", ".join(f"{clean(role)} {share:.0%}" for role, share in found.utilisation.items())
+    roles = ", ".join(f"{clean(role)} {share:.0%}" for role, share in bottleneck.utilisation.items())
     if roles:
         console.print(f"  busy: {roles}", soft_wrap=True, markup=False)
-    if found.communication_bytes:
-        speed = found.communication_bytes / max(found.communication_s, 1e-9) / 1e6
+    if bottleneck.communication_bytes:
+        speed = bottleneck.communication_bytes / max(bottleneck.communication_s, 1e-9) / 1e6
         console.print(
-            f"  exchanged per step: {found.communication_bytes / 1e6:.1f} MB in {duration(found.communication_s)} "
+            f"  exchanged per step: {bottleneck.communication_bytes / 1e6:.1f} MB in {duration(bottleneck.communication_s)} "
             f"({speed:.0f} MB/s)"
         )
-    if found.measured:
+    if bottleneck.measured:
         from verl.tracking.bottleneck import MEASURED
 
-        console.print(f"  {', '.join(MEASURED[name].format(value) for name, value in found.measured.items())}")
-    if found.advice:
+        console.print(f"  {', '.join(MEASURED[name].format(value) for name, value in bottleneck.measured.items())}")
+    if bottleneck.advice:
         console.print("[bold]what to change[/bold]")
-    for sentence in found.advice:
+    for sentence in bottleneck.advice:
         console.print(f"  - {printable(sentence)}", markup=False, soft_wrap=True)
 
 

@@ -144,9 +144,9 @@ class Supervisor:
         hang = ""
         others: dict[str, int] = {}
         while (status := _reap(child, others)) is None:
-            found = signal.sigtimedwait(_WATCHED, _TICK_S)
-            if found is not None and found.si_signo != signal.SIGCHLD:
-                self._forward(found, child)
+            signal_info = signal.sigtimedwait(_WATCHED, _TICK_S)
+            if signal_info is not None and signal_info.si_signo != signal.SIGCHLD:
+                self._forward(signal_info, child)
             self._identity = self._identity or _identity(self.folder)
             if not hang and (hang := pulse.hang()):
                 os.kill(child, signal.SIGKILL)
@@ -201,10 +201,10 @@ class Supervisor:
     def _pause(self, wait_s: float) -> int | None:
         until = time.monotonic() + wait_s
         while (left_s := until - time.monotonic()) > 0:
-            found = signal.sigtimedwait(_WATCHED, left_s)
-            if found is not None and found.si_signo != signal.SIGCHLD:
+            signal_info = signal.sigtimedwait(_WATCHED, left_s)
+            if signal_info is not None and signal_info.si_signo != signal.SIGCHLD:
                 _say("interrupted.")
-                return 128 + found.si_signo
+                return 128 + signal_info.si_signo
         return None
 
     def _record(self, event: str, ending: Ending) -> None:
@@ -264,26 +264,26 @@ def _identity(folder: Path) -> os.stat_result | None:
 
 def newest_saved(folder: Path, since: float) -> Path | None:
     """The newest complete checkpoint in `folder` that was saved after `since` (seconds since 1970)."""
-    found: list[tuple[int, Path]] = []
+    checkpoints: list[tuple[int, Path]] = []
     for path in folder.glob("global_step_*"):
         match = _CHECKPOINT.fullmatch(path.name)
         with contextlib.suppress(OSError):
             if match and (path / "manifest.json").stat().st_mtime >= since - 1.0:
-                found.append((int(match.group(1)), path))
-    return max(found)[1] if found else None
+                checkpoints.append((int(match.group(1)), path))
+    return max(checkpoints)[1] if checkpoints else None
 
 
 def _reap(child: int, others: dict[str, int]) -> int | None:
     """Collect the processes that have ended, adopted ones too; the child's status if it is among them. `others` gets the names
     and ids of the rest."""
-    found: int | None = None
+    child_status: int | None = None
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
             with contextlib.suppress(OSError):
                 others[Path(f"/proc/{ended.si_pid}/comm").read_text().strip()] = ended.si_pid
             _, status = os.waitpid(ended.si_pid, 0)
-            found = status if ended.si_pid == child else found
-    return found
+            child_status = status if ended.si_pid == child else child_status
+    return child_status
 
 
 def _ending(

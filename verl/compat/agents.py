@@ -26,12 +26,12 @@ class AgentLoopWorker(_NoManager):
 
 async def get_trajectory_info(step: int, index: list[Any], validate: bool) -> list[dict[str, Any]]:
     """For each row: step, sample index, number among the rows of its index, and whether it validates."""
-    seen: dict[Any, int] = {}
-    found = []
+    numbers: dict[Any, int] = {}
+    rows = []
     for value in index:
-        seen[value] = seen.get(value, -1) + 1
-        found.append({"step": step, "sample_index": value, "rollout_n": seen[value], "validate": validate})
-    return found
+        numbers[value] = numbers.get(value, -1) + 1
+        rows.append({"step": step, "sample_index": value, "rollout_n": numbers[value], "validate": validate})
+    return rows
 
 
 def get_tool_class(cls_name: str) -> type[Any]:

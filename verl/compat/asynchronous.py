@@ -32,12 +32,12 @@ _OFF = ("async_training.use_dynamic_resource_scheduling",)
 
 def main_fully_async(argv: Sequence[str]) -> int:
     """`python -m verl.experimental.fully_async_policy.fully_async_main`: the exit code of `verl train`."""
-    return run_guarded("train", lambda given: _train(fully_async(given)), argv)
+    return run_guarded("train", lambda arguments: _train(fully_async(arguments)), argv)
 
 
 def main_one_step_off(argv: Sequence[str]) -> int:
     """`python -m verl.experimental.one_step_off_policy.main_ppo`: the exit code of `verl train`, one batch ahead."""
-    return run_guarded("train", lambda given: _train(one_step_off(given)), argv)
+    return run_guarded("train", lambda arguments: _train(one_step_off(arguments)), argv)
 
 
 def fully_async(argv: Sequence[str]) -> list[str]:

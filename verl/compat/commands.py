@@ -122,9 +122,9 @@ class Arguments:
 
     def take(self, key: str, default: object = None) -> object:
         """`value`, and remove the key."""
-        found = self.value(key, default)
+        value = self.value(key, default)
         self.texts.pop(key, None)
-        return found
+        return value
 
     def rename(self, old: str, new: str) -> None:
         """Rename a key that is given, unless the new one is given too; `old` and `new` ending with a dot rename all keys

@@ -57,9 +57,9 @@ class RegistryMapping(MutableMapping[str, Function]):
     def find(self, name: str) -> Function:
         """The function of `name`, which may also be "module:object". Raises ConfigError with the nearest names."""
         key = _plain(name)
-        found = self._registry.get(key)
-        ours, older = self._built_in.get(key, (None, found))
-        return older if found is ours else found
+        function = self._registry.get(key)
+        ours, older = self._built_in.get(key, (None, function))
+        return older if function is ours else function
 
     def __setitem__(self, name: str, function: Function) -> None:
         self._registry.set(_plain(name), function)

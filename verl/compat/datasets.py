@@ -38,14 +38,14 @@ def create_rl_sampler(data_config: Any, dataset: Sized) -> Any:
     config = whole_section(data_config)
     custom = config.get("sampler") or {}
     if custom.get("class_path"):
-        found = load_object(f"{custom['class_path']}:{custom['class_name']}")
-        if not (isinstance(found, type) and issubclass(found, AbstractSampler)):
+        sampler_class = load_object(f"{custom['class_path']}:{custom['class_name']}")
+        if not (isinstance(sampler_class, type) and issubclass(sampler_class, AbstractSampler)):
             raise ConfigError(f"data.sampler.class_name={custom['class_name']} is not a subclass of AbstractSampler.")
-        if issubclass(found, AbstractCurriculumSampler) and config.get("dataloader_num_workers", 0):
+        if issubclass(sampler_class, AbstractCurriculumSampler) and config.get("dataloader_num_workers", 0):
             raise ConfigError(
                 "A curriculum sampler needs data.dataloader_num_workers=0: workers would read rows before it is updated."
             )
-        return found(data_source=dataset, data_config=data_config)
+        return sampler_class(data_source=dataset, data_config=data_config)
     if not config.shuffle:
         return SequentialSampler(dataset)
     generator = torch.Generator().manual_seed(DEFAULT_SEED if config.seed is None else config.seed)

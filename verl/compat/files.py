@@ -146,11 +146,11 @@ def find_latest_ckpt_path(path: str | None, directory_format: str = "global_step
     if not os.path.exists(tracker):
         log.info("There is no checkpoint in %s.", path)
         return None
-    found = os.path.join(path, directory_format.format(int(Path(tracker).read_text(encoding="utf-8"))))
-    if not os.path.isdir(found):
-        log.warning("%s names the checkpoint %s, which does not exist.", tracker, found)
+    checkpoint = os.path.join(path, directory_format.format(int(Path(tracker).read_text(encoding="utf-8"))))
+    if not os.path.isdir(checkpoint):
+        log.warning("%s names the checkpoint %s, which does not exist.", tracker, checkpoint)
         return None
-    return found
+    return checkpoint
 
 
 def should_save_ckpt_esi(max_steps_duration: float, save_ckpt_duration: float = 60, redundant_time: float = 0) -> bool:

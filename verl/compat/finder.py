@@ -15,13 +15,13 @@ from verl.compat.import_paths import COMMANDS, IMPORT_PATHS
 
 def _with_parents(modules: Sequence[str]) -> dict[str, bool]:
     """Each module and each package above it -> whether it is a package."""
-    found = dict.fromkeys(modules, False)
+    packages = dict.fromkeys(modules, False)
     for module in modules:
         parent = module.rpartition(".")[0]
         while parent != "verl":
-            found[parent] = True
+            packages[parent] = True
             parent = parent.rpartition(".")[0]
-    return found
+    return packages
 
 
 IS_PACKAGE = _with_parents([*IMPORT_PATHS, *COMMANDS])
@@ -57,12 +57,12 @@ def install() -> None:
 
 def names_of(module: str) -> dict[str, tuple[str, str]]:
     """Name in a listed module -> (module here, name there)."""
-    found = {}
+    origins = {}
     for source, names in IMPORT_PATHS.get(module, {}).items():
         for entry in names.split():
             name, _, here = entry.partition("=")
-            found[name] = (source, here or name)
-    return found
+            origins[name] = (source, here or name)
+    return origins
 
 
 def resolve(module: str, name: str, names: dict[str, tuple[str, str]]) -> Any:

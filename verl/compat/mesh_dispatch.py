@@ -29,10 +29,10 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> Mode:
     def collect(group: Any, outputs: list[Any]) -> Any:
         info = group.mesh_info(mesh_name)
         answering = sorted((share, output) for (share, answers), output in zip(info, outputs, strict=True) if answers)
-        found = [output for _, output in answering]
-        if not found or not all(isinstance(output, DataProto) for output in found):
-            return found
-        joined = DataProto.concat(found)
+        rank_outputs = [output for _, output in answering]
+        if not rank_outputs or not all(isinstance(output, DataProto) for output in rank_outputs):
+            return rank_outputs
+        joined = DataProto.concat(rank_outputs)
         return joined.slice(0, group.num_rows_sent) if group.num_rows_sent <= len(joined) else joined
 
     return Mode(f"nd_compute({mesh_name})", dispatch, collect)

@@ -117,14 +117,14 @@ def convert_weight_keys(state_dict: dict[str, Tensor], model: Any) -> dict[str, 
         return state_dict
     # anchors and look-aheads of the patterns are no part of a name
     inverse = [(new, re.sub(r"\(.*\)", "", old.lstrip("^"))) for old, new in renames.items()]
-    found = {}
+    renamed = {}
     for key, value in state_dict.items():
         for pattern, replacement in inverse:
             key, count = re.subn(pattern, replacement, key)
             if count:
                 break
-        found[key] = value
-    return found
+        renamed[key] = value
+    return renamed
 
 
 def extract_multi_modal_inputs(
@@ -134,14 +134,14 @@ def extract_multi_modal_inputs(
     lists, one entry a row. `indices` choose rows; those beyond the end are ignored."""
     rows = list(batch_data) if indices is None else [batch_data[i] for i in indices if i < len(batch_data)]
     rows = [getattr(row, "data", row) for row in rows]  # rows of a TensorDict are wrapped
-    found: dict[str, list[Any]] = {}
+    inputs: dict[str, list[Any]] = {}
     for row in rows:
         for key, value in row.items():
             if value is not None:
-                found.setdefault(key, []).append(value)
+                inputs.setdefault(key, []).append(value)
     if any("image_bound" in row for row in rows):
-        return dict(found)
-    return {key: torch.cat(values, dim=0) for key, values in found.items()}
+        return dict(inputs)
+    return {key: torch.cat(values, dim=0) for key, values in inputs.items()}
 
 
 # -- verl.utils.tokenizer ----------------------------------------------------------------------------------------------------
@@ -170,12 +170,12 @@ def hf_processor(name_or_path: str, trust_remote_code: bool = False, **settings:
 
     source = locate(name_or_path)
     try:
-        found = transformers.AutoProcessor.from_pretrained(source, trust_remote_code=trust_remote_code, **settings)
+        processor = transformers.AutoProcessor.from_pretrained(source, trust_remote_code=trust_remote_code, **settings)
     except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
         log.info("%s has no processor: %s", name_or_path, str(error).splitlines()[0])
         return None
     # for a text-only model AutoProcessor falls back to the tokenizer
-    return found if isinstance(found, transformers.ProcessorMixin) else None
+    return processor if isinstance(processor, transformers.ProcessorMixin) else None
 
 
 def set_pad_token_id(tokenizer: Any) -> None:

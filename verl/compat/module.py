@@ -10,9 +10,9 @@ __all__ = list(_NAMES)
 
 
 def __getattr__(name: str) -> object:
-    found = resolve(_MODULE, name, _NAMES)
-    globals()[name] = found
-    return found
+    member = resolve(_MODULE, name, _NAMES)
+    globals()[name] = member
+    return member
 
 
 def __dir__() -> list[str]:

@@ -77,14 +77,14 @@ def auto_await(func: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(func)
     def call(*args: Any, **kwargs: Any) -> Any:
-        found = func(*args, **kwargs)
-        if not inspect.iscoroutine(found):
-            return found
+        returned = func(*args, **kwargs)
+        if not inspect.iscoroutine(returned):
+            return returned
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            return asyncio.run(found)
-        return found
+            return asyncio.run(returned)
+        return returned
 
     return call
 

@@ -84,10 +84,10 @@ class NaiveRewardManager(AbstractRewardManager):
         shown: dict[str, int] = defaultdict(int)
         rows = [self._row(data[i]) for i in range(len(data))]
         for i, (row, result) in enumerate(zip(rows, self._score(rows), strict=True)):
-            found = dict(result) if isinstance(result, Mapping) else {"score": float(result)}
-            score = self._shape(float(found["score"]), row["response_length"], found)
+            entries = dict(result) if isinstance(result, Mapping) else {"score": float(result)}
+            score = self._shape(float(entries["score"]), row["response_length"], entries)
             if isinstance(result, Mapping):
-                for name, value in found.items():
+                for name, value in entries.items():
                     extra[name].append(value)
             rewards[i, row["response_length"] - 1] = score
             shown[row["data_source"]] += 1
@@ -116,8 +116,8 @@ class NaiveRewardManager(AbstractRewardManager):
         arguments = ("data_source", "solution_str", "ground_truth", "extra_info")
         return [_wait(self.compute_score(**{name: row[name] for name in arguments})) for row in rows]
 
-    def _shape(self, score: float, response_length: int, found: dict[str, Any]) -> float:
-        """The final score; entries added to `found` are returned as extra info."""
+    def _shape(self, score: float, response_length: int, entries: dict[str, Any]) -> float:
+        """The final score; entries added to `entries` are returned as extra info."""
         return score
 
 
@@ -161,12 +161,12 @@ class DAPORewardManager(NaiveRewardManager):
             raise ConfigError(f"overlong_buffer_cfg.len={self.buffer.len} needs a max_resp_len of at least that.")
         self.max_resp_len = max_resp_len or 0
 
-    def _shape(self, score: float, response_length: int, found: dict[str, Any]) -> float:
+    def _shape(self, score: float, response_length: int, entries: dict[str, Any]) -> float:
         if not self.buffer.enable:
             return score
         penalty = overlong_penalty(response_length, self.max_resp_len, self.buffer)
         if self.buffer.log:
-            found.update(overlong_reward=penalty, overlong=penalty < 0)
+            entries.update(overlong_reward=penalty, overlong=penalty < 0)
         return score + penalty
 
 
@@ -187,6 +187,6 @@ def get_reward_manager_cls(name: str) -> Any:
     return (REWARD_MANAGERS if name in REWARD_MANAGERS and name not in _OLDER else _OLDER).get(name)
 
 
-def _wait(found: Any) -> Any:
+def _wait(score: Any) -> Any:
     """The result of a scorer that may be a coroutine function."""
-    return get_event_loop().run_until_complete(found) if inspect.isawaitable(found) else found
+    return get_event_loop().run_until_complete(score) if inspect.isawaitable(score) else score

@@ -82,8 +82,8 @@ class RLRunner:
                 "RLRunner makes its own optimizer: leave `optimizers` out and set args.optim, or config=[...]."
             )
         if self.algorithm == "dpo" and (compute_metrics or data_collator):
-            given = "compute_metrics" if compute_metrics else "data_collator"
-            raise ConfigError(f"RLRunner has no {given} for algorithm='dpo': it tokenizes pairs, and keeps no logits.")
+            name = "compute_metrics" if compute_metrics else "data_collator"
+            raise ConfigError(f"RLRunner has no {name} for algorithm='dpo': it tokenizes pairs, and keeps no logits.")
         if self.algorithm != "dpo" and ref_model is not None:
             raise ConfigError(f"RLRunner reads ref_model for algorithm='dpo' alone; this is {self.algorithm!r}.")
         model = with_adapters(model, peft_config)
@@ -318,10 +318,10 @@ class RLRunner:
         """A row of the format `tokenized`, through the data collator."""
         if self.data_collator is not None:
             row = {name: value[0] for name, value in self.data_collator([dict(row)]).items() if len(value)}
-        found = _plain(row, place)
-        if "labels" not in found:
-            found["loss_mask"] = found.get("completion_mask") or found.get("loss_mask") or [1] * len(found["input_ids"])
-        return {name: found[name] for name in ("input_ids", "attention_mask", "labels", "loss_mask") if name in found}
+        ids = _plain(row, place)
+        if "labels" not in ids:
+            ids["loss_mask"] = ids.get("completion_mask") or ids.get("loss_mask") or [1] * len(ids["input_ids"])
+        return {name: ids[name] for name in ("input_ids", "attention_mask", "labels", "loss_mask") if name in ids}
 
     def _prompt(self, row: Mapping[str, Any], place: int) -> dict[str, Any]:
         """A row of the format of docs/data.md with all columns of the script's."""
@@ -330,8 +330,8 @@ class RLRunner:
             raise DataError(
                 f"Row {place} of the data set has no 'prompt', a text or messages; it has {', '.join(row)}."
             )
-        found = row.get("ground_truth", row.get("answer"))
-        answer = row.get("reward_model") or ({"style": "model"} if found is None else {"ground_truth": found})
+        truth = row.get("ground_truth", row.get("answer"))
+        answer = row.get("reward_model") or ({"style": "model"} if truth is None else {"ground_truth": truth})
         source = row.get("data_source") or "script"
         return {"prompt": row["prompt"], "data_source": source, "reward_model": answer, "extra_info": {"columns": row}}
 
@@ -379,8 +379,8 @@ def _joined(mapped: Sequence[str], own: Sequence[str]) -> list[str]:
     return [*mapped, *own]
 
 
-def _reward_list(given: Any) -> list[Any]:
-    return [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+def _reward_list(functions: Any) -> list[Any]:
+    return [] if functions is None else list(functions) if isinstance(functions, list | tuple) else [functions]
 
 
 def _plain(row: Mapping[str, Any], place: int) -> dict[str, Any]:

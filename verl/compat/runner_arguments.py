@@ -185,10 +185,10 @@ class Arguments:
 
     def _dpo(self) -> dict[str, Any]:
         args, loss, ref = self.args, PreferenceLossConfig(), ReferenceConfig()
-        given = {ours: getattr(args, theirs, None) for ours, theirs in _LOSS_FIELDS.items()}
-        if isinstance(given["loss"], list) and len(given["loss"]) == 1:
-            given["loss"] = given["loss"][0]
-        keys = {f"preference.{name}": (value, getattr(loss, name)) for name, value in given.items()}
+        settings = {ours: getattr(args, theirs, None) for ours, theirs in _LOSS_FIELDS.items()}
+        if isinstance(settings["loss"], list) and len(settings["loss"]) == 1:
+            settings["loss"] = settings["loss"][0]
+        keys = {f"preference.{name}": (value, getattr(loss, name)) for name, value in settings.items()}
         keys["ref.sync_steps"] = (getattr(args, "sync_ref_model", False) and args.ref_model_sync_steps, 0)
         keys["ref.mixup_alpha"] = (getattr(args, "ref_model_mixup_alpha", None), ref.mixup_alpha)
         # a default is left out, since a key that has no effect with this loss is refused

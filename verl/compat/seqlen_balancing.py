@@ -42,10 +42,10 @@ def rearrange_micro_batches(
             f"A row of {max(lengths)} tokens exceeds max_token_len={max_token_len}; raise max_token_len to at least that."
         )
     rows = pack_by_tokens(lengths, max_token_len)
-    wanted = max(len(rows), min_num_micro_batch or 1)
+    num_batches = max(len(rows), min_num_micro_batch or 1)
     if num_batches_divided_by:
-        wanted = -(-wanted // num_batches_divided_by) * num_batches_divided_by
-    rows = split_to(rows, wanted)
+        num_batches = -(-num_batches // num_batches_divided_by) * num_batches_divided_by
+    rows = split_to(rows, num_batches)
     return [batch[part] for part in rows], rows
 
 

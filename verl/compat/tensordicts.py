@@ -22,9 +22,9 @@ def get_tensordict(
         raise ValueError(f"The columns do not have the same batch size: {sizes}.")
     size = next(iter(sizes.values()), 0)
     columns = {n: c if isinstance(c, torch.Tensor) else _stack(c) for n, c in tensor_dict.items()}
-    found = TensorDict(columns, batch_size=[size])
-    assign_non_tensor(found, **(non_tensor_dict or {}))
-    return found
+    batch = TensorDict(columns, batch_size=[size])
+    assign_non_tensor(batch, **(non_tensor_dict or {}))
+    return batch
 
 
 def assign_non_tensor_data(tensor_dict: TensorDict, key: str, val: Any) -> None:
@@ -55,8 +55,8 @@ def get(tensor_dict: TensorDict, key: str, default: Any = None) -> Any:
     """A column: the tensor, the list of its objects, or the value of the whole batch; `default` if absent."""
     if key not in tensor_dict.keys():
         return default
-    found = tensor_dict.get(key)
-    return found.tolist() if isinstance(found, NonTensorStack) else unwrap_non_tensor_data(found)
+    column = tensor_dict.get(key)
+    return column.tolist() if isinstance(column, NonTensorStack) else unwrap_non_tensor_data(column)
 
 
 get_non_tensor_data = get
@@ -64,29 +64,29 @@ get_non_tensor_data = get
 
 def pop(tensor_dict: TensorDict, key: str, default: Any = None) -> Any:
     """`get`, and remove the column."""
-    found = get(tensor_dict, key, default)
+    column = get(tensor_dict, key, default)
     if key in tensor_dict.keys():
         tensor_dict.pop(key)
-    return found
+    return column
 
 
 def get_keys(tensor_dict: TensorDict, keys: Iterable[str]) -> TensorDict:
     """The named columns. Raises KeyError for an absent one."""
-    found = TensorDict({}, batch_size=tensor_dict.batch_size)
+    selected = TensorDict({}, batch_size=tensor_dict.batch_size)
     for key in keys:
         if key not in tensor_dict.keys():
             raise KeyError(key)
-        found.set(key, tensor_dict.get(key))
-    return found
+        selected.set(key, tensor_dict.get(key))
+    return selected
 
 
 def pop_keys(tensor_dict: TensorDict, keys: Iterable[str]) -> TensorDict:
     """Remove and return the named columns. Raises KeyError for an absent one, before any is removed."""
     names = list(keys)
-    found = get_keys(tensor_dict, names)
+    selected = get_keys(tensor_dict, names)
     for name in names:
         tensor_dict.pop(name)
-    return found
+    return selected
 
 
 def index_select_tensor_dict(batch: TensorDict, indices: torch.Tensor | Sequence[int]) -> TensorDict:
@@ -169,8 +169,8 @@ def make_iterator(
 
 
 def _rows(batch: TensorDict, key: str) -> Any:
-    found = get(batch, key)
-    return list(found.unbind()) if isinstance(found, torch.Tensor) and found.is_nested else found
+    column = get(batch, key)
+    return list(column.unbind()) if isinstance(column, torch.Tensor) and column.is_nested else column
 
 
 def _jagged(rows: list[torch.Tensor]) -> torch.Tensor:

@@ -42,9 +42,9 @@ class Tracking:
 
     def log(self, data: Mapping[str, Any], step: int, backend: str | list[str] | None = None) -> None:
         """Send `data` to all trackers, or to those named."""
-        wanted = [backend] if isinstance(backend, str) else backend
+        backends = [backend] if isinstance(backend, str) else backend
         for name, guard in self.logger.items():
-            if wanted is None or name in wanted:
+            if backends is None or name in backends:
                 guard.log(dict(data), step)
 
     def close(self) -> None:

@@ -41,25 +41,25 @@ ACTS = Verdict("acts")
 def check_config(loaded: LoadedConfig[Any]) -> list[Problem]:
     """Every problem of a configuration: features that are not available, other errors, warnings, notices."""
     missing = _missing_features(loaded)
-    found = verdicts(loaded)
-    refused = [error(key, v.reason) for key, v in found.items() if v.kind == "refused"]
+    by_key = verdicts(loaded)
+    refused = [error(key, v.reason) for key, v in by_key.items() if v.kind == "refused"]
     faults = [p for p in loaded.faults if not _hidden(loaded, missing, p)]
     problems = [
         *sorted(refused, key=lambda p: p.key not in missing),
-        *(p for p in faults if p.key not in loaded.misfits or _is_fault(loaded, found, p.key)),
+        *(p for p in faults if p.key not in loaded.misfits or _is_fault(loaded, by_key, p.key)),
         *_broken_rules(loaded, {p.key for p in refused if p.key in missing} | {p.key for p in faults}),
-        *_notices(loaded, found),
+        *_notices(loaded, by_key),
     ]
     return sorted(problems, key=lambda p: LEVELS.index(p.level))
 
 
 def verdicts(loaded: LoadedConfig[Any]) -> dict[str, Verdict]:
     """{key: Verdict} of every key that was given, and of keys that choose a feature which is not available."""
-    found = {key: Verdict("refused", sentence) for key, sentence in _missing_features(loaded).items()}
+    by_key = {key: Verdict("refused", sentence) for key, sentence in _missing_features(loaded).items()}
     for path, setting in loaded.given.items():
-        if path not in found:
-            found[path] = verdict(loaded, path, setting)
-    return found
+        if path not in by_key:
+            by_key[path] = verdict(loaded, path, setting)
+    return by_key
 
 
 def verdict(loaded: LoadedConfig[Any], path: str, setting: Setting) -> Verdict:
@@ -89,12 +89,12 @@ def verdict(loaded: LoadedConfig[Any], path: str, setting: Setting) -> Verdict:
 
 def _missing_features(loaded: LoadedConfig[Any]) -> dict[str, str]:
     """Key -> sentence, for each feature that the config chooses and this version does not have."""
-    found: dict[str, str] = {}
+    sentences: dict[str, str] = {}
     for row in loaded.schema.compat.unavailable:
         value = value_at(loaded.config, row.path)
         if row.chosen(value) and not loaded.origins.get(row.path, "").startswith("follows "):
-            found[row.path] = f"{row.what} is not available in this version ({row.path}={value}). {row.instead}."
-    return found
+            sentences[row.path] = f"{row.what} is not available in this version ({row.path}={value}). {row.instead}."
+    return sentences
 
 
 def _hidden(loaded: LoadedConfig[Any], missing: dict[str, str], fault: Problem) -> bool:
@@ -116,9 +116,9 @@ def _place(setting: Setting) -> str:
     return f"{setting.source}; it is another spelling of {setting.path}" if renamed else setting.source
 
 
-def _is_fault(loaded: LoadedConfig[Any], found: dict[str, Verdict], key: str) -> bool:
+def _is_fault(loaded: LoadedConfig[Any], by_key: dict[str, Verdict], key: str) -> bool:
     """A value that does not fit is an error, but where its feature is missing, and for null to a key that is not read."""
-    return found[key].kind == "acts" or (found[key].kind == "noticed" and loaded.misfits[key] is not None)
+    return by_key[key].kind == "acts" or (by_key[key].kind == "noticed" and loaded.misfits[key] is not None)
 
 
 def _broken_rules(loaded: LoadedConfig[Any], faulty: set[str]) -> Iterator[Problem]:
@@ -132,19 +132,19 @@ def _broken_rules(loaded: LoadedConfig[Any], faulty: set[str]) -> Iterator[Probl
 
 def _followed(loaded: LoadedConfig[Any], key: str) -> set[str]:
     """The keys whose value `key` has taken."""
-    found: set[str] = set()
+    sources: set[str] = set()
     while (origin := loaded.origins.get(key, "")).startswith("follows "):
         key = origin.removeprefix("follows ")
-        found.add(key)
-    return found
+        sources.add(key)
+    return sources
 
 
-def _notices(loaded: LoadedConfig[Any], found: dict[str, Verdict]) -> list[Problem]:
+def _notices(loaded: LoadedConfig[Any], by_key: dict[str, Verdict]) -> list[Problem]:
     """One notice per reason, each with all keys it is the reason of; errors under trainer.strict_config."""
     by_reason: dict[str, list[str]] = {}
     for key, reason in loaded.without_effect:
         by_reason.setdefault(reason, []).append(key)
-    for path, verdict in found.items():
+    for path, verdict in by_key.items():
         if verdict.kind == "noticed":
             value = loaded.misfits.get(path, value_at(loaded.config, path))
             by_reason.setdefault(verdict.reason, []).extend(_all_shown(loaded, path, value))

@@ -79,27 +79,27 @@ SFT_FOLLOWS: tuple[tuple[str, str], ...] = (
 COMPOSED_FOLDER = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
 
 
-def _folder(values: Mapping[str, Any], given: set[str]) -> Derived:
-    if "trainer.default_local_dir" in given:
+def _folder(values: Mapping[str, Any], set_keys: set[str]) -> Derived:
+    if "trainer.default_local_dir" in set_keys:
         return {}
     folder = f"checkpoints/{values['trainer.project_name']}/{values['trainer.experiment_name']}"
     return {"trainer.default_local_dir": (folder, "follows trainer.project_name and trainer.experiment_name")}
 
 
-def derive_sft(values: Mapping[str, Any], given: set[str]) -> Derived:
-    """Keys of `verl sft` that are worked out from several others, or from the launcher. `given` are the keys the user set."""
+def derive_sft(values: Mapping[str, Any], set_keys: set[str]) -> Derived:
+    """Keys of `verl sft` that are worked out from several others, or from the launcher. `set_keys`: keys the user set."""
     return (
-        _folder(values, given)
-        | _launched(given)
-        | _adapter(values, given, "model")
+        _folder(values, set_keys)
+        | _launched(set_keys)
+        | _adapter(values, set_keys, "model")
         | _fallback(values, "engine.strategy", "")
     )
 
 
-def _launched(given: set[str]) -> Derived:
+def _launched(set_keys: set[str]) -> Derived:
     """Nodes and devices as torchrun has started them."""
     world, local = (os.environ.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    if not (world.isdecimal() and local.isdecimal()) or {"trainer.nnodes", "trainer.n_gpus_per_node"} & given:
+    if not (world.isdecimal() and local.isdecimal()) or {"trainer.nnodes", "trainer.n_gpus_per_node"} & set_keys:
         return {}
     return {
         "trainer.nnodes": (int(world) // max(int(local), 1), "follows WORLD_SIZE"),
@@ -107,36 +107,36 @@ def _launched(given: set[str]) -> Derived:
     }
 
 
-def derive_ppo(values: Mapping[str, Any], given: set[str]) -> Derived:
-    """Keys of `verl train` that are worked out from several others. `given` are the keys the user set."""
-    found = _folder(values, given)
+def derive_ppo(values: Mapping[str, Any], set_keys: set[str]) -> Derived:
+    """Keys of `verl train` that are worked out from several others. `set_keys` are the keys the user set."""
+    derived = _folder(values, set_keys)
     if values["data.seed"] is None:
-        found["data.seed"] = (42, "default")
+        derived["data.seed"] = (42, "default")
     batch, mini_batch = values["data.train_batch_size"], f"{_ACTOR}.ppo_mini_batch_size"
-    if mini_batch not in given and isinstance(batch, int) and batch < values[mini_batch]:
-        found[mini_batch] = (batch, "follows data.train_batch_size")
+    if mini_batch not in set_keys and isinstance(batch, int) and batch < values[mini_batch]:
+        derived[mini_batch] = (batch, "follows data.train_batch_size")
     val = f"{_ROLLOUT}.val_kwargs"
     temperature = values[f"{val}.temperature"]
-    if f"{val}.do_sample" not in given and isinstance(temperature, int | float) and temperature > 0:
-        found[f"{val}.do_sample"] = (True, f"follows {val}.temperature")
-    found |= _agent_loop(values, given)
+    if f"{val}.do_sample" not in set_keys and isinstance(temperature, int | float) and temperature > 0:
+        derived[f"{val}.do_sample"] = (True, f"follows {val}.temperature")
+    derived |= _agent_loop(values, set_keys)
     turn_rewards = f"{_ROLLOUT}.agent.turn_rewards"
-    if turn_rewards not in given and values["algorithm.adv_estimator"] in ADVANTAGES.reading("turn_ids"):
-        found[turn_rewards] = (True, "follows algorithm.adv_estimator")
-    found |= _ahead(values, given)
+    if turn_rewards not in set_keys and values["algorithm.adv_estimator"] in ADVANTAGES.reading("turn_ids"):
+        derived[turn_rewards] = (True, "follows algorithm.adv_estimator")
+    derived |= _ahead(values, set_keys)
     for model in (_MODEL, "critic.model"):
-        found |= _adapter(values, given, model)
+        derived |= _adapter(values, set_keys, model)
     strategies = {f"{_ACTOR}.strategy": "fsdp_config", f"{_REF}.strategy": "fsdp_config", "critic.strategy": "fsdp"}
     if values["model_engine"] == "megatron":
-        found |= {key: ("megatron", "follows model_engine") for key in strategies if key not in given}
+        derived |= {key: ("megatron", "follows model_engine") for key in strategies if key not in set_keys}
     for key, section in strategies.items():
-        found |= _fallback({**values, **{path: value for path, (value, _) in found.items()}}, key, section)
+        derived |= _fallback({**values, **{path: value for path, (value, _) in derived.items()}}, key, section)
     if values["algorithm.adv_estimator"] in ("optimal_token_baseline", "tir_optimal_token_baseline"):
-        found[f"{_ACTOR}.calculate_sum_pi_squared"] = (True, "follows algorithm.adv_estimator")
-    return found
+        derived[f"{_ACTOR}.calculate_sum_pi_squared"] = (True, "follows algorithm.adv_estimator")
+    return derived
 
 
-def _agent_loop(values: Mapping[str, Any], given: set[str]) -> Derived:
+def _agent_loop(values: Mapping[str, Any], set_keys: set[str]) -> Derived:
     """The default agent loop for an environment, a runner or multi_turn."""
     key = f"{_ROLLOUT}.agent.default_agent_loop"
     for source, loop in (
@@ -144,7 +144,7 @@ def _agent_loop(values: Mapping[str, Any], given: set[str]) -> Derived:
         (f"{_ROLLOUT}.agent.runner", "endpoint_agent"),
         (f"{_ROLLOUT}.multi_turn.enable", "tool_agent"),
     ):
-        if key not in given and values[source] not in (None, False):
+        if key not in set_keys and values[source] not in (None, False):
             return {key: (loop, f"follows {source}")}
     return {}
 
@@ -183,7 +183,7 @@ def _is_missing(package: str | None) -> bool:
     return top is None or importlib.util.find_spec(package) is None
 
 
-def _adapter(values: Mapping[str, Any], given: set[str], model: str) -> Derived:
+def _adapter(values: Mapping[str, Any], set_keys: set[str], model: str) -> Derived:
     """Rank, scale and modules of adapters to start from, as their adapter_config.json has them; nothing where lora_rank is set
     or there is no such file (which a rule refuses)."""
     source = f"{model}.lora_adapter_path"
@@ -198,20 +198,20 @@ def _adapter(values: Mapping[str, Any], given: set[str], model: str) -> Derived:
     return {
         f"{model}.{ours}": (saved[theirs], f"follows {source}")
         for ours, theirs in names.items()
-        if saved.get(theirs) is not None and (ours == "lora_rank" or f"{model}.{ours}" not in given)
+        if saved.get(theirs) is not None and (ours == "lora_rank" or f"{model}.{ours}" not in set_keys)
     }
 
 
-def _ahead(values: Mapping[str, Any], given: set[str]) -> Derived:
+def _ahead(values: Mapping[str, Any], set_keys: set[str]) -> Derived:
     """Depth of prefetching, and the correction that the age of samples asks for."""
-    found: Derived = {}
+    derived: Derived = {}
     key, mode = f"{_ROLLOUT}.prefetch_num", values["trainer.v1.trainer_mode"]
     number = values[key]
-    if key not in given and mode in ("colocate_async", "separate_async"):
+    if key not in set_keys and mode in ("colocate_async", "separate_async"):
         source = f"trainer.v1.{mode}.num_warmup_batches"
         number = values[source]
-        found[key] = (number, f"follows {source}")
+        derived[key] = (number, f"follows {source}")
     correction = "algorithm.rollout_correction"
-    if isinstance(number, int) and number > 0 and not any(k.startswith(correction) for k in given):
-        found[f"{correction}.rollout_is"] = ("token", f"follows {key}")
-    return found
+    if isinstance(number, int) and number > 0 and not any(k.startswith(correction) for k in set_keys):
+        derived[f"{correction}.rollout_is"] = ("token", f"follows {key}")
+    return derived

@@ -54,14 +54,14 @@ def files() -> dict[str, str]:
 def _ppo_files() -> dict[str, str]:
     values = {path: _value(PPO, path) for path in PPO.leaves}
     older = _older_spellings(PPO)
-    made: dict[str, str] = {"model_engine/dp.yaml": f"# @package _global_\n{HEADER}model_engine: dp\n"}
+    texts: dict[str, str] = {"model_engine/dp.yaml": f"# @package _global_\n{HEADER}model_engine: dp\n"}
     for group, name, section in GROUPS:
         own = _taken(values, section) | _taken(older, section)
         if section == "critic":
             own = {path: value for path, value in own.items() if not path.startswith("model.")} | {
                 f"model.{path}": value for path, value in _taken(own, "model").items() if _differs(path, value)
             }
-        made[f"{group}/{name}.yaml"] = _text(own)
+        texts[f"{group}/{name}.yaml"] = _text(own)
         for path in own:
             values.pop(f"{section}.{path}", None)
             older.pop(f"{section}.{path}", None)
@@ -72,8 +72,8 @@ def _ppo_files() -> dict[str, str]:
         if group == "critic":
             defaults.append("  - model@critic.model: hf_model")
         defaults.append(f"  - {group}@{section}: {name.replace('dp_', '${model_engine}_')}")
-    made["ppo_trainer.yaml"] = _text(rest, ["defaults:", *defaults, "  - _self_", ""])
-    return made
+    texts["ppo_trainer.yaml"] = _text(rest, ["defaults:", *defaults, "  - _self_", ""])
+    return texts
 
 
 def _sft_files() -> dict[str, str]:
@@ -102,16 +102,16 @@ def _value(schema: Schema[Any], path: str) -> Any:
 
 def _older_spellings(schema: Schema[Any]) -> dict[str, Any]:
     """Other spellings of keys, at values with which they ask for nothing."""
-    found: dict[str, Any] = {}
+    older: dict[str, Any] = {}
     aliases, leaves = schema.compat.aliases, schema.leaves
     for alias in aliases:
         if alias.old in _OLDER_SECTIONS:
             names = (path.removeprefix(alias.new) for path in leaves if path.startswith(alias.new))
-            found.update({alias.old + name: None for name in names})
+            older.update({alias.old + name: None for name in names})
     exact = (a for a in aliases if not a.old.endswith("."))
-    found.update({a.old: a.ignore[0] for a in exact if a.old.partition(".")[0] in _SPELLED_SECTIONS})
-    found.update({a.old: None for a in aliases if a.old.startswith(_OLDER_SECTIONS) and not a.old.endswith(".")})
-    return {path: value for path, value in found.items() if path not in leaves and not _is_section(path, found, leaves)}
+    older.update({a.old: a.ignore[0] for a in exact if a.old.partition(".")[0] in _SPELLED_SECTIONS})
+    older.update({a.old: None for a in aliases if a.old.startswith(_OLDER_SECTIONS) and not a.old.endswith(".")})
+    return {path: value for path, value in older.items() if path not in leaves and not _is_section(path, older, leaves)}
 
 
 def _is_section(path: str, *known: Mapping[str, Any]) -> bool:

@@ -60,14 +60,14 @@ def _given(
     config_name: str | None,
     values: Mapping[str, Any] | Sequence[Mapping[str, Any]] = (),
 ) -> Given:
-    given = Given(schema)
+    user = Given(schema)
     file = sources.find(schema, config_path, config_name)
-    for path, tree in sources.read_tree(schema, file, given.notices) if file is not None else ():
-        given.add_file(f"config {path.stem}" if path.parent == sources.BUILT_IN else f"file {path}", tree)
+    for path, tree in sources.read_tree(schema, file, user.notices) if file is not None else ():
+        user.add_file(f"config {path.stem}" if path.parent == sources.BUILT_IN else f"file {path}", tree)
     for values_tree in filter(None, [values] if isinstance(values, Mapping) else values):
-        given.add_file("Python", dict(values_tree))
-    given.add_overrides(overrides)
-    return given
+        user.add_file("Python", dict(values_tree))
+    user.add_overrides(overrides)
+    return user
 
 
 def load_composed(tree: dict[str, Any], *, schema: Schema[Any] = PPO, check: bool = True) -> LoadedConfig[Any]:
@@ -75,9 +75,9 @@ def load_composed(tree: dict[str, Any], *, schema: Schema[Any] = PPO, check: boo
 
     What has the value that the composition gives it by itself counts as not given. Raises ConfigError as `load_config`.
     """
-    given = Given(schema)
-    given.add_file("composed config", tree)
-    values = {setting.path: setting.value for setting in given.settings}
+    user = Given(schema)
+    user.add_file("composed config", tree)
+    values = {setting.path: setting.value for setting in user.settings}
     sources = dict(schema.follows)
     folder = f"checkpoints/{values.get('trainer.project_name')}/{values.get('trainer.experiment_name')}"
 
@@ -87,12 +87,12 @@ def load_composed(tree: dict[str, Any], *, schema: Schema[Any] = PPO, check: boo
         own_folder = path == "trainer.default_local_dir" and value in (folder, COMPOSED_FOLDER)
         return not (value in same or own_folder)
 
-    given.settings = [setting for setting in given.settings if asks(setting)]
-    return _checked(given, check)
+    user.settings = [setting for setting in user.settings if asks(setting)]
+    return _checked(user, check)
 
 
-def _checked(given: Given, check: bool) -> LoadedConfig[Any]:
-    loaded = _resolve(given)
+def _checked(user: Given, check: bool) -> LoadedConfig[Any]:
+    loaded = _resolve(user)
     problems = check_config(loaded) if check or loaded.faults else []
     if not check:
         problems = [p for p in problems if p in loaded.faults]
@@ -103,15 +103,15 @@ def _checked(given: Given, check: bool) -> LoadedConfig[Any]:
     return loaded
 
 
-def _resolve(given: Given) -> LoadedConfig[Any]:
-    schema = given.schema
-    faults = [*given.faults, *given.conflicts()]
+def _resolve(user: Given) -> LoadedConfig[Any]:
+    schema = user.schema
+    faults = [*user.faults, *user.conflicts()]
     misfits: Misfits = {}
     values = {path: leaf.default for path, leaf in schema.leaves.items()}
     origins = dict.fromkeys(values, "default")
     last: dict[str, Setting] = {}
     entries: dict[str, list[Setting]] = {}
-    for setting in given.settings:
+    for setting in user.settings:
         last[setting.path] = setting
         entries.setdefault(setting.path, []).append(setting)
         misfits.pop(setting.path, None)  # a later value goes before it
@@ -143,13 +143,13 @@ def _resolve(given: Given) -> LoadedConfig[Any]:
         schema,
         config,
         origins,
-        list(given.notices),
+        list(user.notices),
         last,
         followed,
         entries,
         faults,
         {path: value for path, (value, _) in misfits.items()},
-        given.without_effect,
+        user.without_effect,
     )
 
 
@@ -186,16 +186,16 @@ def _choice_problem(leaf: Leaf, value: Any) -> str:
 
 
 def _complete(
-    schema: Schema[Any], values: dict[str, Any], origins: dict[str, str], given: dict[str, Setting]
+    schema: Schema[Any], values: dict[str, Any], origins: dict[str, str], settings: dict[str, Setting]
 ) -> dict[str, Any]:
     """Fill in keys that follow others (also where null was given); returns what given keys would have been."""
-    for path, (value, origin) in schema.derive(values, set(given)).items():
+    for path, (value, origin) in schema.derive(values, set(settings)).items():
         values[path], origins[path] = value, origin
     followed = {}
     for path, source in schema.follows:
-        if path in given:
+        if path in settings:
             followed[path] = values[source]
-        if path in given and values[path] is not None:
+        if path in settings and values[path] is not None:
             continue
         if values[source] != values[path]:
             values[path], origins[path] = values[source], f"follows {source}"
@@ -243,17 +243,17 @@ def _select(tree: Any, leaf: Leaf, value: Any) -> Any:
     """The value that the tree has for a key. Raises Misfit with the end of the sentence."""
     from omegaconf import OmegaConf
 
-    found = OmegaConf.select(tree, leaf.path, throw_on_missing=True)
-    if OmegaConf.is_config(found):
-        found = OmegaConf.to_container(found, resolve=True)
+    selected = OmegaConf.select(tree, leaf.path, throw_on_missing=True)
+    if OmegaConf.is_config(selected):
+        selected = OmegaConf.to_container(selected, resolve=True)
     try:
-        converted = convert(found, leaf.annotation)
+        converted = convert(selected, leaf.annotation)
     except Misfit as misfit:
-        raise Misfit(f"must be {misfit}, got {quoted(found)}.") from None
+        raise Misfit(f"must be {misfit}, got {quoted(selected)}.") from None
     if problem := _choice_problem(leaf, converted):
-        raise Misfit(f"stands for {quoted(found)}, which {problem}")
+        raise Misfit(f"stands for {quoted(selected)}, which {problem}")
     if unusable_text(converted) is not None:
-        raise Misfit(f"stands for a text with a NUL or half a character: {quoted(found)}.")
+        raise Misfit(f"stands for a text with a NUL or half a character: {quoted(selected)}.")
     return merge(leaf.default, converted) if leaf.free else converted
 
 

@@ -113,11 +113,11 @@ class Schema(Generic[R]):
     @functools.cached_property
     def sections_by_class(self) -> dict[type, list[str]]:
         """Class, or base class, of sections -> full paths of its sections."""
-        found: dict[type, list[str]] = {}
+        by_class: dict[type, list[str]] = {}
         for path, _, node in _sections(self.root(), ""):
             for cls in type(node).__mro__:
-                found.setdefault(cls, []).append(path)
-        return found
+                by_class.setdefault(cls, []).append(path)
+        return by_class
 
     @functools.cached_property
     def compat(self) -> Compat:
@@ -162,7 +162,7 @@ class Schema(Generic[R]):
         """The value of every key; the inverse of `build`."""
         return {path: value_at(config, path) for path in self.leaves}
 
-    def problems(self, config: R, given: set[str]) -> Iterator[Problem]:
+    def problems(self, config: R, set_keys: set[str]) -> Iterator[Problem]:
         """Values out of their bounds, and keys that contradict one another."""
         for path, leaf in self.leaves.items():
             value = value_at(config, path)
@@ -173,7 +173,7 @@ class Schema(Generic[R]):
             if leaf.key.family is not None:
                 yield from self._unknown_names(config, path, leaf.key.family, value)
         for rule in self.rules:
-            yield from rule(config, given)
+            yield from rule(config, set_keys)
         for cls, section_rule in self.section_rules.items():
             for path in self.sections_by_class.get(cls, ()):
                 yield from section_rule(path, value_at(config, path), config)

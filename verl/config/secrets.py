@@ -87,12 +87,12 @@ def is_secret_name(name: str) -> bool:
 
 def remember_secrets(values: Any = None) -> None:
     """Make `hide` mask the secrets of the environment, and of `values`: a config section, mapping or list."""
-    found = {secret for name, value in os.environ.items() for secret in _secrets_in(value, is_secret_name(name))}
-    found |= set(_secrets_in(values, False))
+    secrets = {secret for name, value in os.environ.items() for secret in _secrets_in(value, is_secret_name(name))}
+    secrets |= set(_secrets_in(values, False))
     # as they stand in JSON, with their quotes escaped
-    found |= {json.dumps(secret, ensure_ascii=False)[1:-1] for secret in found}
-    found |= set(_known)
-    _known[:] = sorted((secret for secret in found if len(secret) >= MIN_LENGTH), key=len, reverse=True)
+    secrets |= {json.dumps(secret, ensure_ascii=False)[1:-1] for secret in secrets}
+    secrets |= set(_known)
+    _known[:] = sorted((secret for secret in secrets if len(secret) >= MIN_LENGTH), key=len, reverse=True)
 
 
 def _secrets_in(value: Any, named_so: bool) -> Iterator[str]:

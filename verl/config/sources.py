@@ -111,8 +111,8 @@ def read_tree(
                 entry = ""
         names = [entry, schema.config_names.get(entry)] if isinstance(entry, str) and entry else []
         beside = [folder / f"{name}.yaml" for name in names if name for folder in (file.parent, BUILT_IN)]
-        if found := next((f for f in beside if f.is_file()), None):
-            yield from read_tree(schema, found, notices, (*above, file))
+        if included := next((f for f in beside if f.is_file()), None):
+            yield from read_tree(schema, included, notices, (*above, file))
         elif entry and not (isinstance(entry, str) and entry in schema.config_names):
             notices.append(f"defaults: {entry!r} in {file} has no effect: no such file lies beside it.")
 

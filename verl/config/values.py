@@ -113,14 +113,14 @@ def unusable_text(value: Any) -> str | None:
     """The first text in `value`, of entries too, that no file or name can hold: with half a character or a NUL; or None."""
     waiting = [value]
     while waiting:
-        found = waiting.pop()
-        if isinstance(found, str):
-            if "\0" in found or found != valid_utf8(found):
-                return found
-        elif isinstance(found, dict):
-            waiting += [*found, *found.values()]
-        elif isinstance(found, list | tuple):
-            waiting += found
+        item = waiting.pop()
+        if isinstance(item, str):
+            if "\0" in item or item != valid_utf8(item):
+                return item
+        elif isinstance(item, dict):
+            waiting += [*item, *item.values()]
+        elif isinstance(item, list | tuple):
+            waiting += item
     return None
 
 

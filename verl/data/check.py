@@ -110,10 +110,10 @@ def check_data(config: DataConfig, tokenizer: Any, agents: Collection[str] = (),
 
 def _unfiltered(files: Files, tokenizer: Any, config: DataConfig, max_samples: int) -> Any:
     """The data set with its overlong rows in it, so that they are counted and a bad row does not stop the reading."""
-    made = dataset_class(config)
-    if made is RLHFDataset:
-        made = _Unfiltered
-    return made(data_files=files, tokenizer=tokenizer, config=config, processor=None, max_samples=max_samples)
+    cls = dataset_class(config)
+    if cls is RLHFDataset:
+        cls = _Unfiltered
+    return cls(data_files=files, tokenizer=tokenizer, config=config, processor=None, max_samples=max_samples)
 
 
 class _Unfiltered(RLHFDataset):

@@ -30,11 +30,11 @@ def parse_json(text: str) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         raise ValueError(f"an object has the key {quoted(twice)} twice")
-    return found
+    return entries
 
 
 class Table(Protocol):
@@ -224,20 +224,20 @@ def _open_dataset(name: str) -> Table:
     datasets.disable_progress_bars()
     saved = any((Path(path) / marker).is_file() for marker in ("dataset_dict.json", "state.json"))
     try:
-        found: Any = datasets.load_from_disk(path) if saved else datasets.load_dataset(path)
+        loaded: Any = datasets.load_from_disk(path) if saved else datasets.load_dataset(path)
     except Exception as error:
         # loading runs other people's code and network clients, which raise anything
         raise DataError(
             f"{path} is neither a file nor a data set that can be loaded: {type(error).__name__}: {clean(error)}"
         ) from error
-    if not isinstance(found, datasets.DatasetDict):
-        return HuggingFaceTable(found, path)
-    if not split and len(found) == 1:
-        split = next(iter(found))
-    if split not in found:
+    if not isinstance(loaded, datasets.DatasetDict):
+        return HuggingFaceTable(loaded, path)
+    if not split and len(loaded) == 1:
+        split = next(iter(loaded))
+    if split not in loaded:
         asked = f"has no split {split!r}" if split else "has several splits"
-        raise DataError(f"The data set {path} {asked}; write {path}@SPLIT with one of {', '.join(found)}.")
-    return HuggingFaceTable(found[split], f"{path}@{split}")
+        raise DataError(f"The data set {path} {asked}; write {path}@SPLIT with one of {', '.join(loaded)}.")
+    return HuggingFaceTable(loaded[split], f"{path}@{split}")
 
 
 def write_parquet(path: Path, rows: Sequence[dict[str, Any]]) -> None:

@@ -18,14 +18,14 @@ def parse_task(text: str) -> tuple[str, dict[str, Any]]:
     """`name` or `name:{json settings}`. Raises DataError when the settings are not a JSON object."""
     name, _, settings = text.partition(":")
     try:
-        found = parse_json(settings) if settings else {}
+        parsed = parse_json(settings) if settings else {}
     except ValueError as error:
         raise DataError(
             f"--tasks {clean(text)}: the settings after ':' are not valid JSON ({clean(error)})."
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise DataError(f"--tasks {clean(text)}: the settings after ':' must be a JSON object.")
-    return name, found
+    return name, parsed
 
 
 def _parser() -> argparse.ArgumentParser:

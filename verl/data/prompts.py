@@ -133,8 +133,8 @@ def control_token_in(messages: Messages, pattern: re.Pattern[str] | None) -> str
     """The first control token in the contents of messages, which a chat template inserts as they are; "" for none."""
     if pattern is None:
         return ""
-    found = (pattern.search(str(message.get("content") or "")) for message in messages if isinstance(message, Mapping))
-    return next((match[0] for match in found if match), "")
+    hits = (pattern.search(str(message.get("content") or "")) for message in messages if isinstance(message, Mapping))
+    return next((match[0] for match in hits if match), "")
 
 
 def truncate(ids: Sequence[int], limit: int, mode: str) -> list[int]:

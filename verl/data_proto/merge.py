@@ -91,9 +91,9 @@ def concat_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     metrics: list[Mapping[str, Any]] = []
     for part in parts:
-        found = part.get("metrics")
-        if found is not None:
-            metrics.extend(found if isinstance(found, list) else [found])
+        part_metrics = part.get("metrics")
+        if part_metrics is not None:
+            metrics.extend(part_metrics if isinstance(part_metrics, list) else [part_metrics])
         merged = union_meta_info(merged, {k: v for k, v in part.items() if k != "metrics"})
     if metrics:
         merged["metrics"] = _dict_of_lists(metrics)
@@ -102,8 +102,8 @@ def concat_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _dict_of_lists(dicts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     lists: dict[str, list[Any]] = {}
-    for found in dicts:
-        for key, value in found.items():
+    for entries in dicts:
+        for key, value in entries.items():
             lists.setdefault(key, []).append(value)
     return lists
 

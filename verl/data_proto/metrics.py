@@ -63,8 +63,8 @@ class Metric:
         """Both sets of observations, `other` being the newer. Raises ValueError when the reductions differ."""
         if other.reduction != self.reduction:
             raise ValueError(f"A {self.reduction} metric cannot be merged with a {other.reduction} metric.")
-        kept = other.observations if self.reduction == "last" else self.observations + other.observations
-        return Metric(self.reduction, kept)
+        observations = other.observations if self.reduction == "last" else self.observations + other.observations
+        return Metric(self.reduction, observations)
 
     @property
     def value(self) -> float:

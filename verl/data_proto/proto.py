@@ -218,12 +218,12 @@ class DataProto:
     ) -> DataProto:
         """Takes the named columns out of this batch and returns them. Raises ValueError, before anything is taken, when
         one is missing."""
-        wanted = (
+        requests = (
             (batch_keys or (), set(self._tensors()), "tensor column"),
             (non_tensor_batch_keys or (), set(self.non_tensor_batch), "object column"),
             (meta_info_keys or (), set(self.meta_info), "meta_info key"),
         )
-        for keys, present, kind in wanted:
+        for keys, present, kind in requests:
             for key in keys:
                 if key not in present:
                     raise ValueError(f"There is no {kind} {key!r} to pop; there are {sorted(present)}.")

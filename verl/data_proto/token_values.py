@@ -34,10 +34,10 @@ def add_token_columns(batch: DataProto, keys: Sequence[torch.Tensor], values: di
     there is none. A key that several rows have goes to the first of them. A column that is there already stays."""
     if not keys:
         return
-    wanted, order = _row_keys(batch).sort(stable=True)
-    found = torch.searchsorted(wanted, keys[0]).clamp(max=len(wanted) - 1)
-    known = wanted[found] == keys[0]
-    rows, positions = order[found][known], keys[1][known]
+    sorted_keys, order = _row_keys(batch).sort(stable=True)
+    places = torch.searchsorted(sorted_keys, keys[0]).clamp(max=len(sorted_keys) - 1)
+    known = sorted_keys[places] == keys[0]
+    rows, positions = order[places][known], keys[1][known]
     width = batch.batch["responses"].shape[1]
     for name, flat in values.items():
         if name not in batch.batch.keys():

@@ -40,7 +40,7 @@ class FlatShards:
         sizes = [torch.empty_like(mine) for _ in range(self.group.size())]
         dist.all_gather(sizes, mine, group=self.group)
         self.sizes = dict(zip(own, torch.stack(sizes, 1).tolist(), strict=True))
-        assert all(sum(found) == math.prod(self.shapes[name]) for name, found in self.sizes.items())
+        assert all(sum(rank_sizes) == math.prod(self.shapes[name]) for name, rank_sizes in self.sizes.items())
 
     def region(self, name: str) -> Region:
         """The place of this rank's slice in the flattened tensor."""

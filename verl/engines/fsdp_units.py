@@ -126,12 +126,12 @@ def sharded_units(model: nn.Module) -> list[FSDPModule]:
 def shard_places(model: nn.Module) -> list[tuple[Any, str]]:
     """The attributes (object, name) that hold this rank's part of each parameter: padded, as FSDP gathers it, and as the
     parameter shows it."""
-    found: list[tuple[Any, str]] = []
+    places: list[tuple[Any, str]] = []
     for unit in sharded_units(model):
         group = unit._get_fsdp_state()._fsdp_param_group
         for parameter in group.fsdp_params if group is not None else ():
-            found += [(parameter, "_sharded_param_data"), (parameter.sharded_param, "_local_tensor")]
-    return found
+            places += [(parameter, "_sharded_param_data"), (parameter.sharded_param, "_local_tensor")]
+    return places
 
 
 def _ends_group(number: int, count: int, group_size: int) -> bool:

@@ -47,11 +47,11 @@ class ProcessGroups:
 
         def arrange(**sizes: int) -> DeviceMesh:
             ranks = torch.tensor(mesh.ranks).view(tuple(sizes.values()))
-            made = DeviceMesh(device_type, ranks, mesh_dim_names=tuple(sizes))
-            if timeout_s is not None and made.get_coordinate() is not None:
-                for group in made.get_all_groups():
+            arranged = DeviceMesh(device_type, ranks, mesh_dim_names=tuple(sizes))
+            if timeout_s is not None and arranged.get_coordinate() is not None:
+                for group in arranged.get_all_groups():
                     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
-            return made
+            return arranged
 
         data = arrange(replicate=replicate, shard=shard, sequence=sequence, tensor=tensor)
         params = arrange(replicate=replicate, fsdp=shard * sequence, tensor=tensor)

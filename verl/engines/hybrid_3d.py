@@ -55,9 +55,9 @@ def check_change(changes: Mapping[str, Any]) -> None:
         if name not in CHANGEABLE:
             hint = nearest(name, CHANGEABLE) or f"; there are {', '.join(CHANGEABLE)}."
             raise ConfigError(f"{name!r} is no key that can change while training runs{hint}")
-        wanted = CHANGEABLE[name]
-        if type(value) is not wanted or (isinstance(value, int) and wanted is int and value < 1):
-            words = "True or False" if wanted is bool else "a whole number of at least 1"
+        expected_type = CHANGEABLE[name]
+        if type(value) is not expected_type or (isinstance(value, int) and expected_type is int and value < 1):
+            words = "True or False" if expected_type is bool else "a whole number of at least 1"
             raise ConfigError(f"{name}={value!r} must be {words}.")
 
 

@@ -234,15 +234,15 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
 
 def _large(module: nn.Module, least: int) -> list[nn.Module]:
     """The smallest modules that still have `least` parameters, innermost first."""
-    found: list[nn.Module] = []
+    modules: list[nn.Module] = []
 
     def visit(part: nn.Module) -> int:
         left = sum(visit(child) for child in part.children())
         left += sum(p.numel() for p in part.parameters(recurse=False))
         if left < least or part is module or isinstance(part, nn.ModuleList | nn.Embedding):
             return left
-        found.append(part)
+        modules.append(part)
         return 0
 
     visit(module)
-    return found
+    return modules

@@ -115,9 +115,9 @@ class TrainedState:
             self.optimizer.load_state(parts, state.extra.get("num_optimizer_steps", 0))
 
     def _merged(self, held: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-        def part(wanted: str) -> torch.Tensor:
-            value = held[wanted]
-            return self.parameters.whole(wanted, value, value.dtype)
+        def part(key: str) -> torch.Tensor:
+            value = held[key]
+            return self.parameters.whole(key, value, value.dtype)
 
         return merged(name, part, self.scales)
 

@@ -144,12 +144,12 @@ def _require_backward(module: Any, packed: PackedBatch) -> None:
 
 def _problem_of(find: Any, module: Any) -> str:
     try:
-        found: str = find(module)
+        problem: str = find(module)
     except ModelError:
         raise
     except Exception as error:  # noqa: BLE001 - of a family's own code, called in a way that it does not know
         return f"its forward fails ({type(error).__name__}: {reason(error)})"
-    return found
+    return problem
 
 
 def _difference(module: Any, ours: torch.Tensor, theirs: torch.Tensor, kind: str) -> str:

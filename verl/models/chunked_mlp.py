@@ -35,8 +35,8 @@ def chunked_feed_forward(module: Any, chunk_tokens: int | None) -> Iterator[None
 
 
 def _feed_forwards(module: Any) -> list[Any]:
-    found = [getattr(layer, "mlp", None) for layer in getattr(module.get_decoder(), "layers", ())]
-    return [part for part in found if part is not None and not any(map(is_experts, part.modules()))]
+    mlps = [getattr(layer, "mlp", None) for layer in getattr(module.get_decoder(), "layers", ())]
+    return [part for part in mlps if part is not None and not any(map(is_experts, part.modules()))]
 
 
 def _in_chunks(forward: Callable[[torch.Tensor], torch.Tensor], size: int) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -24,13 +24,13 @@ class CompiledPlan:
         rows, self.packed_rows = [], 0
         indices = []
         for s in ordered:
-            wanted = [(s.start, s.length), *([(s.prefix_start, s.prefix_length)] if s.prefix_length else [])]
-            for start, length in wanted:
+            ranges = [(s.start, s.length), *([(s.prefix_start, s.prefix_length)] if s.prefix_length else [])]
+            for start, length in ranges:
                 if (start, length) not in known:
                     known[start, length] = len(known)
                     rows.append((start, length, self.packed_rows))
                     self.packed_rows += -(-length // _PAD) * _PAD
-            own, *prefix = (known[r] for r in wanted)
+            own, *prefix = (known[r] for r in ranges)
             indices.append((s.start, s.length, own, prefix[0] if prefix else -1))
         self.longest = max((s.length for s in present), default=0)
         self.ranges = torch.tensor(rows, dtype=torch.int64).view(-1, 3)
@@ -86,9 +86,9 @@ def compiled_attention_backward(
     dq, dk, dv = (x if x.dtype == q.dtype else torch.empty_like(x, dtype=q.dtype) for x in into)
     lse = lse[0].t().contiguous()
     _run(plan, scale, lse, backward=True, q=q, k=k, v=v, out=out, d_out=d_out, dq=dq, dk=dk, dv=dv)
-    for target, found in zip(into, (dq, dk, dv), strict=True):
-        if target is not found:
-            target.copy_(found)
+    for target, gradient in zip(into, (dq, dk, dv), strict=True):
+        if target is not gradient:
+            target.copy_(gradient)
 
 
 def _run(plan: CompiledPlan, scale: float, lse: torch.Tensor, *, backward: bool, **tensors: torch.Tensor) -> None:

@@ -66,8 +66,8 @@ def find_gguf(source: str | Path) -> Path:
         return path
     files = sorted(path.glob("*.gguf")) if path.is_dir() else []
     if len(files) != 1:
-        found = f"it holds {len(files)}: " + ", ".join(f.name for f in files) if files else "there is none"
-        raise ModelError(f"{path} should be a GGUF file or a folder with exactly one, but {found}.")
+        contents = f"it holds {len(files)}: " + ", ".join(f.name for f in files) if files else "there is none"
+        raise ModelError(f"{path} should be a GGUF file or a folder with exactly one, but {contents}.")
     return files[0]
 
 

@@ -123,12 +123,12 @@ def read_json_object(file: Path) -> dict[str, Any]:
     try:
         if file.stat().st_size > _MAX_JSON_BYTES:
             raise ValueError(f"it has more than {_MAX_JSON_BYTES:,} bytes")
-        found = json.loads(file.read_bytes())
+        document = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{clean(file)} could not be read as JSON: {reason(error)}. {_AGAIN}") from error
-    if not isinstance(found, dict):
-        raise ModelError(f"{clean(file)} holds {_json_kind(found)} where a JSON object belongs. {_AGAIN}")
-    return found
+    if not isinstance(document, dict):
+        raise ModelError(f"{clean(file)} holds {_json_kind(document)} where a JSON object belongs. {_AGAIN}")
+    return document
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -333,17 +333,17 @@ def _indexed_names(folder: Path) -> dict[str, set[str]]:
     weight_map = read_json_object(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{folder / INDEX} has no weight_map of tensors and files. {_AGAIN}")
-    found: dict[str, set[str]] = {}
+    names_by_file: dict[str, set[str]] = {}
     for tensor, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
             raise ModelError(
                 f"{folder / INDEX} names {clean(repr(file), 80)}: weights are safetensors files inside the folder, and "
                 "nothing else is loaded."
             )
-        if file not in found:
+        if file not in names_by_file:
             require_file(folder / file)
-        found.setdefault(file, set()).add(tensor)
-    return found
+        names_by_file.setdefault(file, set()).add(tensor)
+    return names_by_file
 
 
 def _kind(path: Path) -> str | None:

@@ -66,15 +66,15 @@ class ScalarHeadModel(nn.Module):
 
     def load_head(self, folder: Path) -> bool:
         """Load the head saved in `folder`, if there is one; raises ModelError when it is not a scalar head."""
-        found: dict[str, torch.Tensor] = {}
+        head_tensors: dict[str, torch.Tensor] = {}
         for name, header in read_headers(folder).items():
             if name in WEIGHT_NAMES:
                 with opened(folder / header.file) as tensors:
-                    found[name] = tensors.get_tensor(name)
-        weight_name = next((n for n in WEIGHT_NAMES if n in found and n.endswith("weight")), None)
+                    head_tensors[name] = tensors.get_tensor(name)
+        weight_name = next((n for n in WEIGHT_NAMES if n in head_tensors and n.endswith("weight")), None)
         if weight_name is None:
             return False
-        weight, bias = found[weight_name], found.get(weight_name.removesuffix("weight") + "bias")
+        weight, bias = head_tensors[weight_name], head_tensors.get(weight_name.removesuffix("weight") + "bias")
         if weight.shape != self.score.weight.shape:
             raise ModelError(
                 f"{folder} holds a head {weight_name} of shape {list(weight.shape)}; a scalar head of this size needs "

@@ -257,8 +257,8 @@ class _FusedLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         hidden, targets, lse, entropy, squared, candidates = ctx.saved_tensors
-        columns, given = read_columns(targets, candidates, grads)
-        if all(g is None for g in given):
+        columns, column_grads = read_columns(targets, candidates, grads)
+        if all(g is None for g in column_grads):
             return (None,) * 10
         matmul: Matmul = ctx.matmul
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
@@ -274,7 +274,7 @@ class _FusedLogProbs(torch.autograd.Function):
                 ctx.head.log_softmax(inputs, operand, ctx.bias, matmul, buffer)
             known = False
             for block in _blocks(z):
-                here = [g if g is None else g[part][block] for g in given]
+                here = [g if g is None else g[part][block] for g in column_grads]
                 stats = (lse[part][block], entropy[part][block], squared[part][block])
                 logit_grad_(z[block], columns[part][block], here, stats, ctx.head, matmul)
             dz = z.to(inputs.dtype)

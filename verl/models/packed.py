@@ -282,18 +282,18 @@ def _attend_part(
     of_prefix, of_own = min(hidden, segment.prefix_length), max(0, hidden - segment.prefix_length)
     prefix = _tokens(segment.prefix_start + of_prefix, segment.prefix_length - of_prefix)
     own = _tokens(segment.start + of_own, first + count - of_own)
-    in_prefix, seen = segment.prefix_length > of_prefix, segment.prefix_length + first - hidden
+    in_prefix, num_before = segment.prefix_length > of_prefix, segment.prefix_length + first - hidden
     keys, values = (torch.cat([prefix(x), own(x)], dim=2) if in_prefix else own(x) for x in (k, v))
     mask = None
-    if seen or window is not None or softcap is not None:
-        mask = _visible(count, seen, window, q.device)
+    if num_before or window is not None or softcap is not None:
+        mask = _visible(count, num_before, window, q.device)
     return _attend_dense(_tokens(segment.start + first, count)(q), keys, values, mask, scale, softcap)
 
 
-def _visible(length: int, seen: int, sliding_window: int | None, device: torch.device) -> torch.Tensor:
-    """[length, seen + length], true where query `seen + i` may look at key `j`."""
-    query = torch.arange(seen, seen + length, device=device).unsqueeze(1)
-    key = torch.arange(seen + length, device=device)
+def _visible(length: int, num_before: int, sliding_window: int | None, device: torch.device) -> torch.Tensor:
+    """[length, num_before + length], true where query `num_before + i` may look at key `j`."""
+    query = torch.arange(num_before, num_before + length, device=device).unsqueeze(1)
+    key = torch.arange(num_before + length, device=device)
     visible = key <= query
     return visible if sliding_window is None else visible & (key > query - sliding_window)
 

@@ -27,14 +27,14 @@ class VisibleUpdate:
 
     def sums(self, parameters: Iterable[Rounded]) -> dict[str, torch.Tensor]:
         """Name -> [<dw, dm>, <dm, dm>] of this rank's sample, float64."""
-        found = {}
+        sums = {}
         for name, weights, master, _ in parameters:
             before = self._start[name]
             shown, moved = (
                 _sample(now) - then.to(now.device) for now, then in zip((weights, master), before, strict=True)
             )
-            found[name] = torch.stack([shown.dot(moved), moved.dot(moved)])
-        return found
+            sums[name] = torch.stack([shown.dot(moved), moved.dot(moved)])
+        return sums
 
 
 def ratio(sums: torch.Tensor) -> float | None:

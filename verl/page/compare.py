@@ -52,7 +52,7 @@ def different_keys(one: View, other: View) -> list[tuple[str, str, str]]:
 
 def charts(one: View, other: View) -> dict[str, Any]:
     """The panels of both runs over each other: the lines of each panel carry the names of their runs."""
-    found: dict[str, panels.Panel] = {}
+    merged: dict[str, panels.Panel] = {}
     for number, view in enumerate((one, other)):
         for panel in panels.panels(view.run, view.index):
             lines = [
@@ -63,11 +63,11 @@ def charts(one: View, other: View) -> dict[str, Any]:
                 if line.style in ("line", "dots")
             ]
             if lines:
-                known = found.get(panel.title)
-                found[panel.title] = panels.Panel(
+                known = merged.get(panel.title)
+                merged[panel.title] = panels.Panel(
                     panel.title, (known.lines if known else []) + lines, panel.unit, panel.help
                 )
-    return panels.charts_json(found.values())
+    return panels.charts_json(merged.values())
 
 
 def same_prompts(one: View, other: View, step: int) -> list[dict[str, Any]]:

@@ -70,8 +70,8 @@ def without_dead_links(html: str, place: Path, out: Path, written: set[str]) -> 
         before, target, after = match.groups()
         if target.startswith("#"):
             return match.group(0)
-        found = Path(_normal(place.relative_to(out), target)).as_posix()
-        return match.group(0) if found in written else f"<a{before}{after}>"
+        linked = Path(_normal(place.relative_to(out), target)).as_posix()
+        return match.group(0) if linked in written else f"<a{before}{after}>"
 
     return _LINK.sub(keep, html)
 

@@ -116,14 +116,14 @@ class SampleIndex:
     @staticmethod
     def files_of(folder: Path) -> dict[tuple[str, int], Path]:
         """(split, step) -> file, of all samples files in a run folder."""
-        found = {}
+        files = {}
         with suppress(OSError):
             for split in os.scandir(folder / "samples"):
                 if split.is_dir(follow_symlinks=False):
                     for entry in os.scandir(split.path):
                         if match := _FILE.fullmatch(entry.name):
-                            found[split.name, int(match.group(1))] = Path(entry.path)
-        return found
+                            files[split.name, int(match.group(1))] = Path(entry.path)
+        return files
 
     def file(self, split: str, step: int) -> Path | None:
         """The samples file of a step."""
@@ -146,8 +146,8 @@ class SampleIndex:
             with self._writing() as db:
                 self._forget(db, known[key]["id"])
             changed = True
-        wanted = [only] if only in files else sorted(files, key=lambda key: -key[1]) if only is None else []
-        for key in wanted:
+        to_read = [only] if only in files else sorted(files, key=lambda key: -key[1]) if only is None else []
+        for key in to_read:
             if deadline is not None and deadline():
                 break
             row = known.get(key)
@@ -240,33 +240,33 @@ class SampleIndex:
 
     def head(self, split: str, step: int, count: int) -> list[dict[str, Any]]:
         """The columns of the first `count` samples of a file, read from it."""
-        path, found = self.file(split, step), []
+        path, samples = self.file(split, step), []
         with suppress(OSError):
             for line, _, content in _lines(path) if path is not None else ():
                 row = _row(content)
                 if row is not None:
-                    found.append({"line": line, **summary_of(row, line)._asdict()})
+                    samples.append({"line": line, **summary_of(row, line)._asdict()})
                 if line + 1 >= count:
                     break
-        return found
+        return samples
 
     def summary(self, split: str, step: int, line: int) -> Any:
         """The columns of one sample; None when the file has no such row."""
-        found = self.rows(
+        rows = self.rows(
             "SELECT samples.* FROM samples JOIN files ON files.id = file WHERE split = ? AND step = ? AND line = ?",
             split, step, line,
         )  # fmt: skip
-        if found:
-            return found[0]
+        if rows:
+            return rows[0]
         row = self.row(split, step, line)
         return None if row is None else {"line": line, **summary_of(row, line)._asdict()}
 
     def statistics(self) -> dict[str, list[sqlite3.Row]]:
         """split -> the rows of its indexed files, by step."""
-        found: dict[str, list[sqlite3.Row]] = {}
+        by_split: dict[str, list[sqlite3.Row]] = {}
         for row in self.rows("SELECT * FROM files ORDER BY split, step"):
-            found.setdefault(row["split"], []).append(row)
-        return found
+            by_split.setdefault(row["split"], []).append(row)
+        return by_split
 
 
 def _insert(db: sqlite3.Connection, file: int, batch: Sequence[_Line]) -> int:
@@ -276,16 +276,16 @@ def _insert(db: sqlite3.Connection, file: int, batch: Sequence[_Line]) -> int:
     # prompt -> its hash and what lists show of it; the samples of a group share it
     ends: dict[str, tuple[str, str]] = {}
     rows, shown = [], []
-    for number, (line, start, size, found) in enumerate(batch, first):
-        if found.prompt not in ends:
-            ends[found.prompt] = (hash_of(found.prompt), last_message(found.prompt[-1500:])[:_SHOWN])
-        prompt_hash, prompt = ends[found.prompt]
-        rows.append((number, file, line, start, size, prompt_hash, *found[: len(_COLUMNS)]))
-        shown.append((number, prompt, found.response[:_SHOWN]))
+    for number, (line, start, size, summary) in enumerate(batch, first):
+        if summary.prompt not in ends:
+            ends[summary.prompt] = (hash_of(summary.prompt), last_message(summary.prompt[-1500:])[:_SHOWN])
+        prompt_hash, prompt = ends[summary.prompt]
+        rows.append((number, file, line, start, size, prompt_hash, *summary[: len(_COLUMNS)]))
+        shown.append((number, prompt, summary.response[:_SHOWN]))
     db.executemany(_INSERT, rows)
     db.executemany("INSERT INTO shown VALUES (?, ?, ?)", shown)
     for which in ("prompt", "response"):
-        packed = pack_texts((number, getattr(found, which)) for number, (*_, found) in enumerate(batch, first))
+        packed = pack_texts((number, getattr(summary, which)) for number, (*_, summary) in enumerate(batch, first))
         db.execute("INSERT INTO texts (file, owners, ends, folded) VALUES (?, ?, ?, ?)", (file, *packed))
     db.execute("UPDATE files SET rows = rows + ? WHERE id = ?", (len(batch), file))
     db.execute("COMMIT")
@@ -308,10 +308,10 @@ def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
 
 def _row(content: bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(content)
+        row = json.loads(content)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return row if isinstance(row, dict) else None
 
 
 def _statistics(db: sqlite3.Connection, file: int | None) -> tuple[float | None, ...]:

@@ -142,10 +142,10 @@ def _sparkline(values: Any) -> Markup:
 
 def _row(line: str) -> dict[str, Any] | None:
     try:
-        found = json.loads(line)
+        row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return row if isinstance(row, dict) else None
 
 
 def _pandas() -> Any:

@@ -165,9 +165,9 @@ def all_metrics(run: RunReader) -> list[Panel]:
     return [Panel(name, [ChartLine("", s.steps, s.values)], key=name) for name, s in sorted(run.metrics.items())]
 
 
-def charts_json(found: Iterable[Panel], marks: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+def charts_json(charts: Iterable[Panel], marks: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
     """The panels for the browser: one axis of steps and aligned columns each, with null where a line has no point."""
-    return {"panels": [_aligned(panel) for panel in found], "marks": list(marks)}
+    return {"panels": [_aligned(panel) for panel in charts], "marks": list(marks)}
 
 
 def _aligned(panel: Panel) -> dict[str, Any]:
@@ -197,8 +197,8 @@ def thin(steps: Sequence[int], values: Sequence[float]) -> dict[int, float]:
         return points
     items = sorted(points.items())
     size = -(-2 * len(items) // MAX_POINTS)
-    kept: dict[int, float] = {}
+    thinned: dict[int, float] = {}
     for start in range(0, len(items), size):
         bucket = items[start : start + size]
-        kept.update([min(bucket, key=lambda item: item[1]), max(bucket, key=lambda item: item[1])])
-    return dict(sorted([*kept.items(), items[-1]]))
+        thinned.update([min(bucket, key=lambda item: item[1]), max(bucket, key=lambda item: item[1])])
+    return dict(sorted([*thinned.items(), items[-1]]))

@@ -21,7 +21,7 @@ _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 def exposition(site: Site, labels: Mapping[str, str]) -> str:
     """verl_{metric}{run="..."} of the newest step that has it, for all runs; also verl_step, verl_total_steps, verl_running
     and verl_seconds_since_step."""
-    found: dict[str, list[str]] = {}
+    samples: dict[str, list[str]] = {}
     for key, view in site.views.items():
         run = view.run
         run.refresh()
@@ -34,9 +34,9 @@ def exposition(site: Site, labels: Mapping[str, str]) -> str:
         shown = _labels({"run": key, **labels})
         for name, value in {**metrics, **facts}.items():
             if value is not None:
-                found.setdefault(f"verl_{_NAME.sub('_', name)}", []).append(f"{shown} {value!r}")
+                samples.setdefault(f"verl_{_NAME.sub('_', name)}", []).append(f"{shown} {value!r}")
     lines = [
-        f"# TYPE {name} gauge\n" + "".join(f"{name}{v}\n" for v in values) for name, values in sorted(found.items())
+        f"# TYPE {name} gauge\n" + "".join(f"{name}{v}\n" for v in values) for name, values in sorted(samples.items())
     ]
     return "".join(lines)
 

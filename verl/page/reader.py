@@ -231,14 +231,14 @@ class RunReader:
 
     def marks(self) -> list[dict[str, Any]]:
         """Crashes and resumptions: {step, kind, text}."""
-        found = []
+        marks = []
         for event in self.events:
             place = clean(event.get("phase") or "an unknown phase")
             text = f"crash in {place}: {clean(event.get('cause') or '')}"
             if is_count(event.get("step")):
-                found.append({"step": event["step"], "kind": "crash", "text": text})
+                marks.append({"step": event["step"], "kind": "crash", "text": text})
         for before, row in zip(self.timeline, self.timeline[1:], strict=False):
             gap = row.get("start", 0) - before.get("start", 0) - before["seconds"]
             if gap > _RESUME_GAP_S and row["step"] > before["step"]:
-                found.append({"step": row["step"], "kind": "resume", "text": f"resumed before step {row['step']}"})
-        return found
+                marks.append({"step": row["step"], "kind": "resume", "text": f"resumed before step {row['step']}"})
+        return marks

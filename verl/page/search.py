@@ -93,18 +93,18 @@ def find_samples(index: SampleIndex, query: Mapping[str, str], *, limit: int, of
     return _with_excerpts(index, sorted(rows, key=lambda row: place[row["id"]]), text)
 
 
-def _newest_ids(index: SampleIndex, query: Mapping[str, str], text: str, wanted: int) -> list[int]:
+def _newest_ids(index: SampleIndex, query: Mapping[str, str], text: str, count: int) -> list[int]:
     """The newest samples with `text` that the filters let through; older files than they are in are not read."""
     ids: list[int] = []
-    found: set[int] = set()
+    matches: set[int] = set()
     for of_file in index.containing(text):
-        found |= of_file
-        if len(found) >= wanted - len(ids):
-            ids += _ids(index, query, found, wanted - len(ids), 0)
-            found = set()
-            if len(ids) == wanted:
+        matches |= of_file
+        if len(matches) >= count - len(ids):
+            ids += _ids(index, query, matches, count - len(ids), 0)
+            matches = set()
+            if len(ids) == count:
                 return ids
-    return ids + _ids(index, query, found, wanted - len(ids), 0)
+    return ids + _ids(index, query, matches, count - len(ids), 0)
 
 
 def _ids(index: SampleIndex, query: Mapping[str, str], among: Set[int] | None, limit: int, offset: int) -> list[int]:
@@ -131,14 +131,14 @@ def _with_excerpts(index: SampleIndex, rows: Sequence[sqlite3.Row], text: str) -
     if not text:
         return [{**dict(row), "excerpt": []} for row in rows]
     files = index.files()
-    found = []
+    excerpted = []
     for row in rows:
         excerpt = _first_excerpt((row["response"], row["prompt"]), text)
         if not excerpt:  # beyond what lists show
             whole = index.read(files.get((row["split"], row["step"])), row["start"], row["size"]) or {}
             excerpt = _first_excerpt((text_of(whole, "response"), text_of(whole, "prompt")), text)
-        found.append({**dict(row), "excerpt": excerpt})
-    return found
+        excerpted.append({**dict(row), "excerpt": excerpt})
+    return excerpted
 
 
 def _first_excerpt(texts: Sequence[str], text: str) -> list[tuple[str, bool]]:

@@ -78,8 +78,8 @@ class Gate:
             return PlainTextResponse("This address is not one of this page (Host).", 421)
         if request.method not in ("GET", "HEAD"):
             return PlainTextResponse("The page only reads.", 405, {"Allow": "GET, HEAD"})
-        given = request.query_params.get("token")
-        if given is not None and self._is_token(given):
+        token = request.query_params.get("token")
+        if token is not None and self._is_token(token):
             left = [(name, value) for name, value in request.query_params.multi_items() if name != "token"]
             target = "/" + request.url.path.lstrip("/") + (f"?{urlencode(left)}" if left else "")
             response = RedirectResponse(target, 303)
@@ -91,8 +91,8 @@ class Gate:
         text = "Open the page with the address that the run or verl view has printed: its token is missing or old."
         return PlainTextResponse(text, 403)
 
-    def _is_token(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode(), self.token.encode())
+    def _is_token(self, token: str) -> bool:
+        return hmac.compare_digest(token.encode(), self.token.encode())
 
     def _is_own_name(self, host: str) -> bool:
         """A name of this machine, or a number: a page elsewhere can point its own name here, and never a number."""
@@ -131,9 +131,9 @@ def make_app(
             view = site.view(request.path_params["key"])
         except NotFound as error:
             return JSONResponse({"error": str(error)}, 404)
-        found = panels.all_metrics(view.run) if "all" in request.query_params else None
-        made = await run_in_threadpool(lambda: found if found is not None else panels.panels(view.run, view.index))
-        return JSONResponse(panels.charts_json(made, view.run.marks()))
+        every = panels.all_metrics(view.run) if "all" in request.query_params else None
+        shown = await run_in_threadpool(lambda: every if every is not None else panels.panels(view.run, view.index))
+        return JSONResponse(panels.charts_json(shown, view.run.marks()))
 
     async def live(request: Request) -> Response:
         return EventSourceResponse(_changes(site, request), ping=15)
@@ -164,17 +164,17 @@ def _failed(site: Site) -> Any:
 
 async def _changes(site: Site, request: Request) -> AsyncIterator[ServerSentEvent]:
     """A comment once the runs have been looked at, then an event for each change of one: its key and step."""
-    seen: dict[str, tuple[int, str]] = {}
+    last_sent: dict[str, tuple[int, str]] = {}
     is_first = True
     while not await request.is_disconnected():
         for key, view in site.views.items():
             version = await run_in_threadpool(view.run.refresh)
             status = await run_in_threadpool(_status, view.run)
-            if seen.get(key) != (version, status):
-                if key in seen:
+            if last_sent.get(key) != (version, status):
+                if key in last_sent:
                     view.watch()
                     yield ServerSentEvent(event="change", data=f'{{"run":"{key}","step":{view.run.step}}}')
-                seen[key] = (version, status)
+                last_sent[key] = (version, status)
         if is_first:
             yield ServerSentEvent(comment="watching")
             is_first = False
@@ -189,17 +189,17 @@ def _status(run: RunReader) -> str:
 def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
     """A listening socket. Raises ConfigError when the address is taken or is none of this machine."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    found = socket.socket(family, socket.SOCK_STREAM)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind((host, port))
+        listener.bind((host, port))
     except OSError as error:
-        found.close()
+        listener.close()
         raise ConfigError(
             f"The page cannot listen at {host}:{port}: {error.strerror}. Choose another port (0: any that is free)."
         ) from error
-    found.listen(64)
-    return found
+    listener.listen(64)
+    return listener
 
 
 def new_token() -> str:

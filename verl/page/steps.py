@@ -68,25 +68,25 @@ class Place:
 
     def others(self) -> list[Place]:
         """The places of the same step in other splits."""
-        found = sorted(split for split, step in self.index.files() if step == self.step and split != self.split)
-        return [replace(self, split=split) for split in found]
+        splits = sorted(split for split, step in self.index.files() if step == self.step and split != self.split)
+        return [replace(self, split=split) for split in splits]
 
     def file_row(self) -> sqlite3.Row | None:
-        found = self.index.rows("SELECT * FROM files WHERE split = ? AND step = ?", self.split, self.step)
-        return found[0] if found else None
+        rows = self.index.rows("SELECT * FROM files WHERE split = ? AND step = ?", self.split, self.step)
+        return rows[0] if rows else None
 
     def samples(self, unit: str | None = None) -> list[Any]:
         """The indexed samples of the step or of one unit, in the order of the file.
 
         Of a file that is not indexed yet they are the first ones, read from it.
         """
-        found = self.index.rows(
+        rows = self.index.rows(
             "SELECT samples.* FROM samples JOIN files ON files.id = file WHERE split = ? AND step = ? "
             "AND (? IS NULL OR unit = ?) ORDER BY line",
             *(self.split, self.step, unit, unit),
         )
-        if found or self.index.is_complete(self.split, self.step):
-            return found
+        if rows or self.index.is_complete(self.split, self.step):
+            return rows
         return [row for row in self.index.head(self.split, self.step, _HEAD) if unit in (None, row["unit"])]
 
     def units(self) -> list[str]:
@@ -97,8 +97,8 @@ class Place:
         """The last message of the prompt and the start of the response of a sample."""
         if "prompt" in row.keys():  # read from the file
             return last_message(row["prompt"][-1500:]), row["response"][:400]
-        found = self.index.rows("SELECT prompt, response FROM shown WHERE id = ?", row["id"])
-        return (found[0]["prompt"], found[0]["response"]) if found else ("", "")
+        rows = self.index.rows("SELECT prompt, response FROM shown WHERE id = ?", row["id"])
+        return (rows[0]["prompt"], rows[0]["response"]) if rows else ("", "")
 
     def ensure(self, seconds: float = 0.25) -> None:
         """Index this step's file now, as far as it goes in that time."""
@@ -168,14 +168,14 @@ def _groups(at: Place) -> list[dict[str, Any]]:
     members: dict[str, list[Any]] = {}
     for row in at.samples():
         members.setdefault(row["unit"], []).append(row)
-    found = [_group(unit, rows) for unit, rows in members.items()]
-    largest = max((group["spread"] for group in found), default=0.0)
-    scores = [score for group in found for score in group["scores"]]
+    groups = [_group(unit, rows) for unit, rows in members.items()]
+    largest = max((group["spread"] for group in groups), default=0.0)
+    scores = [score for group in groups for score in group["scores"]]
     low, high = min(scores, default=0.0), max(scores, default=1.0)
-    for group in found:
+    for group in groups:
         group["level"] = round(_LEVELS * group["spread"] / largest) if largest else 0
         group["levels"] = [level_of(row["score"], low, high) for row in group["rows"]]
-    return found
+    return groups
 
 
 def level_of(score: float | None, low: float, high: float) -> int | None:
@@ -207,7 +207,7 @@ def _group(unit: str, rows: Sequence[Any]) -> dict[str, Any]:
         "tag": rows[0]["tag"],
         "prompt": "",
         "response": "",
-        "conflict": any(len(found) > 1 for found in answers.values()),
+        "conflict": any(len(scores_of_answer) > 1 for scores_of_answer in answers.values()),
         "margin": _margin(rows),
     }
 
@@ -328,12 +328,12 @@ def turns_of(row: Mapping[str, Any], tokens: Tokens | None) -> list[dict[str, An
 
 def _facts(row: Mapping[str, Any]) -> dict[str, Any]:
     """Sums over the tokens of a response, by name."""
-    found: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     log_probs = row.get("log_probs")
     if isinstance(log_probs, list) and (numbers := [v for v in log_probs if is_number(v)]):
-        found["log-probability"] = sum(numbers)
-        found["perplexity"] = math.exp(min(-sum(numbers) / len(numbers), 700))
-    return found
+        facts["log-probability"] = sum(numbers)
+        facts["perplexity"] = math.exp(min(-sum(numbers) / len(numbers), 700))
+    return facts
 
 
 def gantt(spans: Sequence[Mapping[str, Any]], timeline: Mapping[str, Any] | None) -> dict[str, Any] | None:

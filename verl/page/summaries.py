@@ -82,11 +82,11 @@ def without_arrays(content: bytes) -> bytes:
         end = content.find(b"]", key)
         if key >= 0 and end >= 0 and content.find(b'"', key + len(name), end) < 0:
             parts.append((key + len(name), end))
-    kept = []
+    chunks = []
     for start, end in sorted(parts):
-        kept.append(content[at:start])
+        chunks.append(content[at:start])
         at = end
-    return b"".join([*kept, content[at:]])
+    return b"".join([*chunks, content[at:]])
 
 
 def _unit(row: Mapping[str, Any], line: int) -> str:
@@ -127,8 +127,8 @@ def _first(values: Any) -> float | None:
     """The first of the advantages that is not 0; they are equal over a response where no critic is."""
     if not isinstance(values, list):
         return None
-    found = next((float(value) for value in values if value and is_number(value)), None)
-    return 0.0 if found is None and any(map(is_number, values)) else found
+    first = next((float(value) for value in values if value and is_number(value)), None)
+    return 0.0 if first is None and any(map(is_number, values)) else first
 
 
 def trainer_log_probs(row: Mapping[str, Any]) -> Sequence[Any]:
@@ -157,10 +157,10 @@ def final_answer(response: str) -> str:
     """The last boxed or marked answer of a response, else its last number, else its last line."""
     end = response[-4000:]
     marked = _MARKED.findall(end) if "####" in end or "nswer" in end else []
-    found = _BOXED.findall(end) or marked or _NUMBER.findall(end) or end.strip().splitlines()[-1:]
-    if not found:
+    answers = _BOXED.findall(end) or marked or _NUMBER.findall(end) or end.strip().splitlines()[-1:]
+    if not answers:
         return ""
-    answer = found[-1].strip().strip("$.*").replace(",", "")
+    answer = answers[-1].strip().strip("$.*").replace(",", "")
     return answer[:_MAX_ANSWER]
 
 

@@ -80,13 +80,13 @@ _SHORT = {
 
 def _headline(run: RunReader) -> list[dict[str, Any]]:
     """The newest values of the few metrics that matter most, with the first ones."""
-    found = []
+    rows = []
     for name in _HEADLINES[run.kind]:
         series = run.metrics.get(name)
         if series is not None:
             first = series.values[0] if len(series.values) > 1 else None
-            found.append({"label": _SHORT[name], "name": name, "value": series.last, "first": first})
-    return found
+            rows.append({"label": _SHORT[name], "name": name, "value": series.last, "first": first})
+    return rows
 
 
 def _recent(run: RunReader, files: list[Any]) -> list[dict[str, Any]]:
@@ -111,7 +111,7 @@ def config_rows(folder: Path) -> list[dict[str, str]]:
     except (OSError, ValueError):
         return []
     stack: list[tuple[int, str]] = []
-    found = []
+    rows = []
     for line in lines:
         match = _KEY_LINE.match(line)
         if match is None:
@@ -123,5 +123,5 @@ def config_rows(folder: Path) -> list[dict[str, str]]:
         if value is None or value == "":
             stack.append((len(indent), name.strip()))
         else:
-            found.append({"key": path, "value": value, "origin": origin or ""})
-    return found
+            rows.append({"key": path, "value": value, "origin": origin or ""})
+    return rows

@@ -71,15 +71,15 @@ def tokens_of(row: Mapping[str, Any], known: Mapping[int, tuple[str, bool]], whi
     if not isinstance(ids, list) or not ids or not known or not all(map(is_count, ids)):
         return None
     count = min(len(ids), MAX_TOKENS)
-    kept = ids[:count]
+    shown_ids = ids[:count]
     columns = _columns(row, count) if which == "response" else {}
     mask = columns.get("mask")
-    texts = [valid_utf8(known[i][0]) if i in known else f"⟨{i}⟩" for i in kept]
-    return Tokens(texts, kept, columns, _turns(mask, count), len(ids))
+    texts = [valid_utf8(known[i][0]) if i in known else f"⟨{i}⟩" for i in shown_ids]
+    return Tokens(texts, shown_ids, columns, _turns(mask, count), len(ids))
 
 
 def _columns(row: Mapping[str, Any], count: int) -> dict[str, list[float | None]]:
-    found: dict[str, list[float | None]] = {}
+    columns: dict[str, list[float | None]] = {}
     sampled = _numbers(row.get("log_probs"), count)
     trained = _numbers(list(trainer_log_probs(row)), count)
     named = {
@@ -95,8 +95,8 @@ def _columns(row: Mapping[str, Any], count: int) -> dict[str, list[float | None]
     }  # fmt: skip
     for name, values in named.items():
         if any(value is not None for value in values):
-            found[name] = values + [None] * (count - len(values))
-    return found
+            columns[name] = values + [None] * (count - len(values))
+    return columns
 
 
 def whole_number(text: str) -> int | None:

@@ -50,9 +50,9 @@ def owners_with(needle: bytes, packed: PackedTexts) -> list[int]:
     if at < 0:
         return []
     owners, ends = array("q", packed.owners), array("q", packed.ends)
-    found, place = set(), 0  # ends of texts
+    matching, place = set(), 0  # ends of texts
     while at >= 0:
         place = bisect_right(ends, at, place)
-        found.add(ends[place])
+        matching.add(ends[place])
         at = find(needle, ends[place])
-    return [owner for owner, end in zip(owners, ends, strict=True) if end in found]
+    return [owner for owner, end in zip(owners, ends, strict=True) if end in matching]

@@ -145,7 +145,7 @@ class RunScreen(TableScreen):
     def rows(self) -> Rows:
         known = {row["step"]: row for row in self.app.index.statistics().get("train", [])}
         times = self.app.reader.times
-        found: Rows = []
+        rows: Rows = []
         for step in sorted({*known, *times} - {0}, reverse=True):
             row = known.get(step)
             figures = ["", "", "", ""]
@@ -155,8 +155,8 @@ class RunScreen(TableScreen):
                     tables.number(row["rows"]), tables.number(row["mean"], 3), tables.number(row["group_spread"], 2),
                     "–" if silent is None else f"{silent:.0%}",
                 ]  # fmt: skip
-            found.append((str(step), [str(step), tables.clock(times.get(step)), *figures]))
-        return found
+            rows.append((str(step), [str(step), tables.clock(times.get(step)), *figures]))
+        return rows
 
     def chosen(self, key: str) -> Screen[None]:
         return StepScreen(int(key))
@@ -185,12 +185,12 @@ class StepScreen(TableScreen):
     def rows(self) -> Rows:
         context = steps.step_context(self.at, {"sort": self.sort}) or {"groups": [], "sorts": {}}
         self.labels: Mapping[str, str] = context["sorts"]
-        found = []
+        rows = []
         for group in context["groups"]:
             cells = [tables.number(group[name], 3) for name in ("mean", "spread", "length", "cut", "gap")]
             scores = " ".join(tables.number(score, 2) for score in group["scores"][:16])
-            found.append((group["unit"], [clean(group["prompt"] or group["response"], 60), *cells, scores]))
-        return found
+            rows.append((group["unit"], [clean(group["prompt"] or group["response"], 60), *cells, scores]))
+        return rows
 
     def chosen(self, key: str) -> Screen[None]:
         return GroupScreen(self.at, key)
@@ -232,11 +232,11 @@ class GroupScreen(TableScreen):
         )
 
     def rows(self) -> Rows:
-        found = []
+        rows = []
         for i, row in enumerate(self.at.samples(self.unit)):
             number = row["sample"] if row["sample"] is not None else i
-            found.append((str(row["line"]), [str(number), *_cells(row, self.at.texts(row)[1])]))
-        return found
+            rows.append((str(row["line"]), [str(number), *_cells(row, self.at.texts(row)[1])]))
+        return rows
 
     def chosen(self, key: str) -> Screen[None]:
         return SampleScreen(self.at, int(key))
@@ -273,13 +273,13 @@ class SearchScreen(TableScreen):
 
     def rows(self) -> Rows:
         query = {"q": self.words, **({self.flag: "1"} if self.flag else {})}
-        found = search.find_samples(self.app.index, query, limit=_LIMIT)
+        samples = search.find_samples(self.app.index, query, limit=_LIMIT)
         return [
             (
                 f"{row['split']} {row['step']} {row['line']}",
                 [f"{row['split']} {row['step']}", *_cells(row, row["response"])],
             )
-            for row in found
+            for row in samples
         ]
 
     def chosen(self, key: str) -> Screen[None]:
@@ -320,15 +320,15 @@ class SampleScreen(Screen[None]):
         text = Text("This sample is not in the run folder any more.") if context is None else self._text(context)
         self.query_one("#sample", Static).update(text)
 
-    def _text(self, found: Mapping[str, Any]) -> Text:
-        row, text = found["row"], Text()
-        facts = {"score": row.get("score"), **found["parts"], "ground truth": row.get("ground_truth"),
-                 "ended by": row.get("finish_reason"), **found["facts"]}  # fmt: skip
+    def _text(self, sample: Mapping[str, Any]) -> Text:
+        row, text = sample["row"], Text()
+        facts = {"score": row.get("score"), **sample["parts"], "ground truth": row.get("ground_truth"),
+                 "ended by": row.get("finish_reason"), **sample["facts"]}  # fmt: skip
         text.append(f"{self.at.title}, line {self.line}\n", style="bold")
         text.append("  ".join(f"{clean(name, 40)} {clean(v, 100)}" for name, v in facts.items() if v is not None))
         if row.get("reward_error"):
             text.append(f"\nThe scorer failed: {printable(str(row['reward_error']))}", style="red")
-        for message in found["messages"] or [{"role": "prompt", "content": row.get("prompt")}]:
+        for message in sample["messages"] or [{"role": "prompt", "content": row.get("prompt")}]:
             text.append(f"\n\n{clean(message.get('role'), 40)}\n", style="bold")
             text.append(printable(str(message.get("content") or ""))[:20_000])
         text.append(f"\n\nresponse, coloured by {self.mode} (m changes it)\n", style="bold")
@@ -336,9 +336,9 @@ class SampleScreen(Screen[None]):
         text.append_text(
             Text(printable(str(row.get("response") or ""))) if tokens is None else _colored(tokens, self.mode)
         )
-        if found["life"]:
+        if sample["life"]:
             text.append("\n\nhistory\n", style="bold")
-            text.append("\n".join(f"step {step}: {clean(event)}" for step, event in found["life"]["events"]))
+            text.append("\n".join(f"step {step}: {clean(event)}" for step, event in sample["life"]["events"]))
         return text
 
     def action_mode(self) -> None:

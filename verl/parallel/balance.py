@@ -139,7 +139,7 @@ def _first_fit_decreasing(lengths: Sequence[int], max_tokens: int) -> list[list[
         while index > 1:
             index //= 2
             room[index] = max(room[2 * index], room[2 * index + 1])
-    return sorted(sorted(found) for found in bins)
+    return sorted(sorted(members) for members in bins)
 
 
 def split_to(parts: list[list[int]], num_parts: int) -> list[list[int]]:

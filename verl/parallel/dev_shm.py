@@ -35,7 +35,7 @@ def check_size(needs: Mapping[str, int]) -> None:
     little, which shows later as a bus error or `unable to open shared memory object`."""
     if not needs:
         return
-    users, wanted = " and ".join(needs), sum(needs.values())
+    users, num_bytes = " and ".join(needs), sum(needs.values())
     try:
         free = shutil.disk_usage(FOLDER).free
     except OSError as error:
@@ -44,11 +44,11 @@ def check_size(needs: Mapping[str, int]) -> None:
         ) from error
     if not os.access(FOLDER, os.W_OK):
         raise ConfigError(f"{users} need shared memory, and {FOLDER} cannot be written. Mount it with mode 1777.")
-    if free < wanted:
+    if free < num_bytes:
         log.warning(
             "%s has %.0f MiB free, and %s may need %.0f: the run can fail later with a bus error or `unable to open shared "
             "memory object`. %s.",
-            FOLDER, free / 2**20, users, wanted / 2**20, _FIX,
+            FOLDER, free / 2**20, users, num_bytes / 2**20, _FIX,
         )  # fmt: skip
 
 
@@ -79,4 +79,4 @@ def ranks_apart(cards: Sequence[Card]) -> list[int]:
     machines: dict[str, dict[int, int]] = {}
     for rank, (machine, memory) in enumerate(cards):
         machines.setdefault(machine, {}).setdefault(memory, rank)
-    return next((list(found.values()) for machine, found in machines.items() if machine and len(found) > 1), [])
+    return next((list(ranks.values()) for machine, ranks in machines.items() if machine and len(ranks) > 1), [])

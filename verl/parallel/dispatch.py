@@ -102,7 +102,7 @@ def _all_reduce(group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _reduced(results: list[Any]) -> Any:
     """Numbers are added, dicts of Metrics merged by their reductions; a rank that was lost has None."""
-    results = [found for found in results if found is not None]
+    results = [result for result in results if result is not None]
     return merge_metrics(results) if isinstance(results[0], dict) else sum(results)
 
 
@@ -182,7 +182,7 @@ def _nd_compute(declared: Registered, group: GroupShape, args: tuple[Any, ...], 
     shares = balanced_shares(batch, group.mesh.dp_size, group.cost)
     # a rank without rows runs one row all the same: the ranks of a sharded model compute together. Its result is dropped
     filled = [rows or [0] for rows in shares] if len(batch) else shares
-    return _scattered(declared, group, batch, filled, args, kwargs, kept=[len(rows) for rows in shares])
+    return _scattered(declared, group, batch, filled, args, kwargs, row_counts=[len(rows) for rows in shares])
 
 
 def _nd_scatter(declared: Registered, group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
@@ -240,11 +240,11 @@ def _scattered(
     shares: list[Rows],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    kept: list[int] | None = None,
+    row_counts: list[int] | None = None,
 ) -> CallPlan:
     sent = _lean(batch, declared.objects)
     calls: list[Arguments] = [((_select(sent, rows), *args[1:]), kwargs) for rows in shares]
-    counts = kept if kept is not None else [len(rows) for rows in shares]
+    counts = row_counts if row_counts is not None else [len(rows) for rows in shares]
 
     def collect(results: list[Any]) -> Any:
         return join_rows(results, [rows[:count] for rows, count in zip(shares, counts, strict=True)])
@@ -283,8 +283,8 @@ def join_rows(results: Sequence[Any], shares: Sequence[Rows]) -> Any:
 
 def _join_batches(results: list[DataProto], shares: Sequence[Rows]) -> DataProto:
     factor = next((len(r) // len(rows) for r, rows in zip(results, shares, strict=True) if rows and len(r)), 1)
-    kept = [r.slice(0, factor * len(rows)) for r, rows in zip(results, shares, strict=True)]
-    used = [(r, rows) for r, rows in zip(kept, shares, strict=True) if rows]
+    trimmed = [r.slice(0, factor * len(rows)) for r, rows in zip(results, shares, strict=True)]
+    used = [(r, rows) for r, rows in zip(trimmed, shares, strict=True) if rows]
     if not used:
         return results[0]
     joined = DataProto.concat([r for r, _ in used]) if len(used) > 1 else used[0][0]

@@ -78,10 +78,10 @@ class Mesh:
 
     def coordinate(self, index: int) -> dict[str, int]:
         """Axis name -> coordinate of the rank at `index`."""
-        found: dict[str, int] = {}
+        coordinates: dict[str, int] = {}
         for name, size in reversed(self.axes):
-            index, found[name] = divmod(index, size)
-        return found
+            index, coordinates[name] = divmod(index, size)
+        return coordinates
 
     def dp_rank(self, index: int) -> int:
         """The number of the share of rows that the rank at `index` gets."""

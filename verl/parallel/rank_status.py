@@ -40,19 +40,19 @@ class RankStatus:
 
     def rows(self, topic: str) -> dict[int, dict[str, Any]]:
         """The last rows of the other ranks; ranks that wrote nothing are left out, and all when the store is gone or silent."""
-        found: dict[int, dict[str, Any]] = {}
-        done = self._ask(lambda: self._read(topic, found))
-        return dict(found) if done.wait(LIMIT_S) else {}
+        rows: dict[int, dict[str, Any]] = {}
+        done = self._ask(lambda: self._read(topic, rows))
+        return dict(rows) if done.wait(LIMIT_S) else {}
 
     def close(self) -> None:
         """Write and read no more; does not wait."""
         self._jobs.put(None)
 
-    def _read(self, topic: str, found: dict[int, dict[str, Any]]) -> None:
+    def _read(self, topic: str, rows: dict[int, dict[str, Any]]) -> None:
         self._store.set_timeout(timedelta(seconds=LIMIT_S))
         for rank in self._others:
             if self._store.check([f"{topic}/{rank}"]):
-                found[rank] = json.loads(self._store.get(f"{topic}/{rank}"))
+                rows[rank] = json.loads(self._store.get(f"{topic}/{rank}"))
 
     def _ask(self, what: Callable[[], None]) -> threading.Event:
         done = threading.Event()

@@ -132,13 +132,13 @@ def register(
     return mark
 
 
-def _mode(given: Mode | Mapping[str, Callable[..., Any]] | None) -> Mode:
-    if given is None:
+def _mode(mode: Mode | Mapping[str, Callable[..., Any]] | None) -> Mode:
+    if mode is None:
         return Dispatch.ALL_TO_ALL
-    if isinstance(given, Mode):
-        return given
-    if {"dispatch_fn", "collect_fn"} <= set(given):
-        return Mode("custom", given["dispatch_fn"], given["collect_fn"])
+    if isinstance(mode, Mode):
+        return mode
+    if {"dispatch_fn", "collect_fn"} <= set(mode):
+        return Mode("custom", mode["dispatch_fn"], mode["collect_fn"])
     raise ConfigError("A dispatch mode given as a mapping needs the functions 'dispatch_fn' and 'collect_fn'.")
 
 

@@ -49,7 +49,7 @@ def longest_call(at_least_s: float = 0.0) -> str:
     busy = [(mine[-1], thread) for thread, mine in list(_running.items()) if mine and thread in frames]
     if not busy:
         return ""
-    (name, began), thread = min(busy, key=lambda found: found[0][1])
+    (name, began), thread = min(busy, key=lambda entry: entry[0][1])
     seconds = time.monotonic() - began
     if seconds < at_least_s:
         return ""

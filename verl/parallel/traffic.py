@@ -50,8 +50,8 @@ class Traffic:
     def take_gathers(self) -> Gathers:
         """Those since the last call of this method."""
         with self._lock:
-            found, self._gathers = self._gathers, Gathers()
-        return found
+            gathers, self._gathers = self._gathers, Gathers()
+        return gathers
 
     @contextmanager
     def exchanging(self, num_bytes: int) -> Iterator[None]:
@@ -65,9 +65,9 @@ class Traffic:
     def take(self) -> Exchanged:
         """The sums since the last call."""
         with self._lock:
-            found = Exchanged(self._seconds, self._num_bytes)
+            exchanged = Exchanged(self._seconds, self._num_bytes)
             self._seconds, self._num_bytes = 0.0, 0
-        return found
+        return exchanged
 
 
 TRAFFIC = Traffic()  # of this process: collectives and weight transfers report here

@@ -160,15 +160,15 @@ def known_device(gpu: str) -> Device:
 
 def device_from(row: Mapping[str, Any], name: str) -> Device:
     """A device from a row of devices.yaml."""
-    given = row["kernels"]
-    collectives = {operation: CollectiveFit(**fit) for operation, fit in given["collectives"].items()}
+    fits = row["kernels"]
+    collectives = {operation: CollectiveFit(**fit) for operation, fit in fits["collectives"].items()}
     kernels = KernelFits(
-        MatmulFit(**given["matmul"]),
-        PrefillFit(**given["prefill"]),
-        DecodeFit(**given["decode"]),
-        ExpertsFit(**given["experts"]),
+        MatmulFit(**fits["matmul"]),
+        PrefillFit(**fits["prefill"]),
+        DecodeFit(**fits["decode"]),
+        ExpertsFit(**fits["experts"]),
         collectives,
-        **{key: given[key] for key in ("elementwise", "launch_us", "step_host_s") if key in given},
+        **{key: fits[key] for key in ("elementwise", "launch_us", "step_host_s") if key in fits},
     )
     peak, bandwidth, size = (float(row[key]) for key in ("peak", "bandwidth", "memory"))
     return Device(name, peak, bandwidth, size, int(row["num_processors"]), kernels, int(row.get("width", BF16)))

@@ -44,11 +44,11 @@ def fit_call(calls: Sequence[CallMeasured]) -> CallFit:
     best, least = np.zeros(3), np.inf
     for size in (1, 2, 3):
         for used in map(list, itertools.combinations(range(3), size)):
-            found = np.linalg.lstsq(rows[:, used], np.ones(len(calls)), rcond=None)[0]
-            error = float(np.square(rows[:, used] @ found - 1).sum())
-            if (found >= 0).all() and error < least - 1e-12:
+            solution = np.linalg.lstsq(rows[:, used], np.ones(len(calls)), rcond=None)[0]
+            error = float(np.square(rows[:, used] @ solution - 1).sum())
+            if (solution >= 0).all() and error < least - 1e-12:
                 best, least = np.zeros(3), error
-                best[used] = found
+                best[used] = solution
     return CallFit(*best.tolist())
 
 

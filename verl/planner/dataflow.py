@@ -68,9 +68,9 @@ class Dataflow:
     ) -> Dataflow:
         """PPO, and without a critic GRPO and its family. `teachers`, by role, are the models that distillation learns from.
         `old_log_probs`: the actor computes the log-probs of the samples before it trains."""
-        given = {"critic": critic, "reference": reference, "reward": reward, **(teachers or {})}
-        shapes = {"actor": actor, **{name: shape for name, shape in given.items() if shape is not None}}
-        annotate = [Call(name, "forward") for name in given if name in shapes]
+        optional = {"critic": critic, "reference": reference, "reward": reward, **(teachers or {})}
+        shapes = {"actor": actor, **{name: shape for name, shape in optional.items() if shape is not None}}
+        annotate = [Call(name, "forward") for name in optional if name in shapes]
         annotate += [Call("actor", "forward")] if old_log_probs else []
         update = [Call(name, "train") for name in ("actor", "critic") if name in shapes]
         stages = ((Call("actor", "generate"),), tuple(annotate), tuple(update))

@@ -93,18 +93,18 @@ def _fronts(options: Iterable[Option], space: Space) -> list[Option]:
     by_sizes: dict[tuple[int, ...], list[Option]] = {}
     for option in options:
         by_sizes.setdefault(option.group_sizes, []).append(option)
-    return [option for found in by_sizes.values() for option in front(found)]
+    return [option for alike in by_sizes.values() for option in front(alike)]
 
 
 def undominated(keys: Sequence[Sequence[float]]) -> list[int]:
     """Places of the keys that no earlier one equals or beats in every part; `keys` ascend by their sum or by a prefix of it."""
     if not keys:
         return []
-    kept = np.empty((len(keys), len(keys[0])))
+    front_keys = np.empty((len(keys), len(keys[0])))
     places: list[int] = []
     for place, key in enumerate(keys):
-        if not (kept[: len(places)] <= np.asarray(key)).all(axis=1).any():
-            kept[len(places)] = key
+        if not (front_keys[: len(places)] <= np.asarray(key)).all(axis=1).any():
+            front_keys[len(places)] = key
             places.append(place)
     return places
 
@@ -138,9 +138,9 @@ def _trained(flow: Dataflow, role: str, cluster: Cluster, workload: Workload, sp
         state = training_state(shape, layout, trained, width, flow.frozen_width)
         if (state.weights if layout.offload else state.state) > cluster.memory:
             continue
-        found = _option(flow, role, layout, cluster, workload, space)
-        if found.resident + found.peak <= cluster.memory:
-            yield found
+        option = _option(flow, role, layout, cluster, workload, space)
+        if option.resident + option.peak <= cluster.memory:
+            yield option
 
 
 def _trained_parameters(flow: Dataflow, role: str) -> int | None:

@@ -99,29 +99,29 @@ def search(
     """The best plan of each placement that was not dropped, fastest first. Raises ConfigError when none fits, with the nearest
     change that would."""
     counts, rules = statistics or Statistics(), rules or Rules()
-    found = _plans(flow, cluster, workload, rules, counts)
-    if not found and rules.space.replica_in_node:
+    plans = _plans(flow, cluster, workload, rules, counts)
+    if not plans and rules.space.replica_in_node:
         rules = replace(rules, space=replace(rules.space, replica_in_node=False))
-        found = _plans(flow, cluster, workload, rules, counts)
+        plans = _plans(flow, cluster, workload, rules, counts)
     smaller = cluster
     while rules.objective == "gpu_hours" and smaller.num_devices % 2 == 0:
         smaller = smaller.with_devices(smaller.num_devices // 2)
-        found += _plans(flow, smaller, workload, rules, counts)
+        plans += _plans(flow, smaller, workload, rules, counts)
     if rules.objective == "gpu_hours":
-        found.sort(key=lambda plan: (plan.gpu_hours, plan.step_s))
-    if not found:
+        plans.sort(key=lambda plan: (plan.gpu_hours, plan.step_s))
+    if not plans:
         raise ConfigError(nothing_fits(flow, cluster, workload, rules))
-    return found
+    return plans
 
 
 def _plans(flow: Dataflow, cluster: Cluster, workload: Workload, rules: Rules, counts: Statistics) -> list[RunPlan]:
-    best, found = math.inf, []
+    best, plans = math.inf, []
     for groups in _ordered(flow, rules):
         plan = _best_of(groups, flow, cluster, workload, rules, best, counts)
         if plan is not None:
-            found.append(plan)
+            plans.append(plan)
             best = min(best, plan.step_s)
-    return sorted(found, key=lambda plan: (plan.step_s, len(plan.groups)))
+    return sorted(plans, key=lambda plan: (plan.step_s, len(plan.groups)))
 
 
 def _ordered(flow: Dataflow, rules: Rules) -> list[Groups]:
@@ -129,10 +129,10 @@ def _ordered(flow: Dataflow, rules: Rules) -> list[Groups]:
     if rules.placements is not None:
         return list(rules.placements)
     roles = flow.roles
-    found = [] if rules.asynchronous == "on" else list(partitions(roles))
+    groupings = [] if rules.asynchronous == "on" else list(partitions(roles))
     if rules.asynchronous != "off" and flow.generates:
-        found += [(*rest, (ROLLOUT,)) for rest in partitions(roles)]
-    return sorted(found, key=len)
+        groupings += [(*rest, (ROLLOUT,)) for rest in partitions(roles)]
+    return sorted(groupings, key=len)
 
 
 def partitions(roles: Sequence[str]) -> Iterator[Groups]:
@@ -160,7 +160,7 @@ def _best_of(
     groups: Groups, flow: Dataflow, cluster: Cluster, workload: Workload, rules: Rules, best: float, counts: Statistics
 ) -> RunPlan | None:
     """The best plan with these groups; None when none fits, or when none can be faster than twice `best`."""
-    found: RunPlan | None = None
+    best_plan: RunPlan | None = None
     limit = best * _KEPT
     sizes = rules.allocations if rules.allocations is not None else allocations(groups, cluster)
     for devices in sizes:
@@ -175,13 +175,13 @@ def _best_of(
                 break
         if not all(fronts) or len(fronts) < len(groups):
             continue
-        if rules.bound and _lower_bound(fronts, groups) >= min(limit, found.step_s if found else math.inf):
+        if rules.bound and _lower_bound(fronts, groups) >= min(limit, best_plan.step_s if best_plan else math.inf):
             counts.bounded += 1
             continue
         plan = _combine(fronts, groups, devices, flow, cluster, workload, rules)
-        if found is None or plan.step_s < found.step_s:
-            found = plan
-    return found
+        if best_plan is None or plan.step_s < best_plan.step_s:
+            best_plan = plan
+    return best_plan
 
 
 _KEPT = (
@@ -265,7 +265,7 @@ def _combinations(
     else:
         partial = []
         for sizes in dict.fromkeys(option.group_sizes for option in every[0]):
-            alike = [[option for option in found if option.group_sizes == sizes] for found in every]
+            alike = [[option for option in role_options if option.group_sizes == sizes] for role_options in every]
             partial += _partial(alike, cluster, len(flow.stages))
         partial.sort(key=_order)
     return [Shared(partial[i][0], partial[i][3]) for i in undominated([p[0] for p in partial])]
@@ -277,22 +277,22 @@ Partial = tuple[tuple[float, ...], float, float, tuple[Option, ...]]  # seconds 
 def _partial(every: Sequence[Sequence[Option]], cluster: Cluster, num_stages: int) -> list[Partial]:
     """Role by role, partial choices that another one dominates are dropped."""
     partial: list[Partial] = [((0.0,) * num_stages, 0.0, 0.0, ())]
-    for found in every:
+    for role_options in every:
         extended = []
-        for option in found:
+        for option in role_options:
             for seconds, resident, peak, chosen in partial:
-                kept, most = resident + option.resident, max(peak, option.peak)
-                if kept + most <= cluster.memory:
+                total_resident, most = resident + option.resident, max(peak, option.peak)
+                if total_resident + most <= cluster.memory:
                     summed = tuple(a + b for a, b in zip(seconds, option.seconds, strict=True))
-                    extended.append((summed, kept, most, (*chosen, option)))
+                    extended.append((summed, total_resident, most, (*chosen, option)))
         extended.sort(key=_order)
         partial = [extended[i] for i in undominated([(*r[0], r[1], r[2]) for r in extended])]
     return partial
 
 
 def _order(choice: Partial) -> tuple[float, int, float]:
-    seconds, kept, most, chosen = choice
-    return sum(seconds), sum(option.offloads for option in chosen), kept + most
+    seconds, resident, most, chosen = choice
+    return sum(seconds), sum(option.offloads for option in chosen), resident + most
 
 
 def _fewer(cluster: Cluster, workload: Workload) -> list[int]:

@@ -114,21 +114,21 @@ class _Cluster:
 
 def simulate(plan: RunPlan, conditions: Conditions | None = None, seed: int = 0) -> SimulatedRun:
     """`conditions.steps` steps of `plan`; the same seed gives the same run."""
-    given = conditions or Conditions()
-    cluster, run = _Cluster(plan, given, seed), SimulatedRun()
+    setup = conditions or Conditions()
+    cluster, run = _Cluster(plan, setup, seed), SimulatedRun()
     start, step = 0.0, 0
     failure = cluster.next_failure()
-    while step < given.steps:
-        attempt = _Attempt(plan, given, cluster, run, step)
+    while step < setup.steps:
+        attempt = _Attempt(plan, setup, cluster, run, step)
         end = attempt.run(start, failure)
         if end < failure:
             run.total_s = end
             break
         saved = attempt.saved
-        lost = failure - attempt.saved_at + given.restart_s if attempt.saved_at else failure - start + given.restart_s
+        lost = failure - attempt.saved_at + setup.restart_s if attempt.saved_at else failure - start + setup.restart_s
         run.rows = run.rows[:saved]
         run.failures.append(Failure(failure, saved, lost))
-        start, step = failure + given.restart_s, saved
+        start, step = failure + setup.restart_s, saved
         failure = start + cluster.next_failure()
     return run
 
@@ -168,14 +168,14 @@ class _Attempt:
 
     def _advance(self, process: _Process) -> None:
         """Run `process` to its next wait."""
-        wanted = next(process, None)
-        while callable(wanted):
-            if not wanted():
-                self.blocked.append((process, wanted))
+        wait = next(process, None)
+        while callable(wait):
+            if not wait():
+                self.blocked.append((process, wait))
                 return
-            wanted = next(process, None)
-        if wanted is not None:
-            self._push(self.now + wanted, process)
+            wait = next(process, None)
+        if wait is not None:
+            self._push(self.now + wait, process)
 
     def _wake(self) -> None:
         """Advance the processes whose condition has become true."""
@@ -196,18 +196,18 @@ class _Attempt:
             self.queue.append(seconds)
 
     def _train(self) -> _Process:
-        given = self.conditions
-        for step in range(self.first, given.steps):
-            row: dict[str, Any] = {"step": step + 1, "of": given.steps, "start": self.now, "phases": {}, "roles": {}}
+        setup = self.conditions
+        for step in range(self.first, setup.steps):
+            row: dict[str, Any] = {"step": step + 1, "of": setup.steps, "start": self.now, "phases": {}, "roles": {}}
             if self.plan.asynchronous:
                 began = self.now
                 yield lambda: bool(self.queue)
                 _add(row, "rollout", self.now - began)
                 row["roles"][ROLLOUT] = self.queue.popleft()
             yield from self._stages(row)
-            if (step + 1) % given.checkpoint_every == 0 and given.hours_between_failures:
-                yield given.checkpoint_s
-                _add(row, "saving", given.checkpoint_s)
+            if (step + 1) % setup.checkpoint_every == 0 and setup.hours_between_failures:
+                yield setup.checkpoint_s
+                _add(row, "saving", setup.checkpoint_s)
                 self.saved, self.saved_at = step + 1, self.now
             self._finish(row)
 

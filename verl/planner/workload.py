@@ -143,7 +143,7 @@ def _segments(spans: list[tuple[float, float]], weight: float) -> tuple[DecodeSe
             ends[-1],
         }
     )
-    found = []
+    segments = []
     for first, last in itertools.pairwise(edges):
         tokens = context = 0.0
         for start, stop in spans:
@@ -151,8 +151,8 @@ def _segments(spans: list[tuple[float, float]], weight: float) -> tuple[DecodeSe
             if a < b:
                 tokens += b - a
                 context += (b - a) * ((a + b) / 2 - start)
-        found.append(DecodeSegment(last - first, weight * tokens / (last - first), context / tokens))
-    return tuple(found)
+        segments.append(DecodeSegment(last - first, weight * tokens / (last - first), context / tokens))
+    return tuple(segments)
 
 
 @dataclass(frozen=True)

@@ -177,15 +177,15 @@ def unscored(batch: DataProto, where: str) -> RewardError:
     )
 
 
-def rollout_metrics(found: Mapping[str, Metric]) -> dict[str, Metric]:
+def rollout_metrics(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     """The rollout's metrics under the names that are logged."""
-    return {f"rollout/{name}": metric for name, metric in found.items()}
+    return {f"rollout/{name}": metric for name, metric in metrics.items()}
 
 
 def first_groups(batch: DataProto, count: int) -> DataProto:
     """The rows of the first `count` groups, in order."""
-    seen: dict[str, None] = dict.fromkeys(batch.non_tensor_batch["uid"])
-    if len(seen) <= count:
+    groups: dict[str, None] = dict.fromkeys(batch.non_tensor_batch["uid"])
+    if len(groups) <= count:
         return batch
-    wanted = set(list(seen)[:count])
-    return batch.select_idxs(np.array([uid in wanted for uid in batch.non_tensor_batch["uid"]]))
+    first = set(list(groups)[:count])
+    return batch.select_idxs(np.array([uid in first for uid in batch.non_tensor_batch["uid"]]))

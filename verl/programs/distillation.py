@@ -84,8 +84,8 @@ def _check_vocabulary(path: str, student: Mapping[str, int], teacher: Mapping[st
 
 
 def _vocabulary_size(config: PPOConfig, path: str | None) -> int:
-    found = load_model_config(str(path), config.actor_rollout_ref.model.trust_remote_code, None)
-    return int(found.get_text_config().vocab_size)
+    teacher_config = load_model_config(str(path), config.actor_rollout_ref.model.trust_remote_code, None)
+    return int(teacher_config.get_text_config().vocab_size)
 
 
 def _response_ids(row: Mapping[str, Any], key: str, ends: TurnEnds, place: str) -> list[int]:
@@ -161,23 +161,23 @@ class Teachers:
         for field, column, dtype in zip(STORED, TEACHER_COLUMNS, (torch.int64, torch.float32), strict=True):
             values = torch.zeros(*batch.batch["responses"].shape, count, dtype=dtype)
             for row, (listed, length) in enumerate(zip(objects[field], lengths, strict=True)):
-                found = np.stack([np.asarray(tokens) for tokens in listed[:length]])
-                if found.shape[1] != count:
+                row_values = np.stack([np.asarray(tokens) for tokens in listed[:length]])
+                if row_values.shape[1] != count:
                     raise DataError(
-                        f"Rows of one batch list {count} and {found.shape[1]} tokens in {field}; store equally many."
+                        f"Rows of one batch list {count} and {row_values.shape[1]} tokens in {field}; store equally many."
                     )
-                values[row, :length] = torch.from_numpy(found)
+                values[row, :length] = torch.from_numpy(row_values)
             columns[column] = values
         return self._checked(DataProto.from_dict(columns))
 
-    def _checked(self, found: DataProto) -> DataProto:
-        """`found`, unless it names a token that the student does not have."""
-        if self.lists_tokens and int(found.batch[TEACHER_COLUMNS[0]].max()) >= self.vocabulary:
+    def _checked(self, outputs: DataProto) -> DataProto:
+        """`outputs`, unless it names a token that the student does not have."""
+        if self.lists_tokens and int(outputs.batch[TEACHER_COLUMNS[0]].max()) >= self.vocabulary:
             raise DataError(
-                f"The teacher lists token {int(found.batch[TEACHER_COLUMNS[0]].max())}, and the student has "
+                f"The teacher lists token {int(outputs.batch[TEACHER_COLUMNS[0]].max())}, and the student has "
                 f"{self.vocabulary}: it puts probability on padding of its vocabulary. Lower distillation_loss.topk."
             )
-        return found
+        return outputs
 
 
 def _in_row_order(parts: Sequence[tuple[np.ndarray, Future[DataProto]]]) -> DataProto:
@@ -219,15 +219,15 @@ class RowResponses:
         if split != "train" or self.is_on_policy(step):
             return self.rollout.generate(prompts, step=step, split=split, params=params, limit=limit)
         settings = self.config.actor_rollout_ref.rollout
-        found = [self._trajectory(prompts, row) for row in range(len(prompts))]
+        trajectories = [self._trajectory(prompts, row) for row in range(len(prompts))]
         columns = to_columns(
-            found,
+            trajectories,
             pad_token_id=self.tokenizer.pad_token_id,
             prompt_width=settings.prompt_length,
             response_width=settings.response_length,
         )
-        columns["rollout_rank"] = torch.zeros(len(found), dtype=torch.int64)
-        return Finished(DataProto.from_dict(columns, sample_names(found, split)))
+        columns["rollout_rank"] = torch.zeros(len(trajectories), dtype=torch.int64)
+        return Finished(DataProto.from_dict(columns, sample_names(trajectories, split)))
 
     def _trajectory(self, prompts: DataProto, row: int) -> Trajectory:
         ordinal, objects = int(prompts.batch["ordinal"][row]), prompts.non_tensor_batch

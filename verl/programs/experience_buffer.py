@@ -64,10 +64,14 @@ class ExperienceBuffer:
     def put(self, batch: DataProto, *, version: int, priority: Sequence[float] | None = None) -> int:
         """Add the rows of `batch`, made by weights `version`. `priority` [rows] is above 0 (default: 1); a group has the
         largest of its rows. Returns the number of groups that left for it. Raises DataError for priorities that do not fit."""
-        given = None if priority is None else [float(value) for value in priority]
-        if given is not None and (len(given) != len(batch) or not all(0 < value < np.inf for value in given)):
-            raise DataError(f"put() got {len(given)} priorities for {len(batch)} rows; it needs one above 0 for each.")
-        return int(self._call("put", batch, int(version), given))
+        priorities = None if priority is None else [float(value) for value in priority]
+        if priorities is not None and (
+            len(priorities) != len(batch) or not all(0 < value < np.inf for value in priorities)
+        ):
+            raise DataError(
+                f"put() got {len(priorities)} priorities for {len(batch)} rows; it needs one above 0 for each."
+            )
+        return int(self._call("put", batch, int(version), priorities))
 
     def qsize(self) -> int:
         """The number of groups that are there."""
@@ -82,8 +86,8 @@ class ExperienceBuffer:
         """
         if order not in ORDERS:
             raise ConfigError(f"sample(order={order!r}): the orders are {', '.join(ORDERS)}.")
-        found: DataProto = self._call("sample", int(count), int(version), order, remove)
-        return found
+        sampled: DataProto = self._call("sample", int(count), int(version), order, remove)
+        return sampled
 
     def close(self) -> None:
         """End the process, if there is one. May be called again."""
@@ -157,4 +161,4 @@ def _groups_of(batch: DataProto, by: str) -> list[np.ndarray]:
     rows: dict[Any, list[int]] = {}
     for row, name in enumerate(batch.non_tensor_batch[by]):
         rows.setdefault(name, []).append(row)
-    return [np.array(found) for found in rows.values()]
+    return [np.array(members) for members in rows.values()]

@@ -79,7 +79,7 @@ def label(options: argparse.Namespace) -> list[str]:
     finally:
         judge.close()
     pairs = zip(candidates, gaps, strict=True)
-    rows = [row for found, gap in pairs for row in preferences(found, gap, options.pairs)]
+    rows = [row for candidate, gap in pairs for row in preferences(candidate, gap, options.pairs)]
     if not rows:
         raise DataError(f"The judge preferred no response of {options.input} to another one. {' '.join(lines)}")
     _write(Path(options.output), rows)
@@ -110,20 +110,20 @@ def compared(
 ) -> tuple[list[Gaps], list[str]]:
     """Preferences from -1 to 1 of all pairs of responses of each prompt, or of the first and the last one; and sentences about
     the judge."""
-    wanted = [[(0, len(c.responses) - 1)] if ends_only else _pairs(c) for c in candidates]
+    pairs_by_prompt = [[(0, len(c.responses) - 1)] if ends_only else _pairs(c) for c in candidates]
     asked = [
         (c.question, c.responses[i], c.responses[j])
-        for c, pairs in zip(candidates, wanted, strict=True)
+        for c, pairs in zip(candidates, pairs_by_prompt, strict=True)
         for i, j in pairs
     ]
     verdicts = compare_pairs(ask, template, asked)
-    found = iter(math.nan if v.preference is None else v.preference for v in verdicts)
+    answers = iter(math.nan if v.preference is None else v.preference for v in verdicts)
     shares = {name: f"{value:.3f}" for name, value in verdict_metrics(verdicts).items()}
     lines = [
         f"Pairs whose two orders have the same verdict: {shares['order_agreement']}; verdicts for the response shown first: "
         f"{shares['first_shown']} (0.5: no bias); ties: {shares['tie']}; replies without a verdict: {shares['unusable']}."
     ]
-    return [{pair: next(found) for pair in pairs} for pairs in wanted], lines
+    return [{pair: next(answers) for pair in pairs} for pairs in pairs_by_prompt], lines
 
 
 def graded(
@@ -132,36 +132,36 @@ def graded(
     """Differences of the rubric's scores for all pairs of responses of each prompt; and sentences about the judge."""
     rows = [(c.question, response, "") for c in candidates for response in c.responses]
     scores = [grades["score"] for grades in rubric_scores(ask, template, rubric, rows)]
-    usable, found = [score for score in scores if not math.isnan(score)], iter(scores)
+    usable, scores_left = [score for score in scores if not math.isnan(score)], iter(scores)
     mean = sum(usable) / len(usable) if usable else math.nan
     gaps = []
     for c in candidates:
-        own = [next(found) for _ in c.responses]
+        own = [next(scores_left) for _ in c.responses]
         gaps.append({(i, j): own[i] - own[j] for i, j in _pairs(c)})
     return gaps, [f"Mean score: {mean:.3f}; responses without one: {len(scores) - len(usable):,} of {len(scores):,}."]
 
 
-def preferences(found: Candidates, gaps: Gaps, pairs: str) -> Iterator[dict[str, Any]]:
+def preferences(candidates: Candidates, gaps: Gaps, pairs: str) -> Iterator[dict[str, Any]]:
     """Rows for the best and the worst response by their mean gap to the others (`best_worst`), for the first and the last one
     (`first_last`), or for every pair with a winner (`all`). Ties and unknown gaps make no row."""
     known = {pair: gap for pair, gap in gaps.items() if gap == gap}
     if pairs == "best_worst":
-        totals = [0.0] * len(found.responses)
+        totals = [0.0] * len(candidates.responses)
         for (i, j), gap in known.items():
             totals[i] += gap
             totals[j] -= gap
         best, worst = totals.index(max(totals)), totals.index(min(totals))
         known = {(best, worst): (totals[best] - totals[worst]) / len(totals)}
     elif pairs == "first_last":
-        ends = (0, len(found.responses) - 1)
+        ends = (0, len(candidates.responses) - 1)
         known = {ends: known[ends]} if ends in known else {}
     for (i, j), gap in known.items():
         if gap:
-            yield found.row(*((i, j) if gap > 0 else (j, i)), abs(gap))
+            yield candidates.row(*((i, j) if gap > 0 else (j, i)), abs(gap))
 
 
-def _pairs(found: Candidates) -> list[tuple[int, int]]:
-    return list(itertools.combinations(range(len(found.responses)), 2))
+def _pairs(candidates: Candidates) -> list[tuple[int, int]]:
+    return list(itertools.combinations(range(len(candidates.responses)), 2))
 
 
 def _judge_config(options: argparse.Namespace) -> RewardModelConfig:

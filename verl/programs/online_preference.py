@@ -104,15 +104,15 @@ class OnlinePreference(PPO):
 
     def _paired(self, batch: DataProto, pairs: list[tuple[int, int]]) -> DataProto:
         """The rows of the pairs with the columns of PreferenceObjective."""
-        found = batch.select_idxs([row for pair in pairs for row in pair])
-        columns, chosen = found.batch, torch.tensor([True, False]).repeat(len(pairs))
+        paired = batch.select_idxs([row for pair in pairs for row in pair])
+        columns, chosen = paired.batch, torch.tensor([True, False]).repeat(len(pairs))
         columns["chosen"] = chosen
         num_tokens = int(columns["response_mask"][chosen].sum())
-        columns["num_chosen_tokens"] = torch.full((len(found),), num_tokens, dtype=torch.float64)
+        columns["num_chosen_tokens"] = torch.full((len(paired),), num_tokens, dtype=torch.float64)
         if self.reference is not None:
             with self.spans("ref"):
-                columns["ref_logp"] = completion_log_probs(self.reference, found, self.config.preference.ld_alpha)
-        return found
+                columns["ref_logp"] = completion_log_probs(self.reference, paired, self.config.preference.ld_alpha)
+        return paired
 
     def update(self, result: StepBatch, step: int) -> None:
         """See PPO; then the reference follows the policy, where it does."""

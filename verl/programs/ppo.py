@@ -51,20 +51,20 @@ class PPO(PPOProgram):
 
     def __init__(self, config: PPOConfig, data: PPOData, roles: Roles, run: RunContext):
         super().__init__(config, data, roles, run)
-        found, self.spans = self.roles_of_run, run.spans
+        handles, self.spans = self.roles_of_run, run.spans
         self.actor, self.critic, self.reference, self.weights = (
-            found.actor, found.critic, found.reference, found.weights,
+            handles.actor, handles.critic, handles.reference, handles.weights,
         )  # fmt: skip
         self.needs, self.max_age = Needs.of(config), 0  # max_age: of a sample that trains, in versions of the weights
-        exact = found.rollout.exact_log_probs()
+        exact = handles.rollout.exact_log_probs()
         self.old_log_probs = old_log_prob_source(config, self.needs, sampler_is_exact=exact)
-        self.teachers = Teachers(config, found.teachers) if config.distillation.enabled and found.actor else None
+        self.teachers = Teachers(config, handles.teachers) if config.distillation.enabled and handles.actor else None
         self.row_responses: RowResponses | None = None
         if config.distillation.on_policy_share < 1:
-            self.row_responses = RowResponses(found.rollout, config, data.tokenizer, lambda: self.weight_version)
-            found = replace(found, rollout=self.row_responses)
+            self.row_responses = RowResponses(handles.rollout, config, data.tokenizer, lambda: self.weight_version)
+            handles = replace(handles, rollout=self.row_responses)
         if data.train is not None:
-            self.collector = Collector(config, found, data.train, run, self.samples, self.stages)
+            self.collector = Collector(config, handles, data.train, run, self.samples, self.stages)
 
     def train(self, step: int) -> StepBatch:
         """One step; weight version and samples advance only as the step succeeds."""
@@ -165,11 +165,11 @@ class PPO(PPOProgram):
         for name in ("bypass_mode", "loss_type"):
             del rule[name]
         old, sampled, mask = columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"]
-        found = rollout_correction(old, sampled, mask, **rule)
-        if found.weights is not None:
-            columns["rollout_is_weights"] = found.weights
-        columns["response_mask"] = found.response_mask
-        return {**found.metrics, **rollout_gap_metrics(old[mask], sampled[mask])}
+        correction = rollout_correction(old, sampled, mask, **rule)
+        if correction.weights is not None:
+            columns["rollout_is_weights"] = correction.weights
+        columns["response_mask"] = correction.response_mask
+        return {**correction.metrics, **rollout_gap_metrics(old[mask], sampled[mask])}
 
     def update(self, result: StepBatch, step: int) -> None:
         """The only phase that changes weights; the sampler carries the next version when it ends. Actor and critic train at
@@ -184,8 +184,8 @@ class PPO(PPOProgram):
         if self.actor is not None and step > self.config.trainer.critic_warmup:
             with self.spans("update_actor"):
                 updates = self.actor.update(batch, step).get()
-            found = self.guards.record(updates).metrics()
-            metrics.update({name.replace("actor/distillation/", "distillation/"): m for name, m in found.items()})
+            values = self.guards.record(updates).metrics()
+            metrics.update({name.replace("actor/distillation/", "distillation/"): m for name, m in values.items()})
             compared = add_observed(batch, updates.observed)  # for the samples files
             if compared and self.old_log_probs != "recompute":  # else all tokens were compared already
                 metrics.update(rollout_gap_metrics(*compared))

@@ -66,22 +66,24 @@ class ReferenceLogProbs:
         self.digest = write_tensors(temporary, tensors).blake2b
         os.replace(temporary, folder / FILE)
 
-    def read(self, folder: Path, wanted: str | None, is_rank_zero: bool, broadcast: Callable[[Any], Any]) -> None:
-        """Read what `write` has written, with the digest `wanted` (None: any); on rank 0, for all ranks. Raises DataError when
+    def read(
+        self, folder: Path, expected_digest: str | None, is_rank_zero: bool, broadcast: Callable[[Any], Any]
+    ) -> None:
+        """Read what `write` has written, with `expected_digest` (None: any); on rank 0, for all ranks. Raises DataError when
         it is not there or has changed."""
-        found, file, state = None, folder / FILE, "gone"
+        arrays, file, state = None, folder / FILE, "gone"
         if is_rank_zero and file.is_file():
             self.digest, state = record_of(file).blake2b, "not the file that this run has written"
-            if wanted in (None, self.digest):
+            if expected_digest in (None, self.digest):
                 tensors = read_tensors(file)
-                found = [tensors["digests"].numpy(), tensors["log_probs"].numpy()]
-        found, state = broadcast((found, state))
-        if found is None:
+                arrays = [tensors["digests"].numpy(), tensors["log_probs"].numpy()]
+        arrays, state = broadcast((arrays, state))
+        if arrays is None:
             raise DataError(
                 f"{file} is {state}, and the policy has changed since then. Bring it back, set "
                 "ref.precompute=False, or start a new run."
             )
-        self._kept = {name.tobytes(): value for name, value in zip(found[0], found[1].tolist(), strict=True)}
+        self._kept = {name.tobytes(): value for name, value in zip(arrays[0], arrays[1].tolist(), strict=True)}
 
     def _names(self, sequences: Sequence[PreferenceSequence]) -> list[bytes]:
         """A name for each sequence; with `ld_alpha` the value depends on the other sequence of the pair too."""

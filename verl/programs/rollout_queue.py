@@ -59,22 +59,22 @@ class Batch:
     def wait(self) -> DataProto:
         """Wait for the pending result; the rows."""
         if self.pending is not None:
-            found, self.pending = self.pending.get(), None
-            ordinals = np.repeat(np.arange(self.ordinal, self.ordinal + self.count), self._group_size(found))
+            rows, self.pending = self.pending.get(), None
+            ordinals = np.repeat(np.arange(self.ordinal, self.ordinal + self.count), self._group_size(rows))
             if self.rows is not None:
                 ordinals = ordinals[self.resumed]
-            self.samples.generate(self.pending_step, segments_of(ordinals.tolist(), found, self.samples.num_tokens))
+            self.samples.generate(self.pending_step, segments_of(ordinals.tolist(), rows, self.samples.num_tokens))
             if self.rows is None:
-                self.rows = found
+                self.rows = rows
             else:
                 assert self.resumed is not None
-                _replace_rows(self.rows, self.resumed, found)
+                _replace_rows(self.rows, self.resumed, rows)
                 self.resumed = None
         assert self.rows is not None
         return self.rows
 
-    def _group_size(self, found: DataProto) -> int:
-        return len(self.rows if self.rows is not None else found) // self.count
+    def _group_size(self, rows: DataProto) -> int:
+        return len(self.rows if self.rows is not None else rows) // self.count
 
     def is_complete(self, limit: int) -> bool:
         """Whether every response is there and finished; does not wait."""
@@ -217,16 +217,16 @@ class RolloutQueue:
         ordinal = self.samples.cursor
         while any(known >= ordinal for known in groups):
             prompts = self.loader.take(ordinal, self.count)
-            found = [groups.get(number, []) for number in range(ordinal, ordinal + self.count)]
-            if not self._fits(found, prompts):
+            open_samples = [groups.get(number, []) for number in range(ordinal, ordinal + self.count)]
+            if not self._fits(open_samples, prompts):
                 log.warning(
                     "The checkpoint's samples ahead of training have other prompts or lengths than this run; from prompt %d "
                     "on they are sampled again.", ordinal,
                 )  # fmt: skip
                 return
-            first = found[0][0]
+            first = open_samples[0][0]
             try:
-                rows = self._rows([sample for group in found for sample in group], prompts)
+                rows = self._rows([sample for group in open_samples for sample in group], prompts)
             except LookupError as error:
                 log.warning("%s; from prompt %d on samples ahead of training are made again.", error, ordinal)
                 return
@@ -237,34 +237,36 @@ class RolloutQueue:
             )
             ordinal += self.count
 
-    def _fits(self, found: Sequence[Sequence[OpenSample]], prompts: DataProto) -> bool:
+    def _fits(self, groups: Sequence[Sequence[OpenSample]], prompts: DataProto) -> bool:
         """Whether every prompt has its samples, started together, of this run's length."""
-        for samples, ids in zip(found, prompts.non_tensor_batch["prompt_token_ids"], strict=True):
+        for samples, ids in zip(groups, prompts.non_tensor_batch["prompt_token_ids"], strict=True):
             if [sample.sample for sample in samples] != list(range(self.params.n)):
                 return False
             if any(not s.segments or s.limit != self.limit or s.prompt != prompt_digest(ids) for s in samples):
                 return False
-        return len({(sample.step, sample.split) for samples in found for sample in samples}) == 1
+        return len({(sample.step, sample.split) for samples in groups for sample in samples}) == 1
 
     def _rows(self, samples: Sequence[OpenSample], prompts: DataProto) -> DataProto:
         """The rollout's columns as they were, see RolloutWorker. Raises LookupError when the journal of agents lacks one."""
         ids = prompts.repeat(self.params.n, interleave=True).non_tensor_batch["prompt_token_ids"]
-        found = [_trajectory(sample, prompt_ids) for sample, prompt_ids in zip(samples, ids, strict=True)]
+        trajectories = [_trajectory(sample, prompt_ids) for sample, prompt_ids in zip(samples, ids, strict=True)]
         episodes: dict[str, np.ndarray] = {}
         if self.agents_folder is not None:
-            known = recorded(self.agents_folder, found, step=samples[0].step, split=samples[0].split, limit=self.limit)
-            found, episodes = [done.trajectory for done in known], episode_columns(known)
+            known = recorded(
+                self.agents_folder, trajectories, step=samples[0].step, split=samples[0].split, limit=self.limit
+            )
+            trajectories, episodes = [done.trajectory for done in known], episode_columns(known)
         sampled = (s.log_probs for sample in samples for s in sample.segments if s.log_probs is not None)
         log_probs = next(sampled, np.empty(0, np.float32))
         columns = to_columns(
-            found,
+            trajectories,
             pad_token_id=self.loader.pad_token_id,
             prompt_width=self.loader.max_prompt_length,
             response_width=self.limit,
             dtype=torch.float64 if log_probs.dtype == np.float64 else torch.float32,
         )
         columns["rollout_rank"] = torch.tensor([sample.segments[-1].rank for sample in samples])
-        return DataProto.from_dict(columns, {**sample_names(found, samples[0].split), **episodes})
+        return DataProto.from_dict(columns, {**sample_names(trajectories, samples[0].split), **episodes})
 
 
 def expected_tokens(lengths: np.ndarray, finished: np.ndarray, most: int) -> np.ndarray:
@@ -285,10 +287,10 @@ def _trajectory(sample: OpenSample, prompt_ids: Sequence[int]) -> Trajectory:
     return Trajectory(sample.ordinal, sample.sample, prompt_ids, segments, status)
 
 
-def _replace_rows(rows: DataProto, chosen: np.ndarray, found: DataProto) -> None:
-    """Replace the rows `chosen` by `found`, which has them longer."""
+def _replace_rows(rows: DataProto, chosen: np.ndarray, extended: DataProto) -> None:
+    """Replace the rows `chosen` by `extended`, the same samples with more tokens."""
     at = torch.from_numpy(chosen)
-    for name, values in found.batch.items():
+    for name, values in extended.batch.items():
         rows.batch[name][at] = values
-    for name, objects in found.non_tensor_batch.items():
+    for name, objects in extended.non_tensor_batch.items():
         rows.non_tensor_batch[name][chosen] = objects

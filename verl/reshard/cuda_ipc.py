@@ -72,8 +72,8 @@ def open_handle(handle: bytes, num_bytes: int, device: torch.device) -> torch.Te
     driver, pointer = _driver(), ctypes.c_uint64()
     with torch.cuda.device(device):
         torch.cuda.synchronize()
-        given = _Handle.from_buffer_copy(handle)
-        _check(driver, driver.cuIpcOpenMemHandle_v2(ctypes.byref(pointer), given, _LAZY_ENABLE_PEER_ACCESS))
+        structure = _Handle.from_buffer_copy(handle)
+        _check(driver, driver.cuIpcOpenMemHandle_v2(ctypes.byref(pointer), structure, _LAZY_ENABLE_PEER_ACCESS))
         return _tensor(pointer.value, num_bytes, device, lambda at: driver.cuIpcCloseMemHandle(at))
 
 

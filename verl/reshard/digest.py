@@ -69,10 +69,10 @@ def _spread(
 
 
 def _digest(label: str, dtype: torch.dtype, chunks: Iterator[torch.Tensor]) -> bytes:
-    found = xxhash.xxh3_128(f"{label} {dtype}".encode())
+    hasher = xxhash.xxh3_128(f"{label} {dtype}".encode())
     for chunk in chunks:
-        found.update(_bytes(chunk))
-    return found.digest()
+        hasher.update(_bytes(chunk))
+    return hasher.digest()
 
 
 def _hashed(values: torch.Tensor) -> Iterator[torch.Tensor]:

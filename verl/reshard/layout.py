@@ -274,7 +274,7 @@ def _check_stages(num_stages: int, layers_per_stage: tuple[int, ...]) -> None:
 
 def stages_of_layers(layers: tuple[int, ...], layers_per_stage: tuple[int, ...]) -> tuple[int, ...]:
     """The stages that hold `layers`; tensors before the first and after the last layer are on the first and last stage."""
-    found = set()
+    stages = set()
     for layer in layers:
         stage, stop = 0, 0
         for number, count in enumerate(layers_per_stage):
@@ -282,5 +282,5 @@ def stages_of_layers(layers: tuple[int, ...], layers_per_stage: tuple[int, ...])
             stage = number
             if layer < stop:
                 break
-        found.add(stage)
-    return tuple(sorted(found))
+        stages.add(stage)
+    return tuple(sorted(stages))

@@ -121,18 +121,18 @@ def make_plan(tensors: Sequence[Tensor], source: Layout, target: Layout, hosts: 
 
 def lower_bound(tensors: Iterable[Tensor], source: Layout, target: Layout) -> dict[int, int]:
     """Rank of `target` -> bytes that it is missing: no plan moves less."""
-    found = dict.fromkeys(target.ranks, 0)
+    missing = dict.fromkeys(target.ranks, 0)
     for tensor in tensors:
         for rank in target.ranks:
-            wanted, held = target.part(tensor, rank), source.part(tensor, rank)
-            if wanted is None:
+            needed, held = target.part(tensor, rank), source.part(tensor, rank)
+            if needed is None:
                 continue
             here = 0
             if held is not None:
-                shared = (intersect(a, b) for a in wanted.slices() for b in held.slices())
+                shared = (intersect(a, b) for a in needed.slices() for b in held.slices())
                 here = sum(numel(part) for part in shared if part is not None)
-            found[rank] += (wanted.numel - here) * tensor.itemsize
-    return found
+            missing[rank] += (needed.numel - here) * tensor.itemsize
+    return missing
 
 
 def full_gather(
@@ -141,49 +141,49 @@ def full_gather(
     """The baseline of plans: rank -> bytes that it receives when each of `ranks` gathers every parameter whole over the
     training ranks and takes its part. Parameters travel as they are held, `held_itemsize` bytes an element (float32 masters:
     4; default: the rollout's dtype, as in a plan)."""
-    found = dict.fromkeys(ranks, 0)
+    received = dict.fromkeys(ranks, 0)
     for tensor in tensors:
         itemsize = held_itemsize or tensor.itemsize
-        for rank in found:
+        for rank in received:
             held = source.part(tensor, rank)
-            found[rank] += (math.prod(tensor.shape) - (held.numel if held is not None else 0)) * itemsize
-    return found
+            received[rank] += (math.prod(tensor.shape) - (held.numel if held is not None else 0)) * itemsize
+    return received
 
 
 def _needs_by_tensor(
     tensors: Sequence[Tensor], source: Layout, target: Layout, hosts: Hosts | None
 ) -> list[list[_Need]]:
     known: dict[object, list[_Need]] = {}  # the layers of a model are alike
-    found = []
+    needs = []
     for tensor in tensors:
         alike = (replace(tensor, name="", layers=()), source.stages_of(tensor), target.stages_of(tensor))
         if alike not in known:
             known[alike] = _needs(tensor, source, target, hosts)
-        found.append(known[alike])
-    return found
+        needs.append(known[alike])
+    return needs
 
 
 def _needs(tensor: Tensor, source: Layout, target: Layout, hosts: Hosts | None) -> list[_Need]:
     held = {rank: part for rank in source.ranks if (part := source.part(tensor, rank)) is not None}
     everything = sorted(cells(held))
-    found = []
+    needs = []
     for rank in sorted(target.ranks):
         part = target.part(tensor, rank)
         if part is None:
             continue
         lacking = part.numel
-        for wanted in part.slices():
+        for target_slice in part.slices():
             for cell, owners in everything:
-                shared = intersect(cell, wanted)
+                shared = intersect(cell, target_slice)
                 if shared is not None:
                     lacking -= numel(shared)
-                    found.append(_Need(shared, rank, _nearest(rank, owners, hosts)))
+                    needs.append(_Need(shared, rank, _nearest(rank, owners, hosts)))
         if lacking:
             raise ConfigError(
                 f"Rollout rank {rank} needs {lacking} elements of {tensor.name} that no training rank holds; the layouts do "
                 "not describe the same model."
             )
-    return found
+    return needs
 
 
 def _nearest(rank: int, owners: tuple[int, ...], hosts: Hosts | None) -> tuple[int, ...]:
@@ -215,7 +215,7 @@ def _assign(tensor: Tensor, needs: list[_Need], sent: dict[int, int]) -> list[Mo
 def buckets(moves: Iterable[Move], max_bytes: int) -> list[list[Move]]:
     """The moves between ranks, in order, in as few buckets as that order allows. In a bucket every rank sends and receives
     at most `max_bytes` (at least one element); larger moves are cut. Every rank computes the same buckets."""
-    found: list[list[Move]] = []
+    filled: list[list[Move]] = []
     staged: dict[int, int] = {}
     for move in moves:
         if move.is_kept:
@@ -223,10 +223,10 @@ def buckets(moves: Iterable[Move], max_bytes: int) -> list[list[Move]]:
         itemsize = move.num_bytes // numel(move.slice)
         for part in cut(move.slice, max_bytes // itemsize):
             num_bytes, ends = numel(part) * itemsize, (move.source, move.destination)
-            if not found or any(staged.get(rank, 0) + num_bytes > max_bytes for rank in ends):
-                found.append([])
+            if not filled or any(staged.get(rank, 0) + num_bytes > max_bytes for rank in ends):
+                filled.append([])
                 staged = {}
-            found[-1].append(move._replace(slice=part, num_bytes=num_bytes))
+            filled[-1].append(move._replace(slice=part, num_bytes=num_bytes))
             for rank in ends:
                 staged[rank] = staged.get(rank, 0) + num_bytes
-    return found
+    return filled

@@ -71,13 +71,13 @@ class Part:
         return tuple(_locate(dim, span) for dim, span in zip(self.spans, part, strict=True))
 
 
-def _locate(spans: Sequence[Span], wanted: Span) -> Span:
+def _locate(spans: Sequence[Span], span: Span) -> Span:
     before = 0
     for first, stop in spans:
-        if first <= wanted[0] and wanted[1] <= stop:
-            return before + wanted[0] - first, before + wanted[1] - first
+        if first <= span[0] and span[1] <= stop:
+            return before + span[0] - first, before + span[1] - first
         before += stop - first
-    raise AssertionError(f"{wanted} does not lie within one of {spans}")
+    raise AssertionError(f"{span} does not lie within one of {spans}")
 
 
 def take(spans: Sequence[Span], first: int, stop: int) -> tuple[Span, ...]:
@@ -111,10 +111,10 @@ def cells(parts: Mapping[int, Part]) -> list[tuple[Slice, tuple[int, ...]]]:
     for rank, part in parts.items():
         for held in part.slices():
             holders.setdefault(held, []).append(rank)
-    found: list[tuple[Slice, tuple[int, ...]]] = []
+    disjoint: list[tuple[Slice, tuple[int, ...]]] = []
     for held, ranks in holders.items():
         new, refined = [held], []
-        for cell, owners in found:
+        for cell, owners in disjoint:
             shared = intersect(cell, held)
             if shared is None:
                 refined.append((cell, owners))
@@ -122,8 +122,8 @@ def cells(parts: Mapping[int, Part]) -> list[tuple[Slice, tuple[int, ...]]]:
             refined.append((shared, (*owners, *ranks)))
             refined += [(rest, owners) for rest in subtract(cell, shared)]
             new = [rest for remaining in new for rest in subtract(remaining, shared)]
-        found = refined + [(remaining, tuple(ranks)) for remaining in new]
-    return found
+        disjoint = refined + [(remaining, tuple(ranks)) for remaining in new]
+    return disjoint
 
 
 def cut(part: Slice, max_elements: int) -> list[Slice]:
@@ -134,4 +134,4 @@ def cut(part: Slice, max_elements: int) -> list[Slice]:
     first, stop = part[dim]
     step = max(1, max_elements // (numel(part) // (stop - first)))
     spans = [(start, min(stop, start + step)) for start in range(first, stop, step)]
-    return [found for span in spans for found in cut((*part[:dim], span, *part[dim + 1 :]), max_elements)]
+    return [smaller for span in spans for smaller in cut((*part[:dim], span, *part[dim + 1 :]), max_elements)]

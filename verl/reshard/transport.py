@@ -108,33 +108,33 @@ class PeerToPeer:
         self._digests_to = {checker: moves for (sender, checker), moves in checks.items() if sender == self.rank}
         self._digests_from = {sender: moves for (sender, checker), moves in checks.items() if checker == self.rank}
 
-    def __call__(self, held: Tensors, wanted: Tensors) -> None:
-        """Fill `wanted` (this rank's parts in the target layout, of any dtype) from the `held` of all ranks (their parts in
+    def __call__(self, held: Tensors, target: Tensors) -> None:
+        """Fill `target` (this rank's parts in the target layout, of any dtype) from the `held` of all ranks (their parts in
         the source layout). The two may share memory only where they are the same elements. From the first rank's call until
-        the last one has returned, `wanted` must not be used: callers synchronise before and after.
+        the last one has returned, `target` must not be used: callers synchronise before and after.
 
         Raises ModelError when a tensor is missing, has another shape than its part, or does not match its digest. It is
         raised only on that rank; the caller informs the others.
         """
-        self.check(held, wanted)
+        self.check(held, target)
         self._staged, self._sent = 0, {}
         with torch.no_grad(), TRAFFIC.exchanging(self._num_planned_bytes):
             flight: _Flight | None = None
             for number in self._buckets:
                 following = self._start(number, held)
                 if flight is not None:
-                    self._finish(flight, wanted)
+                    self._finish(flight, target)
                 flight = following
             for moves in self._puts:
-                self._put(moves, held, wanted)
+                self._put(moves, held, target)
             if flight is not None:
-                self._finish(flight, wanted)
-            self._verify(wanted)
+                self._finish(flight, target)
+            self._verify(target)
 
-    def check(self, held: Tensors, wanted: Tensors) -> None:
+    def check(self, held: Tensors, target: Tensors) -> None:
         """Raise ModelError when a tensor is missing or has another shape than its part."""
         self._check(held, self._shapes_held, "hold")
-        self._check(wanted, self._shapes_wanted, "fill")
+        self._check(target, self._shapes_wanted, "fill")
 
     def _start(self, number: int, held: Tensors) -> _Flight:
         """Pack and send a bucket, and post its receives."""
@@ -152,22 +152,22 @@ class PeerToPeer:
         self._stage(num_bytes)
         return _Flight(dist.batch_isend_irecv(ops), messages, num_bytes)
 
-    def _finish(self, flight: _Flight, wanted: Tensors) -> None:
+    def _finish(self, flight: _Flight, target: Tensors) -> None:
         """Wait for a bucket and unpack it."""
         for work in flight.works:
             work.wait()
         for _, moves, message in flight.messages:
-            self._unpack(moves, message, wanted)
+            self._unpack(moves, message, target)
         self._stage(-flight.num_bytes)
 
-    def _unpack(self, moves: Sequence[Move], message: torch.Tensor, wanted: Tensors) -> None:
+    def _unpack(self, moves: Sequence[Move], message: torch.Tensor, target: Tensors) -> None:
         for move, values in _views(moves, message):
-            self._at(wanted, move, is_source=False).copy_(values)
+            self._at(target, move, is_source=False).copy_(values)
 
-    def _put(self, moves: Sequence[Move], held: Tensors, wanted: Tensors) -> None:
+    def _put(self, moves: Sequence[Move], held: Tensors, target: Tensors) -> None:
         """Write one slice to every place in memory that needs it: this rank's own places and its neighbours' places."""
         source, label = self._at(held, moves[0], is_source=True), _label(moves[0])
-        own = [self._at(wanted, move, is_source=False) for move in moves if move.is_kept]
+        own = [self._at(target, move, is_source=False) for move in moves if move.is_kept]
         if own and _is_same_memory(source, own[0]):
             own = []
         theirs = [self._place(move) for move in moves if not move.is_kept]
@@ -192,7 +192,7 @@ class PeerToPeer:
         self._staged += num_bytes
         self.peak_staging_bytes = max(self.peak_staging_bytes, self._staged)
 
-    def _verify(self, wanted: Tensors) -> None:
+    def _verify(self, target: Tensors) -> None:
         """Compare the engine's tensors with the digests of the senders."""
         # exchanged first: a rank that finds a fault raises, and others need its digests
         self._verified = {move: sent for move, sent in self._exchange() if sent != _NOT_WRITTEN}
@@ -200,13 +200,13 @@ class PeerToPeer:
             for move in moves:
                 if move not in self._sent:
                     raise _mismatch(move)
-        self.check_held(wanted)
+        self.check_held(target)
 
-    def check_held(self, wanted: Tensors) -> None:
-        """Raise ModelError unless `wanted` still holds the last update; of shared memory, each rank verifies its share."""
-        self._check(wanted, self._shapes_wanted, "fill")
+    def check_held(self, target: Tensors) -> None:
+        """Raise ModelError unless `target` still holds the last update; of shared memory, each rank verifies its share."""
+        self._check(target, self._shapes_wanted, "fill")
         for move, sent in self._verified.items():
-            if self._digest_of(move, wanted) != sent:
+            if self._digest_of(move, target) != sent:
                 raise _mismatch(move)
 
     def _exchange(self) -> list[tuple[Move, bytes]]:
@@ -228,14 +228,14 @@ class PeerToPeer:
                 ops.append(dist.P2POp(dist.isend, message, peer, self.group, _DIGEST_TAG))
         for work in dist.batch_isend_irecv(ops) if ops else []:
             work.wait()
-        found = []
+        digests_of_moves = []
         for peer, moves in self._digests_from.items():
             digests = outgoing[peer] if peer == self.rank else incoming[peer].cpu().numpy().tobytes()
-            found += [(move, digests[at * DIGEST_BYTES :][:DIGEST_BYTES]) for at, move in enumerate(moves)]
-        return found
+            digests_of_moves += [(move, digests[at * DIGEST_BYTES :][:DIGEST_BYTES]) for at, move in enumerate(moves)]
+        return digests_of_moves
 
-    def _digest_of(self, move: Move, wanted: Tensors) -> bytes:
-        return digest(_label(move), self._at(wanted, move, is_source=False).to(self.dtype))
+    def _digest_of(self, move: Move, target: Tensors) -> bytes:
+        return digest(_label(move), self._at(target, move, is_source=False).to(self.dtype))
 
     def _at(self, tensors: Tensors, move: Move, *, is_source: bool) -> torch.Tensor:
         """The slice of a move in a local tensor, as a view."""
@@ -266,11 +266,11 @@ class PeerToPeer:
 def _by_peer(bucket: Sequence[Move], peer_end: str, rank: int) -> dict[int, list[Move]]:
     """Peer -> the moves between it and `rank`, with the peer at one end; peers ascend."""
     other_end = "destination" if peer_end == "source" else "source"
-    found: dict[int, list[Move]] = {}
+    by_peer: dict[int, list[Move]] = {}
     for move in bucket:
         if getattr(move, other_end) == rank:
-            found.setdefault(getattr(move, peer_end), []).append(move)
-    return dict(sorted(found.items()))
+            by_peer.setdefault(getattr(move, peer_end), []).append(move)
+    return dict(sorted(by_peer.items()))
 
 
 def _checks(
@@ -281,18 +281,18 @@ def _checks(
     sharers: dict[int, list[int]] = {}
     for rank, owner in sorted(owners.items()):
         sharers.setdefault(owner, []).append(rank)
-    found: dict[tuple[int, int], list[Move]] = {}
+    checks: dict[tuple[int, int], list[Move]] = {}
     for move in direct:
         checkers = sharers.get(move.destination, [move.destination])
         checker = checkers[bisect_right(checkers, move.source) % len(checkers)]
-        found.setdefault((move.source, checker), []).append(move)
+        checks.setdefault((move.source, checker), []).append(move)
     for source, owner in sorted({(move.source, move.destination) for move in direct}):
         for rank in sharers.get(owner, [owner]):
             for writer in {source, owner} - {rank}:
-                found.setdefault((writer, rank), [])
+                checks.setdefault((writer, rank), [])
     for move in in_messages:
-        found.setdefault((move.source, move.destination), []).append(move)
-    return found
+        checks.setdefault((move.source, move.destination), []).append(move)
+    return checks
 
 
 def _count(moves: Sequence[Move]) -> int:

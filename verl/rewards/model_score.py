@@ -47,6 +47,6 @@ def last_numbers(*, reward_model_replies: list[str], **_: Any) -> list[dict[str,
 
 def _score_of(reply: str) -> dict[str, Any]:
     parts = {name: float(value) for name, value in _PART.findall(reply)}
-    found = _NUMBER.findall(reply)
-    unusable = reply.endswith("Score: nan") or not found
-    return {"score": math.nan if unusable else float(found[-1]), "reply": reply, **parts}
+    numbers = _NUMBER.findall(reply)
+    unusable = reply.endswith("Score: nan") or not numbers
+    return {"score": math.nan if unusable else float(numbers[-1]), "reply": reply, **parts}

@@ -47,20 +47,20 @@ def outcome(result: Any, limits: Limits) -> Outcome:
         return {"error": clean(refused, _MAX_ERROR)}
 
 
-def checked_outcome(found: Any, limits: Limits) -> Outcome | None:
+def checked_outcome(answer: Any, limits: Limits) -> Outcome | None:
     """The outcome that a worker sent, checked once more; None for something that no worker of ours sends."""
-    if not isinstance(found, dict):
+    if not isinstance(answer, dict):
         return None
-    if "error" in found:
-        return {"error": clean(found["error"], _MAX_ERROR)} if isinstance(found["error"], str) else None
-    if not isinstance(found.get("score"), float) or not isinstance(found.get("parts"), dict):
+    if "error" in answer:
+        return {"error": clean(answer["error"], _MAX_ERROR)} if isinstance(answer["error"], str) else None
+    if not isinstance(answer.get("score"), float) or not isinstance(answer.get("parts"), dict):
         return None
-    return outcome({**found["parts"], "score": found["score"]}, limits)
+    return outcome({**answer["parts"], "score": answer["score"]}, limits)
 
 
-def within_size(found: Outcome, limits: Limits) -> Outcome:
+def within_size(answer: Outcome, limits: Limits) -> Outcome:
     """The outcome, or an error where its JSON has more than `limits.max_result_kb`."""
-    return {"error": _too_large(limits)} if len(encode_frame(found)) > limits.max_result_kb * KIB else found
+    return {"error": _too_large(limits)} if len(encode_frame(answer)) > limits.max_result_kb * KIB else answer
 
 
 def _too_large(limits: Limits) -> str:
@@ -87,8 +87,8 @@ def checked_number(value: float, name: str, limits: Limits) -> float:
     return value
 
 
-def _entries(given: dict[Any, Any], limits: Limits, depth: int) -> Iterator[tuple[str, Any]]:
-    for key, value in given.items():
+def _entries(mapping: dict[Any, Any], limits: Limits, depth: int) -> Iterator[tuple[str, Any]]:
+    for key, value in mapping.items():
         name = clean(key, _MAX_NAME)
         yield name, _part(value, name, limits, depth)
 

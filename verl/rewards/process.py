@@ -113,8 +113,8 @@ class WorkerProcess:
         self._idle_cpu_s = None
         max_bytes = (1 + len(job.requests)) * (self._limits.max_result_kb + _ERROR_KB) * KIB
         answer = self._exchange(job.message, job.id, timeout_s, max_bytes)
-        found, seconds = answer.get("outcomes"), answer.get("seconds")
-        outcomes = [checked_outcome(outcome, self._limits) for outcome in found] if isinstance(found, list) else []
+        listed, seconds = answer.get("outcomes"), answer.get("seconds")
+        outcomes = [checked_outcome(outcome, self._limits) for outcome in listed] if isinstance(listed, list) else []
         if len(outcomes) != len(job.requests) or None in outcomes or not isinstance(seconds, float):
             raise self._lost(FORGED)
         if answer.get("was_limited") and not self._forks:
@@ -178,15 +178,15 @@ class WorkerProcess:
         limits of the sandbox."""
         received = bytearray()
         self._began_tick, was_stopped, used_s = now_tick(), False, -1.0
-        seen = time.monotonic()
-        deadline, look_at = seen + timeout_s, seen + _LOOK_EVERY_S
+        last_look = time.monotonic()
+        deadline, look_at = last_look + timeout_s, last_look + _LOOK_EVERY_S
         poll = select.poll()
         while (span := read_header(received)) is None or len(received) < span[1]:
             if span is not None and span[1] - span[0] > max_bytes:
                 raise self._lost(f"answered with more than {max_bytes // KIB} KiB")
             now = time.monotonic()
-            deadline += now - seen if now - seen > _LATE_LOOK_S else 0.0
-            seen = now
+            deadline += now - last_look if now - last_look > _LATE_LOOK_S else 0.0
+            last_look = now
             if now >= deadline:
                 raise self._late(timeout_s, was_stopped)
             if now >= look_at:

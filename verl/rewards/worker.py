@@ -78,8 +78,8 @@ class Caller:
 
     def _score_one(self, sample: list[Any]) -> Outcome:
         try:
-            *given, from_model = sample
-            result = self._call({**dict(zip(SAMPLE_ARGUMENTS, given, strict=True)), **from_model})
+            *positional, from_model = sample
+            result = self._call({**dict(zip(SAMPLE_ARGUMENTS, positional, strict=True)), **from_model})
         except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too
             return self._failure(error)
         return self._outcome(result)

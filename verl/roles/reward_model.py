@@ -200,13 +200,13 @@ class JudgeWorker:
         return [_reply("", grades.pop("score"), grades) for grades in scored]
 
     def _compared(self, rows: Sequence[tuple[str, str, str]]) -> list[str]:
-        found = []
+        replies = []
         for verdict in compare_pairs(self.ask, self.template, rows):
             preference, agrees = verdict.preference, verdict.agrees
             score = float("nan") if preference is None else (preference + 1) / 2
             parts = {} if agrees is None else {"order_agreement": float(agrees)}
-            found.append(_reply("\n\n".join(verdict.replies) + "\n", score, parts))
-        return found
+            replies.append(_reply("\n\n".join(verdict.replies) + "\n", score, parts))
+        return replies
 
     def _rows(self, batch: DataProto) -> list[tuple[str, str, str]]:
         objects = batch.non_tensor_batch

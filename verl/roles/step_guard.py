@@ -112,10 +112,10 @@ class StepGuard:
     ) -> dict[str, Metric]:
         """Record a micro-batch: `outputs` [batch, response] of the model, and the `inputs` of the signs (see
         verl/algorithms/monitors.py). Returns the metrics of the signs that have a limit. Nothing here waits for a device."""
-        given = {name: tensor.detach() for name, tensor in inputs.items() if tensor is not None}
+        tensors = {name: tensor.detach() for name, tensor in inputs.items() if tensor is not None}
         if self._mini_batch:
-            given.pop("sampler", None)  # the policy has moved since it sampled
-        signs = monitor_tokens(self.limits, given)
+            tensors.pop("sampler", None)  # the policy has moved since it sampled
+        signs = monitor_tokens(self.limits, tensors)
         names = [columns.get(name, None) for name in ("ordinal", "sample_index")]
         named = None if any(n is None for n in names) else torch.stack(names, dim=1)
         self._seen.append(_Seen(named, mask, {name: t.detach() for name, t in outputs.items()}, signs))
@@ -123,14 +123,14 @@ class StepGuard:
 
     def __call__(self, figures: Mapping[str, float]) -> bool:
         """See StepCheck."""
-        found = self._nonfinite(figures) or [
+        findings = self._nonfinite(figures) or [
             self._finding(name, name, value, limit, *self._beyond(name, limit))
             for name, limit in self.limits.items()
             if (value := figures.get(name if name == GRAD_NORM else _PREFIX + name)) is not None
             and breaks(name, value, limit)
         ]
-        self._findings += found
-        refused = any(finding.refused for finding in found)
+        self._findings += findings
+        refused = any(finding.refused for finding in findings)
         self._num_refused += refused
         self._seen = []
         return not refused
@@ -141,8 +141,8 @@ class StepGuard:
 
     def pop_findings(self) -> list[Finding]:
         """Findings since the last call."""
-        found, self._findings, self._num_refused = self._findings, [], 0
-        return found
+        findings, self._findings, self._num_refused = self._findings, [], 0
+        return findings
 
     def _nonfinite(self, figures: Mapping[str, float]) -> list[Finding]:
         """The first of loss and gradient norm that is not finite; the other then follows from it."""
@@ -156,7 +156,7 @@ class StepGuard:
 
     def _not_located(self, finding: Finding) -> Finding:
         """The finding with all samples that train, since every output is finite; a user's loss may not be."""
-        trained = [(seen, row) for seen in self._seen for row in seen.mask.any(-1).nonzero().flatten().tolist()]
+        trained = [(part, row) for part in self._seen for row in part.mask.any(-1).nonzero().flatten().tolist()]
         named = [(*_name(*place), finding.value) for place in trained[:NUM_NAMED]]
         return replace(finding, samples=named, num_samples=len(trained), located=False)
 
@@ -174,31 +174,31 @@ class StepGuard:
         )  # fmt: skip
 
     def _nonfinite_samples(self) -> tuple[list[tuple[int, int, float]], int]:
-        found: list[tuple[int, int, float]] = []
-        for seen in self._seen:
-            bad = torch.zeros(len(seen.mask), dtype=torch.bool, device=seen.mask.device)
+        samples: list[tuple[int, int, float]] = []
+        for part in self._seen:
+            bad = torch.zeros(len(part.mask), dtype=torch.bool, device=part.mask.device)
             values: dict[int, float] = {}
-            for output in seen.outputs.values():
-                rows = nonfinite_rows(output, seen.mask)
+            for output in part.outputs.values():
+                rows = nonfinite_rows(output, part.mask)
                 bad |= rows
                 for row in rows.nonzero().flatten().tolist():
-                    values.setdefault(row, first_nonfinite(output[row], seen.mask[row]))
-            found += [(*_name(seen, row), values[row]) for row in bad.nonzero().flatten().tolist()]
-        return found[:NUM_NAMED], len(found)
+                    values.setdefault(row, first_nonfinite(output[row], part.mask[row]))
+            samples += [(*_name(part, row), values[row]) for row in bad.nonzero().flatten().tolist()]
+        return samples[:NUM_NAMED], len(samples)
 
     def _beyond(self, name: str, limit: float) -> tuple[list[tuple[int, int, float]], int]:
         """Samples whose own value is beyond the limit, worst first."""
-        parts = [(seen, monitor_rows(name, seen.signs[name], seen.mask)) for seen in self._seen if name in seen.signs]
+        parts = [(part, monitor_rows(name, part.signs[name], part.mask)) for part in self._seen if name in part.signs]
         if not parts:
             return [], 0
-        owners = [(seen, row) for seen, rows in parts for row in range(len(rows))]
+        owners = [(part, row) for part, rows in parts for row in range(len(rows))]
         figures = torch.cat([rows.cpu() for _, rows in parts])
         chosen, count = worst_rows(name, figures, limit)
         return [(*_name(*owners[i]), float(figures[i])) for i in chosen], count
 
 
-def _name(seen: _Seen, row: int) -> tuple[int, int]:
-    if seen.names is None:
+def _name(part: _Seen, row: int) -> tuple[int, int]:
+    if part.names is None:
         return -1, row
-    ordinal, sample = seen.names[row].tolist()
+    ordinal, sample = part.names[row].tolist()
     return ordinal, sample

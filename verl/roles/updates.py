@@ -80,7 +80,7 @@ class Updates:
         if not others:
             return self
         parts = [self, *others]
-        steps = [merge_metrics(found) for found in zip(*(part.steps for part in parts), strict=True)]
+        steps = [merge_metrics(of_step) for of_step in zip(*(part.steps for part in parts), strict=True)]
         with_tokens = [part.observed for part in parts if part.observed]
         observed = [torch.cat(tensors) for tensors in zip(*with_tokens, strict=True)]
         findings, device = merge_findings([part.findings for part in parts]), merge_metrics([p.device for p in parts])

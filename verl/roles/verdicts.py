@@ -59,7 +59,7 @@ _MEANINGS = {"A": 1, "B": -1, "C": 0, "TIE": 0}
 
 def fill(template: str, **parts: str) -> str:
     """The template with its places filled by `parts`; other braces stay."""
-    return _PLACES.sub(lambda found: parts.get(found.group(1), found.group(0)), template)
+    return _PLACES.sub(lambda match: parts.get(match.group(1), match.group(0)), template)
 
 
 class CachedReplies:
@@ -75,9 +75,9 @@ class CachedReplies:
         names = [self._digest(question) for question in questions]
         missing = {name: q for name, q in zip(names, questions, strict=True) if name not in self._known}
         if missing:
-            found = dict(zip(missing, self._ask(list(missing.values())), strict=True))
-            append_rows(self.file, ({"digest": name, "reply": reply} for name, reply in found.items()))
-            self._known |= found
+            replies = dict(zip(missing, self._ask(list(missing.values())), strict=True))
+            append_rows(self.file, ({"digest": name, "reply": reply} for name, reply in replies.items()))
+            self._known |= replies
         return [self._known[name] for name in names]
 
     def _digest(self, question: str) -> str:
@@ -152,10 +152,10 @@ def read_rubric(file: str | Path) -> list[Criterion]:
     rows = read_limited(Path(file).expanduser(), kind="rubric")
     if not isinstance(rows, list) or not rows:
         raise ConfigError(f"The rubric {file} has no list of criteria, each {{name, question, weight}}.")
-    found = [_criterion(row, f"{file}, criterion {number}") for number, row in enumerate(rows, start=1)]
-    if len({criterion.name for criterion in found}) < len(found):
+    criteria = [_criterion(row, f"{file}, criterion {number}") for number, row in enumerate(rows, start=1)]
+    if len({criterion.name for criterion in criteria}) < len(criteria):
         raise ConfigError(f"Two criteria of the rubric {file} have the same name; rename one.")
-    return found
+    return criteria
 
 
 def rubric_scores(
@@ -202,8 +202,8 @@ def _negated(verdict: int | None) -> int | None:
 
 
 def _last_number(reply: str) -> float:
-    found = _NUMBER.findall(reply)
-    number = float(found[-1]) if found else math.nan
+    numbers = _NUMBER.findall(reply)
+    number = float(numbers[-1]) if numbers else math.nan
     return number if math.isfinite(number) else math.nan
 
 

@@ -49,20 +49,20 @@ class OpenSamples:
     def admit(self, request: PromptRequest | TurnRequest) -> PromptRequest:
         """The request with its whole history. Raises ModelError, before anything is computed, for a prompt that is empty, has
         a token outside the vocabulary, or is too long with `max_new_tokens`, and for a sample that runs or is not kept."""
-        found = self._next_turn(request) if isinstance(request, TurnRequest) else request
-        num_samples = found.num_samples or self.params.n
-        self._check(found)
-        keys = [(found.ordinal, found.first_sample + i) for i in range(num_samples)]
+        prompt = self._next_turn(request) if isinstance(request, TurnRequest) else request
+        num_samples = prompt.num_samples or self.params.n
+        self._check(prompt)
+        keys = [(prompt.ordinal, prompt.first_sample + i) for i in range(num_samples)]
         taken = self.running if isinstance(request, TurnRequest) else {**self.running, **self._kept}
         if not taken.keys().isdisjoint(keys):
             raise ModelError(
-                f"A sample of prompt {found.ordinal} is running or kept already; abort it before it starts again."
+                f"A sample of prompt {prompt.ordinal} is running or kept already; abort it before it starts again."
             )
-        self.running.update(dict.fromkeys(keys, found))
+        self.running.update(dict.fromkeys(keys, prompt))
         if isinstance(request, TurnRequest):
             del self._kept[request.ordinal, request.sample]
         self.num_prompt_tokens += len(request.token_ids)
-        return replace(found, num_samples=num_samples)
+        return replace(prompt, num_samples=num_samples)
 
     def finish(
         self, key: SampleKey, token_ids: Sequence[int], log_probs: Sequence[float], reason: FinishReason, version: int
@@ -105,17 +105,17 @@ class OpenSamples:
         return dropped
 
     def _next_turn(self, turn: TurnRequest) -> PromptRequest:
-        kept = self._kept.get((turn.ordinal, turn.sample))
-        if kept is None:
+        history = self._kept.get((turn.ordinal, turn.sample))
+        if history is None:
             raise ModelError(
                 f"Sample {turn.sample} of prompt {turn.ordinal} cannot continue: it has not finished in this "
                 "generation, or was dropped. Use open(keep=True), and add the turn after the sample has finished."
             )
-        whole = (*kept.token_ids, *turn.token_ids)
+        whole = (*history.token_ids, *turn.token_ids)
         return replace(
-            kept,
+            history,
             token_ids=whole,
-            num_drawn=kept.num_drawn + len(turn.token_ids),
+            num_drawn=history.num_drawn + len(turn.token_ids),
             max_new_tokens=turn.max_new_tokens,
         )
 

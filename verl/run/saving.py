@@ -33,8 +33,8 @@ class RoleWriter:
 
     def write(self, folder: Path | None) -> dict[str, FileRecord]:
         """All files of the role, in rank 0's new folder; returns their records by path."""
-        found = self.role.save(self.broadcast(str(folder)))
-        return next(part for part in found if part is not None)
+        records = self.role.save(self.broadcast(str(folder)))
+        return next(part for part in records if part is not None)
 
 
 class BackgroundRoleWriter(RoleWriter):

@@ -80,7 +80,7 @@ class Flow:
     def _group(self, name: str) -> Any:
         group = self.groups.get(name)
         if group is None:
-            there = [n for n, found in self.groups.items() if found is not None]
+            there = [n for n, handle in self.groups.items() if handle is not None]
             hint = nearest(name, there) or f"; there are {', '.join(there)}"
             raise ConfigError(f"The run has no worker group {name!r}{hint}")
         return group
@@ -94,8 +94,8 @@ _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _reduced(reduction: Callable[[torch.Tensor], torch.Tensor], found: Any) -> Any:
-    values = list(found) if isinstance(found, list | tuple) else [found]
+def _reduced(reduction: Callable[[torch.Tensor], torch.Tensor], outputs: Any) -> Any:
+    values = list(outputs) if isinstance(outputs, list | tuple) else [outputs]
     if isinstance(values[0], Mapping):
         return {name: _reduced(reduction, [value[name] for value in values]) for name in values[0]}
     result = reduction(torch.stack([torch.as_tensor(value, dtype=torch.float64) for value in values]))
@@ -112,5 +112,5 @@ class Controller(Flow):
 def _groups_of(roles: Roles) -> dict[str, Any]:
     """Groups under their names in a chain: {role}_group, and update_group for the actor."""
     models = {f"{name}_group": handle for name, handle in roles.models.items()}
-    found = {"rollout_group": roles.rollout, "update_group": models.get("actor_group"), **models}
-    return {**found, "reward_group": roles.reward}
+    groups = {"rollout_group": roles.rollout, "update_group": models.get("actor_group"), **models}
+    return {**groups, "reward_group": roles.reward}

@@ -334,8 +334,8 @@ def own_device(name: str) -> torch.device:
     ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
     if device.type != "cuda" or device.index is not None or not ids:
         return device
-    seen = visible_devices()
-    return torch.device("cuda", seen.index(ids[0]) if ids[0] in seen else 0)
+    visible = visible_devices()
+    return torch.device("cuda", visible.index(ids[0]) if ids[0] in visible else 0)
 
 
 def store_value(value: Packed) -> Any:

@@ -87,12 +87,12 @@ def _descendants(pid: int) -> list[psutil.Process]:
 
 
 def _raylets_at(socket: str) -> list[psutil.Process]:
-    found = []
+    raylets = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.name() == "raylet" and any(word.endswith(f"={socket}") for word in process.cmdline()):
-                found.append(process)
-    return found
+                raylets.append(process)
+    return raylets
 
 
 def forget() -> None:

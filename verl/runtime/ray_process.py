@@ -47,9 +47,9 @@ def open_answer(answer: Any, place: str) -> Any:
     if not isinstance(answer, dict) or "error" not in answer:
         return answer
     kind, text = answer["error"], answer["text"]
-    found = getattr(verl.errors, kind, None)
-    if isinstance(found, type) and issubclass(found, VerlError):
-        error = VerlError.__new__(found)
+    cls = getattr(verl.errors, kind, None)
+    if isinstance(cls, type) and issubclass(cls, VerlError):
+        error = VerlError.__new__(cls)
         Exception.__init__(error, f"{text} [{place}]")
         raise error
     raise RuntimeError(f"{place} failed:\n{text}")

@@ -31,10 +31,10 @@ def function_tool(function: Any = None, /, *, name: str | None = None, schema: A
     """Mark a function as a tool: `@function_tool`, `@function_tool("name")` or `@function_tool("name", schema={...})`. Without
     a schema its type hints and its docstring with `Args:` make one."""
     if isinstance(function, str) or function is None:
-        given = function if isinstance(function, str) else name
+        tool_name = function if isinstance(function, str) else name
 
         def mark(wrapped: Callable[..., Any]) -> Callable[..., Any]:
-            return function_tool(wrapped, name=given, schema=schema)
+            return function_tool(wrapped, name=tool_name, schema=schema)
 
         return mark
     setattr(function, MARK, FunctionTool(function, name, schema))
@@ -54,14 +54,14 @@ class FunctionTool(BaseTool):
     @functools.cached_property
     def tool_schema(self) -> OpenAIFunctionToolSchema:  # type: ignore[override]
         """Made when it is first read: a sandboxed process calls the function without it, and starts faster."""
-        found = function_schema(self.function, self._given_name, self._schema)
-        self.name = found.function.name
-        return found
+        schema = function_schema(self.function, self._given_name, self._schema)
+        self.name = schema.function.name
+        return schema
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Answer:
         """Call the function, here."""
-        found = self.function(**parameters)
-        return answer_of(await found if inspect.isawaitable(found) else found)
+        returned = self.function(**parameters)
+        return answer_of(await returned if inspect.isawaitable(returned) else returned)
 
 
 def function_schema(
@@ -85,30 +85,30 @@ def function_schema(
                 "the docstring, or pass schema= to function_tool."
             ) from error
     try:
-        found = OpenAIFunctionToolSchema.model_validate(schema)
+        validated = OpenAIFunctionToolSchema.model_validate(schema)
     except ValueError as error:
         raise ConfigError(f"The schema of the tool {label} cannot be used: {error}") from error
     if name is not None:
-        found.function.name = name
-    return found
+        validated.function.name = name
+    return validated
 
 
-def answer_of(found: Any) -> Answer:
+def answer_of(answer: Any) -> Answer:
     """The result of a function as (answer, reward, metrics): a text, an object, a ToolResponse, or one of them with a reward
     and metrics. Raises ValueError for a reward or metrics of another type."""
     reward: Any = 0.0
     metrics: Any = {}
-    if isinstance(found, tuple):
-        if not 1 <= len(found) <= 3:
-            raise ValueError(f"it returned {len(found)} values; return the answer, the reward and metrics")
-        reward = found[1] if len(found) > 1 and found[1] is not None else 0.0
-        metrics = found[2] if len(found) > 2 and found[2] is not None else {}
-        found = found[0]
+    if isinstance(answer, tuple):
+        if not 1 <= len(answer) <= 3:
+            raise ValueError(f"it returned {len(answer)} values; return the answer, the reward and metrics")
+        reward = answer[1] if len(answer) > 1 and answer[1] is not None else 0.0
+        metrics = answer[2] if len(answer) > 2 and answer[2] is not None else {}
+        answer = answer[0]
     if not isinstance(reward, int | float) or not isinstance(metrics, dict):
         raise ValueError("its second value must be a number, the reward, and its third a dict of metrics")
-    if not isinstance(found, ToolResponse):
-        text = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
-        found = ToolResponse(text=text)
-    if found.image or found.video:
+    if not isinstance(answer, ToolResponse):
+        text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
+        answer = ToolResponse(text=text)
+    if answer.image or answer.video:
         raise ValueError("it returned images or videos, which are not supported in this version")
-    return found, float(reward), metrics
+    return answer, float(reward), metrics

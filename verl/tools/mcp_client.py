@@ -60,12 +60,12 @@ class ToolServer:
 
     async def _list(self) -> list[dict[str, Any]]:
         (client, _), cursor = await self._connected(), None
-        found: list[dict[str, Any]] = []
+        tools: list[dict[str, Any]] = []
         while True:
             page = (await client.list_tools(cursor=cursor)).model_dump(by_alias=True, mode="json")
-            found += page["tools"]
+            tools += page["tools"]
             if not (cursor := page.get("nextCursor")):
-                return found
+                return tools
 
     async def _call(self, tool: str, arguments: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         from mcp import MCPError
@@ -80,8 +80,8 @@ class ToolServer:
                 self._connection = None
                 ended.set()
             raise
-        found: dict[str, Any] = result.model_dump(by_alias=True, mode="json")
-        return found
+        answer: dict[str, Any] = result.model_dump(by_alias=True, mode="json")
+        return answer
 
     async def _connected(self) -> tuple[Any, asyncio.Event]:
         async with self._lock:

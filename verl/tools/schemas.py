@@ -122,10 +122,10 @@ class OpenAIFunctionCallSchema(Record):
     ) -> tuple[OpenAIFunctionCallSchema, bool]:
         """(the call, whether its text was no JSON object: then it has no arguments)."""
         try:
-            found = FunctionCall(parsed_schema.name, parsed_schema.arguments).parsed()
+            arguments = FunctionCall(parsed_schema.name, parsed_schema.arguments).parsed()
         except (ValueError, RecursionError):
             return OpenAIFunctionCallSchema(parsed_schema.name), True
-        return OpenAIFunctionCallSchema(parsed_schema.name, found), False
+        return OpenAIFunctionCallSchema(parsed_schema.name, arguments), False
 
 
 @dataclass
@@ -151,10 +151,10 @@ class FunctionCall(Record):
 
     def parsed(self) -> dict[str, Any]:
         """The arguments. Raises ValueError with the reason when they are not a JSON object."""
-        found = json.loads(self.arguments) if self.arguments.strip() else {}
-        if not isinstance(found, dict):
-            raise ValueError(f"they are a {type(found).__name__}, not an object")
-        return found
+        arguments = json.loads(self.arguments) if self.arguments.strip() else {}
+        if not isinstance(arguments, dict):
+            raise ValueError(f"they are a {type(arguments).__name__}, not an object")
+        return arguments
 
 
 @dataclass

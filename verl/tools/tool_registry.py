@@ -33,50 +33,50 @@ def load_all_tools(tool_config_path: str | None, function_tool_path: str | None 
 
 @functools.cache
 def _load_all_tools(classes: tuple[str | None, int], functions: tuple[str | None, int]) -> tuple[BaseTool, ...]:
-    found = [
+    tools = [
         *(initialize_tools_from_config(classes[0]) if classes[0] else ()),
         *(load_function_tools(functions[0]) if functions[0] else ()),
     ]
-    names = [tool.tool_schema.function.name for tool in found]
+    names = [tool.tool_schema.function.name for tool in tools]
     if double := next((name for name in names if names.count(name) > 1), None):
         raise SameNameError(f"Two tools are named {double!r}; the model could not tell them apart. Rename one.")
-    return tuple(found)
+    return tuple(tools)
 
 
 def load_function_tools(path: str) -> list[FunctionTool]:
     """The functions of a Python file or module that `@function_tool` marks. Raises ConfigError when there are none."""
-    found: list[FunctionTool] = []
+    tools: list[FunctionTool] = []
     for value in vars(load_module(path)).values():
         tool = getattr(value, MARK, None)
-        if isinstance(tool, FunctionTool) and tool not in found:
+        if isinstance(tool, FunctionTool) and tool not in tools:
             tool.path = path
-            found.append(tool)
-    if not found:
+            tools.append(tool)
+    if not tools:
         raise ConfigError(f"{path} has no tools: put @function_tool (verl.tools.function_tool) above a function.")
-    return found
+    return tools
 
 
 def initialize_tools_from_config(tools_config_file: str) -> list[BaseTool]:
     """The tools of a YAML file: `tools: [{class_name, config: {type: native}, tool_schema}]`; of type mcp with
     `mcp: {mcp_servers_config_path, tool_selected_list}` in place of the schema, see verl/tools/mcp_client.py."""
     rows = read_list(tools_config_file, "tools")
-    found: list[BaseTool] = []
+    tools: list[BaseTool] = []
     for number, row in enumerate(rows):
         place = f"{tools_config_file}, tool {number} (counted from 0)"
         config = dict(row.get("config") or {})
         kind = config.get("type", "native")
         if kind == "mcp":
-            found += _mcp_tools(row, config, place)
+            tools += _mcp_tools(row, config, place)
             continue
         if kind != "native":
             raise ConfigError(f"{place} has type {kind!r}, which is neither native nor mcp.")
         schema = row.get("tool_schema")
         cls = load_class(row.get("class_name"), place)
         try:
-            found.append(cls(config, None if schema is None else OpenAIFunctionToolSchema.model_validate(schema)))
+            tools.append(cls(config, None if schema is None else OpenAIFunctionToolSchema.model_validate(schema)))
         except Exception as error:  # the user's class may raise anything
             raise ConfigError(f"{place} could not be made: {type(error).__name__}: {error}") from error
-    return found
+    return tools
 
 
 def _mcp_tools(row: dict[str, Any], config: dict[str, Any], place: str) -> list[BaseTool]:

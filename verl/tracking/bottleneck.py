@@ -131,7 +131,7 @@ def _utilisation(rows: Sequence[Mapping[str, Any]], total: float) -> dict[str, f
 def _medians(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     names = dict.fromkeys(name for row in rows for name, value in row.items() if isinstance(value, int | float))
     values = {name: [row[name] for row in rows if isinstance(row.get(name), int | float)] for name in names}
-    return {name: statistics.median(found) for name, found in values.items()}
+    return {name: statistics.median(column) for name, column in values.items()}
 
 
 def _span_shares(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -282,31 +282,31 @@ def _exchange(facts: _Facts) -> str | None:
 
 
 def _gather_time(facts: _Facts) -> str | None:
-    found = facts.metric("perf/all_gather_ms")
-    if found < _GATHER_MS:
+    gather_ms = facts.metric("perf/all_gather_ms")
+    if gather_ms < _GATHER_MS:
         return None
     return (
-        f"An all-gather of parameters takes {found:.1f} ms; below {_GATHER_MS:.0f} ms is usual. "
+        f"An all-gather of parameters takes {gather_ms:.1f} ms; below {_GATHER_MS:.0f} ms is usual. "
         f"{_ACTOR}.fsdp_config.forward_prefetch=True hides it behind computation on GPUs, "
         f"{_ACTOR}.fsdp_config.layer_per_group makes it fewer and larger. verl.utils.benchmark_nccl() measures the links."
     )
 
 
 def _fragments(facts: _Facts) -> str | None:
-    found = facts.metric("perf/memory_fragmentation")
-    if found < _EMPTY_SHARE:
+    share = facts.metric("perf/memory_fragmentation")
+    if share < _EMPTY_SHARE:
         return None
     return (
-        f"{found:.0%} of the GPU memory that PyTorch reserves is not allocated. Set "
+        f"{share:.0%} of the GPU memory that PyTorch reserves is not allocated. Set "
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and cut long prompts (data.max_prompt_length)."
     )
 
 
 def _empty_blocks(facts: _Facts) -> str | None:
-    found, size = facts.metric("rollout/kv_fragmentation"), facts.key(f"{_ROLLOUT}.kv_cache_config.block_size", 16)
-    if found < _EMPTY_SHARE or size <= 16:
+    share, size = facts.metric("rollout/kv_fragmentation"), facts.key(f"{_ROLLOUT}.kv_cache_config.block_size", 16)
+    if share < _EMPTY_SHARE or size <= 16:
         return None
-    return f"{found:.0%} of the KV cache's blocks is empty. Lower {_ROLLOUT}.kv_cache_config.block_size (now {size})."
+    return f"{share:.0%} of the KV cache's blocks is empty. Lower {_ROLLOUT}.kv_cache_config.block_size (now {size})."
 
 
 def _queue(facts: _Facts) -> str | None:
@@ -322,9 +322,9 @@ def _queue(facts: _Facts) -> str | None:
 
 def _less_often(facts: _Facts, key: str, phase: str) -> str:
     """ "trainer.save_freq=12 (now 2)": the number of steps with which `phase` takes a twentieth of the time."""
-    given = facts.key(f"trainer.{key}")
-    if isinstance(given, str):  # after_each_epoch
-        return f"A number of steps in trainer.{key} (now {given}) above those of an epoch"
+    setting = facts.key(f"trainer.{key}")
+    if isinstance(setting, str):  # after_each_epoch
+        return f"A number of steps in trainer.{key} (now {setting}) above those of an epoch"
     every = max(int(facts.key(f"trainer.{key}", 1)), 1)
     return f"trainer.{key}={max(round(every * facts.shares[phase] / 0.05), every + 1)} (now {every})"
 

@@ -141,19 +141,19 @@ class Console:
 
     def validation(self, step: int | None, metrics: Mapping[str, float]) -> None:
         """Print the metrics `val/*` after `step` (0: before training, None: without any), then `val-core/*` line by line."""
-        found, core = (
+        values, core = (
             [(clean(name.removeprefix(prefix)), f"{v:.3f}") for name, v in metrics.items() if name.startswith(prefix)]
             for prefix in ("val/", "val-core/")
         )
-        if not found and not core:
+        if not values and not core:
             return
         if not self.rich.is_terminal:
             head = "validation" if step is None else f"validation step={step}"
-            self._lines([" ".join([head, *(f"{n}={v}" for n, v in [*found, *core])])])
+            self._lines([" ".join([head, *(f"{n}={v}" for n, v in [*values, *core])])])
             return
         when = "" if step is None else f" after step {step}" if step else " before training"
         line = Text(f"validation{when}", style="bold magenta")
-        for label, value in found:
+        for label, value in values:
             line.append(f"  {label} ", style="not bold dim").append(value, style="bold")
         self.rich.print(line)
         for name, value in core:

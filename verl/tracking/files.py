@@ -142,13 +142,13 @@ def read_metrics(path: Path) -> Iterator[dict[str, float]]:
 
 def _checked(text: str, check: Check) -> Any:
     try:
-        found = json.loads(text)
-        valid = check(found)
+        content = json.loads(text)
+        valid = check(content)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
     if not valid:
         raise ValueError("it has another form than the files of a run")
-    return found
+    return content
 
 
 def is_count(value: Any) -> bool:
@@ -194,7 +194,7 @@ def truncate_rows(path: Path, step: int, check: Check = OF_STEP, *, complete: bo
     row."""
     if not path.exists() and not complete:
         return 0
-    kept, steps, last, num_removed, num_damaged = bytearray(), set(), 0, 0, 0
+    remaining, steps, last, num_removed, num_damaged = bytearray(), set(), 0, 0, 0
     for line, row in read_lines(path, check):
         if row is None:
             num_damaged += line.endswith(b"\n")  # a kill leaves a line without its end
@@ -204,7 +204,7 @@ def truncate_rows(path: Path, step: int, check: Check = OF_STEP, *, complete: bo
         if last > step:
             num_removed += 1
         else:
-            kept += line.removesuffix(b"\n") + b"\n"
+            remaining += line.removesuffix(b"\n") + b"\n"
             steps.add(last)
     num_missing = step + 1 - max(min(steps, default=step), 1) - len(steps - {0}) if complete else 0
     if num_damaged or num_missing:
@@ -212,7 +212,7 @@ def truncate_rows(path: Path, step: int, check: Check = OF_STEP, *, complete: bo
             "%s is damaged: %d lines are wrong, and %d steps before step %d have no row.",
             path, num_damaged, num_missing, step + 1,
         )  # fmt: skip
-    write_atomically(path, kept.decode())
+    write_atomically(path, remaining.decode())
     return num_removed
 
 

@@ -81,10 +81,10 @@ class Heartbeat:
 def read_beat(root: Path) -> Beat | None:
     """The last beat of the newest run in `root`; None when there is none."""
     try:
-        found = read_json(root / "heartbeat.json", _BEAT, _WIDTH)
+        beat = read_json(root / "heartbeat.json", _BEAT, _WIDTH)
     except (OSError, ValueError):
         return None
-    return Beat(found["pid"], clean(found["host"]), found["step"], clean(found["phase"]), found["since"])
+    return Beat(beat["pid"], clean(beat["host"]), beat["step"], clean(beat["phase"]), beat["since"])
 
 
 def stacks_file(root: Path, rank: int) -> Path:

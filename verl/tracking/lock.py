@@ -157,10 +157,10 @@ def _named(holder: dict[str, Any] | None) -> str:
 def _read(path: Path) -> dict[str, Any] | None:
     """The holder in the file; None when there is none."""
     try:
-        found: dict[str, Any] = read_json(path, _HOLDER, _MAX_BYTES)
+        holder: dict[str, Any] = read_json(path, _HOLDER, _MAX_BYTES)
     except (OSError, ValueError):
         return None
-    return found
+    return holder
 
 
 def _is_dead(holder: dict[str, Any]) -> bool:

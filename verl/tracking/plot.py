@@ -119,8 +119,8 @@ def _is_validation(name: str) -> bool:
 
 def _points(rows: Rows, name: str) -> Points:
     """(steps, values) of the rows that have a value of `name`."""
-    found = [(row["step"], row[name]) for row in rows if name in row]
-    return [step for step, _ in found], [value for _, value in found]
+    points = [(row["step"], row[name]) for row in rows if name in row]
+    return [step for step, _ in points], [value for _, value in points]
 
 
 def smooth(values: Sequence[float]) -> list[float]:

@@ -101,7 +101,7 @@ def read_progress(folder: Path, num_complaints: int = 5) -> Progress:
 
 
 def _curves(metrics: Sequence[Mapping[str, Any]], panels: Curves) -> dict[str, Curve]:
-    found = {}
+    curves = {}
     named = {name: f"{title}, {label}" if label else title for title, p in panels.items() for name, label in p.items()}
     for name, meaning in named.items():
         points = [(int(row["step"]), float(row[name])) for row in metrics if name in row]
@@ -109,17 +109,17 @@ def _curves(metrics: Sequence[Mapping[str, Any]], panels: Curves) -> dict[str, C
             values = [value for _, value in points]
             some = max(len(values) // 10, 1)
             best_step, best = (min if "loss" in name else max)(points, key=lambda point: point[1])
-            found[name] = Curve(
+            curves[name] = Curve(
                 meaning, statistics.mean(values[:some]), statistics.mean(values[-some:]), best, best_step, values
             )
-    return found
+    return curves
 
 
 def last_complaints(logs: Path, count: int) -> list[str]:
     """The last `count` warnings and errors of the logs in a folder."""
     lines = (line for file in logs.glob("*.log") for line in _tail(file).splitlines())
-    found = sorted(clean(line, limit=_LINE_CHARS) for line in lines if _RECORD.match(line))
-    return found[-count:] if count else []
+    complaints = sorted(clean(line, limit=_LINE_CHARS) for line in lines if _RECORD.match(line))
+    return complaints[-count:] if count else []
 
 
 def _tail(file: Path) -> str:

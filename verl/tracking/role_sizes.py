@@ -22,15 +22,15 @@ MOST = 10_000
 def read_role_sizes(folder: Path) -> dict[str, int]:
     """Role -> devices, of the roles that were asked for; {} without a file. Raises ConfigError for a file that is damaged."""
     try:
-        found = read_json(folder / NAME, each(is_count), max_bytes=1 << 12)
+        sizes = read_json(folder / NAME, each(is_count), max_bytes=1 << 12)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{folder / NAME} cannot be read ({error}). Write it with verl scale, or remove it."
         ) from None
-    _check(found)
-    return dict(found)
+    _check(sizes)
+    return dict(sizes)
 
 
 def ask_role_sizes(folder: Path, sizes: Mapping[str, int]) -> dict[str, int]:

@@ -169,18 +169,18 @@ class RunFolder:
     def read_curves(self) -> dict[str, dict[str, str]]:
         """The stored curves; empty without a readable file."""
         try:
-            found = read_json(self.curves, each(each(is_text)))
+            curves = read_json(self.curves, each(each(is_text)))
         except (OSError, ValueError):
             return {}
-        return {clean(title): {clean(name): clean(label) for name, label in p.items()} for title, p in found.items()}
+        return {clean(title): {clean(name): clean(label) for name, label in p.items()} for title, p in curves.items()}
 
     def read_config(self) -> Mapping[str, Any]:
         """The config of the run as plain mappings; empty without a readable file."""
         try:
-            found = yaml.safe_load(read_text(self.root / "config.yaml", _MAX_CONFIG_BYTES))
+            config = yaml.safe_load(read_text(self.root / "config.yaml", _MAX_CONFIG_BYTES))
         except (OSError, ValueError, RecursionError, yaml.YAMLError):
             return {}
-        return found if isinstance(found, Mapping) else {}
+        return config if isinstance(config, Mapping) else {}
 
     def _set_aside(self, same_run: bool) -> int:
         """Move the records of an earlier run, or of an earlier start of this one, into a new folder; returns the number of

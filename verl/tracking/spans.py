@@ -86,11 +86,11 @@ class Spans:
 
 def span_metrics(spans: Mapping[str, float], tokens: Mapping[str, int]) -> dict[str, float]:
     """timing_s/{span}, and timing_per_token_ms/{span} for the spans in `tokens`."""
-    found = {f"timing_s/{name}": seconds for name, seconds in spans.items()}
+    metrics = {f"timing_s/{name}": seconds for name, seconds in spans.items()}
     for name, count in tokens.items():
         if name in spans and count:
-            found[f"timing_per_token_ms/{name}"] = spans[name] * 1000 / count
-    return found
+            metrics[f"timing_per_token_ms/{name}"] = spans[name] * 1000 / count
+    return metrics
 
 
 def throughput(num_tokens: int, step_s: float, num_devices: int) -> dict[str, float]:

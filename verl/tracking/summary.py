@@ -46,8 +46,8 @@ class Summary:
     git_revision: str | None = None
 
     @classmethod
-    def of_run(cls, *, metrics_file: Path, seconds: float, num_tokens: int, **given: Any) -> Summary:
-        """A summary of the `given` fields, the times in the metrics file, and the versions of the installation."""
+    def of_run(cls, *, metrics_file: Path, seconds: float, num_tokens: int, **entries: Any) -> Summary:
+        """A summary of `entries` (fields by name), the times in the metrics file, and the versions of the installation."""
         phases = _phases(metrics_file)
         step_seconds = phases.pop("step", [])
         return cls(
@@ -59,24 +59,24 @@ class Summary:
             median_phase_s={name: statistics.median(values) for name, values in phases.items()},
             versions=versions(),
             git_revision=git_revision(),
-            **given,
+            **entries,
         )
 
     def to_json(self) -> dict[str, Any]:
         """The object of summary.json."""
-        found = {f"{r.name}_{when}": getattr(r, when) for r in self.results for when in ("before", "after")}
-        return found | {name: value for name, value in asdict(self).items() if name != "results"}
+        measures = {f"{r.name}_{when}": getattr(r, when) for r in self.results for when in ("before", "after")}
+        return measures | {name: value for name, value in asdict(self).items() if name != "results"}
 
 
 def versions() -> dict[str, str | None]:
     """Versions of Python, torch, transformers and verl; None for a package that is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version(), "verl": __version__}
+    installed: dict[str, str | None] = {"python": platform.python_version(), "verl": __version__}
     for package in ("torch", "transformers"):
         try:
-            found[package] = metadata.version(package)
+            installed[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+            installed[package] = None
+    return installed
 
 
 def git_revision() -> str | None:
@@ -98,9 +98,9 @@ def _git(*arguments: str) -> str | None:
 
 def _phases(metrics_file: Path) -> dict[str, list[float]]:
     """Seconds of each phase at each step that has it."""
-    found: dict[str, list[float]] = {}
+    phases: dict[str, list[float]] = {}
     for row in read_metrics(metrics_file):
         for name, value in row.items():
             if name.startswith("timing_s/") and not name.startswith("timing_s/agent_loop/"):  # those are of episodes
-                found.setdefault(name.removeprefix("timing_s/"), []).append(value)
-    return found
+                phases.setdefault(name.removeprefix("timing_s/"), []).append(value)
+    return phases

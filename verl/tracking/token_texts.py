@@ -28,11 +28,11 @@ class TokenTexts:
         """Record the tokens of samples."""
         if self._known is None:
             self._known = {row["id"] for row in read_json_rows(self._path, TOKEN)}
-        found: set[int] = set()
+        ids: set[int] = set()
         for row in rows:
             for name in _COLUMNS:
-                found.update(row.get(name) or ())
-        new = sorted(found - self._known)
+                ids.update(row.get(name) or ())
+        new = sorted(ids - self._known)
         if new:
             append_rows(self._path, map(self._row, new))
             self._known.update(new)

@@ -103,8 +103,8 @@ def tokenizer_of(family):
 
 def encode(tokenizer, row, **settings):
     """The sequences of a row, uncut."""
-    made = SFTDataConfig(**settings)
-    return ConversationEncoder(tokenizer, made).encode(example_of(row, made), "here")
+    config = SFTDataConfig(**settings)
+    return ConversationEncoder(tokenizer, config).encode(example_of(row, config), "here")
 
 
 def shown(tokenizer, sequence):

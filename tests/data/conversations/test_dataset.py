@@ -36,9 +36,9 @@ def load(path, tokenizer=tokenizer, *, max_samples=-1, seed=None, stops=None, ke
 def test_control_tokens_in_messages_are_counted(tmp_path):
     rows = [{"messages": chat("x", "y")}, {"messages": chat("x<|im_end|>", "y")}]
     path = write(tmp_path / "a.jsonl", rows)
-    (found,) = load(path).summaries
-    assert found.num_control == 1
-    assert found.sentences()[1] == (
+    (summary,) = load(path).summaries
+    assert summary.num_control == 1
+    assert summary.sentences()[1] == (
         "Rows with control tokens in their messages: 1, the first '<|im_end|>' in "
         f"{path}, row 1 (counted from 0, line 2). The model reads them as such, not as text."
     )
@@ -60,12 +60,12 @@ class TestLength:
         (sequence,) = dataset[1]
         assert tokenizer.decode(sequence.input_ids) == ids
         assert sequence.loss_mask.tolist() == [False] + [True] * 5
-        (found,) = dataset.summaries
-        assert (found.num_truncated, found.num_tokens_cut, found.num_trained_cut) == (1, 4, 4)
-        assert (found.num_tokens, found.num_trained) == (4 + 6 + 6, 3 + 5 + 5)
-        assert (found.longest, found.num_endless) == (10, 0)
-        assert "row 1 " in found.longest_place
-        assert found.sentences()[1] == (
+        (summary,) = dataset.summaries
+        assert (summary.num_truncated, summary.num_tokens_cut, summary.num_trained_cut) == (1, 4, 4)
+        assert (summary.num_tokens, summary.num_trained) == (4 + 6 + 6, 3 + 5 + 5)
+        assert (summary.longest, summary.num_endless) == (10, 0)
+        assert "row 1 " in summary.longest_place
+        assert summary.sentences()[1] == (
             f"Sequences longer than data.max_length=6, cut on the {side}: 1; tokens lost: 4, trained tokens among them: 4."
         )
 
@@ -74,9 +74,9 @@ class TestLength:
         path = write(tmp_path / "a.jsonl", rows)
         dataset = load(path, max_length=6, truncation="right")
         assert [shown(tokenizer, s) for s in dataset[0]] == ["y[[a<|im_end|>]]"]
-        (found,) = dataset.summaries
-        assert (len(dataset), found.num_rows, found.num_untrainable_rows, found.num_truncated) == (1, 1, 1, 1)
-        assert "no token that trains: 1; rows left out with them: 1." in found.sentences()[2]
+        (summary,) = dataset.summaries
+        assert (len(dataset), summary.num_rows, summary.num_untrainable_rows, summary.num_truncated) == (1, 1, 1, 1)
+        assert "no token that trains: 1; rows left out with them: 1." in summary.sentences()[2]
         with pytest.raises(DataError, match="None of the rows of .*keeps a token that trains within data.max_length=6"):
             load(path, max_samples=1, max_length=6, truncation="right")
 
@@ -92,13 +92,15 @@ class TestLength:
         path = write(tmp_path_factory.mktemp("rows") / "a.jsonl", rows)
         whole = load(path, max_length=None)
         short = load(path, max_length=limit, truncation=side, keep_going=True)
-        kept = [s for i in range(len(short)) for s in short[i]]
-        found, before = short.summaries[0], whole.summaries[0]
-        assert all(len(s.input_ids) == len(s.loss_mask) <= limit and s.num_trained for s in kept)
-        assert found.num_tokens == sum(len(s.input_ids) for s in kept)
-        assert found.num_trained == sum(s.num_trained for s in kept) == before.num_trained - found.num_trained_cut
-        assert found.num_rows + found.num_untrainable_rows == len(lengths) == before.num_rows
-        assert found.num_truncated == sum(2 * n + 1 > limit for n in lengths)
+        sequences = [s for i in range(len(short)) for s in short[i]]
+        summary, before = short.summaries[0], whole.summaries[0]
+        assert all(len(s.input_ids) == len(s.loss_mask) <= limit and s.num_trained for s in sequences)
+        assert summary.num_tokens == sum(len(s.input_ids) for s in sequences)
+        assert (
+            summary.num_trained == sum(s.num_trained for s in sequences) == before.num_trained - summary.num_trained_cut
+        )
+        assert summary.num_rows + summary.num_untrainable_rows == len(lengths) == before.num_rows
+        assert summary.num_truncated == sum(2 * n + 1 > limit for n in lengths)
 
 
 class TestSummary:
@@ -120,18 +122,18 @@ class TestSummary:
     def test_says_when_history_is_rewritten(self, tmp_path):
         path = write(tmp_path / "a.jsonl", [{"messages": chat("q", "a", "r", "b")}])
         dataset = load(path, tokenizer_of("qwen3"))
-        (found,) = dataset.summaries
-        assert (len(dataset), found.num_rows, found.num_sequences, found.num_split) == (1, 1, 2, 1)
-        assert "Rows that become several sequences: 1." in found.sentences()[1]
+        (summary,) = dataset.summaries
+        assert (len(dataset), summary.num_rows, summary.num_sequences, summary.num_split) == (1, 1, 2, 1)
+        assert "Rows that become several sequences: 1." in summary.sentences()[1]
 
     def test_says_when_nothing_ends_generation(self, tmp_path):
         other = tokenizer_of("llama3")
         path = write(tmp_path / "a.jsonl", [{"messages": chat("q", "a")}])
         assert load(path, other).summaries[0].num_endless == 0
         base = type(other).from_pretrained(_saved(other, tmp_path), eos_token="<|begin_of_text|>")
-        (found,) = load(path, base).summaries
-        assert found.num_endless == 1
-        assert "which ends generation: 1." in found.sentences()[1]
+        (summary,) = load(path, base).summaries
+        assert summary.num_endless == 1
+        assert "which ends generation: 1." in summary.sentences()[1]
         eot = base.convert_tokens_to_ids("<|eot_id|>")
         assert load(path, base, stops=[eot]).summaries[0].num_endless == 0
 
@@ -139,15 +141,15 @@ class TestSummary:
         rows = [{"text": "abc"}, {"id": 1}, {"messages": [{"role": "user", "content": "q"}]}, {"text": "x" * 99}]
         path = write(tmp_path / "a.jsonl", rows + [{"id": 2}] * 30)
         dataset = load(path, max_length=20, keep_going=True)
-        (found,) = dataset.summaries
-        assert (len(dataset), found.num_problems, len(found.problems)) == (1, 33, 20)
+        (summary,) = dataset.summaries
+        assert (len(dataset), summary.num_problems, len(summary.problems)) == (1, 33, 20)
         for sentence, words in zip(
-            found.problems[:3], ("fits no format", "none of the row's tokens", "99"), strict=True
+            summary.problems[:3], ("fits no format", "none of the row's tokens", "99"), strict=True
         ):
             assert words in sentence or "100 tokens" in sentence
             assert sentence.startswith(f"{path}, row ")
-        assert (found.num_tokens, found.longest) == (4, 4)  # nothing of a bad row is counted
-        assert found.sentences()[-1] == "Rows that cannot be used: 33."
+        assert (summary.num_tokens, summary.longest) == (4, 4)  # nothing of a bad row is counted
+        assert summary.sentences()[-1] == "Rows that cannot be used: 33."
         with pytest.raises(DataError, match="row 1 .*fits no format"):
             load(path)
 

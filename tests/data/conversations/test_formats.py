@@ -102,9 +102,12 @@ def test_question_and_answer_columns_of_older_releases(row, keys):
 
 
 def test_defaults_of_the_tokens_that_train():
-    found = {case: example_of(row, SFTDataConfig()).default_loss_on for case, (row, *_) in CASES.items()}
-    assert {found[c] for c in ("messages", "conversations", "alpaca")} == {"assistant"}
-    assert (found["texts"], found["prompt and completion of messages"], found["text"]) == (*["completion"] * 2, "all")
+    defaults = {case: example_of(row, SFTDataConfig()).default_loss_on for case, (row, *_) in CASES.items()}
+    assert {defaults[c] for c in ("messages", "conversations", "alpaca")} == {"assistant"}
+    assert (defaults["texts"], defaults["prompt and completion of messages"], defaults["text"]) == (
+        *["completion"] * 2,
+        "all",
+    )
 
 
 class TestColumnsThatDoNotDecide:

@@ -250,8 +250,8 @@ class TestLossOn:
             "{% if add_generation_prompt %} assistant {% endif %}"
         )
         (sequence,) = encode(tokenizer, self.ROW, loss_on=loss_on)
-        found = shown(tokenizer, sequence)
-        assert found == ("u[[ser" + expected.replace("user [[", "ser ", 1)[3:] if loss_on == "all" else expected)
+        text = shown(tokenizer, sequence)
+        assert text == ("u[[ser" + expected.replace("user [[", "ser ", 1)[3:] if loss_on == "all" else expected)
 
     @pytest.mark.parametrize("loss_on", ["completion", "assistant", "all"])
     def test_the_line_end_behind_the_last_turn_is_not_sampled(self, loss_on):

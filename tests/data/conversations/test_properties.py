@@ -42,13 +42,13 @@ def bare(messages):
 
 def spans(sequence):
     """(start, end) of each run of tokens that train."""
-    found, mask = [], [*sequence.loss_mask.tolist(), False]
+    runs, mask = [], [*sequence.loss_mask.tolist(), False]
     for number, trains in enumerate(mask):
         if trains and not mask[number - 1]:
-            found.append([number, number])
+            runs.append([number, number])
         elif not trains and number and mask[number - 1]:
-            found[-1][1] = number
-    return [tuple(span) for span in found]
+            runs[-1][1] = number
+    return [tuple(span) for span in runs]
 
 
 def check_sampled(tokenizer, messages, ends_with):
@@ -56,9 +56,9 @@ def check_sampled(tokenizer, messages, ends_with):
     prompts = PromptEncoder(tokenizer, replace(DataConfig(), max_prompt_length=10**6))
     trained = [number for number, m in enumerate(messages) if m.get("loss_mask")]
     sequences = encode(tokenizer, {"messages": messages})
-    found = [(sequence, *span) for sequence in sequences for span in spans(sequence)]
-    assert len(found) == len(trained)
-    for number, (sequence, start, end) in zip(trained, found, strict=True):
+    marked = [(sequence, *span) for sequence in sequences for span in spans(sequence)]
+    assert len(marked) == len(trained)
+    for number, (sequence, start, end) in zip(trained, marked, strict=True):
         context = prompts.encode_whole(bare(messages[:number]), "here")
         assert sequence.input_ids[:start].tolist() == context
         assert tokenizer.decode(sequence.input_ids[end - 1 : end]) == ends_with
@@ -94,8 +94,8 @@ def test_only_tokens_of_trained_answers_train(messages):
     """Decoding only the masked tokens returns the answers."""
     tokenizer = tokenizer_of("chatml")
     (sequence,) = encode(tokenizer, {"messages": messages})
-    found = [tokenizer.decode(sequence.input_ids[start:end]) for start, end in spans(sequence)]
-    assert found == [m["content"] + "<|im_end|>" for m in messages if m.get("loss_mask")]
+    texts = [tokenizer.decode(sequence.input_ids[start:end]) for start, end in spans(sequence)]
+    assert texts == [m["content"] + "<|im_end|>" for m in messages if m.get("loss_mask")]
     assert not sequence.loss_mask[0]
 
 
@@ -146,10 +146,10 @@ class TestLongConversations:
         tokenizer = tokenizer_of(family)
         encoder = ConversationEncoder(tokenizer, SFTDataConfig())
         example = example_of(self.ROW, encoder.settings)
-        found = encoder.encode(example, "here")
+        sequences = encoder.encode(example, "here")
         assert encoder.reuses_prefixes
         encoder.reuses_prefixes = False
-        for one, other in zip(found, encoder.encode(example, "here"), strict=True):
+        for one, other in zip(sequences, encoder.encode(example, "here"), strict=True):
             assert one.input_ids.tolist() == other.input_ids.tolist()
             assert one.loss_mask.tolist() == other.loss_mask.tolist()
 

@@ -87,11 +87,13 @@ def both(request, tmp_path_factory):
     if request.param == "smollm2" and not (SMOLLM2 / "tokenizer.json").exists():
         pytest.skip("work/models/SmolLM2-135M-Instruct is not there")
     folder = tmp_path_factory.mktemp("trl")
-    made = with_template(MARKED_CHATML) if request.param == "bytes" else AutoTokenizer.from_pretrained(SMOLLM2)
-    made.chat_template = MARKED_CHATML
+    tokenizer = with_template(MARKED_CHATML) if request.param == "bytes" else AutoTokenizer.from_pretrained(SMOLLM2)
+    tokenizer.chat_template = MARKED_CHATML
     # as in the vocabularies of the families; in pieces they would merge with the text around them
-    made.add_tokens([token for family in ("llama3", "gemma") for token in FAMILIES[family][1]], special_tokens=True)
-    made.save_pretrained(folder / "tokenizer")
+    tokenizer.add_tokens(
+        [token for family in ("llama3", "gemma") for token in FAMILIES[family][1]], special_tokens=True
+    )
+    tokenizer.save_pretrained(folder / "tokenizer")
     cases = {name: {"rows": rows, "args": args, "template": t} for name, (rows, args, t, _) in CASES.items()}
     (folder / "task.json").write_text(json.dumps({"tokenizer": str(folder / "tokenizer"), "cases": cases}))
     script = Path(__file__).with_name("trl_rows.py")

@@ -18,7 +18,7 @@ def main(asked: str, answer: str) -> None:
     from trl import SFTConfig, SFTTrainer
 
     task = json.loads(Path(asked).read_text())
-    found = {}
+    answers = {}
     for name, case in task["cases"].items():
         tokenizer = AutoTokenizer.from_pretrained(task["tokenizer"])
         if case["template"]:
@@ -40,8 +40,8 @@ def main(asked: str, answer: str) -> None:
                 processing_class=tokenizer,
             )
             rows = [[row["input_ids"], row["labels"]] for row in trainer.train_dataset]
-        found[name] = {"template": tokenizer.chat_template, "rows": rows}
-    Path(answer).write_text(json.dumps(found))
+        answers[name] = {"template": tokenizer.chat_template, "rows": rows}
+    Path(answer).write_text(json.dumps(answers))
 
 
 if __name__ == "__main__":

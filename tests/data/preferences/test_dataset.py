@@ -82,9 +82,9 @@ class TestLength:
     def test_the_right_cut_takes_from_the_completions(self, tmp_path):
         dataset = load(write(tmp_path / "a.jsonl", [PAIR]), max_length=7, truncation="right")
         assert texts(dataset) == [f"pppp[[ab{END}]]", "pppp[[cde]]"]
-        (found,) = dataset.summaries
-        assert (found.num_truncated, found.num_completions_cut, found.num_trained_cut) == (1, 1, 2)
-        assert found.sentences()[1] == "Completions of which data.max_length=7 leaves only a part: 1."
+        (summary,) = dataset.summaries
+        assert (summary.num_truncated, summary.num_completions_cut, summary.num_trained_cut) == (1, 1, 2)
+        assert summary.sentences()[1] == "Completions of which data.max_length=7 leaves only a part: 1."
 
     def test_the_left_cut_keeps_one_prompt(self, tmp_path):
         path = write(tmp_path / "a.jsonl", [PAIR])
@@ -97,8 +97,8 @@ class TestLength:
         path = write(tmp_path / "a.jsonl", [PAIR, {"prompt": "p", "chosen": "a", "rejected": "b"}])
         dataset = load(path, max_length=4, truncation="right")
         assert texts(dataset) == [f"p[[a{END}]]", f"p[[b{END}]]"]
-        (found,) = dataset.summaries
-        assert (found.num_rows, found.num_untrainable_rows, found.num_untrainable_sequences) == (1, 1, 2)
+        (summary,) = dataset.summaries
+        assert (summary.num_rows, summary.num_untrainable_rows, summary.num_untrainable_sequences) == (1, 1, 2)
 
     def test_completions_that_become_equal_are_refused(self, tmp_path):
         rows = [PAIR, {"prompt": "p", "chosen": "same start a", "rejected": "same start b"}]
@@ -108,8 +108,8 @@ class TestLength:
         )
         with pytest.raises(DataError, match=sentence):
             load(path, max_length=10, truncation="right")
-        (found,) = load(path, max_length=10, truncation="right", keep_going=True).summaries
-        assert (found.num_rows, found.num_problems) == (1, 1)
+        (summary,) = load(path, max_length=10, truncation="right", keep_going=True).summaries
+        assert (summary.num_rows, summary.num_problems) == (1, 1)
 
     @given(
         st.lists(st.tuples(st.integers(1, 8), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=5),
@@ -121,7 +121,7 @@ class TestLength:
         rows = [{"prompt": "p" * n, "chosen": "c" * a, "rejected": "r" * b + "x"} for n, a, b in lengths]
         path = write(tmp_path_factory.mktemp("rows") / "a.jsonl", rows)
         dataset = load(path, max_length=limit, truncation=side, keep_going=True)
-        (found,) = dataset.summaries
+        (summary,) = dataset.summaries
         for row in range(len(dataset)):
             chosen, rejected = dataset[row]
             assert max(len(chosen.input_ids), len(rejected.input_ids)) <= limit
@@ -129,9 +129,9 @@ class TestLength:
             assert prompts[0] == prompts[1]
             assert chosen.input_ids.tolist() != rejected.input_ids.tolist()
         total = sum(2 * n + a + b + 3 for n, a, b in lengths)
-        if not found.num_problems and not found.num_untrainable_rows:
-            assert found.num_tokens + found.num_tokens_cut == total
-        assert found.num_rows + found.num_problems + found.num_untrainable_rows == len(rows)
+        if not summary.num_problems and not summary.num_untrainable_rows:
+            assert summary.num_tokens + summary.num_tokens_cut == total
+        assert summary.num_rows + summary.num_problems + summary.num_untrainable_rows == len(rows)
 
 
 class TestSingleCompletions:
@@ -156,9 +156,9 @@ class TestSingleCompletions:
         dataset = load(write(tmp_path / "a.jsonl", self.ROWS), paired=False)
         partners = partners_of(5, 4, seed=0, shuffle=False)
         assert partners == [4, 0, 1, 2, 3]  # a single row is no batch
-        found = dataset.mismatched([0, 3], partners, max_length=5)
-        assert [shown(tokenizer, s) for s in found] == ["0[[aaaa]]", f"3[[aaa{END}]]"]
-        assert sequence_batch(found).batch["ordinal"].tolist() == [0, 1]
+        sequences = dataset.mismatched([0, 3], partners, max_length=5)
+        assert [shown(tokenizer, s) for s in sequences] == ["0[[aaaa]]", f"3[[aaa{END}]]"]
+        assert sequence_batch(sequences).batch["ordinal"].tolist() == [0, 1]
 
     @given(st.integers(2, 40), st.integers(2, 9), st.integers(0, 3), st.booleans())
     def test_partners_rotate_the_batches_of_the_first_epoch(self, num_rows, size, seed, shuffle):

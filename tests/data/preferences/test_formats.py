@@ -96,23 +96,23 @@ LABELLED = {
 @pytest.mark.parametrize("case", PAIRS)
 def test_pairs_become_a_prompt_and_two_completions(case):
     row, row_format, prompt, completions = PAIRS[case]
-    found = preference_of(row, PreferenceDataConfig())
-    assert (found.row_format, found.prompt, found.completions) == (row_format, prompt, completions)
-    assert (found.label, found.margin) == (None, 0.0)
+    preference = preference_of(row, PreferenceDataConfig())
+    assert (preference.row_format, preference.prompt, preference.completions) == (row_format, prompt, completions)
+    assert (preference.label, preference.margin) == (None, 0.0)
 
 
 @pytest.mark.parametrize("case", LABELLED)
 def test_labelled_completions_become_a_prompt_and_one(case):
     row, row_format, prompt, completion = LABELLED[case]
-    found = preference_of(row, PreferenceDataConfig())
-    assert (found.row_format, found.prompt, found.completions) == (row_format, prompt, (completion,))
-    assert found.label is bool(row["label"])
+    preference = preference_of(row, PreferenceDataConfig())
+    assert (preference.row_format, preference.prompt, preference.completions) == (row_format, prompt, (completion,))
+    assert preference.label is bool(row["label"])
 
 
 def test_columns_can_have_other_names():
     settings = PreferenceDataConfig(prompt_key="input", chosen_key="good", rejected_key="bad", margin_key="gap")
-    found = preference_of({"input": "q", "good": "a", "bad": "b", "gap": 2, "prompt": "x"}, settings)
-    assert (found.prompt, found.completions, found.margin) == ("q", ("a", "b"), 2.0)
+    preference = preference_of({"input": "q", "good": "a", "bad": "b", "gap": 2, "prompt": "x"}, settings)
+    assert (preference.prompt, preference.completions, preference.margin) == ("q", ("a", "b"), 2.0)
     settings = PreferenceDataConfig(completion_key="output", label_key="kto_tag")
     assert preference_of({"prompt": "q", "output": "a", "kto_tag": True}, settings).label is True
 

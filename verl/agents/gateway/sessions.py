@@ -111,14 +111,14 @@ class EndpointSession:
 
 def canonical(messages: Messages, tools: Sequence[dict[str, Any]]) -> str:
     """Messages as a text that is equal for equal conversations."""
-    found = []
+    rows = []
     for message in messages:
         calls = [
             [call["function"]["name"], arguments_of(call["function"].get("arguments"))]
             for call in message.get("tool_calls") or []
         ]
-        found.append([message["role"], str(message.get("content") or "").strip(), calls])
-    return json.dumps([found, [tool["function"]["name"] for tool in tools]], sort_keys=True)
+        rows.append([message["role"], str(message.get("content") or "").strip(), calls])
+    return json.dumps([rows, [tool["function"]["name"] for tool in tools]], sort_keys=True)
 
 
 def arguments_of(written: Any) -> Any:
@@ -138,7 +138,7 @@ def as_message_call(call: FunctionCall) -> dict[str, Any]:
 
 def _for_template(messages: Messages) -> Messages:
     """Arguments of calls as objects, which templates write as JSON themselves."""
-    found = []
+    rendered = []
     for message in messages:
         if message.get("tool_calls"):
             calls = [
@@ -146,30 +146,30 @@ def _for_template(messages: Messages) -> Messages:
                 for c in message["tool_calls"]
             ]
             message = {**message, "tool_calls": calls}
-        found.append(message)
-    return found
+        rendered.append(message)
+    return rendered
 
 
 def _messages(messages: Any) -> Messages:
     if not isinstance(messages, list) or not messages or len(messages) > MAX_MESSAGES:
         raise RequestError("`messages` must be a list of messages {role, content}")
-    found = []
+    conversation = []
     for number, message in enumerate(messages):
         try:
-            made = message_of(message, f"messages[{number}]")
+            checked = message_of(message, f"messages[{number}]")
         except DataError as error:
             raise RequestError(str(error)) from error
-        made["role"] = "system" if made["role"] == "developer" else made["role"]
-        made["content"] = made.get("content") or ""
-        for call in made.get("tool_calls") or []:
+        checked["role"] = "system" if checked["role"] == "developer" else checked["role"]
+        checked["content"] = checked.get("content") or ""
+        for call in checked.get("tool_calls") or []:
             if (
                 not isinstance(call, Mapping)
                 or not isinstance(call.get("function"), Mapping)
                 or "name" not in call["function"]
             ):
                 raise RequestError(f"messages[{number}].tool_calls has an entry without function.name")
-        found.append(made)
-    return found
+        conversation.append(checked)
+    return conversation
 
 
 def _tools(tools: Any) -> list[dict[str, Any]]:

@@ -120,7 +120,7 @@ def tir_optimal_token_baseline(
         return x.gather(1, order)
 
     rewards = move_rewards_to_trained_tokens(token_level_rewards, response_mask)
-    found = optimal_token_baseline(
+    compacted = optimal_token_baseline(
         compact(rewards),
         compact(response_mask),
         index=index,
@@ -129,5 +129,5 @@ def tir_optimal_token_baseline(
         rollout_is_weights=None if rollout_is_weights is None else compact(rollout_is_weights),
         handle_zero_tail=handle_zero_tail,
     )
-    advantages, returns = (torch.zeros_like(x).scatter_(1, order, x) for x in found)
+    advantages, returns = (torch.zeros_like(x).scatter_(1, order, x) for x in compacted)
     return advantages, returns

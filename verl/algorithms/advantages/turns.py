@@ -103,8 +103,8 @@ def gigpo(
 def _per_turn(values: Tensor, turn_ids: Tensor) -> Tensor:
     """Sums of `values` over the tokens of each turn, [batch, turns]; 0 for turns that a row does not have."""
     num_turns = max(1, int(turn_ids.max()) + 1)
-    kept = torch.where(turn_ids >= 0, values, 0.0)
-    return values.new_zeros(len(values), num_turns).scatter_add_(1, turn_ids.clamp(min=0), kept)
+    turn_values = torch.where(turn_ids >= 0, values, 0.0)
+    return values.new_zeros(len(values), num_turns).scatter_add_(1, turn_ids.clamp(min=0), turn_values)
 
 
 def _turn_rewards(token_level_rewards: Tensor, turn_ids: Tensor) -> Tensor:
@@ -117,34 +117,34 @@ def _first_tokens(turn_ids: Tensor) -> Tensor:
 
 
 def _turn_returns(token_level_rewards: Tensor, turn_ids: Tensor, gamma: float) -> Tensor:
-    found = _turn_rewards(token_level_rewards, turn_ids)
-    for k in reversed(range(found.shape[1] - 1)):
-        found[:, k] += gamma * found[:, k + 1]
-    return found
+    returns = _turn_rewards(token_level_rewards, turn_ids)
+    for k in reversed(range(returns.shape[1] - 1)):
+        returns[:, k] += gamma * returns[:, k + 1]
+    return returns
 
 
 def _to_tokens(per_turn: Tensor, turn_ids: Tensor, response_mask: Tensor) -> Tensor:
     return torch.where(response_mask.bool(), per_turn.gather(1, turn_ids.clamp(min=0)), 0.0)
 
 
-def _compared(found: Tensor, turn_ids: Tensor, labels: list[list[Any]], by_std: bool, epsilon: float) -> Tensor:
-    """(x - mean) [/ (std + epsilon)] of `found` [batch, turns] among the turns with equal labels; 0 where there is one."""
+def _compared(turn_values: Tensor, turn_ids: Tensor, labels: list[list[Any]], by_std: bool, epsilon: float) -> Tensor:
+    """(x - mean) [/ (std + epsilon)] of `turn_values` [batch, turns] among the turns with equal labels; 0 for a single one."""
     num_turns = (turn_ids.max(1).values + 1).tolist()
     rows = [row for row, count in enumerate(num_turns) for _ in range(count)]
     numbers = [k for count in num_turns for k in range(count)]
-    values = found[rows, numbers]
+    values = turn_values[rows, numbers]
     groups = RowGroups.of([labels[row][k] for row, k in zip(rows, numbers, strict=True)], values)
     centered = groups.minus_mean(values)
     if by_std:
         centered = centered / (groups.std(values) + epsilon)
-    relative = torch.zeros_like(found)
+    relative = torch.zeros_like(turn_values)
     relative[rows, numbers] = torch.where(groups.is_single, 0.0, centered)
     return relative
 
 
 def _states(responses: Tensor, turn_ids: Tensor, index: Any) -> list[list[Any]]:
     """For each row and turn a label of its group and of the tokens since the turn before it."""
-    found: list[list[Any]] = []
+    states: list[list[Any]] = []
     for group, tokens, numbers in zip(labels_of(index), responses.tolist(), turn_ids.tolist(), strict=True):
         labels: list[Any] = []
         between: list[int] = []
@@ -152,5 +152,5 @@ def _states(responses: Tensor, turn_ids: Tensor, index: Any) -> list[list[Any]]:
             if number == len(labels):
                 labels.append((group, tuple(between) if labels else None))
             between = [] if number >= 0 else [*between, token]
-        found.append(labels)
-    return found
+        states.append(labels)
+    return states

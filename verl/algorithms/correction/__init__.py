@@ -75,12 +75,12 @@ def rollout_correction(
             log_ratio, mask, rollout_is, rollout_is_threshold, batch_normalize=rollout_is_batch_normalize
         )
         metrics.update(weight_metrics(log_ratio, weights, mask, rollout_is, rollout_is_threshold))
-    kept = mask
+    accepted = mask
     if rollout_rs is not None:
-        kept, rejection_metrics = rejection_mask(log_ratio, mask, rollout_rs, rollout_rs_threshold)
+        accepted, rejection_metrics = rejection_mask(log_ratio, mask, rollout_rs, rollout_rs_threshold)
         metrics.update(rejection_metrics)
     named = {f"rollout_corr/{name}": metric for name, metric in metrics.items()}
-    return Correction(weights, kept.to(response_mask.dtype), named)
+    return Correction(weights, accepted.to(response_mask.dtype), named)
 
 
 def require_fresh(weight_version: Tensor, version: int, max_age: int, keys: Sequence[str]) -> None:

@@ -53,15 +53,15 @@ def parse_rejection(options: str, thresholds: float | str | None) -> list[Reject
             f"algorithm.rollout_correction.rollout_rs={options} needs rollout_rs_threshold; "
             "give one number for each option ('low_high' for k1)."
         )
-    given = [part.strip() for part in str(thresholds).split(",")]
-    if len(given) == 1:
-        given *= len(names)
-    if len(given) != len(names):
+    bounds = [part.strip() for part in str(thresholds).split(",")]
+    if len(bounds) == 1:
+        bounds *= len(names)
+    if len(bounds) != len(names):
         raise ConfigError(
-            f"algorithm.rollout_correction.rollout_rs_threshold={thresholds} has {len(given)} entries for {len(names)} "
+            f"algorithm.rollout_correction.rollout_rs_threshold={thresholds} has {len(bounds)} entries for {len(names)} "
             "options; give one for each, or one for all."
         )
-    return [_rejection(name, text) for name, text in zip(names, given, strict=True)]
+    return [_rejection(name, text) for name, text in zip(names, bounds, strict=True)]
 
 
 def _rejection(option: str, text: str) -> Rejection:
@@ -106,18 +106,18 @@ def rejection_mask(
     a token).
     """
     mask = mask.bool()
-    kept = mask
+    accepted = mask
     metrics: dict[str, Metric] = {}
     for rule in parse_rejection(options, thresholds):
         compared = _compared(divergence(log_ratio, rule.estimator), mask, rule.scope)
         passes = mask & (compared >= rule.low) & (compared <= rule.high)
-        kept = kept & passes
+        accepted = accepted & passes
         over = mask if rule.scope == "token" else mask.any(-1, keepdim=True)
         name = f"rollout_rs_{rule.option}"
         metrics.update({f"{name}_mean": token_mean(compared, over), **_extremes(name, compared, over)})
         metrics.update(_fractions(name, mask, passes))
-    metrics.update(_fractions("rollout_rs", mask, kept))
-    return kept, metrics
+    metrics.update(_fractions("rollout_rs", mask, accepted))
+    return accepted, metrics
 
 
 def _compared(values: Tensor, mask: Tensor, scope: str) -> Tensor:
@@ -131,12 +131,12 @@ def _compared(values: Tensor, mask: Tensor, scope: str) -> Tensor:
 
 
 def _extremes(name: str, values: Tensor, over: Tensor) -> dict[str, Metric]:
-    found = values[over]
-    return {f"{name}_max": Metric.max(found.max()), f"{name}_min": Metric.min(found.min())} if found.numel() else {}
+    inside = values[over]
+    return {f"{name}_max": Metric.max(inside.max()), f"{name}_min": Metric.min(inside.min())} if inside.numel() else {}
 
 
-def _fractions(name: str, mask: Tensor, kept: Tensor) -> dict[str, Metric]:
-    rejected = mask & ~kept
+def _fractions(name: str, mask: Tensor, passes: Tensor) -> dict[str, Metric]:
+    rejected = mask & ~passes
     return {
         f"{name}_masked_fraction": token_mean(rejected, mask),
         f"{name}_seq_masked_fraction": token_mean(rejected.any(-1), mask.any(-1)),

@@ -33,14 +33,14 @@ def read_commands(text: str) -> list[Command]:
     """The commands of a script, in order, that start a module of verl or of a recipe."""
     values: dict[str, str] = {"HOME": os.path.expanduser("~")}
     lists: dict[str, list[str]] = {}
-    found = []
+    commands = []
     for line in _logical_lines(text):
         if _assign(line, values, lists):
             continue
         words = _words(line, values, lists)
         if words and (command := _command(words)):
-            found.append(command)
-    return found
+            commands.append(command)
+    return commands
 
 
 def _logical_lines(text: str) -> Iterator[str]:
@@ -99,16 +99,16 @@ def _words(line: str, values: dict[str, str], lists: dict[str, list[str]]) -> li
         words = shlex.split(_compute(line, values), comments=True)
     except ValueError:
         return []
-    found: list[str] = []
+    expanded: list[str] = []
     for word in words:
         whole = re.fullmatch(r"\$\{(\w+)\[[@*]\]\}", word)
         if whole:
-            found += lists.get(whole[1], [])
+            expanded += lists.get(whole[1], [])
         elif word not in _ARGUMENTS:
             text = _expand(word, values)
             bare = re.fullmatch(r"\$\{?\w+\}?", word) is not None
-            found += shlex.split(text) if bare and " " in text else [text]
-    return found
+            expanded += shlex.split(text) if bare and " " in text else [text]
+    return expanded
 
 
 def _expand(text: str, values: dict[str, str]) -> str:
@@ -186,5 +186,5 @@ def _command(words: list[str]) -> Command | None:
 
 def _unknown_variable(word: str) -> str:
     """The shell variable without a value, or the program's output, in `word`; "" for OmegaConf's ${a.b}."""
-    found = re.search(r"\$\(.*\)|`.*`|\$(\w+)|\$\{(\w+)(?:\[[^\]]*\])?[^.:{}]*\}", word)
-    return found[0] if found else ""
+    match = re.search(r"\$\(.*\)|`.*`|\$(\w+)|\$\{(\w+)(?:\[[^\]]*\])?[^.:{}]*\}", word)
+    return match[0] if match else ""

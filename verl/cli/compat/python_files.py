@@ -57,17 +57,17 @@ def _imports(tree: ast.Module, folder: Path) -> Iterator[Line]:
 def missing_name(module: str, name: str) -> str:
     """The reason why `from module import name` fails; "" if it works. `module` is one of verl, and is imported."""
     try:
-        found = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except (ImportError, VerlError) as error:
         return f"{module} cannot be imported: {error}"
     if not name or name == "*":
         return ""
     try:
-        if hasattr(found, name) or (hasattr(found, "__path__") and importlib.util.find_spec(f"{module}.{name}")):
+        if hasattr(imported, name) or (hasattr(imported, "__path__") and importlib.util.find_spec(f"{module}.{name}")):
             return ""
     except (ImportError, VerlError) as error:
         return f"{module}.{name} cannot be imported: {error}"
-    return f"{module} has no {name!r}{nearest(name, dir(found))}"
+    return f"{module} has no {name!r}{nearest(name, dir(imported))}"
 
 
 def _missing_package(module: str, folder: Path) -> str:

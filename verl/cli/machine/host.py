@@ -76,12 +76,12 @@ def limits() -> dict[str, int | None]:
         import resource
     except ImportError:  # Windows
         return {}
-    found: dict[str, int | None] = {}
+    soft_limits: dict[str, int | None] = {}
     for name in _LIMITS:
         if hasattr(resource, name):
             soft = resource.getrlimit(getattr(resource, name))[0]
-            found[name.removeprefix("RLIMIT_").lower()] = None if soft == resource.RLIM_INFINITY else soft
-    return found
+            soft_limits[name.removeprefix("RLIMIT_").lower()] = None if soft == resource.RLIM_INFINITY else soft
+    return soft_limits
 
 
 def output_of(*command: str, timeout_s: float = 10.0) -> str:

@@ -57,21 +57,21 @@ def parse_topology(text: str) -> list[list[str]]:
 
 def fabric() -> list[dict[str, Any]]:
     """Active ports of InfiniBand and RoCE adapters: name, kind, and rate as the kernel writes it."""
-    found = []
+    ports = []
     for port in sorted(_FABRIC.glob("*/ports/*")):
         if "ACTIVE" in content_of(port / "state"):
             kind = "RoCE" if "Ethernet" in content_of(port / "link_layer") else "InfiniBand"
-            found.append({"name": port.parts[-3], "kind": kind, "rate": content_of(port / "rate").strip()})
-    return found
+            ports.append({"name": port.parts[-3], "kind": kind, "rate": content_of(port / "rate").strip()})
+    return ports
 
 
 def islands(gpu_links: list[list[str]]) -> list[list[int]]:
     """GPUs that reach each other over NVLink, directly or over others."""
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     for gpu in range(len(gpu_links)):
-        near = [part for part in found if any(gpu_links[gpu][other].startswith("NV") for other in part)]
-        found = [part for part in found if part not in near] + [sorted([gpu, *(g for part in near for g in part)])]
-    return sorted(found)
+        near = [part for part in groups if any(gpu_links[gpu][other].startswith("NV") for other in part)]
+        groups = [part for part in groups if part not in near] + [sorted([gpu, *(g for part in near for g in part)])]
+    return sorted(groups)
 
 
 def described(of_links: dict[str, Any]) -> str:

@@ -99,9 +99,9 @@ def installed_version(module: str, distributions: tuple[str, ...]) -> str | None
 
 def other_pythons() -> list[str]:
     """Other Python interpreters on the PATH."""
-    found = {os.path.realpath(path): path for path in filter(None, map(shutil.which, _PYTHONS))}
-    found.pop(os.path.realpath(sys.executable), None)
-    return sorted(found.values())
+    interpreters = {os.path.realpath(path): path for path in filter(None, map(shutil.which, _PYTHONS))}
+    interpreters.pop(os.path.realpath(sys.executable), None)
+    return sorted(interpreters.values())
 
 
 def driver() -> dict[str, Any] | None:

@@ -76,9 +76,9 @@ def numbers_of(version: str) -> tuple[int, ...]:
 
 def unmet_sentence(unmet: dict[str, str]) -> str:
     """The installation of what `unmet_requirements` has found."""
-    wanted = " ".join(f"'{requirement}'" for requirement in unmet)
-    found = ", ".join(f"{name} (here: {version})" for name, version in unmet.items())
-    return f"unmet requirements: {found}. Install them: pip install {wanted}"
+    requirements = " ".join(f"'{requirement}'" for requirement in unmet)
+    installed = ", ".join(f"{name} (here: {version})" for name, version in unmet.items())
+    return f"unmet requirements: {installed}. Install them: pip install {requirements}"
 
 
 def broken_sentence(name: str, cause: str) -> str:

@@ -89,7 +89,7 @@ CONDITIONS = {
 }
 
 
-def _check_loss(c: PreferenceConfig, given: set[str]) -> Iterator[Problem]:
+def _check_loss(c: PreferenceConfig, set_keys: set[str]) -> Iterator[Problem]:
     key, loss, chosen = "preference.loss", c.preference, c.preference.losses
     if not chosen:
         yield error(key, f"{key} is an empty list; name a loss.")
@@ -119,7 +119,7 @@ def _check_loss(c: PreferenceConfig, given: set[str]) -> Iterator[Problem]:
         )
 
 
-def _check_reference(c: PreferenceConfig, given: set[str]) -> Iterator[Problem]:
+def _check_reference(c: PreferenceConfig, set_keys: set[str]) -> Iterator[Problem]:
     if c.ref.sync_steps and c.model.lora_rank:
         yield error(
             "ref.sync_steps",

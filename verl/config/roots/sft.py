@@ -41,7 +41,7 @@ class SFTConfig(Section):
     ray_kwargs: RayKwargsConfig = section(RayKwargsConfig, "Ray")
 
 
-def _check_rows(c: SFTConfig, given: set[str]) -> Iterator[Problem]:
+def _check_rows(c: SFTConfig, set_keys: set[str]) -> Iterator[Problem]:
     if (c.data.prompt_key is None) != (c.data.response_key is None):
         yield error(
             "data.prompt_key", "data.prompt_key and data.response_key name two columns of one format. Set both."

@@ -15,7 +15,7 @@ LAST_PORT = 65535
 LOOP = f"{ROLLOUT}.agent.default_agent_loop"
 
 
-def check_agents(c: Any, given: set[str]) -> Iterator[Problem]:
+def check_agents(c: Any, set_keys: set[str]) -> Iterator[Problem]:
     """Agents that could not act, and what does not work with them."""
     estimator = c.algorithm.adv_estimator
     if not runs_agents(c):
@@ -41,9 +41,9 @@ def check_agents(c: Any, given: set[str]) -> Iterator[Problem]:
             f"{LOOP}={loop} is not one of {', '.join(AGENT_LOOPS)}. Declare it in "
             f"{ROLLOUT}.agent.agent_loop_config_path.",
         )
-    for name, wanted in (("environment_agent", "environment"), ("endpoint_agent", "runner")):
-        if loop == name and not agent[wanted]:
-            yield error(LOOP, f"{LOOP}={name} needs {ROLLOUT}.agent.{wanted}.")
+    for name, required in (("environment_agent", "environment"), ("endpoint_agent", "runner")):
+        if loop == name and not agent[required]:
+            yield error(LOOP, f"{LOOP}={name} needs {ROLLOUT}.agent.{required}.")
     files = (multi_turn.tool_config_path, multi_turn.function_tool_path, multi_turn.interaction_config_path)
     if loop == "tool_agent" and not any(files) and not agent.agent_loop_config_path:
         yield error(

@@ -11,7 +11,7 @@ DISTILLATION = "distillation"
 _TEACHER_KEYS = ("key", "model_path", "num_replicas", "inference")
 
 
-def check_distillation(c: Any, given: set[str]) -> Iterator[Problem]:
+def check_distillation(c: Any, set_keys: set[str]) -> Iterator[Problem]:
     """Teachers, and losses that do not go together."""
     distillation = c.distillation
     if distillation.enabled and c.algorithm.program != "ppo":

@@ -24,7 +24,7 @@ VAL = f"{ROLLOUT}.val_kwargs"
 CORRECTION = "algorithm.rollout_correction"
 
 
-def check_micro_batches(c: Any, given: set[str]) -> Iterator[Problem]:
+def check_micro_batches(c: Any, set_keys: set[str]) -> Iterator[Problem]:
     """Micro-batch sizes that are given under both of their names."""
     for section, name in (
         (ACTOR, "ppo_micro_batch_size"),
@@ -38,7 +38,7 @@ def check_micro_batches(c: Any, given: set[str]) -> Iterator[Problem]:
             yield error(key, f"{key} and {key}_per_gpu are both set. Keep the second and remove the first.")
 
 
-def check_batches(c: Any, given: set[str]) -> Iterator[Problem]:
+def check_batches(c: Any, set_keys: set[str]) -> Iterator[Problem]:
     """Batch sizes that must fit together."""
     batch, size = c.data.train_batch_size, f"data.train_batch_size={c.data.train_batch_size}"
     for key, mini_batch in (
@@ -64,7 +64,7 @@ def check_batches(c: Any, given: set[str]) -> Iterator[Problem]:
         )
 
 
-def check_reward_debug(c: Any, given: set[str]) -> Iterator[Problem]:
+def check_reward_debug(c: Any, set_keys: set[str]) -> Iterator[Problem]:
     """Rewards in the process of the run need a run of one process."""
     if c.reward.debug and c.trainer.nnodes * c.trainer.n_gpus_per_node > 1:
         yield error(
@@ -74,7 +74,7 @@ def check_reward_debug(c: Any, given: set[str]) -> Iterator[Problem]:
         )
 
 
-def check_lengths(c: Any, given: set[str]) -> Iterator[Problem]:
+def check_lengths(c: Any, set_keys: set[str]) -> Iterator[Problem]:
     """Lengths of prompts and responses that must fit together."""
     rollout, data = c.actor_rollout_ref.rollout, c.data
     prompt, response, longest = rollout.prompt_length, rollout.response_length, rollout.max_model_len
@@ -90,7 +90,7 @@ def check_lengths(c: Any, given: set[str]) -> Iterator[Problem]:
             f"{ROLLOUT}.prompt_length={prompt} is smaller than data.max_prompt_length={data.max_prompt_length}. Remove "
             "the first; it follows the second.",
         )
-    if {f"{ROLLOUT}.response_length", "data.max_response_length"} <= given and response != data.max_response_length:
+    if {f"{ROLLOUT}.response_length", "data.max_response_length"} <= set_keys and response != data.max_response_length:
         yield error(
             f"{ROLLOUT}.response_length",
             f"{ROLLOUT}.response_length={response} and data.max_response_length={data.max_response_length} are one "
@@ -98,7 +98,7 @@ def check_lengths(c: Any, given: set[str]) -> Iterator[Problem]:
         )
 
 
-def check_estimator(c: Any, given: set[str]) -> Iterator[Problem]:
+def check_estimator(c: Any, set_keys: set[str]) -> Iterator[Problem]:
     """Needs of the advantage estimator."""
     if selects_samples(c) or learns_from_pairs(c):
         return
@@ -168,7 +168,7 @@ _UNREAD_BY_REJECTION = (
 )
 
 
-def check_rejection(c: Any, given: set[str]) -> Iterator[Problem]:
+def check_rejection(c: Any, set_keys: set[str]) -> Iterator[Problem]:
     """Needs of rejection sampling, and keys that it does not read."""
     if not selects_samples(c):
         return
@@ -191,15 +191,15 @@ def check_rejection(c: Any, given: set[str]) -> Iterator[Problem]:
             "algorithm.program=rejection_sampling samples from the weights that it trains. Set "
             f"{ROLLOUT}.prefetch_num=0 and trainer.v1.trainer_mode=sync.",
         )
-    yield from _unread(given, "rejection sampling")
+    yield from _unread(set_keys, "rejection sampling")
 
 
-def _unread(given: set[str], program: str) -> Iterator[Problem]:
-    for key in sorted(k for k in given if k.startswith(_UNREAD_BY_REJECTION)):
+def _unread(set_keys: set[str], program: str) -> Iterator[Problem]:
+    for key in sorted(k for k in set_keys if k.startswith(_UNREAD_BY_REJECTION)):
         yield Problem("notice", key, f"{key} is not read: {program} has no advantages. Remove it.")
 
 
-def check_online(c: Any, given: set[str]) -> Iterator[Problem]:
+def check_online(c: Any, set_keys: set[str]) -> Iterator[Problem]:
     """Needs of online preference optimization, and keys that it does not read."""
     if not learns_from_pairs(c):
         return
@@ -226,10 +226,10 @@ def check_online(c: Any, given: set[str]) -> Iterator[Problem]:
             "online.sync_steps needs a reference of its own, and with lora_rank it is the model without its adapters. Set one "
             "of them to 0.",
         )
-    yield from _unread(given, "online preference optimization")
+    yield from _unread(set_keys, "online preference optimization")
 
 
-def check_loss(c: Any, given: set[str]) -> Iterator[Problem]:
+def check_loss(c: Any, set_keys: set[str]) -> Iterator[Problem]:
     """Needs of the policy loss."""
     loss = c.actor_rollout_ref.actor.policy_loss
     if loss.loss_mode == "dro" and loss.dro_beta is None:
@@ -253,7 +253,7 @@ def _is_interval(value: Any) -> bool:
     return len(bounds) in (1, 2) and all(b > 0 for b in bounds) and bounds == sorted(bounds)
 
 
-def check_correction(c: Any, given: set[str]) -> Iterator[Problem]:
+def check_correction(c: Any, set_keys: set[str]) -> Iterator[Problem]:
     """Importance weights and rejection between sampler and trainer."""
     correction = c.algorithm.rollout_correction
     options = [o.strip() for o in (correction.rollout_rs or "").split(",") if o.strip()]
@@ -286,7 +286,7 @@ def _is_greedy(sampling: Any) -> bool:
     return not sampling.do_sample or sampling.temperature == 0 or sampling.top_k == 1
 
 
-def check_sampling(c: Any, given: set[str]) -> Iterator[Problem]:
+def check_sampling(c: Any, set_keys: set[str]) -> Iterator[Problem]:
     """Settings of generation."""
     rollout = c.actor_rollout_ref.rollout
     if rollout.batch_invariant == "require" and rollout.name != "native":
@@ -330,7 +330,7 @@ def check_sampling(c: Any, given: set[str]) -> Iterator[Problem]:
         )
 
 
-def check_rewards(c: Any, given: set[str]) -> Iterator[Problem]:
+def check_rewards(c: Any, set_keys: set[str]) -> Iterator[Problem]:
     """Reward manager and reward model."""
     reward, manager, model = c.reward, c.reward.reward_manager, c.reward.reward_model
     own = manager.source != "register" or ":" in manager.name or c.actor_rollout_ref.model.external_lib is not None

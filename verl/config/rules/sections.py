@@ -122,14 +122,14 @@ def _check_deepspeed(path: str, deepspeed: DeepSpeedConfig, root: Any) -> Iterat
         return
     optim = getattr(role, "optim", None) or getattr(root, "optim", None) or OptimConfig()
     try:
-        found = contradictions(
+        sentences = contradictions(
             deepspeed,
             read_ds_config(deepspeed.config),
             bfloat16=None,
             clip_grad=optim.clip_grad,
             optimizer=optim.optimizer,
         )
-        yield from (error(f"{path}.config", f"{path}: {sentence}") for sentence in found)
+        yield from (error(f"{path}.config", f"{path}: {sentence}") for sentence in sentences)
     except ConfigError as caught:
         yield error(f"{path}.config", str(caught))
 

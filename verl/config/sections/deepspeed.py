@@ -39,8 +39,8 @@ class DeepSpeedConfig(Section):
         """The stage of ZeRO. Raises ConfigError for a file that cannot be read."""
         if self.zero_stage is not None:
             return self.zero_stage
-        given = read_ds_config(self.config).get("zero_optimization", {}).get("stage", "auto")
-        return given if given in STAGES else _DEFAULT_STAGE
+        stage = read_ds_config(self.config).get("zero_optimization", {}).get("stage", "auto")
+        return stage if stage in STAGES else _DEFAULT_STAGE
 
     def sizes(self, num_ranks: int) -> dict[str, int]:
         """Axes of the mesh: with stage 3 all devices share one copy of the parameters."""
@@ -99,10 +99,10 @@ def ds_config(section: DeepSpeedConfig, *, bfloat16: bool, clip_grad: float, opt
 
 
 def contradictions(
-    section: DeepSpeedConfig, given: Mapping[str, Any], *, bfloat16: bool | None, clip_grad: float, optimizer: str
+    section: DeepSpeedConfig, values: Mapping[str, Any], *, bfloat16: bool | None, clip_grad: float, optimizer: str
 ) -> Iterator[str]:
     """Sentences about values of the file that the run's keys contradict. `bfloat16` None: not known yet."""
-    zero = given.get("zero_optimization", {})
+    zero = values.get("zero_optimization", {})
     stage, theirs = section.zero_stage, zero.get("stage", "auto")
     if theirs not in ("auto", *STAGES):
         yield f"zero_optimization.stage={theirs} is none of 0, 1, 2, 3. Correct it."
@@ -114,28 +114,28 @@ def contradictions(
             yield f"zero_optimization.{name}.device={device} is not available; use cpu."
     if section.offload_param and section.stage() != 3:
         yield f"offload_param needs ZeRO stage 3, and this is stage {section.stage()}. Set deepspeed.zero_stage=3."
-    if _on(given, "fp16") is True:
+    if _on(values, "fp16") is True:
         yield "fp16 is not available, since it needs loss scaling. Set bf16, or compute in float32."
-    if bfloat16 is not None and _on(given, "bf16") not in (None, "auto", bfloat16):
+    if bfloat16 is not None and _on(values, "bf16") not in (None, "auto", bfloat16):
         yield (
-            f"bf16.enabled={_on(given, 'bf16')} contradicts fsdp_config.dtype={'bfloat16' if bfloat16 else 'float32'}. "
+            f"bf16.enabled={_on(values, 'bf16')} contradicts fsdp_config.dtype={'bfloat16' if bfloat16 else 'float32'}. "
             "Remove one of the two."
         )
-    if given.get("gradient_clipping", "auto") not in ("auto", clip_grad):
-        yield f"gradient_clipping={given['gradient_clipping']} contradicts optim.clip_grad={clip_grad}. Remove it."
-    kind = (given.get("optimizer") or {}).get("type", "auto")
+    if values.get("gradient_clipping", "auto") not in ("auto", clip_grad):
+        yield f"gradient_clipping={values['gradient_clipping']} contradicts optim.clip_grad={clip_grad}. Remove it."
+    kind = (values.get("optimizer") or {}).get("type", "auto")
     if kind not in ("auto", optimizer):
         yield f"optimizer.type={kind} contradicts optim.optimizer={optimizer}. Remove the section optimizer."
-    fixed = {k: v for k, v in (given.get("optimizer") or {}).get("params", {}).items() if v != "auto"}
+    fixed = {k: v for k, v in (values.get("optimizer") or {}).get("params", {}).items() if v != "auto"}
     if fixed:
         yield f"optimizer.params.{next(iter(fixed))} is set by the keys of optim. Remove the section optimizer."
     for name, decider in _DECIDED.items():
-        if given.get(name, "auto") != "auto" and not _is_auto(given[name]):
+        if values.get(name, "auto") != "auto" and not _is_auto(values[name]):
             yield f'{name} is decided by {decider}. Remove it, or write "auto".'
 
 
-def _on(given: Mapping[str, Any], name: str) -> Any:
-    return (given.get(name) or {}).get("enabled")
+def _on(values: Mapping[str, Any], name: str) -> Any:
+    return (values.get(name) or {}).get("enabled")
 
 
 def _is_auto(value: Any) -> bool:

@@ -203,7 +203,7 @@ class ConversationDataset:
             try:
                 place, row_format, whole, control = read(number)
                 _check_length(max(len(sequence.input_ids) for sequence in whole), summary.settings, place)
-                kept = summary.fit_row(whole, place, stop_token_ids)
+                sequences = summary.fit_row(whole, place, stop_token_ids)
             except DataError as error:
                 if not keep_going:
                     raise
@@ -213,11 +213,11 @@ class ConversationDataset:
             if control:
                 summary.num_control += 1
                 summary.first_control = summary.first_control or f"{control!r} in {place}"
-            summary.num_untrainable_rows += not kept
-            if kept:
-                self._append(kept, place)
+            summary.num_untrainable_rows += not sequences
+            if sequences:
+                self._append(sequences, place)
                 summary.num_rows += 1
-                summary.num_sequences += len(kept)
+                summary.num_sequences += len(sequences)
 
     def _append(self, sequences: list[Any], place: str) -> None:
         self._rows.append(sequences)

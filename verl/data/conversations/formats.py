@@ -222,23 +222,23 @@ def _list(value: Any, field_name: str) -> list[Any]:
 
 def messages_in(value: Any, field_name: str) -> Messages:
     """Checked messages of either spelling; the marks `loss_mask` and `train` are still in them."""
-    found = _list(value, field_name)
-    if not found:
+    messages = _list(value, field_name)
+    if not messages:
         raise DataError(f"field {field_name!r} is an empty list; give at least one message.")
-    return [_message(message, f"{field_name}[{number}]") for number, message in enumerate(found)]
+    return [_message(message, f"{field_name}[{number}]") for number, message in enumerate(messages)]
 
 
 def _message(message: Any, place: str) -> dict[str, Any]:
     if isinstance(message, Mapping) and message.get("role") is None and message.get("from") is not None:
         message = _from_sharegpt(message, place)
-    found = message_of(message, f"field {place!r}")
-    if "tool_calls" in found:
-        found["tool_calls"] = [
-            _tool_call(call, place) for call in _json_list(found["tool_calls"], f"{place}.tool_calls")
+    checked = message_of(message, f"field {place!r}")
+    if "tool_calls" in checked:
+        checked["tool_calls"] = [
+            _tool_call(call, place) for call in _json_list(checked["tool_calls"], f"{place}.tool_calls")
         ]
-        if not found["tool_calls"]:
-            del found["tool_calls"]
-    return found
+        if not checked["tool_calls"]:
+            del checked["tool_calls"]
+    return checked
 
 
 def _from_sharegpt(message: Mapping[str, Any], place: str) -> dict[str, Any]:
@@ -285,16 +285,16 @@ def _json(value: Any, field_name: str) -> Any:
 
 
 def _json_list(value: Any, field_name: str) -> list[Any]:
-    found = _json(value, field_name)
-    return [] if found is None else _list(found, field_name)
+    parsed = _json(value, field_name)
+    return [] if parsed is None else _list(parsed, field_name)
 
 
 def tools_in(value: Any, field_name: str) -> list[dict[str, Any]] | None:
     """The JSON schemas of a column of tools; None where it is empty."""
-    found = [_pruned(_json(tool, field_name)) for tool in _json_list(value, field_name)]
-    if wrong := [tool for tool in found if not isinstance(tool, dict)]:
+    tools = [_pruned(_json(tool, field_name)) for tool in _json_list(value, field_name)]
+    if wrong := [tool for tool in tools if not isinstance(tool, dict)]:
         raise DataError(f"field {field_name!r} must be a list of JSON schemas, but has {quoted(wrong[0], 80)}.")
-    return found or None
+    return tools or None
 
 
 def template_kwargs_of(row: Mapping[str, Any], settings: TextDataConfig) -> dict[str, Any]:

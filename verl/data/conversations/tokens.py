@@ -199,7 +199,7 @@ class _Row:
 
     def _trained_messages(self) -> list[int]:
         """Numbers of the messages that train: of the assistant, in the completion, unless the message says otherwise."""
-        found = []
+        trained = []
         for number, (message, mark) in enumerate(zip(self.messages, self.example.trains, strict=True)):
             if mark and message["role"] != "assistant":
                 raise DataError(
@@ -207,8 +207,8 @@ class _Row:
                     "only messages of the assistant; set data.loss_on=all to train on everything."
                 )
             if mark or (mark is None and message["role"] == "assistant" and number >= len(self.example.prompt)):
-                found.append(number)
-        return found
+                trained.append(number)
+        return trained
 
     def _answers(self, start: int) -> list[int]:
         """Numbers of the assistant's messages from `start` on."""
@@ -261,16 +261,16 @@ class _Row:
 
     def _tokens(self, turn: _Turn) -> tuple[list[int], list[int]]:
         """Token ids of the context and of what follows it."""
-        if found := self._split(turn):
-            return found
+        if split := self._split(turn):
+            return split
         context, whole = self.texts.ids(turn.context), self.texts.ids(turn.whole)
         if not self.settings.ignore_input_ids_mismatch:
             raise DataError(f"{self.place}: {self._difference(turn, context, whole)}")
         if turn.message is not None and not turn.whole.startswith(turn.context):
             rendered = _Turn(self._as_rendered(turn), turn.whole)
             context = self.texts.ids(rendered.context)
-            if found := self._split(rendered):
-                return found
+            if split := self._split(rendered):
+                return split
         start = _first_difference(context, whole)
         return whole[:start], whole[start:]
 
@@ -295,7 +295,7 @@ class _Row:
 
     def _difference(self, turn: _Turn, context: list[int], whole: list[int]) -> str:
         at = _first_difference(context, whole)
-        seen = repr(self._decode(context[at : at + 1])) if at < len(context) else "the beginning of the answer"
+        in_prompt = repr(self._decode(context[at : at + 1])) if at < len(context) else "the beginning of the answer"
         written = repr(self._decode(whole[at : at + 1])) if at < len(whole) else "nothing"
         which = "the completion" if turn.message is None else f"message {turn.message}"
         fix = (
@@ -305,7 +305,7 @@ class _Row:
         )
         return (
             f"the tokens of {which} do not follow the prompt that the sampler would be given for it: token {at}, after "
-            f"{self._decode(whole[max(0, at - NUM_TOKENS_SHOWN) : at])!r}, is {written}, but {seen} in the prompt. {fix}, "
+            f"{self._decode(whole[max(0, at - NUM_TOKENS_SHOWN) : at])!r}, is {written}, but {in_prompt} in the prompt. {fix}, "
             "or set data.ignore_input_ids_mismatch=True to train on the rendering as it is."
         )
 

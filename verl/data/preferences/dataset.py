@@ -79,11 +79,11 @@ class PreferenceSummary(FileSummary):
                 f"{place}: the chosen and the rejected completion have the same tokens{limit}, so that there is nothing to "
                 "prefer. Raise data.max_length, or leave the row out."
             )
-        kept = [self.count(*both, place, stops) for both in zip(sequences, short, strict=True)]
+        trainable = [self.count(*both, place, stops) for both in zip(sequences, short, strict=True)]
         self.num_completions_cut += sum(
             0 < after.num_trained < before.num_trained for before, after in zip(sequences, short, strict=True)
         )
-        return kept if all(kept) else []
+        return trainable if all(trainable) else []
 
 
 def cut_together(sequences: list[Any], limit: int | None, truncation: str) -> list[Any]:
@@ -144,9 +144,9 @@ class PreferenceDataset(ConversationDataset):
         if self.trains_prompts:
             mask = torch.zeros_like(batch.batch["response_mask"])
             for row, sequence in enumerate(sequences):
-                found = torch.from_numpy(sequence.completion[sequence.loss_mask.argmax() :].copy())
-                width = min(len(found), mask.shape[1])
-                mask[row, :width] = found[:width]
+                completion = torch.from_numpy(sequence.completion[sequence.loss_mask.argmax() :].copy())
+                width = min(len(completion), mask.shape[1])
+                mask[row, :width] = completion[:width]
             batch.batch["completion_mask"] = mask
         return batch
 

@@ -123,8 +123,8 @@ class StepDataset(ConversationDataset):
         batch = super().batch(rows)
         mask = batch.batch["response_mask"]
         labels = torch.zeros(mask.shape)
-        found = [s.kept_labels(self._truncation) for row in rows for s in self._rows[row]]
-        labels[mask] = torch.from_numpy(np.concatenate(found)).float()
+        row_labels = [s.kept_labels(self._truncation) for row in rows for s in self._rows[row]]
+        labels[mask] = torch.from_numpy(np.concatenate(row_labels)).float()
         batch.batch["step_labels"] = labels
         return batch
 

@@ -18,14 +18,14 @@ def row_of(problem: dict[str, Any], split: str, index: int, place: str) -> dict[
     for name in ("question", "answer"):
         if not isinstance(problem.get(name), str):
             raise DataError(f"{place}: field {name!r} must be a text; a GSM8K problem has question and answer.")
-    found = _FINAL.search(problem["answer"])
-    if found is None:
+    final = _FINAL.search(problem["answer"])
+    if final is None:
         raise DataError(f"{place}: field 'answer' has no final line '#### number'.")
     return {
         "data_source": "openai/gsm8k",
         "prompt": [{"role": "user", "content": f"{problem['question']} {INSTRUCTION}"}],
         "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": found.group(1).replace(",", "")},
+        "reward_model": {"style": "rule", "ground_truth": final.group(1).replace(",", "")},
         "extra_info": {
             "split": split,
             "index": index,

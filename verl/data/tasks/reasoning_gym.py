@@ -69,16 +69,16 @@ class Task:
                 yield from (dataset[i] for i in range(BLOCK))
 
         try:
-            first = next(found := generate())
+            first = next(items := generate())
         except (TypeError, ValueError, AssertionError) as error:
             raise DataError(f"The settings {json.dumps(settings)} do not fit the task {name}: {error}") from error
-        return cls(name, itertools.chain([first], found), [])
+        return cls(name, itertools.chain([first], items), [])
 
     def add(self, count: int) -> None:
         """Adds up to `count` questions that are not among `items` yet."""
         known = {item["question"] for item in self.items}
-        wanted, failed = len(self.items) + count, 0
-        while len(self.items) < wanted:
+        target, failed = len(self.items) + count, 0
+        while len(self.items) < target:
             item = next(self.source)
             if item["question"] not in known:
                 known.add(item["question"])
@@ -114,10 +114,10 @@ def add_mixture(tasks: list[Task], count: int) -> None:
 def choose_test(tasks: list[Task], share: float, seed: int) -> dict[str, list[Item]]:
     """About `share` of each task's items, by task: whole problems in an order that `seed` decides."""
     chosen: dict[str, list[Item]] = {}
-    seen = taken = 0
+    num_items = taken = 0
     for task in tasks:
-        seen += len(task.items)
-        quota = round(seen * share) - taken  # rounded on the running total, so that the parts add up
+        num_items += len(task.items)
+        quota = round(num_items * share) - taken  # rounded on the running total, so that the parts add up
         items = sorted(task.items, key=lambda item: (problem_key(item), item["question"]))
         problems = [list(group) for _, group in itertools.groupby(items, key=problem_key)]
         random.Random(f"{seed} {task.name}").shuffle(problems)
@@ -205,7 +205,7 @@ def _split(
 
 def _thinned(parts: dict[str, list[Item]], count: int) -> dict[str, list[Item]]:
     """`count` items at most; the ends of the longest parts are removed."""
-    kept = {name: list(items) for name, items in parts.items()}
-    for _ in range(sum(map(len, kept.values())) - count):
-        max(kept.values(), key=len).pop()
-    return kept
+    thinned = {name: list(items) for name, items in parts.items()}
+    for _ in range(sum(map(len, thinned.values())) - count):
+        max(thinned.values(), key=len).pop()
+    return thinned

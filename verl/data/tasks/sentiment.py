@@ -48,7 +48,7 @@ def read_archive(source: Path) -> tuple[list[Sentence], dict[str, float]]:
                     if member.name.endswith(("_GroundTruth.txt", WORDS)) and (file := archive.extractfile(member))
                 }
         words = {cells[0]: float(cells[1]) for line in texts[WORDS].splitlines() if len(cells := line.split("\t")) > 1}
-        found = [
+        sentences = [
             Sentence(kind, float(cells[1]), html.unescape(cells[2]).strip())
             for kind in KINDS
             for line in texts[f"{kind}_GroundTruth.txt"].splitlines()
@@ -59,7 +59,7 @@ def read_archive(source: Path) -> tuple[list[Sentence], dict[str, float]]:
             f"{source} is not the source archive of vaderSentiment 3.3.2 ({type(error).__name__}). Get it with "
             "`pip download --no-deps --no-binary :all: vaderSentiment==3.3.2`."
         ) from error
-    return [sentence for sentence in found if 0 < len(sentence.text) <= MAX_CHARACTERS], words
+    return [sentence for sentence in sentences if 0 < len(sentence.text) <= MAX_CHARACTERS], words
 
 
 def pairs_of(sentences: list[Sentence], count: int, rng: random.Random) -> list[dict[str, Any]]:

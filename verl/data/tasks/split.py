@@ -55,7 +55,7 @@ def prepare(source: Path, output: Path, *, share: float, key: str, seed: int, ch
     while len(train) > 1 and (not test or len(test) < share * len(rows)):
         test += train.pop()
     lines = []
-    for split, found in (("train", [row for group in train for row in group]), ("test", test)):
-        write_parquet(output / f"{split}.parquet", found)
-        lines.append(f"{output / f'{split}.parquet'}: {len(found)} rows")
+    for split, split_rows in (("train", [row for group in train for row in group]), ("test", test)):
+        write_parquet(output / f"{split}.parquet", split_rows)
+        lines.append(f"{output / f'{split}.parquet'}: {len(split_rows)} rows")
     return lines

@@ -138,9 +138,9 @@ class DeepSpeedEngine(TrainedEngine):
     def local_weights(self) -> dict[str, torch.Tensor]:
         """See TrainEngine; with stage 3 whole rows, where the ranks divide them."""
         masters = self.optimizer.masters if self.optimizer is not None and self.spec is not None else {}
-        found = {name: masters.get(name, p).detach() for name, p in self.module.named_parameters()}
+        weights = {name: masters.get(name, p).detach() for name, p in self.module.named_parameters()}
         if self.stage < 3:
-            return found
+            return weights
         return {name: _rows(p) for name, p in self.module.named_parameters()}
 
     def trained_weights(self) -> dict[str, torch.Tensor]:
@@ -162,13 +162,13 @@ class DeepSpeedEngine(TrainedEngine):
             self.deepspeed.set_gradient_accumulation_boundary(number == count - 1)
 
     def _backward(
-        self, found: dict[str, torch.Tensor], part: DataProto, loss: LossFn, totals: BatchTotals
+        self, named_outputs: dict[str, torch.Tensor], part: DataProto, loss: LossFn, totals: BatchTotals
     ) -> dict[str, Metric]:
         """Every rank goes backward through the whole model, with a gradient of zero where nothing trains."""
-        value, metrics = loss(found, part, totals) if len(part) else (None, {})
+        value, metrics = loss(named_outputs, part, totals) if len(part) else (None, {})
         graph = value
         if value is None or not value.requires_grad:
-            graph = torch.stack([v.sum() * 0 for v in found.values() if v.requires_grad]).sum()
+            graph = torch.stack([v.sum() * 0 for v in named_outputs.values() if v.requires_grad]).sum()
         assert graph is not None
         if self.deepspeed is None:
             graph.backward()
@@ -223,12 +223,12 @@ class _Computed(nn.Module):
 
         def statistics() -> TokenStats:
             head = self.model.get_output_embeddings()
-            wanted: dict[str, Any] = {
+            options: dict[str, Any] = {
                 **statistics_wanted(outputs, packed.columns, head.weight.shape[0]),
                 **head_transform(self.model.config),
             }
-            wanted |= {"bias": getattr(head, "bias", None), "fused": fuses_log_probs(self.model)}
-            return token_log_probs(hidden, head.weight, packed.targets, temperature, **wanted)
+            options |= {"bias": getattr(head, "bias", None), "fused": fuses_log_probs(self.model)}
+            return token_log_probs(hidden, head.weight, packed.targets, temperature, **options)
 
         inputs = HeadInputs(self.model, hidden, packed.targets, temperature, statistics)
         kinds = {name: output_kind(name) for name in outputs}

@@ -111,13 +111,13 @@ class ZeroOptimizer(MasterOptimizer):
 
     def state(self) -> dict[str, torch.Tensor]:
         """See MasterOptimizer; slots of slices are this rank's."""
-        buffers, found = self._buffers(), {}
+        buffers, tensors = self._buffers(), {}
         for name, part in self.flat.own.items():
             for slot, value in self.zero.optimizer.state.get(buffers[part.buffer], {}).items():
                 if isinstance(value, torch.Tensor) and value.dim():
                     value = value.detach().narrow(0, part.offset, part.size)
-                found[f"{name}/{slot}"] = torch.as_tensor(value)
-        return found
+                tensors[f"{name}/{slot}"] = torch.as_tensor(value)
+        return tensors
 
     def load_state(self, tensors: dict[str, torch.Tensor], num_steps: int) -> None:
         """The inverse of `state`. Raises CheckpointError."""
@@ -154,11 +154,11 @@ class ZeroOptimizer(MasterOptimizer):
                 yield name, partition_slice(p)._replace(buffer=buffer, offset=offset)
                 continue
             buffer = next(i for i, group in enumerate(self.zero.bit16_groups) if any(q is p for q in group))
-            found = cast(Any, p)._hp_mapping
-            if found is None:
+            mapping = cast(Any, p)._hp_mapping
+            if mapping is None:
                 yield name, FlatSlice(0, 0, buffer, 0)
             else:
-                here, there = found.lp_fragment_address, found.get_hp_fragment_address()
+                here, there = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
                 yield name, FlatSlice(here.start, here.numel, buffer, there.start)
 
     def _intercept(self) -> None:

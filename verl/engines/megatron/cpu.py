@@ -79,9 +79,9 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
     plain = torch.Tensor.type
 
     def cuda_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        found = plain(self, *args, **kwargs)
-        is_name = isinstance(found, str) and not found.startswith("torch.cuda")
-        return found.replace("torch.", "torch.cuda.", 1) if is_name else found
+        type_name = plain(self, *args, **kwargs)
+        is_name = isinstance(type_name, str) and not type_name.startswith("torch.cuda")
+        return type_name.replace("torch.", "torch.cuda.", 1) if is_name else type_name
 
     yield torch.Tensor, "type", cuda_type
     yield torch.Tensor, "cuda", lambda self, *args, **kwargs: self

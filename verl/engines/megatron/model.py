@@ -147,15 +147,15 @@ class DecoderStage(GPTModel):
         statistics = partial(self._statistics, hidden, packed, names, temperature)
         inputs = HeadInputs(self, hidden, packed.targets, temperature, statistics)
         kinds = {name: output_kind(name) for name in names}
-        found = {name: kind.scatter(packed, kind.compute(inputs)) for name, kind in kinds.items()}
+        outputs = {name: kind.scatter(packed, kind.compute(inputs)) for name, kind in kinds.items()}
         anchor = states.sum() * 0  # a graph even where nothing is predicted
-        return {name: value + anchor if value.is_floating_point() else value for name, value in found.items()}
+        return {name: value + anchor if value.is_floating_point() else value for name, value in outputs.items()}
 
     def _statistics(
         self, hidden: torch.Tensor, packed: PackedBatch, names: Sequence[str], temperature: float
     ) -> TokenStats:
         group, vocabulary = self.pg_collection.tp, self.hf.vocab_size
-        wanted: dict[str, Any] = {
+        options: dict[str, Any] = {
             **statistics_wanted(names, packed.columns, vocabulary),
             **head_transform(self.hf),
         }
@@ -163,22 +163,22 @@ class DecoderStage(GPTModel):
         own: Any = self.output_layer
         weight = self.shared_embedding_or_output_weight() if shares else own.weight
         if group.size() == 1:
-            return token_log_probs(hidden, weight[:vocabulary], packed.targets, temperature, **wanted)
+            return token_log_probs(hidden, weight[:vocabulary], packed.targets, temperature, **options)
         first = group.rank() * len(weight)
         rows = weight[: min(len(weight), vocabulary - first)]  # the rest is padding
-        return parallel_log_probs(hidden, rows, packed.targets, temperature, group, first, **wanted)
+        return parallel_log_probs(hidden, rows, packed.targets, temperature, group, first, **options)
 
 
 def build_stages(config: TransformerConfig, hf: Any, head: str, rotary: Any) -> list[DecoderStage]:
     """The stages of this rank: one, or as many as there are interleaved ones."""
     virtual = config.virtual_pipeline_model_parallel_size
-    found = []
+    stages = []
     for vp in range(virtual or 1):
         stage = vp if virtual else None
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
-        found.append(DecoderStage(config, hf, head, rotary, first, last, stage))
-    return found
+        stages.append(DecoderStage(config, hf, head, rotary, first, last, stage))
+    return stages
 
 
 def stage_inputs(packed: PackedBatch) -> dict[str, Any]:

@@ -51,12 +51,12 @@ def shares_of(placed: list[Placed], ddp: Any, ranks: Mapping[str, int]) -> list[
                 size = (stop - first) // buffer.data_parallel_world_size
                 low = first + size * buffer.data_parallel_group.rank()
                 owned[parameter] = (max(low, begin) - begin, min(low + size, end) - begin)
-    found = []
+    shares = []
     for p in placed:
         low, high = owned[p.parameter]
         start, stop = max(0, low - p.offset), min(_size(p), high - p.offset)
-        found.append(Share(p, start, max(start, stop), _counts(p, ranks, divided=True)))
-    return found
+        shares.append(Share(p, start, max(start, stop), _counts(p, ranks, divided=True)))
+    return shares
 
 
 def _size(placed: Placed) -> int:

@@ -132,13 +132,13 @@ def _boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[list[Span]]:
 
 def _whole_spans(spans: Sequence[Span], first: int, stop: int) -> list[Span]:
     """Positions `first` to `stop` of the concatenated `spans`, in coordinates of the whole."""
-    found, before = [], 0
+    selected, before = [], 0
     for begin, end in spans:
         low, high = max(begin, begin + first - before), min(end, begin + stop - before)
         if low < high:
-            found.append((low, high))
+            selected.append((low, high))
         before += end - begin
-    return found
+    return selected
 
 
 def place(

@@ -70,19 +70,19 @@ class PipelineSchedule:
         def add_loss(
             stage: DecoderStage, states: torch.Tensor, part: Part
         ) -> tuple[torch.Tensor, torch.Tensor, Outputs]:
-            found = stage.outputs(states, part[1], outputs, temperature)
+            named_outputs = stage.outputs(states, part[1], outputs, temperature)
             value = states.sum() * 0  # every stage goes backward, whether something trains or not
             if len(part[0]):
-                computed, shown = loss(found, part[0], totals)
+                computed, shown = loss(named_outputs, part[0], totals)
                 metrics.append({**shown, "loss": Metric.sum(computed.detach())})
                 value = computed if computed.requires_grad else value
             one = torch.ones((), dtype=torch.int, device=states.device)  # tokens by which Megatron would divide
-            return value, one, {name: v.detach() for name, v in found.items()}
+            return value, one, {name: v.detach() for name, v in named_outputs.items()}
 
         results = self._from_last(self._run(parts, add_loss, trains=True))
-        for (rows, _), found in zip(parts, results, strict=True) if not self.is_last else ():
+        for (rows, _), named_outputs in zip(parts, results, strict=True) if not self.is_last else ():
             if len(rows):
-                value, shown = loss(found, rows, totals)
+                value, shown = loss(named_outputs, rows, totals)
                 metrics.append({**shown, "loss": Metric.sum(value.detach())})
         return metrics
 
@@ -95,7 +95,7 @@ class PipelineSchedule:
 
             return chunk(**stage_inputs(part[1])), end
 
-        found: list[Any] = get_forward_backward_func()(
+        results: list[Any] = get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=[iter(parts) for _ in self.chunks],
             model=self.chunks,
@@ -105,12 +105,12 @@ class PipelineSchedule:
             forward_only=not trains,
             collect_non_loss_data=not trains,
         )
-        return found
+        return results
 
     def _from_last(self, results: list[Outputs]) -> list[Outputs]:
         if self.pipeline.size() == 1:
             return results
-        sent = [{name: v.cpu() for name, v in found.items()} for found in results] if self.is_last else None
+        sent = [{name: v.cpu() for name, v in outputs.items()} for outputs in results] if self.is_last else None
         last = dist.get_global_rank(self.pipeline, self.pipeline.size() - 1)
-        found: list[Outputs] = broadcast_value(sent, last, self.pipeline, self.device)
-        return [{name: v.to(self.device) for name, v in values.items()} for values in found]
+        outputs: list[Outputs] = broadcast_value(sent, last, self.pipeline, self.device)
+        return [{name: v.to(self.device) for name, v in values.items()} for values in outputs]

@@ -85,9 +85,9 @@ def _forward(decoder: DenseDecoder, packed: PackedBatch, tape: _Tape | None, che
     for index in range(len(decoder.layers)):
         keep = tape is not None and index >= tape.lowest
         before = x
-        x, kept = one_layer.forward(run, index, x, keep and not checkpointing)
+        x, saved = one_layer.forward(run, index, x, keep and not checkpointing)
         if tape is not None and keep:
-            tape.layers[index] = before if kept is None else kept
+            tape.layers[index] = before if saved is None else saved
     last = x.index_select(0, packed.hidden_index)
     if tape is not None:
         tape.run, tape.last = run, last
@@ -106,9 +106,9 @@ def _backward(
     d_x = last.new_zeros(packed.num_tokens, last.shape[1]).index_add_(0, packed.hidden_index, d_last)
     for index in range(len(decoder.layers) - 1, tape.lowest - 1, -1):
         left = tape.layers.pop(index)
-        kept = one_layer.forward(run, index, left, keep=True)[1] if isinstance(left, torch.Tensor) else left
-        assert kept is not None
-        d_x = one_layer.backward(run, index, kept, d_x, gradients)
+        saved = one_layer.forward(run, index, left, keep=True)[1] if isinstance(left, torch.Tensor) else left
+        assert saved is not None
+        d_x = one_layer.backward(run, index, saved, d_x, gradients)
     if gradients.wants((decoder.embed,)):
         ids = packed.input_ids[0]
         if decoder.padding_idx is not None:  # an embedding does not learn at its padding token

@@ -80,18 +80,18 @@ def forward(run: Pass, index: int, x: torch.Tensor, keep: bool) -> tuple[torch.T
     return out, Kept(x, x_scale, qkv, heads, attended, middle, middle_scale, gate_up) if keep else None
 
 
-def backward(run: Pass, index: int, kept: Kept, d_out: torch.Tensor, gradients: GradientBuffers) -> torch.Tensor:
+def backward(run: Pass, index: int, saved: Kept, d_out: torch.Tensor, gradients: GradientBuffers) -> torch.Tensor:
     """The gradient of the layer's input, given the output's gradient, which is overwritten."""
     layer, matmul = run.decoder.layers[index], run.matmul
-    d_middle = _feed_forward_backward_(run, layer, kept, d_out, gradients)
+    d_middle = _feed_forward_backward_(run, layer, saved, d_out, gradients)
     d_o = matmul.operand(d_middle)
     d_attended = matmul.input_gradient(d_o, layer.o.weight)
-    _add_weight_gradient(layer.o, d_o, kept.attended.out, run, gradients)
-    d_qkv = torch.empty_like(kept.qkv)
+    _add_weight_gradient(layer.o, d_o, saved.attended.out, run, gradients)
+    d_qkv = torch.empty_like(saved.qkv)
     into = _views(run.decoder, d_qkv)
-    attend_backward(run.layout, kept.heads, kept.attended, d_attended, run.decoder.scale, matmul, into)
-    _heads_backward_(run, layer, kept, d_qkv, gradients)
-    normed = Normed(layer.input_norm, kept.x, kept.x_scale)
+    attend_backward(run.layout, saved.heads, saved.attended, d_attended, run.decoder.scale, matmul, into)
+    _heads_backward_(run, layer, saved, d_qkv, gradients)
+    normed = Normed(layer.input_norm, saved.x, saved.x_scale)
     return _norm_and_projection_backward(run, normed, layer.qkv, d_qkv, d_middle, gradients)
 
 
@@ -106,14 +106,14 @@ def _feed_forward(
 
 
 def _feed_forward_backward_(
-    run: Pass, layer: DenseLayer, kept: Kept, d_out: torch.Tensor, gradients: GradientBuffers
+    run: Pass, layer: DenseLayer, saved: Kept, d_out: torch.Tensor, gradients: GradientBuffers
 ) -> torch.Tensor:
     """Turns `d_out` into the gradient of `middle`, in chunks where the forward went in chunks."""
-    matmul, size = run.matmul, run.layout.chunk_tokens if kept.gate_up is None else len(d_out)
+    matmul, size = run.matmul, run.layout.chunk_tokens if saved.gate_up is None else len(d_out)
     for start in range(0, len(d_out), size):
         part = slice(start, start + size)
-        middle, scale, d_part = kept.middle[part], kept.middle_scale[part], d_out[part]
-        gate_up = kept.gate_up
+        middle, scale, d_part = saved.middle[part], saved.middle_scale[part], d_out[part]
+        gate_up = saved.gate_up
         if gate_up is None:
             normed = rms_norm(middle, layer.post_norm, scale)
             gate_up = matmul.linear(normed, layer.gate_up.weight, layer.gate_up.bias)
@@ -140,11 +140,13 @@ def _heads(run: Pass, layer: DenseLayer, qkv: torch.Tensor) -> HeadViews:
     return HeadViews(*(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)))
 
 
-def _heads_backward_(run: Pass, layer: DenseLayer, kept: Kept, d_qkv: torch.Tensor, gradients: GradientBuffers) -> None:
+def _heads_backward_(
+    run: Pass, layer: DenseLayer, saved: Kept, d_qkv: torch.Tensor, gradients: GradientBuffers
+) -> None:
     """Turns the gradient of the attention's input into the gradient of the projection's output, in place."""
     decoder, split = run.decoder, _split_heads(run.decoder, d_qkv)
     run.rotary.rotate_gradient_(split[:, : decoder.num_heads + decoder.num_kv_heads])
-    projected, start = _split_heads(decoder, kept.qkv), 0
+    projected, start = _split_heads(decoder, saved.qkv), 0
     for norm, num_heads in ((layer.q_norm, decoder.num_heads), (layer.k_norm, decoder.num_kv_heads)):
         if norm is None:
             return
@@ -203,7 +205,7 @@ def parameters_of(layer: DenseLayer) -> tuple[nn.Parameter, ...]:
     """Every parameter of the layer."""
     norms = (layer.input_norm, layer.q_norm, layer.k_norm, layer.post_norm)
     projections = (layer.qkv, layer.o, layer.gate_up, layer.down)
-    found = [norm.weight for norm in norms if norm is not None]
+    parameters = [norm.weight for norm in norms if norm is not None]
     for projection in projections:
-        found.extend((*weights_of(projection), *biases_of(projection)))
-    return tuple(found)
+        parameters.extend((*weights_of(projection), *biases_of(projection)))
+    return tuple(parameters)

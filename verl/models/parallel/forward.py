@@ -49,16 +49,16 @@ class ParallelModel(nn.Module):
         self, hidden: torch.Tensor, part: TokenSlice, outputs: Sequence[str], temperature: float
     ) -> TokenStats:
         head, num_tokens = self.model.get_output_embeddings(), self.model.config.get_text_config().vocab_size
-        wanted: dict[str, Any] = {
+        options: dict[str, Any] = {
             "bias": getattr(head, "bias", None),
             **statistics_wanted(outputs, part.columns, num_tokens),
             **head_transform(self.model.config),
         }
         if self.tensor.size() == 1:
             fused = fuses_log_probs(self.model)
-            return token_log_probs(hidden, head.weight, part.targets, temperature, fused=fused, **wanted)
+            return token_log_probs(hidden, head.weight, part.targets, temperature, fused=fused, **options)
         first, _ = own_range(num_tokens, self.tensor)
-        return parallel_log_probs(hidden, head.weight, part.targets, temperature, self.tensor, first, **wanted)
+        return parallel_log_probs(hidden, head.weight, part.targets, temperature, self.tensor, first, **options)
 
 
 def empty_batch(packed: PackedBatch) -> PackedBatch:

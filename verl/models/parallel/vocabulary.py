@@ -98,9 +98,9 @@ class _ParallelLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, targets, lse, entropy, squared, candidates = ctx.saved_tensors
-        read, given = read_columns(targets, candidates, grads)
+        read, column_grads = read_columns(targets, candidates, grads)
         wide, chunk = lse.dtype, ctx.chunk
-        if all(g is None for g in given):
+        if all(g is None for g in column_grads):
             return (None,) * 10
         matmul = Matmul(hidden.dtype, hidden.device)
         d_hidden = torch.zeros(hidden.shape, dtype=wide, device=hidden.device)
@@ -110,7 +110,7 @@ class _ParallelLogProbs(torch.autograd.Function):
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
             z = _logits(hidden[part], weight, bias, ctx.head, buffer)
-            here = [None if g is None else g[part] for g in given]
+            here = [None if g is None else g[part] for g in column_grads]
             column, owned = _owned(read[part], z.shape[1])
             stats = (lse[part], entropy[part], squared[part])
             z.sub_(lse[part].unsqueeze(1))

@@ -93,16 +93,16 @@ def _manager_class(config: RewardConfig) -> Any:
             raise ConfigError(
                 "reward.reward_manager.source=importlib needs reward.reward_manager.module.path, a file or module."
             )
-        found = load_object(f"{chosen.module.path}:{chosen.name}")
+        manager = load_object(f"{chosen.module.path}:{chosen.name}")
     else:
-        found = REWARD_MANAGERS.get(chosen.name)
-    missing = [m for m in ("start", "submit", "collect", "score", "close") if not callable(getattr(found, m, None))]
+        manager = REWARD_MANAGERS.get(chosen.name)
+    missing = [m for m in ("start", "submit", "collect", "score", "close") if not callable(getattr(manager, m, None))]
     if missing:
         raise ConfigError(
             f"The reward manager {chosen.name!r} has no method {missing[0]!r}: subclass NaiveRewardManager and "
             "override `shape`; a class with __call__(data) is not supported."
         )
-    return found
+    return manager
 
 
 def _plain(value: Any) -> Any:

@@ -58,9 +58,9 @@ class DapoRewardManager(NaiveRewardManager):
         return replace(score, score=score.score + penalty, parts={**score.parts, **logged})
 
 
-def _read_buffer(given: Mapping[str, Any]) -> OverlongBuffer:
+def _read_buffer(settings: Mapping[str, Any]) -> OverlongBuffer:
     known = [f.name for f in fields(OverlongBuffer)]
-    for name in given:
+    for name in settings:
         if name not in known:
             raise ConfigError(f"There is no key reward_kwargs.overlong_buffer_cfg.{name}{nearest(str(name), known)}")
-    return OverlongBuffer(**{k: v for k, v in given.items() if v is not None})
+    return OverlongBuffer(**{k: v for k, v in settings.items() if v is not None})

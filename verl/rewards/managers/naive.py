@@ -57,8 +57,8 @@ class NaiveRewardManager:
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         for request in requests:
             self.submit(request)
-        found = self.collect([r.key for r in requests])
-        return [found[r.key] for r in requests]
+        scores = self.collect([r.key for r in requests])
+        return [scores[r.key] for r in requests]
 
     @property
     def num_defaulted(self) -> int:
@@ -99,8 +99,8 @@ class NaiveRewardManager:
         if lacking := self.lacking(score):
             return self.pool.defaulted(request, f"returned {lacking}")
         shaped = self.shape(request, score)
-        found = outcome({**shaped.parts, "score": shaped.score}, self.pool.limits) if shaped is not score else {}
-        return self.pool.defaulted(request, f"and its manager {found['error']}") if "error" in found else shaped
+        checked = outcome({**shaped.parts, "score": shaped.score}, self.pool.limits) if shaped is not score else {}
+        return self.pool.defaulted(request, f"and its manager {checked['error']}") if "error" in checked else shaped
 
     def _log_failures(self, scores: list[Score]) -> None:
         failed = [s.error for s in scores if s.error is not None]

@@ -231,8 +231,8 @@ class Sandbox:
     def has_too_many_since(self, tick: int) -> bool:
         """Whether more processes than the limit allows were started in clock tick `tick` or after it."""
         most = self.limits.max_processes
-        found = self._processes(math.inf if most is None else 2 * (most + self._num_own))  # half of them may be older
-        return most is not None and sum(start >= tick for start in start_ticks(found)) > most
+        paths = self._processes(math.inf if most is None else 2 * (most + self._num_own))  # half of them may be older
+        return most is not None and sum(start >= tick for start in start_ticks(paths)) > most
 
     def cpu_seconds(self) -> float:
         """Processor seconds of all processes so far."""

@@ -40,8 +40,8 @@ def filter_system_calls(*, sockets: bool) -> bool:
     if not can_filter():
         return False
     program = _program(sockets, *_MACHINES[platform.machine()])
-    given = ctypes.byref(_Filter(len(program) // 8, program))
-    return prctl(_SET_NO_NEW_PRIVS, 1) and prctl(_SET_SECCOMP, _SECCOMP_MODE_FILTER, given)
+    pointer = ctypes.byref(_Filter(len(program) // 8, program))
+    return prctl(_SET_NO_NEW_PRIVS, 1) and prctl(_SET_SECCOMP, _SECCOMP_MODE_FILTER, pointer)
 
 
 class _Filter(ctypes.Structure):

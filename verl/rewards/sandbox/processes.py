@@ -30,24 +30,24 @@ def descendants(pid: int, most: float = math.inf) -> list[int]:
 
 
 def _children(pid: int) -> list[int]:
-    found: list[int] = []
+    children: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
-                found += map(int, file.read().split())
-    return found
+                children += map(int, file.read().split())
+    return children
 
 
 def num_tasks_of_user() -> int:
     """Number of processes and threads of this user on the machine."""
-    found = 0
+    num_tasks = 0
     if not os.path.isdir("/proc"):
-        return found
+        return num_tasks
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             if os.stat(f"/proc/{pid}").st_uid == os.geteuid():
-                found += len(os.listdir(f"/proc/{pid}/task"))
-    return found
+                num_tasks += len(os.listdir(f"/proc/{pid}/task"))
+    return num_tasks
 
 
 def cpu_seconds(folders: Iterable[str]) -> float:
@@ -63,11 +63,11 @@ def now_tick() -> int:
 
 def start_ticks(folders: Iterable[str]) -> list[int]:
     """Start of every thread of the processes of these folders in /proc, in clock ticks since the machine started."""
-    found = []
+    ticks = []
     for folder in folders:
         with contextlib.suppress(OSError):
-            found += [int(_stat(f"{folder}/task/{thread}")[19]) for thread in os.listdir(f"{folder}/task")]
-    return found
+            ticks += [int(_stat(f"{folder}/task/{thread}")[19]) for thread in os.listdir(f"{folder}/task")]
+    return ticks
 
 
 def state_of(pid: int) -> str:

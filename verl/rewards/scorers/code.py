@@ -94,21 +94,21 @@ def compute_score(
 
 
 def _tests(ground_truth: Any) -> Iterator[Test]:
-    given = _parsed(ground_truth)
-    if isinstance(given, str):
-        given = {"assert_case": [given]}
-    elif isinstance(given, list):
-        given = {"assert_case": given}
-    if not isinstance(given, dict) or not (given.get("assert_case") or given.get("inputs")):
+    truth = _parsed(ground_truth)
+    if isinstance(truth, str):
+        truth = {"assert_case": [truth]}
+    elif isinstance(truth, list):
+        truth = {"assert_case": truth}
+    if not isinstance(truth, dict) or not (truth.get("assert_case") or truth.get("inputs")):
         raise RewardError(
             "The ground_truth of a program needs 'inputs' and 'outputs', or 'assert_case'; this one is "
             f"{str(ground_truth)[:80]!r}."
         )
-    cases = given.get("assert_case") or []
+    cases = truth.get("assert_case") or []
     for case in [cases] if isinstance(cases, str) else cases:
         yield partial(_assert, str(case))
-    for stdin, expected in zip(given.get("inputs") or [], given.get("outputs") or [], strict=True):
-        if name := given.get("fn_name"):
+    for stdin, expected in zip(truth.get("inputs") or [], truth.get("outputs") or [], strict=True):
+        if name := truth.get("fn_name"):
             yield partial(_call, name, stdin, expected)
         else:
             yield partial(_print, _text(stdin), _text(expected))
@@ -132,20 +132,20 @@ def _print(stdin: str, expected: str, program: str, limits: ProgramLimits) -> st
     return _wrong(output) or ("" if same_text(output.stdout, expected) else "printed something else")
 
 
-def _call(name: str, given: Any, expected: Any, program: str, limits: ProgramLimits) -> str:
-    arguments = [_parsed(line) for line in given.splitlines()] if isinstance(given, str) else given
+def _call(name: str, inputs: Any, expected: Any, program: str, limits: ProgramLimits) -> str:
+    arguments = [_parsed(line) for line in inputs.splitlines()] if isinstance(inputs, str) else inputs
     call = {"solution": program, "name": name, "arguments": arguments}
     output = run_program(_CALL_FUNCTION, json.dumps(call), limits)
     if wrong := _wrong(output):
         return wrong
-    returned, wanted = _parsed(output.stdout), _parsed(expected)
-    return "" if returned == wanted or [returned] == wanted else "returned something else"
+    returned, answer = _parsed(output.stdout), _parsed(expected)
+    return "" if returned == answer or [returned] == answer else "returned something else"
 
 
 def _assert(asserts: str, program: str, limits: ProgramLimits) -> str:
     word = secrets.token_hex(16)  # so that a program which ends early does not pass
-    given = {"solution": program, "asserts": asserts, "word": word}
-    output = run_program(_RUN_ASSERTS, json.dumps(given), limits)
+    message = {"solution": program, "asserts": asserts, "word": word}
+    output = run_program(_RUN_ASSERTS, json.dumps(message), limits)
     return _wrong(output) or ("" if output.stdout == word else "ended before the asserts")
 
 
@@ -157,8 +157,8 @@ def _wrong(output: Output) -> str:
 def same_text(printed: str, expected: str) -> bool:
     """Whether two outputs agree but for space at the ends of lines, or token by token with numbers to a relative 1e-5."""
     lines, expected_lines = ([line.strip() for line in text.strip().splitlines()] for text in (printed, expected))
-    found, wanted = printed.split(), expected.split()
-    return lines == expected_lines or (len(found) == len(wanted) and all(map(_same_number, found, wanted)))
+    words, target = printed.split(), expected.split()
+    return lines == expected_lines or (len(words) == len(target) and all(map(_same_number, words, target)))
 
 
 def _same_number(a: str, b: str) -> bool:

@@ -17,8 +17,8 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 def last_answer(text: str) -> str | None:
     """Text of the last <answer>...</answer>, stripped; None without one."""
-    found = _ANSWER.findall(text)
-    return found[-1].strip() if found else None
+    answers = _ANSWER.findall(text)
+    return answers[-1].strip() if answers else None
 
 
 def number_of(text: str) -> Decimal | None:

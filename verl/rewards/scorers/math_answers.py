@@ -106,19 +106,19 @@ def load_math_verify() -> ModuleType:
 
 def last_boxed(text: str) -> str | None:
     r"""Contents of the last \boxed{...} or \fbox{...}, braces balanced; None without one and when it never closes."""
-    found = [match.end() for match in re.finditer(r"\\(?:boxed|fbox)\s*\{", text)]
-    end = _closing(text, found[-1] - 1) if found else None
-    return None if end is None else text[found[-1] : end].strip()
+    starts = [match.end() for match in re.finditer(r"\\(?:boxed|fbox)\s*\{", text)]
+    end = _closing(text, starts[-1] - 1) if starts else None
+    return None if end is None else text[starts[-1] : end].strip()
 
 
 def last_boxed_only_string(string: str) -> str | None:
     r"""The last \boxed{...} or \fbox{...} with its braces balanced, or the last "\boxed x" up to a dollar sign; None when
     there is none or it never closes."""
-    found = list(_BOX.finditer(string))
-    if not found:
+    boxes = list(_BOX.finditer(string))
+    if not boxes:
         return None
-    start = found[-1].start()
-    opening = re.compile(r"\s*\{").match(string, found[-1].end())
+    start = boxes[-1].start()
+    opening = re.compile(r"\s*\{").match(string, boxes[-1].end())
     if opening is None:
         return string[start:].split("$")[0]
     end = _closing(string, opening.end() - 1)

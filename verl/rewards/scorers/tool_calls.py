@@ -38,22 +38,22 @@ def format_score(reply: str, reference: str) -> float:
 def correctness(reply: str, reference: str) -> float:
     """6 R / S - 3. R counts names, parameter names and values that agree under the best matching of calls, S is its
     maximum. A reference without calls is matched by a reply without calls."""
-    wanted = calls_of(reference)
-    made = calls_of(reply)
-    if wanted is None or made is None:
+    expected = calls_of(reference)
+    calls = calls_of(reply)
+    if expected is None or calls is None:
         return -3.0
-    if not wanted:
-        return 3.0 if not made else -3.0
-    names = _overlap(Counter(c["name"] for c in wanted), Counter(c["name"] for c in made))
-    most = 1 + len(wanted) + sum(len(call["parameters"]) for call in wanted)
-    return 6 * (names + _best_matching(wanted, made)) / most - 3
+    if not expected:
+        return 3.0 if not calls else -3.0
+    names = _overlap(Counter(c["name"] for c in expected), Counter(c["name"] for c in calls))
+    most = 1 + len(expected) + sum(len(call["parameters"]) for call in expected)
+    return 6 * (names + _best_matching(expected, calls)) / most - 3
 
 
 def calls_of(text: str) -> list[Call] | None:
     """Calls of a text; [] without <tool_call>, None when one is not JSON with a name and parameters."""
-    found = _CALLS.search(text)
+    block = _CALLS.search(text)
     calls = []
-    for line in found[1].splitlines() if found else ():
+    for line in block[1].splitlines() if block else ():
         if not line.strip():
             continue
         try:
@@ -68,11 +68,11 @@ def calls_of(text: str) -> list[Call] | None:
     return calls
 
 
-def _best_matching(wanted: Sequence[Call], made: Sequence[Call]) -> float:
-    gains = [[_gain(want, call) for call in made] for want in wanted]
-    if max(len(wanted), len(made)) > _MAX_MATCHED:
-        return sum(gains[i][i] for i in range(min(len(wanted), len(made))))
-    width = max(len(wanted), len(made))
+def _best_matching(expected: Sequence[Call], calls: Sequence[Call]) -> float:
+    gains = [[_gain(want, call) for call in calls] for want in expected]
+    if max(len(expected), len(calls)) > _MAX_MATCHED:
+        return sum(gains[i][i] for i in range(min(len(expected), len(calls))))
+    width = max(len(expected), len(calls))
     square = [[row[j] if j < len(row) else 0.0 for j in range(width)] for row in gains]
     return max(
         sum(row[j] for row, j in zip(square, order, strict=False)) for order in itertools.permutations(range(width))
@@ -83,9 +83,9 @@ def _gain(want: Call, call: Call) -> float:
     """Number of parameter names and values that agree; 0 for a call of another tool."""
     if want["name"] != call["name"]:
         return 0.0
-    expected, given = want["parameters"], call["parameters"]
-    values = sum(key in given and given[key] == value for key, value in expected.items())
-    return _overlap(Counter(expected.keys()), Counter(given.keys())) + values
+    expected, parameters = want["parameters"], call["parameters"]
+    values = sum(key in parameters and parameters[key] == value for key, value in expected.items())
+    return _overlap(Counter(expected.keys()), Counter(parameters.keys())) + values
 
 
 def _overlap(one: Counter[str], other: Counter[str]) -> float:

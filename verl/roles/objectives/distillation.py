@@ -55,7 +55,7 @@ class DistillationObjective(PolicyObjective):
         """See PolicyObjective."""
         distance, metrics = self._distance(outputs, columns, mask)
         if self.teacher.use_policy_gradient:
-            loss, found = policy_loss(
+            loss, policy_metrics = policy_loss(
                 self.teacher.policy_loss_mode,
                 old_log_prob=old,
                 log_prob=outputs["log_probs"],
@@ -66,13 +66,13 @@ class DistillationObjective(PolicyObjective):
                 config=self.config,
                 generator=self.generator,
             )
-            metrics |= {f"distillation/{name}": metric for name, metric in found.items()}
+            metrics |= {f"distillation/{name}": metric for name, metric in policy_metrics.items()}
         else:
             loss = agg(distance, mask)
         if not self.teacher.use_task_rewards:
             return loss, metrics
-        policy, found = super()._first_term(outputs, columns, mask, old, agg)
-        return policy + self.teacher.distillation_loss_coef * loss, {**found, **metrics}
+        policy, policy_metrics = super()._first_term(outputs, columns, mask, old, agg)
+        return policy + self.teacher.distillation_loss_coef * loss, {**policy_metrics, **metrics}
 
     def _distance(
         self, outputs: Mapping[str, torch.Tensor], columns: Any, mask: torch.Tensor
@@ -105,8 +105,8 @@ class DistillationObjective(PolicyObjective):
 
 def _measures(name: str, values: torch.Tensor, mask: torch.Tensor) -> dict[str, Metric]:
     values = values.detach()
-    found = {f"distillation/{name}": token_mean(values, mask)}
+    metrics = {f"distillation/{name}": token_mean(values, mask)}
     if name in ("loss", "student_mass", "teacher_mass"):
-        found[f"distillation/{name}_min"] = Metric.min(values.where(mask, torch.inf).min())
-        found[f"distillation/{name}_max"] = Metric.max(values.where(mask, -torch.inf).max())
-    return found
+        metrics[f"distillation/{name}_min"] = Metric.min(values.where(mask, torch.inf).min())
+        metrics[f"distillation/{name}_max"] = Metric.max(values.where(mask, -torch.inf).max())
+    return metrics

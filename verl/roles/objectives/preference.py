@@ -78,7 +78,7 @@ class PreferenceObjective(Objective):
             of_rows = wpo_weights(log_probs, outputs["sum_pi_squared"], mask_of(columns))
             weight = of_rows[columns["chosen"]] * of_rows[~columns["chosen"]]
         losses = (factor * preference_loss(name, terms) * weight for name, factor in self.losses)
-        loss = torch.stack([found.sum() for found in losses]).sum() / totals.num_units
+        loss = torch.stack([unit_losses.sum() for unit_losses in losses]).sum() / totals.num_units
         return loss, self._metrics(outputs, sums, terms, columns)
 
     def pop_observed(self) -> list[Tensor]:
@@ -105,22 +105,22 @@ class PreferenceObjective(Objective):
         def both(name: str, values: Tensor) -> dict[str, Tensor]:
             return {f"chosen_{name}": values[chosen], f"rejected_{name}": values[~chosen]}
 
-        found: dict[str, Any] = both("logp", sums) | both("mean", means)
+        of_pairs: dict[str, Any] = both("logp", sums) | both("mean", means)
         if "nll" in self.wants:
             nll = -(log_probs * columns["response_mask"]).sum(1)[chosen]
-            found["nll"] = nll * totals.num_units / columns["num_chosen_tokens"][chosen]
+            of_pairs["nll"] = nll * totals.num_units / columns["num_chosen_tokens"][chosen]
         if self.has_reference:
             score = divergence_score(terms["ratio"], self.config.f_divergence, self.config.f_alpha)
             per_token = score / mask_of(columns).sum(1).clamp(min=1)
-            found |= both("ratio", terms["ratio"])
-            found["delta"] = score[chosen] - score[~chosen]
-            found["mean_delta"] = per_token[chosen] - per_token[~chosen]
+            of_pairs |= both("ratio", terms["ratio"])
+            of_pairs["delta"] = score[chosen] - score[~chosen]
+            of_pairs["mean_delta"] = per_token[chosen] - per_token[~chosen]
         if "matched_margin" in self.wants:
-            found["matched_margin"] = columns["matched_margin"][chosen].to(sums)
+            of_pairs["matched_margin"] = columns["matched_margin"][chosen].to(sums)
         if "matched_chosen" in self.wants:
             matched = columns["matched_ratio"].to(sums)  # of a chosen row: the rejected ratio of its rank
-            found |= {"matched_rejected": matched[chosen], "matched_chosen": matched[~chosen]}
-        return found
+            of_pairs |= {"matched_rejected": matched[chosen], "matched_chosen": matched[~chosen]}
+        return of_pairs
 
     def _metrics(
         self, outputs: dict[str, Tensor], sums: Tensor, terms: dict[str, Any], columns: dict[str, Tensor]
@@ -132,28 +132,28 @@ class PreferenceObjective(Objective):
         else:
             logps = logps / lengths.clamp(min=1) if self.per_token else logps
             rewards = self.config.beta * alpha_reward(logps, self.config.alpha)
-        found: dict[str, Metric] = {}
+        metrics: dict[str, Metric] = {}
         for name, rows in (("chosen", chosen), ("rejected", ~chosen)):
             if len(rewards[rows]):
-                found[f"rewards/{name}"] = _mean(rewards[rows])
-                found[f"logps/{name}"] = _mean(logps[rows])
-                found[f"logits/{name}"] = _share((outputs["mean_logit"] * mask)[rows].sum(), lengths[rows].sum())
+                metrics[f"rewards/{name}"] = _mean(rewards[rows])
+                metrics[f"logps/{name}"] = _mean(logps[rows])
+                metrics[f"logits/{name}"] = _share((outputs["mean_logit"] * mask)[rows].sum(), lengths[rows].sum())
         if len(rewards[chosen]):
-            found["mean_token_accuracy"] = _share((outputs["correct"] * mask)[chosen].sum(), lengths[chosen].sum())
-        found["entropy"] = _share((outputs["entropy"].detach() * mask).sum(), lengths.sum())
+            metrics["mean_token_accuracy"] = _share((outputs["correct"] * mask)[chosen].sum(), lengths[chosen].sum())
+        metrics["entropy"] = _share((outputs["entropy"].detach() * mask).sum(), lengths.sum())
         if self.paired:
             margins = rewards[chosen] - rewards[~chosen]
-            found["rewards/margins"] = _mean(margins)
-            found["rewards/accuracies"] = _mean((margins > 0).to(margins))
+            metrics["rewards/margins"] = _mean(margins)
+            metrics["rewards/accuracies"] = _mean((margins > 0).to(margins))
         if "nll" in self.wants:
-            found["nll_loss"] = _mean(terms["nll"].detach())
+            metrics["nll_loss"] = _mean(terms["nll"].detach())
         if any(name == "orpo" for name, _ in self.losses):
             odds = log_odds(logps[chosen]) - log_odds(logps[~chosen])
-            found |= {"log_odds_chosen": _mean(odds), "log_odds_ratio": _mean(torch.nn.functional.logsigmoid(odds))}
+            metrics |= {"log_odds_chosen": _mean(odds), "log_odds_ratio": _mean(torch.nn.functional.logsigmoid(odds))}
         if "shift" in self.wants:
-            found["kl" if "kto" in self.config.losses else "delta"] = _mean(terms["shift"])
-            found["rewards/mean"] = _mean(rewards)
-        return found
+            metrics["kl" if "kto" in self.config.losses else "delta"] = _mean(terms["shift"])
+            metrics["rewards/mean"] = _mean(rewards)
+        return metrics
 
 
 def _mean(values: Tensor) -> Metric:

@@ -95,8 +95,8 @@ def _observed(guard: StepGuard, outputs: dict[str, torch.Tensor], batch: DataPro
 
 
 def _spread(scores: torch.Tensor, totals: BatchTotals) -> dict[str, Metric]:
-    found = scores.detach()
-    metrics = {"mean_reward": Metric.sum(found.sum() / totals.num_sequences)}
-    if len(found):  # a rank may have no rows
-        metrics |= {"min_reward": Metric.min(found.min()), "max_reward": Metric.max(found.max())}
+    values = scores.detach()
+    metrics = {"mean_reward": Metric.sum(values.sum() / totals.num_sequences)}
+    if len(values):  # a rank may have no rows
+        metrics |= {"min_reward": Metric.min(values.min()), "max_reward": Metric.max(values.max())}
     return metrics

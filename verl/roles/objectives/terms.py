@@ -54,5 +54,5 @@ class FirstRows:
 
     def pop(self) -> list[torch.Tensor]:
         """[row keys, positions, log-probs, entropy] of the tokens, flat; [] for none."""
-        found, self._found, self._num_rows = self._found, [], 0
-        return [torch.cat(tensors) for tensors in zip(*found, strict=True)]
+        rows, self._found, self._num_rows = self._found, [], 0
+        return [torch.cat(tensors) for tensors in zip(*rows, strict=True)]

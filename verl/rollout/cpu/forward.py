@@ -87,15 +87,15 @@ class CpuForward:
         x = F.embedding(ids, self.decoder.embed.detach())
         cos, sin = (t[0].float().contiguous() for t in self.decoder.rotary(x.unsqueeze(0), positions.unsqueeze(0)))
         keep = torch.arange(len(ids)) if keep is None else keep
-        kept, vocab = len(keep), self._model.vocab
-        if self._logits.shape[0] < kept:
-            self._logits = torch.empty(kept, self._logits.shape[1])
+        num_logits, vocab = len(keep), self._model.vocab
+        if self._logits.shape[0] < num_logits:
+            self._logits = torch.empty(num_logits, self._logits.shape[1])
         arrays = [
             np.ascontiguousarray(getattr(tokens, name), dtype=np.int64)
             for name in ("position", "prefix_slot", "prefix_end", "own_slot", "own_end", "order", "tiles")
         ]
         step = Step(
-            len(ids), len(tokens.tiles) - 1, self.max_tile, int(tokens.position.max()) + 1, kept,
+            len(ids), len(tokens.tiles) - 1, self.max_tile, int(tokens.position.max()) + 1, num_logits,
             torch.get_num_threads(), x.data_ptr(), cos.data_ptr(), sin.data_ptr(), *(a.ctypes.data for a in arrays),
             keep.data_ptr(), tokens.prefix.view(), tokens.own.view(), self._logits.data_ptr(),
             nanoseconds=self._nanoseconds.ctypes.data,
@@ -105,7 +105,7 @@ class CpuForward:
             self._work = buffer(needed)
         step.work = self._work.data_ptr()
         self._kernels.forward(self._model, step)
-        return self._logits[:kept, :vocab]
+        return self._logits[:num_logits, :vocab]
 
     def _layer(self, layer: DenseLayer) -> Layer:
         q_norm, k_norm = layer.q_norm, layer.k_norm

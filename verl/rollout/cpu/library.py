@@ -131,8 +131,8 @@ def kernels() -> Kernels | None:
 
 def state() -> dict[str, str | bool | None]:
     """For `verl doctor`: the instruction set of the kernels, or None with whether they were compiled."""
-    found = kernels()
-    return {"name": None if found is None else found.name, "compiled": _library() is not None}
+    compiled = kernels()
+    return {"name": None if compiled is None else compiled.name, "compiled": _library() is not None}
 
 
 @functools.cache

@@ -130,10 +130,10 @@ class HostBackend:
     def stats(self) -> dict[str, float]:
         """Bytes of the KV cache at its largest, and of the copy of the weights."""
         copied = self.dense.num_copied_bytes if self.dense is not None else 0
-        found: dict[str, float] = {"kv_cache_bytes": self.num_bytes, "weight_copy_bytes": copied}
+        stats: dict[str, float] = {"kv_cache_bytes": self.num_bytes, "weight_copy_bytes": copied}
         if self.paging is not None:
-            found |= self.paging.stats()
-        return found
+            stats |= self.paging.stats()
+        return stats
 
     def _keep(self) -> None:
         """Tell the stores which tokens they have."""

@@ -127,17 +127,17 @@ class Scheduler:
 
     def abort(self, keys: Iterable[SampleKey]) -> None:
         """Drop samples, running or saved."""
-        wanted = set(keys)
-        for key in wanted:
+        dropped = set(keys)
+        for key in dropped:
             self._drop_saved(key)
         for row, group in enumerate(self.rows.groups[: self.rows.end]):
-            if group is not None and self._key(group, int(self.rows.sample[row])) in wanted:
+            if group is not None and self._key(group, int(self.rows.sample[row])) in dropped:
                 self._remove(row)
         for group in [*self.prompts.waiting, *self.prompts.prefilling, *self.prompts.ready]:
-            kept = deque(number for number in group.pending if self._key(group, number) not in wanted)
-            group.num_live -= len(group.pending) - len(kept)
-            group.pending = kept
-            if not kept:
+            pending = deque(number for number in group.pending if self._key(group, number) not in dropped)
+            group.num_live -= len(group.pending) - len(pending)
+            group.pending = pending
+            if not pending:
                 self.prompts.drop(group)
                 self._leave_prefix(group)
 
@@ -164,8 +164,8 @@ class Scheduler:
         if self._has_new:
             self.prompts.sort()
             self._has_new = False
-        wanted = min(self.max_num_seqs, len(self.samples.running))
-        allowed = self.backend.reserve(max(wanted, self.rows.num_rows), self.longest_prompt)
+        num_needed = min(self.max_num_seqs, len(self.samples.running))
+        allowed = self.backend.reserve(max(num_needed, self.rows.num_rows), self.longest_prompt)
         if allowed > self.rows.num_rows or (allowed < self.rows.num_rows and not self.rows.end):
             self.rows.grow(allowed)
 

@@ -50,10 +50,10 @@ class HeldWeights:
 
     def any_worker(self, flag: bool) -> bool:
         """Whether `flag` is set on one of the ranks of the group, all of which call this."""
-        found = torch.tensor([int(flag)])
+        flags = torch.tensor([int(flag)])
         if self._group is not None:
-            dist.all_reduce(found, group=self._group)
-        return bool(found.item())
+            dist.all_reduce(flags, group=self._group)
+        return bool(flags.item())
 
     def check(self) -> None:
         """Raise ModelError when a parameter differs from its sent weights. All ranks of the group call this, after `end`."""

@@ -163,11 +163,11 @@ def _open(path: Path, options: str) -> sqlite3.Connection:
 
 def _forms_of(db: sqlite3.Connection) -> dict[str, list[str]]:
     """The columns of every table; of an index, a view or a trigger its definition."""
-    found = db.execute("SELECT name, type, sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
+    entries = db.execute("SELECT name, type, sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
     columns = "SELECT name FROM pragma_table_xinfo(?)"
     return {
         name: [row[0] for row in db.execute(columns, (name,))] if kind == "table" else [sql]
-        for name, kind, sql in found
+        for name, kind, sql in entries
     }
 
 
@@ -175,8 +175,8 @@ def _forms_of(db: sqlite3.Connection) -> dict[str, list[str]]:
 def _forms() -> dict[str, list[str]]:
     with closing(sqlite3.connect(":memory:")) as db:
         db.executescript(SCHEMA)
-        found = _forms_of(db)
-    return {**found, "pieces": found["segments"][:-1], "passed": found["skipped"]}  # the last two are of format 1
+        forms = _forms_of(db)
+    return {**forms, "pieces": forms["segments"][:-1], "passed": forms["skipped"]}  # the last two are of format 1
 
 
 def connect_read_only(path: Path) -> sqlite3.Connection:

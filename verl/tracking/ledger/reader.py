@@ -142,10 +142,10 @@ class Ledger:
 
     def multiset_of_trained(self) -> Counter[tuple[int, int, str]]:
         """(ordinal, sample, digest of tokens, log-probs and reward) of every row that trained."""
-        found: Counter[tuple[int, int, str]] = Counter()
+        trained: Counter[tuple[int, int, str]] = Counter()
         for *key, uses in self._rows("SELECT ordinal, sample, digest, uses FROM samples WHERE fate = ?", TRAINED):
-            found[tuple(key)] += uses
-        return found
+            trained[tuple(key)] += uses
+        return trained
 
     def pending(self) -> list[tuple[int, int]]:
         """(ordinal, sample) of the samples that were issued and have not ended."""

@@ -164,11 +164,11 @@ def segments_of(ordinals: Sequence[int], rows: DataProto, num_known: Callable[[K
     samples, ranks = columns["sample_index"].tolist(), columns["rollout_rank"].tolist()
     reasons = rows.non_tensor_batch["finish_reason"]
     for i, (ordinal, sample, rank) in enumerate(zip(ordinals, samples, ranks, strict=True)):
-        found = trajectory_of(columns, i, ordinal=ordinal, status=reasons[i])
-        for segment in found.segments_after(num_known((ordinal, sample))):
+        trajectory = trajectory_of(columns, i, ordinal=ordinal, status=reasons[i])
+        for segment in trajectory.segments_after(num_known((ordinal, sample))):
             tokens, version = segment.token_ids.astype("<i4"), segment.weight_version
-            made = (tokens, segment.log_probs, version, str(reasons[i]), rank, segment.source)
-            segments.append(SegmentRecord(ordinal, sample, *made))
+            facts = (tokens, segment.log_probs, version, str(reasons[i]), rank, segment.source)
+            segments.append(SegmentRecord(ordinal, sample, *facts))
     return segments
 
 
@@ -176,8 +176,8 @@ def scores_of(batch: DataProto) -> list[Scored]:
     """The reward columns of a batch, one record per row."""
     objects = batch.non_tensor_batch
     rewards = batch.batch["token_level_scores"].double().sum(dim=1).tolist()
-    found = zip(keys_of(batch), rewards, objects["reward_parts"], objects["reward_error"], strict=True)
-    return [Scored(*key, reward, dict(parts or {}), error) for key, reward, parts, error in found]
+    rows = zip(keys_of(batch), rewards, objects["reward_parts"], objects["reward_error"], strict=True)
+    return [Scored(*key, reward, dict(parts or {}), error) for key, reward, parts, error in rows]
 
 
 def keys_of(batch: DataProto) -> list[Key]:

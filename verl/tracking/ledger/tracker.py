@@ -132,19 +132,19 @@ class SampleTracker:
             log_probs = None if segment.log_probs is None else segment.log_probs.tobytes()
             content.add(segment)
             key = (segment.ordinal, segment.sample, self._open[segment.ordinal].attempt, first)
-            made = (step, segment.version, tokens, log_probs, segment.finish_reason, segment.rank)
-            rows.append((*key, *made, content_digest(tokens, log_probs), segment.source))
+            facts = (step, segment.version, tokens, log_probs, segment.finish_reason, segment.rank)
+            rows.append((*key, *facts, content_digest(tokens, log_probs), segment.source))
         self._write("generate", rows)
 
     def score(self, step: int, scores: Sequence[Scored]) -> None:
         """Record the rewards of samples; they end when the step succeeds."""
         rows = []
-        for found in scores:
-            content = self._sample((found.ordinal, found.sample), "was scored")
-            issued, digest = self._open[found.ordinal], content.with_reward(found.reward)
-            issued.scored, issued.digests[found.sample] = step, digest
-            key = (found.ordinal, found.sample, issued.attempt)
-            rows.append((step, found.reward, json_text(found.parts), found.error, digest, *key))
+        for scored in scores:
+            content = self._sample((scored.ordinal, scored.sample), "was scored")
+            issued, digest = self._open[scored.ordinal], content.with_reward(scored.reward)
+            issued.scored, issued.digests[scored.sample] = step, digest
+            key = (scored.ordinal, scored.sample, issued.attempt)
+            rows.append((step, scored.reward, json_text(scored.parts), scored.error, digest, *key))
         self._write("score", rows)
 
     def train(self, step: int, keys: Iterable[Key]) -> None:

@@ -15,8 +15,8 @@ class FileSink(Sink):
     def __init__(self, info: RunInfo):
         super().__init__(info)
         root = Path(os.environ.get("VERL_FILE_LOGGER_ROOT") or info.root)
-        given = os.environ.get("VERL_FILE_LOGGER_PATH")
-        self.path = Path(given) if given else root / info.project / f"{info.experiment}.jsonl"
+        path = os.environ.get("VERL_FILE_LOGGER_PATH")
+        self.path = Path(path) if path else root / info.project / f"{info.experiment}.jsonl"
 
     @staticmethod
     def is_redirected() -> bool:

@@ -54,16 +54,16 @@ class WandbSink(Sink):
 def _run_id(root: Path) -> str:
     file = root / "wandb_run_id"
     with contextlib.suppress(OSError, ValueError):
-        if re.fullmatch(r"[\w-]{1,64}", found := read_text(file).strip()):
-            return found
+        if re.fullmatch(r"[\w-]{1,64}", run_id := read_text(file).strip()):
+            return run_id
     write_atomically(file, uuid.uuid4().hex[:8])
     return read_text(file)
 
 
 def _mode() -> Any:
-    given = os.environ.get("WANDB_MODE")
-    if given:
-        return given
+    mode = os.environ.get("WANDB_MODE")
+    if mode:
+        return mode
     base = os.environ.get("WANDB_BASE_URL", f"https://{_DEFAULT_HOST}")
     host = base.split("//")[-1].split("/")[0].split(":")[0]
     if not os.environ.get("WANDB_API_KEY") and not _has_login(host):
