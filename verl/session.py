@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.config import load_config
+from verl.config import PPOConfig, load_config
 from verl.data.prompts import PromptEncoder
 from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
@@ -32,6 +32,7 @@ from verl.data_proto.token_ids import num_embeddings, token_ids, token_mask
 from verl.data_proto.trajectory import padded, response_lengths
 from verl.errors import CheckpointError, ConfigError, DataError
 from verl.models.load import load_tokenizer
+from verl.programs.api import ProgramSpecs
 from verl.programs.ppo_roles import ppo_roles
 from verl.registry import reference_to, with_references
 from verl.roles.api import Objective, RoleSpecs
@@ -53,8 +54,8 @@ class SessionRoles:
     rollout engine. Rewards are the script's."""
 
     @classmethod
-    def roles(cls, config: Any, *, train: bool = True) -> RoleSpecs:
-        """See ProgramClass."""
+    def roles(cls, config: PPOConfig, *, train: bool = True) -> RoleSpecs:
+        """See DeclaresRoles."""
         specs = ppo_roles(config, train=train)
         models = tuple(
             replace(spec, objective=lambda guard: Objective(), schedule=MiniBatchSchedule(), guards=None)
@@ -62,7 +63,7 @@ class SessionRoles:
             else spec
             for spec in specs.models
         )
-        return replace(specs, models=models, scores=False)
+        return replace(specs, models=models, reward=None)
 
 
 class Session:
@@ -90,7 +91,7 @@ class Session:
         self._encoder = PromptEncoder(self.tokenizer, self.config.data)
         self._num_prompts, self._version = 0, -1
         with ExitStack() as stack:
-            self._runtime = stack.enter_context(open_runtime(self.config, SessionRoles))
+            self._runtime = stack.enter_context(open_runtime(ProgramSpecs(SessionRoles, self.config)))
             self._roles = self._runtime.build_roles(
                 total_steps=self.config.trainer.total_training_steps or 1, data_sources=[]
             )

@@ -31,7 +31,7 @@ class VerlRowsChild:
         config: Any = load_config([*overrides_of(work), *overrides], schema=SCHEMAS[name]).config
         data = kind.load_data(config)
         assert data.train is not None
-        runtime = LocalRuntime(config, kind)
+        runtime = LocalRuntime(api.ProgramSpecs(kind, config))
         roles = runtime.build_roles(total_steps=data.num_steps, data_sources=[])
         run = api.RunContext(
             Path(folder), False, lambda value: value, lambda: None, Spans(), lambda *_: None, data.num_steps

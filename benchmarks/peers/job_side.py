@@ -14,7 +14,7 @@ from workload import digest
 from verl.config import PPOConfig, load_config
 from verl.data_proto.metrics import metric_values
 from verl.errors import ConfigError
-from verl.programs.api import RunContext
+from verl.programs.api import ProgramSpecs, RunContext
 from verl.programs.ppo import PPO
 from verl.programs.ppo_data import PPOData, load_data
 from verl.programs.ppo_roles import PPORoles
@@ -54,7 +54,7 @@ def evaluate_folder(config_file: str, overrides: Sequence[str], folder: str, dty
     config, data = open_job(
         config_file, [*overrides, f"{group}.model.path={folder}", f"{group}.actor.fsdp_config.dtype={dtype}"]
     )
-    runtime = LocalRuntime(config, PPO)
+    runtime = LocalRuntime(ProgramSpecs(PPO, config))
     with closing(runtime.build_roles(total_steps=1, data_sources=data.data_sources, train=False)) as roles:
         return held_out_reward(config, roles, data, 0)
 
@@ -65,7 +65,7 @@ class JobSide:
     def __init__(self, config_file: str, overrides: Sequence[str]):
         self.config, self.data = open_job(config_file, overrides)
         self.spans = Spans()
-        self.runtime = LocalRuntime(self.config, PPO)
+        self.runtime = LocalRuntime(ProgramSpecs(PPO, self.config))
         self.roles = self.runtime.build_roles(
             total_steps=self.config.trainer.total_training_steps or 1, data_sources=self.data.data_sources
         )

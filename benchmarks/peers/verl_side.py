@@ -15,7 +15,7 @@ from workload import Workload, digest
 from verl.config import PPOConfig, load_config
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import Completion, PromptRequest, SamplingParams
-from verl.programs.api import RunContext
+from verl.programs.api import ProgramSpecs, RunContext
 from verl.programs.ppo import PPO
 from verl.programs.ppo_data import load_data
 from verl.roles.rollout import sampling_params
@@ -85,7 +85,7 @@ class VerlSide:
         assert data.train is not None
         self.loader = data.train
         self.spans = Spans()
-        runtime = LocalRuntime(self.config, PPO)
+        runtime = LocalRuntime(ProgramSpecs(PPO, self.config))
         self.roles = runtime.build_roles(total_steps=work.num_steps, data_sources=data.data_sources)
         context = RunContext(folder, False, lambda value: value, lambda: None, self.spans, lambda *_: None)
         self.program = PPO(self.config, data, self.roles, context)

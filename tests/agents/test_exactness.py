@@ -20,6 +20,7 @@ from verl.agents.agents import Agents
 from verl.config import load_config
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import Completion, PromptRequest, SamplingParams
+from verl.programs.specs import agent_spec
 
 FAMILY_NAMES = sorted(set(FAMILIES) - {"mistral_last_user"})
 PER_FAMILY = 63  # conversations of each: 504 in all
@@ -155,8 +156,11 @@ def test_what_trains_was_sampled(family, tmp_path_factory):
     ]
     assert len(again) > 15  # tokenizing a sampled turn again would change it
     engine = Scripted(tokenizer)
-    agents = Agents(config(tmp_path_factory.getbasetemp()), tokenizer, engine, stop_token_ids=[tokenizer.eos_token_id])
-    prompts = agents.continuity.prompt([{"role": "user", "content": "Go."}], agents.tool_calls.schemas())
+    spec = agent_spec(config(tmp_path_factory.getbasetemp()))
+    agents = Agents(spec, tokenizer, engine, stop_token_ids=[tokenizer.eos_token_id])
+    prompts = agents.context.continuity.prompt(
+        [{"role": "user", "content": "Go."}], agents.context.tool_calls.schemas()
+    )
     rows = DataProto.from_single_dict(
         {
             "ordinal": torch.arange(PER_FAMILY // 3),

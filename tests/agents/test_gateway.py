@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import httpx
 import numpy as np
@@ -22,6 +23,7 @@ from verl.agents.gateway import app, runner
 from verl.config import load_config
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import SamplingParams
+from verl.programs.specs import agent_spec
 from verl.rewards.sandbox import launch
 from verl.rewards.sandbox.launch import namespace_command
 from verl.tracking import logs
@@ -60,13 +62,15 @@ def play(tmp_path):
         ).config
         tokenizer = tokenizer_of("qwen2.5")
         engine = Scripted(tokenizer)
-        agents = Agents(config, tokenizer, engine, stop_token_ids=[tokenizer.eos_token_id])
+        agents = Agents(agent_spec(config), tokenizer, engine, stop_token_ids=[tokenizer.eos_token_id])
         made.append(agents)
-        if not isinstance(agents.runner, list):
-            agents.runner = run  # of this module object, not of a second import of its file
+        if not isinstance(agents.context.runner, list):
+            agents.context = replace(
+                agents.context, runner=run
+            )  # of this module object, not of a second import of its file
         columns = {
             "ordinal": torch.arange(1),
-            "prompt_token_ids": objects([agents.continuity.prompt(ASK)]),
+            "prompt_token_ids": objects([agents.context.continuity.prompt(ASK)]),
             "raw_prompt": objects([ASK]),
             "data_source": objects([source]),
         }

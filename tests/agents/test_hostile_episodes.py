@@ -4,6 +4,7 @@ import collections
 import json
 import math
 import random
+from dataclasses import replace
 
 import httpx
 import numpy as np
@@ -20,6 +21,7 @@ from verl.agents.tool_calls import ToolCalls
 from verl.config import load_config
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import SamplingParams
+from verl.programs.specs import agent_spec
 from verl.tools.function_tool import FunctionTool
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -124,16 +126,22 @@ TURNS = (
     f"{ROLLOUT}.multi_turn.max_assistant_turns=3",
     f"{ROLLOUT}.agent.default_agent_loop=tool_agent",
 )
+
+
+def change(agents, **parts):
+    agents.context = replace(agents.context, **parts)
+
+
 # source -> (keys, change to the agents)
 SOURCES = {
-    "step": ((ENVIRONMENT,), lambda agents: agents.environments.update({"": Game})),
-    "get_reward": ((ENVIRONMENT,), lambda agents: agents.environments.update({"": Counter})),
-    "user": (TURNS, lambda agents: agents.interactions.update(user=User({}))),
-    "runner": ((RUNNER,), lambda agents: setattr(agents, "runner", returns)),
-    "dict of a runner": ((RUNNER,), lambda agents: setattr(agents, "runner", returns_dict)),
-    "post": ((RUNNER,), lambda agents: setattr(agents, "runner", posts)),
-    "messages": ((RUNNER,), lambda agents: setattr(agents, "runner", asks)),
-    "completions": ((RUNNER,), lambda agents: setattr(agents, "runner", completes)),
+    "step": ((ENVIRONMENT,), lambda agents: agents.context.environments.update({"": Game})),
+    "get_reward": ((ENVIRONMENT,), lambda agents: agents.context.environments.update({"": Counter})),
+    "user": (TURNS, lambda agents: agents.context.interactions.update(user=User({}))),
+    "runner": ((RUNNER,), lambda agents: change(agents, runner=returns)),
+    "dict of a runner": ((RUNNER,), lambda agents: change(agents, runner=returns_dict)),
+    "post": ((RUNNER,), lambda agents: change(agents, runner=posts)),
+    "messages": ((RUNNER,), lambda agents: change(agents, runner=asks)),
+    "completions": ((RUNNER,), lambda agents: change(agents, runner=completes)),
     "loop": (
         (f"{ROLLOUT}.multi_turn.enable=True", f"{ROLLOUT}.agent.default_agent_loop=single_turn_agent"),
         lambda agents: agents.loops.update(single_turn_agent=(Loop, {})),
@@ -148,7 +156,7 @@ def make_agents(source, folder):
     lengths = (f"data.max_prompt_length={PROMPT}", f"data.max_response_length={RESPONSE}")
     config = load_config([*files, *lengths, f"trainer.default_local_dir={folder}", *keys], check=False).config
     tokenizer = tokenizer_of("qwen2.5")
-    agents = Agents(config, tokenizer, Scripted(tokenizer), stop_token_ids=[tokenizer.eos_token_id])
+    agents = Agents(agent_spec(config), tokenizer, Scripted(tokenizer), stop_token_ids=[tokenizer.eos_token_id])
     prepare(agents)
     return agents
 
@@ -158,7 +166,7 @@ def play_rows(agents, first_ordinal=0):
     names = ["hostile", "usual"]
     columns = {
         "ordinal": torch.arange(first_ordinal, first_ordinal + 2),
-        "prompt_token_ids": objects([agents.continuity.prompt(said("Go."))] * 2),
+        "prompt_token_ids": objects([agents.context.continuity.prompt(said("Go."))] * 2),
         "raw_prompt": objects([said("Go.")] * 2),
         "data_source": objects(names),
         "extra_info": objects([{"interaction_kwargs": {"name": "user", "data_source": name}} for name in names]),
@@ -207,7 +215,9 @@ def test_a_tool_reward_without_bound_costs_its_own_episode(play):
     for value in REWARDS:
         SOURCES["tool"] = (
             TURNS,
-            lambda agents: setattr(agents, "tool_calls", ToolCalls([FunctionTool(echo)], agents.tool_calls.settings)),
+            lambda agents: change(
+                agents, tool_calls=ToolCalls([FunctionTool(echo)], agents.context.tool_calls.settings)
+            ),
         )
         results = play("tool", reward=value)[:2]
         called = [result for result in results if "'turn_rewards'" in (result.error or "")]

@@ -8,7 +8,7 @@ from runs import Side, difference, measure, overrides, texts_of
 from whole_loop import APART, SERIAL, SIDES, bounds, cores_used, fill, utilisation
 
 from verl.config import load_config
-from verl.parallel.placement import Placement
+from verl.programs.specs import placement_of
 
 pytestmark = pytest.mark.seed("D1", "D3", "D4", "D5")
 SAME = [["actor", "rollout"], ["reference", "critic"]]
@@ -45,7 +45,7 @@ def test_the_sides_differ_in_devices_and_in_being_ahead():
     for side in SIDES:
         count = [f"trainer.n_gpus_per_node={side.devices}"]
         config = load_config([*keys, *side.changes, *count], check=False).config
-        devices = Placement.of(config).devices
+        devices = placement_of(config).devices
         expected = [[*SAME[0], *SAME[1]]] if side.devices == 1 else APARTS if side.name.startswith(APART) else SAME
         assert [[r for r in devices if devices[r] == (n,) and r != "reward"] for n in range(side.devices)] == expected
         assert config.actor_rollout_ref.rollout.prefetch_num == ("ahead" in side.name)

@@ -59,7 +59,7 @@ def test_a_library_that_is_missing_is_named_before_anything_starts(monkeypatch, 
     specs = ppo_roles(config)
     words = rf"strategy={engine} needs the package '{package}'.*verl\[{engine}\].*engine_fallback=fsdp"
     with pytest.raises(MissingExtraError, match=words):
-        check_meshes(config, specs, specs.place(2))
+        check_meshes(specs, specs.place(2))
 
 
 def test_an_engine_that_is_not_built_falls_back_to_fsdp(caplog):

@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from verl.parallel.placement import Placement
+from verl.programs.specs import placement_of
 
 from .helpers import ACTOR, GRPO, ROLLOUT, fixture_lines, load, refused
 
@@ -46,7 +46,7 @@ def test_what_is_set_acts():
         ).config.actor_rollout_ref.actor.tau_neg
         == 1.2
     )
-    placed = Placement.of(load(*LISTS["separate_async"]).config)
+    placed = placement_of(load(*LISTS["separate_async"]).config)
     assert (placed.devices["actor"], placed.devices["rollout"], placed.num_nodes) == ((0, 1, 2, 3), (4, 5, 6, 7), 1)
 
 

@@ -199,7 +199,7 @@ def test_other_engines_of_several_devices_are_refused():
     ]
     config = load_config(keys, check=False).config
     specs = ppo_roles(config)
-    context = RankContext(config, specs, specs.place(None), 0, torch.device("cpu"), 1, [])
+    context = RankContext(specs, specs.place(None), 0, torch.device("cpu"), 1, [])
     assert replace(context.spec("reference"), memory_map=False) != context.spec("reference")
     with pytest.raises(
         ConfigError, match="maps weights of strategy=fsdp, and the reference on 2 devices has deepspeed"

@@ -16,6 +16,7 @@ LAYERS = (
     ("families",),
     ("data_proto",),
     ("config",),
+    ("specs",),
     ("parallel",),
     ("algorithms",),
     ("models",),

@@ -13,27 +13,41 @@ import pytest
 from tests.house.source import ROOT
 from tests.run import conftest as runs
 from verl.config import load_config
+from verl.roles.model import ModelRole
 from verl.run.host import train
 from verl.run.loop import Loop
 from verl.runtime.rank_workers import RankWorkers
 from verl.runtime.weight_sync import RankWeightSync
 
 tiny_task, tiny_overrides = runs.tiny_task, runs.tiny_overrides
+MOST_HOPS = 6
 CONTROLLER = tuple(f"verl/{package}/" for package in ("run", "programs", "runtime", "data"))
 LONGEST = 13
 
 
+def section(title):
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    return re.split(r"\n###? ", page.split(f"# {title}\n", 1)[1], maxsplit=1)[0]
+
+
 def listed():
     """Files of the table "One GRPO step", in order."""
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    section = page.split("## One GRPO step", 1)[1].split("\n## ", 1)[0]
-    return re.findall(r"^\| \d+ \| `([^`]+)`", section, re.M)
+    return re.findall(r"^\| \d+ \| `([^`]+)`", section("One GRPO step"), re.M)
+
+
+def hops_of(frame):
+    """(function, file) of the code between a program and `frame`, which ends the list."""
+    hops = []
+    while not (file := frame.f_code.co_filename.removeprefix(f"{ROOT}/")).startswith("verl/programs/"):
+        hops.append((f"{type(frame.f_locals['self']).__name__}.{frame.f_code.co_name}", file))
+        frame = frame.f_back
+    return hops[::-1]
 
 
 @pytest.fixture
 def executed(tiny_overrides, tmp_path, monkeypatch):
-    """Files of the controller's side that the second step of a run executes."""
-    found, step = set(), Loop._step
+    """(files of the controller's side that the second step of a run executes, hops of its call of ModelRole.update)."""
+    found, hops, step = set(), [], Loop._step
     rank_side = {RankWorkers.call.__code__, RankWeightSync.sync.__code__}
     depth = 0
 
@@ -42,6 +56,8 @@ def executed(tiny_overrides, tmp_path, monkeypatch):
         depth += (frame.f_code in rank_side) * {"call": 1, "return": -1}.get(event, 0)
         if event == "call" and not depth:
             found.add(frame.f_code.co_filename)
+        if event == "call" and frame.f_code is ModelRole.update.__code__:
+            hops[:] = hops_of(frame)
 
     def recorded(self, number):
         if number != 2:
@@ -55,9 +71,13 @@ def executed(tiny_overrides, tmp_path, monkeypatch):
     monkeypatch.setattr(Loop, "_step", recorded)
     train(load_config(runs.merge(tiny_overrides, (f"trainer.default_local_dir={tmp_path / 'run'}",))))
     names = {file.removeprefix(f"{ROOT}/") for file in found if file.startswith(f"{ROOT}/")}
-    return {name for name in names if name.startswith(CONTROLLER)}
+    return {name for name in names if name.startswith(CONTROLLER)}, hops
 
 
 def test_the_page_lists_every_file_of_the_route(executed):
-    assert executed == set(listed())
-    assert len(listed()) == len(executed) <= LONGEST
+    """And every hop of a call on a role."""
+    executed_files, hops = executed
+    assert executed_files == set(listed())
+    assert len(listed()) == len(executed_files) <= LONGEST
+    assert hops == re.findall(r"^\| \d+ \| `([^`]+)` in `([^`]+)`", section("A call on a role"), re.M)
+    assert len(hops) <= MOST_HOPS

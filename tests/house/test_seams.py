@@ -1,8 +1,16 @@
 """Roles are called by typed handles: no method is called by a string, and none is replaced at run time."""
 
 import ast
+import inspect
+
+import pytest
 
 from tests.house.source import files, relative, tree
+from verl.parallel.register import registered
+from verl.roles.api import ModelHandle, RewardHandle, RolloutHandle
+from verl.roles.model import ModelRole
+from verl.roles.reward import RewardWorker
+from verl.roles.rollout import RolloutWorker
 
 FOLDERS = ("roles", "programs", "run", "runtime")
 # where a call that has travelled as data becomes a call of a method; groups of users' own workers; and chains, in which
@@ -63,3 +71,21 @@ def test_nothing_asks_what_a_call_returned():
         and getattr(node.args[1], "value", "") in ("get", "ready")
     ]
     assert asks == []
+
+
+@pytest.mark.parametrize(
+    ("handle", "role"), [(ModelHandle, ModelRole), (RolloutHandle, RolloutWorker), (RewardHandle, RewardWorker)]
+)
+def test_a_handle_has_the_methods_that_its_role_registers(handle, role):
+    """With equal parameters; a role may take more, which have defaults. A call that does not block returns a future."""
+    declared = registered(role)
+    assert {name for name, value in vars(handle).items() if inspect.isfunction(value) and name[0] != "_"} == set(
+        declared
+    )
+    for name, declaration in declared.items():
+        ours, theirs = (inspect.signature(getattr(cls, name)) for cls in (handle, role))
+        shared = [(p.name, p.kind, p.default) for p in ours.parameters.values()]
+        extra = list(theirs.parameters.values())[len(shared) :]
+        assert [(p.name, p.kind, p.default) for p in theirs.parameters.values()][: len(shared)] == shared, name
+        assert all(p.default is not p.empty for p in extra), name
+        assert ours.return_annotation.startswith("Future[") is not declaration.blocking, name

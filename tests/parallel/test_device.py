@@ -33,6 +33,7 @@ def test_a_ranks_own_gpu_is_made_the_current_one(monkeypatch):
     """FSDP, NCCL and vLLM's workers take that one: on GPU 0 all ranks of a host would meet."""
     from verl.config import load_config
     from verl.parallel.collectives import Collectives, Peer
+    from verl.programs.api import ProgramSpecs
     from verl.programs.ppo import PPO
     from verl.runtime import spmd
 
@@ -41,7 +42,7 @@ def test_a_ranks_own_gpu_is_made_the_current_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(device))
     monkeypatch.setattr(Collectives, "start", lambda *args, **kwargs: calls.append("meet"))
     config = load_config(["trainer.n_gpus_per_node=2"], check=False).config
-    spmd.SpmdRuntime(config, PPO, Peer(1, 2, "127.0.0.1", 1, local_rank=1))
+    spmd.SpmdRuntime(ProgramSpecs(PPO, config), Peer(1, 2, "127.0.0.1", 1, local_rank=1))
     assert calls == [torch.device("cuda", 1), "meet"]
     make_current(CPU)
     assert len(calls) == 2

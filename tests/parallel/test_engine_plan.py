@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from verl.config import load_config
 from verl.errors import ConfigError
 from verl.parallel.engine_plan import EnginePlan, Sizes, plan_engine
-from verl.parallel.placement import Placement
+from verl.programs.specs import placement_of, rollout_spec
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -72,7 +72,7 @@ def test_sizes_that_do_not_divide_are_refused_by_both_keys(count, tensor, data, 
     def found():
         return plan_engine(
             engine, "async", range(count), Sizes(tensor, data), num_devices=count, devices_per_node=count,
-            counted_by=f"trainer.n_gpus_per_node={count}",
+            devices_key=f"trainer.n_gpus_per_node={count}",
         )  # fmt: skip
 
     if count % (tensor * data) == 0:
@@ -87,7 +87,7 @@ def of(*overrides, num_devices=None):
     config = load_config(
         [f"{ROLLOUT}.{key}" if "." not in key.split("=")[0] else key for key in overrides], check=False
     )
-    return EnginePlan.of(config.config, Placement.of(config.config, num_devices))
+    return EnginePlan.of(rollout_spec(config.config), placement_of(config.config, num_devices))
 
 
 NODES = ("trainer.nnodes=4", "trainer.n_gpus_per_node=8")

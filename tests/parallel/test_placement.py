@@ -5,12 +5,13 @@ import pytest
 from verl.config import load_config
 from verl.errors import ConfigError
 from verl.parallel.placement import DataParallelConfig, Placement, set_device_map
+from verl.programs.specs import placement_of
 
 pytestmark = pytest.mark.seed("A3", "E3")
 
 
 def placed(*overrides, num_devices=None):
-    return Placement.of(load_config(["actor_rollout_ref.model.path=x", *overrides], check=False).config, num_devices)
+    return placement_of(load_config(["actor_rollout_ref.model.path=x", *overrides], check=False).config, num_devices)
 
 
 @pytest.fixture(autouse=True)

@@ -65,7 +65,7 @@ def test_a_run_accepts_its_plan(name, kind, estimator, rollout, asked, tmp_path)
     config = planned(own, asked)
     specs, model = ppo_roles(config), load_model_config(str(path), False, {})
     placement = specs.place(None)
-    context = RankContext(config, specs, placement, 0, None, 1, [])
+    context = RankContext(specs, placement, 0, None, 1, [])
     for spec in specs.models:
         assert context.mesh(spec.name) is not None
         if isinstance(spec.settings, MegatronConfig):

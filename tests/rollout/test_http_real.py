@@ -20,6 +20,7 @@ from verl.data_proto.samples import SamplingParams
 from verl.errors import ConfigError, ModelError, UnreachableError, VerlError
 from verl.models.tiny import make_tiny_model
 from verl.parallel.collectives import free_port
+from verl.programs.specs import ppo_run_spec, rollout_spec
 from verl.rollout.api import ENGINES
 from verl.rollout.http.client import Client
 
@@ -86,10 +87,12 @@ def make(url, folder, tokenizer, **service):
 
     given = [f"actor_rollout_ref.model.path={folder}", "actor_rollout_ref.actor.fsdp_config.dtype=float32"]
     loaded = load_config(given, check=False).config
-    own = weight_transfer(loaded, torch.device("cpu"))
+    own = weight_transfer(rollout_spec(loaded), ppo_run_spec(loaded), torch.device("cpu"))
     settings = ServiceConfig(url=url, timeout_s=60.0, num_retries=1, **service)
     config = RolloutConfig(name="http", max_num_seqs=8, service=settings)
-    return ENGINES.get("http")(skeleton(loaded, own.dtype), tokenizer, config, eos_token_ids=[EOS], transfer=own)
+    return ENGINES.get("http")(
+        skeleton(loaded.actor_rollout_ref.model, own.dtype), tokenizer, config, eos_token_ids=[EOS], transfer=own
+    )
 
 
 def test_samples_are_the_native_ones_before_and_after_updates(server, folder, tokenizer, tmp_path):

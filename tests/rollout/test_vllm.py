@@ -14,6 +14,7 @@ from verl.config import RolloutConfig, load_config
 from verl.data_proto.samples import Completion, SamplingParams
 from verl.errors import MissingExtraError, ModelError
 from verl.parallel import memory
+from verl.programs.specs import ppo_run_spec, rollout_spec
 from verl.reshard.shared_memory import read_shared_bucket
 from verl.rollout.api import ENGINES, holds_weights
 from verl.rollout.requests import StopRules
@@ -355,5 +356,6 @@ def test_a_message_runs_no_code_of_its_sender(tmp_path):
 
 
 def test_the_readers_are_those_that_runs_name():
-    copy = runs.weight_transfer(load_config([], check=False).config, torch.device("cpu"))
+    config = load_config([], check=False).config
+    copy = runs.weight_transfer(rollout_spec(config), ppo_run_spec(config), torch.device("cpu"))
     assert set(_READERS) == {copy.reader, copy.folder_reader}

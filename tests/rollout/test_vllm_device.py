@@ -15,6 +15,7 @@ from verl.errors import ConfigError, ModelError
 from verl.parallel.placement import Placement
 from verl.parallel.serialize import to_bytes
 from verl.programs.ppo_roles import ppo_roles
+from verl.programs.specs import ppo_run_spec, rollout_spec
 from verl.reshard.device_memory import DeviceSender, read_device_bucket
 from verl.rollout.api import ENGINES
 from verl.rollout.vllm import engine
@@ -67,7 +68,11 @@ def make(load, tokenizer, monkeypatch, driver):
         given = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.actor.fsdp_config.dtype=float32"]
         loaded = load_config(given, check=False).config
         sender = DeviceSender(DEVICE, BUCKET, KeptBuckets(BUCKET).place, keeps=True)
-        own = dataclasses.replace(weight_transfer(loaded, DEVICE), write_buckets=sender, probe=sender.probe)
+        own = dataclasses.replace(
+            weight_transfer(rollout_spec(loaded), ppo_run_spec(loaded), DEVICE),
+            write_buckets=sender,
+            probe=sender.probe,
+        )
         return ENGINES.get("vllm")(load("llama"), tokenizer, config, eos_token_ids=[EOS], transfer=own), processes
 
     return build
@@ -107,7 +112,7 @@ def test_an_engine_that_cannot_open_it_gets_the_hosts_memory(make, load, driver,
 def test_only_an_engine_of_our_own_opens_memory_of_a_gpu():
     """Its handles go to the driver as they come; whoever reaches a service could make them up."""
     config = load_config(["actor_rollout_ref.actor.fsdp_config.dtype=float32"], check=False).config
-    copy = weight_transfer(config, torch.device("cuda", 0))
+    copy = weight_transfer(rollout_spec(config), ppo_run_spec(config), torch.device("cuda", 0))
     assert set(_OWN_READERS) - set(WeightReceiver.verl_readers) == {copy.reader}
     assert copy.probe is not None
     message = {"reader": copy.reader, "bucket": {"entries": [], "number": 1, "device": {}}}
@@ -170,7 +175,7 @@ def test_the_engine_takes_the_gpu_of_its_rank(mode, seen, expected, load, monkey
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
     given = ["rollout.name=vllm", f"rollout.mode={mode}", "actor.fsdp_config.dtype=float32"]
     loaded = load_config([f"actor_rollout_ref.{key}" for key in given], check=False).config
-    own = weight_transfer(loaded, torch.device("cuda", 1))
+    own = weight_transfer(rollout_spec(loaded), ppo_run_spec(loaded), torch.device("cuda", 1))
     setup = make_setup(RolloutConfig(), own, load("llama"), eos_token_ids=(EOS,), vocab_size=300)
     assert setup.environment.get("CUDA_VISIBLE_DEVICES") == expected
 
@@ -179,7 +184,7 @@ def spanning(device, load, *names):
     """The environment of an engine process that spans two GPUs of its run."""
     given = ["rollout.name=vllm", "rollout.tensor_model_parallel_size=2", "actor.fsdp_config.dtype=float32"]
     config = load_config([f"actor_rollout_ref.{key}" for key in given], check=False).config
-    own = weight_transfer(config, device, visible_devices=names)
+    own = weight_transfer(rollout_spec(config), ppo_run_spec(config), device, visible_devices=names)
     setup = make_setup(config.actor_rollout_ref.rollout, own, load("llama"), eos_token_ids=(EOS,), vocab_size=300)
     assert (setup.llm["tensor_parallel_size"], setup.llm["distributed_executor_backend"]) == (2, "mp")
     return setup.environment.get("CUDA_VISIBLE_DEVICES")
@@ -206,7 +211,7 @@ def test_ranks_tell_each_other_their_gpus(size, device, expected, monkeypatch):
     given = ["rollout.name=vllm", f"rollout.tensor_model_parallel_size={size}"]
     config = load_config([f"actor_rollout_ref.{key}" for key in given], check=False).config
     placement = Placement.from_roles({}, 2)
-    context = RankContext(config, ppo_roles(config), placement, 0, torch.device(device), 1, [])
+    context = RankContext(ppo_roles(config), placement, 0, torch.device(device), 1, [])
     comm = SimpleNamespace(all_gather=lambda mine: [mine, to_bytes("7")])
     assert _with_device_names(context, comm).device_names == expected
 

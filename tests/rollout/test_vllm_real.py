@@ -28,6 +28,7 @@ from verl.data_proto.samples import PromptRequest, SamplingParams
 from verl.errors import ModelError, WorkerLostError
 from verl.models.load import load_causal_lm
 from verl.models.tiny import make_tiny_model
+from verl.programs.specs import ppo_run_spec, rollout_spec
 from verl.rollout.api import ENGINES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,9 +70,11 @@ def make(folder, mode, tokenizer, **config):
         *(f"actor_rollout_ref.rollout.{key}={value}" for key, value in config.items()),
     ]
     loaded = load_config(given, check=False).config
-    own = weight_transfer(loaded, torch.device("cpu"))
+    own = weight_transfer(rollout_spec(loaded), ppo_run_spec(loaded), torch.device("cpu"))
     rollout = loaded.actor_rollout_ref.rollout
-    return ENGINES.get("vllm")(skeleton(loaded, own.dtype), tokenizer, rollout, eos_token_ids=[EOS], transfer=own)
+    return ENGINES.get("vllm")(
+        skeleton(loaded.actor_rollout_ref.model, own.dtype), tokenizer, rollout, eos_token_ids=[EOS], transfer=own
+    )
 
 
 @pytest.fixture(scope="module")

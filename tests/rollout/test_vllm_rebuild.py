@@ -7,6 +7,7 @@ from tests.rollout.conftest import EOS, make_prompts
 from verl.config import RolloutConfig, load_config
 from verl.data_proto.samples import Completion, SamplingParams
 from verl.errors import DeadlineError, ModelError, WorkerLostError
+from verl.programs.specs import ppo_run_spec, rollout_spec
 from verl.reshard.shared_memory import read_shared_bucket
 from verl.rollout.api import ENGINES
 from verl.rollout.vllm import engine
@@ -107,7 +108,7 @@ def make(load, tokenizer, monkeypatch):
         loaded = load_config(
             ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.actor.fsdp_config.dtype=float32"], check=False
         ).config
-        own = weight_transfer(loaded, torch.device("cpu"))
+        own = weight_transfer(rollout_spec(loaded), ppo_run_spec(loaded), torch.device("cpu"))
         object.__setattr__(own, "write_buckets", KeptBuckets(1 << 14).write)  # several buckets
         made = ENGINES.get("vllm")(load("llama"), tokenizer, config, eos_token_ids=[EOS], transfer=own)
         return made, processes

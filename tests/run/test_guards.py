@@ -18,7 +18,7 @@ from verl.config.sections.guards import GuardConfig, GuardsConfig, NonfiniteGuar
 from verl.engines.api import whole
 from verl.errors import ConfigError, NumericsError
 from verl.programs import ppo as program_file
-from verl.programs.api import RunContext
+from verl.programs.api import ProgramSpecs, RunContext
 from verl.programs.guards import Guards, RollBackPrompts
 from verl.programs.ppo import PPO
 from verl.programs.ppo_data import load_data
@@ -50,7 +50,7 @@ class Bench:
     def __init__(self, overrides, folder):
         self.config = load_config(overrides).config
         data = load_data(self.config)
-        runtime = LocalRuntime(self.config, PPO)
+        runtime = LocalRuntime(ProgramSpecs(PPO, self.config))
         self.roles = runtime.build_roles(total_steps=1000, data_sources=data.data_sources)
         self.actor, self.reference = runtime.workers.models["actor"], runtime.workers.models["reference"]
         context = RunContext(folder, False, lambda value: value, lambda: None, Spans(), lambda *_: None)

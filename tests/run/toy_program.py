@@ -12,6 +12,7 @@ from verl.engines.api import MicroBatching
 from verl.models.load import load_tokenizer
 from verl.parallel.placement import Placement
 from verl.programs.api import Program, StepResult
+from verl.programs.specs import run_spec
 from verl.roles.api import Objective, RoleSpec, RoleSpecs
 from verl.roles.objectives.terms import zero_or_nan
 from verl.tracking.summary import Result
@@ -69,10 +70,8 @@ class ToyProgram(Program):
             checkpoint=group.actor.checkpoint,
             guards=trainer.guards,
         )
-        return RoleSpecs(
-            (spec,), partial(Placement.colocated, ["model"], trainer.nnodes, trainer.n_gpus_per_node),
-            collective_timeout_s=60.0,
-        )  # fmt: skip
+        place = partial(Placement.colocated, ["model"], trainer.nnodes, trainer.n_gpus_per_node)
+        return RoleSpecs((spec,), place, run_spec(trainer, config.ray_kwargs, 60.0))
 
     def __init__(self, config, data, roles, run):
         self.data, self.run, self.model = data, run, roles.models["model"]

@@ -8,6 +8,7 @@ import pytest
 from tests.house.source import PACKAGE
 from verl.config import load_config
 from verl.errors import ConfigError, MissingExtraError
+from verl.programs.api import ProgramSpecs
 from verl.programs.ppo import PPO
 from verl.runtime.api import choose, open_runtime
 
@@ -26,7 +27,7 @@ def test_without_ray(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ray", None)
     config = load_config(["actor_rollout_ref.model.path=x", "trainer.n_gpus_per_node=2"], check=False).config
-    with pytest.raises(MissingExtraError, match=r"pip install 'verl\[ray\]'"), open_runtime(config, PPO):
+    with pytest.raises(MissingExtraError, match=r"pip install 'verl\[ray\]'"), open_runtime(ProgramSpecs(PPO, config)):
         pass
 
 
@@ -46,7 +47,7 @@ def test_refused_before_anything_starts(monkeypatch, overrides, words):
     pytest.importorskip("ray")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     config = load_config(["actor_rollout_ref.model.path=x", *overrides], check=False).config
-    with pytest.raises(ConfigError, match=words), open_runtime(config, PPO):
+    with pytest.raises(ConfigError, match=words), open_runtime(ProgramSpecs(PPO, config)):
         pass
 
 

@@ -93,8 +93,8 @@ def check(base, *changes, num_devices=4):
     config = load_config([*base, *changes]).config
     placement = Placement.from_roles(config.trainer.placement, num_devices)
     specs = ppo_roles(config)
-    check_meshes(config, specs, placement)
-    return RankContext(config, specs, placement, 0, torch.device("cpu"), 1, [])
+    check_meshes(specs, placement)
+    return RankContext(specs, placement, 0, torch.device("cpu"), 1, [])
 
 
 def test_arrangement(base):

@@ -52,10 +52,10 @@ def test_an_engine_with_its_own_memory_gets_what_the_allocator_keeps(monkeypatch
     order = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("cache given back"))
     rollout = SimpleNamespace(set_weights=lambda version, weights: order.append("weights"), replica=None)
-    config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=RolloutConfig()))
+    spec = SimpleNamespace(section=RolloutConfig())
     for own, expected in ((True, ["cache given back", "weights", "cache given back"]), (False, ["weights"])):
         order.clear()
-        context = SimpleNamespace(config=config, device=torch.device("cuda"), has_own_weights=own, shares_weights=True)
+        context = SimpleNamespace(rollout=spec, device=torch.device("cuda"), has_own_weights=own, shares_weights=True)
         sync = RankWeightSync(context, None, None)
         monkeypatch.setattr(sync.switch, "to_generation", lambda: None)
         sync.rollout = rollout

@@ -34,7 +34,7 @@ def test_2_2_the_package_that_pip_installs():
 def test_3_3_devices_of_roles(capsys):
     from verl import DataParallelConfig
     from verl.config import load_config
-    from verl.parallel.placement import Placement
+    from verl.programs.specs import placement_of
     from verl.utils import set_device_map
 
     dp_config = DataParallelConfig(
@@ -45,7 +45,7 @@ def test_3_3_devices_of_roles(capsys):
     set_device_map(dp_config)
     try:
         keys = ["algorithm.adv_estimator=gae", "trainer.n_gpus_per_node=4"]
-        found = Placement.of(load_config(keys, check=False).config).devices
+        found = placement_of(load_config(keys, check=False).config).devices
         assert (found["actor"], found["critic"], found["reward"]) == ((0, 1), (2,), (3,))
     finally:
         set_device_map(None)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from verl.agents.context import AgentContext
 from verl.agents.continuity import ChatContinuity
 from verl.agents.driver import EpisodeDriver, EventLoop, OnResult
 from verl.agents.environments import load_environments, players_of_games
@@ -31,8 +32,7 @@ from verl.agents.matches import Matches
 from verl.agents.parsers import ToolParser
 from verl.agents.sandboxed import SandboxedFunctions
 from verl.agents.tool_calls import ToolCalls, ToolResult, ToolSettings
-from verl.config import PPOConfig
-from verl.config.active_keys import runs_agents
+from verl.config import full_key
 from verl.data.dataset import RLHFDataset
 from verl.data_proto.columns import COLUMNS
 from verl.data_proto.proto import DataProto
@@ -43,22 +43,21 @@ from verl.errors import ConfigError
 from verl.rewards.outcome import RefusedResult, checked_number
 from verl.rewards.sandbox.limits import Limits
 from verl.rollout.api import RolloutEngine, Stats
+from verl.specs import AgentSpec
 from verl.tools.function_tool import FunctionTool
 from verl.tools.schemas import Record
 from verl.tools.tool_registry import load_all_tools
 
 log = logging.getLogger(__name__)
 
-_AGENTS = "actor_rollout_ref.rollout"
+_AGENTS = full_key("rollout")
 PYTHON = "pkg://verl.agents.tools.python"
 REWARD_LISTS = ("turn_rewards", "turn_scores", "tool_rewards")  # of extra_fields
 
 
-def known_loops(config: PPOConfig) -> frozenset[str]:
+def known_loops(spec: AgentSpec | None) -> frozenset[str]:
     """Names that the column agent_name may have; empty where the run has no agents."""
-    if not runs_agents(config):
-        return frozenset()
-    return frozenset(load_loops(config.actor_rollout_ref.rollout.agent.agent_loop_config_path))
+    return frozenset() if spec is None else frozenset(load_loops(spec.rollout.agent.agent_loop_config_path))
 
 
 class Agents:
@@ -69,7 +68,7 @@ class Agents:
 
     def __init__(
         self,
-        config: PPOConfig,
+        spec: AgentSpec,
         tokenizer: Any,
         engine: RolloutEngine,
         *,
@@ -77,44 +76,39 @@ class Agents:
         folder: Path | None = None,
         rank: int = 0,
     ):
-        rollout = config.actor_rollout_ref.rollout
-        self.config, self.tokenizer, self.engine = config, tokenizer, engine
+        rollout = spec.rollout
+        self.spec, self.tokenizer, self.engine = spec, tokenizer, engine
         multi_turn, agent = rollout.multi_turn, rollout.agent
         self.loops = load_loops(agent.agent_loop_config_path)
         loop_named(self.loops, agent.default_agent_loop, f"{_AGENTS}.agent.default_agent_loop")
         tools = load_all_tools(multi_turn.tool_config_path, multi_turn.function_tool_path)
-        self.interactions = load_interactions(multi_turn.interaction_config_path)
-        self.environments, self.matches = load_environments(agent.environment), Matches()
-        self.num_players = players_of_games(config, self.environments)
-        self.runner, self.gateway = load_runner(agent.runner), None  # its file may register a parser
+        interactions = load_interactions(multi_turn.interaction_config_path)
+        environments = load_environments(agent.environment)
+        self.num_players = players_of_games(spec, environments)
+        runner = load_runner(agent.runner)  # its file may register a parser
         ToolParser.get_tool_parser(multi_turn.format, tokenizer)
         most = rollout.prompt_length + rollout.response_length
-        self.continuity = ChatContinuity(tokenizer, config.data.apply_chat_template_kwargs, max_tokens=most)
-        self._notice_template(tools)
+        continuity = ChatContinuity(tokenizer, spec.data.apply_chat_template_kwargs, max_tokens=most)
         self.journal = Journal(None if folder is None else folder / FOLDER, rank)
-        self.pool: SandboxedFunctions | None = None
-        if multi_turn.tool_sandbox and any(isinstance(tool, FunctionTool) for tool in tools):
-            log_dir = None if folder is None else folder / "logs" / f"tools_rank_{rank}"
-            self.pool = SandboxedFunctions(config.reward, timeout_s=multi_turn.tool_timeout_s, log_dir=log_dir)
-        if self.pool is None and any(getattr(tool, "path", None) == PYTHON for tool in tools):
-            raise ConfigError(
-                f"{_AGENTS}.multi_turn.function_tool_path={PYTHON} runs programs of the model, which needs "
-                f"{_AGENTS}.multi_turn.tool_sandbox=True."
-            )
+        self.pool = self._tool_pool(tools, None if folder is None else folder / "logs" / f"tools_rank_{rank}")
         settings = ToolSettings(
             multi_turn.tool_timeout_s, multi_turn.max_tool_response_length, multi_turn.tool_response_truncate_side
         )
-        self.tool_calls = ToolCalls(tools, settings, self.journal, self.pool)
         self.server_manager = AsyncLLMServerManager()
-        self.stop_token_ids = frozenset(stop_token_ids)
-        self.mask_unfinished = agent.mask_unfinished_episodes
         self.events = EventLoop()
-        if self.runner is not None:
-            port = agent.gateway_port + rank if agent.gateway_port else 0  # ranks of one machine need their own
-            self.gateway = Gateway(agent.gateway_host, port)
-            self.events.start(self.gateway.start()).result()
-        is_command = isinstance(self.runner, list)
-        self.limits = command_limits(config.reward, agent.runner_network) if is_command else None
+        self.context = AgentContext(
+            spec,
+            continuity,
+            ToolCalls(tools, settings, self.journal, self.pool),
+            frozenset(stop_token_ids),
+            Matches(),
+            environments,
+            interactions,
+            None if runner is None else self._gateway(rank),
+            runner,
+            command_limits(spec.limits, agent.runner_network) if isinstance(runner, list) else None,
+        )
+        self._notice_template(tools)
         filler = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else 0
         self.driver = EpisodeDriver(
             engine,
@@ -125,6 +119,26 @@ class Agents:
         )
         self._results: list[EpisodeResult] = []
         self._tool_results: list[ToolResult] = []
+
+    def _tool_pool(self, tools: Sequence[Any], log_dir: Path | None) -> SandboxedFunctions | None:
+        """The processes of tools that are functions, where the config has them sandboxed."""
+        multi_turn = self.spec.rollout.multi_turn
+        if multi_turn.tool_sandbox and any(isinstance(tool, FunctionTool) for tool in tools):
+            return SandboxedFunctions(self.spec.limits, timeout_s=multi_turn.tool_timeout_s, log_dir=log_dir)
+        if any(getattr(tool, "path", None) == PYTHON for tool in tools):
+            raise ConfigError(
+                f"{_AGENTS}.multi_turn.function_tool_path={PYTHON} runs programs of the model, which needs "
+                f"{_AGENTS}.multi_turn.tool_sandbox=True."
+            )
+        return None
+
+    def _gateway(self, rank: int) -> Gateway:
+        """The endpoint for agents, started on the event loop."""
+        agent = self.spec.rollout.agent
+        port = agent.gateway_port + rank if agent.gateway_port else 0  # ranks of one machine need their own
+        gateway = Gateway(agent.gateway_host, port)
+        self.events.start(gateway.start()).result()
+        return gateway
 
     def generate(
         self,
@@ -195,10 +209,10 @@ class Agents:
                 prompt_ids=tuple(objects["prompt_token_ids"][row]),
                 row={name: objects[name][row] for name in names},
                 limit=limit,
-                max_prompt_length=self.config.actor_rollout_ref.rollout.prompt_length,
+                max_prompt_length=self.spec.rollout.prompt_length,
                 part=params.max_new_tokens if params.max_new_tokens < limit else None,
                 so_far=so_far,
-                stop_token_ids=self.stop_token_ids,
+                stop_token_ids=self.context.stop_token_ids,
                 vocab_size=num_embeddings(self.tokenizer),
             )
             for row, sample, so_far in samples
@@ -223,8 +237,8 @@ class Agents:
 
     def close(self) -> None:
         """End the endpoint, the event loop, the journal and the processes of tools."""
-        if self.gateway is not None and self.events.thread.is_alive():
-            self.events.start(self.gateway.stop()).result()
+        if self.context.gateway is not None and self.events.thread.is_alive():
+            self.events.start(self.context.gateway.stop()).result()
         self.events.close()
         self.journal.close()
         if self.pool is not None:
@@ -234,7 +248,7 @@ class Agents:
 
     async def _run_episode(self, episode: Episode, *, params: SamplingParams) -> EpisodeResult:
         task = episode.task
-        name = task.row.get("agent_name") or self.config.actor_rollout_ref.rollout.agent.default_agent_loop
+        name = task.row.get("agent_name") or self.spec.rollout.agent.default_agent_loop
         cls, more = loop_named(self.loops, name, "agent_name")
         loop = self._loop(cls, more)
         sampling = {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k, "logprobs": True}
@@ -248,22 +262,15 @@ class Agents:
         return self._result(episode, AgentLoopOutput.model_validate(_plain_output(output)))
 
     def _loop(self, cls: type[AgentLoopBase], more: dict[str, Any]) -> AgentLoopBase:
-        loop = cls(
-            trainer_config=DictConfigWrap(self.config),
+        return cls(
+            trainer_config=DictConfigWrap(self.spec.config, self.context),
             server_manager=self.server_manager,
             tokenizer=self.tokenizer,
             processor=None,
             dataset_cls=RLHFDataset,
-            data_config=DictConfigWrap(self.config.data),
+            data_config=DictConfigWrap(self.spec.data),
             **more,
         )
-        # attributes, since loops written for the existing verl pass on only the arguments that they know
-        loop.continuity, loop.stop_token_ids = self.continuity, self.stop_token_ids
-        loop.tool_calls = self.tool_calls
-        parts = {"interactions": self.interactions, "environments": self.environments, "matches": self.matches}
-        parts |= {"gateway": self.gateway, "runner": self.runner, "limits": self.limits}
-        vars(loop).update(parts)
-        return loop
 
     def _result(self, episode: Episode, output: AgentLoopOutput) -> EpisodeResult:
         if not output.response_ids:
@@ -271,7 +278,7 @@ class Agents:
         last = output.response_ids[-1]
         is_full = len(output.response_ids) >= episode.task.limit
         # "length" asks an asynchronous run to continue a response, so only a full one may say so
-        status: Status = "length" if is_full and last not in self.stop_token_ids else "stop"
+        status: Status = "length" if is_full and last not in self.context.stop_token_ids else "stop"
         trajectory = episode.trajectory(output.prompt_ids, output.response_ids, output.response_mask, status)
         trajectory.messages = episode.messages
         if len(trajectory.prompt_ids) > episode.task.max_prompt_length:
@@ -283,7 +290,7 @@ class Agents:
         num_turns = sum(s.source == "policy" for s in trajectory.segments)
         if len(of_turns := fields.get("turn_rewards") or []) > num_turns:
             raise EpisodeError(f"its turn_rewards has {len(of_turns)} numbers for {num_turns} turns that train")
-        if self.mask_unfinished and not fields.get("finished", status != "length"):
+        if self.spec.rollout.agent.mask_unfinished_episodes and not fields.get("finished", status != "length"):
             trajectory = untrained(trajectory)
         scores = fields.get("reward_scores") or {
             name: fields[name] for name in ("turn_scores", "tool_rewards") if fields.get(name)
@@ -298,7 +305,7 @@ class Agents:
 
     def _checked_rewards(self, reward: Any, fields: dict[str, Any]) -> tuple[float | None, dict[str, Any]]:
         """An episode's rewards from all sources as numbers. Raises EpisodeError for a reward that no scorer could return."""
-        limits = Limits(max_abs_score=self.config.reward.max_abs_score)
+        limits = Limits(max_abs_score=self.spec.limits.max_abs_score)
         try:
             for name in [name for name in REWARD_LISTS if fields.get(name) is not None]:
                 fields[name] = [checked_number(float(value), name, limits) for value in fields[name]]
@@ -336,16 +343,16 @@ class Agents:
         )
 
     def _notice_template(self, tools: Sequence[Any]) -> None:
-        multi_turn = self.config.actor_rollout_ref.rollout.multi_turn
+        multi_turn = self.spec.rollout.multi_turn
         schemas = [tool.tool_schema.for_template() for tool in tools]
-        if schemas and not self.continuity.shows_tools(schemas):
+        if schemas and not self.context.continuity.shows_tools(schemas):
             log.warning(
                 "The chat template does not write tools into the prompt, so the model reads nothing of them. Describe "
-                "them in the prompts, or set actor_rollout_ref.model.custom_chat_template."
+                f"them in the prompts, or set {full_key('model.custom_chat_template')}."
             )
         if multi_turn.tokenization_sanity_check_mode == "disable":
             return
-        if found := self.continuity.rewriting():
+        if found := self.context.continuity.rewriting():
             log.warning(
                 "The chat template renders earlier turns otherwise once others follow: %r becomes %r. Episodes continue "
                 "on the tokens that were sampled, without rewriting.",

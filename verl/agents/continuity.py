@@ -17,6 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verl.config import full_key
 from verl.data.prompts import control_tokens, encode_text, render_chat
 from verl.data.schema import Messages
 from verl.errors import ConfigError, DataError
@@ -51,7 +52,7 @@ class ChatContinuity:
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigError(
                 "Episodes of several turns need a chat template, and the tokenizer has none. Set "
-                "actor_rollout_ref.model.custom_chat_template."
+                f"{full_key('model.custom_chat_template')}."
             )
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs or {})
@@ -218,7 +219,7 @@ class ChatContinuity:
     def _missing(self) -> str:
         raise ConfigError(
             "The chat template leaves out the content of an earlier turn of the assistant, so an episode of several turns "
-            "cannot be rendered with it. Use another one (actor_rollout_ref.model.custom_chat_template)."
+            f"cannot be rendered with it. Use another one ({full_key('model.custom_chat_template')})."
         )
 
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.agents.episode import CURRENT, AgentKilled, Episode, EpisodeError, EpisodeResult, EpisodeTask, failed
+from verl.config import full_key
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.errors import DeadlineError, ModelError
 from verl.foreign_text import clean
@@ -199,7 +200,7 @@ class _Session:
             result = await asyncio.wait_for(agent, self.driver.timeout_s)
         except asyncio.TimeoutError:
             limit = self.driver.timeout_s
-            why = f"took longer than actor_rollout_ref.rollout.agent.episode_timeout_s={limit:g} s"
+            why = f"took longer than {full_key('rollout.agent.episode_timeout_s')}={limit:g} s"
         except asyncio.CancelledError:
             if not episode.is_paused:
                 raise

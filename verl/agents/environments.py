@@ -30,16 +30,17 @@ from typing import Any
 from verl.agents.episode import CURRENT, EpisodeError, EpisodeTask
 from verl.agents.journal import Journal
 from verl.agents.loops import AgentLoopOutput, register_agent_loop
-from verl.agents.matches import Match, Matches, num_players
+from verl.agents.matches import Match, num_players
 from verl.agents.tool_agent import AgentData, ToolAgentLoop
 from verl.agents.tool_calls import ToolCalls, ToolResult, bounded, truncated
-from verl.config import PPOConfig
+from verl.config import full_key
 from verl.errors import ConfigError
 from verl.registry import load_object, require_call
+from verl.specs import AgentSpec
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import FunctionTool
 
-_ROLLOUT = "actor_rollout_ref.rollout"
+_ROLLOUT = full_key("rollout")
 _OWN = ("reset", "step", "close", "render", "get_reward")
 
 
@@ -59,12 +60,12 @@ def load_environments(path: str | None) -> dict[str, Callable[..., Any]]:
     return classes
 
 
-def players_of_games(config: PPOConfig, environments: Mapping[str, Any]) -> int:
+def players_of_games(spec: AgentSpec, environments: Mapping[str, Any]) -> int:
     """The most players of one game. Raises ConfigError where games of several players could not begin."""
-    rollout, count = config.actor_rollout_ref.rollout, max(map(num_players, environments.values()), default=1)
+    rollout, count = spec.rollout, max(map(num_players, environments.values()), default=1)
     if count == 1:
         return count
-    samples = {"n": rollout.n} | ({"val_kwargs.n": rollout.val_kwargs.n} if config.data.val_files else {})
+    samples = {"n": rollout.n} | ({"val_kwargs.n": rollout.val_kwargs.n} if spec.validates else {})
     for key, num_samples in samples.items():
         if num_samples % count:
             raise ConfigError(
@@ -88,9 +89,6 @@ class EnvironmentAgentLoop(ToolAgentLoop):
     """The loop `environment_agent`, see above. The reward of an episode is the sum of its turns' rewards, each discounted by
     turn_discount, or the result of get_reward. Without either, the reward function scores the episode."""
 
-    environments: dict[str, Callable[..., Any]]
-    matches: Matches
-
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         """See AgentLoopBase."""
         make = self._class(kwargs)
@@ -108,13 +106,13 @@ class EnvironmentAgentLoop(ToolAgentLoop):
 
     def _class(self, row: Mapping[str, Any]) -> Callable[..., Any]:
         extra = row.get("extra_info") or {}
-        name = row.get("environment") or extra.get("environment") or ""
-        if len(self.environments) == 1 and not name:
-            name = next(iter(self.environments))
-        if name not in self.environments:
-            known = ", ".join(map(repr, self.environments)) or "none"
+        name, environments = row.get("environment") or extra.get("environment") or "", self.context.environments
+        if len(environments) == 1 and not name:
+            name = next(iter(environments))
+        if name not in environments:
+            known = ", ".join(map(repr, environments)) or "none"
             raise EpisodeError(f"its row names the environment {name!r}; rollout.agent.environment has {known}")
-        return self.environments[name]
+        return environments[name]
 
     async def _with_tools(
         self, environment: Any, row: dict[str, Any], sampling_params: dict[str, Any], kwargs: dict[str, Any]
@@ -178,12 +176,12 @@ class EnvironmentAgentLoop(ToolAgentLoop):
             game = make()
             return Match(game, self._bounded, partial(game.reset, **_seeded(game, row, task)))
 
-        match, player = self.matches.join(task, count, begin)
+        match, player = self.context.matches.join(task, count, begin)
         try:
             data = await self._moves(match, player, sampling_params, prompt)
             reward = await match.reward(player)
         finally:
-            if self.matches.leave(task, count) and callable(getattr(match.game, "close", None)):
+            if self.context.matches.leave(task, count) and callable(getattr(match.game, "close", None)):
                 await self._bounded(match.game.close)
         data.is_finished = not match.is_cut
         data.extra_fields["player"] = player  # by whom advantages are compared

@@ -17,13 +17,15 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from verl.agents.continuity import ChatContinuity
 from verl.agents.episode import CURRENT
 from verl.errors import ConfigError, nearest
 from verl.tools.schemas import Record
 from verl.tools.tool_registry import load_class, read_list
+
+if TYPE_CHECKING:
+    from verl.agents.context import AgentContext
 
 log = logging.getLogger(__name__)
 
@@ -75,9 +77,11 @@ class TokenOutput(Record):
 
 @dataclass
 class DictConfigWrap:
-    """A config as an argument of loops."""
+    """A config as an argument of loops. The run's also carries their context, since loops written for other releases pass
+    only the arguments that they know."""
 
-    config: Any
+    config: object
+    context: AgentContext | None = None
 
 
 class AsyncLLMServerManager:
@@ -111,9 +115,6 @@ class AsyncLLMServerManager:
 class AgentLoopBase(ABC):
     """An agent: one object for each episode. `self.config` is the config of the run, `self.server_manager` samples."""
 
-    continuity: ChatContinuity
-    tool_calls: Any = None
-
     def __init__(
         self,
         trainer_config: DictConfigWrap,
@@ -125,9 +126,11 @@ class AgentLoopBase(ABC):
         hf_model_type: str | None = None,
         **kwargs: Any,
     ):
-        self.config = trainer_config.config
-        self.rollout_config = self.config.actor_rollout_ref.rollout
-        self.data_config = self.config.data if data_config is None else data_config.config
+        assert trainer_config.context is not None, "loops are made by a run"
+        self.config, self.context = trainer_config.config, trainer_config.context
+        self.tool_calls, self.stop_token_ids = self.context.tool_calls, self.context.stop_token_ids
+        self.rollout_config = self.context.spec.rollout
+        self.data_config = self.context.spec.data if data_config is None else data_config.config
         self.server_manager, self.tokenizer, self.processor = server_manager, tokenizer, processor
         self.dataset_cls, self.hf_model_type = dataset_cls, hf_model_type
         self.prompt_length = self.rollout_config.prompt_length
@@ -147,13 +150,11 @@ class AgentLoopBase(ABC):
         if remove_system_prompt:
             branches = CURRENT.get().branches
             return self.suffix(messages, branches[-1].tokens[-1] if branches and branches[-1].tokens else None)
-        return self.continuity.prompt(messages, tools)
+        return self.context.continuity.prompt(messages, tools)
 
     def suffix(self, messages: list[dict[str, Any]], last_token: int | None) -> list[int]:
         """Token ids of messages behind a sampled turn; control tokens in their texts are broken."""
-        return self.continuity.suffix(messages, last_token, self.stop_token_ids)
-
-    stop_token_ids: frozenset[int] = frozenset()
+        return self.context.continuity.suffix(messages, last_token, self.stop_token_ids)
 
     @abstractmethod
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from verl.config import full_key
 from verl.errors import ConfigError, nearest
 from verl.tools.schemas import FunctionCall
 
@@ -47,7 +48,7 @@ class ToolParser:
         """The parser of a format. Raises ConfigError for an unknown one."""
         if name not in cls._registry:
             raise ConfigError(
-                f"actor_rollout_ref.rollout.multi_turn.format={name} is no tool parser"
+                f"{full_key('rollout.multi_turn.format')}={name} is no tool parser"
                 f"{nearest(name, cls._registry) or '; there are ' + ', '.join(sorted(cls._registry)) + '.'}"
             )
         return cls._registry[name](tokenizer)

@@ -16,7 +16,7 @@ from verl.agents.episode import CURRENT, EpisodeError
 from verl.agents.interactions import BaseInteraction
 from verl.agents.loops import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register_agent_loop
 from verl.agents.parsers import ToolParser
-from verl.agents.tool_calls import ToolCalls, on_thread
+from verl.agents.tool_calls import on_thread
 from verl.tools.schemas import FunctionCall
 
 
@@ -53,10 +53,7 @@ class AgentData:
 
 @register_agent_loop("tool_agent")
 class ToolAgentLoop(AgentLoopBase):
-    """See above. `tool_calls` and `interactions` are set by the run."""
-
-    tool_calls: ToolCalls
-    interactions: dict[str, BaseInteraction]
+    """See above."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         """See AgentLoopBase."""
@@ -204,18 +201,19 @@ class ToolAgentLoop(AgentLoopBase):
 
     def _user(self, extra: dict[str, Any]) -> tuple[BaseInteraction | None, dict[str, Any]]:
         """The interaction that the row names, and its arguments."""
+        interactions = self.context.interactions
         kwargs = dict(extra.get("interaction_kwargs") or {})
-        if not self.interactions or not kwargs:
+        if not interactions or not kwargs:
             return None, {}
         name = kwargs.get("name")
-        if name is None and len(self.interactions) == 1:
-            name = next(iter(self.interactions))
-        if name not in self.interactions:
-            known = ", ".join(self.interactions)
+        if name is None and len(interactions) == 1:
+            name = next(iter(interactions))
+        if name not in interactions:
+            known = ", ".join(interactions)
             raise EpisodeError(
                 f"extra_info.interaction_kwargs.name is {name!r}; interaction_config_path declares {known}"
             )
-        return self.interactions[name], kwargs
+        return interactions[name], kwargs
 
     async def _ask_user(
         self, data: AgentData, user: BaseInteraction, kwargs: dict[str, Any]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from verl.algorithms.kl import kl_penalty
 from verl.algorithms.masked import masked_mean, token_mean
 from verl.algorithms.policy_losses.terms import LOG_RATIO_LIMIT
 from verl.data_proto.metrics import Metric
+
+if TYPE_CHECKING:
+    from verl.config import StepGuardsConfig
 
 NONFINITE = "nonfinite"
 NUM_NAMED = 16  # samples named by a finding, the worst first
@@ -68,7 +71,7 @@ MEANINGS = {NONFINITE: "a value that is not finite", GRAD_NORM: "gradient norm"}
 }
 
 
-def limits_of(config: Any) -> dict[str, float]:
+def limits_of(config: StepGuardsConfig) -> dict[str, float]:
     """Limits by name, from the section `trainer.guards`; a program's section has the limits that it supports."""
     limits = {name: config[name].limit for name in (GRAD_NORM, *MONITORS) if name in config}
     return {name: float(limit) for name, limit in limits.items() if limit is not None}

@@ -85,7 +85,7 @@ def call_policy_loss(
     agg: Aggregate,
     rollout_is_weights: Tensor | None,
     settings: Mapping[str, Any],
-    config: Any,
+    config: object,
 ) -> tuple[Tensor, dict[str, Metric]]:
     """Call a user's loss of the older contract.
 

@@ -96,7 +96,7 @@ def page_of(loaded: LoadedConfig[Any], *, whole_process: bool) -> Iterator[None]
         page.close()
 
 
-def _prometheus(config: Any) -> Any:
+def _prometheus(config: object) -> Any:
     """The section rollout.prometheus where it is enabled, else None."""
     group = getattr(config, "actor_rollout_ref", None)
     return group.rollout.prometheus if group is not None and group.rollout.prometheus.enable else None

@@ -15,7 +15,7 @@ from verl.algorithms.user_functions import ConfigView, agg_loss
 from verl.data_proto.metrics import metric_values
 
 
-def settings_of(config: Any) -> dict[str, Any]:
+def settings_of(config: object) -> dict[str, Any]:
     """Flat keys that losses read, from an actor section (dataclass or mapping) and its policy_loss and rollout_correction."""
     if config is None:
         return {}
@@ -48,7 +48,7 @@ def older_policy_loss(name: str) -> Callable[..., tuple[Tensor, dict[str, Any]]]
         advantages: Tensor,
         response_mask: Tensor,
         loss_agg_mode: str = "token-mean",
-        config: Any = None,
+        config: object = None,
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
         settings = settings_of(config)

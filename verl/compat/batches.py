@@ -58,7 +58,7 @@ def compute_advantage(
     lam: float = 1.0,
     num_repeat: int = 1,
     norm_adv_by_std_in_grpo: bool = True,
-    config: Any = None,
+    config: object = None,
 ) -> DataProto:
     """Add the columns `advantages` and `returns` of the estimator, from token_level_rewards, response_mask (made if absent)
     and its other inputs; groups are equal values of `uid`. `config` is the section `algorithm`; its `use_pf_ppo` resamples

@@ -42,14 +42,14 @@ def get_visible_devices_keyword() -> str:
     return "CUDA_VISIBLE_DEVICES"
 
 
-def auto_set_device(config: Any) -> None:
+def auto_set_device(config: object) -> None:
     """Set `config.trainer.device` to this machine's device if it names another accelerator; "cpu" and "auto" stay."""
-    trainer = getattr(config, "trainer", None)
+    trainer: Any = getattr(config, "trainer", None)
     chosen = getattr(trainer, "device", None)
     if chosen in (None, "cpu", "auto", get_device_name()):
         return
     log.warning("trainer.device=%s is not on this machine; it is set to %s.", chosen, get_device_name())
-    config.trainer.device = get_device_name()
+    trainer.device = get_device_name()
 
 
 def set_expandable_segments(enable: bool) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from verl.parallel.device import named_peak_flops
 
@@ -27,7 +28,7 @@ class FlopsCounter:
     and attention dimension for a causal sequence of s tokens.
     """
 
-    def __init__(self, config: Any):
+    def __init__(self, config: PreTrainedConfig):
         self.config = getattr(config, "text_config", config)
 
     def estimate_flops(self, batch_seqlens: Sequence[int], delta_time: float, **_: Any) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from verl.rewards.functions import RewardFunctionSpec, load_reward_function
 from verl.rewards.managers import function_spec
 
 
-def get_custom_reward_fn(config: Any) -> RawRewardFn | None:
+def get_custom_reward_fn(config: object) -> RawRewardFn | None:
     """The function of `reward.custom_reward_function` (or the older `custom_reward_function`) with its reward_kwargs; None
     without a path. Raises RewardError when it cannot be loaded or called."""
     section = _section(config, "reward", "custom_reward_function") or _section(config, "custom_reward_function") or {}
@@ -28,7 +28,7 @@ def get_custom_reward_fn(config: Any) -> RawRewardFn | None:
     return functools.wraps(function)(functools.partial(function, **kwargs)) if kwargs else function
 
 
-def load_reward_manager(config: Any, tokenizer: Any, num_examine: int = 0, **reward_kwargs: Any) -> Any:
+def load_reward_manager(config: object, tokenizer: Any, num_examine: int = 0, **reward_kwargs: Any) -> Any:
     """The reward manager of a whole config, to be called as `manager(batch, return_dict=True)`: the class that
     `reward.reward_manager` names, with the config's function and `reward_kwargs`. Raises ConfigError or RewardError."""
     whole = loaded_config(config).config
@@ -62,7 +62,7 @@ def extract_reward(batch: DataProto) -> tuple[torch.Tensor, dict[str, Any]]:
 
 
 def _score(
-    data: DataProto, config: Any = None, tokenizer: Any = None, reward_fn: AbstractRewardManager | None = None
+    data: DataProto, config: object = None, tokenizer: Any = None, reward_fn: AbstractRewardManager | None = None
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     return compute_reward(data, load_reward_manager(config, tokenizer) if reward_fn is None else reward_fn)
 
@@ -80,7 +80,7 @@ class _Remote:
 compute_reward_async = _Remote()
 
 
-def _section(config: Any, *names: str) -> Any:
+def _section(config: object, *names: str) -> Any:
     for name in names:
         config = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
         if config is None:

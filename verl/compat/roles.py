@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from verl.runtime.user_worker import Worker
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from verl.config import PPOConfig
+
+    Tree: TypeAlias = PPOConfig | DictConfig
 
 WorkerType = type[Worker]
 
@@ -47,14 +54,14 @@ _NAMES = {
 }
 
 
-def need_reference_policy(config: Any) -> bool:
+def need_reference_policy(config: Tree) -> bool:
     """Whether a KL term needs the reference policy. Releases before 0.7 give a mapping of roles instead of a config."""
     if _maps_roles(config):
         return Role.RefPolicy in config
     return bool(config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss)
 
 
-def need_reward_model(config: Any) -> bool:
+def need_reward_model(config: Tree) -> bool:
     """Whether the config enables a reward model, under either spelling; or a mapping of roles as above."""
     if _maps_roles(config):
         return Role.RewardModel in config
@@ -63,7 +70,7 @@ def need_reward_model(config: Any) -> bool:
     return bool(model.get("enable"))
 
 
-def need_critic(config: Any) -> bool:
+def need_critic(config: Tree) -> bool:
     """`critic.enable`, or if that is null, whether the advantage estimator reads values. Raises ConfigError for an unknown
     estimator."""
     from verl.algorithms.advantages import requires

@@ -77,7 +77,7 @@ def current_script() -> Script:
     return Script.current
 
 
-class WithCallbacks(Program):
+class WithCallbacks(Program[Any]):
     """Calls the events of transformers' Trainer, in its order, around the steps of a program."""
 
     def step(self, step: int) -> StepResult:
@@ -160,7 +160,7 @@ class RunnerPPO(WithCallbacks, PPO):
     """PPO and GRPO with callbacks."""
 
     @classmethod
-    def select(cls, config: PPOConfig) -> type[Program]:
+    def select(cls, config: PPOConfig) -> type[Program[Any]]:
         """See AsyncPPO. Raises ConfigError for another program than PPO."""
         if config.algorithm.program != "ppo":
             raise ConfigError(

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import FrozenInstanceError, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.config import (
     PPO,
@@ -26,6 +26,9 @@ from verl.config import (
 )
 from verl.errors import ConfigError
 from verl.registry import load_object
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 __all__ = [
     "ActorConfig",
@@ -113,7 +116,7 @@ class HFModelConfig(ModelConfig):
         return self.processor if self.processor is not None else self.tokenizer
 
 
-def omega_conf_to_dataclass(config: Any, dataclass_type: Any = None) -> Any:
+def omega_conf_to_dataclass(config: object, dataclass_type: Any = None) -> Any:
     """A section (OmegaConf or dict) as `dataclass_type`, or as the class that its `_target_` names.
 
     A dataclass is returned unchanged, an empty section as the class's defaults. Raises ConfigError for a key that the class
@@ -143,7 +146,7 @@ def omega_conf_to_dataclass(config: Any, dataclass_type: Any = None) -> Any:
         raise ConfigError(f"The section does not fit {name}: {str(error).splitlines()[0]}") from error
 
 
-def loaded_config(config: Any) -> LoadedConfig:
+def loaded_config(config: object) -> LoadedConfig:
     """A whole tree from Python (OmegaConf, dict, dataclasses), resolved and checked like one from a command line.
 
     Keys with their default values count as not given: a tree composed by Hydra has all keys. Raises ConfigError.
@@ -161,7 +164,7 @@ def loaded_config(config: Any) -> LoadedConfig:
         return load_config((), str(file))
 
 
-def validate_config(config: Any, use_reference_policy: bool = False, use_critic: bool = False) -> None:
+def validate_config(config: object, use_reference_policy: bool = False, use_critic: bool = False) -> None:
     """Check a whole tree; it determines the roles. Raises ConfigError with one sentence per problem."""
     loaded_config(config)
 
@@ -193,7 +196,7 @@ _FOLLOWING = {path for path, _ in PPO.follows}
 _LEGACY_REWARD = ("custom_reward_function", "reward_model", "sandbox_fusion")
 
 
-def migrate_legacy_reward_impl(config: Any) -> Any:
+def migrate_legacy_reward_impl(config: DictConfig) -> DictConfig:
     """Move the keys of the three older sections of an OmegaConf tree below `reward`, in place, except null values. Returns
     the tree."""
     from omegaconf import OmegaConf, open_dict

@@ -10,11 +10,14 @@ import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.errors import ConfigError
 from verl.families import SINKS
 from verl.run.steps import SteppedRun
+
+if TYPE_CHECKING:
+    from verl.config import PPOConfig
 
 # methods of the other releases' trainer that scripts override
 _TRAINER_HOOKS = (
@@ -45,7 +48,7 @@ class RayPPOTrainer:
 
     def __init__(
         self,
-        config: Any,
+        config: object,
         tokenizer: Any = None,
         role_worker_mapping: dict[Any, Any] | None = None,
         resource_pool_manager: Any = None,
@@ -125,7 +128,7 @@ class RLTrainer(SteppedRun):
 
     def __init__(
         self,
-        config: Any = (),
+        config: object = (),
         *,
         log_with: str | list[str] | None = None,
         reward_fn: Callable[..., Any] | None = None,
@@ -180,7 +183,7 @@ class PPOTrainer(RLTrainer):
 class TaskRunner:
     """`run(config)` trains. Overridden methods that choose workers are refused: they would not be called."""
 
-    def run(self, config: Any) -> None:
+    def run(self, config: object) -> None:
         """Train by `config`. Raises the errors of `verl train`."""
         from verl.compat.sections import loaded_config
         from verl.run.host import train
@@ -194,14 +197,14 @@ class TaskRunner:
         raise AttributeError(name)
 
 
-def run_ppo(config: Any, task_runner_class: Any = None) -> None:
+def run_ppo(config: object, task_runner_class: Any = None) -> None:
     """Train by `config` (OmegaConf, a dict or dataclasses of verl.config), on the runtime that it names.
     `task_runner_class` is TaskRunner or a subclass, also one made by `ray.remote`. Raises the errors of `verl train`."""
     runner = _undecorated(task_runner_class) if task_runner_class is not None else TaskRunner
     runner().run(config)
 
 
-def _with_reward(config: Any, reward_fn: Callable[..., Any]) -> Any:
+def _with_reward(config: PPOConfig, reward_fn: Callable[..., Any]) -> PPOConfig:
     """`config` with a function of the script as its custom_reward_function. Raises ConfigError for one without a file."""
     name, function = getattr(reward_fn, "__qualname__", ""), config.reward.custom_reward_function
     try:

@@ -11,10 +11,13 @@ from verl.config.roots import (
     RM,
     SCHEMAS,
     SFT,
+    GivenRowsConfig,
     PPOConfig,
     PreferenceConfig,
     RMConfig,
+    RunConfig,
     SFTConfig,
+    full_key,
     schema_of,
 )
 from verl.config.roots.ppo import ActorRolloutRefConfig
@@ -53,6 +56,7 @@ __all__ = [
     "DataConfig",
     "FSDPConfig",
     "FilterGroupsConfig",
+    "GivenRowsConfig",
     "GuardsConfig",
     "KLCtrlConfig",
     "LoadedConfig",
@@ -75,6 +79,7 @@ __all__ = [
     "RewardModelConfig",
     "RolloutConfig",
     "RolloutCorrectionConfig",
+    "RunConfig",
     "SFTConfig",
     "SFTDataConfig",
     "SFTEngineConfig",
@@ -85,6 +90,7 @@ __all__ = [
     "TextDataConfig",
     "TrainerConfig",
     "ValKwargsConfig",
+    "full_key",
     "load_config",
     "schema_of",
 ]

@@ -29,7 +29,7 @@ DEFAULT_SEED = 42
 Files = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
-def whole_section(config: Any) -> Any:
+def whole_section(config: DataConfig | Mapping[str, Any]) -> Any:
     """The section `data`, with defaults for keys that a mapping (a recipe's own config) leaves out. Additional keys of the
     mapping stay."""
     from verl.config import DataConfig

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sized
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.errors import ConfigError, DataError
 from verl.registry import load_object, require_call
+
+if TYPE_CHECKING:
+    from verl.config import DataConfig
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +101,7 @@ def sampler_class(path: str, name: str | None) -> Any:
     return sampler
 
 
-def load_sampler(path: str, name: str | None, rows: Sized, config: Any) -> Any:
+def load_sampler(path: str, name: str | None, rows: Sized, config: DataConfig) -> Any:
     """A sampler for `rows`, of the class `name` at `path`. Raises ConfigError."""
     sampler = sampler_class(path, name)
     try:

@@ -52,8 +52,6 @@ class Trajectory:
     segments: list[Segment] = field(default_factory=list)
     status: Status = "open"
     messages: list[dict[str, Any]] = field(default_factory=list)  # of a conversation, in the format of chat templates
-    rewards: dict[str, float] = field(default_factory=dict)
-    media: dict[str, Any] = field(default_factory=dict)  # images and other inputs in addition to the tokens
 
     def extended(self, done: Completion, dtype: type[np.floating[Any]] = np.float32) -> Trajectory:
         """A trajectory that continues with the tokens that an engine sampled, their log-probs in `dtype`."""

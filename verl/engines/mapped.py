@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from verl.config import full_key
 from verl.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ def check_place(folder: Path, kind: str) -> None:
     """Raise ConfigError for a folder on a file system of `kind` that is in memory."""
     if kind in _IN_MEMORY:
         raise ConfigError(
-            f"actor_rollout_ref.ref.memory_map=True keeps the reference's weights in {folder}, which is {kind}: in memory "
+            f"{full_key('ref.memory_map')}=True keeps the reference's weights in {folder}, which is {kind}: in memory "
             "too. Set trainer.default_local_dir to a folder on a disk."
         )
 
@@ -75,6 +76,6 @@ def _mapped_file(folder: Path, size: int, parts: list[tuple[int, torch.UntypedSt
             return mmap.mmap(file.fileno(), max(1, size), flags=mmap.MAP_PRIVATE)
     except OSError as error:
         raise ConfigError(
-            f"actor_rollout_ref.ref.memory_map=True needs {size / 1e9:.2f} GB in {folder}: {error.strerror}. Free some space, "
+            f"{full_key('ref.memory_map')}=True needs {size / 1e9:.2f} GB in {folder}: {error.strerror}. Free some space, "
             "or set trainer.default_local_dir to another disk."
         ) from error

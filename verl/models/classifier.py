@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedConfig
 
 from verl.errors import ModelError
 from verl.models.folder import fetch
@@ -51,13 +51,13 @@ def load_reward_model(
     return module.requires_grad_(False).eval()
 
 
-def is_causal_lm(config: Any) -> bool:
+def is_causal_lm(config: PreTrainedConfig) -> bool:
     """Whether a transformers config names the architecture of a language model."""
     architectures = getattr(config, "architectures", None) or [""]
     return str(architectures[0]).endswith(("ForCausalLM", "LMHeadModel"))
 
 
-def scores_steps(config: Any) -> bool:
+def scores_steps(config: PreTrainedConfig) -> bool:
     """Whether a transformers config is of a process reward model: its score is of the state at the end of a step."""
     return str((getattr(config, "architectures", None) or [""])[0]).endswith(TokenValueModel.architecture)
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from verl.models.cpu.decoder import dense_hidden_states
 from verl.models.cpu.weights import DenseDecoder
@@ -152,7 +153,7 @@ def computed_outputs(inputs: HeadInputs, packed: PackedBatch, outputs: Sequence[
     return {name: kind.scatter(packed, kind.compute(inputs)) for name, kind in kinds.items()}
 
 
-def head_transform(config: Any) -> dict[str, Any]:
+def head_transform(config: PreTrainedConfig) -> dict[str, Any]:
     """A family's transform of its logits after the projection: Gemma caps them, Cohere multiplies and Granite divides."""
     config = config.get_text_config()
     divisor = getattr(config, "logits_scaling", None)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from transformers import PreTrainedConfig
 
 from verl.config import ModelConfig
 from verl.errors import ModelError, VerlError, is_failure, nearest
@@ -224,7 +225,7 @@ def load_model_config(path: str | Path, trust_remote_code: bool, override: dict[
     return config
 
 
-def _require_text(path: str | Path, config: Any) -> None:
+def _require_text(path: str | Path, config: PreTrainedConfig) -> None:
     """Raise ModelError for a vision-language model of which transformers has no causal language model."""
     has_own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     known = type(config) in transformers.AutoModelForCausalLM._model_mapping
@@ -236,7 +237,7 @@ def _require_text(path: str | Path, config: Any) -> None:
         )
 
 
-def _filled(auto_class: str, folder: Path, config: Any, skeleton: Any, trust_remote_code: bool) -> Any:
+def _filled(auto_class: str, folder: Path, config: PreTrainedConfig, skeleton: Any, trust_remote_code: bool) -> Any:
     """`skeleton`, a model on the meta device, with the weights of `folder`."""
     module, report = getattr(transformers, auto_class).from_pretrained(
         str(folder),
@@ -297,7 +298,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _loading(path: str | Path, config: Any) -> Iterator[None]:
+def _loading(path: str | Path, config: PreTrainedConfig) -> Iterator[None]:
     """Turn the many errors of transformers, which is quiet, into one sentence."""
     try:
         with _quiet():
@@ -350,7 +351,7 @@ def model_without_numbers(model: ModelConfig, dtype: torch.dtype) -> Any:
     return module
 
 
-def _on_meta(auto_class: str, config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+def _on_meta(auto_class: str, config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     """A model of `auto_class` without values; with verl's attention, or its own where its class takes no other."""
     factory = getattr(transformers, auto_class)
     settings = {"dtype": dtype, "trust_remote_code": trust_remote_code, **_experts(dtype)}

@@ -26,6 +26,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from verl.config import full_key
 from verl.errors import ConfigError, DeadlineError, WorkerLostError
 from verl.parallel.rank_status import RankStatus
 from verl.parallel.stack_dump import Reporter, calls
@@ -246,7 +247,7 @@ class Collectives:
             f"{'; its stack: ' + str(row['stack']) if timed_out and 'stack' in row else ''})"
             for r, row in sorted(behind.items())
         )
-        fix = "Look at its log; raise trainer.call_timeout_s or actor_rollout_ref.nccl_timeout if it is only slow."
+        fix = f"Look at its log; raise trainer.call_timeout_s or {full_key('nccl_timeout')} if it is only slow."
         return f"{names or 'No rank is behind'}. {fix}"
 
 

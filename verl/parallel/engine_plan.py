@@ -1,6 +1,6 @@
 """Layout of a rollout engine over devices: its replicas, their ranks, and the devices of each engine process. Pure.
 
-    EnginePlan.of(config, Placement.of(config))
+    EnginePlan.of(specs.rollout, specs.place(None))
 
     ranks 0 1 2 3, tensor_model_parallel_size=2
     replica 0 [0 1]: rank 0 runs the engine, whose process sees devices 0 and 1
@@ -17,16 +17,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from verl.config import full_key
 from verl.errors import ConfigError
 from verl.parallel.mesh import Mesh
 from verl.parallel.placement import Placement
 
 if TYPE_CHECKING:
-    from verl.config import PPOConfig
+    from verl.specs import RolloutSpec
 
 Where = Literal["ranks", "process", "service"]
 
-_KEYS = "actor_rollout_ref.rollout"
+_KEYS = full_key("rollout")
 _TENSOR, _PIPELINE = f"{_KEYS}.tensor_model_parallel_size", f"{_KEYS}.pipeline_model_parallel_size"
 _DATA, _EXPERT = f"{_KEYS}.data_parallel_size", f"{_KEYS}.expert_parallel_size"
 _SPANNING = ("native", "vllm", "sglang")  # engines of which several devices can share a copy
@@ -34,7 +35,7 @@ _SPANNING = ("native", "vllm", "sglang")  # engines of which several devices can
 
 @dataclass(frozen=True)
 class Sizes:
-    """The parallel sizes that `actor_rollout_ref.rollout` asks for."""
+    """The parallel sizes of a rollout."""
 
     tensor: int = 1
     data: int = 1
@@ -67,10 +68,10 @@ class EnginePlan:
     replicas: tuple[EngineReplica, ...]
 
     @classmethod
-    def of(cls, config: PPOConfig, placement: Placement, order: Sequence[int] | None = None) -> EnginePlan:
+    def of(cls, spec: RolloutSpec, placement: Placement, order: Sequence[int] | None = None) -> EnginePlan:
         """The plan of a run. `order`: the ranks of the rollout, neighbours in a replica (default: ascending). Raises
-        ConfigError when devices do not divide as the config asks."""
-        rollout = config.actor_rollout_ref.rollout
+        ConfigError when devices do not divide as the spec asks."""
+        rollout = spec.section
         return plan_engine(
             rollout.name,
             rollout.mode,
@@ -84,7 +85,7 @@ class EnginePlan:
             num_devices=placement.num_devices,
             devices_per_node=placement.devices_per_node,
             has_service=rollout.service.url is not None,
-            counted_by=_counted_by(config),
+            devices_key=spec.devices_key,
         )
 
     @property
@@ -129,10 +130,10 @@ def plan_engine(
     num_devices: int,
     devices_per_node: int,
     has_service: bool = False,
-    counted_by: str = "trainer.n_gpus_per_node",
+    devices_key: str = "trainer.n_gpus_per_node",
 ) -> EnginePlan:
     """The plan for `engine` over `ranks` of a run with `num_devices` devices. `has_service`: a server was given by its
-    address. `counted_by` names the keys that say how many ranks there are, for errors.
+    address. `devices_key` names the keys that say how many ranks there are, for errors.
 
     Raises ConfigError when the sizes do not divide, and for a layout that the engine does not have.
     """
@@ -147,7 +148,7 @@ def plan_engine(
     if len(ranks) % (sizes.tensor * sizes.data):
         raise ConfigError(
             f"The {len(ranks)} devices of the rollout do not divide into groups of {_asked(sizes)}; choose sizes whose product "
-            f"divides {len(ranks)}, or change their number ({counted_by})."
+            f"divides {len(ranks)}, or change their number ({devices_key})."
         )
     groups = [tuple(ranks[first : first + sizes.tensor]) for first in range(0, len(ranks), sizes.tensor)]
     replicas = tuple(_replica(group, where, sizes, devices_per_node) for group in groups)
@@ -199,14 +200,6 @@ def _replica(group: tuple[int, ...], where: Where, sizes: Sizes, devices_per_nod
 
 def _asked(sizes: Sizes) -> str:
     return f"{_TENSOR}={sizes.tensor}" + (f" x {_DATA}={sizes.data}" if sizes.data != 1 else "")
-
-
-def _counted_by(config: PPOConfig) -> str:
-    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
-    if "rollout" in trainer.placement:
-        return "trainer.placement"
-    prefix, counts = (f"{_KEYS}.", rollout) if rollout.nnodes else ("trainer.", trainer)
-    return f"{prefix}nnodes={counts.nnodes} x {prefix}n_gpus_per_node={counts.n_gpus_per_node}"
 
 
 def _place(replica: EngineReplica) -> str:

@@ -1,6 +1,6 @@
 """Placement of roles on devices: one process per device, shared by the roles of that device. Pure, without torch.
 
-    Placement.of(config)                       trainer.nnodes x n_gpus_per_node, trainer.placement, pools of single roles
+    Placement.of(Nodes(2, 8), pools)           every role on all devices, except roles with nodes of their own or a placement
     set_device_map(DataParallelConfig(actor_devices=[0, 1], critic_devices=[2]))      from a script, before the run
     Placement.from_roles({"actor": [0, 1], "critic": [2]})
 
@@ -11,17 +11,26 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from verl.errors import ConfigError, nearest
-
-if TYPE_CHECKING:
-    from verl.config import PPOConfig
 
 # role -> the role whose devices it takes when it is not placed itself
 FOLLOWS = {"rollout": "actor", "reference": "actor", "critic": "actor", "reward": "rollout"}
 ROLES = ("actor", *FOLLOWS)
-_SPELLINGS = {"ref": "reference", "reward_model": "reward", "actor_rollout": "actor", "actor_rollout_ref": "actor"}
+_SPELLINGS = {"ref": "reference", "reward_model": "reward"}
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """`count` nodes with `devices` each."""
+
+    count: int = 1
+    devices: int = 1
+
+    @property
+    def total(self) -> int:
+        """Devices of all nodes."""
+        return self.count * self.devices
 
 
 @dataclass(frozen=True)
@@ -125,33 +134,36 @@ class Placement:
         return cls(placed, devices_per_node or total)
 
     @classmethod
-    def of(cls, config: PPOConfig, num_devices: int | None = None, teachers: Sequence[str] = ()) -> Placement:
-        """The placement of a config, with roles for `teachers`; a device map that a script has set goes before
-        `trainer.placement`.
+    def of(
+        cls,
+        training: Nodes,
+        pools: Mapping[tuple[str, ...], Nodes],
+        placed: Mapping[str, Iterable[int]],
+        *,
+        num_devices: int | None = None,
+        teachers: Sequence[str] = (),
+    ) -> Placement:
+        """All roles, and roles for `teachers`, on the nodes of `training`, except roles that `placed` puts on certain devices
+        and groups of roles with nodes in `pools` (count 0: none). A device map that a script has set takes the place of
+        `placed`.
 
-        `num_devices` is the number of processes that a launcher has started. It must then equal the config's number, unless
-        the config leaves it at 1. One-node pools for rollout and for training are taken to be on the same node. Raises
-        ConfigError.
+        `num_devices` is the number of processes that a launcher has started. It must then equal the number of all nodes'
+        devices, unless that is 1. One-node pools and training on one node are taken to be on the same node. Raises ConfigError.
         """
-        trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
-        if trainer.nnodes < 1 or trainer.n_gpus_per_node < 1:
+        if training.count < 1 or training.devices < 1:
             raise ConfigError("trainer.nnodes and trainer.n_gpus_per_node must be at least 1.")
-        roles: Mapping[str, Iterable[int]] = _device_map.roles() if _device_map is not None else trainer.placement
-        asked = trainer.nnodes * trainer.n_gpus_per_node
-        if rollout.nnodes:
-            own = rollout.nnodes * rollout.n_gpus_per_node
-            roles = {"actor": range(asked), "rollout": range(asked, asked + own), **roles}
-            asked += own
-        if teachers and config.distillation.nnodes:
-            own = config.distillation.nnodes * config.distillation.n_gpus_per_node
-            roles = {**dict.fromkeys(teachers, range(asked, asked + own)), "actor": range(asked), **roles}
-            asked += own
+        asked, apart = training.total, dict[str, Iterable[int]]()
+        for names, nodes in pools.items():
+            if nodes.count:
+                apart |= {"actor": range(training.total), **dict.fromkeys(names, range(asked, asked + nodes.total))}
+                asked += nodes.total
+        roles = {**apart, **(_device_map.roles() if _device_map is not None else placed)}
         if asked == 1:
             asked = max((d for devices in roles.values() for d in devices), default=0) + 1
         asked = _started(asked, num_devices)
-        pools = (trainer.nnodes, rollout.nnodes, config.distillation.nnodes if teachers else 0)
-        num_nodes = 1 if max(pools) == 1 else sum(pools)
-        return cls.from_roles(roles, asked, max(trainer.n_gpus_per_node, -(-asked // num_nodes)), teachers)
+        counts = [training.count, *(nodes.count for nodes in pools.values())]
+        num_nodes = 1 if max(counts) == 1 else sum(counts)
+        return cls.from_roles(roles, asked, max(training.devices, -(-asked // num_nodes)), teachers)
 
 
 def _started(asked: int, started: int | None) -> int:
@@ -176,7 +188,9 @@ def set_device_map(config: DataParallelConfig | None) -> None:
 
 
 def _role_name(name: str, follows: Mapping[str, str]) -> str:
-    role, known = _SPELLINGS.get(name, name), ("actor", *follows)
+    # existing releases name the worker of several roles after them: actor_rollout, and with the reference too
+    combined = name.startswith("actor_") and {"actor", "rollout", "ref"}.issuperset(name.split("_"))
+    role, known = "actor" if combined else _SPELLINGS.get(name, name), ("actor", *follows)
     if role not in known:
         raise ConfigError(
             f"There is no role {name!r} to place{nearest(name, known) or '; there are ' + ', '.join(known)}"

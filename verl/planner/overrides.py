@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
+from verl.config import PPOConfig, RunConfig
 from verl.config.schema import value_at
 from verl.planner.dataflow import ROLLOUT
 from verl.planner.layout import ParallelLayout
@@ -18,7 +19,7 @@ _FSDP = {"actor": f"{_GROUP}.actor.fsdp_config", "reference": f"{_GROUP}.ref.fsd
 _ON_GIVEN_ROWS = ("sft", "preference", "rm")  # programs with one engine, whose keys are engine.* and data.*
 
 
-def overrides(plan: RunPlan, engine: str, config: Any = None) -> list[str]:
+def overrides(plan: RunPlan, engine: str, config: RunConfig | None = None) -> list[str]:
     """`key=value` for every choice of the plan. Sizes of 1 and disabled options are left out, unless the run's `config` (if
     given) has another value."""
     found = list(_devices(plan))
@@ -32,10 +33,10 @@ def overrides(plan: RunPlan, engine: str, config: Any = None) -> list[str]:
         if layout is not None and role in _ENGINE:
             found += _needed(_sizes(role, layout, engine, plan.flow.shapes[role]), config)
             found += _batches(role, layout)
-    return [*found, *([] if config is None else _contradicted(config, plan))]
+    return [*found, *(_contradicted(config, plan) if isinstance(config, PPOConfig) else [])]
 
 
-def _needed(settings: Iterable[tuple[str, Any]], config: Any) -> list[str]:
+def _needed(settings: Iterable[tuple[str, Any]], config: RunConfig | None) -> list[str]:
     """`key=value` for settings that differ from the default or from `config`."""
     found = []
     for key, value in settings:
@@ -46,7 +47,7 @@ def _needed(settings: Iterable[tuple[str, Any]], config: Any) -> list[str]:
     return found
 
 
-def _contradicted(config: Any, plan: RunPlan) -> list[str]:
+def _contradicted(config: PPOConfig, plan: RunPlan) -> list[str]:
     """`key=value` for keys of `config` that would start other devices or another mode than the plan."""
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
     found = [f"{_GROUP}.rollout.nnodes=0"] if rollout.nnodes else []

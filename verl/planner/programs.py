@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from verl.config import PPOConfig, PreferenceConfig
+from verl.config import PPOConfig, PreferenceConfig, RunConfig
 from verl.config.active_keys import LABELLED_LOSSES, uses_critic, uses_reference
 from verl.config.roots.preference import has_reference_role
 from verl.config.roots.reward_model import PAIR_LOSSES, RMConfig
@@ -24,7 +23,7 @@ def lora_parameters(shape: ModelShape, rank: int) -> int:
     return round(shape.num_layers * sum(rank * (n + k) for n, k in sizes))
 
 
-def dataflow_of(config: Any) -> Dataflow:
+def dataflow_of(config: RunConfig) -> Dataflow:
     """The roles and calls of the config of a program. Raises ConfigError for a model whose shape is not known."""
     if isinstance(config, PPOConfig):
         return _ppo(config)
@@ -62,7 +61,7 @@ def _ppo(config: PPOConfig) -> Dataflow:
     )
 
 
-def workload_of(config: Any, asked: WorkloadRequest) -> Workload:
+def workload_of(config: RunConfig, asked: WorkloadRequest) -> Workload:
     """The step of a config. Lengths that are not given are half the limits, with a wide distribution. Programs that train on
     given rows have the lengths of whole rows, less the prompt where `prompt_mean` is given."""
     if isinstance(config, PPOConfig):

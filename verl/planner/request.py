@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from verl.config import LoadedConfig, PPOConfig
+from verl.config import LoadedConfig, PPOConfig, RunConfig
 from verl.config.overrides import parse_override
 from verl.errors import ConfigError, nearest
 from verl.parallel.memory import available_memory
@@ -176,18 +176,18 @@ def cluster_of(asked: ClusterRequest, loaded: LoadedConfig[Any]) -> Cluster:
     return cluster.in_float32() if _dtype(loaded.config) in ("float32", "fp32") else cluster
 
 
-def _dtype(config: Any) -> str:
+def _dtype(config: RunConfig) -> str:
     """The compute dtype of the model that trains, in which frozen weights are held too."""
     return config.actor_rollout_ref.actor.fsdp_config.dtype if isinstance(config, PPOConfig) else config.engine.dtype
 
 
-def engine_of(asked: PlanRequest, config: Any) -> str:
+def engine_of(asked: PlanRequest, config: RunConfig) -> str:
     """The family of layouts: `plan.engine`, else the family of the config's training engine."""
     strategy = config.actor_rollout_ref.actor.strategy if isinstance(config, PPOConfig) else config.engine.strategy
     return asked.engine or ("megatron" if strategy == "megatron" else "fsdp")
 
 
-def rules_of(asked: PlanRequest, config: Any, roles: tuple[str, ...]) -> Rules:
+def rules_of(asked: PlanRequest, config: RunConfig, roles: tuple[str, ...]) -> Rules:
     """The choices of a search. Programs that train on given rows run all roles on the same devices, and so does Megatron, whose
     process groups span a run. Raises ConfigError where a rollout that runs ahead is asked of it."""
     engine = engine_of(asked, config)

@@ -12,9 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 # the first three are needed
 _SIZES = (
@@ -60,7 +63,7 @@ class ModelShape:
         return cls(num_layers, hidden, heads, heads, hidden // heads, 4 * hidden, vocab, True, False, name=name)
 
     @classmethod
-    def from_config(cls, config: Any, name: str = "", counted: int = 0) -> ModelShape:
+    def from_config(cls, config: Mapping[str, Any] | PreTrainedConfig, name: str = "", counted: int = 0) -> ModelShape:
         """From a Hugging Face config of a decoder, a mapping or an object; `counted` are its parameters, where they are known.
         Raises ConfigError when a size is missing."""
         found = _as_mapping(config)
@@ -169,7 +172,7 @@ class ModelShape:
         return 2.0 * self.active_parameters, float(self.num_layers * scores)
 
 
-def _as_mapping(config: Any) -> Mapping[str, Any]:
+def _as_mapping(config: object) -> Mapping[str, Any]:
     if isinstance(config, Mapping):
         return config
     return config.to_dict() if hasattr(config, "to_dict") else vars(config)

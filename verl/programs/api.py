@@ -14,9 +14,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
-from verl.registry import Registry
+from verl.config import SCHEMAS, RunConfig, schema_of
+from verl.config.secrets import remember_secrets
+from verl.registry import Registry, load_object
 
 if TYPE_CHECKING:
     from verl.checkpoint.store import CheckpointWriter
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from verl.tracking.spans import Spans
     from verl.tracking.summary import Result
     from verl.tracking.timeline import SpanPhases
+
+C = TypeVar("C", bound=RunConfig)  # the config tree of a program
 
 # name that an entry point gives to verl.run.host.train -> class of the program; also `path/to/file.py:Class`
 PROGRAMS = Registry(
@@ -106,7 +110,7 @@ class ProgramData(Protocol):
         ...
 
 
-class Program(ABC):
+class Program(ABC, Generic[C]):
     """One kind of training. Subclasses define the abstract methods; the others are optional.
 
     The constructor takes `(config, data, roles, run)`: the config tree, the result of `load_data`, the roles that the runtime
@@ -125,23 +129,23 @@ class Program(ABC):
     requests: frozenset[str] = frozenset()
 
     @classmethod
-    def select(cls, config: Any) -> type[Program]:
+    def select(cls, config: C) -> type[Program[Any]]:
         """The class that trains with `config`, for a program with variants."""
         return cls
 
     @classmethod
     @abstractmethod
-    def load_data(cls, config: Any, *, train: bool = True) -> ProgramData:
+    def load_data(cls, config: C, *, train: bool = True) -> ProgramData:
         """Read and check the data files. Raises DataError or ConfigError, before any model is loaded."""
 
     @classmethod
     @abstractmethod
-    def roles(cls, config: Any, *, train: bool = True) -> RoleSpecs:
+    def roles(cls, config: C, *, train: bool = True) -> RoleSpecs:
         """The roles to build. They depend only on the config, since every process of a run calls this method. Without `train`:
         only the roles that `validate` uses, frozen."""
 
     @abstractmethod
-    def __init__(self, config: Any, data: Any, roles: Roles, run: RunContext): ...
+    def __init__(self, config: C, data: Any, roles: Roles, run: RunContext): ...
 
     @abstractmethod
     def step(self, step: int) -> StepResult:
@@ -151,7 +155,7 @@ class Program(ABC):
     def validate(self, step: int) -> dict[str, float]:
         """Metrics on the held-out rows after `step` (0: before training). Called only when the data has validation rows."""
 
-    def drain(self) -> None:  # noqa: B027 - optional
+    def drain(self) -> None:
         """Return when nothing is in flight. Called before a checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -159,13 +163,13 @@ class Program(ABC):
         keys (step, seconds, num_tokens, first_validation), which it must not use."""
         return {}
 
-    def load_state_dict(  # noqa: B027 - optional
+    def load_state_dict(
         self, state: Mapping[str, Any] | None, checkpoint: Path | None, rolled_back: RollBack | None = None
     ) -> None:
         """Start, or start again: called once before the first step, and after each RollBack. The weights of the roles are in
         place. `state` holds all keys of trainer_state.json of the folder `checkpoint`; both are None for a fresh run."""
 
-    def move_records(self, folder: Path) -> None:  # noqa: B027 - optional
+    def move_records(self, folder: Path) -> None:
         """Copy to `folder` the files that this program writes next to checkpoints and needs to resume. The run folder was
         lost, and its last checkpoint is saved in `folder`."""
 
@@ -173,7 +177,7 @@ class Program(ABC):
         """Further folders of a checkpoint: name -> its writer. Called after `drain`."""
         return {}
 
-    def step_done(self, step: int, metrics: Mapping[str, float]) -> None:  # noqa: B027 - optional
+    def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """All metrics of a finished step, the host's included; for warnings."""
 
     def header(self) -> dict[str, Any]:
@@ -184,5 +188,41 @@ class Program(ABC):
         """Rows of the closing table and of summary.json, from the metrics of the first and of the last validation."""
         return ()
 
-    def close(self) -> None:  # noqa: B027 - optional
+    def close(self) -> None:
         """Release files and threads. May be called after an error."""
+
+
+class DeclaresRoles(Protocol):
+    """The part of a program class that makes specs."""
+
+    @classmethod
+    def roles(cls, tree: Any, /, *, train: bool = True) -> RoleSpecs:
+        """See Program."""
+        ...
+
+
+@dataclass(frozen=True)
+class ProgramSpecs:
+    """The SpecSource of a run: a program, which other processes import by its module and name, with its config."""
+
+    program: type[DeclaresRoles] | str
+    config: RunConfig
+
+    def specs(self, *, train: bool = True) -> RoleSpecs:
+        """See SpecSource."""
+        program = load_object(self.program) if isinstance(self.program, str) else self.program
+        specs: RoleSpecs = program.roles(self.config, train=train)
+        return specs
+
+    def recipe(self) -> tuple[Any, ...]:
+        """See SpecSource."""
+        assert not isinstance(self.program, str)
+        schema, name = schema_of(self.config), f"{self.program.__module__}:{self.program.__qualname__}"
+        return f"{__name__}:specs_of_recipe", name, schema.name, schema.flatten(self.config)
+
+
+def specs_of_recipe(program: str, schema: str, values: Mapping[str, Any]) -> ProgramSpecs:
+    """The ProgramSpecs of a recipe, in another process. Logs do not show secrets of the config from here on."""
+    config = SCHEMAS[schema].build(values)
+    remember_secrets(config)
+    return ProgramSpecs(program, config)

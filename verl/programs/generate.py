@@ -11,6 +11,7 @@ from verl.config import LoadedConfig, PPOConfig
 from verl.data.files import write_parquet
 from verl.data_proto.sample_rows import sample_rows
 from verl.errors import ConfigError
+from verl.programs.api import ProgramSpecs
 from verl.programs.collect import generate_samples
 from verl.programs.ppo import PPO
 from verl.programs.ppo_data import PPOData, load_data
@@ -34,7 +35,7 @@ def generate(loaded: LoadedConfig, output: Path) -> int:
     data = load_data(config, train=False)
     if data.validation is None:
         raise ConfigError("Generation needs prompts: set data.val_files.")
-    with open_runtime(config, PPO) as runtime:
+    with open_runtime(ProgramSpecs(PPO, config)) as runtime:
         roles = runtime.build_roles(total_steps=1, data_sources=data.data_sources, train=False)
         try:
             target = output if runtime.is_rank_zero else Path(os.devnull)

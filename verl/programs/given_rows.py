@@ -16,10 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from verl.config import GivenRowsConfig
 from verl.data.conversations.dataset import ConversationDataset, ConversationLoader
 from verl.data_proto.metrics import Metric, metric_values
 from verl.data_proto.proto import DataProto
@@ -30,6 +31,7 @@ from verl.models.load import load_tokenizer
 from verl.parallel.placement import Placement
 from verl.programs.api import Program, RollBack, RunContext, StepResult
 from verl.programs.guards import Guards, RollBackPrompts, StepBatch
+from verl.programs.specs import run_spec
 from verl.roles.api import Objective, Roles, RoleSpec, RoleSpecs, settings_of
 from verl.roles.step_guard import StepGuard
 from verl.tracking.files import Check, is_count
@@ -37,6 +39,7 @@ from verl.tracking.files import Check, is_count
 log = logging.getLogger(__name__)
 
 ROLE = "model"
+G = TypeVar("G", bound=GivenRowsConfig)
 
 
 @dataclass
@@ -55,7 +58,7 @@ class GivenRows:
         return self.validation is not None
 
 
-class GivenRowsProgram(Program):
+class GivenRowsProgram(Program[G]):
     """Training of a model on given rows. Subclasses define `load_rows`, `objective`, `validate` and `loss_name`.
 
     Metrics of a step: train/{loss,grad_norm,lr,global_tokens,total_tokens(B)}, and train/* of the objective.
@@ -69,14 +72,14 @@ class GivenRowsProgram(Program):
     @classmethod
     @abstractmethod
     def load_rows(
-        cls, config: Any, files: Any, tokenizer: Any, *, max_samples: int, seed: int | None, keep_going: bool = False
+        cls, config: G, files: Any, tokenizer: Any, *, max_samples: int, seed: int | None, keep_going: bool = False
     ) -> Any:
         """The data set of `files`: `max_samples` rows that `seed` selects (-1: all; None: the first ones). With `keep_going`
         bad rows are counted, for `verl check`."""
 
     @classmethod
     @abstractmethod
-    def objective(cls, config: Any) -> Callable[[StepGuard], Objective]:
+    def objective(cls, config: G) -> Callable[[StepGuard], Objective]:
         """The function that makes the objective of the model from a StepGuard; see RoleSpec."""
 
     @abstractmethod
@@ -84,7 +87,7 @@ class GivenRowsProgram(Program):
         """The loss, for the header."""
 
     @classmethod
-    def load_data(cls, config: Any, *, train: bool = True) -> GivenRows:
+    def load_data(cls, config: G, *, train: bool = True) -> GivenRows:
         """Also raises DataError when there are fewer rows than a batch has."""
         data, trainer = config.data, config.trainer
         found = GivenRows(load_tokenizer(config.model))
@@ -100,10 +103,10 @@ class GivenRowsProgram(Program):
         return found
 
     @classmethod
-    def roles(cls, config: Any, *, train: bool = True) -> RoleSpecs:
+    def roles(cls, config: G, *, train: bool = True) -> RoleSpecs:
         return specs_of(config, (model_spec(config, cls.objective(config), train=train),))
 
-    def __init__(self, config: Any, data: GivenRows, roles: Roles, run: RunContext):
+    def __init__(self, config: G, data: GivenRows, roles: Roles, run: RunContext):
         self.config, self.data, self.run = config, data, run
         self.model = roles.models[ROLE]
         self.guards = Guards(config.trainer.guards, run.folder / "guards.jsonl" if run.is_rank_zero else None)
@@ -187,7 +190,9 @@ class GivenRowsProgram(Program):
         return facts
 
 
-def model_spec(config: Any, objective: Callable[[StepGuard], Objective], *, train: bool, head: str = "lm") -> RoleSpec:
+def model_spec(
+    config: GivenRowsConfig, objective: Callable[[StepGuard], Objective], *, train: bool, head: str = "lm"
+) -> RoleSpec:
     """The model of a run by the sections model, engine, optim, data, checkpoint and trainer."""
     data, trainer = config.data, config.trainer
     by_tokens, by_rows = data.max_token_len_per_gpu, data.micro_batch_size_per_gpu
@@ -211,10 +216,14 @@ def model_spec(config: Any, objective: Callable[[StepGuard], Objective], *, trai
     )
 
 
-def specs_of(config: Any, models: tuple[RoleSpec, ...]) -> RoleSpecs:
+def specs_of(config: GivenRowsConfig, models: tuple[RoleSpec, ...]) -> RoleSpecs:
     """`models` on all devices of the run."""
     names, trainer = tuple(spec.name for spec in models), config.trainer
-    return RoleSpecs(models, partial(Placement.colocated, names, trainer.nnodes, trainer.n_gpus_per_node))
+    return RoleSpecs(
+        models,
+        partial(Placement.colocated, names, trainer.nnodes, trainer.n_gpus_per_node),
+        run_spec(trainer, config.ray_kwargs, trainer.nccl_timeout),
+    )
 
 
 def public_metrics(metrics: Mapping[str, Metric]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 Columns are checked before any weight changes (`check_samples`, `check_credit`). Optimizer steps are checked inside the engines,
 on all ranks alike, and their findings are judged here (`check_updates`). Decisions follow from columns and metrics that every
-process running the program has, so all of them decide the same.
+process running the program has, so all of them decide the same. A StepGuard finds what is beyond a limit, here and there.
 
 Each alarm is written to guards.jsonl in the run folder, with the samples:
 
@@ -25,19 +25,7 @@ from typing import Any
 
 import torch
 
-from verl.algorithms.monitors import (
-    MEANINGS,
-    NONFINITE,
-    NUM_NAMED,
-    breaks,
-    first_nonfinite,
-    limits_of,
-    monitor_metric,
-    monitor_rows,
-    monitor_tokens,
-    nonfinite_rows,
-    worst_rows,
-)
+from verl.algorithms.monitors import MEANINGS, NONFINITE, NUM_NAMED, first_nonfinite, nonfinite_rows
 from verl.config import StepGuardsConfig
 from verl.config.sections.guards import ACTIONS
 from verl.data_proto.batch_metrics import scored_rows
@@ -45,6 +33,7 @@ from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.errors import NumericsError
 from verl.programs.api import RollBack
+from verl.roles.step_guard import Finding, StepGuard
 from verl.roles.updates import Updates
 from verl.tracking.files import append_rows
 
@@ -113,7 +102,6 @@ class Guards:
 
     def __init__(self, config: StepGuardsConfig, file: Path | None = None):
         self.config = config
-        self.limits = limits_of(config)
         self.file = file
         self.num_skips_in_row = 0
         self.num_rollbacks = 0
@@ -143,16 +131,12 @@ class Guards:
             sentence = f"Step {self._step}: no sample of the batch could be scored"
             log.warning("%s. The batch is left out.", sentence)
             raise SkipBatch(sentence)
-        mask = columns["response_mask"]
-        alarms = self._nonfinite(batch, _OF_SAMPLES)
-        inputs = {name: columns[column] for name, column in _INPUTS.items() if column in columns.keys()}
-        for name, values in {} if alarms else monitor_tokens(self.limits, inputs).items():
-            value, limit = monitor_metric(name, values, mask).value, self.limits[name]
-            if mask.any() and breaks(name, value, limit):
-                rows = monitor_rows(name, values, mask)
-                chosen, count = worst_rows(name, rows, limit)
-                samples = [_sample(batch, row, float(rows[row])) for row in chosen]
-                alarms.append(Alarm(name, name, value, limit, samples, count, "the batch"))
+        alarms, mask = self._nonfinite(batch, _OF_SAMPLES), columns["response_mask"]
+        if not alarms and mask.any():
+            guard = StepGuard(self.config)  # as on the ranks, for the whole batch
+            inputs = {name: columns[column] for name, column in _INPUTS.items() if column in columns.keys()}
+            guard({name: metric.value for name, metric in guard.observe(columns, mask, {}, inputs).items()})
+            alarms = [_alarm(finding, batch, "the batch") for finding in guard.pop_findings()]
         self._act(alarms)
 
     def check_credit(self, result: StepBatch) -> None:
@@ -167,25 +151,16 @@ class Guards:
     def check_updates(self, result: StepBatch) -> None:
         """Check the findings of the engines in their optimizer steps. Steps that a guard refuses were not taken. Raises
         RollBackPrompts or NumericsError as the config says."""
-        alarms = []
-        if any(update.findings for update in self._updates):
-            columns = result.batch.batch
-            where = zip(columns["ordinal"].tolist(), columns["sample_index"].tolist(), strict=True)
-            rows = {name: row for row, name in enumerate(where)}
-            alarms = [
-                Alarm(
-                    finding.guard,
-                    finding.what,
-                    finding.value,
-                    finding.limit,
-                    [_sample(result.batch, rows.get((o, s)), value, (o, s)) for o, s, value in finding.samples],
-                    finding.num_samples,
-                    f"mini-batch {finding.mini_batch + 1} of the {update.role} ({finding.num_rows} samples)",
-                    finding.mini_batch,
-                )
-                for update in self._updates
-                for finding in update.findings
-            ]
+        alarms = [
+            _alarm(
+                finding,
+                result.batch,
+                f"mini-batch {finding.mini_batch + 1} of the {update.role} ({finding.num_rows} samples)",
+                finding.mini_batch,
+            )
+            for update in self._updates
+            for finding in update.findings
+        ]
         self._act(alarms, some_trained=any(_has_trained(update) for update in self._updates))
 
     def _nonfinite(self, batch: DataProto, names: Sequence[str]) -> list[Alarm]:
@@ -251,6 +226,17 @@ class Guards:
             found |= {"value": _written(alarm.value), "samples": [_plain(sample) for sample in alarm.samples]}
             rows.append({**head, **found, "action": own, "done": action})
         append_rows(self.file, rows)
+
+
+def _alarm(finding: Finding, batch: DataProto, place: str, mini_batch: int | None = None) -> Alarm:
+    """The alarm of a finding, with the rows of its samples."""
+    columns = batch.batch
+    names = zip(columns["ordinal"].tolist(), columns["sample_index"].tolist(), strict=True)
+    rows = {name: row for row, name in enumerate(names)}
+    samples = [_sample(batch, rows.get((o, s)), value, (o, s)) for o, s, value in finding.samples]
+    return Alarm(
+        finding.guard, finding.what, finding.value, finding.limit, samples, finding.num_samples, place, mini_batch
+    )
 
 
 def _has_trained(update: Updates) -> bool:

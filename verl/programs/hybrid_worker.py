@@ -16,8 +16,8 @@ from verl.data.prompts import PromptEncoder
 from verl.data_proto.proto import DataProto
 from verl.errors import ConfigError, DataError
 from verl.parallel.device import resolve_device
-from verl.parallel.placement import Placement
 from verl.programs.ppo_roles import ppo_roles
+from verl.programs.specs import placement_of
 from verl.roles.api import RoleSpec
 from verl.roles.rollout import sampling_params
 from verl.roles.updates import Updates
@@ -57,7 +57,7 @@ class ActorRolloutRefWorker:
             *overrides,
         ]
         self.config = load_config(settings, check=False).config
-        everything = Placement.of(self.config)
+        everything = placement_of(self.config)
         if everything.num_devices > 1 or (tensor_parallel_size > 1 and rollout_backend in ("native", "hf")):
             asked = f"tensor_parallel_size={tensor_parallel_size} with {rollout_backend}"
             fix = "Leave that out, take rollout_backend='vllm' for an engine over several devices"
@@ -69,13 +69,13 @@ class ActorRolloutRefWorker:
                 "with verl train, which places roles."
             )
         # scores are the script's business
-        specs = replace(ppo_roles(self.config), scores=False)
+        specs = replace(ppo_roles(self.config), reward=None)
         if type(self)._build_model_optimizer is not ActorRolloutRefWorker._build_model_optimizer:
             own = [replace(s, build=partial(self._build, s)) if s.head == "lm" else s for s in specs.models]
             specs = replace(specs, models=tuple(own))
         placement = replace(everything, devices={**everything.devices, "reward": ()})
         device = resolve_device(self.config.trainer.device)
-        workers = RankWorkers(RankContext(self.config, specs, placement, 0, device, 1, []), None)
+        workers = RankWorkers(RankContext(specs, placement, 0, device, 1, []), None)
         assert workers.rollout is not None
         assert workers.weights is not None
         self.actor, self.reference = workers.models["actor"], workers.models["reference"]

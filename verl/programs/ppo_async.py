@@ -19,6 +19,7 @@ are on unless the config says otherwise, and old log-probs are computed under th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -44,7 +45,7 @@ class AsyncPPO(PPO):
     """`rollout_queue.qsize()` is the number of batches that are finished or being generated."""
 
     @classmethod
-    def select(cls, config: PPOConfig) -> type[Program]:
+    def select(cls, config: PPOConfig) -> type[Program[Any]]:
         """The program of algorithm.program; of PPO this one if rollout.prefetch_num asks for samples ahead of training."""
         if config.algorithm.program != "ppo":
             return PROGRAMS.get(config.algorithm.program)

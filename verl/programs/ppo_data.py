@@ -19,6 +19,7 @@ from verl.errors import ConfigError
 from verl.models.load import eos_token_ids_of, load_model_config, load_tokenizer
 from verl.models.tokenizer import hidden_tags
 from verl.programs.distillation import check_teachers
+from verl.programs.specs import rollout_spec
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ def load_data(config: PPOConfig, *, train: bool = True) -> PPOData:
     for sentence in tokenizer_notices(config, tokenizer):
         log.warning(sentence)
     encoder = PromptEncoder(tokenizer, data)
-    checks: Any = {"agents": known_loops(config), "scored": uses_rewards(config)}
+    checks: Any = {"agents": known_loops(rollout_spec(config).agents), "scored": uses_rewards(config)}
     run_data = PPOData(tokenizer, None, None, [])
     sources: set[str] = set()
     if train:

@@ -39,7 +39,7 @@ _PATIENCE = 3  # steps; one or two without a signal happen to small batches
 _MOSTLY = 0.9
 
 
-class PPOProgram(Program):
+class PPOProgram(Program[PPOConfig]):
     """Subclasses define `train`. `samples` records which samples have trained, and so the prompt with which the next step
     starts."""
 

@@ -12,7 +12,7 @@ from verl.config import ModelConfig, PPOConfig
 from verl.config.active_keys import uses_critic, uses_reference, uses_rewards
 from verl.config.sections.distillation import TeacherConfig
 from verl.engines.api import MicroBatching
-from verl.parallel.placement import Placement
+from verl.programs.specs import placement_of, ppo_run_spec, reward_spec, rollout_spec
 from verl.roles.api import ModelHandle, RewardHandle, Roles, RoleSpec, RoleSpecs, RolloutHandle, WeightSync, settings_of
 from verl.roles.objectives.distillation import DistillationObjective
 from verl.roles.objectives.policy import PolicyObjective, all_rows, rows_with_advantage, skips_zero_advantages
@@ -110,10 +110,10 @@ def ppo_roles(config: PPOConfig, *, train: bool = True) -> RoleSpecs:
         models += [_teacher(config, name, teacher) for name, teacher in _teachers(config).items()]
     return RoleSpecs(
         tuple(models),
-        partial(Placement.of, config, teachers=tuple(map(role_of, _teachers(config)))),
-        generates=True,
-        scores=True,
-        collective_timeout_s=config.actor_rollout_ref.nccl_timeout,
+        partial(placement_of, config, teachers=tuple(map(role_of, _teachers(config)))),
+        ppo_run_spec(config),
+        rollout_spec(config),
+        reward_spec(config),
     )
 
 

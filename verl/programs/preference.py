@@ -38,7 +38,7 @@ from verl.tracking.summary import Result
 REFERENCE = "reference"
 
 
-class PreferenceOptimization(GivenRowsProgram):
+class PreferenceOptimization(GivenRowsProgram[PreferenceConfig]):
     """Metrics in addition to GivenRowsProgram's: train/* of PreferenceObjective, under TRL's names. A validation has val/loss
     and val/* of the objective, over all validation rows."""
 

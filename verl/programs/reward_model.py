@@ -44,7 +44,7 @@ _LABELS = {
 }
 
 
-class RewardModelProgram(GivenRowsProgram):
+class RewardModelProgram(GivenRowsProgram[RMConfig]):
     """Metrics of a step: train/{loss,grad_norm,lr,global_tokens,total_tokens(B)} and the objective's metrics. Of a validation:
     val/{loss,mean_reward,min_reward,max_reward}, and by kind of loss
     pairs: accuracy, accuracy_chosen_longer, accuracy_chosen_shorter, margin, calibration_error, length_correlation;

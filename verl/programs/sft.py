@@ -18,7 +18,7 @@ from verl.tracking.summary import Result
 _OUTPUTS = {"log_probs": "log_probs", "correct": "correct", "entropy": "entropy"}
 
 
-class SFT(GivenRowsProgram):
+class SFT(GivenRowsProgram[SFTConfig]):
     """Metrics in addition to GivenRowsProgram's: train/{token_accuracy,entropy}. A validation has
     val/{loss,token_accuracy,entropy}, means over the trained tokens of all validation rows."""
 

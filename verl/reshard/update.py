@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from verl.config import full_key
 from verl.engines.api import TrainEngine
 from verl.errors import ModelError
 from verl.models.cpu.weights import DenseDecoder
@@ -241,7 +242,7 @@ def _uncovered(replica: Replica | None, tensors: tuple[Tensor, ...], scales: Map
     if unreached is not None:
         return (
             f"{unreached} trains and is no parameter of the rollout model, which would keep an old value. Both must be built "
-            "from the same actor_rollout_ref.model."
+            f"from the same {full_key('model')}."
         )
     try:
         if not scales:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from verl.parallel.placement import Placement
     from verl.roles.step_guard import StepGuard
     from verl.roles.updates import MiniBatchSchedule, Updates
+    from verl.specs import RewardSpec, RolloutSpec, RunSpec
 
 ENGINES_WITH_SETTINGS = ("megatron", "deepspeed")
 _WHOLE = MicroBatching()  # all rows at once
@@ -119,15 +120,15 @@ def settings_of(section: Any) -> Any:
 class RoleSpecs:
     """All roles of a run. `models` are built in this order, and the first model that trains is the model of the run.
 
-    `generates`: there is a role `rollout` (section actor_rollout_ref.rollout) with the weights of the role "actor"; `scores`: a
-    role `reward` (section reward). `place(num_devices)` assigns roles to devices; the number is a launcher's, or None.
+    `rollout` declares the role that generates, `reward` the role that scores, where there is one. `place(num_devices)` assigns
+    roles to devices; the number is a launcher's, or None.
     """
 
     models: tuple[RoleSpec, ...]
     place: Callable[[int | None], Placement]
-    generates: bool = False
-    scores: bool = False
-    collective_timeout_s: float = 600.0
+    run: RunSpec
+    rollout: RolloutSpec | None = None
+    reward: RewardSpec | None = None
 
     def model(self, name: str) -> RoleSpec | None:
         return next((spec for spec in self.models if spec.name == name), None)
@@ -135,7 +136,8 @@ class RoleSpecs:
     @property
     def names(self) -> set[str]:
         """Every role of the run."""
-        return {*(spec.name for spec in self.models), *["rollout"] * self.generates, *["reward"] * self.scores}
+        others = {"rollout": self.rollout, "reward": self.reward}
+        return {*(spec.name for spec in self.models), *(name for name, spec in others.items() if spec is not None)}
 
     @property
     def main(self) -> RoleSpec | None:
@@ -143,13 +145,16 @@ class RoleSpecs:
         return next((spec for spec in self.models if spec.trains), None)
 
 
-class ProgramClass(Protocol):
-    """The part of a program class that a runtime uses, see verl/programs/api.py. Every process of a run calls it, so the class
-    must be importable by its module and name."""
+class SpecSource(Protocol):
+    """The source of a run's specs: a program with its config, see ProgramSpecs in verl/programs/api.py. Every process of a run
+    has one, since specs hold functions and do not travel."""
 
-    @classmethod
-    def roles(cls, config: Any, *, train: bool = True) -> RoleSpecs:
-        """The roles to build."""
+    def specs(self, *, train: bool = True) -> RoleSpecs:
+        """The roles to build. Without `train`: only the roles that an evaluation uses, frozen."""
+        ...
+
+    def recipe(self) -> tuple[Any, ...]:
+        """("module:function", arguments ...), from which another process makes its SpecSource."""
         ...
 
 

@@ -96,8 +96,7 @@ class EngineJudge:
 
     def close(self) -> None:
         """End the engine's process, where it has one."""
-        if hasattr(self.engine, "close"):
-            self.engine.close()
+        self.engine.close()
 
     def _tokens(self, questions: Sequence[str]) -> list[tuple[int, ...]]:
         if not self.tokenizer.chat_template:

@@ -145,7 +145,7 @@ class RolloutWorker:
         """The weights changed: samples made from now on carry `version`. A replica, or an engine with its own weights, loads
         `weights`, all of its parameters by name. Called by the weight sync of this rank."""
         copy = self.replica if self.replica is not None else self.engine
-        if weights is not None and hasattr(copy, "load"):
+        if weights is not None:
             copy.load(weights)
         self.engine.publish(version)
 
@@ -157,8 +157,7 @@ class RolloutWorker:
         """End the agents, and an engine that has its own processes."""
         if self.agents is not None:
             self.agents.close()
-        if hasattr(self.engine, "close"):
-            self.engine.close()
+        self.engine.close()
 
     @register(dispatch_mode=Dispatch.ALL_REDUCE, blocking=False)
     def end_generation(self) -> dict[str, Metric]:
@@ -204,8 +203,7 @@ class RolloutWorker:
 
     def _dtype(self) -> torch.dtype | None:
         """The dtype of the weights that generate; None where they are out of reach."""
-        module = getattr(self.engine, "module", None)
-        return None if module is None else next(module.parameters()).dtype
+        return None if self.engine.holds_weights else next(self.engine.module.parameters()).dtype
 
     def _np_dtype(self) -> type[np.floating[Any]]:
         return np.float64 if self._dtype() == torch.float64 else np.float32
@@ -266,16 +264,10 @@ def sampling_params(config: RolloutConfig, *, validation: bool = False) -> Sampl
         "ignore_eos": config.ignore_eos,
         "seed": config.seed,
     }
-    if not validation:
-        temperature = config.temperature if config.do_sample else 0.0
-        return SamplingParams(
-            n=config.n, temperature=temperature, top_p=config.top_p, top_k=config.top_k, min_p=config.min_p,
-            max_new_tokens=config.response_length, **stops,
-        )  # fmt: skip
-    val = config.val_kwargs
+    rule, limit = (config.val_kwargs, config.val_kwargs.max_new_tokens) if validation else (config, None)
     return SamplingParams(
-        n=val.n, temperature=val.temperature if val.do_sample else 0.0, top_p=val.top_p, top_k=val.top_k, min_p=val.min_p,
-        max_new_tokens=val.max_new_tokens or config.response_length, **stops,
+        n=rule.n, temperature=rule.temperature if rule.do_sample else 0.0, top_p=rule.top_p, top_k=rule.top_k,
+        min_p=rule.min_p, max_new_tokens=limit or config.response_length, **stops,
     )  # fmt: skip
 
 

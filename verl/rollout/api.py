@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from verl.config import ModelConfig
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
@@ -52,7 +52,17 @@ class WeightTransfer:
 def holds_weights(name: str) -> bool:
     """Whether the engine `name` has a copy of the weights, which it is sent by `load`, instead of the training module. Such an
     engine gets a meta-device model as `module`, and a WeightTransfer as `transfer`. Raises ConfigError for an unknown name."""
-    return bool(getattr(ENGINES.get(name), "holds_weights", False))
+    return bool(ENGINES.get(name).holds_weights)
+
+
+class Invariance(NamedTuple):
+    """Whether a sample keeps its bits whichever others are generated beside it."""
+
+    holds: bool
+    why: str  # a clause
+
+    def __str__(self) -> str:
+        return f"{'yes' if self.holds else 'no'}: {self.why}"
 
 
 class Generation(Protocol):
@@ -93,10 +103,17 @@ class Generation(Protocol):
 @runtime_checkable
 class RolloutEngine(Protocol):
     """Generates samples from prompts. Constructed as `Engine(module, tokenizer, config, eos_token_ids=..., pad_token_id=...)`
-    where `module` is the training module itself (weights are shared, never copied) and `config` a RolloutConfig.
+    where `module` is the training module itself (weights are shared, never copied) and `config` a RolloutConfig. An engine that
+    `holds_weights` gets a meta-device model as `module`. BaseRollout has what most engines share.
     """
 
-    weight_version: int
+    holds_weights: ClassVar[bool]
+    module: Any  # torch.nn.Module
+
+    @property
+    def weight_version(self) -> int:
+        """The version that new samples carry."""
+        ...
 
     def open(self, params: SamplingParams, *, step: int, keep: bool = False) -> Generation:
         """A generation without requests; one at a time. With `keep`, samples that finish can continue until they are aborted.
@@ -109,12 +126,24 @@ class RolloutEngine(Protocol):
         """See BaseRollout."""
         ...
 
+    def load(self, weights: Weights) -> None:
+        """Take all weights of the model, of an update. Nothing where `module` has them already."""
+        ...
+
     def publish(self, version: int) -> None:
         """The weights have changed; samples made from now on carry `version`. Drops results of the old weights."""
         ...
 
     def release(self) -> None:
         """Free the KV cache (called before training when `free_cache_engine` is set)."""
+        ...
+
+    def invariance(self) -> Invariance:
+        """Whether a sample's bits depend on the other samples of its batch."""
+        ...
+
+    def close(self) -> None:
+        """End the processes of the engine. May be called again."""
         ...
 
     def stats(self) -> Stats:
@@ -124,8 +153,9 @@ class RolloutEngine(Protocol):
 
 
 class BaseRollout:
-    """`generate` and `stats` in terms of `open`."""
+    """`generate` and `stats` in terms of `open`, and an engine without weights or processes of its own."""
 
+    holds_weights: ClassVar[bool] = False
     _stats: Stats
 
     def open(self, params: SamplingParams, *, step: int, keep: bool = False) -> Generation:
@@ -156,3 +186,13 @@ class BaseRollout:
     def stats(self) -> Stats:
         """See RolloutEngine."""
         return dict(self._stats)
+
+    def load(self, weights: Weights) -> None:
+        """See RolloutEngine."""
+
+    def invariance(self) -> Invariance:
+        """See RolloutEngine."""
+        return Invariance(False, f"nothing was proven about {type(self).__name__}")
+
+    def close(self) -> None:
+        """See RolloutEngine."""

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
+from verl.config import RolloutConfig
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.models.padded import forward_kind, own_logits
 from verl.models.randomness import eval_mode
@@ -32,7 +33,7 @@ class HFRollout(BaseRollout):
         self,
         module: Any,
         tokenizer: Any,
-        config: Any,
+        config: RolloutConfig,
         *,
         eos_token_ids: Sequence[int],
         pad_token_id: int | None = None,

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import verl.errors
+from verl.config import full_key
 from verl.errors import DeadlineError, VerlError, WorkerLostError
 from verl.parallel.child_processes import python_command, unheard_sigterm
 from verl.parallel.framing import ChannelClosed, ChannelCorrupt, receive_bytes, send
@@ -143,7 +144,7 @@ class EngineProcess:
             self.close()
             raise DeadlineError(
                 f"The {self.name} process (pid {self.pid}) was silent for {timeout_s:g} s during '{doing}', and was "
-                f"ended{last}. Raise actor_rollout_ref.nccl_timeout if it needs longer, or start the run again."
+                f"ended{last}. Raise {full_key('nccl_timeout')} if it needs longer, or start the run again."
             ) from None
         except (ChannelClosed, ChannelCorrupt):
             ending = self._child.ending()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from verl.config import full_key
 from verl.data_proto.samples import Completion, PromptRequest, SamplingParams
 from verl.errors import ModelError
 from verl.rollout.api import BaseRollout, OnFinish, Weights
@@ -33,7 +34,7 @@ def complete(
         if shapes.get(name) != tensor.shape or name in received:
             fault = "twice" if name in received else f"{tuple(tensor.shape)}, which the rollout model lacks"
             raise ModelError(
-                f"Weight sync sent {name} {fault}. Both models must be built from the same actor_rollout_ref.model."
+                f"Weight sync sent {name} {fault}. Both models must be built from the same {full_key('model')}."
             )
         received.add(name)
         left.pop(storages[name], None)
@@ -46,7 +47,7 @@ def missing(name: str) -> ModelError:
     """The error for a parameter that no weight came for."""
     return ModelError(
         f"Weight sync is missing parameter {name}; the rollout model would keep its old value. Both models must be built from "
-        "the same actor_rollout_ref.model."
+        f"the same {full_key('model')}."
     )
 
 
@@ -92,7 +93,7 @@ class PassiveRollout(BaseRollout):
     holds_weights = True
 
     def __init__(self, module: Any, *args: Any, **settings: Any):
-        self.skeleton = module
+        self.module = module
         self.weight_version = 0
         self._stats = {}
 

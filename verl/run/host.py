@@ -17,7 +17,7 @@ from verl.config import LoadedConfig
 from verl.config.diff import changed_keys
 from verl.data.prompts import set_template_time
 from verl.errors import ConfigError
-from verl.programs.api import PROGRAMS, Program, ProgramData, RunContext
+from verl.programs.api import PROGRAMS, Program, ProgramData, ProgramSpecs, RunContext
 from verl.roles.api import Roles
 from verl.run.inputs import inputs_of
 from verl.run.loop import Loop, StopSignal
@@ -55,9 +55,9 @@ def open_run(
 ) -> Iterator[tuple[Loop, Callable[[], None]]]:
     """The loop of a run that is ready for its next step, and a function that ends it with its summary."""
     config = loaded.config
-    kind: type[Program] = PROGRAMS.get(program).select(config)
+    kind: type[Program[Any]] = PROGRAMS.get(program).select(config)
     with ExitStack() as stack:
-        runtime = stack.enter_context(open_runtime(config, kind))
+        runtime = stack.enter_context(open_runtime(ProgramSpecs(kind, config)))
         folder = stack.enter_context(RunFolder(config.trainer.default_local_dir, runtime.rank, config.trainer.log_dir))
         folder.require_free_gb(config.trainer.min_free_disk_gb)
         console = stack.enter_context(_console(runtime, steps="console" in config.trainer.logger))
@@ -110,9 +110,9 @@ def evaluate(loaded: LoadedConfig, program: str = "ppo") -> int:
     """Validate the model once (`trainer.val_only`, `verl eval`). Metrics and samples go to `eval/` in the run folder, next to
     the files of a training run."""
     config = loaded.config
-    kind: type[Program] = PROGRAMS.get(program).select(config)
+    kind: type[Program[Any]] = PROGRAMS.get(program).select(config)
     with ExitStack() as stack:
-        runtime = stack.enter_context(open_runtime(config, kind))
+        runtime = stack.enter_context(open_runtime(ProgramSpecs(kind, config)))
         folder = stack.enter_context(RunFolder(Path(config.trainer.default_local_dir) / "eval", runtime.rank))
         console = stack.enter_context(_console(runtime))
         data = kind.load_data(config, train=False)
@@ -135,7 +135,7 @@ def evaluate(loaded: LoadedConfig, program: str = "ppo") -> int:
 
 
 def _checkpoints(
-    loaded: LoadedConfig, kind: type[Program], runtime: Runtime, folder: RunFolder, started_at: str
+    loaded: LoadedConfig, kind: type[Program[Any]], runtime: Runtime, folder: RunFolder, started_at: str
 ) -> tuple[Store, Resume, RunState]:
     """The checkpoints of the run folder, the choice of one, and the state of a run that is not resumed."""
     trainer = loaded.config.trainer
@@ -173,7 +173,7 @@ def _tracker(stack: ExitStack, loaded: LoadedConfig, folder: Any, runtime: Runti
 
 
 def _facts(
-    loaded: LoadedConfig, roles: Roles, program: Program, data: ProgramData, folder: RunFolder, state: RunState
+    loaded: LoadedConfig, roles: Roles, program: Program[Any], data: ProgramData, folder: RunFolder, state: RunState
 ) -> dict[str, Any]:
     total, model = data.num_steps, next((spec.model.path for spec in roles.specs if spec.trains), None)
     return {
@@ -219,7 +219,7 @@ def _saves(every: int | str) -> str:
 
 
 def _finish(
-    folder: RunFolder, tracker: Tracker, console: Console, roles: Roles, program: Program, state: RunState,
+    folder: RunFolder, tracker: Tracker, console: Console, roles: Roles, program: Program[Any], state: RunState,
     last: dict[str, float],
 ) -> None:  # fmt: skip
     """Summary, learning curve, closing table."""

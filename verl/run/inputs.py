@@ -49,7 +49,7 @@ _TOKENIZER_FILES = (
 _TEMPLATE = "chat_template"  # of tokenizer_config.json, and the beginning of the names of files
 
 
-def inputs_of(loaded: LoadedConfig[Any], program: type[Program]) -> dict[str, str]:
+def inputs_of(loaded: LoadedConfig[Any], program: type[Program[Any]]) -> dict[str, str]:
     """Everything that a run of `program` reads -> the digest of its content. A file that cannot be read has none: its reader
     says so."""
     config, digests = loaded.config, dict[str, str]()

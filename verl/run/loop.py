@@ -118,7 +118,7 @@ class Loop:
         self,
         trainer: Any,
         *,
-        program: Program,
+        program: Program[Any],
         data: ProgramData,
         roles: Roles,
         state: RunState,

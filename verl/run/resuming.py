@@ -27,7 +27,7 @@ class Resume:
     `state_schema` the schema of the program's state. Every rank that runs the program makes the same calls."""
 
     roles: Roles
-    program: Program
+    program: Program[Any]
 
     def __init__(
         self, trainer: Any, *, folder: Any, broadcast: Broadcast, state_schema: Mapping[str, Check], state: RunState,
@@ -57,7 +57,7 @@ class Resume:
         """The folder of the run whose checkpoint `find` has chosen."""
         return None if self._saved is None else Path(self._saved[0]).parent
 
-    def start(self, roles: Roles, program: Program, *, same_run: bool = False) -> None:
+    def start(self, roles: Roles, program: Program[Any], *, same_run: bool = False) -> None:
         """Load the checkpoint of `find` into the roles and the program. `same_run`: without a checkpoint, the run in the folder
         is repeated from its first step."""
         self.roles, self.program = roles, program

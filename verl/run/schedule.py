@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from verl.config import RunConfig
 from verl.engines.hybrid_3d import CHANGEABLE, check_change, require_3d_hybrid
 from verl.errors import ConfigError, nearest
 from verl.registry import load_object
@@ -59,7 +60,7 @@ class DynamicConfigScheduler:
         return {**found, **self._set}
 
 
-def scheduler_of(config: Any) -> PhaseScheduler | None:
+def scheduler_of(config: RunConfig) -> PhaseScheduler | None:
     """The scheduler of trainer.dynamic_config or trainer.dynamic_config_scheduler; None without either."""
     trainer = config.trainer
     if trainer.dynamic_config_scheduler is None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from verl.errors import MissingExtraError
 from verl.parallel.collectives import peer_of_environment
-from verl.roles.api import ProgramClass, Roles, RoleSpecs
+from verl.roles.api import Roles, RoleSpecs, SpecSource
 
 
 class Runtime(Protocol):
@@ -24,7 +24,7 @@ class Runtime(Protocol):
     is_rank_zero: bool
 
     def build_roles(self, *, total_steps: int, data_sources: list[str], train: bool = True) -> Roles:
-        """Load models and start reward processes, where the config places them."""
+        """Load models and start reward processes, where the specs place them."""
         ...
 
     def any(self, flag: bool) -> bool:
@@ -49,23 +49,23 @@ def choose(specs: RoleSpecs) -> str:
 
 
 @contextmanager
-def open_runtime(config: Any, program: type[ProgramClass]) -> Iterator[Runtime]:
-    """The runtime of `config`, closed on leaving. Raises ConfigError for a placement that this node or cluster cannot have,
+def open_runtime(source: SpecSource) -> Iterator[Runtime]:
+    """The runtime of a run, closed on leaving. Raises ConfigError for a placement that this node or cluster cannot have,
     MissingExtraError without Ray, DeadlineError when other ranks do not come."""
-    runtime = _make(config, program, choose(program.roles(config)))
+    runtime = _make(source, choose(source.specs()))
     try:
         yield runtime
     finally:
         runtime.close()
 
 
-def _make(config: Any, program: type[ProgramClass], name: str) -> Runtime:
+def _make(source: SpecSource, name: str) -> Runtime:
     if name == "spmd":
         from verl.runtime.spmd import SpmdRuntime
 
         peer = peer_of_environment()
         assert peer is not None
-        return SpmdRuntime(config, program, peer)
+        return SpmdRuntime(source, peer)
     if name == "ray":
         try:
             from verl.runtime.ray import RayRuntime
@@ -75,7 +75,7 @@ def _make(config: Any, program: type[ProgramClass], name: str) -> Runtime:
             raise MissingExtraError(
                 "A run over several devices that is not started by torchrun", "ray", "ray"
             ) from None
-        return RayRuntime(config, program)
+        return RayRuntime(source)
     from verl.runtime.local import LocalRuntime
 
-    return LocalRuntime(config, program)
+    return LocalRuntime(source)

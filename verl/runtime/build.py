@@ -14,13 +14,11 @@ import torch
 import torch.distributed as dist
 
 from verl.agents.agents import Agents
-from verl.config import AlgorithmConfig, ModelConfig, RolloutConfig
-from verl.config.active_keys import brings_reward, runs_agents, uses_rewards
+from verl.config import ModelConfig, RolloutConfig, full_key
 from verl.engines.api import ENGINES as TRAIN_ENGINES
 from verl.engines.api import TrainEngine
 from verl.engines.groups import ProcessGroups
 from verl.errors import ConfigError
-from verl.families import SCORE_METRICS
 from verl.models.load import load_tokenizer
 from verl.models.padded import forward_kind
 from verl.models.tokenizer import check_vocabulary, eos_token_ids
@@ -40,6 +38,7 @@ from verl.rollout.weight_version import PassiveRollout
 from verl.runtime.rank import RankContext
 from verl.runtime.weight_copies import load_replica, skeleton, weight_transfer
 from verl.runtime.weight_sync import RankWeightSync
+from verl.specs import RewardSpec
 from verl.tracking.files import file_system_of
 
 log = logging.getLogger(__name__)
@@ -84,7 +83,9 @@ def _join_groups(context: RankContext, spec: RoleSpec) -> None:
     """Take part in making the process groups of a role without this rank; all processes of a run make them together."""
     mesh = context.mesh(spec.name)
     if mesh is not None and spec.shares is None and spec.settings is None:
-        ProcessGroups(mesh, context.device.type, spec.engine.expert_parallel_size, context.specs.collective_timeout_s)
+        ProcessGroups(
+            mesh, context.device.type, spec.engine.expert_parallel_size, context.specs.run.collective_timeout_s
+        )
 
 
 def _engine(context: RankContext, spec: RoleSpec) -> TrainEngine:
@@ -92,8 +93,8 @@ def _engine(context: RankContext, spec: RoleSpec) -> TrainEngine:
     mesh = context.mesh(spec.name)
     if mesh is not None and spec.memory_map and spec.strategy not in _MAP_WEIGHTS:
         raise ConfigError(
-            f"actor_rollout_ref.ref.memory_map=True maps weights of strategy=fsdp, and the reference on {mesh.size} "
-            f"devices has {spec.strategy}. Set actor_rollout_ref.ref.strategy=fsdp, or memory_map=False."
+            f"{full_key('ref.memory_map')}=True maps weights of strategy=fsdp, and the reference on {mesh.size} "
+            f"devices has {spec.strategy}. Set {full_key('ref.strategy')}=fsdp, or memory_map=False."
         )
     settings: dict[str, Any] = {
         "model": spec.model,
@@ -110,9 +111,11 @@ def _engine(context: RankContext, spec: RoleSpec) -> TrainEngine:
     else:
         if spec.settings is not None:
             settings["section"] = spec.settings
-        engine = TRAIN_ENGINES.get(spec.strategy)(mesh=mesh, timeout_s=context.specs.collective_timeout_s, **settings)
+        engine = TRAIN_ENGINES.get(spec.strategy)(
+            mesh=mesh, timeout_s=context.specs.run.collective_timeout_s, **settings
+        )
     if spec.memory_map:
-        folder = Path(context.config.trainer.default_local_dir).expanduser().absolute()
+        folder = context.specs.run.folder
         folder.mkdir(parents=True, exist_ok=True)
         engine.map_weights(folder, file_system_of(folder))
     return engine
@@ -127,46 +130,35 @@ def _hf_files(module: Any, model: ModelConfig, folder: Path) -> None:
     load_tokenizer(replace(model, text_tokens=[])).save_pretrained(folder)
 
 
-def build_reward(context: RankContext) -> RewardWorker:
+def build_reward(context: RankContext, spec: RewardSpec) -> RewardWorker:
     """Reward processes, and the reward model where there is one."""
-    config, scoring = context.config, _scoring_ranks(context)
-    tokenizer = load_tokenizer(config.actor_rollout_ref.model)
-    share = config.reward.num_workers // len(scoring) if context.rank in scoring else 0
-    section = replace(config.reward, num_workers=max(1, share))
+    run, scoring = context.specs.run, _scoring_ranks(context)
+    tokenizer = load_tokenizer(spec.model)
+    share = spec.section.num_workers // len(scoring) if context.rank in scoring else 0
     manager = build_reward_manager(
-        section,
-        max_response_length=config.actor_rollout_ref.rollout.response_length,
-        log_dir=Path(config.trainer.default_local_dir).expanduser().absolute() / "logs" / f"reward_rank_{context.rank}",
-        parts=_parts_read(config.algorithm),
+        replace(spec.section, num_workers=max(1, share)),
+        max_response_length=spec.max_response_length,
+        log_dir=run.folder / "logs" / f"reward_rank_{context.rank}",
+        parts=spec.parts,
     )
     sources = context.data_sources
-    if brings_reward(config):  # its rows need no scorer, but other agents of the run may
+    if spec.only_built_in:  # its rows need no scorer, but other agents of the run may
         sources = [source for source in sources if find_scorer(source) is not None]
     manager.start(sources)
     try:
         model = None
-        if config.reward.reward_model.enable:
+        if spec.section.reward_model.enable:
             model = build_reward_model(
-                config.reward.reward_model,
+                spec.section.reward_model,
                 tokenizer,
                 context.device,
-                start_timeout_s=config.trainer.ray_wait_register_center_timeout,
-                call_timeout_s=config.actor_rollout_ref.nccl_timeout,
+                start_timeout_s=run.start_timeout_s,
+                call_timeout_s=run.collective_timeout_s,
             )
-        own = config.reward.custom_reward_function.path or model or config.reward.reward_manager.source != "register"
-        needs_answer = not (own or uses_rewards(config))
-        turn_rewards = config.actor_rollout_ref.rollout.agent.turn_rewards
-        return RewardWorker(manager, model, tokenizer, config.reward.default_score, needs_answer, turn_rewards)
+        return RewardWorker(manager, model, tokenizer, spec.section.default_score, spec.needs_answer, spec.turn_rewards)
     except BaseException:
         manager.close()
         raise
-
-
-def _parts_read(algorithm: AlgorithmConfig) -> list[str]:
-    """Names of the numbers that the algorithm reads for every sample, in addition to its score."""
-    rewards = algorithm.gdpo_reward_keys or [] if algorithm.adv_estimator == "gdpo" else []
-    compared = [algorithm.filter_groups.metric] if algorithm.filter_groups.enable else []
-    return [n for n in rewards if n != "score"] + [str(n) for n in compared if n not in (None, *SCORE_METRICS)]
 
 
 def _scoring_ranks(context: RankContext) -> list[int]:
@@ -179,7 +171,8 @@ def _scoring_ranks(context: RankContext) -> list[int]:
 
 def rollout_group(context: RankContext) -> dist.ProcessGroup | None:
     """The process group of the ranks that share a copy of the policy; all ranks call it."""
-    return None if context.has_own_weights else copy_group(context.rollout_mesh(), context.specs.collective_timeout_s)
+    timeout_s = context.specs.run.collective_timeout_s
+    return None if context.has_own_weights else copy_group(context.rollout_mesh(), timeout_s)
 
 
 def _stop_ids(module: Any, tokenizer: Any, rollout: RolloutConfig) -> tuple[int, ...]:
@@ -202,19 +195,19 @@ def build_rollout(
     weights: RankWeightSync,
 ) -> RolloutWorker:
     """The engine generates with the policy's own module where that is whole and here: then there is one copy of the weights."""
-    rollout, devices = context.config.actor_rollout_ref.rollout, context.placement.devices
-    tokenizer = load_tokenizer(context.config.actor_rollout_ref.model)
+    spec, run, devices = context.rollout, context.specs.run, context.placement.devices
+    rollout, tokenizer = spec.section, load_tokenizer(spec.model)
     replica, settings = None, {}
     build_engine: Callable[..., RolloutEngine] = PassiveRollout
     if context.engine_plan.runs_engine(context.rank):
         build_engine = ROLLOUT_ENGINES.get(rollout.name)
     if context.has_own_weights:
-        transfer = weight_transfer(context.config, context.device, context.engine_plan, _visible_devices(context))
-        module, settings = skeleton(context.config, transfer.dtype), {"transfer": transfer}
+        transfer = weight_transfer(spec, run, context.device, context.engine_plan, _visible_devices(context))
+        module, settings = skeleton(spec.model, transfer.dtype), {"transfer": transfer}
     elif context.shares_weights and policy is not None:
         module = policy.engine.module
     else:
-        replica = load_replica(context.config, context.device, group)
+        replica = load_replica(spec, context.device, group)
         module = replica.module
     if rollout.name == "native" and build_engine is not PassiveRollout and forward_kind(module) != "packed":
         build_engine = ROLLOUT_ENGINES.get("hf")  # as the notice of loading says
@@ -228,16 +221,9 @@ def build_rollout(
         **settings,
     )
     agents = None
-    if runs_agents(context.config) and build_engine is not PassiveRollout:
-        folder = Path(context.config.trainer.default_local_dir).expanduser().absolute()
-        agents = Agents(
-            context.config,
-            tokenizer,
-            engine,
-            stop_token_ids=(*stop_ids, *rollout.stop_token_ids),
-            folder=folder,
-            rank=context.rank,
-        )
+    if spec.agents is not None and build_engine is not PassiveRollout:
+        stops = (*stop_ids, *rollout.stop_token_ids)
+        agents = Agents(spec.agents, tokenizer, engine, stop_token_ids=stops, folder=run.folder, rank=context.rank)
     streams = devices["reward"] == devices["rollout"] and context.rank in _scoring_ranks(context)
     return RolloutWorker(
         engine,

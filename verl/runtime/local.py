@@ -7,7 +7,7 @@ from typing import Any
 from verl.data_proto.future import Finished
 from verl.parallel.device import resolve_device
 from verl.parallel.dispatch import CallPlan
-from verl.roles.api import ProgramClass, Roles
+from verl.roles.api import Roles, SpecSource
 from verl.runtime.rank import RankContext, check_meshes
 from verl.runtime.rank_workers import RankWorkers
 from verl.runtime.role_groups import make_groups
@@ -21,17 +21,17 @@ class LocalRuntime:
     rank = 0
     is_rank_zero = True
 
-    def __init__(self, config: Any, program: type[ProgramClass]):
-        self.config, self.program = config, program
+    def __init__(self, source: SpecSource):
+        self.source = source
         self.workers: RankWorkers | None = None
-        specs = program.roles(config)
-        check_meshes(config, specs, specs.place(1))
+        specs = source.specs()
+        check_meshes(specs, specs.place(1))
 
     def build_roles(self, *, total_steps: int, data_sources: list[str], train: bool = True) -> Roles:
         """See Runtime. The rollout engine generates with the trained module itself: there is one copy of the weights."""
-        specs = self.program.roles(self.config, train=train)
-        device = resolve_device(self.config.trainer.device)
-        context = RankContext(self.config, specs, specs.place(1), 0, device, total_steps, data_sources)
+        specs = self.source.specs(train=train)
+        device = resolve_device(specs.run.device)
+        context = RankContext(specs, specs.place(1), 0, device, total_steps, data_sources)
         workers = self.workers = RankWorkers(context, None)
         return make_groups(context, self._run, workers.facts(), workers.weights, self.close)
 

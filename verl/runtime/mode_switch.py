@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.config import RolloutConfig
+from verl.config import RolloutConfig, full_key
 from verl.engines.api import TrainEngine
 from verl.errors import ModelError
 from verl.parallel.device import give_back_cache
@@ -143,7 +143,7 @@ class ModeSwitch:
         if not self._seen.copies:
             raise ModelError(
                 f"{words}; the rollout engine wrote into it. Resume from the last checkpoint, with "
-                "actor_rollout_ref.rollout.keep_weights_copy=True if the engine must stay."
+                f"{full_key('rollout.keep_weights_copy')}=True if the engine must stay."
             )
         log.warning("%s; all weights are restored from the copy.", words)
         assert self._engine is not None

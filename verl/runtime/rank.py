@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 
-from verl.config import PPOConfig
+from verl.config import full_key
 from verl.config.sections.megatron import MegatronConfig
 from verl.engines.api import ENGINES, require_library
 from verl.engines.groups import mesh_sizes
@@ -23,6 +22,7 @@ from verl.reshard.layout import TrainingLayout
 from verl.reshard.megatron_layout import MegatronLayout
 from verl.roles.api import RoleSpec, RoleSpecs
 from verl.rollout.api import holds_weights
+from verl.specs import RolloutSpec
 
 POLICY = "actor"  # the role whose weights the rollout generates with
 
@@ -32,7 +32,6 @@ class RankContext:
     """A process of the run, and the facts that its roles are built from. `rank` is -1 in a driver, which holds no
     role."""
 
-    config: Any
     specs: RoleSpecs
     placement: Placement
     rank: int
@@ -46,6 +45,12 @@ class RankContext:
         spec = self.specs.model(role)
         assert spec is not None, role
         return spec if spec.shares is None else self.spec(spec.shares)
+
+    @property
+    def rollout(self) -> RolloutSpec:
+        """The declaration of the role that generates, in a run that has one."""
+        assert self.specs.rollout is not None
+        return self.specs.rollout
 
     def ranks(self, role: str) -> tuple[int, ...]:
         """The ranks of a role."""
@@ -86,7 +91,7 @@ class RankContext:
         """The layout of the rollout engine over devices. Where the ranks themselves compute, ranks that also train are
         grouped by their training shards. The weights that a rank trains then lie within the weights that it generates with,
         as far as ascending ranks in a group allow. Raises ConfigError when devices do not divide as the config asks."""
-        plan = EnginePlan.of(self.config, self.placement)
+        plan = EnginePlan.of(self.rollout, self.placement)
         training = self.mesh(POLICY) if self.trains_policy else None
         if self.has_own_weights or training is None or set(training.ranks) != set(plan.ranks):
             return plan
@@ -94,7 +99,7 @@ class RankContext:
         layout = self.training_layout(POLICY)
         copies = interval_engines(layout, plan.sizes.tensor, hosts=nodes, by_experts=layout.expert_parallel > 1)
         order = [rank for (group,) in copies for rank in sorted(group)]  # as process groups number theirs
-        return EnginePlan.of(self.config, self.placement, order)
+        return EnginePlan.of(self.rollout, self.placement, order)
 
     def rollout_mesh(self) -> Mesh:
         """The mesh of the ranks that generate; the ranks of a "tp" group get the same prompts. Raises ConfigError as
@@ -115,18 +120,18 @@ class RankContext:
     @property
     def has_own_weights(self) -> bool:
         """Whether the rollout engine has a copy of the weights, which it is sent whole."""
-        return holds_weights(self.config.actor_rollout_ref.rollout.name)
+        return holds_weights(self.rollout.section.name)
 
 
-def check_meshes(config: Any, specs: RoleSpecs, placement: Placement) -> EnginePlan | None:
+def check_meshes(specs: RoleSpecs, placement: Placement) -> EnginePlan | None:
     """The layout of the rollout engine, if there is one. Raises ConfigError, before anything is started, when devices do not
     divide as the engines ask."""
-    context = RankContext(config, specs, placement, 0, torch.device("cpu"), 1, [])
+    context = RankContext(specs, placement, 0, torch.device("cpu"), 1, [])
     # before the layout of the rollout engine, which reads the model's config where Megatron trains
     for spec in specs.models:
         _check_engine(context, spec)
-    if specs.generates:
-        _check_rollout(config, context.engine_plan)
+    if specs.rollout is not None:
+        _check_rollout(specs.rollout, context.engine_plan)
     for spec in specs.models:
         context.mesh(spec.name)
         if spec.shares is not None and placement.devices[spec.name] != placement.devices[spec.shares]:
@@ -134,7 +139,7 @@ def check_meshes(config: Any, specs: RoleSpecs, placement: Placement) -> EngineP
                 f"The role {spec.name} is the {spec.shares} without its LoRA adapters, so both are on the same devices. Leave "
                 f"{spec.name!r} out of trainer.placement."
             )
-    return context.engine_plan if specs.generates else None
+    return None if specs.rollout is None else context.engine_plan
 
 
 def _check_engine(context: RankContext, spec: RoleSpec) -> None:
@@ -155,9 +160,9 @@ def _check_engine(context: RankContext, spec: RoleSpec) -> None:
             spec.settings.check_groups(other.settings)
 
 
-def _check_rollout(config: PPOConfig, plan: EnginePlan) -> None:
+def _check_rollout(spec: RolloutSpec, plan: EnginePlan) -> None:
     """Raise ConfigError when the model does not divide over the devices of a replica."""
-    size, model = plan.sizes.tensor, config.actor_rollout_ref.model
+    size, model = plan.sizes.tensor, spec.model
     if size == 1:
         return
     try:
@@ -169,5 +174,5 @@ def _check_rollout(config: PPOConfig, plan: EnginePlan) -> None:
                 f"it has {found.get_text_config().num_attention_heads} attention heads; choose a divisor."
             )
     except ConfigError as error:
-        key = f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}"
+        key = f"{full_key('rollout.tensor_model_parallel_size')}={size}"
         raise ConfigError(f"{key} does not fit the model: {error}") from error

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from verl.engines.api import TrainEngine
 from verl.models.forward import computed_by
 from verl.parallel import dev_shm
 from verl.parallel.collectives import Collectives
@@ -15,6 +16,7 @@ from verl.parallel.device import make_current, visible_devices
 from verl.parallel.serialize import from_bytes, to_bytes
 from verl.roles.reward import RewardWorker
 from verl.roles.rollout import RolloutWorker
+from verl.rollout.api import RolloutEngine
 from verl.runtime.build import build_models, build_reward, build_rollout, rollout_group, set_determinism
 from verl.runtime.rank import POLICY, RankContext
 from verl.runtime.weight_sync import RankWeightSync
@@ -38,15 +40,17 @@ class RankWorkers:
             raise
 
     def _build(self, context: RankContext) -> None:
-        set_determinism(context.config.trainer.deterministic)
         specs = context.specs
+        set_determinism(specs.run.deterministic)
         if self.comm is not None:
-            size = len(context.engine_plan.replicas[0].ranks) if specs.generates and context.has_own_weights else 1
+            spans = specs.rollout is not None and context.has_own_weights
+            size = len(context.engine_plan.replicas[0].ranks) if spans else 1
             dev_shm.check_ranks(self.comm, size, context.device.type == "cuda")
-        if specs.scores and context.holds("reward"):
-            self.reward = build_reward(context)  # before the models: a wrong reward function costs no model load
+        if specs.reward is not None and context.holds("reward"):
+            # before the models: a wrong reward function costs no model load
+            self.reward = build_reward(context, specs.reward)
         self.models = build_models(context)
-        if specs.generates:
+        if specs.rollout is not None:
             policy, group = self.models.get(POLICY), rollout_group(context)
             weights = self.weights = RankWeightSync(context, self.comm, None if policy is None else policy.engine)
             if context.holds("rollout"):
@@ -68,7 +72,7 @@ class RankWorkers:
 
     def facts(self) -> dict[str, Any]:
         """Facts of this rank for the header of a run."""
-        engines: list[Any] = [model.engine for model in self.models.values()]
+        engines: list[TrainEngine | RolloutEngine] = [model.engine for model in self.models.values()]
         engines += [] if self.rollout is None else [self.rollout.engine]
         facts = _module_facts(engines[0], self.context.device) if engines else {}
         return facts | _generation_facts(self.rollout.engine) if self.rollout is not None else facts
@@ -85,7 +89,7 @@ class RankWorkers:
 
 def _with_device_names(context: RankContext, comm: Collectives | None) -> RankContext:
     """Add the device names of all ranks: an engine process may span GPUs of several ranks, and a rank may see only its own."""
-    if comm is None or context.device.type != "cuda" or not context.specs.generates:
+    if comm is None or context.device.type != "cuda" or context.specs.rollout is None:
         return context
     plan = context.engine_plan
     if plan.where != "process" or len(plan.replicas[0].ranks) == 1:
@@ -94,17 +98,15 @@ def _with_device_names(context: RankContext, comm: Collectives | None) -> RankCo
     return replace(context, device_names=tuple(from_bytes(name) for name in comm.all_gather(to_bytes(own))))
 
 
-def _generation_facts(engine: Any) -> dict[str, str]:
+def _generation_facts(engine: RolloutEngine) -> dict[str, str]:
     """Whether samples are batch-invariant, and why."""
-    if not hasattr(engine, "invariance"):
-        return {"batch_invariant": f"no: nothing was proven about {type(engine).__name__}"}
     dtype = str(next(engine.module.parameters()).dtype).removeprefix("torch.")
     return {"batch_invariant": f"{engine.invariance()} ({dtype})"}
 
 
-def _module_facts(engine: Any, device: torch.device) -> dict[str, Any]:
+def _module_facts(engine: TrainEngine | RolloutEngine, device: torch.device) -> dict[str, Any]:
     """Device, dtype, size and threads of a run, by one of its engines."""
-    module = engine.module if hasattr(engine, "module") else engine.skeleton
+    module = engine.module
     return {
         "device": str(device),
         "dtype": str(getattr(engine, "compute_dtype", next(module.parameters()).dtype)).removeprefix("torch."),

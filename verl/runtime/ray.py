@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 
-from verl.config import SCHEMAS, schema_of
-from verl.config.secrets import remember_secrets
 from verl.data.prompts import set_template_time, template_time
 from verl.parallel import dev_shm
 from verl.parallel.child_processes import hear_sigterm
@@ -29,7 +27,7 @@ from verl.parallel.placement import Placement
 from verl.parallel.process_settings import keep_freed_memory
 from verl.parallel.stack_dump import all_stacks, calls, longest_call
 from verl.registry import load_object
-from verl.roles.api import ProgramClass, Roles
+from verl.roles.api import Roles, SpecSource
 from verl.runtime.rank import POLICY, RankContext, check_meshes
 from verl.runtime.rank_workers import RankWorkers
 from verl.runtime.ray_cluster import (
@@ -77,20 +75,19 @@ class RayRuntime:
     rank = 0
     is_rank_zero = True
 
-    def __init__(self, config: Any, program: type[ProgramClass]):
-        self.config, self.program = config, program
-        specs = program.roles(config)
+    def __init__(self, source: SpecSource):
+        self.source = source
+        specs = source.specs()
+        run = self.run = specs.run
         self.placement = specs.place(None)
-        check_meshes(config, specs, self.placement)
-        gpus = {"auto": None, "cpu": False, "cuda": True}[device_kind(config.trainer.device)]
-        self.timeout_s, self.collective_timeout_s = config.trainer.call_timeout_s, specs.collective_timeout_s
+        check_meshes(specs, self.placement)
+        gpus = {"auto": None, "cpu": False, "cuda": True}[device_kind(run.device)]
         per_node, total = self.placement.devices_per_node, self.placement.num_devices
         nodes = [min(per_node, total - first) for first in range(0, total, per_node)]
-        start_s = config.trainer.ray_wait_register_center_timeout
-        apart = _pools(config) if specs.generates and len(nodes) == 1 else []
-        request = Request(nodes, gpus, start_s, otherwise=apart)
-        dev_shm.check_size({"Ray": config.ray_kwargs.ray_init.get("object_store_memory") or dev_shm.RAY_BYTES})
-        self.cluster = RayCluster(config.ray_kwargs.ray_init, request)
+        apart = list(run.pools) if len(nodes) == 1 else []
+        request = Request(nodes, gpus, run.start_timeout_s, otherwise=apart)
+        dev_shm.check_size({"Ray": run.ray.ray_init.get("object_store_memory") or dev_shm.RAY_BYTES})
+        self.cluster = RayCluster(run.ray.ray_init, request)
         self.device = torch.device("cuda" if self.cluster.request.gpus else "cpu")  # of the ranks
         if len(self.cluster.request.nodes) > len(nodes):
             self.placement = replace(self.placement, devices_per_node=max(apart))
@@ -99,11 +96,10 @@ class RayRuntime:
 
     def build_roles(self, *, total_steps: int, data_sources: list[str], train: bool = True) -> Roles:
         """See Runtime."""
-        specs = self.program.roles(self.config, train=train)
-        context = RankContext(self.config, specs, self.placement, -1, self.device, total_steps, data_sources)
+        specs = self.source.specs(train=train)
+        context = RankContext(specs, self.placement, -1, self.device, total_steps, data_sources)
         self._start_processes()
         task = {
-            "program": f"{self.program.__module__}:{self.program.__qualname__}",
             "devices": self.placement.devices,
             "devices_per_node": self.placement.devices_per_node,
             "total_steps": total_steps,
@@ -113,9 +109,9 @@ class RayRuntime:
         }
         facts = self.everywhere("building the roles", "build", pack(task))
         first = specs.models[0].name if specs.models else POLICY
-        weights = RayWeightSync(self) if specs.generates else None
+        weights = RayWeightSync(self) if specs.rollout is not None else None
         roles = make_groups(context, self._run, facts[context.ranks(first)[0]], weights, self._end)
-        if train and specs.generates:
+        if train and specs.rollout is not None:
             self.scaling = RoleScaling(self, roles, task)
         return roles
 
@@ -140,9 +136,7 @@ class RayRuntime:
         _, address, port, _ = places[0]
         # in a local cluster all processes are on this node
         address = "127.0.0.1" if self.cluster.is_ours else address
-        self.everywhere(
-            "meeting the other ranks", "join", pack((address, port, self.collective_timeout_s)), starts=True
-        )
+        self.everywhere("meeting the other ranks", "join", pack((address, port)), starts=True)
 
     def add_process(self, rank: int, roles: str) -> Process:
         """A process that meets no other rank; its calls wait for a free device."""
@@ -153,24 +147,19 @@ class RayRuntime:
 
     def _settings(self) -> tuple[dict[str, str], Callable[[int], tuple[Any, ...]]]:
         """The environment of a rank's process, and the arguments of its constructor."""
-        schema = schema_of(self.config)
-        values = pack([schema.name, schema.flatten(self.config)])
+        recipe = pack(list(self.source.recipe()))
         environment = {"OMP_NUM_THREADS": str(_threads(self.placement.devices_per_node))}
-        return environment, lambda rank: (rank, self.placement.num_devices, values, str(self._logs()))
+        return environment, lambda rank: (rank, self.placement.num_devices, recipe, str(self.run.log_folder))
 
     def _describe(self, process: Process, roles: str) -> None:
         process.roles, process.watched_by = roles, _WATCHING
-        process.log_file = self._logs() / f"rank_{process.rank}.log"
-
-    def _logs(self) -> Path:
-        trainer = self.config.trainer
-        return Path(trainer.log_dir or Path(trainer.default_local_dir) / "logs").expanduser().absolute()
+        process.log_file = self.run.log_folder / f"rank_{process.rank}.log"
 
     def everywhere(self, call: str, method: str, *arguments: Any, starts: bool = False) -> list[Any]:
         """A method of every process, and all results in rank order. What `starts` a run has the deadline of a start."""
         refs = [(p, getattr(p.handle, method).remote(*arguments)) for p in self.processes]
         start_s = self.cluster.request.timeout_s
-        limit: tuple[float, str] = (start_s, START_LIMIT) if starts else (self.timeout_s, CALL_LIMIT)
+        limit: tuple[float, str] = (start_s, START_LIMIT) if starts else (self.run.call_timeout_s, CALL_LIMIT)
         return Pending(call, refs, limit[0], lambda answers: [unpack(a) for a in answers], limit_key=limit[1]).get()
 
     def _run(self, group: WorkerGroup, method: str, plan: CallPlan, blocking: bool) -> Any:
@@ -200,7 +189,7 @@ class RayRuntime:
                 first.handle.call.remote(group.name, "end_generation", store_value(pack(((), {}))), False)
             return again
 
-        pending = Pending.of_plan(f"{group.name}.{method}", plan, send, self.timeout_s, unpack, retry)
+        pending = Pending.of_plan(f"{group.name}.{method}", plan, send, self.run.call_timeout_s, unpack, retry)
         if self.scaling is not None and group.name == "rollout":
             self.scaling.watch(pending)
         return pending.get() if blocking else pending
@@ -217,7 +206,7 @@ class RayRuntime:
             processes += self.scaling.all_processes()
             self.scaling = None
         if processes:
-            file = self.config.ray_kwargs.timeline_json_file
+            file = self.run.ray.timeline_json_file
             if file:
                 self.cluster.timeline(file)
             self.cluster.end(processes)
@@ -226,15 +215,14 @@ class RayRuntime:
 class RankProcess:
     """The actor of one device. Every method answers with a packed result, or with an error that the driver raises again."""
 
-    def __init__(self, rank: int, size: int, values: Packed, log_dir: str):
+    def __init__(self, rank: int, size: int, recipe: Packed, log_dir: str):
         hear_sigterm()
         setup_logging(Path(log_dir), rank)
         keep_freed_memory(one_arena=True)
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         self.rank, self.size = rank, size
-        schema, leaves = unpack(values)
-        self.config: Any = SCHEMAS[schema].build(leaves)
-        remember_secrets(self.config)
+        make, *arguments = unpack(recipe)
+        self.source: SpecSource = load_object(make)(*arguments)
         self.comm: Collectives | None = None
         self.workers: RankWorkers | None = None
 
@@ -246,14 +234,14 @@ class RankProcess:
         """Meet the other ranks at the address of the first."""
         return answer_call(lambda: self._join(*unpack(meeting)))
 
-    def _join(self, address: str, port: int, timeout_s: float) -> None:
-        config = self.config
+    def _join(self, address: str, port: int) -> None:
+        run = self.source.specs().run
         self.comm = Collectives.start(
             Peer(self.rank, self.size, address, port),
-            device_type=resolve_device(config.trainer.device).type,
-            timeout_s=timeout_s,
-            start_timeout_s=config.trainer.ray_wait_register_center_timeout,
-            call_timeout_s=max(timeout_s, config.trainer.call_timeout_s),
+            device_type=resolve_device(run.device).type,
+            timeout_s=run.collective_timeout_s,
+            start_timeout_s=run.start_timeout_s,
+            call_timeout_s=max(run.collective_timeout_s, run.call_timeout_s),
         )
 
     def build(self, task: Packed) -> Any:
@@ -271,14 +259,14 @@ class RankProcess:
         return answer_call(run)
 
     def _build(
-        self, program: str, devices: dict[str, Any], devices_per_node: int, train: bool, time: str, **task: Any
+        self, devices: dict[str, Any], devices_per_node: int, train: bool, time: str, **task: Any
     ) -> dict[str, Any]:
         set_template_time(time)
-        specs = load_object(program).roles(self.config, train=train)
+        specs = self.source.specs(train=train)
         placement = Placement(devices, devices_per_node)
-        device = own_device(self.config.trainer.device)
+        device = own_device(specs.run.device)
         with nullcontext() if self.comm is None else self.comm.doing("building the roles"):
-            context = RankContext(self.config, specs, placement, self.rank, device, **task)
+            context = RankContext(specs, placement, self.rank, device, **task)
             self.workers = RankWorkers(context, self.comm)
         return self.workers.facts()
 
@@ -349,12 +337,6 @@ class RankProcess:
         if self.comm is not None:
             self.comm.close()
         return pack(None)
-
-
-def _pools(config: Any) -> list[int]:
-    """Devices of the training and of the rollout pool, where each asks for one node."""
-    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
-    return [trainer.n_gpus_per_node, rollout.n_gpus_per_node] if trainer.nnodes == rollout.nnodes == 1 else []
 
 
 def _threads(processes_per_node: int) -> int:

@@ -16,10 +16,8 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.config.active_keys import runs_agents
 from verl.errors import ConfigError, VerlError, WorkerLostError
 from verl.parallel.mesh import Mesh
 from verl.roles.api import Roles
@@ -27,6 +25,7 @@ from verl.runtime.rank import POLICY
 from verl.runtime.ray_cluster import Pending
 from verl.runtime.ray_process import Process, first_line, pack, unpack
 from verl.runtime.worker_group import WorkerGroup
+from verl.specs import RolloutSpec
 from verl.tracking.role_sizes import ROLES, read_role_sizes, write_role_sizes
 
 if TYPE_CHECKING:
@@ -54,11 +53,13 @@ class RoleScaling:
 
     def __init__(self, runtime: RayRuntime, roles: Roles, task: Mapping[str, Any]):
         self._runtime, self._task = runtime, task
-        self._folder = Path(runtime.config.trainer.default_local_dir).expanduser().absolute()
+        specs = runtime.source.specs()
+        self._folder = specs.run.folder
         groups = {"rollout": roles.rollout, "reward": roles.reward}
         self._groups = {role: group for role, group in groups.items() if isinstance(group, WorkerGroup)}
         self._placed = {role: group.mesh for role, group in self._groups.items()}
-        can_scale = scalable_roles(runtime.config, runtime.placement.devices)
+        assert specs.rollout is not None
+        can_scale = scalable_roles(specs.rollout, runtime.placement.devices)
         self._sizes = {role: mesh.size for role, mesh in self._placed.items() if role in can_scale}
         self._joined: list[Added] = []
         self._starting: list[Added] = []
@@ -185,7 +186,7 @@ class RoleScaling:
         calls = []
         for place, added in enumerate(generating, start=len(base)):
             ref = added.process.handle.load.remote(version, place, weights)
-            calls.append(Pending("weights.sync", [(added.process, ref)], self._runtime.timeout_s, _only))
+            calls.append(Pending("weights.sync", [(added.process, ref)], self._runtime.run.call_timeout_s, _only))
         for added, call in zip(generating, calls, strict=True):
             try:
                 call.get()
@@ -199,11 +200,11 @@ def _only(answers: list[Any]) -> Any:
     return unpack(answers[0])
 
 
-def scalable_roles(config: Any, devices: Mapping[str, Sequence[int]]) -> list[str]:
+def scalable_roles(spec: RolloutSpec, devices: Mapping[str, Sequence[int]]) -> list[str]:
     """Rollout where each of its devices has a whole replica, no agents act, and none trains. A device that trains could not
     recompute, under the old weights, the work that another process lost. Reward where it has devices without rollout."""
-    rollout = config.actor_rollout_ref.rollout
+    rollout = spec.section
     is_whole = rollout.name in ("native", "hf") and rollout.tensor_model_parallel_size == 1
     trains = set(devices["rollout"]) & set(devices[POLICY])
-    names = ["rollout"] if is_whole and not trains and not runs_agents(config) else []
+    names = ["rollout"] if is_whole and not trains and spec.agents is None else []
     return names if devices["reward"] == devices["rollout"] else [*names, "reward"]

@@ -41,10 +41,10 @@ def make_groups(
             beside_rollout=devices[spec.name] == devices.get("rollout"),
         )
         roles.models[spec.name] = cast(ModelHandle, group)
-    if specs.generates:
+    if specs.rollout is not None:
         group = WorkerGroup("rollout", RolloutWorker, context.rollout_mesh(), runner, beside_rollout=True)
         roles.rollout = cast(RolloutHandle, group)
-    if specs.scores:
+    if specs.reward is not None:
         mesh = Mesh.flat(devices["reward"])
         group = WorkerGroup(
             "reward", RewardWorker, mesh, runner, beside_rollout=devices["reward"] == devices["rollout"]

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from verl.data_proto.future import Finished
 from verl.parallel.collectives import Collectives, Peer
 from verl.parallel.device import make_current, resolve_device
 from verl.parallel.dispatch import CallPlan
 from verl.parallel.serialize import from_bytes, to_bytes
-from verl.roles.api import ProgramClass, Roles
+from verl.roles.api import Roles, SpecSource
 from verl.runtime.rank import RankContext, check_meshes
 from verl.runtime.rank_workers import RankWorkers
 from verl.runtime.role_groups import make_groups
@@ -25,29 +27,28 @@ class SpmdRuntime:
 
     name = "spmd"
 
-    def __init__(self, config: Any, program: type[ProgramClass], peer: Peer):
-        self.config, self.program = config, program
+    def __init__(self, source: SpecSource, peer: Peer):
+        self.source = source
         self.rank = peer.rank
         self.is_rank_zero = peer.rank == 0
-        specs = program.roles(config)
+        specs = source.specs()
         self.placement = specs.place(peer.world_size)
-        check_meshes(config, specs, self.placement)
-        self.device = local_device(config, peer.local_rank)
+        check_meshes(specs, self.placement)
+        self.device = local_device(specs.run.device, peer.local_rank)
         make_current(self.device)
-        timeout_s = specs.collective_timeout_s
         self.comm = Collectives.start(
             peer,
             device_type=self.device.type,
-            timeout_s=timeout_s,
-            start_timeout_s=config.trainer.ray_wait_register_center_timeout,
-            call_timeout_s=max(timeout_s, config.trainer.call_timeout_s),
+            timeout_s=specs.run.collective_timeout_s,
+            start_timeout_s=specs.run.start_timeout_s,
+            call_timeout_s=max(specs.run.collective_timeout_s, specs.run.call_timeout_s),
         )
         self._workers: RankWorkers | None = None
 
     def build_roles(self, *, total_steps: int, data_sources: list[str], train: bool = True) -> Roles:
         """See Runtime."""
-        specs = self.program.roles(self.config, train=train)
-        context = RankContext(self.config, specs, self.placement, self.rank, self.device, total_steps, data_sources)
+        specs = self.source.specs(train=train)
+        context = RankContext(specs, self.placement, self.rank, self.device, total_steps, data_sources)
         with self.comm.doing("building the roles"):
             workers = self._workers = RankWorkers(context, self.comm)
             facts = from_bytes(self.comm.all_gather(to_bytes(workers.facts()))[0])
@@ -85,7 +86,7 @@ class SpmdRuntime:
         return value if blocking else Finished(value)
 
 
-def local_device(config: Any, local_rank: int) -> Any:
-    """The device of process `local_rank` of a node."""
-    device = resolve_device(config.trainer.device)
+def local_device(name: str, local_rank: int) -> torch.device:
+    """The device of process `local_rank` of a node; `name` as in trainer.device."""
+    device = resolve_device(name)
     return resolve_device(f"cuda:{local_rank}") if device.type == "cuda" else device

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
+from verl.config import full_key
 from verl.parallel import memory
 from verl.parallel.device import reset_peak_memory
 
@@ -58,7 +59,7 @@ class SwitchMemory:
         )
         if ratio > LIMIT and extra > _MIN_BYTES:
             log.warning(
-                words + ". Lower actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes, or gather fewer "
+                words + f". Lower {full_key('rollout.checkpoint_engine.update_weights_bucket_megabytes')}, or gather fewer "
                 "layers at a time: fsdp_config.use_3d_hybrid=True with layer_per_group=1.", extra / 1e6, ratio,
             )  # fmt: skip
         else:

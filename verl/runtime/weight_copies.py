@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl.config import PPOConfig
+from verl.config import ModelConfig
 from verl.models.load import load_causal_lm, load_external, model_without_numbers
 from verl.models.padded import require_packed
 from verl.parallel.device import compute_dtype
@@ -23,6 +23,7 @@ from verl.reshard.shared_memory import Named, SharedBuckets, bucketed
 from verl.reshard.weight_files import MANIFEST, read_files, write_files
 from verl.rollout.api import Weights, WeightTransfer
 from verl.rollout.rollout_model import Replica
+from verl.specs import RolloutSpec, RunSpec
 
 _READER = "verl.reshard.shared_memory:read_shared_bucket"
 _DEVICE_READER = "verl.reshard.device_memory:read_device_bucket"  # and of the host's memory
@@ -30,27 +31,31 @@ _FOLDER_READER = "verl.runtime.weight_copies:read_folder"
 
 
 def weight_transfer(
-    config: PPOConfig, device: torch.device, plan: EnginePlan | None = None, visible_devices: tuple[str, ...] = ()
+    spec: RolloutSpec,
+    run: RunSpec,
+    device: torch.device,
+    plan: EnginePlan | None = None,
+    visible_devices: tuple[str, ...] = (),
 ) -> WeightTransfer:
     """The transfer to an engine on `device`, in the actor's compute dtype. `plan` says how the engine spans the run's devices
     (default: a run of only this process). `visible_devices` are its process's devices, as CUDA_VISIBLE_DEVICES has them."""
-    group, trainer = config.actor_rollout_ref, config.trainer
-    where = (plan or EnginePlan.of(config, Placement.from_roles({}, 1))).where
-    bucket_bytes = group.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
-    may_come_back = (where == "process" or group.rollout.mode == "async") and group.rollout.max_engine_restarts > 0
+    rollout = spec.section
+    where = (plan or EnginePlan.of(spec, Placement.from_roles({}, 1))).where
+    bucket_bytes = rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
+    may_come_back = (where == "process" or rollout.mode == "async") and rollout.max_engine_restarts > 0
     place = KeptBuckets(bucket_bytes).place if may_come_back else _in_turns(bucket_bytes)
     on_device = DeviceSender(device, bucket_bytes, place, keeps=may_come_back) if device.type == "cuda" else None
     return WeightTransfer(
-        model=group.model,
+        model=spec.model,
         device=device,
-        dtype=compute_dtype(group.actor.fsdp_config.dtype, device),
+        dtype=compute_dtype(spec.dtype, device),
         write_buckets=on_device or (lambda weights: map(place, count(), bucketed(weights, bucket_bytes))),
         probe=on_device.probe if on_device else None,
         reader=_DEVICE_READER if on_device else _READER,
         write_folder=lambda folder, number, weights: write_folder(folder, number, weights, bucket_bytes),
         folder_reader=_FOLDER_READER,
-        start_timeout_s=trainer.ray_wait_register_center_timeout,
-        call_timeout_s=group.nccl_timeout,
+        start_timeout_s=run.start_timeout_s,
+        call_timeout_s=run.collective_timeout_s,
         in_process=where == "process",
         visible_devices=visible_devices,
     )
@@ -91,14 +96,14 @@ def read_folder(description: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor
     return read_files(Path(description["folder"]).parent, description["number"])
 
 
-def load_replica(config: PPOConfig, device: torch.device, group: dist.ProcessGroup | None) -> Replica:
+def load_replica(spec: RolloutSpec, device: torch.device, group: dist.ProcessGroup | None) -> Replica:
     """A copy of the policy in the compute dtype, only for generation; divided over `group`, if there is one."""
-    model = config.actor_rollout_ref.model
+    model = spec.model
     load_external(model.external_lib)
     module = load_causal_lm(
         model.path,
         device=device if group is None else "cpu",  # a divided model may not fit the device whole
-        dtype=compute_dtype(config.actor_rollout_ref.actor.fsdp_config.dtype, device),
+        dtype=compute_dtype(spec.dtype, device),
         trust_remote_code=model.trust_remote_code,
         override_config=model.override_config,
     ).requires_grad_(False)
@@ -109,8 +114,7 @@ def load_replica(config: PPOConfig, device: torch.device, group: dist.ProcessGro
     return replica
 
 
-def skeleton(config: PPOConfig, dtype: torch.dtype) -> Any:
+def skeleton(model: ModelConfig, dtype: torch.dtype) -> Any:
     """The policy on the meta device: configurations and shapes, no values."""
-    model = config.actor_rollout_ref.model
     load_external(model.external_lib)
     return model_without_numbers(model, dtype)

@@ -39,8 +39,7 @@ class RankWeightSync:
         self.context = context
         self.comm = comm
         self.engine = engine
-        rollout = context.config.actor_rollout_ref.rollout
-        self.switch = ModeSwitch(engine, rollout, context.device, gives_back=context.has_own_weights)
+        self.switch = ModeSwitch(engine, context.rollout.section, context.device, gives_back=context.has_own_weights)
         self.rollout: RolloutWorker | None = None
         self.memory: SwitchMemory | None = None  # None: nothing is copied
         self.update: PlannedUpdate | None = None  # None: there is one set of weights, or they are gathered whole

@@ -42,19 +42,15 @@ class WorkerGroup:
         self.cost = cost or TokenCost()
         self.beside_rollout = beside_rollout
         self._runner = runner
-        self._methods = registered(worker_class)
+        for method, declared in registered(worker_class).items():
+            if not hasattr(self, method):
+                setattr(self, method, partial(self._call, method, declared))
 
     def __getattr__(self, name: str) -> Any:
-        declared = self.__dict__.get("_methods", {}).get(name)
-        if declared is None:
-            raise AttributeError(
-                f"The role {self.__dict__.get('name')} has no method {name!r} that can be called on a group; declare it with "
-                "@register."
-            )
-        return partial(self._call, name, declared)
-
-    def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *self._methods]
+        raise AttributeError(
+            f"The role {self.__dict__.get('name')} has no method {name!r} that can be called on a group; declare it with "
+            "@register."
+        )
 
     def set_mesh(self, mesh: Mesh) -> None:
         """The ranks that later calls run on."""

@@ -26,6 +26,7 @@ from typing import Any
 
 from verl.agents.gateway import formats
 from verl.agents.gateway.sessions import EndpointSession, RequestError, Sessions
+from verl.config import full_key
 from verl.errors import ConfigError, DataError, MissingExtraError, UnreachableError
 from verl.tracking.logs import adopt_loggers
 
@@ -46,9 +47,7 @@ class Gateway:
             import starlette.applications
             import uvicorn
         except ImportError:
-            raise MissingExtraError(
-                "actor_rollout_ref.rollout.agent.runner", "agents", "starlette and uvicorn"
-            ) from None
+            raise MissingExtraError(full_key("rollout.agent.runner"), "agents", "starlette and uvicorn") from None
         del starlette
         self.sessions = Sessions()
         self._socket = _bound(host, port)
@@ -130,7 +129,7 @@ def _bound(host: str, port: int) -> socket.socket:
         made.close()
         raise ConfigError(
             f"The endpoint for agents cannot listen on {host}:{port} ({error.strerror}). Set "
-            "actor_rollout_ref.rollout.agent.gateway_port=0 for a free port."
+            f"{full_key('rollout.agent.gateway_port')}=0 for a free port."
         ) from error
     made.listen(2048)
     made.set_inheritable(False)

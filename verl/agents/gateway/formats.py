@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.agents.gateway.sessions import ModelTurn, RequestError, arguments_of, as_message_call
+from verl.config import full_key
 
 MODEL = "policy"
 
@@ -49,7 +50,7 @@ def _refuse(body: Mapping[str, Any]) -> None:
     if body.get("logit_bias"):
         raise RequestError("logit_bias is not available: the policy samples without constraints")
     if body.get("stop"):
-        raise RequestError("stop is not available in a request; set actor_rollout_ref.rollout.stop for the run")
+        raise RequestError(f"stop is not available in a request; set {full_key('rollout.stop')} for the run")
     choice = body.get("tool_choice")
     if choice not in (None, "auto", "none") and not (isinstance(choice, dict) and choice.get("type") == "auto"):
         raise RequestError("tool_choice can be auto or none: the policy is not forced to call a tool")
@@ -254,9 +255,7 @@ def responses_response(answer: ModelTurn, body: Mapping[str, Any]) -> dict[str, 
 def anthropic_request(body: Mapping[str, Any]) -> ChatRequest:
     """Of POST /messages, as a chat."""
     if body.get("stop_sequences"):
-        raise RequestError(
-            "stop_sequences are not available in a request; set actor_rollout_ref.rollout.stop for the run"
-        )
+        raise RequestError(f"stop_sequences are not available in a request; set {full_key('rollout.stop')} for the run")
     choice = body.get("tool_choice")
     kind = choice.get("type") if isinstance(choice, Mapping) else choice
     _refuse({"tool_choice": kind})

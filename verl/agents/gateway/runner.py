@@ -19,13 +19,14 @@ import secrets
 import shlex
 import socket
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from verl.agents.context import Runner
 from verl.agents.episode import CURRENT, AgentKilled, Branch, Episode, EpisodeError
 from verl.agents.gateway import loopback
 from verl.agents.gateway.formats import MODEL
@@ -33,11 +34,15 @@ from verl.agents.gateway.sessions import EndpointSession, canonical
 from verl.agents.loops import AgentLoopBase, AgentLoopOutput, register_agent_loop
 from verl.agents.parsers import ToolParser
 from verl.agents.tool_calls import on_thread
+from verl.config import RewardConfig, full_key
 from verl.errors import ConfigError
 from verl.foreign_text import clean
 from verl.registry import load_object, require_call
 from verl.rewards.sandbox.launch import Sandbox, namespace_command, perhaps_from_outside
 from verl.rewards.sandbox.limits import Limits
+
+if TYPE_CHECKING:
+    from verl.agents.gateway.app import Gateway
 
 log = logging.getLogger(__name__)
 
@@ -46,52 +51,61 @@ KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV",
 OUTPUT_BYTES = 4000  # of a command's prints, in the error
 
 
-def load_runner(runner: str | None) -> Callable[..., Any] | list[str] | None:
+def load_runner(runner: str | None) -> Runner | None:
     """The function, or the arguments of a command. Raises ConfigError."""
     if runner is None:
         return None
     if runner.startswith(COMMAND):
         words = shlex.split(runner.removeprefix(COMMAND))
         if not words:
-            raise ConfigError("actor_rollout_ref.rollout.agent.runner=command: names no command.")
+            raise ConfigError(f"{full_key('rollout.agent.runner')}=command: names no command.")
         return words
     loaded = load_object(runner)
     if not callable(loaded):
-        raise ConfigError(f"actor_rollout_ref.rollout.agent.runner={runner} is not a function.")
-    require_call(f"actor_rollout_ref.rollout.agent.runner={runner}", loaded, "task", "base_url", "api_key")
+        raise ConfigError(f"{full_key('rollout.agent.runner')}={runner} is not a function.")
+    require_call(f"{full_key('rollout.agent.runner')}={runner}", loaded, "task", "base_url", "api_key")
     return loaded  # type: ignore[no-any-return]
 
 
 @register_agent_loop("endpoint_agent")
 class EndpointAgentLoop(AgentLoopBase):
-    """See above. `gateway` and `runner` are set by the run."""
-
-    gateway: Any
-    runner: Any
-    limits: Limits
+    """See above."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         """See AgentLoopBase."""
-        episode = CURRENT.get()
+        episode, runner = CURRENT.get(), self.context.runner
+        assert runner is not None
         parser = ToolParser.get_tool_parser(self.rollout_config.multi_turn.format, self.tokenizer)
         first = canonical([dict(message) for message in kwargs["raw_prompt"]], [])
         session = EndpointSession(
-            secrets.token_urlsafe(16), episode, self.continuity, parser, self.stop_token_ids, first
+            secrets.token_urlsafe(16), episode, self.context.continuity, parser, self.stop_token_ids, first
         )
         row = {name: value for name, value in kwargs.items() if name != "agent_name"}
         task = plain({"prompt": row["raw_prompt"], **row})
         found: Any = None
         self.gateway.sessions.add(session)
         try:
-            if isinstance(self.runner, list):
+            if isinstance(runner, list):
                 said = str(kwargs["raw_prompt"][-1].get("content") or "")
-                words = [word.replace(PROMPT, said) for word in self.runner]
+                words = [word.replace(PROMPT, said) for word in runner]
                 await self._command(words, task, session)
             else:
-                found = await on_thread(self.runner, task, self.gateway.base_url(session), self.gateway.sessions.token)
+                found = await on_thread(runner, task, self.gateway.base_url(session), self.gateway.sessions.token)
         finally:
             self.gateway.sessions.remove(session)
         return self._output(episode, session, found)
+
+    @property
+    def gateway(self) -> Gateway:
+        """The endpoint of this rank."""
+        assert self.context.gateway is not None
+        return self.context.gateway
+
+    @property
+    def limits(self) -> Limits:
+        """The limits of a command."""
+        assert self.context.limits is not None
+        return self.context.limits
 
     def _output(self, episode: Episode, session: EndpointSession, found: Any) -> AgentLoopOutput:
         reward, info = _reward(found, session)
@@ -177,7 +191,7 @@ def plain(value: Any) -> Any:
     return json.loads(json.dumps(value, default=lambda v: v.tolist() if hasattr(v, "tolist") else str(v)))
 
 
-def command_limits(reward: Any, network: bool) -> Limits:
+def command_limits(reward: RewardConfig, network: bool) -> Limits:
     """The limits of a command: the limits of reward functions except memory and processor time. Where the kernel grants no
     separate network, the command has the machine's, and a warning is logged."""
     limits = Limits(
@@ -190,7 +204,7 @@ def command_limits(reward: Any, network: bool) -> Limits:
     )
     if not network and not namespace_command(False, ()):
         log.warning(
-            "The kernel grants no network namespace, so the command of actor_rollout_ref.rollout.agent.runner reaches the "
+            f"The kernel grants no network namespace, so the command of {full_key('rollout.agent.runner')} reaches the "
             "network and not the endpoint alone."
         )
         return replace(limits, network=True)

@@ -60,7 +60,7 @@ def requires(name: str) -> set[str]:
 
 
 def compute_advantage(
-    name: str, columns: Mapping[str, Any], *, config: Any = None, **settings: Any
+    name: str, columns: Mapping[str, Any], *, config: object = None, **settings: Any
 ) -> tuple[Tensor, Tensor]:
     """(advantages, returns) of the estimator `name`, each [batch, response].
 

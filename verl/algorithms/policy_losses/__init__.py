@@ -40,7 +40,7 @@ def policy_loss(
     agg: Aggregate,
     rollout_is_weights: Tensor | None = None,
     params: Mapping[str, Any] | None = None,
-    config: Any = None,
+    config: object = None,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, dict[str, Metric]]:
     """The loss `name` and its metrics (names without prefix).

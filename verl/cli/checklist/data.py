@@ -21,13 +21,14 @@ def check_rows_of_data(subject: Subject) -> Iterator[Line]:
     from verl.agents.agents import known_loops
     from verl.config.active_keys import uses_rewards
     from verl.data.check import check_data
+    from verl.programs.specs import rollout_spec
 
     if subject.tokenizer is None:
         yield skip("not checked without a tokenizer")
         return
     config = subject.config.data
     scored = uses_rewards(subject.config)
-    subject.data = check_data(config, subject.tokenizer, known_loops(subject.config), scored)
+    subject.data = check_data(config, subject.tokenizer, known_loops(rollout_spec(subject.config).agents), scored)
     for name, key, rows in (
         ("training", "data.train_files", subject.data.train),
         ("validation", "data.val_files", subject.data.validation),
@@ -49,8 +50,9 @@ def _teachers(subject: Subject, scored: bool) -> Line:
     from verl.agents.agents import known_loops
     from verl.data.dataset import load_dataset
     from verl.programs.distillation import check_teachers
+    from verl.programs.specs import rollout_spec
 
-    data, loops = subject.config.data, known_loops(subject.config)
+    data, loops = subject.config.data, known_loops(rollout_spec(subject.config).agents)
     rows = load_dataset(
         data.train_files, subject.tokenizer, data, max_samples=data.train_max_samples, agents=loops, scored=scored
     )

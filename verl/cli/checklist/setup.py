@@ -36,7 +36,7 @@ def check_layout(subject: Subject) -> Iterator[Line]:
 
     specs = ppo_roles(subject.config)
     placement = specs.place(None)
-    plan = check_meshes(subject.config, specs, placement)
+    plan = check_meshes(specs, placement)
     devices, nodes, where = placement.num_devices, placement.num_nodes, placement.sentence(specs.names)
     yield passed(f"{devices} device{'s' if devices > 1 else ''} on {nodes} node{'s' if nodes > 1 else ''}: {where}")
     if plan is None:
@@ -76,6 +76,7 @@ def check_code(subject: Subject) -> Iterator[Line]:
     from verl.agents.loops import load_loops, loop_named
     from verl.config.active_keys import runs_agents
     from verl.data.sampler_order import sampler_class
+    from verl.programs.specs import agent_spec
     from verl.programs.stages import Stages
 
     config = subject.config
@@ -88,7 +89,7 @@ def check_code(subject: Subject) -> Iterator[Line]:
         loaders += [
             lambda: loop_named(load_loops(agent.agent_loop_config_path), agent.default_agent_loop, loop),
             lambda: load_interactions(rollout.multi_turn.interaction_config_path),
-            lambda: players_of_games(config, load_environments(agent.environment)),
+            lambda: players_of_games(agent_spec(config), load_environments(agent.environment)),
             lambda: load_runner(agent.runner),
         ]
     for load in loaders:

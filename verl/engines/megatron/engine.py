@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,9 @@ from verl.models.load import load_external, load_model_config
 from verl.models.optim import ELEMENTWISE
 from verl.models.packing import PackedBatch, Reads
 from verl.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from verl.engines.megatron.library import TransformerConfig
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +172,7 @@ class MegatronEngine(TrainedEngine):
         self._trained = TrainedState(self.module, parameters, self.optimizer, None, model.path, self.rounding)
         self._keep_prompts_apart("packed")
 
-    def _buffer_gradients(self, config: Any) -> None:
+    def _buffer_gradients(self, config: TransformerConfig) -> None:
         """Put the stages into Megatron's buffers, which sum gradients over ranks once per optimizer step."""
         from verl.engines.megatron.library import (
             DistributedDataParallel,

@@ -15,6 +15,7 @@ from verl.engines.megatron.library import (
     PackedSeqParams,
     SelfAttention,
     TransformerBlockSubmodules,
+    TransformerConfig,
     get_gpt_layer_local_spec,
 )
 from verl.models.packed import PackedLayout
@@ -30,7 +31,7 @@ class PackedTokens(PackedSeqParams):
 class RMSNorm(nn.Module):
     """As transformers computes it, in at least float32. Megatron's own refuses sequence parallelism without its kernels."""
 
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any):
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
@@ -62,7 +63,7 @@ class OrderedSelfAttention(SelfAttention):
 class PackedAttention(MegatronModule):
     """Attention of a packed batch. `config.sliding_windows` has the window of each layer, None for none."""
 
-    def __init__(self, config: Any, layer_number: int, **_: Any):
+    def __init__(self, config: TransformerConfig, layer_number: int, **_: Any):
         super().__init__(config=config)
         self.layer = layer_number - 1
 
@@ -86,7 +87,9 @@ class PackedAttention(MegatronModule):
 class Experts(MegatronModule):
     """This rank's experts as two tensors with the dimensions of the checkpoint's."""
 
-    def __init__(self, num_local_experts: int, config: Any, submodules: Any = None, pg_collection: Any = None):
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, submodules: Any = None, pg_collection: Any = None
+    ):
         super().__init__(config=config)
         width = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
         shapes = {"gate_up_proj": (2 * width, config.hidden_size), "down_proj": (config.hidden_size, width)}
@@ -107,7 +110,7 @@ class Experts(MegatronModule):
         return torch.cat(parts), None
 
 
-def block_spec(config: Any, num_layers: int) -> TransformerBlockSubmodules:
+def block_spec(config: TransformerConfig, num_layers: int) -> TransformerBlockSubmodules:
     """The specification of `num_layers` layers of one stage."""
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"

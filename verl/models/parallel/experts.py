@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from transformers import PreTrainedConfig
 
 from verl.errors import ConfigError
 from verl.models.parallel.collectives import exchange_rows
@@ -80,7 +81,7 @@ def is_experts(part: nn.Module) -> bool:
     return isinstance(weights, nn.Parameter) and weights.dim() == 3
 
 
-def check_experts(config: Any, size: int) -> None:
+def check_experts(config: PreTrainedConfig, size: int) -> None:
     """Raises ConfigError when the experts of a model cannot be divided over `size` ranks."""
     config = config.get_text_config()
     if size == 1:

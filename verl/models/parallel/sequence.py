@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from transformers import PreTrainedConfig
 
 from verl.errors import ConfigError
 from verl.models.packed import PackedLayout
@@ -19,7 +20,7 @@ from verl.models.packing import PackedBatch
 from verl.models.parallel.collectives import exchange_rows, gather_rows_with_grad
 
 
-def check_heads(config: Any, size: int, tensor_size: int = 1) -> None:
+def check_heads(config: PreTrainedConfig, size: int, tensor_size: int = 1) -> None:
     """Raises ConfigError when the heads that tensor parallelism leaves to a rank do not divide over `size` ranks."""
     config = config.get_text_config()
     if size == 1:

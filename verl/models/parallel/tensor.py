@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import PreTrainedConfig
 
 from verl.errors import ConfigError
 from verl.models.lora import LoRALinear
@@ -36,7 +37,7 @@ class Division:
         self.partial: set[str] = set()
 
 
-def check_divisible(config: Any, size: int) -> None:
+def check_divisible(config: PreTrainedConfig, size: int) -> None:
     """Raises ConfigError when a model cannot be divided over `size` ranks; costs no weights."""
     config = config.get_text_config()
     if size == 1:

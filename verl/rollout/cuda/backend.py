@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl.config import full_key
 from verl.errors import ModelError
 from verl.models.cpu.weights import DenseDecoder
 from verl.models.cuda.varlen import FLASH, VarlenKernel, flash_runs
@@ -98,7 +99,7 @@ class DeviceBackend:
         if self.scheduler.shared and longest_prompt + params.max_new_tokens > self._smallest_window():
             raise ModelError(
                 f"A prompt of {longest_prompt} tokens was added to a generation of sequences within the attention window "
-                f"({self._smallest_window()}). Set actor_rollout_ref.rollout.max_model_len to the longest sequence."
+                f"({self._smallest_window()}). Set {full_key('rollout.max_model_len')} to the longest sequence."
             )
         if self.rows.num_running or self.prompts.by_slot:
             self._grow(decoder, num_rows, longest_prompt)

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 
+from verl.config import full_key
 from verl.errors import ConfigError, DeadlineError, ModelError, UnreachableError
 from verl.foreign_text import clean
 from verl.rollout.http.answers import Answer
@@ -40,12 +41,12 @@ class Client:
         token_env: str,
         timeout_s: float,
         num_retries: int,
-        keys: str = "actor_rollout_ref.rollout.service",
+        keys: str = "rollout.service",
     ):
-        self.keys, self.url = keys, url.rstrip("/")
+        self.keys, self.url = full_key(keys), url.rstrip("/")
         self.timeout_s, self.num_retries = timeout_s, num_retries
         self._token_env = token_env
-        token, host = os.environ.get(token_env, ""), _host(self.url, keys)
+        token, host = os.environ.get(token_env, ""), _host(self.url, self.keys)
         if not token and not is_loopback(host):
             raise ConfigError(
                 f"The service at {self.url} is on another machine and must ask for a token: set the environment variable "

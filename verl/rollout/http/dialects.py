@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any, Protocol
 
+from verl.config import full_key
 from verl.data_proto.samples import SamplingParams
 from verl.errors import ConfigError, ModelError
 from verl.foreign_text import clean
@@ -71,7 +72,7 @@ class OpenAI:
     def update(self, client: Client, description: dict[str, Any], reader: str) -> None:
         raise ModelError(
             f"The service at {client.url} has no known route for new weights. Set "
-            "actor_rollout_ref.rollout.service.api to vllm or sglang, if it is one of these."
+            f"{full_key('rollout.service.api')} to vllm or sglang, if it is one of these."
         )
 
     def label(self, client: Client, version: int) -> None:

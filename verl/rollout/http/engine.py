@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl.config import RolloutConfig, full_key
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.errors import ConfigError, ModelError, UnreachableError, WorkerLostError
 from verl.rollout.api import BaseRollout, Stats, Weights, WeightTransfer
@@ -45,7 +46,7 @@ class HTTPRollout(BaseRollout):
         self,
         module: Any,
         tokenizer: Any,
-        config: Any,
+        config: RolloutConfig,
         *,
         eos_token_ids: Sequence[int],
         pad_token_id: int | None = None,
@@ -53,7 +54,7 @@ class HTTPRollout(BaseRollout):
     ):
         del pad_token_id
         self.tokenizer = tokenizer  # for stop strings, which are looked for here
-        self.skeleton, self.config, self.transfer, service = module, config, transfer, config.service
+        self.module, self.config, self.transfer, service = module, config, transfer, config.service
         self.eos_token_ids = tuple(eos_token_ids)
         self.state = CopyState()
         self.client = Client(
@@ -66,7 +67,7 @@ class HTTPRollout(BaseRollout):
         if api == "openai" and (config.top_p < 1 or config.top_k > 0 or config.min_p > 0):
             raise ConfigError(
                 "With rollout.service.api=openai log-probabilities are those of the tokens that top_k, top_p and min_p leave, "
-                "which do not compare with the trained model's. Leave these keys of actor_rollout_ref.rollout out, or start "
+                f"which do not compare with the trained model's. Leave these keys of {full_key('rollout')} out, or start "
                 "vLLM's server with verl's sampler (service.api=vllm)."
             )
         self.dialect: Dialect = DIALECTS[api]()
@@ -94,11 +95,11 @@ class HTTPRollout(BaseRollout):
         if root is None:
             raise ConfigError(
                 f"The service at {self.client.url} needs new weights after each step, and there is no way for them: set "
-                "actor_rollout_ref.rollout.service.weights_dir to a folder that this run can write and the service can read."
+                f"{full_key('rollout.service.weights_dir')} to a folder that this run can write and the service can read."
             )
         self.state.start_update()
         self._num_updates += 1
-        tensors = checked(weights, self.skeleton, self.transfer.dtype)
+        tensors = checked(weights, self.module, self.transfer.dtype)
         description = self.transfer.write_folder(Path(root).expanduser(), self._num_updates, tensors)
         try:
             with self.watched():
@@ -145,8 +146,8 @@ class HTTPGeneration:
 
     def __init__(self, engine: HTTPRollout, params: SamplingParams, step: int, *, keep: bool):
         self.engine, self.params, self.step = engine, params, step
-        self.samples = OpenSamples(params, engine.skeleton, engine.config.max_model_len, keep=keep)
-        self.rules = StopRules(params, engine.eos_token_ids, vocab_size(engine.skeleton), engine.tokenizer)
+        self.samples = OpenSamples(params, engine.module, engine.config.max_model_len, keep=keep)
+        self.rules = StopRules(params, engine.eos_token_ids, vocab_size(engine.module), engine.tokenizer)
         self._most = min(engine.config.max_num_seqs, _MOST_REQUESTS)
         self._pool = ThreadPoolExecutor(self._most)
         self._waiting: list[PromptRequest] = []  # one for each sample
@@ -198,7 +199,7 @@ class HTTPGeneration:
         keys = sample_keys(self.params.seed, self.step, ordinals, samples).tolist()
         for request, key in zip(requests, keys, strict=True):
             name = f"sample {request.first_sample} of prompt {request.ordinal}"
-            size = vocab_size(self.engine.skeleton)
+            size = vocab_size(self.engine.module)
             params = replace(self.params, max_new_tokens=self.samples.limit_of(request))
             wanted = Wanted(request.token_ids, params, self.rules.token_ids, key, request.num_drawn, size, name)
             self._asked[request.ordinal, request.first_sample] = request
@@ -253,7 +254,7 @@ class SGLangRollout(HTTPRollout):
 
     api = "sglang"
 
-    def __init__(self, module: Any, tokenizer: Any, config: Any, *, transfer: WeightTransfer, **tokens: Any):
+    def __init__(self, module: Any, tokenizer: Any, config: RolloutConfig, *, transfer: WeightTransfer, **tokens: Any):
         self.server: SGLangServer | None = None
         if config.service.url is None:
             self.server = SGLangServer(config, transfer, module)

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from verl.config import RolloutConfig
+from verl.config import RolloutConfig, full_key
 from verl.errors import DeadlineError, MissingExtraError, ModelError, UnreachableError
 from verl.parallel.child_processes import python_command
 from verl.parallel.collectives import free_port
@@ -34,10 +34,10 @@ class SGLangServer:
     def __init__(self, config: RolloutConfig, transfer: WeightTransfer, skeleton: Any):
         if importlib.util.find_spec("sglang") is None:
             raise MissingExtraError(
-                "actor_rollout_ref.rollout.name=sglang",
+                f"{full_key('rollout.name')}=sglang",
                 "sglang",
                 "sglang",
-                "set actor_rollout_ref.rollout.service.url to a server of SGLang that is running",
+                f"set {full_key('rollout.service.url')} to a server of SGLang that is running",
             )
         require_names("sglang", SERVICE, "versions known to work: 0.5.23")
         port = free_port()

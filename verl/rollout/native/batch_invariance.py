@@ -8,33 +8,27 @@ the shapes. Matmuls run in tiles (prepacked_linear.py). Attention runs in blocks
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from verl.config import RolloutConfig, full_key
 from verl.errors import ConfigError
 from verl.models.cpu.weights import DenseDecoder, Projection
+from verl.rollout.api import Invariance
 from verl.rollout.native.forward import DenseForward, compiled
 from verl.rollout.native.prepacked_linear import padding_cost, tiles_of
 
-KEY = "actor_rollout_ref.rollout.batch_invariant"
+KEY = full_key("rollout.batch_invariant")
 _MOST_COST = 1.10  # of the time of matmuls, with auto
 _GRAIN = 32768  # elements below which torch does not divide an elementwise operation among threads
 _VECTORS = 64  # elements: torch computes the rest of a share, below this number, by other, scalar code
 _CHECKED_ROWS = (1, 3, 8, 65)
 
 
-class Invariance(NamedTuple):
-    holds: bool
-    why: str  # a clause
-
-    def __str__(self) -> str:
-        return f"{'yes' if self.holds else 'no'}: {self.why}"
-
-
-def examine(module: Any, config: Any) -> Invariance:
+def examine(module: Any, config: RolloutConfig) -> Invariance:
     """Whether samples of `module` under this RolloutConfig are batch-invariant. Raises ConfigError when they are not, and
     batch_invariant=require."""
     found = _examined(module, config)
@@ -43,7 +37,7 @@ def examine(module: Any, config: Any) -> Invariance:
     return found
 
 
-def _examined(module: Any, config: Any) -> Invariance:
+def _examined(module: Any, config: RolloutConfig) -> Invariance:
     if config.batch_invariant == "off":
         return Invariance(False, f"{KEY}=off")
     device = next(module.parameters()).device

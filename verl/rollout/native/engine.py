@@ -14,16 +14,17 @@ from typing import Any
 
 import torch
 
+from verl.config import RolloutConfig, full_key
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.errors import ConfigError, ModelError
 from verl.models.cuda.varlen import FLASH, VarlenKernel
 from verl.models.randomness import eval_mode
-from verl.rollout.api import BaseRollout, Stats
+from verl.rollout.api import BaseRollout, Invariance, Stats
 from verl.rollout.cpu.forward import CpuForward
 from verl.rollout.cpu.paged_store import PagedStore
 from verl.rollout.cpu.store import BlockStore
 from verl.rollout.cuda.backend import DeviceBackend
-from verl.rollout.native.batch_invariance import Invariance, examine
+from verl.rollout.native.batch_invariance import examine
 from verl.rollout.native.forward import DenseForward
 from verl.rollout.native.host_backend import HostBackend
 from verl.rollout.native.kv_cache import SlotStore, rounded
@@ -48,7 +49,7 @@ class NativeRollout(BaseRollout):
         self,
         module: Any,
         tokenizer: Any,
-        config: Any,
+        config: RolloutConfig,
         *,
         eos_token_ids: Sequence[int],
         pad_token_id: int | None = None,
@@ -123,7 +124,7 @@ class NativeRollout(BaseRollout):
                 "kv_cache_config.enable_paged_attention=True needs the compiled decoder for CPUs, or a GPU with the flash "
                 f"attention of PyTorch 2.12 or newer (here: {torch.__version__}); neither computes "
                 f"{type(self.module).__name__} on {next(self.module.parameters()).device} here. Set it to False, or use "
-                "actor_rollout_ref.rollout.name=vllm, which always pages its cache."
+                f"{full_key('rollout.name')}=vllm, which always pages its cache."
             )
 
     def dense(self) -> DenseForward | CpuForward | None:
@@ -236,7 +237,7 @@ class NativeGeneration:
         self.scheduler.backend = self._backend
 
 
-def _kept_bytes(config: Any) -> int | None:
+def _kept_bytes(config: RolloutConfig) -> int | None:
     """Memory for the keys and values of samples that wait for their next turn."""
     most = config.agent.kv_cache_mb
     return None if most is None else int(most * (1 << 20))

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from verl.config import full_key
 from verl.errors import ConfigError
 from verl.rollout.native.batch import Group
 from verl.rollout.native.scheduler import Scheduler
 
-_KEYS = "actor_rollout_ref.rollout.kv_cache_config"
+_KEYS = full_key("rollout.kv_cache_config")
 UNLIMITED = 1 << 40
 
 

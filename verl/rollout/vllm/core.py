@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl.config import full_key
 from verl.data_proto.samples import Completion, FinishReason, PromptRequest, SampleKey, SamplingParams
 from verl.errors import MissingExtraError, ModelError
 from verl.rollout.api import Stats
@@ -247,10 +248,10 @@ def request_arguments(params: SamplingParams, stop: StopRules, extra: dict[str, 
     }
 
 
-def require_vllm(key: str = "actor_rollout_ref.rollout.name") -> None:
+def require_vllm(key: str = "rollout.name") -> None:
     """Raise MissingExtraError where vLLM is not installed, which `key` asks for. It is not imported."""
     if importlib.util.find_spec("vllm") is None:
-        raise MissingExtraError(f"{key}=vllm", "vllm", "vllm")
+        raise MissingExtraError(f"{full_key(key)}=vllm", "vllm", "vllm")
 
 
 def check_version(version: str) -> None:

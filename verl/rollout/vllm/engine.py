@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from verl.config import RolloutConfig
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.errors import VerlError
 from verl.rollout.api import BaseRollout, Stats, Weights, WeightTransfer
@@ -36,14 +37,14 @@ class VLLMRollout(BaseRollout):
         self,
         module: Any,
         tokenizer: Any,
-        config: Any,
+        config: RolloutConfig,
         *,
         eos_token_ids: Sequence[int],
         pad_token_id: int | None = None,
         transfer: WeightTransfer,
     ):
         del tokenizer, pad_token_id  # nothing is padded, and stop strings are looked for where vLLM is
-        self.skeleton, self.config, self.transfer = module, config, transfer
+        self.module, self.config, self.transfer = module, config, transfer
         self.state = CopyState()
         self.longest = longest_sequence(config, module)
         self._stats = {}
@@ -70,7 +71,7 @@ class VLLMRollout(BaseRollout):
         manifest = Manifest()
         try:
             self.core.begin_update()
-            for bucket in self.transfer.write_buckets(checked(weights, self.skeleton, self.transfer.dtype)):
+            for bucket in self.transfer.write_buckets(checked(weights, self.module, self.transfer.dtype)):
                 self.core.update(bucket)
                 manifest.add(bucket)
             self.core.finish_update(manifest.digest)
@@ -117,7 +118,7 @@ class VLLMGeneration:
 
     def __init__(self, engine: VLLMRollout, params: SamplingParams, step: int, *, keep: bool):
         self.core, self._version = engine.core, engine.weight_version
-        self.samples = OpenSamples(params, engine.skeleton, engine.longest, keep=keep)
+        self.samples = OpenSamples(params, engine.module, engine.longest, keep=keep)
         self._poll_s = _POLL_S if engine.transfer.in_process else None
         self._num_requests = 0
         self._is_closed = False

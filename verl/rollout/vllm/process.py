@@ -14,6 +14,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+from verl.config import full_key
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams
 from verl.errors import DeadlineError, WorkerLostError
 from verl.rollout.api import Stats
@@ -181,7 +182,7 @@ class RestartingCore:
         if self._num_restarts == self._max_restarts:
             raise WorkerLostError(
                 f"vLLM's process was started again {self._num_restarts} times since its weights were complete "
-                f"(actor_rollout_ref.rollout.max_engine_restarts), and was lost again: {error}"
+                f"({full_key('rollout.max_engine_restarts')}), and was lost again: {error}"
             ) from error
         self._num_restarts += 1
         symptom = str(error).rpartition(". ")[0] or str(error)

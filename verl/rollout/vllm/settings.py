@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl.config import RolloutConfig
+from verl.config import RolloutConfig, full_key
 from verl.errors import ConfigError
 from verl.parallel.device import visible_devices
 from verl.parallel.memory import available_memory
@@ -108,7 +108,7 @@ def _own_devices(device: torch.device, num_devices: int) -> tuple[str, ...]:
         return () if device.index is None else (seen[first] if first < len(seen) else str(first),)
     if first + num_devices > len(seen):
         raise ConfigError(
-            f"actor_rollout_ref.rollout.tensor_model_parallel_size={num_devices} needs as many GPUs, and this run has "
+            f"{full_key('rollout.tensor_model_parallel_size')}={num_devices} needs as many GPUs, and this run has "
             f"{len(seen) - first} (trainer.n_gpus_per_node). Lower the first, or raise the second."
         )
     return seen[first : first + num_devices]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from verl.config import full_key
 from verl.errors import ModelError
 from verl.registry import load_object
 from verl.rollout.vllm.weight_check import HeldWeights
@@ -172,7 +173,7 @@ def _renew_tied_heads(model: Any) -> None:
         if not error < _SAME_HEAD:
             raise ModelError(
                 "The rollout engine's output layer still multiplies by the old weight of the embedding that it shares. Use "
-                "another version of vLLM, or actor_rollout_ref.rollout.name=native."
+                f"another version of vLLM, or {full_key('rollout.name')}=native."
             )
 
 

@@ -1,0 +1,35 @@
+"""Parts of a run that its agent loops use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from verl.agents.continuity import ChatContinuity
+    from verl.agents.gateway.app import Gateway
+    from verl.agents.interactions import BaseInteraction
+    from verl.agents.matches import Matches
+    from verl.agents.tool_calls import ToolCalls
+    from verl.rewards.sandbox.limits import Limits
+    from verl.specs import AgentSpec
+
+Runner: TypeAlias = "Callable[..., Any] | list[str]"  # a function of the user's, or the words of a command
+
+
+@dataclass(frozen=True)
+class AgentContext:
+    """One for all episodes of a rank. `environments` and `interactions` are by name. `gateway` and `runner` are set where
+    agents talk to an endpoint, and `limits` where such an agent is a command."""
+
+    spec: AgentSpec
+    continuity: ChatContinuity
+    tool_calls: ToolCalls
+    stop_token_ids: frozenset[int]
+    matches: Matches
+    environments: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    interactions: dict[str, BaseInteraction] = field(default_factory=dict)
+    gateway: Gateway | None = None
+    runner: Runner | None = None
+    limits: Limits | None = None

@@ -1,0 +1,76 @@
+"""Declarations of a run beside its models: generation, agents, rewards, and the run itself.
+
+A program builds them from the config (verl/programs/specs.py). Runtimes, roles, agents and engines read them, and know neither
+the config tree nor the names in it. Models are declared by RoleSpec (verl/roles/api.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from verl.config import DataConfig, ModelConfig, RayKwargsConfig, RewardConfig, RolloutConfig
+
+
+@dataclass(frozen=True)
+class AgentSpec:
+    """Episodes in place of single responses. `limits` has the limits of sandboxed tools and commands. `validates`: the run has
+    validation prompts. Loops written for other releases read `config`, the user's whole config, which nothing else does, and
+    `data`."""
+
+    rollout: RolloutConfig
+    data: DataConfig
+    limits: RewardConfig
+    config: object
+    validates: bool = False
+
+
+@dataclass(frozen=True)
+class RolloutSpec:
+    """Generation with the weights of the role "actor", or of `model`'s files where nothing trains. `section` has sampling,
+    lengths, and the engine with its settings. `dtype`: the compute dtype of the weights, as the config spells it.
+    `devices_key`: the keys that say on how many devices it runs, with their values, for errors."""
+
+    section: RolloutConfig
+    model: ModelConfig
+    dtype: str = "auto"
+    agents: AgentSpec | None = None
+    devices_key: str = "trainer.n_gpus_per_node"
+
+
+@dataclass(frozen=True)
+class RewardSpec:
+    """Scores of responses of at most `max_response_length` tokens, which are decoded by the tokenizer of `model`.
+
+    `parts` names the numbers of a sample that the algorithm reads in addition to its score. `needs_answer`, `turn_rewards`: see
+    RewardWorker. `only_built_in`: episodes bring their rewards, so a data source without a built-in scorer is no error.
+    """
+
+    section: RewardConfig
+    model: ModelConfig
+    max_response_length: int
+    parts: tuple[str, ...] = ()
+    needs_answer: bool = False
+    turn_rewards: bool = False
+    only_built_in: bool = False
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """Facts that all roles of a run share. `folder` is the run folder, `log_folder` has a log file of each rank.
+
+    A process has `start_timeout_s` to start and to find the others. A call on a worker may take `call_timeout_s`, a collective
+    `collective_timeout_s`. `pools`: devices of the training node and of the rollout node, where each is one node; else ().
+    """
+
+    folder: Path
+    log_folder: Path
+    device: str
+    deterministic: bool
+    start_timeout_s: float
+    call_timeout_s: float
+    collective_timeout_s: float
+    ray: RayKwargsConfig
+    pools: tuple[int, ...] = ()
