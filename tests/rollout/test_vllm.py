@@ -5,8 +5,10 @@ import json
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.rollout.conftest import EOS, make_prompts
 from tests.rollout.simulated import weight_transfer
@@ -22,7 +24,7 @@ from verl.rollout.sampling import sample
 from verl.rollout.uniforms import sample_keys, uniforms_at
 from verl.rollout.vllm import core, engine
 from verl.rollout.vllm.core import Core, request_arguments
-from verl.rollout.vllm.sample import Draws, draw_arguments
+from verl.rollout.vllm.sample import BatchSampler, SlotSampler, draw_arguments
 from verl.rollout.vllm.settings import make_setup
 from verl.rollout.vllm.weight_check import HeldWeights, _explained
 from verl.rollout.vllm.weights import _READERS, Manifest, WeightReceiver, _tied
@@ -189,38 +191,141 @@ def requested(key, num_drawn, params):
     return SimpleNamespace(extra_args=draw_arguments(key, num_drawn, params))
 
 
-@pytest.mark.parametrize(
-    "params",
-    [SamplingParams(temperature=0.7, top_k=20, top_p=0.9, min_p=0.02), SamplingParams(temperature=0), SamplingParams()],
+FILTERED = SamplingParams(temperature=0.7, top_k=20, top_p=0.9, min_p=0.02)
+RULES = pytest.mark.parametrize(
+    "rules",
+    [
+        [FILTERED] * 3,
+        [SamplingParams(temperature=0)] * 3,
+        [SamplingParams()] * 3,
+        [FILTERED, SamplingParams(), FILTERED],
+    ],
+    ids=["filtered", "greedy", "plain", "mixed"],
 )
-def test_the_draw_is_the_native_one(params):
-    logits = torch.randn(4, VOCABULARY, generator=torch.Generator().manual_seed(1)) * 3
-    keys = sample_keys(3, 5, torch.arange(4), torch.zeros(4, dtype=torch.int64)).tolist()
-    draws, outputs = Draws(), [[], [1], [1, 2], []]
-    assert not draws.is_argmax_invariant()
-    plain = SimpleNamespace(extra_args=None)
-    added = [(i, requested(keys[i], 2 if i == 0 else 0, params), None, outputs[i]) for i in range(3)]
-    draws.update_state(batch_update(added=[*added, (3, plain, None, outputs[3])]))
-    found = draws.apply(logits.clone())
-    positions = torch.tensor([2, 1, 2])
-    tokens, log_probs = sample(logits[:3], params, uniforms_at(torch.tensor(keys[:3]), positions))
-    assert found[:3].argmax(-1).tolist() == tokens.tolist()
-    assert torch.equal(found[:3].max(-1).values, log_probs)
-    assert torch.equal(found[3], logits[3])
-    assert int(torch.isfinite(found[:3]).sum()) == 3
+KEYS = sample_keys(3, 5, torch.arange(4), torch.zeros(4, dtype=torch.int64)).tolist()
+POSITIONS = [2, 1, 4]  # of the next tokens of three requests
+PLAIN = SimpleNamespace(extra_args=None)  # another client's
+
+
+def logits_of(num_rows):
+    return torch.randn(num_rows, VOCABULARY, generator=torch.Generator().manual_seed(1)) * 3
+
+
+def assert_drawn(changed, logits, rules):
+    """The first rows are the native draws of KEYS at POSITIONS under `rules`; further rows are as they were."""
+    for row, params in enumerate(rules):
+        u = uniforms_at(torch.tensor([KEYS[row]]), torch.tensor([POSITIONS[row]]))
+        token, log_prob = sample(logits[row : row + 1], params, u)
+        assert changed[row].argmax() == token
+        assert changed[row].max() == log_prob
+        assert int(torch.isfinite(changed[row]).sum()) == 1
+    assert torch.equal(changed[len(rules) :], logits[len(rules) :])
+
+
+@RULES
+@pytest.mark.parametrize("num_others", [0, 1])
+def test_the_first_runner_draws_as_the_native_engine(rules, num_others):
+    logits, sampler = logits_of(3 + num_others), BatchSampler()
+    outputs = [[], [1], [1, 2]]
+    added = [(i, requested(KEYS[i], POSITIONS[i] - len(outputs[i]), rules[i]), None, outputs[i]) for i in range(3)]
+    sampler.update_state(batch_update(added=[*added, *[(3, PLAIN, None, [])] * num_others]))
+    assert_drawn(sampler.apply(logits.clone()), logits, rules)
 
 
 def test_rows_follow_vllms_batch():
     params = SamplingParams()
-    draws = Draws()
-    draws.update_state(batch_update(added=[(i, requested(10 + i, 0, params), None, []) for i in range(4)]))
+    sampler = BatchSampler()
+    sampler.update_state(batch_update(added=[(i, requested(10 + i, 0, params), None, []) for i in range(4)]))
     swapped, one_way = SimpleNamespace(name="SWAP"), SimpleNamespace(name="UNIDIRECTIONAL")
-    draws.update_state(batch_update(removed=[1], moved=[(3, 1, one_way), (0, 2, swapped)]))
-    assert {index: row.key for index, row in draws._rows.items()} == {0: 12, 1: 13, 2: 10}
-    draws.update_state(batch_update(added=[(0, SimpleNamespace(extra_args={}), None, [])]))
-    assert sorted(draws._rows) == [1, 2]
-    draws.update_state(None)
-    assert sorted(draws._rows) == [1, 2]
+    sampler.update_state(batch_update(removed=[1], moved=[(3, 1, one_way), (0, 2, swapped)]))
+    assert {index: row.key for index, row in sampler._rows.items()} == {0: 12, 1: 13, 2: 10}
+    sampler.update_state(batch_update(added=[(0, SimpleNamespace(extra_args={}), None, [])]))
+    assert torch.equal(sampler.apply(logits_of(1)), logits_of(1))
+    before = dict(sampler._rows)
+    sampler.update_state(None)
+    assert sampler._rows == before
+
+
+class Slots:
+    """The second runner's part of a step, around a SlotSampler: requests in slots, rows in any order."""
+
+    def __init__(self, num_slots=6):
+        self.prompt_len = np.zeros(num_slots, np.int32)
+        states = SimpleNamespace(
+            max_num_reqs=num_slots, device=torch.device("cpu"), prompt_len=SimpleNamespace(np=self.prompt_len)
+        )
+        self.sampler = SlotSampler(states)
+
+    def add(self, slot, params, num_prompt_tokens):
+        self.prompt_len[slot] = num_prompt_tokens
+        return self.sampler.add_request(slot, params)
+
+    def step(self, logits, slots, positions):
+        """`positions` are the inputs' in their sequences."""
+        self.sampler.apply_staged_writes()
+        rows = torch.tensor(slots)
+        context = SimpleNamespace(
+            expanded_idx_mapping=rows.int(), idx_mapping_np=rows.int().numpy(), pos=torch.tensor(positions)
+        )
+        return self.sampler.apply(logits.clone(), context)
+
+
+@RULES
+@pytest.mark.parametrize("num_others", [0, 1])
+def test_the_second_runner_draws_as_the_native_engine(rules, num_others):
+    """Slots in another order than rows, each with another length of prompt; a slot has the request that came last."""
+    slots, logits = Slots(), logits_of(3 + num_others)
+    places, lengths = [4, 0, 2], [7, 30, 1]
+    assert slots.add(4, requested(99, 5, SamplingParams(temperature=0)), 3)
+    for row in range(3):
+        num_drawn = row  # of the prompt's tokens
+        assert slots.add(places[row], requested(KEYS[row], num_drawn, rules[row]), lengths[row])
+    assert not slots.add(5, PLAIN, 3)
+    inputs = [lengths[row] - 1 + POSITIONS[row] - row for row in range(3)]
+    changed = slots.step(logits, [*places, *[5] * num_others], [*inputs, *[2] * num_others])
+    assert_drawn(changed, logits, rules)
+
+
+def test_a_slot_of_another_client_is_not_sampled_here():
+    slots, logits = Slots(), logits_of(2)
+    slots.add(1, requested(KEYS[0], 0, SamplingParams()), 4)
+    slots.add(1, PLAIN, 4)
+    assert torch.equal(slots.step(logits, [1, 3], [3, 3]), logits)
+
+
+class Written(TorchDispatchMode):
+    """Counts operations that write a tensor of `size` elements or move values between host and device."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.writes, self.waits = size, [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.waits.append(func)
+        is_view = func.is_view if hasattr(func, "is_view") else False
+        if isinstance(result, torch.Tensor) and result.numel() == self.size and not is_view:
+            self.writes.append(func)
+        return result
+
+
+def test_a_step_writes_the_logits_once_and_asks_the_device_nothing(monkeypatch):
+    """Besides `sample`, which is the native engine's: one fill, and one element a row."""
+    slots, logits = Slots(), logits_of(2)
+    for slot in range(2):
+        slots.add(slot, requested(KEYS[slot], 0, SamplingParams()), 4)
+    slots.sampler.apply_staged_writes()
+    monkeypatch.setattr(
+        "verl.rollout.vllm.sample.sample", lambda logits, params, u: (torch.tensor([3, 4]), torch.tensor([-1.0, -2.0]))
+    )
+    rows = torch.tensor([0, 1])
+    context = SimpleNamespace(expanded_idx_mapping=rows, idx_mapping_np=rows.numpy(), pos=torch.tensor([3, 3]))
+    with Written(logits.numel()) as ops:
+        changed = slots.sampler.apply(logits, context)
+    assert (changed[0, 3], changed[1, 4]) == (-1.0, -2.0)
+    assert [func.name() for func in ops.writes] == ["aten::fill_.Scalar", "aten::scatter_.src"]
+    assert not ops.waits
 
 
 def test_arguments_follow_the_config(load):

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from tests.agents.test_driver import PARAMS, agent, tasks
+from tests.rollout import second_runner
 from tests.rollout.conftest import EOS, make_prompts
 from tests.runtime.ranks import still_there
 from verl.agents.driver import EpisodeDriver, EventLoop
@@ -46,6 +47,10 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
+
+
+if os.environ.get(second_runner.CHOSEN):
+    second_runner.play()
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +142,27 @@ def test_samples_are_the_native_ones_before_and_after_updates(engine, folder, to
     assert engine.generate([PromptRequest(3, (5, 6, 7), first_sample=2, num_drawn=1)], DRAWS["plain"], step=0)
 
 
+@pytest.mark.skipif(second_runner.CHOSEN in os.environ, reason="runs these tests")
+def test_the_second_runner_schedules_ahead_and_gives_the_same_samples():
+    """The tests that have an engine in this process, with vLLM's second model runner; see second_runner."""
+    chosen = "(sync and not async and not died) or the_chosen_runner"
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "slow", "-p", "no:xdist", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(
+        [*command, "-k", chosen], cwd=ROOT, env={**os.environ, second_runner.CHOSEN: "1"}, capture_output=True, text=True,
+        timeout=900, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+@pytest.mark.skipif(second_runner.CHOSEN not in os.environ, reason="of the second model runner")
+@pytest.mark.parametrize("engine", ["sync"], indirect=True)
+def test_the_chosen_runner_is_the_second_one(engine):
+    core = engine.core._llm.llm_engine.engine_core.engine_core
+    assert core.batch_queue is not None, "scheduling ahead"
+    runner = core.model_executor.driver_worker.model_runner
+    assert type(runner).__module__ == "vllm.v1.worker.cpu.model_runner"
+
+
 def played(engine):
     """Episodes of several turns, each after a tool's answer, over one generation."""
     events = EventLoop()
@@ -165,8 +191,8 @@ def test_weights_that_do_not_fit_are_refused_and_the_next_update_succeeds(engine
     module = changed(folder, 7)
     whole = list(module.named_parameters())
     for wrong, words in (
-        (whole[:-1], "without"),
-        ([(whole[0][0], whole[0][1][:5]), *whole[1:]], "has not"),
+        (whole[:-1], "is missing parameter"),
+        ([(whole[0][0], whole[0][1][:5]), *whole[1:]], "which the rollout model lacks"),
         ([*whole, ("model.other", torch.zeros(3))], "model.other"),
     ):
         with pytest.raises(ModelError, match=words):

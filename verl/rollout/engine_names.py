@@ -59,11 +59,12 @@ USES: dict[str, dict[str, tuple[str, ...]]] = {
                 "sglang.srt.arg_groups.fields:*.",
                 "model_path tokenizer_path trust_remote_code json_model_override_args host port device dtype tp_size "
                 "ep_size mem_fraction_static context_length max_running_requests random_seed disable_radix_cache "
-                "disable_cuda_graph log_level",
+                "disable_decode_cuda_graph disable_prefill_cuda_graph enable_memory_saver enable_weights_cpu_backup log_level",
             ),
             *_members(
                 "sglang.srt.entrypoints:",
-                "/health /get_model_info /generate /update_weights_from_disk /update_weight_version",
+                "/health /model_info /generate /update_weights_from_disk /update_weight_version /abort_request /flush_cache "
+                "/release_memory_occupation /resume_memory_occupation",
             ),
         )
     },
@@ -105,7 +106,8 @@ def _version(package: str) -> str:
 
 
 def _imported_names(file: Path, package: str) -> Iterator[str]:
-    for node in ast.walk(_tree(file)):
+    """Names that a module needs; imports inside `try` are optional."""
+    for node in _tree(file).body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == package:
             yield from (f"{node.module}:{alias.name}" for alias in node.names)
 

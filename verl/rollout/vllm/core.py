@@ -34,6 +34,7 @@ WORKING = f"versions known to work: {', '.join(KNOWN)}"
 
 _WEIGHTS, _KV_CACHE = "weights", "kv_cache"
 _REQUESTS = itertools.count()  # names of requests, each used once
+_MOST_IN_FLIGHT = 3  # steps: two scheduled ahead, and one that tells workers of the end
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,10 @@ class Core:
                 from verl.rollout.vllm import library
 
                 check_version(library.version)
-                self._llm = library.LLM(**setup.llm)
+                in_slots = library.runs_in_slots()
+                os.environ[library.RUNNER] = str(int(in_slots))
+                # the first runner must not schedule ahead: the next draw depends on the number of tokens
+                self._llm = library.LLM(**{"async_scheduling": None if in_slots else False, **setup.llm})
             except Exception as error:  # vLLM may raise anything from here, and other versions differ
                 raise ModelError(
                     f"vLLM could not start with {setup.llm['model']}: {type(error).__name__}: {_first_line(error)} ({WORKING})."
@@ -196,6 +200,8 @@ class _Generation:
     def close(self) -> Stats:
         with contextlib.suppress(Exception):  # an error that came before is raised
             self.engine.abort_request(list(self.running))
+            for _ in range(_MOST_IN_FLIGHT):  # steps that vLLM has scheduled ahead, which still use its memory
+                self.engine.step()
         self.running.clear()
         cache = self.engine.vllm_config.cache_config
         return {

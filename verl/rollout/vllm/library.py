@@ -5,6 +5,7 @@ The names are from the versions in `core.KNOWN`; another version may have moved 
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Any
 
@@ -17,13 +18,25 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.sampling_params import RequestOutputKind
+from vllm.triton_utils import HAS_TRITON
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
-from verl.rollout.vllm.sample import Draws
+from verl.rollout.vllm.sample import BatchSampler, SlotSampler
+
+try:
+    from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as SlotProcessor
+except ImportError:  # before 0.32 the second model runner has no processors
+
+    class SlotProcessor: ...  # type: ignore[no-redef]
+
+
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # environment variable, read as vLLM starts
+HAS_SLOTS = SlotProcessor.__module__ != __name__
 
 __all__ = [
     "LLM",
+    "RUNNER",
     "ParallelLMHead",
     "Ranks",
     "RequestOutputKind",
@@ -32,17 +45,50 @@ __all__ = [
     "TokensPrompt",
     "finalize_layerwise_reload",
     "initialize_layerwise_reload",
+    "runs_in_slots",
     "set_current_vllm_config",
     "tensor_parallel_group",
     "version",
 ]
 
 
-class Sampler(Draws, LogitsProcessor):
-    """`Draws` as vLLM makes it: `LLM(logits_processors=["verl.rollout.vllm.library:Sampler"])`."""
+class Sampler(LogitsProcessor, SlotProcessor):
+    """The sampling of verl.rollout.vllm.sample as vLLM makes it, with either model runner:
+    `LLM(logits_processors=["verl.rollout.vllm.library:Sampler"])`."""
 
-    def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool):
-        super().__init__()
+    def __init__(self, vllm_config: Any, where: Any, *is_pin_memory: bool):
+        """The first runner gives a device as `where`, and whether memory is pinned; the second one the state of requests."""
+        if is_pin_memory and vllm_config.scheduler_config.async_scheduling:
+            raise ValueError(
+                "vLLM's first model runner schedules ahead of what verl samples: set async_scheduling=False."
+            )
+        self._sampler: Any = BatchSampler() if is_pin_memory else SlotSampler(where)
+
+    def is_argmax_invariant(self) -> bool:
+        """False: it decides which token is the maximum, and is called in greedy decoding."""
+        return False
+
+    def update_state(self, batch_update: Any | None) -> None:
+        """See BatchSampler."""
+        self._sampler.update_state(batch_update)
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+        """See SlotSampler."""
+        return bool(self._sampler.add_request(req_idx, sampling_params))
+
+    def apply_staged_writes(self) -> None:
+        """See SlotSampler."""
+        self._sampler.apply_staged_writes()
+
+    def apply(self, logits: torch.Tensor, *context: Any) -> torch.Tensor:
+        """See BatchSampler and SlotSampler."""
+        sampled: torch.Tensor = self._sampler.apply(logits, *context)
+        return sampled
+
+
+def runs_in_slots() -> bool:
+    """Whether vLLM's second model runner is there and calls processors; the environment may choose the first one."""
+    return HAS_SLOTS and HAS_TRITON and os.environ.get(RUNNER) != "0"
 
 
 class Ranks(ExecutorWithExternalLauncher):

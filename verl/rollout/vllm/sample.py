@@ -1,24 +1,32 @@
-"""Our sampler inside vLLM: a logits processor that leaves only the sampled token to vLLM's greedy choice.
+"""Our sampling inside vLLM: logits processors that leave only the sampled token to vLLM's greedy choice.
 
 A request carries its key (verl.rollout.uniforms) and its sampling parameters in `SamplingParams.extra_args`. Of its logits
 only the sampled token stays, with its log-probability as its value. vLLM takes the maximum and, asked for processed logits,
-reports that value. So samples do not depend on vLLM's generators, batches or restarts. Log-probabilities come from
+reports that value. So samples do not depend on vLLM's generators, batches, schedules or restarts. Log-probabilities come from
 softmax(logits / temperature) before top-k, top-p and min-p, which vLLM has no mode for.
+
+vLLM's two model runners call processors differently. `BatchSampler` is for the first, whose batch has its requests in rows that
+move. `SlotSampler` is for the second, where a request keeps a slot, and positions are on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from verl.data_proto.samples import SamplingParams
+from verl.parallel.device import to_device
 from verl.rollout.sampling import sample
 from verl.rollout.uniforms import uniforms_at
 
 _ENTRY = "verl_draw"  # of extra_args
+_NO_RULE = -1  # of a row that is not sampled here
+
+Rule = tuple[float, int, float, float]  # temperature, top_k, top_p, min_p
 
 
 def draw_arguments(key: int, num_drawn: int, params: SamplingParams) -> dict[str, Any]:
@@ -26,46 +34,78 @@ def draw_arguments(key: int, num_drawn: int, params: SamplingParams) -> dict[str
     return {_ENTRY: [key, num_drawn, params.temperature, params.top_k, params.top_p, params.min_p]}
 
 
+class _Rules:
+    """Sampling rules by number, in the order of their first request."""
+
+    def __init__(self) -> None:
+        self._params: list[SamplingParams] = []
+        self._numbers: dict[Rule, int] = {}
+
+    def read(self, params: Any) -> tuple[int, int, int]:
+        """(key, num_drawn, number of the rule) of a request with vLLM's `params`; no rule where it has no key."""
+        entry = (params.extra_args or {}).get(_ENTRY) if params is not None else None
+        if entry is None:
+            return 0, 0, _NO_RULE
+        key, num_drawn, temperature, top_k, top_p, min_p = entry
+        rule = (float(temperature), int(top_k), float(top_p), float(min_p))
+        if rule not in self._numbers:
+            self._numbers[rule] = len(self._params)
+            self._params.append(SamplingParams(temperature=rule[0], top_k=rule[1], top_p=rule[2], min_p=rule[3]))
+        return int(key), int(num_drawn), self._numbers[rule]
+
+    def draw(self, logits: torch.Tensor, rows: torch.Tensor, numbers: Iterable[int]) -> torch.Tensor:
+        """Replace `logits` [rows, vocab] by minus infinity but for the log-prob of the sampled token. `rows`, int64 [3, rows],
+        has key, position and rule of each row; `numbers` are the rules among them. Rows without a rule stay."""
+        keys, positions, rules = rows
+        present = sorted(set(numbers))
+        if present in ([], [_NO_RULE]):
+            return logits
+        uniforms = uniforms_at(keys, positions)
+        tokens, values = torch.zeros_like(keys), torch.zeros_like(logits[:, 0])
+        for number in present:
+            if number != _NO_RULE:
+                drawn, log_probs = sample(logits, self._params[number], uniforms)
+                tokens = torch.where(rules == number, drawn, tokens)
+                values = torch.where(rules == number, log_probs.to(values.dtype), values)
+        if present[0] == _NO_RULE:
+            is_sampled = rules != _NO_RULE
+            values = torch.where(is_sampled, values, logits.gather(1, tokens[:, None])[:, 0])
+            logits.masked_fill_(is_sampled[:, None], -torch.inf)
+        else:
+            logits.fill_(-torch.inf)
+        return logits.scatter_(1, tokens[:, None], values[:, None])
+
+
 @dataclass(frozen=True)
 class _Row:
-    """A request that is sampled here. `output` is vLLM's own list of its tokens so far, which grows."""
+    """A request in the batch. `output` is vLLM's own list of its tokens so far, which grows."""
 
     key: int
     num_drawn: int
-    rule: tuple[float, int, float, float]
+    rule: int
     output: Sequence[int]
 
-    @property
-    def position(self) -> int:
-        return self.num_drawn + len(self.output)
+
+_EMPTY_ROW = _Row(0, 0, _NO_RULE, ())
 
 
-class Draws:
-    """The rows of vLLM's batch by index, updated by vLLM (`update_state`), and the sampling on its logits
-    (`apply`). library.Sampler makes it a logits processor of vLLM's; other requests' rows are not changed."""
+class BatchSampler:
+    """Requests by row of the first runner's batch. It updates rows before each step (`update_state`), and calls `apply` on
+    their logits. A sample needs its number of tokens so far, so the runner must not schedule ahead of them."""
 
     def __init__(self) -> None:
+        self._rules = _Rules()
         self._rows: dict[int, _Row] = {}
 
-    def is_argmax_invariant(self) -> bool:
-        """False: it decides which token is the maximum, and is called in greedy decoding."""
-        return False
-
     def update_state(self, batch_update: Any | None) -> None:
-        """vLLM's batch changed: indices removed, requests added as (index, params, prompt, output), indices moved as
+        """The batch changed: indices removed, requests added as (index, params, prompt, output), indices moved as
         (from, to, one way or swapped); in this order."""
         if batch_update is None:
             return
         for index in batch_update.removed:
             self._rows.pop(index, None)
         for index, params, _, output in batch_update.added:
-            entry = (params.extra_args or {}).get(_ENTRY) if params is not None else None
-            if entry is None:
-                self._rows.pop(index, None)
-            else:
-                key, num_drawn, temperature, top_k, top_p, min_p = entry
-                rule = (float(temperature), int(top_k), float(top_p), float(min_p))
-                self._rows[index] = _Row(int(key), int(num_drawn), rule, output)
+            self._rows[index] = _Row(*self._rules.read(params), output)
         for first, second, direction in batch_update.moved:
             here, there = self._rows.pop(first, None), self._rows.pop(second, None)
             if here is not None:
@@ -74,20 +114,42 @@ class Draws:
                 self._rows[first] = there
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """[requests, vocab] -> the same, written to: minus infinity but for the log-prob of the sampled token."""
-        for rule in {row.rule for row in self._rows.values()}:
-            some = [(index, row) for index, row in self._rows.items() if row.rule == rule and index < len(logits)]
-            if some:
-                self._draw([index for index, _ in some], [row for _, row in some], rule, logits)
-        return logits
+        """Sample on logits [requests, vocab], which are written to; see _Rules.draw."""
+        rows = [self._rows.get(index, _EMPTY_ROW) for index in range(len(logits))]
+        numbers = [row.rule for row in rows]
+        table = [[row.key for row in rows], [row.num_drawn + len(row.output) for row in rows], numbers]
+        return self._rules.draw(logits, to_device(torch.tensor(table), logits.device), numbers)
 
-    def _draw(self, indices: list[int], rows: list[_Row], rule: tuple[float, int, float, float], out: Any) -> None:
-        temperature, top_k, top_p, min_p = rule
-        params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-        keys = torch.tensor([row.key for row in rows]).to(out.device)
-        positions = torch.tensor([row.position for row in rows]).to(out.device)
-        all_rows = len(indices) == len(out) and indices == list(range(len(out)))
-        where = slice(None) if all_rows else torch.tensor(indices).to(out.device)
-        tokens, log_probs = sample(out[where], params, uniforms_at(keys, positions))
-        chosen = torch.full((len(rows), out.shape[1]), -torch.inf, dtype=out.dtype, device=out.device)
-        out[where] = chosen.scatter_(1, tokens[:, None], log_probs[:, None].to(out.dtype))
+
+class SlotSampler:
+    """Requests by slot of the second runner. `states` are vLLM's (LogitsProcRequestState). A step copies nothing to the device
+    but the slots of new requests, so vLLM may schedule ahead."""
+
+    def __init__(self, states: Any):
+        self._rules = _Rules()
+        self._prompt_len = states.prompt_len.np  # by slot, on the host
+        self._device = states.device
+        # key, tokens drawn before those of the prompt, rule; a slot keeps its last request until the next one comes
+        self._slots = np.zeros((3, states.max_num_reqs), np.int64)
+        self._slots[2] = _NO_RULE
+        self._on_device = torch.from_numpy(self._slots)
+        self._changed = True
+
+    def add_request(self, slot: int, params: Any) -> bool:
+        """A request comes into `slot`; returns whether it is sampled here."""
+        key, num_drawn, rule = self._rules.read(params)
+        self._slots[:, slot] = key, num_drawn - int(self._prompt_len[slot]), rule
+        self._changed = True
+        return rule != _NO_RULE
+
+    def apply_staged_writes(self) -> None:
+        """Before each step: copy slots to the device, if requests came."""
+        if self._changed:
+            self._on_device = to_device(torch.tensor(self._slots), self._device)
+            self._changed = False
+
+    def apply(self, logits: torch.Tensor, context: Any) -> torch.Tensor:
+        """Sample on logits [rows, vocab], which are written to; see _Rules.draw. `context` is vLLM's LogitsContext."""
+        rows = self._on_device[:, context.expanded_idx_mapping]
+        rows[1] += context.pos + 1  # the place of the new token in the sequence
+        return self._rules.draw(logits, rows, self._slots[2, context.idx_mapping_np].tolist())

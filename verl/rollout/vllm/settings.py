@@ -46,8 +46,6 @@ def make_setup(
         "enable_chunked_prefill": config.enable_chunked_prefill,
         # on a CPU compiling takes minutes and gains a tenth
         "enforce_eager": config.enforce_eager or on_cpu,
-        # the next draw must see the last token
-        "async_scheduling": False,
         "logprobs_mode": "processed_logits",
         "logits_processors": [_DRAW],
         "worker_extension_cls": _RECEIVER,
@@ -92,10 +90,7 @@ def _environment(transfer: WeightTransfer, num_devices: int) -> dict[str, str]:
     elif transfer.in_process:  # CUDA has counted the devices of this process already
         visible = transfer.visible_devices or _own_devices(transfer.device, num_devices)
         wishes |= {"CUDA_VISIBLE_DEVICES": ",".join(visible)} if visible else {}
-    needs = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine is where we put it
-        "VLLM_USE_V2_MODEL_RUNNER": "0",  # whose logits processors are of another kind
-    }
+    needs = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the engine is where we put it
     always = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
     return {**{k: v for k, v in wishes.items() if k in always or k not in os.environ}, **needs}
 

@@ -1,0 +1,34 @@
+"""vLLM's second model runner on a CPU, which lacks a compiler of Triton: its interpreter stands for one.
+
+Scheduling ahead, which vLLM turns off on CPUs, is on as it is on a GPU. Only for a process that has not imported vLLM.
+"""
+
+import os
+import sys
+
+CHOSEN = "TRITON_INTERPRET"  # environment variable, which Triton reads as it is imported
+
+
+def play():
+    """Let vLLM choose its second runner in this process."""
+    assert os.environ[CHOSEN] == "1"
+    assert "vllm" not in sys.modules
+    from triton.backends import backends
+
+    class Interpreter:
+        class driver:
+            @staticmethod
+            def is_active():
+                return True
+
+    backends["cpu"] = Interpreter
+
+    from vllm.platforms.cpu import CpuPlatform
+
+    update = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls, vllm_config):
+        update(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
