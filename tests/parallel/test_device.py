@@ -4,11 +4,24 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from verl.errors import ConfigError
 from verl.models.matmul import Matmul
 from verl.parallel import device as room
-from verl.parallel.device import compute_dtype, make_current, native_bf16, parse_dtype, prefers_onednn, resolve_device
+from verl.parallel.device import (
+    compute_dtype,
+    make_current,
+    move_module,
+    moved,
+    native_bf16,
+    parse_dtype,
+    prefers_onednn,
+    resolve_device,
+)
 from verl.runtime import rank_workers
 
 pytestmark = pytest.mark.seed("E1")
@@ -139,3 +152,103 @@ def test_the_most_memory_outlives_a_new_record(monkeypatch):
     assert room.most_memory_allocated(device) == 70
     record["most"] = 90
     assert room.most_memory_allocated(0) == 90
+
+
+class Recorded:
+    """A tensor of a simulated GPU or host, whose copies note how they were made."""
+
+    requires_grad = False
+
+    def __init__(self, kind, notes, pinned=False):
+        self.device, self.notes, self.pinned = torch.device(kind), notes, pinned
+
+    def detach(self):
+        return self
+
+    def numel(self):
+        return 1
+
+    def pin_memory(self):
+        return Recorded("cpu", self.notes, pinned=True)
+
+    def to(self, device, non_blocking=False):
+        assert not non_blocking or self.pinned
+        self.notes.append(f"{'pinned' if self.pinned else 'pageable'} to {torch.device(device).type}")
+        return Recorded(device, self.notes)
+
+    def copy_(self, other):
+        self.notes.append(f"{other.device.type} to {'pinned' if self.pinned else 'pageable'}")
+        return self
+
+
+def test_copies_between_host_and_gpu_go_through_pinned_memory(monkeypatch):
+    notes = []
+    monkeypatch.setattr(
+        torch, "empty_like", lambda tensor, device, pin_memory: Recorded(device, tensor.notes, pinned=pin_memory)
+    )
+    on_gpu = moved(Recorded("cpu", notes), "cuda:1")
+    on_host = moved(on_gpu, CPU)
+    assert (on_gpu.device, on_host.device) == (torch.device("cuda:1"), CPU)
+    assert moved(on_host, "cuda").device.type == "cuda"
+    assert notes == ["pinned to cuda", "cuda to pinned", "pinned to cuda"]
+
+
+def test_parts_of_a_sharded_module_move_by_themselves(monkeypatch, tmp_path):
+    """As FSDP's do between calls; on a CPU a copy stands for the move."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        module = fully_shard(torch.nn.Linear(3, 5), mesh=init_device_mesh("cpu", (1,)))
+        before, seen = {name: p.full_tensor().clone() for name, p in module.named_parameters()}, []
+
+        def move(tensor, device):
+            seen.append((type(tensor), device))
+            return tensor.clone()
+
+        monkeypatch.setattr(room, "to_device", move)
+        move_module(module, "cpu")
+        assert seen == [(torch.Tensor, "cpu")] * 2
+        for name, p in module.named_parameters():
+            assert isinstance(p, DTensor)
+            assert isinstance(p, torch.nn.Parameter)
+            assert torch.equal(p.full_tensor(), before[name])
+        x = torch.randn(2, 3)
+        torch.testing.assert_close(module(x), torch.nn.functional.linear(x, before["weight"], before["bias"]))
+    finally:
+        dist.destroy_process_group()
+
+
+class Runtime:
+    """CUDA's runtime as far as it pins memory."""
+
+    def __init__(self, code=0):
+        self.code, self.calls = code, []
+
+    def cudaHostRegister(self, address, num_bytes, flags):  # noqa: N802
+        self.calls.append(("pin", address, num_bytes))
+        return self.code
+
+    def cudaHostUnregister(self, address):  # noqa: N802
+        self.calls.append(("unpin", address))
+        return 0
+
+
+def test_shared_memory_is_pinned_in_a_process_that_uses_a_gpu(monkeypatch, caplog):
+    from verl.reshard.shared_memory import SharedBuckets
+
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    SharedBuckets(4096).write([("w", torch.ones(8))])
+    assert not runtime.calls
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    buckets = SharedBuckets(4096, num_segments=1)
+    for num_elements in (8, 4096):  # the second one needs a larger segment
+        buckets.write([("w", torch.ones(num_elements))])
+    buckets.close()
+    assert [call[0] for call in runtime.calls] == ["pin", "unpin"] * 2
+    assert [call[1] for call in runtime.calls[::2]] == [call[1] for call in runtime.calls[1::2]]
+    assert runtime.calls[2][2] > 4096 * 4
+    runtime.code = 2
+    buckets.write([("w", torch.ones(8))])
+    buckets.close()
+    assert "CUDA error 2" in caplog.text
+    assert len(runtime.calls) == 5

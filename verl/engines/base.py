@@ -40,7 +40,7 @@ from verl.models.padded import ForwardKind
 from verl.models.rounding import Rounding
 from verl.models.visible import ratio
 from verl.parallel.balance import unit_ids
-from verl.parallel.device import compute_dtype
+from verl.parallel.device import compute_dtype, moved
 
 log = logging.getLogger(__name__)
 
@@ -216,7 +216,7 @@ class TrainedEngine(ABC):
     def snapshot(self) -> dict[str, torch.Tensor]:
         """See TrainEngine."""
         masters = {} if self.optimizer is None else self.optimizer.masters
-        return {name: local(p).detach().to("cpu", copy=True) for name, p in masters.items()}
+        return {name: moved(local(p), "cpu", copy=True) for name, p in masters.items()}
 
     @torch.no_grad()
     def restore(self, snapshot: Mapping[str, torch.Tensor]) -> None:

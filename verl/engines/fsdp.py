@@ -45,6 +45,7 @@ from verl.models.parallel.experts import check_experts
 from verl.models.parallel.forward import empty_batch
 from verl.models.parallel.sequence import check_heads
 from verl.models.parallel.tensor import check_divisible
+from verl.parallel.device import move_module
 from verl.parallel.mesh import Mesh
 
 
@@ -197,7 +198,7 @@ class FSDPEngine(TrainedEngine):
             self.optimizer.move_state(torch.device("cpu"))
 
     def _move_parameters(self, device: torch.device) -> None:
-        self.model.to(device)
+        move_module(self.model, device)
         for shard in self.shards.values():
             if shard.rounded is not None:
                 shard.rounded.to(device)

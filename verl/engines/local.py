@@ -22,6 +22,7 @@ from verl.models.forward import fused_decoder, packed_outputs
 from verl.models.optim import MasterOptimizer
 from verl.models.packing import PackedBatch
 from verl.models.padded import forward_kind
+from verl.parallel.device import move_module
 
 
 class LocalEngine(TrainedEngine):
@@ -69,7 +70,7 @@ class LocalEngine(TrainedEngine):
     def _ready(self, *, trains: bool = False) -> Iterator[None]:
         """The fused decoder reads the chunks from the layout; modules are made to compute in chunks."""
         if self._offloads:
-            self.module.to(self.device)
+            move_module(self.module, self.device)
         chunk_tokens = self.dimensions.chunk_tokens
         if chunk_tokens is not None and fused_decoder(self.module, self.device) is not None:
             chunk_tokens = None
@@ -79,7 +80,7 @@ class LocalEngine(TrainedEngine):
                 yield
         finally:
             if self._offloads:
-                self.module.to("cpu")
+                move_module(self.module, "cpu")
             if self._mapped is not None:
                 self._mapped.release()
 

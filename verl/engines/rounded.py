@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 
 from verl.models.rounding import Region, Rounding
+from verl.parallel.device import moved
 
 if TYPE_CHECKING:
     from verl.engines.groups import ProcessGroups
@@ -36,7 +37,7 @@ class RoundedShard:
 
     def to(self, device: torch.device | str) -> None:
         """Keep them on `device`."""
-        self.flat = self.flat.to(device)
+        self.flat = moved(self.flat, device)
 
 
 class _RoundedParam(FSDPParam):

@@ -18,7 +18,7 @@ from verl.errors import CheckpointError, ConfigError, nearest
 from verl.models.grad_buffers import GradientBuffers
 from verl.models.rounding import Region, Rounding
 from verl.models.visible import VisibleUpdate
-from verl.parallel.device import to_host
+from verl.parallel.device import moved
 
 log = logging.getLogger(__name__)
 
@@ -210,7 +210,7 @@ class MasterOptimizer:
         slots = self.optimizer.state.get(master, {})
         for slot, value in slots.items():
             if isinstance(value, torch.Tensor) and value.dim():
-                slots[slot] = to_host(value) if device.type == "cpu" else value.to(device, non_blocking=True)
+                slots[slot] = moved(value, device)
 
     def state(self) -> dict[str, torch.Tensor]:
         """The optimizer's tensors as "{parameter name}/{slot}", not copied. Slots that are numbers become float64

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 
 from verl.errors import ConfigError, nearest
+
+log = logging.getLogger(__name__)
 
 _DTYPES = {
     "bf16": torch.bfloat16,
@@ -170,11 +174,37 @@ def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor in memory of the host; from CUDA in pinned memory, which copies there and back several times as fast."""
-    if tensor.device.type != "cuda" or type(tensor) is not torch.Tensor:  # a DTensor moves its own part
-        return tensor.to("cpu")
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
+def moved(tensor: torch.Tensor, device: torch.device | str, *, copy: bool = False) -> torch.Tensor:
+    """`tensor` on `device`, without its graph; a sharded tensor moves this rank's part. Between a GPU and the host through
+    pinned memory, which copies several times as fast. With `copy` it is new even if it was there."""
+    tensor = tensor.detach()
+    if is_traceable_wrapper_subclass(tensor):  # such as a DTensor, which has a mesh besides its part
+        whole: torch.Tensor = transform_subclass(
+            tensor, lambda _, part: moved(part, device, copy=copy) if isinstance(part, torch.Tensor) else part
+        )
+        return whole
+    if tensor.device.type == "cuda" and torch.device(device).type == "cpu":
+        return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
+    there = to_device(tensor, device)
+    return there.clone() if copy and there is tensor else there
+
+
+def move_module(module: torch.nn.Module, device: torch.device | str) -> None:
+    """As `module.to(device)`, by `moved`."""
+    module._apply(lambda tensor: moved(tensor, device))
+
+
+def page_lock(memory: torch.Tensor) -> Callable[[], None]:
+    """Pin `memory` of the host that torch did not allocate, in a process that uses a GPU. Returns the call that unpins it, due
+    before the memory is freed. Copies are right without it, only slower: memory that cannot be pinned is a warning."""
+    if not torch.cuda.is_initialized() or not memory.numel():
+        return lambda: None
+    runtime = torch.cuda.cudart()
+    if code := int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):
+        log.warning("%d bytes of host memory cannot be pinned (CUDA error %d); copies to and from the GPU are slower.",
+                    memory.nbytes, code)  # fmt: skip
+        return lambda: None
+    return lambda: runtime.cudaHostUnregister(memory.data_ptr())
 
 
 def write_at(target: torch.Tensor, dim: int, places: torch.Tensor, values: torch.Tensor) -> None:

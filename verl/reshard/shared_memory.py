@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from verl.errors import ModelError, WorkerLostError
+from verl.parallel.device import page_lock
 from verl.reshard.digest import digest
 
 _ALIGNMENT = 64  # bytes; of every tensor, so that any dtype can be viewed in place
@@ -32,9 +33,9 @@ Description = dict[str, Any]  # JSON
 
 class SharedSegment:
     """`num_bytes` of memory, viewed as `values` uint8 [num_bytes]. Other processes of this host can open it by `path` until
-    it is closed here."""
+    it is closed here. With `pins` a GPU of this process copies to and from it at full speed."""
 
-    def __init__(self, num_bytes: int):
+    def __init__(self, num_bytes: int, *, pins: bool = False):
         if not hasattr(os, "memfd_create"):
             raise ModelError(
                 f"Weights cannot be shared between processes on {sys.platform}: it has no memfd. Use Linux, or run the engine "
@@ -48,10 +49,12 @@ class SharedSegment:
             os.close(self._file)
             raise
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
+        self._unpin = page_lock(self.values) if pins else lambda: None
 
     def close(self) -> None:
         """Prevent further opens; the memory is freed when every process that has it open is done."""
         if self._file >= 0:
+            self._unpin()
             os.close(self._file)
             self._file = -1
 
@@ -155,7 +158,7 @@ class SharedBuckets(Buckets):
     """Buckets in memory of the host."""
 
     def allocate(self, num_bytes: int) -> SharedSegment:
-        return SharedSegment(num_bytes)
+        return SharedSegment(num_bytes, pins=True)
 
     def write(self, tensors: Sequence[Named]) -> Description:
         """Copy tensors [any shape, any device] into the next segment. The result is JSON: path and size of the segment, number
