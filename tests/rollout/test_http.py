@@ -314,7 +314,22 @@ def test_vllms_server_draws_as_we_do_and_takes_weights(make, load, tmp_path):
     assert all(b["temperature"] == 0.0 for b in asked)
 
 
-def test_sglang_has_its_own_routes(make, load, tmp_path):
+def test_a_server_without_versions_of_its_weights_is_used_with_a_warning(make, load, tmp_path, caplog):
+    """vLLM before 0.32."""
+    module = load("llama")
+    answers = VLLMServer(module.config.vocab_size).answers
+    for route in ("/update_weight_version", "/weight_info"):
+        del answers[route]
+    with running(answers) as service:
+        engine = make(service.url, api="vllm", weights_dir=str(tmp_path))
+        assert "keeps no version of its weights, as vLLM does from 0.32 on" in caplog.text
+        engine.load(weights_of(module))
+        engine.publish(5)
+        assert {c.weight_version for c in engine.generate(make_prompts([3]), PARAMS, step=2)} == {5}
+
+
+@pytest.mark.parametrize("route", ["/model_info", "/get_model_info"])
+def test_sglang_has_its_own_routes(route, make, load, tmp_path):
     taken = []
 
     def update(body):
@@ -322,7 +337,7 @@ def test_sglang_has_its_own_routes(make, load, tmp_path):
         return {"success": len(taken) == 1, "message": "no room"}
 
     answers = {
-        "/get_model_info": {"model_path": "where/it/lies/model", "weight_version": "3"},
+        route: {"model_path": "where/it/lies/model", "weight_version": "3"},
         "/generate": sglang,
         "/update_weights_from_disk": update,
         "/update_weight_version": {"success": True},
@@ -338,6 +353,6 @@ def test_sglang_has_its_own_routes(make, load, tmp_path):
         assert (wanted["max_new_tokens"], wanted["stop_token_ids"], wanted["no_stop_trim"]) == (4, [9, EOS], True)
         with pytest.raises(ModelError, match="did not take the new weights"):
             engine.load(weights_of(load("llama")))
-        answers["/get_model_info"] = {"model_path": "another"}
+        answers[route] = {"model_path": "another"}
         with pytest.raises(ConfigError, match="serves another"):
             make(service.url, name="sglang")

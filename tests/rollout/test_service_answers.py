@@ -51,10 +51,10 @@ class Recorded:
     def __init__(self, value):
         self.value = value
 
-    def get(self, path):
+    def get(self, path, *, may_lack=False):
         return Answer(self.url, f"GET {path}", self.value)
 
-    def post(self, path, body, num_tokens=0):
+    def post(self, path, body, *, num_tokens=0, may_lack=False):
         return Answer(self.url, f"POST {path}", self.value)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from tests.rollout.conftest import EOS, make_prompts
 from tests.rollout.simulated import weight_transfer
@@ -18,6 +19,7 @@ from tests.rollout.test_engine_names import write_sources
 from tests.rollout.test_vllm import weights_of
 from tests.runtime.ranks import still_there
 from verl.config import RolloutConfig
+from verl.config.sections.rollout import EngineKwargsConfig
 from verl.data_proto.samples import SamplingParams
 from verl.errors import MissingExtraError, ModelError, WorkerLostError
 from verl.parallel.child_processes import __file__ as ANCESTRY
@@ -78,6 +80,29 @@ def test_a_server_is_started_takes_weights_and_ends_with_the_engine(make, note, 
     assert not folder.exists()
 
 
+def test_a_server_frees_its_memory_while_something_trains(make, note, load, caplog):
+    """Except where requests that were dropped still run. New weights and generations bring the memory back."""
+    engine = make(engine_kwargs=EngineKwargsConfig(sglang={"enable_memory_saver": True}))
+    assert json.loads(note.read_text())["--enable-memory-saver"] is True
+
+    def released():
+        return engine.client.get("/played_memory").at(list, "released")
+
+    engine.release()
+    assert "keeps its GPU memory during this training step" in caplog.text
+    assert released() == []
+    engine.release()
+    assert released() == ["weights", "kv_cache"]
+    engine.release()
+    engine.load(weights_of(load("llama")))
+    engine.publish(1)
+    assert released() == []
+    engine.release()  # busy
+    engine.release()
+    assert released()
+    assert len(engine.generate(make_prompts([3]), PARAMS, step=0)) == 2
+
+
 def test_a_server_that_dies_is_a_lost_process_of_the_run(make, note, load):
     engine = make()
     engine.load(weights_of(load("llama")))
@@ -119,6 +144,16 @@ def test_arguments_follow_the_config(load):
         assert part in said
     for absent in ("--dtype", "--trust-remote-code", "--json-model-override-args", "--disable-cuda-graph"):
         assert absent not in found
+
+
+def test_a_gpu_has_no_graphs_where_told_so_and_its_memory_is_freed(load):
+    config = RolloutConfig(prompt_length=20, response_length=12, enforce_eager=True)
+    on_gpu = dataclasses.replace(weight_transfer("a/model"), device=torch.device("cuda"))
+    freed = {"--enable-memory-saver", "--enable-weights-cpu-backup"}
+    eager = {"--disable-decode-cuda-graph", "--disable-prefill-cuda-graph"}
+    assert freed | eager <= set(arguments(config, on_gpu, load("llama"), 8123))
+    assert not freed & set(arguments(dataclasses.replace(config, free_cache_engine=False), on_gpu, load("llama"), 8123))
+    assert not freed & set(arguments(config, weight_transfer("a/model"), load("llama"), 8123))
 
 
 def test_a_program_that_becomes_another_ends_with_its_parent():

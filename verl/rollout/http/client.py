@@ -22,6 +22,7 @@ from verl.rollout.http.answers import Answer
 
 # of an answer, and for each of its tokens, which come with their texts, log-probs and the names of all these
 _MOST_BYTES, _TOKEN_BYTES = 4 << 20, 1 << 10
+_NO_ROUTE = 404
 _TRY_AGAIN = (429, 502, 503, 504)  # busy, or not there yet
 _FIRST_WAIT_S = 0.25
 _LONGEST_WAIT_S = 8.0
@@ -65,25 +66,31 @@ class Client:
             trust_env=False,  # no proxy between a run and its service
         )
 
-    def get(self, path: str) -> Answer:
+    def get(self, path: str, *, may_lack: bool = False) -> Answer:
         """See `post`."""
-        return self._call("GET", path, None, 0)
+        return self._parsed("GET", path, self._call("GET", path, None, 0, may_lack=may_lack))
 
-    def post(self, path: str, body: dict[str, Any], *, num_tokens: int = 0) -> Answer:
-        """The JSON of the answer, which may hold `num_tokens` tokens; {} for an empty answer.
+    def post(self, path: str, body: dict[str, Any], *, num_tokens: int = 0, may_lack: bool = False) -> Answer:
+        """The JSON of the answer, which may hold `num_tokens` tokens; {} for an empty answer. With `may_lack` also {} where the
+        service has no such route.
 
         Raises UnreachableError when the service cannot be reached (within 10 s where it takes no connection), and DeadlineError
         when its answer is not complete in time, both after `num_retries` repetitions. Raises ConfigError when it refuses the
         token, and ModelError for any other refusal, an answer that is too long, or text that is not JSON.
         """
-        return self._call("POST", path, json.dumps(body).encode(), num_tokens)
+        content = self._call("POST", path, json.dumps(body).encode(), num_tokens, may_lack=may_lack)
+        return self._parsed("POST", path, content)
+
+    def command(self, path: str, body: dict[str, Any]) -> None:
+        """As `post`, where the answer need not be JSON."""
+        self._call("POST", path, json.dumps(body).encode(), 0)
 
     def cancel(self) -> None:
         """Drop the requests under way; their callers get CancelledError."""
         for request in list(self._running):
             request.cancel()
 
-    def _call(self, method: str, path: str, body: bytes | None, num_tokens: int) -> Answer:
+    def _call(self, method: str, path: str, body: bytes | None, num_tokens: int, *, may_lack: bool = False) -> bytes:
         most_bytes = _MOST_BYTES + num_tokens * _TOKEN_BYTES
         connect_until: float | None = None  # of attempts since a connection was there
         for attempt in range(self.num_retries + 1):
@@ -107,8 +114,11 @@ class Client:
                 if last:
                     raise self._unreachable(error, method, path, attempt + 1) from error
             else:
+                if may_lack and status == _NO_ROUTE:
+                    return b""
                 if status not in _TRY_AGAIN or last:
-                    return self._accepted(method, path, status, content)
+                    self._require_success(method, path, status, content)
+                    return content
             connect_until = None
         raise AssertionError("every last attempt returns or raises")
 
@@ -154,20 +164,27 @@ class Client:
             f"{path} was tried {times}. Start it, or correct {self.keys}.url."
         )
 
-    def _accepted(self, method: str, path: str, status: int, content: bytes) -> Answer:
+    def _require_success(self, method: str, path: str, status: int, content: bytes) -> None:
         if status in (401, 403):
             raise ConfigError(
                 f"The service at {self.url} refused {method} {path} ({status}): set the environment variable "
                 f"{self._token_env} to its token."
             )
-        text = clean(content[:2000].decode(errors="replace").strip())
         if not 200 <= status < 300:
-            raise ModelError(f"The service at {self.url} refused {method} {path} with {status}: {text}")
+            raise ModelError(f"The service at {self.url} refused {method} {path} with {status}: {_shown(content)}")
+
+    def _parsed(self, method: str, path: str, content: bytes) -> Answer:
         try:
             value = json.loads(content) if content.strip() else {}
         except (ValueError, RecursionError):
-            raise ModelError(f"{method} {self.url}{path} did not answer with JSON, but with: {text}") from None
+            raise ModelError(
+                f"{method} {self.url}{path} did not answer with JSON, but with: {_shown(content)}"
+            ) from None
         return Answer(self.url, f"{method} {path}", value)
+
+
+def _shown(content: bytes) -> str:
+    return clean(content[:2000].decode(errors="replace").strip())
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +17,9 @@ from verl.rollout.http.client import Client
 from verl.rollout.vllm.sample import draw_arguments
 from verl.rollout.vllm.weights import Manifest
 
+log = logging.getLogger(__name__)
+
+_WEIGHT_INFO = "/weight_info"  # of vLLM
 _SEED_BITS = 31
 _SEED_STEP = 0x9E3779B1  # odd: a sample that resumes gets its own seed
 
@@ -112,8 +116,12 @@ class VLLM(OpenAI):
 
     VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model PATH --logprobs-mode processed_logits
         --logits-processors verl.rollout.vllm.library:Sampler --worker-extension-cls verl.rollout.vllm.weights.WeightReceiver
-    with VLLM_USE_V2_MODEL_RUNNER=0, verl on its PYTHONPATH, and --no-async-scheduling.
+    with verl on its PYTHONPATH; before vLLM 0.32, or with VLLM_USE_V2_MODEL_RUNNER=0, also --no-async-scheduling.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._labels = True  # whether the server has routes for the version of its weights
 
     def check(self, client: Client, path: str, name: str | None, vocab_size: int) -> None:
         super().check(client, path, name, vocab_size)
@@ -123,6 +131,13 @@ class VLLM(OpenAI):
             raise ConfigError(
                 f"The service at {client.url} does not sample as this run asks. Start it with --logits-processors "
                 "verl.rollout.vllm.library:Sampler --logprobs-mode processed_logits, or set service.api=openai."
+            )
+        self._labels = bool(client.get(_WEIGHT_INFO, may_lack=True).value)
+        if not self._labels:
+            log.warning(
+                "The service at %s keeps no version of its weights, as vLLM does from 0.32 on. Weights that another client "
+                "changes, or that a restart loses, are not noticed.",
+                client.url,
             )
 
     def sample(self, client: Client, wanted: Wanted) -> Made:
@@ -144,10 +159,11 @@ class VLLM(OpenAI):
             raise ModelError(f"The service at {client.url} did not drop what it computed with the old weights.")
 
     def label(self, client: Client, version: int) -> None:
-        client.post("/update_weight_version", {"new_version": str(version)})
+        if self._labels:
+            client.post("/update_weight_version", {"new_version": str(version)})
 
     def version(self, client: Client) -> str | None:
-        return client.get("/weight_info").label("weight_version")
+        return client.get(_WEIGHT_INFO).label("weight_version") if self._labels else None
 
     def _on_workers(self, client: Client, method: str, *args: str) -> None:
         answer = client.post("/collective_rpc", {"method": method, "args": list(args)})
@@ -160,10 +176,12 @@ class SGLang:
     """SGLang's own routes. Its log-probs are at the sampling temperature and of all tokens, as ours; it has its own seeds."""
 
     def __init__(self) -> None:
-        self._label: str | None = None
+        self._info = "/model_info"
 
     def check(self, client: Client, path: str, name: str | None, vocab_size: int) -> None:
-        served = client.get("/get_model_info").label("model_path") or "no model"
+        if not client.get(self._info, may_lack=True).value:
+            self._info = "/get_model_info"  # of older servers
+        served = client.get(self._info).label("model_path") or "no model"
         if Path(served).name != Path(name or path).name:
             raise ConfigError(
                 f"The service at {client.url} serves {served}, but this run trains {name or path}; start it with that model."
@@ -209,7 +227,7 @@ class SGLang:
         client.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
     def version(self, client: Client) -> str | None:
-        return client.get("/get_model_info").label("weight_version")
+        return client.get(self._info).label("weight_version")
 
 
 DIALECTS: dict[str, type[Dialect]] = {"openai": OpenAI, "vllm": VLLM, "sglang": SGLang}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import shutil
 import time
@@ -30,6 +31,10 @@ from verl.rollout.weight_version import CopyState, checked
 
 _URL = "http://127.0.0.1:8000"  # where vLLM's server listens by itself
 _MOST_REQUESTS = 256  # side by side; each has a thread
+_MEMORY = ["weights", "kv_cache"]  # of SGLang, by its names
+_IDLE_S = 30  # for its server to end what was dropped
+
+log = logging.getLogger(__name__)
 
 
 class HTTPRollout(BaseRollout):
@@ -265,6 +270,38 @@ class SGLangRollout(HTTPRollout):
         except BaseException:
             self.close()
             raise
+        self._is_asleep = False
+
+    def open(self, params: SamplingParams, *, step: int, keep: bool = False) -> HTTPGeneration:
+        """See HTTPRollout."""
+        self._wake()
+        return super().open(params, step=step, keep=keep)
+
+    def load(self, weights: Weights) -> None:
+        """See HTTPRollout."""
+        self._wake()
+        super().load(weights)
+
+    def release(self) -> None:
+        """See RolloutEngine. A server that was started here frees its memory of the GPU, except where it is still busy with
+        samples that were dropped."""
+        if self.server is None or not self.server.frees_memory or self._is_asleep:
+            return
+        with self.watched():
+            self.client.post("/abort_request", {"abort_all": True})
+            try:
+                self.client.command(f"/flush_cache?timeout={_IDLE_S}", {})  # refused until nothing runs
+            except ModelError as error:
+                log.warning("SGLang's server keeps its GPU memory during this training step: %s", error)
+                return
+            self.client.post("/release_memory_occupation", {"tags": _MEMORY})
+        self._is_asleep = True
+
+    def _wake(self) -> None:
+        if self._is_asleep:
+            with self.watched():
+                self.client.post("/resume_memory_occupation", {"tags": _MEMORY})
+            self._is_asleep = False
 
     def close(self) -> None:
         """End the server, if it was started here."""

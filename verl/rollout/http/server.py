@@ -42,7 +42,9 @@ class SGLangServer:
         require_names("sglang", SERVICE, "versions known to work: 0.5.23")
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        server = python_command("sglang.launch_server", *arguments(config, transfer, skeleton, port))
+        options = arguments(config, transfer, skeleton, port)
+        self.frees_memory = "--enable-memory-saver" in options
+        server = python_command("sglang.launch_server", *options)
         visible = {"CUDA_VISIBLE_DEVICES": ",".join(transfer.visible_devices)} if transfer.visible_devices else {}
         self._folder = tempfile.TemporaryDirectory(prefix="verl-weights-", dir=_memory_folder())
         self.weights_dir = self._folder.name
@@ -90,6 +92,7 @@ class SGLangServer:
 def arguments(config: RolloutConfig, transfer: WeightTransfer, skeleton: Any, port: int) -> list[str]:
     """Of sglang.launch_server. Entries of rollout.engine_kwargs.sglang go before all others."""
     model = transfer.model
+    sleeps = config.free_cache_engine and transfer.device.type == "cuda"
     given: dict[str, Any] = {
         "model_path": model.path,
         "tokenizer_path": model.tokenizer_path or model.path,
@@ -108,7 +111,10 @@ def arguments(config: RolloutConfig, transfer: WeightTransfer, skeleton: Any, po
         "max_running_requests": config.max_num_seqs,
         "random_seed": config.seed,
         "disable_radix_cache": not config.enable_prefix_caching,
-        "disable_cuda_graph": config.enforce_eager,
+        "disable_decode_cuda_graph": config.enforce_eager,
+        "disable_prefill_cuda_graph": config.enforce_eager,
+        "enable_memory_saver": sleeps,
+        "enable_weights_cpu_backup": sleeps,  # a generation may follow without an update
         "log_level": "warning",
     }
     found: list[str] = []

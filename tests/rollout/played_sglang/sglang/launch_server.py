@@ -28,11 +28,26 @@ class Played:
 
     def __init__(self, model):
         self.model, self.version, self.num_updates = model, "default", 0
+        self.released, self.is_busy = [], False
 
     def info(self, body):
         return {"model_path": self.model, "weight_version": self.version}
 
+    def release(self, body):
+        assert not self.released
+        self.released = body["tags"]
+
+    def resume(self, body):
+        assert body["tags"] == self.released
+        self.released = []
+
+    def flush(self, body):
+        """Refused the first time, as while requests run."""
+        self.is_busy = not self.is_busy
+        return (400, "pending requests") if self.is_busy else (200, "Cache flushed.\n")
+
     def update(self, body):
+        assert not self.released
         assert list(Path(body["model_path"]).glob("*.safetensors"))
         self.num_updates += 1
         return {"success": True}
@@ -42,6 +57,7 @@ class Played:
         return {"success": True}
 
     def generate(self, body):
+        assert not self.released
         rows = [[-0.5, body["input_ids"][-1], None], [-0.25, self.num_updates, None]]
         return {
             "meta_info": {
@@ -58,7 +74,12 @@ def main():
     played = Played(wanted["--model-path"])
     answers = {
         "/health": {},
-        "/get_model_info": played.info,
+        "/model_info": played.info,
+        "/abort_request": (200, ""),
+        "/flush_cache?timeout=30": played.flush,
+        "/release_memory_occupation": lambda body: played.release(body) or {},
+        "/resume_memory_occupation": lambda body: played.resume(body) or {},
+        "/played_memory": lambda body: {"released": played.released},
         "/generate": played.generate,
         "/update_weights_from_disk": played.update,
         "/update_weight_version": played.label,
