@@ -1,5 +1,6 @@
 """`verl check` finds, before training, what would stop it; and its estimates are right to a quarter."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -8,6 +9,7 @@ from dataclasses import fields
 from functools import partial
 
 import pytest
+import torch
 
 from tests.cli.conftest import make_row, write_rows
 from verl.cli.checklist import Subject, resources
@@ -227,6 +229,33 @@ def test_shape_of_a_real_folder(tiny_llama):
     assert subject.policy == subject.critic
     assert subject.policy.num_parameters == num_parameters(load_causal_lm(tiny_llama))
     assert (subject.policy.num_layers, subject.policy.kv_heads, subject.policy.head_dim) == (2, 2, 16)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "changes", "level", "words"),
+    [
+        (0.5e9, (), "pass", "rollout engine or gradients and activations 40.00"),
+        (1.5e9, (), "pass", "actor 21.00"),
+        (3e9, (), "fail", "lower actor_rollout_ref.rollout.gpu_memory_utilization to 0.26"),
+        (3e9, ("actor_rollout_ref.rollout.gpu_memory_utilization=0.26",), "pass", "20.80"),
+        (3e9, ("actor_rollout_ref.actor.fsdp_config.optimizer_offload=True",), "pass", "actor 18.00"),
+        (7e9, (), "fail", "optimizer_offload=True or actor_rollout_ref.rollout.name=native"),
+    ],
+)
+def test_a_card_is_shared_with_the_rollout_engine(parameters, changes, level, words, monkeypatch):
+    """80 GB, of which vLLM reserves half; 14 bytes a parameter stay while it generates, 6 of them with offload."""
+    monkeypatch.setattr("verl.parallel.device.resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(resources, "_device_bytes", lambda device: (80_000_000_000, 80_000_000_000))
+    subject = subject_of(
+        "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16", *changes
+    )
+    shape = resources.ModelShape(
+        24, 1024, heads=16, kv_heads=2, head_dim=64, intermediate=4096, counted=int(parameters)
+    )
+    subject = dataclasses.replace(subject, policy=shape)
+    (line,) = resources.check_memory(subject)
+    assert line.level == level, line
+    assert words in line.text
 
 
 def test_trained_and_saved_bytes():

@@ -5,8 +5,10 @@ Estimates are within about a quarter: they catch a wrong order of magnitude.
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Iterator
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from verl.config import PPOConfig, PreferenceConfig, SFTConfig
 from verl.config.active_keys import runs_on_several_devices, uses_critic, uses_reference
 from verl.config.roots.preference import has_reference_role
 from verl.config.sections.trainer import AFTER_EACH_EPOCH
-from verl.parallel.memory import available_memory
+from verl.parallel.memory import available_memory, memory_limit
 from verl.planner.layout import ParallelLayout
 from verl.planner.memory import WEIGHT, kv_bytes_per_token, memory
 from verl.planner.shapes import ModelShape
@@ -27,6 +29,8 @@ ADAM_STATES = 2 * FLOAT32
 PROCESS_BYTES = 700_000_000
 REWARD_WORKER_BYTES = 60_000_000
 _CHUNK_ELEMENTS = 1 << 26  # of logits that exist at once (verl/models/log_probs.py)
+_ENGINE = "rollout engine or gradients and activations"
+_ENGINE_OVER_WEIGHTS = 1.25  # of a rollout engine: its weights, and room for keys, values and a forward over prompts
 _TIGHT = 0.8  # share of the free memory above which the estimate may be too low
 
 
@@ -63,12 +67,16 @@ def activation_bytes(model: ModelShape, num_tokens: int, width: int, *, checkpoi
     return int(memory(model, layout, tokens=num_tokens, width=width).transient)
 
 
-def memory_needed(config: PPOConfig, policy: ModelShape, critic: ModelShape | None, width: int) -> dict[str, int]:
-    """Bytes by purpose at the peak of a step, with all roles on one device."""
+def memory_needed(
+    config: PPOConfig, policy: ModelShape, critic: ModelShape | None, width: int, *, engine_bytes: int = 0
+) -> dict[str, int]:
+    """Bytes by purpose at the peak of a step, with all roles on one device, of which a rollout engine with memory of its own
+    reserves `engine_bytes` (0: it generates in the trainer's memory)."""
     group, data = config.actor_rollout_ref, config.data
     rollout, actor = group.rollout, group.actor
     length = rollout.prompt_length + rollout.response_length
-    parts = {"actor": trained_bytes(policy.num_parameters, width)}
+    offloaded = ADAM_STATES * policy.num_parameters if engine_bytes and actor.fsdp_config.optimizer_offload else 0
+    parts = {"actor": trained_bytes(policy.num_parameters, width) - offloaded}
     if uses_critic(config) and critic is not None:
         parts["critic"] = trained_bytes(critic.num_parameters, width)
     if uses_reference(config):
@@ -77,7 +85,12 @@ def memory_needed(config: PPOConfig, policy: ModelShape, critic: ModelShape | No
     cache = cache_bytes(policy, samples, rollout.n, rollout.prompt_length, rollout.response_length, width)
     tokens = min(_micro_batch_tokens(actor, length), actor.ppo_mini_batch_size * rollout.n * length)
     active = activation_bytes(policy, tokens, width, checkpointing=group.model.enable_gradient_checkpointing)
-    if rollout.free_cache_engine:  # the cache and the activations are never held together
+    if engine_bytes:
+        gradients = FLOAT32 * policy.num_parameters  # there are none while it generates
+        parts["actor"] -= gradients
+        together = max if rollout.free_cache_engine else add
+        parts[_ENGINE] = together(engine_bytes, gradients + active)
+    elif rollout.free_cache_engine:  # the cache and the activations are never held together
         parts["KV cache or activations"] = max(cache, active)
     else:
         parts["KV cache"], parts["activations"] = cache, active
@@ -134,17 +147,32 @@ def check_memory(subject: Subject) -> Iterator[Line]:
         return
     device = resolve_device(subject.config.trainer.device)
     width = compute_dtype(subject.engine.dtype, device).itemsize
-    if is_ppo := subject.loaded.schema.name == "ppo":
-        parts = memory_needed(subject.config, subject.policy, subject.critic, width)
+    free, capacity = _device_bytes(str(device))
+    keys = "data.max_token_len_per_gpu"
+    if subject.loaded.schema.name == "ppo":
+        rollout = subject.config.actor_rollout_ref.rollout
+        shares = device.type == "cuda" and rollout.name in ("vllm", "sglang") and rollout.service.url is None
+        reserved = int(rollout.gpu_memory_utilization * capacity) if shares else 0
+        parts = memory_needed(subject.config, subject.policy, subject.critic, width, engine_bytes=reserved)
+        keys = "ppo_max_token_len_per_gpu or rollout.max_num_seqs"
+        if reserved and (parts[_ENGINE] == reserved or not rollout.free_cache_engine):
+            keys = _share_that_fits(parts, reserved, free, capacity, subject.policy.num_parameters * width)
     else:
         parts = memory_of_fine_tuning(subject.config, subject.policy, width)
-    free = _free_device_bytes(str(device))
     total = sum(parts.values())
     level: Level = "fail" if total > free else "warn" if total > _TIGHT * free else "pass"
     shown = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
-    keys = "ppo_max_token_len_per_gpu or rollout.max_num_seqs" if is_ppo else "data.max_token_len_per_gpu"
     fix = f"; lower {keys}, or use a smaller model" if level != "pass" else ""
     yield Line(level, f"about {total / 1e9:.1f} GB of {free / 1e9:.1f} GB free ({shown}){fix}")
+
+
+def _share_that_fits(parts: dict[str, int], reserved: int, free: int, capacity: int, weights: int) -> str:
+    """The keys to lower where a rollout engine reserves `reserved` bytes of a GPU, with the share that fits."""
+    share = math.floor(100 * (_TIGHT * free - sum(parts.values()) + reserved) / capacity) / 100
+    key = "actor_rollout_ref.rollout.gpu_memory_utilization"
+    if share * capacity > _ENGINE_OVER_WEIGHTS * weights:
+        return f"{key} to {share:.2f}"
+    return f"{key}, set actor_rollout_ref.actor.fsdp_config.optimizer_offload=True or actor_rollout_ref.rollout.name=native"
 
 
 def check_disk(subject: Subject) -> Iterator[Line]:
@@ -187,9 +215,10 @@ def num_checkpoints(subject: Subject) -> int:
     return max(1, min(saves, keep + 1) if keep else saves)
 
 
-def _free_device_bytes(device: str) -> int:
+def _device_bytes(device: str) -> tuple[int, int]:
+    """(free bytes, all bytes) of the device."""
     if device.startswith("cuda"):
         import torch
 
-        return int(torch.cuda.mem_get_info(device)[0])
-    return available_memory()
+        return torch.cuda.mem_get_info(device)
+    return available_memory(), memory_limit()
