@@ -1,7 +1,7 @@
 """vLLM as a rollout engine: in separate processes (`rollout.mode=async`, the default) or in the run's ranks (`sync`).
 
     trainer                                            vLLM
-    engine.VLLMRollout ── prompts ──► core.Core ─────► LLMEngine.step ──► sample.Draws: our sampling on its logits
+    engine.VLLMRollout ── prompts ──► core.Core ─────► LLMEngine.step ──► sample: our sampling on its logits
                        ◄─ samples as they end ──
                        ── buckets ──► core.Core ─────► weights.WeightReceiver ──► layerwise reload
 
