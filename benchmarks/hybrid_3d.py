@@ -12,7 +12,7 @@ The sides take turns; results are medians over the rounds, after a warm-up round
 - waits: seconds in which a rank waits for these exchanges, and their share of the step.
 - hidden: share of a side's own exchange that no rank waits for, 1 - waits / exchange. The exchange is the time of its bytes
   without overlap, at the rate of plain FSDP. The share is 0 where nothing overlaps, as on gloo, whose calls return when they
-  are done. "Computing alone" is the same step of each rank with whole parameters and without any exchange.
+  are done. "Only computing" is the same step of each rank with whole parameters and without any exchange.
 - peak: most memory that tensors of a step allocate in addition to the memory held between steps, on the larger rank.
 
 Exit code 1: a side's loss differs from the loss of plain FSDP by more than 1e-5.
@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from report import Report, Series, number, ratio
 
 _LIMIT_S = 600.0
-PLAIN, ALONE = "plain FSDP", "computing alone"
+PLAIN, ALONE = "plain FSDP", "only computing"
 _ON = {"use_3d_hybrid": True}
 SIDES: dict[str, dict[str, Any]] = {
     PLAIN: {},
@@ -116,7 +116,7 @@ def launch(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         for process in ranks:
             process.kill()
         raise SystemExit(f"The ranks ended with {[p.exitcode for p in ranks]} within {_LIMIT_S:.0f} s; see above.")
-    return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(arguments.ranks)]
+    return [json.loads((folder / f"measures-{rank}.json").read_text()) for rank in range(arguments.ranks)]
 
 
 def serve(rank: int, port: int, model: str, arguments: argparse.Namespace, folder: str) -> None:
@@ -151,7 +151,7 @@ def serve(rank: int, port: int, model: str, arguments: argparse.Namespace, folde
         measures[name]["peak"] = peak_bytes(
             lambda engine=engine: timed(engine, rows(arguments, rank), arguments.tokens)
         )
-    (Path(folder) / f"found-{rank}.json").write_text(json.dumps(measures))
+    (Path(folder) / f"measures-{rank}.json").write_text(json.dumps(measures))
     comm.barrier("the end")
     comm.close()
 
@@ -244,7 +244,7 @@ def fill(report: Report, ranks: list[dict[str, Any]]) -> bool:
             "times_plain": ratio(steps[PLAIN], steps[name]), "hidden": hidden,
         }  # fmt: skip
     report.add_table(["", "step", "times plain", "sent", "waits", "hidden", "peak"], lines)
-    report.notes.append(f"Computing alone takes {steps[ALONE].text('s')}.")
+    report.notes.append(f"Only computing takes {steps[ALONE].text('s')}.")
     report.notes.append("Losses agree." if is_right else "LOSSES DIFFER.")
     return is_right
 

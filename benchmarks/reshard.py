@@ -141,7 +141,7 @@ def launch(
         for process in ranks:
             process.kill()
         raise SystemExit(f"The ranks ended with {[p.exitcode for p in ranks]} within {_LIMIT_S:.0f} s; see above.")
-    files = [json.loads((folder / f"found-{num_ranks}-{rank}.json").read_text()) for rank in range(num_ranks)]
+    files = [json.loads((folder / f"measures-{num_ranks}-{rank}.json").read_text()) for rank in range(num_ranks)]
     return {name: [file[name] for file in files] for name in files[0]}
 
 
@@ -172,7 +172,7 @@ def serve(
         for dtype in _FORMATS
         for pair in pairs
     }
-    (Path(folder) / f"found-{num_ranks}-{rank}.json").write_text(json.dumps(measured))
+    (Path(folder) / f"measures-{num_ranks}-{rank}.json").write_text(json.dumps(measured))
     comm.barrier("the end")
     comm.close()
 

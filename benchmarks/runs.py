@@ -156,7 +156,7 @@ def difference(baseline: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str
     ours, theirs = ([row[name] for row in run] for run in (rows, baseline))
     if ours != theirs:
         return f"{ours} tokens in the steps, not {theirs}"
-    # Only of the first step, since runs drift apart; and not exactly, since rounding may change a token whose draw lies
+    # Only of the first step, since runs drift apart; and not exactly, since rounding may change a token whose number lies
     # on the edge between two.
     for name in ("critic/score/mean", "actor/grad_norm", "critic/grad_norm"):
         if not math.isclose(rows[0][name], baseline[0][name], rel_tol=0.05):

@@ -117,7 +117,7 @@ class Environment:
             (next(self.folder.glob("lib/python*/site-packages")) / "cuda.pth").write_text(f"{folder}\n")
 
     def run(self, *command: str) -> str:
-        """What the command prints. Raises CalledProcessError."""
+        """The output of the command. Raises CalledProcessError."""
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S)
         with self.log.open("a", encoding="utf-8") as log:
             log.write(f"$ {' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-4000:]}\n")

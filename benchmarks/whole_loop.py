@@ -19,7 +19,7 @@ policy, a reward that takes its time) with a random Llama of 4 million parameter
 All sides use the sampler's old log-probs (rollout_correction.bypass_mode where samples are ahead), so that all do the same
 work. "bound" is the largest speed-up that the serial run's own times allow that side: of two parallel phases the longer counts.
 No step is shorter than the cores need for the processor time of the serial run and of the side's own processes outside the
-devices. The column "beside" has the latter (driver, Ray, rewards), in seconds of a step. "share" is the reached share of the
+devices. The column "outside" has the latter (driver, Ray, rewards), in seconds of a step. "share" is the reached share of the
 bound. "busy" is the processor time of each device's process, as a share of the counted steps; waiting for scores is not busy.
 "cores" is the processor time of all processes of the run, as a share of the machine's cores. "generation": seconds in which a
 step waits for samples.
@@ -76,8 +76,8 @@ import json, subprocess, sys
 
 TESTS = '''
 import itertools, math
-found = [n for n in range(2, {size}) if all(n % d for d in range(2, math.isqrt(n) + 1))]
-assert found[:4] == [2, 3, 5, 7]
+primes = [n for n in range(2, {size}) if all(n % d for d in range(2, math.isqrt(n) + 1))]
+assert primes[:4] == [2, 3, 5, 7]
 '''
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, seconds=0.3):
@@ -201,7 +201,7 @@ def fill(report: Report, metrics: Mapping[str, Sequence[Sequence[Row]]], num_sam
             "step_s": series.to_json(), "samples_per_s": samples, "generation_s": waited, "times_faster": gained,
             "bound": allowed[name], "share_of_bound": share, "busy": used, "beside_s": beside, "cores": cores,
         }  # fmt: skip
-    columns = ["step", "samples/s", "generation", "times serial", "bound", "share", "busy", "beside", "cores"]
+    columns = ["step", "samples/s", "generation", "times serial", "bound", "share", "busy", "outside", "cores"]
     report.add_table(["", *columns], lines)
 
 

@@ -41,7 +41,7 @@ def reduced(benchmark: dict[str, Any]) -> list[Row]:
     ]
 
 
-def kept() -> list[Row]:
+def stored() -> list[Row]:
     return json.loads(FIGURES.read_text(encoding="utf-8")) if FIGURES.exists() else []
 
 
@@ -72,7 +72,7 @@ def _change(ends: list[tuple[list[Any], list[Any]]], column: int) -> str:
 def page() -> str:
     """The page as it should be."""
     head, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    return f"{head}{BEGIN}\n{figures_block(kept())}\n{END}{rest.partition(END)[2]}"
+    return f"{head}{BEGIN}\n{figures_block(stored())}\n{END}{rest.partition(END)[2]}"
 
 
 def draw(rows: list[Row]) -> None:

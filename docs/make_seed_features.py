@@ -17,8 +17,8 @@ ROWS, PAGE = ROOT / "docs" / "seed_features.yaml", ROOT / "docs" / "seed_feature
 HEAD = """# Features of the seed documents
 
 Written by `python docs/make_seed_features.py`. The seed documents are four articles about HybridFlow and verl; the letters and
-numbers of their features are those of this table. Their numbers were measured on other machines and models: one says what is
-compared, not what to expect. Ours are of two processor cores, from [benchmarks.md](benchmarks.md) or the tests beside them. A
+numbers of their features are in this table. Their numbers were measured on other machines and models: one says what is
+compared, not what to expect. Ours are of two processor cores, from [benchmarks.md](benchmarks.md) or the tests next to them. A
 test runs with `pytest -m "slow or not slow" PATH`.
 
 | row | feature | shown by | their number | ours |

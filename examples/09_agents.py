@@ -4,7 +4,7 @@
     python examples/09_agents.py tool
     python examples/09_agents.py endpoint       # needs: pip install 'verl[agents]' openai
 
-The tiny random model writes no calls, so with the tool it learns from its reward function alone; see docs/agents.md.
+The tiny random model writes no calls, so with the tool it learns only from its reward function; see docs/agents.md.
 """
 
 import sys
@@ -41,7 +41,7 @@ class Vowels:
 
 
 def run(task, base_url, api_key):
-    """An agent that knows an endpoint alone; a script that you have already needs no other change."""
+    """An agent that knows only an endpoint; a script that you have already needs no other change."""
     import openai
 
     client = openai.OpenAI(base_url=base_url, api_key=api_key)

@@ -2,7 +2,7 @@
 
 python examples/dataflow_chain.py
 
-Checkpoints, resuming, guards, the ledger of samples, metrics and the console are those of every program.
+Checkpoints, resuming, guards, the ledger of samples, metrics and the console work as in every program.
 """
 
 import runpy

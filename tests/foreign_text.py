@@ -42,7 +42,7 @@ texts = st.one_of(
 
 
 def foreign_text(rng) -> tuple[str, str]:
-    """(kind, text): one of NASTY, alone or inside other text, or code points at random."""
+    """(kind, text): one of NASTY, by itself or inside other text, or code points at random."""
     if rng.random() < 0.2:
         return "random", "".join(chr(rng.randrange(0x110000)) for _ in range(rng.randrange(1, 40)))
     kind = rng.choice(sorted(NASTY))

@@ -1,7 +1,7 @@
-"""Processes that need torch, as forks of one that has imported it: `python -m MODULE arguments` without six seconds of imports.
+"""Processes that need torch, as forks of a process that has it: `python -m MODULE arguments` without six seconds of imports.
 
-Each test process has a server of its own that is started when it is first needed and ends with it. It has imported what is
-in WARM and has run nothing; what a process sets is its own. Its command line is that of the server.
+Each test process has its own server, which is started when it is first needed and ends with it. It has imported what is
+in WARM and has run nothing; what a process sets is its own. Its command line is the server's.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Forked:
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
-        """What was said until all that hold the pipe have ended. After subprocess.TimeoutExpired it may be called again."""
+        """The output until all holders of the pipe have ended. After subprocess.TimeoutExpired it may be called again."""
         if self._reader is None:
             self._reader = threading.Thread(target=self._read, daemon=True)
             self._reader.start()
@@ -93,7 +93,7 @@ class Forked:
 
 
 def run_forked(what: str | Path, *arguments: object, timeout_s: float, **more) -> tuple[int, str]:
-    """(exit code, output) of a `Forked`; it is killed at the deadline, which fails the test with what it has said."""
+    """(exit code, output) of a `Forked`; it is killed at the deadline, which fails the test with its output."""
     process = Forked(what, *arguments, **more)
     try:
         said, _ = process.communicate(timeout_s)

@@ -1,6 +1,6 @@
 """Runs without the picture of their learning curve, which takes as long as a tiny run.
 
-Pictures are drawn by tests/tracking/test_console.py, by the runs of tests/examples, and by those that go through the command
+Pictures are made by tests/tracking/test_console.py, by the runs of tests/examples, and by those that go through the command
 line in a process of their own.
 """
 

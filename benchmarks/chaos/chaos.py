@@ -124,12 +124,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def shares(runtimes: Sequence[str], kills: int) -> dict[str, int]:
     """Kills of each runtime; they add up to `kills`."""
-    left, weights, found = kills, sum(_SHARES[r] for r in runtimes), {}
+    left, weights, counts = kills, sum(_SHARES[r] for r in runtimes), {}
     for runtime in runtimes:
-        found[runtime] = round(left * _SHARES[runtime] / weights)
-        left -= found[runtime]
+        counts[runtime] = round(left * _SHARES[runtime] / weights)
+        left -= counts[runtime]
         weights -= _SHARES[runtime]
-    return found
+    return counts
 
 
 def attack(
@@ -222,15 +222,15 @@ def report(kills: Sequence[Kill]) -> str:
         groups: dict[str, list[Kill]] = defaultdict(list)
         for kill in kills:
             groups[name(kill)].append(kill)
-        rows = [(label, *_figures(found)) for label, found in sorted(groups.items())]
+        rows = [(label, *_figures(members)) for label, members in sorted(groups.items())]
         parts.append(f"{title}\n{table(header, [*rows, ('all', *_figures(kills))])}")
     return "\n" + "\n\n".join(parts)
 
 
 def _figures(kills: Sequence[Kill]) -> tuple[str, ...]:
     def both(values: Iterable[float | None]) -> tuple[str, str]:
-        found = [value for value in values if value is not None]
-        return (number(fmean(found)), number(max(found))) if found else ("-", "-")
+        numbers = [value for value in values if value is not None]
+        return (number(fmean(numbers)), number(max(numbers))) if numbers else ("-", "-")
 
     return (str(len(kills)), *both(k.recovered_s for k in kills), *both(k.steps_again for k in kills))
 

@@ -92,10 +92,10 @@ class PressedVictim(Victim):
         self._first_was_killed = True  # by us: the same command is run again
         began, by_hand = time.monotonic(), self._num_by_hand
         hit = _Hit(place, beat.pid, beat, phase, kind == "disk")
-        found = self._come_back(hit)
+        comeback = self._come_back(hit)
         by = "hand" if self._num_by_hand > by_hand else "supervisor"
-        again = 0 if found.resumed is None else max(found.reached - found.resumed + 1, 0)
-        return Kill(RUNTIME, self.folder.name, place, beat.pid, beat.step, phase, by, found.at - began, again)
+        again = 0 if comeback.resumed is None else max(comeback.reached - comeback.resumed + 1, 0)
+        return Kill(RUNTIME, self.folder.name, place, beat.pid, beat.step, phase, by, comeback.at - began, again)
 
     def _wait_for_end(self, until: float) -> None:
         while self.process.poll() is None:
@@ -103,7 +103,7 @@ class PressedVictim(Victim):
             time.sleep(0.01)
         said = self._words()
         if self.process.poll() != 0 and ("Traceback" in said or "bug in verl" in said):
-            raise Lost(f"a full disk was not said in a sentence: {said[-1500:]}")
+            raise Lost(f"a full disk was not reported in a sentence: {said[-1500:]}")
 
     def _words(self) -> str:
         return self._log.read_bytes()[self._said_before :].decode(errors="replace")

@@ -66,7 +66,7 @@ class _Hit:
 class _Back:
     at: float
     reached: int  # step in which the processes that were there before have been last
-    resumed: int | None  # the first step that others took after them; None: they went on
+    resumed: int | None  # the first step that others took after them; None: they continued
 
 
 class Family:
@@ -85,8 +85,8 @@ class Family:
     def choose(self, target: str, rng: random.Random) -> tuple[str, psutil.Process] | None:
         """(kind, process); None when there is none of that kind. "any" is any process below the first."""
         kinds = [k for k in self.kinds if k not in ("supervisor", "launcher")] if target == "any" else [target]
-        found = [(kind, process) for kind in kinds for process in self.kinds.get(kind, ())]
-        return rng.choice(found) if found else None
+        candidates = [(kind, process) for kind in kinds for process in self.kinds.get(kind, ())]
+        return rng.choice(candidates) if candidates else None
 
     def _kind(self, process: psutil.Process) -> str:
         launched = bool(RUNTIMES[self._runtime].launcher)
@@ -167,12 +167,12 @@ class Victim:
 
     def usual(self) -> dict[str, float]:
         """Seconds that each phase lasted in the second half of the steps, and `start`: what came before the first."""
-        found: dict[str, list[float]] = defaultdict(list)
+        durations: dict[str, list[float]] = defaultdict(list)
         for line in (self.folder / "spans.jsonl").read_text().splitlines():
             row = json.loads(line)
             if row["step"] > self.task.steps // 2:
-                found[row["name"]].append(row["seconds"])
-        return {"start": self.started_s, **{name: median(seconds) for name, seconds in found.items()}}
+                durations[row["name"]].append(row["seconds"])
+        return {"start": self.started_s, **{name: median(seconds) for name, seconds in durations.items()}}
 
     # -- killing ------------------------------------------------------------------------------------------------------
 
@@ -186,10 +186,10 @@ class Victim:
         struck, kills, by_hand = time.monotonic(), [], self._num_by_hand
         if moment.again is not None and (second := self._hit_again(first, moment, rng)) is not None:
             kills, struck = [self._kill(first, "killed again", None, None)], time.monotonic()
-        found = self._come_back(first)
-        by = "hand" if self._num_by_hand > by_hand else "itself" if found.resumed is None else self._restarter()
-        again = 0 if found.resumed is None else max(found.reached - found.resumed + 1, 0)
-        return [*kills, self._kill(second if kills else first, by, found.at - struck, again)]
+        comeback = self._come_back(first)
+        by = "hand" if self._num_by_hand > by_hand else "itself" if comeback.resumed is None else self._restarter()
+        again = 0 if comeback.resumed is None else max(comeback.reached - comeback.resumed + 1, 0)
+        return [*kills, self._kill(second if kills else first, by, comeback.at - struck, again)]
 
     def _kill(self, hit: _Hit, by: str, recovered_s: float | None, again: int | None) -> Kill:
         name = self.folder.name
@@ -212,8 +212,8 @@ class Victim:
     def _runner(self, rng: random.Random) -> tuple[str, psutil.Process] | None:
         """A program behind the endpoint that runs now: one lives for an episode, so that none of them was there before."""
         for _ in range(300):  # looks of some milliseconds
-            if (family := self.family()) is not None and (found := family.choose("runner", rng)) is not None:
-                return found
+            if (family := self.family()) is not None and (runner := family.choose("runner", rng)) is not None:
+                return runner
         return None
 
     def _hit_again(self, first: _Hit, moment: Moment, rng: random.Random) -> _Hit | None:
@@ -289,16 +289,16 @@ class Victim:
 
     def _wait_for_phase(self, moment: Moment) -> bool:
         """Until the run has just come into the phase; False when it ended or was started again meanwhile."""
-        seen, until = None, time.monotonic() + LIMIT_S
+        last, until = None, time.monotonic() + LIMIT_S
         while self.process.poll() is None:
             beat = self.beat()
-            if beat is None or (seen is not None and beat.pid != seen.pid):
+            if beat is None or (last is not None and beat.pid != last.pid):
                 return False
             if moment.phase not in self.usual_s:  # "any", or a phase that this runtime lacks
                 return True
-            if seen is not None and beat != seen and beat.phase == moment.phase:
+            if last is not None and beat != last and beat.phase == moment.phase:
                 return True
-            seen = beat
+            last = beat
             self._check(until, f"phase {moment.phase} was not reached")
             time.sleep(_LOOK_S)
         return False

@@ -25,8 +25,8 @@ def _post(url: str, key: str, body: dict[str, Any]) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=60.0) as answer:
-        found: dict[str, Any] = json.loads(answer.read())
-    return found
+        content: dict[str, Any] = json.loads(answer.read())
+    return content
 
 
 if __name__ == "__main__":

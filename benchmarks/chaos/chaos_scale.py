@@ -68,10 +68,10 @@ class ScaledVictim(Victim):
         hit = self._hit(target, rng.choice(sorted(victims, key=lambda process: process.pid)))
         if hit is None:
             return None
-        struck, found = time.monotonic(), self._come_back(hit)
-        by = "itself" if found.resumed is None else "supervisor"
-        again = 0 if found.resumed is None else max(found.reached - found.resumed + 1, 0)
-        return self._kill(hit, by, found.at - struck, again)
+        struck, comeback = time.monotonic(), self._come_back(hit)
+        by = "itself" if comeback.resumed is None else "supervisor"
+        again = 0 if comeback.resumed is None else max(comeback.reached - comeback.resumed + 1, 0)
+        return self._kill(hit, by, comeback.at - struck, again)
 
     def _is_under_way(self) -> bool:
         beat = self.beat()
@@ -82,20 +82,20 @@ class ScaledVictim(Victim):
         file = self.folder / "metrics.jsonl"
         lines = file.read_text().splitlines() if file.exists() else []
         last = json.loads(lines[-1]) if lines and lines[-1].endswith("}") else {}
-        wanted = sum(sizes.values()) - 2
-        return last.get("rollout/num_replicas") == sizes["rollout"] and len(self._added()) == wanted
+        expected = sum(sizes.values()) - 2
+        return last.get("rollout/num_replicas") == sizes["rollout"] and len(self._added()) == expected
 
     def _added(self) -> set[psutil.Process]:
         """The living processes that were added."""
-        family, found = self.family(), set()
+        family, added = self.family(), set()
         for process in [] if family is None else family.kinds["rank"]:
             try:
                 names = [re.fullmatch(r"rank_(\d+)\.log", Path(file.path).name) for file in process.open_files()]
             except psutil.Error:
                 continue
             if any(name and int(name[1]) >= _PLACED for name in names):
-                found.add(process)
-        return found
+                added.add(process)
+        return added
 
     def _until(self, condition: Callable[[], object], what: str) -> bool:
         """Wait for it; False when the run has ended well before."""

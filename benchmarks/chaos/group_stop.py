@@ -107,14 +107,14 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         task = endless_task(Path(folder))
         for kind in options.kinds or KINDS:
-            found = []
+            stops = []
             for number in range(options.times):
-                found.append(stop(task, kind, str(number), rng, each=options.each))
-                print(f"  {kind} {number}: {found[-1]}", flush=True)
-            good, slowest = sum(one.is_good for one in found), max(one.seconds for one in found)
-            num_bad += len(found) - good
+                stops.append(stop(task, kind, str(number), rng, each=options.each))
+                print(f"  {kind} {number}: {stops[-1]}", flush=True)
+            good, slowest = sum(one.is_good for one in stops), max(one.seconds for one in stops)
+            num_bad += len(stops) - good
             print(
-                f"{kind}: {good} of {len(found)} saved and ended within {IN_TIME_S:.0f} s, the slowest in {slowest:.1f} s"
+                f"{kind}: {good} of {len(stops)} saved and ended within {IN_TIME_S:.0f} s, the slowest in {slowest:.1f} s"
             )
     return min(num_bad, 1)
 

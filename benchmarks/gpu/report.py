@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gpu.results import DEVICE, RESULTS, ROOT
-from gpu.section import KEPT, PAGE, keep, read_report, rewrite_page, section
+from gpu.section import FIGURES, PAGE, keep, read_report, rewrite_page, section
 
 _LOG_BYTES = 1 << 20  # of each step, in the archive: some machines return files of 16 MiB at most
 _LEAST_SHARE = 0.6  # of a step's expected time: with less left, the step is skipped
@@ -182,7 +182,7 @@ def main(argv: list[str] | None = None) -> int:
         return int(bool(failed))
     rows = read_report(arguments.report) if arguments.report else []
     if rows and arguments.page == PAGE:
-        keep(rows, KEPT)
+        keep(rows, FIGURES)
     rewrite_page(arguments.page, section(rows))
     return 0
 

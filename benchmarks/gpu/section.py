@@ -10,7 +10,7 @@ from typing import Any
 from gpu.results import ROOT
 
 PAGE = ROOT / "docs" / "benchmarks.md"
-KEPT = PAGE.with_name("gpu.jsonl")  # the report that the page shows; absent until a GPU has run one
+FIGURES = PAGE.with_name("gpu.jsonl")  # the report that the page shows; absent until a GPU has run one
 PREDICTIONS = Path(__file__).with_name("predictions.json")
 BEGIN, END = "<!-- gpu report: begin -->", "<!-- gpu report: end -->"
 Row = dict[str, Any]

@@ -113,21 +113,21 @@ class Bench:
     shape: Shape
     limits: dict[str, float]
     deadline: float
-    found: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
     results: Results = field(default_factory=Results)
     optimizer: MasterOptimizer | None = None
 
     def note(self, name: str, value: float | str, unit: str = "") -> None:
         limit = TOLERANCES.get(name)
         verdict = "" if limit is None else ("   ok" if float(value) <= limit else f"   TOO MUCH (limit {limit:g})")
-        self.found[name] = value
+        self.values[name] = value
         self.results.add(name, value, unit, verdict)
 
     def section(self, title: str, work: Callable[[], None]) -> None:
         """A part of the run: its errors are printed and it is left out when time is up."""
         if time.monotonic() > self.deadline:
             print(f" {title}: left out, the time is up")
-            self.found[f"{title}: error"] = "time is up"
+            self.values[f"{title}: error"] = "time is up"
             return
         print(f" {title}", flush=True)
         try:
@@ -324,7 +324,7 @@ def check_fp32(bench: Bench) -> None:
     with torch.no_grad():
         ours = packed_log_probs(bench, columns)
     theirs = hf_log_probs(bench, columns)
-    bench.found["_reference"] = theirs
+    bench.values["_reference"] = theirs
     bench.note("fp32 log-probs, packed against Hugging Face, max abs", (ours - theirs).abs().max().item())
     compare_gradients(bench, columns, "fp32 gradients, prompt shared against not, relative")
     params = SamplingParams(n=2, temperature=0, max_new_tokens=bench.shape.response_tokens // 4)
@@ -337,7 +337,7 @@ def check_fp32(bench: Bench) -> None:
 
 def check_half(bench: Bench) -> None:
     prompts, columns = sample_columns(bench)
-    reference, mask = bench.found.pop("_reference"), columns["response_mask"].to(bench.device)
+    reference, mask = bench.values.pop("_reference"), columns["response_mask"].to(bench.device)
     with torch.no_grad():
         errors = {
             "packed": packed_log_probs(bench, columns) - reference,
@@ -493,13 +493,13 @@ def measure_grpo(bench: Bench) -> None:
     bench.note("GRPO, step", generation + training, "s")
     waits = count_waits(lambda: train(bench, columns, advantages, False), device)
     bench.note("waits of the host in one training phase", float(waits))
-    bench.found["_columns"] = (columns, advantages)
+    bench.values["_columns"] = (columns, advantages)
 
 
 def measure_grpo_hf(bench: Bench) -> None:
     """The same step by Hugging Face: generate, and a padded forward with all logits."""
     shape, device = bench.shape, bench.device
-    columns, advantages = bench.found.pop("_columns")
+    columns, advantages = bench.values.pop("_columns")
     ids = columns["prompts"].to(device)
     with peak_gib(bench, "Hugging Face, generation"):
         generation = median_s(lambda: hf_generate(bench, ids, shape.response_tokens), device, 1, warmup=0)
@@ -508,10 +508,10 @@ def measure_grpo_hf(bench: Bench) -> None:
         training = median_s(lambda: train(bench, columns, advantages, True), device, 1, warmup=1)
     bench.note("Hugging Face, generation", generation, "s")
     bench.note("Hugging Face, training", training, "s")
-    step = bench.found.get("GRPO, step")
+    step = bench.values.get("GRPO, step")
     if step:
         bench.note("times faster, step", (generation + training) / step)
-        bench.note("times faster, training", training / bench.found["GRPO, training"])
+        bench.note("times faster, training", training / bench.values["GRPO, training"])
 
 
 def run_size(
@@ -527,7 +527,7 @@ def run_size(
     bench.section("generation", partial(measure_generation, bench, shape.batches[:: max(1, len(shape.batches) // 2)]))
     bench.section("GRPO step", partial(measure_grpo, bench))
     bench.section("GRPO step by Hugging Face", partial(measure_grpo_hf, bench))
-    return {name: value for name, value in bench.found.items() if not name.startswith("_")}
+    return {name: value for name, value in bench.values.items() if not name.startswith("_")}
 
 
 def run_apart(sizes: list[str], deadline: float, report: Path | None) -> int:

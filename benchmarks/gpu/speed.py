@@ -136,7 +136,7 @@ def _decode(
     bench.note(f"{name}, share of bandwidth", 100 * bytes_ / step / bench.limits["bytes"], "%")
     bench.note(f"{name}, prefill", len(prompts) * shape.prompt_tokens / prefill, "tokens/s")
     bench.note(f"{name}, first generation, added time", first - prefill - step * (shape.response_tokens - 1), "s")
-    if case and (equal := bench.found.get(f"{size}, {rows} rows")):
+    if case and (equal := bench.values.get(f"{size}, {rows} rows")):
         bench.note(f"{name}, added time of a step", 1000 * (step - rows / equal), "ms")
 
 

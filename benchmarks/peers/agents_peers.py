@@ -76,10 +76,10 @@ def main(argv: list[str] | None = None) -> Report:
         peers = [ours]
         for form in dict.fromkeys(options.trl):
             peers.append(peers_cpu.start_trl(stack, work, logs, options, form, script="child_trl_agents.py"))
-        found = peers_cpu.alternate(peers, options.rounds, options.limit_s)
+        steps_of_peers = peers_cpu.alternate(peers, options.rounds, options.limit_s)
         report.facts = {"workload": describe(work, options), **{peer.name: peer.facts for peer in peers}}
-        peers_cpu.fill(report, found, {peer.name: peer.idle_share for peer in peers})
-    steps = {name: series_of(rounds, "step_s") for name, rounds in found.items()}
+        peers_cpu.fill(report, steps_of_peers, {peer.name: peer.idle_share for peer in peers})
+    steps = {name: series_of(rounds, "step_s") for name, rounds in steps_of_peers.items()}
     hourly = ", ".join(f"{name} {number(3600 / series.median)}" for name, series in steps.items())
     report.notes.append(f"Steps per hour: {hourly}.")
     report.finish(options.json)

@@ -36,19 +36,19 @@ class GenerateChild:
         work = self._work
         ids = self._ids(step).repeat_interleave(work.num_samples, dim=0)
         started = time.perf_counter()
-        made = self._generate(ids, do_sample=True, temperature=work.temperature, top_k=0, top_p=1.0).tolist()
+        rows = self._generate(ids, do_sample=True, temperature=work.temperature, top_k=0, top_p=1.0).tolist()
         seconds = time.perf_counter() - started
         return {
             "generate_s": seconds,
-            "lengths": sorted({len(row) for row in made}),
-            "num_sequences": len(made),
+            "lengths": sorted({len(row) for row in rows}),
+            "num_sequences": len(rows),
         }
 
     def greedy(self, step: int) -> dict[str, Any]:
         """One greedy sample of each prompt of a step, with how close the best two tokens ever were."""
-        made = self._generate(self._ids(step), do_sample=False, output_scores=True, return_dict_in_generate=True)
-        tokens = made.sequences[:, -len(made.scores) :].tolist()
-        gaps = [(top[:, 0] - top[:, 1]).tolist() for top in (s.float().topk(2).values for s in made.scores)]
+        output = self._generate(self._ids(step), do_sample=False, output_scores=True, return_dict_in_generate=True)
+        tokens = output.sequences[:, -len(output.scores) :].tolist()
+        gaps = [(top[:, 0] - top[:, 1]).tolist() for top in (s.float().topk(2).values for s in output.scores)]
         return {"tokens": tokens, "gaps": [list(row) for row in zip(*gaps, strict=True)]}
 
     @property
@@ -62,14 +62,14 @@ class GenerateChild:
 
     @torch.no_grad()
     def _generate(self, ids: torch.Tensor, **settings: Any) -> Any:
-        made = self.model.generate(
+        output = self.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=self._work.response_tokens,
             pad_token_id=self.tokenizer.pad_token_id or 0,
             **settings,
         )
-        return made if settings.get("return_dict_in_generate") else made[:, ids.shape[1] :]
+        return output if settings.get("return_dict_in_generate") else output[:, ids.shape[1] :]
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def config_of(work: Workload, micro_batch: int, settings: dict[str, Any], output
         lr_scheduler_type="constant",
         max_steps=work.num_steps,
         shuffle_dataset=False,
-        bf16=work.dtype == "bfloat16",  # TRL computes under bfloat16 autocast unless told not to
+        bf16=work.dtype == "bfloat16",  # TRL computes under bfloat16 autocast by default
         model_init_kwargs={"dtype": work.dtype},
         save_strategy="no",
         report_to="none",

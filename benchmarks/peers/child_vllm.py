@@ -52,12 +52,12 @@ class VllmChild:
         )
         started = time.perf_counter()
         outputs = self.engine.generate(requests, params, use_tqdm=False)
-        made = [list(sample.token_ids) for output in outputs for sample in output.outputs]
+        samples = [list(sample.token_ids) for output in outputs for sample in output.outputs]
         seconds = time.perf_counter() - started
         return {
             "generate_s": seconds,
-            "lengths": sorted({len(row) for row in made}),
-            "num_sequences": len(made),
+            "lengths": sorted({len(row) for row in samples}),
+            "num_sequences": len(samples),
         }
 
 

@@ -40,10 +40,10 @@ def held_out_reward(config: PPOConfig, roles: Roles, data: PPOData, step: int) -
     greedily."""
     assert data.validation is not None
     started = time.perf_counter()
-    found = Validator(config, PPORoles.of(roles), data.validation, data.tokenizer, lambda *_: None).run(step)
+    metrics = Validator(config, PPORoles.of(roles), data.validation, data.tokenizer, lambda *_: None).run(step)
     return {
-        "sampled": found["val/reward"],
-        "greedy": found.get("val/greedy"),
+        "sampled": metrics["val/reward"],
+        "greedy": metrics.get("val/greedy"),
         "evaluation_s": time.perf_counter() - started,
     }
 
@@ -96,9 +96,9 @@ class JobSide:
 
     def evaluate(self) -> dict[str, Any]:
         """The held-out reward of the weights of now."""
-        found = held_out_reward(self.config, self.roles, self.data, self.num_steps)
+        rewards = held_out_reward(self.config, self.roles, self.data, self.num_steps)
         self.spans.take()
-        return found
+        return rewards
 
     def facts(self) -> dict[str, Any]:
         """The layout of the run and the dtype of the weights that compute."""
@@ -184,7 +184,7 @@ class Scorer:
         """The reward of each text, an answer to the prompt with that ordinal."""
         assert self.data.train is not None
         rows = {o: self.data.train.take(o, 1).non_tensor_batch for o in dict.fromkeys(ordinals)}
-        found = []
+        scores = []
         for ordinal, text in zip(ordinals, texts, strict=True):
             row = rows[ordinal]
             score = self.function(
@@ -194,5 +194,5 @@ class Scorer:
                 extra_info=row["extra_info"][0] if "extra_info" in row else None,
                 **self.kwargs,
             )
-            found.append(float(score["score"] if isinstance(score, dict) else score))
-        return found
+            scores.append(float(score["score"] if isinstance(score, dict) else score))
+        return scores

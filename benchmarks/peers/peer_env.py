@@ -32,11 +32,11 @@ class PeerEnvironment:
     def commands(self, folder: Path) -> list[list[str]]:
         """The command lines that make the environment in `folder`."""
         python = str(python_of(folder))
-        made = [[sys.executable, "-m", "venv", str(folder)]]
-        made += [[python, "-m", "pip", "install", "--quiet", *packages] for packages in self.installs]
-        made.append([python, "-m", "pip", "uninstall", "--quiet", "--yes", *self.removes])
-        made.append([python, "-c", self.proof])
-        return made
+        commands = [[sys.executable, "-m", "venv", str(folder)]]
+        commands += [[python, "-m", "pip", "install", "--quiet", *packages] for packages in self.installs]
+        commands.append([python, "-m", "pip", "uninstall", "--quiet", "--yes", *self.removes])
+        commands.append([python, "-c", self.proof])
+        return commands
 
 
 PEERS = {

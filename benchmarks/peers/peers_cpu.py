@@ -1,7 +1,7 @@
 """One GRPO step of ours against TRL's on identical work, alternating, on a CPU.
 
     python benchmarks/peers/peers_cpu.py                          # 8 prompts x 8 samples, 64 + 64 tokens, float32
-    python benchmarks/peers/peers_cpu.py --prompt-tokens 256 --trl shipped best --json figures.json
+    python benchmarks/peers/peers_cpu.py --prompt-tokens 256 --trl shipped best --json results.json
 
 Every side is a process that builds its trainer once, takes one step to warm up, and then one per round while the others
 wait. A run is refused when a side got other prompts, made samples of another length, or did not change its weights.
@@ -146,7 +146,7 @@ def typed(text: str) -> tuple[str, Any]:
 
 def alternate(peers: list[Peer], rounds: int, limit_s: float) -> dict[str, list[dict[str, Any]]]:
     """One step of each side to warm up, then `rounds` of each in turn; every other round goes the other way round."""
-    found: dict[str, list[dict[str, Any]]] = {peer.name: [] for peer in peers}
+    steps: dict[str, list[dict[str, Any]]] = {peer.name: [] for peer in peers}
     for number_of_round in range(rounds + 1):
         order = peers if number_of_round % 2 == 0 else peers[::-1]
         answers = {peer.name: peer.ask("step", limit_s) for peer in order}
@@ -154,10 +154,10 @@ def alternate(peers: list[Peer], rounds: int, limit_s: float) -> dict[str, list[
         for name, answer in answers.items():
             print(f"round {number_of_round} {name}: {answer['step_s']:.2f} s", file=sys.stderr, flush=True)
             if number_of_round:
-                found[name].append(answer)
+                steps[name].append(answer)
             elif answer["weight_change"] == 0:
                 raise Unequal(f"{name} did not change its weights in the warm-up step; see its log.")
-    return found
+    return steps
 
 
 def check_equal(answers: dict[str, dict[str, Any]], *, same_prompts: bool = True) -> None:
@@ -171,17 +171,17 @@ def check_equal(answers: dict[str, dict[str, Any]], *, same_prompts: bool = True
         raise Unequal(f"The weights of {', '.join(still)} did not change: that step trained nothing.")
 
 
-def fill(report: Report, found: dict[str, list[dict[str, Any]]], idle: dict[str, float]) -> None:
+def fill(report: Report, steps: dict[str, list[dict[str, Any]]], idle: dict[str, float]) -> None:
     """Times per phase with their ratios, then memory."""
-    series = {name: {phase: series_of(rounds, phase) for phase in PHASES} for name, rounds in found.items()}
-    peers = [name for name in found if name != OURS]
+    series = {name: {phase: series_of(rounds, phase) for phase in PHASES} for name, rounds in steps.items()}
+    peers = [name for name in steps if name != OURS]
     rows = []
     for phase in PHASES:
         cells = [phase.removesuffix("_s"), series[OURS][phase].text("s")]
         for name in peers:
             cells += [series[name][phase].text("s"), f"{number(ratio(series[name][phase], series[OURS][phase]))}x"]
         rows.append(cells)
-    peaks = {name: peak_bytes(rounds) for name, rounds in found.items()}
+    peaks = {name: peak_bytes(rounds) for name, rounds in steps.items()}
     cells = ["peak memory", gigabytes(peaks[OURS])]
     for name in peers:
         cells += [gigabytes(peaks[name]), f"{number(peaks[name] / peaks[OURS])}x"]
@@ -190,10 +190,10 @@ def fill(report: Report, found: dict[str, list[dict[str, Any]]], idle: dict[str,
         "phases": {name: {p: s.to_json() for p, s in phases.items()} for name, phases in series.items()},
         "ratios": {n: {p: ratio(series[n][p], series[OURS][p]) for p in PHASES} for n in peers},
         "peak_rss_bytes": peaks,
-        "weight_change": {n: series_of(r, "weight_change").to_json() for n, r in found.items()},
+        "weight_change": {n: series_of(r, "weight_change").to_json() for n, r in steps.items()},
         "idle_processor_share": idle,
     }
-    changes = ", ".join(f"{n} {number(Series(tuple(a['weight_change'] for a in r)).median)}" for n, r in found.items())
+    changes = ", ".join(f"{n} {number(Series(tuple(a['weight_change'] for a in r)).median)}" for n, r in steps.items())
     report.notes.append(f"Norm of the weight change of a step, sampled elements: {changes}.")
     report.notes.append("Processor time while another side computed, share of one core: " + shares(idle) + ".")
 
@@ -217,10 +217,10 @@ def main(argv: list[str] | None = None) -> Report:
         logs = options.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="peers-")))
         ours = start_verl(stack, work, logs, options.limit_s, options.ours)
         peers = [ours, *(start_trl(stack, work, logs, options, form) for form in dict.fromkeys(options.trl))]
-        found = alternate(peers, options.rounds, options.limit_s)
+        steps = alternate(peers, options.rounds, options.limit_s)
         gap = ours.ask("log_prob_gap", options.limit_s)["log_prob_gap"]
         report.facts = {"workload": describe(work), **{peer.name: peer.facts for peer in peers}}
-        fill(report, found, {peer.name: peer.idle_share for peer in peers})
+        fill(report, steps, {peer.name: peer.idle_share for peer in peers})
     report.results["log_prob_gap"] = gap
     report.notes.append(f"Sampled log-probs against the training forward, largest difference: {number(gap)}.")
     report.finish(options.json)

@@ -1,7 +1,7 @@
 """DPO of ours against TRL's DPOTrainer on the same pairs, alternating, on a CPU.
 
     python benchmarks/peers/preference_cpu.py                    # 8 pairs a step, prompts of 128 and completions of 64 tokens
-    python benchmarks/peers/preference_cpu.py --trl shipped precomputed --json figures.json
+    python benchmarks/peers/preference_cpu.py --trl shipped precomputed --json results.json
     python benchmarks/peers/preference_cpu.py --ours ref.precompute=False
 
 Every side is a process that builds its trainer once, takes one step to warm up, and then one per round while the others

@@ -1,7 +1,7 @@
 """Our rollout engine against Hugging Face `generate` and vLLM's CPU build, alternating, on identical work.
 
     python benchmarks/peers/rollout_cpu.py                       # 8 prompts x 8 samples, 64 + 128 tokens, against generate
-    python benchmarks/peers/rollout_cpu.py --vllm --dtype bfloat16 --json figures.json
+    python benchmarks/peers/rollout_cpu.py --vllm --dtype bfloat16 --json results.json
 
 Each engine is a process that builds its model once, generates once to warm up, and then once per round while the others
 wait. Every sample has the full length. Further results: whether greedy tokens
@@ -64,7 +64,7 @@ def start(stack: ExitStack, options: argparse.Namespace, work: Workload, logs: P
 
 def alternate(peers: list[Peer], work: Workload, rounds: int, limit_s: float) -> dict[str, list[dict[str, Any]]]:
     """One generation of each engine to warm up, then `rounds` of each in turn; every other round the other way round."""
-    found: dict[str, list[dict[str, Any]]] = {peer.name: [] for peer in peers}
+    generations: dict[str, list[dict[str, Any]]] = {peer.name: [] for peer in peers}
     for number_of_round in range(rounds + 1):
         for peer in peers if number_of_round % 2 == 0 else peers[::-1]:
             answer = peer.ask("generate", limit_s, step=number_of_round)
@@ -73,8 +73,8 @@ def alternate(peers: list[Peer], work: Workload, rounds: int, limit_s: float) ->
             rate = work.num_new_tokens / answer["generate_s"]
             print(f"round {number_of_round} {peer.name}: {rate:.1f} tokens/s", file=sys.stderr, flush=True)
             if number_of_round:
-                found[peer.name].append({**answer, "tokens_per_s": rate})
-    return found
+                generations[peer.name].append({**answer, "tokens_per_s": rate})
+    return generations
 
 
 def compare_greedy(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
@@ -89,9 +89,9 @@ def compare_greedy(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, An
     return {"num_samples": len(ours["tokens"]), "num_equal": equal, "logit_gaps_where_different": gaps}
 
 
-def fill(report: Report, work: Workload, found: dict[str, list[dict[str, Any]]]) -> None:
+def fill(report: Report, work: Workload, generations: dict[str, list[dict[str, Any]]]) -> None:
     """Tokens per second of each engine and how many times as fast ours is."""
-    rates = {name: series_of(rounds, "tokens_per_s") for name, rounds in found.items()}
+    rates = {name: series_of(rounds, "tokens_per_s") for name, rounds in generations.items()}
     ours = rates[OURS]
     rows = [
         [name, rate.text(), f"{number(work.num_new_tokens / rate.median)} s", f"{number(ratio(ours, rate))}x"]
@@ -123,9 +123,9 @@ def main(argv: list[str] | None = None) -> Report:
     with ExitStack() as stack:
         logs = options.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rollout-")))
         peers = start(stack, options, work, logs)
-        found = alternate(peers, work, options.rounds, options.limit_s)
+        generations = alternate(peers, work, options.rounds, options.limit_s)
         report.facts = {"workload": describe(work), **{peer.name: peer.facts for peer in peers}}
-        fill(report, work, found)
+        fill(report, work, generations)
         idle = {peer.name: peer.idle_share for peer in peers}
         check(report, peers, options.limit_s)
     report.results["idle_processor_share"] = idle

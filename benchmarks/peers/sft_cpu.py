@@ -1,7 +1,7 @@
 """Supervised fine-tuning of ours against TRL's SFTTrainer on the same rows, alternating, on a CPU.
 
     python benchmarks/peers/sft_cpu.py                                   # 16 rows a step, 40 to 600 tokens each, float32
-    python benchmarks/peers/sft_cpu.py --trl shipped packed unpacked --json figures.json
+    python benchmarks/peers/sft_cpu.py --trl shipped packed unpacked --json results.json
 
 Every side is a process that builds its trainer once, takes one step to warm up, and then one per round while the others
 wait. The rows are worked answers of the counting-letters task, words of mixed length. Ours and TRL without packing train
@@ -125,7 +125,7 @@ def start_trl(
 
 def alternate(peers: list[Peer], rounds: int, limit_s: float) -> dict[str, list[dict[str, Any]]]:
     """One step of each side to warm up, then `rounds` of each in turn; every other round in reverse order."""
-    found: dict[str, list[dict[str, Any]]] = {peer.name: [] for peer in peers}
+    steps: dict[str, list[dict[str, Any]]] = {peer.name: [] for peer in peers}
     for round_number in range(rounds + 1):
         for peer in peers if round_number % 2 == 0 else peers[::-1]:
             answer = peer.ask("step", limit_s)
@@ -135,17 +135,17 @@ def alternate(peers: list[Peer], rounds: int, limit_s: float) -> dict[str, list[
             )
             if answer["weight_change"] == 0:
                 raise Unequal(f"{peer.name} did not change its weights in round {round_number}; see its log.")
-            found[peer.name].append(answer)
-    return found
+            steps[peer.name].append(answer)
+    return steps
 
 
-def check_equal(found: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
+def check_equal(steps: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
     """The largest relative difference of a step's loss to ours, by side. Raises Unequal when tokens or losses differ."""
     gaps = {}
-    for name, answers in found.items():
+    for name, answers in steps.items():
         if name == OURS or "packed" in name.split():
             continue
-        pairs = list(zip(found[OURS], answers, strict=True))
+        pairs = list(zip(steps[OURS], answers, strict=True))
         if any(ours["num_tokens"] != theirs["num_tokens"] for ours, theirs in pairs):
             raise Unequal(f"{name} and {OURS} trained on different numbers of tokens.")
         gaps[name] = max(abs(theirs["loss"] / ours["loss"] - 1) for ours, theirs in pairs)
@@ -154,9 +154,9 @@ def check_equal(found: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
     return gaps
 
 
-def fill(report: Report, found: dict[str, list[dict[str, Any]]], idle: dict[str, float]) -> None:
+def fill(report: Report, steps: dict[str, list[dict[str, Any]]], idle: dict[str, float]) -> None:
     """Tokens per second with ratios, losses, memory. The first step of each side is its warm-up."""
-    measured = {name: answers[1:] for name, answers in found.items()}
+    measured = {name: answers[1:] for name, answers in steps.items()}
     speed = {name: series_of(answers, "tokens_per_s") for name, answers in measured.items()}
     faster = {name: ratio(speed[OURS], speed[name]) for name in speed}
     rows = [
@@ -164,18 +164,18 @@ def fill(report: Report, found: dict[str, list[dict[str, Any]]], idle: dict[str,
             name,
             speed[name].text(),
             f"{number(faster[name])}x",
-            " ".join(f"{answer['loss']:.4f}" for answer in found[name]),
-            gigabytes(peak_bytes(found[name])),
+            " ".join(f"{answer['loss']:.4f}" for answer in steps[name]),
+            gigabytes(peak_bytes(steps[name])),
         ]
-        for name in found
+        for name in steps
     ]
     report.add_table(["side", "tokens/s", f"{OURS} is", "losses", "peak memory"], rows)
     report.results = {
         "tokens_per_s": {name: series.to_json() for name, series in speed.items()},
         "times_faster": {name: times for name, times in faster.items() if name != OURS},
-        "losses": {name: [answer["loss"] for answer in answers] for name, answers in found.items()},
-        "loss_gaps": check_equal(found),
-        "peak_rss_bytes": {name: peak_bytes(answers) for name, answers in found.items()},
+        "losses": {name: [answer["loss"] for answer in answers] for name, answers in steps.items()},
+        "loss_gaps": check_equal(steps),
+        "peak_rss_bytes": {name: peak_bytes(answers) for name, answers in steps.items()},
         "idle_processor_share": idle,
     }
     report.notes.append("Processor time while another side computed, share of one core: " + shares(idle) + ".")
@@ -199,13 +199,13 @@ def compare(
         work["tokens_per_step"] = ours.facts["tokens_per_step"]
         chosen = dict.fromkeys(options.trl)
         peers = [ours, *(start_trl(stack, work, logs, options, form, forms[form]) for form in chosen)]
-        found = alternate(peers, options.rounds, options.limit_s)
+        steps = alternate(peers, options.rounds, options.limit_s)
         report.facts = {
             "workload": f"{Path(work['model']).name} {options.dtype}, {options.rows} rows a step, "
             f"{number(work['tokens_per_step'])} tokens on average",
             **{peer.name: peer.facts for peer in peers},
         }
-        fill(report, found, {peer.name: peer.idle_share for peer in peers})
+        fill(report, steps, {peer.name: peer.idle_share for peer in peers})
     report.finish(options.json)
     return report
 

@@ -1,7 +1,7 @@
 """Seconds and steps until the held-out sampled reward first reaches a target, ours and TRL's, on the same job.
 
     python benchmarks/peers/time_to_reward.py                               # ours in three precisions, TRL as shipped
-    python benchmarks/peers/time_to_reward.py --sides dithered "trl shipped" "trl best" --json figures.json
+    python benchmarks/peers/time_to_reward.py --sides dithered "trl shipped" "trl best" --json results.json
     python benchmarks/peers/time_to_reward.py --sides float32 nearest dithered --seeds 1 2 3 --all-steps # 20 steps
 
 The job is a YAML file of `verl train`. Both sides get its prompts in the same order, its reward function and its
@@ -120,9 +120,9 @@ def train(run: Run, options: argparse.Namespace, peer: Peer, evaluate: Callable[
             seconds += answer["step_s"]
         if step % options.every and step != options.steps:
             continue
-        found = evaluate()
-        run.points.append(Point(step, seconds, found["sampled"], found["greedy"]))
-        note = f"step {step}: {seconds:.1f} s, held-out reward {found['sampled']:.3f}"
+        rewards = evaluate()
+        run.points.append(Point(step, seconds, rewards["sampled"], rewards["greedy"]))
+        note = f"step {step}: {seconds:.1f} s, held-out reward {rewards['sampled']:.3f}"
         print(f"{run.side}, seed {run.seed}, {note}", file=sys.stderr, flush=True)
         if run.reached(options.target) and not options.all_steps:
             return

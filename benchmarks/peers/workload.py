@@ -83,9 +83,11 @@ def make_prompts(tokenizer: Any, *, count: int, num_tokens: int, seed: int) -> t
     texts = []
     for _ in range(count):
         text = "".join(draw.choice(words) for _ in range(num_tokens))
-        found = len(tokenizer.encode(text, add_special_tokens=False))
-        if found != num_tokens:
-            raise ValueError(f"The tokenizer made {found} tokens of {num_tokens} words; its words do not stay apart.")
+        num_encoded = len(tokenizer.encode(text, add_special_tokens=False))
+        if num_encoded != num_tokens:
+            raise ValueError(
+                f"The tokenizer made {num_encoded} tokens of {num_tokens} words; its words do not stay apart."
+            )
         texts.append(text)
     return tuple(texts)
 

@@ -60,12 +60,12 @@ _OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "alltoall")
 
 def tables_folder() -> Path:
     """The folder of the measured tables; exits with a sentence when they are not installed."""
-    found = util.find_spec("aiconfigurator_core")
-    if found is None or found.origin is None:
+    spec = util.find_spec("aiconfigurator_core")
+    if spec is None or spec.origin is None:
         sys.exit(
             "aiconfigurator-core is not installed: pip install --no-deps aiconfigurator-core==0.12.0 pandas pyarrow scipy"
         )
-    return Path(found.origin).parent / "systems" / "data"
+    return Path(spec.origin).parent / "systems" / "data"
 
 
 def read(path: Path, **equal: Any) -> Any:
@@ -101,10 +101,10 @@ def fit(
     for evaluations in (4000, 2000):
         options = {"maxiter": evaluations, "maxfev": evaluations, "adaptive": True}
         best = minimize(loss, best, method="Nelder-Mead", options=options).x
-    found = make(np.array([float(f"{v:.4g}") for v in best]))
-    error = np.abs(predict(found, *points) / measured - 1)
+    constants = make(np.array([float(f"{v:.4g}") for v in best]))
+    error = np.abs(predict(constants, *points) / measured - 1)
     _keep_sample(points, measured, held)
-    return found, {
+    return constants, {
         "fit_points": int((~held).sum()),
         "held_out_points": int(held.sum()),
         "held_out_median": round(float(np.median(error[held])), 4),
@@ -214,7 +214,7 @@ def fit_device(name: str, data: Path, held_out: list[list[str]]) -> dict[str, An
     (peak, bandwidth, memory, processors), (framework, nccl) = SHEET[name]
     unused: Any = None
     base = Device(name, peak, bandwidth, memory, processors, KernelFits(unused, unused, unused, unused, {}))
-    found: dict[str, Any] = {}
+    fits: dict[str, Any] = {}
     errors: dict[str, Any] = {}
     for part, family, run in (
         ("matmul", "gemm", fit_matmul),
@@ -226,14 +226,14 @@ def fit_device(name: str, data: Path, held_out: list[list[str]]) -> dict[str, An
             data / name / family, "sglang/0.5.10" if (name, part) == ("a100_sxm", "experts") else framework
         )
         constants, errors[part] = run(base, folder)
-        found[part] = vars(constants)
-    found["collectives"] = {}
+        fits[part] = vars(constants)
+    fits["collectives"] = {}
     for operation in _OPERATIONS:
         constants, errors[operation] = fit_collective(data / name / "comm" / nccl / "nccl_perf.parquet", operation)
-        found["collectives"][operation] = vars(constants)
+        fits["collectives"][operation] = vars(constants)
     graph = data / name / "comm" / framework / "custom_allreduce_perf.parquet"
     constants, errors["small_all_reduce"] = fit_small_all_reduce(graph)
-    found["collectives"]["small_all_reduce"] = vars(constants)
+    fits["collectives"]["small_all_reduce"] = vars(constants)
     for part, sample in zip(errors, _SAMPLES[-len(errors) :], strict=True):
         held_out.extend([name, part, *row] for row in sample)
     for part, error in errors.items():
@@ -243,7 +243,7 @@ def fit_device(name: str, data: Path, held_out: list[list[str]]) -> dict[str, An
         "bandwidth": bandwidth,
         "memory": memory,
         "num_processors": processors,
-        "kernels": found,
+        "kernels": fits,
         "errors": errors,
     }
 
@@ -263,8 +263,8 @@ def main() -> None:
     arguments = parser.parse_args()
     data = tables_folder()
     held_out: list[list[str]] = []
-    found = {name: fit_device(name, data, held_out) for name in arguments.devices}
-    parts = [[n, p, *(str(v) for v in e.values())] for n, d in found.items() for p, e in d["errors"].items()]
+    devices = {name: fit_device(name, data, held_out) for name in arguments.devices}
+    parts = [[n, p, *(str(v) for v in e.values())] for n, d in devices.items() for p, e in d["errors"].items()]
     print(table(["device", "kernel", "fit", "held out", "median", "p90"], parts))
     if arguments.sample:
         lines = [_SOURCE, "# device, kernel, arguments of its function in verl/planner/kernels.py, measured seconds"]
@@ -272,7 +272,7 @@ def main() -> None:
     if arguments.write:
         old = yaml.safe_load(arguments.write.read_text()) if arguments.write.exists() else {}
         arguments.write.write_text(
-            _SOURCE + "\n" + yaml.safe_dump({**(old or {}), **found}, sort_keys=False, width=120)
+            _SOURCE + "\n" + yaml.safe_dump({**(old or {}), **devices}, sort_keys=False, width=120)
         )
 
 

@@ -129,7 +129,7 @@ def measure(job: Job, folder: Path, steps: int) -> Figures:
     timeline = read(run / "timeline.jsonl")
     waits = {r["step"]: min(watch.waited(p, r["start"], r["start"] + r["seconds"]) for p in ranks) for r in timeline}
     spans = [s for s in read(run / "spans.jsonl") if s["step"] > WARM_UP]
-    found: Figures = {
+    figures: Figures = {
         "peaks": [watch.peaks[pid] for pid in ranks],
         "tokens": statistics.median(row["perf/total_num_tokens"] for row in late),
         "waited": statistics.median(waits[row["step"]] / row["timing_s/step"] for row in late),
@@ -140,13 +140,13 @@ def measure(job: Job, folder: Path, steps: int) -> Figures:
         for s in spans:
             if s["name"] == name:
                 by_step[s["step"]] += s["seconds"] - watch.waited(ranks[0], s["start"], s["start"] + s["seconds"])
-        found[name] = statistics.median(by_step.values())
+        figures[name] = statistics.median(by_step.values())
     if job.split:  # batches that are made ahead come in bursts; the side that never waits for the other decides
         start, end = rows[WARM_UP - 1]["time"], rows[-1]["time"]
-        found["step"] = (end - start - min(watch.waited(pid, start, end) for pid in ranks)) / len(late)
+        figures["step"] = (end - start - min(watch.waited(pid, start, end) for pid in ranks)) / len(late)
     else:
-        found["step"] = statistics.median(row["timing_s/step"] - waits[row["step"]] for row in late)
-    return found
+        figures["step"] = statistics.median(row["timing_s/step"] - waits[row["step"]] for row in late)
+    return figures
 
 
 def read(file: Path) -> list[dict[str, Any]]:
@@ -160,7 +160,7 @@ def train_rl(job: Job, folder: Path, run: Path, model: Path, steps: int) -> list
 
 def keys(job: Job, folder: Path, model: Path, steps: int) -> list[str]:
     estimator = "gae" if "values" in job.spans else "grpo"
-    found = [
+    settings = [
         f"algorithm.adv_estimator={estimator}",
         f"actor_rollout_ref.model.path={model}",
         f"data.train_files={folder / job.name}.jsonl",
@@ -182,12 +182,12 @@ def keys(job: Job, folder: Path, model: Path, steps: int) -> list[str]:
         f"trainer.total_training_steps={steps}",
     ]
     if estimator == "gae":
-        found += [
+        settings += [
             f"critic.model.path={model}",
             f"critic.ppo_mini_batch_size={job.prompts}",
             "critic.fsdp.dtype=float32",
         ]
-    return [*found, *SPLIT, "actor_rollout_ref.rollout.prefetch_num=1"] if job.split else found
+    return [*settings, *SPLIT, "actor_rollout_ref.rollout.prefetch_num=1"] if job.split else settings
 
 
 def train_sft(job: Job, folder: Path, run: Path, model: Path, steps: int) -> list[dict[str, Any]]:
@@ -227,7 +227,7 @@ def calibrate(cluster: Cluster, runs: Mapping[str, Figures]) -> Cluster:
             kind = SPANS[span]
             passes = job.response if kind == "generate" else 1
             calls.setdefault(kind, []).append(CallMeasured(kernels[kind], job.layers, passes, runs[job.name][span]))
-    return calibrated(cluster, {kind: fit_call(found) for kind, found in calls.items()})
+    return calibrated(cluster, {kind: fit_call(measured) for kind, measured in calls.items()})
 
 
 def rest(job: Job, runs: Mapping[str, Figures]) -> float:
@@ -242,8 +242,8 @@ def predict(job: Job, cluster: Cluster, runs: Mapping[str, Figures]) -> dict[str
     calls = call_seconds(job, cluster)
     if job.split:
         return {"step": max(calls["generate"], calls["forward"] + calls["train"]) + rest(job, runs)}
-    found = {span: calls[SPANS[span]] for span in job.spans}
-    return {**found, "step": sum(found.values()) + rest(job, runs)}
+    seconds = {span: calls[SPANS[span]] for span in job.spans}
+    return {**seconds, "step": sum(seconds.values()) + rest(job, runs)}
 
 
 def model_bytes(job: Job) -> float:
@@ -280,47 +280,47 @@ def main(argv: Sequence[str] | None = None) -> Report | None:
     parser.add_argument("--keep", type=Path, required=True, help="file of the runs that were made")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
-    wanted = options.measure or names
-    wanted = [n for name in wanted for n in ([c.name for c in CALIBRATION] if name == "calibration" else [name])]
-    kept = json.loads(options.keep.read_text()) if options.keep.exists() else {}
+    chosen = options.measure or names
+    chosen = [n for name in chosen for n in ([c.name for c in CALIBRATION] if name == "calibration" else [name])]
+    runs = json.loads(options.keep.read_text()) if options.keep.exists() else {}
     with tempfile.TemporaryDirectory(prefix="verl-planner-") as scratch:
-        for name, make in runs_to_make(wanted, Path(scratch), options.steps):
-            if name not in kept or options.measure:
-                kept[name] = make()
-                options.keep.write_text(json.dumps(kept, indent=1) + "\n")
+        for name, make in runs_to_make(chosen, Path(scratch), options.steps):
+            if name not in runs or options.measure:
+                runs[name] = make()
+                options.keep.write_text(json.dumps(runs, indent=1) + "\n")
     if options.measure:
         return None
-    report = compare(kept)
+    report = compare(runs)
     report.finish(options.json)
     return report
 
 
 def runs_to_make(names: Sequence[str], folder: Path, steps: int) -> list[tuple[str, Callable[[], Figures]]]:
-    found: list[tuple[str, Callable[[], Figures]]] = []
+    runs: list[tuple[str, Callable[[], Figures]]] = []
     if any(job.name in names for job in CALIBRATION):
-        found.append(("device", lambda: asdict(measure_cpu(16e9, threads=1).device)))
+        runs.append(("device", lambda: asdict(measure_cpu(16e9, threads=1).device)))
     for job in (*CALIBRATION, *JOBS):
         if job.name in names:
-            found.append((job.name, lambda job=job: measure(job, folder, steps)))
-    return found
+            runs.append((job.name, lambda job=job: measure(job, folder, steps)))
+    return runs
 
 
-def compare(kept: Mapping[str, Figures]) -> Report:
+def compare(runs: Mapping[str, Figures]) -> Report:
     report = Report("Predicted and measured step times and peak memory on this processor, one thread a process")
-    cluster = calibrate(Cluster(device_from(kept["device"], "cpu"), 1, 1, 1, 1e9, 1e9), kept)
+    cluster = calibrate(Cluster(device_from(runs["device"], "cpu"), 1, 1, 1, 1e9, 1e9), runs)
     for kind, fit in cluster.device.kernels.calls.items():
         text = f"{fit.factor:.2f} x kernels + {1e3 * fit.call_s:.2f} ms a pass + {1e3 * fit.layer_s:.2f} ms a layer"
         report.facts[kind] = text
     report.facts["decoding"] = decoding_kernels()["name"] or "by torch: the compiled kernels are missing"
-    report.facts["process without a model, MB"] = [round(process_bytes(split, kept) / 1e6) for split in (False, True)]
+    report.facts["process without a model, MB"] = [round(process_bytes(split, runs) / 1e6) for split in (False, True)]
     for job in (*CALIBRATION, *JOBS):
-        measured, found = kept[job.name], predict(job, cluster, kept)
-        size, peak = process_bytes(job.split, kept) + model_bytes(job), sum(measured["peaks"])
-        rows = [[phase, *cells(1e3 * seconds, 1e3 * measured[phase], "ms")] for phase, seconds in found.items()]
+        measured, predicted = runs[job.name], predict(job, cluster, runs)
+        size, peak = process_bytes(job.split, runs) + model_bytes(job), sum(measured["peaks"])
+        rows = [[phase, *cells(1e3 * seconds, 1e3 * measured[phase], "ms")] for phase, seconds in predicted.items()]
         rows.append(["peak memory", *cells(size / 1e6, peak / 1e6, "MB")])
         about = "calibration" if job in CALIBRATION else f"waited {measured['waited']:.0%}"
         report.add_table([f"{job.name} ({about})", "predicted", "measured", "error"], rows)
-        report.results[job.name] = {"predicted": {**found, "bytes": size}, "measured": measured}
+        report.results[job.name] = {"predicted": {**predicted, "bytes": size}, "measured": measured}
     return report
 
 

@@ -1,4 +1,4 @@
-"""An agent that knows OpenAI's client alone: python openai_agent.py "What is (3 + 4) * 5?"
+"""An agent that knows only OpenAI's client: python openai_agent.py "What is (3 + 4) * 5?"
 
 It runs against any service, and trains without a change, as a command of the run:
 

@@ -1,4 +1,4 @@
-"""GVPO (2504.19599): group variance policy optimization. Inside a group, implicit rewards are drawn to the given ones.
+"""GVPO (2504.19599): group variance policy optimization. Inside a group, implicit rewards approach the given ones.
 
 verl train algorithm.program=examples/recipes/gvpo.py:GVPO algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 ...
 """
@@ -13,8 +13,9 @@ BETA = 0.1
 
 
 class GVPOObjective(Objective):
-    """1/2 mean_i ((r_i - mean r) - (R_i - mean R))^2 with r = beta (log pi(y) - log pi_old(y)), means over the group of a
-    prompt (equation 10). Groups are never parted, whatever the micro-batches and ranks."""
+    """1/2 mean_i ((r_i - mean r) - (R_i - mean R))^2 with r = beta (log pi(y) - log pi_old(y)), equation 10.
+
+    Means are over the group of a prompt. Groups are never parted, whatever the micro-batches and ranks."""
 
     outputs = ("log_probs",)
     unit = "ordinal"

@@ -1,5 +1,5 @@
-"""PRIME (2502.01456): process rewards from outcomes alone. A language model trained to tell right from wrong answers by its
-log-ratio to a frozen copy gives every token a reward; it learns online, beside the policy.
+"""PRIME (2502.01456): process rewards from outcomes. A language model trained to tell right from wrong answers by its
+log-ratio to a frozen copy gives every token a reward; it learns online, with the policy.
 
 verl train algorithm.program=examples/recipes/prime.py:PRIME actor_rollout_ref.rollout.n=4 ...     # scores are 0 or 1
 """
@@ -41,7 +41,7 @@ class PRIME(PPO):
 
     @classmethod
     def roles(cls, config, *, train=True):
-        """See Program: beside the actor a model of process rewards, and a frozen copy of its start."""
+        """See Program: the actor, a model of process rewards, and a frozen copy of its start."""
         base = super().roles(config, train=train)
         actor = base.model("actor")
         if actor is None:

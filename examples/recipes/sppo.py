@@ -15,7 +15,7 @@ ETA = 1.0
 def win_rates(token_level_rewards, response_mask, *, index):
     """Advantages [batch, response]: the probability that a sample beats another one of its prompt, minus a half.
 
-    The probability is that of Bradley and Terry with rewards as scores, averaged over the other samples (section 4.1).
+    The probability is by Bradley and Terry with rewards as scores, averaged over the other samples (section 4.1).
     """
     rewards = token_level_rewards.sum(dim=1)
     groups = torch.tensor([list(index).index(name) for name in index])

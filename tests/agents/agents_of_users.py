@@ -46,7 +46,7 @@ class Letters:
 
 
 class Duel:
-    """Two players say a letter each in turn, the first one twice; who has said more vowels wins."""
+    """Two players name a letter each in turn, the first player twice; the player with more vowels wins."""
 
     num_players = 2
     length = 3
@@ -69,7 +69,7 @@ class Duel:
 class BrokenDuel(Duel):
     def step(self, text):
         if len(self.said) == 1 and self.seed % 2:
-            raise RuntimeError("the board is gone")
+            raise RuntimeError("the game is gone")
         return super().step(text)
 
 
@@ -78,7 +78,7 @@ class Retry:
         return "Again."
 
     def step(self, text):
-        raise RuntimeError("the board is gone")
+        raise RuntimeError("the game is gone")
 
 
 GAMES = {"letters": Letters, "retry": Retry}

@@ -78,12 +78,12 @@ class Scripted:
 
 def in_pieces(tokenizer, text):
     """A text as a policy may sample it: the tokens of its chunks, which are seldom the tokens of the whole text."""
-    rng, found, at = random.Random(text), [], 0
+    rng, ids, at = random.Random(text), [], 0
     while at < len(text):
         end = at + rng.randint(1, 6)
-        found += tokenizer.encode(text[at:end], add_special_tokens=False)
+        ids += tokenizer.encode(text[at:end], add_special_tokens=False)
         at = end
-    return found
+    return ids
 
 
 @cache
@@ -169,7 +169,7 @@ def test_what_trains_was_sampled(family, tmp_path_factory):
         }
     )
     try:
-        found = agents.generate(
+        results = agents.generate(
             rows,
             SamplingParams(n=3, max_new_tokens=1200),
             step=1,
@@ -179,9 +179,9 @@ def test_what_trains_was_sampled(family, tmp_path_factory):
         )
     finally:
         agents.close()
-    assert [r.error for r in found] == [None] * PER_FAMILY
+    assert [r.error for r in results] == [None] * PER_FAMILY
     num_turns = 0
-    for result in found:
+    for result in results:
         row = result.trajectory.to_row()
         turns = engine.sampled[result.task.ordinal, result.task.sample]
         whole = [*row.prompt_ids.tolist(), *row.response_ids.tolist()]
@@ -204,7 +204,7 @@ def test_what_trains_was_sampled(family, tmp_path_factory):
 
 
 def objects(values):
-    found = np.empty(len(values), dtype=object)
+    column = np.empty(len(values), dtype=object)
     for i, value in enumerate(values):
-        found[i] = value
-    return found
+        column[i] = value
+    return column

@@ -45,7 +45,7 @@ def run(task, base_url, api_key):
 def play(tmp_path):
     """play(function, n=1) -> (results, engine): episodes whose agent is the function of a client and the row."""
 
-    made = []
+    built = []
 
     def start(function, n=1, *changes, source="test"):
         AGENTS[source] = function
@@ -63,7 +63,7 @@ def play(tmp_path):
         tokenizer = tokenizer_of("qwen2.5")
         engine = Scripted(tokenizer)
         agents = Agents(agent_spec(config), tokenizer, engine, stop_token_ids=[tokenizer.eos_token_id])
-        made.append(agents)
+        built.append(agents)
         if not isinstance(agents.context.runner, list):
             agents.context = replace(
                 agents.context, runner=run
@@ -78,7 +78,7 @@ def play(tmp_path):
         return agents.generate(rows, params, step=1, split="train", dtype=np.float64, on_finish=lambda r: None), engine
 
     yield start
-    for agents in made:
+    for agents in built:
         agents.close()
 
 
@@ -89,13 +89,13 @@ def chat(client, messages, **more):
 
 
 def test_a_conversation_continues_on_its_tokens(play):
-    seen = []
+    replies = []
 
     def agent(client, task):
         messages = list(task["prompt"])
         for _ in range(3):
             reply = chat(client, messages, tools=SCHEMAS, logprobs=True)
-            seen.append(reply)
+            replies.append(reply)
             message = reply["choices"][0]["message"]
             # as a program may send it back: other ids, other blanks in JSON, no content
             for i, call in enumerate(message.get("tool_calls") or []):
@@ -116,12 +116,12 @@ def test_a_conversation_continues_on_its_tokens(play):
     assert (result.reward, result.extra["kind"], result.extra["num_branches"]) == (2.5, "x", 1)
     turns = engine.sampled[0, 0]  # the random numbers of the sample itself
     assert len(turns) == 3
-    for reply, (start, ids, log_probs) in zip(seen, turns, strict=True):
+    for reply, (start, ids, log_probs) in zip(replies, turns, strict=True):
         choice = reply["choices"][0]
         assert choice["token_ids"] == ids
         assert len(reply["prompt_token_ids"]) == start
         assert [c["logprob"] for c in choice["logprobs"]["content"]] == log_probs
-    assert seen[1]["prompt_token_ids"][: len(seen[0]["prompt_token_ids"])] == seen[0]["prompt_token_ids"]
+    assert replies[1]["prompt_token_ids"][: len(replies[0]["prompt_token_ids"])] == replies[0]["prompt_token_ids"]
     assert result.trajectory.to_row().response_mask.sum() == sum(len(ids) for _, ids, _ in turns)
 
 
@@ -145,18 +145,18 @@ def test_a_rewritten_history_is_a_branch_and_the_longest_trains(play):
 
 
 def test_every_format_gives_the_same_turn(play):
-    seen = {}
+    replies = {}
 
     def agent(client, task):
-        seen["completion"] = client.post(
+        replies["completion"] = client.post(
             "/completions", json={"prompt": [1, 2, 3], "max_tokens": 4, "logprobs": 0}
         ).json()
-        seen["models"] = client.get("/models").json()
+        replies["models"] = client.get("/models").json()
         tool = SCHEMAS[0]["function"]
-        seen["responses"] = client.post(
+        replies["responses"] = client.post(
             "/responses", json={"input": "Go.", "tools": [{"type": "function", **tool}], "instructions": "Be good."}
         ).json()
-        seen["anthropic"] = client.post(
+        replies["anthropic"] = client.post(
             "/messages",
             json={"messages": [{"role": "user", "content": [{"type": "text", "text": "Go."}]}], "max_tokens": 500,
                   "tools": [{"name": "echo", "input_schema": tool["parameters"]}]},
@@ -164,20 +164,20 @@ def test_every_format_gives_the_same_turn(play):
         with client.stream(
             "POST", "/chat/completions", json={"messages": ASK, "tools": SCHEMAS, "stream": True}
         ) as answer:
-            seen["stream"] = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+            replies["stream"] = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
         with client.stream("POST", "/messages", json={"messages": ASK, "max_tokens": 9, "stream": True}) as answer:
-            seen["events"] = [line for line in answer.iter_lines() if line.startswith("event: ")]
+            replies["events"] = [line for line in answer.iter_lines() if line.startswith("event: ")]
 
     (result,), _ = play(agent)
     assert result.error is None
-    assert len(seen["completion"]["choices"][0]["token_ids"]) <= 4
-    assert seen["models"]["data"][0]["id"] == "policy"
-    assert seen["responses"]["output"][0]["type"] in ("message", "function_call")
-    assert seen["anthropic"]["stop_reason"] in ("tool_use", "end_turn", "max_tokens")
-    assert seen["stream"][-1] == "[DONE]"
-    assert json.loads(seen["stream"][-2])["choices"][0]["finish_reason"] in ("tool_calls", "stop")
-    assert seen["events"][0] == "event: message_start"
-    assert seen["events"][-1] == "event: message_stop"
+    assert len(replies["completion"]["choices"][0]["token_ids"]) <= 4
+    assert replies["models"]["data"][0]["id"] == "policy"
+    assert replies["responses"]["output"][0]["type"] in ("message", "function_call")
+    assert replies["anthropic"]["stop_reason"] in ("tool_use", "end_turn", "max_tokens")
+    assert replies["stream"][-1] == "[DONE]"
+    assert json.loads(replies["stream"][-2])["choices"][0]["finish_reason"] in ("tool_calls", "stop")
+    assert replies["events"][0] == "event: message_start"
+    assert replies["events"][-1] == "event: message_stop"
 
 
 @pytest.mark.parametrize("kind", ["messages", "responses"])
@@ -209,8 +209,8 @@ def test_a_conversation_in_another_format_continues_on_its_tokens(play, kind):
             said = (anthropic if kind == "messages" else responses)(client, said)
         return 1.0
 
-    found, engine = play(agent, 8)
-    assert [(result.error, result.extra["num_branches"]) for result in found] == [(None, 1)] * 8
+    played, engine = play(agent, 8)
+    assert [(result.error, result.extra["num_branches"]) for result in played] == [(None, 1)] * 8
     assert sum(len(turns) for turns in engine.sampled.values()) == 24
     assert malformed
 
@@ -231,16 +231,16 @@ def test_a_conversation_in_another_format_continues_on_its_tokens(play, kind):
     ],
 )
 def test_what_cannot_be_done_is_refused_with_a_sentence(play, body, sentence):
-    seen = []
+    replies = []
 
     def agent(client, task):
-        seen.append(client.post("/chat/completions", json=body))
+        replies.append(client.post("/chat/completions", json=body))
         chat(client, ASK)
 
     (result,), _ = play(agent)
     assert result.error is None
-    assert seen[0].status_code == 400
-    assert sentence in seen[0].json()["error"]["message"]
+    assert replies[0].status_code == 400
+    assert sentence in replies[0].json()["error"]["message"]
 
 
 def test_a_request_of_any_form_is_refused_with_a_sentence(play):
@@ -258,37 +258,37 @@ def test_a_request_of_any_form_is_refused_with_a_sentence(play):
         "completions": [{"prompt": 5}],
         "chat/completions": [nan, half, {"messages": ASK, "tools": "x"}],
     }
-    seen, streamed = [], []
+    replies, streamed = [], []
 
     def agent(client, task):
         for path, bodies in asked.items():
             for body in bodies:
                 content = body if isinstance(body, bytes) else json.dumps(body).encode()
                 answer = client.post(f"/{path}", content=content)
-                seen.append((path, body, answer.status_code, answer.text))
+                replies.append((path, body, answer.status_code, answer.text))
         odd = {"messages": ASK, "stream": True, "stream_options": 7}
         streamed.append(client.post("/chat/completions", json=odd).text)
         chat(client, ASK)
 
     (result,), _ = play(agent)
     assert result.error is None
-    assert [one for one in seen if one[2] != 400 or "message" not in one[3]] == []
+    assert [one for one in replies if one[2] != 400 or "message" not in one[3]] == []
     assert streamed[0].endswith("[DONE]\n\n")
 
 
 def test_strangers_are_kept_out(play):
-    seen = []
+    codes = []
 
     def agent(client, task):
         chat(client, ASK)
         base = str(client.base_url)
         for url, key in ((base, "wrong"), (base, "x"), (base.replace("/s/", "/s/x"), None)):
             headers = client.headers if key is None else {"Authorization": f"Bearer {key}"}
-            seen.append(httpx.post(f"{url}chat/completions", json={"messages": ASK}, headers=headers).status_code)
+            codes.append(httpx.post(f"{url}chat/completions", json={"messages": ASK}, headers=headers).status_code)
 
     (result,), _ = play(agent)
     assert result.error is None
-    assert seen == [401, 401, 404]
+    assert codes == [401, 401, 404]
 
 
 @pytest.mark.parametrize(
@@ -341,8 +341,8 @@ def test_a_client_that_hangs_up_leaves_no_traceback(play, caplog, capfd):
 def test_an_agent_may_be_a_command(play, tmp_path):
     script = tmp_path / "agent.py"
     script.write_text(COMMAND)
-    found, _ = play(None, 2, f"{ROLLOUT}.agent.runner='command:{sys.executable} {script}'")
-    assert [(result.error, result.reward) for result in found] == [(None, 1.0)] * 2
+    results, _ = play(None, 2, f"{ROLLOUT}.agent.runner='command:{sys.executable} {script}'")
+    assert [(result.error, result.reward) for result in results] == [(None, 1.0)] * 2
     script.write_text(script.read_text() + "import sys\nif sys.argv[1:] != ['Go.']: raise SystemExit(str(sys.argv))\n")
     (result,), _ = play(None, 1, f"{ROLLOUT}.agent.runner='command:{sys.executable} {script} {{prompt}}'")
     assert result.error is None  # a script that takes its question as an argument
@@ -364,7 +364,7 @@ post('/reward', {'reward': reached})
 
 @pytest.mark.parametrize("network", [False, True])
 @pytest.mark.skipif(not namespace_command(False, ()), reason="this system grants no network namespaces")
-def test_a_command_reaches_the_endpoint_alone(play, tmp_path, network):
+def test_a_command_reaches_only_the_endpoint(play, tmp_path, network):
     (tmp_path / "agent.py").write_text(COMMAND + REACH)
     with socket.create_server(("127.0.0.1", 0)) as server:
         (result,), _ = play(
@@ -380,7 +380,7 @@ def test_a_command_has_the_network_where_it_cannot_be_taken_away(play, tmp_path,
     (tmp_path / "agent.py").write_text(COMMAND)
     (result,), _ = play(None, 1, f"{ROLLOUT}.agent.runner='command:{sys.executable} {tmp_path}/agent.py'")
     assert (result.error, result.reward) == (None, 1.0)
-    assert "reaches the network and not the endpoint alone" in caplog.text
+    assert "reaches the whole network and not only the endpoint" in caplog.text
 
 
 def test_addresses_can_be_used():

@@ -25,23 +25,23 @@ from verl.programs.specs import agent_spec
 from verl.tools.function_tool import FunctionTool
 
 ROLLOUT = "actor_rollout_ref.rollout"
-GIVEN = {}  # settings of the hostile row: "reward", "text" and "at" (reset or step)
+SETTINGS = {}  # settings of the hostile row: "reward", "text" and "at" (reset or step)
 PROMPT, RESPONSE = 700, 900  # tokens
 LONG = "x" * 3_000_000
 REWARDS = [1e39, 3e38, -1e300, 1.1e12, math.inf, math.nan]
 
 
-def given(row, name, usual):
-    return GIVEN.get(name, usual) if row["data_source"] == "hostile" else usual
+def chosen(row, name, usual):
+    return SETTINGS.get(name, usual) if row["data_source"] == "hostile" else usual
 
 
 class Game:
     def reset(self, data_source, **row):
         self.row = {"data_source": data_source}
-        return given(self.row, "reset", "Begin.")
+        return chosen(self.row, "reset", "Begin.")
 
     def step(self, text):
-        return given(self.row, "step", "Next."), given(self.row, "reward", 0.5), True, False, {}
+        return chosen(self.row, "step", "Next."), chosen(self.row, "reward", 0.5), True, False, {}
 
 
 class Counter:
@@ -57,12 +57,12 @@ class Counter:
         return text
 
     def get_reward(self):
-        return given(self.row, "reward", 0.5)
+        return chosen(self.row, "reward", 0.5)
 
 
 class User(BaseInteraction):
     async def generate_response(self, instance_id, messages, **kwargs):
-        return False, given(kwargs, "text", "Go on."), given(kwargs, "reward", 0.5), {}
+        return False, chosen(kwargs, "text", "Go on."), chosen(kwargs, "reward", 0.5), {}
 
 
 def echo(text: str) -> str:
@@ -71,31 +71,33 @@ def echo(text: str) -> str:
     Args:
         text: the text
     """
-    return text, GIVEN["reward"], {}
+    return text, SETTINGS["reward"], {}
 
 
 def returns(task, base_url, api_key):
     ask(task, base_url, api_key)
-    return given(task, "reward", 0.5)
+    return chosen(task, "reward", 0.5)
 
 
 def returns_dict(task, base_url, api_key):
     ask(task, base_url, api_key)
-    return {"reward": given(task, "reward", 0.5)}
+    return {"reward": chosen(task, "reward", 0.5)}
 
 
 def posts(task, base_url, api_key):
-    ask(task, base_url, api_key, "reward", {"reward": given(task, "reward", 0.5)})
+    ask(task, base_url, api_key, "reward", {"reward": chosen(task, "reward", 0.5)})
 
 
 def asks(task, base_url, api_key):
-    GIVEN[task["data_source"]] = ask(
-        task, base_url, api_key, "chat/completions", {"messages": said(given(task, "text", "Go on."))}
+    SETTINGS[task["data_source"]] = ask(
+        task, base_url, api_key, "chat/completions", {"messages": said(chosen(task, "text", "Go on."))}
     )
 
 
 def completes(task, base_url, api_key):
-    GIVEN[task["data_source"]] = ask(task, base_url, api_key, "completions", {"prompt": given(task, "text", "Go on.")})
+    SETTINGS[task["data_source"]] = ask(
+        task, base_url, api_key, "completions", {"prompt": chosen(task, "text", "Go on.")}
+    )
 
 
 def said(text):
@@ -111,10 +113,10 @@ def ask(task, base_url, api_key, path="chat/completions", body=None):
 
 class Loop(AgentLoopBase):
     async def run(self, sampling_params, **row):
-        ids = await self.apply_chat_template([{"role": "user", "content": given(row, "text", "Go.")}])
+        ids = await self.apply_chat_template([{"role": "user", "content": chosen(row, "text", "Go.")}])
         out = await self.server_manager.generate(prompt_ids=ids, sampling_params={"max_tokens": 5})
-        reward = given(row, "reward", 0.5)
-        fields = {"turn_rewards": [reward]} if GIVEN.get("by_turn") else {}
+        reward = chosen(row, "reward", 0.5)
+        fields = {"turn_rewards": [reward]} if SETTINGS.get("by_turn") else {}
         return AgentLoopOutput(
             ids, out.token_ids, [1] * len(out.token_ids), reward_score=None if fields else reward, extra_fields=fields
         )
@@ -178,20 +180,20 @@ def play_rows(agents, first_ordinal=0):
 @pytest.fixture
 def play(tmp_path):
     """play(source, **given) -> the results of a hostile row and of another, and the characters that were encoded."""
-    made = []
+    built = []
 
     def start(source, **values):
-        GIVEN.clear()
-        GIVEN.update(values)
+        SETTINGS.clear()
+        SETTINGS.update(values)
         agents = make_agents(source, tmp_path)
-        made.append(agents)
+        built.append(agents)
         tokenizer = agents.tokenizer
         encode, num_chars = tokenizer.encode, []
         tokenizer.encode = lambda text, **settings: num_chars.append(len(text)) or encode(text, **settings)
         return *play_rows(agents), sum(num_chars)
 
     yield start
-    for agents in made:
+    for agents in built:
         agents.close()
 
 
@@ -235,7 +237,7 @@ def test_a_text_without_end_is_not_encoded(play, source, place):
     assert usual.error is None
     assert num_chars < 300_000
     if source in ("messages", "completions"):
-        assert (GIVEN["hostile"], GIVEN["usual"]) == (400, 200)
+        assert (SETTINGS["hostile"], SETTINGS["usual"]) == (400, 200)
     elif place == "step":
         assert hostile.error is None  # cut at multi_turn.max_tool_response_length
     else:

@@ -46,7 +46,7 @@ def test_a_game_that_breaks_fails_for_both(agent_run):
     (row,) = run.training_rows()
     assert row["rollout/num_failed_episodes"] == 8  # the games of two prompts of four
     why = {e["error"] for e in episodes(run)} - {None}
-    assert why == {"raised RuntimeError: the board is gone", "its game ended because the episode of player 1 failed"}
+    assert why == {"raised RuntimeError: the game is gone", "its game ended because the episode of player 1 failed"}
 
 
 @pytest.mark.parametrize(

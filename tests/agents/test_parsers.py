@@ -23,8 +23,8 @@ TOOLS = [
         },
     }
 ]
-WANTED = {"a": 1, "b": "2", "c": True}
-# format -> a turn with one call of add with WANTED, after the text "So: "
+ARGUMENTS = {"a": 1, "b": "2", "c": True}
+# format -> a turn with one call of add with ARGUMENTS, after the text "So: "
 TURNS = {
     "hermes": 'So: <tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "2", "c": true}}\n</tool_call>',
     "qwen3_coder": "So: <tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n"
@@ -69,7 +69,7 @@ def extract(tokenizer, name, text):
 def test_a_call_is_read(tokenizer, name):
     text, (call,) = extract(tokenizer, name, TURNS[name])
     assert call.name == "add"
-    assert json.loads(call.arguments) == WANTED
+    assert json.loads(call.arguments) == ARGUMENTS
     assert text == "So:"
     assert call.id == ("functions.add:0" if name == "kimi" else None)
 
@@ -81,7 +81,7 @@ def test_two_calls_are_read_in_order(tokenizer, name):
 
 
 @pytest.mark.parametrize("name", TOOL_PARSERS)
-def test_text_without_calls_is_left_alone(tokenizer, name):
+def test_text_without_calls_is_unchanged(tokenizer, name):
     assert extract(tokenizer, name, "3 < 4 and {x}") == ("3 < 4 and {x}", [])
 
 

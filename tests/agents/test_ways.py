@@ -65,7 +65,7 @@ def test_a_game_that_breaks_is_left_out(agent_run, changed_rows, caplog):
     assert row["rollout/num_failed_episodes"] == 3
     assert row["response/aborted_ratio"] == 3 / 12
     assert row["critic/score/min"] >= 0
-    assert "train/0/0 is left out: raised RuntimeError: the board is gone" in caplog.text
+    assert "train/0/0 is left out: raised RuntimeError: the game is gone" in caplog.text
 
 
 def test_a_run_whose_episodes_all_fail_stops(agent_run, caplog):

@@ -83,7 +83,7 @@ def gae(columns, gamma=1.0, lam=1.0, **_):
     for i in range(batch):
         trained = [t for t in range(width) if mask[i][t]]
         for n, t in enumerate(trained):
-            # the sum of discounted deltas, written out forwards
+            # the sum of discounted deltas, from first to last
             for k, s in enumerate(trained[n:]):
                 following = values[i][trained[n + k + 1]] if n + k + 1 < len(trained) else 0.0
                 raw[i][t] += (gamma * lam) ** k * (rewards[i][s] + gamma * following - values[i][s])

@@ -271,7 +271,7 @@ def test_turns_are_the_runs_of_trained_tokens():
             close(one, other)
 
 
-def test_of_one_turn_the_estimators_are_those_of_responses():
+def test_of_one_turn_the_estimators_match_the_response_ones():
     columns = advantage_columns(11, holes=False)
     one_turn = {**columns, "turn_ids": turn_numbers(columns["response_mask"])}
     pairs = torch.tensor([0, 2, 3, 6, 1, 5])  # groups of more than one sample

@@ -79,9 +79,11 @@ def test_worked_by_hand():
     assert overlap_ratio(torch.tensor([[[3, 1, 2]]]), torch.tensor([[[1, 2, 9]]])).item() == pytest.approx(2 / 3)
 
 
-@given(seed=st.integers(0, 10**6), beta=st.sampled_from(BETAS), kept=st.integers(1, 6), spread=st.floats(0.1, 5.0))
+@given(
+    seed=st.integers(0, 10**6), beta=st.sampled_from(BETAS), num_listed=st.integers(1, 6), spread=st.floats(0.1, 5.0)
+)
 @settings(max_examples=60, deadline=None)
-def test_laws(seed, beta, kept, spread):
+def test_laws(seed, beta, num_listed, spread):
     """Zero for equal distributions, never negative, bounded by log 2 between them, symmetric, smaller with merged tokens."""
     student, teacher = distributions(seed, spread=spread)
     whole = generalized_jsd(student, teacher, beta)
@@ -90,7 +92,7 @@ def test_laws(seed, beta, kept, spread):
     close(whole, generalized_jsd(teacher, student, 1 - beta))
     if 0 < beta < 1:
         assert (whole <= math.log(2) + 1e-12).all()
-    listed = teacher.topk(kept, dim=-1).indices
+    listed = teacher.topk(num_listed, dim=-1).indices
     merged = [with_remainder(log_probs.gather(-1, listed)) for log_probs in (student, teacher)]
     assert all((p.exp().sum(-1) - 1).abs().max() < 2e-6 for p in merged)
     assert (generalized_jsd(*merged, beta) <= whole + 1e-4).all()  # the remainder is at least 1e-6

@@ -67,7 +67,7 @@ def test_unbiased_on_samples_of_the_policy():
         assert abs(float(sampled.mean()) - exact) < 5 * float(sampled.std()) / math.sqrt(200_000)
 
 
-def test_the_straight_through_gradient_is_that_of_the_kl():
+def test_the_straight_through_gradient_matches_the_kl():
     logits = torch.randn(12, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
     reference = torch.randn(12, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).log_softmax(-1)
     policy = logits.log_softmax(-1)

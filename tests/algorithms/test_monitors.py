@@ -30,7 +30,7 @@ def k3(d):
     return math.exp(-d) - 1 + d
 
 
-# sign -> (figure of the batch, figures of rows 0 and 1)
+# sign -> (value of the batch, values of rows 0 and 1)
 EXPECTED = {
     "policy_kl": ((k3(1.0) + k3(-1.5)) / 3, (k3(1.0) / 2, k3(-1.5))),
     "reference_kl": ((k3(-1.0) + k3(1.5)) / 3, (k3(-1.0) / 2, k3(1.5))),

@@ -177,7 +177,7 @@ def test_the_mean_over_ranks_is_the_loss_of_one(name, mode):
 
 
 @losses
-def test_metrics_merge_to_those_of_the_mini_batch(name):
+def test_metrics_merge_to_the_mini_batchs(name):
     inputs = policy_inputs(5)
     agg = binder("token-mean", **totals_of(inputs[3]))
     whole = metric_values(run(name, inputs, agg)[1])

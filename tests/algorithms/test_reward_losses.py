@@ -90,7 +90,7 @@ def test_measures_do_not_depend_on_order_and_swap_with_the_sides(scores, random)
 
 
 @given(NUMBERS)
-def test_correlation_is_between_bounds_and_that_of_numpy(x):
+def test_correlation_is_between_bounds_and_equals_numpys(x):
     y = [value**2 - 3 * value for value in x]
     coefficient = correlation(torch.tensor(x, dtype=torch.float64), torch.tensor(y, dtype=torch.float64))
     if np.std(x) > 1e-6 and np.std(y) > 1e-6:

@@ -1,4 +1,4 @@
-"""Validation metrics against a plain loop over the same draws, and known answers."""
+"""Validation metrics against a plain loop over the same subsets, and known answers."""
 
 import time
 from collections import defaultdict
@@ -13,7 +13,7 @@ from verl.trainer.ppo.metric_utils import process_validation_metrics
 
 
 def reference(values, answers=None):
-    """The metrics of one prompt, drawn one subset at a time."""
+    """The metrics of one prompt, one sampled subset at a time."""
     n = len(values)
     metrics = {f"mean@{n}": np.mean(values)}
     if n == 1:
@@ -101,7 +101,7 @@ def test_prompt_with_a_missing_value_is_left_out_of_that_variable():
 
 
 def test_majority_follows_the_votes():
-    # two of three say "7", which is right; the bootstrap of 3 finds it in 20 of 27 draws (ties go to the first drawn)
+    # two of three say "7", which is right; the bootstrap of 3 finds it in 20 of 27 subsets (ties go to the first sampled)
     metrics = validation_metrics(["a"] * 3, ["1"] * 3, {"acc": [1.0, 1.0, 0.0]}, ["7", "7", "8"])
     assert metrics["val-core/a/acc/maj@3/mean"] == pytest.approx(20 / 27, abs=0.04)
 

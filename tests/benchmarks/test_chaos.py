@@ -267,7 +267,7 @@ def write(name, text):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda found: None, ""),
+        (lambda pair: None, ""),
         (write("global_step_2/actor/optimizer.safetensors", "x"), "differs in actor/optimizer.safetensors"),
         (write("global_step_2/actor/more.safetensors", "x"), "differs in actor/more.safetensors"),
         (write("metrics.jsonl", '{"step": 1}\n{"step": 1}\n{"step": 2}\n'), r"the steps \[1, 1, 2\]"),
@@ -276,8 +276,8 @@ def write(name, text):
             write("global_step_2/trainer_state.json", '{"step": 2, "weight_version": 3, "seconds": 1, "samples": {"run": ""}}'),
             "weight_version is 3, not 2",
         ),
-        (lambda found: found.said.pending.append((8, 0)), "1 samples are open, not 0"),
-        (lambda found: found.said.trained.update({(1, 0, "b"): 1}), "1 samples trained that should not, 0 did not"),
+        (lambda pair: pair.said.pending.append((8, 0)), "1 samples are open, not 0"),
+        (lambda pair: pair.said.trained.update({(1, 0, "b"): 1}), "1 samples trained that should not, 0 did not"),
     ],
 )  # fmt: skip
 def test_what_differs_is_said(folders, change, words):

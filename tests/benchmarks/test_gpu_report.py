@@ -14,7 +14,7 @@ import pytest
 import torch
 from gpu import rehearse, report
 from gpu.report import Step
-from gpu.section import BEGIN, END, KEPT, PAGE, PREDICTIONS, keep, read_report, rewrite_page, section
+from gpu.section import BEGIN, END, FIGURES, PAGE, PREDICTIONS, keep, read_report, rewrite_page, section
 
 NUMBERS = {"rate": [2.5, "GB/s"]}
 NUMBER = f"""
@@ -90,7 +90,7 @@ ROWS = [
 ]  # fmt: skip
 
 
-def test_numbers_are_beside_their_predictions(tmp_path):
+def test_numbers_stand_next_to_their_predictions(tmp_path):
     text = section(ROWS)
     assert "NVIDIA H100" in text
     for line in (
@@ -116,7 +116,7 @@ def test_numbers_are_beside_their_predictions(tmp_path):
 
 
 def test_the_page_is_current():
-    rows = read_report(KEPT) if KEPT.exists() else []
+    rows = read_report(FIGURES) if FIGURES.exists() else []
     assert section(rows) in PAGE.read_text(encoding="utf-8"), (
         "run: python benchmarks/gpu/report.py render docs/gpu.jsonl"
     )

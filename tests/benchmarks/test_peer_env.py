@@ -1,4 +1,4 @@
-"""How the peers' environments are made, without making one."""
+"""Commands that build the peers' environments; none is built."""
 
 import subprocess
 
@@ -24,7 +24,7 @@ def ran(monkeypatch):
 
 
 @pytest.mark.parametrize("name", sorted(peer_env.PEERS))
-def test_torch_is_installed_first_and_alone_and_strays_removed(name, tmp_path):
+def test_torch_is_installed_first_and_strays_are_removed(name, tmp_path):
     make, first, *others, remove, proof = peer_env.PEERS[name].commands(tmp_path)
     assert make[1:3] == ["-m", "venv"]
     assert first[-1] == "torch==2.13.0"

@@ -51,7 +51,7 @@ def test_the_sides_differ_in_devices_and_in_being_ahead():
         assert config.actor_rollout_ref.rollout.prefetch_num == ("ahead" in side.name)
 
 
-def test_bounds_are_those_of_the_serial_runs_own_times(monkeypatch):
+def test_bounds_follow_from_the_serial_runs_times(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     assert bounds({side.name: [metrics(8.0)] for side in SIDES}) == pytest.approx(
         {
@@ -61,12 +61,12 @@ def test_bounds_are_those_of_the_serial_runs_own_times(monkeypatch):
     )  # fmt: skip
 
 
-def test_processes_beside_the_devices_need_the_cores_too(monkeypatch):
+def test_processes_outside_the_devices_need_the_cores_too(monkeypatch):
     """Of 5.6 s that devices compute and 5.4 s that the driver does, two cores make 5.5 s."""
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     busy = [row | {"run_s": 11.0} for row in metrics(7.0)]
-    found = bounds({SERIAL: [metrics(8.0)], "groups": [busy], f"{APART}, ahead": [busy]})
-    assert found == pytest.approx({SERIAL: 1, "groups": 8 / 6.5, f"{APART}, ahead": 8 / 5.5})
+    limits = bounds({SERIAL: [metrics(8.0)], "groups": [busy], f"{APART}, ahead": [busy]})
+    assert limits == pytest.approx({SERIAL: 1, "groups": 8 / 6.5, f"{APART}, ahead": 8 / 5.5})
 
 
 def test_shares_and_utilisation(monkeypatch):

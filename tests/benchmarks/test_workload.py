@@ -22,7 +22,7 @@ def test_prompts_have_exactly_the_asked_tokens(tokenizer):
 
 
 def test_prompts_survive_our_encoder(tokenizer, tiny_llama, tmp_path):
-    """What `verl train` makes of the data file are the token ids that a plain tokenizer makes of the text."""
+    """`verl train` reads from the data file the token ids that a plain tokenizer makes of the text."""
     from verl_side import overrides_of, write_prompts
 
     from verl.config import load_config
@@ -62,7 +62,7 @@ def test_given_overrides_replace_ours(tmp_path):
     ]
 
 
-def test_rewards_differ_within_a_group_and_depend_on_the_text_alone():
+def test_rewards_differ_within_a_group_and_depend_only_on_the_text():
     texts = [f"sample {i}" for i in range(64)]
     rewards = [reward_of(text) for text in texts]
     assert all(0 <= r < 1 for r in rewards)

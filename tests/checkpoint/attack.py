@@ -1,4 +1,4 @@
-"""What can happen to a save: it is killed between any two operations, or the disk refuses one.
+"""Faults of a save: it is killed between any two operations, or the disk refuses one.
 
 Nothing here knows which operations a save makes. `DiskStates` looks at the folder around every call of C code that can touch a
 file, in every thread, and keeps each content that the folder has had; `Refusals` stands in front of every function of the
@@ -201,7 +201,7 @@ class _File:
 
 
 def identity(root: Path):
-    """Which checkpoint a restarted run resumes from: trainer state and digests of all files, which `find` has verified."""
+    """Trainer state and digests of all files of the checkpoint from which a restarted run resumes, verified by `find`."""
     store = CheckpointStore(root)
     path = store.find()
     if path is None:

@@ -151,7 +151,7 @@ def other_step(rng, folder):
 
 
 def wrong_tensors(rng, folder):
-    """A file as another program writes it: other shapes or number formats in as many bytes."""
+    """A file as another program writes it: other shapes or dtypes in as many bytes."""
     file = _one(rng, folder, ".safetensors")
     content = file.read_bytes()
     size = int.from_bytes(content[:8], "little")
@@ -169,7 +169,7 @@ def wrong_tensors(rng, folder):
 
 
 def harmless(rng, folder):
-    """What people and tools do to good checkpoints."""
+    """Damage that people and tools do to good checkpoints."""
     kind = rng.choice(["touch", "note", "hidden", "moved", "link"])
     if kind == "touch":
         os.utime(_one(rng, folder))
@@ -194,9 +194,9 @@ KINDS = (
 )  # fmt: skip
 
 
-def outcome(rng, root: Path, content: State, wanted) -> tuple[str, str]:
+def outcome(rng, root: Path, content: State, saved) -> tuple[str, str]:
     """(kind of damage, outcome) for the newer of the two checkpoints in `content`, or for the only one: "whole" (it is loaded,
-    and equals the saved state `wanted`), "older one taken" or "refused". Raises AssertionError for a checkpoint that loads
+    and equals the saved state `saved`), "older one taken" or "refused". Raises AssertionError for a checkpoint that loads
     as another state, and any error that is no sentence."""
     put(content, root)
     kind = rng.choice(KINDS)
@@ -223,8 +223,8 @@ def outcome(rng, root: Path, content: State, wanted) -> tuple[str, str]:
     assert kind is harmless or _bytes_by_name(root / "global_step_2") == before, (
         f"{kind.__name__} is loaded as if whole"
     )
-    assert (loaded.step, loaded.trainer_state) == wanted[:2], kind.__name__
-    assert _same(loaded.roles["actor"], wanted[2]), kind.__name__
+    assert (loaded.step, loaded.trainer_state) == saved[:2], kind.__name__
+    assert _same(loaded.roles["actor"], saved[2]), kind.__name__
     return kind.__name__, "whole"
 
 

@@ -7,7 +7,7 @@ from verl.engines.api import EngineState
 
 
 def make_state(seed: int, size: int = 8) -> EngineState:
-    """Every number format, a scalar, an empty tensor, a transposed one, values that text would not keep."""
+    """Every dtype, a scalar, an empty tensor, a transposed one, values that text would not keep."""
     g = torch.Generator().manual_seed(seed)
     wide = torch.randn(size, 3, generator=g)
     wide[0, 0] = float("nan")
@@ -41,16 +41,16 @@ def make_roles(seed: int, *names: str, **kwargs) -> dict[str, RoleCheckpoint]:
     }
 
 
-def assert_same_tensors(found: dict, wanted: dict) -> None:
-    assert set(found) == set(wanted)
-    for name, tensor in wanted.items():
-        assert found[name].dtype == tensor.dtype
-        assert found[name].shape == tensor.shape
+def assert_same_tensors(actual: dict, expected: dict) -> None:
+    assert set(actual) == set(expected)
+    for name, tensor in expected.items():
+        assert actual[name].dtype == tensor.dtype
+        assert actual[name].shape == tensor.shape
         same = tensor.contiguous().reshape(-1).view(torch.uint8)
-        assert torch.equal(found[name].contiguous().reshape(-1).view(torch.uint8), same), name
+        assert torch.equal(actual[name].contiguous().reshape(-1).view(torch.uint8), same), name
 
 
-def assert_same_state(found: EngineState, wanted: EngineState) -> None:
-    assert_same_tensors(found.model, wanted.model)
-    assert_same_tensors(found.optimizer, wanted.optimizer)
-    assert found.extra == wanted.extra
+def assert_same_state(actual: EngineState, expected: EngineState) -> None:
+    assert_same_tensors(actual.model, expected.model)
+    assert_same_tensors(actual.optimizer, expected.optimizer)
+    assert actual.extra == expected.extra

@@ -93,14 +93,14 @@ def expected(scene, tmp_path):
     return content, before, identity(root)
 
 
-def phase(found, before, new, between):
+def phase(current, before, new, between):
     """0 before the save counts, 1 where an earlier run's later checkpoint has just been set aside, 2 after."""
-    if found == new:
+    if current == new:
         return 2
-    if found == before:
+    if current == before:
         return 0
     assert between is not None
-    assert found == between[0]
+    assert current == between[0]
     return 1
 
 

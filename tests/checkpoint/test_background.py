@@ -92,7 +92,7 @@ def test_what_was_copied_is_saved_while_training_changes_it(store):
     assert (path / "queue" / "queue.json").exists()
 
 
-def test_the_files_are_those_of_a_plain_save(store, tmp_path):
+def test_the_files_match_a_plain_save(store, tmp_path):
     store.save(1, {"actor": Role(make_state(1))}, {"step": 1})
     store.finish()
     plain = CheckpointStore(tmp_path / "plain").save(1, make_roles(1), {"step": 1})

@@ -62,7 +62,7 @@ def saved(engine, folder, setting, steps=(3,), name="actor"):
     ],
     ids=["dithered", "nearest", "older run"],
 )
-def test_the_exported_model_is_the_one_that_computed(tmp_path, tiny_llama, rounding, setting, name, lora_rank):
+def test_the_exported_model_is_the_model_that_computed(tmp_path, tiny_llama, rounding, setting, name, lora_rank):
     engine = trained(tiny_llama, rounding, lora_rank)
     run = saved(engine, tmp_path / "run", setting, name=name)
     out = export(run, tmp_path / "out")

@@ -87,7 +87,7 @@ class Work:
         print("read", sys.stdin.readline().strip(), flush=True)
         while not heard:
             time.sleep(0.01)
-        time.sleep(0.15)  # a second signal would be heard
+        time.sleep(0.15)  # a second signal would be handled
         raise InterruptedRun(f"Stopped by {' and '.join(heard)}.")
 
     def hangs(self):

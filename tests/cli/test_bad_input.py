@@ -270,7 +270,7 @@ def test_a_disk_that_fills_while_a_row_is_written(verl, overrides, task, finishe
 
 
 def assert_goes_on(verl, overrides, task, finished):
-    """The same command again, with room, ends where the unbroken run did."""
+    """The same command again, with free space, ends where the unbroken run did."""
     code, said = verl("train", *overrides(SETTINGS))
     assert code == 0, said
     assert Run(task / "run").repeatable == finished.repeatable

@@ -28,7 +28,7 @@ def test_a_run_that_can_start(verl, overrides):
     code, said = verl("check", *overrides())
     assert code == 0, said
     assert not failures(said)
-    for found in (
+    for sentence in (
         "8 training rows (letters 8)",
         "3 validation rows",
         "2 steps of 4 prompts x 2 samples",
@@ -37,10 +37,10 @@ def test_a_run_that_can_start(verl, overrides):
         "64 prompt + 6 response = 70 tokens, the model holds 1024",
         "Ready to train, 0 warnings.",
     ):
-        assert found in said
+        assert sentence in said
 
 
-def test_rows_of_a_teacher_alone_need_no_reference_answer(verl, overrides, task, tiny_llama):
+def test_rows_for_only_a_teacher_need_no_reference_answer(verl, overrides, task, tiny_llama):
     (task / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"question {i}"}) + "\n" for i in range(8)))
     code, said = verl(
         "check",
@@ -402,14 +402,14 @@ def turns(question, answer):
 def test_fine_tuning_rows_that_train(check_sft):
     code, said = check_sft([turns("question", f"answer {i}") for i in range(5)])
     assert code == 0, said
-    for found in (
+    for sentence in (
         "conversations.jsonl: format messages (rows: 5)",
         "[[answer 0<|im_end|>",
         "8 steps of 2 rows",
         "sequences of at most 64 tokens, the model holds 1024",
         "Ready to train, 0 warnings.",
     ):
-        assert found in said, said
+        assert sentence in said, said
 
 
 def test_fine_tuning_rows_that_are_cut_or_refused(check_sft):
@@ -465,13 +465,13 @@ def test_preferences_that_train(check_preferences, task):
     rows = [PAIR, PAIR, {"chosen": messages, "rejected": other}, {"prompt": "q", "chosen": messages, "rejected": other}]
     code, said = check_preferences(rows)
     assert code == 0, said
-    for found in (
+    for sentence in (
         "format prompt_chosen_rejected (rows: 2), chosen_rejected (rows: 1), repeated_prompt (rows: 1); rows that train: 4",
         "question[[ yes<|im_end|>]]",
         "2 steps of 2 rows",
         "Ready to train, 0 warnings.",
     ):
-        assert found in said, said
+        assert sentence in said, said
     assert not (task / "run").exists()
 
 
@@ -517,7 +517,7 @@ def test_each_bad_preference_is_named_with_file_row_and_field(check_preferences)
         ),
         ({"preference.simpo_gamma": 1.0}, "only preference.loss=simpo reads it"),
         ({"preference.loss": "orpo", "ref.sync_steps": 4}, "this preference.loss has no reference"),
-        ({"ref.sync_steps": 4, "model.lora_rank": 4}, "ref.sync_steps needs a reference of its own"),
+        ({"ref.sync_steps": 4, "model.lora_rank": 4}, "ref.sync_steps needs a separate reference"),
         ({"preference.beta": 0}, "must be above 0"),
         ({"loss_type": "ipo"}, "preference.loss"),
     ],

@@ -231,7 +231,7 @@ PIP_METADATA = "Metadata-Version: 2.1\nName: torch\nVersion: 2.1.0\n"
     ids=["broken", "missing", "too old"],
 )
 def test_training_with_a_torch_that_is_not_there(tmp_path, content, sentence):
-    """The sentence of the doctor; no second attempt, and nobody is told to report a bug."""
+    """The sentence of the doctor; no second attempt, and no advice to report a bug."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(f"{content}\n")
     if "version" in content:

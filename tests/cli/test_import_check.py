@@ -36,7 +36,7 @@ PYTHONUNBUFFERED=1 python3 -m verl.trainer.main_ppo --config-path=config --confi
 """
 
 
-def test_the_words_of_a_command_are_those_of_the_shell(monkeypatch):
+def test_the_words_of_a_command_are_split_as_by_the_shell(monkeypatch):
     monkeypatch.setenv("HOME", "/h")
     (command,) = read_commands(SCRIPT)
     assert (command.module, command.config_path, command.config_name) == (

@@ -53,7 +53,7 @@ def test_the_links_are_said():
 
 
 @pytest.mark.parametrize(
-    ("found", "level", "words"),
+    ("facts", "level", "words"),
     [
         (of(SWITCHED, NCCL_P2P_DISABLE="1"), "warn", "keeps NCCL from NVLink"),
         (of(fabric=[PORT], NCCL_IB_DISABLE="1"), "warn", "mlx5_0 is an active InfiniBand port"),
@@ -64,16 +64,16 @@ def test_the_links_are_said():
         (of(interfaces={"eth0": 1000, "eth1": 25000}), "info", "NCCL_SOCKET_IFNAME=eth1, the fastest"),
     ],
 )
-def test_advice(found, level, words):
-    (line,) = advice(found)
+def test_advice(facts, level, words):
+    (line,) = advice(facts)
     assert line.level == level
     with pytest.raises(AssertionError, match=words):
         raise AssertionError(line.text)
 
 
-@pytest.mark.parametrize("found", [of(), of(SWITCHED), of(SWITCHED, [PORT]), of(interfaces={"eth0": 0, "eth1": 0})])
-def test_links_that_need_nothing(found):
-    assert list(advice(found)) == []
+@pytest.mark.parametrize("facts", [of(), of(SWITCHED), of(SWITCHED, [PORT]), of(interfaces={"eth0": 0, "eth1": 0})])
+def test_links_that_need_nothing(facts):
+    assert list(advice(facts)) == []
 
 
 def test_active_ports_of_the_fabric(tmp_path, monkeypatch):

@@ -102,7 +102,7 @@ def test_nodes_devices_and_engine_follow_the_config(verl):
     assert "actor_rollout_ref.rollout.nnodes=0" in said
 
 
-def test_a_plan_that_is_applied_runs_beside_its_prediction(verl, overrides, task):
+def test_a_plan_that_is_applied_runs_with_its_prediction(verl, overrides, task):
     asked = ("plan.cluster={gpu:h100_sxm,gpus_per_node:1}", "plan.async=off", "plan.apply=true")
     code, said = verl("plan", *overrides({"trainer.total_training_steps": 1}), *asked, "--steps", "2")
     assert code == 0, said
@@ -143,8 +143,8 @@ def test_float32_counts(verl):
     lora = (*ARGUMENTS, "actor_rollout_ref.model.lora_rank=8", "plan.async=off", "--json")
     fsdp = "actor_rollout_ref.actor.fsdp_config"
 
-    def weights(*given):
-        code, said = verl("plan", *lora, *given)
+    def weights(*keys):
+        code, said = verl("plan", *lora, *keys)
         assert code == 0, said
         return json.loads(said)["best"]["placement"][0]["choices"]["actor"]["bytes"]["train"]["weights"]
 
@@ -217,7 +217,7 @@ def test_network_of_a_node_is_shared_by_its_devices():
     assert Cluster.of("a100_sxm", 16, inter_gbps=200).inter_bytes_s == 200e9 / 8 / 8
 
 
-def test_the_plan_beside_a_run(verl, tmp_path):
+def test_the_plan_next_to_a_run(verl, tmp_path):
     from verl.page.reader import RunReader
 
     code, said = verl("plan", *ARGUMENTS, "plan.async=off", "--beside", str(tmp_path / "run"), "--steps", "3")

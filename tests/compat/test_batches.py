@@ -201,7 +201,7 @@ class TestRayTrainerFunctions:
     @pytest.mark.parametrize(
         "name", ["gae", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "reinforce_plus_plus"]
     )
-    def test_every_estimator_is_that_of_a_run(self, batch, name):
+    def test_every_estimator_matches_a_run(self, batch, name):
         from verl.trainer.ppo.ray_trainer import compute_advantage
 
         columns = {**dict(batch.batch.items()), "response_mask": MASK, "uid": batch.non_tensor_batch["uid"]}
@@ -229,7 +229,7 @@ class TestRayTrainerFunctions:
         config = OmegaConf.create({"use_pf_ppo": True, "pf_ppo": {"reweight_method": "pow", "weight_pow": 2.0}})
         resampled = compute_advantage(batch, "gae", config=config)
         assert len(resampled) == 4
-        assert (resampled.batch["token_level_rewards"].sum(1) > 0).all()  # a score of 0 is never drawn
+        assert (resampled.batch["token_level_rewards"].sum(1) > 0).all()  # a score of 0 is never sampled
 
     def test_a_column_that_is_missing(self, batch):
         from verl.trainer.ppo.ray_trainer import compute_advantage

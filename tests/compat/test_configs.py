@@ -55,11 +55,11 @@ class TestToDataclass:
         )
         del config["size"]
         config.inner.size = 3
-        found = omega_conf_to_dataclass(config, Outer)
-        assert found == Outer("y", Inner(3), ["a"])
-        assert isinstance(found.inner, Inner)
+        converted = omega_conf_to_dataclass(config, Outer)
+        assert converted == Outer("y", Inner(3), ["a"])
+        assert isinstance(converted.inner, Inner)
         assert omega_conf_to_dataclass({"name": "z"}, Outer) == Outer("z")
-        assert omega_conf_to_dataclass(found, Outer) is found
+        assert omega_conf_to_dataclass(converted, Outer) is converted
         assert omega_conf_to_dataclass({}, Outer) == omega_conf_to_dataclass(None, Outer) == Outer()
 
     def test_by_target(self):
@@ -67,10 +67,14 @@ class TestToDataclass:
         from verl.workers.config import ActorConfig, FSDPActorConfig
 
         section = {"_target_": "verl.workers.config.FSDPActorConfig", "ppo_epochs": 3, "optim": {"lr": 1e-5}}
-        found = omega_conf_to_dataclass(OmegaConf.create(section))
+        converted = omega_conf_to_dataclass(OmegaConf.create(section))
         assert FSDPActorConfig is ActorConfig
-        assert isinstance(found, ActorConfig)
-        assert (found.ppo_epochs, found.optim.lr, found.clip_ratio) == (3, 1e-5, verl.config.ActorConfig().clip_ratio)
+        assert isinstance(converted, ActorConfig)
+        assert (converted.ppo_epochs, converted.optim.lr, converted.clip_ratio) == (
+            3,
+            1e-5,
+            verl.config.ActorConfig().clip_ratio,
+        )
 
     def test_what_does_not_fit(self):
         from verl.utils.config import omega_conf_to_dataclass
@@ -139,28 +143,28 @@ class TestWholeTrees:
                 else:
                     yield f"{prefix}{name}={value if not isinstance(value, list) else '[' + ','.join(value) + ']'}"
 
-        found = loaded_config(OmegaConf.create(tiny_tree))
-        assert found.config == load_config(list(overrides(tiny_tree))).config
-        assert loaded_config(found) is found
+        loaded = loaded_config(OmegaConf.create(tiny_tree))
+        assert loaded.config == load_config(list(overrides(tiny_tree))).config
+        assert loaded_config(loaded) is loaded
 
     def test_a_composed_tree_has_every_key(self, tiny_tree):
         """A tree as Hydra passes it: all keys, at their defaults unless a script set them, with `_target_`s."""
         from verl.compat.sections import loaded_config
 
-        wanted = loaded_config(tiny_tree).config
+        plain = loaded_config(tiny_tree).config
         tree = dataclasses.asdict(verl.config.PPOConfig())
         whole = OmegaConf.merge(tree, tiny_tree)
         whole.actor_rollout_ref.actor["_target_"] = "verl.workers.config.FSDPActorConfig"
         for path in ("actor_rollout_ref.rollout.prompt_length", "actor_rollout_ref.rollout.response_length"):
             OmegaConf.update(whole, path, "${oc.select:data.max_" + path.rpartition(".")[2] + "}")
         whole.trainer.default_local_dir = tiny_tree["trainer"]["default_local_dir"]
-        found = loaded_config(whole).config
-        assert found.data == wanted.data
-        assert found.reward == wanted.reward
-        assert found.actor_rollout_ref.rollout == wanted.actor_rollout_ref.rollout
-        assert loaded_config(wanted).config.data == wanted.data
+        composed = loaded_config(whole).config
+        assert composed.data == plain.data
+        assert composed.reward == plain.reward
+        assert composed.actor_rollout_ref.rollout == plain.actor_rollout_ref.rollout
+        assert loaded_config(plain).config.data == plain.data
 
-    def test_problems_are_those_of_a_run(self, tiny_tree):
+    def test_problems_match_a_run(self, tiny_tree):
         from verl.utils.config import validate_config
 
         assert validate_config(OmegaConf.create(tiny_tree), use_reference_policy=False, use_critic=False) is None
@@ -174,9 +178,9 @@ def test_the_environment_for_ray(monkeypatch):
 
     monkeypatch.delenv("NCCL_DEBUG", raising=False)
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    found = get_ppo_ray_runtime_env()
-    assert found["env_vars"]["NCCL_DEBUG"] == "WARN"
-    assert "TOKENIZERS_PARALLELISM" not in found["env_vars"]  # this process has set it: Ray passes that on
-    assert found["working_dir"] is None
+    runtime_env = get_ppo_ray_runtime_env()
+    assert runtime_env["env_vars"]["NCCL_DEBUG"] == "WARN"
+    assert "TOKENIZERS_PARALLELISM" not in runtime_env["env_vars"]  # this process has set it: Ray passes that on
+    assert runtime_env["working_dir"] is None
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": {"working_dir": "/x"}}))
     assert "working_dir" not in get_ppo_ray_runtime_env()

@@ -189,7 +189,7 @@ class TestSchedules:
         return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
 
     @pytest.mark.parametrize(("least", "cycles"), [(0.0, 0.5), (0.1, 0.5), (0.0, 1.0)])
-    def test_cosine_is_that_of_a_run(self, least, cycles):
+    def test_cosine_matches_a_run(self, least, cycles):
         from verl.utils.torch_functional import get_cosine_schedule_with_warmup
 
         schedule = get_cosine_schedule_with_warmup(self.optimizer(), 3, 10, min_lr_ratio=least, num_cycles=cycles)
@@ -202,7 +202,7 @@ class TestSchedules:
 
         assert self.rates(get_constant_schedule_with_warmup(self.optimizer(), 4), 6) == [0, 0.5, 1, 1.5, 2, 2]
 
-    def test_cosine_from_a_first_rate_of_its_own(self):
+    def test_cosine_from_its_own_first_rate(self):
         from verl.utils.torch_functional import get_cosine_schedule_with_warmup
 
         schedule = get_cosine_schedule_with_warmup(self.optimizer(), 2, 4, min_lr_ratio=0.0, init_lr_ratio=0.5)

@@ -69,7 +69,7 @@ class TestManagers:
         assert torch.equal(returned["reward_tensor"], manager(batch))
         assert batch.non_tensor_batch["extra_info"][0] == {"index": 0}  # the rows stay as they were
 
-    def test_a_dict_is_reported_beside_the_score(self, batch, tokenizer, caplog):
+    def test_a_dict_is_reported_with_the_score(self, batch, tokenizer, caplog):
         from verl.workers.reward_manager.naive import NaiveRewardManager
 
         async def compute_score(data_source, solution_str, ground_truth, extra_info):

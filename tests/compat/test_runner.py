@@ -52,14 +52,14 @@ class Recorder(TrainerCallback):
     """Events that both trainers have, with the state at each."""
 
     def __init__(self):
-        self.seen = []
+        self.events = []
 
     def __getattribute__(self, name):
         events = ("on_train_begin", "on_epoch_begin", "on_step_begin", "on_step_end", "on_log", "on_evaluate", "on_save",
                   "on_epoch_end", "on_train_end")  # fmt: skip
         if name not in events:
             return super().__getattribute__(name)
-        return lambda args, state, control, **_: self.seen.append((name, state.global_step))
+        return lambda args, state, control, **_: self.events.append((name, state.global_step))
 
 
 def trained(kind, folder, tiny_llama, tokenizer, rows, recorder=None, **changes):
@@ -84,7 +84,7 @@ def steps_of(trainer):
 @pytest.mark.parametrize(
     "changes", [{}, {"lr_scheduler_type": "cosine", "data_seed": 7, "max_steps": 7}], ids=["linear", "cosine"]
 )
-def test_losses_are_those_of_trainer(tiny_llama, tokenizer, rows, tmp_path, changes):
+def test_losses_match_trainer(tiny_llama, tokenizer, rows, tmp_path, changes):
     changes = {"eval_strategy": "epoch", **changes}
     theirs_seen, ours_seen = Recorder(), Recorder()
     theirs = trained(Trainer, tmp_path / "theirs", tiny_llama, tokenizer, rows, theirs_seen, **changes)
@@ -93,9 +93,9 @@ def test_losses_are_those_of_trainer(tiny_llama, tokenizer, rows, tmp_path, chan
     for one, other in zip(steps_of(ours), steps_of(theirs), strict=True):
         for name in ("loss", "grad_norm", "learning_rate", "epoch", "step"):
             assert one[name] == pytest.approx(other[name], rel=1e-5), (name, other["step"])
-    expected = list(theirs_seen.seen)
+    expected = list(theirs_seen.events)
     del expected[-2]  # the log of the whole training's speed, before on_train_end
-    assert ours_seen.seen == expected
+    assert ours_seen.events == expected
     for (name, one), (_, other) in zip(ours.model.named_parameters(), theirs.model.named_parameters(), strict=True):
         assert torch.allclose(one, other, atol=2e-4), name
     losses, expected = (
@@ -260,7 +260,7 @@ class TestArgumentsOfTRL:
         assert (keys["sft.loss"], keys["data.text_key"]) == ("dft", "body")
 
     @pytest.mark.slow
-    def test_the_configs_beside_the_scripts_are_those_of_trl(self, trl, tmp_path):
+    def test_the_configs_next_to_the_scripts_match_trl(self, trl, tmp_path):
         """Names and defaults, after TRL's own checks."""
         if not peer_env.is_ready("trl", peer_env.default_folder("trl")):
             pytest.skip("TRL's environment is not there; benchmarks/peers/peer_env.py makes it")
@@ -275,8 +275,8 @@ class TestArgumentsOfTRL:
         code = (
             "import json, sys, trl\n"
             "wanted = json.loads(sys.argv[1])\n"
-            "made = {name: getattr(trl, name)(sys.argv[2], use_cpu=True) for name in wanted}\n"
-            "print(json.dumps({n: {f: getattr(made[n], f) for f in fields} for n, fields in wanted.items()}))"
+            "configs = {name: getattr(trl, name)(sys.argv[2], use_cpu=True) for name in wanted}\n"
+            "print(json.dumps({n: {f: getattr(configs[n], f) for f in fields} for n, fields in wanted.items()}))"
         )
         done = subprocess.run(
             [peer_env.python_of(peer_env.default_folder("trl")), "-c", code, json.dumps(ours), str(tmp_path)],
@@ -372,7 +372,7 @@ class TestRewardsOfTRL:
 
 class TestTrainersByName:
     @pytest.mark.seed("E5")
-    def test_steps_are_those_of_verl_train(self, tiny_overrides, tmp_path):
+    def test_steps_match_verl_train(self, tiny_overrides, tmp_path):
         from verl.config import load_config
         from verl.run.host import train
         from verl.trainer.rl_trainer import RLTrainer

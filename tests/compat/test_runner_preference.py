@@ -65,7 +65,7 @@ def model(tiny_llama):
     ],
     ids=["defaults", "messages, cut", "losses", "moving reference"],
 )
-def test_dpo_is_that_of_verl_dpo(dpo_config, model, tiny_llama, tokenizer, tmp_path, fields, overrides, kind):  # noqa: F811
+def test_dpo_matches_verl_dpo(dpo_config, model, tiny_llama, tokenizer, tmp_path, fields, overrides, kind):  # noqa: F811
     pairs, recorder = ROWS[kind][:12], Recorder()
     runner = RLRunner(
         model, dpo_config(tmp_path / "script", **fields), train_dataset=pairs, processing_class=tokenizer,
@@ -85,7 +85,7 @@ def test_dpo_is_that_of_verl_dpo(dpo_config, model, tiny_llama, tokenizer, tmp_p
     for one, other in zip(steps, expected, strict=True):
         for name in METRICS:
             assert one[name] == pytest.approx(other[f"train/{name}"], rel=1e-5, abs=1e-6), name
-    assert [name for name, _ in recorder.seen].count("on_step_end") == 6
+    assert [name for name, _ in recorder.events].count("on_step_end") == 6
     start = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
     assert any(not torch.equal(a, b) for a, b in zip(runner.model.parameters(), start.parameters(), strict=True))
 
@@ -122,7 +122,7 @@ def test_what_dpo_refuses(dpo_config, model, tokenizer, tmp_path):  # noqa: F811
         runner(dpo_config(tmp_path, ref_model_mixup_alpha=0.5)).train()
     with pytest.raises(ConfigError, match="compute_metrics for algorithm='dpo'"):
         runner(compute_metrics=lambda prediction: {})
-    with pytest.raises(ConfigError, match="ref_model for algorithm='dpo' alone"):
+    with pytest.raises(ConfigError, match="ref_model only for algorithm='dpo'"):
         runner(ref_model=model, algorithm="sft")
     with pytest.raises(ConfigError, match="predict has no meaning for algorithm='dpo'"):
         runner().predict(PAIRS)
@@ -130,7 +130,7 @@ def test_what_dpo_refuses(dpo_config, model, tokenizer, tmp_path):  # noqa: F811
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pairs", "messages"])
-def test_dpo_is_that_of_trl(dpo_config, model, tiny_llama, tokenizer, tmp_path, kind):  # noqa: F811
+def test_dpo_matches_trl(dpo_config, model, tiny_llama, tokenizer, tmp_path, kind):  # noqa: F811
     same = {"per_device_train_batch_size": 4, "max_steps": 6, "learning_rate": 1e-4, "weight_decay": 0.0, "beta": 0.2}
     case = {"trainer": "DPO", "model": str(tiny_llama), "rows": ROWS[kind], "args": same, "template": CHAT_TEMPLATE}
     theirs = trl_logs({"case": case}, tmp_path)["case"]
@@ -160,7 +160,7 @@ class TestAdapters:
                     value.normal_(std=0.02)
         return adapted
 
-    def test_losses_and_adapters_are_those_of_trainer(self, model, tokenizer, rows, tmp_path):  # noqa: F811
+    def test_losses_and_adapters_match_trainer(self, model, tokenizer, rows, tmp_path):  # noqa: F811
         trainers = []
         for kind in (Trainer, RLRunner):
             trainers.append(

@@ -109,13 +109,13 @@ class TestDevices:
         assert device.get_nccl_backend() == {"cpu": "gloo", "cuda": "nccl"}[name]
         device.set_expandable_segments(True)
 
-    @pytest.mark.parametrize(("chosen", "found"), [("npu", None), ("cpu", "cpu"), ("auto", "auto")])
-    def test_the_device_of_another_machine_is_replaced(self, chosen, found):
+    @pytest.mark.parametrize(("chosen", "expected"), [("npu", None), ("cpu", "cpu"), ("auto", "auto")])
+    def test_the_device_of_another_machine_is_replaced(self, chosen, expected):
         from verl.utils.device import auto_set_device, get_device_name
 
         config = OmegaConf.create({"trainer": {"device": chosen}})
         auto_set_device(config)
-        assert config.trainer.device == (found or get_device_name())
+        assert config.trainer.device == (expected or get_device_name())
         auto_set_device(OmegaConf.create({"data": {}}))
 
     def test_garbage_is_collected(self):
@@ -321,7 +321,7 @@ class TestCheckpoints:
         ("remaining", "step", "needed"), [(1000, 100, False), (170, 100, True), (170, 0, False), (-5, 100, False)]
     )
     def test_a_machine_that_is_lent(self, remaining, step, needed, monkeypatch):
-        """170 s are enough for neither a step of 100 s and a save of 60 s with 20 s to spare, nor the other way round."""
+        """170 s are too short for a step of 100 s, a save of 60 s and 20 s to spare, in either order."""
         from verl.utils.checkpoint.checkpoint_manager import should_save_ckpt_esi
 
         for name in ("MLP", "SAGEMAKER"):
@@ -358,7 +358,7 @@ def test_samples_of_a_validation_go_to_the_open_trackers(tmp_path, monkeypatch):
 
 
 def test_without_ray_the_sentence_names_the_extra():
-    """What needs Ray says so; the other names of the same modules are there."""
+    """Names that need Ray raise with a sentence; the other names of the same modules are there."""
     code = (
         "import sys\n"
         "sys.modules['ray'] = None\n"

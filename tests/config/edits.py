@@ -5,7 +5,7 @@ import string
 from collections.abc import Iterator
 
 from verl.config import PPO
-from verl.config.user_settings import Given
+from verl.config.user_settings import UserSettings
 
 # characters of a keyboard except "=", with which the key ends, and characters that look like others
 LETTERS = (
@@ -24,7 +24,7 @@ def keys() -> list[str]:
 
 def edits(key: str, rng=None, num_letters: int | None = None) -> Iterator[str]:
     """Every text that one deletion or swap makes of `key`, and for every place insertions and substitutions of each of the
-    LETTERS, or of `num_letters` that are drawn."""
+    LETTERS, or of `num_letters` sampled ones."""
     for at in range(len(key) + 1):
         for letter in LETTERS if num_letters is None else rng.sample(LETTERS, num_letters):
             yield key[:at] + letter + key[at:]
@@ -43,7 +43,7 @@ def outcome(key: str, edited: str) -> str:
     an entry of a free mapping), "a section", "a mark" (+ and ~ before a key, and space, say the same key), or the fault."""
     spelled = edited.lstrip().lstrip("+~")
     path, _ = PPO.resolve(spelled)
-    user = Given(PPO)
+    user = UserSettings(PPO)
     user.add_overrides([f"{edited}=1"])
     errors = [fault.sentence for fault in user.faults]
     if not errors:

@@ -26,8 +26,8 @@ def test_three_spellings_of_the_megatron_engine(overrides, name):
     config = load_config([*BASE, *overrides, *sizes], None, name, check=False).config
     group = config.actor_rollout_ref
     assert [group.actor.strategy, group.ref.strategy, config.critic.strategy] == ["megatron"] * 3
-    found = [role.megatron.tensor_model_parallel_size for role in (group.actor, group.ref, config.critic)]
-    assert found == [2, 2, 4]
+    tensor_sizes = [role.megatron.tensor_model_parallel_size for role in (group.actor, group.ref, config.critic)]
+    assert tensor_sizes == [2, 2, 4]
 
 
 def test_the_engine_group_of_fine_tuning():
@@ -68,14 +68,14 @@ def test_an_engine_that_is_not_built_falls_back_to_fsdp(caplog):
     assert actor(f"{ACTOR}.strategy=veomni").strategy == "veomni"  # which checks refuse
 
 
-def test_sizes_of_megatron_become_those_of_fsdp(monkeypatch, caplog):
+def test_sizes_of_megatron_become_sizes_of_fsdp(monkeypatch, caplog):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n.startswith("megatron") else find(n))
     sizes = {"tensor": 2, "expert": 4, "pipeline": 3}
     keys = [f"{ACTOR}.megatron.{name}_model_parallel_size={size}" for name, size in sizes.items()]
-    found = actor("model_engine=megatron", "trainer.engine_fallback=fsdp", *keys)
-    assert found.strategy == "fsdp2"
-    assert (found.fsdp_config.tensor_parallel_size, found.fsdp_config.expert_parallel_size) == (2, 4)
+    section = actor("model_engine=megatron", "trainer.engine_fallback=fsdp", *keys)
+    assert section.strategy == "fsdp2"
+    assert (section.fsdp_config.tensor_parallel_size, section.fsdp_config.expert_parallel_size) == (2, 4)
     assert "tensor_model_parallel_size=2 as tensor_parallel_size" in caplog.text
     assert "3 stages as data-parallel shards" in caplog.text
 

@@ -47,10 +47,10 @@ def test_the_files_are_current():
 
 @pytest.mark.parametrize("compose", [composed, by_hydra])
 @pytest.mark.parametrize("resolve", [False, True])
-def test_the_composition_alone_is_the_defaults(compose, resolve):
+def test_the_plain_composition_is_the_defaults(compose, resolve):
     loaded = load_composed(OmegaConf.to_container(compose(), resolve=resolve))
     assert loaded.config == load().config
-    assert loaded.given == {}
+    assert loaded.settings == {}
     assert loaded.notices == []
 
 

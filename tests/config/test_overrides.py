@@ -130,7 +130,7 @@ VALUES = st.recursive(
 @settings(max_examples=60, deadline=None)
 @given(VALUES)
 def test_written_values_read_back(value):
-    """What config.yaml writes can be pasted into an override."""
+    """Values of config.yaml can be pasted into an override."""
     text = scalar(value)
     assume("\\u" not in text)
     assume("\\" not in text.replace('\\"', "").replace("\\\\", ""))  # JSON's other escapes are YAML's, not the shell's

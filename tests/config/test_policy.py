@@ -111,7 +111,7 @@ def outcome(key, value):
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_every_key_alone(section):
+def test_every_single_key(section):
     """Declared inert: noticed or refused. Declared used: acts, unless the condition that it names does not hold."""
     outcomes = {}
     for key, default in KNOWN:
@@ -145,7 +145,7 @@ def test_every_key_with_each_estimator_and_loss(name, choice):
         for value in other_values(key):
             setting = Setting(path, value, "command line", key, value)
             config = replaced(base.config, path.split("."), fitted(key, value, path))
-            judged = verdict(dataclasses.replace(base, config=config, given={path: setting}), path, setting)
+            judged = verdict(dataclasses.replace(base, config=config, settings={path: setting}), path, setting)
             kinds.add(judged.kind)
             if judged.kind == "refused":
                 assert leaf.strict, (key, judged.reason)

@@ -202,7 +202,7 @@ def test_a_broken_rule_is_reported(level, key, overrides):
     assert (level, key) in problems(*overrides)
 
 
-def test_names_of_rejection_sampling_are_those_of_keys():
+def test_names_of_rejection_sampling_stand_for_keys():
     explicit = load(*REJECTION[:1], "rejection.n=8", "rejection.rounds=3", "rejection.epochs=2").config
     numbers = (
         explicit.actor_rollout_ref.rollout.n,

@@ -10,14 +10,14 @@ from .helpers import ACTOR, GRPO, ROLLOUT, fixture_lines, load, refused
 
 
 def lists():
-    found = {}
+    arrays = {}
     for line in fixture_lines("scripts.txt"):
         if line.startswith("["):
             name = line.strip("[]")
-            found[name] = []
+            arrays[name] = []
         else:
-            found[name] += shlex.split(line)  # as a shell takes the quotes off
-    return found
+            arrays[name] += shlex.split(line)  # as a shell takes the quotes off
+    return arrays
 
 
 LISTS = lists()
@@ -31,7 +31,7 @@ def test_there_are_ten():
 def test_a_real_script_loads(name, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     loaded = load(*LISTS[name])
-    assert len(loaded.given) > 9
+    assert len(loaded.settings) > 9
     assert all(notice.startswith("No effect: ") for notice in loaded.notices), loaded.notices
     assert loaded.config.actor_rollout_ref.rollout.name == "native"
 

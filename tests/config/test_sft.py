@@ -248,7 +248,7 @@ def test_the_composition_by_hydra_is_the_defaults():
     for resolve in (True, False):
         loaded = load_composed(OmegaConf.to_container(tree, resolve=resolve), schema=SFT)
         assert loaded.config == load().config
-        assert (loaded.given, loaded.notices) == ({}, [])
+        assert (loaded.settings, loaded.notices) == ({}, [])
     missing = [path for path in SFT.leaves if OmegaConf.select(tree, path, default="?") == "?"]
     assert missing == []
 

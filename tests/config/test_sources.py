@@ -271,7 +271,7 @@ def test_the_command_line_wins_over_the_file_whatever_the_spelling(tmp_path):
     assert config.reward.custom_reward_function.path == "b.py"
 
 
-def test_kl_coef_alone_means_kl_in_the_reward():
+def test_only_kl_coef_means_kl_in_the_reward():
     algorithm = load("algorithm.kl_coef=0.02").config.algorithm
     assert (algorithm.kl_ctrl.kl_coef, algorithm.use_kl_in_reward) == (0.02, True)
     assert load("algorithm.use_kl_in_reward=True", "algorithm.kl_coef=0.02").config.algorithm.use_kl_in_reward

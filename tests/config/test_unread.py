@@ -1,4 +1,4 @@
-"""The policy for keys (verl/config/policy.py): notices, refusals, and what comes first."""
+"""The policy for keys (verl/config/checks.py): notices, refusals, and what comes first."""
 
 import pytest
 

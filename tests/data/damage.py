@@ -11,9 +11,7 @@ from verl.models.tiny import make_tokenizer
 
 SUFFIXES = ("jsonl", "json", "jsonl.gz", "json.gz", "parquet")
 PLAIN = [
-    found
-    for found in base_rows()
-    if isinstance(found["prompt"], list) and isinstance(found["prompt"][0]["content"], str)
+    row for row in base_rows() if isinstance(row["prompt"], list) and isinstance(row["prompt"][0]["content"], str)
 ][:1]
 
 

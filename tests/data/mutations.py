@@ -52,10 +52,10 @@ def places(value, path=()):
             yield from places(value[key], (*path, key))
 
 
-def _parent(found, path):
+def _parent(node, path):
     for key in path[:-1]:
-        found = found[key]
-    return found
+        node = node[key]
+    return node
 
 
 def drop(rng, value):

@@ -25,22 +25,22 @@ class Learning(Backwards):
 
     def __init__(self, num_rows=6):
         super().__init__(num_rows)
-        self.seen, self.given = [], 0
+        self.recent, self.position = [], 0
 
     def __iter__(self):
-        self.given %= self.num_rows
-        while self.given < self.num_rows:
-            self.given += 1
-            yield next(row for row in range(self.num_rows) if row not in self.seen)
+        self.position %= self.num_rows
+        while self.position < self.num_rows:
+            self.position += 1
+            yield next(row for row in range(self.num_rows) if row not in self.recent)
 
     def update(self, rows):
-        self.seen = (self.seen + rows)[-3:]
+        self.recent = (self.recent + rows)[-3:]
 
     def state_dict(self):
-        return {"seen": self.seen, "given": self.given}
+        return {"recent": self.recent, "position": self.position}
 
     def load_state_dict(self, state):
-        self.seen, self.given = list(state["seen"]), state["given"]
+        self.recent, self.position = list(state["recent"]), state["position"]
 
 
 def rows(order, start, stop):
@@ -62,26 +62,26 @@ def test_a_sampler_in_order_is_the_order_without_shuffling():
     assert rows(SamplerOrder(Forward, 7, batch_size=2), 0, 20) == rows(plain, 0, 20)
 
 
-@pytest.mark.parametrize("made", [Backwards, Learning])
+@pytest.mark.parametrize("sampler", [Backwards, Learning])
 @pytest.mark.parametrize("cursor", [1, 4, 6, 7, 11])
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_a_resumed_order_continues(made, cursor, ahead):
+def test_a_resumed_order_continues(sampler, cursor, ahead):
     """`ahead` prompts were read before the checkpoint, but had not trained."""
 
     def walk(order, start, stop):
-        found = []
+        walked = []
         for ordinal in range(start, stop):
-            found.append(order.row(ordinal))
+            walked.append(order.row(ordinal))
             order.row(ordinal + ahead)
-            if made is Learning:
-                order.update([found[-1][1]])
-        return found
+            if sampler is Learning:
+                order.update([walked[-1][1]])
+        return walked
 
-    whole = SamplerOrder(made, 7, batch_size=2)
+    whole = SamplerOrder(sampler, 7, batch_size=2)
     expected = walk(whole, 0, 20)
-    first = SamplerOrder(made, 7, batch_size=2)
+    first = SamplerOrder(sampler, 7, batch_size=2)
     walk(first, 0, cursor)
-    resumed = SamplerOrder(made, 7, batch_size=2)
+    resumed = SamplerOrder(sampler, 7, batch_size=2)
     resumed.load_state_dict(first.state_dict(cursor))
     assert walk(resumed, cursor, 20) == expected[cursor:]
 
@@ -98,17 +98,17 @@ def test_what_a_sampler_has_learnt_without_state_is_said_to_be_lost(caplog):
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "words"),
+    ("order", "error", "words"),
     [
         ([0, 1], DataError, "ended after 2 of the 4 rows"),
         ([0, 9, 1, 2], DataError, "gave row 9; there are 4 rows"),
         ([-1, 1, 2, 3], DataError, "gave row -1"),
     ],
 )
-def test_wrong_rows_are_refused(given, error, words):
+def test_wrong_rows_are_refused(order, error, words):
     class Wrong(Backwards):
         def __iter__(self):
-            return iter(given)
+            return iter(order)
 
     with pytest.raises(error, match=words):
         rows(SamplerOrder(lambda: Wrong(4), 4, batch_size=2), 0, 4)

@@ -118,10 +118,10 @@ def check_pairs(folder):
     return gaps
 
 
-def gradient_gap(found, expected):
+def gradient_gap(actual, expected):
     """The largest relative difference of a parameter's mean gradient."""
     names = [name for name in expected if name.endswith("/exp_avg")]
-    return max(((found[n] - expected[n]).norm() / expected[n].norm()).item() for n in names)
+    return max(((actual[n] - expected[n]).norm() / expected[n].norm()).item() for n in names)
 
 
 @on(2)
@@ -175,7 +175,7 @@ def check_refused_steps(folder):
         names = {"loss": "sum"}
 
         def __call__(self, metrics):
-            self.seen = dict(metrics)
+            self.metrics = dict(metrics)
             return False
 
     def broken(outputs, part, totals):
@@ -192,7 +192,7 @@ def check_refused_steps(folder):
             step(engine, 0)
         refused = ours.train_batch(batch, imitation_loss, ("log_probs",), MICRO, check=check)
         assert refused["num_skipped_updates"].value == 1
-        assert check.seen["grad_norm"] == refused["grad_norm"].value > 0
+        assert check.metrics["grad_norm"] == refused["grad_norm"].value > 0
         assert ours.train_batch(batch, broken, ("log_probs",), MICRO)["num_skipped_updates"].value == 1
         nothing = batch.select_idxs(torch.arange(len(batch)))
         nothing.batch["response_mask"] = torch.zeros_like(nothing.batch["response_mask"])

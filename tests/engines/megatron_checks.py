@@ -212,7 +212,7 @@ def check_refused_steps(folder):
         names = {"loss": "sum"}
 
         def __call__(self, metrics):
-            self.seen = dict(metrics)
+            self.metrics = dict(metrics)
             return False
 
     for number, section in enumerate(({}, {PIPELINE: 2})):
@@ -222,7 +222,7 @@ def check_refused_steps(folder):
             step(engine, 0)
         refused = ours.train_batch(batch, imitation_loss, ("log_probs",), MICRO, check=check)
         assert refused["num_skipped_updates"].value == 1
-        assert check.seen["grad_norm"] == refused["grad_norm"].value > 0
+        assert check.metrics["grad_norm"] == refused["grad_norm"].value > 0
         nothing = batch.select_idxs(torch.arange(len(batch)))
         nothing.batch["response_mask"] = torch.zeros_like(nothing.batch["response_mask"])
         ours.train_batch(nothing, lambda o, b, t: (o["log_probs"].sum(), {}), ("log_probs",), MICRO)

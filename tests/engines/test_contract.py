@@ -1,4 +1,4 @@
-"""What every training engine does, whatever it is made of. An engine joins by a row in ENGINE_ROWS."""
+"""Contract of every training engine. An engine joins by a row in ENGINE_ROWS."""
 
 import contextlib
 import math
@@ -243,7 +243,7 @@ def test_outputs_of_a_head_are_rows_of_the_registry(make):
     assert torch.equal(outputs["twice"], 2 * outputs["log_probs"])
 
 
-def test_correct_tokens_are_those_of_the_largest_logit(make, folder):
+def test_correct_tokens_have_the_largest_logit(make, folder):
     batch, engine = make_batch(), make(trainable=False)
     module = widen_norms(load_causal_lm(folder, dtype=torch.float64))
     prompt, mask = batch.batch["prompts"][0][batch.batch["prompt_mask"][0]], batch.batch["response_mask"]
@@ -442,7 +442,7 @@ def noisy_losses(engine, batch, steps=2, micro=ALL):
     return [engine.train_batch(batch, imitate, ("log_probs",), micro)["loss"].value for _ in range(steps)]
 
 
-def test_noise_on_embeddings_depends_on_step_and_row_alone(make):
+def test_noise_on_embeddings_depends_only_on_step_and_row(make):
     batch, order = make_batch(), torch.tensor([4, 0, 3, 5, 2, 1])
     first = noisy_losses(make(noise=5.0), batch)
     for micro in CUTS:
@@ -455,7 +455,7 @@ def test_noise_on_embeddings_depends_on_step_and_row_alone(make):
     assert abs(one - two) > 1e-6
 
 
-def test_noise_is_part_of_training_alone_and_survives_a_resume(make):
+def test_noise_is_part_of_training_only_and_survives_a_resume(make):
     batch, noisy, plain = make_batch(), make(noise=5.0), make()
     same = (engine.forward(batch, ("log_probs",), ALL)["log_probs"] for engine in (noisy, plain))
     assert torch.allclose(*same, atol=1e-12)

@@ -116,7 +116,7 @@ def test_roles_that_the_engine_cannot_have_are_refused(changes, words):
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def checks(tmp_path_factory):
     pytest.importorskip("deepspeed", reason="needs the extra deepspeed")
     folder = tmp_path_factory.mktemp("ranks")
     run_ranks("tests.engines.deepspeed_checks", 2, folder, timeout_s=280.0)
@@ -125,30 +125,30 @@ def found(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS)
-def test_two_ranks_equal_one_device(found, check):
-    assert {name: gap for name, gap in found[check].items() if gap > 1e-5} == {}
+def test_two_ranks_equal_one_device(checks, check):
+    assert {name: gap for name, gap in checks[check].items() if gap > 1e-5} == {}
 
 
 @pytest.mark.slow
-def test_masters_are_rounded_as_everywhere(found):
-    different = found["check_bfloat16_rounding"]
+def test_masters_are_rounded_as_everywhere(checks):
+    different = checks["check_bfloat16_rounding"]
     assert {stage: n for stage, n in different.items() if n} == {}  # and masters are not exact in bfloat16
 
 
 @pytest.mark.slow
-def test_weights_lie_where_the_layout_says(found):
-    gaps = found["check_declared_weights"]
+def test_weights_lie_where_the_layout_says(checks):
+    gaps = checks["check_declared_weights"]
     assert all(gap > 0 for name, gap in gaps.items() if "moved" in name)
     assert all(gap == 0 for name, gap in gaps.items() if "back" in name)
 
 
 @pytest.mark.slow
-def test_refused_steps_leave_no_trace(found):
-    assert set(found["check_refused_steps"].values()) == {0}
+def test_refused_steps_leave_no_trace(checks):
+    assert set(checks["check_refused_steps"].values()) == {0}
 
 
 @pytest.mark.slow
-def test_checkpoints_continue_bit_for_bit_and_with_other_engines(found):
-    results = found["check_checkpoint"]
+def test_checkpoints_continue_bit_for_bit_and_with_other_engines(checks):
+    results = checks["check_checkpoint"]
     assert {name: n for name, n in results.items() if n and "gap" not in name} == {}
     assert all(gap < 1e-5 for name, gap in results.items() if "gap" in name)

@@ -82,7 +82,7 @@ def test_no_system_that_tells(monkeypatch, tmp_path):
         measured(headroom, 10, KB)
 
 
-def test_losses_and_weights_are_those_of_any_split(folder, free):  # noqa: F811
+def test_losses_and_weights_match_any_split(folder, free):  # noqa: F811
     """The limit shrinks to a token and grows again; float64 shows no difference but rounding."""
     runs = []
     for adapts in (False, True):

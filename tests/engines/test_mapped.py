@@ -71,8 +71,8 @@ def engine_of(folder, dtype, device="cpu"):  # noqa: F811
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_numbers_are_those_of_a_copy(folder, tmp_path, dtype):  # noqa: F811
-    found = []
+def test_the_numbers_match_a_copy(folder, tmp_path, dtype):  # noqa: F811
+    computed = []
     for maps in (False, True):
         engine = engine_of(folder, dtype)
         if maps:
@@ -81,8 +81,8 @@ def test_the_numbers_are_those_of_a_copy(folder, tmp_path, dtype):  # noqa: F811
             engine.forward(make_batch(seed), ("log_probs",), MicroBatching(max_tokens=30))["log_probs"]
             for seed in (1, 2)
         ]
-        found.append(outputs)
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        computed.append(outputs)
+    assert all(torch.equal(a, b) for a, b in zip(*computed, strict=True))
     assert list(tmp_path.iterdir()) == [], "the file has no name, and goes with the process"
 
 
@@ -132,8 +132,8 @@ def test_a_device_holds_one_layer_at_a_time(tmp_path, monkeypatch):
     engine.map_weights(tmp_path, "ext4")
     engine._streamed = StreamedWeights(engine.module, torch.device("cpu"))
     addresses = [p.data_ptr() for p in engine.module.parameters()]
-    found, peak = peak_bytes(log_probs)
-    assert torch.equal(found, expected)
+    computed, peak = peak_bytes(log_probs)
+    assert torch.equal(computed, expected)
     assert [p.data_ptr() for p in engine.module.parameters()] == addresses, "nothing stays on the device"
     layer, *_ = (sum(p.nbytes for p in part.parameters()) for part in engine.module.model.layers)
     whole = sum(p.nbytes for p in engine.module.parameters())
@@ -151,12 +151,12 @@ def test_a_failed_forward_leaves_nothing_on_the_device(folder, monkeypatch):  # 
 
 
 def test_a_gpu_gets_no_weights_from_building(folder, tmp_path, monkeypatch):  # noqa: F811
-    made = []
-    monkeypatch.setattr("verl.engines.local.StreamedWeights", lambda module, device: made.append(device))
+    devices = []
+    monkeypatch.setattr("verl.engines.local.StreamedWeights", lambda module, device: devices.append(device))
     engine = engine_of(folder, "float32", "cuda")
     assert {p.device.type for p in engine.module.parameters()} == {"cpu"}
     engine.map_weights(tmp_path, "ext4")
-    assert made == [torch.device("cuda")]
+    assert devices == [torch.device("cuda")]
 
 
 def test_folders_that_cannot(folder, tmp_path):  # noqa: F811
@@ -171,7 +171,7 @@ def test_a_run_with_a_mapped_reference(tiny_llama, tmp_path, no_pictures):
     from verl.run.host import train
     from verl.tracking.files import read_metrics
 
-    task, found = write_task(tmp_path), []
+    task, measured = write_task(tmp_path), []
     for maps in (False, True):
         settings = overrides(
             tiny_llama, task, "data.val_files=[]", "data.max_response_length=4", "actor_rollout_ref.rollout.n=2",
@@ -180,9 +180,9 @@ def test_a_run_with_a_mapped_reference(tiny_llama, tmp_path, no_pictures):
         )  # fmt: skip
         assert train(load_config(settings)) == 0
         rows = read_metrics(tmp_path / str(maps) / "metrics.jsonl")
-        found.append([(row["actor/kl_loss"], row["actor/grad_norm"]) for row in rows])
-    assert found[0] == found[1]
-    assert found[0][1][0] != 0
+        measured.append([(row["actor/kl_loss"], row["actor/grad_norm"]) for row in rows])
+    assert measured[0] == measured[1]
+    assert measured[0][1][0] != 0
 
 
 def test_other_engines_of_several_devices_are_refused():

@@ -105,7 +105,7 @@ def test_roles_share_the_sizes_of_their_groups():
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def checks_of(tmp_path_factory):
     pytest.importorskip("megatron.core", reason="needs the extra megatron")
     results = {}
 
@@ -121,26 +121,26 @@ def found(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_several_ranks_equal_one_device(found, num_ranks):
-    gaps = {check: gaps for check, gaps in found(num_ranks).items() if check not in OTHER}
+def test_several_ranks_equal_one_device(checks_of, num_ranks):
+    gaps = {check: gaps for check, gaps in checks_of(num_ranks).items() if check not in OTHER}
     assert len(gaps) == {2: 15, 4: 5}[num_ranks]
     assert {(check, n): gap for check, row in gaps.items() for n, gap in row.items() if gap > 1e-5} == {}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_rounding_and_parts_are_those_of_every_engine(found, num_ranks):
+def test_rounding_and_parts_match_every_engine(checks_of, num_ranks):
     for check in ("check_rounding", "check_declared_weights"):
-        assert {name: n for name, n in found(num_ranks)[check].items() if n} == {}, check
+        assert {name: n for name, n in checks_of(num_ranks)[check].items() if n} == {}, check
 
 
 @pytest.mark.slow
-def test_refused_steps_leave_no_trace(found):
-    assert set(found(2)["check_refused_steps"].values()) == {0}
+def test_refused_steps_leave_no_trace(checks_of):
+    assert set(checks_of(2)["check_refused_steps"].values()) == {0}
 
 
 @pytest.mark.slow
-def test_checkpoints_continue_bit_for_bit_and_with_other_engines(found):
-    results = found(2)["check_checkpoint"]
+def test_checkpoints_continue_bit_for_bit_and_with_other_engines(checks_of):
+    results = checks_of(2)["check_checkpoint"]
     assert {name: n for name, n in results.items() if n and "gap" not in name} == {}
     assert all(gap < 1e-5 for name, gap in results.items() if "gap" in name)

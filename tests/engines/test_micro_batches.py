@@ -1,4 +1,4 @@
-"""How a mini-batch is cut."""
+"""Division of a mini-batch into micro-batches."""
 
 import pytest
 from hypothesis import given

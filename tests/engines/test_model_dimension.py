@@ -26,8 +26,8 @@ def test_devices_divide_heads_or_gather_layers(keys, num_ranks, same_as):
 
 
 def test_the_header_says_it():
-    assert "divided by head" in FSDPConfig(**HEAD).sentence()
-    assert "by head" not in FSDPConfig(**{**HEAD, "model_dimension": "layer"}).sentence()
+    assert "divided by head" in FSDPConfig(**HEAD).describe()
+    assert "by head" not in FSDPConfig(**{**HEAD, "model_dimension": "layer"}).describe()
 
 
 def test_the_key_as_the_documents_write_its_section():

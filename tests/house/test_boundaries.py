@@ -1,4 +1,4 @@
-"""What must stay in one place, and what must start without heavy libraries."""
+"""Boundaries: code that must stay in one place, and modules that must start without heavy libraries."""
 
 import re
 import subprocess

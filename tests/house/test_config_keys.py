@@ -1,4 +1,4 @@
-"""Keys of the config that declare themselves used are read by somebody."""
+"""Keys of the config that declare themselves used are read."""
 
 import ast
 
@@ -67,6 +67,6 @@ def test_used_keys_are_read(schema):
 
 
 def test_missing_features_are_still_missing():
-    """When a feature is built its row goes, and its keys must be read from then on."""
+    """The row of a feature goes when it is built, and its keys must be read from then on."""
     missing = {row.path for schema in SCHEMAS.values() for row in schema.compat.unavailable}
     assert set(NEEDS_A_MISSING_FEATURE.values()) <= missing

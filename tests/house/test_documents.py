@@ -59,7 +59,7 @@ def test_the_features_of_the_seed_documents_are_shown():
 def test_the_figures_of_precision_are_current():
     generator = load_module(str(ROOT / "docs" / "make_precision.py"))
     assert read("docs/precision.md") == generator.page(), "run: python docs/make_precision.py"
-    assert generator.PICTURE.exists() == bool(generator.kept())
+    assert generator.PICTURE.exists() == bool(generator.stored())
 
 
 def test_the_table_of_versions_is_current():
@@ -67,7 +67,7 @@ def test_the_table_of_versions_is_current():
     assert read("docs/versions.md") == generator.page(), "run: python benchmarks/versions.py"
 
 
-def test_figures_of_precision_are_those_of_the_benchmark(tmp_path, monkeypatch):
+def test_figures_of_precision_match_the_benchmark(tmp_path, monkeypatch):
     generator = load_module(str(ROOT / "docs" / "make_precision.py"))
     monkeypatch.setattr(generator, "PICTURE", tmp_path / "precision.svg")
     points = [{"step": 0, "sampled": 0.15, "greedy": 0.6}, {"step": 20, "sampled": 0.7, "greedy": None}]

@@ -1,4 +1,4 @@
-"""The order of the house: imports run downwards, neighbours of one layer do not know each other, nothing runs in circles."""
+"""The order of the packages: imports run downwards, neighbours of one layer do not know each other, nothing runs in circles."""
 
 import ast
 
@@ -7,7 +7,7 @@ import pytest
 from tests.house.source import files, imports, relative, room, tree
 from verl.compat.finder import IS_PACKAGE
 
-# From the ground up. A room may import from rooms of earlier rows and from itself.
+# From the ground up. A package may import from packages of earlier rows and from itself.
 LAYERS = (
     ("_version", "foreign_text"),
     ("errors",),

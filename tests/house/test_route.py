@@ -47,7 +47,7 @@ def hops_of(frame):
 @pytest.fixture
 def executed(tiny_overrides, tmp_path, monkeypatch):
     """(files of the controller's side that the second step of a run executes, hops of its call of ModelRole.update)."""
-    found, hops, step = set(), [], Loop._step
+    files, hops, step = set(), [], Loop._step
     rank_side = {RankWorkers.call.__code__, RankWeightSync.sync.__code__}
     depth = 0
 
@@ -55,7 +55,7 @@ def executed(tiny_overrides, tmp_path, monkeypatch):
         nonlocal depth
         depth += (frame.f_code in rank_side) * {"call": 1, "return": -1}.get(event, 0)
         if event == "call" and not depth:
-            found.add(frame.f_code.co_filename)
+            files.add(frame.f_code.co_filename)
         if event == "call" and frame.f_code is ModelRole.update.__code__:
             hops[:] = hops_of(frame)
 
@@ -70,7 +70,7 @@ def executed(tiny_overrides, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Loop, "_step", recorded)
     train(load_config(runs.merge(tiny_overrides, (f"trainer.default_local_dir={tmp_path / 'run'}",))))
-    names = {file.removeprefix(f"{ROOT}/") for file in found if file.startswith(f"{ROOT}/")}
+    names = {file.removeprefix(f"{ROOT}/") for file in files if file.startswith(f"{ROOT}/")}
     return {name for name in names if name.startswith(CONTROLLER)}, hops
 
 

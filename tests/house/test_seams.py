@@ -51,8 +51,8 @@ def replaced_methods(module):
 
 
 def test_no_method_of_a_role_is_called_by_a_string():
-    found = [f"{name}:{line}" for name, module in modules() if name not in DISPATCH for line in calls_by_string(module)]
-    assert found == []
+    calls = [f"{name}:{line}" for name, module in modules() if name not in DISPATCH for line in calls_by_string(module)]
+    assert calls == []
 
 
 def test_no_method_of_a_role_is_replaced():

@@ -14,7 +14,10 @@ LISTENERS: dict[tuple[str, str], str] = {
     ): "the address of trainer.page.host, loopback by default; every request needs the token",
     ("verl/parallel/collectives.py", "probe.bind"): "asks whether a port is free and closes it at once",
     ("verl/parallel/collectives.py", "socket.create_server"): "for ranks that meet at loopback, and only there",
-    ("verl/agents/gateway/app.py", "made.bind"): "at loopback unless the user gives an address, with a random token",
+    (
+        "verl/agents/gateway/app.py",
+        "listener.bind",
+    ): "at loopback unless the user gives an address, with a random token",
     ("verl/agents/gateway/loopback.py", "listening.bind"): "at the loopback of a sandbox, which no other process has",
     ("verl/parallel/collectives.py", "dist.TCPStore"): "listens to other machines only where the ranks are on several",
 }

@@ -1,4 +1,4 @@
-"""Rules of the house that a reader should not have to remember."""
+"""Rules of the codebase that a reader should not have to remember."""
 
 import ast
 import re
@@ -11,7 +11,7 @@ from tests.house.source import PACKAGE, ROOT, files, imports, relative, tree
 MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
 # a change that raises one says why in its commit
-MAX_TOTAL_LINES = {"verl": 82_920, "tests": 65_030, "benchmarks": 8_980}
+MAX_TOTAL_LINES = {"verl": 83_000, "tests": 65_200, "benchmarks": 8_980}
 MAX_MEAN_FUNCTION_LINES = 12
 
 # (file, function) -> why it may be longer
@@ -118,41 +118,41 @@ FORBIDDEN_CALLS = {
 
 
 def test_no_pickle():
-    found = [
+    places = [
         f"{relative(files()[name])}:{i.line} {i.module}"
         for name in files()
         for i in imports(name)
         if i.module.split(".")[0] in FORBIDDEN_MODULES
     ]
-    assert not found
+    assert not places
 
 
 def test_no_dangerous_calls():
-    found = []
+    places = []
     for path in files().values():
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.Call) and (reason := FORBIDDEN_CALLS.get(ast.unparse(node.func))):
-                found.append(f"{relative(path)}:{node.lineno} {ast.unparse(node.func)}() {reason}")
+                places.append(f"{relative(path)}:{node.lineno} {ast.unparse(node.func)}() {reason}")
             if isinstance(node, ast.keyword) and node.arg == "shell" and ast.unparse(node.value) == "True":
-                found.append(f"{relative(path)}:{node.lineno} shell=True goes through a shell")
-    assert not found, "\n".join(found)
+                places.append(f"{relative(path)}:{node.lineno} shell=True goes through a shell")
+    assert not places, "\n".join(places)
 
 
 def test_the_library_does_not_print():
     """A command line prints; everything else logs, or writes through the tracking console."""
-    found = [
+    places = [
         f"{relative(path)}:{node.lineno}"
         for path in files().values()
         if not path.is_relative_to(PACKAGE / "cli")
         for node in ast.walk(tree(path))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     ]
-    assert not found
+    assert not places
 
 
 def test_no_broad_except_without_a_reason():
     """`except Exception` has a comment on its line or the next that says why."""
-    found = []
+    places = []
     for path in files().values():
         lines = path.read_text().splitlines()
         for node in ast.walk(tree(path)):
@@ -162,19 +162,19 @@ def test_no_broad_except_without_a_reason():
                 near = lines[node.lineno - 2 : node.lineno + 1]
                 reraised = any(isinstance(n, ast.Raise) for n in ast.walk(node))
                 if not reraised and not any("#" in line for line in near):
-                    found.append(f"{relative(path)}:{node.lineno}")
-    assert not found
+                    places.append(f"{relative(path)}:{node.lineno}")
+    assert not places
 
 
 def test_no_file_names_one_machine():
-    found = []
+    places = []
     for path in tracked_files():
         if not path.is_file() or path.suffix in (".parquet", ".png", ".gz", ".safetensors"):
             continue
         for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
             if MACHINE_PATHS.search(line):
-                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}")
-    assert not found, "\n".join(found)
+                places.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}")
+    assert not places, "\n".join(places)
 
 
 def test_every_file_says_what_it_is():

@@ -1,9 +1,11 @@
-"""The field's terms in docstrings, errors, log messages and documents, and plain first lines of docstrings.
+"""The field's terms in docstrings, errors, log messages and documents; plain first lines; names that say what a value is.
 
-`python -m tests.house.test_words` lists the number of findings of each folder and document.
+`python -m tests.house.test_words` lists the number of findings of each folder and document, and writes the table of rates
+into CONTRIBUTING.md.
 """
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.house.source import ROOT
+from tests.house.source import ROOT, relative, tree
 
 PREFERRED = {  # pattern -> preferred term
     r"number formats?": "dtype",
@@ -44,11 +46,22 @@ PREFERRED = {  # pattern -> preferred term
 PATTERNS = {
     re.compile(rf"(?<![\w\\$./-])(?:{pattern})(?![\w/(=-])", re.IGNORECASE): term for pattern, term in PREFERRED.items()
 }
-# references in place of nouns: at most so many in 10,000 words of docstrings, as in TRL, httpx and torchtitan
+# references in place of nouns: at most so many in 10,000 words
 REFERENCES = ("those of", "that of", "alone", "beside", "of its own", "one that")
 MAX_REFERENCES = 1.0
+ANCHORS = {  # rates of their docstrings
+    "prime-rl": (0.0, 0.8, 0.8, 0.0, 0.0, 0.0),
+    "TRL": (0.0, 0.1, 0.0, 0.0, 0.0, 0.3),
+    "httpx, torchtitan, existing verl": (0.0,) * 6,
+}
+TABLE = re.compile(r"(?<=<!-- rates -->\n).*?(?=<!-- end of rates -->)", re.DOTALL)
+# a value is named for what it is: rows, path, expected
+VAGUE_NAMES = {"found", "wanted", "given", "kept", "made", "seen"}
+ROOTS = ("verl", "tests", "benchmarks", "examples")
 QUESTION = re.compile(r"(What|Who|Whose|Which|How|When|Where|Why)\b")
 MAX_WORDS = 25  # of the first line of a docstring
+
+COMMENT = re.compile(r"(?:^|\s)#:? (.+)$")
 
 HISTORY = ("docs/lab-notebook.md", "CHANGELOG.md")
 
@@ -61,13 +74,18 @@ class Finding(NamedTuple):
         return f"{self.place}: {self.text}"
 
 
-def texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, text) of docstrings, of text in `raise` statements, and of log messages."""
+def messages(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, text) of text in `raise` statements, and of log messages."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and node.exc is not None:
             yield from _constants(node.exc)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("log.", "logger.")):
             yield from _constants(node)
+
+
+def texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, text) of messages and docstrings."""
+    yield from messages(tree)
     yield from docstrings(tree)
 
 
@@ -99,10 +117,10 @@ def in_text(place: str, line: int, text: str) -> Iterator[Finding]:
 
 
 def in_python(path: Path) -> Iterator[Finding]:
-    place, tree = str(path.relative_to(ROOT)), ast.parse(path.read_text(encoding="utf-8"))
-    for line, text in texts(tree):
+    place, module = relative(path), tree(path)
+    for line, text in (*texts(module), *comments(path)):
         yield from in_text(place, line, text)
-    for line, text in docstrings(tree):
+    for line, text in docstrings(module):
         first = text.strip().partition("\n")[0]
         if QUESTION.match(first):
             yield Finding(f"{place}:{line}", f"begin with a noun or a verb, not {first.split()[0]!r}")
@@ -110,24 +128,41 @@ def in_python(path: Path) -> Iterator[Finding]:
             yield Finding(f"{place}:{line}", f"first line of {len(first.split())} words, more than {MAX_WORDS}")
 
 
-def in_document(path: Path) -> Iterator[Finding]:
+def comments(path: Path) -> Iterator[tuple[int, str]]:
+    for line, row in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        for text in COMMENT.findall(row):
+            yield line, text
+
+
+def unfenced(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, text) of the lines of a document outside of blocks of code."""
     fenced = False
     for number, row in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         fenced ^= row.startswith("```")
         if not fenced:
-            yield from in_text(str(path.relative_to(ROOT)), number, row)
+            yield number, row
+
+
+def in_document(path: Path) -> Iterator[Finding]:
+    for number, row in unfenced(path):
+        yield from in_text(relative(path), number, row)
+
+
+def sources(*roots: str) -> list[Path]:
+    """Python files of folders, or files."""
+    paths = (ROOT / root for root in roots)
+    return sorted(file for path in paths for file in (path.rglob("*.py") if path.is_dir() else [path]))
 
 
 def in_folder(name: str) -> list[Finding]:
-    """Findings of verl/NAME, a folder or a file."""
-    path = ROOT / "verl" / name
-    files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
-    return [finding for file in files for finding in in_python(file)]
+    """Findings of a folder or a file."""
+    return [finding for file in sources(name) for finding in in_python(file)]
 
 
 def folders() -> list[str]:
-    """Folders and files directly below verl/."""
-    return sorted(p.name for p in (ROOT / "verl").iterdir() if p.suffix == ".py" or (p / "__init__.py").exists())
+    """Folders and files directly below verl, and the other roots."""
+    parts = (p for p in (ROOT / "verl").iterdir() if p.suffix == ".py" or (p / "__init__.py").exists())
+    return [*sorted(map(relative, parts)), *ROOTS[1:]]
 
 
 def documents() -> list[str]:
@@ -156,16 +191,88 @@ def test_every_pattern_finds_its_words():
     ]
 
 
-if __name__ == "__main__":
-    for folder in folders():
-        print(f"{len(in_folder(folder)):5} verl/{folder}")
-    for document in documents():
-        print(f"{len(list(in_document(ROOT / document))):5} {document}")
+@functools.cache
+def prose() -> dict[str, str]:
+    """Kind of text -> all text of the kind, without code in backticks."""
+    package, others = sources("verl"), sources("tests", "benchmarks", "examples")
+    kinds = {
+        "docstrings": (text for path in package for _, text in docstrings(tree(path))),
+        "errors and log messages": (text for path in package for _, text in messages(tree(path))),
+        "comments": (text for path in package + others for _, text in comments(path)),
+        "docstrings of tests, benchmarks, examples": (text for path in others for _, text in docstrings(tree(path))),
+        "names of tests": (
+            node.name.replace("_", " ")
+            for path in sources("tests")
+            for node in ast.walk(tree(path))
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+        ),
+        "documents": (row for name in documents() for _, row in unfenced(ROOT / name)),
+    }
+    return {kind: re.sub(r"`[^`]*`|\"[^\"\n]*\"", " ", "\n".join(rows)) for kind, rows in kinds.items()}
+
+
+@functools.cache
+def rates(kind: str) -> tuple[float, ...]:
+    """Uses of each phrase of REFERENCES in 10,000 words."""
+    text = prose()[kind]
+    return tuple(1e4 * len(re.findall(rf"\b{p}\b", text, re.IGNORECASE)) / len(text.split()) for p in REFERENCES)
+
+
+def table() -> str:
+    """The rates of this repository and of others, in Markdown."""
+    rows = {**{f"**{kind}**": rates(kind) for kind in prose()}, **{f"docstrings of {n}": r for n, r in ANCHORS.items()}}
+    head = f"| in 10,000 words of | {' | '.join(REFERENCES)} |\n|---|{'---|' * len(REFERENCES)}\n"
+    return head + "".join(f"| {name} | {' | '.join(f'{r:.1f}' for r in row)} |\n" for name, row in rows.items())
 
 
 @pytest.mark.parametrize("phrase", REFERENCES)
-def test_docstrings_name_things_instead_of_referring_to_them(phrase):
-    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "verl").rglob("*.py"))
-    text = re.sub(r"`[^`]*`", " ", "\n".join(text for tree in trees for _, text in docstrings(tree)))
-    rate = 1e4 * len(re.findall(rf"\b{phrase}\b", text, re.IGNORECASE)) / len(text.split())
-    assert rate <= MAX_REFERENCES, f"{phrase!r}: {rate:.1f} in 10,000 words; repeat the noun"
+def test_texts_repeat_the_noun(phrase):
+    above = {kind: rate for kind in prose() if (rate := rates(kind)[REFERENCES.index(phrase)]) > MAX_REFERENCES}
+    assert not above, f"{phrase!r} in 10,000 words: {above}; repeat the noun"
+
+
+def test_the_table_of_rates_is_current():
+    """Up to 0.3, so that a new sentence changes no table."""
+    written, now = (
+        [float(cell) for cell in re.findall(r"(?<=\| )[\d.]+(?= \|)", text)]
+        for text in (TABLE.search((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))[0], table())
+    )
+    assert written == pytest.approx(now, abs=0.3), "python -m tests.house.test_words writes it again"
+
+
+def vague_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, name) of each local, parameter, attribute, function and class that is called found, given, ..."""
+    for node in ast.walk(tree):
+        match node:
+            case (
+                ast.Name(id=name, ctx=ast.Store())
+                | ast.Attribute(attr=name, ctx=ast.Store())
+                | ast.arg(arg=name)
+                | ast.ExceptHandler(name=str(name))
+                | ast.FunctionDef(name=name)
+                | ast.AsyncFunctionDef(name=name)
+                | ast.ClassDef(name=name)
+            ) if name.lower() in VAGUE_NAMES:
+                yield node.lineno, name
+
+
+@pytest.mark.parametrize("root", ROOTS)
+def test_values_are_named_for_what_they_are(root):
+    vague = [f"{relative(path)}:{line}: {name}" for path in sources(root) for line, name in vague_names(tree(path))]
+    assert not vague, "\n".join(vague)
+
+
+def test_vague_names_of_each_kind_are_seen():
+    code = (
+        "def f(given, *, a=lambda seen: 0):\n    self.kept = found = 1\n    class Made: pass\n    read(self.wanted)\n"
+    )
+    assert sorted(name for _, name in vague_names(ast.parse(code))) == ["Made", "found", "given", "kept", "seen"]
+
+
+if __name__ == "__main__":
+    for folder in folders():
+        print(f"{len(in_folder(folder)):5} {folder}")
+    for document in documents():
+        print(f"{len(list(in_document(ROOT / document))):5} {document}")
+    page = ROOT / "CONTRIBUTING.md"
+    page.write_text(TABLE.sub(lambda _: table(), page.read_text(encoding="utf-8")), encoding="utf-8")

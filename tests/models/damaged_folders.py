@@ -265,7 +265,7 @@ def log_probs(folder):
         return module(input_ids=torch.tensor([[1, 5, 9, 2]]), use_cache=False).logits[0].log_softmax(-1)
 
 
-def outcome(rng, good, folder: Path, wanted, kind=None):
+def outcome(rng, good, folder: Path, expected, kind=None):
     """(kind of damage, outcome) of a copy of `good` at `folder`; AssertionError for an outcome that is not right."""
     kind = kind or rng.choice(sorted(KINDS))
     damage, right = KINDS[kind]
@@ -275,7 +275,7 @@ def outcome(rng, good, folder: Path, wanted, kind=None):
     try:
         with deadline(30):
             actual = log_probs(folder)
-        result = "same" if torch.equal(actual, wanted) else "changed"
+        result = "same" if torch.equal(actual, expected) else "changed"
     except VerlError as error:
         text, result = str(error), "refused"
         assert text.isprintable(), (kind, text)

@@ -1,4 +1,4 @@
-"""Which layers get adapters, and where adapters of a folder come from; against peft itself see test_lora.py."""
+"""Layers that get adapters, and adapters loaded from a folder; against peft itself see test_lora.py."""
 
 import json
 

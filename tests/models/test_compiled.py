@@ -73,8 +73,8 @@ def inputs(segments, heads, kv_heads, head_dim, seed=0):
     return [normal(heads) * 2, normal(kv_heads) * 2, normal(kv_heads)], normal(heads).transpose(1, 2)
 
 
-def assert_close(found, exact, upstream, tolerance):
-    for ours, theirs in zip(found, exact, strict=True):
+def assert_close(actual, exact, upstream, tolerance):
+    for ours, theirs in zip(actual, exact, strict=True):
         size = max(theirs.norm(), upstream.norm())  # gradients of queries that see one token are zero
         assert (ours - theirs).norm() < tolerance * size
 
@@ -103,7 +103,7 @@ def test_rows_at_the_ends_of_blocks_equal_dense_attention_in_float64(head_dim):
     assert_same_as_float64(segments_of([(257, [72, 300, 1])]), 2, 1, head_dim)
 
 
-def test_a_prefix_that_has_a_prefix_and_one_that_spans_segments():
+def test_a_prefix_of_a_prefix_and_a_prefix_over_segments():
     segments = [PackedSegment(0, 40), PackedSegment(40, 30, 0, 40), PackedSegment(70, 20, 40, 30)]
     segments += [PackedSegment(90, 25, 30, 60), PackedSegment(115, 7)]
     plan = CompiledPlan(segments)

@@ -26,7 +26,7 @@ def good(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def wanted(good):
+def expected(good):
     return damaged_folders.log_probs(good)
 
 
@@ -59,9 +59,9 @@ def test_a_pickle_in_the_index_is_not_opened(folder, tmp_path):
     assert not (tmp_path / "unpickled").exists()
 
 
-def test_an_index_and_its_files_agree(folder, wanted):
+def test_an_index_and_its_files_agree(folder, expected):
     index = damaged_folders.shard(folder)
-    assert torch.equal(damaged_folders.log_probs(folder), wanted)
+    assert torch.equal(damaged_folders.log_probs(folder), expected)
     edit(
         folder / "model.safetensors.index.json",
         weight_map={**index["weight_map"], "ghost": "model-00001-of-00002.safetensors"},
@@ -78,7 +78,7 @@ def test_an_index_and_its_files_agree(folder, wanted):
     [
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it is at least 1"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, more than any model has"),
-        ({"num_hidden_layers": 9999}, "num_hidden_layers=9999, and the weights beside it are 20 tensors"),
+        ({"num_hidden_layers": 9999}, "num_hidden_layers=9999, and its weights are 20 tensors"),
         ({"hidden_size": 10**15}, "hidden_size=1000000000000000, and the weights"),
         ({"num_key_value_heads": 10**7}, "num_key_value_heads=10000000, and the weights"),
         ({"num_attention_heads": 10**7}, r"could not be read: .*'validate_architecture': ValueError: The hidden size"),
@@ -198,7 +198,7 @@ def test_a_folder_that_is_something_else(tmp_path):
         locate(tmp_path / ("x" * 300))
 
 
-def test_a_hub_name_in_the_cache(good, wanted, tmp_path, monkeypatch):
+def test_a_hub_name_in_the_cache(good, expected, tmp_path, monkeypatch):
     """Its snapshot has links to files outside it, as the cache lays them out."""
     repository, commit = tmp_path / "models--someone--tiny", "0" * 40
     snapshot = repository / "snapshots" / commit
@@ -209,7 +209,7 @@ def test_a_hub_name_in_the_cache(good, wanted, tmp_path, monkeypatch):
         shutil.copy(file, repository / "blobs" / file.name)
         (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    assert torch.equal(damaged_folders.log_probs("someone/tiny"), wanted)
+    assert torch.equal(damaged_folders.log_probs("someone/tiny"), expected)
     (repository / "blobs/model.safetensors").unlink()
     with pytest.raises(
         ModelError, match=r"model\.safetensors is a link to .*blobs/model\.safetensors, which does not exist"
@@ -232,15 +232,15 @@ def test_a_model_that_is_larger_than_the_memory(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", sorted(damaged_folders.KINDS))
-def test_every_kind_of_damage(good, wanted, tmp_path, kind):
+def test_every_kind_of_damage(good, expected, tmp_path, kind):
     for seed in range(2):
-        damaged_folders.outcome(random.Random(seed), good, tmp_path / "model", wanted, kind)
+        damaged_folders.outcome(random.Random(seed), good, tmp_path / "model", expected, kind)
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(rng=st.randoms(use_true_random=False), kind=st.sampled_from(sorted(damaged_folders.KINDS)))
-def test_random_damage(good, wanted, tmp_path_factory, rng, kind):
-    damaged_folders.outcome(rng, good, tmp_path_factory.mktemp("damaged") / "model", wanted, kind)
+def test_random_damage(good, expected, tmp_path_factory, rng, kind):
+    damaged_folders.outcome(rng, good, tmp_path_factory.mktemp("damaged") / "model", expected, kind)
 
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

@@ -165,7 +165,7 @@ def test_write_kv(dtype):
 
 
 def test_the_sampler_draws_the_tokens_of_torch():
-    """A uniform within a rounding of the boundary between two tokens may draw the neighbour on a GPU."""
+    """A uniform within a rounding of the boundary between two tokens may choose the neighbour on a GPU."""
     for case in cases():
         rows, vocab = case.rows(), case.one_of(VOCABULARIES)
         z, u, temperature = case.logits(rows, vocab), case.uniforms(rows), case.one_of([0.0, 1.0, 0.7, 1.3])
@@ -286,12 +286,12 @@ def test_dithered_rounding_has_the_bits_of_torch():
         master = case.normal(*shape) * 10.0 ** case.ids(70, *shape).sub(35)
         if master.numel() > len(special):
             master.view(-1)[: len(special)] = special.to(DEVICE)
-        found, expected = (torch.empty(shape, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+        rounded, expected = (torch.empty(shape, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
         phase = rounding._phase(str(shape))
-        load("dither:launch_dither")(master, found, phase, whole, first)
+        load("dither:launch_dither")(master, rounded, phase, whole, first)
         rounding._dither(master, expected, phase, whole, first)
-        assert torch.equal(found.isnan(), expected.isnan())
-        assert torch.equal(*(x.nan_to_num(0.0).view(torch.int16) for x in (found, expected)))
+        assert torch.equal(rounded.isnan(), expected.isnan())
+        assert torch.equal(*(x.nan_to_num(0.0).view(torch.int16) for x in (rounded, expected)))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the dispatcher calls torch on a CPU")

@@ -158,7 +158,7 @@ def test_candidates_and_most_probable_tokens(options, chunk):
         assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
 
 
-def test_candidates_alone_have_a_gradient():
+def test_candidates_without_other_outputs_have_a_gradient():
     hidden, weight, _, targets = inputs(5, False)
     ours = token_log_probs(hidden, weight, targets, candidates=targets.unsqueeze(1), chunk_tokens=2).candidate_log_probs
     theirs = reference(hidden, weight, None, targets, 1.0)[0]
@@ -204,7 +204,7 @@ def test_gradcheck(options):
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_each_output_alone_has_its_own_gradient(which):
+def test_each_single_output_has_its_own_gradient(which):
     hidden, weight, bias, targets = inputs(5, True)
     ours = fused(hidden, weight, bias, targets, 1.0, 2)[which].sum()
     theirs = reference(hidden, weight, bias, targets, 1.0)[which].sum()

@@ -93,7 +93,7 @@ def test_any_lengths_with_window_and_cap(module_of, sizes, seed):
 
 
 def test_masked_tokens_and_rows_change_nothing_else(module_of):
-    """Holes are inputs that nobody predicts; rows without a trained token are left out of the pass."""
+    """Holes are inputs that no position predicts; rows without a trained token are left out of the pass."""
     module = module_of("llama")
     prompts, responses = random_rows(5, [3, 2], longest_response=9)
     columns = make_columns(prompts, responses)
@@ -107,7 +107,7 @@ def test_masked_tokens_and_rows_change_nothing_else(module_of):
     assert torch.allclose(log_probs, full * holes["response_mask"], atol=1e-12, rtol=0)
 
 
-def test_values_are_those_of_the_state_before_each_token(tiny_folder):
+def test_values_belong_to_the_state_before_each_token(tiny_folder):
     module = widen_norms(load_model(tiny_folder("llama"), "token_value", dtype=torch.float64))
     with torch.no_grad():
         module.score.weight.normal_()

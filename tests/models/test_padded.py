@@ -153,7 +153,7 @@ def assert_sampled_by(module, samples):
 
 
 @pytest.mark.parametrize("family", ["bloom", "mamba"])
-def test_samples_are_those_of_the_forward_that_trains(tmp_path, family):
+def test_samples_match_the_forward_that_trains(tmp_path, family):
     module = load_causal_lm(make(tmp_path, family))
     assert_sampled_by(module, generated(module))
 
@@ -179,8 +179,8 @@ def test_an_engine_trains_one(tmp_path):
     batch = DataProto.from_dict(columns())
     micro = MicroBatching(max_tokens=12)
 
-    def loss(found, part, totals):
-        return -(found["log_probs"] * part.batch["response_mask"]).sum() / totals.num_tokens, {}
+    def loss(outputs, part, totals):
+        return -(outputs["log_probs"] * part.batch["response_mask"]).sum() / totals.num_tokens, {}
 
     losses = []
     for _ in range(3):
@@ -196,7 +196,7 @@ def test_micro_batches_count_padding():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_statistics_of_logits_are_those_of_the_head(dtype):
+def test_statistics_of_logits_match_the_head(dtype):
     hidden, weight = torch.randn(5, 8, dtype=dtype), torch.randn(11, 8, dtype=dtype)
     targets = torch.tensor([0, 3, 10, 4, 4])
     wants = {"want_entropy": True, "want_sum_pi_squared": True, "want_correct": True, "top": 3, "want_mean_logit": True}
@@ -274,7 +274,7 @@ def test_a_forward_that_writes_to_its_weights_is_caught(tmp_path):
         load_causal_lm(user_model(tmp_path / "m", body), trust_remote_code=True)
 
 
-def test_the_generator_of_torch_is_left_alone(tmp_path):
+def test_the_generator_of_torch_is_unchanged(tmp_path):
     folder = make(Path(tmp_path), "gpt2")
     torch.manual_seed(3)
     before = torch.get_rng_state()

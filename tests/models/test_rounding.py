@@ -38,7 +38,7 @@ def test_the_offset_is_added_to_the_bits_and_the_lower_half_is_cut_off():
     assert torch.equal(rounded("a", master).float().view(torch.int32), expected)
 
 
-def test_the_offsets_are_those_of_every_run():
+def test_the_offsets_match_every_run():
     """Checkpoints of one version are exported and resumed by another."""
     shifts = offsets("model.layers.0.mlp.up_proj.weight", (3, 40_000))
     assert int(shifts.min()) >= 0
@@ -116,7 +116,7 @@ def test_updates_show_in_tensors_of_awkward_shapes(shape):
     assert abs(shown.mean() * 50 - 1) < 0.1
 
 
-def test_the_error_of_a_product_is_that_of_independent_offsets():
+def test_the_error_of_a_product_fits_independent_offsets():
     """W x over rows whose neighbours in the tile may lie in other rows: errors add up as independent ones do."""
     master, x = normal(1536, 576, seed=1), torch.randn(576, 64, generator=torch.Generator().manual_seed(2))
     u = torch.randint(0, 1 << 16, master.shape, generator=torch.Generator().manual_seed(3), dtype=torch.int32)

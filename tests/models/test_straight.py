@@ -1,4 +1,4 @@
-"""The forward that a GPU trains with, on a CPU: the tests of the written-out passes (test_dense.py), with it in their place."""
+"""The forward that a GPU trains with, on a CPU: the tests of the fused passes (test_dense.py), with it in their place."""
 
 import pytest
 import torch

@@ -96,7 +96,7 @@ def test_tokens_beyond_the_embedding(folder, caplog):
         encode_text(tokenizer, "b", "row 0")
 
 
-def test_the_embedding_is_the_model_s_and_not_that_of_the_tokenizer_s_folder(folder, tmp_path):
+def test_the_embedding_is_the_models_and_not_the_tokenizer_folders(folder, tmp_path):
     from verl.config import ModelConfig
 
     other = make_tiny_model(tmp_path / "other", vocab_size=300)

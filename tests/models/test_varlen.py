@@ -109,8 +109,8 @@ def test_the_definition_equals_dense_attention_with_gradients(causal):
     upstream = torch.randn_like(expected)
     with torch.no_grad():
         ours = PLAIN.backward(upstream, q, k, v, out, lse, spans, causal, 0.3)
-    for found, wanted in zip(ours, torch.autograd.grad(expected, (q, k, v), upstream), strict=True):
-        assert relative(found, wanted) < 1e-13
+    for gradient, reference in zip(ours, torch.autograd.grad(expected, (q, k, v), upstream), strict=True):
+        assert relative(gradient, reference) < 1e-13
 
 
 def test_keys_may_be_shared_and_lie_anywhere():
@@ -158,9 +158,9 @@ def test_packed_parts_equal_masked_segments(layout, dims, seed, window):
     theirs = masked_attention(*qkv, segments, 0.3, window, None)
     assert relative(ours, theirs) < 1e-13
     upstream = torch.randn_like(theirs)
-    wanted = torch.autograd.grad(theirs, qkv, upstream)
-    for found, other in zip(torch.autograd.grad(ours, qkv, upstream), wanted, strict=True):
-        assert torch.allclose(found, other, rtol=1e-11, atol=1e-13)
+    references = torch.autograd.grad(theirs, qkv, upstream)
+    for gradient, other in zip(torch.autograd.grad(ours, qkv, upstream), references, strict=True):
+        assert torch.allclose(gradient, other, rtol=1e-11, atol=1e-13)
 
 
 def outputs_and_gradients(module, packed):
@@ -180,8 +180,8 @@ def test_a_training_pass_through_the_parts_equals_the_other_paths_in_float64(fam
     monkeypatch.setattr(
         packed_module, "varlen_attention", lambda plan, q, k, v, scale: varlen_attention(plan, q, k, v, scale, PLAIN)
     )
-    found, gradients = outputs_and_gradients(module, pack_rows(columns))
-    assert relative(found, expected) < 1e-10
+    outputs, gradients = outputs_and_gradients(module, pack_rows(columns))
+    assert relative(outputs, expected) < 1e-10
     for name, gradient in gradients.items():
         assert relative(gradient, expected_gradients[name]) < 1e-10 or gradient.norm() < 1e-9, name
 
@@ -301,9 +301,9 @@ class TestOnACard:
         assert relative(out, expected) < 1e-2
         assert (lse - expected_lse).abs().max() < 1e-2
         upstream = torch.randn_like(out)
-        found = FLASH.backward(upstream, *qkv, out, lse, spans, causal, dim**-0.5)
-        wanted = PLAIN.backward(upstream.double(), *wide, expected, expected_lse, spans, causal, dim**-0.5)
-        for a, b in zip(found, wanted, strict=True):
+        gradients = FLASH.backward(upstream, *qkv, out, lse, spans, causal, dim**-0.5)
+        references = PLAIN.backward(upstream.double(), *wide, expected, expected_lse, spans, causal, dim**-0.5)
+        for a, b in zip(gradients, references, strict=True):
             assert relative(a, b) < 2e-2
 
     @needs_pages
@@ -348,11 +348,11 @@ class TestOnACard:
         try:
             out = layout.attend(0, *qkv)
             upstream = torch.ones_like(out)
-            found = torch.autograd.grad(out, qkv, upstream)
+            gradients = torch.autograd.grad(out, qkv, upstream)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         wide = [x.detach().double().requires_grad_() for x in qkv]
         expected = masked_attention(*wide, segments, None, None, None)
         assert relative(out, expected) < 1e-2
-        for a, b in zip(found, torch.autograd.grad(expected, wide, upstream.double()), strict=True):
+        for a, b in zip(gradients, torch.autograd.grad(expected, wide, upstream.double()), strict=True):
             assert relative(a, b) < 2e-2

@@ -1,4 +1,4 @@
-"""Odd URLs of every page, and odd values of keys that are times or sizes: a page, an error of verl, or a value in range."""
+"""Odd URLs of every page, and odd values of times and sizes: a page, an error of verl, or a value in range."""
 
 import asyncio
 import datetime

@@ -11,12 +11,12 @@ from verl.page.pages import Site
 
 @pytest.fixture(scope="module")
 def quiet_pictures(no_pictures):
-    """Nobody looks at them."""
+    """No pictures: these tests look at no image."""
 
 
 @pytest.fixture
-def made(tiny_llama, tmp_path, quiet_pictures):
-    """`made(kind)` is the Site of a run of two steps."""
+def site_of(tiny_llama, tmp_path, quiet_pictures):
+    """`site_of(kind)` is the Site of a run of two steps."""
     sites = []
     yield lambda kind: open_site(train_kind(kind, tmp_path, tiny_llama), tmp_path, sites)
     for site in sites:
@@ -49,8 +49,8 @@ def visit(site):
     return pages
 
 
-def test_sft_keeps_rows_with_the_log_probs_of_their_tokens(made):
-    site = made("sft")
+def test_sft_keeps_rows_with_the_log_probs_of_their_tokens(site_of):
+    site = site_of("sft")
     visit(site)
     assert site.views["run"].run.kind == "sft"
     data = sample_data(site, "/run/run/train/1/s/0")
@@ -64,8 +64,8 @@ def test_sft_keeps_rows_with_the_log_probs_of_their_tokens(made):
     assert "sampler against trainer" not in step
 
 
-def test_the_margins_of_pairs_are_those_of_the_metrics(made):
-    site = made("dpo")
+def test_the_margins_of_pairs_match_the_metrics(site_of):
+    site = site_of("dpo")
     visit(site)
     view = site.views["run"]
     assert view.run.kind == "preference"
@@ -85,8 +85,8 @@ def test_the_margins_of_pairs_are_those_of_the_metrics(made):
 
 
 @pytest.mark.slow
-def test_reward_models_show_held_out_pairs(made):
-    site = made("rm")
+def test_reward_models_show_held_out_pairs(site_of):
+    site = site_of("rm")
     assert 'href="/run/run/val/2"' in site.page("/run/run/train/2")  # only its rows are kept
     visit(site)
     row = site.views["run"].index.rows("SELECT unit FROM samples WHERE chosen = 1 LIMIT 1")[0]
@@ -94,8 +94,8 @@ def test_reward_models_show_held_out_pairs(made):
 
 
 @pytest.mark.parametrize("kind", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
-def test_policies_keep_what_the_trainer_computes(made, kind):
-    site = made(kind)
+def test_policies_keep_what_the_trainer_computes(site_of, kind):
+    site = site_of(kind)
     folder = site.views["run"].run.folder
     pages = visit(site)
     assert any(path.startswith("/val/") for path in pages)

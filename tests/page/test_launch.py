@@ -92,7 +92,7 @@ class TestOfARun:
     def as_for_users(self, monkeypatch):
         monkeypatch.delenv("VERL_PAGE")
 
-    def test_auto_starts_it_for_a_process_of_its_own(self, tmp_path, capsys):
+    def test_auto_starts_it_for_a_separate_process(self, tmp_path, capsys):
         with page_of(config(tmp_path / "run"), whole_process=True):
             shown = capsys.readouterr().err
         assert shown.startswith("page: http://127.0.0.1:")

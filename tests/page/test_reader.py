@@ -200,7 +200,7 @@ def test_thinned_curves_keep_their_peaks():
 
 
 class TestPlan:
-    def test_the_plan_stands_beside_the_measured_step(self, run_folder, tmp_path):
+    def test_the_plan_stands_next_to_the_measured_step(self, run_folder, tmp_path):
         from verl.page.pages import Site
 
         for step, seconds in ((1, 1.0), (2, 3.0)):

@@ -98,7 +98,7 @@ def test_packing_keeps_the_order_where_that_costs_nothing():
     assert pack_by_tokens([6, 6, 4, 4], 10) == [[0, 2], [1, 3]]
 
 
-def test_a_row_over_the_limit_stands_alone():
+def test_a_row_over_the_limit_has_its_own_batch():
     assert pack_by_tokens([3, 25, 0, 2], 10) == [[0, 2, 3], [1]]
     assert pack_by_tokens([], 10) == []
     with pytest.raises(ValueError, match="max_tokens is 0"):

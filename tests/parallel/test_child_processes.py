@@ -4,9 +4,9 @@ import signal
 import subprocess
 import sys
 
-from verl.parallel.child_processes import unheard_sigterm
+from verl.parallel.child_processes import blocked_sigterm
 
-HEARS = "from verl.parallel.child_processes import hear_sigterm\nhear_sigterm()"
+HEARS = "from verl.parallel.child_processes import unblock_sigterm\nunblock_sigterm()"
 # the source of a process that gets SIGTERM, then starts a child and sends it SIGTERM
 PROGRAM = """
 import os, signal, subprocess, sys
@@ -30,7 +30,7 @@ def start(first):
 
 
 def test_a_process_and_its_children_do_not_get_sigterm():
-    with unheard_sigterm():
+    with blocked_sigterm():
         process = start("")
     assert process.communicate(b"\n", timeout=30)[0] == b"0\n"
     ordinary = start("")
@@ -39,7 +39,7 @@ def test_a_process_and_its_children_do_not_get_sigterm():
 
 
 def test_a_process_goes_on_and_its_children_get_sigterm():
-    with unheard_sigterm():
+    with blocked_sigterm():
         process = start(HEARS)
     assert process.communicate(b"\n", timeout=30)[0] == b"-15\n"
     assert process.returncode == 0

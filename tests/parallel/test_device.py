@@ -1,4 +1,4 @@
-"""Devices and number formats."""
+"""Devices and dtypes."""
 
 from types import SimpleNamespace
 
@@ -198,15 +198,15 @@ def test_parts_of_a_sharded_module_move_by_themselves(monkeypatch, tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         module = fully_shard(torch.nn.Linear(3, 5), mesh=init_device_mesh("cpu", (1,)))
-        before, seen = {name: p.full_tensor().clone() for name, p in module.named_parameters()}, []
+        before, placements = {name: p.full_tensor().clone() for name, p in module.named_parameters()}, []
 
         def move(tensor, device):
-            seen.append((type(tensor), device))
+            placements.append((type(tensor), device))
             return tensor.clone()
 
         monkeypatch.setattr(room, "to_device", move)
         move_module(module, "cpu")
-        assert seen == [(torch.Tensor, "cpu")] * 2
+        assert placements == [(torch.Tensor, "cpu")] * 2
         for name, p in module.named_parameters():
             assert isinstance(p, DTensor)
             assert isinstance(p, torch.nn.Parameter)

@@ -122,7 +122,7 @@ def test_object_columns_that_are_not_wanted_stay():
     shuffle=st.booleans(),
     n=st.integers(1, 3),
 )
-def test_mini_batches_are_those_of_one_process(mesh, num_rows, size, epochs, shuffle, n):
+def test_mini_batches_match_one_process(mesh, num_rows, size, epochs, shuffle, n):
     schedule = MiniBatchSchedule(size, epochs, shuffle, seed=3)
     batch = make_batch(num_rows, n)
     plan = plan_call(Registered(Dispatch.ND_MINI_BATCHES), Shape(mesh, schedule=schedule), (batch, 5), {})
@@ -138,9 +138,9 @@ def test_mini_batches_are_those_of_one_process(mesh, num_rows, size, epochs, shu
 
 
 def test_updates_merge_to_the_figures_of_the_mini_batch():
-    def part(loss, tokens, seen):
+    def part(loss, tokens, observed):
         steps = [{"loss": Metric.sum(loss), "clipped": Metric.mean(loss, tokens), "grad_norm": Metric.last(2.0)}]
-        return Updates("actor", steps, 0.1, [torch.tensor(seen), torch.tensor(seen)])
+        return Updates("actor", steps, 0.1, [torch.tensor(observed), torch.tensor(observed)])
 
     merged = part(1.0, 1, [0.5]).merge([part(3.0, 3, [0.25, 0.125])])
     figures = metric_values(merged.metrics())

@@ -1,4 +1,4 @@
-"""How a rollout engine spans devices: every rank in one replica, and the same replicas whatever the mode is called."""
+"""Devices of a rollout engine: every rank in one replica, and the same replicas whatever the mode is called."""
 
 import pytest
 from hypothesis import given
@@ -35,30 +35,30 @@ def plan(layout):
 @given(layouts())
 def test_every_rank_is_in_one_replica(layout):
     _, _, ranks, sizes, num_devices, per_node = layout
-    found = plan(layout)
-    assert found.ranks == tuple(ranks)
+    placed = plan(layout)
+    assert placed.ranks == tuple(ranks)
     if num_devices == 1:
         return
     size = sizes.tensor
-    assert {len(replica.ranks) for replica in found.replicas} == {size}
-    assert len(found.replicas) == len(ranks) // size
-    assert len(found.replicas) % sizes.data == 0
-    for replica in found.replicas:
+    assert {len(replica.ranks) for replica in placed.replicas} == {size}
+    assert len(placed.replicas) == len(ranks) // size
+    assert len(placed.replicas) % sizes.data == 0
+    for replica in placed.replicas:
         assert replica.owner == min(replica.ranks)
-        assert [found.replica_of(rank) for rank in replica.ranks] == [replica] * size
+        assert [placed.replica_of(rank) for rank in replica.ranks] == [replica] * size
         assert [replica.node * per_node + device for device in replica.devices] == list(replica.ranks)
-    engines = [rank for rank in ranks if found.runs_engine(rank)]
-    assert engines == (list(ranks) if found.where == "ranks" else [replica.owner for replica in found.replicas])
+    engines = [rank for rank in ranks if placed.runs_engine(rank)]
+    assert engines == (list(ranks) if placed.where == "ranks" else [replica.owner for replica in placed.replicas])
 
 
 @given(layouts())
 def test_prompts_are_divided_over_replicas_and_owners_answer(layout):
-    found = plan(layout)
-    mesh = found.mesh
-    assert mesh.dp_size == len(found.replicas)
-    assert [mesh.ranks[index] for index in mesh.collectors()] == [replica.owner for replica in found.replicas]
-    shares = {replica: {mesh.dp_rank(mesh.ranks.index(rank)) for rank in replica.ranks} for replica in found.replicas}
-    assert list(shares.values()) == [{number} for number in range(len(found.replicas))]
+    placed = plan(layout)
+    mesh = placed.mesh
+    assert mesh.dp_size == len(placed.replicas)
+    assert [mesh.ranks[index] for index in mesh.collectors()] == [replica.owner for replica in placed.replicas]
+    shares = {replica: {mesh.dp_rank(mesh.ranks.index(rank)) for rank in replica.ranks} for replica in placed.replicas}
+    assert list(shares.values()) == [{number} for number in range(len(placed.replicas))]
 
 
 @given(layouts())
@@ -69,18 +69,18 @@ def test_the_mode_changes_no_replica(layout):
 
 @given(st.integers(2, 64), st.integers(2, 9), st.integers(1, 4), st.sampled_from(["native", "vllm", "sglang"]))
 def test_sizes_that_do_not_divide_are_refused_by_both_keys(count, tensor, data, engine):
-    def found():
+    def planned():
         return plan_engine(
             engine, "async", range(count), Sizes(tensor, data), num_devices=count, devices_per_node=count,
             devices_key=f"trainer.n_gpus_per_node={count}",
         )  # fmt: skip
 
     if count % (tensor * data) == 0:
-        assert len(found().replicas) == count // tensor
+        assert len(planned().replicas) == count // tensor
         return
     keys = rf"{ROLLOUT}.tensor_model_parallel_size={tensor}.*trainer.n_gpus_per_node={count}\)"
     with pytest.raises(ConfigError, match=keys):
-        found()
+        planned()
 
 
 def of(*overrides, num_devices=None):
@@ -111,11 +111,11 @@ NODES = ("trainer.nnodes=4", "trainer.n_gpus_per_node=8")
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else None,
 )
 def test_launches(overrides, where, engines, devices):
-    found = of(*overrides)
-    assert (found.where, len(found.replicas)) == (where, engines)
+    placed = of(*overrides)
+    assert (placed.where, len(placed.replicas)) == (where, engines)
     if devices:
-        assert found.replicas[-1].devices == devices
-    assert found.engine in found.sentence()
+        assert placed.replicas[-1].devices == devices
+    assert placed.engine in placed.describe()
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_flat():
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("axes", "words"),
     [
         ({"tensor_parallel": 3}, "8 devices do not divide"),
         ({"sequence_parallel": 5}, "ulysses_sequence_parallel_size"),
@@ -45,6 +45,6 @@ def test_flat():
         ({"fsdp_size": 3}, "fsdp_size=3 does not divide the 8"),
     ],
 )
-def test_sizes_that_do_not_divide(given, words):
+def test_sizes_that_do_not_divide(axes, words):
     with pytest.raises(ConfigError, match=words):
-        Mesh.of(8, **given)
+        Mesh.of(8, **axes)

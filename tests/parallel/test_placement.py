@@ -25,7 +25,7 @@ def test_all_roles_share_all_devices_by_default():
     assert placement.num_devices == 8
     assert placement.num_nodes == 2
     assert set(placement.pools()) == {tuple(range(8))}
-    assert placement.sentence() == "actor, rollout, reference, critic, reward on 0-7"
+    assert placement.describe() == "actor, rollout, reference, critic, reward on 0-7"
     assert placed().num_devices == 1
 
 
@@ -34,8 +34,8 @@ def test_roles_apart():
     assert placement.devices["rollout"] == placement.devices["reference"] == (0, 1)
     assert placement.devices["reward"] == (3,)
     assert placement.roles_of(2) == ["critic"]
-    assert placement.sentence() == "actor, rollout, reference on 0-1; critic on 2; reward on 3"
-    assert placement.sentence({"actor", "reward"}) == "actor on 0-1; reward on 3"
+    assert placement.describe() == "actor, rollout, reference on 0-1; critic on 2; reward on 3"
+    assert placement.describe({"actor", "reward"}) == "actor on 0-1; reward on 3"
 
 
 def test_the_script_goes_before_the_config():
@@ -47,7 +47,7 @@ def test_the_script_goes_before_the_config():
     assert placed().num_devices == 1
 
 
-def test_rollout_on_machines_of_its_own():
+def test_rollout_on_separate_machines():
     placement = placed(
         "trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=3"
     )

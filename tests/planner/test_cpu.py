@@ -39,7 +39,7 @@ def test_no_constant_is_negative():
     assert 1.5 < fit.factor < 2
 
 
-def test_a_calibrated_device_adds_the_time_beside_its_kernels():
+def test_a_calibrated_device_adds_the_time_outside_its_kernels():
     plain = Cluster.of("h100_sxm", 1)
     host = calibrated(plain, {"train": CallFit(2.0, 1e-3, 5e-3)})
     kernels = time_train(SHAPE, LAYOUT, plain, BATCH).seconds

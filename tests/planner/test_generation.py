@@ -77,7 +77,7 @@ def test_table_2_of_hybridflow():
 
 
 @pytest.mark.parametrize(("t", "p", "t_g"), [(2, 1, 1), (4, 1, 2), (2, 2, 1)])
-def test_transition_bytes_are_those_of_the_reshard_plan(t, p, t_g):
+def test_transition_bytes_match_the_reshard_plan(t, p, t_g):
     """A model whose every parameter is divided: our plan moves what Table 2 says, to the byte."""
     from verl.parallel.mesh import Mesh
     from verl.reshard.grouping import interval_engines
@@ -147,7 +147,7 @@ def test_an_unknown_model_names_the_nearest():
 
 
 def test_a_larger_name_is_no_smaller_model():
-    """What follows a known name may be no size: R1's distillations are not R1."""
+    """A word after a known name may be no size: R1's distillations are not R1."""
     with pytest.raises(ConfigError, match="is not known"):
         known_shape("deepseek-ai/DeepSeek-R1-Distill-Other-9B")
 

@@ -1,4 +1,4 @@
-"""Memory closed forms against the published figures of Calculon and of Megatron's paper (arXiv:2205.05198)."""
+"""Memory closed forms against the published numbers of Calculon and of Megatron's paper (arXiv:2205.05198)."""
 
 import pytest
 
@@ -81,7 +81,7 @@ def test_zero_divides_optimizer_then_gradients_then_weights():
     assert [f.optimizer for f in sizes] == [12 * n, 3 * n, 3 * n, 3 * n]
 
 
-def test_experts_are_divided_by_expert_ranks_alone():
+def test_experts_are_divided_by_expert_ranks_only():
     shape = known_shape("DeepSeek-V3")
     layout = ParallelLayout(data=16, pipeline=16, expert=16, zero=1)
     experts = shape.routed_parameters * (4 / 61) / 16

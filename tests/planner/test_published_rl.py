@@ -77,12 +77,12 @@ def ratios():
     return {row: predicted(row) / row.seconds for row in ROWS}
 
 
-def errors_after_one_constant(found):
+def errors_after_one_constant(by_row):
     """One efficiency constant for each family: the geometric mean of its ratios."""
     constants = {
-        f: math.exp(statistics.mean(math.log(r) for row, r in found.items() if row.model == f)) for f in FAMILIES
+        f: math.exp(statistics.mean(math.log(r) for row, r in by_row.items() if row.model == f)) for f in FAMILIES
     }
-    return [abs(ratio / constants[row.model] - 1) for row, ratio in found.items()]
+    return [abs(ratio / constants[row.model] - 1) for row, ratio in by_row.items()]
 
 
 def test_median_error_after_one_constant_per_family():

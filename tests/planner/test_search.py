@@ -15,7 +15,7 @@ LLAMA = {"7B": "Llama-2-7b", "13B": "Llama-2-13b", "34B": "CodeLlama-34b", "70B"
 COLOCATE = (("actor", "critic", "reference", "reward"),)
 SPLIT = (("actor", "reference"), ("critic", "reward"))
 PAPER = Workload(1024, 1, 1024, Lengths.constant(1024), updates=8)
-# the longest pipeline of the layouts in figure 14 is 8
+# the longest pipeline of the layouts in Fig. 14 is 8
 MEGATRON = Space(zero=(1,), offload=False, pipelines=(1, 2, 4, 8))
 
 
@@ -32,13 +32,13 @@ def seconds(model, devices, groups, even=False):
     ("model", "devices"), [("7B", 16), ("7B", 64), ("13B", 16), ("13B", 32), ("13B", 64), ("34B", 64), ("70B", 64)]
 )
 def test_colocation_is_best_on_few_devices(model, devices):
-    """HybridFlow, figure 12: up to 64 devices all four models share them."""
+    """HybridFlow, Fig. 12: up to 64 devices all four models share them."""
     assert seconds(model, devices, COLOCATE) < seconds(model, devices, SPLIT, even=True)
 
 
 @pytest.mark.parametrize("devices", [96, 128])
 def test_a_split_is_best_on_many_devices(devices):
-    """HybridFlow, figure 12: 34B, actor and reference on one half, critic and reward model on the other."""
+    """HybridFlow, Fig. 12: 34B, actor and reference on one half, critic and reward model on the other."""
     assert seconds("34B", devices, SPLIT, even=True) < seconds("34B", devices, COLOCATE)
 
 
@@ -54,7 +54,7 @@ def test_splitting_gains_with_scale(model):
     assert ratios == sorted(ratios, reverse=True)
 
 
-# HybridFlow's own layouts (figure 14) have tensor parallel size 8, and at most as many stages as here; these divide the layers,
+# HybridFlow's own layouts (Fig. 14) have tensor parallel size 8, and at most as many stages as here; these divide the layers,
 # since Megatron-core 0.6.0, which it used, builds layers // stages for each
 STAGES = {"7B": (1,), "13B": (1,), "34B": (1, 2, 3, 4), "70B": (1, 2, 4, 5, 8)}
 APART = (("actor", "reference", "reward"), ("critic",))
@@ -75,8 +75,8 @@ def own_layouts(actor, critic, devices, groups=None, allocations=None):
 
 
 def in_the_figure(actor, critic, devices):
-    """Plans of the placements that figures 12 and 13 compare, where they fit: all together; split in halves (unequal models at
-    the best place); one role each on 1/2, 1/4, 1/8 and 1/8 of the devices; the critic apart, only in figure 13."""
+    """Plans of the placements that Fig. 12 and 13 compare, where they fit: all together; split in halves (unequal models at
+    the best place); one role each on 1/2, 1/4, 1/8 and 1/8 of the devices; the critic apart, only in Fig. 13."""
     half = devices // 2
     split = ((half, half),) if actor == critic else None
     candidates = {"colocate": (COLOCATE, None), "split": (SPLIT, split)}
@@ -109,13 +109,13 @@ def in_the_figure(actor, critic, devices):
     ],
 )
 def test_placements_of_the_figures(actor, critic, devices, published, most):
-    """HybridFlow, figures 12 and 13: the published best placement takes at most `most` times the best of those compared."""
+    """HybridFlow, Fig. 12 and 13: the published best placement takes at most `most` times the best of those compared."""
     steps = {name: plan.step_s for name, plan in in_the_figure(actor, critic, devices).items()}
     assert steps[published] <= most * min(steps.values()), steps
 
 
 def test_four_groups_gain_nothing_over_a_split_but_in_preparation():
-    """HybridFlow, figure 12: 13B on 128 devices is fastest with the actor on 64, the critic on 32, the others on 16 each. The
+    """HybridFlow, Fig. 12: 13B on 128 devices is fastest with the actor on 64, the critic on 32, the others on 16 each. The
     actor has 64 devices in the split as well, so that at most one forward pass on 64 could be saved; predicted is a loss."""
     layouts = in_the_figure("13B", "13B", 128)
     split, alone = layouts["split"].stages, layouts["standalone"].stages
@@ -125,7 +125,7 @@ def test_four_groups_gain_nothing_over_a_split_but_in_preparation():
 
 
 def test_throughput_within_the_papers_layouts():
-    """HybridFlow, figure 9: 7B on 128 devices processes about 38,000 tokens a second (read from a bar)."""
+    """HybridFlow, Fig. 9: 7B on 128 devices processes about 38,000 tokens a second (read from a bar)."""
     assert 1024 * 2048 / own_layouts("7B", "7B", 128, COLOCATE).step_s == pytest.approx(38_000, rel=0.1)
 
 
@@ -264,7 +264,7 @@ def test_known_to_fit(model, gpu, devices, lora):
     ],
 )
 def test_half_as_many_devices_do_not_fit(model, gpu, devices, offload):
-    """Where all parameters train. 70B on 16 fits with offload, and not without."""
+    """Memory where all parameters train: 70B on 16 fits with offload, and not without."""
     assert fits(model, gpu, devices, False, Space(offload=offload)) is None
 
 

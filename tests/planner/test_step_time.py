@@ -30,7 +30,7 @@ def test_megatron_iterations_within_a_tenth(name):
 
 
 @pytest.mark.parametrize("name", ["Qwen2.5-7B", "Qwen3-30B-A3B", "Moonlight-16B-A3B"])
-def test_operations_of_a_sequence_are_those_of_its_kernels(name):
+def test_operations_of_a_sequence_are_the_sum_of_its_kernels(name):
     """The balancer counts the operations that the cost model multiplies."""
     shape = known_shape(name)
     linear, quadratic = shape.flops

@@ -34,7 +34,7 @@ def divided(tensor, array, num_ranks, index):
 
 
 def chunk(array, num_ranks, index):
-    """What torch.chunk(num_ranks) along dimension 0 gives to `index`; empty where it gives fewer chunks."""
+    """The part of torch.chunk(num_ranks) along dimension 0 for `index`; empty where it gives fewer chunks."""
     size = math.ceil(len(array) / num_ranks)
     return array[index * size : (index + 1) * size]
 

@@ -25,10 +25,10 @@ from verl.rollout.weight_version import checked
 from verl.runtime.weight_copies import KeptBuckets, read_folder, write_folder
 
 
-def same(found, expected, what):
+def same(actual, expected, what):
     """Bit for bit, and not what rounding to nearest gives."""
-    assert found.keys() == expected.keys(), what
-    for name, tensor in found.items():
+    assert actual.keys() == expected.keys(), what
+    for name, tensor in actual.items():
         assert tensor.dtype == torch.bfloat16, (what, name)
         assert torch.equal(tensor.contiguous().view(torch.int16), expected[name].contiguous().view(torch.int16)), (
             what,

@@ -38,9 +38,9 @@ def weights(value=1.0):
     ]
 
 
-def same(found, expected):
-    assert [name for name, _ in found] == [name for name, _ in expected]
-    assert all(torch.equal(f, e) and f.dtype == e.dtype for (_, f), (_, e) in zip(found, expected, strict=True))
+def same(actual, expected):
+    assert [name for name, _ in actual] == [name for name, _ in expected]
+    assert all(torch.equal(f, e) and f.dtype == e.dtype for (_, f), (_, e) in zip(actual, expected, strict=True))
 
 
 def test_tensors_come_as_they_were_written(buckets, driver):
@@ -125,7 +125,7 @@ class TestSender:
         return DeviceSender(DEVICE, BUCKET, KeptBuckets(BUCKET).place, keeps=True)
 
     def taken(self, sender, values=(1.0, 2.0)):
-        """What an engine has after an update, and the descriptions."""
+        """The tensors of an engine after an update, and the descriptions."""
         new = [(f"{value}.{name}", tensor) for value in values for name, tensor in weights(value)]
         new += [(f"large.{i}", torch.randn(200)) for i in range(3)]
         held, descriptions = {}, []

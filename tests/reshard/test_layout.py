@@ -1,4 +1,4 @@
-"""What ranks hold, against the same written on arrays; and the names under which engines hold it."""
+"""Parts of ranks, against the same division of arrays; and the names under which engines hold it."""
 
 import itertools
 
@@ -117,7 +117,7 @@ def test_pipeline_stages_hold_their_layers():
     assert where == {(-1,): [0], (0,): [0], (1,): [0], (2,): [1], (3,): [2], (4,): [2], (-1, 4): [0, 2]}
 
 
-def test_interval_groups_are_those_of_the_paper():
+def test_interval_groups_match_the_paper():
     """Training 1-4-2 and generation 1-2-2-2 on eight ranks (HybridFlow, section 5.3)."""
     training = reference.ptd(1, 4, 2, 1)
     assert [engine[0] for engine in interval_engines(training, 2)] == [(0, 2), (1, 3), (4, 6), (5, 7)]

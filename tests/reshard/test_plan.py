@@ -24,7 +24,7 @@ LLAMA_13B = (5120, 13824, 40, 40, 40)
 LLAMA_34B = (8192, 22016, 48, 64, 8)
 LLAMA_70B = (8192, 28672, 80, 64, 8)
 
-# sizes, training p-t-d, generation p_g, t_g: figures 14 and 15 of the paper, the example of section 5.3, and pipelines
+# sizes, training p-t-d, generation p_g, t_g: Fig. 14 and 15 of the paper, the example of section 5.3, and pipelines
 PAPER = [
     (LLAMA_7B, (1, 8, 2), 1, 2),
     (LLAMA_13B, (1, 8, 2), 1, 4),
@@ -94,7 +94,7 @@ def test_carrying_out_a_plan_makes_the_rollout_parts(problem):
         for rank in rollout.ranks:
             expected = reference.generating(tensor, rollout, rank)
             arrived = np.full(expected.shape, -1)
-            for move in plan.receives(rank) + plan.kept(rank):
+            for move in plan.receives(rank) + plan.local(rank):
                 if move.tensor != tensor.name:
                     continue
                 source = reference.trained(tensor, training, move.source)
@@ -224,7 +224,7 @@ def pipeline_four():
     ],
 )
 def test_bytes_against_a_full_gather(case, share, share_of_float32):
-    """The baseline: each rank gathers every parameter whole over the training ranks, in the rollout's number format or
+    """The baseline: each rank gathers every parameter whole over the training ranks, in the rollout's dtype or
     in the float32 in which it is trained. No plan could do better: each equals its lower bound."""
     model, training, t_g, experts = case()
     rollout = RolloutLayout(interval_engines(training, t_g), experts)
@@ -241,7 +241,7 @@ def test_same_layout_moves_nothing():
     model, training = llama(64, 96, 2, 4, 4, vocabulary=128), TrainingLayout(Mesh.of(4, tensor_parallel=4))
     plan = make_plan(model, training, RolloutLayout(interval_engines(training, 4)))
     assert (plan.total_bytes, plan.sent_bytes, plan.received_bytes) == (0, {}, {})
-    assert sum(len(plan.kept(rank)) for rank in range(4)) == 4 * len(model)
+    assert sum(len(plan.local(rank)) for rank in range(4)) == 4 * len(model)
 
 
 def test_back_to_the_training_layout():

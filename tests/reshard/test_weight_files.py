@@ -69,9 +69,9 @@ def test_files_that_are_not_what_was_written(tmp_path, place, fault):
 def test_a_failure_leaves_what_was_there(tmp_path, place):
     def broken():
         yield "a", torch.zeros(3)
-        raise OSError("no room")
+        raise OSError("no space")
 
-    with pytest.raises(ModelError, match="Version 2 of the weights could not be written to .*no room"):
+    with pytest.raises(ModelError, match="Version 2 of the weights could not be written to .*no space"):
         write_files(tmp_path, 2, broken(), 3000)
     assert [path.name for path in tmp_path.iterdir()] == ["version-1"]
     assert dict(read_files(tmp_path, 1))

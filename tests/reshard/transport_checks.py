@@ -1,4 +1,4 @@
-"""What test_transport.py runs on four ranks at once."""
+"""Checks that test_transport.py runs on four ranks at once."""
 
 from __future__ import annotations
 
@@ -148,9 +148,9 @@ class LosesABucket(PeerToPeer):
         self.count += rank == 2
         return rank == 2 and self.count == 2
 
-    def _unpack(self, moves, message, wanted):
+    def _unpack(self, moves, message, target):
         if not self._is_lost(self.rank):
-            super()._unpack(moves, message, wanted)
+            super()._unpack(moves, message, target)
 
     def _place(self, move):
         place = super()._place(move)
@@ -160,35 +160,35 @@ class LosesABucket(PeerToPeer):
 class SwapsTwo(PeerToPeer):
     """The engine of rank 2 takes k_proj for v_proj of a layer."""
 
-    def check_held(self, wanted):
+    def check_held(self, target):
         if self.rank == 2:
-            k, v = (wanted[f"model.layers.1.self_attn.{which}_proj.weight"] for which in "kv")
+            k, v = (target[f"model.layers.1.self_attn.{which}_proj.weight"] for which in "kv")
             was = k.clone()
             k.copy_(v)
             v.copy_(was)
-        super().check_held(wanted)
+        super().check_held(target)
 
 
 class ForgetsWhatItKeeps(PeerToPeer):
-    def _put(self, moves, held, wanted):
+    def _put(self, moves, held, target):
         moves = [move for move in moves if self.rank != 2 or not move.is_kept]
         if moves:
-            super()._put(moves, held, wanted)
+            super()._put(moves, held, target)
 
 
 class FlipsABit(PeerToPeer):
     """One bit of one element that came to rank 2 is another."""
 
-    def check_held(self, wanted):
+    def check_held(self, target):
         if self.rank == 2:
             came = next(move for move in reversed(self._verified) if not move.is_kept)
-            place = self._at(wanted, came, is_source=False)
+            place = self._at(target, came, is_source=False)
             place.view(torch.int16)[(0,) * place.dim()] ^= 1
-        super().check_held(wanted)
+        super().check_held(target)
 
 
 class WritesInTheWrongPlace(PeerToPeer):
-    """Rank 3 writes something into the memory of rank 2 that nobody has sent there."""
+    """Rank 3 writes something into the memory of rank 2 without an announcement."""
 
     def __init__(self, *args, memory, **options):
         super().__init__(*args, memory=memory, **options)

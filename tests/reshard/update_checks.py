@@ -1,4 +1,4 @@
-"""What test_update.py runs on two ranks at once: real engines and copies of every family, updated by plan and by gathering."""
+"""Checks that test_update.py runs on two ranks: engines and copies of every family, updated by plan and by gathering."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def many(data_sources, solution_strs, ground_truths, extra_infos, reward_model_s
 
 @pytest.fixture
 def scored(tmp_path):
-    """scored(says, judge=, function=, manager=) -> the scores of samples about which the model said `says`."""
+    """scored(says, judge=, function=, manager=) -> the scores of samples about which the model replied `says`."""
     (tmp_path / "rewards.py").write_text(COMBINED)
 
     def run(says, *, judge=False, function=None, manager="naive"):
@@ -52,7 +52,7 @@ def scored(tmp_path):
 
 
 @pytest.mark.parametrize("manager", ["naive", "batch", "dapo"])
-def test_the_classifier_alone_is_the_reward(scored, manager):
+def test_the_classifier_score_is_the_reward(scored, manager):
     scores = scored([0.25, -1.5], manager=manager)
     assert [s.score for s in scores] == [0.25, -1.5]
     assert all(s.error is None for s in scores)

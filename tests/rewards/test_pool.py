@@ -31,7 +31,7 @@ def wait_until(condition, timeout_s=5.0):
 
 
 def runs(pid):
-    """Whether a process exists and is not a zombie that nobody has waited for."""
+    """Whether a process exists and is not a zombie."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rsplit(")", 1)[1].split()[0] != "Z"

@@ -114,18 +114,18 @@ TREES = st.recursive(
 )
 
 
-def plant(tree, path, kept):
+def plant(tree, path, outside):
     if isinstance(tree, tuple):
         path.mkdir()
         for number, below in enumerate(tree[1]):
-            plant(below, path / str(number), kept)
+            plant(below, path / str(number), outside)
         path.chmod(tree[0])
     elif tree == "file":
         path.touch(0o400)
     elif tree == "fifo":
         os.mkfifo(path)
     else:
-        path.symlink_to({"link to file": kept / "file", "link to folder": kept}.get(tree, kept / "none"))
+        path.symlink_to({"link to file": outside / "file", "link to folder": outside}.get(tree, outside / "none"))
 
 
 @given(TREES)

@@ -94,11 +94,11 @@ class Gradients:
     names = {}
 
     def __init__(self, engine):
-        self.engine, self.found = engine, {}
+        self.engine, self.gradients = engine, {}
 
     def __call__(self, figures):
         masters = self.engine.optimizer.masters
-        self.found = {name: master.grad.clone() for name, master in masters.items() if master.grad is not None}
+        self.gradients = {name: master.grad.clone() for name, master in masters.items() if master.grad is not None}
         return False
 
 
@@ -107,7 +107,7 @@ def gradients(engine, config, batch, micro, rows):
     objective.start_mini_batch(0, 0)
     check = Gradients(engine)
     metrics = engine.train_batch(batch, objective, objective.outputs, micro, 1.2, check, rows=rows)
-    return check.found, metrics
+    return check.gradients, metrics
 
 
 def relative_gap(a, b):
@@ -128,7 +128,7 @@ def test_these_losses_declare_it():
 
 @pytest.mark.parametrize("micro", CUTS)
 @pytest.mark.parametrize("mode", DECLARED)
-def test_gradients_are_those_of_all_rows(engine, mode, micro):
+def test_gradients_match_all_rows(engine, mode, micro):
     for agg_mode in LOSS_AGG_MODES:
         config, batch = make_config(mode, loss_agg_mode=agg_mode), make_batch()
         computed = make_actor(engine, config).schedule.computed(batch)

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Raw:
-    """An answer as it goes over the wire, status line and all, in the pieces that `parts()` gives."""
+    """An answer as it goes over the wire, status line and all, in the chunks that `parts()` gives."""
 
     def __init__(self, parts):
         self.parts = parts

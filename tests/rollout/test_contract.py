@@ -81,7 +81,7 @@ def test_sampled_log_probs_equal_a_plain_forward(name, family, load, make_engine
 
 
 def test_samples_are_the_native_ones(name, make_engine):
-    """The draw is a function of (seed, step, ordinal, sample, weights): not of the engine."""
+    """The uniform number is a function of (seed, step, ordinal, sample, weights): not of the engine."""
     prompts = make_prompts(LENGTHS)
     params = SamplingParams(n=2, temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, max_new_tokens=16)
     drawn = make_engine(name, max_num_seqs=12).generate(prompts, params, step=5)
@@ -125,14 +125,14 @@ def test_order_and_shape_of_the_result(name, load, make_engine):
 
 
 def test_on_finish_once_per_sample_as_it_ends(name, make_engine):
-    engine, seen = make_engine(name, max_num_seqs=30), []
+    engine, ended = make_engine(name, max_num_seqs=30), []
     completions = engine.generate(
-        make_prompts([12, 5, 30]), SamplingParams(n=8, max_new_tokens=60), step=1, on_finish=seen.append
+        make_prompts([12, 5, 30]), SamplingParams(n=8, max_new_tokens=60), step=1, on_finish=ended.append
     )
     key = lambda c: (c.ordinal, c.sample)  # noqa: E731
-    assert sorted(map(key, seen)) == sorted(map(key, completions))
-    assert all(any(c is s for s in seen) for c in completions)
-    lengths = [len(c.token_ids) for c in seen]
+    assert sorted(map(key, ended)) == sorted(map(key, completions))
+    assert all(any(c is s for s in ended) for c in completions)
+    lengths = [len(c.token_ids) for c in ended]
     assert min(lengths) < max(lengths)
     if name != "http":  # where each sample has a thread
         assert lengths == sorted(lengths)  # all began together
@@ -290,10 +290,10 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_errors_before_any_token_is_made(name, case, make_engine):
     prompts, config, params, error, words = BAD[case]
-    seen = []
+    ended = []
     with pytest.raises(error, match=words):
-        make_engine(name, **config).generate(prompts, SamplingParams(**params), step=0, on_finish=seen.append)
-    assert not seen
+        make_engine(name, **config).generate(prompts, SamplingParams(**params), step=0, on_finish=ended.append)
+    assert not ended
 
 
 def test_prompt_and_response_may_fill_the_model(name, make_engine):
@@ -341,7 +341,7 @@ def answer(key, turn):
 TURNS = SamplingParams(n=2, temperature=0.8, max_new_tokens=6)
 
 
-def test_turns_are_those_of_one_unbroken_sequence(name, load, make_engine):
+def test_turns_match_one_unbroken_sequence(name, load, make_engine):
     """Log-probs equal a plain forward's over the whole conversation, environment tokens included. Positions of the
     response key the random numbers, so that a sample that resumes with its history is the same."""
     prompts, module = make_prompts(LENGTHS, seed=5), load("llama", "eager")
@@ -350,11 +350,11 @@ def test_turns_are_those_of_one_unbroken_sequence(name, load, make_engine):
     turns, responses = converse(generation, prompts, 3, answer)
     stats = generation.close()
     assert len(turns) == 12
-    assert all(len(found) == 3 for found in turns.values())
+    assert all(len(completions) == 3 for completions in turns.values())
     num_answered = 0
-    for key, found in turns.items():
+    for key, completions in turns.items():
         start, expected = 0, hf_log_probs(module, prompts[key[0]], responses[key], 0.8)
-        for turn, done in enumerate(found, 1):
+        for turn, done in enumerate(completions, 1):
             end = start + len(done.token_ids)
             assert responses[key][start:end] == done.token_ids
             assert torch.allclose(torch.tensor(done.log_probs), expected[start:end], atol=1e-4)
@@ -371,7 +371,7 @@ def test_turns_are_those_of_one_unbroken_sequence(name, load, make_engine):
         assert stats["num_prompt_tokens_computed"] == sum(LENGTHS) + num_answered + 24
 
 
-def test_turns_do_not_depend_on_the_samples_beside_them(name, make_engine):
+def test_turns_do_not_depend_on_other_samples(name, make_engine):
     """On the native engine with the compiled kernels, or required to be invariant, to the last bit."""
     prompts = make_prompts(LENGTHS, seed=5)
     engine = make_engine(name, max_num_seqs=30, batch_invariant="require" if name == "native" else "auto")
@@ -382,8 +382,8 @@ def test_turns_do_not_depend_on_the_samples_beside_them(name, make_engine):
         generation = engine.open(TURNS, step=2, keep=True)
         alone, _ = converse(generation, [prompt], 2, answer)
         generation.close()
-        for key, found in alone.items():
-            for a, b in zip(found, together[key], strict=True):
+        for key, completions in alone.items():
+            for a, b in zip(completions, together[key], strict=True):
                 assert a.token_ids == b.token_ids
                 if name == "native":
                     assert a.log_probs == b.log_probs
@@ -422,15 +422,17 @@ def test_a_sample_that_resumes_is_the_unbroken_one(name, make_engine):
         assert torch.allclose(torch.tensor(a.log_probs + b.log_probs), torch.tensor(unbroken.log_probs), atol=1e-4)
 
 
-def test_a_request_may_have_a_limit_of_its_own(name, make_engine):
+def test_a_request_may_have_its_own_limit(name, make_engine):
     engine, params = make_engine(name), SamplingParams(n=2, max_new_tokens=9, ignore_eos=True)
     prompts = make_prompts([9, 4])
     whole = engine.generate(prompts, params, step=1)
     limited = [dataclasses.replace(prompt, max_new_tokens=most) for prompt, most in zip(prompts, (3, 20), strict=True)]
-    found = engine.generate(limited, params, step=1)
-    assert [len(c.token_ids) for c in found] == [3, 3, 9, 9]
-    assert [c.token_ids for c in found] == [c.token_ids[: len(f.token_ids)] for c, f in zip(whole, found, strict=True)]
-    assert {c.finish_reason for c in found} == {"length"}
+    completions = engine.generate(limited, params, step=1)
+    assert [len(c.token_ids) for c in completions] == [3, 3, 9, 9]
+    assert [c.token_ids for c in completions] == [
+        c.token_ids[: len(f.token_ids)] for c, f in zip(whole, completions, strict=True)
+    ]
+    assert {c.finish_reason for c in completions} == {"length"}
 
 
 def test_aborted_samples_do_not_come_back(name, make_engine):
@@ -449,12 +451,12 @@ def test_aborted_samples_do_not_come_back(name, make_engine):
         generation.add(TurnRequest(*ended[0].key, (1,)))
     beside = (ended[0].ordinal, 7)
     generation.add(PromptRequest(beside[0], (5, 6), beside[1], num_samples=1))
-    while found := generation.poll():
-        ended += found
+    while polled := generation.poll():
+        ended += polled
     generation.close()
-    found = tokens_of(ended)
-    assert len(found.pop(beside)) == 10
-    assert found == {key: tokens for key, tokens in expected.items() if key not in dropped}
+    polled = tokens_of(ended)
+    assert len(polled.pop(beside)) == 10
+    assert polled == {key: tokens for key, tokens in expected.items() if key not in dropped}
 
 
 def test_only_kept_samples_continue(name, make_engine):

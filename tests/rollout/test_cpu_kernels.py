@@ -174,8 +174,8 @@ def assert_same(ours, theirs, atol):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_equal_those_of_torch(kernels, family, make_engine, monkeypatch):
-    """Over prompts in pieces, rows that end and refill, shared prompts and prompts in the rows' own slots."""
+def test_greedy_tokens_match_torch(kernels, family, make_engine, monkeypatch):
+    """Over prompts in chunks, rows that end and refill, shared prompts and prompts in the rows' own slots."""
     for n in (1, 3):
         engine = make_engine("native", family, max_num_seqs=5, max_num_batched_tokens=24)
         assert type(engine.dense()) is CpuForward
@@ -204,9 +204,11 @@ def test_bfloat16_is_as_near_to_float64_as_torch(kernels, name, load, odd_models
         by_torch(monkeypatch, engine, **asked),
     )
 
-    def error(found):
+    def error(completions):
         pairs = [
-            (a.log_probs[0], b.log_probs[0]) for a, b in zip(found, exact, strict=True) if a.token_ids == b.token_ids
+            (a.log_probs[0], b.log_probs[0])
+            for a, b in zip(completions, exact, strict=True)
+            if a.token_ids == b.token_ids
         ]
         assert len(pairs) > 16
         return np.sqrt(np.mean([(a - b) ** 2 for a, b in pairs]))
@@ -251,7 +253,7 @@ def test_threads_do_not_change_bits(kernels, dtype, load, make_engine):
     assert runs[0] == runs[1] == runs[2]
 
 
-def test_a_fork_has_threads_of_its_own(kernels, dtype):
+def test_a_fork_has_its_own_threads(kernels, dtype):
     """The threads of a process that has multiplied are not in its child, which starts its own."""
     weight, x = normal(100, 64).to(dtype), normal(20, 64, seed=1).to(dtype)
     packed = kernels.pack(weight)

@@ -45,7 +45,7 @@ def generate(engine, prompts, params, *, step=1, on_finish=None):
 
 
 def assert_same(ours, theirs, tolerance=1e-5):
-    """The same samples. A uniform may lie within a rounding of the boundary between two tokens, where other kernels draw
+    """The same samples. A uniform may lie within a rounding of the boundary between two tokens, where other kernels sample
     the neighbour: then all before it is the same, and it happens to few samples (none with a tolerance of 0)."""
     assert [(c.ordinal, c.sample) for c in ours] == [(c.ordinal, c.sample) for c in theirs]
     num_parted = 0
@@ -232,7 +232,7 @@ def test_any_mixture_in_any_number_of_pages(make_engine, lengths, n, rows, budge
 
 def test_turns_continue_in_pages(device):
     """Kept samples come back into pages, and may be preempted."""
-    found = []
+    runs = []
     for config in (SLOTS, pages(None), pages(224)):
         engine = device(rows=8, kv_cache_config=config)
         generation = engine.open(SamplingParams(n=2, max_new_tokens=24, temperature=1.0), step=0, keep=True)
@@ -245,9 +245,9 @@ def test_turns_continue_in_pages(device):
             generation.add(TurnRequest(ordinal, sample, (7, 8, 9)))
         while done := generation.poll():
             second |= {c.key: c.token_ids for c in done}
-        found.append((first, second, generation.close().get("num_preempted", 0)))
-    assert found[0][:2] == found[1][:2] == found[2][:2]
-    assert found[1][2] == 0 < found[2][2]
+        runs.append((first, second, generation.close().get("num_preempted", 0)))
+    assert runs[0][:2] == runs[1][:2] == runs[2][:2]
+    assert runs[1][2] == 0 < runs[2][2]
 
 
 def test_pages_are_as_long_as_the_kernel_reads(device):
@@ -265,7 +265,7 @@ def test_pages_are_as_long_as_the_kernel_reads(device):
 
 @pytest.mark.parametrize("multiple", [0, 1])
 def test_pages_are_the_default_of_the_device(multiple, device):
-    """Where the kernel reads them; the backend of the host has none by default."""
+    """Options of a backend whose kernel reads pages; the backend of the host has none by default."""
     engine, prompts = device(), make_prompts(LENGTHS)
     engine.device.kernel = PLAIN._replace(page_multiple=multiple)
     ours, stats = generate(engine, prompts, CASES["sampled"])
@@ -393,10 +393,10 @@ def test_new_weights_are_seen(tmp_path, device):
 
 
 def test_each_sample_is_returned_once_when_it_ends(device):
-    seen = []
-    completions, _ = generate(device(), make_prompts(LENGTHS), CASES["stopped early"], on_finish=seen.append)
-    assert sorted(map(id, seen)) == sorted(map(id, completions))
-    lengths = [len(c.token_ids) for c in seen]
+    ended = []
+    completions, _ = generate(device(), make_prompts(LENGTHS), CASES["stopped early"], on_finish=ended.append)
+    assert sorted(map(id, ended)) == sorted(map(id, completions))
+    lengths = [len(c.token_ids) for c in ended]
     assert lengths == sorted(lengths)  # all began together
 
 
@@ -549,8 +549,8 @@ def test_merged_parts_are_attention_to_all_keys():
     places[place] = prefix.unflatten(1, (kv_heads, groups)).transpose(1, 2)
     lse = torch.zeros(kv_heads, 4, groups, dtype=torch.float64)
     lse[:, place] = prefix_lse.unflatten(1, (kv_heads, groups)).transpose(0, 1)
-    found = fused.merged_attention(own, own_lse.t(), places, lse, place)
-    assert torch.allclose(found, attend(k, v)[0], atol=1e-12)
+    merged = fused.merged_attention(own, own_lse.t(), places, lse, place)
+    assert torch.allclose(merged, attend(k, v)[0], atol=1e-12)
 
 
 @settings(max_examples=30, deadline=None)
@@ -608,24 +608,24 @@ def test_stores_that_stay_over_training_change_nothing(cache, n, device, monkeyp
     monkeypatch.setattr("verl.rollout.cuda.backend._has_room", lambda device, num_bytes: True)
     params = SamplingParams(n=n, max_new_tokens=12)
     long, short = make_prompts([200, 90, 7, 31]), make_prompts([40, 20, 7])
-    fresh, kept = device(rows=6, kv_cache_config=cache), device(rows=6, kv_cache_config=cache)
-    for engine in (fresh, kept):
+    fresh, lasting = device(rows=6, kv_cache_config=cache), device(rows=6, kv_cache_config=cache)
+    for engine in (fresh, lasting):
         engine.device.kernel = PLAIN._replace(forward=forward)
     expected, _ = generate(fresh, short, params)
-    wanted = list(calls)
-    kept.publish(1)
-    generate(kept, long, params)
-    kept.release()
-    assert kept.device.stores is None, "it is not known yet what training takes"
-    kept.publish(2)
-    generate(kept, long, params)
-    stores = kept.device.stores
-    kept.release()
+    before = list(calls)
+    lasting.publish(1)
+    generate(lasting, long, params)
+    lasting.release()
+    assert lasting.device.stores is None, "it is not known yet what training takes"
+    lasting.publish(2)
+    generate(lasting, long, params)
+    stores = lasting.device.stores
+    lasting.release()
     calls.clear()
-    again, _ = generate(kept, short, params)
+    again, _ = generate(lasting, short, params)
     if n > 1:  # else fewer rows are asked for
-        assert kept.device.stores is stores
-    assert calls == wanted
+        assert lasting.device.stores is stores
+    assert calls == before
     assert_same(again, expected, tolerance=0)
 
 
@@ -646,7 +646,7 @@ LAUNCHES_THEN = {"written": 1285, "compiled": 385}
 
 @pytest.mark.parametrize(("parts", "share"), [("written", 0.6), ("compiled", 0.9)])
 def test_a_decode_step_launches_fewer_kernels(parts, share):
-    """Where a compiler fuses the parts, matmuls and attention remain, of which there are as many as before."""
+    """A compiler fuses the other parts; there are as many matmuls and attentions as before."""
     launches = count(compiled=parts == "compiled")
     assert sum(launches.names.values()) <= share * LAUNCHES_THEN[parts], launches.names
     assert sum(launches.reads.values()) <= 3, launches.reads
@@ -688,7 +688,7 @@ class TestOnACard:
         fast, stats = generate(engine(), prompts, params)
         assert stats["num_graphs"] > 0 or params.max_new_tokens == 1
         same = [a.token_ids[:4] == b.token_ids[:4] for a, b in zip(plain, fast, strict=True)]
-        assert np.mean(same) > 0.7  # rounding in bfloat16 moves a draw now and then
+        assert np.mean(same) > 0.7  # rounding in bfloat16 changes a token now and then
 
     def test_graphs_alone_change_nothing(self, engine, monkeypatch):
         monkeypatch.setattr(fused, "parts", lambda compiled: fused.Parts(*fused._FUNCTIONS))

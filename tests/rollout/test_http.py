@@ -72,14 +72,14 @@ def sglang(body):
 
 def test_tokens_in_and_tokens_out(make):
     with running({"/v1/models": MODELS, "/v1/completions": completion}) as service:
-        engine, seen = make(service.url), []
+        engine, ended = make(service.url), []
         assert isinstance(engine, RolloutEngine)
         prompts = make_prompts([3, 6, 2])
-        made = engine.generate(prompts, PARAMS, step=4, on_finish=seen.append)
-    assert [(c.ordinal, c.sample) for c in made] == [(i, n) for i in range(3) for n in range(2)]
-    assert sorted((c.ordinal, c.sample) for c in seen) == [(c.ordinal, c.sample) for c in made]
-    assert [c.token_ids[0] for c in made[::2]] == [p.token_ids[-1] for p in prompts]
-    assert made[0].log_probs == [-0.5, -0.25]
+        completions = engine.generate(prompts, PARAMS, step=4, on_finish=ended.append)
+    assert [(c.ordinal, c.sample) for c in completions] == [(i, n) for i in range(3) for n in range(2)]
+    assert sorted((c.ordinal, c.sample) for c in ended) == [(c.ordinal, c.sample) for c in completions]
+    assert [c.token_ids[0] for c in completions[::2]] == [p.token_ids[-1] for p in prompts]
+    assert completions[0].log_probs == [-0.5, -0.25]
     asked = service.bodies("/v1/completions")
     assert all((b["model"], b["temperature"], b["top_k"], b["stop"]) == ("served", 0.8, 5, ["x"]) for b in asked)
     assert all(b["return_token_ids"] and b["stop_token_ids"] == [9, EOS] for b in asked)
@@ -98,9 +98,9 @@ def test_a_repeated_request_is_one_sample(make):
         return ((503, "busy"), None, completion(body))[min(count, 3) - 1]
 
     with running({"/v1/models": MODELS, "/v1/completions": flaky}) as service:
-        seen = []
-        made = make(service.url).generate(make_prompts([3, 4]), PARAMS, step=0, on_finish=seen.append)
-    assert len(made) == len(seen) == 4
+        ended = []
+        completions = make(service.url).generate(make_prompts([3, 4]), PARAMS, step=0, on_finish=ended.append)
+    assert len(completions) == len(ended) == 4
     assert set(failures.values()) == {3}
     bodies = service.bodies("/v1/completions")
     assert len({json.dumps(b, sort_keys=True) for b in bodies}) == 4
@@ -199,11 +199,11 @@ def test_answers_that_cannot_train_are_refused(change, error, words, make):
     ("num_made", "text", "ending", "num_asked"),
     [
         (5, "abcdxyz", ("abcdx", "stop"), 1),  # where our rule ends it too
-        (2, "abcdxyz", ("abcdx", "stop"), 2),  # before there is one: drawn on
+        (2, "abcdxyz", ("abcdx", "stop"), 2),  # before there is one: sampled again
         (6, "abcdxyz", ("abcdx", "stop"), 1),
         (7, "abcdxyz", ("abcdx", "stop"), 1),  # not found at all
         (2, "abcdefg", ("abcdefg", "length"), 2),
-        (2, "abcd\tefg", ("abcd\t", "stop"), 2),  # drawn on to a stop token
+        (2, "abcd\tefg", ("abcd\t", "stop"), 2),  # sampled again to a stop token
     ],
 )
 def test_stop_strings_are_looked_for_here(num_made, text, ending, num_asked, make, tokenizer):
@@ -213,20 +213,20 @@ def test_stop_strings_are_looked_for_here(num_made, text, ending, num_asked, mak
     prompt, script, stop_token = make_prompts([3])[0], ids(text), ids("\t")[0]
 
     def answer(body):
-        made = script[len(body["prompt"]) - 3 :]
-        made = made[:num_made] if body["stop"] else made
-        made = made[: made.index(stop_token) + 1] if stop_token in made else made
-        by_length = len(made) == len(script) or (not body["stop"] and made[-1] != stop_token)
-        log_probs = {"token_logprobs": [-0.5] * len(made)}
+        tokens = script[len(body["prompt"]) - 3 :]
+        tokens = tokens[:num_made] if body["stop"] else tokens
+        tokens = tokens[: tokens.index(stop_token) + 1] if stop_token in tokens else tokens
+        by_length = len(tokens) == len(script) or (not body["stop"] and tokens[-1] != stop_token)
+        log_probs = {"token_logprobs": [-0.5] * len(tokens)}
         reason = "length" if by_length else "stop"
-        return {"choices": [{"token_ids": made, "logprobs": log_probs, "finish_reason": reason}]}
+        return {"choices": [{"token_ids": tokens, "logprobs": log_probs, "finish_reason": reason}]}
 
     params = SamplingParams(max_new_tokens=len(script), stop=("x",), stop_token_ids=(stop_token,))
     with running({"/v1/models": MODELS, "/v1/completions": answer}) as service:
-        (made,) = make(service.url).generate([prompt], params, step=0)
+        (completions,) = make(service.url).generate([prompt], params, step=0)
     asked = service.bodies("/v1/completions")
-    assert (tokenizer.decode(made.token_ids), made.finish_reason, len(asked)) == (*ending, num_asked)
-    assert len(made.log_probs) == len(made.token_ids)
+    assert (tokenizer.decode(completions.token_ids), completions.finish_reason, len(asked)) == (*ending, num_asked)
+    assert len(completions.log_probs) == len(completions.token_ids)
     assert len({b["seed"] for b in asked}) == num_asked
     assert [b["stop"] for b in asked[1:]] == [[]] * (num_asked - 1)
 
@@ -248,7 +248,7 @@ def test_no_way_for_weights_is_said(make, load, tmp_path):
 
 
 class VLLMServer:
-    """vLLM's server with our draw and receiver, as far as the protocol goes."""
+    """vLLM's server with our sampler and receiver, as far as the protocol goes."""
 
     def __init__(self, vocabulary):
         self.vocabulary, self.held, self.manifest, self.label = vocabulary, {}, None, "default"
@@ -296,9 +296,9 @@ def test_vllms_server_draws_as_we_do_and_takes_weights(make, load, tmp_path):
         engine = make(service.url, api="vllm", weights_dir=str(tmp_path))
         engine.load(weights_of(module))
         engine.publish(5)
-        made = engine.generate(make_prompts([3]), PARAMS, step=2)
-        assert {c.weight_version for c in made} == {5}
-        server.label = "4"  # somebody else's update
+        completions = engine.generate(make_prompts([3]), PARAMS, step=2)
+        assert {c.weight_version for c in completions} == {5}
+        server.label = "4"  # another client's update
         with pytest.raises(ModelError, match="version 4, but version 5 was published"):
             engine.generate(make_prompts([3]), PARAMS, step=2)
         server.vocabulary = 2
@@ -346,11 +346,11 @@ def test_sglang_has_its_own_routes(route, make, load, tmp_path):
         engine = make(service.url, name="sglang", weights_dir=str(tmp_path))
         engine.load(weights_of(load("llama")))
         engine.publish(3)
-        made = engine.generate(make_prompts([3]), PARAMS, step=0)
-        assert [(c.token_ids[1], c.log_probs, c.finish_reason) for c in made] == [(9, [-0.5, -0.25], "stop")] * 2
+        completions = engine.generate(make_prompts([3]), PARAMS, step=0)
+        assert [(c.token_ids[1], c.log_probs, c.finish_reason) for c in completions] == [(9, [-0.5, -0.25], "stop")] * 2
         assert "model.safetensors.index.json" in taken[0]
-        wanted = service.bodies("/generate")[0]["sampling_params"]
-        assert (wanted["max_new_tokens"], wanted["stop_token_ids"], wanted["no_stop_trim"]) == (4, [9, EOS], True)
+        sampling = service.bodies("/generate")[0]["sampling_params"]
+        assert (sampling["max_new_tokens"], sampling["stop_token_ids"], sampling["no_stop_trim"]) == (4, [9, EOS], True)
         with pytest.raises(ModelError, match="did not take the new weights"):
             engine.load(weights_of(load("llama")))
         answers[route] = {"model_path": "another"}

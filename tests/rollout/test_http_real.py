@@ -1,4 +1,4 @@
-"""The service engine against vLLM's own server with our draw and receiver of weights; slow, needs vLLM.
+"""The service engine against vLLM's own server with our sampler and receiver of weights; slow, needs vLLM.
 
 python -m pytest -m slow -p no:xdist tests/rollout/test_http_real.py
 """
@@ -85,8 +85,8 @@ def make(url, folder, tokenizer, **service):
     from verl.config import load_config
     from verl.runtime.weight_copies import skeleton, weight_transfer
 
-    given = [f"actor_rollout_ref.model.path={folder}", "actor_rollout_ref.actor.fsdp_config.dtype=float32"]
-    loaded = load_config(given, check=False).config
+    keys = [f"actor_rollout_ref.model.path={folder}", "actor_rollout_ref.actor.fsdp_config.dtype=float32"]
+    loaded = load_config(keys, check=False).config
     own = weight_transfer(rollout_spec(loaded), ppo_run_spec(loaded), torch.device("cpu"))
     settings = ServiceConfig(url=url, timeout_s=60.0, num_retries=1, **service)
     config = RolloutConfig(name="http", max_num_seqs=8, service=settings)
@@ -103,9 +103,9 @@ def test_samples_are_the_native_ones_before_and_after_updates(server, folder, to
         engine.load(module.named_parameters())
         engine.publish(version)
         for step, params in enumerate(DRAWS.values()):
-            made = engine.generate(prompts, params, step=step)
-            assert_equal(made, native(module, tokenizer).generate(prompts, params, step=step))
-            assert {c.weight_version for c in made} == {version}
+            completions = engine.generate(prompts, params, step=step)
+            assert_equal(completions, native(module, tokenizer).generate(prompts, params, step=step))
+            assert {c.weight_version for c in completions} == {version}
     engine.client.post("/update_weight_version", {"new_version": "77"})
     with pytest.raises(ModelError, match="version 77, but version 2 was published"):
         engine.generate(prompts, DRAWS["plain"], step=0)
@@ -123,12 +123,12 @@ def test_refusals(server, folder, tokenizer, monkeypatch, tmp_path):
 
 def test_a_service_that_dies_is_named(server, folder, tokenizer, tmp_path):
     """The last test: it ends the server while it generates."""
-    engine, seen = make(server[0], folder, tokenizer, api="vllm", weights_dir=str(tmp_path)), []
+    engine, ended = make(server[0], folder, tokenizer, api="vllm", weights_dir=str(tmp_path)), []
 
     def die(done):
-        seen.append(done)
+        ended.append(done)
         os.killpg(server[1].pid, 9)
 
     with pytest.raises(VerlError, match=r"cannot be reached|refused"):
         engine.generate(make_prompts([10] * 40), SamplingParams(n=4, max_new_tokens=64), step=0, on_finish=die)
-    assert seen
+    assert ended

@@ -132,7 +132,7 @@ def test_tiles_mend_a_library_of_several_kernels(n, load, make_engine):
 
 @pytest.mark.usefixtures("torch_computes")
 @pytest.mark.parametrize("n", [1, 2])
-def test_attention_that_is_unlike_in_blocks_is_computed_alone(n, load, make_engine, monkeypatch):
+def test_attention_that_differs_in_blocks_is_computed_per_row(n, load, make_engine, monkeypatch):
     """A library whose batched products depend on their number, and whose flash attention on the number of prompts."""
     real_bmm, real_flash = torch.bmm, partial_attention._FLASH
 

@@ -34,7 +34,7 @@ def samples(engine, n, prompts=None, new=40):
 
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("max_tokens", [None, 640, 200])
-def test_samples_are_those_of_a_whole_cache(make_engine, n, max_tokens):
+def test_samples_match_a_whole_cache(make_engine, n, max_tokens):
     whole, before = samples(make_engine("native", max_num_seqs=16), n)
     paged = config(enable_paged_attention=True, max_tokens=max_tokens)
     tokens, stats = samples(make_engine("native", max_num_seqs=16, kv_cache_config=paged), n)
@@ -133,7 +133,7 @@ class TestPagedStore:
         assert (store._blocks[1][1, :, :3] == 2).all()
         assert len(store._maps) == 2
 
-    def test_contents_are_those_of_a_block_store(self):
+    def test_contents_match_a_block_store(self):
         paged, whole = self.filled([16, 48], slots=3, capacity=64), BlockStore(self.SHAPE)
         whole.reserve(3, 64, 64)
         whole.view()

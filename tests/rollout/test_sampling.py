@@ -1,4 +1,4 @@
-"""The draw against its definition in float64, loops and all."""
+"""Sampling against its definition in float64, with loops."""
 
 import math
 
@@ -28,9 +28,9 @@ def reference_probs(logits, params):
     exps = [math.exp(float(x) / params.temperature) for x in logits]
     full = [e / sum(exps) for e in exps]
     order = sorted(range(len(full)), key=lambda t: (-full[t], t))
-    kept = order[: params.top_k] if params.top_k > 0 else order
-    mass, total, by_p = 0.0, sum(full[t] for t in kept), []
-    for t in kept:
+    tokens = order[: params.top_k] if params.top_k > 0 else order
+    mass, total, by_p = 0.0, sum(full[t] for t in tokens), []
+    for t in tokens:
         if by_p and mass >= params.top_p * total:
             break
         by_p.append(t)
@@ -57,10 +57,10 @@ def test_kept_set_token_and_log_prob(filters, temperature, vocab):
     threshold = keep_threshold(probs, params)
     for row in range(6):
         full, final = reference_probs(logits[row], params)
-        kept = (
+        nucleus = (
             set(range(vocab)) if threshold is None else set((probs[row] >= threshold[row]).nonzero().flatten().tolist())
         )
-        assert kept == {t for t, p in enumerate(final) if p > 0}
+        assert nucleus == {t for t, p in enumerate(final) if p > 0}
         cdf, expected = 0.0, None
         for t, p in enumerate(final):
             cdf += p
@@ -83,9 +83,9 @@ def test_frequencies(filters):
     expected = torch.tensor(final, dtype=torch.float64) * n
     counts = torch.bincount(tokens, minlength=40).double()
     assert (counts[expected == 0] == 0).all()
-    seen = expected > 0
-    freedom = int(seen.sum()) - 1
-    chi = float(((counts - expected)[seen] ** 2 / expected[seen]).sum())
+    possible = expected > 0
+    freedom = int(possible.sum()) - 1
+    chi = float(((counts - expected)[possible] ** 2 / expected[possible]).sum())
     assert chi < freedom + 5 * math.sqrt(2 * max(freedom, 1)) + 5
     assert (torch.bincount(stratified, minlength=40).double() - expected).abs().max() <= 3  # exact inverse of the cdf
 
@@ -106,7 +106,7 @@ def test_ties_stay_together():
         assert drawn == {1, 2, 3}
 
 
-def test_logits_are_left_alone_and_bfloat16_is_read_in_float32():
+def test_logits_are_unchanged_and_bfloat16_is_read_in_float32():
     logits = logits_of(3, 50).bfloat16()
     before = logits.clone()
     u = torch.rand(3, dtype=torch.float64)
@@ -118,9 +118,9 @@ def test_logits_are_left_alone_and_bfloat16_is_read_in_float32():
 def test_whole_sort_when_the_mass_is_flat():
     logits = logits_of(2, 5000, scale=0.01)
     params = SamplingParams(top_p=0.95)
-    kept = (torch.softmax(logits, -1) >= keep_threshold(torch.softmax(logits, -1), params)).sum(-1)
+    counts = (torch.softmax(logits, -1) >= keep_threshold(torch.softmax(logits, -1), params)).sum(-1)
     for row in range(2):
-        assert int(kept[row]) == sum(p > 0 for p in reference_probs(logits[row], params)[1])
+        assert int(counts[row]) == sum(p > 0 for p in reference_probs(logits[row], params)[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -25,13 +25,13 @@ from tests.rollout.damaged_answers import (
 )
 from tests.rollout.service import Raw, running
 from verl.errors import ConfigError, DeadlineError, ModelError, NumericsError, VerlError
-from verl.rollout.http.answers import Answer, Wanted
+from verl.rollout.http.answers import Answer, SampleRequest
 from verl.rollout.http.client import Client
 from verl.rollout.http.dialects import DIALECTS, served_model
 from verl.rollout.requests import vocab_size
 
 VOCABULARY = 300
-WANTED = Wanted((1, 2), PARAMS, [], key=1, num_drawn=0, vocab_size=VOCABULARY, name="sample 0 of prompt 1")
+SAMPLE = SampleRequest((1, 2), PARAMS, [], key=1, num_drawn=0, vocab_size=VOCABULARY, name="sample 0 of prompt 1")
 SAMPLES = {"openai": "/v1/completions", "vllm": "/v1/completions", "sglang": "/generate"}
 
 numbers = st.integers() | st.floats() | st.sampled_from([10**9, 10**400, 5.0, -1e39, 0, -0.5])
@@ -80,15 +80,15 @@ def refusal(call):
 def test_a_sample_is_one_or_is_refused(kind, data):
     answer = data.draw(damaged(answers_of(kind, VOCABULARY)[SAMPLES[kind]]))
     try:
-        made = DIALECTS[kind]().sample(Recorded(answer), WANTED)
+        reply = DIALECTS[kind]().sample(Recorded(answer), SAMPLE)
     except ModelError as error:
         str(error).encode()
         return
-    assert 1 <= len(made.token_ids) == len(made.log_probs) <= PARAMS.max_new_tokens
-    assert all(type(token) is int and 0 <= token < VOCABULARY for token in made.token_ids)
-    assert all(type(value) is float and value <= 0 for value in made.log_probs)  # -inf is refused where a sample ends
-    assert made.finish_reason in ("stop", "length")
-    assert made.version is None or made.version.isprintable()
+    assert 1 <= len(reply.token_ids) == len(reply.log_probs) <= PARAMS.max_new_tokens
+    assert all(type(token) is int and 0 <= token < VOCABULARY for token in reply.token_ids)
+    assert all(type(value) is float and value <= 0 for value in reply.log_probs)  # -inf is refused where a sample ends
+    assert reply.finish_reason in ("stop", "length")
+    assert reply.version is None or reply.version.isprintable()
 
 
 @settings(max_examples=100, deadline=None)
@@ -128,13 +128,13 @@ def test_tokens_and_log_probs_that_cannot_be(kind, token, log_prob, words):
         answer["choices"][0]["token_ids"][0] = token
         answer["choices"][0]["logprobs"]["token_logprobs"][0] = log_prob
     with pytest.raises(ModelError, match=words):
-        DIALECTS[kind]().sample(Recorded(answer), WANTED)
+        DIALECTS[kind]().sample(Recorded(answer), SAMPLE)
 
 
 def test_rounding_above_0_is_not_an_error():
     answer = answers_of("openai", VOCABULARY)["/v1/completions"]
     answer["choices"][0]["logprobs"]["token_logprobs"] = [1e-4, 0]
-    assert DIALECTS["openai"]().sample(Recorded(answer), WANTED).log_probs == [0.0, 0.0]
+    assert DIALECTS["openai"]().sample(Recorded(answer), SAMPLE).log_probs == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/completions", "/v1/chat/completions"])
@@ -229,12 +229,12 @@ def test_a_token_that_is_none_is_not_shown(monkeypatch):
 def test_requests_under_way_are_dropped_when_a_generation_closes():
     """Their threads would hold up the end of the process for as long as the service is silent."""
     with running({"/v1/models": lambda body: time.sleep(3)}) as service:
-        asked, found = Client(service.url, token_env="", timeout_s=60.0, num_retries=3), []
+        asked, outcomes = Client(service.url, token_env="", timeout_s=60.0, num_retries=3), []
 
         def ask():
             with pytest.raises(CancelledError):
                 asked.get("/v1/models")
-            found.append("cancelled")
+            outcomes.append("cancelled")
 
         thread = threading.Thread(target=ask, daemon=True)
         thread.start()
@@ -242,4 +242,4 @@ def test_requests_under_way_are_dropped_when_a_generation_closes():
             time.sleep(0.01)
         asked.cancel()
         thread.join(2.0)
-        assert found == ["cancelled"]
+        assert outcomes == ["cancelled"]

@@ -1,4 +1,4 @@
-"""`rollout.name=sglang` without an address: a server is started, takes weights, is missed when it dies; SGLang is played."""
+"""`rollout.name=sglang` without an address: a server is started, takes weights, is missed when it dies; SGLang is simulated."""
 
 import dataclasses
 import json
@@ -33,9 +33,9 @@ PARAMS = SamplingParams(n=2, max_new_tokens=2)
 
 @pytest.fixture
 def note(tmp_path, monkeypatch):
-    """The file in which the server notes how it was started. SGLang is installed, and nobody waits long."""
-    place = str(shutil.copytree(Path(__file__).parent / "played_sglang", tmp_path / "played"))
-    write_sources(tmp_path / "played", "sglang")
+    """The file in which the server notes how it was started. SGLang is installed, and waits are short."""
+    place = str(shutil.copytree(Path(__file__).parent / "simulated_sglang", tmp_path / "simulated"))
+    write_sources(tmp_path / "simulated", "sglang")
     monkeypatch.syspath_prepend(place)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([place, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep))
     monkeypatch.setenv("VERL_TEST_SGLANG", str(tmp_path / "note"))
@@ -47,18 +47,18 @@ def note(tmp_path, monkeypatch):
 
 @pytest.fixture
 def make(load, tokenizer, note):
-    made = []
+    engines = []
 
     def build(**config):
         settings = RolloutConfig(
             name="sglang", max_num_seqs=4, max_model_len=64, tensor_model_parallel_size=2, **config
         )
         own = dataclasses.replace(weight_transfer("a/model"), visible_devices=("4", "5"), start_timeout_s=60.0)
-        made.append(ENGINES.get("sglang")(load("llama"), tokenizer, settings, eos_token_ids=[EOS], transfer=own))
-        return made[-1]
+        engines.append(ENGINES.get("sglang")(load("llama"), tokenizer, settings, eos_token_ids=[EOS], transfer=own))
+        return engines[-1]
 
     yield build
-    for engine in made:
+    for engine in engines:
         engine.close()
 
 
@@ -70,9 +70,9 @@ def test_a_server_is_started_takes_weights_and_ends_with_the_engine(make, note, 
     for version in (1, 2):
         engine.load(weights_of(load("llama")))
         engine.publish(version)
-        made = engine.generate(prompts, PARAMS, step=0)
-        assert {c.token_ids[1] for c in made} == {version}, "the weights that were sent last"
-        assert {c.weight_version for c in made} == {version}
+        completions = engine.generate(prompts, PARAMS, step=0)
+        assert {c.token_ids[1] for c in completions} == {version}, "the weights that were sent last"
+        assert {c.weight_version for c in completions} == {version}
     folder, process = Path(engine.server.weights_dir), psutil.Process(said["pid"])
     assert folder.is_dir()
     engine.close()
@@ -135,15 +135,15 @@ def test_arguments_follow_the_config(load):
     )
     own = {"schedule_conservativeness": 0.5, "cuda_graph_bs": [1, 2], "random_seed": 7, "dtype": None}
     config = dataclasses.replace(config, engine_kwargs=dataclasses.replace(config.engine_kwargs, sglang=own))
-    found = arguments(config, weight_transfer("a/model"), load("llama"), 8123)
-    said = " ".join(found)
+    words = arguments(config, weight_transfer("a/model"), load("llama"), 8123)
+    said = " ".join(words)
     for part in (
         "--model-path a/model", "--port 8123", "--context-length 32", "--mem-fraction-static 0.4", "--disable-radix-cache",
         "--schedule-conservativeness 0.5", "--cuda-graph-bs 1 2", "--random-seed 7", "--host 127.0.0.1",
     ):  # fmt: skip
         assert part in said
     for absent in ("--dtype", "--trust-remote-code", "--json-model-override-args", "--disable-cuda-graph"):
-        assert absent not in found
+        assert absent not in words
 
 
 def test_a_gpu_has_no_graphs_where_told_so_and_its_memory_is_freed(load):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.rollout.test_replica import Place
+from tests.rollout.test_rollout_model import Place
 from verl.models.load import load_causal_lm
 from verl.models.tiny import make_tiny_model
 from verl.rollout import tensor_parallel_experts

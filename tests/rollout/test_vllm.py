@@ -75,8 +75,8 @@ class FakeCore:
         self.requests += requests
 
     def poll(self, timeout_s):
-        found, self.requests = self.requests[::-1], []
-        return [Completion(r.ordinal, r.first_sample, [r.token_ids[-1]], [-1.0], "length", -1) for r in found]
+        asked, self.requests = self.requests[::-1], []
+        return [Completion(r.ordinal, r.first_sample, [r.token_ids[-1]], [-1.0], "length", -1) for r in asked]
 
     def close_generation(self):
         return {"num_decode_steps": 7}
@@ -105,17 +105,17 @@ def test_it_is_known_to_hold_weights():
 
 
 def test_samples_come_in_the_order_that_was_asked_for(make):
-    rollout, seen = make(), []
+    rollout, ended = make(), []
     prompts = make_prompts([3, 5])
-    made = rollout.generate(prompts, SamplingParams(n=2, max_new_tokens=4), step=1, on_finish=seen.append)
-    assert [(c.ordinal, c.sample) for c in made] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert [(c.ordinal, c.sample) for c in seen] == [(1, 1), (1, 0), (0, 1), (0, 0)]
+    completions = rollout.generate(prompts, SamplingParams(n=2, max_new_tokens=4), step=1, on_finish=ended.append)
+    assert [(c.ordinal, c.sample) for c in completions] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [(c.ordinal, c.sample) for c in ended] == [(1, 1), (1, 0), (0, 1), (0, 0)]
     assert (rollout.stats()["num_decode_steps"], rollout.stats()["num_generated_tokens"]) == (7, 4)
     with pytest.raises(ModelError, match="exceeds rollout.max_model_len"):
         rollout.generate(make_prompts([63]), SamplingParams(max_new_tokens=4), step=1)
 
 
-def test_weights_arrive_and_the_version_is_that_of_the_samples(make, load):
+def test_weights_arrive_and_samples_carry_their_version(make, load):
     rollout, module = make(), load("llama")
     rollout.load(weights_of(module))
     rollout.publish(7)
@@ -129,10 +129,10 @@ def test_weights_arrive_and_the_version_is_that_of_the_samples(make, load):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda found: found[:-1], "missing"),
-        (lambda found: [*found, ("model.other", torch.zeros(2))], "model.other"),
-        (lambda found: [(found[0][0], found[0][1][:-1]), *found[1:]], "which the rollout model lacks"),
-        (lambda found: [found[0], *found], "twice"),
+        (lambda tensors: tensors[:-1], "missing"),
+        (lambda tensors: [*tensors, ("model.other", torch.zeros(2))], "model.other"),
+        (lambda tensors: [(tensors[0][0], tensors[0][1][:-1]), *tensors[1:]], "which the rollout model lacks"),
+        (lambda tensors: [tensors[0], *tensors], "twice"),
     ],
 )
 def test_weights_that_are_not_the_models_are_refused(change, words, make, load):
@@ -212,7 +212,7 @@ def logits_of(num_rows):
 
 
 def assert_drawn(changed, logits, rules):
-    """The first rows are the native draws of KEYS at POSITIONS under `rules`; further rows are as they were."""
+    """The first rows are the native samples of KEYS at POSITIONS under `rules`; further rows are as they were."""
     for row, params in enumerate(rules):
         u = uniforms_at(torch.tensor([KEYS[row]]), torch.tensor([POSITIONS[row]]))
         token, log_prob = sample(logits[row : row + 1], params, u)
@@ -365,8 +365,8 @@ def test_the_kv_cache_stays_within_the_memory_of_a_container(load, monkeypatch, 
 
 def test_stop_tokens_follow_the_rules_of_the_native_engine():
     params = SamplingParams(stop_token_ids=(7, VOCABULARY + 5), max_new_tokens=3)
-    found = request_arguments(params, StopRules(params, [EOS], VOCABULARY, None), {})
-    assert (found["stop_token_ids"], found["ignore_eos"], found["max_tokens"]) == ([7, EOS], True, 3)
+    arguments = request_arguments(params, StopRules(params, [EOS], VOCABULARY, None), {})
+    assert (arguments["stop_token_ids"], arguments["ignore_eos"], arguments["max_tokens"]) == ([7, EOS], True, 3)
     ignoring = dataclasses.replace(params, ignore_eos=True)
     assert request_arguments(ignoring, StopRules(ignoring, [EOS], VOCABULARY, None), {})["stop_token_ids"] == [7]
 
@@ -454,7 +454,7 @@ def test_sums_of_parts_explain_a_whole():
 
 
 def test_a_message_runs_no_code_of_its_sender(tmp_path):
-    """Whoever reaches a service can send one: it names a reader of ours, or nothing is called."""
+    """Any client of a service can send a description: it names a reader of ours, or nothing is called."""
     with pytest.raises(ModelError, match="'os:mkdir' is not a reader of weights"):
         WeightReceiver()._verl_load("os:mkdir", str(tmp_path / "made"))
     assert not (tmp_path / "made").exists()

@@ -9,7 +9,7 @@ import torch
 
 from tests.reshard.simulated_device import DEVICE, simulate_driver
 from tests.rollout.conftest import EOS, make_prompts
-from tests.rollout.test_vllm_rebuild import PARAMS, Played, Processes, lost, one_step
+from tests.rollout.test_vllm_restart import PARAMS, Processes, SimulatedProcess, lost, one_step
 from verl.config import RolloutConfig, load_config
 from verl.errors import ConfigError, ModelError
 from verl.parallel.placement import Placement
@@ -34,7 +34,7 @@ def driver(monkeypatch):
     return simulate_driver(monkeypatch)
 
 
-class PlayedOnDevice(Played):
+class PlayedOnDevice(SimulatedProcess):
     def try_bucket(self, bucket):
         self.processes.note("try")
         assert list(read_device_bucket(bucket))
@@ -65,8 +65,8 @@ def make(load, tokenizer, monkeypatch, driver):
         processes = OnDevice()
         monkeypatch.setattr(engine, "RemoteCore", processes)
         config = RolloutConfig(name="vllm", max_model_len=64, max_engine_restarts=2)
-        given = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.actor.fsdp_config.dtype=float32"]
-        loaded = load_config(given, check=False).config
+        keys = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.actor.fsdp_config.dtype=float32"]
+        loaded = load_config(keys, check=False).config
         sender = DeviceSender(DEVICE, BUCKET, KeptBuckets(BUCKET).place, keeps=True)
         own = dataclasses.replace(
             weight_transfer(rollout_spec(loaded), ppo_run_spec(loaded), DEVICE),
@@ -110,7 +110,7 @@ def test_an_engine_that_cannot_open_it_gets_the_hosts_memory(make, load, driver,
 
 
 def test_only_an_engine_of_our_own_opens_memory_of_a_gpu():
-    """Its handles go to the driver as they come; whoever reaches a service could make them up."""
+    """Its handles go to the driver as they come; any client of a service could invent them."""
     config = load_config(["actor_rollout_ref.actor.fsdp_config.dtype=float32"], check=False).config
     copy = weight_transfer(rollout_spec(config), ppo_run_spec(config), torch.device("cuda", 0))
     assert set(_OWN_READERS) - set(WeightReceiver.verl_readers) == {copy.reader}
@@ -166,15 +166,15 @@ def test_the_cache_sleeps_on_while_weights_come():
 
 
 @pytest.mark.parametrize(
-    ("mode", "seen", "expected"),
+    ("mode", "visible", "expected"),
     [("async", None, "1"), ("async", "4,6", "6"), ("async", "GPU-a,GPU-b", "GPU-b"), ("sync", "4,6", None)],
 )
-def test_the_engine_takes_the_gpu_of_its_rank(mode, seen, expected, load, monkeypatch):
+def test_the_engine_takes_the_gpu_of_its_rank(mode, visible, expected, load, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if seen is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
-    given = ["rollout.name=vllm", f"rollout.mode={mode}", "actor.fsdp_config.dtype=float32"]
-    loaded = load_config([f"actor_rollout_ref.{key}" for key in given], check=False).config
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    keys = ["rollout.name=vllm", f"rollout.mode={mode}", "actor.fsdp_config.dtype=float32"]
+    loaded = load_config([f"actor_rollout_ref.{key}" for key in keys], check=False).config
     own = weight_transfer(rollout_spec(loaded), ppo_run_spec(loaded), torch.device("cuda", 1))
     setup = make_setup(RolloutConfig(), own, load("llama"), eos_token_ids=(EOS,), vocab_size=300)
     assert setup.environment.get("CUDA_VISIBLE_DEVICES") == expected
@@ -182,8 +182,8 @@ def test_the_engine_takes_the_gpu_of_its_rank(mode, seen, expected, load, monkey
 
 def spanning(device, load, *names):
     """The environment of an engine process that spans two GPUs of its run."""
-    given = ["rollout.name=vllm", "rollout.tensor_model_parallel_size=2", "actor.fsdp_config.dtype=float32"]
-    config = load_config([f"actor_rollout_ref.{key}" for key in given], check=False).config
+    keys = ["rollout.name=vllm", "rollout.tensor_model_parallel_size=2", "actor.fsdp_config.dtype=float32"]
+    config = load_config([f"actor_rollout_ref.{key}" for key in keys], check=False).config
     own = weight_transfer(rollout_spec(config), ppo_run_spec(config), device, visible_devices=names)
     setup = make_setup(config.actor_rollout_ref.rollout, own, load("llama"), eos_token_ids=(EOS,), vocab_size=300)
     assert (setup.llm["tensor_parallel_size"], setup.llm["distributed_executor_backend"]) == (2, "mp")
@@ -208,8 +208,8 @@ def test_an_engine_sees_the_gpus_of_all_its_ranks(load, monkeypatch):
 )
 def test_ranks_tell_each_other_their_gpus(size, device, expected, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
-    given = ["rollout.name=vllm", f"rollout.tensor_model_parallel_size={size}"]
-    config = load_config([f"actor_rollout_ref.{key}" for key in given], check=False).config
+    keys = ["rollout.name=vllm", f"rollout.tensor_model_parallel_size={size}"]
+    config = load_config([f"actor_rollout_ref.{key}" for key in keys], check=False).config
     placement = Placement.from_roles({}, 2)
     context = RankContext(ppo_roles(config), placement, 0, torch.device(device), 1, [])
     comm = SimpleNamespace(all_gather=lambda mine: [mine, to_bytes("7")])

@@ -47,13 +47,13 @@ def undisturbed(train):
     return train("undisturbed")
 
 
-def assert_equal(found, expected):
-    ours, theirs = found.samples(), expected.samples()
+def assert_equal(actual, expected):
+    ours, theirs = actual.samples(), expected.samples()
     assert ours.keys() == theirs.keys()
     for name, rows in theirs.items():
         for key in ("response_ids", "log_probs", "score", "weight_version"):
             assert [r[key] for r in ours[name]] == [r[key] for r in rows], (name, key)
-    ours, theirs = found.weights(3), expected.weights(3)
+    ours, theirs = actual.weights(3), expected.weights(3)
     assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
 
 

@@ -64,7 +64,7 @@ def make(folder, mode, tokenizer, **config):
     from verl.config import load_config
     from verl.runtime.weight_copies import skeleton, weight_transfer
 
-    given = [
+    keys = [
         f"actor_rollout_ref.model.path={folder}",
         "actor_rollout_ref.rollout.name=vllm",
         "actor_rollout_ref.actor.fsdp_config.dtype=float32",
@@ -74,7 +74,7 @@ def make(folder, mode, tokenizer, **config):
         f"actor_rollout_ref.rollout.mode={mode}",
         *(f"actor_rollout_ref.rollout.{key}={value}" for key, value in config.items()),
     ]
-    loaded = load_config(given, check=False).config
+    loaded = load_config(keys, check=False).config
     own = weight_transfer(rollout_spec(loaded), ppo_run_spec(loaded), torch.device("cpu"))
     rollout = loaded.actor_rollout_ref.rollout
     return ENGINES.get("vllm")(
@@ -96,9 +96,9 @@ def engine(request, folder, fault):
     from verl.models.tiny import make_tokenizer
 
     receiver = "{vllm: {worker_extension_cls: tests.rollout.faulty_receiver.FaultyReceiver}}"
-    made = make(folder, request.param, make_tokenizer(), max_num_seqs=8, engine_kwargs=receiver)
-    yield made
-    made.close()
+    built = make(folder, request.param, make_tokenizer(), max_num_seqs=8, engine_kwargs=receiver)
+    yield built
+    built.close()
 
 
 def changed(folder, seed):
@@ -114,29 +114,31 @@ def native(module, tokenizer):
     return ENGINES.get("native")(module, tokenizer, RolloutConfig(max_num_seqs=8), eos_token_ids=[EOS])
 
 
-def assert_equal(made, expected):
-    assert [(c.ordinal, c.sample, c.finish_reason) for c in made] == [
+def assert_equal(completions, expected):
+    assert [(c.ordinal, c.sample, c.finish_reason) for c in completions] == [
         (c.ordinal, c.sample, c.finish_reason) for c in expected
     ]
-    assert [c.token_ids for c in made] == [c.token_ids for c in expected]
+    assert [c.token_ids for c in completions] == [c.token_ids for c in expected]
     gaps = [
-        abs(a - b) for m, e in zip(made, expected, strict=True) for a, b in zip(m.log_probs, e.log_probs, strict=True)
+        abs(a - b)
+        for m, e in zip(completions, expected, strict=True)
+        for a, b in zip(m.log_probs, e.log_probs, strict=True)
     ]
     assert max(gaps) < TOLERANCE
 
 
 def test_samples_are_the_native_ones_before_and_after_updates(engine, folder, tokenizer):
-    prompts, seen = make_prompts(LENGTHS), []
+    prompts, ended = make_prompts(LENGTHS), []
     for version in range(3):
         module = changed(folder, version)
         engine.load(module.named_parameters())
         engine.publish(version)
         for step, params in enumerate(DRAWS.values()):
-            made = engine.generate(prompts, params, step=step, on_finish=seen.append)
-            assert_equal(made, native(module, tokenizer).generate(prompts, params, step=step))
-            assert {c.weight_version for c in made} == {version}
-            assert len(seen) == len(made)
-            seen.clear()
+            completions = engine.generate(prompts, params, step=step, on_finish=ended.append)
+            assert_equal(completions, native(module, tokenizer).generate(prompts, params, step=step))
+            assert {c.weight_version for c in completions} == {version}
+            assert len(ended) == len(completions)
+            ended.clear()
     stats = engine.stats()
     assert stats["num_prompt_tokens_computed"] < stats["num_prompt_tokens"] * 4  # computed once, but for the last block
     assert engine.generate([PromptRequest(3, (5, 6, 7), first_sample=2, num_drawn=1)], DRAWS["plain"], step=0)
@@ -177,14 +179,14 @@ def test_conversations_are_the_native_ones(engine, folder, tokenizer):
     module = changed(folder, 4)
     engine.load(module.named_parameters())
     engine.publish(20)
-    made, expected = played(engine), played(native(module, tokenizer))
-    assert [e.trajectory.response_ids for e in made] == [e.trajectory.response_ids for e in expected]
-    for one, other in zip(made, expected, strict=True):
+    episodes, expected = played(engine), played(native(module, tokenizer))
+    assert [e.trajectory.response_ids for e in episodes] == [e.trajectory.response_ids for e in expected]
+    for one, other in zip(episodes, expected, strict=True):
         assert one.error is None
-        row, wanted = one.trajectory.to_row(), other.trajectory.to_row()
-        assert (row.response_mask == wanted.response_mask).all()
-        np.testing.assert_allclose(row.log_probs, wanted.log_probs, atol=TOLERANCE)
-    assert max(sum(s.source == "policy" for s in e.trajectory.segments) for e in made) > 2
+        row, expected_row = one.trajectory.to_row(), other.trajectory.to_row()
+        assert (row.response_mask == expected_row.response_mask).all()
+        np.testing.assert_allclose(row.log_probs, expected_row.log_probs, atol=TOLERANCE)
+    assert max(sum(s.source == "policy" for s in e.trajectory.segments) for e in episodes) > 2
 
 
 def test_weights_that_do_not_fit_are_refused_and_the_next_update_succeeds(engine, folder, tokenizer):
@@ -202,8 +204,8 @@ def test_weights_that_do_not_fit_are_refused_and_the_next_update_succeeds(engine
     engine.load(whole)
     engine.publish(9)
     prompts = make_prompts(LENGTHS)
-    made = engine.generate(prompts, DRAWS["plain"], step=1)
-    assert_equal(made, native(module, tokenizer).generate(prompts, DRAWS["plain"], step=1))
+    completions = engine.generate(prompts, DRAWS["plain"], step=1)
+    assert_equal(completions, native(module, tokenizer).generate(prompts, DRAWS["plain"], step=1))
 
 
 @pytest.mark.parametrize("kind", ["drop", "zero", "change", "swap", "norm"])
@@ -221,8 +223,8 @@ def test_an_engine_that_holds_other_weights_than_it_was_sent_is_found(kind, engi
     engine.load(module.named_parameters())
     engine.publish(10)
     prompts = make_prompts(LENGTHS)
-    made = engine.generate(prompts, DRAWS["plain"], step=1)
-    assert_equal(made, native(module, tokenizer).generate(prompts, DRAWS["plain"], step=1))
+    completions = engine.generate(prompts, DRAWS["plain"], step=1)
+    assert_equal(completions, native(module, tokenizer).generate(prompts, DRAWS["plain"], step=1))
 
 
 def test_two_workers_share_the_model(folder, tokenizer):
@@ -233,8 +235,8 @@ def test_two_workers_share_the_model(folder, tokenizer):
         engine.load(module.named_parameters())
         engine.publish(1)
         prompts = make_prompts(LENGTHS)
-        made = engine.generate(prompts, DRAWS["filtered"], step=2)
-        assert_equal(made, native(module, tokenizer).generate(prompts, DRAWS["filtered"], step=2))
+        completions = engine.generate(prompts, DRAWS["filtered"], step=2)
+        assert_equal(completions, native(module, tokenizer).generate(prompts, DRAWS["filtered"], step=2))
     finally:
         engine.close()
 
@@ -254,8 +256,8 @@ def test_nothing_is_left_of_workers_that_share_a_model(ended, folder, tokenizer)
             family[0].kill()  # as the kernel does, too, when this process ends
             assert not still_there(family, grace_s=30)
         prompts = make_prompts(LENGTHS)
-        made = engine.generate(prompts, DRAWS["plain"], step=3)
-        assert_equal(made, native(module, tokenizer).generate(prompts, DRAWS["plain"], step=3))
+        completions = engine.generate(prompts, DRAWS["plain"], step=3)
+        assert_equal(completions, native(module, tokenizer).generate(prompts, DRAWS["plain"], step=3))
         assert not still_there(family, grace_s=30)
         family = own_family(engine.core.core.process.pid)
     finally:
@@ -270,7 +272,7 @@ def own_family(pid):
 
 @pytest.mark.parametrize("moment", ["generating", "updating"])
 def test_an_engine_that_dies_is_named_and_nothing_comes_of_it(moment, folder, tokenizer):
-    engine, seen = make(folder, "async", tokenizer, response_length=800, max_engine_restarts=0), []
+    engine, ended = make(folder, "async", tokenizer, response_length=800, max_engine_restarts=0), []
     process = engine.core.process
     whole = list(changed(folder, 1).named_parameters())
 
@@ -280,7 +282,7 @@ def test_an_engine_that_dies_is_named_and_nothing_comes_of_it(moment, folder, to
         yield from whole[-2:]
 
     def die(done):
-        seen.append(done)
+        ended.append(done)
         os.kill(process.pid, signal.SIGKILL)
 
     started = time.monotonic()
@@ -294,7 +296,7 @@ def test_an_engine_that_dies_is_named_and_nothing_comes_of_it(moment, folder, to
         long = SamplingParams(n=8, max_new_tokens=800)
         with pytest.raises(WorkerLostError, match=lost):
             engine.generate(make_prompts([10] * 8), long, step=0, on_finish=die)
-        assert seen
+        assert ended
     assert time.monotonic() - started < 30
     engine.close()
 
@@ -313,17 +315,17 @@ def test_an_engine_that_dies_comes_back_with_its_weights(folder, tokenizer):
 
         engine.load(weights())
         engine.publish(1)
-        second, seen = engine.core.core.process.pid, []
+        second, ended = engine.core.core.process.pid, []
 
         def die(done):
-            seen.append((done.ordinal, done.sample))
-            if len(seen) == 2:
+            ended.append((done.ordinal, done.sample))
+            if len(ended) == 2:
                 os.kill(second, signal.SIGKILL)
 
         prompts = make_prompts(LENGTHS)
-        made = engine.generate(prompts, DRAWS["stops"], step=3, on_finish=die)
-        assert_equal(made, native(module, tokenizer).generate(prompts, DRAWS["stops"], step=3))
-        assert sorted(seen) == [(c.ordinal, c.sample) for c in made], "each was told of once"
+        completions = engine.generate(prompts, DRAWS["stops"], step=3, on_finish=die)
+        assert_equal(completions, native(module, tokenizer).generate(prompts, DRAWS["stops"], step=3))
+        assert sorted(ended) == [(c.ordinal, c.sample) for c in completions], "each was told of once"
         assert len({first, second, engine.core.core.process.pid}) == 3
     finally:
         engine.close()
@@ -373,7 +375,7 @@ def grpo(smollm2, tmp_path_factory):
     return run
 
 
-def test_grpo_on_smollm2_is_that_of_the_native_engine(grpo):
+def test_grpo_on_smollm2_matches_the_native_engine(grpo):
     """Three steps colocated and as a process: first-step samples are equal, log-probs within 1e-4, rewards step by step."""
     expected, expected_samples = grpo("native", "actor_rollout_ref.rollout.name=native")
     for mode in ("sync", "async"):

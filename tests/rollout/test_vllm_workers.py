@@ -1,4 +1,4 @@
-"""A vLLM of two workers that share the model: each reads every bucket, and what both hold is checked. vLLM is played; its
+"""A vLLM of two workers that share the model: each reads every bucket, and what both hold is checked. vLLM is simulated; its
 workers are threads."""
 
 import contextlib

@@ -204,7 +204,7 @@ def page(rows: list[Row]) -> str:
     head = f"""# Model families
 
 Every causal language model class of transformers {transformers.__version__}, built tiny with random weights. `python -m
-tests.run.families docs/families.md` writes this page: for each family, log-probs equal those of transformers to
+tests.run.families docs/families.md` writes this page: for each family, log-probs equal transformers' to
 {TOLERANCE:g}, twice in a row, and two GRPO steps run in float32 and in bfloat16, multiplied natively and widened.
 
 | forward | families | meaning |

@@ -111,7 +111,7 @@ def test_generation_has_ended_whenever_something_trains(tiny_run, monkeypatch):
     assert before == ["end", "end"]
 
 
-def test_sampled_log_probs_of_parts_are_those_of_their_weights(tiny_run, batches, monkeypatch):
+def test_sampled_log_probs_of_parts_match_their_weights(tiny_run, batches, monkeypatch):
     """Each part's log-probs equal a forward pass under the version that made it."""
     copies, runtimes = {}, []
     original = PPO.update
@@ -188,7 +188,7 @@ def test_a_step_that_was_abandoned_is_taken_again_alike(tiny_run, monkeypatch):
     assert stopped
     for ours, theirs in zip(resumed.repeatable, unbroken.repeatable, strict=True):
         differing = {k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k)}
-        assert all(k.startswith("rollout/") for k in differing), differing  # figures of what this process generated
+        assert all(k.startswith("rollout/") for k in differing), differing  # metrics of what this process generated
     assert weights(resumed, 5) == weights(unbroken, 5)
 
 

@@ -52,7 +52,7 @@ def theirs(models, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", BETAS)
-def test_ten_steps_are_those_of_trl(case, theirs, models, tiny_overrides, tmp_path):
+def test_ten_steps_match_trl(case, theirs, models, tiny_overrides, tmp_path):
     from verl.config import load_config
     from verl.run.host import train
 

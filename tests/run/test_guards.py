@@ -81,7 +81,7 @@ class Bench:
 @pytest.fixture(scope="module")
 def bench(tiny_llama, tiny_task, tmp_path_factory):
     group = "actor_rollout_ref"
-    made = Bench(
+    started = Bench(
         [
             *("algorithm.adv_estimator=grpo", f"{group}.model.path={tiny_llama}", f"{group}.rollout.n=4"),
             *(f"data.train_files={tiny_task}/train.jsonl", "data.val_files=[]", "data.train_batch_size=4"),
@@ -92,8 +92,8 @@ def bench(tiny_llama, tiny_task, tmp_path_factory):
         ],
         tmp_path_factory.mktemp("guards"),
     )
-    yield made
-    made.roles.close()
+    yield started
+    started.roles.close()
 
 
 def after(monkeypatch, owner, name, change):
@@ -111,7 +111,7 @@ def after(monkeypatch, owner, name, change):
 def after_reference(monkeypatch, change):
     """Apply `change(columns)` to the columns that the reference policy computes."""
     after(
-        monkeypatch, ModelRole, "forward", lambda found: change(found) if "ref_log_prob" in found.batch.keys() else None
+        monkeypatch, ModelRole, "forward", lambda batch: change(batch) if "ref_log_prob" in batch.batch.keys() else None
     )
 
 
@@ -153,7 +153,7 @@ def break_log_probs(monkeypatch):
 
 
 def break_loss(monkeypatch):
-    after(monkeypatch, PolicyObjective, "__call__", lambda found: (found[0] * math.nan, found[1]))
+    after(monkeypatch, PolicyObjective, "__call__", lambda pair: (pair[0] * math.nan, pair[1]))
 
 
 # injected fault -> (guard, its limit, how, words of the sentence)
@@ -259,7 +259,7 @@ def test_guards_without_limits_are_silent(bench, caplog):
     assert not [name for name in result.metrics if "guard" in name or "skipped_updates" in name]
 
 
-def test_one_bad_mini_batch_of_two_costs_that_one_alone(bench, monkeypatch):
+def test_one_bad_mini_batch_of_two_costs_only_itself(bench, monkeypatch):
     original = PolicyObjective.__call__
 
     def call(self, outputs, batch, totals):
@@ -280,13 +280,13 @@ def test_findings_of_ranks_become_one():
     one = Finding("ratio", "ratio", 9.0, 2.0, 0, 8, True, [(3, 1, 9.0)], 1)
     two = Finding("ratio", "ratio", 9.0, 2.0, 0, 6, True, [(5, 0, 4.0), (6, 0, 12.0)], 2)
     other = Finding("entropy", "entropy", 0.1, 0.2, 1, 8, False, [(3, 1, 0.1)], 1)
-    found = merge_findings([[one, other], [two]])
-    assert [(f.num_rows, f.num_samples) for f in found] == [(14, 3), (8, 1)]
-    assert found[0].samples == [(6, 0, 12.0), (3, 1, 9.0), (5, 0, 4.0)]
+    merged = merge_findings([[one, other], [two]])
+    assert [(f.num_rows, f.num_samples) for f in merged] == [(14, 3), (8, 1)]
+    assert merged[0].samples == [(6, 0, 12.0), (3, 1, 9.0), (5, 0, 4.0)]
     elsewhere = Finding("nonfinite", "loss", math.nan, None, 0, 6, True, [(7, 0, math.nan)], 1, located=False)
     bad = Finding("nonfinite", "loss", math.nan, None, 0, 6, True, [(8, 0, math.inf)], 1)
-    (found,) = merge_findings([[elsewhere], [bad]])
-    assert (found.samples, found.num_samples, found.num_rows) == ([(8, 0, math.inf)], 1, 12)
+    (merged,) = merge_findings([[elsewhere], [bad]])
+    assert (merged.samples, merged.num_samples, merged.num_rows) == ([(8, 0, math.inf)], 1, 12)
 
 
 # -- whole runs
@@ -376,7 +376,7 @@ def test_without_a_checkpoint_there_is_nothing_to_go_back_to(tiny_run, monkeypat
         (["ratio.limit=0.5"], "choose one above 1"),
         (["policy_kl.limit=-1"], "must be above 0"),
         (["max_rollbacks=-1"], "at least 0"),
-        (["entropy.action=stop"], "no limit is set beside it"),
+        (["entropy.action=stop"], "no limit is set with it"),
         (["nonfinite.action=warn"], "nonfinite.action"),
     ],
 )
@@ -386,13 +386,13 @@ def test_guards_that_cannot_be(tiny_overrides, changes, words):
 
 
 def test_rollback_needs_samples_of_now(tiny_overrides):
-    given = [
+    keys = [
         "trainer.save_freq=1",
         "actor_rollout_ref.rollout.prefetch_num=1",
         "trainer.guards.nonfinite.action=rollback",
     ]
     with pytest.raises(ConfigError, match="made ahead of training"):
-        load_config([*tiny_overrides, *given])
+        load_config([*tiny_overrides, *keys])
 
 
 @pytest.mark.slow

@@ -220,7 +220,7 @@ def test_the_folder_of_another_program_names_both(first, second, make_inputs, ov
         run(second)
 
 
-def test_changed_keys_are_those_of_the_run_that_saved_the_checkpoint(tiny_run, caplog):
+def test_changed_keys_are_compared_with_the_run_that_saved(tiny_run, caplog):
     first = tiny_run(*SHORT, "actor_rollout_ref.actor.optim.lr=0.001", folder="first")
     with caplog.at_level(logging.WARNING, logger="verl"):
         tiny_run(

@@ -31,7 +31,7 @@ def test_a_value_holds_until_another_phase_changes_it():
     assert scheduler.values(9000)["batch_group_size"] == 2
 
 
-def test_keys_are_those_of_a_role():
+def test_keys_belong_to_a_role():
     values = {"batch_group_size": 2, "fsdp_config.chunk_size": 7, "critic.fsdp.batch_group_size": 3}
     config = load_config(["actor_rollout_ref.model.path=x", "algorithm.adv_estimator=gae"], check=False).config
     changes = by_role(values, ppo_roles(config).models)
@@ -70,7 +70,7 @@ def hybrid(tiny_overrides):
 
 
 def phases_of(scheduler, config):
-    """The phases, and the actor that is told of them."""
+    """The phases, and the actor that follows them."""
     specs = ppo_roles(config).models
     roles = Roles({spec.name: Worker() for spec in specs}, specs=specs)
     return Phases(scheduler, roles, broadcast=lambda value: value), roles.models["actor"]

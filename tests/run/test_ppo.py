@@ -194,7 +194,7 @@ def test_the_line_of_a_step_has_the_kl_to_the_reference(tiny_run, capsys, key, n
     assert f" {name}=" in line
 
 
-def test_critic_warmup_leaves_the_actor_alone(tiny_run, tiny_llama):
+def test_critic_warmup_does_not_train_the_actor(tiny_run, tiny_llama):
     rows = tiny_run(
         "algorithm.adv_estimator=gae", f"critic.model.path={tiny_llama}", "trainer.critic_warmup=1",
     ).training_rows()  # fmt: skip

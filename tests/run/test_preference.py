@@ -168,7 +168,7 @@ class TestLaws:
 
 
 class TestReference:
-    def test_kept_log_probs_are_those_of_a_second_model(self, preference_run):
+    def test_kept_log_probs_match_a_second_model(self, preference_run):
         stored = preference_run("trainer.test_freq=5", folder="kept")
         each = preference_run("trainer.test_freq=5", "ref.precompute=False", folder="each")
         assert_close(stored, each, rel=1e-5)

@@ -146,7 +146,7 @@ def cases(model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_ten_steps_are_those_of_trl(case, cases, theirs, tmp_path):
+def test_ten_steps_match_trl(case, cases, theirs, tmp_path):
     overrides = CASES[case][-1]
     for row, log in steps_beside(theirs[case], PREFERENCE, "preference", tmp_path, cases[case], "float32", *overrides):
         where = f"{case}, step {row['step']}"

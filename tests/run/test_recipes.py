@@ -50,7 +50,7 @@ def gvpo_loss(groups):
 
 
 @pytest.mark.parametrize(("settings", "loss"), [(SPPO, sppo_loss), (GVPO, gvpo_loss)], ids=["sppo", "gvpo"])
-def test_the_first_loss_is_that_of_the_paper_and_rewards_rise(settings, loss, tiny_run, groups):
+def test_the_first_loss_matches_the_paper_and_rewards_rise(settings, loss, tiny_run, groups):
     """In the first step the policy is the old one: log-ratios are zero."""
     batch = ("data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8")
     learning = ("trainer.total_training_steps=8", "actor_rollout_ref.actor.optim.lr=0.01")

@@ -138,7 +138,7 @@ def test_damaged_checkpoint_falls_back_to_the_one_before(tiny_run, unbroken):
 
 
 def test_a_failed_save_does_not_keep_a_stopped_run_from_saving(tiny_run, tmp_path, monkeypatch, caplog):
-    """The save of step 1 fails in the background, and the run is asked to stop before it has heard of that."""
+    """The save of step 1 fails in the background, and the run is asked to stop before it knows of that."""
     commit, folder = CheckpointStore.commit, tmp_path / "stopped"
 
     def full_disk(self, *arguments):

@@ -46,7 +46,7 @@ def test_a_classifier_trains_a_policy(tiny_run, tmp_path):
     assert tiny_run(*model, folder="again").repeatable[0]["critic/score/mean"] == rows[0]["critic/score/mean"]
 
 
-def test_a_rule_beside_the_classifier_with_the_names_of_older_scripts(tiny_run, tmp_path, functions):
+def test_a_rule_with_the_classifier_under_names_of_older_scripts(tiny_run, tmp_path, functions):
     path = make_classifier(tmp_path / "rm")
     run = tiny_run(
         "reward_model.enable=True", f"reward_model.model.path={path}", "reward_model.rollout.dtype=float32",

@@ -147,7 +147,7 @@ def reference_loss(kind, scores, batch):
 
 class TestLoss:
     @pytest.mark.parametrize("kind", ["sigmoid", "logexp", "regression"])
-    def test_of_sequences_is_that_of_transformers(self, kind, rm_run, rm_overrides, classifier):
+    def test_of_sequences_matches_transformers(self, kind, rm_run, rm_overrides, classifier):
         from transformers import AutoModelForSequenceClassification
 
         first = rm_run(kind, "trainer.total_training_steps=1").training_rows()[0]

@@ -68,7 +68,7 @@ def cases(models):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_ten_steps_are_those_of_trl(case, cases, theirs, tmp_path):
+def test_ten_steps_match_trl(case, cases, theirs, tmp_path):
     overrides = CASES[case][-1]
     for row, log in steps_beside(theirs[case], RM, "rm", tmp_path, cases[case], "float64", *overrides):
         # differences and means of scores are as exact as the scores, however small they are themselves

@@ -122,7 +122,7 @@ def test_frequent_grpo_script(tiny_llama, tiny_task, tmp_path):
     assert [r["step"] for r in rows] == [1, 2]
     assert rows[1]["actor/kl_loss"] >= 0
     assert (run.folder / "global_step_2/actor/huggingface/config.json").exists()
-    # keys that mean nothing here are said once, each by name
+    # keys that mean nothing here are named once, each by name
     assert "gpu_memory_utilization" in output
     assert "megatron" in output
 

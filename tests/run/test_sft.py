@@ -79,7 +79,7 @@ CALL = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     ids=["tools", "tool_calls"],
 )
 def test_tools_that_the_template_leaves_out_stop_check_and_run(sft_run, sft_overrides, tmp_path, capsys, row, words):
-    """Issue 32, fault 2: they trained as an empty turn, and the dry run said "Ready to train, 0 warnings"."""
+    """Issue 32, fault 2: they trained as an empty turn, and the dry run printed "Ready to train, 0 warnings"."""
     file = tmp_path / "tools.jsonl"
     plain = {"messages": [*QUESTION, {"role": "assistant", "content": "a"}]}
     file.write_text("".join(json.dumps(r) + "\n" for r in [plain, {**plain, **row}] * 4))
@@ -148,7 +148,7 @@ class TestLoss:
         assert dft["train/nll"] == pytest.approx(nll["train/loss"], rel=1e-6)
         assert 0 < dft["train/loss"] < nll["train/loss"] / 10  # of a random model
 
-    def test_neftune_acts_on_training_alone(self, sft_run):
+    def test_neftune_acts_only_on_training(self, sft_run):
         settings = ("trainer.total_training_steps=1", "trainer.val_before_train=True")
         plain = sft_run(*settings, folder="plain").rows
         noisy = sft_run(*settings, "model.neftune_alpha=20", folder="noisy").rows
@@ -157,7 +157,7 @@ class TestLoss:
         again = sft_run(*settings, "model.neftune_alpha=20", folder="again").rows
         assert again[1]["train/loss"] == noisy[1]["train/loss"]
 
-    def test_lora_trains_adapters_alone(self, sft_run, tiny_llama):
+    def test_lora_trains_only_adapters(self, sft_run, tiny_llama):
         from safetensors.torch import load_file
 
         run = sft_run("model.lora_rank=4", "trainer.save_freq=5", "optim.lr=0.02")

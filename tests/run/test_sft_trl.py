@@ -68,7 +68,7 @@ def cases(models):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_ten_steps_are_those_of_trl(case, cases, theirs, tmp_path):
+def test_ten_steps_match_trl(case, cases, theirs, tmp_path):
     *_, args, overrides = CASES[case]
     for row, log in steps_beside(theirs[case], SFT, "sft", tmp_path, cases[case], "float32", *overrides):
         assert row["train/loss"] == pytest.approx(log["loss"], rel=1e-5)

@@ -52,6 +52,6 @@ def test_a_run_that_does_not_stop_is_ended_with_a_sentence(stopped):
 
 
 @pytest.mark.parametrize(("limit_s", "then_s"), [(0.3, 0.6), (0, 0)])
-def test_a_run_that_stops_in_time_is_left_alone(limit_s, then_s, stopped):
+def test_a_run_that_stops_in_time_is_not_killed(limit_s, then_s, stopped):
     code, said, _ = stopped(limit_s, 0.1, then_s)
     assert (code, said.strip().splitlines()[-1]) == (0, "ended")

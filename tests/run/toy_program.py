@@ -96,8 +96,8 @@ class ToyProgram(Program):
 
     def validate(self, step):
         batch = self.data.batch(1)
-        found = self.model.forward(batch, {"log_probs": "scores"}).get()
-        return {"val/nll": float(-found.batch["scores"].sum() / batch.batch["response_mask"].sum())}
+        outputs = self.model.forward(batch, {"log_probs": "scores"}).get()
+        return {"val/nll": float(-outputs.batch["scores"].sum() / batch.batch["response_mask"].sum())}
 
     def state_dict(self):
         return {"rows_seen": self.rows_seen}

@@ -12,7 +12,7 @@ REWARD = letters_task.REWARD.replace('"score": share', '"score": share + 0.1 * l
 
 # what depends on how the work was divided, or on the clock
 DIVIDED = ("timing_s/", "timing_per_token_ms/", "perf/", "rollout/", "time", "utilisation/", "busy", "comm")
-# shares of tokens, whatever the number format of the model
+# shares of tokens, whatever the dtype of the model
 COUNTED_IN_FLOAT32 = ("clipfrac", "clipfrac_lower")
 
 
@@ -37,7 +37,7 @@ class Run:
 
 
 def assert_same(run, reference, rel):
-    """Tokens identical; every figure that does not depend on the division of work within `rel`."""
+    """Tokens identical; every metric that does not depend on the division of work within `rel`."""
     ours, theirs = run.samples(), reference.samples()
     assert ours.keys() == theirs.keys()
     for name, rows in ours.items():

@@ -71,7 +71,7 @@ class Hosts:
         return process
 
     def cut(self):
-        """Pull the cable: from now on nothing that is sent arrives, and nobody is told."""
+        """Pull the cable: from now on nothing that is sent arrives, without an error."""
         _ip("-n", self._names[1], "link", "set", f"{self._names[1]}v", "down")
 
     def __exit__(self, *_):

@@ -34,7 +34,7 @@ NORM = "model.norm.weight"
 class Watched(update.PlannedUpdate):
     """An update that records the bytes it sent, by its own count and by TRAFFIC."""
 
-    seen: list = []
+    sent: list = []
     goes_on = False
 
     def __call__(self):
@@ -48,22 +48,22 @@ class Watched(update.PlannedUpdate):
             exchanged = transport.TRAFFIC.take()
             transport.TRAFFIC = traffic
             row = {"sent": self.transport.num_sent_bytes - before, "traffic": exchanged.num_bytes}
-            self.seen.append({**row, "seconds": exchanged.seconds, "peak": self.transport.peak_staging_bytes})
+            self.sent.append({**row, "seconds": exchanged.seconds, "peak": self.transport.peak_staging_bytes})
 
 
 def is_time(rank=1):
     """On one rank, in the second update: the one after the first step."""
-    return RANK == rank and len(Watched.seen) == 1 and Watched.goes_on
+    return RANK == rank and len(Watched.sent) == 1 and Watched.goes_on
 
 
 def before_it_is_verified(patch, change):
-    """`change(transport, wanted)` on rank 1 when everything has come."""
+    """`change(transport, target)` on rank 1 when everything has come."""
     check_held = transport.PeerToPeer.check_held
 
-    def faulty(self, wanted):
+    def faulty(self, target):
         if is_time():
-            change(self, wanted)
-        check_held(self, wanted)
+            change(self, target)
+        check_held(self, target)
 
     patch.setattr(transport.PeerToPeer, "check_held", faulty)
 
@@ -71,9 +71,9 @@ def before_it_is_verified(patch, change):
 def flips_a_bit(patch):
     """One bit of what arrived is another."""
 
-    def flip(self, wanted):
+    def flip(self, target):
         came = next(move for move in reversed(self._verified) if not move.is_kept)
-        self._at(wanted, came, is_source=False).view(torch.int64)[(0,) * len(came.slice)] ^= 1
+        self._at(target, came, is_source=False).view(torch.int64)[(0,) * len(came.slice)] ^= 1
 
     before_it_is_verified(patch, flip)
 
@@ -93,8 +93,8 @@ def loses_half_a_bucket(patch):
 def swaps_two(patch):
     """The engine takes k_proj for v_proj and the other way round."""
 
-    def swap(self, wanted):
-        k, v = wanted[K_PROJ], wanted[K_PROJ.replace("k_proj", "v_proj")]
+    def swap(self, target):
+        k, v = target[K_PROJ], target[K_PROJ.replace("k_proj", "v_proj")]
         was = k.clone()
         k.copy_(v)
         v.copy_(was)
@@ -106,8 +106,8 @@ def dies_in_an_update(patch):
     """The process that has the engine is killed when it has written a part of the new weights."""
     put = transport.PeerToPeer._put
 
-    def faulty(self, moves, held, wanted):
-        put(self, moves, held, wanted)
+    def faulty(self, moves, held, target):
+        put(self, moves, held, target)
         if is_time():
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -125,7 +125,7 @@ def keeps_its_version(patch):
 
 
 def generates_with_others(patch):
-    """What arrived has been proved, and then the engine multiplies a norm."""
+    """The update is verified, and then the engine multiplies a norm."""
     set_weights = RolloutWorker.set_weights
 
     def faulty(self, version, weights=None):
@@ -169,7 +169,7 @@ FAULTS = {
 
 
 def watch(patch, fault):
-    Watched.seen.clear()
+    Watched.sent.clear()
     instances = []
     connected = RankWeightSync.connect
 
@@ -193,15 +193,15 @@ def main(file):
             watched = watch(patch, job.get("fault"))
             try:
                 train(load_config(job["overrides"]))
-            except VerlError as found:
-                error = f"{type(found).__name__}: {found}"
+            except VerlError as raised:
+                error = f"{type(raised).__name__}: {raised}"
                 if not job.get("fault"):
                     raise
         plan = watched[0].update.plan if watched and watched[0].update is not None else None
         sent = None if plan is None else plan.sent_bytes.get(RANK, 0)
         folder = next(o for o in job["overrides"] if o.startswith("trainer.default_local_dir=")).split("=", 1)[1]
-        found = {"plan": sent, "updates": Watched.seen, "error": error}
-        Path(folder, f"wire-{RANK}.json").write_text(json.dumps(found))
+        wire = {"plan": sent, "updates": Watched.sent, "error": error}
+        Path(folder, f"wire-{RANK}.json").write_text(json.dumps(wire))
 
 
 if __name__ == "__main__":

@@ -32,9 +32,9 @@ def start(jobs, num_ranks, *changes, **more):
     return jobs.run(name), [json.loads(line) for line in starts.read_text().splitlines()]
 
 
-def assert_equal(found, alone):
+def assert_equal(actual, alone):
     """Not all metrics are comparable: the log-probs of an engine with separate weights are computed again."""
-    ours, theirs = found.samples(), alone.samples()
+    ours, theirs = actual.samples(), alone.samples()
     assert ours.keys() == theirs.keys()
     for name, rows in theirs.items():
         for key in ("response_ids", "score", "uid", "weight_version"):
@@ -43,8 +43,8 @@ def assert_equal(found, alone):
                 key,
             )
     # the log-probs of such an engine are kept in float32
-    assert max(row["training/rollout_probs_diff_max"] for row in found.rows) < 1e-6
-    assert_same_weights(found, alone, 2, rel=1e-10)
+    assert max(row["training/rollout_probs_diff_max"] for row in actual.rows) < 1e-6
+    assert_same_weights(actual, alone, 2, rel=1e-10)
 
 
 def test_one_process_generates_for_both_ranks(jobs, alone):

@@ -70,16 +70,16 @@ def test_nobody_serves_the_meeting():
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("variables", "words"),
     [
         ({"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
         ({"RANK": "x", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "whole numbers"),
         ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "not one of the 2 ranks"),
     ],
 )
-def test_an_environment_that_makes_no_sense(given, words):
+def test_an_environment_that_makes_no_sense(variables, words):
     with pytest.raises(ConfigError, match=words):
-        peer_of_environment(given)
+        peer_of_environment(variables)
     assert peer_of_environment({}) is None
 
 

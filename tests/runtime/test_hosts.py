@@ -1,4 +1,4 @@
-"""Runs on two hosts: the figures of one process, and an end within the deadline when the network is cut.
+"""Runs on two hosts: the metrics of one process, and an end within the deadline when the network is cut.
 
 Slow, for root: `python -m pytest -m slow -p no:xdist tests/runtime/test_hosts.py` (about two minutes).
 """
@@ -81,7 +81,7 @@ def test_ray(hosts, jobs):
 
 
 def test_the_network_is_cut(hosts, jobs):
-    """Both ranks say so within the deadline and a few looks at the board, on whose host it is or not."""
+    """Both ranks say so within the deadline and a few reads of the rank status, on either host."""
     endless = ["trainer.total_training_steps=100000", "trainer.total_epochs=100000", "trainer.save_freq=-1"]
     limits = ["trainer.test_freq=-1", "trainer.call_timeout_s=15", "actor_rollout_ref.nccl_timeout=15"]
     processes = ranks(hosts, jobs.overrides("cut", *TWO_HOSTS[:2], *endless, *limits))

@@ -102,7 +102,7 @@ def given_rows(tmp_path_factory):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("library", "num_ranks"), ROWS)
-def test_runs_on_several_ranks_are_those_of_one_process(alone, jobs, models, given_rows, library, num_ranks, family):
+def test_runs_on_several_ranks_match_one_process(alone, jobs, models, given_rows, library, num_ranks, family):
     """GRPO, PPO with a critic, and fine-tuning."""
     pytest.importorskip(MODULES[library], reason=f"needs the extra {library}")
     names = rows(library, num_ranks, family)
@@ -151,11 +151,11 @@ def test_a_run_resumes_bit_for_bit_and_continues_on_the_other_engine(jobs, model
     assert_same_weights(changed, unbroken, 6, 1e-5)
 
 
-def assert_same_losses(found, wanted):
+def assert_same_losses(actual, reference):
     """Of fine-tuning, step by step."""
-    assert [row["step"] for row in found.rows] == [row["step"] for row in wanted.rows]
-    for row, expected in zip(found.rows, wanted.rows, strict=True):
+    assert [row["step"] for row in actual.rows] == [row["step"] for row in reference.rows]
+    for row, expected in zip(actual.rows, reference.rows, strict=True):
         for name in ("train/loss", "train/grad_norm", "val/loss"):
             assert (name in row) == (name in expected)
             if name in expected:
-                assert row[name] == pytest.approx(expected[name], rel=1e-5), (found.folder.name, row["step"], name)
+                assert row[name] == pytest.approx(expected[name], rel=1e-5), (actual.folder.name, row["step"], name)

@@ -312,14 +312,14 @@ def nodes_with(monkeypatch, *gpus):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "gpus", "expected"),
+    ("resources", "gpus", "expected"),
     [(None, (0, 4), True), (None, (0, 0), False), (True, (0, 4), True), (False, (0, 4), False)],
 )
-def test_the_cluster_has_gpus_not_the_driver(monkeypatch, wanted, gpus, expected):
+def test_the_cluster_has_gpus_not_the_driver(monkeypatch, resources, gpus, expected):
     """A head node usually has none."""
     nodes_with(monkeypatch, *gpus)
     cluster = object.__new__(RayCluster)
-    cluster.request = Request([4], wanted, 10.0)
+    cluster.request = Request([4], resources, 10.0)
     cluster._check_resources()
     assert cluster.request.gpus is expected
 
@@ -333,15 +333,15 @@ def test_a_cluster_with_too_few_gpus_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("visible", "given", "expected"),
+    ("visible", "assigned", "expected"),
     [("3", ["3"], "cuda:0"), ("2,5", ["5"], "cuda:1"), ("", ["1"], "cuda:1"), ("", [], "cuda")],
 )
-def test_a_rank_takes_the_gpu_that_ray_gave_it(monkeypatch, visible, given, expected):
-    """Where Ray masks the others (one is visible), and where it is told not to."""
+def test_a_rank_takes_the_gpu_that_ray_gave_it(monkeypatch, visible, assigned, expected):
+    """The GPU of a rank with Ray's mask of the others (one is visible), and without the mask."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": given})
+    context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": assigned})
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     assert own_device("auto") == torch.device(expected)
     assert own_device("cpu") == torch.device("cpu")
@@ -372,7 +372,7 @@ def test_the_config_travels_whole(base):
     ],
 )
 def test_a_cluster_that_does_not_start(monkeypatch, address, error, expected, words):
-    """Of one of our own somebody may have killed a process: that is worth the supervisor's second attempt."""
+    """A process of a cluster of ours may have been killed by hand: that is worth the supervisor's second attempt."""
 
     def fail(**_):
         raise error

@@ -66,12 +66,12 @@ def two_ranks(jobs, mixture):
 
 
 def wire(jobs, name):
-    """What each rank saw."""
+    """The report of each rank."""
     return [json.loads((jobs.run(name).folder / f"wire-{rank}.json").read_text()) for rank in range(2)]
 
 
 @pytest.mark.parametrize("name", [*SIDES, "experts"])
-def test_tokens_and_weights_are_those_of_one_process(two_ranks, alone, name):
+def test_tokens_and_weights_match_one_process(two_ranks, alone, name):
     rel = (
         1e-6 if name == "experts" else 1e-10
     )  # routers round to float32, of which sums in another order change the last bit
@@ -113,7 +113,7 @@ def test_experts_stay_where_they_are_trained(two_ranks):
     assert sum(report["plan"] for report in wire(two_ranks, "experts")) == 8 * (2 * 64 * 64 // 2 + shared)
 
 
-def test_adapters_travel_alone(two_ranks):
+def test_only_adapters_travel(two_ranks):
     """In the memory of both copies the half of them is lacking that rank 1 trains."""
     assert sum(report["plan"] for report in wire(two_ranks, "adapters")) == ADAPTER_BYTES // 2
     assert all(u["sent"] == report["plan"] for report in wire(two_ranks, "adapters") for u in report["updates"])

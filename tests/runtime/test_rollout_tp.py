@@ -67,7 +67,7 @@ def test_prompts_with_several_samples(two_ranks, alone):
     assert_equal(two_ranks.run("grpo2"), alone["grpo"])
 
 
-def test_a_rank_stores_the_keys_of_its_own_heads(two_ranks, alone):
+def test_a_rank_stores_the_keys_of_its_heads(two_ranks, alone):
     for ours, whole in zip(two_ranks.run("grpo2").rows, alone["grpo"].rows, strict=True):
         assert 2 * ours["rollout/kv_cache_bytes"] == whole["rollout/kv_cache_bytes"] > 0
 
@@ -76,7 +76,7 @@ def test_prompts_with_one_sample_and_an_odd_vocabulary(two_ranks, alone):
     assert_equal(two_ranks.run("odd2"), alone["odd"])
 
 
-def test_weights_of_a_rank_that_trains_alone(two_ranks, alone):
+def test_weights_of_the_only_rank_that_trains(two_ranks, alone):
     assert_equal(two_ranks.run("carried2"), alone["grpo"])
 
 

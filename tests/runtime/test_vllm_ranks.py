@@ -84,7 +84,7 @@ def engines(mark):
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_samples_are_those_of_the_native_engine(start, mode, num_ranks, tensor_parallel, jobs, settings, expected):
+def test_samples_match_the_native_engine(start, mode, num_ranks, tensor_parallel, jobs, settings, expected):
     job = jobs.add(
         f"{start.__name__}_{mode}_{num_ranks}_{tensor_parallel}", *settings, f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.mode={mode}",
         f"{ROLLOUT}.tensor_model_parallel_size={tensor_parallel}", f"trainer.n_gpus_per_node={num_ranks}",

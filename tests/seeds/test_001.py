@@ -190,4 +190,4 @@ def test_6_3_consistency_and_the_header(tiny_llama):
     from verl.utils import check_model_consistency
 
     assert functools.reduce(max, [check_model_consistency(str(tiny_llama))["largest_difference"]]) < 1e-5
-    assert "all data-parallel devices" in FSDPConfig().sentence()
+    assert "all data-parallel devices" in FSDPConfig().describe()

@@ -45,8 +45,8 @@ def test_3_3_devices_of_roles(capsys):
     set_device_map(dp_config)
     try:
         keys = ["algorithm.adv_estimator=gae", "trainer.n_gpus_per_node=4"]
-        found = placement_of(load_config(keys, check=False).config).devices
-        assert (found["actor"], found["critic"], found["reward"]) == ((0, 1), (2,), (3,))
+        devices = placement_of(load_config(keys, check=False).config).devices
+        assert (devices["actor"], devices["critic"], devices["reward"]) == ((0, 1), (2,), (3,))
     finally:
         set_device_map(None)
 

@@ -100,7 +100,7 @@ def test_the_switch_as_a_block(tiny_llama):
         torch.manual_seed(3)
         with manager:
             batch = manager.postprocess_data(worker.generate_sequences(manager.preprocess_data(["2 + 2?"]), n=2))
-            torch.rand(5)  # what an engine draws is no part of training
+            torch.rand(5)  # sampling of an engine is no part of training
         assert torch.equal(torch.rand(2), expected)
         assert set(batch.batch["weight_version"].tolist()) == {1}
     with pytest.raises(

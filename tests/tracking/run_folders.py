@@ -90,7 +90,7 @@ class Start:
     code: int = 70
     said: str = ""
     warned: list[str] = field(default_factory=list)
-    found: tuple = ()
+    state: tuple = ()
 
 
 def start(root: Path) -> Start:
@@ -98,7 +98,7 @@ def start(root: Path) -> Start:
     result, stderr = Start(), io.StringIO()
 
     def work(_):
-        result.found = _resume(root)
+        result.state = _resume(root)
         show(read_progress(root), Console(file=io.StringIO(), width=100))
         return 0
 
@@ -304,7 +304,7 @@ KINDS = (
 )
 
 
-def outcome(rng, template: Path, root: Path, wanted: tuple) -> tuple[str, str]:
+def outcome(rng, template: Path, root: Path, expected: tuple) -> tuple[str, str]:
     """(kind of damage, outcome) of a copy of `template`: "whole" (it resumes as it would have), "refused" in a sentence,
     "noticed" by a warning, or "other numbers" of seconds and the KL weight that a run could have saved, with digests that are
     right. Raises AssertionError for what passes in silence, and for an error that is no sentence."""
@@ -319,13 +319,15 @@ def outcome(rng, template: Path, root: Path, wanted: tuple) -> tuple[str, str]:
     if result.code:
         assert result.said.strip().count("\n") == 0, f"{name}: {result.said}"
         return name, "refused"
-    if result.found == wanted:
+    if result.state == expected:
         return name, "whole"
-    if kind is forge_state and result.found[1:] == wanted[1:]:
+    if kind is forge_state and result.state[1:] == expected[1:]:
         free = ("seconds", "first_validation", "kl_controller")
-        assert all(result.found[0][name] == value for name, value in wanted[0].items() if name not in free)
+        assert all(result.state[0][name] == value for name, value in expected[0].items() if name not in free)
         return name, "other numbers"
-    assert result.warned, f"{name}: the run resumes with something else, in silence: {result.found} instead of {wanted}"
+    assert result.warned, (
+        f"{name}: the run resumes with something else, in silence: {result.state} instead of {expected}"
+    )
     return name, "noticed"
 
 
@@ -333,6 +335,6 @@ def cases(rng, count, folder):
     """(kind of damage, outcome) of `count` folders of a killed run that is resumed and shown."""
     make_run(folder / "template")
     shutil.copytree(folder / "template", folder / "run")
-    expected = start(folder / "run").found
+    expected = start(folder / "run").state
     for _ in range(count):
         yield outcome(rng, folder / "template", folder / "run", expected)

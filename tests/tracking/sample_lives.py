@@ -1,4 +1,4 @@
-"""Samples with made-up tokens, told to a tracker as a run tells them."""
+"""Samples with made-up tokens, recorded by a tracker as in a run."""
 
 import numpy as np
 
@@ -49,16 +49,16 @@ class LateWriter(LedgerWriter):
 
     def __init__(self, path):
         super().__init__(path)
-        self.kept = []
+        self.calls = []
 
     def write(self, statement, rows):
-        self.kept.append((statement, list(rows)))
+        self.calls.append((statement, list(rows)))
 
     def send(self, count=None):
         """The first `count` calls; the others are lost."""
-        for call in self.kept[:count]:
+        for call in self.calls[:count]:
             super().write(*call)
-        self.kept.clear()
+        self.calls.clear()
 
     def flush(self):
         self.send()

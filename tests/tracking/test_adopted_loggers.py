@@ -56,7 +56,7 @@ def test_another_hour_shows_others(console):
     assert len(console.getvalue().splitlines()) == 2 * logs.MAX_ADOPTED
 
 
-def test_a_library_logs_by_this_handler_alone():
+def test_a_library_logs_only_by_this_handler():
     logs.adopt_loggers("stranger")
     try:
         library = logging.getLogger("stranger")

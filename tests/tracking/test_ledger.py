@@ -194,7 +194,7 @@ def test_a_record_that_the_ledger_contradicts_is_refused(path):
         open_tracker(path, checkpoint, None)
 
 
-def test_a_lost_ledger_costs_the_history_alone(path, caplog):
+def test_a_lost_ledger_costs_only_the_history(path, caplog):
     tracker, _ = open_tracker(path)
     issue(tracker, 1, [1], n=1)
     tracker.generate(1, [segment(1, 0)])
@@ -285,7 +285,7 @@ def test_a_full_disk_reaches_the_run(path, monkeypatch):
 
     with pytest.raises(CheckpointError, match=r"cannot be used: database or disk is full\. Free some space"):
         many_steps()
-    tracker.close()  # said once
+    tracker.close()  # one warning
 
 
 def test_a_disk_that_hangs_ends_with_the_deadline(path, monkeypatch):
@@ -534,7 +534,7 @@ def test_a_link_in_the_place_of_a_ledger_is_refused(path):
         resume(path, record)
 
 
-def test_open_samples_must_be_those_of_the_checkpoint(path):
+def test_open_samples_must_match_the_checkpoint(path):
     tracker, _ = open_tracker(path)
     issue(tracker, 1, [1], n=1)
     tracker.generate(1, [segment(1, 0)])

@@ -56,7 +56,7 @@ class Program:
     def die(self):
         """A killed process: what its thread has not written is gone."""
         writer = self.tracker._writer
-        writer.send(int(self.share * len(writer.kept)))
+        writer.send(int(self.share * len(writer.calls)))
         self.tracker.close()
 
     def train(self, waiting):

@@ -326,7 +326,7 @@ def test_files_are_read_up_to_a_limit(tmp_path, monkeypatch):
 
 
 def read_all(folder):
-    """What readers make of the files of `folder`."""
+    """The outcome of each reader on the files of `folder`."""
     read_beat(folder.root)
     holder_of(folder.root)
     folder.read_config()

@@ -1,4 +1,4 @@
-"""Where a step's time went, what bounds a run, and `verl show` on folders of live, stopped and finished runs."""
+"""Time of a step by phase, the bottleneck of a run, and `verl show` on folders of live, stopped and finished runs."""
 
 import json
 import os
@@ -62,7 +62,7 @@ def test_phases_add_up_to_the_step(parts):
     assert all(0 <= r["utilisation"] <= 1 for r in summary["roles"].values())
 
 
-def test_a_role_that_works_beside_the_program_is_not_counted_twice():
+def test_a_role_that_works_in_parallel_is_not_counted_twice():
     summary = summarise([span("rollout_wait", 1.0), span("update_actor", 4.0)], 5.0, {"rollout": 4.5}, SPAN_PHASES)
     assert summary["phases"]["rollout"] == 1.0
     assert summary["roles"]["rollout"]["utilisation"] == 0.9
@@ -157,7 +157,7 @@ def test_what_bounds_a_run_and_what_to_change(phases, roles, metrics, name, keys
         ),
     ],
 )
-def test_what_is_measured_beside_the_phases(metrics, words):
+def test_measurements_outside_the_phases(metrics, words):
     """All-gathers, fragments and the queue, each with what to change, whatever phase takes the time."""
     rollout = {"prefetch_num": 1, "kv_cache_config": {"block_size": 64}}
     config = {"actor_rollout_ref": {"rollout": rollout}}

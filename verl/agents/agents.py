@@ -223,17 +223,17 @@ class Agents:
         results, tools = self._results, self._tool_results
         self._results, self._tool_results = [], []
         num_paused = sum(is_paused(result) for result in results)
-        found: Stats = {
+        stats: Stats = {
             **self.driver.stats,
             "num_episodes": len(results) - num_paused,
             "num_paused_episodes": num_paused,
         }
-        found["num_failed_episodes"] = sum(result.error is not None for result in results)
-        found["num_tool_calls"] = len(tools)
-        found["num_failed_tool_calls"] = sum(result.error is not None for result in tools)
-        found["num_replayed_tool_calls"] = sum(result.replayed for result in tools)
-        found["tool_s"] = sum(result.seconds for result in tools if not result.replayed)
-        return found
+        stats["num_failed_episodes"] = sum(result.error is not None for result in results)
+        stats["num_tool_calls"] = len(tools)
+        stats["num_failed_tool_calls"] = sum(result.error is not None for result in tools)
+        stats["num_replayed_tool_calls"] = sum(result.replayed for result in tools)
+        stats["tool_s"] = sum(result.seconds for result in tools if not result.replayed)
+        return stats
 
     def close(self) -> None:
         """End the endpoint, the event loop, the journal and the processes of tools."""
@@ -352,11 +352,11 @@ class Agents:
             )
         if multi_turn.tokenization_sanity_check_mode == "disable":
             return
-        if found := self.context.continuity.rewriting():
+        if rewrite := self.context.continuity.rewriting():
             log.warning(
                 "The chat template renders earlier turns otherwise once others follow: %r becomes %r. Episodes continue "
                 "on the tokens that were sampled, without rewriting.",
-                found.before, found.after,
+                rewrite.before, rewrite.after,
             )  # fmt: skip
 
 

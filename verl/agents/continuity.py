@@ -117,7 +117,7 @@ class ChatContinuity:
         """A foreign text in which no control token is left, such as <|im_end|>: a zero-width space breaks each."""
         if self._control is None:
             return text
-        return self._control.sub(lambda found: found[0][:1] + BREAK + found[0][1:], text)
+        return self._control.sub(lambda match: match[0][:1] + BREAK + match[0][1:], text)
 
     def rewriting(self) -> Rewriting | None:
         """The difference in an earlier turn once others follow it; None when the template renders it as before."""
@@ -197,17 +197,17 @@ class ChatContinuity:
         """The messages, with answers of tools as turns of the user where the template has no role for them."""
         if not getattr(self, "tool_role_as_user", False):
             return messages
-        found: Messages = []
+        fitted: Messages = []
         for message in messages:
             if message["role"] == "tool":
                 text = f"<tool_response>\n{message['content']}\n</tool_response>"
-                if found and found[-1].get("answers"):
-                    found[-1]["content"] += f"\n{text}"  # templates of two roles want them in turn
+                if fitted and fitted[-1].get("answers"):
+                    fitted[-1]["content"] += f"\n{text}"  # templates of two roles want them in turn
                 else:
-                    found.append({"role": "user", "content": text, "answers": True})
+                    fitted.append({"role": "user", "content": text, "answers": True})
             else:
-                found.append(message)
-        return [{k: v for k, v in message.items() if k != "answers"} for message in found]
+                fitted.append(message)
+        return [{k: v for k, v in message.items() if k != "answers"} for message in fitted]
 
     def _renders_tools(self) -> bool:
         try:

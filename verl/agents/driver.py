@@ -222,7 +222,7 @@ class _Session:
 
     async def _submit(self, episode: Episode, request: PromptRequest | TurnRequest) -> Completion:
         asked = _Asked(request, asyncio.get_running_loop().create_future())
-        if not episode.is_dropped:  # else it is a late call of a killed agent, which nobody answers
+        if not episode.is_dropped:  # else it is a late call of a killed agent, which gets no answer
             self.inbox.put(asked)
         return await asked.answer
 
@@ -248,19 +248,19 @@ class _Session:
         return {"busy_s": self.busy_s, "idle_s": self.idle_s}
 
     def _first_wave(self) -> list[_Event]:
-        wanted, until = min(len(self.tasks), self.driver.max_episodes), time.monotonic() + GATHER_S
-        found = self._arrived(block=True)
-        while len(found) < wanted and time.monotonic() < until:
+        count, until = min(len(self.tasks), self.driver.max_episodes), time.monotonic() + GATHER_S
+        events = self._arrived(block=True)
+        while len(events) < count and time.monotonic() < until:
             time.sleep(0.001)
-            found += self._arrived(block=False)
-        return found
+            events += self._arrived(block=False)
+        return events
 
     def _arrived(self, *, block: bool) -> list[_Event]:
-        found: list[_Event] = []
+        events: list[_Event] = []
         if block:
             started_at, limit = time.perf_counter(), self.driver.timeout_s + GRACE_S
             try:
-                found.append(self.inbox.get(timeout=limit))
+                events.append(self.inbox.get(timeout=limit))
             except queue.Empty:
                 names = ", ".join(episode.task.name for episode in list(self.live.values())[:5])
                 raise DeadlineError(
@@ -270,9 +270,9 @@ class _Session:
             self.idle_s += time.perf_counter() - started_at
         while True:
             try:
-                found.append(self.inbox.get_nowait())
+                events.append(self.inbox.get_nowait())
             except queue.Empty:
-                return found
+                return events
 
     def _take(self, arrived: list[_Event]) -> list[_Ended]:
         """Hand requests to the generation, and drop the samples of episodes that have ended; returns the latter."""
@@ -322,9 +322,9 @@ class _Session:
 
 def _merged(asked: list[_Asked]) -> list[tuple[PromptRequest | TurnRequest, list[_Asked]]]:
     """Requests for the engine: samples of one prompt that begin together are one request, whose prompt is computed once."""
-    found: list[tuple[PromptRequest | TurnRequest, list[_Asked]]] = []
+    merged: list[tuple[PromptRequest | TurnRequest, list[_Asked]]] = []
     for one in sorted(asked, key=lambda a: a.key):
-        last = found[-1][0] if found else None
+        last = merged[-1][0] if merged else None
         request = one.request
         if (
             isinstance(last, PromptRequest)
@@ -333,7 +333,7 @@ def _merged(asked: list[_Asked]) -> list[tuple[PromptRequest | TurnRequest, list
             == (request.ordinal, request.token_ids, request.max_new_tokens)
             and request.first_sample == last.first_sample + (last.num_samples or 1)
         ):
-            found[-1] = (replace(last, num_samples=(last.num_samples or 1) + 1), [*found[-1][1], one])
+            merged[-1] = (replace(last, num_samples=(last.num_samples or 1) + 1), [*merged[-1][1], one])
         else:
-            found.append((request, [one]))
-    return found
+            merged.append((request, [one]))
+    return merged

@@ -144,8 +144,8 @@ class EnvironmentAgentLoop(ToolAgentLoop):
         data.prompt_ids = await self.apply_chat_template(messages)
         while await self._turn(data, sampling_params, None) and not self._is_cut(data):
             started_at = time.perf_counter()
-            found = await self._bounded(environment.step, str(messages[-1]["content"]))
-            observation, reward, terminated, is_truncated, info = _five(found)
+            outcome = await self._bounded(environment.step, str(messages[-1]["content"]))
+            observation, reward, terminated, is_truncated, info = _five(outcome)
             seconds = time.perf_counter() - started_at
             data.metrics.tool_calls += seconds
             answer = self._answer(observation)
@@ -259,9 +259,9 @@ def _accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[s
     return {name: value for name, value in arguments.items() if name in parameters}
 
 
-def _five(found: Any) -> tuple[Any, float, bool, bool, Any]:
-    if not isinstance(found, tuple) or len(found) not in (3, 4, 5):
+def _five(outcome: Any) -> tuple[Any, float, bool, bool, Any]:
+    if not isinstance(outcome, tuple) or len(outcome) not in (3, 4, 5):
         raise EpisodeError("its environment's step must return (observation, reward, terminated, truncated, info)")
-    observation, reward, terminated, *more = found
+    observation, reward, terminated, *more = outcome
     is_truncated, info = (more[0], more[1]) if len(more) == 2 else (False, more[0] if more else {})
     return observation, float(reward), bool(terminated), bool(is_truncated), info

@@ -121,8 +121,8 @@ class TextArena:
             raise MissingExtraError("A game of textarena", "environments", "textarena") from None
         self.library: Any = textarena
         self.env: Any = None
-        self.seen: dict[int, str] = {}  # by each player
-        self.found: dict[int, float] = {}  # rewards
+        self.texts: dict[int, str] = {}  # by each player
+        self.final_rewards: dict[int, float] = {}  # rewards
 
     def reset(self, seed: int | None = None, **row: Any) -> tuple[str, dict[str, Any]]:
         """Begin the game of a seed."""
@@ -141,7 +141,7 @@ class TextArena:
         name = row.get("game") or (row.get("extra_info") or {}).get("game")
         if not isinstance(name, str):
             raise ValueError("the row names no game; give it a column `game`, such as GuessTheNumber-v0")
-        self.env, self.seen = self.library.make(name), dict.fromkeys(range(num_players), "")
+        self.env, self.texts = self.library.make(name), dict.fromkeys(range(num_players), "")
         self.env.reset(num_players=num_players, seed=seed)
 
     def _observation(self) -> tuple[int, str]:
@@ -149,7 +149,7 @@ class TextArena:
         assert self.env is not None
         player, observation = self.env.get_observation()
         text = observation if isinstance(observation, str) else "\n".join(str(part[1]) for part in observation)
-        known, self.seen[player] = self.seen[player], text
+        known, self.texts[player] = self.texts[player], text
         return player, text.removeprefix(known).strip()
 
     def _rewards(self) -> dict[int, float]:
@@ -179,9 +179,9 @@ class TextArenaSelfPlay(TextArena):
 
     def rewards(self) -> dict[int, float]:
         """The reward of each player, once the game is over."""
-        if not self.found:
-            self.found = self._rewards()
-        return self.found
+        if not self.final_rewards:
+            self.final_rewards = self._rewards()
+        return self.final_rewards
 
 
 class TryAgain:

@@ -209,6 +209,6 @@ class SingleTurnAgentLoop(AgentLoopBase):
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         """See AgentLoopBase."""
         prompt_ids = list(CURRENT.get().task.prompt_ids)
-        found = await self.server_manager.generate(prompt_ids=prompt_ids, sampling_params=sampling_params)
-        ids = found.token_ids
-        return AgentLoopOutput(prompt_ids, ids, [1] * len(ids), found.log_probs, num_turns=2)
+        output = await self.server_manager.generate(prompt_ids=prompt_ids, sampling_params=sampling_params)
+        ids = output.token_ids
+        return AgentLoopOutput(prompt_ids, ids, [1] * len(ids), output.log_probs, num_turns=2)

@@ -76,17 +76,17 @@ class _Pattern(ToolParser):
     def parse(self, text: str, tools: Schemas) -> Parsed:
         calls: list[FunctionCall] = []
 
-        def replace(found: re.Match[str]) -> str:
+        def replace(match: re.Match[str]) -> str:
             try:
-                calls.extend(self.read(found, tools))
+                calls.extend(self.read(match, tools))
             except (ValueError, SyntaxError, RecursionError) as error:
                 log.debug("A tool call could not be read and stays text: %s", error)
-                return found[0]
+                return match[0]
             return ""
 
         return self.pattern.sub(replace, text).strip(), calls
 
-    def read(self, found: re.Match[str], tools: Schemas) -> list[FunctionCall]:
+    def read(self, match: re.Match[str], tools: Schemas) -> list[FunctionCall]:
         raise NotImplementedError
 
 
@@ -96,9 +96,9 @@ class HermesToolParser(_Pattern):
 
     pattern = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
-    def read(self, found: re.Match[str], tools: Schemas) -> list[FunctionCall]:
+    def read(self, match: re.Match[str], tools: Schemas) -> list[FunctionCall]:
         """The call of a match."""
-        call = json.loads(found[1])
+        call = json.loads(match[1])
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             raise ValueError("it is no object with a name")
         arguments = call.get("arguments", call.get("parameters", {}))
@@ -115,9 +115,9 @@ class DeepSeekToolParser(_Pattern):
         re.DOTALL,
     )
 
-    def read(self, found: re.Match[str], tools: Schemas) -> list[FunctionCall]:
+    def read(self, match: re.Match[str], tools: Schemas) -> list[FunctionCall]:
         """The call of a match."""
-        return [FunctionCall(found[1].strip(), found[2].strip())]
+        return [FunctionCall(match[1].strip(), match[2].strip())]
 
 
 @ToolParser.register("kimi")
@@ -130,10 +130,10 @@ class KimiToolParser(_Pattern):
         re.DOTALL,
     )
 
-    def read(self, found: re.Match[str], tools: Schemas) -> list[FunctionCall]:
+    def read(self, match: re.Match[str], tools: Schemas) -> list[FunctionCall]:
         """The call of a match."""
-        name = found[1].removeprefix("functions.").partition(":")[0]
-        return [FunctionCall(name, found[2].strip(), found[1])]
+        name = match[1].removeprefix("functions.").partition(":")[0]
+        return [FunctionCall(name, match[2].strip(), match[1])]
 
 
 @ToolParser.register("gpt-oss")
@@ -146,9 +146,9 @@ class GptOssToolParser(_Pattern):
         re.DOTALL,
     )
 
-    def read(self, found: re.Match[str], tools: Schemas) -> list[FunctionCall]:
+    def read(self, match: re.Match[str], tools: Schemas) -> list[FunctionCall]:
         """The call of a match."""
-        return [FunctionCall(found[1], found[2].strip())]
+        return [FunctionCall(match[1], match[2].strip())]
 
 
 @ToolParser.register("glm")
@@ -158,9 +158,9 @@ class GlmToolParser(_Pattern):
     pattern = re.compile(r"<tool_call>\s*([\w.-]+)\s*(.*?)</tool_call>", re.DOTALL)
     pairs = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 
-    def read(self, found: re.Match[str], tools: Schemas) -> list[FunctionCall]:
+    def read(self, match: re.Match[str], tools: Schemas) -> list[FunctionCall]:
         """The call of a match."""
-        return [_typed_call(found[1], self.pairs.findall(found[2]), tools)]
+        return [_typed_call(match[1], self.pairs.findall(match[2]), tools)]
 
 
 class _Tagged(_Pattern):
@@ -169,9 +169,9 @@ class _Tagged(_Pattern):
     call: re.Pattern[str]
     parameter: re.Pattern[str]
 
-    def read(self, found: re.Match[str], tools: Schemas) -> list[FunctionCall]:
+    def read(self, match: re.Match[str], tools: Schemas) -> list[FunctionCall]:
         """The calls of a wrapper."""
-        calls = [_typed_call(name, self.parameter.findall(body), tools) for name, body in self.call.findall(found[1])]
+        calls = [_typed_call(name, self.parameter.findall(body), tools) for name, body in self.call.findall(match[1])]
         if not calls:
             raise ValueError("it holds no call")
         return calls
@@ -220,7 +220,7 @@ class GemmaToolParser(_Pattern):
     texts = re.compile(r'<\|"\|>(.*?)<\|"\|>', re.DOTALL)
     keys = re.compile(r"([{,]\s*)([A-Za-z_]\w*)\s*:")
 
-    def read(self, found: re.Match[str], tools: Schemas) -> list[FunctionCall]:
+    def read(self, call: re.Match[str], tools: Schemas) -> list[FunctionCall]:
         """The call of a match."""
         texts: list[str] = []
 
@@ -228,9 +228,9 @@ class GemmaToolParser(_Pattern):
             texts.append(match[1])
             return f"\ue000{len(texts) - 1}\ue000"
 
-        bare = self.keys.sub(r'\1"\2":', self.texts.sub(keep, found[2]))
+        bare = self.keys.sub(r'\1"\2":', self.texts.sub(keep, call[2]))
         whole = re.sub("\ue000(\\d+)\ue000", lambda match: json.dumps(texts[int(match[1])]), bare)
-        return [FunctionCall(found[1], _dump(json.loads(whole)))]
+        return [FunctionCall(call[1], _dump(json.loads(whole)))]
 
 
 def _typed_call(name: str, pairs: Sequence[tuple[str, str]], tools: Schemas) -> FunctionCall:

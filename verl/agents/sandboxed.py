@@ -81,7 +81,7 @@ def call_tool(data_source: str, solution_str: str, ground_truth: Any, extra_info
         if inspect.isawaitable(returned):
             returned = asyncio.run(_wait(returned))
         response, reward, metrics = answer_of(returned)
-    except Exception as error:  # noqa: BLE001 - the model is told
+    except Exception as error:  # noqa: BLE001 - the model gets the error
         return {"score": 0.0, "failure": f"{error}"[:500] or type(error).__name__}
     text = response.text or ""
     if len(text) > MAX_TEXT:

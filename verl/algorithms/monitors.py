@@ -87,13 +87,13 @@ def breaks(name: str, value: float, limit: float) -> bool:
 @torch.no_grad()
 def monitor_tokens(names: Iterable[str], inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """Token values [batch, response] of the monitors among `names` whose inputs are given."""
-    found = {}
+    values = {}
     for name in names:
         monitor = MONITORS.get(name)
-        given = [inputs.get(i) for i in monitor.inputs] if monitor is not None else [None]
-        if monitor is not None and all(tensor is not None for tensor in given):
-            found[name] = monitor.of(*given)
-    return found
+        arguments = [inputs.get(i) for i in monitor.inputs] if monitor is not None else [None]
+        if monitor is not None and all(tensor is not None for tensor in arguments):
+            values[name] = monitor.of(*arguments)
+    return values
 
 
 def monitor_metric(name: str, values: Tensor, mask: Tensor) -> Metric:

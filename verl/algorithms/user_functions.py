@@ -39,18 +39,18 @@ class ConfigView:
         return getattr(self._section, key, default)
 
     def __getitem__(self, key: str) -> Any:
-        found = self.get(key, _ABSENT)
-        if found is _ABSENT:
+        value = self.get(key, _ABSENT)
+        if value is _ABSENT:
             raise KeyError(key)
-        return found
+        return value
 
     def __getattr__(self, key: str) -> Any:
         if key.startswith("_"):
             raise AttributeError(key)
-        found = self.get(key, _ABSENT)
-        if found is _ABSENT:
+        value = self.get(key, _ABSENT)
+        if value is _ABSENT:
             raise AttributeError(f"the config section has no key {key!r}")
-        return found
+        return value
 
     def __contains__(self, key: str) -> bool:
         return self.get(key, _ABSENT) is not _ABSENT
@@ -108,12 +108,12 @@ def call_policy_loss(
         )
     token = _agg_in_force.set(agg)
     try:
-        found = loss_fn(**{k: v for k, v in offered.items() if takes_all or k in parameters})
+        output = loss_fn(**{k: v for k, v in offered.items() if takes_all or k in parameters})
     finally:
         _agg_in_force.reset(token)
-    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):
+    if not (isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], Mapping)):
         raise ConfigError(f"The policy loss '{name}' must return (loss, metrics), a scalar tensor and a dict.")
-    loss, metrics = found
+    loss, metrics = output
     if not isinstance(loss, Tensor) or loss.shape != log_prob.new_empty(()).shape:
         raise ConfigError(f"The policy loss '{name}' must return a scalar tensor as its loss; reduce it with agg_loss.")
     return loss, {k.removeprefix("actor/"): _metric(v, mask) for k, v in metrics.items()}

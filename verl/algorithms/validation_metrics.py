@@ -123,13 +123,13 @@ def _majority(block: np.ndarray, labels: np.ndarray, draws: np.ndarray) -> np.nd
     (num_draws, k), num_samples = draws.shape, block.shape[1]
     times = np.zeros((num_draws, num_samples), dtype=np.float32)
     np.add.at(times, (np.arange(num_draws)[:, None], draws), k + 1)
-    place = np.full((num_draws, num_samples), np.inf, dtype=np.float32)  # of a sample's first draw
+    place = np.full((num_draws, num_samples), np.inf, dtype=np.float32)  # of a sample's first choice
     for position in reversed(range(k)):
         place[np.arange(num_draws), draws[:, position]] = position
     result = np.empty((num_draws, len(block)))
     for prompt, (values, answers) in enumerate(zip(block, labels, strict=True)):
         same = (answers[:, None] == answers[None, :]).astype(np.float32)
-        # a vote counts k + 1, so the position of the first draw decides ties only
+        # a vote counts k + 1, so the position of the first choice decides ties only
         result[:, prompt] = values[(times @ same - place).argmax(axis=1)]
     return result
 

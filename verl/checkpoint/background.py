@@ -77,7 +77,7 @@ def write_and_report(role: RoleCheckpoint, folder: Path) -> None:
         outcome: dict[str, Any] = {"records": {name: asdict(record) for name, record in records.items()}}
     except OSError as error:
         outcome = {"errno": error.errno, "error": error.strerror or str(error)}
-    except Exception as error:  # noqa: BLE001 - often nobody waits for this call; every error must reach the store
+    except Exception as error:  # noqa: BLE001 - often no caller waits for this; every error must reach the store
         outcome = {"error": str(error) if isinstance(error, VerlError) else f"{type(error).__name__}: {error}"}
     if "error" in outcome:
         log.error("The %s of %s was not saved: %s", folder.name, folder.parent, outcome["error"])

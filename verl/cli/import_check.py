@@ -100,9 +100,9 @@ def _config(
         return
     for problem in problems:
         yield Line(_LEVELS[problem.level], problem.sentence)  # type: ignore[arg-type]
-    renamed = [f"{s.spelled} -> {path}" for path, s in loaded.given.items() if s.origin != s.source]
+    renamed = [f"{s.spelled} -> {path}" for path, s in loaded.settings.items() if s.origin != s.source]
     if renamed:
         yield info(f"renamed and accepted: {', '.join(renamed)}")
-    keys = list(loaded.given)
+    keys = list(loaded.settings)
     more = f" and {len(keys) - _NUM_NAMED} more" if len(keys) > _NUM_NAMED else ""
     yield passed(f"{len(keys)} known keys: {', '.join(keys[:_NUM_NAMED])}{more}")

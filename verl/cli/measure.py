@@ -131,9 +131,9 @@ def unit_bytes(model_path: str) -> tuple[int, ...]:
     import torch
 
     from verl.config import ModelConfig
-    from verl.models.load import model_without_numbers
+    from verl.models.load import meta_model
 
-    module = model_without_numbers(ModelConfig(path=model_path), torch.bfloat16)
+    module = meta_model(ModelConfig(path=model_path), torch.bfloat16)
     units = (module.get_decoder().layers[0], module.get_input_embeddings())
     return tuple(sorted(sum(p.numel() * p.element_size() for p in unit.parameters()) for unit in units))
 

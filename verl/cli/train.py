@@ -51,7 +51,7 @@ def run_sft(argv: list[str], *, supervised: bool = False) -> int:
 def run_preference(argv: list[str], *, supervised: bool = False, verb: str = "preference", loss: str = "") -> int:
     """Train on preferences: the exit code. `loss` is preference.loss unless it is given; `supervised` as in `run_train`."""
     arguments = parse(verb, _PREFERENCE, argv, _DRY_RUN, schema=PREFERENCE)
-    if loss and "preference.loss" not in arguments.load(check=False).given:
+    if loss and "preference.loss" not in arguments.load(check=False).settings:
         arguments.overrides.append(f"preference.loss={loss}")
     return _run(arguments, supervised)
 

@@ -81,10 +81,10 @@ def older_advantage(name: str, *order: str) -> Callable[..., tuple[Tensor, Tenso
     ADVANTAGES.get(name)
     order = order or ("token_level_rewards", "response_mask", "index")
 
-    def estimator(*positional: Any, **given: Any) -> tuple[Tensor, Tensor]:
-        given.update(zip(order, positional, strict=False))
-        config = given.pop("config", None)
-        settings = {**settings_of(config), **given}
+    def estimator(*positional: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
+        keywords.update(zip(order, positional, strict=False))
+        config = keywords.pop("config", None)
+        settings = {**settings_of(config), **keywords}
         columns = {argument: settings.pop(argument, None) for argument in COLUMN_ARGUMENTS}
         return compute_advantage(name, columns, config=config, **settings)
 

@@ -68,10 +68,10 @@ def compute_advantage(
         columns["response_mask"] = compute_response_mask(data)
     section = ConfigView(config, {})
     settings = {**settings_of(config), "gamma": gamma, "lam": lam, "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo}
-    given = {**data.non_tensor_batch, **{str(name): columns[name] for name in columns.keys()}}
+    inputs = {**data.non_tensor_batch, **{str(name): columns[name] for name in columns.keys()}}
     if section.get("gdpo_reward_keys"):
-        given["reward_parts"] = _reward_parts(data, settings["gdpo_reward_keys"])
-    columns["advantages"], columns["returns"] = estimate(str(adv_estimator), given, config=config, **settings)
+        inputs["reward_parts"] = _reward_parts(data, settings["gdpo_reward_keys"])
+    columns["advantages"], columns["returns"] = estimate(str(adv_estimator), inputs, config=config, **settings)
     if str(adv_estimator) == "gae" and section.get("use_pf_ppo"):
         rule = ConfigView(section.get("pf_ppo"), {})
         scores = columns["token_level_rewards"].sum(-1)
@@ -92,9 +92,9 @@ def compute_rollout_correction_and_rejection_mask(
 ) -> tuple[DataProto | None, Tensor, dict[str, float]]:
     """(a batch with the column rollout_is_weights, or None without `rollout_is`; the mask without rejected tokens; metrics
     rollout_corr/*). `settings` are the keys of algorithm.rollout_correction. Raises ConfigError."""
-    found = rollout_correction(old_log_prob, rollout_log_prob, response_mask, **settings)
-    weights = None if found.weights is None else DataProto.from_dict({"rollout_is_weights": found.weights})
-    return weights, found.response_mask, metric_values(found.metrics)
+    correction = rollout_correction(old_log_prob, rollout_log_prob, response_mask, **settings)
+    weights = None if correction.weights is None else DataProto.from_dict({"rollout_is_weights": correction.weights})
+    return weights, correction.response_mask, metric_values(correction.metrics)
 
 
 def compute_rollout_correction_and_add_to_batch(

@@ -51,8 +51,8 @@ def load_reward_manager(config: object, tokenizer: Any, num_examine: int = 0, **
 
 def compute_reward(data: DataProto, reward_fn: AbstractRewardManager) -> tuple[torch.Tensor, dict[str, Any]]:
     """(rewards [batch, response], other results of the function: name -> one value per row)."""
-    found: Any = reward_fn(data, return_dict=True)
-    return found["reward_tensor"], dict(found.get("reward_extra_info", {}))
+    outputs: Any = reward_fn(data, return_dict=True)
+    return outputs["reward_tensor"], dict(outputs.get("reward_extra_info", {}))
 
 
 def extract_reward(batch: DataProto) -> tuple[torch.Tensor, dict[str, Any]]:

@@ -79,5 +79,5 @@ def need_critic(config: Tree) -> bool:
     return "values" in requires(str(config.algorithm.adv_estimator)) if enabled is None else bool(enabled)
 
 
-def _maps_roles(given: Any) -> bool:
-    return isinstance(given, Mapping) and any(isinstance(key, Role) for key in given)
+def _maps_roles(mapping: Any) -> bool:
+    return isinstance(mapping, Mapping) and any(isinstance(key, Role) for key in mapping)

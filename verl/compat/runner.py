@@ -85,7 +85,7 @@ class RLRunner:
             name = "compute_metrics" if compute_metrics else "data_collator"
             raise ConfigError(f"RLRunner has no {name} for algorithm='dpo': it tokenizes pairs, and keeps no logits.")
         if self.algorithm != "dpo" and ref_model is not None:
-            raise ConfigError(f"RLRunner reads ref_model for algorithm='dpo' alone; this is {self.algorithm!r}.")
+            raise ConfigError(f"RLRunner reads ref_model only for algorithm='dpo'; this is {self.algorithm!r}.")
         model = with_adapters(model, peft_config)
         self.ref_model = ref_model
         self.data_collator, self.compute_metrics = data_collator, compute_metrics
@@ -339,7 +339,7 @@ class RLRunner:
         models = [str(reward) for reward in self.rewards if not callable(reward)]
         if models:
             if len(self.rewards) > 1:
-                raise ConfigError("reward_funcs is a model beside other rewards; give functions, or one model.")
+                raise ConfigError("reward_funcs has a model among other rewards; give functions, or one model.")
             return {"reward.reward_model.enable": True, "reward.reward_model.model_path": models[0]}
         return {
             "reward.reward_manager.source": "importlib",
@@ -368,7 +368,7 @@ def _resume(asked: str | bool | None) -> dict[str, Any]:
 
 
 def _joined(mapped: Sequence[str], own: Sequence[str]) -> list[str]:
-    """Both; raises ConfigError for a key that they give different values."""
+    """The overrides of both lists. Raises ConfigError for a key with two values."""
     values = dict(text.lstrip("+").split("=", 1) for text in mapped)
     for text in own:
         key, _, value = text.lstrip("+").partition("=")

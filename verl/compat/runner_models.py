@@ -27,7 +27,7 @@ def with_adapters(model: Any, peft_config: Any) -> Any:
         return model
     if not hasattr(model, "get_base_model"):
         raise ConfigError(
-            "The model has adapters by add_adapter. RLRunner takes those of peft: model = peft.get_peft_model(model, config)."
+            "The model has adapters by add_adapter. RLRunner takes peft adapters: model = peft.get_peft_model(model, config)."
         )
     (name, *others), config = model.active_adapters, model.peft_config[model.active_adapter]
     kind = str(getattr(config.peft_type, "value", config.peft_type))

@@ -66,14 +66,14 @@ class Script:
     def log_step(self, metrics: Mapping[str, float]) -> None:
         """Log the metrics of a step under transformers' and TRL's names, if that is due."""
         if self.control.should_log:
-            names = {name: next((m for m in found if m in metrics), None) for name, found in _LOGGED.items()}
+            names = {name: next((m for m in candidates if m in metrics), None) for name, candidates in _LOGGED.items()}
             self.log({name: metrics[metric] for name, metric in names.items() if metric})
 
 
 def current_script() -> Script:
     """The script of this process. Raises RuntimeError outside of RLRunner.train."""
     if Script.current is None:
-        raise RuntimeError("verl.compat.runner_programs is for RLRunner alone.")
+        raise RuntimeError("verl.compat.runner_programs is only for RLRunner.")
     return Script.current
 
 
@@ -101,12 +101,12 @@ class WithCallbacks(Program[Any]):
     def validate(self, step: int) -> dict[str, float]:
         """See Program."""
         metrics = super().validate(step)  # type: ignore[safe-super]
-        script, found = (
+        script, evaluation = (
             current_script(),
             {f"eval_{name.removeprefix('val/')}": value for name, value in metrics.items()},
         )
-        script.log(found)
-        script.call("on_evaluate", metrics=found)
+        script.log(evaluation)
+        script.call("on_evaluate", metrics=evaluation)
         return metrics
 
     @property
@@ -140,12 +140,12 @@ def _link_checkpoints(folder: Path, step: int, state: Any) -> None:
     model = next((folder / f"global_step_{step}").glob("*/huggingface"), None)
     if model is None:
         return
-    made = folder / f"checkpoint-{step}"
-    shutil.rmtree(made, ignore_errors=True)
-    made.mkdir()
+    checkpoint = folder / f"checkpoint-{step}"
+    shutil.rmtree(checkpoint, ignore_errors=True)
+    checkpoint.mkdir()
     for file in model.iterdir():
-        (made / file.name).symlink_to(Path("..") / file.relative_to(folder))
-    state.save_to_json(str(made / "trainer_state.json"))
+        (checkpoint / file.name).symlink_to(Path("..") / file.relative_to(folder))
+    state.save_to_json(str(checkpoint / "trainer_state.json"))
 
 
 class RunnerSFT(WithCallbacks, SFT):

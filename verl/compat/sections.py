@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import FrozenInstanceError, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from verl.config import (
     PPO,
@@ -129,7 +129,7 @@ def omega_conf_to_dataclass(config: object, dataclass_type: Any = None) -> Any:
         return dataclass_type if dataclass_type is None else dataclass_type()
     if not OmegaConf.is_config(config) and not isinstance(config, dict):
         return config
-    tree = OmegaConf.to_container(OmegaConf.create(config), resolve=True)
+    tree = OmegaConf.to_container(OmegaConf.create(cast("dict[str, Any]", config)), resolve=True)
     assert isinstance(tree, dict)
     if dataclass_type is None:
         target = str(tree.get("_target_") or "")
@@ -157,7 +157,7 @@ def loaded_config(config: object) -> LoadedConfig:
         return config
     if isinstance(config, PPOConfig):
         config = dataclasses.asdict(config)
-    tree: Any = OmegaConf.to_container(OmegaConf.create(config), resolve=True)
+    tree: Any = OmegaConf.to_container(OmegaConf.create(cast("dict[str, Any]", config)), resolve=True)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config_from_python.yaml"
         file.write_text(OmegaConf.to_yaml(OmegaConf.create(_asked_for(tree, ""))), encoding="utf-8")
@@ -177,17 +177,17 @@ def _without_targets(tree: Any) -> Any:
 
 def _asked_for(tree: dict[str, Any], prefix: str) -> dict[str, Any]:
     """`tree` without keys at their default, except keys whose default depends on others."""
-    found = {}
+    changed = {}
     for name, value in tree.items():
         spelled = f"{prefix}{name}"
         path = PPO.resolve(spelled)[0]
         if isinstance(value, dict) and path not in PPO.leaves:
             below = _asked_for(value, f"{spelled}.")
             if below:
-                found[name] = below
+                changed[name] = below
         elif path not in PPO.leaves or PPO.leaves[path].default != value or path in _FOLLOWING:
-            found[name] = value
-    return found
+            changed[name] = value
+    return changed
 
 
 _FOLLOWING = {path for path, _ in PPO.follows}

@@ -19,10 +19,10 @@ class FSDPVLLMShardingManager:
 
     def __init__(self, worker: Any = None, **parts: Any):
         if parts or not isinstance(worker, ActorRolloutRefWorker):
-            given = ", ".join(parts) or type(worker).__name__
+            arguments = ", ".join(parts) or type(worker).__name__
             raise ConfigError(
-                f"{type(self).__name__} was given {given}; it takes an ActorRolloutRefWorker (verl.worker), which holds the "
-                "module, the engine and their layouts."
+                f"{type(self).__name__} was given {arguments}; it takes an ActorRolloutRefWorker (verl.worker), which holds "
+                "the module, the engine and their layouts."
             )
         self.worker = worker
 

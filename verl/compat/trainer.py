@@ -109,9 +109,9 @@ class RayPPOTrainer:
     def _refuse_own_rows(self, *datasets: Any) -> None:
         from verl.data.dataset import dataset_class
 
-        made = dataset_class(self._loaded.config.data)
+        expected_class = dataset_class(self._loaded.config.data)
         for dataset in datasets:
-            if dataset is not None and type(dataset) is not made:
+            if dataset is not None and type(dataset) is not expected_class:
                 raise ConfigError(
                     f"The rows of {type(dataset).__name__} would not be used. Set data.custom_cls.path and .name to it."
                 )

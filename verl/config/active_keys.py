@@ -197,15 +197,15 @@ SHARED_CONDITIONS: dict[str, Condition] = {
         "trainer.total_training_steps ends the run, after more or fewer epochs",
         "remove trainer.total_training_steps",
     ),
-    "has_limit": Condition(lambda root, node: node.limit is not None, "no limit is set beside it", "set limit as well"),
-    "has_path": Condition(lambda root, node: node.path is not None, "no path is set beside it", "set path as well"),
+    "has_limit": Condition(lambda root, node: node.limit is not None, "no limit is set with it", "set limit as well"),
+    "has_path": Condition(lambda root, node: node.path is not None, "no path is set with it", "set path as well"),
 }
 
 PPO_CONDITIONS: dict[str, Condition] = {
     **SHARED_CONDITIONS,
     **PREFERENCE_CONDITIONS,
     "has_class_path": Condition(
-        lambda root, node: node.class_path is not None, "no class_path is set beside it", "set class_path as well"
+        lambda root, node: node.class_path is not None, "no class_path is set with it", "set class_path as well"
     ),
     "online": Condition(
         lambda root, node: learns_from_pairs(root),
@@ -240,7 +240,7 @@ PPO_CONDITIONS: dict[str, Condition] = {
     ),
     "adaptive_kl": Condition(
         lambda root, node: root.algorithm.use_kl_in_reward and node.type == "adaptive",
-        "the KL controller is not an adaptive one that acts on rewards",
+        "the KL controller is not adaptive, or does not act on rewards",
         "set algorithm.use_kl_in_reward=True and algorithm.kl_ctrl.type=adaptive",
     ),
     "pf_ppo_pow": Condition(

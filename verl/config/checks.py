@@ -56,7 +56,7 @@ def check_config(loaded: LoadedConfig[Any]) -> list[Problem]:
 def verdicts(loaded: LoadedConfig[Any]) -> dict[str, Verdict]:
     """{key: Verdict} of every key that was given, and of keys that choose a feature which is not available."""
     by_key = {key: Verdict("refused", sentence) for key, sentence in _missing_features(loaded).items()}
-    for path, setting in loaded.given.items():
+    for path, setting in loaded.settings.items():
         if path not in by_key:
             by_key[path] = verdict(loaded, path, setting)
     return by_key
@@ -123,7 +123,7 @@ def _is_fault(loaded: LoadedConfig[Any], by_key: dict[str, Verdict], key: str) -
 
 def _broken_rules(loaded: LoadedConfig[Any], faulty: set[str]) -> Iterator[Problem]:
     broken: set[str] = set()
-    for problem in loaded.schema.problems(loaded.config, set(loaded.given)):
+    for problem in loaded.schema.problems(loaded.config, set(loaded.settings)):
         broken.add(problem.key)
         # one problem is enough for a key and for the keys that take its value
         if problem.key not in faulty and not _followed(loaded, problem.key) & (broken | faulty):
@@ -158,7 +158,7 @@ def _notices(loaded: LoadedConfig[Any], by_key: dict[str, Verdict]) -> list[Prob
 
 def _all_shown(loaded: LoadedConfig[Any], path: str, value: object) -> list[str]:
     """A key as it was given; all entries that were given of a free-form one."""
-    leaf, settings = loaded.schema.leaves[path], loaded.entries.get(path) or [loaded.given[path]]
+    leaf, settings = loaded.schema.leaves[path], loaded.entries.get(path) or [loaded.settings[path]]
     if not leaf.free:
         settings = settings[-1:]
     return list(dict.fromkeys(setting.shown(leaf, value) for setting in settings))

@@ -13,7 +13,7 @@ from verl.config.loaded import LoadedConfig
 from verl.config.roots import PPO
 from verl.config.schema import Leaf, Problem, Schema, error
 from verl.config.secrets import holds_mask, remember_secrets
-from verl.config.user_settings import Given, Setting
+from verl.config.user_settings import Setting, UserSettings
 from verl.config.values import Misfit, convert, expand_path, merge, unusable_text
 from verl.errors import ConfigError, nearest
 from verl.foreign_text import clean, quoted
@@ -37,7 +37,7 @@ def load_config(
     ConfigError with one sentence per problem, all problems at once: an unknown key (with the nearest ones), a value of the
     wrong type, two values of a key from one source and, unless `check` is False, everything that `check_config` calls an error.
     """
-    return _checked(_given(schema, overrides, config_path, config_name, values), check)
+    return _checked(_user_settings(schema, overrides, config_path, config_name, values), check)
 
 
 def inspect_config(
@@ -49,18 +49,18 @@ def inspect_config(
 ) -> tuple[LoadedConfig[Any], list[Problem]]:
     """The config of `load_config` with every problem of it, defaults standing in for values that do not fit. Raises
     ConfigError for a file that is not there or cannot be read."""
-    loaded = _resolve(_given(schema, overrides, config_path, config_name))
+    loaded = _resolve(_user_settings(schema, overrides, config_path, config_name))
     return loaded, check_config(loaded)
 
 
-def _given(
+def _user_settings(
     schema: Schema[Any],
     overrides: Sequence[str],
     config_path: str | None,
     config_name: str | None,
     values: Mapping[str, Any] | Sequence[Mapping[str, Any]] = (),
-) -> Given:
-    user = Given(schema)
+) -> UserSettings:
+    user = UserSettings(schema)
     file = sources.find(schema, config_path, config_name)
     for path, tree in sources.read_tree(schema, file, user.notices) if file is not None else ():
         user.add_file(f"config {path.stem}" if path.parent == sources.BUILT_IN else f"file {path}", tree)
@@ -75,7 +75,7 @@ def load_composed(tree: dict[str, Any], *, schema: Schema[Any] = PPO, check: boo
 
     What has the value that the composition gives it by itself counts as not given. Raises ConfigError as `load_config`.
     """
-    user = Given(schema)
+    user = UserSettings(schema)
     user.add_file("composed config", tree)
     values = {setting.path: setting.value for setting in user.settings}
     sources = dict(schema.follows)
@@ -91,7 +91,7 @@ def load_composed(tree: dict[str, Any], *, schema: Schema[Any] = PPO, check: boo
     return _checked(user, check)
 
 
-def _checked(user: Given, check: bool) -> LoadedConfig[Any]:
+def _checked(user: UserSettings, check: bool) -> LoadedConfig[Any]:
     loaded = _resolve(user)
     problems = check_config(loaded) if check or loaded.faults else []
     if not check:
@@ -103,7 +103,7 @@ def _checked(user: Given, check: bool) -> LoadedConfig[Any]:
     return loaded
 
 
-def _resolve(user: Given) -> LoadedConfig[Any]:
+def _resolve(user: UserSettings) -> LoadedConfig[Any]:
     schema = user.schema
     faults = [*user.faults, *user.conflicts()]
     misfits: Misfits = {}

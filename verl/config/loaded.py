@@ -22,7 +22,7 @@ class LoadedConfig(Generic[R]):
     """A resolved configuration.
 
     `origins` maps every key to the source of its value: "default", "config X" (built into verl), "file X",
-    "command line", "follows <key>", with ", renamed from <spelling>" where the user wrote an older name. `given`
+    "command line", "follows <key>", with ", renamed from <spelling>" where the user wrote an older name. `settings`
     holds the keys the user set. Where such a key would follow another key, `followed` holds the value it would have
     had. `entries` holds every setting of a key; a free-form key may have several. `faults` are the problems found
     while loading. `misfits` are the values that do not fit their key, which has its default instead. `without_effect`
@@ -33,7 +33,7 @@ class LoadedConfig(Generic[R]):
     config: R
     origins: dict[str, str]
     notices: list[str]
-    given: dict[str, Setting] = field(default_factory=dict)
+    settings: dict[str, Setting] = field(default_factory=dict)
     followed: dict[str, Any] = field(default_factory=dict)
     entries: dict[str, list[Setting]] = field(default_factory=dict)
     faults: list[Problem] = field(default_factory=list)

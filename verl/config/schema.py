@@ -97,7 +97,7 @@ class Schema(Generic[R]):
     rules: tuple[Rule, ...] = ()
     section_rules: Mapping[type, SectionRule] = dataclasses.field(default_factory=dict)
     follows: tuple[tuple[str, str], ...] = ()
-    derive: Callable[[Mapping[str, Any], set[str]], Derived] = lambda values, given: {}
+    derive: Callable[[Mapping[str, Any], set[str]], Derived] = lambda values, set_keys: {}
     group_choices: Mapping[str, Mapping[str, Mapping[str, Any]]] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property

@@ -110,11 +110,11 @@ def read_tree(
                 yield file, dict(choices[str(option)])
                 entry = ""
         names = [entry, schema.config_names.get(entry)] if isinstance(entry, str) and entry else []
-        beside = [folder / f"{name}.yaml" for name in names if name for folder in (file.parent, BUILT_IN)]
-        if included := next((f for f in beside if f.is_file()), None):
+        candidates = [folder / f"{name}.yaml" for name in names if name for folder in (file.parent, BUILT_IN)]
+        if included := next((f for f in candidates if f.is_file()), None):
             yield from read_tree(schema, included, notices, (*above, file))
         elif entry and not (isinstance(entry, str) and entry in schema.config_names):
-            notices.append(f"defaults: {entry!r} in {file} has no effect: no such file lies beside it.")
+            notices.append(f"defaults: {entry!r} in {file} has no effect: no such file lies in its folder.")
 
 
 def _parse(file: Path) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class Setting:
 
 
 @dataclass
-class Given:
+class UserSettings:
     """All settings in the order in which they apply, keys taken back with `~`, and what went wrong on the way."""
 
     schema: Schema[Any]

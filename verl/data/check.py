@@ -89,7 +89,7 @@ def check_rows(
         except DataError as error:
             report.add_problem(str(error))
     report.problems[:0] = unavailable.sentences()
-    report.num_problems += sum(map(len, unavailable.found.values()))
+    report.num_problems += sum(map(len, unavailable.places.values()))
     if report.num_rows and report.num_overlong == report.num_rows and config.filter_overlong_prompts:
         report.add_problem(
             f"All prompts are longer than data.max_prompt_length={config.max_prompt_length}; raise the limit."

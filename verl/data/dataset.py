@@ -84,22 +84,22 @@ class RLHFDataset:
         if not self.config.filter_overlong_prompts:
             return dataframe
         encoder = PromptEncoder(self.tokenizer, self.config)
-        kept = []
+        fitting = []
         for number in range(len(dataframe)):
             row, place = dataframe[number], dataframe.place(number)
             with at(place):
                 messages = messages_of(row, self.prompt_key)
             ids = encoder.encode_whole(_prompt(row, messages, self.prompt_key), place)
             if len(ids) <= self.max_prompt_length:
-                kept.append(number)
-        if not kept:
+                fitting.append(number)
+        if not fitting:
             raise DataError(
                 f"All {len(dataframe)} prompts of {self.data_files} are longer than data.max_prompt_length="
                 f"{self.max_prompt_length} tokens; raise the limit."
             )
-        if len(kept) < len(dataframe):
-            logger.info("%d of %d prompts are too long and left out.", len(dataframe) - len(kept), len(dataframe))
-        return dataframe.select(kept)
+        if len(fitting) < len(dataframe):
+            logger.info("%d of %d prompts are too long and left out.", len(dataframe) - len(fitting), len(dataframe))
+        return dataframe.select(fitting)
 
     def _build_messages(self, example: dict[str, Any]) -> Messages:
         """Chat messages of a row."""
@@ -152,16 +152,16 @@ class UnavailableRows:
 
     def __init__(self, num_rows: int):
         self.num_rows = num_rows
-        self.found: dict[str, list[str]] = {}
+        self.places: dict[str, list[str]] = {}
 
     def add(self, error: UnavailableRowError, place: str) -> None:
-        self.found.setdefault(error.feature, []).append(place)
+        self.places.setdefault(error.feature, []).append(place)
 
     def sentences(self) -> list[str]:
         """One sentence for each feature, with the count and the first row."""
         return [
             f"{len(places)} of {self.num_rows} rows, the first {places[0]}: {feature}"
-            for feature, places in self.found.items()
+            for feature, places in self.places.items()
         ]
 
 
@@ -232,10 +232,10 @@ def dataset_class(config: DataConfig | SFTDataConfig) -> Any:
     if not name:
         classes = [n for n, v in vars(load_module(path)).items() if isinstance(v, type) and not n.startswith("_")]
         raise ConfigError(f"data.custom_cls.path={path} needs data.custom_cls.name; the file has {', '.join(classes)}.")
-    found = load_object(f"{path}:{name}")
-    if not (isinstance(found, type) and hasattr(found, "__getitem__") and hasattr(found, "__len__")):
+    cls = load_object(f"{path}:{name}")
+    if not (isinstance(cls, type) and hasattr(cls, "__getitem__") and hasattr(cls, "__len__")):
         raise ConfigError(f"data.custom_cls.name={name} of {path} is not a class with __len__ and __getitem__.")
-    return found
+    return cls
 
 
 def load_dataset(

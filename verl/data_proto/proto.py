@@ -380,7 +380,7 @@ class DataProto:
         options = dict(dataloader_kwargs or {})
         shuffle = options.pop("shuffle", False)
         if options:
-            raise ValueError(f"make_iterator reads 'shuffle' alone from dataloader_kwargs, not {sorted(options)}.")
+            raise ValueError(f"make_iterator reads only 'shuffle' from dataloader_kwargs, not {sorted(options)}.")
         if len(self) % mini_batch_size:
             raise ValueError(f"{len(self)} rows do not divide into mini-batches of {mini_batch_size}.")
         return self._mini_batches(mini_batch_size, epochs, seed, shuffle)

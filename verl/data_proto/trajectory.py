@@ -76,14 +76,14 @@ class Trajectory:
 
     def segments_after(self, num_tokens: int) -> list[Segment]:
         """The segments without the first `num_tokens` tokens of the response."""
-        found = []
+        segments = []
         for segment in self.segments:
             skipped = min(num_tokens, len(segment.token_ids))
             num_tokens -= skipped
             if skipped < len(segment.token_ids):
                 log_probs = None if segment.log_probs is None else segment.log_probs[skipped:]
-                found.append(replace(segment, token_ids=segment.token_ids[skipped:], log_probs=log_probs))
-        return found
+                segments.append(replace(segment, token_ids=segment.token_ids[skipped:], log_probs=log_probs))
+        return segments
 
     def can_resume(self, limit: int) -> bool:
         """Whether its generation ended at the limit of a call, and it is shorter than `limit` tokens."""
@@ -166,11 +166,11 @@ def trajectory_of(
     length = int(columns["attention_mask"][row, -columns["responses"].shape[1] :].sum())
     names = ("responses", "response_mask", "rollout_log_probs", "token_weight_version")
     tokens, sampled, log_probs, versions = (columns[name][row, :length].numpy() for name in names)
-    found = Trajectory(ordinal, int(columns["sample_index"][row]), prompt_ids, status=status)
+    trajectory = Trajectory(ordinal, int(columns["sample_index"][row]), prompt_ids, status=status)
     cuts = np.flatnonzero((np.diff(sampled.astype(int)) != 0) | (np.diff(versions) != 0)) + 1
     for part in np.split(np.arange(length), cuts) if length else ():
         is_policy = bool(sampled[part[0]])
-        found.segments.append(
+        trajectory.segments.append(
             Segment(
                 tokens[part].astype(np.int32),
                 log_probs[part] if is_policy else None,
@@ -178,4 +178,4 @@ def trajectory_of(
                 "policy" if is_policy else "environment",
             )
         )
-    return found
+    return trajectory

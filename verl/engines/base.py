@@ -91,7 +91,7 @@ class TrainedEngine(ABC):
         self._pending: PendingGradients | None = None
 
     def _keep_prompts_apart(self, forward: ForwardKind) -> None:
-        """Padded rows share nothing, so that micro-batches are planned by padded tokens."""
+        """Plan micro-batches by padded tokens where the forward pads, since padded rows share no prompt."""
         self.pads = forward != "packed"
         self.share_prompts = self.share_prompts and not self.pads
 
@@ -100,18 +100,18 @@ class TrainedEngine(ABC):
         self, batch: DataProto, outputs: Sequence[str], micro: MicroBatching, temperature: float = 1.0
     ) -> dict[str, torch.Tensor]:
         """See TrainEngine."""
-        wanted = RequestedOutputs(outputs, positions_read(outputs, self.head), temperature)
-        found: dict[str, torch.Tensor] = {}
+        requested = RequestedOutputs(outputs, positions_read(outputs, self.head), temperature)
+        columns: dict[str, torch.Tensor] = {}
         with self._ready():
-            plan = self._plan(batch, micro, wanted.reads)
-            for rows, result in zip(plan, self._computed(batch, plan, wanted), strict=True):
+            plan = self._plan(batch, micro, requested.reads)
+            for rows, result in zip(plan, self._computed(batch, plan, requested), strict=True):
                 for name, values in result.items():
-                    if name not in found:
+                    if name not in columns:
                         wide = values.dtype if values.dtype in (torch.float64, torch.int64) else torch.float32
-                        found[name] = torch.zeros(len(batch), *values.shape[1:], dtype=wide)
+                        columns[name] = torch.zeros(len(batch), *values.shape[1:], dtype=wide)
                     if rows:
-                        found[name][rows] = values.to("cpu", found[name].dtype)
-        return found
+                        columns[name][rows] = values.to("cpu", columns[name].dtype)
+        return columns
 
     def train_batch(
         self,
@@ -314,13 +314,13 @@ class TrainedEngine(ABC):
         )
 
     def _computed(
-        self, batch: DataProto, plan: list[list[int]], wanted: RequestedOutputs
+        self, batch: DataProto, plan: list[list[int]], requested: RequestedOutputs
     ) -> Iterable[dict[str, torch.Tensor]]:
         """The named outputs of each micro-batch of `plan`, in its order."""
         for number, rows in enumerate(plan):
             self._before_micro_batch(number, len(plan), trains=False)
-            packed = self._pack(select_rows(batch, rows), wanted.reads)
-            yield self._outputs(packed, wanted.outputs, wanted.temperature)
+            packed = self._pack(select_rows(batch, rows), requested.reads)
+            yield self._outputs(packed, requested.outputs, requested.temperature)
 
     def _gradients(
         self,
@@ -334,39 +334,39 @@ class TrainedEngine(ABC):
     ) -> tuple[list[dict[str, Metric]], BatchTotals]:
         """Add the gradients of a batch to the existing ones; returns metrics of micro-batches, and sizes over all ranks."""
         assert self.optimizer is not None, "a frozen model cannot be trained"
-        wanted = RequestedOutputs(outputs, positions_read(outputs, self.head), temperature)
+        requested = RequestedOutputs(outputs, positions_read(outputs, self.head), temperature)
         totals = batch_totals(self._sum_over_ranks(torch.tensor(sizes_of(batch, rows, unit))).tolist())
         metrics: list[dict[str, Metric]] = [{"loss": Metric.sum(0.0)}]
         micro = micro if self.headroom is None else self.headroom.adapted(micro)
-        plan = self._plan(batch, micro, wanted.reads, rows, unit)
-        metrics += self._sum_gradients(batch, plan, wanted, loss, totals)
+        plan = self._plan(batch, micro, requested.reads, rows, unit)
+        metrics += self._sum_gradients(batch, plan, requested, loss, totals)
         if self.headroom is not None and self.headroom.limit is not None:
             metrics.append({"micro_batch_tokens": Metric.last(self.headroom.limit)})
         return metrics, totals
 
     def _sum_gradients(
-        self, batch: DataProto, plan: list[list[int]], wanted: RequestedOutputs, loss: LossFn, totals: BatchTotals
+        self, batch: DataProto, plan: list[list[int]], requested: RequestedOutputs, loss: LossFn, totals: BatchTotals
     ) -> list[dict[str, Metric]]:
         """Forward and backward of each micro-batch of `plan`; returns their metrics."""
         metrics = []
         for number, members in enumerate(plan):
             self._before_micro_batch(number, len(plan), trains=True)
             part = select_rows(batch, members)
-            packed = self._pack(part, wanted.reads)
+            packed = self._pack(part, requested.reads)
             if self.neftune_alpha:
                 size = self.module.config.get_text_config().hidden_size
                 packed = with_noise(packed, self.neftune_alpha, size, seed=self.num_steps)
             with nullcontext() if self.headroom is None else self.headroom.measuring(packed.input_ids.numel()):
-                found = self._outputs(packed, wanted.outputs, wanted.temperature)
-                metrics.append(self._backward(found, part, loss, totals))
-                del found
+                named_outputs = self._outputs(packed, requested.outputs, requested.temperature)
+                metrics.append(self._backward(named_outputs, part, loss, totals))
+                del named_outputs
         return metrics
 
     def _backward(
-        self, found: dict[str, torch.Tensor], part: DataProto, loss: LossFn, totals: BatchTotals
+        self, named_outputs: dict[str, torch.Tensor], part: DataProto, loss: LossFn, totals: BatchTotals
     ) -> dict[str, Metric]:
         """The metrics of one micro-batch, whose gradients are added to the other micro-batches' gradients."""
-        value, metrics = loss(found, part, totals)
+        value, metrics = loss(named_outputs, part, totals)
         if value.requires_grad:  # a micro-batch in which nothing trains has no graph
             value.backward()
         return {**metrics, "loss": Metric.sum(value.detach())}
@@ -395,5 +395,5 @@ class TrainedEngine(ABC):
         return metrics
 
     def _accepts(self, check: StepCheck, metrics: Mapping[str, Metric], grad_norm: float) -> bool:
-        found = whole_batch_metrics(metrics, check.names, self._sum_over_ranks, self._largest_of_ranks)
-        return check({**found, "grad_norm": grad_norm})
+        batch_metrics = whole_batch_metrics(metrics, check.names, self._sum_over_ranks, self._largest_of_ranks)
+        return check({**batch_metrics, "grad_norm": grad_norm})

@@ -127,14 +127,14 @@ class FSDPEngine(TrainedEngine):
         before(number, count, self.dimensions.batch_group_size)
 
     def _backward(
-        self, found: dict[str, torch.Tensor], part: DataProto, loss: LossFn, totals: BatchTotals
+        self, named_outputs: dict[str, torch.Tensor], part: DataProto, loss: LossFn, totals: BatchTotals
     ) -> dict[str, Metric]:
         """Every rank goes backward through the whole model, with a gradient of zero where nothing trains."""
-        value, metrics = loss(found, part, totals) if len(part) else (None, {})
+        value, metrics = loss(named_outputs, part, totals) if len(part) else (None, {})
         if value is not None and value.requires_grad:
             value.backward()
         else:
-            outputs = [v for v in found.values() if v.requires_grad]
+            outputs = [v for v in named_outputs.values() if v.requires_grad]
             torch.autograd.backward(outputs, [torch.zeros_like(v) for v in outputs])
         return metrics if value is None else {**metrics, "loss": Metric.sum(value.detach())}
 
@@ -221,5 +221,5 @@ def _check_layout(model: ModelConfig, engine: FSDPConfig, mesh: Mesh, optim: Opt
     if optim is not None and optim.optimizer not in ELEMENTWISE and tensor * engine.expert_parallel_size > 1:
         raise ConfigError(
             f"optim.optimizer={optim.optimizer} may look at whole matrices, which tensor and expert parallel ranks do not "
-            "have. Use AdamW, or shard with FSDP alone."
+            "have. Use AdamW, or shard only with FSDP."
         )

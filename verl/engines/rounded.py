@@ -32,7 +32,7 @@ class RoundedShard:
 
     @property
     def weights(self) -> torch.Tensor:
-        """In the shape of the local shard."""
+        """The weights in the shape of the local shard."""
         return self.flat[: self.shape.numel()].view(self.shape)
 
     def to(self, device: torch.device | str) -> None:

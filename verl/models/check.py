@@ -165,7 +165,7 @@ def _difference(module: Any, ours: torch.Tensor, theirs: torch.Tensor, kind: str
     if kind == "packed":
         return f"its packed forward differs from its own attention (relative error {error:.2g})"
     return (
-        f"log-probs of padded rows are not those of each token after the tokens before it alone (relative error {error:.2g}), "
+        f"log-probs of padded rows depend on more than the tokens before each (relative error {error:.2g}), "
         "so it is not causal or padding changes it"
     )
 

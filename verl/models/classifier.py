@@ -77,8 +77,8 @@ def sequence_scores(module: ScalarHeadModel, sequences: Sequence[Tokens], *, max
     for numbers in pack_by_tokens([family.num_computed for family in families], max_tokens):
         members = [(i, families[number].shared) for number in numbers for i in families[number].members]
         packed = pack_rows(_columns(members, sequences), device=device, reads=Reads(predictions=False, last_token=True))
-        found = packed_outputs(module, packed, ("sequence_scores",))["sequence_scores"]
-        scores[[i for i, _ in members]] = found.to("cpu", scores.dtype)
+        outputs = packed_outputs(module, packed, ("sequence_scores",))["sequence_scores"]
+        scores[[i for i, _ in members]] = outputs.to("cpu", scores.dtype)
     return scores
 
 

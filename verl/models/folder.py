@@ -144,7 +144,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         if isinstance(value, int) and _LAYERS.search(key) and value > _MAX_LAYERS:  # some configs make a list of them
             raise ModelError(f"{file}: {key} is {clean(value, 40)}, more than any model has.")
     if "transformers_weights" in config:
-        raise ModelError(f"{file} names a weight file (transformers_weights); verl reads {WEIGHTS} and {INDEX} alone.")
+        raise ModelError(f"{file} names a weight file (transformers_weights); verl reads only {WEIGHTS} and {INDEX}.")
     names = config.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ModelError(f"{file}: architectures is not a list of names. {_AGAIN}")
@@ -274,7 +274,7 @@ def check_counts(source: Path, config: Mapping[str, Any], headers: Mapping[str, 
             limit = max(4096, largest, len(headers))
         if value > limit and name != "max_position_embeddings":
             raise ModelError(
-                f"{clean(source)} says {key}={clean(value, 40)}, and the weights beside it are {len(headers)} tensors of "
+                f"{clean(source)} says {key}={clean(value, 40)}, and its weights are {len(headers)} tensors of "
                 f"{elements:,} elements together. Config and weights belong to different models."
             )
 

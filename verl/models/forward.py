@@ -142,8 +142,8 @@ def logit_outputs(
 ) -> dict[str, torch.Tensor]:
     """The outputs of `packed_outputs` from the logits of the module's own forward, which then all exist at once."""
     logits = padded_logits(module, packed)
-    wanted = statistics_wanted(outputs, packed.columns, logits.shape[1])
-    statistics = partial(logit_statistics, logits, packed.targets, temperature, **wanted)
+    options = statistics_wanted(outputs, packed.columns, logits.shape[1])
+    statistics = partial(logit_statistics, logits, packed.targets, temperature, **options)
     return computed_outputs(HeadInputs(module, logits, packed.targets, temperature, statistics), packed, outputs)
 
 

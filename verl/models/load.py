@@ -232,8 +232,8 @@ def _require_text(path: str | Path, config: PreTrainedConfig) -> None:
     if getattr(config, "vision_config", None) is not None and not known and not has_own_code:
         raise ModelError(
             f"The model at {path} ({(getattr(config, 'architectures', None) or [config.model_type])[0]}) is a vision-language "
-            "model, which is not available in this version, with rows of text neither. Choose a text model, such as the one "
-            "that it is built on."
+            "model, which is not available in this version, not even for rows of text. Choose a text model, such as its "
+            "language model."
         )
 
 
@@ -284,7 +284,7 @@ def _require_finite(module: Any, folder: str | Path) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the warnings and progress bars of transformers."""
+    """Silence the warnings and progress bars of transformers."""
     verbosity = transformers.logging.get_verbosity()
     bars = transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity_error()
@@ -341,9 +341,9 @@ def empty_model(
     return module
 
 
-def model_without_numbers(model: ModelConfig, dtype: torch.dtype) -> Any:
-    """The policy as `empty_model` gives it, with the generation_config.json of its folder, for engines that have weights of
-    their own. Raises ModelError."""
+def meta_model(model: ModelConfig, dtype: torch.dtype) -> Any:
+    """The policy on the meta device, with the generation_config.json of its folder, for engines that load their own weights.
+    Raises ModelError."""
     module = empty_model(model, "lm", dtype, False)
     folder = files.fetch(model.path, weights=False)
     if (folder / "generation_config.json").exists():
@@ -388,7 +388,7 @@ def _part(module: Any, getter: str) -> Any:
 
 
 def _experts(dtype: torch.dtype) -> dict[str, str]:
-    """Experts are computed in one grouped product, which there is for every format but float64."""
+    """Model settings without the grouped product of experts, which float64 lacks."""
     return {"experts_implementation": "eager"} if dtype == torch.float64 else {}
 
 

@@ -250,7 +250,7 @@ class _FusedLogProbs(torch.autograd.Function):
         ctx.save_for_backward(hidden, targets, lse, entropy, squared, candidates)
         ctx.head, ctx.chunk, ctx.matmul = head, chunk, matmul
         ctx.weight, ctx.bias, ctx.gradients = weight, bias, gradients
-        ctx.kept = buffer if any(ctx.needs_input_grad) else None  # log-probs of the last chunk
+        ctx.buffer = buffer if any(ctx.needs_input_grad) else None  # log-probs of the last chunk
         ctx.mark_non_differentiable(*(x for x in (correct, *best, mean) if x is not None))
         return log_probs, entropy if wants[0] else None, squared if wants[1] else None, correct, chosen, *best, mean
 
@@ -263,7 +263,7 @@ class _FusedLogProbs(torch.autograd.Function):
         matmul: Matmul = ctx.matmul
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         apart = GradientBuffers.rest(ctx.gradients, (ctx.weight, ctx.bias), ctx.needs_input_grad[1:3])
-        operand, buffer, ctx.kept = matmul.operand(ctx.weight), ctx.kept, None
+        operand, buffer, ctx.buffer = matmul.operand(ctx.weight), ctx.buffer, None
         known = buffer is not None
         if buffer is None:
             buffer = torch.empty(ctx.chunk, len(ctx.weight), dtype=lse.dtype, device=hidden.device)

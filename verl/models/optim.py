@@ -57,7 +57,7 @@ def lr_at(step: int, config: OptimConfig, total_steps: int) -> float:
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """`grad_norm` is that before clipping; a step whose norm is not finite changes nothing."""
+    """Result of a step. `grad_norm` is the norm before clipping; a step whose norm is not finite changes nothing."""
 
     grad_norm: float
     taken: bool
@@ -69,7 +69,7 @@ def total_norm(parameters: Mapping[str, nn.Parameter]) -> torch.Tensor:
 
 
 class ComputeShard(Protocol):
-    """The weights that compute of a parameter whose shard in the module is its master."""
+    """Compute weights of a parameter whose shard in the module is its master."""
 
     region: Region
 
@@ -80,7 +80,7 @@ class ComputeShard(Protocol):
 
 
 class Rounded(NamedTuple):
-    """A parameter that computes in another dtype than it trains in; on this rank `region` of it (None: all)."""
+    """A parameter with different dtypes for computing and training; this rank has `region` of it (None: all)."""
 
     name: str
     weights: torch.Tensor
@@ -175,13 +175,13 @@ class MasterOptimizer:
         nearest = broken[-1]  # backward goes from the last parameters to the first
         computes = (self.shards[nearest].weights if nearest in self.shards else self.parameters[nearest]).dtype
         kinds = sorted({str(p.dtype).removeprefix("torch.") for p in self.parameters.values()})
-        found = (
+        symptom = (
             f"{len(broken)} of {len(grads)} gradients are not finite, nearest to the loss that of {nearest}, which computes in "
             f"{str(computes).removeprefix('torch.')} and trains in {str(self.masters[nearest].dtype).removeprefix('torch.')}"
         )
         mixed = f"; the model's parameters are of {' and '.join(kinds)}" if len(kinds) > 1 else ""
         advice = "" if computes == torch.float32 else ". fsdp_config.dtype=float32 shows whether the dtype is the cause"
-        return found + mixed + advice
+        return symptom + mixed + advice
 
     @torch.no_grad()
     def round_masters(self) -> None:
@@ -215,13 +215,13 @@ class MasterOptimizer:
     def state(self) -> dict[str, torch.Tensor]:
         """The optimizer's tensors as "{parameter name}/{slot}", not copied. Slots that are numbers become float64
         tensors."""
-        found: dict[str, torch.Tensor] = {}
+        slots: dict[str, torch.Tensor] = {}
         for name, master in self.masters.items():
             for slot, value in self.optimizer.state.get(master, {}).items():
                 if value is not None:
                     is_tensor = isinstance(value, torch.Tensor)
-                    found[f"{name}/{slot}"] = value.detach() if is_tensor else torch.tensor(value, dtype=torch.float64)
-        return found
+                    slots[f"{name}/{slot}"] = value.detach() if is_tensor else torch.tensor(value, dtype=torch.float64)
+        return slots
 
     def load_state(self, tensors: dict[str, torch.Tensor], num_steps: int) -> None:
         """The inverse of `state`; raises CheckpointError for a parameter that is not trained here or of another
@@ -300,8 +300,8 @@ def build_optimizer(config: OptimConfig, parameters: Iterable[nn.Parameter]) -> 
 def _groups(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
     """One parameter group for each mesh that parameters are sharded over, and each dtype: a fused step takes no two of
     them."""
-    found: dict[Any, list[nn.Parameter]] = {}
+    groups: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        found.setdefault((mesh, parameter.dtype), []).append(parameter)
-    return [{"params": members} for members in found.values()]
+        groups.setdefault((mesh, parameter.dtype), []).append(parameter)
+    return [{"params": members} for members in groups.values()]

@@ -40,13 +40,13 @@ class View:
     def __init__(self, folder: Path, key: str, cache: Path | None = None):
         self.run = RunReader(folder, key)
         self.index = SampleIndex(folder, cache)
-        self._wanted = threading.Event()
+        self._requested = threading.Event()
         self._thread: threading.Thread | None = None
         self._closed = False
 
     def watch(self) -> None:
         """Index new samples in a separate thread."""
-        self._wanted.set()
+        self._requested.set()
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=f"index-{self.run.key}", daemon=True)
             self._thread.start()
@@ -54,14 +54,14 @@ class View:
     def close(self) -> None:
         """End the thread."""
         self._closed = True
-        self._wanted.set()
+        self._requested.set()
         if self._thread is not None:
             self._thread.join(10)
 
     def _work(self) -> None:
         while not self._closed:
-            self._wanted.wait()
-            self._wanted.clear()
+            self._requested.wait()
+            self._requested.clear()
             try:
                 if self.index.update(deadline=lambda: self._closed):
                     self.run.version += 1

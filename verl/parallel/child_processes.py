@@ -40,7 +40,7 @@ def adopt_orphans() -> bool:
 
 
 @contextlib.contextmanager
-def unheard_sigterm() -> Iterator[None]:
+def blocked_sigterm() -> Iterator[None]:
     """Processes that this thread starts meanwhile never get SIGTERM, nor do their own. systemd and SLURM send it to every
     process of a job, and a stop needs some of them to save. SIGKILL ends them, and the end of their parent."""
     if sys.platform != "linux":
@@ -53,9 +53,9 @@ def unheard_sigterm() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def hear_sigterm() -> None:
-    """Undo `unheard_sigterm` for what this thread starts from now on; this process itself ignores the signal. Call it on
-    the main thread first."""
+def unblock_sigterm() -> None:
+    """Undo `blocked_sigterm` for processes that this thread starts from now on. This process itself ignores the signal. Call
+    it on the main thread first."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _ignore)  # no SIG_IGN: programs would inherit it
     if signal.getsignal(signal.SIGTERM) is _ignore:

@@ -269,7 +269,7 @@ def is_communication_failure(error: BaseException) -> bool:
 
 
 def _is_consequence(failure: str) -> bool:
-    """A rank that failed because another one did is not the one to name."""
+    """Whether a rank failed because another rank did: errors name the rank that failed first."""
     return failure.startswith((DeadlineError.__name__, WorkerLostError.__name__))
 
 
@@ -341,7 +341,7 @@ def _interface_towards(address: str, port: int) -> str | None:
             own = probe.getsockname()[0]
     except OSError:
         return None
-    names = (n for n, found in psutil.net_if_addrs().items() if any(a.address.split("%")[0] == own for a in found))
+    names = (n for n, addrs in psutil.net_if_addrs().items() if any(a.address.split("%")[0] == own for a in addrs))
     return next(names, None)
 
 

@@ -139,15 +139,15 @@ def multiplies_bf16_tiles() -> bool:
 def _cpu_flags() -> set[str]:
     """Instruction sets of the first CPU and the name of its maker. Without /proc (macOS) an ARM CPU is taken to be an Apple
     one: no bfloat16 before M2."""
-    info, found = Path("/proc/cpuinfo"), set()
+    info, flags = Path("/proc/cpuinfo"), set()
     if info.exists():
         for line in info.read_text().partition("\n\n")[0].splitlines():
             key, _, words = line.partition(":")
             if key.strip() in ("vendor_id", "flags", "Features"):
-                found |= set(words.split())
+                flags |= set(words.split())
     elif platform.machine().lower() in ("amd64", "x86_64") and torch.cpu._is_avx512_bf16_supported():
-        found = {"avx512_bf16", *re.findall("AuthenticAMD", platform.processor())}
-    return found
+        flags = {"avx512_bf16", *re.findall("AuthenticAMD", platform.processor())}
+    return flags
 
 
 def parse_dtype(name: str) -> torch.dtype:

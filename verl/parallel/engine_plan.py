@@ -105,8 +105,8 @@ class EnginePlan:
         """Whether `rank` has an engine: all where ranks compute, else the owners."""
         return self.where == "ranks" or self.replica_of(rank).owner == rank
 
-    def sentence(self) -> str:
-        """For the layout of a dry run."""
+    def describe(self) -> str:
+        """The replicas and their devices, for the layout of a dry run."""
         first, last = self.replicas[0], self.replicas[-1]
         if self.where == "service":
             return (

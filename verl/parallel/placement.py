@@ -48,14 +48,14 @@ class DataParallelConfig:
 
     def roles(self) -> dict[str, list[int]]:
         """Role -> devices, for the roles that were given some."""
-        found = {
+        by_role = {
             "actor": self.actor_devices,
             "critic": self.critic_devices,
             "reward": self.reward_model_devices,
             "rollout": self.rollout_devices,
             "reference": self.reference_devices,
         }
-        return {role: list(devices) for role, devices in found.items() if devices}
+        return {role: list(devices) for role, devices in by_role.items() if devices}
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ class Placement:
             pools.setdefault(self.devices[role], []).append(role)
         return pools
 
-    def sentence(self, roles: Collection[str] | None = None) -> str:
-        """For the header of a run, of those `roles` that it has: "actor, rollout on 0-1; critic on 2"."""
+    def describe(self, roles: Collection[str] | None = None) -> str:
+        """The devices of `roles` (default: all), for the header of a run: "actor, rollout on 0-1; critic on 2"."""
         pools = {devices: [r for r in pool if roles is None or r in roles] for devices, pool in self.pools().items()}
         return "; ".join(f"{', '.join(pool)} on {_span(devices)}" for devices, pool in pools.items() if pool)
 
@@ -199,12 +199,12 @@ def _role_name(name: str, follows: Mapping[str, str]) -> str:
 
 
 def _device_list(role: str, devices: Iterable[int]) -> tuple[int, ...]:
-    found = tuple(devices)
-    if not found or any(isinstance(d, bool) or not isinstance(d, int) or d < 0 for d in found):
-        raise ConfigError(f"The devices of {role} are {list(found)}; give at least one whole number from 0 on.")
-    if len(set(found)) != len(found):
-        raise ConfigError(f"The devices of {role} are {list(found)}: one of them is named twice.")
-    return tuple(sorted(found))
+    listed = tuple(devices)
+    if not listed or any(isinstance(d, bool) or not isinstance(d, int) or d < 0 for d in listed):
+        raise ConfigError(f"The devices of {role} are {list(listed)}; give at least one whole number from 0 on.")
+    if len(set(listed)) != len(listed):
+        raise ConfigError(f"The devices of {role} are {list(listed)}: one of them is named twice.")
+    return tuple(sorted(listed))
 
 
 def _span(devices: tuple[int, ...]) -> str:

@@ -295,7 +295,7 @@ def _divides(shape: ModelShape, tensor: int) -> bool:
 
 
 def _divides_heads(shape: ModelShape, tensor: int) -> bool:
-    """Whether a rollout engine does: it repeats key-value heads."""
+    """Whether a rollout engine cuts the model into `tensor` parts, repeating key-value heads."""
     if shape.heads % tensor:
         return False
     return shape.is_latent or shape.kv_heads % tensor == 0 or tensor % shape.kv_heads == 0

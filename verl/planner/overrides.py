@@ -22,40 +22,40 @@ _ON_GIVEN_ROWS = ("sft", "preference", "rm")  # programs with one engine, whose 
 def overrides(plan: RunPlan, engine: str, config: RunConfig | None = None) -> list[str]:
     """`key=value` for every choice of the plan. Sizes of 1 and disabled options are left out, unless the run's `config` (if
     given) has another value."""
-    found = list(_devices(plan))
+    texts = list(_devices(plan))
     if plan.flow.name in _ON_GIVEN_ROWS:
         layout = plan.option("actor").layout
         assert layout is not None
-        return [*found, *_needed(_one_engine(layout, engine, plan.flow.shapes["actor"]), config)]
-    found += _rollout(plan)
+        return [*texts, *_needed(_one_engine(layout, engine, plan.flow.shapes["actor"]), config)]
+    texts += _rollout(plan)
     for role in plan.flow.roles:
         layout = plan.option(role).layout
         if layout is not None and role in _ENGINE:
-            found += _needed(_sizes(role, layout, engine, plan.flow.shapes[role]), config)
-            found += _batches(role, layout)
-    return [*found, *(_contradicted(config, plan) if isinstance(config, PPOConfig) else [])]
+            texts += _needed(_sizes(role, layout, engine, plan.flow.shapes[role]), config)
+            texts += _batches(role, layout)
+    return [*texts, *(_contradicted(config, plan) if isinstance(config, PPOConfig) else [])]
 
 
 def _needed(settings: Iterable[tuple[str, Any]], config: RunConfig | None) -> list[str]:
     """`key=value` for settings that differ from the default or from `config`."""
-    found = []
+    texts = []
     for key, value in settings:
         same = ("fsdp", "fsdp2") if value == "fsdp" else (value,)  # two names of one engine
         default = value is False or value == "fsdp" or (value == 1 and value is not True)
         if not default or (config is not None and value_at(config, key) not in same):
-            found.append(f"{key}={value}")
-    return found
+            texts.append(f"{key}={value}")
+    return texts
 
 
 def _contradicted(config: PPOConfig, plan: RunPlan) -> list[str]:
     """`key=value` for keys of `config` that would start other devices or another mode than the plan."""
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
-    found = [f"{_GROUP}.rollout.nnodes=0"] if rollout.nnodes else []
-    found += ["distillation.nnodes=0"] if config.distillation.enabled and config.distillation.nnodes else []
-    found += ["trainer.placement={}"] if trainer.placement and len(plan.groups) == 1 else []
+    texts = [f"{_GROUP}.rollout.nnodes=0"] if rollout.nnodes else []
+    texts += ["distillation.nnodes=0"] if config.distillation.enabled and config.distillation.nnodes else []
+    texts += ["trainer.placement={}"] if trainer.placement and len(plan.groups) == 1 else []
     if not plan.asynchronous and trainer.v1.trainer_mode == "separate_async":
-        found.append("trainer.v1.trainer_mode=sync")
-    return found
+        texts.append("trainer.v1.trainer_mode=sync")
+    return texts
 
 
 def _devices(plan: RunPlan) -> Iterator[str]:
@@ -133,7 +133,7 @@ def plan_as_json(plan: RunPlan) -> dict[str, Any]:
     """Everything of a plan but its overrides, in seconds and bytes."""
     groups = []
     for roles, count, chosen in zip(plan.groups, plan.devices, plan.options, strict=True):
-        found = {
+        choices = {
             option.role: {
                 "layout": asdict(option.layout) if option.layout else None,
                 "rollout": asdict(option.rollout) if option.rollout else None,
@@ -144,7 +144,7 @@ def plan_as_json(plan: RunPlan) -> dict[str, Any]:
             }
             for option in chosen
         }
-        groups.append({"roles": list(roles), "devices": count, "choices": found})
+        groups.append({"roles": list(roles), "devices": count, "choices": choices})
     return {
         "step_s": plan.step_s,
         "gpu_hours": plan.gpu_hours,

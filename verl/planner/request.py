@@ -64,11 +64,11 @@ class PlanRequest:
     def parse(cls, settings: Sequence[str]) -> PlanRequest:
         """From `plan.key=value`, written as other overrides. Raises ConfigError for an unknown key and a value that does not
         fit."""
-        found = cls()
+        request = cls()
         for setting in settings:
-            given = parse_override(setting)
-            found._set(given.key.removeprefix("plan.").split("."), given.value, given.key)
-        return found
+            override = parse_override(setting)
+            request._set(override.key.removeprefix("plan.").split("."), override.value, override.key)
+        return request
 
     def _set(self, names: list[str], value: Any, path: str) -> None:
         target: Any = self
@@ -111,8 +111,8 @@ def _check(path: str, name: str, value: Any) -> None:
     else:
         fits = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
     if not fits:
-        wanted = {"response": "four lengths [p10, p50, p90, longest]", "apply": "true or false", "gpu": "a name"}
-        raise ConfigError(f"{path}={value} does not fit: it takes {wanted.get(name, 'a positive number')}.")
+        accepted = {"response": "four lengths [p10, p50, p90, longest]", "apply": "true or false", "gpu": "a name"}
+        raise ConfigError(f"{path}={value} does not fit: it takes {accepted.get(name, 'a positive number')}.")
 
 
 def shape_of(path: str) -> ModelShape:
@@ -137,7 +137,7 @@ def read_lengths(file: Path) -> list[float]:
     require_regular(file, "The file plan.workload.samples", fix=fix)
     if file.stat().st_size > _SAMPLE_BYTES:
         raise ConfigError(f"plan.workload.samples={file} has more than 1 GiB; give one step of the run.")
-    found = []
+    lengths = []
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             row = json.loads(line)
@@ -148,8 +148,8 @@ def read_lengths(file: Path) -> list[float]:
         tokens = row.get("response_ids")
         length = len(tokens) if isinstance(tokens, list) else row.get("response_length")
         if isinstance(length, int | float) and length > 0:
-            found.append(float(length))
-    return found
+            lengths.append(float(length))
+    return lengths
 
 
 def cluster_of(asked: ClusterRequest, loaded: LoadedConfig[Any]) -> Cluster:
@@ -160,14 +160,14 @@ def cluster_of(asked: ClusterRequest, loaded: LoadedConfig[Any]) -> Cluster:
                 "plan.cluster.gpu=cpu is this machine's processor, one device. Leave out nodes and gpus_per_node."
             )
         return measure_cpu(asked.hbm_gb * 1e9 if asked.hbm_gb else available_memory())
-    trainer, given = loaded.config.trainer, loaded.given
+    trainer, settings = loaded.config.trainer, loaded.settings
     per_node = asked.gpus_per_node
     if per_node is None:
-        listed = "trainer.n_gpus_per_node" in given and trainer.n_gpus_per_node
+        listed = "trainer.n_gpus_per_node" in settings and trainer.n_gpus_per_node
         per_node = trainer.n_gpus_per_node if listed else int(cluster_facts(asked.gpu)["gpus_per_node"])
     nodes = asked.nodes
     if nodes is None:
-        nodes = trainer.nnodes if "trainer.nnodes" in given else 1
+        nodes = trainer.nnodes if "trainer.nnodes" in settings else 1
         if isinstance(loaded.config, PPOConfig):  # a pool of the rollout's own
             nodes += loaded.config.actor_rollout_ref.rollout.nnodes
     cluster = Cluster.of(
@@ -194,7 +194,7 @@ def rules_of(asked: PlanRequest, config: RunConfig, roles: tuple[str, ...]) -> R
     alike = not isinstance(config, PPOConfig) or engine == "megatron"
     if alike and asked.asynchronous == "on":
         raise ConfigError(
-            "plan.async=on needs a rollout with devices of its own. strategy=megatron takes all devices of a run, and programs "
+            "plan.async=on needs separate devices for the rollout. strategy=megatron takes all devices of a run, and programs "
             "on given rows have no rollout. Set plan.async=off, or plan.engine=fsdp for a program that samples."
         )
     native = not isinstance(config, PPOConfig) or config.actor_rollout_ref.rollout.name == "native"

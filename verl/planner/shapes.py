@@ -66,17 +66,17 @@ class ModelShape:
     def from_config(cls, config: Mapping[str, Any] | PreTrainedConfig, name: str = "", counted: int = 0) -> ModelShape:
         """From a Hugging Face config of a decoder, a mapping or an object; `counted` are its parameters, where they are known.
         Raises ConfigError when a size is missing."""
-        found = _as_mapping(config)
-        found = {**found, **_as_mapping(found.get("text_config") or {})}
+        mapping = _as_mapping(config)
+        mapping = {**mapping, **_as_mapping(mapping.get("text_config") or {})}
         for size in _SIZES:
             needed = size in _SIZES[:3]
-            if not isinstance(found.get(size) or (None if needed else 0), int) or (needed and found[size] < 1):
+            if not isinstance(mapping.get(size) or (None if needed else 0), int) or (needed and mapping[size] < 1):
                 raise ConfigError(
                     f"The model's config has no positive whole number as {size}; the planner needs the config of a decoder. "
                     "Give a folder with a config.json, or the name of a published model."
                 )
-        sizes = {**_dense_sizes(found), **_expert_sizes(found), **_latent_sizes(found)}
-        return cls(**sizes, name=name, max_positions=found.get("max_position_embeddings"), counted=counted)
+        sizes = {**_dense_sizes(mapping), **_expert_sizes(mapping), **_latent_sizes(mapping)}
+        return cls(**sizes, name=name, max_positions=mapping.get("max_position_embeddings"), counted=counted)
 
     @property
     def is_mixture(self) -> bool:
@@ -178,46 +178,46 @@ def _as_mapping(config: object) -> Mapping[str, Any]:
     return config.to_dict() if hasattr(config, "to_dict") else vars(config)
 
 
-def _dense_sizes(found: Mapping[str, Any]) -> dict[str, Any]:
-    hidden, heads = found["hidden_size"], found["num_attention_heads"]
-    activation = str(found.get("hidden_act") or found.get("activation_function") or "silu")
+def _dense_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    activation = str(config.get("hidden_act") or config.get("activation_function") or "silu")
     return {
-        "num_layers": found["num_hidden_layers"],
+        "num_layers": config["num_hidden_layers"],
         "hidden": hidden,
         "heads": heads,
-        "kv_heads": found.get("num_key_value_heads") or heads,
-        "head_dim": found.get("head_dim") or hidden // heads,
-        "intermediate": found.get("intermediate_size") or 4 * hidden,
-        "vocab": found.get("vocab_size") or 0,
-        "tied": bool(found.get("tie_word_embeddings", False)),
-        "gated": activation in ("silu", "swish", "swiglu", "gelu_pytorch_tanh") and "n_inner" not in found,
+        "kv_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or hidden // heads,
+        "intermediate": config.get("intermediate_size") or 4 * hidden,
+        "vocab": config.get("vocab_size") or 0,
+        "tied": bool(config.get("tie_word_embeddings", False)),
+        "gated": activation in ("silu", "swish", "swiglu", "gelu_pytorch_tanh") and "n_inner" not in config,
     }
 
 
-def _expert_sizes(found: Mapping[str, Any]) -> dict[str, Any]:
-    experts = found.get("num_experts") or found.get("n_routed_experts") or found.get("num_local_experts") or 0
+def _expert_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    experts = config.get("num_experts") or config.get("n_routed_experts") or config.get("num_local_experts") or 0
     if not experts:
         return {}
-    inner = found.get("moe_intermediate_size") or found["intermediate_size"]
+    inner = config.get("moe_intermediate_size") or config["intermediate_size"]
     return {
         "num_experts": experts,
-        "experts_per_token": found.get("num_experts_per_tok") or 1,
+        "experts_per_token": config.get("num_experts_per_tok") or 1,
         "expert_intermediate": inner,
-        "shared_intermediate": found.get("shared_expert_intermediate_size")
-        or inner * (found.get("n_shared_experts") or 0),
-        "dense_layers": found.get("first_k_dense_replace") or 0,
+        "shared_intermediate": config.get("shared_expert_intermediate_size")
+        or inner * (config.get("n_shared_experts") or 0),
+        "dense_layers": config.get("first_k_dense_replace") or 0,
     }
 
 
-def _latent_sizes(found: Mapping[str, Any]) -> dict[str, Any]:
-    if not found.get("kv_lora_rank"):
+def _latent_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    if not config.get("kv_lora_rank"):
         return {}
-    rope = found.get("qk_rope_head_dim") or 0
+    rope = config.get("qk_rope_head_dim") or 0
     return {
-        "kv_lora_rank": found["kv_lora_rank"],
-        "q_lora_rank": found.get("q_lora_rank") or 0,
+        "kv_lora_rank": config["kv_lora_rank"],
+        "q_lora_rank": config.get("q_lora_rank") or 0,
         "rope_head_dim": rope,
-        "value_head_dim": found.get("v_head_dim") or 0,
+        "value_head_dim": config.get("v_head_dim") or 0,
     }
 
 

@@ -141,7 +141,7 @@ class _Attempt:
         self.saved, self.saved_at, self.first = step, 0.0, step
         self.now = 0.0
         self.queue: deque[float] = deque()  # batches that wait, by the seconds of their generation
-        self.made = self.done = step
+        self.generated = self.trained = step
         self.heap: list[tuple[float, int, _Process]] = []
         self.order = 0
         self.blocked: list[tuple[_Process, Callable[[], bool]]] = []
@@ -188,11 +188,11 @@ class _Attempt:
         group = self.plan.groups.index((ROLLOUT,))
         nominal = sum(self.plan.option(ROLLOUT).seconds)
         ahead = self.conditions.staleness if self.conditions.prefetch else 0
-        while self.made < self.conditions.steps:
-            yield lambda: self.made - self.done <= ahead
+        while self.generated < self.conditions.steps:
+            yield lambda: self.generated - self.trained <= ahead
             seconds = self.cluster.seconds(group, nominal)
             yield seconds
-            self.made += 1
+            self.generated += 1
             self.queue.append(seconds)
 
     def _train(self) -> _Process:
@@ -250,7 +250,7 @@ class _Attempt:
         }
         row["communication"] = {"seconds": self.plan.sync_s, "bytes": _sync_bytes(self.plan)}
         self.result.rows.append(row)
-        self.done += 1
+        self.trained += 1
 
 
 def _add(row: dict[str, Any], phase: str, seconds: float) -> None:

@@ -90,17 +90,17 @@ class GivenRowsProgram(Program[G]):
     def load_data(cls, config: G, *, train: bool = True) -> GivenRows:
         """Also raises DataError when there are fewer rows than a batch has."""
         data, trainer = config.data, config.trainer
-        found = GivenRows(load_tokenizer(config.model))
+        loaded = GivenRows(load_tokenizer(config.model))
         seed = trainer.seed if data.seed is None else data.seed
-        load = partial(cls.load_rows, config, tokenizer=found.tokenizer)
+        load = partial(cls.load_rows, config, tokenizer=loaded.tokenizer)
         if data.val_files:
-            found.validation = load(data.val_files, max_samples=data.val_max_samples, seed=None)
+            loaded.validation = load(data.val_files, max_samples=data.val_max_samples, seed=None)
         if train:
             rows = load(data.train_files, max_samples=data.train_max_samples, seed=seed if data.shuffle else None)
-            found.train = ConversationLoader(rows, data.train_batch_size, seed=seed, shuffle=data.shuffle)
-            found.num_steps_per_epoch = found.train.num_steps_per_epoch
-            found.num_steps = trainer.total_training_steps or trainer.total_epochs * found.num_steps_per_epoch
-        return found
+            loaded.train = ConversationLoader(rows, data.train_batch_size, seed=seed, shuffle=data.shuffle)
+            loaded.num_steps_per_epoch = loaded.train.num_steps_per_epoch
+            loaded.num_steps = trainer.total_training_steps or trainer.total_epochs * loaded.num_steps_per_epoch
+        return loaded
 
     @classmethod
     def roles(cls, config: G, *, train: bool = True) -> RoleSpecs:
@@ -146,8 +146,8 @@ class GivenRowsProgram(Program[G]):
             return []
         *keys, log_probs, entropy = observed
         add_token_columns(batch, keys, {"train_log_probs": log_probs, "entropys": entropy})
-        seen = (~batch.batch["train_log_probs"].isnan()).any(dim=1).nonzero().flatten()
-        return self.row_facts(batch.select_idxs(seen))
+        observed_rows = (~batch.batch["train_log_probs"].isnan()).any(dim=1).nonzero().flatten()
+        return self.row_facts(batch.select_idxs(observed_rows))
 
     def row_facts(self, batch: DataProto) -> list[dict[str, Any]]:
         """The rows of a batch for samples/."""

@@ -49,7 +49,7 @@ _INPUTS = {
 
 
 class SkipBatch(Exception):
-    """Nothing of the batch trains."""
+    """The batch of this step must not train."""
 
 
 class RollBackPrompts(RollBack):
@@ -81,7 +81,7 @@ class Alarm:
     place: str  # completes "in ..."
     mini_batch: int | None = None
 
-    def sentence(self) -> str:
+    def describe(self) -> str:
         """ "KL to the old policy is 0.31, beyond trainer.guards.policy_kl.limit=0.1, in mini-batch 2 of the actor (prompt 7
         sample 1: 2.4)"."""
         if self.guard == NONFINITE:
@@ -193,7 +193,7 @@ class Guards:
         else:
             key = f"{alarms[actions.index(action)].guard}.action"
         self._record(alarms, actions, action)
-        sentence = f"Step {self._step}: {'; '.join(alarm.sentence() for alarm in alarms)}"
+        sentence = f"Step {self._step}: {'; '.join(alarm.describe() for alarm in alarms)}"
         if action == "stop":
             raise NumericsError(f"{sentence}. {self._ending(key)}")
         if action == "rollback":
@@ -208,8 +208,8 @@ class Guards:
             raise SkipBatch(sentence)
 
     def _ending(self, key: str) -> str:
-        given = self.config.get(key, None)
-        why = f"trainer.guards.{key}={given} is used up" if given is not None else f"trainer.guards.{key} is stop"
+        budget = self.config.get(key, None)
+        why = f"trainer.guards.{key}={budget} is used up" if budget is not None else f"trainer.guards.{key} is stop"
         place = f"; {self.file} names the samples" if self.file is not None else ""
         return (
             f"The run stops because {why}{place}. Lower the learning rate, look at those samples, or use float32 "
@@ -222,9 +222,9 @@ class Guards:
         head = {"step": self._step, "time": round(time.time(), 3)}
         rows = []
         for alarm, own in zip(alarms, actions, strict=True):
-            found = {name: value for name, value in vars(alarm).items() if value is not None}
-            found |= {"value": _written(alarm.value), "samples": [_plain(sample) for sample in alarm.samples]}
-            rows.append({**head, **found, "action": own, "done": action})
+            facts = {name: value for name, value in vars(alarm).items() if value is not None}
+            facts |= {"value": _written(alarm.value), "samples": [_plain(sample) for sample in alarm.samples]}
+            rows.append({**head, **facts, "action": own, "done": action})
         append_rows(self.file, rows)
 
 
@@ -240,7 +240,7 @@ def _alarm(finding: Finding, batch: DataProto, place: str, mini_batch: int | Non
 
 
 def _has_trained(update: Updates) -> bool:
-    return len({found.mini_batch for found in update.findings if found.refused}) < len(update.steps)
+    return len({finding.mini_batch for finding in update.findings if finding.refused}) < len(update.steps)
 
 
 def _written(value: Any) -> Any:

@@ -114,11 +114,11 @@ class ActorRolloutRefWorker:
         ordinal and prompt_token_ids; `step` is a part of the seed. Raises DataError when there are none."""
         params = sampling_params(self.config.actor_rollout_ref.rollout)
         params = params if n is None else replace(params, n=n)
-        given = [prompts] if isinstance(prompts, str) else prompts
-        batch = given if isinstance(given, DataProto) else self._batch(given)
-        made = self.rollout.generate(batch, step=step, params=params)
+        listed = [prompts] if isinstance(prompts, str) else prompts
+        batch = listed if isinstance(listed, DataProto) else self._batch(listed)
+        samples = self.rollout.generate(batch, step=step, params=params)
         self.rollout.end_generation()
-        return batch.repeat(params.n, interleave=True).union(made)
+        return batch.repeat(params.n, interleave=True).union(samples)
 
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """old_log_probs and entropys [batch, response] of generated rows, under the current weights."""

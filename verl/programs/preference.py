@@ -206,12 +206,12 @@ class PreferenceOptimization(GivenRowsProgram[PreferenceConfig]):
         masks = [batch.batch["response_mask"] for batch in batches]
         num_units = sum(len(set(unit_ids(batch, self.loss.unit))) for batch in batches)
         totals = BatchTotals(sum(int(mask.sum()) for mask in masks), sum(map(len, masks)), num_units)
-        found = []
+        batch_metrics = []
         for batch in batches:
             outputs = self.model.forward(batch, {name: name for name in self.loss.outputs}).get().batch
             loss, metrics = self.loss(dict(outputs.items()), batch, totals)
-            found.append({"loss": Metric.sum(loss), **metrics})
-        values = metric_values(merge_metrics(found))
+            batch_metrics.append({"loss": Metric.sum(loss), **metrics})
+        values = metric_values(merge_metrics(batch_metrics))
         return with_margins({f"val/{name}": value for name, value in values.items()}, "val/")
 
     # -- state -------------------------------------------------------------------------------------------------------
@@ -250,8 +250,8 @@ class PreferenceOptimization(GivenRowsProgram[PreferenceConfig]):
         facts = super().header()
         if self.loss.has_reference:
             path = self.config.ref.model_path or "the model at the start of the run"
-            kept = f"computed once, in {FILE}" if self.keeps else "computed in each step"
-            facts["reference"] = f"{path}; log-probabilities {kept}"
+            computed = f"computed once, in {FILE}" if self.keeps else "computed in each step"
+            facts["reference"] = f"{path}; log-probabilities {computed}"
         return facts
 
     def results(self, before: Mapping[str, float], after: Mapping[str, float]) -> Sequence[Result]:
@@ -260,8 +260,8 @@ class PreferenceOptimization(GivenRowsProgram[PreferenceConfig]):
             "rewards/accuracies": "held-out pairs ranked as labelled",
             "rewards/margins": "held-out reward margin",
         }
-        found = [Result(n, label, before.get(f"val/{n}"), after.get(f"val/{n}")) for n, label in labels.items()]
-        return [result for result in found if result.name == "loss" or f"val/{result.name}" in after]
+        results = [Result(n, label, before.get(f"val/{n}"), after.get(f"val/{n}")) for n, label in labels.items()]
+        return [result for result in results if result.name == "loss" or f"val/{result.name}" in after]
 
 
 def with_margins(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:

@@ -99,15 +99,15 @@ class RewardModelProgram(GivenRowsProgram[RMConfig]):
 
     def validate(self, step: int) -> dict[str, float]:
         """See Program; the held-out completions are logged with their scores."""
-        found: dict[str, list[torch.Tensor]] = defaultdict(list)
+        columns: dict[str, list[torch.Tensor]] = defaultdict(list)
         logged: list[dict[str, Any]] = []
         for batch, scores in self._scored():
             for name, values in self._columns(batch, scores).items():
-                found[name].append(values)
+                columns[name].append(values)
             rows = sample_rows(batch, self.data.tokenizer)
             logged += [{**row, **extra} for row, extra in zip(rows, _shown(batch, scores), strict=True)]
         self.run.log_samples("val", step, logged)
-        measures = self._measures({name: torch.cat(values).double() for name, values in found.items()})
+        measures = self._measures({name: torch.cat(values).double() for name, values in columns.items()})
         return {f"val/{name}": value for name, value in measures.items() if not math.isnan(value)}
 
     def results(self, before: Mapping[str, float], after: Mapping[str, float]) -> Sequence[Result]:
@@ -144,11 +144,11 @@ class RewardModelProgram(GivenRowsProgram[RMConfig]):
             "rejected_lengths": lengths[lost],
         }
 
-    def _measures(self, found: Tensors) -> dict[str, float]:
+    def _measures(self, columns: Tensors) -> dict[str, float]:
         """Metrics of all held-out rows."""
         rule = self.config.rm
-        if "labels" in found:
-            scores, labels = found["scores"], found["labels"]
+        if "labels" in columns:
+            scores, labels = columns["scores"], columns["labels"]
             correct = (scores > 0) == (labels > 0.5)
             return {
                 "loss": float(F.binary_cross_entropy_with_logits(scores, labels)),
@@ -156,18 +156,18 @@ class RewardModelProgram(GivenRowsProgram[RMConfig]):
                 "calibration_error": calibration_error(scores, correct),
                 **spread(scores),
             }
-        if "ratings" in found:
-            scores, error = found["scores"], found["scores"] - found["ratings"]
+        if "ratings" in columns:
+            scores, error = columns["scores"], columns["scores"] - columns["ratings"]
             return {
                 "loss": float(error.square().mean()),
                 "absolute_error": float(error.abs().mean()),
-                "correlation": correlation(scores, found["ratings"]),
-                "length_correlation": correlation(scores, found["lengths"]),
+                "correlation": correlation(scores, columns["ratings"]),
+                "length_correlation": correlation(scores, columns["lengths"]),
                 **spread(scores),
             }
-        sides_of_pairs = dict(found)
+        sides_of_pairs = dict(columns)
         margin = sides_of_pairs.pop("margin")
-        losses = pair_loss(rule.loss, found["chosen"], found["rejected"], margin, rule.center_rewards_coefficient)
+        losses = pair_loss(rule.loss, columns["chosen"], columns["rejected"], margin, rule.center_rewards_coefficient)
         return {"loss": float(losses.mean()), **pair_measures(**sides_of_pairs)}
 
 

@@ -123,7 +123,7 @@ class RolloutQueue:
         return len(self._batches)
 
     def forget_before(self, ordinal: int) -> None:
-        """Prompts before `ordinal` have trained."""
+        """Drop the batches of prompts before `ordinal`, which have trained."""
         self._batches = [b for b in self._batches if b.ordinal >= ordinal]
 
     def advance(self, ordinal: int, step: int, num_left: int) -> None:

@@ -1,7 +1,7 @@
 """Transfer plan from one layout of weights to another: a list of moves, the same on every rank. Pure, without torch.
 
     plan = make_plan(tensors, training, rollout, hosts)
-    plan.sends(rank), plan.receives(rank), plan.kept(rank), plan.total_bytes
+    plan.sends(rank), plan.receives(rank), plan.local(rank), plan.total_bytes
 
 A rank keeps the slices that it holds. A missing slice comes from the nearest holder: one on its host if there is one. Among
 equally near holders, the holder that sends the least is chosen; slices with a single holder are assigned first.
@@ -80,7 +80,7 @@ class Plan:
         """Moves to `rank`, in order."""
         return [m for m in self.moves if m.destination == rank and not m.is_kept]
 
-    def kept(self, rank: int) -> list[Move]:
+    def local(self, rank: int) -> list[Move]:
         """Slices that `rank` needs and has already, in order."""
         return [m for m in self.moves if m.destination == rank and m.is_kept]
 

@@ -71,9 +71,9 @@ class PeerToPeer:
         owners = memory.owners if memory is not None else {}
         owner = owners.get(self.rank, self.rank)
         self._held = {t.name: part for t in tensors if (part := source.part(t, self.rank)) is not None}
-        self._wanted = {t.name: part for t in tensors if (part := target.part(t, owner)) is not None}
-        self._shapes_held = {name: part.shape for name, part in self._held.items()}
-        self._shapes_wanted = {name: part.shape for name, part in self._wanted.items()}
+        self._target_parts = {t.name: part for t in tensors if (part := target.part(t, owner)) is not None}
+        self._held_shapes = {name: part.shape for name, part in self._held.items()}
+        self._target_shapes = {name: part.shape for name, part in self._target_parts.items()}
         self._plan, self._bucket_bytes = plan, staging_bytes // 2  # two buckets are in memory at a time
         self._num_planned_bytes = plan.sent_bytes.get(self.rank, 0)
         self._indices: dict[tuple[str, object, bool], tuple[slice, ...] | None] = {}
@@ -133,8 +133,8 @@ class PeerToPeer:
 
     def check(self, held: Tensors, target: Tensors) -> None:
         """Raise ModelError when a tensor is missing or has another shape than its part."""
-        self._check(held, self._shapes_held, "hold")
-        self._check(target, self._shapes_wanted, "fill")
+        self._check(held, self._held_shapes, "hold")
+        self._check(target, self._target_shapes, "fill")
 
     def _start(self, number: int, held: Tensors) -> _Flight:
         """Pack and send a bucket, and post its receives."""
@@ -204,7 +204,7 @@ class PeerToPeer:
 
     def check_held(self, target: Tensors) -> None:
         """Raise ModelError unless `target` still holds the last update; of shared memory, each rank verifies its share."""
-        self._check(target, self._shapes_wanted, "fill")
+        self._check(target, self._target_shapes, "fill")
         for move, sent in self._verified.items():
             if self._digest_of(move, target) != sent:
                 raise _mismatch(move)
@@ -241,7 +241,7 @@ class PeerToPeer:
         """The slice of a move in a local tensor, as a view."""
         key = (move.tensor, move.slice, is_source)
         if key not in self._indices:
-            part = (self._held if is_source else self._wanted)[move.tensor]
+            part = (self._held if is_source else self._target_parts)[move.tensor]
             self._indices[key] = _index(part, move) if numel(move.slice) < part.numel else None
         index = self._indices[key]
         return tensors[move.tensor] if index is None else tensors[move.tensor][index]

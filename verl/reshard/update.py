@@ -89,14 +89,14 @@ class PlannedUpdate:
         )
 
     def __call__(self) -> None:
-        held, wanted = _local_weights(self._engine), self._wanted()
+        held, target = _local_weights(self._engine), self._target_weights()
         # agreed before the first transfer: the others would wait for a rank that has raised
-        error = _error_of(self.transport.check, held, wanted)
-        has_moved = self._memory is not None and self._memory.has_moved(wanted)
+        error = _error_of(self.transport.check, held, target)
+        has_moved = self._memory is not None and self._memory.has_moved(target)
         if raise_together(self._comm, error or (_MOVED if has_moved else ""), but=_MOVED):
             self._arrange()
-            wanted = self._wanted()
-        raise_together(self._comm, _error_of(self.transport, held, wanted))
+            target = self._target_weights()
+        raise_together(self._comm, _error_of(self.transport, held, target))
         if self._adapters is not None:
             self._adapters.merge()
 
@@ -104,9 +104,9 @@ class PlannedUpdate:
     def check_held(self) -> None:
         """Raise ModelError, on this rank, unless it still holds the weights of the last update. Ranks that share one memory
         verify a part of it each."""
-        wanted = self._wanted()
-        self.transport.check_held(wanted)
-        if self._memory is not None and (name := self._memory.differing(wanted)):
+        target = self._target_weights()
+        self.transport.check_held(target)
+        if self._memory is not None and (name := self._memory.differing(target)):
             raise ModelError(
                 f"Rank {self._comm.rank} generates with another {name} than the ranks that share its weights. These weights "
                 "must not be used: update again, or rebuild the rollout engine."
@@ -115,7 +115,7 @@ class PlannedUpdate:
     def _share_memory(self) -> HostMemory:
         module = self._replica.module if self._replica is not None and self._adapters is None else None
         if module is None:
-            return HostMemory(self._comm, self._wanted(), self._fingerprint())
+            return HostMemory(self._comm, self._target_weights(), self._fingerprint())
         # the decoder packs weights that it multiplies as one matrix; done first, it does not move them later
         DenseDecoder.of(module)
         memory = HostMemory(self._comm, dict(module.named_parameters(remove_duplicate=False)), self._fingerprint())
@@ -123,12 +123,12 @@ class PlannedUpdate:
         return memory
 
     def _fingerprint(self) -> str:
-        """Equal on ranks that generate with the same parts of all tensors, in the same dtypes."""
+        """Key that is equal for ranks whose rollout shards are identical, dtypes included."""
         parts = [(tensor.name, self.rollout.part(tensor, self._comm.rank)) for tensor in self.tensors]
-        weights = sorted((name, str(w.dtype), tuple(w.shape)) for name, w in self._wanted().items())
+        weights = sorted((name, str(w.dtype), tuple(w.shape)) for name, w in self._target_weights().items())
         return hashlib.sha256(repr((parts, weights)).encode()).hexdigest()
 
-    def _wanted(self) -> Held:
+    def _target_weights(self) -> Held:
         if self._adapters is not None:
             return self._adapters.parts
         return self._replica.parts() if self._replica is not None else {}
@@ -194,26 +194,26 @@ def plan_update(
 def _staging_bytes(tensors: Sequence[Tensor], dtype: torch.dtype, num_layers: int, layers_at_a_time: int | None) -> int:
     """Bytes of staging buffers on a rank: a sixth of the model, or `layers_at_a_time` of its layers, within bounds."""
     sizes = {tensor.name: math.prod(tensor.shape) * dtype.itemsize for tensor in tensors}
-    found = min(_MAX_STAGING_BYTES, sum(sizes.values()) // 6)
+    num_bytes = min(_MAX_STAGING_BYTES, sum(sizes.values()) // 6)
     if layers_at_a_time is not None and num_layers:
         in_layers = sum(size for name, size in sizes.items() if ".layers." in name)
-        found = min(max(_MIN_STAGING_BYTES, found), layers_at_a_time * in_layers // num_layers)
-    return max(_MIN_STAGING_BYTES, found)
+        num_bytes = min(max(_MIN_STAGING_BYTES, num_bytes), layers_at_a_time * in_layers // num_layers)
+    return max(_MIN_STAGING_BYTES, num_bytes)
 
 
 def raise_together(comm: Collectives, error: str, but: str = "") -> bool:
     """Raise the first rank's `error` as ModelError on every rank; do nothing where all are empty or equal `but`. Returns
     whether one equals `but`."""
     errors = [row.decode() for row in comm.all_gather(error.encode())]
-    found = next((row for row in errors if row not in ("", but)), "")
-    if found:
-        raise ModelError(found)
+    first_error = next((row for row in errors if row not in ("", but)), "")
+    if first_error:
+        raise ModelError(first_error)
     return any(errors)
 
 
-def _error_of(what: Callable[[Held, Held], None], held: Held, wanted: Held) -> str:
+def _error_of(what: Callable[[Held, Held], None], held: Held, target: Held) -> str:
     try:
-        what(held, wanted)
+        what(held, target)
     except ModelError as error:
         return str(error)
     return ""

@@ -61,7 +61,7 @@ def read_files(folder: Path, version: int) -> Iterator[Named]:
     except (OSError, ValueError) as error:
         there = ", ".join(sorted(path.name for path in folder.glob("version-*"))) or "none"
         raise ModelError(
-            f"Version {version} of the weights is not in {folder} (present: {there}); write it again, or request one that is."
+            f"Version {version} of the weights is not in {folder} (present: {there}); write it again, or request another."
         ) from error
     if manifest["version"] != version:
         raise ModelError(f"{place} holds version {manifest['version']} of the weights: write version {version} again.")

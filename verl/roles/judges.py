@@ -21,7 +21,7 @@ from verl.data.prompts import render_chat
 from verl.data_proto.samples import PromptRequest, SamplingParams
 from verl.errors import ModelError
 from verl.foreign_text import valid_utf8
-from verl.models.load import load_causal_lm, load_tokenizer, model_without_numbers
+from verl.models.load import load_causal_lm, load_tokenizer, meta_model
 from verl.models.padded import forward_kind
 from verl.models.tokenizer import eos_token_ids
 from verl.parallel.device import compute_dtype
@@ -59,7 +59,7 @@ def build_judge(
     tokenizer, dtype = load_tokenizer(model), compute_dtype(rollout.dtype, device)
     if rollout.name == "vllm":
         require_vllm(f"{_KEYS}.name")
-        module = model_without_numbers(model, dtype)
+        module = meta_model(model, dtype)
         engine = ENGINES.get("vllm")(
             module, tokenizer, _settings(config, module), eos_token_ids=eos_token_ids(module, tokenizer),
             transfer=_as_in_its_files(model, device, dtype, start_timeout_s, call_timeout_s),
@@ -199,5 +199,5 @@ def _as_in_its_files(
     )  # fmt: skip
 
 
-def _refuse(path: str, *given: Any) -> Any:
+def _refuse(path: str, *arguments: Any) -> Any:
     raise ModelError(f"The judge's weights are those of {path}; they are not updated in a run.")

@@ -73,8 +73,8 @@ class ModelRole:
         """Columns of model outputs without gradient, float32: `outputs` maps an output of verl/engines/api.py to the name of
         its column. A role that shares an engine computes without its adapters."""
         with self.engine.reference() if self.spec.shares else nullcontext():
-            found = self.engine.forward(batch, tuple(outputs), self.spec.forward_micro, self.spec.temperature)
-        return DataProto.from_dict({column: found[output] for output, column in outputs.items()})
+            columns = self.engine.forward(batch, tuple(outputs), self.spec.forward_micro, self.spec.temperature)
+        return DataProto.from_dict({column: columns[output] for output, column in outputs.items()})
 
     @register(dispatch_mode=Dispatch.ND_MINI_BATCHES, blocking=False, objects=())
     def update(self, batch: DataProto, step: int, mini_batches: Sequence[Sequence[int]] | None = None) -> Updates:
@@ -86,15 +86,15 @@ class ModelRole:
         start = time.perf_counter()
         rows = self.schedule.rows(batch, step) if mini_batches is None else mini_batches
         log.debug("Step %d, %s: optimizer steps of %s rows", step, self.spec.name, [len(mini) for mini in rows])
-        found = [self._train(mini, step, index) for index, mini in enumerate(_mini_batches(batch, rows))]
+        steps = [self._train(mini, step, index) for index, mini in enumerate(_mini_batches(batch, rows))]
         observed = self.objective.pop_observed()
-        self._measure(step, found)
-        rate = self.engine.end_step(advance=not self.guard.refused_all(len(found)))
+        self._measure(step, steps)
+        rate = self.engine.end_step(advance=not self.guard.refused_all(len(steps)))
         give_back_holes(step)
         findings, device = self.guard.pop_findings(), _device_metrics()
         if self._utilization is not None:
             device |= self._utilization.take(self.spec.name, time.perf_counter() - start)
-        return Updates(self.spec.name, found, rate, observed, findings, device)
+        return Updates(self.spec.name, steps, rate, observed, findings, device)
 
     @register(dispatch_mode=Dispatch.ND_MINI_BATCHES, blocking=False, objects=())
     def forward_backward(
@@ -200,13 +200,13 @@ class ModelRole:
             metrics["skipped_row_ratio"] = Metric.mean(1 - len(computed) / len(mini), len(mini))
         return metrics
 
-    def _measure(self, step: int, found: list[dict[str, Metric]]) -> None:
-        """Add `visible_update_ratio` to the last of the metrics `found`, in the steps that are measured."""
+    def _measure(self, step: int, steps: list[dict[str, Metric]]) -> None:
+        """Add `visible_update_ratio` to the last of the metrics `steps`, in the steps that are measured."""
         every = self.spec.measure_every
         is_measured = step == self._total_steps or (every > 0 and step % every == 0)
-        share = self.engine.visible_update_ratio() if found and is_measured else None
+        share = self.engine.visible_update_ratio() if steps and is_measured else None
         if share is not None:
-            found[-1]["visible_update_ratio"] = Metric.last(share)
+            steps[-1]["visible_update_ratio"] = Metric.last(share)
 
     def _checkpoint(self) -> RoleCheckpoint:
         config = self._checkpoint_config

@@ -108,8 +108,8 @@ class RolloutWorker:
         def on_finish(done: Completion) -> None:
             self._send_to_scorer(prompts, position[done.ordinal], split, trajectory(done), limit)
 
-        made = self.engine.generate(requests, params, step=step, on_finish=on_finish) if requests else []
-        return self._columns([trajectory(done) for done in made], split, limit)
+        completions = self.engine.generate(requests, params, step=step, on_finish=on_finish) if requests else []
+        return self._columns([trajectory(done) for done in completions], split, limit)
 
     @register(dispatch_mode=Dispatch.ND_EXPECTED_PROTO, blocking=False)
     def resume_generation(
@@ -138,8 +138,10 @@ class RolloutWorker:
         def on_finish(done: Completion) -> None:
             self._send_to_scorer(rows, row_of[done.key], split, trajectory(done), limit)
 
-        made = self.engine.generate(requests, params, step=step, on_finish=on_finish) if requests else []
-        return self._columns([trajectory(done) for done in made], split, limit)  # none on a rank that only takes part
+        completions = self.engine.generate(requests, params, step=step, on_finish=on_finish) if requests else []
+        return self._columns(
+            [trajectory(done) for done in completions], split, limit
+        )  # none on a rank that only takes part
 
     def set_weights(self, version: int, weights: Weights | None = None) -> None:
         """The weights changed: samples made from now on carry `version`. A replica, or an engine with its own weights, loads
@@ -208,22 +210,22 @@ class RolloutWorker:
     def _np_dtype(self) -> type[np.floating[Any]]:
         return np.float64 if self._dtype() == torch.float64 else np.float32
 
-    def _send_to_scorer(self, rows: DataProto, row: int, split: str, found: Trajectory, limit: int) -> None:
+    def _send_to_scorer(self, rows: DataProto, row: int, split: str, sample: Trajectory, limit: int) -> None:
         """Unless the sample may be continued up to `limit` tokens."""
-        if self.score_stream is not None and not found.can_resume(limit):
-            key = sample_key(split, found.ordinal, found.sample)
-            self.score_stream(score_request(rows, row, key, found.response_ids, self.tokenizer))
+        if self.score_stream is not None and not sample.can_resume(limit):
+            key = sample_key(split, sample.ordinal, sample.sample)
+            self.score_stream(score_request(rows, row, key, sample.response_ids, self.tokenizer))
 
-    def _columns(self, found: Sequence[Trajectory], split: str, width: int) -> DataProto:
+    def _columns(self, trajectories: Sequence[Trajectory], split: str, width: int) -> DataProto:
         columns = to_columns(
-            found,
+            trajectories,
             pad_token_id=self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0,
             prompt_width=self.max_prompt_length,
             response_width=width,
             dtype=torch.float64 if self._dtype() == torch.float64 else torch.float32,
         )
-        columns["rollout_rank"] = torch.full((len(found),), self.rank)
-        return DataProto.from_dict(columns, sample_names(found, split))
+        columns["rollout_rank"] = torch.full((len(trajectories),), self.rank)
+        return DataProto.from_dict(columns, sample_names(trajectories, split))
 
 
 def _prompt(rows: DataProto, row: int) -> tuple[int, ...]:
@@ -231,23 +233,23 @@ def _prompt(rows: DataProto, row: int) -> tuple[int, ...]:
     return tuple(rows.batch["prompts"][row][rows.batch["prompt_mask"][row]].tolist())
 
 
-def sample_names(found: Sequence[Trajectory], split: str) -> dict[str, np.ndarray]:
+def sample_names(trajectories: Sequence[Trajectory], split: str) -> dict[str, np.ndarray]:
     """The columns finish_reason and sample_key."""
     return {
-        "finish_reason": np.array([t.status for t in found], dtype=object),
-        "sample_key": np.array([sample_key(split, t.ordinal, t.sample) for t in found], dtype=object),
+        "finish_reason": np.array([t.status for t in trajectories], dtype=object),
+        "sample_key": np.array([sample_key(split, t.ordinal, t.sample) for t in trajectories], dtype=object),
     }
 
 
-def episode_columns(found: Sequence[EpisodeResult]) -> dict[str, np.ndarray]:
+def episode_columns(episodes: Sequence[EpisodeResult]) -> dict[str, np.ndarray]:
     """The object columns of episodes."""
     return {
-        "__num_turns__": object_array([done.num_turns for done in found]),
-        "tool_call_counts": object_array([int(done.metrics.get("num_tool_calls", 0)) for done in found]),
-        "episode_times": object_array([done.metrics for done in found]),
-        "episode_reward": object_array([done.reward for done in found]),
-        "episode_error": object_array([done.error for done in found]),
-        "episode_extra": object_array([done.extra for done in found]),
+        "__num_turns__": object_array([done.num_turns for done in episodes]),
+        "tool_call_counts": object_array([int(done.metrics.get("num_tool_calls", 0)) for done in episodes]),
+        "episode_times": object_array([done.metrics for done in episodes]),
+        "episode_reward": object_array([done.reward for done in episodes]),
+        "episode_error": object_array([done.error for done in episodes]),
+        "episode_extra": object_array([done.extra for done in episodes]),
     }
 
 

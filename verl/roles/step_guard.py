@@ -70,7 +70,7 @@ def merge_findings(of_ranks: Sequence[Sequence[Finding]]) -> list[Finding]:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _MicroBatch:
     """A micro-batch: names of its rows, model outputs, and token values of the signs."""
 
     names: torch.Tensor | None  # [batch, 2] ordinal and number of the sample
@@ -90,7 +90,7 @@ class StepGuard:
         self.inputs = {i for name in self.limits if name in MONITORS for i in MONITORS[name].inputs}
         self._num_refused = 0  # mini-batches since the last `pop_findings`
         self._mini_batch, self._num_rows = 0, 0
-        self._seen: list[_Seen] = []
+        self._micro_batches: list[_MicroBatch] = []
         self._findings: list[Finding] = []
 
     @property
@@ -101,7 +101,7 @@ class StepGuard:
     def start_mini_batch(self, mini_batch: int, num_rows: int) -> None:
         """Optimizer step `mini_batch` of a call comes next, on `num_rows` rows of this rank."""
         self._mini_batch, self._num_rows = mini_batch, num_rows
-        self._seen = []
+        self._micro_batches = []
 
     def observe(
         self,
@@ -118,7 +118,7 @@ class StepGuard:
         signs = monitor_tokens(self.limits, tensors)
         names = [columns.get(name, None) for name in ("ordinal", "sample_index")]
         named = None if any(n is None for n in names) else torch.stack(names, dim=1)
-        self._seen.append(_Seen(named, mask, {name: t.detach() for name, t in outputs.items()}, signs))
+        self._micro_batches.append(_MicroBatch(named, mask, {name: t.detach() for name, t in outputs.items()}, signs))
         return {_PREFIX + name: monitor_metric(name, values, mask) for name, values in signs.items()}
 
     def __call__(self, figures: Mapping[str, float]) -> bool:
@@ -132,7 +132,7 @@ class StepGuard:
         self._findings += findings
         refused = any(finding.refused for finding in findings)
         self._num_refused += refused
-        self._seen = []
+        self._micro_batches = []
         return not refused
 
     def refused_all(self, num_mini_batches: int) -> bool:
@@ -156,7 +156,9 @@ class StepGuard:
 
     def _not_located(self, finding: Finding) -> Finding:
         """The finding with all samples that train, since every output is finite; a user's loss may not be."""
-        trained = [(part, row) for part in self._seen for row in part.mask.any(-1).nonzero().flatten().tolist()]
+        trained = [
+            (part, row) for part in self._micro_batches for row in part.mask.any(-1).nonzero().flatten().tolist()
+        ]
         named = [(*_name(*place), finding.value) for place in trained[:NUM_NAMED]]
         return replace(finding, samples=named, num_samples=len(trained), located=False)
 
@@ -175,7 +177,7 @@ class StepGuard:
 
     def _nonfinite_samples(self) -> tuple[list[tuple[int, int, float]], int]:
         samples: list[tuple[int, int, float]] = []
-        for part in self._seen:
+        for part in self._micro_batches:
             bad = torch.zeros(len(part.mask), dtype=torch.bool, device=part.mask.device)
             values: dict[int, float] = {}
             for output in part.outputs.values():
@@ -188,7 +190,11 @@ class StepGuard:
 
     def _beyond(self, name: str, limit: float) -> tuple[list[tuple[int, int, float]], int]:
         """Samples whose own value is beyond the limit, worst first."""
-        parts = [(part, monitor_rows(name, part.signs[name], part.mask)) for part in self._seen if name in part.signs]
+        parts = [
+            (part, monitor_rows(name, part.signs[name], part.mask))
+            for part in self._micro_batches
+            if name in part.signs
+        ]
         if not parts:
             return [], 0
         owners = [(part, row) for part, rows in parts for row in range(len(rows))]
@@ -197,7 +203,7 @@ class StepGuard:
         return [(*_name(*owners[i]), float(figures[i])) for i in chosen], count
 
 
-def _name(part: _Seen, row: int) -> tuple[int, int]:
+def _name(part: _MicroBatch, row: int) -> tuple[int, int]:
     if part.names is None:
         return -1, row
     ordinal, sample = part.names[row].tolist()

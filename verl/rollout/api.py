@@ -169,19 +169,19 @@ class BaseRollout:
         as soon as it ends, in order of ending. Raises what Generation raises, for a bad request before any token is made."""
         if not prompts:
             return []
-        found: dict[SampleKey, Completion] = {}
+        completions: dict[SampleKey, Completion] = {}
         generation = self.open(params, step=step)
         try:
             for prompt in prompts:
                 generation.add(prompt)
             while ended := generation.poll():
                 for done in ended:
-                    found[done.key] = done
+                    completions[done.key] = done
                     if on_finish is not None:
                         on_finish(done)
         finally:
             self._stats = generation.close()
-        return [found[p.ordinal, p.first_sample + i] for p in prompts for i in range(p.num_samples or params.n)]
+        return [completions[p.ordinal, p.first_sample + i] for p in prompts for i in range(p.num_samples or params.n)]
 
     def stats(self) -> Stats:
         """See RolloutEngine."""

@@ -155,11 +155,11 @@ def _cache_is_exact(view: Any) -> bool:
     )
     with eval_mode(view):
         try:
-            found = view.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+            output = view.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
         except Exception:  # noqa: BLE001 - a module without `generate`, or of a family that it does not fit
             return False
-        theirs = own_logits(view, found.sequences[:, :-1])[0, ids.shape[1] - 1 :].float()
-    ours = torch.cat(found.logits).float()
+        theirs = own_logits(view, output.sequences[:, :-1])[0, ids.shape[1] - 1 :].float()
+    ours = torch.cat(output.logits).float()
     return bool((ours - theirs).norm() < 1e-3 * theirs.norm())
 
 

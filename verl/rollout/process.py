@@ -22,7 +22,7 @@ from typing import Any
 import verl.errors
 from verl.config import full_key
 from verl.errors import DeadlineError, VerlError, WorkerLostError
-from verl.parallel.child_processes import python_command, unheard_sigterm
+from verl.parallel.child_processes import blocked_sigterm, python_command
 from verl.parallel.framing import ChannelClosed, ChannelCorrupt, receive_bytes, send
 from verl.parallel.serialize import from_bytes, to_bytes
 from verl.parallel.stack_dump import dump_of, innermost
@@ -38,7 +38,7 @@ class Child:
 
     def __init__(self, command: Sequence[str], environment: dict[str, str], pass_fds: tuple[int, ...] = ()):
         self.log = tempfile.TemporaryFile("ab+")
-        with unheard_sigterm():
+        with blocked_sigterm():
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -167,13 +167,13 @@ class EngineProcess:
 def _environment(added: dict[str, str]) -> dict[str, str]:
     package_root = str(Path(__file__).resolve().parents[2])
     inherited = os.environ.get("PYTHONPATH")
-    kept = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
+    variables = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
     path = package_root + (os.pathsep + inherited if inherited else "")
-    return {**kept, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **added}
+    return {**variables, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **added}
 
 
 def _as_error(kind: str, sentence: str) -> VerlError:
-    found: Any = getattr(verl.errors, kind, None)
-    known = isinstance(found, type) and issubclass(found, VerlError) and found.__init__ is Exception.__init__
-    error: VerlError = found(sentence) if known else VerlError(sentence)
+    cls: Any = getattr(verl.errors, kind, None)
+    known = isinstance(cls, type) and issubclass(cls, VerlError) and cls.__init__ is Exception.__init__
+    error: VerlError = cls(sentence) if known else VerlError(sentence)
     return error

@@ -13,7 +13,7 @@ from verl.data_proto.samples import SamplingParams
 from verl.models.cuda.dispatch import kernel
 from verl.rollout.cpu.library import kernels
 
-_CHUNK = 256  # tokens per partial sum; the draw finds the chunk first, then the token in it
+_CHUNK = 256  # tokens per partial sum; sampling finds the chunk first, then the token in it
 _TOP_P_CANDIDATES = 512  # a sort of the whole vocabulary costs ten times as much and is seldom needed
 
 
@@ -27,8 +27,8 @@ def sample(logits: torch.Tensor, params: SamplingParams, u: torch.Tensor) -> tup
     """
     is_plain = params.temperature == 0 or (params.top_k <= 0 and params.top_p >= 1 and params.min_p <= 0)
     if is_plain and logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.stride(-1) == 1:
-        if (found := kernels()) is not None:
-            return found.draw(logits, params.temperature, u)
+        if (compiled := kernels()) is not None:
+            return compiled.draw(logits, params.temperature, u)
     if is_plain:
         result: tuple[torch.Tensor, torch.Tensor] = _SAMPLE(logits, u, params.temperature)
         return result
@@ -37,8 +37,8 @@ def sample(logits: torch.Tensor, params: SamplingParams, u: torch.Tensor) -> tup
         logits = logits / params.temperature
     probs = torch.softmax(logits, -1)
     threshold = keep_threshold(probs, params)
-    kept = probs if threshold is None else probs.masked_fill(probs < threshold, 0)
-    tokens = draw(kept, u)
+    allowed = probs if threshold is None else probs.masked_fill(probs < threshold, 0)
+    tokens = draw(allowed, u)
     return tokens, _pick(probs, tokens).log()
 
 

@@ -73,7 +73,7 @@ class CopyState:
         if version != self.version and not self._fresh:
             raise ModelError(
                 f"Version {version} was published, but no new weights have come since version {self.version}; its samples "
-                "would be those of old weights. Call load before publish."
+                "would come from old weights. Call load before publish."
             )
         self.version, self._fresh = version, False
 

@@ -236,7 +236,7 @@ class Loop:
         }
 
     def _warn_of_hidden_updates(self, metrics: Mapping[str, float]) -> None:
-        """Once for each role whose updates are mostly lost in rounding."""
+        """Warn once for each role whose updates are mostly lost in rounding."""
         for spec in self.roles.specs:
             shown = metrics.get(f"{spec.name}/visible_update_ratio", 1.0)
             if shown < _LEAST_VISIBLE and spec.name not in self._hidden:
@@ -306,7 +306,7 @@ class Loop:
         return root
 
     def _finish_last_save(self) -> None:
-        """A background save that failed is logged, and does not keep the run from saving where it stops."""
+        """Wait for the background save. A failure is logged, and does not keep the run from saving where it stops."""
         failure = ""
         try:
             self.store.finish()

@@ -47,17 +47,17 @@ class DynamicConfigScheduler:
 
     def set(self, changes: Mapping[str, Any] | None = None, **named: Any) -> None:
         """Other values from the next step on, whatever the phases say; not remembered by a run that resumes."""
-        given = {**(changes or {}), **named}
-        _check_changes(given)
-        self._set.update(given)
+        merged = {**(changes or {}), **named}
+        _check_changes(merged)
+        self._set.update(merged)
 
     def values(self, step: int) -> dict[str, Any]:
         """See Scheduler."""
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for from_step, changes in self._phases:
             if from_step <= step:
-                found.update(changes)
-        return {**found, **self._set}
+                values.update(changes)
+        return {**values, **self._set}
 
 
 def scheduler_of(config: RunConfig) -> PhaseScheduler | None:
@@ -67,13 +67,13 @@ def scheduler_of(config: RunConfig) -> PhaseScheduler | None:
         return DynamicConfigScheduler(trainer.dynamic_config) if trainer.dynamic_config else None
     if trainer.dynamic_config:
         raise ConfigError("trainer.dynamic_config and trainer.dynamic_config_scheduler are both set; keep one of them.")
-    found = load_object(trainer.dynamic_config_scheduler)
-    if not callable(getattr(found, "values", None)) or isinstance(found, type):
+    loaded = load_object(trainer.dynamic_config_scheduler)
+    if not callable(getattr(loaded, "values", None)) or isinstance(loaded, type):
         raise ConfigError(
             f"trainer.dynamic_config_scheduler={trainer.dynamic_config_scheduler} must name an object with a method "
             "values(step), such as a DynamicConfigScheduler."
         )
-    scheduler: PhaseScheduler = found
+    scheduler: PhaseScheduler = loaded
     return scheduler
 
 
@@ -89,21 +89,21 @@ class Phases:
         self._specs = {spec.name: spec for spec in roles.specs}
         self._now: dict[str, dict[str, Any]] = {}
         if isinstance(scheduler, DynamicConfigScheduler):
-            for role, wanted in by_role(scheduler.values(_AT_THE_END), roles.specs).items():
-                self._require_changeable(role, wanted)
+            for role, changes in by_role(scheduler.values(_AT_THE_END), roles.specs).items():
+                self._require_changeable(role, changes)
 
     def start_step(self, step: int) -> None:
         """Before `step`. Raises ConfigError for a key or value that is not possible."""
-        given = by_role(self.broadcast(dict(self.scheduler.values(step))), self.roles.specs)
-        for role in {**self._now, **given}:
+        changes_by_role = by_role(self.broadcast(dict(self.scheduler.values(step))), self.roles.specs)
+        for role in {**self._now, **changes_by_role}:
             now, section = self._now.get(role, {}), self._specs[role].engine
-            wanted = {**{name: getattr(section, name) for name in now}, **given.get(role, {})}
-            changes = {name: value for name, value in wanted.items() if name not in now or now[name] != value}
+            settings = {**{name: getattr(section, name) for name in now}, **changes_by_role.get(role, {})}
+            changes = {name: value for name, value in settings.items() if name not in now or now[name] != value}
             if not changes:
                 continue
             self._require_changeable(role, changes)
             self.roles.models[role].reconfigure(changes)
-            self._now[role] = wanted
+            self._now[role] = settings
             log.info("From step %d on, %s: %s", step, role, ", ".join(f"{n}={v}" for n, v in changes.items()))
 
     def metrics(self) -> dict[str, float]:
@@ -128,7 +128,7 @@ def by_role(values: Mapping[str, Any], specs: Sequence[RoleSpec]) -> dict[str, d
     """Role -> its changes, under the short names. Raises ConfigError for a key of no role of the run, a key that cannot change,
     or a wrong value."""
     places = {f"{key}." if key else "": spec.name for spec in specs for key in spec.engine_keys}
-    found: dict[str, dict[str, Any]] = {}
+    changes: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         place, dot, name = key.rpartition(".")
         role = places.get(place + dot)
@@ -136,8 +136,8 @@ def by_role(values: Mapping[str, Any], specs: Sequence[RoleSpec]) -> dict[str, d
             hint = nearest(key, [p + n for p in places for n in CHANGEABLE]) or "."
             raise ConfigError(f"{key} is no key of this run that can change while training runs{hint}")
         check_change({name: value})
-        found.setdefault(role, {})[name] = value
-    return found
+        changes.setdefault(role, {})[name] = value
+    return changes
 
 
 def _check_changes(changes: Mapping[str, Any]) -> None:

@@ -58,25 +58,25 @@ def set_determinism(deterministic: bool) -> None:
 
 def build_models(context: RankContext) -> dict[str, ModelRole]:
     """The model roles of this rank, by name. All ranks call it: they make the process groups of every role together."""
-    found: dict[str, ModelRole] = {}
+    models: dict[str, ModelRole] = {}
     for spec in context.specs.models:
         if not context.holds(spec.name):
             _join_groups(context, spec)
             continue
-        engine = found[spec.shares].engine if spec.shares is not None else _engine(context, spec)
+        engine = models[spec.shares].engine if spec.shares is not None else _engine(context, spec)
         writes = context.rank == context.ranks(spec.name)[0]
         hf_files = partial(_hf_files, engine.module, spec.model)
-        followed = found[spec.follows].engine if spec.follows is not None else None
+        followed = models[spec.follows].engine if spec.follows is not None else None
         mesh = context.mesh(spec.name)
         num_devices = 1 if mesh is None else mesh.size // mesh.dp_size
-        found[spec.name] = ModelRole(
+        models[spec.name] = ModelRole(
             spec, engine, hf_files,
             writes=writes,
             total_steps=context.total_steps,
             followed=followed,
             utilization=Utilization.of(engine.module, context.device, num_devices) if spec.trains else None,
         )  # fmt: skip
-    return found
+    return models
 
 
 def _join_groups(context: RankContext, spec: RoleSpec) -> None:

@@ -110,14 +110,14 @@ class ModeSwitch:
 
     @torch.no_grad()
     def _snapshot(self) -> _Seen:
-        weights, seen, check = self._weights(), _Seen(self._num_steps()), self._config.drift_check
+        weights, snapshot, check = self._weights(), _Seen(self._num_steps()), self._config.drift_check
         if check == "sampled":
-            seen.values = {name: _sampled_values(weights[name]) for name in self._next_names(weights)}
+            snapshot.values = {name: _sampled_values(weights[name]) for name in self._next_names(weights)}
         elif check == "full":
-            seen.checksums = {name: _checksum(p) for name, p in weights.items()}
+            snapshot.checksums = {name: _checksum(p) for name, p in weights.items()}
         if self._config.keep_weights_copy and self._engine is not None:
-            seen.copies = self._engine.snapshot()
-        return seen
+            snapshot.copies = self._engine.snapshot()
+        return snapshot
 
     def _next_names(self, weights: Mapping[str, torch.Tensor]) -> list[str]:
         """The tensors of this check; each has its turn within a few switches."""
@@ -128,14 +128,14 @@ class ModeSwitch:
 
     def _drifted(self) -> dict[str, float]:
         """Name -> relative difference of each tensor that has changed; infinite where only a checksum shows the change."""
-        weights, seen = self._weights(), self._seen
+        weights, snapshot = self._weights(), self._seen
         drifts = {}
-        for name, before in seen.values.items():
+        for name, before in snapshot.values.items():
             now = _sampled_values(weights[name])
             if not torch.equal(now, before):
                 drifts[name] = float((now - before).abs().max() / before.abs().max().clamp(min=1e-30))
         drifts = {name: amount for name, amount in drifts.items() if not amount < MOST_DRIFT}
-        changed = [name for name, before in seen.checksums.items() if _checksum(weights[name]) != before]
+        changed = [name for name, before in snapshot.checksums.items() if _checksum(weights[name]) != before]
         return {**drifts, **dict.fromkeys(changed, float("inf"))}
 
     def _restore_weights(self, name: str, amount: float) -> None:

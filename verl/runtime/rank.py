@@ -166,12 +166,12 @@ def _check_rollout(spec: RolloutSpec, plan: EnginePlan) -> None:
     if size == 1:
         return
     try:
-        found = load_model_config(model.path, model.trust_remote_code, model.override_config)
+        hf_config = load_model_config(model.path, model.trust_remote_code, model.override_config)
         if plan.engine == "native":
-            check_divisible(found, size)
-        elif found.get_text_config().num_attention_heads % size:
+            check_divisible(hf_config, size)
+        elif hf_config.get_text_config().num_attention_heads % size:
             raise ConfigError(
-                f"it has {found.get_text_config().num_attention_heads} attention heads; choose a divisor."
+                f"it has {hf_config.get_text_config().num_attention_heads} attention heads; choose a divisor."
             )
     except ConfigError as error:
         key = f"{full_key('rollout.tensor_model_parallel_size')}={size}"

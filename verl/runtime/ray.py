@@ -19,7 +19,7 @@ import torch
 
 from verl.data.prompts import set_template_time, template_time
 from verl.parallel import dev_shm
-from verl.parallel.child_processes import hear_sigterm
+from verl.parallel.child_processes import unblock_sigterm
 from verl.parallel.collectives import Collectives, Peer, free_port
 from verl.parallel.device import device_kind, resolve_device
 from verl.parallel.dispatch import CallPlan
@@ -216,7 +216,7 @@ class RankProcess:
     """The actor of one device. Every method answers with a packed result, or with an error that the driver raises again."""
 
     def __init__(self, rank: int, size: int, recipe: Packed, log_dir: str):
-        hear_sigterm()
+        unblock_sigterm()
         setup_logging(Path(log_dir), rank)
         keep_freed_memory(one_arena=True)
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -270,18 +270,18 @@ class RankProcess:
             self.workers = RankWorkers(context, self.comm)
         return self.workers.facts()
 
-    def call(self, role: str, method: str, arguments: Packed, wanted: bool) -> Any:
+    def call(self, role: str, method: str, arguments: Packed, answers: bool) -> Any:
         """Run a method of a worker; the result of a rank that does not answer for others stays here."""
         assert self.workers is not None
         workers = self.workers
 
         def run() -> Any:
             result = workers.call(role, method, *unpack(arguments))
-            return result if wanted else None
+            return result if answers else None
 
         return answer_call(run)
 
-    def score(self, role: str, method: str, arguments: Packed, wanted: bool) -> Any:
+    def score(self, role: str, method: str, arguments: Packed, answers: bool) -> Any:
         """`call` of a role that exchanges nothing with other ranks, in parallel with a call of another role."""
         assert self.workers is not None
         worker = self.workers.worker(role)
@@ -290,7 +290,7 @@ class RankProcess:
             args, kwargs = unpack(arguments)
             with calls(f"{role}.{method}"):
                 result = getattr(worker, method)(*args, **kwargs)
-            return result if wanted else None
+            return result if answers else None
 
         return answer_call(run)
 
@@ -340,5 +340,5 @@ class RankProcess:
 
 
 def _threads(processes_per_node: int) -> int:
-    given = os.environ.get("OMP_NUM_THREADS")
-    return int(given) if given and given.isdigit() else max(1, (os.cpu_count() or 1) // processes_per_node)
+    text = os.environ.get("OMP_NUM_THREADS")
+    return int(text) if text and text.isdigit() else max(1, (os.cpu_count() or 1) // processes_per_node)

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from verl.errors import WorkerLostError
-from verl.parallel.child_processes import unheard_sigterm
+from verl.parallel.child_processes import blocked_sigterm
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def apart_from_signals(services: Any) -> Iterator[None]:
 
     if sys.platform == "linux":
         services.ConsolePopen = Apart
-    with unheard_sigterm():
+    with blocked_sigterm():
         try:
             yield
         finally:

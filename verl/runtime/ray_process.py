@@ -13,7 +13,7 @@ import numpy as np
 
 import verl.errors
 from verl.errors import VerlError
-from verl.parallel.child_processes import hear_sigterm
+from verl.parallel.child_processes import unblock_sigterm
 from verl.parallel.serialize import decode, encode
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ def unpack(packed: Packed) -> Any:
 
 def answer_call(run: Callable[[], Any]) -> Any:
     """The packed result of `run`, or its error: VerlError as it is, others with their traceback."""
-    hear_sigterm()  # Ray runs calls on several threads
+    unblock_sigterm()  # Ray runs calls on several threads
     try:
         return pack(run())
     except VerlError as error:

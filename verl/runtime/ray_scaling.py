@@ -124,12 +124,12 @@ class RoleScaling:
 
     # -- starting and ending
 
-    def _start_and_end(self, role: str, wanted: int) -> None:
-        """Start or end processes until there are `wanted` in addition to the placement."""
+    def _start_and_end(self, role: str, count: int) -> None:
+        """Start or end processes until there are `count` in addition to the placement."""
         mine = [a for a in (*self._joined, *self._starting) if a.role == role]
-        for added in mine[wanted:]:
+        for added in mine[count:]:
             self._end(added)
-        for _ in range(wanted - len(mine)):
+        for _ in range(count - len(mine)):
             if self._num_failures < _MAX_FAILURES:
                 self._starting.append(self._start(role))
 

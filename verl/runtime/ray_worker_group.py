@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.errors import ConfigError, MissingExtraError
-from verl.parallel.child_processes import hear_sigterm
+from verl.parallel.child_processes import unblock_sigterm
 from verl.parallel.collectives import free_port
 from verl.parallel.dispatch import CallPlan
 from verl.parallel.mesh import Mesh
@@ -238,7 +238,7 @@ class UserProcess:
     """The actor of one place. Results travel as they are; an error travels with its traceback."""
 
     def __init__(self, rank: int, size: int, classes: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]):
-        hear_sigterm()
+        unblock_sigterm()
         self.rank, self.size, self.classes = rank, size, classes
         self.workers: dict[str, Any] = {}
 
@@ -273,7 +273,7 @@ class UserProcess:
 
 
 def _answer(run: Callable[[], Any]) -> Any:
-    hear_sigterm()
+    unblock_sigterm()
     try:
         return run()
     except Exception as error:  # noqa: BLE001 - a user's worker may raise anything; the driver raises it again

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from verl.config import ModelConfig
-from verl.models.load import load_causal_lm, load_external, model_without_numbers
+from verl.models.load import load_causal_lm, load_external, meta_model
 from verl.models.padded import require_packed
 from verl.parallel.device import compute_dtype
 from verl.parallel.engine_plan import EnginePlan
@@ -117,4 +117,4 @@ def load_replica(spec: RolloutSpec, device: torch.device, group: dist.ProcessGro
 def skeleton(model: ModelConfig, dtype: torch.dtype) -> Any:
     """The policy on the meta device: configurations and shapes, no values."""
     load_external(model.external_lib)
-    return model_without_numbers(model, dtype)
+    return meta_model(model, dtype)

@@ -74,7 +74,7 @@ class Heartbeat:
     def _write(self) -> None:
         if self._descriptor is not None:
             text = json.dumps(asdict(self._beat), ensure_ascii=False).encode()
-            with contextlib.suppress(OSError):  # whoever loses data by a full disk reports it
+            with contextlib.suppress(OSError):  # code that loses data by a full disk reports it
                 os.pwrite(self._descriptor, text.ljust(_WIDTH - 1) + b"\n", 0)
 
 

@@ -5,7 +5,7 @@ import sys
 from trl import GRPOConfig, GRPOTrainer
 
 model_path, output_dir = sys.argv[1:3]
-rows = [{"prompt": [{"role": "user", "content": f"Say {n}."}], "wanted": str(n % 10)} for n in range(8)]
+rows = [{"prompt": [{"role": "user", "content": f"Say {n}."}], "digit": str(n % 10)} for n in range(8)]
 
 
 def digits(completions, **kwargs):
@@ -13,9 +13,9 @@ def digits(completions, **kwargs):
     return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in texts]
 
 
-def holds(prompts, completions, wanted, **kwargs):
+def holds(prompts, completions, digit, **kwargs):
     assert all(prompt[0]["content"].startswith("Say") for prompt in prompts)
-    return [float(w in completion[0]["content"]) for completion, w in zip(completions, wanted, strict=True)]
+    return [float(w in completion[0]["content"]) for completion, w in zip(completions, digit, strict=True)]
 
 
 args = GRPOConfig(

@@ -179,7 +179,7 @@ class Numbers:
         return {"input_ids": torch.arange(self.length) + 10, "attention_mask": exists, "loss_mask": exists.float()}
 """
 
-    def test_rows_are_those_of_the_class_without_padding(self, tmp_path):
+    def test_rows_match_the_class_without_padding(self, tmp_path):
         (tmp_path / "numbers.py").write_text(self.CODE)
         custom = CustomClassConfig(path=str(tmp_path / "numbers.py"), name="Numbers")
         dataset = load(["any.parquet"], custom_cls=custom, max_length=8, max_samples=3)

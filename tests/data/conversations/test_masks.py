@@ -73,13 +73,13 @@ class TestHistoryThatIsRewritten:
             "<|im_start|>tool\nr<|im_end|>\n<|im_start|>assistant\n[[<think>\nt2\n</think>\n\na<|im_end|>]]"
         )
 
-    @pytest.mark.parametrize("given", ["row", "default", "kwargs"])
-    def test_an_empty_thought_of_the_generation_prompt_does_not_train(self, given):
+    @pytest.mark.parametrize("source", ["row", "default", "kwargs"])
+    def test_an_empty_thought_of_the_generation_prompt_does_not_train(self, source):
         tokenizer = tokenizer_of("qwen3")
         row, settings = {"messages": chat("q", "a")}, {}
-        if given == "row":
+        if source == "row":
             row["enable_thinking"] = False
-        elif given == "default":
+        elif source == "default":
             settings["enable_thinking_default"] = False
         else:
             settings["apply_chat_template_kwargs"] = {"enable_thinking": False}

@@ -142,7 +142,7 @@ class TestLongConversations:
     ROW = {"messages": chat(*(f"{'question' if i % 2 == 0 else 'answer'} {i}\n" * (i % 3 + 1) for i in range(40)))}
 
     @pytest.mark.parametrize("family", [*PREFIX_PRESERVING, "qwen3"])
-    def test_tokens_are_those_of_whole_texts(self, family):
+    def test_tokens_match_whole_texts(self, family):
         tokenizer = tokenizer_of(family)
         encoder = ConversationEncoder(tokenizer, SFTDataConfig())
         example = example_of(self.ROW, encoder.settings)

@@ -89,7 +89,7 @@ def both(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trl")
     tokenizer = with_template(MARKED_CHATML) if request.param == "bytes" else AutoTokenizer.from_pretrained(SMOLLM2)
     tokenizer.chat_template = MARKED_CHATML
-    # as in the vocabularies of the families; in pieces they would merge with the text around them
+    # as in the vocabularies of the families; as several tokens they would merge with the text around them
     tokenizer.add_tokens(
         [token for family in ("llama3", "gemma") for token in FAMILIES[family][1]], special_tokens=True
     )
@@ -110,7 +110,7 @@ def both(request, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_tokens_and_masks_are_those_of_trl(both, case):
+def test_tokens_and_masks_match_trl(both, case):
     tokenizer, answers = both
     rows, _, template, settings = CASES[case]
     if case == "llama3" and len(tokenizer) > 1000:

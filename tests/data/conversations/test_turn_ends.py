@@ -151,7 +151,7 @@ def test_steps_end_with_the_token_of_the_template(tmp_path, template):
 
 
 @pytest.mark.parametrize("template", ["chatml", "llama3", "several stop ids"])
-def test_prompts_are_those_of_rl(tmp_path, template):
+def test_prompts_match_rl(tmp_path, template):
     """`verl train` scores its own prompt and response; `verl rm` trains on the same tokens."""
     tokenizer, stops = setup(template)
     path = write(tmp_path / "rows.jsonl", [CHATS["pair"][1]])
@@ -187,7 +187,7 @@ def test_a_completion_of_several_turns_needs_a_template_that_keeps_history(tmp_p
         preferences()(path, tokenizer, stops)
 
 
-def test_stop_tokens_of_a_folder_are_those_of_all_its_files(tmp_path):
+def test_stop_tokens_of_a_folder_match_all_its_files(tmp_path):
     from verl.config import ModelConfig
 
     folder = make_tiny_model(tmp_path / "model")

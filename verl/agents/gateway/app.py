@@ -121,19 +121,19 @@ def reachable(host: str) -> str:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        made.bind((host, port))
+        listener.bind((host, port))
     except OSError as error:
-        made.close()
+        listener.close()
         raise ConfigError(
             f"The endpoint for agents cannot listen on {host}:{port} ({error.strerror}). Set "
             f"{full_key('rollout.agent.gateway_port')}=0 for a free port."
         ) from error
-    made.listen(2048)
-    made.set_inheritable(False)
-    return made
+    listener.listen(2048)
+    listener.set_inheritable(False)
+    return listener
 
 
 def _application(gateway: Gateway) -> Any:
@@ -162,7 +162,7 @@ def _application(gateway: Gateway) -> Any:
             except (RequestError, DataError) as error:
                 return refusal(400, f"{str(error).removesuffix('.')}.")
             except ClientDisconnect:
-                return refusal(400, "The request is not complete.")  # nobody reads it
+                return refusal(400, "The request is not complete.")  # the client is gone
             if isinstance(reply, dict):
                 try:
                     return JSONResponse(reply)
@@ -197,8 +197,8 @@ async def _body(request: Any) -> dict[str, Any]:
 
 
 async def _chat(session: EndpointSession, body: dict[str, Any]) -> Any:
-    wanted = formats.chat_request(body)
-    answer = await session.chat(wanted.messages, wanted.tools, wanted.max_tokens)
+    request = formats.chat_request(body)
+    answer = await session.chat(request.messages, request.tools, request.max_tokens)
     if body.get("stream"):
         return _events(formats.chat_chunks(answer, body), done=True)
     return formats.chat_response(answer, body)
@@ -214,14 +214,14 @@ async def _completions(session: EndpointSession, body: dict[str, Any]) -> Any:
 
 
 async def _responses(session: EndpointSession, body: dict[str, Any]) -> Any:
-    wanted = formats.responses_request(body)
-    answer = await session.chat(wanted.messages, wanted.tools, wanted.max_tokens)
+    request = formats.responses_request(body)
+    answer = await session.chat(request.messages, request.tools, request.max_tokens)
     return formats.responses_response(answer, body)
 
 
 async def _anthropic(session: EndpointSession, body: dict[str, Any]) -> Any:
-    wanted = formats.anthropic_request(body)
-    answer = await session.chat(wanted.messages, wanted.tools, wanted.max_tokens)
+    request = formats.anthropic_request(body)
+    answer = await session.chat(request.messages, request.tools, request.max_tokens)
     if body.get("stream"):
         return _named_events(formats.anthropic_events(answer, body))
     return formats.anthropic_response(answer, body)

@@ -208,15 +208,15 @@ def _of_item(item: Any) -> list[dict[str, Any]]:
 
 def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Text and calls of one turn as one message."""
-    found: list[dict[str, Any]] = []
+    joined: list[dict[str, Any]] = []
     for message in messages:
-        if found and message["role"] == found[-1]["role"] == "assistant":
-            last = found[-1]
+        if joined and message["role"] == joined[-1]["role"] == "assistant":
+            last = joined[-1]
             last["content"] = f"{last['content'] or ''}{message['content'] or ''}"
             last["tool_calls"] = [*last.get("tool_calls", []), *message.get("tool_calls", [])]
         else:
-            found.append(dict(message))
-    return found
+            joined.append(dict(message))
+    return joined
 
 
 def responses_response(answer: ModelTurn, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,8 +228,8 @@ def responses_response(answer: ModelTurn, body: Mapping[str, Any]) -> dict[str, 
             {"type": "message", "id": _id("msg"), "role": "assistant", "status": "completed", "content": content}
         )
     for call in answer.calls:
-        made = {"call_id": call.id, "name": call.name, "arguments": call.arguments, "status": "completed"}
-        output.append({"type": "function_call", "id": _id("fc"), **made})
+        entry = {"call_id": call.id, "name": call.name, "arguments": call.arguments, "status": "completed"}
+        output.append({"type": "function_call", "id": _id("fc"), **entry})
     usage = {"input_tokens": len(answer.prompt_ids), "output_tokens": len(answer.token_ids)}
     is_cut = answer.finish_reason == "length"
     return {

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 COMMAND, PROMPT = "command:", "{prompt}"
-KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV", "HF_HOME", "HF_HUB_OFFLINE")
+INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV", "HF_HOME", "HF_HUB_OFFLINE")
 OUTPUT_BYTES = 4000  # of a command's prints, in the error
 
 
@@ -82,7 +82,7 @@ class EndpointAgentLoop(AgentLoopBase):
         )
         row = {name: value for name, value in kwargs.items() if name != "agent_name"}
         task = plain({"prompt": row["raw_prompt"], **row})
-        found: Any = None
+        returned: Any = None
         self.gateway.sessions.add(session)
         try:
             if isinstance(runner, list):
@@ -90,10 +90,10 @@ class EndpointAgentLoop(AgentLoopBase):
                 words = [word.replace(PROMPT, said) for word in runner]
                 await self._command(words, task, session)
             else:
-                found = await on_thread(runner, task, self.gateway.base_url(session), self.gateway.sessions.token)
+                returned = await on_thread(runner, task, self.gateway.base_url(session), self.gateway.sessions.token)
         finally:
             self.gateway.sessions.remove(session)
-        return self._output(episode, session, found)
+        return self._output(episode, session, returned)
 
     @property
     def gateway(self) -> Gateway:
@@ -107,8 +107,8 @@ class EndpointAgentLoop(AgentLoopBase):
         assert self.context.limits is not None
         return self.context.limits
 
-    def _output(self, episode: Episode, session: EndpointSession, found: Any) -> AgentLoopOutput:
-        reward, info = _reward(found, session)
+    def _output(self, episode: Episode, session: EndpointSession, returned: Any) -> AgentLoopOutput:
+        reward, info = _reward(returned, session)
         branch = longest(episode)
         start, end = branch.num_prompt, len(branch.tokens)
         return AgentLoopOutput(
@@ -124,7 +124,7 @@ class EndpointAgentLoop(AgentLoopBase):
     async def _command(self, words: list[str], task: dict[str, Any], session: EndpointSession) -> None:
         """Run the command in a sandbox and wait for its end, within the episode's time limit. Without agent.runner_network it
         reaches only the endpoint, where the kernel grants a separate network."""
-        env = {name: os.environ[name] for name in KEPT if name in os.environ}
+        env = {name: os.environ[name] for name in INHERITED if name in os.environ}
         env |= {"OPENAI_API_KEY": self.gateway.sessions.token, "OPENAI_MODEL": MODEL, "VERL_TASK": json.dumps(task)}
         if self.limits.network:
             await on_thread(self._run, words, {**env, "OPENAI_BASE_URL": self.gateway.base_url(session)})
@@ -205,7 +205,7 @@ def command_limits(reward: RewardConfig, network: bool) -> Limits:
     if not network and not namespace_command(False, ()):
         log.warning(
             f"The kernel grants no network namespace, so the command of {full_key('rollout.agent.runner')} reaches the "
-            "network and not the endpoint alone."
+            "whole network and not only the endpoint."
         )
         return replace(limits, network=True)
     return limits

@@ -127,11 +127,11 @@ def _missing(name: str, argument: str) -> ConfigError:
     return ConfigError(f"The advantage estimator '{name}' needs {what}, which this batch does not have.")
 
 
-def _checked(name: str, found: Any, rewards: Tensor | None) -> tuple[Tensor, Tensor]:
+def _checked(name: str, pair: Any, rewards: Tensor | None) -> tuple[Tensor, Tensor]:
     shape = None if rewards is None else rewards.shape
-    if not (isinstance(found, tuple) and len(found) == 2 and all(getattr(x, "shape", None) == shape for x in found)):
+    if not (isinstance(pair, tuple) and len(pair) == 2 and all(getattr(x, "shape", None) == shape for x in pair)):
         raise ConfigError(
             f"The advantage estimator '{name}' must return (advantages, returns), "
             f"two tensors of shape {tuple(shape or ())}."
         )
-    return found
+    return pair

@@ -17,9 +17,9 @@ def check_config_problems(subject: Subject) -> Iterator[Line]:
     from verl.config.checks import check_config
 
     problems = check_config(subject.loaded)
-    given = len(subject.loaded.given)
+    num_keys = len(subject.loaded.settings)
     if not any(p.level == "error" for p in problems):
-        yield passed(f"{given} key{'' if given == 1 else 's'} given, all known and read")
+        yield passed(f"{num_keys} key{'' if num_keys == 1 else 's'} given, all known and read")
     for problem in problems:
         level = "fail" if problem.level == "error" else "warn" if problem.level == "warning" else "info"
         yield Line(level, problem.sentence)  # type: ignore[arg-type]
@@ -37,11 +37,11 @@ def check_layout(subject: Subject) -> Iterator[Line]:
     specs = ppo_roles(subject.config)
     placement = specs.place(None)
     plan = check_meshes(specs, placement)
-    devices, nodes, where = placement.num_devices, placement.num_nodes, placement.sentence(specs.names)
+    devices, nodes, where = placement.num_devices, placement.num_nodes, placement.describe(specs.names)
     yield passed(f"{devices} device{'s' if devices > 1 else ''} on {nodes} node{'s' if nodes > 1 else ''}: {where}")
     if plan is None:
         return
-    yield passed(plan.sentence())
+    yield passed(plan.describe())
     if plan.engine in ("vllm", "sglang") and plan.where != "service" and find_spec(plan.engine) is None:
         yield warn(
             f"{plan.engine} is not installed here; install it where the run starts: pip install 'verl[{plan.engine}]'"

@@ -20,8 +20,8 @@ _MIN_OPEN_FILES = 1024
 
 def findings(host: Facts, packages: Facts) -> Iterator[Line]:
     """Every warning and failure, or one line if there is none."""
-    found = [line for rule in RULES for line in rule(host, packages)]
-    yield from found or [passed("no problem for training in one process")]
+    lines = [line for rule in RULES for line in rule(host, packages)]
+    yield from lines or [passed("no problem for training in one process")]
 
 
 def _requirements(host: Facts, packages: Facts) -> Iterator[Line]:
@@ -146,12 +146,12 @@ def _memory(host: Facts, packages: Facts) -> Iterator[Line]:
 
 
 def _file_system(host: Facts, packages: Facts) -> Iterator[Line]:
-    found = host["file_system"]
-    for refusal in found["refusals"]:
+    file_system = host["file_system"]
+    for refusal in file_system["refusals"]:
         yield warn(
             f"the current folder cannot hold checkpoints: {refusal}. Set trainer.default_local_dir to another disk"
         )
-    for notice in found["notices"]:
+    for notice in file_system["notices"]:
         yield info(f"the current folder: {notice}")
 
 

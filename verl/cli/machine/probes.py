@@ -78,5 +78,5 @@ PROBES = {"torch": torch_facts, "transformers": transformers_facts, "decoder": d
 
 if __name__ == "__main__":
     name = sys.argv[1]
-    found = PROBES[name]() if name in PROBES else {"version": importlib.import_module(name).__version__}
-    sys.stdout.write(json.dumps(found) + "\n")
+    facts = PROBES[name]() if name in PROBES else {"version": importlib.import_module(name).__version__}
+    sys.stdout.write(json.dumps(facts) + "\n")

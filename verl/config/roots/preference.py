@@ -115,7 +115,7 @@ def _check_loss(c: PreferenceConfig, set_keys: set[str]) -> Iterator[Problem]:
     if "kto" in chosen and c.data.train_batch_size < 2:
         yield error(
             "data.train_batch_size",
-            "kto compares completions with those of other prompts; set data.train_batch_size above 1.",
+            "kto compares completions with completions of other prompts; set data.train_batch_size above 1.",
         )
 
 
@@ -123,7 +123,7 @@ def _check_reference(c: PreferenceConfig, set_keys: set[str]) -> Iterator[Proble
     if c.ref.sync_steps and c.model.lora_rank:
         yield error(
             "ref.sync_steps",
-            "ref.sync_steps needs a reference of its own, and with model.lora_rank it is the model without its adapters. Set "
+            "ref.sync_steps needs a separate reference, and with model.lora_rank it is the model without its adapters. Set "
             "one of them to 0.",
         )
     if c.model.lora_adapter_path and has_reference_role(c) and not c.ref.model_path:

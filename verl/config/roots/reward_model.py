@@ -43,7 +43,7 @@ class RMLossConfig(Section):
         ge=0,
     )
     step_separator: str = used("\n", "text that ends each step", when="labels_steps")
-    train_on_last_step_only: bool = used(False, "train the label of the last step alone", when="labels_steps")
+    train_on_last_step_only: bool = used(False, "train only the label of the last step", when="labels_steps")
 
 
 @dataclass(frozen=True)

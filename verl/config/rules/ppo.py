@@ -223,7 +223,7 @@ def check_online(c: Any, set_keys: set[str]) -> Iterator[Problem]:
     if c.online.sync_steps and c.actor_rollout_ref.model.lora_rank:
         yield error(
             "online.sync_steps",
-            "online.sync_steps needs a reference of its own, and with lora_rank it is the model without its adapters. Set one "
+            "online.sync_steps needs a separate reference, and with lora_rank it is the model without its adapters. Set one "
             "of them to 0.",
         )
     yield from _unread(set_keys, "online preference optimization")

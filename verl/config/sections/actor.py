@@ -42,7 +42,7 @@ class CheckpointConfig(Section):
     )
     load_contents: list[str] = used(["model", "optimizer", "extra"], "parts that a resumed run reads", family=_PARTS)
     async_save: bool = used(False, "write checkpoints in the background, from a copy in the node's memory", sizing=True)
-    save_lora_only: bool = used(False, "with LoRA, save the adapters alone, without the merged model", sizing=True)
+    save_lora_only: bool = used(False, "with LoRA, save only the adapters, without the merged model", sizing=True)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ _OFFLOADS = ("offload_optimizer", "offload_param")
 class DeepSpeedConfig(Section):
     zero_stage: int | None = used(
         None,
-        "what devices share: 0 nothing, 1 the optimizer state, 2 gradients too, 3 parameters too; null: that of config, else 2",
+        "what devices share: 0 nothing, 1 the optimizer state, 2 gradients too, 3 parameters too; null: config's, else 2",
         choices=(None, *STAGES),
     )
     offload_optimizer: bool = used(False, "keep masters and optimizer state on the CPU, and step there", sizing=True)
@@ -47,7 +47,7 @@ class DeepSpeedConfig(Section):
         shard = num_ranks if self.stage() == 3 else 1
         return {"replicate": num_ranks // shard, "shard": shard}
 
-    def sentence(self) -> str:
+    def describe(self) -> str:
         """The sharding policy, for the header of a run."""
         offloaded = {"optimizer": self.offload_optimizer, "parameters": self.offload_param}
         return ", ".join([f"ZeRO {self.stage()}", *(f"offload of {name}" for name, on in offloaded.items() if on)])

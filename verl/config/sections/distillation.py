@@ -33,8 +33,10 @@ class DistillationLossConfig(Section):
         ge=0,
         le=1,
     )
-    use_task_rewards: bool = used(True, "add the policy loss of the rewards; False: the teacher alone")
-    distillation_loss_coef: float = used(1.0, "weight of the distance beside that loss", when=".use_task_rewards", ge=0)
+    use_task_rewards: bool = used(True, "add the policy loss of the rewards; False: only the teacher's loss")
+    distillation_loss_coef: float = used(
+        1.0, "weight of the distance in the sum with that loss", when=".use_task_rewards", ge=0
+    )
     loss_max_clamp: float | None = used(None, "bound of the absolute distance of a token; null: none", gt=0)
     log_prob_min_clamp: float | None = used(
         None, "log-probabilities below it count as that; null: none", when=".loss_mode=forward_kl_topk"

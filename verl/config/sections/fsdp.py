@@ -44,7 +44,7 @@ class FSDPConfig(Section):
         choices=MASTER_ROUNDINGS,
         neutral=("nearest",),
     )
-    mixed_precision: MixedPrecisionConfig = section(MixedPrecisionConfig, "dtypes beside the compute dtype")
+    mixed_precision: MixedPrecisionConfig = section(MixedPrecisionConfig, "dtypes in addition to the compute dtype")
     wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig, "modules that are sharded by themselves")
     wrap_policy_fn: str | None = used(
         None,
@@ -54,7 +54,7 @@ class FSDPConfig(Section):
         path=True,
     )
     param_offload: bool = used(
-        False, "keep parameters on the CPU between uses; on one device, those of a frozen model alone", sizing=True
+        False, "keep parameters on the CPU between uses; on one device, only of a frozen model", sizing=True
     )
     optimizer_offload: bool = used(False, "keep optimizer state on the CPU between uses", sizing=True)
     offload_policy: bool = used(
@@ -114,7 +114,7 @@ class FSDPConfig(Section):
         strict=OURS,
     )
 
-    def sentence(self) -> str:
+    def describe(self) -> str:
         """The sharding policy, for the header of a run."""
         sizes = {"tensor": self.tensor_parallel_size, "sequence": self.ulysses_sequence_parallel_size,
                  "expert": self.expert_parallel_size}  # fmt: skip

@@ -33,7 +33,7 @@ class MegatronConfig(Section):
     expert_tensor_parallel_size: int | None = used(
         None, "devices that share one expert; null: tensor_model_parallel_size", ge=1
     )
-    context_parallel_size: int = used(1, "only 1: tokens of a sequence are divided by sequence_parallel alone", ge=1)
+    context_parallel_size: int = used(1, "only 1: tokens of a sequence are divided only by sequence_parallel", ge=1)
     use_megatron_fsdp: bool = used(False, "only False: Megatron's own FSDP")
     sequence_parallel: bool = used(True, "with tensor parallelism: split activations along the sequence", sizing=True)
     use_distributed_optimizer: bool = used(
@@ -43,7 +43,7 @@ class MegatronConfig(Section):
     optimizer_offload: bool = used(False, "keep optimizer state on the CPU between uses", sizing=True)
     override_transformer_config: dict[str, Any] = used(
         {},
-        f"settings of Megatron's TransformerConfig: {', '.join((*_RECOMPUTE, *_STAGES))}; those of kernels have no effect",
+        f"settings of Megatron's TransformerConfig: {', '.join((*_RECOMPUTE, *_STAGES))}; settings of kernels have no effect",
     )
 
     def sizes(self, num_ranks: int) -> dict[str, int]:
@@ -178,7 +178,7 @@ class MegatronConfig(Section):
                 f"it; {', '.join((*_RECOMPUTE, *_STAGES))} act."
             )
 
-    def sentence(self) -> str:
+    def describe(self) -> str:
         """The layout, for the header of a run."""
         sizes = {
             "tensor": self.tensor_model_parallel_size,

@@ -18,7 +18,7 @@ class OptimConfig(Section):
     lr_warmup_steps_ratio: float = used(
         0.0, "length of the linear warm-up as a share of all steps", when="no_warmup_steps", neutral=(0.0,), ge=0, le=1
     )
-    total_training_steps: int = used(-1, "steps that the schedule spans; -1: those of the trainer")
+    total_training_steps: int = used(-1, "steps that the schedule spans; -1: the trainer's steps")
     weight_decay: float = used(0.01, "decoupled weight decay", ge=0)
     lr_warmup_steps: int = used(-1, "length of the linear warm-up in steps; 0 or less: lr_warmup_steps_ratio decides")
     betas: list[float] = used([0.9, 0.999], "decay rates of the two moments of Adam", ge=0, lt=1, length=2)

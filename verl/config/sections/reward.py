@@ -56,7 +56,7 @@ class RewardModelRolloutConfig(Section):
 
     name: str | None = used(
         None,
-        "what a judge runs on: native (also null), vllm (in a process of its own), or a chat service at service.url (http, "
+        "what a judge runs on: native (also null), vllm (in a separate process), or a chat service at service.url (http, "
         "sglang). A classifier needs none",
         when="judge",
         choices=(None, "native", "vllm", "http", "sglang"),
@@ -144,7 +144,7 @@ class RewardConfig(Section):
         256, "KiB that a scorer may return for one sample, as JSON; more is a failure", gt=0, le=65536
     )
     max_parts: int = used(
-        256, "entries that a scorer may return for one sample beside the score; more is a failure", ge=0
+        256, "entries that a scorer may return for one sample with the score; more is a failure", ge=0
     )
     max_abs_score: float = used(
         1e12,

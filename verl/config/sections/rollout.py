@@ -101,7 +101,7 @@ class AgentConfig(Section):
     )
     turn_discount: float = used(
         1.0,
-        "weight of a turn's reward against that of the turn before it, in environments",
+        "weight of a turn's reward against the turn's before it, in environments",
         when=AGENTS,
         strict=OURS,
         ge=0,
@@ -110,7 +110,7 @@ class AgentConfig(Section):
     turn_rewards: bool = used(
         False,
         "reward each turn at its end: of environments, tools and interactions. False: the rewards of an environment count at "
-        "the end of the episode, those of tools and interactions only reach the reward function",
+        "the end of the episode, rewards of tools and interactions only reach the reward function",
         when=AGENTS,
         strict=OURS,
     )
@@ -127,7 +127,7 @@ class AgentConfig(Section):
     )
     runner_network: bool = used(
         False,
-        "whether a command of `runner` may use the network; else it reaches the run's endpoint alone, in the sandbox of reward "
+        "whether a command of `runner` may use the network; else it reaches only the run's endpoint, in the sandbox of reward "
         "functions",
         when=AGENTS,
         strict=OURS,
@@ -261,9 +261,9 @@ class RolloutConfig(Section):
         lt=1,
     )
     do_sample: bool = used(True, "sample instead of decoding greedily")
-    seed: int = used(42, "seed of sampling; a sample depends on (seed, step, prompt, sample number) alone")
+    seed: int = used(42, "seed of sampling; a sample depends only on (seed, step, prompt, sample number)")
     stop: list[str] = used([], "strings that end a response")
-    stop_token_ids: list[int] = used([], "token ids that end a response, beside the model's own")
+    stop_token_ids: list[int] = used([], "token ids that end a response, in addition to the model's")
     ignore_eos: bool = used(False, "continue after an end-of-sequence token")
     prompt_length: int = used(512, "longest prompt in tokens")
     response_length: int = used(512, "longest response in tokens", ge=1)
@@ -285,14 +285,14 @@ class RolloutConfig(Section):
     )
     batch_invariant: str = used(
         "auto",
-        "whether a sample keeps its bits whichever others are generated beside it, and however many at once. auto: where that "
+        "whether a sample keeps its bits whichever others are generated with it, and however many at once. auto: where that "
         "is verified at start and costs matmuls at most 10%, else the fastest way, with a notice; require: refused at "
         "start where it is not verified, and slower where it must be; off: always the fastest way",
         choices=("auto", "require", "off"),
     )
     drift_check: str = used(
         "sampled",
-        "how it is seen that generation has left the training weights alone: a few numbers of some tensors (other ones each "
+        "how it is seen that generation has not changed the training weights: a few numbers of some tensors (other ones each "
         "time), a checksum of all, or not at all",
         choices=("sampled", "full", "off"),
         sizing=True,
@@ -329,8 +329,8 @@ class RolloutConfig(Section):
     agent: AgentConfig = section(AgentConfig, "agent loops")
     mode: str = used(
         "async",
-        "where vLLM runs: in processes of its own (async), or in those that train (sync), as far as all of them generate and "
-        "are as many as its workers",
+        "where vLLM runs: in separate processes (async), or in the training processes (sync), as far as all of them generate "
+        "and are as many as its workers",
         when=VLLM,
         choices=("sync", "async"),
         sizing=True,
@@ -346,7 +346,7 @@ class RolloutConfig(Section):
     service: ServiceConfig = section(
         ServiceConfig, "a service that generates (name=http or sglang)", when=SERVICE, strict=OURS
     )
-    nnodes: int = used(0, "nodes for rollout alone; 0: it shares the training devices", ge=0, le=10_000)
+    nnodes: int = used(0, "nodes only for rollout; 0: it shares the training devices", ge=0, le=10_000)
     n_gpus_per_node: int = used(1, "devices of such a node", sizing=True, ge=0, le=1024)
     tensor_model_parallel_size: int = used(
         1,
@@ -356,7 +356,7 @@ class RolloutConfig(Section):
     )
     data_parallel_size: int = used(
         1,
-        "the number of replicas must be a multiple of this; each is an engine of its own",
+        "the number of replicas must be a multiple of this; each is a separate engine",
         when="spans_devices",
         sizing=True,
     )

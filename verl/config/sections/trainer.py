@@ -53,7 +53,7 @@ class TrainerV1Config(Section):
 class PageConfig(Section):
     enable: bool | str = used(
         "auto",
-        "show the run in a browser, from a process beside it (see docs/page.md); auto: if the extra `page` is installed and "
+        "show the run in a browser, from a separate process (see docs/page.md); auto: if the extra `page` is installed and "
         "the run was started from the command line",
         choices=("auto", True, False),
     )
@@ -78,7 +78,7 @@ class TrainerConfig(Section):
     default_local_dir: str = used("checkpoints/verl_examples/gsm8k", "the run folder", path=True)
     log_dir: str | None = used(
         None,
-        "further folder for a log file of each rank (--log-dir); those of the run folder are in logs/",
+        "further folder for a log file of each rank (--log-dir); the run folder's are in logs/",
         sizing=True,
         path=True,
     )

@@ -87,15 +87,15 @@ class MegatronEngine(TrainedEngine):
         """Raise ConfigError for a role that this engine cannot have on `num_ranks` devices, before anything is started or a
         weight is read. `section` is the engine's own; `optim` None: the role is frozen."""
         section.sizes(num_ranks)
-        found = load_model_config(model.path, model.trust_remote_code, model.override_config)
-        section.check_model(found.get_text_config())
+        hf_config = load_model_config(model.path, model.trust_remote_code, model.override_config)
+        section.check_model(hf_config.get_text_config())
         refused = {
             "model.lora_rank": optim is not None and model.lora_rank > 0,
             "model.neftune_alpha": bool(getattr(model, "neftune_alpha", None)),
             "fsdp_config.adapt_micro_batches": optim is not None and engine.adapt_micro_batches,
         }
-        for key, given in refused.items():
-            if given:
+        for key, is_set in refused.items():
+            if is_set:
                 raise ConfigError(f"{key} is not available with strategy=megatron. Remove it, or set strategy=fsdp2.")
         if engine.use_3d_hybrid:
             raise ConfigError(
@@ -236,17 +236,19 @@ class MegatronEngine(TrainedEngine):
         return [(part, self.schedule.padded(self._pack(part, reads))) for part in rows]
 
     def _computed(
-        self, batch: DataProto, plan: list[list[int]], wanted: RequestedOutputs
+        self, batch: DataProto, plan: list[list[int]], requested: RequestedOutputs
     ) -> list[dict[str, torch.Tensor]]:
-        return self.schedule.forward(self._parts(batch, plan, wanted.reads), wanted.outputs, wanted.temperature)
+        return self.schedule.forward(
+            self._parts(batch, plan, requested.reads), requested.outputs, requested.temperature
+        )
 
     def _sum_gradients(
-        self, batch: DataProto, plan: list[list[int]], wanted: RequestedOutputs, loss: LossFn, totals: BatchTotals
+        self, batch: DataProto, plan: list[list[int]], requested: RequestedOutputs, loss: LossFn, totals: BatchTotals
     ) -> list[dict[str, Metric]]:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
-        parts = self._parts(batch, plan, wanted.reads)
-        return self.schedule.train(parts, wanted.outputs, wanted.temperature, loss, totals)
+        parts = self._parts(batch, plan, requested.reads)
+        return self.schedule.train(parts, requested.outputs, requested.temperature, loss, totals)
 
     def _complete_gradients(self, totals: BatchTotals) -> None:
         if totals.num_tokens:
@@ -266,9 +268,9 @@ class MegatronEngine(TrainedEngine):
 
     def weight_layout(self) -> WeightLayout | None:
         """See TrainEngine."""
-        found = super().weight_layout()
-        assert found is not None
-        return replace(found, dtype=self.compute_dtype)
+        layout = super().weight_layout()
+        assert layout is not None
+        return replace(layout, dtype=self.compute_dtype)
 
     def load_state(self, state: EngineState) -> None:
         """See TrainEngine. The copy of a tied embedding at the end of the pipeline gets the values of the first one."""

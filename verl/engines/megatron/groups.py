@@ -35,7 +35,7 @@ def use_groups(engine: Any, sizes: dict[str, int | None], timeout_s: float | Non
         gc.collect()
         if _engines and not is_other_run:
             raise ConfigError(
-                f"Roles with strategy=megatron share their process groups, and ask for {sizes} beside {_sizes}. Give their "
+                f"Roles with strategy=megatron share their process groups, and ask for {sizes} and {_sizes}. Give their "
                 "sections megatron the same sizes, or the smaller one strategy=fsdp2."
             )
         parallel_state.destroy_model_parallel()

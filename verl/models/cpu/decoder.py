@@ -72,7 +72,7 @@ class _Tape:
     def __init__(self, lowest: int):
         self.lowest = lowest
         self.run: one_layer.Pass | None = None
-        self.layers: dict[int, one_layer.Kept | torch.Tensor] = {}  # only the input when checkpointing
+        self.layers: dict[int, one_layer.Saved | torch.Tensor] = {}  # only the input when checkpointing
         self.last: torch.Tensor | None = None  # [predictions, hidden], before the final norm
 
 

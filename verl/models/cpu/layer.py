@@ -2,7 +2,7 @@
 
     x -> norm -> q, k, v -> rotary -> attention -> o -> (+ x) = middle -> norm -> gate, up -> swiglu -> down -> (+ middle)
 
-Kept from forward to backward are layer inputs, results of matmuls and the attention's output; norms and swiglu are
+Saved from forward to backward are layer inputs, results of matmuls and the attention's output; norms and swiglu are
 computed again, which costs less than keeping them. The backward overwrites the kept tensors.
 """
 
@@ -39,7 +39,7 @@ class Pass:
 
 
 @dataclass
-class Kept:
+class Saved:
     """Activations of one layer, all [tokens, ...]. Scales are the inverse RMS of what stands before them."""
 
     x: torch.Tensor
@@ -61,7 +61,7 @@ class Normed:
     scale: torch.Tensor
 
 
-def forward(run: Pass, index: int, x: torch.Tensor, keep: bool) -> tuple[torch.Tensor, Kept | None]:
+def forward(run: Pass, index: int, x: torch.Tensor, keep: bool) -> tuple[torch.Tensor, Saved | None]:
     """The layer's output [tokens, hidden] for its input, and with `keep` what its backward needs."""
     layer, matmul = run.decoder.layers[index], run.matmul
     x_scale = inverse_rms(x, layer.input_norm)
@@ -77,10 +77,10 @@ def forward(run: Pass, index: int, x: torch.Tensor, keep: bool) -> tuple[torch.T
         gate_up = None
     else:
         out, gate_up = _feed_forward(run, layer, middle, middle_scale)
-    return out, Kept(x, x_scale, qkv, heads, attended, middle, middle_scale, gate_up) if keep else None
+    return out, Saved(x, x_scale, qkv, heads, attended, middle, middle_scale, gate_up) if keep else None
 
 
-def backward(run: Pass, index: int, saved: Kept, d_out: torch.Tensor, gradients: GradientBuffers) -> torch.Tensor:
+def backward(run: Pass, index: int, saved: Saved, d_out: torch.Tensor, gradients: GradientBuffers) -> torch.Tensor:
     """The gradient of the layer's input, given the output's gradient, which is overwritten."""
     layer, matmul = run.decoder.layers[index], run.matmul
     d_middle = _feed_forward_backward_(run, layer, saved, d_out, gradients)
@@ -106,7 +106,7 @@ def _feed_forward(
 
 
 def _feed_forward_backward_(
-    run: Pass, layer: DenseLayer, saved: Kept, d_out: torch.Tensor, gradients: GradientBuffers
+    run: Pass, layer: DenseLayer, saved: Saved, d_out: torch.Tensor, gradients: GradientBuffers
 ) -> torch.Tensor:
     """Turns `d_out` into the gradient of `middle`, in chunks where the forward went in chunks."""
     matmul, size = run.matmul, run.layout.chunk_tokens if saved.gate_up is None else len(d_out)
@@ -141,7 +141,7 @@ def _heads(run: Pass, layer: DenseLayer, qkv: torch.Tensor) -> HeadViews:
 
 
 def _heads_backward_(
-    run: Pass, layer: DenseLayer, saved: Kept, d_qkv: torch.Tensor, gradients: GradientBuffers
+    run: Pass, layer: DenseLayer, saved: Saved, d_qkv: torch.Tensor, gradients: GradientBuffers
 ) -> None:
     """Turns the gradient of the attention's input into the gradient of the projection's output, in place."""
     decoder, split = run.decoder, _split_heads(run.decoder, d_qkv)

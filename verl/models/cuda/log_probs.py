@@ -46,7 +46,7 @@ class KernelLogProbs(torch.autograd.Function):
         ctx.save_for_backward(hidden, targets, known)
         ctx.weight, ctx.bias, ctx.gradients = weight, bias, gradients
         ctx.transform, ctx.parts = transform, parts
-        ctx.kept = z if any(ctx.needs_input_grad) else None
+        ctx.logits = z if any(ctx.needs_input_grad) else None
         optional = (stats.entropy, stats.squared, stats.correct, stats.mean)
         entropy, squared, correct, mean = (x if want else None for x, want in zip(optional, wants, strict=True))
         ctx.mark_non_differentiable(*(x for x in (correct, mean) if x is not None))
@@ -58,7 +58,7 @@ class KernelLogProbs(torch.autograd.Function):
         if all(grad is None for grad in grads[:3]):
             return (None,) * 8
         upstream = torch.stack([known.new_zeros(len(hidden)) if grad is None else grad for grad in grads[:3]])
-        matmul, z, ctx.kept = Matmul(hidden.dtype, hidden.device), ctx.kept, None
+        matmul, z, ctx.logits = Matmul(hidden.dtype, hidden.device), ctx.logits, None
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         apart = GradientBuffers.rest(ctx.gradients, (weight, bias), ctx.needs_input_grad[1:3])
         for part in reversed(ctx.parts):

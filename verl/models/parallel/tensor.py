@@ -45,7 +45,7 @@ def check_divisible(config: PreTrainedConfig, size: int) -> None:
     if config.model_type not in FAMILIES:
         raise ConfigError(
             f"Tensor parallelism knows {', '.join(FAMILIES)}, not {config.model_type}. Set tensor_parallel_size=1 and "
-            "shard with FSDP alone."
+            "shard only with FSDP."
         )
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -62,39 +62,39 @@ def divide(module: Any, group: dist.ProcessGroup) -> Division:
 
     Tied weights stay tied. The module's forward is then to be called with equal inputs by all ranks of `group`.
     """
-    found = Division()
+    division = Division()
     if group.size() == 1:
-        return found
+        return division
     names = {part: name for name, part in module.named_modules()}
     for part, name in names.items():
         leaf = name.rpartition(".")[2]
         if isinstance(part, nn.Linear) and leaf in _COLUMN + _ROW:
-            _divide_linear(part, name, 0 if leaf in _COLUMN else 1, group, found)
+            _divide_linear(part, name, 0 if leaf in _COLUMN else 1, group, division)
         elif leaf in _HEAD_NORMS:
-            found.partial.update(f"{name}.{p}" for p, _ in part.named_parameters())
+            division.partial.update(f"{name}.{p}" for p, _ in part.named_parameters())
         if any(isinstance(getattr(part, child, None), nn.Linear) for child in ("q_proj", "gate_proj")):
             part.register_forward_pre_hook(_Entrance(group), with_kwargs=True)
-    _divide_vocabulary(module, names, group, found)
-    return found
+    _divide_vocabulary(module, names, group, division)
+    return division
 
 
-def _divide_linear(part: nn.Linear, name: str, dim: int, group: dist.ProcessGroup, found: Division) -> None:
-    _cut(part, "weight", name, dim, group, found)
+def _divide_linear(part: nn.Linear, name: str, dim: int, group: dist.ProcessGroup, division: Division) -> None:
+    _cut(part, "weight", name, dim, group, division)
     if part.bias is not None and dim == 0:
-        _cut(part, "bias", name, 0, group, found)
+        _cut(part, "bias", name, 0, group, division)
     if isinstance(part, LoRALinear):
-        _cut(part, "lora_B" if dim == 0 else "lora_A", name, dim, group, found)
-        found.partial.add(f"{name}.lora_A" if dim == 0 else f"{name}.lora_B")
+        _cut(part, "lora_B" if dim == 0 else "lora_A", name, dim, group, division)
+        division.partial.add(f"{name}.lora_A" if dim == 0 else f"{name}.lora_B")
     if dim == 1:
         part.register_forward_hook(_Exit(group))
 
 
-def _divide_vocabulary(module: Any, names: dict[nn.Module, str], group: dist.ProcessGroup, found: Division) -> None:
+def _divide_vocabulary(module: Any, names: dict[nn.Module, str], group: dist.ProcessGroup, division: Division) -> None:
     embedding = module.get_decoder().get_input_embeddings()
     head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
     is_tied = head is not None and head.weight is embedding.weight
     first, count = own_range(embedding.num_embeddings, group)
-    _cut(embedding, "weight", names[embedding], 0, group, found)
+    _cut(embedding, "weight", names[embedding], 0, group, division)
     if embedding.padding_idx is not None:
         local = embedding.padding_idx - first
         embedding.padding_idx = local if 0 <= local < count else None
@@ -106,14 +106,14 @@ def _divide_vocabulary(module: Any, names: dict[nn.Module, str], group: dist.Pro
     if is_tied:
         head.weight = embedding.weight
     else:
-        _cut(head, "weight", names[head], 0, group, found)
+        _cut(head, "weight", names[head], 0, group, division)
     if head.bias is not None:
-        _cut(head, "bias", names[head], 0, group, found)
+        _cut(head, "bias", names[head], 0, group, division)
 
 
-def _cut(part: nn.Module, leaf: str, name: str, dim: int, group: dist.ProcessGroup, found: Division) -> None:
+def _cut(part: nn.Module, leaf: str, name: str, dim: int, group: dist.ProcessGroup, division: Division) -> None:
     parameter = getattr(part, leaf)
-    found.dims[f"{name}.{leaf}"] = dim
+    division.dims[f"{name}.{leaf}"] = dim
     first, count = own_range(parameter.shape[dim], group)
     shard = parameter.detach().narrow(dim, first, count).contiguous()
     setattr(part, leaf, nn.Parameter(shard, requires_grad=parameter.requires_grad))

@@ -82,7 +82,7 @@ class CpuForward:
     def logits(
         self, ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None, tokens: StepTokens
     ) -> torch.Tensor:
-        """float32 [kept, vocab], which the next call overwrites: the logits after the tokens whose indices `keep` holds
+        """float32 [len(keep), vocab], which the next call overwrites: the logits after the tokens whose indices `keep` holds
         (ascending), or after all. `ids` and `positions` are int64 [tokens]."""
         x = F.embedding(ids, self.decoder.embed.detach())
         cos, sin = (t[0].float().contiguous() for t in self.decoder.rotary(x.unsqueeze(0), positions.unsqueeze(0)))

@@ -268,8 +268,8 @@ class DeviceBackend:
         """Bytes of the stores, and the number of captured graphs."""
         stores = self.stores
         num_bytes, num_graphs = (stores.num_bytes, stores.graphs.num_graphs) if stores is not None else (0, 0)
-        found: dict[str, float] = {"kv_cache_bytes": num_bytes, "weight_copy_bytes": 0, "num_graphs": num_graphs}
-        return found if self.paging is None else found | self.paging.stats()
+        stats: dict[str, float] = {"kv_cache_bytes": num_bytes, "weight_copy_bytes": 0, "num_graphs": num_graphs}
+        return stats if self.paging is None else stats | self.paging.stats()
 
     def _keep(self, *, counts: bool = False) -> None:
         """Give all sequences the pages of their tokens, and take back the pages of sequences that ended."""

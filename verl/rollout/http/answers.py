@@ -1,7 +1,7 @@
 """The JSON that a service answered with, which may have any shape: values read by their place and their type.
 
 answer.at(str, "choices", 0, "finish_reason")     # ModelError without one, with the place
-sample = made(answer, token_ids, log_probs, reason, wanted)
+sample = checked_reply(answer, token_ids, log_probs, reason, request)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LEAST = -3e38  # less is not finite in float32; NaN is not above it either
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SampleRequest:
     """One sample: a prompt, the sampling parameters, and the key of its random numbers (verl.rollout.uniforms)."""
 
     token_ids: tuple[int, ...]
@@ -42,7 +42,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Made:
+class SampleReply:
     """The sample of a service. `version` is the version of the weights that the service reports with it, or None."""
 
     token_ids: list[int]
@@ -61,31 +61,31 @@ class Answer:
 
     def at(self, kind: type[T], *place: str | int) -> T:
         """The value at `place`, of the type `kind`: str, int, bool, list or dict. Raises ModelError without one."""
-        found = self.get(kind, *place)
-        if found is None:
+        value = self.get(kind, *place)
+        if value is None:
             raise self.unusable(f"has no {_path(place)}")
-        return found
+        return value
 
     def get(self, kind: type[T], *place: str | int) -> T | None:
         """As `at`, but None where there is nothing, or null. Raises ModelError for a value of another type."""
-        found = self._find(place)
-        if found is not None and type(found) is not kind:
-            raise self.unusable(f"has {_shown(found)} as {_path(place)}, not {_NAMES[kind]}")
-        return found
+        value = self._find(place)
+        if value is not None and type(value) is not kind:
+            raise self.unusable(f"has {_shown(value)} as {_path(place)}, not {_NAMES[kind]}")
+        return value
 
     def label(self, *place: str | int) -> str | None:
         """The name, message or number at `place` as a text that can be shown. Raises as `get` does."""
-        found = self._find(place)
-        return clean(str(found)) if type(found) is int else _cleaned(self.get(str, *place))
+        value = self._find(place)
+        return clean(str(value)) if type(value) is int else _cleaned(self.get(str, *place))
 
     def _find(self, place: tuple[str | int, ...]) -> Any:
-        found = self.value
+        value = self.value
         for step in place:
-            if type(found) is dict:
-                found = found.get(step)
+            if type(value) is dict:
+                value = value.get(step)
             else:
-                found = found[step] if type(found) is list and isinstance(step, int) and step < len(found) else None
-        return found
+                value = value[step] if type(value) is list and isinstance(step, int) and step < len(value) else None
+        return value
 
     def unusable(self, fault: str) -> ModelError:
         """The error for an answer with this fault."""
@@ -94,28 +94,33 @@ class Answer:
         )
 
 
-def made(
-    answer: Answer, token_ids: list[Any], log_probs: list[Any], reason: str, wanted: Wanted, version: str | None = None
-) -> Made:
+def checked_reply(
+    answer: Answer,
+    token_ids: list[Any],
+    log_probs: list[Any],
+    reason: str,
+    request: SampleRequest,
+    version: str | None = None,
+) -> SampleReply:
     """The sample of an answer. Raises ModelError for token ids outside the vocabulary, log-probs above 0, more tokens than were
     wanted, none, or another number of log-probs, and for a sample that the service has ended by itself."""
-    place = f"for {wanted.name}"
+    place = f"for {request.name}"
     if reason not in ("stop", "length"):
-        raise answer.unusable(f"says that it ended {wanted.name} by itself ({clean(reason, limit=100)})")
-    if not 1 <= len(token_ids) == len(log_probs) <= wanted.params.max_new_tokens:
+        raise answer.unusable(f"says that it ended {request.name} by itself ({clean(reason, limit=100)})")
+    if not 1 <= len(token_ids) == len(log_probs) <= request.params.max_new_tokens:
         raise answer.unusable(
-            f"has {len(token_ids)} tokens and {len(log_probs)} log-probs {place}, of {wanted.params.max_new_tokens} at most"
+            f"has {len(token_ids)} tokens and {len(log_probs)} log-probs {place}, of {request.params.max_new_tokens} at most"
         )
     for token in token_ids:
-        if type(token) is not int or not 0 <= token < wanted.vocab_size:
+        if type(token) is not int or not 0 <= token < request.vocab_size:
             raise answer.unusable(
-                f"has {_shown(token)} as a token id {place}; the model knows {wanted.vocab_size:,} tokens"
+                f"has {_shown(token)} as a token id {place}; the model knows {request.vocab_size:,} tokens"
             )
     for value in log_probs:
         if type(value) not in (int, float) or value > _ROUNDING:
             raise answer.unusable(f"has {_shown(value)} as a log-probability {place}; those are numbers of at most 0")
     values = [min(0.0, float(value)) if value > _LEAST else -math.inf for value in log_probs]
-    return Made(token_ids, values, cast("FinishReason", reason), version)
+    return SampleReply(token_ids, values, cast("FinishReason", reason), version)
 
 
 def _cleaned(text: str | None) -> str | None:

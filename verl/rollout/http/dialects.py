@@ -12,7 +12,7 @@ from verl.config import full_key
 from verl.data_proto.samples import SamplingParams
 from verl.errors import ConfigError, ModelError
 from verl.foreign_text import clean
-from verl.rollout.http.answers import Made, Wanted, made
+from verl.rollout.http.answers import SampleReply, SampleRequest, checked_reply
 from verl.rollout.http.client import Client
 from verl.rollout.vllm.sample import draw_arguments
 from verl.rollout.vllm.weights import Manifest
@@ -30,7 +30,7 @@ class Dialect(Protocol):
     def check(self, client: Client, path: str, name: str | None, vocab_size: int) -> None:
         """Raise ConfigError when the service has another model than `path` (served as `name`), or lacks an option."""
 
-    def sample(self, client: Client, wanted: Wanted) -> Made:
+    def sample(self, client: Client, request: SampleRequest) -> SampleReply:
         """One sample. Raises ModelError for an answer that cannot be one."""
 
     def update(self, client: Client, description: dict[str, Any], reader: str) -> None:
@@ -59,19 +59,19 @@ class OpenAI:
                 f"The service at {client.url} serves {root}, but this run trains {path}; start it with that model."
             )
 
-    def sample(self, client: Client, wanted: Wanted) -> Made:
-        params = wanted.params
+    def sample(self, client: Client, request: SampleRequest) -> SampleReply:
+        params = request.params
         body = {
-            **self._request(wanted),
+            **self._request(request),
             "temperature": params.temperature,
             "top_p": params.top_p,
-            "seed": (wanted.key + wanted.num_drawn * _SEED_STEP) & ((1 << _SEED_BITS) - 1),
+            "seed": (request.key + request.num_drawn * _SEED_STEP) & ((1 << _SEED_BITS) - 1),
         }
         if params.top_k > 0:
             body["top_k"] = params.top_k
         if params.min_p > 0:
             body["min_p"] = params.min_p
-        return self._made(client, body, wanted)
+        return self._reply(client, body, request)
 
     def update(self, client: Client, description: dict[str, Any], reader: str) -> None:
         raise ModelError(
@@ -85,22 +85,22 @@ class OpenAI:
     def version(self, client: Client) -> str | None:
         return None
 
-    def _request(self, wanted: Wanted) -> dict[str, Any]:
+    def _request(self, request: SampleRequest) -> dict[str, Any]:
         return {
             "model": self._model,
-            "prompt": list(wanted.token_ids),
-            "max_tokens": wanted.params.max_new_tokens,
+            "prompt": list(request.token_ids),
+            "max_tokens": request.params.max_new_tokens,
             "logprobs": 0,
             "return_token_ids": True,
-            "stop": list(wanted.params.stop),
+            "stop": list(request.params.stop),
             "skip_special_tokens": False,  # the stop strings are a hint (engine.sample_by_rules), looked for in the whole text
             "spaces_between_special_tokens": False,
-            "stop_token_ids": wanted.stop_token_ids,
+            "stop_token_ids": request.stop_token_ids,
             "ignore_eos": True,  # they are among the stop tokens where they count
         }
 
-    def _made(self, client: Client, body: dict[str, Any], wanted: Wanted) -> Made:
-        answer = client.post("/v1/completions", body, num_tokens=wanted.num_tokens)
+    def _reply(self, client: Client, body: dict[str, Any], request: SampleRequest) -> SampleReply:
+        answer = client.post("/v1/completions", body, num_tokens=request.num_tokens)
         tokens = answer.get(list, "choices", 0, "token_ids")
         if tokens is None:
             raise answer.unusable(
@@ -108,7 +108,7 @@ class OpenAI:
                 "0.10.2 or newer), or SGLang"
             )
         log_probs = answer.at(list, "choices", 0, "logprobs", "token_logprobs")
-        return made(answer, tokens, log_probs, answer.at(str, "choices", 0, "finish_reason"), wanted)
+        return checked_reply(answer, tokens, log_probs, answer.at(str, "choices", 0, "finish_reason"), request)
 
 
 class VLLM(OpenAI):
@@ -126,8 +126,10 @@ class VLLM(OpenAI):
     def check(self, client: Client, path: str, name: str | None, vocab_size: int) -> None:
         super().check(client, path, name, vocab_size)
         flat = SamplingParams(temperature=1e6, max_new_tokens=1)  # every token is as likely as any other
-        found = self.sample(client, Wanted((0,), flat, [], key=1, num_drawn=0, vocab_size=vocab_size)).log_probs[0]
-        if abs(found + math.log(vocab_size)) > 0.1:
+        log_prob = self.sample(
+            client, SampleRequest((0,), flat, [], key=1, num_drawn=0, vocab_size=vocab_size)
+        ).log_probs[0]
+        if abs(log_prob + math.log(vocab_size)) > 0.1:
             raise ConfigError(
                 f"The service at {client.url} does not sample as this run asks. Start it with --logits-processors "
                 "verl.rollout.vllm.library:Sampler --logprobs-mode processed_logits, or set service.api=openai."
@@ -140,9 +142,9 @@ class VLLM(OpenAI):
                 client.url,
             )
 
-    def sample(self, client: Client, wanted: Wanted) -> Made:
-        draw = draw_arguments(wanted.key, wanted.num_drawn, wanted.params)
-        return self._made(client, {**self._request(wanted), "temperature": 0.0, "vllm_xargs": draw}, wanted)
+    def sample(self, client: Client, request: SampleRequest) -> SampleReply:
+        draw = draw_arguments(request.key, request.num_drawn, request.params)
+        return self._reply(client, {**self._request(request), "temperature": 0.0, "vllm_xargs": draw}, request)
 
     def update(self, client: Client, description: dict[str, Any], reader: str) -> None:
         manifest = Manifest()
@@ -187,10 +189,10 @@ class SGLang:
                 f"The service at {client.url} serves {served}, but this run trains {name or path}; start it with that model."
             )
 
-    def sample(self, client: Client, wanted: Wanted) -> Made:
-        params = wanted.params
+    def sample(self, client: Client, request: SampleRequest) -> SampleReply:
+        params = request.params
         body = {
-            "input_ids": list(wanted.token_ids),
+            "input_ids": list(request.token_ids),
             "return_logprob": True,
             "sampling_params": {
                 "temperature": params.temperature,
@@ -199,13 +201,13 @@ class SGLang:
                 "min_p": params.min_p,
                 "max_new_tokens": params.max_new_tokens,
                 "stop": list(params.stop),
-                "stop_token_ids": wanted.stop_token_ids,
+                "stop_token_ids": request.stop_token_ids,
                 "ignore_eos": True,
                 "no_stop_trim": True,
                 "skip_special_tokens": False,
             },
         }
-        answer = client.post("/generate", body, num_tokens=wanted.num_tokens)
+        answer = client.post("/generate", body, num_tokens=request.num_tokens)
         rows = answer.at(list, "meta_info", "output_token_logprobs")
         if not all(type(row) is list and len(row) > 1 for row in rows):
             raise answer.unusable(
@@ -215,11 +217,11 @@ class SGLang:
             answer.at(str, "meta_info", "finish_reason", "type"),
             answer.label("meta_info", "weight_version"),
         )
-        return made(answer, [row[1] for row in rows], [row[0] for row in rows], reason, wanted, version)
+        return checked_reply(answer, [row[1] for row in rows], [row[0] for row in rows], reason, request, version)
 
     def update(self, client: Client, description: dict[str, Any], reader: str) -> None:
-        wanted = {"model_path": description["folder"], "flush_cache": True}
-        answer = client.post("/update_weights_from_disk", wanted)
+        body = {"model_path": description["folder"], "flush_cache": True}
+        answer = client.post("/update_weights_from_disk", body)
         if not answer.get(bool, "success"):
             raise ModelError(f"The service at {client.url} did not take the new weights: {answer.label('message')}")
 
@@ -238,11 +240,11 @@ def served_model(client: Client, name: str | None, path: str | None) -> tuple[st
     says the model is from. Raises ConfigError when it does not serve it, or several and none was chosen."""
     answer = client.get("/v1/models")
     served = [clean(answer.at(str, "data", row, "id")) for row in range(len(answer.at(list, "data")))]
-    wanted = name or (served[0] if len(served) == 1 else path)
-    if wanted not in served:
+    model = name or (served[0] if len(served) == 1 else path)
+    if model not in served:
         shown = ", ".join(served[:8]) or "nothing"
         raise ConfigError(
-            f"The service at {client.url} serves {shown}, not {wanted or 'one model'}. Set {client.keys}.served_model_name to "
+            f"The service at {client.url} serves {shown}, not {model or 'one model'}. Set {client.keys}.served_model_name to "
             "one of these, or start it with the model of this run."
         )
-    return wanted, answer.label("data", served.index(wanted), "root")
+    return model, answer.label("data", served.index(model), "root")

@@ -21,7 +21,7 @@ from verl.config import RolloutConfig, full_key
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.errors import ConfigError, ModelError, UnreachableError, WorkerLostError
 from verl.rollout.api import BaseRollout, Stats, Weights, WeightTransfer
-from verl.rollout.http.answers import Made, Wanted
+from verl.rollout.http.answers import SampleReply, SampleRequest
 from verl.rollout.http.client import Client
 from verl.rollout.http.dialects import DIALECTS, Dialect
 from verl.rollout.http.server import SGLangServer
@@ -71,8 +71,8 @@ class HTTPRollout(BaseRollout):
         api = self.api or service.api
         if api == "openai" and (config.top_p < 1 or config.top_k > 0 or config.min_p > 0):
             raise ConfigError(
-                "With rollout.service.api=openai log-probabilities are those of the tokens that top_k, top_p and min_p leave, "
-                f"which do not compare with the trained model's. Leave these keys of {full_key('rollout')} out, or start "
+                "With rollout.service.api=openai log-probabilities are of the tokens that top_k, top_p and min_p leave, "
+                f"and cannot be compared with the trained model's. Leave these keys of {full_key('rollout')} out, or start "
                 "vLLM's server with verl's sampler (service.api=vllm)."
             )
         self.dialect: Dialect = DIALECTS[api]()
@@ -124,24 +124,24 @@ class HTTPRollout(BaseRollout):
         """See RolloutEngine; the service keeps its memory."""
 
     def close(self) -> None:
-        """The service continues."""
+        """Leave the service running."""
 
     def watched(self) -> AbstractContextManager[None]:
-        """Around calls of the service."""
+        """Context of each call of the service."""
         return nullcontext()
 
-    def sample(self, wanted: Wanted) -> Made:
-        """The answer of the service to `wanted`. Raises ModelError when it is no sample, or comes from other weights."""
-        reply = self.dialect.sample(self.client, wanted)
+    def sample(self, request: SampleRequest) -> SampleReply:
+        """The answer of the service to `request`. Raises ModelError when it is no sample, or comes from other weights."""
+        reply = self.dialect.sample(self.client, request)
         self.require_version(reply.version)
         return reply
 
-    def require_version(self, found: str | None) -> None:
+    def require_version(self, version: str | None) -> None:
         """Raise ModelError when the service reports other weights than the published version."""
-        if found is not None and self._labelled is not None and found != self._labelled:
+        if version is not None and self._labelled is not None and version != self._labelled:
             raise ModelError(
-                f"The service at {self.client.url} generates with weights of version {found}, but version {self._labelled} was "
-                "published. Another client changes them, or it was restarted: start this run again."
+                f"The service at {self.client.url} generates with weights of version {version}, but version {self._labelled} "
+                "was published. Another client changes them, or it was restarted: start this run again."
             )
 
 
@@ -157,7 +157,7 @@ class HTTPGeneration:
         self._pool = ThreadPoolExecutor(self._most)
         self._waiting: list[PromptRequest] = []  # one for each sample
         self._asked: dict[SampleKey, PromptRequest] = {}
-        self._answers: queue.SimpleQueue[tuple[PromptRequest, Future[Made]]] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[PromptRequest, Future[SampleReply]]] = queue.SimpleQueue()
         self._num_requests = 0
 
     def add(self, request: PromptRequest | TurnRequest) -> None:
@@ -179,8 +179,10 @@ class HTTPGeneration:
                 key = (request.ordinal, request.first_sample)
                 if self._asked.get(key) is request:  # else it was dropped
                     del self._asked[key]
-                    made, version = answer.result(), self.engine.weight_version
-                    ended.append(self.samples.finish(key, made.token_ids, made.log_probs, made.finish_reason, version))
+                    reply, version = answer.result(), self.engine.weight_version
+                    ended.append(
+                        self.samples.finish(key, reply.token_ids, reply.log_probs, reply.finish_reason, version)
+                    )
         return ended
 
     def abort(self, keys: Iterable[SampleKey]) -> None:
@@ -206,44 +208,46 @@ class HTTPGeneration:
             name = f"sample {request.first_sample} of prompt {request.ordinal}"
             size = vocab_size(self.engine.module)
             params = replace(self.params, max_new_tokens=self.samples.limit_of(request))
-            wanted = Wanted(request.token_ids, params, self.rules.token_ids, key, request.num_drawn, size, name)
+            asked = SampleRequest(request.token_ids, params, self.rules.token_ids, key, request.num_drawn, size, name)
             self._asked[request.ordinal, request.first_sample] = request
             self._num_requests += 1
-            future = self._pool.submit(sample_by_rules, self.engine.sample, wanted, self.rules)
+            future = self._pool.submit(sample_by_rules, self.engine.sample, asked, self.rules)
             future.add_done_callback(partial(self._answered, request))
 
-    def _answered(self, request: PromptRequest, answer: Future[Made]) -> None:
+    def _answered(self, request: PromptRequest, answer: Future[SampleReply]) -> None:
         self._answers.put((request, answer))
 
 
-def sample_by_rules(sample: Callable[[Wanted], Made], wanted: Wanted, rules: StopRules) -> Made:
+def sample_by_rules(
+    sample: Callable[[SampleRequest], SampleReply], request: SampleRequest, rules: StopRules
+) -> SampleReply:
     """One sample, ended by `rules`. `sample` asks the service, and asks a second time, without stop strings, where the service
     ended the first sample too early.
 
     A service's own stop is a hint. A service that decodes token by token cuts the text where characters are complete. Where a
     prompt ends within a character, vLLM's server takes the prompt for generated text and finds stop strings in it.
     """
-    reply = sample(wanted)
+    reply = sample(request)
     if not rules.has_strings:
         return reply
     end = _first_end(reply.token_ids, 0, rules)
-    if end is None and _ended_early(reply, wanted):
+    if end is None and _ended_early(reply, request):
         drawn = len(reply.token_ids)
-        params = replace(wanted.params, stop=(), max_new_tokens=wanted.params.max_new_tokens - drawn)
-        token_ids = (*wanted.token_ids, *reply.token_ids)
-        on = replace(wanted, token_ids=token_ids, params=params, num_drawn=wanted.num_drawn + drawn)
+        params = replace(request.params, stop=(), max_new_tokens=request.params.max_new_tokens - drawn)
+        token_ids = (*request.token_ids, *reply.token_ids)
+        on = replace(request, token_ids=token_ids, params=params, num_drawn=request.num_drawn + drawn)
         rest = sample(on)
         reply = replace(rest, token_ids=reply.token_ids + rest.token_ids, log_probs=reply.log_probs + rest.log_probs)
         end = _first_end(reply.token_ids, drawn, rules)
     if end is None:
-        by_token = reply.token_ids[-1] in wanted.stop_token_ids
+        by_token = reply.token_ids[-1] in request.stop_token_ids
         return replace(reply, finish_reason="stop" if by_token else "length")
     return replace(reply, token_ids=reply.token_ids[:end], log_probs=reply.log_probs[:end], finish_reason="stop")
 
 
-def _ended_early(made: Made, wanted: Wanted) -> bool:
-    by_string = made.finish_reason == "stop" and made.token_ids[-1] not in wanted.stop_token_ids
-    return by_string and len(made.token_ids) < wanted.params.max_new_tokens
+def _ended_early(reply: SampleReply, request: SampleRequest) -> bool:
+    by_string = reply.finish_reason == "stop" and reply.token_ids[-1] not in request.stop_token_ids
+    return by_string and len(reply.token_ids) < request.params.max_new_tokens
 
 
 def _first_end(token_ids: list[int], searched: int, rules: StopRules) -> int | None:

@@ -93,7 +93,7 @@ def arguments(config: RolloutConfig, transfer: WeightTransfer, skeleton: Any, po
     """Of sglang.launch_server. Entries of rollout.engine_kwargs.sglang go before all others."""
     model = transfer.model
     sleeps = config.free_cache_engine and transfer.device.type == "cuda"
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "model_path": model.path,
         "tokenizer_path": model.tokenizer_path or model.path,
         "trust_remote_code": model.trust_remote_code,
@@ -117,14 +117,14 @@ def arguments(config: RolloutConfig, transfer: WeightTransfer, skeleton: Any, po
         "enable_weights_cpu_backup": sleeps,  # a generation may follow without an update
         "log_level": "warning",
     }
-    found: list[str] = []
-    for name, value in {**given, **config.engine_kwargs.sglang}.items():
+    words: list[str] = []
+    for name, value in {**defaults, **config.engine_kwargs.sglang}.items():
         if value is None or value is False or value == {}:
             continue
         option = "--" + name.replace("_", "-")
         values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
-        found += [option] if value is True else [option, *map(str, values)]
-    return found
+        words += [option] if value is True else [option, *map(str, values)]
+    return words
 
 
 def _memory_folder() -> str | None:

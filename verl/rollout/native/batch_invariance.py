@@ -31,10 +31,12 @@ _CHECKED_ROWS = (1, 3, 8, 65)
 def examine(module: Any, config: RolloutConfig) -> Invariance:
     """Whether samples of `module` under this RolloutConfig are batch-invariant. Raises ConfigError when they are not, and
     batch_invariant=require."""
-    found = _examined(module, config)
-    if config.batch_invariant == "require" and not found.holds:
-        raise ConfigError(f"{KEY}=require cannot be kept: {found.why}. Set it to auto to run without the guarantee.")
-    return found
+    invariance = _examined(module, config)
+    if config.batch_invariant == "require" and not invariance.holds:
+        raise ConfigError(
+            f"{KEY}=require cannot be kept: {invariance.why}. Set it to auto to run without the guarantee."
+        )
+    return invariance
 
 
 def _examined(module: Any, config: RolloutConfig) -> Invariance:

@@ -57,7 +57,7 @@ class Backend(Protocol):
         that `chunks` complete, [groups, vocab]."""
 
     def move_rows(self, sources: list[int], targets: list[int]) -> None:
-        """Rows change places."""
+        """Move rows to other places of the stores."""
 
     def move_prompt(self, source: int, target: int, length: int) -> None:
         """Move a prompt to another prefix slot."""
@@ -66,7 +66,7 @@ class Backend(Protocol):
         """Number of samples that can start now; negative when blocks are missing for the next tokens of the running samples."""
 
     def rows_changed(self) -> None:
-        """Samples have started or ended, or a prompt has moved."""
+        """Called after samples have started or ended, or a prompt has moved."""
 
 
 def num_bytes_of(saved: Any) -> int:

@@ -64,7 +64,7 @@ class Core:
                 check_version(library.version)
                 in_slots = library.runs_in_slots()
                 os.environ[library.RUNNER] = str(int(in_slots))
-                # the first runner must not schedule ahead: the next draw depends on the number of tokens
+                # the first runner must not schedule ahead: the next sample depends on the number of tokens
                 self._llm = library.LLM(**{"async_scheduling": None if in_slots else False, **setup.llm})
             except Exception as error:  # vLLM may raise anything from here, and other versions differ
                 raise ModelError(
@@ -176,8 +176,8 @@ class _Generation:
             arguments = request_arguments(self.params, self.stop, draw_arguments(key, request.num_drawn, self.params))
             if request.max_new_tokens is not None:
                 arguments["max_tokens"] = max(1, min(request.max_new_tokens, self.params.max_new_tokens))
-            wanted = self.library.SamplingParams(**arguments, output_kind=kind)
-            self.engine.add_request(name, self.library.TokensPrompt(prompt_token_ids=list(request.token_ids)), wanted)
+            sampling = self.library.SamplingParams(**arguments, output_kind=kind)
+            self.engine.add_request(name, self.library.TokensPrompt(prompt_token_ids=list(request.token_ids)), sampling)
 
     def poll(self, timeout_s: float | None) -> list[Completion]:
         until = None if timeout_s is None else time.monotonic() + timeout_s
@@ -212,25 +212,25 @@ class _Generation:
         }
 
     def _record(self, output: Any) -> None:
-        name, (made,) = output.request_id, output.outputs
+        name, (completion,) = output.request_id, output.outputs
         sample = self.running.get(name)
         if sample is None:  # it ended by a stop string
             return
-        for token, found in zip(made.token_ids, made.logprobs or (), strict=True):
+        for token, candidates in zip(completion.token_ids, completion.logprobs or (), strict=True):
             sample.token_ids.append(int(token))
-            sample.log_probs.append(float(found[token].logprob))
+            sample.log_probs.append(float(candidates[token].logprob))
             if self.stop.has_strings and self.stop.ends_string(np.asarray(sample.token_ids)):
                 if not output.finished:
                     self.engine.abort_request([name])
                 self._end(name, output, "stop")
                 return
         if output.finished:
-            if made.finish_reason not in ("stop", "length"):
+            if completion.finish_reason not in ("stop", "length"):
                 request = sample.request
                 raise ModelError(
-                    f"vLLM ended sample {request.first_sample} of prompt {request.ordinal}: {made.finish_reason}."
+                    f"vLLM ended sample {request.first_sample} of prompt {request.ordinal}: {completion.finish_reason}."
                 )
-            self._end(name, output, made.finish_reason)
+            self._end(name, output, completion.finish_reason)
 
     def _end(self, name: str, output: Any, reason: FinishReason) -> None:
         sample = self.running.pop(name)

@@ -137,11 +137,11 @@ class VLLMGeneration:
             left_s = None if until is None else max(0.0, until - time.monotonic())
             limits = [limit for limit in (left_s, self._poll_s) if limit is not None]
             ended = self.core.poll(min(limits, default=None))
-            found = [
+            completions = [
                 self.samples.finish(d.key, d.token_ids, d.log_probs, d.finish_reason, self._version) for d in ended
             ]
-            if found or left_s == 0.0:
-                return found
+            if completions or left_s == 0.0:
+                return completions
         return []
 
     def abort(self, keys: Iterable[SampleKey]) -> None:
@@ -154,11 +154,11 @@ class VLLMGeneration:
         if not self._is_closed:
             self._is_closed = True
             try:
-                found = self.core.close_generation()
+                stats = self.core.close_generation()
             except VerlError:  # the process is lost, which the call before has raised
-                found = {}
+                stats = {}
             known = self.samples.stats(
                 self.samples.num_prompt_tokens, self.samples.longest_response, self._num_requests
             )
-            self._stats = {**known, **found}
+            self._stats = {**known, **stats}
         return dict(self._stats)

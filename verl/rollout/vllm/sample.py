@@ -129,7 +129,7 @@ class SlotSampler:
         self._rules = _Rules()
         self._prompt_len = states.prompt_len.np  # by slot, on the host
         self._device = states.device
-        # key, tokens drawn before those of the prompt, rule; a slot keeps its last request until the next one comes
+        # key, number of sampled tokens in the prompt, rule; a slot keeps its last request until the next one comes
         self._slots = np.zeros((3, states.max_num_reqs), np.int64)
         self._slots[2] = _NO_RULE
         self._on_device = torch.from_numpy(self._slots)

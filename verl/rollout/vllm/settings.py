@@ -74,9 +74,9 @@ def make_setup(
 def longest_sequence(config: RolloutConfig, skeleton: Any) -> int:
     """Tokens of prompt and response together, as far as the model goes."""
     response = max(config.response_length, config.val_kwargs.max_new_tokens or 0)
-    wanted = config.max_model_len or config.prompt_length + response
+    length = config.max_model_len or config.prompt_length + response
     positions = getattr(skeleton.config.get_text_config(), "max_position_embeddings", None)
-    return min(wanted, positions or wanted)
+    return min(length, positions or length)
 
 
 def _environment(transfer: WeightTransfer, num_devices: int) -> dict[str, str]:
@@ -98,15 +98,15 @@ def _environment(transfer: WeightTransfer, num_devices: int) -> dict[str, str]:
 def _own_devices(device: torch.device, num_devices: int) -> tuple[str, ...]:
     """`device` of this process and the devices that follow it; () for a single `device` without an index. Raises ConfigError
     when there are too few."""
-    first, seen = device.index or 0, visible_devices()
+    first, visible = device.index or 0, visible_devices()
     if num_devices == 1:
-        return () if device.index is None else (seen[first] if first < len(seen) else str(first),)
-    if first + num_devices > len(seen):
+        return () if device.index is None else (visible[first] if first < len(visible) else str(first),)
+    if first + num_devices > len(visible):
         raise ConfigError(
             f"{full_key('rollout.tensor_model_parallel_size')}={num_devices} needs as many GPUs, and this run has "
-            f"{len(seen) - first} (trainer.n_gpus_per_node). Lower the first, or raise the second."
+            f"{len(visible) - first} (trainer.n_gpus_per_node). Lower the first, or raise the second."
         )
-    return seen[first : first + num_devices]
+    return visible[first : first + num_devices]
 
 
 def _cache_bytes(rollout: RolloutConfig, longest: int, skeleton: Any, dtype: torch.dtype) -> int:

@@ -24,7 +24,7 @@ from verl.rollout.vllm.weight_check import HeldWeights
 
 Description = dict[str, Any]  # of a bucket: JSON, whose "entries" begin with the names
 
-# a message names one of them; over HTTP anybody who reaches the server can send one, so nothing else is called
+# a message names one of them; over HTTP any client of the server can send one, so nothing else is called
 _READERS = ("verl.reshard.shared_memory:read_shared_bucket", "verl.runtime.weight_copies:read_folder")
 _OWN_READERS = (*_READERS, "verl.reshard.device_memory:read_device_bucket")
 ELSEWHERE = "Another worker of the rollout engine did not take the new weights."
@@ -98,8 +98,8 @@ class WeightReceiver:
     def _verl_read(self, reader: str, bucket: Description) -> Iterator[tuple[str, torch.Tensor]]:
         if reader not in self.verl_readers:
             raise ModelError(f"{reader!r} is not a reader of weights; there are {', '.join(self.verl_readers)}.")
-        found: Iterator[tuple[str, torch.Tensor]] = load_object(reader)(bucket)
-        return found
+        weights: Iterator[tuple[str, torch.Tensor]] = load_object(reader)(bucket)
+        return weights
 
     def _verl_try(self, reader: str, bucket: Description) -> None:
         for _ in self._verl_read(reader, bucket):

@@ -35,7 +35,7 @@ from verl.tracking.ledger.records import TRAINED, Offset, chained_digest
 log = logging.getLogger(__name__)
 
 NAME = "ledger.sqlite"
-FORMAT = 2  # 1: the table segments was called pieces and had no source; such files are upgraded when they are opened
+FORMAT = 2  # 1: the table segments had another name and had no source; such files are upgraded when they are opened
 BUSY_S = 30.0  # longest wait for another process that reads or writes the file
 
 SCHEMA = """

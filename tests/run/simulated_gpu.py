@@ -1,8 +1,8 @@
 """Numbers on the CPU that say they are on cuda:0. An operator that mixes them with others fails as it does on a GPU.
 
-`python -m tests.run.played_gpu FOLDER CASES`, with the JSON {"base": overrides, "changes": [overrides, ...]}, makes two
+`python -m tests.run.simulated_gpu FOLDER CASES`, with the JSON {"base": overrides, "changes": [overrides, ...]}, makes two
 steps of each case on the CPU and on the simulated GPU, and prints what differs after the first.
-played_gpu.cpp is loaded before torch.
+simulated_gpu.cpp is loaded before torch.
 
 Not simulated: streams, NCCL, flash kernels, graphs, compiled parts, memory.
 """
@@ -132,11 +132,11 @@ def check(name, args, kwargs, tensors, has_gpu, stays):
         raise RuntimeError(f"{name} puts numbers of the host into a tensor on the GPU")
     generator = kwargs.get("generator")
     if stays and generator is not None and generator.device.type != "cuda":
-        raise RuntimeError(f"{name} on the GPU draws from a generator of the host")
+        raise RuntimeError(f"{name} on the GPU uses a generator of the host")
 
 
 @contextlib.contextmanager
-def played_gpu():
+def simulated_gpu():
     with contextlib.ExitStack() as stack:
         torch.__future__.set_swap_module_params_on_conversion(True)  # tied parameters stay one
         stack.callback(torch.__future__.set_swap_module_params_on_conversion, False)
@@ -150,16 +150,16 @@ def played_gpu():
 
 
 def differing(name, base, changes):
-    """The figures of the first step that differ between CPU and GPU."""
+    """The metrics of the first step that differ between CPU and GPU."""
     from tests.run.conftest import CLOCKED, Run, merge
     from verl.config import load_config
     from verl.run.host import train
 
     rows = []
-    for device, played in (("cpu", contextlib.nullcontext()), ("cuda", played_gpu())):
+    for device, context in (("cpu", contextlib.nullcontext()), ("cuda", simulated_gpu())):
         folder = Path(base[0]) / f"{name}-{device}"
         fixed = (f"trainer.default_local_dir={folder}", f"trainer.device={device}")
-        with played:
+        with context:
             assert train(load_config(merge(base[1:], (*fixed, *changes)))) == 0
         rows.append({k: v for k, v in Run(folder).rows[0].items() if not k.startswith((*CLOCKED, "rollout/"))})
     return {k: (v, rows[1].get(k)) for k, v in rows[0].items() if not near(v, rows[1].get(k))}
@@ -172,6 +172,6 @@ def near(a, b):
 
 
 if __name__ == "__main__":
-    given = json.loads(sys.argv[2])
-    found = {str(c): differing(str(i), [sys.argv[1], *given["base"]], c) for i, c in enumerate(given["changes"])}
-    print(json.dumps(found))
+    task = json.loads(sys.argv[2])
+    gaps = {str(c): differing(str(i), [sys.argv[1], *task["base"]], c) for i, c in enumerate(task["changes"])}
+    print(json.dumps(gaps))

@@ -1,4 +1,4 @@
-"""The straight forward of dense decoders against the modules' own, and the copies of weights that it may keep."""
+"""The fused forward of dense decoders against the modules' forward, and the copies of weights that it may hold."""
 
 import copy
 import gc
@@ -58,15 +58,15 @@ def test_a_hook_or_a_changed_head_is_left_to_the_module(load):
 
 @pytest.mark.parametrize("prepack", [True, False])
 @pytest.mark.parametrize("family", DENSE)
-def test_samples_equal_those_of_the_module(family, prepack, load, make_engine, monkeypatch, torch_computes):
-    """Over prompts in pieces, rows that end and refill, and lengths past several capacities."""
+def test_samples_match_the_module(family, prepack, load, make_engine, monkeypatch, torch_computes):
+    """Over prompts in chunks, rows that end and refill, and lengths past several capacities."""
     assert DenseForward.of(load(family), prepack=prepack) is not None
     for n in (1, 3):
         engine = make_engine("native", family, max_num_seqs=5, max_num_batched_tokens=24, prepack_weights=prepack)
         same_samples(generate(engine, n=n), without_dense(monkeypatch, engine, n=n), 1e-5)
 
 
-def test_biases_and_a_head_of_its_own(tmp_path, make_engine, monkeypatch, torch_computes):
+def test_biases_and_an_untied_head(tmp_path, make_engine, monkeypatch, torch_computes):
     from transformers import AutoModelForCausalLM
 
     folder = make_tiny_model(tmp_path, "llama", tie_word_embeddings=False, attention_bias=True, mlp_bias=True)

@@ -152,8 +152,8 @@ def test_a_process_that_only_generates_has_its_random_state_kept():
     assert torch.equal(torch.rand(1), expected)
 
 
-def test_training_beside_generation_is_no_drift(engine):
-    """Where steps are taken before generation ends, weights differ because they were trained."""
+def test_training_during_generation_is_no_drift(engine):
+    """With steps before the end of generation, weights differ because they were trained."""
 
     def meddles():
         write_into(engine, "model.norm.weight", 1.0)()

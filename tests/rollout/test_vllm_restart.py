@@ -1,4 +1,4 @@
-"""A vLLM process that is lost comes back with its weights and its samples; processes and vLLM are played here."""
+"""A vLLM process that is lost comes back with its weights and its samples; processes and vLLM are simulated here."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ class Processes:
 
     def __call__(self, *args, **kwargs):
         self.note("start")
-        self.started.append(Played(self))
+        self.started.append(SimulatedProcess(self))
         return self.started[-1]
 
     def note(self, what, process=None):
@@ -40,7 +40,7 @@ class Processes:
             raise error
 
 
-class Played:
+class SimulatedProcess:
     """Receives weights as WeightReceiver does; a sample is a function of them, the prompt and its number."""
 
     def __init__(self, processes):
@@ -110,20 +110,20 @@ def make(load, tokenizer, monkeypatch):
         ).config
         own = weight_transfer(rollout_spec(loaded), ppo_run_spec(loaded), torch.device("cpu"))
         object.__setattr__(own, "write_buckets", KeptBuckets(1 << 14).write)  # several buckets
-        made = ENGINES.get("vllm")(load("llama"), tokenizer, config, eos_token_ids=[EOS], transfer=own)
-        return made, processes
+        rollout = ENGINES.get("vllm")(load("llama"), tokenizer, config, eos_token_ids=[EOS], transfer=own)
+        return rollout, processes
 
     return build
 
 
 def one_step(rollout, module, version):
     """An update and a generation: the samples, and (ordinal, sample) of each as `on_finish` received it."""
-    seen = []
+    ended = []
     rollout.load(module.named_parameters())
     rollout.publish(version)
-    made = rollout.generate(make_prompts([3, 5]), PARAMS, step=version, on_finish=seen.append)
+    completions = rollout.generate(make_prompts([3, 5]), PARAMS, step=version, on_finish=ended.append)
     rollout.release()
-    return made, sorted((c.ordinal, c.sample) for c in seen)
+    return completions, sorted((c.ordinal, c.sample) for c in ended)
 
 
 def test_nothing_is_lost_wherever_a_process_is(make, load):
@@ -148,13 +148,13 @@ def test_a_batch_that_is_sampled_again_is_the_batch_that_was_asked_for(make, loa
     """In a smaller one, matmuls round otherwise."""
     rollout, processes = make()
     one_step(rollout, load("llama"), 1)
-    asked, add = [], Played.add
+    asked, add = [], SimulatedProcess.add
 
     def noted(self, requests):
         asked.append(list(requests))
         return add(self, requests)
 
-    monkeypatch.setattr(Played, "add", noted)
+    monkeypatch.setattr(SimulatedProcess, "add", noted)
     processes.script = {len(processes.calls) + 6: lost()}
     rollout.generate(make_prompts([3, 5]), PARAMS, step=2)
     assert len(asked) == 3, "prompt by prompt, and then all again"

@@ -1,6 +1,6 @@
 """Whole runs on a simulated GPU: no operation mixes its tensors with tensors on the host. Slow, and needs g++.
 
-python -m pytest -m slow tests/run/test_played_gpu.py
+python -m pytest -m slow tests/run/test_simulated_gpu.py
 """
 
 import json
@@ -32,19 +32,19 @@ CHANGES = [
 ]
 
 
-def test_a_step_is_that_of_the_cpu(tiny_overrides, tiny_llama, tmp_path):
+def test_a_step_matches_the_cpu(tiny_overrides, tiny_llama, tmp_path):
     torch_root, here = Path(torch.__file__).parent, Path(__file__).parent
-    library = tmp_path / "played_gpu.so"
+    library = tmp_path / "simulated_gpu.so"
     include = [f"-I{torch_root / 'include'}", f"-I{torch_root / 'include/torch/csrc/api/include'}"]
     link = [f"-L{torch_root / 'lib'}", "-lc10", "-ltorch_cpu"]
-    source = str(here / "played_gpu.cpp")
+    source = str(here / "simulated_gpu.cpp")
     subprocess.run(
         ["g++", "-shared", "-fPIC", "-std=c++20", "-w", *include, "-o", str(library), source, *link], check=True
     )
     changes = [[change.replace("MODEL", str(tiny_llama)) for change in some] for some in CHANGES]
     text = json.dumps({"base": tiny_overrides, "changes": changes})
     done = subprocess.run(
-        [sys.executable, "-m", "tests.run.played_gpu", str(tmp_path), text],
+        [sys.executable, "-m", "tests.run.simulated_gpu", str(tmp_path), text],
         cwd=here.parents[1], capture_output=True, text=True, timeout=600, check=False,
         env={**os.environ, "LD_PRELOAD": str(library), "LD_LIBRARY_PATH": str(torch_root / "lib")},
     )  # fmt: skip

@@ -11,19 +11,19 @@ from pathlib import Path
 from tests.rollout.service import Service
 
 
-def options(given):
+def options(arguments):
     """{"--name": value}; True for a flag."""
-    found = {}
-    for word in given:
+    parsed = {}
+    for word in arguments:
         if word.startswith("--"):
             name = word
-            found[name] = True
+            parsed[name] = True
         else:
-            found[name] = word
-    return found
+            parsed[name] = word
+    return parsed
 
 
-class Played:
+class SimulatedServer:
     """Its samples say which weights it holds: the number of tensors that it was given last."""
 
     def __init__(self, model):
@@ -67,24 +67,24 @@ class Played:
 
 
 def main():
-    note, wanted = Path(os.environ["VERL_TEST_SGLANG"]), options(sys.argv[1:])
+    note, arguments = Path(os.environ["VERL_TEST_SGLANG"]), options(sys.argv[1:])
     if note.exists() and note.read_text() == "fail":
         sys.exit("no kernel for this device")
-    note.write_text(json.dumps({**wanted, "pid": os.getpid(), "seen": os.environ.get("CUDA_VISIBLE_DEVICES")}))
-    played = Played(wanted["--model-path"])
+    note.write_text(json.dumps({**arguments, "pid": os.getpid(), "seen": os.environ.get("CUDA_VISIBLE_DEVICES")}))
+    server = SimulatedServer(arguments["--model-path"])
     answers = {
         "/health": {},
-        "/model_info": played.info,
+        "/model_info": server.info,
         "/abort_request": (200, ""),
-        "/flush_cache?timeout=30": played.flush,
-        "/release_memory_occupation": lambda body: played.release(body) or {},
-        "/resume_memory_occupation": lambda body: played.resume(body) or {},
-        "/played_memory": lambda body: {"released": played.released},
-        "/generate": played.generate,
-        "/update_weights_from_disk": played.update,
-        "/update_weight_version": played.label,
+        "/flush_cache?timeout=30": server.flush,
+        "/release_memory_occupation": lambda body: server.release(body) or {},
+        "/resume_memory_occupation": lambda body: server.resume(body) or {},
+        "/played_memory": lambda body: {"released": server.released},
+        "/generate": server.generate,
+        "/update_weights_from_disk": server.update,
+        "/update_weight_version": server.label,
     }
-    Service(answers, int(wanted["--port"])).server.serve_forever(poll_interval=0.01)
+    Service(answers, int(arguments["--port"])).server.serve_forever(poll_interval=0.01)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def test_the_longest_call_and_where_it_is(stuck):
     with calls("rollout.generate"):
         text = longest_call()
     assert text.startswith("critic.update for 0 s, in wait (threading.py:")
-    assert "deep (test_stacks.py:" in text
+    assert "deep (test_stack_dump.py:" in text
     assert longest_call(at_least_s=5) == ""
     assert "thread stuck:" in all_stacks()
 
@@ -62,7 +62,7 @@ def test_a_reporter_repeats_itself_until_it_is_closed(stuck):
         time.sleep(0.01)
     reporter.close()
     assert len(heard) >= 2
-    assert "deep (test_stacks.py:" in heard[0]
+    assert "deep (test_stack_dump.py:" in heard[0]
 
 
 def test_stacks_are_written_when_a_signal_asks_for_them(tmp_path):
