@@ -245,9 +245,7 @@ def bfloat16_results(pair):
         out = packed_outputs(model, packed, OUTPUTS)
         weighted(out).backward()
         runs.append({**{n: g.double() for n, g in gradients_of(model).items()}, "out": out["log_probs"].double()})
-    ours, theirs, exact = runs
-    for name in exact:
-        assert relative(ours[name], exact[name]) < 1.3 * relative(theirs[name], exact[name]) + 1e-3, name
+    return runs
 
 
 @pytest.mark.usefixtures("bf16_path")

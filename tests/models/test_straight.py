@@ -1,9 +1,9 @@
-"""The forward that a GPU trains with, on a CPU: the tests of the fused passes (test_dense.py), with it in their place."""
+"""The forward that a GPU trains with, on a CPU: the tests of the fused passes (test_cpu_decoder.py), with it in their place."""
 
 import pytest
 import torch
 
-from tests.models.test_dense import (
+from tests.models.test_cpu_decoder import (
     bfloat16_results,
     columns_of,
     folder_of,  # noqa: F401 - a fixture, as the next two

@@ -97,10 +97,15 @@ class DenseDecoder:
         if not _is_plain(decoder):
             _known.pop(decoder, None)
             return None
-        dense = _known.get(decoder)
-        if dense is None or not all(p.is_joined for p in dense.projections()):
-            dense = _known[decoder] = _read(decoder)
-        return dense
+        parts = set(decoder.modules())
+        if not adapters_and_experts and (
+            type(decoder).__name__ in _MIXTURES or any(type(part) is LoRALinear for part in parts)
+        ):
+            return None
+        known = _known.get(decoder)
+        if known is None or not all(p.is_joined and parts.issuperset(p.parts) for p in known.projections()):
+            known = _known[decoder] = _read(decoder)
+        return known
 
     def projections(self) -> Iterator[Projection]:
         for layer in self.layers:
