@@ -40,7 +40,7 @@ def cases() -> Iterator[tuple[str, str, Callable[..., Any], tuple[Any, ...], flo
     chunk = torch.randn(_CHUNK_ROWS, _VOCABULARY, device=DEVICE)
     head = (chunk, None, ids(_VOCABULARY, (_CHUNK_ROWS,)))
     yield "head, statistics", "head:launch_statistics", logits._statistics, (*head, 1.0, 1.0, 0.0), 4.0 * chunk.numel()
-    known, grads = torch.ones(2, 3, _CHUNK_ROWS, device=DEVICE)
+    known, grads = torch.ones(4, _CHUNK_ROWS, device=DEVICE), torch.ones(3, _CHUNK_ROWS, device=DEVICE)
     arguments = (*head, known, grads, 1.0, 1.0, 0.0, torch.bfloat16)
     yield "head, gradient", "head:launch_gradient", logits._gradient, arguments, 6.0 * chunk.numel()
     x, weight = half(_TOKENS, _HIDDEN), half(_HIDDEN)

@@ -58,7 +58,7 @@ def compile_all(backend, architecture, warp):
             load("rotary:launch_write_kv")(
                 qkv, turns, turns, norm, norm, 1e-6, store, torch.zeros(64, dtype=torch.int64)
             )
-        load("head:launch_gradient")(*head(), torch.zeros(3, 64), torch.zeros(3, 64), 1.0, 1.0, 0.0, dtype)
+        load("head:launch_gradient")(*head(), torch.zeros(4, 64), torch.zeros(3, 64), 1.0, 1.0, 0.0, dtype)
     z, _, targets = head()
     for temperature in (0.0, 0.7):
         load("sampler:launch_sample")(z, torch.zeros(64, dtype=torch.float64), temperature)

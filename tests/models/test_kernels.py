@@ -230,7 +230,8 @@ def test_gradient_of_the_head(dtype):
         log_p = ((cap * torch.tanh(f / cap) if cap else f) / temperature).log_softmax(1)
         p = log_p.exp()
         fields = log_p.gather(1, targets[:, None])[:, 0], -(p * log_p).sum(1), p.square().sum(1)
-        known = torch.stack([((cap * torch.tanh(f / cap) if cap else f) / temperature).logsumexp(1), *fields[1:]])
+        top = ((cap * torch.tanh(f / cap) if cap else f) / temperature).amax(1)
+        known = torch.stack([top, -log_p.amax(1), *fields[1:]])
         grads = case.normal(3, len(z), dtype=torch.float32)
         (expected,) = torch.autograd.grad(fields, [wide], tuple(grads.double()))
         arguments = (z, bias, targets, known.detach().float(), grads, temperature, scale, cap, dtype)
@@ -260,11 +261,15 @@ def test_log_probs_of_hidden_states(dtype, monkeypatch):
         log_p = (wide[0] @ wide[1].t() / 0.7).log_softmax(1)
         p = log_p.exp()
         theirs = log_p.gather(1, targets[:, None])[:, 0], -(p * log_p).sum(1), p.square().sum(1)
-        pairs = list(zip(ours, theirs, strict=True))
         gradients = torch.autograd.grad(ours, [hidden, weight], tuple(upstream))
-        pairs += zip(gradients, torch.autograd.grad(theirs, wide, tuple(upstream.double())), strict=True)
-        for a, b in ((a.detach(), b.detach()) for a, b in pairs):
-            assert float((a - b).norm()) <= (1e-5 if dtype == torch.float32 else 0.03) * float(1e-2 + b.norm())
+        expected = torch.autograd.grad(theirs, wide, tuple(upstream.double()))
+        tolerance = 2e-6 if dtype == torch.float32 else 0.01
+        for a, b in zip(ours, theirs, strict=True):
+            rounding_of_logits = 0.1 * float((wide[0] @ wide[1].t()).detach().abs().max())
+            assert float((a - b).detach().norm()) <= tolerance * (1 + float(b.detach().norm()) + rounding_of_logits)
+        for a, b, factor in zip(gradients, expected, (weight, hidden), strict=True):  # products whose terms may cancel
+            terms = upstream.norm() * factor.detach().double().norm()
+            assert float((a - b).norm()) <= tolerance * float(b.norm() + terms)
 
 
 def test_log_probs_of_sampler_and_head_are_the_same_bits():

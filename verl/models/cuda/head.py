@@ -23,7 +23,7 @@ def launch_statistics(
     transform = Transform(bias, logit_scale, softcap, temperature)
     sums = chunk_sums(z, transform, moments=True)
     _, rows, num_chunks = sums.shape
-    out = sums.new_empty(6, rows)
+    out = sums.new_empty(7, rows)
     if rows:
         _rows_kernel[(rows,)](
             z, sums, targets, out, rows, z.stride(0), z.shape[1], num_chunks, sums.stride(0), **transform.arguments(),
@@ -75,17 +75,18 @@ def _rows_kernel(
     total = tl.max(tl.cumsum((masses * share).to(tl.float64), axis=0), axis=0).to(tl.float32)  # as the sampler sums it
     below = tl.where(share == 0.0, 0.0, peaks - top)
     slope = tl.sum(share * (slopes + below * masses), axis=0)
-    lse = top + tl.log(total)
+    log_sum = tl.log(total)
     target = tl.load(targets + row)
     raw = tl.load(z + row * row_stride + target).to(tl.float32)
     chosen = final_logits(raw, bias, target, target < vocab, scale, softcap, temperature, HAS_BIAS, HAS_CAP)
-    tl.store(out + row, chosen - lse)
-    tl.store(out + rows + row, lse)
-    tl.store(out + 2 * rows + row, tl.log(total) - slope / total)
-    tl.store(out + 3 * rows + row, tl.sum(share * share * squares, axis=0) / (total * total))
-    tl.store(out + 4 * rows + row, (chosen >= top).to(tl.float32))
+    tl.store(out + row, chosen - top - log_sum)
+    tl.store(out + rows + row, top)
+    tl.store(out + 2 * rows + row, log_sum)
+    tl.store(out + 3 * rows + row, log_sum - slope / total)
+    tl.store(out + 4 * rows + row, tl.sum(share * share * squares, axis=0) / (total * total))
+    tl.store(out + 5 * rows + row, (chosen >= top).to(tl.float32))
     sum_logits = tl.sum(tl.load(start + 4 * plane, mask=exists, other=0.0), axis=0)
-    tl.store(out + 5 * rows + row, sum_logits / vocab * temperature)
+    tl.store(out + 6 * rows + row, sum_logits / vocab * temperature)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -98,10 +99,11 @@ def _gradient_kernel(
     inside = at < vocab
     raw = tl.load(z + row * row_stride + at, mask=inside, other=0.0).to(tl.float32)
     f = final_logits(raw, bias, at, inside, scale, softcap, temperature, HAS_BIAS, HAS_CAP)
-    lse, entropy, squared = tl.load(known + row), tl.load(known + rows + row), tl.load(known + 2 * rows + row)
+    top, log_sum = tl.load(known + row), tl.load(known + rows + row)
+    entropy, squared = tl.load(known + 2 * rows + row), tl.load(known + 3 * rows + row)
     g_target, g_entropy = tl.load(grads + row), tl.load(grads + rows + row)
     g_squared = tl.load(grads + 2 * rows + row)
-    log_p = f - lse
+    log_p = f - top - log_sum
     p = tl.exp(log_p)
     slope = 2 * g_squared * (p - squared) - g_target - g_entropy * (log_p + entropy)
     d_f = tl.where(p == 0.0, 0.0, p * slope) + tl.where(at == tl.load(targets + row), g_target, 0.0)

@@ -42,7 +42,7 @@ class KernelLogProbs(torch.autograd.Function):
             chunks.append(target_statistics(z, bias, targets[part], transform))
         stats = ChunkStatistics(*(torch.cat(fields) for fields in zip(*chunks, strict=True)))
         ctx.set_materialize_grads(False)
-        known = torch.stack([stats.lse, stats.entropy, stats.squared])
+        known = torch.stack([stats.top, stats.log_sum, stats.entropy, stats.squared])
         ctx.save_for_backward(hidden, targets, known)
         ctx.weight, ctx.bias, ctx.gradients = weight, bias, gradients
         ctx.transform, ctx.parts = transform, parts

@@ -17,7 +17,8 @@ class ChunkStatistics(NamedTuple):
     """Each [tokens]; see verl.models.log_probs.TokenStats."""
 
     log_probs: torch.Tensor
-    lse: torch.Tensor  # of the final logits
+    top: torch.Tensor  # greatest final logit
+    log_sum: torch.Tensor  # of exp(final logits - top); apart from top, since their sum would lose its last digits
     entropy: torch.Tensor
     squared: torch.Tensor
     correct: torch.Tensor
@@ -40,13 +41,14 @@ def _statistics(
     softcap: float,
 ) -> tuple[torch.Tensor, ...]:
     f = _final(z, bias, temperature, logit_scale, softcap)
-    lse = f.logsumexp(1)
-    log_p = f - lse.unsqueeze(1)
+    top = f.amax(1)
+    log_sum = (f - top.unsqueeze(1)).exp().sum(1).log()
+    log_p = f - top.unsqueeze(1) - log_sum.unsqueeze(1)
     p = log_p.exp()
     at_targets = log_p.gather(1, targets.unsqueeze(1)).squeeze(1)
     entropy = -torch.where(p == 0, 0.0, p * log_p).sum(1)
     correct = (at_targets >= log_p.amax(1)).to(f.dtype)
-    return at_targets, lse, entropy, p.square().sum(1), correct, f.mean(1) * temperature
+    return at_targets, top, log_sum, entropy, p.square().sum(1), correct, f.mean(1) * temperature
 
 
 def _gradient(
@@ -61,9 +63,9 @@ def _gradient(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     f = _final(z, bias, temperature, logit_scale, softcap)
-    lse, entropy, squared = known.unsqueeze(-1)
+    top, log_sum, entropy, squared = known.unsqueeze(-1)
     g_target, g_entropy, g_squared = grads.unsqueeze(-1)
-    log_p = f - lse
+    log_p = f - top - log_sum
     p = log_p.exp()
     slope = 2 * g_squared * (p - squared) - g_target - g_entropy * (log_p + entropy)
     d_f = torch.where(p == 0, 0.0, p * slope).scatter_add_(1, targets.unsqueeze(1), g_target)
@@ -74,7 +76,7 @@ def _gradient(
 
 _STATISTICS = kernel(
     "target_statistics(Tensor z, Tensor? bias, Tensor targets, float temperature, float logit_scale, float softcap)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _statistics,
     "head:launch_statistics",
 )
@@ -105,7 +107,7 @@ def target_gradient(
     transform: tuple[float, float, float],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Gradient with respect to z + bias, in `dtype`. `known` [3, tokens] has lse, entropy and squared, and `grads` [3, tokens]
-    the gradients of log-probs, entropy and squared, zero where there is none."""
+    """Gradient with respect to z + bias, in `dtype`. `known` [4, tokens] has top, log_sum, entropy and squared, and `grads`
+    [3, tokens] the gradients of log-probs, entropy and squared, zero where there is none."""
     gradient: torch.Tensor = _GRADIENT(z, bias, targets, known, grads, *transform, dtype)
     return gradient

@@ -60,4 +60,4 @@ def _draw_kernel(
     token = tl.minimum(chunk * CHUNK + tl.minimum(within, CHUNK - 1), vocab - 1)
     chosen = tl.max(tl.where(at == token - chunk * CHUNK, z, float("-inf")), axis=0)
     tl.store(tokens + row, token.to(tl.int64))
-    tl.store(log_probs + row, chosen - (top + tl.log(total.to(tl.float32))))
+    tl.store(log_probs + row, chosen - top - tl.log(total.to(tl.float32)))
