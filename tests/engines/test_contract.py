@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from tests.models.reference import make_columns, random_rows, reference_outputs, row_logits, widen_norms
 from verl.config import FSDPConfig, OptimConfig, SFTModelConfig
@@ -666,6 +667,20 @@ def test_a_frozen_model_keeps_one_copy_in_the_compute_dtype(make):
 
 
 @pytest.mark.usefixtures("bf16_path")
+def test_parameters_that_a_family_makes_in_float32_train_in_float64(make, monkeypatch):
+    """The routers of DeepSeek V3 in new releases of transformers; FSDP refuses two dtypes in one layer."""
+    build = Qwen3Attention.__init__
+
+    def with_float32_norm(self, *args, **settings):
+        build(self, *args, **settings)
+        self.q_norm.weight = torch.nn.Parameter(self.q_norm.weight.float())
+
+    monkeypatch.setattr(Qwen3Attention, "__init__", with_float32_norm)
+    engine = make()
+    assert {weight.dtype for weight in engine.local_weights().values()} == {torch.float64}
+    assert train(engine, make_batch())["grad_norm"].value > 0
+
+
 def test_bfloat16_computes_near_float32(make):
     batch = make_batch()
     a, b = (

@@ -41,6 +41,7 @@ def build_module(
     else:
         own: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, "override_config": model.override_config}
         module = load_model(model.path, head, **own, **where)
+    _make_uniform(module, where["dtype"])
     if narrows:
         for name, parameter in module.named_parameters():
             parameter.data = rounding.rounded(name, parameter.data, compute_dtype)
@@ -65,9 +66,19 @@ def build_skeleton(
     wide = torch.promote_types(compute_dtype, torch.float32)
     dtype = wide if trains and spec is None else compute_dtype
     module = empty_model(model, head, dtype, model.enable_gradient_checkpointing and trains, forward)
+    _make_uniform(module, dtype)
     module.fused_log_probs = model.use_fused_kernels
     _adapt(module, model, spec, wide)
     return module
+
+
+@torch.no_grad()
+def _make_uniform(module: Any, dtype: torch.dtype) -> None:
+    """Give `dtype` to parameters that a family makes in another one, such as the routers of DeepSeek V3 in float32: masters are
+    rounded whatever the family makes, and FSDP gathers parameters of one dtype together. A scalar head stays wide."""
+    for name, parameter in module.named_parameters():
+        if parameter.is_floating_point() and not name.startswith("score."):
+            parameter.data = parameter.data.to(dtype)
 
 
 def _adapt(module: Any, model: ModelConfig, spec: LoRASpec | None, wide: torch.dtype) -> None:
