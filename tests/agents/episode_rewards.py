@@ -33,8 +33,8 @@ def outcome(rng, agents, ordinal):
     from tests.agents import test_hostile_episodes as episodes  # whose tests run a part of the cases
 
     source = rng.choice(SOURCES)
-    episodes.GIVEN.clear()
-    episodes.GIVEN.update(reward=rng.choice(VALUES), by_turn=rng.random() < 0.3)
+    episodes.SETTINGS.clear()
+    episodes.SETTINGS.update(reward=rng.choice(VALUES), by_turn=rng.random() < 0.3)
     hostile, usual = episodes.play_rows(agents[source], ordinal)
     assert usual.error is None, (source, usual.error)
     assert usual.reward is None or abs(usual.reward) <= LIMIT

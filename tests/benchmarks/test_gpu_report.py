@@ -100,7 +100,7 @@ def test_numbers_stand_next_to_their_predictions(tmp_path):
         "| decode sweep | 0.5b, 512 rows, top-p, added time of a step | 2 to 5 ms | not yet |",
         "| decode sweep | a / b | - | True |",
         "| loop | skipped: 3 s left | - | 50 |",
-        "| training profile | 0.5b, activations kept, MFU | 25 % | not yet |",
+        "| training profile | 0.5b, activations kept, MFU | 47 % | not yet |",
     ):
         assert line in text.splitlines()
     page = tmp_path / "page.md"

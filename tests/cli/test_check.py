@@ -515,7 +515,7 @@ def test_each_bad_preference_is_named_with_file_row_and_field(check_preferences)
             {"preference.loss": "apo_zero", "preference.f_divergence": "forward_kl"},
             "preference.f_divergence=forward_kl",
         ),
-        ({"preference.simpo_gamma": 1.0}, "only preference.loss=simpo reads it"),
+        ({"preference.simpo_gamma": 1.0}, "preference.loss is not simpo"),
         ({"preference.loss": "orpo", "ref.sync_steps": 4}, "this preference.loss has no reference"),
         ({"ref.sync_steps": 4, "model.lora_rank": 4}, "ref.sync_steps needs a separate reference"),
         ({"preference.beta": 0}, "must be above 0"),

@@ -232,7 +232,7 @@ def test_stop_strings_are_looked_for_here(num_made, text, ending, num_asked, mak
 
 
 def test_log_probs_of_what_a_filter_left_are_refused(make):
-    with pytest.raises(ConfigError, match="do not compare with the trained model's"):
+    with pytest.raises(ConfigError, match="cannot be compared with the trained model's"):
         make("http://127.0.0.1:1", top_p=0.9)
 
 

@@ -100,7 +100,7 @@ def test_rows_without_the_column_are_groups_of_one():
     ("call", "error", "words"),
     [
         (lambda: ExperienceBuffer(max_groups=0), ConfigError, "max_groups=0.* would hold nothing"),
-        (lambda: ExperienceBuffer(place="node"), ConfigError, "'driver' or in a 'process'"),
+        (lambda: ExperienceBuffer(place="node"), ConfigError, "'driver' or in a separate 'process'"),
         (lambda: ExperienceBuffer().sample(1, version=0, order="best"), ConfigError, "the orders are oldest, newest"),
         (lambda: ExperienceBuffer().put(rows("a"), version=0, priority=[1.0]), DataError, "1 priorities for 2 rows"),
         (lambda: ExperienceBuffer().put(rows("a"), version=0, priority=[1.0, 0.0]), DataError, "one above 0 for each"),

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tests.run.conftest import Run, merge
-from verl.config import names
+from verl.config.active_keys import LABELLED_LOSSES
+from verl.families import PREFERENCE_LOSSES
 
 pytestmark = pytest.mark.seed("A9")
 
@@ -145,14 +146,14 @@ class TestLaws:
         "name",
         [
             name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
-            for name in (*names.PREFERENCE_LOSSES, "ld and wpo")
+            for name in (*PREFERENCE_LOSSES.built_in, "ld and wpo")
         ],
     )
     def test_micro_batches_do_not_matter(self, preference_run, name):
         changes = loss_settings("sigmoid" if name == "ld and wpo" else name)
         changes += ["preference.ld_alpha=0.5", "preference.use_weighting=True"] * (name == "ld and wpo")
         changes += ["trainer.total_training_steps=2"]
-        labelled = name in names.LABELLED_LOSSES
+        labelled = name in LABELLED_LOSSES
         whole = preference_run(*changes, folder="whole", labelled=labelled)
         small = ("data.use_dynamic_bsz=False", "data.micro_batch_size_per_gpu=1")
         assert_close(preference_run(*changes, *small, folder="parts", labelled=labelled), whole)

@@ -5,7 +5,9 @@ import pytest
 from tests.data.conversations.templates import chat
 from tests.run.test_sft_trl import words
 from tests.run.trl_oracle import steps_beside, trl_case
-from verl.config import PREFERENCE, names
+from verl.config import PREFERENCE
+from verl.config.active_keys import LABELLED_LOSSES
+from verl.families import PREFERENCE_LOSSES, REFERENCE_COLUMNS
 from verl.models.tiny import make_tiny_model
 
 
@@ -40,7 +42,7 @@ ROWS = {
     ],
 }
 DPO = [
-    *(name for name in names.PREFERENCE_LOSSES if name not in (*names.LABELLED_LOSSES, *names.REFERENCE_FREE_LOSSES)),
+    *(name for name in PREFERENCE_LOSSES.reading(*REFERENCE_COLUMNS) if name not in LABELLED_LOSSES),
     "sft",
 ]
 # name: trainer, rows, arguments of TRL's config, our overrides
