@@ -169,9 +169,12 @@ class Recorded:
         return 1
 
     def pin_memory(self):
+        assert self.device == CPU, "only dense CPU tensors can be pinned"
         return Recorded("cpu", self.notes, pinned=True)
 
     def to(self, device, non_blocking=False):
+        if torch.device(device) == self.device:
+            return self
         assert not non_blocking or self.pinned
         self.notes.append(f"{'pinned' if self.pinned else 'pageable'} to {torch.device(device).type}")
         return Recorded(device, self.notes)
@@ -187,6 +190,7 @@ def test_copies_between_host_and_gpu_go_through_pinned_memory(monkeypatch):
         torch, "empty_like", lambda tensor, device, pin_memory: Recorded(device, tensor.notes, pinned=pin_memory)
     )
     on_gpu = moved(Recorded("cpu", notes), "cuda:1")
+    assert moved(on_gpu, "cuda:1") is on_gpu, "as a tied weight, which a module moves once for each of its names"
     on_host = moved(on_gpu, CPU)
     assert (on_gpu.device, on_host.device) == (torch.device("cuda:1"), CPU)
     assert moved(on_host, "cuda").device.type == "cuda"

@@ -167,9 +167,9 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """A host tensor on `device`. On CUDA through pinned memory: a copy from pageable memory would wait for all that the
-    device has yet to do."""
-    if torch.device(device).type != "cuda" or not tensor.numel():
+    """`tensor` on `device`. From the host to CUDA through pinned memory: a copy from pageable memory would wait for all that
+    the device has yet to do."""
+    if tensor.device.type != "cpu" or torch.device(device).type != "cuda" or not tensor.numel():
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
