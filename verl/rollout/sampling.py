@@ -32,24 +32,20 @@ def sample(logits: torch.Tensor, params: SamplingParams, u: torch.Tensor) -> tup
     if is_plain:
         result: tuple[torch.Tensor, torch.Tensor] = _SAMPLE(logits, u, params.temperature)
         return result
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if params.temperature != 1:
-        logits = logits / params.temperature
-    probs = torch.softmax(logits, -1)
-    threshold = keep_threshold(probs, params)
-    allowed = probs if threshold is None else probs.masked_fill(probs < threshold, 0)
-    tokens = draw(allowed, u)
-    return tokens, _pick(probs, tokens).log()
+    return _sample(logits, u, params.temperature, params)
 
 
-def _sample(logits: torch.Tensor, u: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """`sample` without filters."""
+def _sample(
+    logits: torch.Tensor, u: torch.Tensor, temperature: float, filters: SamplingParams | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sample` by torch, with the top-k, top-p and min-p of `filters`."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature == 0:
         tokens = logits.argmax(-1)
         return tokens, _pick(logits, tokens) - logits.logsumexp(-1)
     probs = torch.softmax(logits if temperature == 1 else logits / temperature, -1)
-    tokens = draw(probs, u)
+    threshold = None if filters is None else keep_threshold(probs, filters)
+    tokens = draw(probs if threshold is None else probs.masked_fill(probs < threshold, 0), u)
     return tokens, _pick(probs, tokens).log()
 
 
