@@ -70,7 +70,7 @@ def test_a_kernel_that_fails_leaves_the_work_to_torch(monkeypatch, caplog):
     monkeypatch.setattr(dispatch, "load", load_nothing)
     monkeypatch.setattr(dispatch, "has_triton", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: torch.no_grad())
-    on_gpu = dispatch._OnGpu(pointwise._swiglu, "swiglu:launch_swiglu")
+    on_gpu = dispatch._on_gpu(pointwise._swiglu, "swiglu:launch_swiglu")
     gate_up = torch.randn(2, 8)
     with caplog.at_level(logging.WARNING):
         assert all(torch.equal(on_gpu(gate_up), pointwise._swiglu(gate_up)) for _ in range(2))

@@ -23,12 +23,12 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def kernel(schema: str, by_torch: Callable[..., Any], by_triton: str) -> OpOverload:
     """The op verl::NAME of `schema`, which begins with NAME. `by_triton` is "file:function" in this folder, imported at the
-    first call on a GPU. torch computes what is not float32, bfloat16 or float16 by its first argument. Neither
-    implementation is differentiated; see torch.library.register_autograd."""
+    first call on a GPU, for first arguments in float32, bfloat16 and float16. Neither implementation is differentiated;
+    see torch.library.register_autograd."""
     _LIBRARY.define(schema)
     name = schema.partition("(")[0]
     _LIBRARY.impl(name, by_torch, "CompositeExplicitAutograd")
-    _LIBRARY.impl(name, _OnGpu(by_torch, by_triton), "CUDA")
+    _LIBRARY.impl(name, _on_gpu(by_torch, by_triton), "CUDA")
     op: OpOverload = getattr(torch.ops.verl, name).default
     return op
 
@@ -38,24 +38,38 @@ def differentiate(op: OpOverload, backward: Callable[..., Any], save: Callable[.
     torch.library.register_autograd(op, backward, setup_context=save, lib=_LIBRARY)
 
 
-class _OnGpu:
-    """Calls the Triton implementation, or torch's from the first failure of Triton on."""
+def _on_gpu(by_torch: Callable[..., Any], by_triton: str) -> Callable[..., Any]:
+    def launch(first: torch.Tensor, *others: Any) -> Any:
+        with torch.cuda.device_of(first):
+            return load(by_triton)(first, *others)
 
-    def __init__(self, by_torch: Callable[..., Any], by_triton: str):
-        self._by_torch, self._by_triton, self._failed = by_torch, by_triton, False
+    kernel_or_torch = with_fallback(launch, by_torch, by_triton)
 
-    def __call__(self, first: torch.Tensor, *others: Any) -> Any:
-        if self._failed or first.dtype not in _DTYPES or not has_triton():
-            return self._by_torch(first, *others)
-        try:
-            with torch.cuda.device_of(first):
-                return load(self._by_triton)(first, *others)
-        except Exception as error:  # a compiler fails in many ways, and none of them may cost the run
-            if isinstance(error, torch.OutOfMemoryError):
+    def call(first: torch.Tensor, *others: Any) -> Any:
+        has_kernel = first.dtype in _DTYPES and has_triton()
+        return (kernel_or_torch if has_kernel else by_torch)(first, *others)
+
+    return call
+
+
+def with_fallback(compiled: Callable[..., Any], plain: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A function that calls `compiled` until it fails, and then `plain`. Raises OutOfMemoryError of the former."""
+    has_failed = False
+
+    @functools.wraps(plain)
+    def call(*args: Any) -> Any:
+        nonlocal has_failed
+        if not has_failed:
+            try:
+                return compiled(*args)
+            except torch.OutOfMemoryError:
                 raise
-            log.warning("%s runs without Triton (%s: %s)", self._by_triton, type(error).__name__, str(error)[:200])
-            self._failed = True
-        return self._by_torch(first, *others)
+            except Exception as error:  # noqa: BLE001 - a compiler fails in many ways, and none of them may cost the run
+                log.warning("%s runs without its compiler (%s: %s)", name, type(error).__name__, str(error)[:200])
+                has_failed = True
+        return plain(*args)
+
+    return call
 
 
 @functools.cache
