@@ -248,7 +248,7 @@ def test_log_probs_of_hidden_states(dtype, monkeypatch):
     monkeypatch.setattr(log_probs, "kernels_compute", lambda hidden: True)
     if INTERPRETED:  # a CPU rounds logits of bfloat16
         monkeypatch.setattr(
-            "verl.models.cuda.log_probs._logits", lambda hidden, weight: hidden.float() @ weight.float().t()
+            "verl.models.cuda.log_probs.wide_product", lambda hidden, weight: hidden.float() @ weight.float().t()
         )
     for case in cases(dtype):
         tokens, vocab, size = case.one_of([1, 2, 5, 9]), case.one_of(VOCABULARIES[1:6]), case.one_of([4, 32])

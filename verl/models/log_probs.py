@@ -156,10 +156,8 @@ def token_log_probs(
         chunk_tokens = max(1, elements // weight.shape[0])
     chunk_tokens = max(1, min(chunk_tokens, len(targets)))
     if candidates is None and not top and kernels_compute(hidden):
-        transform, parts = (
-            (temperature, logit_scale, softcap or 0.0),
-            list(_chunks(len(targets), chunk_tokens)) or [slice(0)],
-        )
+        transform = (temperature, logit_scale, softcap or 0.0)
+        parts = list(_chunks(len(targets), chunk_tokens)) or [slice(0)]
         return TokenStats(*KernelLogProbs.apply(hidden, weight, bias, targets, transform, wants, parts, gradients))
     head = Head(temperature, logit_scale, softcap)
     arguments = (hidden, weight, bias, targets, head, wants, candidates, top, chunk_tokens, gradients)

@@ -12,6 +12,14 @@ import torch
 from verl.parallel.device import native_bf16, prefers_onednn
 
 
+def wide_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [tokens, inputs] weight^T [inputs, outputs] in float32 or wider, not rounded to a narrower dtype on a GPU."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if x.dtype == wide or x.device.type != "cuda":
+        return torch.mm(x, weight.t()).to(wide)
+    return torch.mm(x, weight.t(), out_dtype=wide)
+
+
 class Matmul:
     """Matmuls in `dtype` on `device`. Arguments have that dtype or come from `operand`, to be called once for a matrix that
     several matmuls read; results are rounded to `dtype`."""

@@ -10,7 +10,7 @@ import torch
 from verl.models.cuda.dispatch import has_triton
 from verl.models.cuda.logits import ChunkStatistics, target_gradient, target_statistics
 from verl.models.grad_buffers import GradientBuffers
-from verl.models.matmul import Matmul
+from verl.models.matmul import Matmul, wide_product
 
 
 def kernels_compute(hidden: torch.Tensor) -> bool:
@@ -38,7 +38,7 @@ class KernelLogProbs(torch.autograd.Function):
         z, chunks = hidden.new_empty(0), []
         for part in parts:
             del z  # its memory is the next chunk's
-            z = _logits(hidden[part], weight)
+            z = wide_product(hidden[part], weight)
             chunks.append(target_statistics(z, bias, targets[part], transform))
         stats = ChunkStatistics(*(torch.cat(fields) for fields in zip(*chunks, strict=True)))
         ctx.set_materialize_grads(False)
@@ -63,7 +63,7 @@ class KernelLogProbs(torch.autograd.Function):
         apart = GradientBuffers.rest(ctx.gradients, (weight, bias), ctx.needs_input_grad[1:3])
         for part in reversed(ctx.parts):
             inputs = hidden[part]
-            z = _logits(inputs, weight) if z is None else z
+            z = wide_product(inputs, weight) if z is None else z
             dz = target_gradient(z, bias, targets[part], known[:, part], upstream[:, part], ctx.transform, hidden.dtype)
             z = None
             if d_hidden is not None:
@@ -74,11 +74,3 @@ class KernelLogProbs(torch.autograd.Function):
                     if bias is not None:
                         buffers.add((bias,), dz.sum(dim=0, dtype=known.dtype))
         return (d_hidden, apart.take(weight), apart.take(bias), *(None,) * 5)
-
-
-def _logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """[tokens, vocabulary], float32 or wider, not rounded to a narrower dtype where the device can."""
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    if hidden.dtype == wide or hidden.device.type != "cuda":
-        return torch.mm(hidden, weight.t()).to(wide)
-    return torch.mm(hidden, weight.t(), out_dtype=wide)

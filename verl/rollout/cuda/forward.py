@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from verl.models.cpu.weights import DenseDecoder, DenseLayer, Projection
 from verl.models.cuda.pointwise import add_norm, rms_norm, swiglu, write_kv
 from verl.models.forward import head_transform
+from verl.models.matmul import wide_product
 from verl.rollout.cuda.adapters import JoinedAdapters
 from verl.rollout.cuda.fused import Parts
 
@@ -79,10 +80,8 @@ class StraightForward:
         return normed
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[tokens, vocab] in float32, summed in float32 where the device can."""
-        if hidden.device.type == "cuda" and hidden.dtype in (torch.bfloat16, torch.float16):
-            return torch.mm(hidden, self.head.t(), out_dtype=torch.float32)
-        return F.linear(hidden, self.head).float()
+        """[tokens, vocab] in float32."""
+        return wide_product(hidden, self.head).float()
 
     def _feed_forward(self, x: torch.Tensor, layer: DenseLayer) -> torch.Tensor:
         if layer.experts is not None:
