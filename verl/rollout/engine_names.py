@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.metadata
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,12 +78,8 @@ def lookup(package: str) -> dict[str, dict[str, bool]]:
     if spec is None or not spec.submodule_search_locations:
         return {}
     root = Path(next(iter(spec.submodule_search_locations))).parent
-    uses = {way: list(names) for way, names in USES[package].items()}
-    if package == "vllm":
-        uses[IN_PROCESS] = [
-            *_imported_names(Path(__file__).with_name("vllm") / "library.py", package),
-            *uses[IN_PROCESS],
-        ]
+    imported = {IN_PROCESS: _imported_names(Path(__file__).with_name("vllm") / "library.py", package)}
+    uses = {way: (*imported.get(way, ()), *names) for way, names in USES[package].items()}
     return {way: {name: _has(root, name) for name in names} for way, names in uses.items()}
 
 
@@ -98,15 +95,12 @@ def require_names(package: str, way: str, advice: str) -> None:
 
 
 def _version(package: str) -> str:
-    from importlib import metadata
-
-    for name in metadata.packages_distributions().get(package, ()):
-        return metadata.version(name)
-    return "of unknown version"
+    distributions = importlib.metadata.packages_distributions().get(package, ())
+    return next(map(importlib.metadata.version, distributions), "of unknown version")
 
 
 def _imported_names(file: Path, package: str) -> Iterator[str]:
-    """Names that a module needs; imports inside `try` are optional."""
+    """Names that a module imports from `package`, except inside `try`, where they are optional."""
     for node in _tree(file).body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == package:
             yield from (f"{node.module}:{alias.name}" for alias in node.names)
@@ -121,7 +115,7 @@ def _has(root: Path, name: str) -> bool:
     if rest.startswith("*."):
         classes = (node for file in _files(folder) for node in ast.walk(_tree(file)) if isinstance(node, ast.ClassDef))
         return any(rest[2:] in _names(node.body) for node in classes)
-    module = next(iter(_files(folder)[:1]), None)
+    module = next(iter(_files(folder)), None)
     owner, _, member = rest.partition(".")
     if module is None:
         return False
