@@ -49,14 +49,8 @@ def cases() -> Iterator[tuple[str, str, Callable[..., Any], tuple[Any, ...], flo
     yield "norm, gradient", "norm:launch_rms_norm_backward", pointwise._rms_norm_backward, arguments, 8.0 * x.numel()
     gate_up = half(_TOKENS, 2 * _WIDTH)
     yield "swiglu", "swiglu:launch_swiglu", pointwise._swiglu, (gate_up,), 3.0 * gate_up.numel()
-    arguments = (half(_TOKENS, _WIDTH), gate_up)
-    yield (
-        "swiglu, gradient",
-        "swiglu:launch_swiglu_backward",
-        pointwise._swiglu_backward,
-        arguments,
-        5.0 * gate_up.numel(),
-    )
+    arguments, num_bytes = (half(_TOKENS, _WIDTH), gate_up), 5.0 * gate_up.numel()
+    yield "swiglu, gradient", "swiglu:launch_swiglu_backward", pointwise._swiglu_backward, arguments, num_bytes
     qkv, turns = half(_TOKENS, (_HEADS + 2 * _KV_HEADS) * _HEAD_DIM), half(_TOKENS, _HEAD_DIM)
     store, places = half(2, _TOKENS, _KV_HEADS, _HEAD_DIM), torch.randperm(_TOKENS, device=DEVICE)
     arguments = (qkv, turns, turns, turns[0], turns[0], 1e-6, store, places)

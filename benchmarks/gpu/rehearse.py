@@ -31,22 +31,13 @@ from versions import Environment
 
 PYTHON, TORCH = "3.12", "2.11.0"
 MACHINE = (
-    *(
-        "transformers==5.17.0",
-        "numpy>=2.5,<2.6",
-        "pytest",
-        "pytest-timeout",
-        "pytest-xdist",
-        "hypothesis",
-        "xxhash",
-        "psutil",
-    ),
-    *("httpx", "rich", "pyarrow", "cloudpickle", "peft", "accelerate"),
-)
+    "transformers==5.17.0 numpy>=2.5,<2.6 pytest pytest-timeout pytest-xdist hypothesis xxhash psutil httpx rich pyarrow "
+    "cloudpickle peft accelerate"
+).split()
 WHEELS = (
-    *("tensordict==0.15.3", "pyvers==0.2.3", "omegaconf==2.4.0", "antlr4-python3-runtime==4.13.2"),
-    *("math-verify==0.9.0", "latex2sympy2-extended==1.11.0"),
-)
+    "tensordict==0.15.3 pyvers==0.2.3 omegaconf==2.4.0 antlr4-python3-runtime==4.13.2 math-verify==0.9.0 "
+    "latex2sympy2-extended==1.11.0"
+).split()
 # limits of machines that are lent for minutes: what travels there, the command, and what comes back
 _MAX_TREE_BYTES, _MAX_COMMAND = 64 << 20, 2000
 _MAX_FILES, _MAX_FILE_BYTES, _MAX_DEPTH = 8, 16 << 20, 3
@@ -72,14 +63,13 @@ class Rehearsal(NamedTuple):
         out.mkdir(parents=True)
         path = f"{self.environment.python.parent}:/usr/local/bin:/usr/bin:/bin"
         variables = {"OUT": str(out), "PATH": path, "HOME": str(self.site.parent), "OMP_NUM_THREADS": "1"}
-        alone = ["unshare", "--map-root-user", "--net", "bash", "-c", f"ip link set lo up && {command}"]
-        return subprocess.Popen(alone, cwd=self.tree, env=variables, stdout=subprocess.DEVNULL)
+        isolated = ["unshare", "--map-root-user", "--net", "bash", "-c", f"ip link set lo up && {command}"]
+        return subprocess.Popen(isolated, cwd=self.tree, env=variables, stdout=subprocess.DEVNULL)
 
     def run_all(self, out: Path, minutes: float) -> bool:
         """Run all steps; returns whether all passed. GPU tests must be collected and skipped."""
-        status = self.start(out, _INSTALL + _RUN, f"--minutes {minutes:g} --patience {_PATIENCE}").wait(
-            60 * minutes + 120
-        )
+        runner = self.start(out, _INSTALL + _RUN, f"--minutes {minutes:g} --patience {_PATIENCE}")
+        status = runner.wait(60 * minutes + 120)
         rows = {row["step"]: row for row in read_report(out / "report.jsonl")}
         for name, row in rows.items():
             print(f"{name}: {row.get('skipped') or row['status']}, {row.get('seconds', 0)} s", flush=True)
