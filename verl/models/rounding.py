@@ -203,7 +203,7 @@ def chunks(shape: tuple[int, ...], region: Region, most: int) -> Iterator[tuple[
 
 @functools.lru_cache(maxsize=16)
 def tiles(device: torch.device, spare: int) -> tuple[torch.Tensor, ...]:
-    """The tiles, each with what of its repetitions follows within `spare` elements."""
+    """The tiles, each continued by its repetitions for `spare` elements."""
     generator = torch.Generator().manual_seed(_SEED)
     once = (torch.randint(1 << 16, (length,), generator=generator, dtype=torch.int32) for length in TILE_LENGTHS)
     return tuple(tile.repeat(-(-spare // len(tile)) + 1)[: len(tile) + spare].to(device) for tile in once)

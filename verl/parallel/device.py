@@ -176,9 +176,9 @@ def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 def moved(tensor: torch.Tensor, device: torch.device | str, *, copy: bool = False) -> torch.Tensor:
     """`tensor` on `device`, without its graph; a sharded tensor moves this rank's part. Between a GPU and the host through
-    pinned memory, which copies several times as fast. With `copy` it is new even if it was there."""
+    pinned memory, which copies several times as fast. With `copy` the result is always a new tensor."""
     tensor = tensor.detach()
-    if is_traceable_wrapper_subclass(tensor):  # such as a DTensor, which has a mesh besides its part
+    if is_traceable_wrapper_subclass(tensor):  # such as a DTensor, which has a mesh and a part
         whole: torch.Tensor = transform_subclass(
             tensor, lambda _, part: moved(part, device, copy=copy) if isinstance(part, torch.Tensor) else part
         )
@@ -196,7 +196,7 @@ def move_module(module: torch.nn.Module, device: torch.device | str) -> None:
 
 def page_lock(memory: torch.Tensor) -> Callable[[], None]:
     """Pin `memory` of the host that torch did not allocate, in a process that uses a GPU. Returns the call that unpins it, due
-    before the memory is freed. Copies are right without it, only slower: memory that cannot be pinned is a warning."""
+    before the memory is freed. A failure is only a warning, since it only makes copies slower."""
     if not torch.cuda.is_initialized() or not memory.numel():
         return lambda: None
     runtime = torch.cuda.cudart()

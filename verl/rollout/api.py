@@ -56,7 +56,7 @@ def holds_weights(name: str) -> bool:
 
 
 class Invariance(NamedTuple):
-    """Whether a sample keeps its bits whichever others are generated beside it."""
+    """Whether a sample has the same bits in every batch."""
 
     holds: bool
     why: str  # a clause
@@ -153,7 +153,7 @@ class RolloutEngine(Protocol):
 
 
 class BaseRollout:
-    """`generate` and `stats` in terms of `open`, and an engine without weights or processes of its own."""
+    """`generate` and `stats` in terms of `open`, and defaults of engines that share the module's weights and process."""
 
     holds_weights: ClassVar[bool] = False
     _stats: Stats

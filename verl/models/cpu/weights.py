@@ -119,9 +119,8 @@ _known: WeakKeyDictionary[nn.Module, DenseDecoder] = WeakKeyDictionary()
 
 def _is_plain(decoder: nn.Module) -> bool:
     """Whether the decoder is of a known class and consists of unwrapped modules with plain local parameters."""
-    if type(decoder).__name__ not in _DECODERS + _MIXTURES or not type(decoder).__module__.startswith(
-        "transformers.models."
-    ):
+    kind = type(decoder)
+    if kind.__name__ not in _DECODERS + _MIXTURES or not kind.__module__.startswith("transformers.models."):
         return False
     if getattr(decoder.config, "hidden_act", None) != "silu":
         return False

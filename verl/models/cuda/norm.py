@@ -29,9 +29,8 @@ def launch_rms_norm_backward(
     through = None if through is None else through.contiguous()
     columns = x.shape[-1]
     rows = x.numel() // columns
-    rows_each = triton.next_power_of_2(
-        max(1, triton.cdiv(rows, _PARTIAL_SUMS))
-    )  # a constant of few values in the kernel
+    # a power of two, since the kernel is compiled for each value
+    rows_each = triton.next_power_of_2(max(1, triton.cdiv(rows, _PARTIAL_SUMS)))
     programs = triton.cdiv(rows, rows_each)
     d_x, partial = torch.empty_like(x), x.new_empty(programs, columns, dtype=torch.float32)
     if rows:

@@ -1,5 +1,5 @@
-"""Sums of a softmax over chunks of the vocabulary, by Triton: the one read of [rows, vocabulary] of the sampler and of the
-head. The sums of a row have one order, whatever the other rows are.
+"""Sums of a softmax over chunks of the vocabulary, by Triton: sampler and head read [rows, vocabulary] only here. The order
+of a row's sums does not depend on other rows.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from verl.models.lora import LoRALinear
 
 
 class JoinedAdapters:
-    """Copies of the adapters of `projection`, good until the adapters change; `refresh` takes their values."""
+    """Copies of the adapters of `projection`; `refresh` copies them again after they have changed."""
 
     def __init__(self, projection: Projection):
         weight, row, column = projection.weight, 0, 0
@@ -36,7 +36,7 @@ class JoinedAdapters:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take the present values."""
+        """Copy the present values."""
         for part, rows, columns in self._parts:
             self._down[columns].copy_(part.lora_A)
             torch.mul(part.lora_B, part.scale, out=self._up[rows, columns])

@@ -61,7 +61,7 @@ class DeviceBackend:
         self.num_computed = 0
         self.stores: DeviceRows | None = None
         self._made_for: tuple[Any, ...] = ()  # the settings that stores and graphs were made for
-        self._longest_prompt = 0  # that there is room for
+        self._longest_prompt = 0  # that the stores can hold
 
     @staticmethod
     def fits(module: Any) -> bool:

@@ -70,8 +70,8 @@ class TokenStore:
 
 
 class PromptAttention:
-    """Chunks of prompts, back to back: stored at `where`; each token sees those before it in its slot (`spans`), within the
-    layer's one of `windows`."""
+    """Chunks of prompts, back to back: stored at `where`; each token attends to the tokens before it in its slot (`spans`),
+    within the window that `windows` has for the layer."""
 
     def __init__(
         self,
@@ -105,8 +105,8 @@ class SharedPrompts:
 
 
 class DecodeAttention:
-    """One new token a row: it is stored at `where`, and sees its row's own tokens and then, if prompts are stored apart,
-    its prompt. A window of the layer that acts (one of `windows`) hides tokens of a row that has a copy of its prompt."""
+    """One new token a row: it is stored at `where`, and attends to its row's tokens and, if prompts are stored apart, to its
+    prompt. `windows` has the window of each layer, which hides tokens only where rows have copies of their prompts."""
 
     def __init__(
         self,

@@ -38,7 +38,7 @@ class Backend(Protocol):
     num_computed: int  # prompt tokens
 
     def reserve(self, num_rows: int, longest_prompt: int) -> int:
-        """Make room for this many rows and a prompt of this length; returns the number of rows that there is room for."""
+        """Reserve memory for this many rows and a prompt of this length; returns the number of rows that fit."""
 
     def admits(self, group: Group) -> bool:
         """Whether a group fits the reserved size, and a prefix slot is free for it."""
