@@ -229,7 +229,7 @@ def matrix_weights(module: Any) -> int:
 
 
 def forward_flops(module: Any, shape: Shape) -> float:
-    """Of one forward over all rows of a GRPO step, prompts once, all response tokens predicted."""
+    """Operations of one forward over all rows of a GRPO step, prompts once, all response tokens predicted."""
     config, own = module.config, shape.response_tokens - 1
     tokens = shape.prompts * (shape.prompt_tokens + shape.samples * own)
     pairs_of_prompt = shape.prompt_tokens * (shape.prompt_tokens + 1) / 2
@@ -242,7 +242,7 @@ def forward_flops(module: Any, shape: Shape) -> float:
 
 
 def decode_bytes(module: Any, rows: int, prompts: int, shape: Shape) -> float:
-    """Of one step half way through the responses."""
+    """Bytes that a step reads half way through the responses."""
     config = module.config
     per_token = (
         2 * config.num_hidden_layers * config.num_key_value_heads * config.hidden_size / config.num_attention_heads
@@ -302,7 +302,7 @@ def hf_log_probs(bench: Bench, columns: dict[str, torch.Tensor]) -> torch.Tensor
 
 
 def gradient(bench: Bench, columns: dict[str, torch.Tensor], share: bool) -> torch.Tensor:
-    """Of a fixed random combination of the log-probs, all weights in one vector."""
+    """The gradient of a fixed random combination of the log-probs, all weights in one vector."""
     bench.module.zero_grad(set_to_none=True)
     log_probs = packed_log_probs(bench, columns, share)
     weights = torch.randn(log_probs.shape, generator=torch.Generator().manual_seed(3)).to(bench.device)

@@ -159,7 +159,7 @@ def _ragged(bench: sizes.Bench, size: str, rows: int) -> None:
 
 
 def _with_adapters(bench: sizes.Bench, size: str, rows: int) -> None:
-    """With the backend that the engine takes for modules with adapters."""
+    """Decode with adapters, by the backend that the engine takes for them."""
     add_adapters(bench.module, LoRASpec(16, 32.0, "all-linear"), HALF)
     bench.module.to(DEVICE)
     bench.note(f"{size}, LoRA, backend of the GPU", str(DeviceBackend.fits(bench.module)))

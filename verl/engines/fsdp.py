@@ -205,7 +205,7 @@ class FSDPEngine(TrainedEngine):
 
     @property
     def _may_offload(self) -> bool:
-        """With `offload_policy` everything is on the CPU already."""
+        """Whether offloading moves anything; with `offload_policy` everything is on the CPU already."""
         return self.device.type != "cpu" and not self.config.offload_policy
 
 

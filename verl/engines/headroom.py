@@ -26,7 +26,7 @@ _SHARE = 0.8  # of the memory that is free; the next mini-batch may pack less we
 
 
 class Headroom:
-    """Of the training on one rank."""
+    """The limit of one rank, from the memory that its micro-batches took."""
 
     def __init__(self, device: torch.device):
         self._device = device

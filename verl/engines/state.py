@@ -30,7 +30,7 @@ class Parameters:
         return self.module.get_parameter(name).detach()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole parameter."""
+        """The shape of the whole parameter."""
         return tuple(self.module.get_parameter(name).shape)
 
     def whole(self, name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -75,7 +75,7 @@ class ComputeShard(Protocol):
 
     @property
     def weights(self) -> torch.Tensor:
-        """In the shape of the local shard."""
+        """The weights in the shape of the local shard."""
         ...
 
 

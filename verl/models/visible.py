@@ -20,7 +20,7 @@ SAMPLE = 4096  # elements of each tensor on each rank, evenly spaced
 
 
 class VisibleUpdate:
-    """Made when the model has just been loaded, before a checkpoint is: then these are the weights of the run's start."""
+    """Movement since the start of the run: construct it when the model is loaded, before a checkpoint is."""
 
     def __init__(self, parameters: Iterable[Rounded]):
         self._start = {p.name: (_sample(p.weights), _sample(p.master)) for p in parameters}
@@ -38,7 +38,7 @@ class VisibleUpdate:
 
 
 def ratio(sums: torch.Tensor) -> float | None:
-    """Of added up `sums`; None while nothing has moved."""
+    """<dw, dm> / <dm, dm> of `sums` over all parameters and ranks; None while nothing has moved."""
     shown, moved = sums.tolist()
     return shown / moved if moved > 0 else None
 

@@ -48,7 +48,7 @@ class Traffic:
             self._gathers = Gathers(self._gathers.seconds + seconds, self._gathers.count + 1)
 
     def take_gathers(self) -> Gathers:
-        """Those since the last call of this method."""
+        """The all-gathers since the last call of this method."""
         with self._lock:
             gathers, self._gathers = self._gathers, Gathers()
         return gathers

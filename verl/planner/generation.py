@@ -69,7 +69,7 @@ def _decode_attention(shape: ModelShape, tensor: int, cluster: Cluster, rows: fl
 
 
 def _all_reduce(cluster: Cluster, num_bytes: float, tensor: int) -> float:
-    """By NCCL, or by one kernel that reads its neighbours' memory where that is faster."""
+    """Seconds by NCCL, or by one kernel that reads its neighbours' memory where that is faster."""
     group = cluster.group(tensor)
     usual = cluster.collective("all_reduce", num_bytes, group)
     small = cluster.device.kernels.collectives.get("small_all_reduce")

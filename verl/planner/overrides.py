@@ -85,7 +85,7 @@ def _rollout(plan: RunPlan) -> Iterator[str]:
 
 
 def _one_engine(layout: ParallelLayout, engine: str, shape: ModelShape) -> Iterator[tuple[str, Any]]:
-    """Of a program that trains on given rows."""
+    """Settings of a program that trains on given rows."""
     yield from _sizes("", layout, engine, shape)
     yield "data.use_dynamic_bsz", "True"
     yield "data.max_token_len_per_gpu", max(layout.micro_batch // layout.context, 1)

@@ -56,7 +56,7 @@ class RunPlan:
 
     @property
     def gpu_hours(self) -> float:
-        """Of one step."""
+        """Device hours of one step."""
         return self.step_s * sum(self.devices) / 3600
 
     def option(self, role: str) -> Option:

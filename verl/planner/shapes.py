@@ -116,7 +116,7 @@ class ModelShape:
 
     @cached_property
     def attention_parameters(self) -> int:
-        """Of one layer."""
+        """Parameters of one layer's attention."""
         out = self.hidden * self.output_size
         if not self.is_latent:
             return out + self.hidden * (self.query_size + 2 * self.kv_heads * self.head_dim)
@@ -129,23 +129,23 @@ class ModelShape:
 
     @cached_property
     def expert_parameters(self) -> int:
-        """Of one expert of one layer."""
+        """Parameters of one expert of one layer."""
         return (self.num_in + 1) * self.hidden * self.expert_intermediate
 
     def mlp_parameters(self, *, mixture: bool) -> int:
-        """Of one layer, without the experts that a router chooses (see `expert_parameters`), but with the router."""
+        """Parameters of one layer's MLP, with the router, and without the experts that it chooses (`expert_parameters`)."""
         if not mixture:
             return (self.num_in + 1) * self.hidden * self.intermediate
         return (self.num_in + 1) * self.hidden * self.shared_intermediate + self.hidden * self.num_experts
 
     @cached_property
     def routed_parameters(self) -> int:
-        """Of all routed experts of all layers: what expert parallelism divides."""
+        """Parameters of all routed experts of all layers, which expert parallelism divides."""
         return self.num_mixture_layers * self.num_experts * self.expert_parameters
 
     @cached_property
     def block_parameters(self) -> int:
-        """Of all layers, without the routed experts, norms and biases."""
+        """Parameters of all layers, without the routed experts, norms and biases."""
         dense = self.num_layers - self.num_mixture_layers
         mlp = dense * self.mlp_parameters(mixture=False) + self.num_mixture_layers * self.mlp_parameters(mixture=True)
         return self.num_layers * self.attention_parameters + mlp

@@ -66,7 +66,7 @@ class Lengths:
 
     @classmethod
     def from_samples(cls, lengths: Sequence[float]) -> Lengths:
-        """Of an earlier run. Raises ConfigError without any."""
+        """The distribution of response lengths of an earlier run. Raises ConfigError without any."""
         if not lengths:
             raise ConfigError(
                 "The samples file has no response lengths; give samples/train/STEP.jsonl of an earlier run."

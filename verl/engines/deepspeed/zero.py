@@ -221,6 +221,6 @@ def partition_slice(parameter: Any) -> FlatSlice:
 
 
 def partition(parameter: Any) -> torch.Tensor:
-    """Its weights [size], without padding."""
+    """This rank's weights of a parameter [size], without padding."""
     held: torch.Tensor = parameter.ds_tensor
     return held.detach().narrow(0, 0, partition_slice(parameter).size)

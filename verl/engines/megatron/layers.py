@@ -43,7 +43,7 @@ class RMSNorm(nn.Module):
 
 
 class OrderedSelfAttention(SelfAttention):
-    """Its projection has the rows [queries | keys | values] of this rank, so that each is a block of the checkpoint's tensor.
+    """Attention whose projection has this rank's rows [queries | keys | values], each a block of the checkpoint's tensor.
     Megatron's interleaves them by group, which would take a copy in every weight sync."""
 
     def get_query_key_value_tensors(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

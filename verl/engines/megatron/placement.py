@@ -81,7 +81,7 @@ class Placed:
 
     @property
     def offset(self) -> int:
-        """Its first element in the flattened parameter."""
+        """The first element of the part in the flattened parameter."""
         return self.first * math.prod(self.local_shape[1:])
 
     def take(self, whole: torch.Tensor) -> torch.Tensor:

@@ -39,7 +39,7 @@ class PipelineSchedule:
         return plan + [[] for _ in range(-len(plan) % self.pipeline.size())] if len(self.chunks) > 1 else plan
 
     def padded(self, packed: PackedBatch) -> PackedBatch:
-        """At least one token; padding is a segment by itself."""
+        """`packed` with at least one token, padded by a separate segment to a multiple of `divides`."""
         packed = packed if packed.num_tokens else empty_batch(packed)
         missing = -packed.num_tokens % self.divides
         if not missing:

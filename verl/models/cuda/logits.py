@@ -18,7 +18,7 @@ class ChunkStatistics(NamedTuple):
 
     log_probs: torch.Tensor
     top: torch.Tensor  # greatest final logit
-    log_sum: torch.Tensor  # of exp(final logits - top); apart from top, since their sum would lose its last digits
+    log_sum: torch.Tensor  # of exp(final logits - top); not added to top, since the sum would lose its last digits
     entropy: torch.Tensor
     squared: torch.Tensor
     correct: torch.Tensor

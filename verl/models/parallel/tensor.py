@@ -144,7 +144,7 @@ class _Exit:
 
 
 class _Lookup:
-    """Around the embedding: tokens of other ranks look up row 0, which the sum over the ranks replaces."""
+    """Hooks of the embedding: tokens of other ranks look up row 0, which the sum over the ranks replaces."""
 
     def __init__(self, first: int, count: int, group: dist.ProcessGroup):
         self.first, self.count, self.group = first, count, group

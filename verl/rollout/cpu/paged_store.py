@@ -49,7 +49,7 @@ class PagedStore(BlockStore):
 
     @property
     def num_bytes(self) -> int:
-        """Of the blocks that hold tokens."""
+        """Bytes of the blocks that hold tokens."""
         return int(self._held.sum()) * self._block_bytes * self.shape.kv_heads * self.shape.num_layers
 
     def clear(self) -> None:

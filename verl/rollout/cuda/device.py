@@ -188,7 +188,7 @@ class DeviceRows:
             self.columns[OWN_LENGTH].index_fill_(0, there, 0)
 
     def share(self, slots: np.ndarray, lengths: np.ndarray, members: np.ndarray) -> int:
-        """From now on, row r belongs to prompt `members[r]` (-1: no matter) of those in prefix `slots` with `lengths`.
+        """Assign row r to prompt `members[r]` (-1: to none) of the prompts in prefix `slots`, which have `lengths`.
         Returns the number of prompts that a step computes."""
         num_prompts = min(next_power(len(slots)), self.bounds.num_prefixes)
         gather, place = assign_places(members, self.sizes.width, num_prompts)

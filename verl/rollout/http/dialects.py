@@ -80,7 +80,7 @@ class OpenAI:
         )
 
     def label(self, client: Client, version: int) -> None:
-        """Its weights never change."""
+        """Nothing: the weights of such a service never change."""
 
     def version(self, client: Client) -> str | None:
         return None

@@ -90,7 +90,7 @@ class SGLangServer:
 
 
 def arguments(config: RolloutConfig, transfer: WeightTransfer, skeleton: Any, port: int) -> list[str]:
-    """Of sglang.launch_server. Entries of rollout.engine_kwargs.sglang go before all others."""
+    """The arguments of sglang.launch_server. Entries of rollout.engine_kwargs.sglang go before all others."""
     model = transfer.model
     sleeps = config.free_cache_engine and transfer.device.type == "cuda"
     defaults: dict[str, Any] = {

@@ -148,14 +148,14 @@ class WeightReceiver:
 
 
 class OwnWeightReceiver(WeightReceiver):
-    """For a vLLM that we have started and that has no other client: it opens memory of the GPU too, by handles that are passed
-    on to CUDA's driver as they come."""
+    """The receiver in a vLLM that verl has started and that has no other client. It also opens memory of the GPU: handles go to
+    CUDA's driver unchecked."""
 
     verl_readers = _OWN_READERS
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """On the GPU of this worker, if it comes from one."""
+    """A copy of `tensor`, on the GPU of this worker if it comes from a GPU."""
     device = torch.device("cuda", torch.cuda.current_device()) if tensor.is_cuda else tensor.device
     return tensor.to(device, copy=True)
 
