@@ -31,6 +31,7 @@ from verl.data_proto.proto import DataProto
 from verl.data_proto.token_ids import num_embeddings, token_ids, token_mask
 from verl.data_proto.trajectory import padded, response_lengths
 from verl.errors import CheckpointError, ConfigError, DataError
+from verl.foreign_text import quoted
 from verl.models.load import load_tokenizer
 from verl.programs.api import ProgramSpecs
 from verl.programs.ppo_roles import ppo_roles
@@ -40,7 +41,7 @@ from verl.roles.objectives.function import LossFunction
 from verl.roles.rollout import greedy, sampling_params
 from verl.roles.updates import MiniBatchSchedule
 from verl.runtime.api import open_runtime
-from verl.tracking.files import write_atomically
+from verl.tracking.files import has, is_count, read_json, write_atomically
 
 Row = Mapping[str, Any]
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
@@ -67,7 +68,7 @@ class SessionRoles:
 
 
 class Session:
-    """A model that samples and trains under a loop of your own. Use it as a context manager, or call `close` at the end.
+    """A model that samples and trains under your own loop. Use it as a context manager, or call `close` at the end.
 
     model: Hugging Face folder or name. config, keys: keys of docs/config.md, nested or dotted, such as
     `config={"actor_rollout_ref.actor.optim.lr": 1e-5}`. Prompts and responses are at most data.max_prompt_length and
@@ -185,8 +186,8 @@ class Session:
         """Take the state that `save` wrote, bit for bit, and sync the weights. Raises CheckpointError."""
         path = Path(folder).expanduser().absolute()
         try:
-            state = json.loads((path / _STATE).read_text(encoding="utf-8"))
-        except OSError as error:
+            state = read_json(path / _STATE, has(num_prompts=is_count, version=is_count))
+        except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} is no checkpoint of a session: {error}.") from error
         self._policy.load(str(path))
         self._num_prompts, self._version = state["num_prompts"], state["version"]
@@ -221,7 +222,7 @@ class Session:
         }
 
     def _batch(self, rows: Sequence[Row]) -> DataProto:
-        """The columns of the rows; widths are those of the longest row."""
+        """The columns of the rows, as wide as the longest prompt and the longest response."""
         if not len(rows):
             raise DataError("There are no rows. Give at least one with prompt_ids and response_ids.")
         pad = self.tokenizer.pad_token_id or 0
@@ -257,24 +258,28 @@ def _value_columns(rows: Sequence[Row], lengths: Sequence[int], width: int) -> d
     """float32 columns of the numbers of `rows`: [rows, 1], or [rows, response] where a row has a number for each token."""
     columns = {}
     for name, first in rows[0].items():
-        if name in _TOKENS or not _is_numeric(first):
+        if name in _TOKENS or (numbers := _numbers(first)) is None:
             continue
-        values = [np.asarray(row.get(name, ()), dtype=np.float64) for row in rows]
-        shapes = [(length,) for length in lengths] if values[0].ndim else [()] * len(rows)
-        for number, (value, shape) in enumerate(zip(values, shapes, strict=True)):
-            if value.shape != shape:
-                expected = f"{shape[0]} numbers, one for each token of the response" if shape else "a number"
-                raise DataError(f"{name} of row {number} has the shape {list(value.shape)}; it must be {expected}.")
+        of_tokens, values = numbers.ndim > 0, []
+        for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            numbers = _numbers(row.get(name))
+            if numbers is None or numbers.shape != ((length,) if of_tokens else ()):
+                expected = f"{length} numbers, one for each token of the response" if of_tokens else "a number"
+                shown = quoted(row.get(name), 80)
+                raise DataError(f"{name} of row {number} is {shown}; it must be {expected}.")
+            values.append(numbers)
         columns[name] = (
             padded(values, 0.0, width, torch.float32)[0]
-            if values[0].ndim
+            if of_tokens
             else torch.tensor([[float(value)] for value in values], dtype=torch.float32)
         )
     return columns
 
 
-def _is_numeric(value: Any) -> bool:
+def _numbers(value: Any) -> np.ndarray | None:
+    """A number or a list of numbers as float64; None for other values."""
     try:
-        return np.asarray(value).dtype.kind in "biuf"
+        array = np.asarray(value)
     except ValueError:  # nested lists of different lengths
-        return False
+        return None
+    return array.astype(np.float64) if array.dtype.kind in "biuf" else None

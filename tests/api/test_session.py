@@ -68,6 +68,9 @@ def test_a_saved_session_continues_bit_for_bit(session, tiny_llama, tmp_path):
         session.save(folder)
     with pytest.raises(CheckpointError, match="no checkpoint of a session"):
         session.load(tmp_path)
+    (folder / "session.json").write_text('{"num_prompts": 2')
+    with pytest.raises(CheckpointError, match="no checkpoint of a session"):
+        session.load(folder)
 
 
 @pytest.mark.parametrize(
@@ -78,6 +81,8 @@ def test_a_saved_session_continues_bit_for_bit(session, tiny_llama, tmp_path):
         (lambda s: s.forward_backward([{"prompt_ids": [1]}], summed), DataError, "response_ids of row 0"),
         (lambda s: s.forward_backward([{**ROWS[0], "advantage": [1.0]}], summed), DataError, "3 numbers"),
         (lambda s: s.forward_backward([*ROWS, {**ROWS[0], "advantage": [1]}], summed), DataError, "row 1 .* a number"),
+        (lambda s: s.forward_backward([*ROWS, {**ROWS[0], "advantage": None}], summed), DataError, "row 1 .* a number"),
+        (lambda s: s.forward_backward([*ROWS, {**ROWS[0], "advantage": "x"}], summed), DataError, "row 1 .* a number"),
         (lambda s: s.forward_backward([{**ROWS[0], "prompts": 1}], summed), DataError, "another name"),
         (lambda s: s.forward_backward(ROWS, lambda o, r, t: o["log_probs"]), ConfigError, "scalar tensor"),
         (lambda s: s.forward_backward([{**ROWS[0], "response_ids": [10**6]}], summed), DataError, "token id"),
