@@ -16,15 +16,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AgentSpec:
-    """Episodes in place of single responses. `limits` has the limits of sandboxed tools and commands. `validates`: the run has
-    validation prompts. Loops written for other releases read `config`, the user's whole config, which nothing else does, and
-    `data`."""
+    """Episodes in place of single responses. `limits` has the limits of sandboxed tools and commands. Only loops written for
+    other releases read `config`, the user's whole config."""
 
     rollout: RolloutConfig
     data: DataConfig
     limits: RewardConfig
     config: object
-    validates: bool = False
 
 
 @dataclass(frozen=True)

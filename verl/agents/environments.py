@@ -65,7 +65,7 @@ def players_of_games(spec: AgentSpec, environments: Mapping[str, Any]) -> int:
     rollout, count = spec.rollout, max(map(num_players, environments.values()), default=1)
     if count == 1:
         return count
-    samples = {"n": rollout.n} | ({"val_kwargs.n": rollout.val_kwargs.n} if spec.validates else {})
+    samples = {"n": rollout.n} | ({"val_kwargs.n": rollout.val_kwargs.n} if spec.data.val_files else {})
     for key, num_samples in samples.items():
         if num_samples % count:
             raise ConfigError(

@@ -51,8 +51,7 @@ def rollout_spec(config: PPOConfig) -> RolloutSpec:
 
 def agent_spec(config: PPOConfig) -> AgentSpec:
     """Agents, whether or not the config asks for them."""
-    rollout = config.actor_rollout_ref.rollout
-    return AgentSpec(rollout, config.data, config.reward, config, validates=bool(config.data.val_files))
+    return AgentSpec(config.actor_rollout_ref.rollout, config.data, config.reward, config)
 
 
 def reward_spec(config: PPOConfig) -> RewardSpec:
