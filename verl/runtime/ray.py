@@ -112,7 +112,7 @@ class RayRuntime:
         weights = RayWeightSync(self) if specs.rollout is not None else None
         roles = make_groups(context, self._run, facts[context.ranks(first)[0]], weights, self._end)
         if train and specs.rollout is not None:
-            self.scaling = RoleScaling(self, roles, task)
+            self.scaling = RoleScaling(self, roles, specs.rollout, task)
         return roles
 
     def any(self, flag: bool) -> bool:

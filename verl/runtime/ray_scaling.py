@@ -49,17 +49,14 @@ class Added:
 
 
 class RoleScaling:
-    """Of the `roles` of a run, whose ranks were built for `task`."""
+    """Of the `roles` of a run, which generates by `spec`, and whose ranks were built for `task`."""
 
-    def __init__(self, runtime: RayRuntime, roles: Roles, task: Mapping[str, Any]):
-        self._runtime, self._task = runtime, task
-        specs = runtime.source.specs()
-        self._folder = specs.run.folder
+    def __init__(self, runtime: RayRuntime, roles: Roles, spec: RolloutSpec, task: Mapping[str, Any]):
+        self._runtime, self._task, self._folder = runtime, task, runtime.run.folder
         groups = {"rollout": roles.rollout, "reward": roles.reward}
         self._groups = {role: group for role, group in groups.items() if isinstance(group, WorkerGroup)}
         self._placed = {role: group.mesh for role, group in self._groups.items()}
-        assert specs.rollout is not None
-        can_scale = scalable_roles(specs.rollout, runtime.placement.devices)
+        can_scale = scalable_roles(spec, runtime.placement.devices)
         self._sizes = {role: mesh.size for role, mesh in self._placed.items() if role in can_scale}
         self._joined: list[Added] = []
         self._starting: list[Added] = []
