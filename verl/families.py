@@ -62,7 +62,7 @@ POLICY_LOSSES = Registry(
         "geo_mean": BuiltIn(f"{_LOSSES}.clipped:geo_mean", _CLIPS),
         "dro": BuiltIn(f"{_LOSSES}.soft:dro", "dro_beta"),
         "cispo": BuiltIn(f"{_LOSSES}.clipped:cispo", _CLIPS),
-        # the loss of rollout_correction.bypass_mode, whose keys have conditions of their section
+        # the loss of rollout_correction.bypass_mode
         "bypass_mode": BuiltIn(
             f"{_LOSSES}.bypass:bypass_mode",
             "loss_type rollout_is rollout_is_threshold rollout_rs rollout_rs_threshold rollout_is_batch_normalize "

@@ -97,8 +97,12 @@ def _is_not(key: str, names: tuple[str, ...]) -> str:
     return f"{key} is not {', '.join(first)}{' or ' if first else ''}{last}"
 
 
+# the keys of bypass_mode have conditions of their section
+_READ_BY_LOSSES = {name: keys for name, keys in POLICY_LOSSES.reads.items() if name != "bypass_mode"}
+
+
 def _read_by_loss(key: str) -> Condition:
-    losses = tuple(name for name in POLICY_LOSSES.reading(key) if name != "bypass_mode")
+    losses = tuple(name for name, keys in _READ_BY_LOSSES.items() if key in keys)
     return Condition(
         lambda root, node: _loss_reads(root, key),
         _is_not("actor.policy_loss.loss_mode", losses),
@@ -275,22 +279,7 @@ PPO_CONDITIONS: dict[str, Condition] = {
         "clip_ratio_low and clip_ratio_high are both set, or the chosen policy loss does not clip the ratio",
         "set only clip_ratio",
     ),
-    **{
-        key: _read_by_loss(key)
-        for key in (
-            "clip_ratio_low",
-            "clip_ratio_high",
-            "clip_ratio_c",
-            "tau_pos",
-            "tau_neg",
-            "clip_cov_ratio",
-            "clip_cov_lb",
-            "clip_cov_ub",
-            "kl_cov_ratio",
-            "ppo_kl_coef",
-            "dro_beta",
-        )
-    },
+    **{key: _read_by_loss(key) for keys in _READ_BY_LOSSES.values() for key in keys},
     **{
         key: _read_by_estimator(key)
         for key in (

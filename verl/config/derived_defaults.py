@@ -131,7 +131,7 @@ def derive_ppo(values: Mapping[str, Any], set_keys: set[str]) -> Derived:
         derived |= {key: ("megatron", "follows model_engine") for key in strategies if key not in set_keys}
     for key, section in strategies.items():
         derived |= _fallback({**values, **{path: value for path, (value, _) in derived.items()}}, key, section)
-    if values["algorithm.adv_estimator"] in ("optimal_token_baseline", "tir_optimal_token_baseline"):
+    if values["algorithm.adv_estimator"] in ADVANTAGES.reading("sum_pi_squared"):
         derived[f"{_ACTOR}.calculate_sum_pi_squared"] = (True, "follows algorithm.adv_estimator")
     return derived
 

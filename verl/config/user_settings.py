@@ -77,9 +77,7 @@ class UserSettings:
         if option not in options:
             self._fault(group, f"{group}={option}: there is no such option; there are {', '.join(options)}.")
         first = next((n for n, s in enumerate(self.settings) if s.source == _COMMAND_LINE), len(self.settings))
-        for path, value in options.get(
-            option, {}
-        ).items():  # before single keys of the command line, which go before it
+        for path, value in options.get(option, {}).items():  # below single keys of the command line, which override it
             self.settings.insert(first, Setting(path, value, f"{group}={option}", path))
 
     def _known(self) -> Iterable[str]:

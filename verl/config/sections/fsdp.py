@@ -9,7 +9,7 @@ from verl.config.sections.deepspeed import DeepSpeedConfig
 from verl.config.sections.megatron import MegatronConfig
 from verl.families import TRAINING_ENGINES
 
-STRATEGIES = Family("training engine", TRAINING_ENGINES.built_in[1:], plugins=True)
+STRATEGIES = Family("training engine", tuple(n for n in TRAINING_ENGINES.built_in if n != "local"), plugins=True)
 MASTER_ROUNDINGS = ("dithered", "nearest")
 DTYPES = ("auto", "bfloat16", "bf16", "float32", "fp32", "float16", "fp16", "float64")
 
