@@ -57,9 +57,8 @@ class Gsm8kTool(BaseTool):
         reward = compute_score(
             text if text.startswith("#### ") else f"#### {text}", self._truths[instance_id], "flexible"
         )
-        extra = getattr(
-            kwargs.get("agent_data"), "extra_fields", None
-        )  # of the episode, since an instance is of one call
+        # of the episode, since an instance is of one call
+        extra = getattr(kwargs.get("agent_data"), "extra_fields", None)
         best = self._best[instance_id] if extra is None else extra.get("gsm8k_best", 0.0)
         if extra is not None:
             extra["gsm8k_best"] = max(best, reward)

@@ -112,9 +112,12 @@ def run_verb(verb: str, arguments: Sequence[str], *, whole_process: bool = False
     it."""
 
     def run(arguments: list[str]) -> int:
-        if VERBS[verb].supervised and (outdated := _outdated_sentence()):  # the run could fail much later
-            print(f"verl {verb}: {outdated}", file=sys.stderr)
-            return MissingExtraError.exit_code
+        if VERBS[verb].supervised:
+            from verl.cli.machine.requirements import outdated_sentence
+
+            if outdated := outdated_sentence():  # the run could fail much later
+                print(f"verl {verb}: {outdated}", file=sys.stderr)
+                return MissingExtraError.exit_code
         module, _, name = VERBS[verb].function.partition(":")
         function: Any = getattr(importlib.import_module(module), name)
         if whole_process and VERBS[verb].supervised:
@@ -154,12 +157,6 @@ def run_guarded(verb: str, run: Callable[[list[str]], int], arguments: Sequence[
         problem = _install_problem(error)
         print(f"verl {verb}: {problem or _cause(error)}", file=sys.stderr)
         return MissingExtraError.exit_code if problem else _CRASH
-
-
-def _outdated_sentence() -> str:
-    from verl.cli.machine.requirements import outdated_sentence
-
-    return outdated_sentence()
 
 
 def _output_closed() -> int:

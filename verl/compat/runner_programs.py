@@ -101,10 +101,8 @@ class WithCallbacks(Program[Any]):
     def validate(self, step: int) -> dict[str, float]:
         """See Program."""
         metrics = super().validate(step)  # type: ignore[safe-super]
-        script, evaluation = (
-            current_script(),
-            {f"eval_{name.removeprefix('val/')}": value for name, value in metrics.items()},
-        )
+        script = current_script()
+        evaluation = {f"eval_{name.removeprefix('val/')}": value for name, value in metrics.items()}
         script.log(evaluation)
         script.call("on_evaluate", metrics=evaluation)
         return metrics

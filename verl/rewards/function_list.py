@@ -78,7 +78,7 @@ def name_of(function: RewardFunction) -> str:
 
 
 def results_of(
-    function: RewardFunction, samples: Sequence[Sample], further: Mapping[str, Sequence[Any] | Any] | None = None
+    function: RewardFunction, samples: Sequence[Sample], further: Mapping[str, Any] | None = None
 ) -> list[Any]:
     """One result for each of `samples`, in order. `further` are arguments that a function of TRL's form gets if it takes them.
 

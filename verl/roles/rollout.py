@@ -138,10 +138,9 @@ class RolloutWorker:
         def on_finish(done: Completion) -> None:
             self._send_to_scorer(rows, row_of[done.key], split, trajectory(done), limit)
 
+        # a rank that only takes part has no requests
         completions = self.engine.generate(requests, params, step=step, on_finish=on_finish) if requests else []
-        return self._columns(
-            [trajectory(done) for done in completions], split, limit
-        )  # none on a rank that only takes part
+        return self._columns([trajectory(done) for done in completions], split, limit)
 
     def set_weights(self, version: int, weights: Weights | None = None) -> None:
         """The weights changed: samples made from now on carry `version`. A replica, or an engine with its own weights, loads
