@@ -133,7 +133,7 @@ REWARD_MANAGERS = Registry(
     "reward manager",
     {
         "naive": "verl.rewards.managers.naive:NaiveRewardManager",
-        "prime": "verl.rewards.managers.naive:NaiveRewardManager",  # in other releases a parallel naive; ours is
+        "prime": "verl.rewards.managers.naive:NaiveRewardManager",  # scores in parallel, as naive does here too
         "batch": "verl.rewards.managers.naive:BatchRewardManager",
         "dapo": "verl.rewards.managers.dapo:DapoRewardManager",
         "gdpo": "verl.rewards.managers.naive:GdpoRewardManager",

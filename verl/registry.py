@@ -97,7 +97,7 @@ def reference_to(obj: Any) -> str:
     name, module = getattr(obj, "__qualname__", ""), sys.modules.get(getattr(obj, "__module__", None) or "")
     file = getattr(module, "__file__", None)
     if module is not None and file and "." not in name and getattr(module, name, None) is obj:
-        spec = module.__spec__  # of a script that `python -m` runs: it has the module's own name
+        spec = module.__spec__  # has the name also of a module that `python -m` runs as __main__
         place = (spec.name if spec is not None else module.__name__) if module.__package__ else Path(file).resolve()
         reference = f"{place}:{name}"
     else:

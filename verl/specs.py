@@ -1,4 +1,4 @@
-"""Declarations of a run beside its models: generation, agents, rewards, and the run itself.
+"""Declarations of generation, agents, rewards, and of the run itself.
 
 A program builds them from the config (verl/programs/specs.py). Runtimes, roles, agents and engines read them, and know neither
 the config tree nor the names in it. Models are declared by RoleSpec (verl/roles/api.py).

@@ -20,8 +20,8 @@ Runner: TypeAlias = "Callable[..., Any] | list[str]"  # a function of the user's
 
 @dataclass(frozen=True)
 class AgentContext:
-    """One for all episodes of a rank. `environments` and `interactions` are by name. `gateway` and `runner` are set where
-    agents talk to an endpoint, and `limits` where such an agent is a command."""
+    """The parts that all episodes of a rank share; `environments` and `interactions` by name. `gateway` and `runner` are set
+    where agents talk to an endpoint, `limits` where such an agent is a command."""
 
     spec: AgentSpec
     continuity: ChatContinuity

@@ -121,7 +121,7 @@ class CheckpointStore:
 
     @contextlib.contextmanager
     def explained(self, step: int, num_bytes: int) -> Iterator[None]:
-        """Turn OSError into CheckpointError while a checkpoint of `wanted` bytes is written; remove unfinished files."""
+        """Turn OSError into CheckpointError while a checkpoint of `num_bytes` bytes is written; remove unfinished files."""
         try:
             yield
         except BaseException as error:
@@ -132,7 +132,7 @@ class CheckpointStore:
             raise
 
     def open(self, step: int, num_bytes: int) -> Path:
-        """Make the temporary folder of a checkpoint of `num_bytes` bytes. Raises CheckpointError without enough room, OSError
+        """Make the temporary folder of a checkpoint of `num_bytes` bytes. Raises CheckpointError without enough space, OSError
         when the disk fails."""
         num_bytes += _SPARE_BYTES
         existing = next(p for p in (self.root, *self.root.absolute().parents) if p.exists())

@@ -146,7 +146,7 @@ class StoredGroups:
         if order in ("oldest", "newest"):
             indices = list(range(len(self._groups)))
             return indices[:count] if order == "oldest" else indices[::-1][:count]
-        # Gumbel noise on log-weights: the largest are a sample without repetition (Efraimidis and Spirakis 2006)
+        # Gumbel noise on log-weights: the largest are a sample without replacement (Efraimidis and Spirakis 2006)
         generator = np.random.Generator(np.random.Philox(key=[self._seed, self._num_draws]))
         self._num_draws += 1
         weights = np.array([group[1] if order == "priority" else 1.0 for group in self._groups])

@@ -2,7 +2,7 @@
 
 Columns are checked before any weight changes (`check_samples`, `check_credit`). Optimizer steps are checked inside the engines,
 on all ranks alike, and their findings are judged here (`check_updates`). Decisions follow from columns and metrics that every
-process running the program has, so all of them decide the same. A StepGuard finds what is beyond a limit, here and there.
+process running the program has, so all of them decide the same. In both places a StepGuard finds the values beyond a limit.
 
 Each alarm is written to guards.jsonl in the run folder, with the samples:
 

@@ -1,4 +1,4 @@
-"""Specs of a run (verl/specs.py) from the config tree, which the rooms below programs do not know."""
+"""Specs of a run (verl/specs.py) from the config tree, which lower packages do not know."""
 
 from __future__ import annotations
 

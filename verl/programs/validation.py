@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 class Validator:
     """`run(step)` returns the metrics of compat's `val-core/*` and `val-aux/*`, and the means `val/reward` and `val/greedy`
-    over all held-out samples that have a score; val/num_unscored counts the others, if any (/greedy: of val/greedy)."""
+    over all held-out samples that have a score. `val/num_unscored` and `val/num_unscored/greedy` count the others, if any."""
 
     def __init__(
         self,

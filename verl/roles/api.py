@@ -173,7 +173,7 @@ class ModelHandle(Protocol):
         self, batch: DataProto, step: int, loss: str, outputs: Sequence[str] = ("log_probs",)
     ) -> Future[Updates]:
         """Add the gradient of a loss function to the gradients since the last `optim_step`. `loss` is a reference to a
-        function of the form of verl.roles.objectives.function. `step` has no meaning here; calls that train have it."""
+        function of the form of verl.roles.objectives.function. `step` seeds the role's schedule, as in `update`."""
         ...
 
     def optim_step(self, learning_rate: float | None = None) -> dict[str, Metric]:

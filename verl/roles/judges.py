@@ -200,4 +200,4 @@ def _as_in_its_files(
 
 
 def _refuse(path: str, *arguments: Any) -> Any:
-    raise ModelError(f"The judge's weights are those of {path}; they are not updated in a run.")
+    raise ModelError(f"The judge has the weights of {path}, which a run does not update.")

@@ -54,9 +54,7 @@ class SwitchMemory:
         if extra <= self._largest * 1.05 or not self._weight_bytes:
             return
         self._largest, ratio = extra, self._ratio(extra)
-        words = (
-            "The switch to generation held at most %.1f MB beside what was there: %.2f times the weights of this rank"
-        )
+        words = "The switch to generation needed up to %.1f MB more: %.2f times the weights of this rank"
         if ratio > LIMIT and extra > _MIN_BYTES:
             log.warning(
                 words + f". Lower {full_key('rollout.checkpoint_engine.update_weights_bucket_megabytes')}, or gather fewer "

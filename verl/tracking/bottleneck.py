@@ -324,7 +324,7 @@ def _less_often(facts: _Facts, key: str, phase: str) -> str:
     """ "trainer.save_freq=12 (now 2)": the number of steps with which `phase` takes a twentieth of the time."""
     setting = facts.key(f"trainer.{key}")
     if isinstance(setting, str):  # after_each_epoch
-        return f"A number of steps in trainer.{key} (now {setting}) above those of an epoch"
+        return f"More steps in trainer.{key} (now {setting}) than an epoch has"
     every = max(int(facts.key(f"trainer.{key}", 1)), 1)
     return f"trainer.{key}={max(round(every * facts.shares[phase] / 0.05), every + 1)} (now {every})"
 

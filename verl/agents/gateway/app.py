@@ -152,7 +152,7 @@ def _application(gateway: Gateway) -> Any:
                 "x-api-key", ""
             )
             if not hmac.compare_digest(key.encode(), gateway.sessions.token.encode()):
-                return refusal(401, "The API key is not that of this run.")
+                return refusal(401, "The API key is not the key of this run.")
             session = gateway.sessions.get(request.path_params["session"])
             if session is None:
                 return refusal(404, "There is no such session: its episode has ended.")

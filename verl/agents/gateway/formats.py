@@ -39,7 +39,7 @@ class CompletionRequest:
 def _refuse(body: Mapping[str, Any]) -> None:
     """Raise RequestError for options that the policy does not support."""
     if body.get("n") not in (None, 1):
-        raise RequestError("n must be 1: the samples of a prompt are episodes of their own")
+        raise RequestError("n must be 1: each sample of a prompt is a separate episode")
     kind = (
         (body.get("response_format") or {}).get("type", "text")
         if isinstance(body.get("response_format"), dict)

@@ -30,7 +30,7 @@ PROCESS_BYTES = 700_000_000
 REWARD_WORKER_BYTES = 60_000_000
 _CHUNK_ELEMENTS = 1 << 26  # of logits that exist at once (verl/models/log_probs.py)
 _ENGINE = "rollout engine or gradients and activations"
-_ENGINE_OVER_WEIGHTS = 1.25  # of a rollout engine: its weights, and room for keys, values and a forward over prompts
+_ENGINE_OVER_WEIGHTS = 1.25  # least memory of a rollout engine over its weights
 _TIGHT = 0.8  # share of the free memory above which the estimate may be too low
 
 
@@ -70,8 +70,8 @@ def activation_bytes(model: ModelShape, num_tokens: int, width: int, *, checkpoi
 def memory_needed(
     config: PPOConfig, policy: ModelShape, critic: ModelShape | None, width: int, *, engine_bytes: int = 0
 ) -> dict[str, int]:
-    """Bytes by purpose at the peak of a step, with all roles on one device, of which a rollout engine with memory of its own
-    reserves `engine_bytes` (0: it generates in the trainer's memory)."""
+    """Bytes by purpose at the peak of a step, with all roles on one device. `engine_bytes`: memory that the rollout engine
+    reserves (0: it generates in the trainer's memory)."""
     group, data = config.actor_rollout_ref, config.data
     rollout, actor = group.rollout, group.actor
     length = rollout.prompt_length + rollout.response_length

@@ -62,8 +62,8 @@ def check_agents(c: Any, set_keys: set[str]) -> Iterator[Problem]:
     if agent.runner and agent.gateway_port and agent.gateway_port + num_ranks - 1 > LAST_PORT:
         yield error(
             f"{ROLLOUT}.agent.gateway_port",
-            f"{ROLLOUT}.agent.gateway_port={agent.gateway_port} is the port of the first of {num_ranks} ranks, and that of the "
-            f"last one would be {agent.gateway_port + num_ranks - 1}. Choose at most {LAST_PORT + 1 - num_ranks}, or 0.",
+            f"{ROLLOUT}.agent.gateway_port={agent.gateway_port} is the port of the first of {num_ranks} ranks, and the last "
+            f"rank would have {agent.gateway_port + num_ranks - 1}. Choose at most {LAST_PORT + 1 - num_ranks}, or 0.",
         )
     if rollout.name == "native" and rollout.tensor_model_parallel_size > 1:
         yield error(

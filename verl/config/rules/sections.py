@@ -51,7 +51,7 @@ def _check_model(path: str, model: ModelConfig, root: Any) -> Iterator[Problem]:
 def _check_optim(path: str, optim: OptimConfig, root: Any) -> Iterator[Problem]:
     key = f"{path}.override_optimizer_config"
     for name in sorted(set(optim["override_optimizer_config"] or {}) - _OFFLOAD_SETTINGS)[:1]:
-        yield error(key, f"{key}.{name} is not read: this optimizer is set by the keys of {path} alone. Remove it.")
+        yield error(key, f"{key}.{name} is not read: only the keys of {path} set this optimizer. Remove it.")
 
 
 def _check_trainer(path: str, trainer: TrainerConfig, root: Any) -> Iterator[Problem]:

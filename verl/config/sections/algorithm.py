@@ -86,7 +86,7 @@ class OnlineConfig(Section):
 @dataclass(frozen=True)
 class GiGPOConfig(Section):
     step_advantage_w: float = used(
-        1.0, "weight of a turn's advantage against its episode's", when="step_advantage_w", ge=0
+        1.0, "weight of a turn's advantage relative to its episode's", when="step_advantage_w", ge=0
     )
 
 

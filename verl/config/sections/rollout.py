@@ -101,7 +101,7 @@ class AgentConfig(Section):
     )
     turn_discount: float = used(
         1.0,
-        "weight of a turn's reward against the turn's before it, in environments",
+        "weight of a turn's reward relative to the turn before it, in environments",
         when=AGENTS,
         strict=OURS,
         ge=0,
@@ -292,7 +292,7 @@ class RolloutConfig(Section):
     )
     drift_check: str = used(
         "sampled",
-        "how it is seen that generation has not changed the training weights: a few numbers of some tensors (other ones each "
+        "check that generation has not changed the training weights: a few numbers of some tensors (other ones each "
         "time), a checksum of all, or not at all",
         choices=("sampled", "full", "off"),
         sizing=True,
