@@ -33,9 +33,9 @@ class RolloutSpec:
 
     section: RolloutConfig
     model: ModelConfig
-    dtype: str = "auto"
-    agents: AgentSpec | None = None
-    devices_key: str = "trainer.n_gpus_per_node"
+    dtype: str
+    agents: AgentSpec | None
+    devices_key: str
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class RewardSpec:
     section: RewardConfig
     model: ModelConfig
     max_response_length: int
-    parts: tuple[str, ...] = ()
-    needs_answer: bool = False
-    turn_rewards: bool = False
-    only_built_in: bool = False
+    parts: tuple[str, ...]
+    needs_answer: bool
+    turn_rewards: bool
+    only_built_in: bool
 
 
 @dataclass(frozen=True)
@@ -71,4 +71,4 @@ class RunSpec:
     call_timeout_s: float
     collective_timeout_s: float
     ray: RayKwargsConfig
-    pools: tuple[int, ...] = ()
+    pools: tuple[int, ...]

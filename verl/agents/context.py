@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ class AgentContext:
     tool_calls: ToolCalls
     stop_token_ids: frozenset[int]
     matches: Matches
-    environments: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    interactions: dict[str, BaseInteraction] = field(default_factory=dict)
-    gateway: Gateway | None = None
-    runner: Runner | None = None
-    limits: Limits | None = None
+    environments: dict[str, Callable[..., Any]]
+    interactions: dict[str, BaseInteraction]
+    gateway: Gateway | None
+    runner: Runner | None
+    limits: Limits | None
