@@ -8,11 +8,11 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 
 from verl.config import load_config
 from verl.data.prompts import PromptEncoder
+from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
 from verl.errors import ConfigError, DataError
 from verl.parallel.device import resolve_device
@@ -162,8 +162,6 @@ class ActorRolloutRefWorker:
         if not len(prompts):
             raise DataError("There are no prompts; give at least one text or list of token ids.")
         ids = [self._encoder.encode(p, f"prompt {i}") if isinstance(p, str) else list(p) for i, p in enumerate(prompts)]
-        tokens = np.empty(len(ids), dtype=object)
-        tokens[:] = ids
         first, self._num_prompts = self._num_prompts, self._num_prompts + len(ids)
         ordinals = torch.arange(first, self._num_prompts)
-        return DataProto.from_dict(tensors={"ordinal": ordinals}, non_tensors={"prompt_token_ids": tokens})
+        return DataProto.from_dict({"ordinal": ordinals}, {"prompt_token_ids": object_array(ids)})

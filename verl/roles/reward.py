@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from verl.algorithms.advantages.turns import turn_numbers
+from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import Score, ScoreRequest
 from verl.parallel.register import Dispatch, register
@@ -90,10 +90,6 @@ class RewardWorker:
         )
         if self.turn_rewards and "episode_extra" in batch.non_tensor_batch:
             _reward_turns(token_scores, batch, lengths - 1)
-        parts = np.empty(len(scores), dtype=object)
-        errors = np.empty(len(scores), dtype=object)
-        for i, score in enumerate(scores):
-            parts[i], errors[i] = score.parts, score.error
         failed_episodes = batch.non_tensor_batch.get("episode_error", [None] * len(scores))
         has_default = self.default_score is not None
         is_scored = [
@@ -102,7 +98,10 @@ class RewardWorker:
         ]
         scored = DataProto.from_dict(
             {"token_level_scores": token_scores, "is_scored": torch.tensor(is_scored)},
-            {"reward_parts": parts, "reward_error": errors},
+            {
+                "reward_parts": object_array(score.parts for score in scores),
+                "reward_error": object_array(score.error for score in scores),
+            },
         )
         return scored if from_model is None else scored.union(from_model)
 
