@@ -29,7 +29,7 @@ from verl.data.prompts import PromptEncoder
 from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
 from verl.data_proto.token_ids import num_embeddings, token_ids, token_mask
-from verl.data_proto.trajectory import padded, response_lengths
+from verl.data_proto.trajectory import padded, response_lengths, token_columns
 from verl.errors import CheckpointError, ConfigError, DataError
 from verl.foreign_text import quoted
 from verl.models.load import load_tokenizer
@@ -225,30 +225,16 @@ class Session:
         """The columns of the rows, as wide as the longest prompt and the longest response."""
         if not len(rows):
             raise DataError("There are no rows. Give at least one with prompt_ids and response_ids.")
-        pad = self.tokenizer.pad_token_id or 0
-        limit = num_embeddings(self.tokenizer)
-        prompts, responses = (
-            [token_ids(row.get(name), f"{name} of row {number}", limit) for number, row in enumerate(rows)]
-            for name in ("prompt_ids", "response_ids")
-        )
-        masks = [
-            token_mask(row["response_mask"], f"response_mask of row {number}", len(ids))
-            if row.get("response_mask") is not None
-            else np.ones(len(ids), dtype=bool)
-            for number, (row, ids) in enumerate(zip(rows, responses, strict=True))
-        ]
-        width = max(map(len, responses))
-        prompt_column, prompt_mask = padded(prompts, pad, max(map(len, prompts)), torch.int64, left=True)
-        response_column, exists = padded(responses, pad, width, torch.int64)
-        columns = {
-            "prompts": prompt_column,
-            "prompt_mask": prompt_mask,
-            "responses": response_column,
-            "response_mask": padded(masks, False, width, torch.bool)[0],
-            "attention_mask": torch.cat([prompt_mask, exists], dim=1),
-        }
-        lengths = [len(ids) for ids in responses]
-        values = _value_columns(rows, lengths, width)
+        limit, tokens = num_embeddings(self.tokenizer), []
+        for number, row in enumerate(rows):
+            prompt, response = (
+                token_ids(row.get(name), f"{name} of row {number}", limit) for name in ("prompt_ids", "response_ids")
+            )
+            mask = row.get("response_mask")
+            mask = [1] * len(response) if mask is None else mask
+            tokens.append((prompt, response, token_mask(mask, f"response_mask of row {number}", len(response))))
+        columns = token_columns(tokens, self.tokenizer.pad_token_id or 0)
+        values = _value_columns(rows, response_lengths(columns).tolist(), columns["responses"].shape[1])
         if hidden := sorted(columns.keys() & values.keys()):
             raise DataError(f"{hidden[0]} is a column that the session makes itself. Give the value another name.")
         return DataProto.from_dict({**columns, **values})

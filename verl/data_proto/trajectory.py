@@ -123,21 +123,36 @@ def to_columns(
     right, with their masks, log-probs in `dtype` and weight versions (see verl.data_proto.columns). Widths are limits of the
     config and not the lengths of the longest row, so that batches of one run can be joined."""
     rows = [trajectory.to_row() for trajectory in trajectories]
-    prompts, prompt_mask = padded([r.prompt_ids for r in rows], pad_token_id, prompt_width, torch.int64, left=True)
-    responses, exists = padded([r.response_ids for r in rows], pad_token_id, response_width, torch.int64)
-    response_mask, _ = padded([r.response_mask for r in rows], False, response_width, torch.bool)
+    tokens = [(row.prompt_ids, row.response_ids, row.response_mask) for row in rows]
     log_probs, _ = padded([r.log_probs for r in rows], 0.0, response_width, dtype)
     versions, _ = padded([r.weight_versions for r in rows], 0, response_width, torch.int64)
     return {
-        "prompts": prompts,
-        "prompt_mask": prompt_mask,
-        "responses": responses,
-        "response_mask": response_mask,
-        "attention_mask": torch.cat([prompt_mask, exists], dim=1),
+        **token_columns(tokens, pad_token_id, prompt_width, response_width),
         "rollout_log_probs": log_probs,
         "token_weight_version": versions,
         "sample_index": torch.tensor([t.sample for t in trajectories], dtype=torch.int64),
         "weight_version": torch.tensor([t.oldest_version for t in trajectories], dtype=torch.int64),
+    }
+
+
+def token_columns(
+    rows: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]],
+    pad_token_id: int = 0,
+    prompt_width: int | None = None,
+    response_width: int | None = None,
+) -> dict[str, torch.Tensor]:
+    """prompts, prompt_mask [batch, prompt], responses, response_mask [batch, response] and attention_mask of rows (prompt ids,
+    response ids, response mask); as wide as the longest row by default."""
+    prompt_width = max(len(ids) for ids, _, _ in rows) if prompt_width is None else prompt_width
+    response_width = max(len(ids) for _, ids, _ in rows) if response_width is None else response_width
+    prompts, prompt_mask = padded([ids for ids, _, _ in rows], pad_token_id, prompt_width, torch.int64, left=True)
+    responses, exists = padded([ids for _, ids, _ in rows], pad_token_id, response_width, torch.int64)
+    return {
+        "prompts": prompts,
+        "prompt_mask": prompt_mask,
+        "responses": responses,
+        "response_mask": padded([mask for _, _, mask in rows], False, response_width, torch.bool)[0],
+        "attention_mask": torch.cat([prompt_mask, exists], dim=1),
     }
 
 

@@ -25,6 +25,7 @@ from verl.data.prompts import control_token_in, control_tokens, truncate
 from verl.data.schema import Messages, at
 from verl.data_proto.proto import DataProto
 from verl.data_proto.token_ids import label_mask, num_embeddings, token_ids, token_mask
+from verl.data_proto.trajectory import token_columns
 from verl.errors import DataError
 
 if TYPE_CHECKING:
@@ -349,26 +350,12 @@ def training_batch(sequences: Sequence[TrainingSequence]) -> DataProto:
     The prompt is everything before the first trained token; tokens after the last trained one change no loss and are
     left out. Untrained tokens between are response tokens outside response_mask.
     """
-    bounds = [(int(trained[0]), int(trained[-1]) + 1) for s in sequences for trained in [s.loss_mask.nonzero()[0]]]
-    width, length = max(first for first, _ in bounds), max(end - first for first, end in bounds)
-    prompts, responses = (torch.zeros(len(bounds), size, dtype=torch.int64) for size in (width, length))
-    prompt_mask, exists, response_mask = (
-        torch.zeros(len(bounds), n, dtype=torch.bool) for n in (width, length, length)
-    )
-    for row, (sequence, (first, end)) in enumerate(zip(sequences, bounds, strict=True)):
-        ids = torch.from_numpy(sequence.input_ids.astype(np.int64))
-        prompts[row, width - first :], responses[row, : end - first] = ids[:first], ids[first:end]
-        prompt_mask[row, width - first :], exists[row, : end - first] = True, True
-        response_mask[row, : end - first] = torch.from_numpy(sequence.loss_mask[first:end])
-    return DataProto.from_dict(
-        {
-            "prompts": prompts,
-            "prompt_mask": prompt_mask,
-            "responses": responses,
-            "response_mask": response_mask,
-            "attention_mask": torch.cat([prompt_mask, exists], dim=1),
-        }
-    )
+    rows = []
+    for sequence in sequences:
+        ids, mask = sequence.input_ids, sequence.loss_mask
+        first, last = mask.nonzero()[0][[0, -1]]
+        rows.append((ids[:first], ids[first : last + 1], mask[first : last + 1]))
+    return DataProto.from_dict(token_columns(rows))
 
 
 class ConversationLoader:
