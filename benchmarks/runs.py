@@ -24,11 +24,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, seco
     time.sleep(seconds)
     return sum(c.isalpha() for c in solution_str) / max(len(solution_str), 1)
 """
-SPLIT = (
-    "trainer.n_gpus_per_node=2",
-    "trainer.placement={actor:[0],rollout:[1],reward:[1]}",
-    "ray_kwargs.ray_init.num_cpus=2",
-)
 _RUN_LIMIT_S = 1800.0
 
 Row = dict[str, Any]  # a line of metrics.jsonl

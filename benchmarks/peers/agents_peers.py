@@ -30,15 +30,11 @@ _PROMPT_EXTRA = 16  # tokens that the template writes around a prompt
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     peers_cpu.add_workload_options(parser)
+    peers_cpu.add_trl_options(parser)
     parser.set_defaults(prompts=4)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--turn-tokens", type=int, default=24)
     parser.add_argument("--latency-ms", type=float, default=50.0, help="of the tool")
-    parser.add_argument("--rounds", type=int, default=3, help="measured steps of each side (after one to warm up)")
-    parser.add_argument("--trl", nargs="*", choices=sorted(peers_cpu.TRL_FORMS), default=["shipped"])
-    parser.add_argument("--trl-env", type=Path, help="TRL's environment (made if absent; default under work/)")
-    parser.add_argument("--trl-micro-batch", type=int, help="samples in a micro-batch of every form of TRL")
-    parser.add_argument("--trl-set", nargs="*", default=[], metavar="NAME=VALUE")
     options = parser.parse_args(argv)
     options.response_tokens = options.turns * options.turn_tokens + (options.turns - 1) * _TOOL_TOKENS
     return options

@@ -68,6 +68,23 @@ class Gate(TrainerCallback):
         self.channel.reply(self.timed.take(time.perf_counter() - self.started))
 
 
+def facts(trainer: GRPOTrainer) -> dict[str, Any]:
+    """Versions and settings that the report names."""
+    args = trainer.args
+    return {
+        "versions": {m.__name__: m.__version__ for m in (trl, transformers, torch)},
+        "num_threads": torch.get_num_threads(),
+        "parameter_dtype": str(next(trainer.model.parameters()).dtype).removeprefix("torch."),
+        "bf16": args.bf16,
+        "gradient_checkpointing": args.gradient_checkpointing,
+        "micro_batch": args.per_device_train_batch_size,
+        "optimizer": str(args.optim),
+        "loss_type": args.loss_type,
+        "scale_rewards": args.scale_rewards,
+        "beta": args.beta,
+    }
+
+
 class TimedTrainer:
     """A GRPOTrainer with clocks around its phases."""
 
@@ -113,20 +130,6 @@ class TimedTrainer:
             "matmul_dtypes": sorted(self.matmul_dtypes),
         }
 
-    def facts(self) -> dict[str, Any]:
-        args = self.trainer.args
-        return {
-            "versions": {m.__name__: m.__version__ for m in (trl, transformers, torch)},
-            "num_threads": torch.get_num_threads(),
-            "parameter_dtype": str(next(self.trainer.model.parameters()).dtype).removeprefix("torch."),
-            "bf16": args.bf16,
-            "gradient_checkpointing": args.gradient_checkpointing,
-            "micro_batch": args.per_device_train_batch_size,
-            "optimizer": str(args.optim),
-            "loss_type": args.loss_type,
-            "beta": args.beta,
-        }
-
     def _never_stop(self) -> None:
         """No token ends a completion, and none is cut off behind one."""
         trainer = self.trainer
@@ -162,7 +165,7 @@ class TimedTrainer:
 
 def train(channel: Channel, work: dict[str, Any], **settings: Any) -> None:
     timed = TimedTrainer(channel, Workload.from_json(work), **settings)
-    channel.reply(timed.facts())
+    channel.reply(facts(timed.trainer))
     timed.trainer.train()
 
 

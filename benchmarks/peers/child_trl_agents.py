@@ -51,7 +51,7 @@ class TimedAgents(child_trl.TimedTrainer):
 
 def train(channel: Channel, work: dict[str, Any], **settings: Any) -> None:
     timed = TimedAgents(channel, Workload.from_json(work), **settings)
-    channel.reply(timed.facts())
+    channel.reply(child_trl.facts(timed.trainer))
     timed.trainer.train()
 
 

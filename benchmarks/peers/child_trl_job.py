@@ -10,10 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-import trl
 from child import Channel, run_held
+from child_trl import facts
 from datasets import Dataset
 from peer import Peer
 from transformers import AutoTokenizer, TrainerCallback
@@ -134,26 +132,11 @@ class TRLSide:
             "prompts": digest(self.prompts[:: self.job["num_samples"]]),
         }
 
-    def facts(self) -> dict[str, Any]:
-        args = self.trainer.args
-        return {
-            "versions": {m.__name__: m.__version__ for m in (trl, transformers, torch)},
-            "num_threads": torch.get_num_threads(),
-            "parameter_dtype": str(next(self.trainer.model.parameters()).dtype).removeprefix("torch."),
-            "bf16": args.bf16,
-            "gradient_checkpointing": args.gradient_checkpointing,
-            "micro_batch": args.per_device_train_batch_size,
-            "optimizer": str(args.optim),
-            "loss_type": args.loss_type,
-            "scale_rewards": args.scale_rewards,
-            "beta": args.beta,
-        }
-
 
 def train(channel: Channel, **settings: Any) -> None:
     side = TRLSide(channel, **settings)
     try:
-        channel.reply(side.facts())
+        channel.reply(facts(side.trainer))
         side.trainer.train()
         side.gate.answer_until_step()  # the weights of the last step
     finally:

@@ -57,6 +57,32 @@ class Unequal(RuntimeError):
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_workload_options(parser)
+    add_trl_options(parser)
+    parser.add_argument("--ours", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of our config")
+    return parser.parse_args(argv)
+
+
+def add_run_options(parser: argparse.ArgumentParser, *, learning_rate: float = 1e-5) -> None:
+    """Options of every comparison."""
+    parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="Hugging Face folder (default: SmolLM2-135M)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--learning-rate", type=float, default=learning_rate)
+    parser.add_argument("--limit-s", type=float, default=1800.0, help="longest wait for one step of one side")
+    parser.add_argument("--logs", type=Path, help="folder for the processes' output (default: a temporary one)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+
+
+def add_workload_options(parser: argparse.ArgumentParser, *, response_tokens: int = 64) -> None:
+    """Options of every script that runs the workload."""
+    add_run_options(parser)
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=8, help="of each prompt")
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--response-tokens", type=int, default=response_tokens)
+
+
+def add_trl_options(parser: argparse.ArgumentParser) -> None:
+    """Options that `start_trl` reads, and the number of rounds."""
     parser.add_argument("--rounds", type=int, default=3, help="measured steps of each side (after one to warm up)")
     parser.add_argument("--trl", nargs="*", choices=sorted(TRL_FORMS), default=["shipped"], help="forms of TRL to run")
     parser.add_argument("--trl-env", type=Path, help="TRL's environment (made if absent; default under work/)")
@@ -64,22 +90,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--trl-set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of every form's config"
     )
-    parser.add_argument("--ours", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of our config")
-    return parser.parse_args(argv)
-
-
-def add_workload_options(parser: argparse.ArgumentParser, *, response_tokens: int = 64) -> None:
-    """Options of every script that runs the workload."""
-    parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="Hugging Face folder (default: SmolLM2-135M)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--samples", type=int, default=8, help="of each prompt")
-    parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--response-tokens", type=int, default=response_tokens)
-    parser.add_argument("--learning-rate", type=float, default=1e-5)
-    parser.add_argument("--limit-s", type=float, default=1800.0, help="longest wait for one step of one side")
-    parser.add_argument("--logs", type=Path, help="folder for the processes' output (default: a temporary one)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
 
 
 def make_workload(options: argparse.Namespace, num_steps: int) -> Workload:

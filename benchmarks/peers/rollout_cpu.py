@@ -4,8 +4,8 @@
     python benchmarks/peers/rollout_cpu.py --vllm --dtype bfloat16 --json results.json
 
 Each engine is a process that builds its model once, generates once to warm up, and then once per round while the others
-wait. Every sample has the full length. Further results: whether greedy tokens
-equal the tokens of `generate`, and the distance of sampled log-probs from the training forward.
+wait. Every sample has the full length. Further results: whether greedy tokens equal the tokens of `generate`, and the
+distance of sampled log-probs from the training forward.
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from peer import Peer
 from peer_env import default_folder, ensure, python_of
-from peers_cpu import OURS, TUNED_MALLOC, Unequal, peak_bytes, shares
+from peers_cpu import OURS, TUNED_MALLOC, Unequal, add_run_options, peak_bytes, shares
 from report import Report, gigabytes, number, ratio, series_of
-from workload import DEFAULT_MODEL, prepare_model
+from workload import prepare_model
 
 MAX_LOSS_GAP = 1e-3  # relative, of a step's loss between the sides that train on the same rows
 
@@ -61,17 +61,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def add_common_arguments(parser: argparse.ArgumentParser, forms: Mapping[str, TRLForm], *, rows: int) -> None:
     """The arguments that `compare` reads."""
-    parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="Hugging Face folder (default: SmolLM2-135M)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    add_run_options(parser, learning_rate=2e-5)
     parser.add_argument("--rows", type=int, default=rows, help="rows of an optimizer step")
-    parser.add_argument("--learning-rate", type=float, default=2e-5)
     parser.add_argument("--rounds", type=int, default=5, help="measured steps of each side (after one to warm up)")
     parser.add_argument("--trl", nargs="*", choices=sorted(forms), default=list(forms))
     parser.add_argument("--trl-env", type=Path, help="TRL's environment (made if absent; default under work/)")
     parser.add_argument("--ours", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of our config")
-    parser.add_argument("--limit-s", type=float, default=1800.0, help="longest wait for one step of one side")
-    parser.add_argument("--logs", type=Path, help="folder for the processes' output (default: a temporary one)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
 
 
 def make_work(options: argparse.Namespace, folder: Path) -> dict[str, Any]:

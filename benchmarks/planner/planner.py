@@ -30,7 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from report import Report
-from runs import REWARD, SPLIT, train, write_prompts
+from runs import REWARD, train, write_prompts
 from watch import Watch
 
 from verl.models.tiny import make_tiny_model
@@ -53,6 +53,12 @@ from verl.planner.memory import FLOAT32, training_state
 from verl.rollout.cpu.library import state as decoding_kernels
 
 WARM_UP = 3
+SPLIT = (
+    "trainer.n_gpus_per_node=2",
+    "trainer.placement={actor:[0],rollout:[1],reward:[1]}",
+    "ray_kwargs.ray_init.num_cpus=2",
+    "actor_rollout_ref.rollout.prefetch_num=1",
+)
 LIMIT_S = 900
 PROMPT = 42.0  # tokens, with the chat template
 # span of a step -> kind of call
@@ -187,7 +193,7 @@ def keys(job: Job, folder: Path, model: Path, steps: int) -> list[str]:
             f"critic.ppo_mini_batch_size={job.prompts}",
             "critic.fsdp.dtype=float32",
         ]
-    return [*settings, *SPLIT, "actor_rollout_ref.rollout.prefetch_num=1"] if job.split else settings
+    return [*settings, *SPLIT] if job.split else settings
 
 
 def train_sft(job: Job, folder: Path, run: Path, model: Path, steps: int) -> list[dict[str, Any]]:
