@@ -6,7 +6,8 @@
 
 A cell has an environment as `pip install` makes it, and a clone of HEAD with compiled libraries. The libraries, which do not
 use Python, are compiled once. CUDA packages, gigabytes for each release of PyTorch, are installed once and shared. Where pip
-refuses a release beside verl, the release is installed without its consent, and the row has the last line of `verl train`.
+refuses a release because verl excludes it, verl is installed without its dependencies, and the row has the last line of
+`verl train`.
 """
 
 from __future__ import annotations
@@ -28,19 +29,15 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE, RESULTS = ROOT / "docs" / "versions.md", ROOT / "docs" / "versions.json"
 BEGIN, END = "<!-- results: written by benchmarks/versions.py, do not edit -->", "<!-- end of the results -->"
 # without clients of services, kernels of ours and four ranks, which take long and show little of a version
-TESTS = (
-    "tests/models",
-    "tests/rollout",
-    "tests/engines",
-    "tests/reshard",
-    "-k",
-    "not (http or vllm or four_ranks or moves_to)",
-)
 _LEFT_OUT = (
     "rollout/test_process.py",
     "rollout/test_invariance.py",
     "rollout/test_cpu_kernels.py",
     "engines/test_mapped.py",
+)
+TESTS = (
+    *("tests/models", "tests/rollout", "tests/engines", "tests/reshard"),
+    *("-k", "not (http or vllm or four_ranks or moves_to)", *(f"--ignore=tests/{name}" for name in _LEFT_OUT)),
 )
 # a distributed arrangement -> its test, which compares two ranks over gloo with one device
 DISTRIBUTED = {"FSDP 2": "check_fsdp", "TP 2": "check_tensor", "Ulysses 2": "check_sequence"}
@@ -155,16 +152,9 @@ def tested(environment: Environment, clone: Path) -> Row:
     """The outcomes of the tests of `clone`."""
     report = environment.folder.with_name(f"{environment.folder.name}.xml")
     report.unlink(missing_ok=True)
-    options = [
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        f"--junitxml={report}",
-        *(f"--ignore=tests/{name}" for name in _LEFT_OUT),
-    ]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
     with environment.log.open("a", encoding="utf-8") as log:
-        command = [str(environment.python), "-m", "pytest", *options, *TESTS]
+        command = [environment.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *TESTS]
         subprocess.run(command, cwd=clone, env=variables, stdout=log, stderr=log, timeout=_LIMIT_S)
     return outcomes(report)
 
@@ -207,8 +197,7 @@ def run(cell: Cell, work: Path) -> Row:
 
 def record(row: Row) -> None:
     """Put `row` in the place of an earlier result of its cell."""
-    rows = {Cell(r["torch"], r["transformers"], r["python"]).name: r for r in results()}
-    rows[Cell(row["torch"], row["transformers"], row["python"]).name] = row
+    rows = {"-".join(r[field] for field in Cell._fields): r for r in (*results(), row)}
     ordered = [rows[cell.name] for cell in CELLS if cell.name in rows]
     RESULTS.write_text("[\n" + ",\n".join(json.dumps(row) for row in ordered) + "\n]\n", encoding="utf-8")
 

@@ -153,7 +153,7 @@ def _killed_and_resumed(model: Path, run: Path, keys: list[str]) -> None:
 
 
 def _compare(results: Results, name: str, ours: Path, theirs: Path) -> None:
-    sys.path.append(str(ROOT / "benchmarks" / "chaos"))  # which the comparison imports from
+    sys.path.append(str(ROOT / "benchmarks" / "chaos"))
     from chaos_compare import checkpoint_digests
 
     a, b = (checkpoint_digests(run / f"global_step_{_STEPS}") for run in (ours, theirs))
