@@ -62,14 +62,14 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if not _repeats_in_another_dtype(item)]
     if config.getoption("--unit"):
-        items[:] = {_case_of_the_front(item): item for item in reversed(items)}.values()
+        items[:] = {_unit_key(item): item for item in reversed(items)}.values()
         items.reverse()
     place = {file: number for number, file in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get("/".join(item.path.parts[-2:]), len(place)))
 
 
-def _case_of_the_front(item):
-    """A key that all cases of a parametrized test share, but for tests/house, which goes through all files and pages."""
+def _unit_key(item):
+    """A key that all cases of a parametrized test share; tests/house, which reads all files and pages, keeps its cases."""
     return item.nodeid if item.path.parent.name == "house" else (item.path, item.cls, item.originalname)
 
 

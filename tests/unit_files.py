@@ -10,7 +10,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
 STARTS = re.compile(
-    r"\b(subprocess|multiprocessing|forked|Popen|psutil|fork|uvicorn|\w*[Ss]andbox\w*|RewardPool"
+    r"\b(subprocess|multiprocessing|forked|Popen|psutil|fork|uvicorn|train_run|\w*[Ss]andbox\w*|RewardPool"
     r"|verl\.(run\.host|api|cli\.main|trainer|rewards\.(pool|programs)))\b"
 )
 

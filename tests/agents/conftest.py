@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.letters_task import merge, overrides, write_task
+from tests.letters_task import overrides, write_task
 
 HERE = Path(__file__).parent
 TOOLS = HERE / "echo_tools.py"
@@ -14,7 +14,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 
 @pytest.fixture(scope="session")
 def agent_task(tmp_path_factory):
-    """Folder with train.jsonl (24 rows), val.jsonl and reward.py, which also reads what episodes add."""
+    """Folder with train.jsonl (24 rows), val.jsonl and reward.py."""
     return write_task(tmp_path_factory.mktemp("agent_task"))
 
 
@@ -38,17 +38,10 @@ def agent_overrides(tiny_llama, agent_task):
 
 @pytest.fixture
 def agent_run(agent_overrides, tmp_path):
-    """agent_run("key=value", ...) -> the folder of a run."""
-    from tests.run.conftest import Run
-    from verl.config import load_config
-    from verl.run.host import train
+    """agent_run("key=value", ...) -> the Run."""
+    from tests.run.conftest import train_run
 
-    def run(*changes, folder="run"):
-        where = tmp_path / folder
-        assert train(load_config(merge([*agent_overrides, f"trainer.default_local_dir={where}"], changes))) == 0
-        return Run(where)
-
-    return run
+    return lambda *changes, folder="run": train_run(tmp_path / folder, agent_overrides, changes)
 
 
 @pytest.fixture

@@ -65,9 +65,8 @@ def play(tmp_path):
         agents = Agents(agent_spec(config), tokenizer, engine, stop_token_ids=[tokenizer.eos_token_id])
         built.append(agents)
         if not isinstance(agents.context.runner, list):
-            agents.context = replace(
-                agents.context, runner=run
-            )  # of this module object, not of a second import of its file
+            # of this module object, not of a second import of its file
+            agents.context = replace(agents.context, runner=run)
         columns = {
             "ordinal": torch.arange(1),
             "prompt_token_ids": objects([agents.context.continuity.prompt(ASK)]),

@@ -9,14 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, Trainer
 
 from tests.compat.test_runner import SCRIPTS, Recorder, arguments, rows, steps_of, tokenizer  # noqa: F401
-from tests.run.conftest import Run
+from tests.run.conftest import train_run
 from tests.run.test_preference_trl import PAIRS, ROWS
 from tests.run.trl_oracle import trl_logs
 from verl import RLRunner
-from verl.config import PREFERENCE, load_config
 from verl.errors import ConfigError
 from verl.models.tiny import CHAT_TEMPLATE
-from verl.run.host import train
 
 COMMON = {
     "per_device_train_batch_size": 4, "num_train_epochs": 2, "learning_rate": 1e-3, "lr_scheduler_type": "constant",
@@ -77,10 +75,10 @@ def test_dpo_matches_verl_dpo(dpo_config, model, tiny_llama, tokenizer, tmp_path
     settings = [
         f"model.path={tiny_llama}", f"data.train_files={tmp_path / 'train.jsonl'}", "data.train_batch_size=4",
         "data.shuffle=False", "engine.dtype=float32", "optim.lr=1e-3", "optim.weight_decay=0.0", "optim.betas=[0.9,0.999]",
-        "trainer.logger=[file]", "trainer.total_epochs=2", f"trainer.default_local_dir={tmp_path / 'run'}", *overrides,
+        "trainer.logger=[file]", "trainer.total_epochs=2",
     ]  # fmt: skip
-    assert train(load_config(settings, schema=PREFERENCE), program="preference") == 0
-    expected, steps = Run(tmp_path / "run").training_rows(), steps_of(runner)
+    expected = train_run(tmp_path / "run", settings, overrides, "preference").training_rows()
+    steps = steps_of(runner)
     assert len(steps) == len(expected) == 6
     for one, other in zip(steps, expected, strict=True):
         for name in METRICS:

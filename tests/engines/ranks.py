@@ -21,8 +21,7 @@ from tests.forked import FORKS
 
 def run_ranks(checks: str, num_ranks: int, folder: Path, timeout_s: float = 150.0) -> None:
     """Run every `check_*` function of the module `checks` whose `ranks` attribute names `num_ranks`, on all ranks;
-    writes what rank 0 found to results-N.json. A check that raises fails the caller
-    with its traceback."""
+    writes the results of rank 0 to results-N.json. A check that raises fails the caller with its traceback."""
     store = tempfile.mktemp(dir=folder)
     processes = [
         FORKS.Process(target=_rank, args=(checks, rank, num_ranks, store, str(folder)), daemon=True)
@@ -67,15 +66,17 @@ def _rank(checks: str, rank: int, num_ranks: int, store: str, folder: str) -> No
         dist.destroy_process_group()
 
 
-def results_once(checks: str, num_ranks: int, tmp_path_factory: Any, worker_id: str) -> dict[str, Any]:
-    """The results of `run_ranks` for the checks, which run once for all test processes."""
+def results_once(
+    checks: str, num_ranks: int, tmp_path_factory: Any, worker_id: str, timeout_s: float = 150.0
+) -> dict[str, Any]:
+    """The results of `run_ranks` for the checks, which run once for all test processes, in one folder for all `num_ranks`."""
     base = tmp_path_factory.getbasetemp()
-    folder = (base if worker_id == "master" else base.parent) / f"{checks}-{num_ranks}"
+    folder = (base if worker_id == "master" else base.parent) / checks
     folder.mkdir(exist_ok=True)
     done = folder / f"results-{num_ranks}.json"
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not done.exists():
-            run_ranks(checks, num_ranks, folder)
+            run_ranks(checks, num_ranks, folder, timeout_s)
     results: dict[str, Any] = json.loads(done.read_text())
     return results

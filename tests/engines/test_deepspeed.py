@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.engines.ranks import run_ranks
+from tests.engines.ranks import results_once
 from verl.config import FSDPConfig, ModelConfig, OptimConfig
 from verl.config.sections.deepspeed import DeepSpeedConfig, ds_config
 from verl.engines.deepspeed.engine import DeepSpeedEngine
@@ -116,11 +116,9 @@ def test_roles_that_the_engine_cannot_have_are_refused(changes, words):
 
 
 @pytest.fixture(scope="module")
-def checks(tmp_path_factory):
+def checks(tmp_path_factory, worker_id):
     pytest.importorskip("deepspeed", reason="needs the extra deepspeed")
-    folder = tmp_path_factory.mktemp("ranks")
-    run_ranks("tests.engines.deepspeed_checks", 2, folder, timeout_s=280.0)
-    return json.loads((folder / "results-2.json").read_text())
+    return results_once("tests.engines.deepspeed_checks", 2, tmp_path_factory, worker_id, 280.0)
 
 
 @pytest.mark.slow

@@ -3,14 +3,10 @@
 The checks themselves are in parallel_checks.py; all of one number of ranks run in one launch, since starting costs more.
 """
 
-import fcntl
-import json
-import os
-
 import pytest
 
 from tests.engines import parallel_checks
-from tests.engines.ranks import run_ranks
+from tests.engines.ranks import results_once
 from verl.config import FSDPConfig
 from verl.engines.groups import mesh_of
 from verl.errors import ConfigError
@@ -27,31 +23,13 @@ OTHER |= {"check_change_while_training"}
 
 
 @pytest.fixture(scope="module")
-def launch(tmp_path_factory):
-    """Runs the checks of a number of ranks once, for all test processes."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "ranks"
-    folder.mkdir(exist_ok=True)
-
-    def launched(num_ranks):
-        done = folder / f"results-{num_ranks}.json"
-        with (folder / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not done.exists():
-                run_ranks("tests.engines.parallel_checks", num_ranks, folder)
-        return json.loads(done.read_text())
-
-    return launched
+def two(tmp_path_factory, worker_id):
+    return results_once(parallel_checks.__name__, 2, tmp_path_factory, worker_id)
 
 
 @pytest.fixture(scope="module")
-def two(launch):
-    return launch(2)
-
-
-@pytest.fixture(scope="module")
-def four(launch, two):  # continues from a checkpoint that two ranks saved
-    return launch(4)
+def four(tmp_path_factory, worker_id, two):  # continues from a checkpoint that two ranks saved
+    return results_once(parallel_checks.__name__, 4, tmp_path_factory, worker_id)
 
 
 def rows(num_ranks, skip=()):

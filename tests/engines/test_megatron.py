@@ -1,11 +1,10 @@
 """The Megatron engine: sizes that are refused, and on two and four ranks the losses, norms and states of one device."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
 
-from tests.engines.ranks import run_ranks
+from tests.engines.ranks import results_once
 from verl.config import FSDPConfig, OptimConfig, SFTModelConfig
 from verl.config.sections.megatron import MegatronConfig
 from verl.engines.megatron.engine import MegatronEngine
@@ -105,18 +104,11 @@ def test_roles_share_the_sizes_of_their_groups():
 
 
 @pytest.fixture(scope="module")
-def checks_of(tmp_path_factory):
+def checks_of(tmp_path_factory, worker_id):
     pytest.importorskip("megatron.core", reason="needs the extra megatron")
-    results = {}
-
-    def of(num_ranks):
-        if num_ranks not in results:
-            folder = tmp_path_factory.mktemp("ranks")
-            run_ranks("tests.engines.megatron_checks", num_ranks, folder, timeout_s=280.0)
-            results[num_ranks] = json.loads((folder / f"results-{num_ranks}.json").read_text())
-        return results[num_ranks]
-
-    return of
+    return lambda num_ranks: results_once(
+        "tests.engines.megatron_checks", num_ranks, tmp_path_factory, worker_id, 280.0
+    )
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The notebook of examples/notebooks, executed in a Jupyter kernel on a tiny model, and its outputs."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -21,9 +22,8 @@ def test_the_notebook_runs_and_shows_curve_metrics_and_samples(tmp_path, monkeyp
     kernels = tmp_path / "jupyter" / "kernels" / "python3"
     kernels.mkdir(parents=True)
     command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    (kernels / "kernel.json").write_text(
-        str({"argv": command, "display_name": "3", "language": "python"}).replace("'", '"')
-    )
+    kernel = {"argv": command, "display_name": "Python 3", "language": "python"}
+    (kernels / "kernel.json").write_text(json.dumps(kernel))
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "jupyter"))
     notebook = nbformat.read(ROOT / "examples" / "notebooks" / "grpo.ipynb", as_version=4)
     resources = {"metadata": {"path": str(tmp_path)}}

@@ -35,7 +35,7 @@ def relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def room(name: str) -> str:
+def package_of(name: str) -> str:
     """The folder or file directly below verl: "models", "errors"; "" for verl itself."""
     return (name.split(".") + [""])[1]
 

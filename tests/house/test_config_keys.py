@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from tests.house.source import files, room, tree
+from tests.house.source import files, package_of, tree
 from verl.config import SCHEMAS
 
 # Conditions that hold only with a feature that is listed as not available: nothing can read these keys yet.
@@ -34,7 +34,7 @@ def _reads():
     and strings, whole or in two parts (f"{prefix}use_dynamic_bsz")."""
     names, strings = set(), set()
     for name, path in files().items():
-        if room(name) == "config":
+        if package_of(name) == "config":
             continue
         for node in ast.walk(tree(path)):
             if isinstance(node, ast.Attribute):

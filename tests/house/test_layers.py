@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from tests.house.source import files, imports, relative, room, tree
+from tests.house.source import files, imports, package_of, relative, tree
 from verl.compat.finder import IS_PACKAGE
 
 # From the ground up. A package may import from packages of earlier rows and from itself.
@@ -33,7 +33,7 @@ LAYERS = (
     ("api", "cli", "session"),
     ("compat",),  # serves scripts of other releases
 )
-HEIGHT = {room: height for height, row in enumerate(LAYERS) for room in row}
+HEIGHT = {package: height for height, row in enumerate(LAYERS) for package in row}
 
 # Import paths of other releases that have a file; the others are rows of verl/compat/import_paths.py.
 COMPATIBILITY_FILES = ("verl", "verl.__main__", "verl.protocol", "verl.trainer.config", "verl.trainer.main_ppo")
@@ -51,9 +51,9 @@ def ours(name):
     return [i for i in imports(name) if i.module == "verl" or i.module.startswith("verl.")]
 
 
-def test_every_room_has_its_place():
-    rooms = {room(name) for name in own_files()}
-    assert rooms <= set(HEIGHT), f"give {rooms - set(HEIGHT)} a row in LAYERS"
+def test_every_package_has_a_layer():
+    packages = {package_of(name) for name in own_files()}
+    assert packages <= set(HEIGHT), f"give {packages - set(HEIGHT)} a row in LAYERS"
 
 
 def test_import_paths_only_hand_on():
@@ -68,7 +68,8 @@ def test_import_paths_only_hand_on():
 
 
 def is_upward(name, module):
-    return room(module) in HEIGHT and room(module) != room(name) and HEIGHT[room(module)] >= HEIGHT[room(name)]
+    ours, theirs = package_of(name), package_of(module)
+    return theirs in HEIGHT and theirs != ours and HEIGHT[theirs] >= HEIGHT[ours]
 
 
 @pytest.mark.parametrize("is_wrong", [is_upward, lambda name, module: is_import_path(module)], ids=["up", "old name"])

@@ -3,7 +3,7 @@
 import ast
 from collections import defaultdict
 
-from tests.house.source import files, relative, room, tree
+from tests.house.source import files, package_of, relative, tree
 
 # name -> why several modules may define it
 ONE_CONTRACT = {
@@ -27,7 +27,7 @@ def public_definitions():
     """Name -> files of the package that define it at top level; verl/compat repeats names of other releases."""
     places = defaultdict(list)
     for name, path in files().items():
-        for node in tree(path).body if room(name) != "compat" else ():
+        for node in tree(path).body if package_of(name) != "compat" else ():
             if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith(
                 "_"
             ):

@@ -56,7 +56,7 @@ def tracked_files():
 
 def test_files_are_short():
     long = {relative(p): n for p in files().values() if (n := len(p.read_text().splitlines())) > MAX_FILE_LINES}
-    assert not long, f"more than {MAX_FILE_LINES} lines; something wants a room of its own: {long}"
+    assert not long, f"more than {MAX_FILE_LINES} lines; move a part into another file: {long}"
 
 
 @pytest.mark.parametrize("folder", MAX_TOTAL_LINES)

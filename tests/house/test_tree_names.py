@@ -3,18 +3,18 @@
 import ast
 import re
 
-from tests.house.source import files, relative, tree
+from tests.house.source import files, package_of, relative, tree
 from verl.config import full_key
 
-ROOMS = ("specs", "runtime", "roles", "agents", "rollout", "rewards", "reshard", "parallel", "engines")
+BELOW_PROGRAMS = ("specs", "runtime", "roles", "agents", "rollout", "rewards", "reshard", "parallel", "engines")
 TREE = re.compile(r"actor_rollout_ref|PPOConfig")
 
 
-def test_no_room_below_programs_knows_the_tree():
+def test_no_package_below_programs_names_a_key_of_the_tree():
     wrong = [
         f"{relative(file)}:{number}"
         for name, file in files().items()
-        if name.split(".")[1:2] and name.split(".")[1] in ROOMS
+        if package_of(name) in BELOW_PROGRAMS
         for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
         if TREE.search(line)
     ]

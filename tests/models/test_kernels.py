@@ -227,11 +227,11 @@ def test_gradient_of_the_head(dtype):
         z = z.masked_fill(z == float("-inf"), -1e4)  # whose gradients autograd can compute
         (wide,) = leaves(z)
         f = (wide if bias is None else wide + bias.double()) * scale
-        log_p = ((cap * torch.tanh(f / cap) if cap else f) / temperature).log_softmax(1)
+        final = (cap * torch.tanh(f / cap) if cap else f) / temperature
+        log_p = final.log_softmax(1)
         p = log_p.exp()
         fields = log_p.gather(1, targets[:, None])[:, 0], -(p * log_p).sum(1), p.square().sum(1)
-        top = ((cap * torch.tanh(f / cap) if cap else f) / temperature).amax(1)
-        known = torch.stack([top, -log_p.amax(1), *fields[1:]])
+        known = torch.stack([final.amax(1), -log_p.amax(1), *fields[1:]])
         grads = case.normal(3, len(z), dtype=torch.float32)
         (expected,) = torch.autograd.grad(fields, [wide], tuple(grads.double()))
         arguments = (z, bias, targets, known.detach().float(), grads, temperature, scale, cap, dtype)

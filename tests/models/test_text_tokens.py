@@ -25,7 +25,7 @@ def notices(folder, *overrides):
 
 
 def test_tags_stay_in_the_text_of_a_response(folder):
-    """Issue 32, fault 17: <think> tags that are special tokens vanished from solution_str."""
+    """Once, <think> tags that are special tokens vanished from solution_str."""
     plain = load_tokenizer(ModelConfig(path=str(folder)))
     ids = plain.encode("<think>a</think>b<|im_end|>")
     assert plain.decode(ids, skip_special_tokens=True) == "ab"

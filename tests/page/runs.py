@@ -4,14 +4,15 @@ import json
 from pathlib import Path
 
 from tests.letters_task import write_task
-from verl.config import PREFERENCE, RM, SFT, load_config
-from verl.run.host import train
+from tests.run.conftest import train_run
 
-COMMON = ["data.train_batch_size=4", "trainer.logger=[file]", "trainer.total_training_steps=2"]
+COMMON = [
+    "data.train_batch_size=4", "trainer.logger=[file]", "trainer.total_training_steps=2", "trainer.test_freq=1",
+]  # fmt: skip
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 TOOLS = Path(__file__).parents[1] / "agents" / "echo_tools.py"
-# kind -> (program, schema, rows that it reads)
-ON_ROWS = {"sft": ("sft", SFT, "sft"), "dpo": ("preference", PREFERENCE, "pairs"), "rm": ("rm", RM, "pairs")}
+# kind -> (program, rows that it reads)
+ON_ROWS = {"sft": ("sft", "sft"), "dpo": ("preference", "pairs"), "rm": ("rm", "pairs")}
 ON_PROMPTS = {
     "grpo": ["algorithm.adv_estimator=grpo"],
     "ppo": ["algorithm.adv_estimator=gae"],
@@ -40,21 +41,18 @@ def write_rows(folder):
     return folder
 
 
-def train_kind(kind, folder, model, *more):
+def train_kind(kind, folder, model):
     """Train in `folder`/run; the folder of the run."""
-    run = [*COMMON, f"trainer.default_local_dir={folder / 'run'}", "trainer.test_freq=1"]
     if kind in ON_ROWS:
-        program, schema, rows = ON_ROWS[kind]
+        program, rows = ON_ROWS[kind]
         file = write_rows(folder) / f"{rows}.jsonl"
         keys = [f"model.path={model}", f"data.train_files={file}", f"data.val_files={file}"]
-        assert train(load_config([*run, *keys, *more], schema=schema), program=program) == 0
     else:
-        task = write_task(folder)
+        program, task = "ppo", write_task(folder)
         keys = [
             f"actor_rollout_ref.model.path={model}", f"critic.model.path={model}", f"data.train_files={task}/train.jsonl",
             f"data.val_files={task}/val.jsonl", "data.max_prompt_length=64", "data.max_response_length=6", f"{ROLLOUT}.n=4",
             f"{ACTOR}.ppo_mini_batch_size=4", f"{ACTOR}.fsdp_config.dtype=float32", f"{ACTOR}.entropy_coeff=0.001",
-            f"reward.custom_reward_function.path={task}/reward.py", "reward.num_workers=1",
+            f"reward.custom_reward_function.path={task}/reward.py", "reward.num_workers=1", *ON_PROMPTS[kind],
         ]  # fmt: skip
-        assert train(load_config([*run, *keys, *ON_PROMPTS[kind], *more])) == 0
-    return folder / "run"
+    return train_run(folder / "run", [*COMMON, *keys], program=program).folder

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from verl.errors import ConfigError
 from verl.models.matmul import Matmul
-from verl.parallel import device as room
+from verl.parallel import device as device_module
 from verl.parallel.device import (
     compute_dtype,
     make_current,
@@ -91,9 +91,9 @@ def test_unknown_devices(name):
 def test_bf16_follows_the_instructions_of_the_cpu(tmp_path, monkeypatch, maker, flags, native):
     info = tmp_path / "cpuinfo"
     info.write_text(f"processor\t: 0\nvendor_id\t: {maker}\nflags\t\t: {flags}\n\nprocessor\t: 1\n")
-    monkeypatch.setattr(room, "Path", lambda _: info)
-    monkeypatch.setattr(room, "_cpu_flags", room._cpu_flags.__wrapped__)  # without the cached result of an earlier read
-    monkeypatch.delenv(room.CPU_BF16, raising=False)
+    monkeypatch.setattr(device_module, "Path", lambda _: info)
+    monkeypatch.setattr(device_module, "_cpu_flags", device_module._cpu_flags.__wrapped__)  # without the cache
+    monkeypatch.delenv(device_module.CPU_BF16, raising=False)
     assert native_bf16(CPU) is native
     assert compute_dtype("auto", CPU) == (torch.bfloat16 if native else torch.float32)
 
@@ -103,7 +103,7 @@ def test_bf16_follows_the_instructions_of_the_cpu(tmp_path, monkeypatch, maker, 
     [({"AuthenticAMD", "avx512f"}, True), ({"AuthenticAMD", "avx2"}, False), ({"GenuineIntel", "avx512f"}, False)],
 )
 def test_float32_matmuls_follow_the_maker_of_the_cpu(monkeypatch, flags, prefers):
-    monkeypatch.setattr(room, "_cpu_flags", lambda: flags)
+    monkeypatch.setattr(device_module, "_cpu_flags", lambda: flags)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     assert prefers_onednn(CPU) is prefers
     assert Matmul(torch.float32, CPU).by_onednn is prefers
@@ -113,11 +113,11 @@ def test_float32_matmuls_follow_the_maker_of_the_cpu(monkeypatch, flags, prefers
 
 @pytest.mark.parametrize(("forced", "native"), [("native", True), ("widened", False)])
 def test_the_bf16_path_of_a_cpu_can_be_forced(monkeypatch, forced, native):
-    monkeypatch.setenv(room.CPU_BF16, forced)
+    monkeypatch.setenv(device_module.CPU_BF16, forced)
     assert native_bf16(CPU) is native
     assert Matmul(torch.bfloat16, CPU).widens is not native
     assert not Matmul(torch.float32, CPU).widens
-    monkeypatch.setenv(room.CPU_BF16, "natve")
+    monkeypatch.setenv(device_module.CPU_BF16, "natve")
     with pytest.raises(ConfigError, match="VERL_CPU_BF16=natve"):
         native_bf16(CPU)
 
@@ -143,15 +143,15 @@ def test_the_most_memory_outlives_a_new_record(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: record["most"])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: record.update(most=3))
-    monkeypatch.setattr(room, "_PEAKS", {})
+    monkeypatch.setattr(device_module, "_PEAKS", {})
     device = torch.device("cuda", 0)
     record["most"] = 70
-    room.reset_peak_memory(device)
+    device_module.reset_peak_memory(device)
     assert record["most"] == 3
     record["most"] = 20
-    assert room.most_memory_allocated(device) == 70
+    assert device_module.most_memory_allocated(device) == 70
     record["most"] = 90
-    assert room.most_memory_allocated(0) == 90
+    assert device_module.most_memory_allocated(0) == 90
 
 
 class Recorded:
@@ -208,7 +208,7 @@ def test_parts_of_a_sharded_module_move_by_themselves(monkeypatch, tmp_path):
             placements.append((type(tensor), device))
             return tensor.clone()
 
-        monkeypatch.setattr(room, "to_device", move)
+        monkeypatch.setattr(device_module, "to_device", move)
         move_module(module, "cpu")
         assert placements == [(torch.Tensor, "cpu")] * 2
         for name, p in module.named_parameters():

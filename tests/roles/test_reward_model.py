@@ -179,7 +179,7 @@ def test_another_tokenizer_reads_the_conversation(tmp_path):
 
 @pytest.mark.parametrize("is_policy_template", [True, False])
 def test_a_response_is_read_at_the_token_where_verl_rm_trains(tmp_path, is_policy_template):
-    """Issue 32, fault 1: rows of messages trained at the line end of the template, and were read at <|im_end|>."""
+    """Once, rows of messages trained at the line end of the template, and were read at <|im_end|>."""
     path = make_classifier(tmp_path)
     question = [{"role": "user", "content": "question 0"}]
     answers = [[{"role": "assistant", "content": text}] for text in ("four", "five")]

@@ -9,7 +9,7 @@ import sys
 CHOSEN = "TRITON_INTERPRET"  # environment variable, which Triton reads as it is imported
 
 
-def play():
+def simulate():
     """Let vLLM choose its second runner in this process."""
     assert os.environ[CHOSEN] == "1"
     assert "vllm" not in sys.modules

@@ -5,9 +5,10 @@ import threading
 
 import torch
 
-from verl.config import ModelConfig
+from verl.config import ModelConfig, load_config
 from verl.data_proto.samples import Completion, SamplingParams
 from verl.errors import ModelError
+from verl.programs.specs import ppo_run_spec, rollout_spec
 from verl.reshard.shared_memory import SharedBuckets, bucketed, read_shared_bucket
 from verl.rollout.api import WeightTransfer
 from verl.rollout.hf import eager_view
@@ -16,6 +17,7 @@ from verl.rollout.sampling import sample
 from verl.rollout.uniforms import sample_keys, uniforms_at
 from verl.rollout.vllm.engine import VLLMRollout
 from verl.rollout.vllm.weights import Manifest
+from verl.runtime import weight_copies
 from verl.runtime.weight_copies import read_folder, write_folder
 
 
@@ -32,6 +34,14 @@ def weight_transfer(path="model", bucket_bytes=1 << 14):
         start_timeout_s=10.0,
         call_timeout_s=5.0,
         in_process=False,
+    )
+
+
+def transfer_of_run(*keys, device="cpu", **more):
+    """(config, weight transfer) of a run with these keys."""
+    config = load_config(keys, check=False).config
+    return config, weight_copies.weight_transfer(
+        rollout_spec(config), ppo_run_spec(config), torch.device(device), **more
     )
 
 

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ PACKAGE = Path(verl.rollout.__file__).parent
 def write_sources(root, package, without=()):
     """A `package` below `root` with every name that verl uses, except for the names `without`."""
     imported = _imported_names(PACKAGE / "vllm" / "library.py", package)
-    texts = {}
+    files = defaultdict(lambda: defaultdict(list))  # file -> statement or head of a class -> members of the class
     for name in [*imported, *(name for names in USES[package].values() for name in names)]:
         place, _, rest = name.partition(":")
         owner, dot, member = rest.rpartition(".")
@@ -30,18 +31,15 @@ def write_sources(root, package, without=()):
         folder.mkdir(parents=True, exist_ok=True)
         if name in without:
             continue
+        statements = files[folder / "__init__.py"]
         if rest.startswith("/"):
-            line = f"ROUTE = {rest!r}"
+            statements[f"ROUTE = {rest!r}"] = []
         elif dot:
-            line = f"class {owner.replace('*', 'Fields')}:\n    {member}: int"
+            statements[f"class {owner.replace('*', 'Fields')}:"].append(f"    {member}: int")
         else:
-            line = f"if {rest!r}:\n    from nowhere import {rest}"
-        texts.setdefault(folder / "__init__.py", []).append(line)
-    for file, lines in texts.items():
-        classes = [line.splitlines() for line in lines if line.startswith("class")]
-        bodies = {head: [body for other, body in classes if other == head] for head, _ in classes}
-        others = [line for line in lines if not line.startswith("class")]
-        file.write_text("\n".join(others + ["\n".join([head, *body]) for head, body in bodies.items()]) + "\n")
+            statements[f"if {rest!r}:"] = [f"    from nowhere import {rest}"]
+    for file, statements in files.items():
+        file.write_text("".join("\n".join([head, *body]) + "\n" for head, body in statements.items()))
     (root / package / "__init__.py").open("a").close()
 
 

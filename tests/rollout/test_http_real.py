@@ -10,9 +10,9 @@ import sys
 import time
 
 import pytest
-import torch
 
 from tests.rollout.conftest import EOS, make_prompts
+from tests.rollout.simulated import transfer_of_run
 from tests.rollout.test_vllm_real import DRAWS, LENGTHS, assert_equal, changed, native
 from verl.config import RolloutConfig
 from verl.config.sections.rollout import ServiceConfig
@@ -20,9 +20,9 @@ from verl.data_proto.samples import SamplingParams
 from verl.errors import ConfigError, ModelError, UnreachableError, VerlError
 from verl.models.tiny import make_tiny_model
 from verl.parallel.collectives import free_port
-from verl.programs.specs import ppo_run_spec, rollout_spec
 from verl.rollout.api import ENGINES
 from verl.rollout.http.client import Client
+from verl.runtime.weight_copies import skeleton
 
 START_S = 240.0
 TOKEN = "a token of this test"
@@ -82,12 +82,8 @@ def server(folder, tmp_path_factory):
 
 
 def make(url, folder, tokenizer, **service):
-    from verl.config import load_config
-    from verl.runtime.weight_copies import skeleton, weight_transfer
-
-    keys = [f"actor_rollout_ref.model.path={folder}", "actor_rollout_ref.actor.fsdp_config.dtype=float32"]
-    loaded = load_config(keys, check=False).config
-    own = weight_transfer(rollout_spec(loaded), ppo_run_spec(loaded), torch.device("cpu"))
+    keys = f"actor_rollout_ref.model.path={folder}", "actor_rollout_ref.actor.fsdp_config.dtype=float32"
+    loaded, own = transfer_of_run(*keys)
     settings = ServiceConfig(url=url, timeout_s=60.0, num_retries=1, **service)
     config = RolloutConfig(name="http", max_num_seqs=8, service=settings)
     return ENGINES.get("http")(

@@ -86,7 +86,7 @@ def test_a_server_frees_its_memory_while_something_trains(make, note, load, capl
     assert json.loads(note.read_text())["--enable-memory-saver"] is True
 
     def released():
-        return engine.client.get("/played_memory").at(list, "released")
+        return engine.client.get("/simulated_memory").at(list, "released")
 
     engine.release()
     assert "keeps its GPU memory during this training step" in caplog.text

@@ -11,12 +11,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.rollout.conftest import EOS, make_prompts
-from tests.rollout.simulated import weight_transfer
-from verl.config import RolloutConfig, load_config
+from tests.rollout.simulated import transfer_of_run, weight_transfer
+from verl.config import RolloutConfig
 from verl.data_proto.samples import Completion, SamplingParams
 from verl.errors import MissingExtraError, ModelError
 from verl.parallel import memory
-from verl.programs.specs import ppo_run_spec, rollout_spec
 from verl.reshard.shared_memory import read_shared_bucket
 from verl.rollout.api import ENGINES, holds_weights
 from verl.rollout.requests import StopRules
@@ -28,7 +27,6 @@ from verl.rollout.vllm.sample import BatchSampler, SlotSampler, draw_arguments
 from verl.rollout.vllm.settings import make_setup
 from verl.rollout.vllm.weight_check import HeldWeights, _explained
 from verl.rollout.vllm.weights import _READERS, Manifest, WeightReceiver, _tied
-from verl.runtime import weight_copies as runs
 
 pytestmark = pytest.mark.seed("B5")
 
@@ -304,7 +302,7 @@ class Written(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._local_scalar_dense.default:
             self.waits.append(func)
-        is_view = func.is_view if hasattr(func, "is_view") else False
+        is_view = getattr(func, "is_view", False)
         if isinstance(result, torch.Tensor) and result.numel() == self.size and not is_view:
             self.writes.append(func)
         return result
@@ -461,6 +459,5 @@ def test_a_message_runs_no_code_of_its_sender(tmp_path):
 
 
 def test_the_readers_are_those_that_runs_name():
-    config = load_config([], check=False).config
-    copy = runs.weight_transfer(rollout_spec(config), ppo_run_spec(config), torch.device("cpu"))
+    _, copy = transfer_of_run()
     assert set(_READERS) == {copy.reader, copy.folder_reader}

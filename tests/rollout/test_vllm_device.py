@@ -9,13 +9,13 @@ import torch
 
 from tests.reshard.simulated_device import DEVICE, simulate_driver
 from tests.rollout.conftest import EOS, make_prompts
+from tests.rollout.simulated import transfer_of_run
 from tests.rollout.test_vllm_restart import PARAMS, Processes, SimulatedProcess, lost, one_step
 from verl.config import RolloutConfig, load_config
 from verl.errors import ConfigError, ModelError
 from verl.parallel.placement import Placement
 from verl.parallel.serialize import to_bytes
 from verl.programs.ppo_roles import ppo_roles
-from verl.programs.specs import ppo_run_spec, rollout_spec
 from verl.reshard.device_memory import DeviceSender, read_device_bucket
 from verl.rollout.api import ENGINES
 from verl.rollout.vllm import engine
@@ -24,7 +24,7 @@ from verl.rollout.vllm.settings import make_setup
 from verl.rollout.vllm.weights import _OWN_READERS, OwnWeightReceiver, WeightReceiver
 from verl.runtime.rank import RankContext
 from verl.runtime.rank_workers import _with_device_names
-from verl.runtime.weight_copies import KeptBuckets, weight_transfer
+from verl.runtime.weight_copies import KeptBuckets
 
 BUCKET = 1 << 14
 
@@ -34,7 +34,7 @@ def driver(monkeypatch):
     return simulate_driver(monkeypatch)
 
 
-class PlayedOnDevice(SimulatedProcess):
+class SimulatedProcessOnDevice(SimulatedProcess):
     def try_bucket(self, bucket):
         self.processes.note("try")
         assert list(read_device_bucket(bucket))
@@ -53,7 +53,7 @@ class OnDevice(Processes):
 
     def __call__(self, *args, **kwargs):
         self.note("start")
-        self.started.append(PlayedOnDevice(self))
+        self.started.append(SimulatedProcessOnDevice(self))
         return self.started[-1]
 
 
@@ -65,14 +65,10 @@ def make(load, tokenizer, monkeypatch, driver):
         processes = OnDevice()
         monkeypatch.setattr(engine, "RemoteCore", processes)
         config = RolloutConfig(name="vllm", max_model_len=64, max_engine_restarts=2)
-        keys = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.actor.fsdp_config.dtype=float32"]
-        loaded = load_config(keys, check=False).config
+        keys = "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.actor.fsdp_config.dtype=float32"
         sender = DeviceSender(DEVICE, BUCKET, KeptBuckets(BUCKET).place, keeps=True)
-        own = dataclasses.replace(
-            weight_transfer(rollout_spec(loaded), ppo_run_spec(loaded), DEVICE),
-            write_buckets=sender,
-            probe=sender.probe,
-        )
+        _, own = transfer_of_run(*keys, device=DEVICE)
+        own = dataclasses.replace(own, write_buckets=sender, probe=sender.probe)
         return ENGINES.get("vllm")(load("llama"), tokenizer, config, eos_token_ids=[EOS], transfer=own), processes
 
     return build
@@ -111,8 +107,7 @@ def test_an_engine_that_cannot_open_it_gets_the_hosts_memory(make, load, driver,
 
 def test_only_an_engine_of_our_own_opens_memory_of_a_gpu():
     """Its handles go to the driver as they come; any client of a service could invent them."""
-    config = load_config(["actor_rollout_ref.actor.fsdp_config.dtype=float32"], check=False).config
-    copy = weight_transfer(rollout_spec(config), ppo_run_spec(config), torch.device("cuda", 0))
+    _, copy = transfer_of_run("actor_rollout_ref.actor.fsdp_config.dtype=float32", device="cuda:0")
     assert set(_OWN_READERS) - set(WeightReceiver.verl_readers) == {copy.reader}
     assert copy.probe is not None
     message = {"reader": copy.reader, "bucket": {"entries": [], "number": 1, "device": {}}}
@@ -122,7 +117,7 @@ def test_only_an_engine_of_our_own_opens_memory_of_a_gpu():
         OwnWeightReceiver()._verl_try(**message)
 
 
-class PlayedLLM:
+class SimulatedLLM:
     def __init__(self):
         self.calls = []
 
@@ -142,7 +137,7 @@ class PlayedLLM:
 
 def test_the_cache_sleeps_on_while_weights_come():
     core = object.__new__(Core)
-    core.setup, core._asleep, core._llm = SimpleNamespace(sleeps=True, reader="module:function"), set(), PlayedLLM()
+    core.setup, core._asleep, core._llm = SimpleNamespace(sleeps=True, reader="module:function"), set(), SimulatedLLM()
     core.sleep()
     core.sleep()
     core.begin_update()
@@ -174,8 +169,7 @@ def test_the_engine_takes_the_gpu_of_its_rank(mode, visible, expected, load, mon
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     keys = ["rollout.name=vllm", f"rollout.mode={mode}", "actor.fsdp_config.dtype=float32"]
-    loaded = load_config([f"actor_rollout_ref.{key}" for key in keys], check=False).config
-    own = weight_transfer(rollout_spec(loaded), ppo_run_spec(loaded), torch.device("cuda", 1))
+    _, own = transfer_of_run(*(f"actor_rollout_ref.{key}" for key in keys), device="cuda:1")
     setup = make_setup(RolloutConfig(), own, load("llama"), eos_token_ids=(EOS,), vocab_size=300)
     assert setup.environment.get("CUDA_VISIBLE_DEVICES") == expected
 
@@ -183,8 +177,8 @@ def test_the_engine_takes_the_gpu_of_its_rank(mode, visible, expected, load, mon
 def spanning(device, load, *names):
     """The environment of an engine process that spans two GPUs of its run."""
     keys = ["rollout.name=vllm", "rollout.tensor_model_parallel_size=2", "actor.fsdp_config.dtype=float32"]
-    config = load_config([f"actor_rollout_ref.{key}" for key in keys], check=False).config
-    own = weight_transfer(rollout_spec(config), ppo_run_spec(config), device, visible_devices=names)
+    keys = (f"actor_rollout_ref.{key}" for key in keys)
+    config, own = transfer_of_run(*keys, device=device, visible_devices=names)
     setup = make_setup(config.actor_rollout_ref.rollout, own, load("llama"), eos_token_ids=(EOS,), vocab_size=300)
     assert (setup.llm["tensor_parallel_size"], setup.llm["distributed_executor_backend"]) == (2, "mp")
     return setup.environment.get("CUDA_VISIBLE_DEVICES")

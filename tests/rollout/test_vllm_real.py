@@ -19,9 +19,11 @@ import psutil
 import pytest
 import torch
 
+from tests import letters_task
 from tests.agents.test_driver import PARAMS, agent, tasks
 from tests.rollout import second_runner
 from tests.rollout.conftest import EOS, make_prompts
+from tests.rollout.simulated import transfer_of_run
 from tests.runtime.ranks import still_there
 from verl.agents.driver import EpisodeDriver, EventLoop
 from verl.config import RolloutConfig
@@ -29,8 +31,8 @@ from verl.data_proto.samples import PromptRequest, SamplingParams
 from verl.errors import ModelError, WorkerLostError
 from verl.models.load import load_causal_lm
 from verl.models.tiny import make_tiny_model
-from verl.programs.specs import ppo_run_spec, rollout_spec
 from verl.rollout.api import ENGINES
+from verl.runtime.weight_copies import skeleton
 
 ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = 1e-4
@@ -50,7 +52,7 @@ pytestmark = [
 
 
 if os.environ.get(second_runner.CHOSEN):
-    second_runner.play()
+    second_runner.simulate()
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +63,7 @@ def folder(tmp_path_factory):
 
 
 def make(folder, mode, tokenizer, **config):
-    from verl.config import load_config
-    from verl.runtime.weight_copies import skeleton, weight_transfer
-
-    keys = [
+    loaded, own = transfer_of_run(
         f"actor_rollout_ref.model.path={folder}",
         "actor_rollout_ref.rollout.name=vllm",
         "actor_rollout_ref.actor.fsdp_config.dtype=float32",
@@ -73,9 +72,7 @@ def make(folder, mode, tokenizer, **config):
         "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=1",
         f"actor_rollout_ref.rollout.mode={mode}",
         *(f"actor_rollout_ref.rollout.{key}={value}" for key, value in config.items()),
-    ]
-    loaded = load_config(keys, check=False).config
-    own = weight_transfer(rollout_spec(loaded), ppo_run_spec(loaded), torch.device("cpu"))
+    )
     rollout = loaded.actor_rollout_ref.rollout
     return ENGINES.get("vllm")(
         skeleton(loaded.actor_rollout_ref.model, own.dtype), tokenizer, rollout, eos_token_ids=[EOS], transfer=own
@@ -165,7 +162,7 @@ def test_the_chosen_runner_is_the_second_one(engine):
     assert type(runner).__module__ == "vllm.v1.worker.cpu.model_runner"
 
 
-def played(engine):
+def converse(engine):
     """Episodes of several turns, each after a tool's answer, over one generation."""
     events = EventLoop()
     try:
@@ -179,7 +176,7 @@ def test_conversations_are_the_native_ones(engine, folder, tokenizer):
     module = changed(folder, 4)
     engine.load(module.named_parameters())
     engine.publish(20)
-    episodes, expected = played(engine), played(native(module, tokenizer))
+    episodes, expected = converse(engine), converse(native(module, tokenizer))
     assert [e.trajectory.response_ids for e in episodes] == [e.trajectory.response_ids for e in expected]
     for one, other in zip(episodes, expected, strict=True):
         assert one.error is None
@@ -355,16 +352,12 @@ def grpo(smollm2, tmp_path_factory):
     )
 
     def run(name, *changes):
-        command = [
-            sys.executable, "-m", "verl", "train", "algorithm.adv_estimator=grpo",
-            f"actor_rollout_ref.model.path={smollm2}", f"data.train_files={place}/train.jsonl", "data.train_batch_size=4",
-            f"data.val_files={place}/train.jsonl", "trainer.test_freq=-1",
-            "data.max_prompt_length=64", "data.max_response_length=12", "actor_rollout_ref.rollout.n=4",
-            "actor_rollout_ref.actor.ppo_mini_batch_size=4", "actor_rollout_ref.actor.optim.lr=1e-5",
-            "actor_rollout_ref.actor.fsdp_config.dtype=float32", f"reward.custom_reward_function.path={place}/reward.py",
-            "reward.num_workers=1", "trainer.total_training_steps=3", "trainer.val_before_train=False",
-            "trainer.logger=[file]", "trainer.save_freq=-1", f"trainer.default_local_dir={place}/{name}", *changes,
-        ]  # fmt: skip
+        keys = letters_task.overrides(
+            smollm2, place, f"data.val_files={place}/train.jsonl", "trainer.test_freq=-1", "data.max_response_length=12",
+            "actor_rollout_ref.actor.optim.lr=1e-5", "trainer.total_training_steps=3", "trainer.save_freq=-1",
+            f"trainer.default_local_dir={place}/{name}", *changes,
+        )  # fmt: skip
+        command = [sys.executable, "-m", "verl", "train", *keys]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         metrics = [json.loads(line) for line in (place / name / "metrics.jsonl").read_text().splitlines()]

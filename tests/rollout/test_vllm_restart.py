@@ -4,16 +4,16 @@ import pytest
 import torch
 
 from tests.rollout.conftest import EOS, make_prompts
-from verl.config import RolloutConfig, load_config
+from tests.rollout.simulated import transfer_of_run
+from verl.config import RolloutConfig
 from verl.data_proto.samples import Completion, SamplingParams
 from verl.errors import DeadlineError, ModelError, WorkerLostError
-from verl.programs.specs import ppo_run_spec, rollout_spec
 from verl.reshard.shared_memory import read_shared_bucket
 from verl.rollout.api import ENGINES
 from verl.rollout.vllm import engine
 from verl.rollout.vllm.process import RestartingCore
 from verl.rollout.vllm.weights import Manifest
-from verl.runtime.weight_copies import KeptBuckets, weight_transfer
+from verl.runtime.weight_copies import KeptBuckets
 
 PARAMS = SamplingParams(n=3, max_new_tokens=4)
 
@@ -105,10 +105,9 @@ def make(load, tokenizer, monkeypatch):
         processes = Processes()
         monkeypatch.setattr(engine, "RemoteCore", processes)
         config = RolloutConfig(name="vllm", max_model_len=64, max_engine_restarts=max_engine_restarts)
-        loaded = load_config(
-            ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.actor.fsdp_config.dtype=float32"], check=False
-        ).config
-        own = weight_transfer(rollout_spec(loaded), ppo_run_spec(loaded), torch.device("cpu"))
+        _, own = transfer_of_run(
+            "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.actor.fsdp_config.dtype=float32"
+        )
         object.__setattr__(own, "write_buckets", KeptBuckets(1 << 14).write)  # several buckets
         rollout = ENGINES.get("vllm")(load("llama"), tokenizer, config, eos_token_ids=[EOS], transfer=own)
         return rollout, processes

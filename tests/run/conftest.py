@@ -28,6 +28,16 @@ class Run:
         return [row for row in self.rows if row["step"] > 0]
 
 
+def train_run(folder, base, changes=(), program="ppo"):
+    """The Run of a program with the overrides `base` and `changes`, in the new `folder`."""
+    from verl.config import PPO, SCHEMAS, load_config
+    from verl.run.host import train
+
+    settings = merge([*base, f"trainer.default_local_dir={folder}"], changes)
+    assert train(load_config(settings, schema=SCHEMAS.get(program, PPO)), program) == 0
+    return Run(folder)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def quick(no_pictures):
     """Of many runs none is looked at."""
@@ -47,15 +57,7 @@ def tiny_overrides(tiny_llama, tiny_task):
 
 @pytest.fixture
 def tiny_run(tiny_overrides, tmp_path):
-    from verl.config import load_config
-    from verl.run.host import train
-
-    def run(*changes: str, folder: str = "run") -> Run:
-        where = tmp_path / folder
-        assert train(load_config(merge([*tiny_overrides, f"trainer.default_local_dir={where}"], changes))) == 0
-        return Run(where)
-
-    return run
+    return lambda *changes, folder="run": train_run(tmp_path / folder, tiny_overrides, changes)
 
 
 @pytest.fixture

@@ -151,17 +151,13 @@ def simulated_gpu():
 
 def differing(name, base, changes):
     """The metrics of the first step that differ between CPU and GPU."""
-    from tests.run.conftest import CLOCKED, Run, merge
-    from verl.config import load_config
-    from verl.run.host import train
+    from tests.run.conftest import CLOCKED, train_run
 
     rows = []
     for device, context in (("cpu", contextlib.nullcontext()), ("cuda", simulated_gpu())):
-        folder = Path(base[0]) / f"{name}-{device}"
-        fixed = (f"trainer.default_local_dir={folder}", f"trainer.device={device}")
         with context:
-            assert train(load_config(merge(base[1:], (*fixed, *changes)))) == 0
-        rows.append({k: v for k, v in Run(folder).rows[0].items() if not k.startswith((*CLOCKED, "rollout/"))})
+            run = train_run(Path(base[0]) / f"{name}-{device}", base[1:], (f"trainer.device={device}", *changes))
+        rows.append({k: v for k, v in run.rows[0].items() if not k.startswith((*CLOCKED, "rollout/"))})
     return {k: (v, rows[1].get(k)) for k, v in rows[0].items() if not near(v, rows[1].get(k))}
 
 

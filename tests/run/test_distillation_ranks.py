@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.run.conftest import Run, merge
+from tests.run.conftest import Run, merge, train_run
 from tests.runtime.ranks import run
 from verl.models.tiny import make_tiny_model
 
@@ -25,8 +25,6 @@ METRICS = (
 @pytest.mark.slow
 def test_two_ranks_are_one_process(tiny_overrides, tmp_path):
     from tests.runtime.wide_norms import widen
-    from verl.config import load_config
-    from verl.run.host import train
 
     teacher = make_tiny_model(tmp_path / "teacher", seed=11)
     common = merge(
@@ -51,8 +49,7 @@ def test_two_ranks_are_one_process(tiny_overrides, tmp_path):
     run(2, "tests.runtime.several_runs", tmp_path / "jobs.json", timeout_s=180)
     with pytest.MonkeyPatch.context() as patch:
         widen(patch)
-        assert train(load_config([*common, f"trainer.default_local_dir={tmp_path / 'alone'}"])) == 0
-    expected = Run(tmp_path / "alone").training_rows()
+        expected = train_run(tmp_path / "alone", common).training_rows()
     for name in SPMD:
         for row, expected_row in zip(Run(tmp_path / name).training_rows(), expected, strict=True):
             values = {metric: row[metric] for metric in METRICS}

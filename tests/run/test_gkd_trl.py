@@ -8,7 +8,7 @@ import pytest
 
 from tests.data.conversations.templates import MARKED_CHATML, chat
 from tests.house.source import ROOT
-from tests.run.conftest import Run, merge
+from tests.run.conftest import train_run
 from tests.run.test_sft_trl import words
 from verl.models.load import load_tokenizer
 from verl.models.tiny import make_tiny_model
@@ -53,9 +53,6 @@ def theirs(models, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", BETAS)
 def test_ten_steps_match_trl(case, theirs, models, tiny_overrides, tmp_path):
-    from verl.config import load_config
-    from verl.run.host import train
-
     tokenizer = load_tokenizer(str(models[0]))
     with (tmp_path / "rows.jsonl").open("w") as file:
         for question, answer in ROWS:
@@ -87,10 +84,8 @@ def test_ten_steps_match_trl(case, theirs, models, tiny_overrides, tmp_path):
         f"distillation.distillation_loss.jsd_beta={BETAS[case]}",
         "distillation.distillation_loss.use_task_rewards=False",
         f"trainer.total_training_steps={NUM_STEPS}",
-        f"trainer.default_local_dir={tmp_path / 'run'}",
     )
-    assert train(load_config(merge(tiny_overrides, settings))) == 0
-    ours = Run(tmp_path / "run").training_rows()
+    ours = train_run(tmp_path / "run", tiny_overrides, settings).training_rows()
     assert len(ours) == len(theirs[case]) == NUM_STEPS
     for row, log in zip(ours, theirs[case], strict=True):
         assert row["actor/loss"] == pytest.approx(log["loss"], rel=1e-5)

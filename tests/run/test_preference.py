@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from tests.run.conftest import Run, merge
+from tests.run.conftest import train_run
 from verl.config.active_keys import LABELLED_LOSSES
 from verl.families import PREFERENCE_LOSSES
 
@@ -35,8 +35,6 @@ def rows(tmp_path_factory):
 @pytest.fixture
 def preference_run(tiny_llama, rows, tmp_path):
     """`preference_run("key=value", ..., folder=, labelled=)` trains, and returns the Run."""
-    from verl.config import PREFERENCE, load_config
-    from verl.run.host import train
 
     def run(*changes, folder="run", labelled=False):
         kind = "labelled" if labelled else "pairs"
@@ -48,11 +46,8 @@ def preference_run(tiny_llama, rows, tmp_path):
             "engine.dtype=float32",
             "optim.lr=0.002",
             "trainer.logger=[file]",
-            f"trainer.default_local_dir={tmp_path / folder}",
         ]
-        loaded = load_config(merge(overrides, changes), schema=PREFERENCE)
-        assert train(loaded, program="preference") == 0
-        return Run(tmp_path / folder)
+        return train_run(tmp_path / folder, overrides, changes, "preference")
 
     return run
 

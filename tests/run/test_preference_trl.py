@@ -4,8 +4,7 @@ import pytest
 
 from tests.data.conversations.templates import chat
 from tests.run.test_sft_trl import words
-from tests.run.trl_oracle import steps_beside, trl_case
-from verl.config import PREFERENCE
+from tests.run.trl_oracle import paired_steps, trl_case
 from verl.config.active_keys import LABELLED_LOSSES
 from verl.families import PREFERENCE_LOSSES, REFERENCE_COLUMNS
 from verl.models.tiny import make_tiny_model
@@ -150,7 +149,7 @@ def cases(model):
 @pytest.mark.parametrize("case", CASES)
 def test_ten_steps_match_trl(case, cases, theirs, tmp_path):
     overrides = CASES[case][-1]
-    for row, log in steps_beside(theirs[case], PREFERENCE, "preference", tmp_path, cases[case], "float32", *overrides):
+    for row, log in paired_steps(theirs[case], "preference", tmp_path, cases[case], "float32", *overrides):
         where = f"{case}, step {row['step']}"
         assert row["train/loss"] == pytest.approx(log["loss"], rel=1e-5, abs=1e-6), where
         assert row["train/grad_norm"] == pytest.approx(log["grad_norm"], rel=STEEP.get(case, 1e-5)), where

@@ -58,7 +58,7 @@ def test_stopped_and_resumed_run_equals_the_unbroken_one(tiny_run, unbroken, in_
 
 @pytest.mark.parametrize("has_checkpoint", [True, False])
 def test_a_template_that_writes_the_time_reads_the_same_after_a_resume(tiny_run, tmp_path, monkeypatch, has_checkpoint):
-    """Issue 32, fault 13 (attack S28): strftime_now of a resumed run gave other prompts, and other weights."""
+    """Once, strftime_now of a resumed run gave other prompts, and other weights."""
     from verl.models.tiny import CHAT_TEMPLATE
 
     template = tmp_path / "template.jinja"

@@ -8,7 +8,7 @@ import torch
 
 from tests.forked import run_forked  # noqa: F401 - as tests/run has it
 from tests.roles.test_reward_model import make_classifier
-from tests.run.conftest import Run, merge
+from tests.run.conftest import merge, train_run
 from tests.run.trl_oracle import peer_env
 from verl.models.tiny import make_tiny_model
 
@@ -94,15 +94,7 @@ def rm_overrides(classifier, tiny_llama, data):
 
 @pytest.fixture
 def rm_run(rm_overrides, tmp_path):
-    from verl.config import RM, load_config
-    from verl.run.host import train
-
-    def run(kind, *changes, folder="run"):
-        overrides = merge([*rm_overrides(kind), f"trainer.default_local_dir={tmp_path / folder}"], changes)
-        assert train(load_config(overrides, schema=RM), program="rm") == 0
-        return Run(tmp_path / folder)
-
-    return run
+    return lambda kind, *changes, folder="run": train_run(tmp_path / folder, rm_overrides(kind), changes, "rm")
 
 
 def loaded_data(overrides):

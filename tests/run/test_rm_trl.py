@@ -7,8 +7,7 @@ import pytest
 
 from tests.roles.test_reward_model import make_classifier
 from tests.run.test_sft_trl import words
-from tests.run.trl_oracle import BATCH_SIZE, NUM_STEPS, steps_beside, trl_case
-from verl.config import RM
+from tests.run.trl_oracle import BATCH_SIZE, NUM_STEPS, paired_steps, trl_case
 
 # TRL scores the last token of a rendering, and verl the token that ends the answer: here they are the same
 TEMPLATE = (
@@ -70,7 +69,7 @@ def cases(models):
 @pytest.mark.parametrize("case", CASES)
 def test_ten_steps_match_trl(case, cases, theirs, tmp_path):
     overrides = CASES[case][-1]
-    for row, log in steps_beside(theirs[case], RM, "rm", tmp_path, cases[case], "float64", *overrides):
+    for row, log in paired_steps(theirs[case], "rm", tmp_path, cases[case], "float64", *overrides):
         # differences and means of scores are as exact as the scores, however small they are themselves
         largest = max(abs(log["min_reward"]), abs(log["max_reward"]))
         for name, their_name in METRICS.items():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.config.test_sft import SCRIPTS
-from tests.run.conftest import Run, merge
+from tests.run.conftest import merge, train_run
 from verl.cli.main import main
 from verl.data_proto.proto import DataProto
 from verl.errors import DataError
@@ -51,15 +51,7 @@ def sft_overrides(tiny_llama, rows):
 
 @pytest.fixture
 def sft_run(sft_overrides, tmp_path):
-    from verl.config import SFT, load_config
-    from verl.run.host import train
-
-    def run(*changes, folder="run"):
-        overrides = merge([*sft_overrides, f"trainer.default_local_dir={tmp_path / folder}"], changes)
-        assert train(load_config(overrides, schema=SFT), program="sft") == 0
-        return Run(tmp_path / folder)
-
-    return run
+    return lambda *changes, folder="run": train_run(tmp_path / folder, sft_overrides, changes, "sft")
 
 
 QUESTION = [{"role": "user", "content": "q"}]
@@ -79,7 +71,7 @@ CALL = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     ids=["tools", "tool_calls"],
 )
 def test_tools_that_the_template_leaves_out_stop_check_and_run(sft_run, sft_overrides, tmp_path, capsys, row, words):
-    """Issue 32, fault 2: they trained as an empty turn, and the dry run printed "Ready to train, 0 warnings"."""
+    """Once, they trained as an empty turn, and the dry run printed "Ready to train, 0 warnings"."""
     file = tmp_path / "tools.jsonl"
     plain = {"messages": [*QUESTION, {"role": "assistant", "content": "a"}]}
     file.write_text("".join(json.dumps(r) + "\n" for r in [plain, {**plain, **row}] * 4))

@@ -3,8 +3,7 @@
 import pytest
 
 from tests.data.conversations.templates import MARKED_CHATML, chat
-from tests.run.trl_oracle import steps_beside, trl_case
-from verl.config import SFT
+from tests.run.trl_oracle import paired_steps, trl_case
 from verl.models.tiny import make_tiny_model
 
 WORDS = ["sky", "is", "blue", "and", "the", "sea", "too", "日本", "é"]
@@ -54,8 +53,7 @@ CASES = {
 def models(tmp_path_factory):
     """Folders of tiny random models."""
     folder = tmp_path_factory.mktemp("models")
-    folders = {family: make_tiny_model(folder / family, family) for family in ("llama", "qwen2")}
-    return folders
+    return {family: make_tiny_model(folder / family, family) for family in ("llama", "qwen2")}
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +68,7 @@ def cases(models):
 @pytest.mark.parametrize("case", CASES)
 def test_ten_steps_match_trl(case, cases, theirs, tmp_path):
     *_, args, overrides = CASES[case]
-    for row, log in steps_beside(theirs[case], SFT, "sft", tmp_path, cases[case], "float32", *overrides):
+    for row, log in paired_steps(theirs[case], "sft", tmp_path, cases[case], "float32", *overrides):
         assert row["train/loss"] == pytest.approx(log["loss"], rel=1e-5)
         assert row["train/grad_norm"] == pytest.approx(log["grad_norm"], rel=1e-5)
         assert row["train/lr"] == pytest.approx(log["learning_rate"], rel=1e-9)

@@ -16,7 +16,7 @@ import torch
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
-    pytest.mark.skipif(torch.version.cuda is not None, reason="plays a GPU for a PyTorch without CUDA"),
+    pytest.mark.skipif(torch.version.cuda is not None, reason="simulates a GPU for a PyTorch without CUDA"),
 ]
 
 ACTOR = "actor_rollout_ref.actor"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.house.source import ROOT
-from tests.run.conftest import Run
+from tests.run.conftest import train_run
 from verl.registry import load_module
 
 NUM_STEPS, BATCH_SIZE = 10, 4
@@ -48,11 +48,8 @@ def trl_case(model, rows, template, lr, **more):
     return {"model": str(model), "rows": rows, "template": template, **more, "args": {**common, **more.get("args", {})}}
 
 
-def steps_beside(log, schema, program, folder, case, dtype, *overrides):
+def paired_steps(log, program, folder, case, dtype, *overrides):
     """Pairs (our metrics, TRL's) of every step: our program on the rows of `case` against the `log` of TRL."""
-    from verl.config import load_config
-    from verl.run.host import train
-
     (folder / "template.jinja").write_text(case["template"])
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in case["rows"]))
     settings = [
@@ -60,9 +57,8 @@ def steps_beside(log, schema, program, folder, case, dtype, *overrides):
         "model.enable_gradient_checkpointing=False", f"data.train_files={folder / 'train.jsonl'}",
         f"data.train_batch_size={BATCH_SIZE}", "data.shuffle=False", f"engine.dtype={dtype}",
         f"optim.lr={case['args']['learning_rate']}", "optim.weight_decay=0.0", "trainer.logger=[file]",
-        f"trainer.total_training_steps={NUM_STEPS}", f"trainer.default_local_dir={folder / 'run'}",
+        f"trainer.total_training_steps={NUM_STEPS}",
     ]  # fmt: skip
-    assert train(load_config([*settings, *overrides], schema=schema), program=program) == 0
-    ours = Run(folder / "run").training_rows()
+    ours = train_run(folder / "run", settings, overrides, program).training_rows()
     assert len(ours) == len(log) == NUM_STEPS
     return list(zip(ours, log, strict=True))

@@ -1,12 +1,11 @@
 """A tiny task and runs of it, compared with the run of a single process."""
 
 import json
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
 from tests import letters_task
+from tests.run import conftest
 
 REWARD = letters_task.REWARD.replace('"score": share', '"score": share + 0.1 * len(text)')
 
@@ -16,14 +15,7 @@ DIVIDED = ("timing_s/", "timing_per_token_ms/", "perf/", "rollout/", "time", "ut
 COUNTED_IN_FLOAT32 = ("clipfrac", "clipfrac_lower")
 
 
-@dataclass
-class Run:
-    folder: Path
-
-    @property
-    def rows(self):
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
-
+class Run(conftest.Run):
     def samples(self):
         files = sorted((self.folder / "samples").glob("*/step_*.jsonl"))
         return {

@@ -6,7 +6,7 @@ import torch
 from tests.house.source import ROOT
 from tests.parallel.batches import make_batch, rows_of
 from tests.run import conftest as runs
-from tests.run.conftest import Run, merge
+from tests.run.conftest import train_run
 from tests.runtime.test_group import Doubler, loop_runner
 from verl.errors import ConfigError
 from verl.parallel.mesh import Mesh
@@ -92,13 +92,8 @@ def test_groups_of_a_run():
 
 def test_a_program_written_as_a_chain_is_the_program(tiny_run, tiny_overrides, tmp_path):
     """Checkpoints, guards and metrics equal `verl train`'s."""
-    from verl.config import load_config
-    from verl.run.host import train
-
     saved = ("trainer.save_freq=1", "trainer.guards.grad_norm.limit=100")
     plain = tiny_run(*saved, folder="plain")
-    settings = merge([*tiny_overrides, f"trainer.default_local_dir={tmp_path / 'chain'}"], saved)
-    assert train(load_config(settings), program=f"{ROOT}/examples/dataflow_chain.py:Chained") == 0
-    chained = Run(tmp_path / "chain")
+    chained = train_run(tmp_path / "chain", tiny_overrides, saved, f"{ROOT}/examples/dataflow_chain.py:Chained")
     assert chained.repeatable == plain.repeatable
     assert (chained.folder / "global_step_2" / "actor").is_dir()

@@ -1,6 +1,6 @@
 """`python -m sglang.launch_server --model-path P --port N ...` answers as the recorded server does.
 
-VERL_TEST_SGLANG names a file for its arguments; where that says "fail", it ends with a sentence instead.
+VERL_TEST_SGLANG names the file into which it writes its arguments. If the file holds "fail", the server ends with an error.
 """
 
 import json
@@ -79,7 +79,7 @@ def main():
         "/flush_cache?timeout=30": server.flush,
         "/release_memory_occupation": lambda body: server.release(body) or {},
         "/resume_memory_occupation": lambda body: server.resume(body) or {},
-        "/played_memory": lambda body: {"released": server.released},
+        "/simulated_memory": lambda body: {"released": server.released},
         "/generate": server.generate,
         "/update_weights_from_disk": server.update,
         "/update_weight_version": server.label,
