@@ -218,6 +218,11 @@ tests.run.families docs/families.md` writes this page: for each family, log-prob
 A model of your own is a `transformers.PreTrainedModel` whose `forward` takes token ids and gives logits; it is checked in the
 same way.
 
+On a GPU, Llama, Mistral, Qwen2, Qwen3, Phi-3, Mixtral, Qwen2-MoE and Qwen3-MoE generate by CUDA graphs, without the host
+between steps. Others generate step by step by their own modules: Gemma (scaled norms and embeddings, GELU, soft caps),
+gpt-oss (attention sinks, experts with biases), and any model whose rotation depends on the length or turns only a part of
+a head.
+
 | model_type | class | forward | note |
 |---|---|---|---|
 """

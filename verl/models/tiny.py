@@ -40,6 +40,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
     },
     "bloom": {},  # whose attention takes no packed batches
+    "phi3": {"sliding_window": None},
     "mixtral": {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 
@@ -65,7 +66,7 @@ def make_tiny_model(folder: str | Path, family: str = "llama", seed: int = 0, **
     """Write a random model of 2 layers, hidden size 64, 4 heads, 2 KV heads, 264 tokens; returns the folder.
 
     `family` is one of llama, qwen2, qwen3, mistral, gemma, gemma2, gemma3_text, qwen3_moe,
-    qwen2_moe, deepseek_v3, bloom, mixtral; `overrides` go to its config.
+    qwen2_moe, deepseek_v3, bloom, phi3, mixtral; `overrides` go to its config.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

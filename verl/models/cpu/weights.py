@@ -23,7 +23,8 @@ from torch import nn
 from verl.models.lora import LoRALinear
 
 _DECODERS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
-_MIXTURES = ("MixtralModel", "Qwen2MoeModel", "Qwen3MoeModel")
+# read for callers that compute adapters and experts; Phi-3's own projections are joined already
+_FOR_SAMPLING = ("MixtralModel", "Qwen2MoeModel", "Qwen3MoeModel", "Phi3Model")
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class DenseDecoder:
             return None
         parts = set(decoder.modules())
         if not adapters_and_experts and (
-            type(decoder).__name__ in _MIXTURES or any(type(part) is LoRALinear for part in parts)
+            type(decoder).__name__ in _FOR_SAMPLING or any(type(part) is LoRALinear for part in parts)
         ):
             return None
         known = _known.get(decoder)
@@ -120,9 +121,10 @@ _known: WeakKeyDictionary[nn.Module, DenseDecoder] = WeakKeyDictionary()
 def _is_plain(decoder: nn.Module) -> bool:
     """Whether the decoder is of a known class and consists of unwrapped modules with plain local parameters."""
     kind = type(decoder)
-    if kind.__name__ not in _DECODERS + _MIXTURES or not kind.__module__.startswith("transformers.models."):
+    if kind.__name__ not in _DECODERS + _FOR_SAMPLING or not kind.__module__.startswith("transformers.models."):
         return False
-    if getattr(decoder.config, "hidden_act", None) != "silu":
+    rotated_share = (getattr(decoder.config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
+    if getattr(decoder.config, "hidden_act", None) != "silu" or rotated_share != 1.0:
         return False
     for part in decoder.modules():
         if any(map(_changes_results, part._forward_hooks.values())) or part._forward_pre_hooks or part._backward_hooks:
@@ -130,6 +132,8 @@ def _is_plain(decoder: nn.Module) -> bool:
         if "forward" in vars(part):
             return False
         known = type(part).__module__.startswith("transformers.models.")
+        if isinstance(part, nn.Dropout) and part.p == 0:
+            continue
         if not known and type(part) not in (nn.Linear, LoRALinear, nn.Embedding, nn.ModuleList, nn.SiLU):
             if type(part).__module__ != "transformers.activations":
                 return False
@@ -159,16 +163,19 @@ def _read(decoder: Any) -> DenseDecoder:
 
 def _layer(layer: Any) -> DenseLayer:
     attention, mlp = layer.self_attn, layer.mlp
-    is_mixture = not hasattr(mlp, "gate_proj")
+    qkv, gate_up = ["q_proj", "k_proj", "v_proj"], ["gate_proj", "up_proj"]
+    if hasattr(attention, "qkv_proj"):
+        qkv, gate_up = ["qkv_proj"], ["gate_up_proj"]
+    is_mixture = not hasattr(mlp, gate_up[0])
     q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
     return DenseLayer(
         input_norm=_norm(layer.input_layernorm),
-        qkv=_join((attention.q_proj, attention.k_proj, attention.v_proj)),
+        qkv=_join([getattr(attention, name) for name in qkv]),
         q_norm=_norm(q_norm) if q_norm is not None else None,
         k_norm=_norm(k_norm) if k_norm is not None else None,
         o=_join((attention.o_proj,)),
         post_norm=_norm(layer.post_attention_layernorm),
-        gate_up=_NONE if is_mixture else _join((mlp.gate_proj, mlp.up_proj)),
+        gate_up=_NONE if is_mixture else _join([getattr(mlp, name) for name in gate_up]),
         down=_NONE if is_mixture else _join((mlp.down_proj,)),
         sliding_window=_sliding_window(attention),
         experts=mlp if is_mixture else None,
@@ -177,7 +184,8 @@ def _layer(layer: Any) -> DenseLayer:
 
 def _sliding_window(attention: Any) -> int | None:
     window = getattr(attention, "sliding_window", None)
-    if window is None and type(attention).__name__ in ("MistralAttention", "MixtralAttention"):  # it reads the config
+    of_config = ("MistralAttention", "MixtralAttention", "Phi3Attention")  # which read it there
+    if window is None and type(attention).__name__ in of_config:
         window = getattr(attention.config, "sliding_window", None)
     return window
 
