@@ -19,7 +19,7 @@ from gpu import sizes
 from gpu.results import Results, report_device
 
 from verl.models import rounding
-from verl.models.cuda import logits, pointwise
+from verl.models.cuda import decoding, logits, pointwise
 from verl.models.cuda.dispatch import load
 from verl.rollout import sampling
 
@@ -55,9 +55,31 @@ def cases() -> Iterator[tuple[str, str, Callable[..., Any], tuple[Any, ...], flo
     store, places = half(2, _TOKENS, _KV_HEADS, _HEAD_DIM), torch.randperm(_TOKENS, device=DEVICE)
     arguments = (qkv, turns, turns, turns[0], turns[0], 1e-6, store, places)
     yield "rotary and KV write", "rotary:launch_write_kv", pointwise._write_kv, arguments, 4.0 * qkv.numel()
+    yield from _attention(half)
     master = torch.randn(_WEIGHTS, device=DEVICE)
     arguments = (master, torch.empty_like(master, dtype=torch.bfloat16), 1, master.shape, (0,))
     yield "master rounding", "dither:launch_dither", rounding._dither, arguments, 6.0 * master.numel()
+
+
+def _attention(half: Any) -> Iterator[tuple[str, str, Callable[..., Any], tuple[Any, ...], float]]:
+    """Of a decode step with 8 rows a prompt; flash attention is behind torch's implementation."""
+    tokens, prompts = (512, _ROWS // 8) if ON_GPU else (8, 2)
+    store, rows = half(2, _ROWS * tokens, _KV_HEADS, _HEAD_DIM), torch.arange(_ROWS, device=DEVICE)
+    qkv, turns = half(_ROWS, (_HEADS + 2 * _KV_HEADS) * _HEAD_DIM), half(_ROWS, _HEAD_DIM)
+    own = (rows * tokens, torch.full_like(rows, tokens - 1), tokens, None, 0)
+    key_bytes = 4.0 * tokens * _KV_HEADS * _HEAD_DIM
+    arguments = (qkv, turns, turns, None, None, 0.0, store, *own, 0, _HEAD_DIM**-0.5)
+    yield "attention, own", "attend:launch_attend_own", decoding._attend_own, arguments, key_bytes * _ROWS
+    q, lse = half(_ROWS, _HEADS, _HEAD_DIM), torch.zeros(_ROWS, _HEADS, device=DEVICE)
+    shared = (own[0][:prompts], own[1][:prompts], tokens, None, 0)
+    arguments = (q, q.clone(), lse, store, *shared, rows, rows, _HEAD_DIM**-0.5)
+    yield (
+        "attention, prompts",
+        "attend:launch_attend_prompts",
+        decoding._attend_prompts,
+        arguments,
+        key_bytes * prompts,
+    )
 
 
 def main() -> None:

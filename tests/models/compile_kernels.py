@@ -59,15 +59,37 @@ def compile_all(backend, architecture, warp):
                 qkv, turns, turns, norm, norm, 1e-6, store, torch.zeros(64, dtype=torch.int64)
             )
         load("head:launch_gradient")(*head(), torch.zeros(4, 64), torch.zeros(3, 64), 1.0, 1.0, 0.0, dtype)
+    for dtype in (torch.bfloat16, torch.float16):  # in which flash attention, which prompts need, runs
+        attend(dtype)
     z, _, targets = head()
     for temperature in (0.0, 0.7):
         load("sampler:launch_sample")(z, torch.zeros(64, dtype=torch.float64), temperature)
+    rows, columns = torch.zeros(64, dtype=torch.int64), torch.zeros(6, 64, dtype=torch.int64)
+    load("draws:launch_uniforms_at")(rows, rows)
+    out = torch.zeros(2, 64, dtype=torch.int32)
+    load("draws:launch_advance")(rows, torch.zeros(64), columns, columns[:, 0], columns[:, 0], out)
     load("threshold:launch_top_p_threshold")(z, torch.zeros(64, 1, dtype=torch.float64))
     for bias, softcap in ((None, 0.0), (z[0], 30.0)):
         load("head:launch_statistics")(z, bias, targets, 1.0, 1.0, softcap)
     load("dither:launch_dither")(
         torch.zeros(40, 70), torch.zeros(40, 70, dtype=torch.bfloat16), 12345, (80, 100), (3, 20)
     )
+
+
+def attend(dtype):
+    """Of 64 rows, 8 samples a prompt, in slots and in pages, with norms of heads and with a window."""
+    qkv, turns = torch.zeros(64, 36 * 128, dtype=dtype), torch.zeros(64, 128, dtype=dtype)
+    store, rows, q = (
+        torch.zeros(2, 4096, 4, 128, dtype=dtype),
+        torch.zeros(64, dtype=torch.int64),
+        torch.zeros(64, 28, 128, dtype=dtype),
+    )
+    for norm, pages, page, window in ((None, None, 0, 0), (turns[0], torch.zeros(64, 8, dtype=torch.int32), 256, 512)):
+        slots = (4096, pages, page)
+        load("attend:launch_attend_own")(qkv, turns, turns, norm, norm, 1e-6, store, rows, rows, *slots, window, 0.1)
+        load("attend:launch_attend_prompts")(
+            q, q, torch.zeros(64, 28), store, rows[:8], rows[:8], *slots, rows, rows, 0.1
+        )
 
 
 def head():

@@ -7,10 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.rollout.counted_launches import KERNELS, Launches
 from verl.models import log_probs, rounding
-from verl.models.cuda import logits, pointwise
+from verl.models.cuda import decoding, logits, pointwise
 from verl.models.cuda.dispatch import has_triton, load
-from verl.rollout import sampling
+from verl.rollout import sampling, uniforms
+from verl.rollout.cuda import device
+from verl.rollout.cuda.device import assign_places
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -26,8 +29,9 @@ VOCABULARIES = [1, 2, 17, 255, 256, 257, 1000, 4096, 4099, 5000]
 
 
 @pytest.fixture(autouse=True)
-def rounding_to_nearest(monkeypatch):
-    """The interpreter of Triton 3.6 cuts float32 off to bfloat16; compiled kernels round to nearest."""
+def repaired_interpreter(monkeypatch):
+    """The interpreter of Triton 3.6 cuts float32 off to bfloat16, where compiled kernels round to nearest; it multiplies the
+    bits of bfloat16 matrices, and takes no loaded number as the bound of a loop with NumPy 2.4."""
     if not INTERPRETED:
         return
     import triton.language as tl
@@ -40,7 +44,21 @@ def rounding_to_nearest(monkeypatch):
             return convert(values, source, target, mode)
         return torch.from_numpy(values.view("float32")).bfloat16().view(torch.int16).numpy().view("uint16")
 
+    def wide(handle):
+        if handle.dtype != tl.bfloat16:
+            return handle
+        return interpreter.TensorHandle((handle.data.astype("uint32") << 16).view("float32"), tl.float32)
+
+    def dot(self, a, b, *rest, multiply=interpreter.InterpreterBuilder.create_dot):
+        return multiply(self, wide(a), wide(b), *rest)
+
+    def patched(tensor, scope, patch=interpreter._patch_lang_tensor):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
     monkeypatch.setattr(interpreter, "_convert_float", rounded)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
 class Inputs:
@@ -162,6 +180,124 @@ def test_write_kv(dtype):
         assert_near(store, expected, 1e-5)
         values = qkv.view(tokens, heads + 2 * kv_heads, head_dim)[:, heads + kv_heads :]
         assert torch.equal(store[1, places], values)
+
+
+class StepCase:
+    """A decode step of rows in slots back to back or in pages, and of the prompts that the rows share."""
+
+    def __init__(self, case):
+        self.rows, self.kv_heads, self.groups = case.one_of([1, 2, 3, 5]), case.one_of([1, 2]), case.one_of([1, 2, 7])
+        head_dim, page, num_prompts = case.one_of([2, 12, 64, 80]), case.one_of([0, 0, 4, 16]), case.one_of([1, 2])
+        num_slots, capacity = self.rows + num_prompts, case.one_of([16, 64, 144])
+        self.scale, self.window = head_dim**-0.5, case.one_of([0, 0, 1, 9, 70])
+        self.store = case.normal(2, num_slots * capacity, self.kv_heads, head_dim)
+        slots = case.places(num_slots, num_slots)
+        pages = case.places(num_slots * capacity // page, num_slots * capacity // page) if page else None
+        self.cache = (None if pages is None else pages.int().view(num_slots, -1), page)
+        starts = slots if page else slots * capacity
+        self.own = (starts[: self.rows], case.ids(capacity, self.rows), capacity)
+        self.prompts = (starts[self.rows :], 1 + case.ids(capacity, num_prompts), capacity)
+        self.qkv = case.normal(self.rows, (self.groups + 2) * self.kv_heads * head_dim)
+        self.turns = case.normal(2, self.rows, head_dim)
+        self.norms = (case.normal(head_dim), case.normal(head_dim)) if case.one_of([0, 1]) else (None, None)
+        members = case.ids(num_prompts, self.rows).cpu().numpy()
+        self.seats = [torch.from_numpy(x).to(DEVICE) for x in assign_places(members, self.rows, num_prompts)]
+
+    def run(self, own, prompts, convert):
+        """Results of both ops, and the store, with tensors as `convert` makes them."""
+        store = convert(self.store)
+        inputs = [None if x is None else convert(x) for x in (self.qkv, *self.turns, *self.norms)]
+        q, out, lse = own(*inputs, 1e-5, store, *self.own, *self.cache, self.window, self.scale)
+        alone = out.clone()
+        prompts(q, out, lse, store, *self.prompts, *self.cache, *self.seats, self.scale)
+        return q, alone, lse, out, store
+
+
+@both_dtypes
+def test_attention_of_a_decode_step(dtype):
+    """In slots back to back and in pages, with prompts that rows share; other places of the store keep what they have."""
+    for case in cases(dtype):
+        step = StepCase(case)
+        ours = step.run(load("attend:launch_attend_own"), load("attend:launch_attend_prompts"), torch.clone)
+        expected = step.run(decoding._attend_own, decoding._attend_prompts, lambda x: x.double())
+        for a, b in zip(ours, expected, strict=True):
+            if dtype == torch.float32:
+                assert_near(a, b, 1e-5)
+            else:  # queries, keys and weights are rounded before their products
+                assert float((a.double() - b).norm()) <= 0.02 * float(b.norm())
+
+
+def test_a_row_of_a_step_has_the_same_bits_whatever_the_others_are():
+    for case in cases(torch.bfloat16):
+        step = StepCase(case)
+        own, prompts = load("attend:launch_attend_own"), load("attend:launch_attend_prompts")
+        together = step.run(own, prompts, torch.clone)
+        row, prompt = step.rows - 1, int(step.seats[1][-1]) // step.rows
+        step.own = (*(x[row : row + 1] for x in step.own[:2]), step.own[2])
+        step.prompts = (*(x[prompt : prompt + 1] for x in step.prompts[:2]), step.prompts[2])
+        step.qkv, step.turns = step.qkv[row : row + 1], step.turns[:, row : row + 1]
+        step.seats = [torch.zeros(1, dtype=torch.int64, device=DEVICE)] * 2
+        alone = step.run(own, prompts, torch.clone)
+        assert all(torch.equal(a[row : row + 1], b) for a, b in zip(together[:4], alone[:4], strict=True))
+
+
+def test_random_numbers_and_columns_of_rows_are_exact():
+    for case in cases():
+        rows = case.one_of([1, 5, 127, 128, 300])
+        keys, positions = case.ids(1 << 62, rows) * 2 - (1 << 62), case.ids(1 << 40, rows)
+        assert torch.equal(load("draws:launch_uniforms_at")(keys, positions), uniforms._uniforms_at(keys, positions))
+        tokens, log_probs = case.ids(200_000, rows), case.normal(rows, dtype=torch.float32)
+        columns, step, limit = case.ids(1 << 50, 6, rows + 3), case.ids(2, 6, 1), case.ids(1 << 50, 6, 1)
+        step[0], limit[0], copy = 0, torch.iinfo(torch.int64).max, columns.clone()
+        out, expected = (torch.zeros(2, rows, dtype=torch.int32, device=DEVICE) for _ in range(2))
+        load("draws:launch_advance")(tokens, log_probs, columns[:, :rows], step, limit, out)
+        device._advance(tokens, log_probs, copy[:, :rows], step, limit, expected)
+        assert torch.equal(columns, copy)
+        assert torch.equal(out, expected)
+
+
+def test_ops_of_a_decode_step_launch_as_many_kernels_as_are_counted(monkeypatch):
+    """Operations of torch between them count too."""
+    from triton.runtime.interpreter import GridExecutor
+    from triton.runtime.jit import JITFunction
+
+    launches, (owner, name) = Launches(), (GridExecutor, "__call__") if INTERPRETED else (JITFunction, "run")
+    launch = getattr(owner, name)
+
+    def counted(*args, **kwargs):
+        launches.names["Triton"] += 1
+        launches.paused = True
+        try:
+            return launch(*args, **kwargs)
+        finally:
+            launches.paused = False
+
+    monkeypatch.setattr(owner, name, counted)
+    case = Inputs(3, torch.bfloat16)
+    step, x, z, rows = StepCase(case), case.normal(5, 64), case.logits(5, 4120), torch.arange(5, device=DEVICE)
+    columns, u = torch.zeros(6, 9, dtype=torch.int64, device=DEVICE)[:, :5], case.uniforms(5)
+    q, _, lse, out, _ = step.run(decoding._attend_own, decoding._attend_prompts, torch.clone)
+    slots = (*step.own, *step.cache)
+    ops = {
+        "rms_norm": ("norm:launch_rms_norm", x, x[0], 1e-5),
+        "add_norm": ("norm:launch_add_norm", x, x, x[0], 1e-5),
+        "swiglu": ("swiglu:launch_swiglu", x),
+        "attend_own": ("attend:launch_attend_own", step.qkv, *step.turns, *step.norms, 1e-5, step.store, *slots, 0, 1.0),
+        "attend_prompts": (
+            "attend:launch_attend_prompts", q, out, lse, step.store, *step.prompts, *step.cache, *step.seats, 1.0
+        ),
+        "uniforms_at": ("draws:launch_uniforms_at", rows, rows),
+        "sample": ("sampler:launch_sample", z, u, 1.0),
+        "advance": (
+            "draws:launch_advance", rows, x[:, 0].float(), columns, columns[:, :1].clone(), columns[:, :1].clone(),
+            torch.zeros(2, 5, dtype=torch.int32, device=DEVICE),
+        ),
+    }  # fmt: skip
+    for name, (path, *arguments) in ops.items():
+        launches.names.clear()
+        with launches:
+            load(path)(*arguments)
+        assert sum(launches.names.values()) == KERNELS.get(name, 1), (name, launches.names)
 
 
 def test_the_sampler_draws_the_tokens_of_torch():

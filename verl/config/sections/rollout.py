@@ -375,7 +375,7 @@ class RolloutConfig(Section):
         when="actor_rollout_ref.rollout.name=vllm|sglang",
         sizing=True,
     )
-    enforce_eager: bool = used(False, "no CUDA graphs and no torch.compile in decoding", sizing=True)
+    enforce_eager: bool = used(False, "no CUDA graphs in decoding", sizing=True)
     enable_chunked_prefill: bool = used(
         True, "long prompts in chunks (vLLM; the native engine always bounds them)", when=VLLM, sizing=True
     )

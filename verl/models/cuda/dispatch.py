@@ -18,13 +18,12 @@ from torch._ops import OpOverload
 log = logging.getLogger(__name__)
 
 _LIBRARY = torch.library.Library("verl", "FRAGMENT")
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def kernel(schema: str, by_torch: Callable[..., Any], by_triton: str) -> OpOverload:
     """The op verl::NAME of `schema`, which begins with NAME. `by_triton` is "file:function" in this folder, imported at the
-    first call on a GPU, for first arguments in float32, bfloat16 and float16. Neither implementation is differentiated;
-    see torch.library.register_autograd."""
+    first call on a GPU, for first arguments in other dtypes than float64. Neither implementation is differentiated; see
+    torch.library.register_autograd."""
     _LIBRARY.define(schema)
     name = schema.partition("(")[0]
     _LIBRARY.impl(name, by_torch, "CompositeExplicitAutograd")
@@ -46,7 +45,7 @@ def _on_gpu(by_torch: Callable[..., Any], by_triton: str) -> Callable[..., Any]:
     kernel_or_torch = with_fallback(launch, by_torch, by_triton)
 
     def call(first: torch.Tensor, *others: Any) -> Any:
-        has_kernel = first.dtype in _DTYPES and has_triton()
+        has_kernel = first.dtype != torch.float64 and has_triton()
         return (kernel_or_torch if has_kernel else by_torch)(first, *others)
 
     return call

@@ -48,15 +48,12 @@ def _kernel(
     source = qkv + (token * (num_heads + 2 * kv_heads) + head) * 2 * HALF + at
     first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
-    a, b = first, second
-    if HAS_NORMS:
-        scale = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * HALF) + eps)[:, None]
-        weight_a = tl.where(is_query, _row(q_norm, at, HALF), _row(k_norm, at, HALF))
-        weight_b = tl.where(is_query, _row(q_norm + HALF, at, HALF), _row(k_norm + HALF, at, HALF))
-        a, b = a * scale * weight_a, b * scale * weight_b
     turns = token * 2 * HALF
-    turned_a = a * _row(cos + turns, at, HALF) - b * _row(sin + turns, at, HALF)
-    turned_b = b * _row(cos + turns + HALF, at, HALF) + a * _row(sin + turns + HALF, at, HALF)
+    cos, sin = cos + turns, sin + turns
+    turned_a, turned_b = turned(first, second, q_norm, cos, sin, at, eps, HAS_NORMS, HALF)
+    if HAS_NORMS:
+        key_a, key_b = turned(first, second, k_norm, cos, sin, at, eps, HAS_NORMS, HALF)
+        turned_a, turned_b = tl.where(is_query, turned_a, key_a), tl.where(is_query, turned_b, key_b)
     out_a = tl.where(is_value, first, turned_a).to(q.dtype.element_ty)
     out_b = tl.where(is_value, second, turned_b).to(q.dtype.element_ty)
     to_q = q + (token * num_heads + head) * 2 * HALF + at
@@ -70,5 +67,16 @@ def _kernel(
 
 
 @triton.jit
-def _row(pointer, at, HALF: tl.constexpr):
+def turned(a, b, norm, cos, sin, at, eps, HAS_NORM: tl.constexpr, HALF: tl.constexpr):
+    """Both halves of heads [heads, half], normalised by the weights `norm` and rotated by cos and sin of their token."""
+    if HAS_NORM:
+        scale = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * HALF) + eps)[:, None]
+        a, b = a * scale * row(norm, at, HALF), b * scale * row(norm + HALF, at, HALF)
+    turned_a = a * row(cos, at, HALF) - b * row(sin, at, HALF)
+    return turned_a, b * row(cos + HALF, at, HALF) + a * row(sin + HALF, at, HALF)
+
+
+@triton.jit
+def row(pointer, at, HALF: tl.constexpr):
+    """Half a head of numbers, as float32."""
     return tl.load(pointer + at, mask=at < HALF, other=0.0).to(tl.float32)

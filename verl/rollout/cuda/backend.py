@@ -34,7 +34,6 @@ from verl.rollout.cuda.device import (
     step_rows,
 )
 from verl.rollout.cuda.forward import StraightForward, readable
-from verl.rollout.cuda.fused import parts
 from verl.rollout.cuda.graphs import StepGraphs
 from verl.rollout.cuda.store import TokenStore
 from verl.rollout.layout import Chunk
@@ -51,7 +50,7 @@ _SPARE = 2  # tokens: a row that has ended may take part in one more step
 class DeviceBackend:
     """See Backend. Computes on the module's device with `kernel`. Stores and graphs stay while the sizes, the sampling
     parameters and the arrangement of the weights do, and until `release`; new values of the weights are seen by the old
-    graphs. `eager` means neither graphs nor torch.compile.
+    graphs. `eager` means no graphs.
     """
 
     lag = 1
@@ -169,8 +168,7 @@ class DeviceBackend:
         self.stores.bounds = StepBounds(own, next_power(longest_prompt + preempted), prefixes)
 
     def _build(self, decoder: DenseDecoder, sizes: DeviceSizes) -> DeviceRows:
-        head, on_gpu = self.module.get_output_embeddings().weight, decoder.embed.device.type == "cuda"
-        forward = StraightForward(decoder, head, sizes.longest, parts(on_gpu and not self.eager))
+        forward = StraightForward(decoder, self.module.get_output_embeddings().weight, sizes.longest)
         graphs = StepGraphs(decoder.embed.device, enabled=not self.eager)
         return DeviceRows(forward, sizes, self.scheduler.params, self.kernel, graphs)
 

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 
 from verl.data_proto.samples import SamplingParams
+from verl.models.cuda.decoding import Slots
+from verl.models.cuda.dispatch import kernel
 from verl.models.cuda.varlen import TokenSpans, VarlenKernel
 from verl.parallel.device import to_device, write_at
 from verl.rollout.cuda.forward import StraightForward
@@ -21,6 +23,7 @@ from verl.rollout.cuda.store import DecodeAttention, PromptAttention, SharedProm
 from verl.rollout.layout import Chunk
 from verl.rollout.native.batch import Group
 from verl.rollout.sampling import sample
+from verl.rollout.uniforms import uniforms_at
 
 # columns of a row, int64
 TOKEN, POSITION, OWN_START, OWN_LENGTH, KEY, DRAWN = range(6)
@@ -94,7 +97,6 @@ class DeviceRows:
         else:
             self.own, self.prefix = (PagedTokenStore(self.pool, *shape) for shape in slots)
         self.bounds = StepBounds(sizes.own_capacity, sizes.prefix_capacity, sizes.num_prefixes)
-        self._groups = decoder.num_heads // decoder.num_kv_heads
         self._make_columns()
 
     def _make_columns(self) -> None:
@@ -106,10 +108,7 @@ class DeviceRows:
         self.columns = zeros(NUM_COLUMNS, rows)
         self._out = zeros(2 * rows, dtype=torch.int32)
         self._place, self._gather = zeros(rows), zeros(places)
-        self._prefix_start = zeros(self.sizes.num_prefixes + 1, dtype=torch.int32)
-        self._prefix_used = zeros(self.sizes.num_prefixes, dtype=torch.int32)
-        longest = max(rows, self.sizes.num_prefixes) + 1
-        self._ramp = torch.arange(longest, dtype=torch.int32, device=self.device)
+        self._prefix_start, self._prefix_used = zeros(self.sizes.num_prefixes), zeros(self.sizes.num_prefixes)
         grows, limit = (POSITION, OWN_LENGTH, DRAWN), torch.full((NUM_COLUMNS, 1), torch.iinfo(torch.int64).max)
         step = torch.tensor([[int(column in grows)] for column in range(NUM_COLUMNS)])
         # a row that has ended runs on until its place is taken; it must stay within its slot
@@ -144,13 +143,14 @@ class DeviceRows:
         starts = self.prefix.starts(np.array([c.slot for _, c in chunks]))
         known = np.stack([ids, places, np.concatenate([self.prefix.where(c.slot, c.start, c.end) for _, c in chunks])])
         tokens, positions, where = to_device(torch.from_numpy(known), self.device)
+        pages = self.prefix.pages
         spans = TokenSpans(
             self._int32(np.cumsum([0, *lengths])),
             self._int32(np.append(starts, 0)),
             int(lengths.max()),
             self.bounds.prefix_tokens,
             self._int32(np.array([c.end for _, c in chunks])),
-            self.prefix.tables(to_device(torch.from_numpy(starts), self.device)),
+            None if pages is None else pages[to_device(torch.from_numpy(starts), self.device)],
             self.sizes.page_size,
         )
         scale, windows = self.forward.decoder.scale, self.forward.windows
@@ -167,7 +167,7 @@ class DeviceRows:
         int64 [6, samples] as they will be at the first decode step, but for the tokens."""
         there = to_device(torch.from_numpy(rows), self.device)
         known = to_device(torch.from_numpy(columns), self.device)
-        tokens, log_probs = sample(logits, self.params, self.forward.parts.uniforms_at(known[KEY], known[DRAWN] - 1))
+        tokens, log_probs = sample(logits, self.params, uniforms_at(known[KEY], known[DRAWN] - 1))
         known[TOKEN] = tokens
         write_at(self.columns, 1, there, known)
         packed = torch.empty(2, len(rows), dtype=torch.int32, device=self.device)
@@ -192,7 +192,7 @@ class DeviceRows:
         Returns the number of prompts that a step computes."""
         num_prompts = min(next_power(len(slots)), self.bounds.num_prefixes)
         gather, place = assign_places(members, self.sizes.width, num_prompts)
-        start, used = np.zeros((2, num_prompts), dtype=np.int32)
+        start, used = np.zeros((2, num_prompts), dtype=np.int64)
         start[: len(slots)] = self.prefix.starts(slots)
         used[: len(slots)] = lengths
         used[len(slots) :] = 1  # an empty softmax is not defined
@@ -209,52 +209,46 @@ class DeviceRows:
         return Readback(self._out[: 2 * num_rows].view(2, num_rows), count)
 
     def _forward(self, num_rows: int, num_prompts: int) -> torch.Tensor:
-        columns = self.columns[:, :num_rows]
-        start, length = columns[OWN_START], columns[OWN_LENGTH]
-        spans = TokenSpans(
-            self._ramp[: num_rows + 1],
-            torch.nn.functional.pad(start.int(), (0, 1)),
-            1,
-            self.bounds.own_tokens,
-            (length + 1).int(),
-            self.own.tables(start),
-            self.sizes.page_size,
+        columns, decoder = self.columns[:, :num_rows], self.forward.decoder
+        slots = Slots(
+            columns[OWN_START], columns[OWN_LENGTH], self.bounds.own_tokens, self.own.pages, self.sizes.page_size
         )
-        attend = DecodeAttention(
-            self.own,
-            self.own.next_places(start, length),
-            spans,
-            self.prefix,
-            self._shared(num_rows, num_prompts),
-            self.kernel,
-            self.forward.decoder.scale,
-            self.forward.parts,
-            self.forward.windows,
-        )
+        shared = self._shared(num_rows, num_prompts)
+        attend = DecodeAttention(self.own, slots, self.prefix, shared, decoder.scale, self.forward.windows)
         return self.forward.logits(self.forward.hidden(columns[TOKEN], columns[POSITION], attend))
 
     def _shared(self, num_rows: int, num_prompts: int) -> SharedPrompts | None:
         if not self.sizes.width:
             return None
-        queries = self.sizes.width * self._groups
-        spans = TokenSpans(
-            self._ramp[: num_prompts + 1] * queries,
-            self._prefix_start[: num_prompts + 1],
-            queries,
-            self.bounds.prefix_tokens,
-            self._prefix_used[:num_prompts],
-            self.prefix.tables(self._prefix_start[:num_prompts].long()),
-            self.sizes.page_size,
-        )
-        return SharedPrompts(self._gather[: num_prompts * self.sizes.width], self._place[:num_rows], spans)
+        starts, used = self._prefix_start[:num_prompts], self._prefix_used[:num_prompts]
+        slots = Slots(starts, used, self.bounds.prefix_tokens, self.prefix.pages, self.sizes.page_size)
+        return SharedPrompts(slots, self._gather[: num_prompts * self.sizes.width], self._place[:num_rows])
 
     def _advance(self, num_rows: int, logits: torch.Tensor) -> None:
-        columns = self.columns[:, :num_rows]
-        tokens, log_probs = sample(logits, self.params, self.forward.parts.uniforms_at(columns[KEY], columns[DRAWN]))
-        _pack(self._out[: 2 * num_rows].view(2, num_rows), tokens, log_probs)
-        columns[TOKEN] = tokens
-        columns.add_(self._step)
-        torch.minimum(columns, self._limit, out=columns)
+        columns, out = self.columns[:, :num_rows], self._out[: 2 * num_rows].view(2, num_rows)
+        tokens, log_probs = sample(logits, self.params, uniforms_at(columns[KEY], columns[DRAWN]))
+        _ADVANCE(tokens, log_probs, columns, self._step, self._limit, out)
+
+
+def _advance(
+    tokens: torch.Tensor,
+    log_probs: torch.Tensor,
+    columns: torch.Tensor,
+    step: torch.Tensor,
+    limit: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Write the sampled tokens and their log-probs to `out` as `_pack` does, and the columns of the next step."""
+    _pack(out, tokens, log_probs)
+    columns[TOKEN] = tokens
+    torch.minimum(columns.add_(step), limit, out=columns)
+
+
+_ADVANCE = kernel(
+    "advance(Tensor tokens, Tensor log_probs, Tensor(a!) columns, Tensor step, Tensor limit, Tensor(b!) out) -> ()",
+    _advance,
+    "draws:launch_advance",
+)
 
 
 def _pack(packed: torch.Tensor, tokens: torch.Tensor, log_probs: torch.Tensor) -> None:

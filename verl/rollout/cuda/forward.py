@@ -11,32 +11,31 @@ import torch
 import torch.nn.functional as F
 
 from verl.models.cpu.weights import DenseDecoder, DenseLayer, Projection
-from verl.models.cuda.pointwise import add_norm, rms_norm, swiglu, write_kv
+from verl.models.cuda.pointwise import add_norm, rms_norm, swiglu
 from verl.models.forward import head_transform
 from verl.models.matmul import wide_product
 from verl.rollout.cuda.adapters import JoinedAdapters
-from verl.rollout.cuda.fused import Parts
 
 _FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")  # others depend on the length of the whole sequence
 
 
+HeadNorms = tuple[torch.Tensor, torch.Tensor, float] | None  # of queries and keys, and their eps
+
+
 class Attend(Protocol):
-    where: torch.Tensor  # int64 [tokens]: the places of their keys and values in a layer's store
-
-    def store(self, layer: int) -> torch.Tensor:
-        """Keys and values of a layer, [2, places, kv_heads, head_dim]."""
-        ...
-
-    def __call__(self, layer: int, q: torch.Tensor) -> torch.Tensor:
-        """Attention of q [tokens, heads, head_dim], same shape, once the keys and values of the tokens are stored."""
+    def __call__(
+        self, layer: int, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, norms: HeadNorms
+    ) -> torch.Tensor:
+        """Store the keys and values of the tokens, and attend with their queries: [tokens, heads, head_dim] of the joined
+        projections `qkv` [tokens, (heads + 2 kv_heads) * head_dim]. See verl.models.cuda.pointwise.write_kv."""
         ...
 
 
 class StraightForward:
     """`longest` bounds the positions, so that cos and sin can be looked up and need not be computed."""
 
-    def __init__(self, decoder: DenseDecoder, head: torch.Tensor, longest: int, parts: Parts):
-        self.decoder, self.head, self.parts = decoder, head, parts
+    def __init__(self, decoder: DenseDecoder, head: torch.Tensor, longest: int):
+        self.decoder, self.head = decoder, head
         places = torch.arange(longest, device=head.device).unsqueeze(0)
         cos, sin = decoder.rotary(decoder.embed[:1], places)
         self._cos, self._sin = cos[0], sin[0]
@@ -72,8 +71,7 @@ class StraightForward:
         followers = [layer.input_norm for layer in layers[1:]] + [self.decoder.final_norm]
         for number, (layer, after) in enumerate(zip(layers, followers, strict=True)):
             qkv = self._linear(normed, layer.qkv)
-            q = write_kv(qkv, cos, sin, _head_norms(layer), attend.store(number), attend.where)
-            out = self._linear(attend(number, q).flatten(1), layer.o)
+            out = self._linear(attend(number, qkv, cos, sin, _head_norms(layer)).flatten(1), layer.o)
             x, normed = add_norm(x, out, layer.post_norm.weight, layer.post_norm.eps)
             out = self._feed_forward(normed, layer)
             x, normed = add_norm(x, out, after.weight, after.eps)
@@ -95,7 +93,7 @@ class StraightForward:
         return y if adapters is None else adapters.add_(y, x)
 
 
-def _head_norms(layer: DenseLayer) -> tuple[torch.Tensor, torch.Tensor, float] | None:
+def _head_norms(layer: DenseLayer) -> HeadNorms:
     if layer.q_norm is None or layer.k_norm is None:
         return None
     return layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps

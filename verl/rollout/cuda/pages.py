@@ -52,14 +52,10 @@ class PagedTokenStore(TokenStore):
         tokens = np.arange(start, end)
         return self._pages[slot, tokens // self.page_size].astype(np.int64) * self.page_size + tokens % self.page_size
 
-    def next_places(self, starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    @property
+    def pages(self) -> torch.Tensor:
         """See TokenStore."""
-        pages = self._table[starts].gather(1, (lengths // self.page_size).unsqueeze(1)).squeeze(1)
-        return pages.long() * self.page_size + lengths % self.page_size
-
-    def tables(self, starts: torch.Tensor) -> torch.Tensor:
-        """See TokenStore."""
-        return self._table[starts]
+        return self._table
 
     def take(self, slot: int, length: int) -> torch.Tensor:
         """A copy of the first `length` tokens of a slot, all layers, for `put`."""

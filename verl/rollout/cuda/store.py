@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from verl.models.cpu.weights import DenseDecoder
+from verl.models.cuda.decoding import Slots, attend_own, attend_prompts
+from verl.models.cuda.pointwise import write_kv
 from verl.models.cuda.varlen import TokenSpans, VarlenKernel
-from verl.rollout.cuda.fused import Parts
+from verl.rollout.cuda.forward import HeadNorms
 
 
 class TokenStore:
@@ -39,12 +42,9 @@ class TokenStore:
         """int64: the numbers of tokens `start` to `end` of a slot."""
         return slot * self.capacity + np.arange(start, end)
 
-    def next_places(self, starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """int64 [rows]: the numbers of the tokens after the first `lengths` of the slots at `starts`."""
-        return starts + lengths
-
-    def tables(self, starts: torch.Tensor) -> torch.Tensor | None:
-        """See TokenSpans.pages, of the slots at `starts` (int64)."""
+    @property
+    def pages(self) -> torch.Tensor | None:
+        """int32 [slots, most pages]: the pages of each slot; None without pages."""
         return None
 
     def take(self, slot: int, length: int) -> torch.Tensor:
@@ -82,60 +82,47 @@ class PromptAttention:
         scale: float,
         windows: Sequence[int | None],
     ):
-        self.store, self.where, self._spans, self._kernel, self._scale = store.layer, where, spans, kernel, scale
+        self._store, self._where, self._spans, self._kernel, self._scale = store, where, spans, kernel, scale
         self._windows = windows
 
-    def __call__(self, layer: int, q: torch.Tensor) -> torch.Tensor:
-        keys, values = self.store(layer)
-        spans = self._spans._replace(window=self._windows[layer])
-        out, _ = self._kernel.forward(q, keys, values, spans, True, self._scale)
+    def __call__(
+        self, layer: int, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, norms: HeadNorms
+    ) -> torch.Tensor:
+        store = self._store.layer(layer)
+        q = write_kv(qkv, cos, sin, norms, store, self._where)
+        out, _ = self._kernel.forward(q, *store, self._spans._replace(window=self._windows[layer]), True, self._scale)
         return out
 
 
-class SharedPrompts:
-    """The place of each row of a step among the rows of its prompt. The rows of a prompt go through its keys together, as
-    `width` places of one sequence of queries. So keys are read once per prompt and not once per sample.
+class SharedPrompts(NamedTuple):
+    """The prompts of a step in `slots`, and the rows of each; see attend_prompts."""
 
-    `gather` int64 [prompts * width] is the row in each place. An empty place repeats a row, and is not read back. `place` is
-    int64 [rows]. `spans` has the keys of each prompt, and width * groups queries a prompt.
-    """
-
-    def __init__(self, gather: torch.Tensor, place: torch.Tensor, spans: TokenSpans):
-        self.gather, self.place, self.spans = gather, place, spans
+    slots: Slots
+    gather: torch.Tensor
+    place: torch.Tensor
 
 
 class DecodeAttention:
-    """One new token a row: it is stored at `where`, and attends to its row's tokens and, if prompts are stored apart, to its
-    prompt. `windows` has the window of each layer, which hides tokens only where rows have copies of their prompts."""
+    """One new token a row: it is stored behind its row's tokens (`slots`), and sees them and then, if prompts are stored apart,
+    its prompt. A window of the layer that acts (one of `windows`) hides tokens of a row that has a copy of its prompt."""
 
     def __init__(
         self,
         own: TokenStore,
-        where: torch.Tensor,
-        spans: TokenSpans,
+        slots: Slots,
         prefix: TokenStore,
         shared: SharedPrompts | None,
-        kernel: VarlenKernel,
         scale: float,
-        parts: Parts,
         windows: Sequence[int | None],
     ):
-        self.store, self.where, self._spans = own.layer, where, spans
-        self._prefix, self._shared = prefix, shared
-        self._kernel, self._scale, self._parts, self._windows = kernel, scale, parts, windows
+        self._own, self._slots, self._prefix, self._shared = own, slots, prefix, shared
+        self._scale, self._windows = scale, windows
 
-    def __call__(self, layer: int, q: torch.Tensor) -> torch.Tensor:
-        keys, values = self.store(layer)
-        window = self._windows[layer]
-        spans = self._spans._replace(window=window)
-        out, lse = self._kernel.forward(q, keys, values, spans, window is not None, self._scale)
-        if self._shared is None:
-            return out
-        keys, values = self._prefix.layer(layer)
-        places, kv_heads = self._shared.gather.shape[0], keys.shape[1]
-        grouped = q.unflatten(1, (kv_heads, -1)).transpose(1, 2)  # [rows, groups, kv_heads, head_dim]
-        queries = grouped.index_select(0, self._shared.gather).flatten(0, 1)  # contiguous: a view
-        part, part_lse = self._kernel.forward(queries, keys, values, self._shared.spans, False, self._scale)
-        return self._parts.merged_attention(
-            out, lse, part.unflatten(0, (places, -1)), part_lse.unflatten(1, (places, -1)), self._shared.place
-        )
+    def __call__(
+        self, layer: int, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, norms: HeadNorms
+    ) -> torch.Tensor:
+        window, store = self._windows[layer], self._own.layer(layer)
+        q, out, lse = attend_own(qkv, cos, sin, norms, store, self._slots, window, self._scale)
+        if self._shared is not None:
+            attend_prompts(q, out, lse, self._prefix.layer(layer), *self._shared, self._scale)
+        return out

@@ -1,0 +1,171 @@
+"""Attention of a decode step as ops: a new token of each row against the row's own tokens, and then against its prompt.
+
+Triton computes each in one kernel on a GPU, without other operations between two matrix products. Its sums over keys have
+one order per row, whatever the other rows are. Elsewhere torch computes them, with flash attention where it runs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from verl.models.cuda.dispatch import kernel
+from verl.models.cuda.pointwise import _write_kv
+from verl.models.cuda.varlen import FLASH, TokenSpans, flash_runs
+
+
+class Slots(NamedTuple):
+    """Sequences of keys in a store [2, places, kv_heads, head_dim]. `starts` int64 [sequences] are the places of their first
+    keys, or with `pages` (int32 [slots, pages], of `page_size` keys each) the numbers of their slots. `lengths` int64
+    [sequences]; `most` bounds the keys of a sequence."""
+
+    starts: torch.Tensor
+    lengths: torch.Tensor
+    most: int
+    pages: torch.Tensor | None = None
+    page_size: int = 0
+
+
+def _attend_own(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    store: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    most: int,
+    pages: torch.Tensor | None,
+    page_size: int,
+    window: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    slots = Slots(starts, lengths, most, pages, page_size)
+    q = _write_kv(qkv, cos, sin, q_norm, k_norm, eps, store, _places(slots, lengths.unsqueeze(1), store)[:, 0])
+    queries = q.unflatten(1, (store.shape[2], -1)).unsqueeze(1)
+    out, lse = _attended(queries, store, slots._replace(lengths=lengths + 1), window, scale)
+    return q, out.flatten(1, 3), lse.flatten(1)
+
+
+def _attend_prompts(
+    q: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    store: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    most: int,
+    pages: torch.Tensor | None,
+    page_size: int,
+    gather: torch.Tensor,
+    place: torch.Tensor,
+    scale: float,
+) -> None:
+    queries = q[gather].unflatten(1, (store.shape[2], -1)).unflatten(0, (len(starts), -1))
+    part, part_lse = _attended(queries, store, Slots(starts, lengths, most, pages, page_size), 0, scale)
+    theirs, their_lse = part.flatten(0, 1)[place].flatten(1, 2), part_lse.flatten(0, 1)[place].flatten(1)
+    share = torch.sigmoid(their_lse - lse).unsqueeze(-1)
+    out.copy_(out + (theirs - out) * share)
+
+
+def _attended(
+    q: torch.Tensor, store: torch.Tensor, slots: Slots, window: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of q [sequences, queries, kv_heads, groups, head_dim] to all keys of the sequence (with `window`, the last so
+    many): out like q, and the log-sum-exp of the scores [sequences, queries, kv_heads, groups]."""
+    if flash_runs(q.device, q.dtype, q.shape[-1]):
+        return _by_flash(q, store, slots, window, scale)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    at, lengths = torch.arange(slots.most, device=q.device).unsqueeze(0), slots.lengths.unsqueeze(1)
+    visible = at < lengths if not window else (at < lengths) & (at >= lengths - window)
+    keys, values = store[:, _places(slots, at, store)].to(wide)
+    scores = torch.einsum("sqkgd,stkd->sqkgt", q.to(wide), keys) * scale
+    scores = scores.masked_fill(~visible[:, None, None, None], float("-inf"))
+    return torch.einsum("sqkgt,stkd->sqkgd", scores.softmax(-1), values).to(q.dtype), scores.logsumexp(-1)
+
+
+def _by_flash(
+    q: torch.Tensor, store: torch.Tensor, slots: Slots, window: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A single query has its heads as they are. Several have one head for each key head, since flash reads keys once a head."""
+    sequences, queries, _, groups, _ = q.shape
+    tokens = q.flatten(0, 1).flatten(1, 2) if queries == 1 else q.transpose(2, 3).flatten(0, 2)
+    each = len(tokens) // sequences
+    spans = TokenSpans(
+        torch.arange(sequences + 1, dtype=torch.int32, device=q.device) * each,
+        torch.nn.functional.pad(slots.starts.int(), (0, 1)),
+        each,
+        slots.most,
+        slots.lengths.int(),
+        None if slots.pages is None else slots.pages[slots.starts],
+        slots.page_size,
+        window or None,
+    )
+    out, lse = FLASH.forward(tokens, *store, spans, window > 0, scale)
+    if queries == 1:
+        return out.view(q.shape), lse.t().reshape(q.shape[:-1])
+    apart = (sequences, queries, groups)
+    return out.unflatten(0, apart).transpose(2, 3), lse.unflatten(1, apart).permute(1, 2, 0, 3)
+
+
+def _places(slots: Slots, at: torch.Tensor, store: torch.Tensor) -> torch.Tensor:
+    """int64 [sequences, n]: the places of the keys number `at` [sequences or 1, n]; any place for a number beyond a slot."""
+    if slots.pages is None:
+        return (slots.starts.unsqueeze(1) + at).clamp(max=store.shape[1] - 1)
+    page = (at // slots.page_size).clamp(max=slots.pages.shape[1] - 1).expand(len(slots.starts), -1)
+    return slots.pages[slots.starts].long().gather(1, page) * slots.page_size + at % slots.page_size
+
+
+_ATTEND_OWN = kernel(
+    "attend_own(Tensor qkv, Tensor cos, Tensor sin, Tensor? q_norm, Tensor? k_norm, float eps, Tensor(a!) store, "
+    "Tensor starts, Tensor lengths, int most, Tensor? pages, int page_size, int window, float scale) "
+    "-> (Tensor, Tensor, Tensor)",
+    _attend_own,
+    "attend:launch_attend_own",
+)
+_ATTEND_PROMPTS = kernel(
+    "attend_prompts(Tensor q, Tensor(a!) out, Tensor lse, Tensor store, Tensor starts, Tensor lengths, int most, "
+    "Tensor? pages, int page_size, Tensor gather, Tensor place, float scale) -> ()",
+    _attend_prompts,
+    "attend:launch_attend_prompts",
+)
+
+
+def attend_own(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    norms: tuple[torch.Tensor, torch.Tensor, float] | None,
+    store: torch.Tensor,
+    slots: Slots,
+    window: int | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The new token of each row is stored, as by verl.models.cuda.pointwise.write_kv, after the `lengths` tokens of its slot.
+    Returns its queries q [rows, heads, head_dim], their attention to the tokens of the slot and itself (like q; `window`: the
+    last so many) and the log-sum-exp of the scores, float32 or wider [rows, heads]. Without gradient."""
+    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _ATTEND_OWN(
+        qkv, cos, sin, *(norms or (None, None, 0.0)), store, *slots, window or 0, scale
+    )
+    return result
+
+
+def attend_prompts(
+    q: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    store: torch.Tensor,
+    slots: Slots,
+    gather: torch.Tensor,
+    place: torch.Tensor,
+    scale: float,
+) -> None:
+    """Extend the softmax of `attend_own` by the keys of each row's prompt, in place; without gradient.
+
+    The rows of a prompt go through its keys together, as places of one sequence. So keys are read once per prompt and not
+    once per sample. `gather` int64 [prompts * width] is the row in each place; an empty place repeats a row, and is not read
+    back. `place` is int64 [rows]."""
+    _ATTEND_PROMPTS(q, out, lse, store, *slots, gather, place, scale)
