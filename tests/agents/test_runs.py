@@ -171,7 +171,7 @@ def test_hostile_tools_end_no_run(agent_run):
         ([f"{ROLLOUT}.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2"], "a whole model on each device"),
         (
             [f"{ROLLOUT}.agent.runner=a.py:run", f"{ROLLOUT}.agent.gateway_port=65535", "trainer.n_gpus_per_node=2"],
-            "the last one would be 65536. Choose at most 65534",
+            "the last rank would have 65536. Choose at most 65534",
         ),
     ],
 )

@@ -152,7 +152,7 @@ def test_a_judge_on_vllm_has_the_weights_of_its_files(tmp_path, monkeypatch):
     assert set(replies(worker)) == {worker.judge.tokenizer.decode([last], skip_special_tokens=True)}
     worker.close()
     assert core.calls == ["sleep", "close"]
-    with pytest.raises(ModelError, match="not updated"):
+    with pytest.raises(ModelError, match="does not update"):
         worker.judge.engine.load([])
 
 
