@@ -62,7 +62,10 @@ class Rehearsal(NamedTuple):
         assert len(command) < _MAX_COMMAND, f"the command has {len(command)} characters"
         out.mkdir(parents=True)
         path = f"{self.environment.python.parent}:/usr/local/bin:/usr/bin:/bin"
-        variables = {"OUT": str(out), "PATH": path, "HOME": str(self.site.parent), "OMP_NUM_THREADS": "1"}
+        temporary = out.with_name(f"{out.name}-temporary")  # a killed runner leaves its files there
+        temporary.mkdir()
+        variables = {"OUT": str(out), "PATH": path, "HOME": str(self.site.parent), "TMPDIR": str(temporary)}
+        variables["OMP_NUM_THREADS"] = "1"
         isolated = ["unshare", "--map-root-user", "--net", "bash", "-c", f"ip link set lo up && {command}"]
         return subprocess.Popen(isolated, cwd=self.tree, env=variables, stdout=subprocess.DEVNULL)
 

@@ -14,6 +14,12 @@ FIRST, LAST = versions.CELLS[0], versions.CELLS[-1]
 REFUSED = {**LAST._asdict(), "date": "2026-11-26", "pip": "pip: no", "refusal": "unmet", "seconds": 3}
 
 
+def test_chosen_files_exist():
+    files = [name for name in versions.TESTS if name.endswith(".py")]
+    assert len(files) > 20
+    assert all((versions.ROOT / name).is_file() for name in files)
+
+
 def test_outcomes_of_a_report(tmp_path):
     (tmp_path / "report.xml").write_text(REPORT)
     assert versions.outcomes(tmp_path / "report.xml") == {
