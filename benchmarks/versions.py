@@ -133,7 +133,7 @@ def install(environment: Environment, cell: Cell, clone: Path) -> str:
         shutil.copy(file, clone / file.relative_to(libraries))
     releases = [f"torch=={cell.torch}", f"transformers=={cell.transformers}"]
     try:
-        packages = (*releases, "-e", str(clone), "pytest", "pytest-xdist", "hypothesis")
+        packages = (*releases, "-e", f"{clone}[gguf]", "peft", "pytest", "pytest-xdist", "hypothesis")
         environment.pip("install", *packages, compiler="false" if compiled else None)
     except subprocess.CalledProcessError as error:
         refusal = re.search(r"verl \S+ depends on (.*)", error.stdout + error.stderr)

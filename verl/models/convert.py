@@ -94,10 +94,10 @@ def _model(file: Path, header: GGUFHeader) -> Any:
     """The model of a GGUF file in float32. Raises ModelError, before anything is built, when the file does not have all of its
     tensors."""
     import transformers
-    from transformers.utils.quantization_config import GgufConfig
+    from transformers.utils import quantization_config
 
     auto: Any = transformers.AutoModelForCausalLM
-    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    source: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     config = transformers.AutoConfig.from_pretrained(**source)
     check_counts(file, config.to_dict(), header.tensors)
     with torch.device("meta"):
@@ -108,12 +108,11 @@ def _model(file: Path, header: GGUFHeader) -> Any:
             f"{clean(file)} has {header.num_elements:,} elements in {len(header.tensors)} tensors, and a "
             f"{type(skeleton).__name__} with its keys has {needed:,}. Tensors or keys are missing: download it again."
         )
-    model, report = auto.from_pretrained(
-        **source,
-        dtype=torch.float32,
-        quantization_config=GgufConfig(dequantize=True),  # otherwise the weights stay packed and cannot be saved
-        output_loading_info=True,
-    )
+    if hasattr(
+        quantization_config, "GgufConfig"
+    ):  # otherwise the weights stay packed; older releases always unpack them
+        source["quantization_config"] = quantization_config.GgufConfig(dequantize=True)
+    model, report = auto.from_pretrained(**source, dtype=torch.float32, output_loading_info=True)
     if missing := sorted(report["missing_keys"]):
         raise ModelError(
             f"{clean(file)} lacks {len(missing)} tensors of the model, for example {clean(missing[0], 80)}."
