@@ -41,11 +41,11 @@ def write_gguf(file, module):
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(config.vocab_size)
     tokens = [f"<0x{i:02X}>" for i in range(config.vocab_size)]
-    tokens[3:6] = ["a", "b", "ab"]
+    tokens[3:7] = ["a", "b", "ab", "abb"]
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
     writer.add_token_types([1] * len(tokens))
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "ab b"])  # of a list with one text, transformers 5.17 takes the characters
     writer.add_eos_token_id(2)
     writer.add_bos_token_id(1)
     names = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
