@@ -79,6 +79,8 @@ def _write(file: Path, folder: Path, dtype: torch.dtype) -> None:
     try:
         model = _model(file, header)
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+        if (end := header.values.get("tokenizer.ggml.eos_token_id")) is not None:  # 5.17 takes the beginning of a text
+            tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
     except VerlError:
         raise
     except BaseException as error:  # of the reader, a family's code, or a tokenizer built from strange tokens
