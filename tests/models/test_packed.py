@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.models.reference import make_columns, random_rows, reference_outputs, widen_norms
@@ -39,8 +39,11 @@ def assert_same_as_reference(module, columns, *, share, tolerance, attention="re
     their_gradients = gradients(module, theirs, weights)
     for name in OUTPUTS:
         assert relative(ours[name], theirs[name]) < tolerance, name
+    largest = max(gradient.norm() for gradient in their_gradients.values())
     for name, gradient in our_gradients.items():
-        assert relative(gradient, their_gradients[name]) < 10 * tolerance, name
+        theirs = their_gradients[name]
+        # where every query has one key, queries have no gradient, and ours is rounding
+        assert (gradient - theirs).norm() < 10 * tolerance * (theirs.norm() or largest), name
 
 
 @pytest.fixture(scope="session")
@@ -80,6 +83,7 @@ def test_outputs_and_gradients_equal_hugging_face_eager_in_float32(module_of, fa
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(0, 10**6))
+@example(sizes=[1], seed=226)  # two tokens
 def test_any_lengths_and_group_sizes(module_of, sizes, seed):
     prompts, responses = random_rows(seed, sizes)
     assert_same_as_reference(module_of("qwen3"), make_columns(prompts, responses), share=True, tolerance=1e-10)
