@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import logging
 import os
@@ -72,8 +73,11 @@ def find_gguf(source: str | Path) -> Path:
 
 
 def _write(file: Path, folder: Path, dtype: torch.dtype) -> None:
+    import gguf
     import transformers
 
+    # on Python 3.10 older transformers ask the module for its version
+    vars(gguf).setdefault("__version__", importlib.metadata.version("gguf"))
     header = read_gguf_header(file)
     require_memory(file, header.tensors, torch.float32.itemsize)
     try:
