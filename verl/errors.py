@@ -22,7 +22,7 @@ class VerlError(Exception):
     exit_code = 1
 
     def __str__(self) -> str:
-        return printable(super().__str__())
+        return printable(Exception.__str__(self))  # not that of KeyError, which quotes it
 
 
 def is_failure(error: BaseException) -> bool:
@@ -34,6 +34,11 @@ class ConfigError(VerlError):
     """A key is unknown, unread, of the wrong type, or contradicts another one."""
 
     exit_code = 2
+
+
+class NameConfigError(ConfigError, ValueError, KeyError, AttributeError):
+    """A registry or module has no such name, or has it already. The further bases are the types that Python's mappings,
+    modules and functions raise, which scripts catch."""
 
 
 class DataError(VerlError):

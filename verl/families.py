@@ -140,6 +140,33 @@ REWARD_MANAGERS = Registry(
     },
 )
 
+_PARSERS = "verl.agents.parsers"
+TOOL_PARSERS = Registry(
+    "tool parser",
+    {
+        "hermes": f"{_PARSERS}:HermesToolParser",
+        "qwen3_coder": f"{_PARSERS}:QwenCoderToolParser",
+        "gpt-oss": f"{_PARSERS}:GptOssToolParser",
+        "glm": f"{_PARSERS}:GlmToolParser",
+        "seed": f"{_PARSERS}:SeedToolParser",
+        "minimax": f"{_PARSERS}:MinimaxToolParser",
+        "kimi": f"{_PARSERS}:KimiToolParser",
+        "deepseek": f"{_PARSERS}:DeepSeekToolParser",
+        "deepseek_v4": f"{_PARSERS}:DeepSeekV4ToolParser",
+        "gemma4": f"{_PARSERS}:GemmaToolParser",
+    },
+)
+
+AGENT_LOOPS = Registry(
+    "agent loop",
+    {
+        "single_turn_agent": "verl.agents.loops:SingleTurnAgentLoop",
+        "tool_agent": "verl.agents.tool_agent:ToolAgentLoop",
+        "environment_agent": "verl.agents.environments:EnvironmentAgentLoop",
+        "endpoint_agent": "verl.agents.gateway.runner:EndpointAgentLoop",
+    },
+)
+
 _NO_SINK = "verl.tracking.sinks.api:not_supported"
 SINKS = Registry(
     "tracker",
@@ -162,10 +189,6 @@ _KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 KL_KINDS = (*_KL, *(name + "+" for name in _KL))
 DISTILLATION_LOSSES = (*_KL, "forward_kl_topk", "jsd")
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
-TOOL_PARSERS = (
-    "hermes", "qwen3_coder", "gpt-oss", "glm", "seed", "minimax", "kimi", "deepseek", "deepseek_v4", "gemma4",
-)  # fmt: skip
-AGENT_LOOPS = ("single_turn_agent", "tool_agent", "environment_agent", "endpoint_agent")
 ROLLOUT_RS = (
     *(f"token_{k}" for k in ("k1", "k2", "k3")),
     *(f"seq_sum_{k}" for k in ("k1", "k2", "k3")),

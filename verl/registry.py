@@ -13,13 +13,13 @@ import inspect
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from verl.errors import ConfigError, nearest
+from verl.errors import ConfigError, NameConfigError, nearest
 from verl.regular_files import require_regular
 
 T = TypeVar("T")
@@ -138,7 +138,7 @@ def load_object(reference: str) -> Any:
     module = load_module(path)
     if not hasattr(module, name):
         public = [n for n in dir(module) if not n.startswith("_")]
-        raise ConfigError(f"{path} has no {name!r}{nearest(name, public) or '; it has ' + ', '.join(public[:8])}")
+        raise NameConfigError(f"{path} has no {name!r}{nearest(name, public) or '; it has ' + ', '.join(public[:8])}")
     return getattr(module, name)
 
 
@@ -200,50 +200,75 @@ class Registry:
 
     def __init__(self, family: str, rows: Mapping[str, Any] | None = None, *, shared: str = ""):
         self.family, self.shared = family, frozenset(shared.split())
-        self._rows: dict[str, Any] = {n: r.reference if isinstance(r, BuiltIn) else r for n, r in (rows or {}).items()}
+        self._declared = {n: r.reference if isinstance(r, BuiltIn) else r for n, r in (rows or {}).items()}
+        self._rows: dict[str, Any] = dict(self._declared)
         self.reads = {n: frozenset(r.reads.split()) for n, r in (rows or {}).items() if isinstance(r, BuiltIn)}
-        self.built_in = tuple(self._rows)
+        self.built_in = tuple(self._declared)
 
     def reading(self, *arguments: str) -> tuple[str, ...]:
         """The built-in names whose functions read one of `arguments`, in the order of the table."""
-        return tuple(name for name, reads in self.reads.items() if reads.intersection(arguments))
+        return tuple(n for n, reads in self.reads.items() if reads.intersection(arguments) and self.is_built_in(n))
 
     def may_read(self, name: str, *arguments: str) -> bool:
         """Whether the function `name` reads one of `arguments`; a user's own function may read anything."""
-        return name not in self.reads or not self.reads[name].isdisjoint(arguments)
+        return not (name in self.reads and self.is_built_in(name)) or not self.reads[name].isdisjoint(arguments)
+
+    def declared(self, name: str) -> Any:
+        """The object that this package declares for `name`, whatever the registry has now."""
+        declared = self._declared[name]
+        return load_object(declared) if isinstance(declared, str) else declared
+
+    def is_built_in(self, name: str) -> bool:
+        """Whether `name` has the object that this package declares for it."""
+        row = self._rows.get(name)
+        if row is None or name not in self._declared or isinstance(row, str):
+            return row is not None and row == self._declared.get(name)
+        return row is self.declared(name)
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Decorator that adds a row. Registering another object under a taken name is an error."""
+        """Decorator that adds a row. Raises NameConfigError for another object under a taken name."""
 
         def add(obj: T) -> T:
             taken = self._rows.get(name)
-            if taken is not None and taken is not obj and _origin(taken) != _origin(obj):
-                raise ConfigError(f"The {self.family} {name!r} is registered already ({taken}).")
+            if not (taken is None or taken is obj or _origin(taken) == _origin(obj) or taken == reference_to(obj)):
+                raise NameConfigError(f"The {self.family} {name!r} is registered already ({taken}).")
             self._rows[name] = obj
             return obj
 
         return add
 
     def get(self, name: str) -> Any:
-        """The object of that name. A name with ':' is loaded as "module:object". Raises ConfigError when unknown."""
+        """The object of that name. A name with ':' is loaded as "module:object". Raises NameConfigError when unknown."""
         row = self._rows.get(name)
         if row is None:
             if ":" in name:
                 return load_object(name)
             hint = nearest(name, self._rows) or "; there are " + ", ".join(sorted(self._rows))
-            raise ConfigError(f"There is no {self.family} {name!r}{hint}")
+            raise NameConfigError(f"There is no {self.family} {name!r}{hint}")
         if isinstance(row, str):
-            row = self._rows[name] = load_object(row)
+            row = load_object(row)
+            self._rows[name] = row
         return row
 
     def set(self, name: str, obj: Any) -> None:
         """Give `name` an object, in the place of any that it had."""
         self._rows[name] = obj
-        self.reads.pop(name, None)
 
     def remove(self, name: str) -> None:
         """Forget `name`. Raises KeyError when it is not there."""
         del self._rows[name]
+
+    def restore(self) -> None:
+        """Only the rows that this package declares."""
+        self._rows = dict(self._declared)
+
+    def own_rows(self) -> dict[str, str]:
+        """Name -> reference of each object that is not this package's, so that another process of the run can set it."""
+        return {
+            name: row if isinstance(row, str) else reference_to(row)
+            for name, row in self._rows.items()
+            if not self.is_built_in(name)
+        }
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -253,3 +278,49 @@ class Registry:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rows)
+
+
+class RegistryMapping(MutableMapping[str, Any]):
+    """A registry as scripts of other releases use it: an assignment, a deletion and `clear` change what runs choose from. Keys
+    may be members of a string enumeration. `older` are objects of their contract, which stand for built-in rows."""
+
+    def __init__(self, registry: Registry, older: Mapping[str, Any] | None = None):
+        self._registry, self._older = registry, older or {}
+
+    def __getitem__(self, name: str) -> Any:
+        """Raises NameConfigError, which is a KeyError and a ValueError, with the nearest names."""
+        key = _plain(name)
+        row = self._registry.get(key)
+        return self._older[key] if key in self._older and self._registry.is_built_in(key) else row
+
+    def __setitem__(self, name: str, row: Any) -> None:
+        self._registry.set(_plain(name), row)
+
+    def __delitem__(self, name: str) -> None:
+        self._registry.remove(_plain(name))
+
+    def __contains__(self, name: object) -> bool:
+        return _plain(name) in self._registry
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._registry)
+
+    def __len__(self) -> int:
+        return len(self._registry)
+
+    def copy(self) -> dict[str, Any]:
+        """The rows as a dict, which `update` puts back."""
+        return {name: self._registry.get(name) for name in self}
+
+    def replace(self, rows: Mapping[str, Any]) -> None:
+        """Have `rows` and no others."""
+        rows = dict(rows)
+        self.clear()
+        self.update(rows)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(self)})"
+
+
+def _plain(name: Any) -> Any:
+    return getattr(name, "value", name)

@@ -161,7 +161,14 @@ def test_hostile_tools_end_no_run(agent_run):
     [
         ([f"{ROLLOUT}.agent.default_agent_loop=single_turn_agent"], "every sample would be a single turn"),
         ([f"{ROLLOUT}.multi_turn.function_tool_path=null"], "neither tools nor interactions"),
-        ([f"{ROLLOUT}.agent.default_agent_loop=tool_agnet"], "is not one of single_turn_agent"),
+        (
+            [
+                f"{ROLLOUT}.agent.default_agent_loop=tool_agnet",
+                "actor_rollout_ref.model.external_lib=null",
+                f"{ROLLOUT}.multi_turn.format=hermes",
+            ],
+            "is not one of single_turn_agent",
+        ),  # fmt: skip
         ([f"{ROLLOUT}.multi_turn.enable=False"], "existing releases put the tools into every prompt"),
         (
             [f"{ROLLOUT}.prefetch_num=1", f"{ROLLOUT}.partial_rollout=True", f"{ROLLOUT}.agent.runner=a.py:run"],

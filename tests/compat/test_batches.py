@@ -144,8 +144,6 @@ class TestRegistries:
             core_algos.register_adv_est("compat_taken")(make(1))
         with pytest.raises(ConfigError, match="'grpo' is registered already"):
             core_algos.register_adv_est(core_algos.AdvantageEstimator.GRPO)(estimator)
-        with pytest.raises(ConfigError, match="'vanilla' is registered already"):
-            core_algos.register_policy_loss("vanilla")(estimator)
 
     def test_two_functions_of_one_name_are_two_functions(self, tmp_path, registered):
         from verl.registry import load_module

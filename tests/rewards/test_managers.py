@@ -229,9 +229,8 @@ class Shorter(NaiveRewardManager):
     def shape(self, request, score):
         return replace(score, score=score.score - self.cost * request.response_length)
 
-class Old:
-    def __init__(self, tokenizer, num_examine, compute_score=None, reward_fn_key="data_source"): ...
-    def __call__(self, data, return_dict=False): ...
+class Other:
+    def __init__(self, pool): ...
 """
 
 
@@ -239,8 +238,8 @@ def test_a_manager_of_ones_own(build, tmp_path):
     path = tmp_path / "managers.py"
     path.write_text(textwrap.dedent(MANAGERS))
     assert build("Shorter", module=path, cost=0.05).score([request("1")])[0].score == pytest.approx(0.5)
-    with pytest.raises(ConfigError, match=r"'Old' has no method 'start'.*__call__\(data\) is not supported"):
-        build("Old", module=path)
+    with pytest.raises(ConfigError, match=r"'Other' has no method 'start'.*__call__\(batch, return_dict\)"):
+        build("Other", module=path)
     with pytest.raises(ConfigError, match="did you mean 'Shorter'"):
         build("Shorterr", module=path)
 

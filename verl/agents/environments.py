@@ -29,7 +29,7 @@ from typing import Any
 
 from verl.agents.episode import CURRENT, EpisodeError, EpisodeTask
 from verl.agents.journal import Journal
-from verl.agents.loops import AgentLoopOutput, register_agent_loop
+from verl.agents.loops import AgentLoopOutput
 from verl.agents.matches import Match, num_players
 from verl.agents.tool_agent import AgentData, ToolAgentLoop
 from verl.agents.tool_calls import ToolCalls, ToolResult, bounded, truncated
@@ -84,7 +84,6 @@ def players_of_games(spec: AgentSpec, environments: Mapping[str, Any]) -> int:
     return count
 
 
-@register_agent_loop("environment_agent")
 class EnvironmentAgentLoop(ToolAgentLoop):
     """The loop `environment_agent`, see above. The reward of an episode is the sum of its turns' rewards, each discounted by
     turn_discount, or the result of get_reward. Without either, the reward function scores the episode."""

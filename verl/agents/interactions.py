@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 from uuid import uuid4
 
-from verl.errors import ConfigError
+from verl.errors import ConfigError, NameConfigError
 from verl.tools.tool_registry import load_class, read_list
 
 
@@ -43,7 +43,7 @@ def load_interactions(path: str | None) -> dict[str, BaseInteraction]:
         config = dict(row.get("config") or {})
         name = str(row.get("name") or config.get("name") or cls.__name__.lower().removesuffix("interaction"))
         if name in interactions:
-            raise ConfigError(f"{place}: there is another interaction named {name!r}. Rename one.")
+            raise NameConfigError(f"{place}: there is another interaction named {name!r}. Rename one.")
         try:
             interactions[name] = cls({**config, "name": name})
         except Exception as error:  # the user's class may raise anything

@@ -12,7 +12,6 @@ class MyLoop(AgentLoopBase):
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.agents.episode import CURRENT
 from verl.errors import ConfigError, nearest
+from verl.families import AGENT_LOOPS
 from verl.tools.schemas import Record
 from verl.tools.tool_registry import load_class, read_list
 
@@ -162,14 +162,11 @@ class AgentLoopBase(ABC):
         raise NotImplementedError
 
 
-_REGISTRY: dict[str, tuple[type[AgentLoopBase], dict[str, Any]]] = {}
-
-
 def register_agent_loop(agent_name: str) -> Callable[[type[AgentLoopBase]], type[AgentLoopBase]]:
     """Decorator: a loop under a name that rows (agent_name) and agent.default_agent_loop can give."""
 
     def add(loop: type[AgentLoopBase]) -> type[AgentLoopBase]:
-        _REGISTRY[agent_name] = (loop, {})
+        AGENT_LOOPS.set(agent_name, loop)
         return loop
 
     return add
@@ -178,8 +175,6 @@ def register_agent_loop(agent_name: str) -> Callable[[type[AgentLoopBase]], type
 def load_loops(config_path: str | None) -> dict[str, tuple[type[AgentLoopBase], dict[str, Any]]]:
     """Name -> (class, further arguments) of this package's loops, of registered loops, and of the loops in the YAML file
     `config_path`. Raises ConfigError for a file that cannot be used."""
-    for module in ("tool_agent", "environments", "gateway.runner"):
-        importlib.import_module(f"verl.agents.{module}")
     loops = {}
     for number, row in enumerate(read_list(config_path, "") if config_path else ()):
         place = f"{config_path}, agent loop {number} (counted from 0)"
@@ -190,7 +185,7 @@ def load_loops(config_path: str | None) -> dict[str, tuple[type[AgentLoopBase], 
         if not callable(getattr(cls, "run", None)):
             raise ConfigError(f"{place}: {row['_target_']} has no method run; subclass AgentLoopBase.")
         loops[name] = (cls, {k: v for k, v in row.items() if k not in ("name", "_target_")})
-    return {**_REGISTRY, **loops}
+    return {**{name: (AGENT_LOOPS.get(name), {}) for name in AGENT_LOOPS}, **loops}
 
 
 def loop_named(loops: dict[str, Any], name: str, key: str) -> tuple[type[AgentLoopBase], dict[str, Any]]:
@@ -202,7 +197,6 @@ def loop_named(loops: dict[str, Any], name: str, key: str) -> tuple[type[AgentLo
     return loops[name]
 
 
-@register_agent_loop("single_turn_agent")
 class SingleTurnAgentLoop(AgentLoopBase):
     """One turn of the model, as without agents."""
 

@@ -13,8 +13,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from verl.config import full_key
-from verl.errors import ConfigError, nearest
+from verl.families import TOOL_PARSERS
+from verl.registry import RegistryMapping
 from verl.tools.schemas import FunctionCall
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ Parsed = tuple[str, list[FunctionCall]]  # (text without the calls, the calls)
 class ToolParser:
     """Calls in the tokens of a turn. Subclasses define `extract_tool_calls`, or as those here `parse`."""
 
-    _registry: dict[str, type[ToolParser]] = {}
+    _registry = RegistryMapping(TOOL_PARSERS)
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
@@ -38,20 +38,16 @@ class ToolParser:
         """Decorator: a parser of the user's under `name`."""
 
         def add(parser: type[ToolParser]) -> type[ToolParser]:
-            cls._registry[name] = parser
+            TOOL_PARSERS.set(name, parser)
             return parser
 
         return add
 
     @classmethod
     def get_tool_parser(cls, name: str, tokenizer: Any) -> ToolParser:
-        """The parser of a format. Raises ConfigError for an unknown one."""
-        if name not in cls._registry:
-            raise ConfigError(
-                f"{full_key('rollout.multi_turn.format')}={name} is no tool parser"
-                f"{nearest(name, cls._registry) or '; there are ' + ', '.join(sorted(cls._registry)) + '.'}"
-            )
-        return cls._registry[name](tokenizer)
+        """The parser of a format. Raises NameConfigError for an unknown one."""
+        parser: type[ToolParser] = TOOL_PARSERS.get(name)
+        return parser(tokenizer)
 
     async def extract_tool_calls(self, responses_ids: Sequence[int], tools: Any = None) -> Parsed:
         """(text of the turn without its calls, the calls), of the tokens of a turn."""
@@ -90,7 +86,6 @@ class _Pattern(ToolParser):
         raise NotImplementedError
 
 
-@ToolParser.register("hermes")
 class HermesToolParser(_Pattern):
     """`<tool_call>{"name": "f", "arguments": {...}}</tool_call>`: Hermes, Qwen2.5, Qwen3."""
 
@@ -105,7 +100,6 @@ class HermesToolParser(_Pattern):
         return [FunctionCall(call["name"], arguments if isinstance(arguments, str) else _dump(arguments))]
 
 
-@ToolParser.register("deepseek")
 class DeepSeekToolParser(_Pattern):
     """`<｜tool▁call▁begin｜>f<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`: DeepSeek V3.1."""
 
@@ -120,7 +114,6 @@ class DeepSeekToolParser(_Pattern):
         return [FunctionCall(match[1].strip(), match[2].strip())]
 
 
-@ToolParser.register("kimi")
 class KimiToolParser(_Pattern):
     """`<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`: Kimi K2, whose calls have ids."""
 
@@ -136,7 +129,6 @@ class KimiToolParser(_Pattern):
         return [FunctionCall(name, match[2].strip(), match[1])]
 
 
-@ToolParser.register("gpt-oss")
 class GptOssToolParser(_Pattern):
     """`<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}`: the harmony format of gpt-oss."""
 
@@ -151,7 +143,6 @@ class GptOssToolParser(_Pattern):
         return [FunctionCall(match[1], match[2].strip())]
 
 
-@ToolParser.register("glm")
 class GlmToolParser(_Pattern):
     """`<tool_call>f\\n<arg_key>a</arg_key>\\n<arg_value>1</arg_value></tool_call>`: GLM 4.5 and later."""
 
@@ -177,7 +168,6 @@ class _Tagged(_Pattern):
         return calls
 
 
-@ToolParser.register("qwen3_coder")
 class QwenCoderToolParser(_Tagged):
     """`<tool_call><function=f><parameter=a>1</parameter></function></tool_call>`: Qwen3-Coder."""
 
@@ -186,14 +176,12 @@ class QwenCoderToolParser(_Tagged):
     parameter = re.compile(r"<parameter=([^>]+)>(.*?)</parameter>", re.DOTALL)
 
 
-@ToolParser.register("seed")
 class SeedToolParser(QwenCoderToolParser):
     """`<seed:tool_call><function=f><parameter=a>1</parameter></function></seed:tool_call>`: Seed-OSS."""
 
     pattern = re.compile(r"<seed:tool_call>(.*?)</seed:tool_call>", re.DOTALL)
 
 
-@ToolParser.register("minimax")
 class MinimaxToolParser(_Tagged):
     """`<minimax:tool_call><invoke name="f"><parameter name="a">1</parameter></invoke></minimax:tool_call>`: MiniMax M2."""
 
@@ -202,7 +190,6 @@ class MinimaxToolParser(_Tagged):
     parameter = re.compile(r'<parameter name="?([^">]+)"?>(.*?)</parameter>', re.DOTALL)
 
 
-@ToolParser.register("deepseek_v4")
 class DeepSeekV4ToolParser(_Tagged):
     """`<｜DSML｜invoke name="f"><｜DSML｜parameter name="a">1</｜DSML｜parameter></｜DSML｜invoke>`: DeepSeek V3.2
     and later."""
@@ -212,7 +199,6 @@ class DeepSeekV4ToolParser(_Tagged):
     parameter = re.compile(r'<｜DSML｜parameter name="([^"]+)"[^>]*>(.*?)</｜DSML｜parameter>', re.DOTALL)
 
 
-@ToolParser.register("gemma4")
 class GemmaToolParser(_Pattern):
     """`<|tool_call>call:f{a:<|"|>text<|"|>,b:1}<tool_call|>`: Gemma 4."""
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from verl.agents.episode import CURRENT, EpisodeError
 from verl.agents.interactions import BaseInteraction
-from verl.agents.loops import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register_agent_loop
+from verl.agents.loops import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 from verl.agents.parsers import ToolParser
 from verl.agents.tool_calls import on_thread
 from verl.tools.schemas import FunctionCall
@@ -51,7 +51,6 @@ class AgentData:
     metrics: AgentLoopMetrics = field(default_factory=AgentLoopMetrics)
 
 
-@register_agent_loop("tool_agent")
 class ToolAgentLoop(AgentLoopBase):
     """See above."""
 

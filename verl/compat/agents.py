@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from verl.errors import ConfigError
+from verl.families import AGENT_LOOPS
+from verl.registry import RegistryMapping
 from verl.tools.tool_registry import load_class
 
 
@@ -42,3 +45,24 @@ def get_tool_class(cls_name: str) -> type[Any]:
 def get_interaction_class(cls_name: str) -> type[Any]:
     """The class `package.module.Class`. Raises ConfigError."""
     return load_class(cls_name, "get_interaction_class")  # type: ignore[no-any-return]
+
+
+class LoopMapping(RegistryMapping):
+    """Name -> {"_target_": "package.module.Class", further arguments} of the agent loops that runs know."""
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        loop = super().__getitem__(name)
+        cls = getattr(loop, "func", loop)
+        return {"_target_": f"{cls.__module__}.{cls.__qualname__}", **getattr(loop, "keywords", {})}
+
+    def __setitem__(self, name: str, row: dict[str, Any]) -> None:
+        """Raises NameConfigError for a class that is not there."""
+        settings = {key: value for key, value in row.items() if key != "_target_"}
+        cls = load_class(row["_target_"], f"The agent loop {name}")
+        super().__setitem__(name, partial(cls, **settings) if settings else cls)
+
+    def copy(self) -> dict[str, Any]:
+        return {name: self[name] for name in self}
+
+
+agent_loop_registry = LoopMapping(AGENT_LOOPS)

@@ -39,8 +39,8 @@ def _as_dict(section: Any) -> dict[str, Any]:
 
 
 def older_policy_loss(name: str) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
-    """The registered loss `name` as a function of the older contract; metrics are plain numbers named actor/*."""
-    POLICY_LOSSES.get(name)
+    """The built-in loss `name` as a function of the older contract; metrics are plain numbers named actor/*."""
+    built_in = POLICY_LOSSES.declared(name)
 
     def loss_fn(
         old_log_prob: Tensor,
@@ -67,6 +67,7 @@ def older_policy_loss(name: str) -> Callable[..., tuple[Tensor, dict[str, Any]]]
             rollout_is_weights=rollout_is_weights,
             params={**settings, "loss_agg_mode": loss_agg_mode},
             config=config,
+            loss_fn=built_in,
         )
         return loss, {f"actor/{k}": v for k, v in metric_values(metrics).items()}
 
@@ -75,10 +76,10 @@ def older_policy_loss(name: str) -> Callable[..., tuple[Tensor, dict[str, Any]]]
 
 
 def older_advantage(name: str, *order: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The registered estimator `name` as a function of the older contract: token_level_rewards, response_mask, index,
+    """The built-in estimator `name` as a function of the older contract: token_level_rewards, response_mask, index,
     config, ... by keyword, or by position in the given `order`. gamma, lam and norm_adv_by_std_in_grpo come from
     `config` unless given."""
-    ADVANTAGES.get(name)
+    built_in = ADVANTAGES.declared(name)
     order = order or ("token_level_rewards", "response_mask", "index")
 
     def estimator(*positional: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
@@ -86,11 +87,11 @@ def older_advantage(name: str, *order: str) -> Callable[..., tuple[Tensor, Tenso
         config = keywords.pop("config", None)
         settings = {**settings_of(config), **keywords}
         columns = {argument: settings.pop(argument, None) for argument in COLUMN_ARGUMENTS}
-        return compute_advantage(name, columns, config=config, **settings)
+        return compute_advantage(name, columns, config=config, estimator=built_in, **settings)
 
     estimator.__name__ = estimator.__qualname__ = f"compute_{name}"
     # a run asks a function's signature which columns it needs, also where this one is registered under another name
-    estimator.__wrapped__ = ADVANTAGES.get(name)  # type: ignore[attr-defined]
+    estimator.__wrapped__ = built_in  # type: ignore[attr-defined]
     return estimator
 
 

@@ -1,12 +1,12 @@
 """Estimators, losses and KL controllers in the older contract, by name and as registries: `verl.trainer.ppo.core_algos`.
 
-A built-in registry row is returned as a function of the older contract (verl/compat/algorithms.py); a function
-that a script has registered is returned unchanged.
+The registries are the ones that runs read. A built-in row is returned as a function of the older contract
+(verl/compat/algorithms.py); a function that a script has registered is returned unchanged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -19,7 +19,7 @@ from verl.algorithms.policy_losses import POLICY_LOSSES, register_policy_loss
 from verl.algorithms.user_functions import ConfigView, agg_loss
 from verl.compat.algorithms import older_advantage, older_policy_loss
 from verl.compat.algorithms import older_value_loss as compute_value_loss
-from verl.registry import Registry
+from verl.registry import RegistryMapping
 
 __all__ = [
     "ADV_ESTIMATOR_REGISTRY",
@@ -40,55 +40,6 @@ __all__ = [
 
 Function = Callable[..., Any]
 
-
-class RegistryMapping(MutableMapping[str, Function]):
-    """View of `registry`: an assignment or deletion changes what runs choose from. Keys may be members of a string
-    enumeration. `built_in` are the functions returned for rows that were not replaced."""
-
-    def __init__(self, registry: Registry, built_in: dict[str, Function]):
-        self._registry = registry
-        self._built_in = {name: (registry.get(name), function) for name, function in built_in.items()}
-
-    def __getitem__(self, name: str) -> Function:
-        if name not in self:
-            raise KeyError(name)
-        return self.find(name)
-
-    def find(self, name: str) -> Function:
-        """The function of `name`, which may also be "module:object". Raises ConfigError with the nearest names."""
-        key = _plain(name)
-        function = self._registry.get(key)
-        ours, older = self._built_in.get(key, (None, function))
-        return older if function is ours else function
-
-    def __setitem__(self, name: str, function: Function) -> None:
-        self._registry.set(_plain(name), function)
-
-    def __delitem__(self, name: str) -> None:
-        self._registry.remove(_plain(name))
-
-    def __contains__(self, name: object) -> bool:
-        return _plain(name) in self._registry
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._registry)
-
-    def __len__(self) -> int:
-        return len(self._registry)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(self)})"
-
-
-def _plain(name: Any) -> Any:
-    return getattr(name, "value", name)
-
-
-def _built_in(registry: Registry) -> list[str]:
-    """Rows of this package: a script may have added some before this module is imported."""
-    return [name for name in registry if registry.get(name).__module__.startswith("verl.algorithms.")]
-
-
 # order of the positional arguments, where it differs from `older_advantage`
 _GROUP_ORDER = ("token_level_rewards", "response_mask", "index", "epsilon", "norm_adv_by_std_in_grpo")
 _ORDERS = {
@@ -96,8 +47,8 @@ _ORDERS = {
     **dict.fromkeys(("grpo", "grpo_vectorized", "gdpo", "grpo_passk"), _GROUP_ORDER),
     "remax": ("token_level_rewards", "reward_baselines", "response_mask"),
 }
-_ESTIMATORS = {name: older_advantage(name, *_ORDERS.get(name, ())) for name in _built_in(ADVANTAGES)}
-_LOSSES = {name: older_policy_loss(name) for name in _built_in(POLICY_LOSSES)}
+_ESTIMATORS = {name: older_advantage(name, *_ORDERS.get(name, ())) for name in ADVANTAGES.built_in}
+_LOSSES = {name: older_policy_loss(name) for name in POLICY_LOSSES.built_in}
 ADV_ESTIMATOR_REGISTRY = RegistryMapping(ADVANTAGES, _ESTIMATORS)
 POLICY_LOSS_REGISTRY = RegistryMapping(POLICY_LOSSES, _LOSSES)
 
@@ -131,12 +82,12 @@ AdvantageEstimator = _Name("AdvantageEstimator", {name.upper(): name for name in
 
 def get_adv_estimator_fn(name_or_enum: str) -> Callable[..., tuple[Tensor, Tensor]]:
     """The estimator, called by keyword: token_level_rewards, response_mask, index, config, ..."""
-    return ADV_ESTIMATOR_REGISTRY.find(name_or_enum)
+    return ADV_ESTIMATOR_REGISTRY[name_or_enum]  # type: ignore[no-any-return]
 
 
 def get_policy_loss_fn(name: str) -> Callable[..., tuple[Tensor, dict[str, Any]]]:
     """The loss as fn(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights)."""
-    return POLICY_LOSS_REGISTRY.find(name)
+    return POLICY_LOSS_REGISTRY[name]  # type: ignore[no-any-return]
 
 
 def get_kl_controller(kl_ctrl: Any) -> KLController:

@@ -55,6 +55,23 @@ def install() -> None:
         sys.meta_path.insert(0, CompatibilityFinder)  # type: ignore[arg-type]  # the class itself has find_spec
 
 
+class CompatibilityModule(ModuleType):
+    """A listed module. Assigning a mapping to the name of a registry gives the registry these rows, and assigning the
+    registry again gives back the rows that it had, as `unittest.mock.patch` does."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        from verl.registry import RegistryMapping
+
+        current = self.__dict__.get(name)
+        if not isinstance(current, RegistryMapping):
+            super().__setattr__(name, value)
+        elif value is not current:
+            self.__dict__[f"_{name}_before"] = current.copy()
+            current.replace(value)
+        elif (before := self.__dict__.pop(f"_{name}_before", None)) is not None:
+            current.replace(before)
+
+
 def names_of(module: str) -> dict[str, tuple[str, str]]:
     """Name in a listed module -> (module here, name there)."""
     origins = {}

@@ -16,7 +16,7 @@ _AGENT_LOOPS = {
     "verl.agents.loops": "AgentLoopBase AgentLoopMetrics AgentLoopOutput AsyncLLMServerManager DictConfigWrap "
     "SingleTurnAgentLoop register=register_agent_loop",
     "verl.agents.tool_agent": "ToolAgentLoop",
-    "verl.compat.agents": "AgentLoopManager AgentLoopWorker get_trajectory_info",
+    "verl.compat.agents": "AgentLoopManager AgentLoopWorker _agent_loop_registry=agent_loop_registry get_trajectory_info",
 }
 
 # module -> {module here: its names, as "name" or "name=name_here"}
@@ -46,8 +46,9 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
         "verl.runtime.worker_group": "WorkerGroup",
     },
     "verl.single_controller.base.decorator": {
-        "verl.compat.mesh_dispatch": "make_nd_compute_dataproto_dispatch_fn",
-        "verl.parallel.register": _REGISTER,
+        "verl.compat.mesh_dispatch": "_check_dispatch_mode=check_dispatch_mode get_predefined_dispatch_fn "
+        "make_nd_compute_dataproto_dispatch_fn",
+        "verl.parallel.register": f"DISPATCH_MODE_FN_REGISTRY {_REGISTER}",
     },
     "verl.single_controller.ray": {
         _WORKER_GROUPS: "RayClassWithInitArgs RayResourcePool RayWorkerGroup ResourcePool ResourcePoolManager "
@@ -85,8 +86,8 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
         "get_policy_loss_fn kl_penalty register_adv_est register_policy_loss",
     },
     "verl.trainer.ppo.metric_utils": {
-        "verl.compat.metrics": "_compute_response_info=compute_response_info compute_data_metrics "
-        "compute_throughout_metrics compute_timing_metrics process_validation_metrics reduce_metrics",
+        "verl.compat.metrics": "_compute_response_info=compute_response_info "
+        "compute_data_metrics compute_throughout_metrics compute_timing_metrics process_validation_metrics reduce_metrics",
     },
     "verl.trainer.ppo.ray_trainer": {
         "verl.compat.trainer": "RayPPOTrainer",
@@ -195,13 +196,15 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     "verl.workers.sharding_manager.megatron_vllm": {_SHARDING: "MegatronVLLMShardingManager"},
     "verl.workers.reward_manager": {
         "verl.compat.reward_managers": "AbstractRewardManager BatchRewardManager DAPORewardManager NaiveRewardManager "
-        "get_reward_manager_cls register",
+        "REWARD_MANAGER_REGISTRY get_reward_manager_cls register",
     },
     "verl.workers.reward_manager.abstract": {"verl.compat.reward_managers": "AbstractRewardManager RawRewardFn"},
     "verl.workers.reward_manager.batch": {"verl.compat.reward_managers": "BatchRewardManager"},
     "verl.workers.reward_manager.dapo": {"verl.compat.reward_managers": "DAPORewardManager"},
     "verl.workers.reward_manager.naive": {"verl.compat.reward_managers": "NaiveRewardManager"},
-    "verl.workers.reward_manager.registry": {"verl.compat.reward_managers": "get_reward_manager_cls register"},
+    "verl.workers.reward_manager.registry": {
+        "verl.compat.reward_managers": "REWARD_MANAGER_REGISTRY get_reward_manager_cls register",
+    },
 }
 
 # `python -m MODULE arguments` -> the function that runs it: fn(arguments) -> exit code

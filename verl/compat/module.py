@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from verl.compat.finder import names_of, resolve, run
+import sys
 
+from verl.compat.finder import CompatibilityModule, names_of, resolve, run
+
+sys.modules[__name__].__class__ = CompatibilityModule
 _MODULE: str = __spec__.name  # under `python -m`, __name__ is "__main__"
 _NAMES = names_of(_MODULE)
 __all__ = list(_NAMES)
@@ -20,6 +23,4 @@ def __dir__() -> list[str]:
 
 
 if __name__ == "__main__":
-    import sys
-
     raise SystemExit(run(_MODULE, sys.argv[1:]))

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from verl.errors import ConfigError, NameConfigError
 from verl.registry import load_module, load_object
 
 T = TypeVar("T")
@@ -128,9 +129,24 @@ def import_external_libs(external_libs: str | Sequence[str] | None = None) -> No
         load_module(name)
 
 
+class _FileConfigError(ConfigError, FileNotFoundError):
+    """The file is not there, or is none."""
+
+
+class _ImportConfigError(ConfigError, RuntimeError):
+    """The import failed."""
+
+
 def load_extern_object(module_path: str, object_name: str) -> Any:
-    """`object_name` of a `.py` file, a dotted module or `pkg://module`. Raises ConfigError when either is missing."""
-    return load_object(f"{module_path}:{object_name}")
+    """`object_name` of a `.py` file, a dotted module or `pkg://module`. Raises ConfigError, which is also a FileNotFoundError,
+    an AttributeError for the name, or a RuntimeError for a file that cannot be imported."""
+    try:
+        return load_object(f"{module_path}:{object_name}")
+    except NameConfigError:
+        raise
+    except ConfigError as error:
+        kind = _FileConfigError if error.__cause__ is None else _ImportConfigError
+        raise kind(str(error)) from error
 
 
 def load_extern_type(file_path: str | None, type_name: str | None) -> Any:

@@ -21,7 +21,7 @@ import torch
 from verl.compat.python import get_event_loop
 from verl.data_proto.proto import DataProto
 from verl.errors import ConfigError
-from verl.registry import Registry
+from verl.registry import RegistryMapping
 from verl.rewards.managers import REWARD_MANAGERS
 from verl.rewards.managers.dapo import OverlongBuffer, overlong_penalty
 from verl.rewards.scorers.route import default_compute_score
@@ -170,8 +170,8 @@ class DAPORewardManager(NaiveRewardManager):
         return score + penalty
 
 
-_OLDER = Registry(
-    "reward manager",
+REWARD_MANAGER_REGISTRY = RegistryMapping(
+    REWARD_MANAGERS,
     {
         **dict.fromkeys(("naive", "prime", "gdpo"), NaiveRewardManager),
         "batch": BatchRewardManager,
@@ -183,8 +183,8 @@ register = REWARD_MANAGERS.register
 
 
 def get_reward_manager_cls(name: str) -> Any:
-    """The manager class `name`, built into this contract or registered by a script. Raises ConfigError."""
-    return (REWARD_MANAGERS if name in REWARD_MANAGERS and name not in _OLDER else _OLDER).get(name)
+    """The manager class `name`, built into this contract or registered by a script. Raises NameConfigError."""
+    return REWARD_MANAGER_REGISTRY[name]
 
 
 def _wait(score: Any) -> Any:

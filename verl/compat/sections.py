@@ -24,7 +24,7 @@ from verl.config import (
     RolloutConfig,
     load_config,
 )
-from verl.errors import ConfigError
+from verl.errors import ConfigError, NameConfigError, nearest
 from verl.registry import load_object
 
 if TYPE_CHECKING:
@@ -45,6 +45,10 @@ __all__ = [
 ]
 
 
+class _KeyKindError(KeyError, TypeError):
+    """A key that is no text; membership tests catch the first type, scripts the second."""
+
+
 @dataclass
 class BaseConfig(Mapping[str, Any]):
     """Base of scripts' config dataclasses: also a mapping, and frozen except for `_mutable_fields`."""
@@ -59,8 +63,11 @@ class BaseConfig(Mapping[str, Any]):
         super().__setattr__(name, value)
 
     def __getitem__(self, key: str) -> Any:
-        if not isinstance(key, str) or not hasattr(self, key):
-            raise KeyError(key)
+        """Raises NameConfigError, a KeyError and an AttributeError, for a name that is not there."""
+        if not isinstance(key, str):
+            raise _KeyKindError(f"A key of {type(self).__name__} is a text, not {key!r}.")
+        if not hasattr(self, key):
+            raise NameConfigError(f"{type(self).__name__} has no field {key!r}{nearest(key, self) or '.'}")
         return getattr(self, key)
 
     def __iter__(self) -> Iterator[str]:

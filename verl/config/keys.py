@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -76,10 +76,11 @@ def with_bound_of_unit(name: str, key: Key) -> Key:
 
 @dataclass(frozen=True)
 class Family:
-    """Names that a key, or each element of a list, may have in addition to path/to/file.py:name."""
+    """Names that a key, or each element of a list, may have in addition to path/to/file.py:name. Of a registry these are the
+    names that it has when a config is checked."""
 
     what: str
-    names: tuple[str, ...]
+    names: Collection[str]
     plugins: bool = False  # whether a module of model.external_lib may register others
 
 

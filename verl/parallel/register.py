@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from verl.errors import ConfigError, nearest
+from verl.errors import ConfigError, NameConfigError, nearest
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -25,12 +25,24 @@ _ATTRIBUTE = "_verl_registered"
 @dataclass(frozen=True)
 class Mode:
     """A way of calling a group. `dispatch_fn(group, *args, **kwargs)` gives (args, kwargs) with a list of one value per
-    rank in the place of each argument, and `collect_fn(group, outputs)` makes one result of the ranks' outputs; both are
-    None for the built-in modes, whose functions are in verl/parallel/dispatch.py."""
+    rank in the place of each argument, and `collect_fn(group, outputs)` makes one result of the ranks' outputs. Both are the
+    mode's `own`, or its entry in DISPATCH_MODE_FN_REGISTRY when the group is called. They are None for the built-in modes,
+    whose functions are in verl/parallel/dispatch.py."""
 
     name: str
-    dispatch_fn: Callable[..., Any] | None = None
-    collect_fn: Callable[..., Any] | None = None
+    own: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+
+    @property
+    def dispatch_fn(self) -> Callable[..., Any] | None:
+        return self.own[0] if self.own else DISPATCH_MODE_FN_REGISTRY.get(self, {}).get("dispatch_fn")
+
+    @property
+    def collect_fn(self) -> Callable[..., Any] | None:
+        return self.own[1] if self.own else DISPATCH_MODE_FN_REGISTRY.get(self, {}).get("collect_fn")
+
+
+# mode of a script -> {"dispatch_fn": ..., "collect_fn": ...}
+DISPATCH_MODE_FN_REGISTRY: dict[Mode, dict[str, Callable[..., Any]]] = {}
 
 
 class _Modes(type):
@@ -52,9 +64,13 @@ class _Modes(type):
     def register(cls, name: str) -> Mode:
         """Add a mode without functions yet (see `register_dispatch_mode`)."""
         if name in cls._members:
-            raise ConfigError(f"The dispatch mode {name!r} exists already; choose another name.")
+            raise NameConfigError(f"The dispatch mode {name!r} exists already; choose another name.")
         cls._members[name] = Mode(name)
         return cls._members[name]
+
+    def remove(cls, name: str) -> None:
+        """Forget a mode and its functions."""
+        DISPATCH_MODE_FN_REGISTRY.pop(cls._members.pop(name), None)
 
 
 class Dispatch(metaclass=_Modes):
@@ -138,7 +154,7 @@ def _mode(mode: Mode | Mapping[str, Callable[..., Any]] | None) -> Mode:
     if isinstance(mode, Mode):
         return mode
     if {"dispatch_fn", "collect_fn"} <= set(mode):
-        return Mode("custom", mode["dispatch_fn"], mode["collect_fn"])
+        return Mode("custom", (mode["dispatch_fn"], mode["collect_fn"]))
     raise ConfigError("A dispatch mode given as a mapping needs the functions 'dispatch_fn' and 'collect_fn'.")
 
 
@@ -155,6 +171,6 @@ def register_dispatch_mode(name: str, dispatch_fn: Callable[..., Any], collect_f
 
 
 def update_dispatch_mode(mode: Mode, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]) -> Mode:
-    """The functions of a mode that exists, built-in ones too; methods declared from now on use them."""
-    Dispatch._members[mode.name] = Mode(mode.name, dispatch_fn, collect_fn)
-    return Dispatch[mode.name]
+    """Give functions to a mode that exists, built-in ones too, for all calls from now on."""
+    DISPATCH_MODE_FN_REGISTRY[mode] = {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
+    return mode

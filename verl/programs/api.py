@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from verl.config import SCHEMAS, RunConfig, schema_of
+from verl.config.schema import value_at
 from verl.config.secrets import remember_secrets
+from verl.families import ADVANTAGES, AGENT_LOOPS, POLICY_LOSSES, REWARD_MANAGERS, TOOL_PARSERS
 from verl.registry import Registry, load_object
 
 if TYPE_CHECKING:
@@ -218,11 +220,33 @@ class ProgramSpecs:
         """See SpecSource."""
         assert not isinstance(self.program, str)
         schema, name = schema_of(self.config), f"{self.program.__module__}:{self.program.__qualname__}"
-        return f"{__name__}:specs_of_recipe", name, schema.name, schema.flatten(self.config)
+        registered = {place: registry.own_rows() for place, registry in _OPEN.items()}
+        return f"{__name__}:specs_of_recipe", name, schema.name, schema.flatten(self.config), registered
 
 
-def specs_of_recipe(program: str, schema: str, values: Mapping[str, Any]) -> ProgramSpecs:
+# registries to which scripts add functions and classes that the other processes of a run need too
+_OPEN = {
+    registry.family: registry for registry in (ADVANTAGES, POLICY_LOSSES, REWARD_MANAGERS, TOOL_PARSERS, AGENT_LOOPS)
+}
+
+
+def specs_of_recipe(
+    program: str, schema: str, values: Mapping[str, Any], registered: Mapping[str, Mapping[str, str]]
+) -> ProgramSpecs:
     """The ProgramSpecs of a recipe, in another process. Logs do not show secrets of the config from here on."""
     config = SCHEMAS[schema].build(values)
     remember_secrets(config)
+    load_plugins(config)
+    for family, rows in registered.items():
+        for name, reference in rows.items():
+            if name not in _OPEN[family] or _OPEN[family].is_built_in(name):
+                _OPEN[family].set(name, reference)
     return ProgramSpecs(program, config)
+
+
+def load_plugins(config: RunConfig) -> None:
+    """Import the modules of `model.external_lib`, which may register functions and classes that the config names."""
+    from verl.models.load import load_external
+
+    for section in ("actor_rollout_ref.model", "model"):
+        load_external(value_at(config, f"{section}.external_lib"))

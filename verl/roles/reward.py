@@ -193,6 +193,7 @@ def score_request(
         extra_info=extra,
         response_length=len(token_ids),
         response_ids=tuple(token_ids),
+        prompt_ids=tuple(objects["prompt_token_ids"][row]) if "prompt_token_ids" in objects else (),
     )
 
 

@@ -17,7 +17,7 @@ from verl.config import LoadedConfig
 from verl.config.diff import changed_keys
 from verl.data.prompts import set_template_time
 from verl.errors import ConfigError
-from verl.programs.api import PROGRAMS, Program, ProgramData, ProgramSpecs, RunContext
+from verl.programs.api import PROGRAMS, Program, ProgramData, ProgramSpecs, RunContext, load_plugins
 from verl.roles.api import Roles
 from verl.run.inputs import inputs_of
 from verl.run.loop import Loop, StopSignal
@@ -55,6 +55,7 @@ def open_run(
 ) -> Iterator[tuple[Loop, Callable[[], None]]]:
     """The loop of a run that is ready for its next step, and a function that ends it with its summary."""
     config = loaded.config
+    load_plugins(config)
     kind: type[Program[Any]] = PROGRAMS.get(program).select(config)
     with ExitStack() as stack:
         runtime = stack.enter_context(open_runtime(ProgramSpecs(kind, config)))
@@ -110,6 +111,7 @@ def evaluate(loaded: LoadedConfig, program: str = "ppo") -> int:
     """Validate the model once (`trainer.val_only`, `verl eval`). Metrics and samples go to `eval/` in the run folder, next to
     the files of a training run."""
     config = loaded.config
+    load_plugins(config)
     kind: type[Program[Any]] = PROGRAMS.get(program).select(config)
     with ExitStack() as stack:
         runtime = stack.enter_context(open_runtime(ProgramSpecs(kind, config)))

@@ -27,6 +27,7 @@ from verl.rewards.scorers.route import find_scorer
 from verl.roles.api import RoleSpec
 from verl.roles.model import ModelRole
 from verl.roles.reward import RewardWorker
+from verl.roles.reward_manager import called_manager
 from verl.roles.reward_model import build_reward_model
 from verl.roles.rollout import RolloutWorker, sampling_params
 from verl.roles.utilization import Utilization
@@ -135,7 +136,7 @@ def build_reward(context: RankContext, spec: RewardSpec) -> RewardWorker:
     run, scoring = context.specs.run, _scoring_ranks(context)
     tokenizer = load_tokenizer(spec.model)
     share = spec.section.num_workers // len(scoring) if context.rank in scoring else 0
-    manager = build_reward_manager(
+    manager = called_manager(spec, tokenizer) or build_reward_manager(
         replace(spec.section, num_workers=max(1, share)),
         max_response_length=spec.max_response_length,
         log_dir=run.folder / "logs" / f"reward_rank_{context.rank}",

@@ -9,16 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.sources import read_limited
-from verl.errors import ConfigError, nearest
+from verl.errors import ConfigError, NameConfigError, nearest
 from verl.registry import load_module, user_file
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import MARK, FunctionTool
 from verl.tools.mcp_client import load_servers
 from verl.tools.schemas import OpenAIFunctionToolSchema
-
-
-class SameNameError(ConfigError, ValueError):
-    """Two tools have one name."""
 
 
 def load_all_tools(tool_config_path: str | None, function_tool_path: str | None = None) -> list[BaseTool]:
@@ -39,7 +35,7 @@ def _load_all_tools(classes: tuple[str | None, int], functions: tuple[str | None
     ]
     names = [tool.tool_schema.function.name for tool in tools]
     if double := next((name for name in names if names.count(name) > 1), None):
-        raise SameNameError(f"Two tools are named {double!r}; the model could not tell them apart. Rename one.")
+        raise NameConfigError(f"Two tools are named {double!r}; the model could not tell them apart. Rename one.")
     return tuple(tools)
 
 
@@ -127,5 +123,5 @@ def load_class(name: Any, place: str) -> Any:
     except Exception as error:  # a user's module may raise anything
         raise ConfigError(f"{place}: importing {module} failed: {type(error).__name__}: {error}") from error
     if not hasattr(loaded, attribute):
-        raise ConfigError(f"{place}: {module} has no {attribute!r}{nearest(attribute, vars(loaded)) or '.'}")
+        raise NameConfigError(f"{place}: {module} has no {attribute!r}{nearest(attribute, vars(loaded)) or '.'}")
     return getattr(loaded, attribute)

@@ -31,7 +31,7 @@ from verl.agents.episode import CURRENT, AgentKilled, Branch, Episode, EpisodeEr
 from verl.agents.gateway import loopback
 from verl.agents.gateway.formats import MODEL
 from verl.agents.gateway.sessions import EndpointSession, canonical
-from verl.agents.loops import AgentLoopBase, AgentLoopOutput, register_agent_loop
+from verl.agents.loops import AgentLoopBase, AgentLoopOutput
 from verl.agents.parsers import ToolParser
 from verl.agents.tool_calls import on_thread
 from verl.config import RewardConfig, full_key
@@ -67,7 +67,6 @@ def load_runner(runner: str | None) -> Runner | None:
     return loaded  # type: ignore[no-any-return]
 
 
-@register_agent_loop("endpoint_agent")
 class EndpointAgentLoop(AgentLoopBase):
     """See above."""
 

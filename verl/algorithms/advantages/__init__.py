@@ -60,16 +60,21 @@ def requires(name: str) -> set[str]:
 
 
 def compute_advantage(
-    name: str, columns: Mapping[str, Any], *, config: object = None, **settings: Any
+    name: str,
+    columns: Mapping[str, Any],
+    *,
+    config: object = None,
+    estimator: Callable[..., Any] | None = None,
+    **settings: Any,
 ) -> tuple[Tensor, Tensor]:
-    """(advantages, returns) of the estimator `name`, each [batch, response].
+    """(advantages, returns) of the estimator `name`, each [batch, response]; `estimator` replaces the registry's function.
 
     `columns` are by column name (the groups as `uid`, else `index`; None counts as absent). `settings` are gamma, lam,
     norm_adv_by_std_in_grpo, handle_zero_tail, gdpo_reward_keys, gdpo_reward_weights, step_advantage_w; an estimator gets the
     settings that it reads. Without a column turn_ids, turns are the runs of trained tokens. Raises ConfigError when the
     estimator is unknown, when a column that it needs is missing, or when a user's estimator returns something else.
     """
-    estimator = ADVANTAGES.get(name)
+    estimator = estimator or ADVANTAGES.get(name)
     available = {a: _column(columns, a) for a in COLUMN_ARGUMENTS}
     available = {argument: column for argument, column in available.items() if column is not None}
     rewards = available.get("token_level_rewards")

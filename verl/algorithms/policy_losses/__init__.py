@@ -26,8 +26,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def register_policy_loss(name: str) -> Callable[[F], F]:
-    """Decorator: register a loss of either contract under `name`, a value of actor.policy_loss.loss_mode."""
-    return POLICY_LOSSES.register(name)
+    """Decorator: register a loss of either contract under `name`, a value of actor.policy_loss.loss_mode, in the place of any
+    that had it."""
+
+    def add(loss_fn: F) -> F:
+        POLICY_LOSSES.set(str(getattr(name, "value", name)), loss_fn)
+        return loss_fn
+
+    return add
 
 
 def policy_loss(
@@ -42,8 +48,9 @@ def policy_loss(
     params: Mapping[str, Any] | None = None,
     config: object = None,
     generator: torch.Generator | None = None,
+    loss_fn: Callable[..., Any] | None = None,
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """The loss `name` and its metrics (names without prefix).
+    """The loss `name` and its metrics (names without prefix); `loss_fn` is its function, if not the registry's.
 
     `params` are the actor's keys (clip_ratio, clip_ratio_low, ..., and rollout_correction's keys for bypass_mode); a
     loss gets the keys that it reads. clip_ratio_low and clip_ratio_high default to clip_ratio. `config` is passed
@@ -51,7 +58,7 @@ def policy_loss(
     when the loss is unknown, a setting is out of range, or importance weights are given to a loss that does not take
     them.
     """
-    loss_fn = POLICY_LOSSES.get(name)
+    loss_fn = loss_fn or POLICY_LOSSES.get(name)
     settings = dict(params or {})
     for side in ("clip_ratio_low", "clip_ratio_high"):
         if settings.get(side) is None:

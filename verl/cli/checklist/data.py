@@ -87,9 +87,12 @@ def check_reward(subject: Subject) -> Iterator[Line]:
     from verl.config.active_keys import brings_reward
     from verl.rewards.check import check_references
     from verl.rewards.managers import build_reward_manager
+    from verl.rewards.managers.build import is_called, manager_class
 
     config = subject.config
-    build_reward_manager(config.reward, max_response_length=config.actor_rollout_ref.rollout.response_length).close()
+    if not is_called(manager_class(config.reward)):
+        most = config.actor_rollout_ref.rollout.response_length
+        build_reward_manager(config.reward, max_response_length=most).close()
     if config.reward.reward_model.enable:
         yield skip("reference answers are not scored: that needs the reward model")
         return

@@ -23,7 +23,7 @@ class PolicyLossConfig(Section):
     loss_mode: str = used(
         "vanilla",
         "policy loss, a name or path/to/file.py:function",
-        family=Family("policy loss", POLICY_LOSSES.built_in, plugins=True),
+        family=Family("policy loss", POLICY_LOSSES, plugins=True),
         when="no_bypass",
         strict="existing releases apply it to the sampler's log-probabilities",
     )

@@ -101,7 +101,7 @@ class AlgorithmConfig(Section):
     adv_estimator: str = used(
         "gae",
         "advantage estimator, a name or path/to/file.py:function",
-        family=Family("advantage estimator", ADVANTAGES.built_in, plugins=True),
+        family=Family("advantage estimator", ADVANTAGES, plugins=True),
     )
     gamma: float = used(
         1.0, "discount of a token; with turn_gae, turn_grpo and gigpo of a turn", when="gamma", ge=0, le=1

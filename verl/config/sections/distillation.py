@@ -48,7 +48,7 @@ class DistillationLossConfig(Section):
         "vanilla",
         "policy loss of those advantages",
         when=".use_policy_gradient",
-        family=Family("policy loss", POLICY_LOSSES.built_in, plugins=True),
+        family=Family("policy loss", POLICY_LOSSES, plugins=True),
     )
     clip_ratio: float = used(
         0.2, "its clip range, where one of the next two is null", when=".use_policy_gradient", ge=0

@@ -239,9 +239,7 @@ class KVCacheConfig(Section):
 
 @dataclass(frozen=True)
 class RolloutConfig(Section):
-    name: str = used(
-        "native", "rollout engine", family=Family("rollout engine", ROLLOUT_ENGINES.built_in, plugins=True)
-    )
+    name: str = used("native", "rollout engine", family=Family("rollout engine", ROLLOUT_ENGINES, plugins=True))
     n: int = used(1, "samples per prompt; above 1 for estimators that compare a group", ge=1, le=1_000_000)
     temperature: float = used(
         1.0, "sampling temperature; log-probabilities are taken at it", when="samples", strict=_SAMPLED, ge=0

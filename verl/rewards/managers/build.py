@@ -33,21 +33,21 @@ def build_reward_manager(
 
     Raises ConfigError for an unknown manager, a class without its methods, and `reward.reward_kwargs` it does not take.
     """
-    manager_class = _manager_class(config)
+    manager = manager_class(config)
     kwargs = _plain(config.reward_kwargs or {})
     try:
-        inspect.signature(manager_class).bind(None, max_response_length=max_response_length, **kwargs)
+        inspect.signature(manager).bind(None, max_response_length=max_response_length, **kwargs)
     except TypeError as error:
         raise ConfigError(
             f"The reward manager {config.reward_manager.name!r} does not take reward.reward_kwargs={kwargs}: {error}."
         ) from error
     pool = build_pool(config, log_dir=log_dir, parts=parts)
-    return manager_class(pool, max_response_length=max_response_length, **kwargs)  # type: ignore[no-any-return]
+    return manager(pool, max_response_length=max_response_length, **kwargs)  # type: ignore[no-any-return]
 
 
 def build_pool(config: RewardConfig, *, log_dir: str | Path | None = None, parts: Sequence[str] = ()) -> RewardPool:
     """The pool of the config's function and manager, not started."""
-    spec = function_spec(config, batched=getattr(_manager_class(config), "batched", False))
+    spec = function_spec(config, batched=getattr(manager_class(config), "batched", False))
     pool = DebugPool if config.debug else RewardPool
     return pool(
         dataclasses.replace(spec, parts=tuple(parts)),
@@ -86,7 +86,13 @@ def function_spec(config: RewardConfig, *, batched: bool = False) -> RewardFunct
     return RewardFunctionSpec(None, kwargs=sandbox, batched=batched)
 
 
-def _manager_class(config: RewardConfig) -> Any:
+def is_called(manager: Any) -> bool:
+    """Whether a manager is of other releases' contract: `manager(batch, return_dict)`."""
+    return "__call__" in dir(manager) and not hasattr(manager, "submit")
+
+
+def manager_class(config: RewardConfig) -> Any:
+    """The class that `reward.reward_manager` names. Raises ConfigError."""
     chosen = config.reward_manager
     if chosen.source == "importlib":
         if not chosen.module.path:
@@ -96,11 +102,13 @@ def _manager_class(config: RewardConfig) -> Any:
         manager = load_object(f"{chosen.module.path}:{chosen.name}")
     else:
         manager = REWARD_MANAGERS.get(chosen.name)
+    if is_called(manager):
+        return manager
     missing = [m for m in ("start", "submit", "collect", "score", "close") if not callable(getattr(manager, m, None))]
     if missing:
         raise ConfigError(
             f"The reward manager {chosen.name!r} has no method {missing[0]!r}: subclass NaiveRewardManager and "
-            "override `shape`; a class with __call__(data) is not supported."
+            "override `shape`, or write a class with __call__(batch, return_dict)."
         )
     return manager
 
