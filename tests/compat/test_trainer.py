@@ -158,8 +158,8 @@ class TestRuns:
 
         with pytest.raises(ConfigError, match="Workers.add_critic_worker would not be called"):
             run_ppo(OmegaConf.create(tiny_tree), task_runner_class=Workers)
-        with pytest.raises(AttributeError, match="init_resource_pool_mgr"):
-            TaskRunner().init_resource_pool_mgr(None)
+        two = OmegaConf.create({"trainer": {"nnodes": 1, "n_gpus_per_node": 2}})
+        assert TaskRunner().init_resource_pool_mgr(two).get_n_gpus() == 2
 
     def test_what_would_not_be_called_is_refused(self, tiny_tree):
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer, Role
@@ -190,5 +190,5 @@ class TestRuns:
         ):
             with pytest.raises(ConfigError, match=named):
                 RayPPOTrainer(config, **arguments)
-        with pytest.raises(AttributeError, match="'actor_rollout_wg'"):
-            _ = RayPPOTrainer(config).actor_rollout_wg
+        with pytest.raises(AttributeError, match="'actor_rollout_workers'"):
+            _ = RayPPOTrainer(config).actor_rollout_workers

@@ -8,6 +8,12 @@ from __future__ import annotations
 _WORKER_GROUPS = "verl.runtime.ray_worker_group"
 _REGISTER = "Dispatch Execute register register_dispatch_mode update_dispatch_mode"
 _ROLES = "Role WorkerType need_critic need_reference_policy need_reward_model"
+_DATASETS = "create_rl_dataset create_rl_sampler"
+_PROFILER = {
+    "verl.compat.profiler": "DistProfiler DistProfilerExtension GPUMemoryLogger ProfilerConfig log_gpu_memory_usage "
+    "mark_annotate",
+    "verl.compat.tracking": "marked_timer simple_timer",
+}
 _SHARDING = "verl.compat.sharding_manager"
 _BOXED = "last_boxed_only_string remove_boxed"
 _MATH_SCORER = {"verl.rewards.scorers.math_answers": f"compute_score=score_boxed is_equiv=math_equal {_BOXED}"}
@@ -70,6 +76,10 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     },
     "verl.trainer.rl_trainer": {"verl.compat.trainer": "RLTrainer"},
     "verl.trainer.constants_ppo": {"verl.compat.devices": "get_ppo_ray_runtime_env"},
+    "verl.trainer.main_ppo_v0": {
+        "verl.compat.datasets": _DATASETS,
+        "verl.compat.task_runner": "BaseTaskRunner TaskRunner run_ppo",
+    },
     "verl.trainer.logger": {"verl.compat.tracking": "RLLogger"},
     "verl.trainer.ppo.core_algos": {
         "verl.compat.core_algos": "ADV_ESTIMATOR_REGISTRY AdaptiveKLController AdvantageEstimator FixedKLController "
@@ -86,11 +96,11 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
         "get_policy_loss_fn kl_penalty register_adv_est register_policy_loss",
     },
     "verl.trainer.ppo.metric_utils": {
-        "verl.compat.metrics": "_compute_response_info=compute_response_info "
+        "verl.compat.metrics": "_compute_response_info=compute_response_info bootstrap_metric calc_maj_val "
         "compute_data_metrics compute_throughout_metrics compute_timing_metrics process_validation_metrics reduce_metrics",
     },
     "verl.trainer.ppo.ray_trainer": {
-        "verl.compat.trainer": "RayPPOTrainer",
+        "verl.compat.ray_trainer": "RayPPOTrainer",
         "verl.compat.roles": _ROLES,
         "verl.compat.batches": "apply_kl_penalty compute_advantage compute_response_mask",
         "verl.compat.core_algos": "AdvantageEstimator agg_loss",
@@ -103,7 +113,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
         "verl.compat.batches": "apply_bypass_mode apply_rollout_correction compute_offpolicy_metrics "
         "compute_rollout_correction_and_add_to_batch compute_rollout_correction_and_rejection_mask",
     },
-    "verl.trainer.ppo.utils": {"verl.compat.roles": _ROLES},
+    "verl.trainer.ppo.utils": {"verl.compat.datasets": _DATASETS, "verl.compat.roles": _ROLES},
     "verl.utils": {
         "verl.cli.measure": "benchmark_nccl benchmark_throughput",
         "verl.compat.models": "check_model_consistency hf_processor hf_tokenizer",
@@ -119,7 +129,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     "verl.utils.config": {"verl.compat.sections": "omega_conf_to_dataclass validate_config"},
     "verl.utils.dataset": {"verl.data.dataset": "RLHFDataset collate_fn"},
     "verl.utils.dataset.rl_dataset": {"verl.data.dataset": "RLHFDataset collate_fn"},
-    "verl.utils.debug": {"verl.compat.tracking": "marked_timer simple_timer"},
+    "verl.utils.debug": _PROFILER,
     "verl.utils.debug.metrics": {"verl.compat.metrics": "calculate_debug_metrics"},
     "verl.utils.device": {
         "verl.compat.devices": "auto_set_device get_device_id get_device_name get_nccl_backend get_torch_device "
@@ -139,6 +149,8 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
         "get_generation_config get_model_size print_model_size update_model_config",
     },
     "verl.utils.net_utils": {"verl.compat.python": "is_ipv4 is_valid_ipv6_address"},
+    "verl.utils.profiler": _PROFILER,
+    "verl.utils.profiler.performance": _PROFILER,
     "verl.utils.py_functional": {
         "verl.compat.python": "append_to_dict convert_to_regular_types list_of_dict_to_dict_of_list union_two_dict",
     },
@@ -216,6 +228,7 @@ COMMANDS = {
     "verl.trainer.main_eval": "verl.compat.evaluation:main_eval",
     "verl.trainer.main_generation": "verl.compat.generation:main_generation",
     "verl.trainer.main_generation_server": "verl.compat.generation:main_generation",
+    "verl.trainer.main_ppo_v0": "verl.compat.commands:main_ppo",
     "verl.trainer.main_ppo_sync": "verl.compat.commands:main_ppo",
     "verl.trainer.preference_trainer": "verl.compat.commands:preference_trainer",
     "verl.trainer.rm_trainer": "verl.compat.commands:rm_trainer",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from verl.algorithms.validation_metrics import SEED, Metrics, metrics_per_source
+from verl.algorithms.validation_metrics import NUM_DRAWS, SEED, Metrics, metrics_per_source
 from verl.data_proto.batch_metrics import data_metrics, span_tokens
 from verl.data_proto.metrics import Metric, metric_values
 from verl.data_proto.proto import DataProto
@@ -80,3 +81,24 @@ def process_validation_metrics(
     not averaged, and the one named `pred` gives maj@k."""
     values = {name: list(column) for name, column in infos_dict.items() if not any(isinstance(v, str) for v in column)}
     return metrics_per_source(data_sources, sample_uids, values, infos_dict.get("pred"), seed)
+
+
+def bootstrap_metric(
+    data: Sequence[Any],
+    subset_size: int,
+    reduce_fns: Sequence[Callable[[list[Any]], float]],
+    n_bootstrap: int = NUM_DRAWS,
+    seed: int = SEED,
+) -> list[tuple[float, float]]:
+    """(mean, standard deviation) of each function over `n_bootstrap` random choices of `subset_size` values, with replacement.
+    Raises ValueError without values."""
+    choices = np.random.RandomState(seed)
+    draws = [[data[i] for i in choices.choice(len(data), size=subset_size)] for _ in range(n_bootstrap)]
+    values = [[reduce(draw) for draw in draws] for reduce in reduce_fns]
+    return [(float(np.mean(column)), float(np.std(column))) for column in values]
+
+
+def calc_maj_val(data: Sequence[Mapping[str, Any]], vote_key: str, val_key: str) -> float:
+    """The value of the most frequent vote; of equally frequent ones the first in `data`."""
+    winner, _ = Counter(row[vote_key] for row in data).most_common(1)[0]
+    return next(row[val_key] for row in data if row[vote_key] == winner)  # type: ignore[no-any-return]

@@ -21,6 +21,7 @@ from verl.tracking.sinks.guard import Guard
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_followers: list[Callable[[dict[str, Any], int], None]] = []  # get all metrics of this process's trackers
 _open: dict[str, Guard] = {}  # the newest tracker of each name in this process
 
 
@@ -35,6 +36,8 @@ class Tracking:
         config: Mapping[str, Any] | None = None,
     ):
         names = [default_backend] if isinstance(default_backend, str) else list(default_backend)
+        if _followers:  # the run folder has the metrics
+            names = [name for name in names if name != "file"]
         info = RunInfo(Path.cwd(), project_name, experiment_name, hide_values(dict(config or {})))
         self.logger = {name: Guard(name, sink) for name, sink in [(n, make_sink(n, info)) for n in names]}
         _open.update(self.logger)
@@ -43,6 +46,8 @@ class Tracking:
     def log(self, data: Mapping[str, Any], step: int, backend: str | list[str] | None = None) -> None:
         """Send `data` to all trackers, or to those named."""
         backends = [backend] if isinstance(backend, str) else backend
+        for follow in _followers:
+            follow(dict(data), step)
         for name, guard in self.logger.items():
             if backends is None or name in backends:
                 guard.log(dict(data), step)
@@ -62,6 +67,16 @@ class Tracking:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+@contextmanager
+def followed_by(follow: Callable[[dict[str, Any], int], None]) -> Iterator[None]:
+    """A block in which `follow(metrics, step)` is called with the metrics of each Tracking, whose file is left out."""
+    _followers.append(follow)
+    try:
+        yield
+    finally:
+        _followers.remove(follow)
 
 
 class ValidationGenerationsLogger:

@@ -95,11 +95,22 @@ class Collector:
         """Prompts `ordinal` to `ordinal + count - 1`, and the samples of each."""
         with self.spans("gen"):
             prompts = self.loader.take(ordinal, count)
-            issued = issued_prompts(prompts, self.loader.order)
-            self.samples.issue(step, issued, num_samples=self.params.n, split="train", limit=self.params.max_new_tokens)
-            batch = generate_samples(self.roles.rollout, prompts, self.params, step=step)
-            self.samples.generate(step, segments_of(batch.batch["ordinal"].tolist(), batch, self.samples.num_tokens))
-            return prompts, batch
+            return prompts, self.samples_of(prompts, step, self.params)
+
+    def samples_of(self, prompts: DataProto, step: int, params: SamplingParams) -> DataProto:
+        """`params.n` samples of each of the loader's `prompts`."""
+        issued = issued_prompts(prompts, self.loader.order)
+        self.samples.issue(step, issued, num_samples=params.n, split="train", limit=params.max_new_tokens)
+        batch = generate_samples(self.roles.rollout, prompts, params, step=step)
+        self.samples.generate(step, segments_of(batch.batch["ordinal"].tolist(), batch, self.samples.num_tokens))
+        return batch
+
+    def scored(self, batch: DataProto, step: int) -> DataProto:
+        """The samples with their scores."""
+        with self.spans("reward"):
+            batch = batch.union(self.roles.reward.collect(batch))
+        self.samples.score(step, scores_of(batch))
+        return batch
 
     def end_generation(self) -> dict[str, Metric]:
         """The rollout's metrics of this step, after its last call."""
@@ -107,9 +118,7 @@ class Collector:
 
     def _round(self, step: int, ordinal: int, count: int) -> DataProto:
         prompts, batch = self.sample(step, ordinal, count)
-        with self.spans("reward"):
-            batch = batch.union(self.roles.reward.collect(batch))
-        self.samples.score(step, scores_of(batch))
+        batch = self.scored(batch, step)
         if self.needs.greedy_baseline:
             batch = batch.union(self.greedy_baseline(prompts, step, batch))
             batch.batch["is_scored"] &= ~batch.batch["reward_baselines"].isnan()

@@ -6,7 +6,7 @@ import sys
 
 from verl.compat.commands import main_ppo
 from verl.compat.datasets import create_rl_dataset, create_rl_sampler
-from verl.compat.trainer import TaskRunner, run_ppo
+from verl.compat.task_runner import TaskRunner, run_ppo
 
 __all__ = ["TaskRunner", "create_rl_dataset", "create_rl_sampler", "run_ppo"]
 

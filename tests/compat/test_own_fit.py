@@ -1,0 +1,168 @@
+"""A recipe's trainer class with its own `fit`: three steps, resumed, on Ray, and compared with this package's group filter."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from tests.compat.recipes.dynamic_sampling import DynamicSamplingTrainer, Runner
+from verl.compat.sections import loaded_config
+from verl.errors import ConfigError, InterruptedRun
+from verl.trainer.main_ppo_v0 import run_ppo
+
+
+@pytest.fixture(autouse=True)
+def quick(no_pictures):
+    Runner.trainers.clear()
+
+
+SCORER = """
+import hashlib
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": float(hashlib.sha256(solution_str.encode()).digest()[0] % 2), "acc": len(solution_str)}
+"""
+
+
+@pytest.fixture
+def tree(tiny_llama, tmp_path):
+    """3 steps of GRPO on 3 prompts x 2 samples, of which the filter keeps about half."""
+    rows = [
+        {"data_source": "x", "prompt": [{"role": "user", "content": f"row {i}"}], "reward_model": {"ground_truth": "1"}}
+        for i in range(40)
+    ]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "score.py").write_text(SCORER)
+    return {
+        "algorithm": {"adv_estimator": "grpo", "filter_groups": {"enable": True, "metric": "seq_reward"}},
+        "actor_rollout_ref": {
+            "model": {"path": str(tiny_llama)},
+            "rollout": {"n": 2},
+            "actor": {"ppo_mini_batch_size": 3, "optim": {"lr": 1e-5}, "fsdp_config": {"dtype": "float32"}},
+        },
+        "data": {
+            "train_files": f"{tmp_path}/train.jsonl", "val_files": f"{tmp_path}/train.jsonl", "val_max_samples": 2,
+            "train_batch_size": 3, "max_prompt_length": 64, "max_response_length": 6,
+        },
+        "custom_reward_function": {"path": f"{tmp_path}/score.py"},
+        "reward": {"num_workers": 1},
+        "trainer": {
+            "logger": ["file"], "total_training_steps": 3, "val_before_train": False, "save_freq": 1, "test_freq": 2,
+            "default_local_dir": f"{tmp_path}/run",
+        },
+    }  # fmt: skip
+
+
+def run(tree, runner=Runner, **trainer):
+    changed = {**tree, "trainer": {**tree["trainer"], **trainer}}
+    whole = OmegaConf.create(asdict(loaded_config(changed).config))  # as Hydra composes it
+    run_ppo(OmegaConf.merge(whole, changed), task_runner_class=runner)
+    return Path(changed["trainer"]["default_local_dir"])
+
+
+def weights(folder, step):
+    from safetensors.torch import load_file
+
+    return load_file(folder / f"global_step_{step}/actor/huggingface/model.safetensors")
+
+
+def samples(folder, step):
+    names = ("ordinal", "sample_index", "response", "score", "advantages")
+    lines = (folder / f"samples/train/step_{step:06d}.jsonl").read_text().splitlines()
+    return [{name: json.loads(line)[name] for name in names} for line in lines]
+
+
+def metrics(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row for row in rows if "actor/pg_loss" in row}
+
+
+class TestDynamicSampling:
+    def test_batches_and_gradients_equal_our_group_filter(self, tree, tmp_path):
+        theirs = run(tree)
+        ours = run(tree, None, default_local_dir=f"{tmp_path}/ours")
+        for step in (1, 2, 3):
+            assert samples(theirs, step) == samples(ours, step)
+        assert sum(row["train/num_gen_batches"] for row in metrics(theirs).values()) > 3
+        for name in ("critic/score/mean", "actor/grad_norm", "response_length/mean"):
+            for step, row in metrics(ours).items():
+                assert metrics(theirs)[step][name] == pytest.approx(row[name], rel=1e-4)
+        validated = [json.loads(line) for line in (theirs / "metrics.jsonl").read_text().splitlines()][1]
+        assert "val/reward" in validated
+
+    def test_it_resumes_where_it_was_killed(self, tree, tmp_path):
+        whole = run(tree)
+        short = run(tree, default_local_dir=f"{tmp_path}/short", total_training_steps=2)
+        again = run(tree, default_local_dir=f"{tmp_path}/short")
+        assert again == short
+        assert [step for step, _ in Runner.trainers[-1].trained] == [3]
+        assert samples(again, 3) == samples(whole, 3)
+        for name, weight in weights(whole, 3).items():
+            assert torch.equal(weight, weights(again, 3)[name]), name
+
+    def test_a_stop_saves_the_last_step(self, tree):
+        class Stopped(DynamicSamplingTrainer):
+            def _update_actor(self, batch):
+                output = super()._update_actor(batch)
+                self._run.loop.stop.requested = True
+                return output
+
+        tree["trainer"]["save_freq"] = -1
+        with pytest.raises(InterruptedRun, match="after step 1, and saved"):
+            Stopped(OmegaConf.create(tree)).fit()
+        assert (Path(tree["trainer"]["default_local_dir"]) / "global_step_1/actor").is_dir()
+
+    @pytest.mark.slow
+    def test_on_ray(self, tree, tmp_path):
+        pytest.importorskip("ray")
+        one = run(tree)
+        two = run(tree, default_local_dir=f"{tmp_path}/two", n_gpus_per_node=2)
+        for step in (1, 2, 3):
+            assert [row["response"] for row in samples(one, step)] == [row["response"] for row in samples(two, step)]
+            assert metrics(two)[step]["actor/grad_norm"] == pytest.approx(
+                metrics(one)[step]["actor/grad_norm"], rel=1e-4
+            )
+
+
+class TestRoles:
+    def test_a_critic_and_kl_terms(self, tree):
+        tree["algorithm"] |= {"adv_estimator": "gae", "use_kl_in_reward": True, "filter_groups": {"enable": False}}
+        tree["critic"] = {"ppo_mini_batch_size": 2, "model": {"path": tree["actor_rollout_ref"]["model"]["path"]}}
+        folder = run(tree, total_training_steps=2)
+        row = metrics(folder)[2]
+        assert {"critic/vf_loss", "actor/reward_kl_penalty", "actor/entropy", "timing_s/values"} <= set(row)
+        assert (folder / "global_step_2" / "critic").is_dir()
+
+    def test_guards_leave_out_a_batch_that_is_not_finite(self, tree):
+        class Broken(DynamicSamplingTrainer):
+            def train_on(self, batch):
+                batch.batch["token_level_rewards"] = batch.batch["token_level_rewards"] * float("nan")
+                return super().train_on(batch)
+
+        folder = Path(tree["trainer"]["default_local_dir"])
+        tree["trainer"] |= {"guards": {"nonfinite": {"action": "skip"}}, "total_training_steps": 1, "test_freq": -1}
+        Broken(OmegaConf.create(tree)).fit()
+        row = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
+        assert row["training/skipped_batches"] == 1
+        assert "actor/pg_loss" not in row
+        assert (folder / "guards.jsonl").is_file()
+
+    def test_what_no_fit_calls_is_refused(self, tree):
+        from verl.trainer.ppo.ray_trainer import RayPPOTrainer, Role
+
+        config = OmegaConf.create(tree)
+
+        class Saves(RayPPOTrainer):
+            def _save_checkpoint(self): ...
+
+        class Worker: ...
+
+        with pytest.raises(ConfigError, match="Saves._save_checkpoint would not be called"):
+            Saves(config)
+        with pytest.raises(ConfigError, match="The worker class Worker would not be used. Engines compute here"):
+            RayPPOTrainer(config, role_worker_mapping={Role.ActorRollout: Worker})
+        ahead = DynamicSamplingTrainer(OmegaConf.merge(config, {"actor_rollout_ref": {"rollout": {"prefetch_num": 1}}}))
+        with pytest.raises(ConfigError, match="prefetch_num=0"):
+            ahead.fit()

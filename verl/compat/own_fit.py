@@ -1,0 +1,258 @@
+"""The run under a `fit` of a script: the host has folder, data, roles, ledger and checkpoints, the script has the phases."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+from verl.compat import tracking
+from verl.compat.models import compute_position_id_with_mask
+from verl.config import LoadedConfig
+from verl.data_proto.merge import object_array
+from verl.data_proto.metrics import Metric, metric_values
+from verl.data_proto.proto import DataProto
+from verl.data_proto.sample_rows import sample_rows
+from verl.errors import ConfigError, InterruptedRun, NumericsError
+from verl.programs.collect import generate_samples, prompts_per_generation, rollout_metrics
+from verl.programs.guards import RollBackPrompts, StepBatch
+from verl.programs.ppo import PPO
+from verl.roles.rollout import greedy, sampling_params
+from verl.roles.updates import Updates
+from verl.run.host import open_run
+from verl.run.loop import StopRequested
+from verl.tracking.ledger.records import keys_of
+
+_MASKS = ("attention_mask", "response_mask", "prompt_mask")  # integers for scripts, booleans here
+
+
+class FitRun:
+    """A run that is open from its first call to `close`. `step` is the number of the last step whose update has ended.
+
+    Each sample that is generated is in the ledger, ends when the actor trains in its step, and is scored once. Weights are
+    synced before the next generation, if the script has not done it.
+    """
+
+    def __init__(self, loaded: LoadedConfig[Any]):
+        config = loaded.config
+        if config.actor_rollout_ref.rollout.prefetch_num or config.algorithm.program != "ppo":
+            raise ConfigError(
+                "A fit of one's own has its samples made in its own order. Set actor_rollout_ref.rollout.prefetch_num=0, "
+                "trainer.v1.trainer_mode=sync and algorithm.program=ppo."
+            )
+        self._stack = ExitStack()
+        # metrics come from the script's Tracking, which opens the trackers that trainer.logger names
+        quiet = replace(config, trainer=replace(config.trainer, logger=[]))
+        self.loop, self._finish = self._stack.enter_context(open_run(replace(loaded, config=quiet)))
+        assert isinstance(self.loop.program, PPO)
+        self.program = self.loop.program
+        assert self.program.data.train is not None
+        self.loader = self.program.data.train
+        self.roles, self.config = self.program.roles_of_run, config
+        self.step = self.loop.state.step
+        self._is_synced, self._began = True, time.perf_counter()
+        self._rollout_metrics: dict[str, float] = {}
+        self.forward_s = 0.0  # of the last forward
+        self._stack.enter_context(tracking.followed_by(self._log))
+
+    @contextmanager
+    def within(self) -> Iterator[FitRun]:
+        """Around a `fit`. A requested stop saves the last step and raises InterruptedRun."""
+        try:
+            yield self
+            self.loop.store.finish()
+            self._finish()
+        except StopRequested:
+            self.save(self.step)
+            self.loop.store.finish()
+            raise InterruptedRun(
+                f"Stopped on request after step {self.step}, and saved. Run the same command again to resume."
+            ) from None
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End the processes of the run."""
+        self._stack.close()
+
+    def prompts(self) -> PromptBatches:
+        """The batches of an epoch, from the first prompt that has not trained."""
+        return PromptBatches(self)
+
+    def generate(self, batch: DataProto, step: int) -> DataProto:
+        """One sample for each row of `batch`, in the order of its rows, with scores: columns prompts, responses, input_ids,
+        attention_mask, response_mask, position_ids, rollout_log_probs, rm_scores and one for each value of the reward function.
+        Rows of one prompt are its samples. With meta_info["do_sample"]=False: the greedy sample of each prompt."""
+        self.loop.stop.check()
+        self.sync()
+        self.loop.spans.begin_step(step)
+        ordinals = batch.batch["ordinal"].tolist()
+        first = {ordinal: row for row, ordinal in reversed(list(enumerate(ordinals)))}
+        counts = set(Counter(ordinals).values())
+        if len(counts) > 1:
+            raise ConfigError("Prompts of a batch have different numbers of rows. Repeat each prompt equally often.")
+        prompts = batch.select_idxs(sorted(first.values()))
+        params = replace(sampling_params(self.config.actor_rollout_ref.rollout), n=counts.pop())
+        began, collector = time.perf_counter(), self.program.collector
+        with self.loop.spans("gen"):
+            if batch.meta_info.get("do_sample", True):
+                samples = collector.samples_of(prompts, step, params)
+            else:
+                samples = generate_samples(
+                    self.roles.rollout, prompts, greedy(params, params.n), step=step, split="greedy"
+                )
+        seconds = time.perf_counter() - began
+        if batch.meta_info.get("do_sample", True):
+            samples = collector.scored(samples, step)
+        else:
+            samples = samples.union(self.roles.reward.collect(samples))
+        used: Counter[int] = Counter()
+        place = {ordinal: number for number, ordinal in enumerate(prompts.batch["ordinal"].tolist())}
+        rows = []
+        for ordinal in ordinals:
+            rows.append(place[ordinal] * params.n + used[ordinal])
+            used[ordinal] += 1
+        return _outward(samples.select_idxs(rows), set(batch.non_tensor_batch), seconds)
+
+    def end_generation(self) -> None:
+        """Free the KV cache until the next generation."""
+        metrics = self.roles.rollout.end_generation().get()
+        self._rollout_metrics = metric_values(rollout_metrics(metrics))
+
+    def rewards(self, batch: DataProto) -> DataProto:
+        """The scores of samples of this step, as `generate` has given them: rm_scores, and reward_extra_keys in meta_info."""
+        names = batch.meta_info.get("reward_extra_keys", [])
+        objects = {name: batch.non_tensor_batch[name] for name in names}
+        return DataProto.from_dict(
+            {"rm_scores": batch.batch["rm_scores"]}, objects, meta_info={"reward_extra_keys": names}
+        )
+
+    def forward(self, role: str, batch: DataProto, outputs: dict[str, str], span: str) -> DataProto:
+        """Model outputs of a role, by column. Raises ConfigError for a role that the run does not have."""
+        handle = getattr(self.roles, role)
+        if handle is None:
+            raise ConfigError(f"The run has no {role}: its config asks for none.")
+        began = time.perf_counter()
+        with self.loop.spans(span):
+            values: DataProto = handle.forward(_inward(batch), outputs).get()
+        self.forward_s = time.perf_counter() - began
+        return values
+
+    def update(self, role: str, batch: DataProto, step: int) -> dict[str, float]:
+        """All optimizer steps of a role on `batch`; returns its metrics. Guards check the batch and the steps; a batch that
+        they leave out has training/skipped_batches. Raises NumericsError where a guard stops the run or would go back."""
+        handle = getattr(self.roles, role)
+        result, guards = StepBatch(_inward(batch)), self.program.guards
+        try:
+            with guards.step(step, result, self.program.samples.cursor):
+                guards.check_samples(result, needs_scores=False)
+                guards.check_credit(result)
+                with self.loop.spans(f"update_{role}"):
+                    updates: Updates = handle.update(result.batch, step).get()
+                result.metrics.update(guards.record(updates).metrics())
+                guards.check_updates(result)
+        except RollBackPrompts as back:
+            raise NumericsError(
+                f"{back}. A fit of one's own cannot go back to a checkpoint: set trainer.guards.*.action to skip or stop, or "
+                "run the same command again to resume from the newest checkpoint."
+            ) from back
+        if role == "actor":
+            self._end_step(result, step)
+        return metric_values(result.metrics)
+
+    def sync(self) -> None:
+        """Let the rollout engine sample with the trained weights."""
+        if not self._is_synced:
+            with self.loop.spans("update_weights"):
+                self.roles.weights.sync(self.program.weight_version)
+            self._is_synced = True
+
+    def validate(self) -> dict[str, float]:
+        """Metrics of the held-out prompts, {} without any; the samples are in the run folder."""
+        self.sync()
+        return dict(self.loop.validate()) if self.loop.data.has_validation else {}
+
+    def save(self, step: int) -> None:
+        """A checkpoint of `step`, from which the same command resumes; nothing before the first step."""
+        if step and self.loop.saved_step != step:
+            self.loop.state.step = step
+            self.loop.save()
+
+    def write_rows(self, batch: DataProto, step: int) -> None:
+        """The samples of a step, to the run folder and trainer.rollout_data_dir."""
+        if self.loop.is_rank_zero:
+            self.loop.tracker.samples("train", step, sample_rows(_inward(batch), self.loop.data.tokenizer))
+
+    def _end_step(self, result: StepBatch, step: int) -> None:
+        if not result.skipped:
+            self.program.weight_version += 1
+            self._is_synced = False
+        if step == self.step:  # the script trains several times on its batch
+            return
+        self.program.samples.train(step, [] if result.skipped else keys_of(result.batch))
+        self.step = self.loop.state.step = step
+        now = time.perf_counter()
+        self.loop.state.seconds += now - self._began
+        self.loop.state.num_tokens += int(result.batch.batch["attention_mask"].sum())
+        self._began = now
+        self.write_rows(result.batch, step)
+
+    def _log(self, metrics: dict[str, Any], step: int) -> None:
+        """Metrics of the script, to metrics.jsonl of the run folder."""
+        numbers = {name: value for name, value in metrics.items() if _is_number(value)}
+        self.loop.tracker.log({**self._rollout_metrics, **numbers}, step)
+        self.loop.spans.write(step)
+
+
+class PromptBatches:
+    """`for columns in batches`: the rest of an epoch, in batches of data.gen_batch_size prompts with a group filter, else of
+    data.train_batch_size. `columns` has ordinal, row_index, prompt_token_ids and the fields of the rows."""
+
+    def __init__(self, run: FitRun):
+        self._run, self._next = run, 0
+        self.batch_size = prompts_per_generation(run.config)
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        return -(-self._run.loader.order.rows_per_epoch // self.batch_size)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        loader = self._run.loader
+        per_epoch = loader.order.rows_per_epoch
+        self._next = max(self._next, self._run.program.samples.cursor)
+        end = (self._next // per_epoch + 1) * per_epoch
+        while self._next < end:
+            batch = loader.take(self._next, self.batch_size)
+            self._next += self.batch_size
+            yield {**dict(batch.batch.items()), **batch.non_tensor_batch}
+
+
+def _outward(samples: DataProto, prompt_columns: set[str], seconds: float) -> DataProto:
+    """Samples as the existing trainer's rollout returns them. `prompt_columns` are object columns of the prompts."""
+    columns = dict(samples.batch.items())
+    columns["rm_scores"] = columns.pop("token_level_scores")
+    columns |= {name: columns[name].long() for name in _MASKS if name in columns}
+    columns["input_ids"] = columns["prompts"].new_zeros(columns["attention_mask"].shape)
+    width = columns["prompts"].shape[1]
+    columns["input_ids"][:, :width], columns["input_ids"][:, width:] = columns["prompts"], columns["responses"]
+    columns["position_ids"] = compute_position_id_with_mask(columns["attention_mask"])
+    objects = {name: values for name, values in samples.non_tensor_batch.items() if name not in prompt_columns}
+    parts = list(samples.non_tensor_batch["reward_parts"])
+    names = sorted({name for row in parts for name in row} - prompt_columns - set(objects))
+    objects |= {name: object_array([row.get(name) for row in parts]) for name in names}
+    meta = {"timing": {"generate_sequences": seconds}, "reward_extra_keys": names}
+    return DataProto.from_dict(columns, objects, meta_info=meta)
+
+
+def _inward(batch: DataProto) -> DataProto:
+    """The batch with the masks that roles read."""
+    columns = dict(batch.batch.items())
+    columns |= {name: columns[name].bool() for name in _MASKS if name in columns}
+    return DataProto.from_dict(columns, dict(batch.non_tensor_batch))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | Metric) or getattr(value, "size", 0) == 1

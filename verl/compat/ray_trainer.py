@@ -1,0 +1,299 @@
+"""`RayPPOTrainer`: the class of the existing trainer that recipes subclass.
+
+Without a `fit` of its own, a subclass trains as `verl train` does. A subclass with its own `fit` decides the order of the
+phases, and calls the roles of a run through the methods here (verl/compat/own_fit.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from verl.compat.flops import FlopsCounter
+from verl.compat.own_fit import FitRun, PromptBatches
+from verl.compat.profiler import DistProfiler, ProfilerConfig
+from verl.compat.seqlen_balancing import log_seqlen_unbalance
+from verl.compat.task_runner import INSTEAD, Pools, refuse_overrides, undecorated
+from verl.config.active_keys import uses_critic, uses_reference
+from verl.data_proto.proto import DataProto
+from verl.errors import ConfigError
+from verl.models.load import load_model_config
+
+_WORKERS = (
+    "Engines compute here, not worker classes: a subclass of an FSDP or Megatron worker has no part of a run to replace. Name "
+    "its loss by register_policy_loss, its model by model.external_lib, or write an engine: CONTRIBUTING.md."
+)
+_REWARD_COLUMNS = ("data_source", "reward_model", "extra_info", "uid")
+
+
+class RayPPOTrainer:
+    """`fit()` trains by the config, on the runtime that it names.
+
+    `collate_fn` and the classes of worker groups are ignored: the program builds its own. Raises ConfigError for worker
+    classes, rewards or samplers of the script, which would not be used, and for overridden methods that no `fit` of the script
+    calls.
+
+    config: the tree that was given, completed by the defaults. global_steps: the step in progress, which a `fit` counts.
+    """
+
+    def __init__(
+        self,
+        config: object,
+        tokenizer: Any = None,
+        role_worker_mapping: dict[Any, Any] | None = None,
+        resource_pool_manager: Any = None,
+        ray_worker_group_cls: Any = None,
+        processor: Any = None,
+        reward_fn: Any = None,
+        val_reward_fn: Any = None,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        collate_fn: Any = None,
+        train_sampler: Any = None,
+        device_name: str | None = None,
+        **other: Any,
+    ):
+        from verl.compat.sections import loaded_config
+
+        if type(self).fit is RayPPOTrainer.fit:
+            hooks = [name for name in vars(RayPPOTrainer) if callable(vars(RayPPOTrainer)[name]) and name[:2] != "__"]
+            refuse_overrides(self, RayPPOTrainer, tuple(hooks))
+        if other:
+            raise ConfigError(f"RayPPOTrainer has no argument {next(iter(other))!r} here. {INSTEAD}")
+        self._loaded = loaded_config(config)
+        self.config = _completed(self._loaded.config, config)
+        self.tokenizer, self.processor = tokenizer, processor
+        self.reward_fn, self.val_reward_fn = reward_fn, val_reward_fn
+        self.role_worker_mapping = role_worker_mapping or {}
+        self.device_name = device_name or self._loaded.config.trainer.device
+        self.resource_pool_manager = resource_pool_manager or Pools(self._loaded.config.trainer)
+        self.use_critic = uses_critic(self._loaded.config)
+        self.use_reference_policy = uses_reference(self._loaded.config)
+        self.use_rm = bool(self._loaded.config.reward.reward_model.enable)
+        self.global_steps, self.is_fitting = 0, False
+        self._opened: FitRun | None = None
+        self._batches: PromptBatches | None = None
+        self._profiler: DistProfiler | None = None
+        self._refuse_own_parts((reward_fn, val_reward_fn), train_sampler)
+        self._refuse_own_rows(train_dataset, val_dataset)
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if "fit" in vars(cls):
+            cls.fit = _closing(vars(cls)["fit"])  # type: ignore[method-assign]
+
+    def init_workers(self) -> None:
+        """Start the processes of a run for a `fit` of the script; else `fit` starts and ends them."""
+        if type(self).fit is not RayPPOTrainer.fit:
+            _ = self._run
+
+    def fit(self) -> None:
+        """Train. Raises the errors of `verl train`; call it again to resume an interrupted run."""
+        from verl.run.host import train
+
+        if self._opened is not None:
+            raise ConfigError(
+                "RayPPOTrainer.fit trains in a run of its own, and one is open. Call it in no fit of your own."
+            )
+        train(self._loaded)
+
+    @contextmanager
+    def _fitting(self) -> Any:
+        self.is_fitting = True
+        try:
+            with self._run.within():
+                yield
+        finally:
+            self.is_fitting, self._opened, self._batches = False, None, None
+
+    @property
+    def _run(self) -> FitRun:
+        if self._opened is None:
+            self._opened = FitRun(self._loaded)
+        return self._opened
+
+    # -- what a fit reads -------------------------------------------------------------------------------------------------
+
+    @property
+    def train_dataloader(self) -> PromptBatches:
+        """See PromptBatches; a resumed run begins behind the prompts that have trained."""
+        if self._batches is None:
+            self._batches = self._run.prompts()
+        return self._batches
+
+    @property
+    def total_training_steps(self) -> int:
+        return int(self._run.loop.data.num_steps)
+
+    @property
+    def kl_ctrl_in_reward(self) -> Any:
+        """The controller of algorithm.kl_ctrl, whose state is in checkpoints."""
+        return self._run.program.kl_controller
+
+    @property
+    def async_rollout_manager(self) -> SimpleNamespace:
+        """`generate_sequences(batch)`: see FitRun.generate."""
+        return SimpleNamespace(generate_sequences=self._generate)
+
+    @property
+    def checkpoint_manager(self) -> SimpleNamespace:
+        """`update_weights(step)` gives the trained weights to the rollout engine, `sleep_replicas()` frees its cache."""
+        run = self._run
+        return SimpleNamespace(update_weights=lambda *_, **__: run.sync(), sleep_replicas=run.end_generation)
+
+    @property
+    def actor_rollout_wg(self) -> SimpleNamespace:
+        """The worker group of earlier releases, by the methods of this class."""
+        return SimpleNamespace(
+            world_size=self.resource_pool_manager.get_n_gpus(),
+            generate_sequences=self._generate,
+            compute_log_prob=lambda batch: self._compute_old_log_prob(batch)[0],
+            compute_ref_log_prob=self._compute_ref_log_prob,
+            update_actor=self._update_actor,
+        )
+
+    ref_policy_wg = actor_rollout_wg
+
+    @property
+    def critic_wg(self) -> SimpleNamespace:
+        """See actor_rollout_wg."""
+        return SimpleNamespace(compute_values=self._compute_values, update_critic=self._update_critic)
+
+    @property
+    def rm_wg(self) -> SimpleNamespace:
+        """See actor_rollout_wg."""
+        return SimpleNamespace(compute_rm_score=self._compute_reward_colocate)
+
+    # -- what a fit calls -------------------------------------------------------------------------------------------------
+
+    def _load_checkpoint(self) -> int:
+        """The step of the checkpoint that the run has resumed from, 0 without one; also in `global_steps`."""
+        self.global_steps = self._run.step
+        return self.global_steps
+
+    def _save_checkpoint(self) -> None:
+        """A checkpoint of `global_steps`, in the layout of `verl train`."""
+        self._run.save(self.global_steps)
+
+    def _validate(self, merged: bool = False) -> dict[str, float]:
+        """Metrics of the held-out prompts under the trained weights."""
+        return self._run.validate()
+
+    def _get_gen_batch(self, batch: DataProto) -> DataProto:
+        """The batch for generation. `batch` keeps its tensors, and the columns that rewards read."""
+        names = [name for name in batch.non_tensor_batch if name not in _REWARD_COLUMNS]
+        popped = batch.pop(non_tensor_batch_keys=names).non_tensor_batch
+        return DataProto.from_dict(dict(batch.batch.items()), {**popped, **batch.non_tensor_batch})
+
+    def _generate(self, batch: DataProto) -> DataProto:
+        return self._run.generate(batch, self.global_steps)
+
+    def _compute_old_log_prob(self, batch: DataProto) -> tuple[DataProto, float]:
+        """(old_log_probs and entropys, utilization of the devices, 0 for devices whose peak is unknown)."""
+        outputs = {"log_probs": "old_log_probs", "entropy": "entropys"}
+        return self._run.forward("actor", batch, outputs, "old_log_prob"), self._utilization(batch)
+
+    def _compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        """ref_log_prob."""
+        return self._run.forward("reference", batch, {"log_probs": "ref_log_prob"}, "ref")
+
+    def _compute_values(self, batch: DataProto) -> DataProto:
+        """values."""
+        return self._run.forward("critic", batch, {"values": "values"}, "values")
+
+    def _compute_reward_colocate(self, batch: DataProto) -> DataProto:
+        """rm_scores; generation has computed them already."""
+        return self._run.rewards(batch)
+
+    def _update_actor(self, batch: DataProto) -> DataProto:
+        """All optimizer steps of the actor; meta_info["metrics"]. The step then counts as taken."""
+        return DataProto(meta_info={"metrics": self._run.update("actor", batch, self.global_steps)})
+
+    def _update_critic(self, batch: DataProto) -> DataProto:
+        """All optimizer steps of the critic; meta_info["metrics"]."""
+        return DataProto(meta_info={"metrics": self._run.update("critic", batch, self.global_steps)})
+
+    def _balance_batch(
+        self, batch: DataProto, metrics: dict[str, Any], logging_prefix: str = "global_seqlen", **_: Any
+    ) -> None:
+        """Metrics of the tokens of each device's rows. The rows keep their order: calls divide them by their cost."""
+        lengths, count = batch.batch["attention_mask"].sum(-1).tolist(), self.resource_pool_manager.get_n_gpus()
+        partitions = [list(range(rank, len(lengths), count)) for rank in range(count)]
+        metrics.update(log_seqlen_unbalance(lengths, partitions, logging_prefix))
+
+    def _log_rollout_data(self, batch: DataProto, *_: Any, **__: Any) -> None:
+        """The samples with all columns so far, to the run folder and trainer.rollout_data_dir."""
+        self._run.write_rows(batch, self.global_steps)
+
+    def _start_profiling(self, do_profile: bool) -> None:
+        """Start a trace of this process, to profile/ of the run folder."""
+        if do_profile and self._profiler is None:
+            folder = str(Path(self._run.loop.folder.root) / "profile")
+            self._profiler = DistProfiler(0, ProfilerConfig(enable=True, all_ranks=True, save_path=folder))
+            self._profiler.start(role=f"step_{self.global_steps}")
+
+    def _stop_profiling(self, do_profile: bool) -> None:
+        """Write the trace."""
+        if do_profile and self._profiler is not None:
+            self._profiler.stop()
+            self._profiler = None
+
+    def _utilization(self, batch: DataProto) -> float:
+        model = self._loaded.config.actor_rollout_ref.model
+        counter = FlopsCounter(load_model_config(model.path, model.trust_remote_code, model.override_config))
+        achieved, peak = counter.estimate_flops(batch.batch["attention_mask"].sum(-1).tolist(), self._run.forward_s)
+        return achieved / 3 / (peak * self._run.loop.roles.num_devices)  # a forward is a third of the operations
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(f"RayPPOTrainer has no {name!r} here. {INSTEAD}")
+
+    def _refuse_own_parts(self, rewards: tuple[Any, ...], sampler: Any) -> None:
+        from torch.utils.data import RandomSampler, SequentialSampler
+
+        from verl.compat.reward_managers import NaiveRewardManager
+
+        classes = map(undecorated, self.role_worker_mapping.values())
+        own = [cls for cls in classes if not getattr(cls, "__module__", "").startswith("verl.")]
+        if own:
+            raise ConfigError(f"The worker class {own[0].__name__} would not be used. {_WORKERS}")
+        for reward in rewards:
+            if reward is not None and type(reward).__module__ != NaiveRewardManager.__module__:
+                raise ConfigError(f"The reward_fn {reward!r} would not be called. {INSTEAD}")
+        if sampler is not None and not isinstance(sampler, (RandomSampler, SequentialSampler)):
+            raise ConfigError(f"The sampler {type(sampler).__name__} would not be used. {INSTEAD}")
+
+    def _refuse_own_rows(self, *datasets: Any) -> None:
+        from verl.data.dataset import dataset_class
+
+        expected_class = dataset_class(self._loaded.config.data)
+        for dataset in datasets:
+            if dataset is not None and type(dataset) is not expected_class:
+                raise ConfigError(
+                    f"The rows of {type(dataset).__name__} would not be used. Set data.custom_cls.path and .name to it."
+                )
+
+
+def _closing(fit: Callable[..., Any]) -> Callable[..., Any]:
+    """`fit` with its run open around it, once where subclasses call the fit of a base."""
+
+    @functools.wraps(fit)
+    def run(self: RayPPOTrainer, *arguments: Any, **keywords: Any) -> Any:
+        with nullcontext() if self.is_fitting else self._fitting():
+            return fit(self, *arguments, **keywords)
+
+    return run
+
+
+def _completed(tree: Any, config: object) -> Any:
+    """All keys of the tree as OmegaConf, and the ones of `config`, which may have some that only the script reads."""
+    from omegaconf import OmegaConf
+
+    own = asdict(cast("Any", config)) if hasattr(config, "__dataclass_fields__") else cast("Any", config)
+    return OmegaConf.merge(OmegaConf.create(asdict(tree)), own)
