@@ -67,6 +67,14 @@ class TestEvaluation:
         assert capsys.readouterr().out == "{'test_score/a': 0.75, 'test_score/b': 0.0}\n"
         assert "The scorer failed for 1 of 6 responses" in caplog.text
 
+    def test_a_function_whose_parameters_have_other_names(self, answers, capsys):
+        (answers / "other.py").write_text(
+            "def compute_score(source, response, answer):\n    return float(response == answer)\n"
+        )
+        files = [f"data.path={answers}/answers.parquet", f"custom_reward_function.path={answers}/other.py"]
+        assert main_eval(files) == 0
+        assert capsys.readouterr().out == "{'test_score/a': 0.75, 'test_score/b': 0.0}\n"
+
     def test_columns_of_other_names_and_built_in_scorers(self, tmp_path):
         rows = [{"src": "openai/gsm8k", "out": f"#### {i}", "rm": {"ground_truth": "4"}} for i in (4, 5)]
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -5,6 +5,7 @@ import importlib.util
 import pytest
 
 from verl.config import SCHEMAS, load_config
+from verl.config.derived_defaults import ELSEWHERE
 from verl.errors import ConfigError, MissingExtraError
 from verl.programs.ppo_roles import ppo_roles
 from verl.runtime.rank import check_meshes
@@ -66,6 +67,33 @@ def test_an_engine_that_is_not_built_falls_back_to_fsdp(caplog):
     assert actor(f"{ACTOR}.strategy=veomni", "trainer.engine_fallback=fsdp").strategy == "fsdp2"
     assert "veomni is not available: fsdp2 instead." in caplog.text
     assert actor(f"{ACTOR}.strategy=veomni").strategy == "veomni"  # which checks refuse
+
+
+WHOLE = [*BASE, "data.train_files=x", "data.val_files=x", "algorithm.adv_estimator=grpo"]
+
+
+@pytest.mark.parametrize("engine", ELSEWHERE)
+def test_model_engine_falls_back_with_one_notice_for_the_keys_of_the_engine(engine):
+    keys = [f"model_engine={engine}", f"{ACTOR}.optim.min_lr_factor=0.1", f"{ACTOR}.{engine}.some_size=2"]
+    loaded = load_config([*WHOLE, *keys, "trainer.engine_fallback=fsdp"])
+    group = loaded.config.actor_rollout_ref
+    assert [group.actor.strategy, group.ref.strategy, loaded.config.model_engine] == ["fsdp2", "fsdp2", "dp"]
+    assert f"No effect: {ACTOR}.optim.min_lr_factor (a key of {engine})." in loaded.notices
+    with pytest.raises(ConfigError, match=f"model_engine={engine}.*engine_fallback=fsdp") as refusal:
+        load_config([*WHOLE, *keys])
+    assert "min_lr_factor" not in str(refusal.value)
+
+
+def test_keys_of_an_engine_of_fine_tuning_fall_back():
+    keys = ["engine=automodel", "engine.distributed_strategy=fsdp2", "engine.tp_size=1", "trainer.engine_fallback=fsdp"]
+    data = ["model.path=x", "data.train_files=x"]
+    loaded = load_config([*data, *keys], schema=SCHEMAS["sft"])
+    assert loaded.config.engine.strategy == "fsdp2"
+    assert "No effect: engine.distributed_strategy, engine.tp_size (a key of automodel)." in loaded.notices
+    with pytest.raises(ConfigError, match="engine.strategy=automodel.*engine_fallback=fsdp"):
+        load_config([*data, *keys[:-1]], schema=SCHEMAS["sft"])
+    with pytest.raises(ConfigError, match="There is no key 'engine.distributed_strategy'"):
+        load_config([*data, *keys[1:]], schema=SCHEMAS["sft"])
 
 
 def test_sizes_of_megatron_become_sizes_of_fsdp(monkeypatch, caplog):

@@ -151,7 +151,11 @@ def test_marks_and_deletion():
 
 def test_hydra_keys_are_a_notice():
     assert any("hydra.run.dir" in notice for notice in load("hydra.run.dir=/x").notices)
-    refused("actor@actor_rollout_ref.actor=megatron_actor", match="config group")
+    refused("rollout@actor_rollout_ref.rollout=other", match="config group; the groups here are: actor, ref, critic")
+    refused("actor@actor_rollout_ref.actor=mlite_actor", match=r"training engine is not available.*strategy=mlite")
+    refused("actor@actor_rollout_ref.actor=some_actor", match="no such option; there are dp_actor")
+    group = load(*GRPO, "actor@actor_rollout_ref.actor=dp_actor", "ref@actor_rollout_ref.ref=megatron_ref").config
+    assert group.actor_rollout_ref.ref.strategy == "megatron"
 
 
 def test_text_keys_keep_what_was_written():

@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _CONFIG_NAMES = ("fully_async_ppo_trainer", "one_step_off_ppo_trainer", "ppo_trainer")
+_MEGATRON_NAMES = tuple(name.replace("ppo_", "ppo_megatron_") for name in _CONFIG_NAMES)
 # keys of asynchronous training without effect -> reason
 _NO_MEANING = {
     "async_training.use_trainer_do_validate": "validation samples on the rollout's devices",
@@ -86,7 +87,9 @@ def one_step_off(argv: Sequence[str]) -> list[str]:
 
 def _common(argv: Sequence[str]) -> Arguments:
     arguments = Arguments(argv)
-    arguments.drop_config_flags(_CONFIG_NAMES)
+    if arguments.flag("--config-name", "-cn").removesuffix(".yaml") in _MEGATRON_NAMES:
+        arguments.default("model_engine", "megatron")
+    arguments.drop_config_flags((*_CONFIG_NAMES, *_MEGATRON_NAMES))
     arguments.take("actor_rollout_ref.hybrid_engine")  # these commands imply False
     return arguments
 

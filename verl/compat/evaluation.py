@@ -66,7 +66,7 @@ def score_file(data: dict[str, Any], overrides: Sequence[str] = ()) -> dict[str,
         requests += of_row
         row_of += [number] * len(of_row)
         sources.append(of_row[0].data_source)
-    pool = build_pool(load_config(overrides).config.reward)
+    pool = build_pool(load_config(overrides).config.reward, by_position=True)
     with pool:
         pool.start(sorted(set(sources)))
         scores = pool.score_all(requests)

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from verl.config.derived_defaults import FALLS_BACK
 from verl.config.loaded import LoadedConfig
 from verl.config.schema import LEVELS, Leaf, Problem, error, value_at
 from verl.config.user_settings import Setting
@@ -44,11 +45,15 @@ def check_config(loaded: LoadedConfig[Any]) -> list[Problem]:
     by_key = verdicts(loaded)
     refused = [error(key, v.reason) for key, v in by_key.items() if v.kind == "refused"]
     faults = [p for p in loaded.faults if not _hidden(loaded, missing, p)]
+    replaced, unread = _replaced_features(loaded), list[str]()
+    for fault in [p for p in faults if _hidden(loaded, replaced, p) and p.key not in loaded.misfits]:
+        faults.remove(fault)
+        unread.append(fault.key)
     problems = [
         *sorted(refused, key=lambda p: p.key not in missing),
         *(p for p in faults if p.key not in loaded.misfits or _is_fault(loaded, by_key, p.key)),
         *_broken_rules(loaded, {p.key for p in refused if p.key in missing} | {p.key for p in faults}),
-        *_notices(loaded, by_key),
+        *_notices(loaded, by_key, {key: f"a key of {next(iter(replaced.values()))}" for key in unread}),
     ]
     return sorted(problems, key=lambda p: LEVELS.index(p.level))
 
@@ -97,6 +102,12 @@ def _missing_features(loaded: LoadedConfig[Any]) -> dict[str, str]:
     return sentences
 
 
+def _replaced_features(loaded: LoadedConfig[Any]) -> dict[str, str]:
+    """Key -> the engine that it named, in whose place trainer.engine_fallback has put another one."""
+    origins = {row.path: loaded.origins.get(row.path, "") for row in loaded.schema.compat.unavailable}
+    return {key: origin.removeprefix(FALLS_BACK) for key, origin in origins.items() if origin.startswith(FALLS_BACK)}
+
+
 def _hidden(loaded: LoadedConfig[Any], missing: dict[str, str], fault: Problem) -> bool:
     """Whether the fault is an unknown key that may be one of a missing feature."""
     rows = [row for row in loaded.schema.compat.unavailable if row.path in missing]
@@ -139,10 +150,10 @@ def _followed(loaded: LoadedConfig[Any], key: str) -> set[str]:
     return sources
 
 
-def _notices(loaded: LoadedConfig[Any], by_key: dict[str, Verdict]) -> list[Problem]:
+def _notices(loaded: LoadedConfig[Any], by_key: dict[str, Verdict], unread: dict[str, str]) -> list[Problem]:
     """One notice per reason, each with all keys it is the reason of; errors under trainer.strict_config."""
     by_reason: dict[str, list[str]] = {}
-    for key, reason in loaded.without_effect:
+    for key, reason in (*loaded.without_effect, *unread.items()):
         by_reason.setdefault(reason, []).append(key)
     for path, verdict in by_key.items():
         if verdict.kind == "noticed":

@@ -127,8 +127,11 @@ def derive_ppo(values: Mapping[str, Any], set_keys: set[str]) -> Derived:
     for model in (_MODEL, "critic.model"):
         derived |= _adapter(values, set_keys, model)
     strategies = {f"{_ACTOR}.strategy": "fsdp_config", f"{_REF}.strategy": "fsdp_config", "critic.strategy": "fsdp"}
-    if values["model_engine"] == "megatron":
-        derived |= {key: ("megatron", "follows model_engine") for key in strategies if key not in set_keys}
+    engine = values["model_engine"]
+    if engine == "megatron" or engine in ELSEWHERE:
+        derived |= {key: (engine, "follows model_engine") for key in strategies if key not in set_keys}
+    if engine in ELSEWHERE and values["trainer.engine_fallback"] == "fsdp":
+        derived["model_engine"] = ("dp", f"{FALLS_BACK}{engine}")
     for key, section in strategies.items():
         derived |= _fallback({**values, **{path: value for path, (value, _) in derived.items()}}, key, section)
     if values["algorithm.adv_estimator"] in ADVANTAGES.reading("sum_pi_squared"):
@@ -149,7 +152,8 @@ def _agent_loop(values: Mapping[str, Any], set_keys: set[str]) -> Derived:
     return {}
 
 
-_ELSEWHERE = ("fsdp_turbo", "veomni", "torchtitan", "automodel", "mindspeed")  # engines that are not built
+ELSEWHERE = ("fsdp_turbo", "veomni", "torchtitan", "automodel", "mindspeed", "mlite")  # engines that are not built
+FALLS_BACK = "falls back from "  # begins the origin of a key that a fallback has set
 _PACKAGES = {"megatron": "megatron.core", "deepspeed": "deepspeed"}
 _SIZES = {  # of Megatron -> of FSDP2
     "tensor_model_parallel_size": "tensor_parallel_size",
@@ -161,9 +165,9 @@ _SIZES = {  # of Megatron -> of FSDP2
 def _fallback(values: Mapping[str, Any], key: str, section: str) -> Derived:
     """FSDP2 in place of an engine that is not there, where trainer.engine_fallback asks for it, with the sizes of Megatron."""
     asked, role = values[key], key.rpartition(".")[0]
-    if values["trainer.engine_fallback"] != "fsdp" or not (asked in _ELSEWHERE or _is_missing(_PACKAGES.get(asked))):
+    if values["trainer.engine_fallback"] != "fsdp" or not (asked in ELSEWHERE or _is_missing(_PACKAGES.get(asked))):
         return {}
-    origin, place = f"falls back from {asked}", ".".join(filter(None, (role, section)))
+    origin, place = f"{FALLS_BACK}{asked}", ".".join(filter(None, (role, section)))
     sizes = {name: values[f"{role}.megatron.{name}"] for name in _SIZES} if asked == "megatron" else {}
     sizes = {name: size for name, size in sizes.items() if size != 1}
     stages = values[f"{role}.megatron.pipeline_model_parallel_size"] if asked == "megatron" else 1

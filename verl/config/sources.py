@@ -22,7 +22,7 @@ PACKAGE = Path(__file__).parents[1] / "trainer"  # relative to which Hydra looks
 def built_in_names(schema: Schema[Any]) -> list[str]:
     """Names that `config_name` may take without a `config_path`."""
     own = [f.stem for f in BUILT_IN.glob("*.yaml") if f.stem.partition("_")[0] in schema.config_prefixes]
-    return sorted([*(name for name in schema.config_names if not name.startswith("_")), *own])
+    return sorted({*(name for name in schema.config_names if not name.startswith("_")), *own})
 
 
 def find(schema: Schema[Any], config_path: str | None, config_name: str | None) -> Path | None:

@@ -64,7 +64,9 @@ class UserSettings:
                 self._choose(key, override.value, options)
             elif ("@" in key or "/" in key) and not suggest.one_typo_away(self._known(), key):
                 self._fault(
-                    key, f"{argument!r} chooses a Hydra config group, and there are none here. Set the keys themselves."
+                    key,
+                    f"{argument!r} chooses a Hydra config group; the groups here are: "
+                    f"{', '.join(self.schema.group_choices) or 'none'}. Set the keys themselves.",
                 )
             elif override.delete:
                 self._delete(key)

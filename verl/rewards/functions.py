@@ -16,6 +16,7 @@ BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_info
 # argument with the reward model's output: of a function for one sample, of one for lists
 MODEL_SCORE = ("reward_model_score", "reward_model_scores")
 MODEL_REPLY = ("reward_model_reply", "reward_model_replies")
+_OF_A_SERVICE = ("reward_router_address", "reward_model_tokenizer")
 SIGNATURE = "(data_source, solution_str, ground_truth, extra_info=None, **kwargs)"
 BATCH_SIGNATURE = "(data_sources, solution_strs, ground_truths, extra_infos, **kwargs)"
 
@@ -28,7 +29,8 @@ class RewardFunctionSpec:
 
     path: a .py file, a dotted module or `pkg://module`; None is the built-in scorer of the row's data_source. batched:
     called once with lists (the manager `batch`). kwargs: added to every call. from_model: the argument for the output of
-    a reward model, if there is one. parts: numbers that it must return in addition to the score.
+    a reward model, if there is one. parts: numbers that it must return in addition to the score. by_position: called as
+    `fn(data_source, solution_str, ground_truth)` where its parameters have other names.
 
     RewardFunctionSpec("rewards.py", "compute_score", {"penalty": 0.1})
     """
@@ -39,6 +41,7 @@ class RewardFunctionSpec:
     batched: bool = False
     from_model: str | None = None
     parts: tuple[str, ...] = ()
+    by_position: bool = False
 
     @property
     def builtin(self) -> bool:
@@ -69,8 +72,30 @@ def load_reward_function(spec: RewardFunctionSpec) -> RewardFunction:
         function: RewardFunction = default_compute_scores if spec.batched else default_compute_score
     else:
         function = _load_user_function(spec.path, spec.name)
+        if spec.by_position:
+            function = _by_position(function)
     check_signature(function, spec)
     return function
+
+
+def _by_position(function: RewardFunction) -> RewardFunction:
+    """`function`, or where the names of its parameters are others, a function that passes it three arguments by position."""
+    signature = inspect.signature(function)
+    try:
+        signature.bind(**dict.fromkeys(SAMPLE_ARGUMENTS))
+    except TypeError:
+        pass
+    else:
+        return function
+
+    def call(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **kwargs: Any) -> Any:
+        return function(data_source, solution_str, ground_truth, **kwargs)
+
+    try:
+        signature.bind(*SAMPLE_ARGUMENTS[:3])
+    except TypeError:
+        return function  # which the check of its signature refuses
+    return call
 
 
 def check_signature(function: RewardFunction, spec: RewardFunctionSpec) -> None:
@@ -88,6 +113,12 @@ def check_signature(function: RewardFunction, spec: RewardFunctionSpec) -> None:
                 f"The reward function {spec.label} with the signature {signature} has no parameter {spec.from_model!r}, so "
                 "it would not get the reward model's output. Add the parameter, or set "
                 "reward.reward_model.enable=False."
+            ) from error
+        if served := next((name for name in _OF_A_SERVICE if repr(name) in str(error)), None):
+            raise RewardError(
+                f"The reward function {spec.label} asks for {served}, of a reward model that other releases serve. Serve it "
+                "yourself, set reward.network=True, and give both by reward.custom_reward_function.reward_kwargs; or let a "
+                "judge answer here: reward.reward_model.judge_template."
             ) from error
         needed = BATCH_SIGNATURE if spec.batched else SIGNATURE
         extra = f" and the reward_kwargs {sorted(spec.kwargs)}" if spec.kwargs else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl.config.active_keys import PPO_CONDITIONS
-from verl.config.derived_defaults import PPO_FOLLOWS, derive_ppo
+from verl.config.derived_defaults import ELSEWHERE, PPO_FOLLOWS, derive_ppo
 from verl.config.keys import Section, section, used
 from verl.config.rules.ppo import RULES
 from verl.config.rules.sections import SECTION_RULES
@@ -51,6 +51,9 @@ class PPOConfig(Section):
     model_engine: str = used("dp", "family of training engines: dp (PyTorch-native)")
 
 
+# first word of an option of the Hydra groups actor, ref and critic -> the strategy that it chooses
+ENGINES = {"dp": None, "fsdp": None, "megatron": "megatron", **{engine: engine for engine in ELSEWHERE}}
+
 PPO = Schema(
     name="ppo",
     root=PPOConfig,
@@ -68,4 +71,12 @@ PPO = Schema(
     section_rules=SECTION_RULES,
     follows=PPO_FOLLOWS,
     derive=derive_ppo,
+    group_choices={
+        role: {f"{engine}_{role}": {} if strategy is None else {key: strategy} for engine, strategy in ENGINES.items()}
+        for role, key in (
+            ("actor", "actor_rollout_ref.actor.strategy"),
+            ("ref", "actor_rollout_ref.ref.strategy"),
+            ("critic", "critic.strategy"),
+        )
+    },
 )

@@ -45,12 +45,14 @@ def build_reward_manager(
     return manager(pool, max_response_length=max_response_length, **kwargs)  # type: ignore[no-any-return]
 
 
-def build_pool(config: RewardConfig, *, log_dir: str | Path | None = None, parts: Sequence[str] = ()) -> RewardPool:
-    """The pool of the config's function and manager, not started."""
+def build_pool(
+    config: RewardConfig, *, log_dir: str | Path | None = None, parts: Sequence[str] = (), by_position: bool = False
+) -> RewardPool:
+    """The pool of the config's function and manager, not started; `by_position`: see RewardFunctionSpec."""
     spec = function_spec(config, batched=getattr(manager_class(config), "batched", False))
     pool = DebugPool if config.debug else RewardPool
     return pool(
-        dataclasses.replace(spec, parts=tuple(parts)),
+        dataclasses.replace(spec, parts=tuple(parts), by_position=by_position),
         num_workers=config.num_workers,
         timeout_s=config.timeout_s,
         memory_mb=config.memory_mb,
