@@ -151,13 +151,18 @@ class TestRoles:
 
     def test_what_no_fit_calls_is_refused(self, tree):
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer, Role
+        from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
 
         config = OmegaConf.create(tree)
 
         class Saves(RayPPOTrainer):
             def _save_checkpoint(self): ...
 
-        class Worker: ...
+        class Worker(ActorRolloutRefWorker): ...
+
+        RayPPOTrainer(config, role_worker_mapping={Role.ActorRollout: ActorRolloutRefWorker, Role.Critic: CriticWorker})
+        with pytest.raises(ConfigError, match="CriticWorker stands for a role of a run"):
+            CriticWorker(config)
 
         with pytest.raises(ConfigError, match="Saves._save_checkpoint would not be called"):
             Saves(config)

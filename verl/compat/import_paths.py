@@ -14,6 +14,9 @@ _PROFILER = {
     "mark_annotate",
     "verl.compat.tracking": "marked_timer simple_timer",
 }
+_WORKERS = {
+    "verl.compat.workers": "ActorRolloutRefWorker AsyncActorRolloutRefWorker CriticWorker RewardModelWorker",
+}
 _SHARDING = "verl.compat.sharding_manager"
 _BOXED = "last_boxed_only_string remove_boxed"
 _MATH_SCORER = {"verl.rewards.scorers.math_answers": f"compute_score=score_boxed is_equiv=math_equal {_BOXED}"}
@@ -197,6 +200,9 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
         "verl.roles.rollout": "RolloutWorker",
         "verl.compat.models": "init_context",
     },
+    "verl.workers.fsdp_workers": _WORKERS,
+    "verl.workers.megatron_workers": _WORKERS,
+    "verl.workers.roles": {"verl.compat.workers": "CriticWorker RewardModelWorker"},
     "verl.workers.config": {
         "verl.compat.sections": "ActorConfig CriticConfig FSDPActorConfig=ActorConfig FSDPCriticConfig=CriticConfig "
         "FSDPEngineConfig=FSDPConfig FSDPOptimizerConfig=OptimConfig HFModelConfig OptimizerConfig=OptimConfig "

@@ -19,15 +19,12 @@ from verl.compat.own_fit import FitRun, PromptBatches
 from verl.compat.profiler import DistProfiler, ProfilerConfig
 from verl.compat.seqlen_balancing import log_seqlen_unbalance
 from verl.compat.task_runner import INSTEAD, Pools, refuse_overrides, undecorated
+from verl.compat.workers import WORKERS
 from verl.config.active_keys import uses_critic, uses_reference
 from verl.data_proto.proto import DataProto
 from verl.errors import ConfigError
 from verl.models.load import load_model_config
 
-_WORKERS = (
-    "Engines compute here, not worker classes: a subclass of an FSDP or Megatron worker has no part of a run to replace. Name "
-    "its loss by register_policy_loss, its model by model.external_lib, or write an engine: CONTRIBUTING.md."
-)
 _REWARD_COLUMNS = ("data_source", "reward_model", "extra_info", "uid")
 
 
@@ -262,7 +259,7 @@ class RayPPOTrainer:
         classes = map(undecorated, self.role_worker_mapping.values())
         own = [cls for cls in classes if not getattr(cls, "__module__", "").startswith("verl.")]
         if own:
-            raise ConfigError(f"The worker class {own[0].__name__} would not be used. {_WORKERS}")
+            raise ConfigError(f"The worker class {own[0].__name__} would not be used. {WORKERS}")
         for reward in rewards:
             if reward is not None and type(reward).__module__ != NaiveRewardManager.__module__:
                 raise ConfigError(f"The reward_fn {reward!r} would not be called. {INSTEAD}")

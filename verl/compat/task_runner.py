@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from verl.compat.roles import Role
+from verl.compat.workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
 from verl.errors import ConfigError
-from verl.runtime.user_worker import Worker
 
 if TYPE_CHECKING:
     from verl.compat.roles import Tree
@@ -42,21 +42,20 @@ class BaseTaskRunner:
 
     def add_actor_rollout_worker(self, config: Tree) -> tuple[type, type]:
         """(class of the actor's worker, class of its group)."""
-        from verl.programs.hybrid_worker import ActorRolloutRefWorker
         from verl.runtime.worker_group import WorkerGroup
 
         self._add(Role.ActorRollout, ActorRolloutRefWorker)
         return ActorRolloutRefWorker, WorkerGroup
 
     def add_critic_worker(self, config: Tree) -> None:
-        self._add(Role.Critic, Worker)
+        self._add(Role.Critic, CriticWorker)
 
     def add_ref_policy_worker(self, config: Tree, ref_policy_cls: Any) -> None:
         """Only the config decides whether there is a reference policy; `ref_policy_cls` names a role."""
         self._add(Role.RefPolicy, ref_policy_cls)
 
     def add_reward_model_worker(self, config: Tree) -> None:
-        self._add(Role.RewardModel, Worker)
+        self._add(Role.RewardModel, RewardModelWorker)
 
     def add_reward_model_resource_pool(self, config: Tree) -> None:
         self.mapping[Role.RewardModel] = "reward_pool"
