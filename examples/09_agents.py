@@ -2,7 +2,7 @@
 
     python examples/09_agents.py                # an environment
     python examples/09_agents.py tool
-    python examples/09_agents.py endpoint       # needs: pip install 'verl[agents]' openai
+    python examples/09_agents.py endpoint       # needs: pip install openai
 
 The tiny random model writes no calls, so with the tool it learns only from its reward function; see docs/agents.md.
 """

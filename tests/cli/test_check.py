@@ -327,6 +327,8 @@ def test_generate_writes_a_line_per_sample(verl, overrides, task):
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert len(rows) == 3 * 2
     assert {"prompt", "response"} <= set(rows[0])
+    mean = sum(row["score"] for row in rows) / len(rows)
+    assert said.splitlines()[-1] == f"6 samples of 3 prompts, mean score {mean:.3f}: {output}"
 
 
 def test_generate_replaces_neither_its_prompts_nor_a_device(verl, overrides, task):

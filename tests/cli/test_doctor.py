@@ -285,14 +285,14 @@ DEPENDENCIES = re.findall(
     r'^    "([\w-]+)>=', (ROOT / "pyproject.toml").read_text().partition("[project.optional")[0], re.M
 )
 DECLARED = {
-    re.match(r"[\w-]+", text)[0] for text in importlib.metadata.requires("verl")
+    re.match(r"[\w-]+", text)[0] for text in importlib.metadata.requires("verl") if "extra ==" not in text
 }  # an older installation of the checkout declares fewer
-MODULES = {"PyYAML": "yaml", "math-verify": "math_verify"}
+MODULES = {"PyYAML": "yaml"}
 
 
 def without(folder, *distributions):
     """The environment of a process that has none of these packages: no module, and no record of an installation."""
-    blocked = [MODULES.get(name, name) for name in distributions]
+    blocked = [MODULES.get(name, name.replace("-", "_")) for name in distributions]
     (folder / "sitecustomize.py").write_text(
         "import importlib.metadata, sys\n\n\n"
         "class Missing:\n"

@@ -1,5 +1,6 @@
 """Verbs, exit codes, what an error looks like, and how quickly --help starts."""
 
+import contextlib
 import errno
 import io
 import os
@@ -11,6 +12,7 @@ import pytest
 from verl import errors
 from verl.cli import main as main_module
 from verl.cli.main import VERBS, main
+from verl.config import PPO, SFT, load_config
 from verl.registry import load_module
 
 COMMANDS = {
@@ -37,6 +39,26 @@ def test_help_lists_every_verb(verl):
     for name, verb in VERBS.items():
         assert f"{name} " in said
         assert verb.meaning in said
+
+
+def test_help_groups_the_verbs_and_has_examples_that_parse(verl):
+    _, said = verl("--help")
+    verbs = [name for names in main_module._GROUPS.values() for name in names]
+    assert sorted(verbs) == sorted(VERBS)
+    commands = said.partition("examples:\n")[2].partition("\n\n")[0].replace("\\\n", "").splitlines()
+    assert [command.split()[:2] for command in commands] == [["verl", "sft"], ["verl", "train"], ["verl", "show"]]
+    for schema, command in ((SFT, commands[0]), (PPO, commands[1])):
+        assert load_config(command.split()[2:], schema=schema, check=False).settings
+
+
+@pytest.mark.parametrize(
+    ("verb", "words"), [("show", "usage: verl show"), ("grpo", "verl train"), ("trian", "'train'")]
+)
+def test_help_of_a_verb_by_name(verb, words, capsys):
+    with contextlib.suppress(SystemExit):
+        main(["help", verb])
+    said = capsys.readouterr()
+    assert words in said.out + said.err
 
 
 def test_no_verb_is_a_usage_error(verl):

@@ -102,6 +102,18 @@ def test_nodes_devices_and_engine_follow_the_config(verl):
     assert "actor_rollout_ref.rollout.nnodes=0" in said
 
 
+@pytest.mark.parametrize(("engine", "refused"), [("megatron", True), ("fsdp", False)])
+def test_a_plan_whose_engine_refuses_the_model_says_so(engine, refused, verl):
+    own = (
+        "actor_rollout_ref.model.path=DeepSeek-V3",
+        "plan.cluster={gpu: h100_sxm, nodes: 64}",
+        f"plan.engine={engine}",
+    )
+    code, said = verl("plan", *ARGUMENTS[1:-1], *own, "plan.async=off")
+    assert code == 0, said
+    assert ("verl train cannot start this plan: the model has latent attention and shared experts" in said) == refused
+
+
 def test_a_plan_that_is_applied_runs_with_its_prediction(verl, overrides, task):
     asked = ("plan.cluster={gpu:h100_sxm,gpus_per_node:1}", "plan.async=off", "plan.apply=true")
     code, said = verl("plan", *overrides({"trainer.total_training_steps": 1}), *asked, "--steps", "2")

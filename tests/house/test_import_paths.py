@@ -229,6 +229,8 @@ class TestBalancing:
 
 
 def test_the_log_of_a_rank(tmp_path, monkeypatch):
+    from logging.handlers import RotatingFileHandler
+
     from verl.trainer.logger import RLLogger
 
     monkeypatch.setenv("RANK", "3")
@@ -239,3 +241,7 @@ def test_the_log_of_a_rank(tmp_path, monkeypatch):
     lines = (tmp_path / "logs" / "rank_3.log").read_text().splitlines()
     assert len(lines) == 1
     assert "step 7 is slow" in lines[0]
+    logger = RLLogger(handler=RotatingFileHandler(tmp_path / "own.log"))
+    logger.warning("a line")
+    logger.close()
+    assert "a line" in (tmp_path / "own.log").read_text()

@@ -41,14 +41,16 @@ def test_a_signal_in_between_begins_the_count_anew(caplog):
 
 
 def test_updates_that_rounding_hides_are_warned_of_once_for_each_role(tiny_run, monkeypatch, caplog):
-    shown = iter([0.9, 0.1, 0.1])
+    """Not those of weight decay in a step without a gradient."""
+    shown = iter([(0.1, 0.0), (0.1, 1.0), (0.1, 1.0)])
     metrics = Loop._metrics
 
     def hidden(self, result, seconds):
-        return {**metrics(self, result, seconds), "actor/visible_update_ratio": next(shown)}
+        named = zip(("actor/visible_update_ratio", "actor/grad_norm"), next(shown), strict=True)
+        return {**metrics(self, result, seconds), **dict(named)}
 
     monkeypatch.setattr(Loop, "_metrics", hidden)
     tiny_run("trainer.total_training_steps=3")
     (said,) = [r.getMessage() for r in caplog.records if r.name == "verl.run.loop"]
-    assert "show 10% of the updates of the actor" in said
+    assert "Only 10% of the weight updates of the actor survive rounding" in said
     assert "Set actor_rollout_ref.actor.fsdp_config.master_rounding=dithered" in said

@@ -60,10 +60,13 @@ def test_3_2_a_step_and_its_queue(settings, tmp_path, no_pictures):
 
     ahead = ["rollout_config.prefetch_num=2", "trainer.total_training_steps=3"]
     with RLTrainer([*settings, *ahead, f"trainer.default_local_dir={tmp_path}"]) as trainer:
-        rollout_queue = trainer.program.rollout_queue
+        rollout_queue = trainer.rollout_queue
         metrics = trainer.step()
         assert rollout_queue.qsize() == 2
         assert 0 < metrics["share/rollout_step"] <= 1
+        trainer.step()
+        trainer.step()
+        assert rollout_queue.qsize() == 0  # nothing is generated beyond the last step
 
 
 @pytest.mark.seed("C9")

@@ -3,6 +3,7 @@
 import ast
 import json
 import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -125,7 +126,10 @@ def test_the_extras_of_the_documents_exist():
     import tomllib
 
     project = tomllib.loads((Path(verl.__file__).parents[1] / "pyproject.toml").read_text())["project"]
-    assert {"vllm", "megatron", "tracking"} <= set(project["optional-dependencies"])
+    extras = project["optional-dependencies"]
+    assert {"vllm", "megatron", "tracking"} <= set(extras)
+    held = {name: re.findall(r"verl\[([\w,-]+)\]", " ".join(packages)) for name, packages in extras.items()}
+    assert {part for names in held.values() for text in names for part in text.split(",")} <= set(extras)
     assert project["requires-python"] == ">=3.10"
 
 

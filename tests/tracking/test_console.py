@@ -97,6 +97,37 @@ def test_terminal():
         assert part in text
 
 
+@pytest.mark.parametrize(("num_sources", "rest"), [(1, ""), (20, "  and 19 more")])
+def test_a_validation_is_one_line_of_a_terminal(num_sources, rest):
+    out = io.StringIO()
+    core = {f"val-core/source_{i:02d}/reward/mean@4": 0.25 for i in range(num_sources)}
+    with Console(rich_console=RichConsole(file=out, force_terminal=True, no_color=True, width=100)) as console:
+        console.validation(8, {"val/reward": 0.1, "val/greedy": 0.2, **core})
+    (line,) = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()).splitlines()
+    assert line.startswith("validation after step 8  reward 0.100  greedy 0.200  source_00/reward/mean@4 0.250")
+    assert line.rstrip().endswith(rest)
+    assert len(line) <= 100
+
+
+def test_the_bar_counts_the_seconds_of_a_phase_and_the_time_left(monkeypatch):
+    """A first step without an expectation has no time left; a validation counts down the time of the steps."""
+    now = [100.0]
+    monkeypatch.setattr("verl.tracking.console.time.monotonic", lambda: now[0])
+    for step_s, first in ((None, "4.0 s"), (60.0, "4.0 s · 3 min 50 s left")):
+        now[0] = 100.0
+        with Console(rich_console=RichConsole(file=io.StringIO(), force_terminal=True, width=100)) as console:
+            console.begin(0, 4, SHOWN, step_s)
+            now[0] += 6.0
+            console.phase("gen")
+            now[0] += 4.0
+            assert console._clock() == first
+            now[0] += 50.0
+            console.step(1, STEP)
+            console.phase("testing")
+            now[0] += 30.0
+            assert console._clock() == "30 s · 2 min 30 s left"
+
+
 FOREIGN = st.text(st.characters(categories=None, exclude_categories=()), max_size=40)
 
 

@@ -16,9 +16,10 @@ from verl.cli.show import duration, sparkline
 from verl.errors import ConfigError
 from verl.parallel.traffic import Traffic
 from verl.tracking.bottleneck import find_bottleneck
+from verl.tracking.files import append_rows
 from verl.tracking.progress import read_progress
 from verl.tracking.spans import Spans
-from verl.tracking.timeline import Timeline, summarise
+from verl.tracking.timeline import Timeline, expected_step_s, summarise
 
 pytestmark = pytest.mark.seed("D5", "F6")
 
@@ -129,7 +130,7 @@ CONFIG = {
         ({"reward": 6.0, "training": 2.0}, {"reward": 5.5}, {}, "reward-bound", ["All 8 scorers", "reward.num_workers"]),
         ({"reward": 6.0, "training": 2.0}, {"reward": 1.0}, {}, "reward-bound", ["one slow call"]),
         ({"communication": 6.0, "training": 2.0}, {}, {}, "communication-bound", ["trainer.placement"]),
-        ({"validation": 5.0, "training": 5.0}, {}, {}, "validation-bound", ["trainer.test_freq=20"]),
+        ({"validation": 5.0, "training": 5.0}, {}, {}, "validation-bound", ["takes 50% of the time", "trainer.test_freq=20"]),
         ({"saving": 5.0, "training": 4.0}, {}, {}, "saving-bound", ["trainer.save_freq=11"]),
     ],
     ids=["rollout", "training", "reward busy", "reward tail", "communication", "validation", "saving"],
@@ -141,6 +142,19 @@ def test_what_bounds_a_run_and_what_to_change(phases, roles, metrics, name, keys
     advice = " ".join(report.advice)
     for key in keys:
         assert key in advice, report.advice
+
+
+def test_a_run_that_training_bounds_needs_no_devices_for_generation():
+    report = find_bottleneck(rows_of({"training": 6.8, "rollout": 1.7, "other": 1.5}), metrics_of(), CONFIG)
+    assert "for generation" not in " ".join(report.advice)
+
+
+def test_the_expected_seconds_of_a_step(tmp_path):
+    assert expected_step_s(tmp_path) is None
+    append_rows(tmp_path / "planned.jsonl", rows_of({"rollout": 3.0}))
+    assert expected_step_s(tmp_path) == 3.0
+    append_rows(tmp_path / "timeline.jsonl", rows_of({"rollout": 2.0}))
+    assert expected_step_s(tmp_path) == 2.0
 
 
 @pytest.mark.parametrize(

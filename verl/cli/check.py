@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from verl.cli.arguments import ConfigArguments, parse
+from verl.cli.run_name import with_run_folder
 from verl.config import PPO, SCHEMAS, Schema
 from verl.config.sources import built_in_names
 from verl.errors import ConfigError, VerlError
@@ -42,7 +43,7 @@ def check(arguments: ConfigArguments) -> int:
 
     report = Report()
     try:
-        subject = Subject(arguments.load(check=False))
+        subject = Subject(with_run_folder(arguments.load(check=False)))
     except ConfigError as error:
         for sentence in _every_problem(arguments, error):
             report.add("config", fail(sentence))

@@ -58,7 +58,19 @@ VERBS = {
     "convert": Verb("verl.cli.model_folders:run_convert", "turn a GGUF model into a Hugging Face folder"),
     "export": Verb("verl.cli.model_folders:run_export", "turn a checkpoint into a Hugging Face folder"),
     "doctor": Verb("verl.cli.doctor:run_doctor", "report this machine's hardware, packages and problems"),
+    "completion": Verb("verl.cli.completion:run_completion", "print the completion script of bash, zsh or fish"),
 }
+# title in `verl --help` -> its verbs
+_GROUPS = {
+    "train": ("train", "sft", "rm", "preference", "dpo", "kto", "orpo", "simpo", "cpo", "rejection"),
+    "before a run": ("check", "plan", "data", "convert", "import-check", "doctor", "completion"),
+    "a run and its model": ("show", "view", "scale", "eval", "generate", "export"),
+}
+_EXAMPLES = """examples:
+  verl sft model.path=MODEL data.train_files=conversations.jsonl trainer.default_local_dir=runs/sft
+  verl train algorithm.adv_estimator=grpo actor_rollout_ref.model.path=MODEL data.train_files=train.jsonl \\
+      reward.custom_reward_function.path=my_reward.py trainer.default_local_dir=runs/grpo
+  verl show runs/grpo"""
 
 # verbs of other releases and trainers -> what to do here
 _ELSEWHERE = {
@@ -90,6 +102,8 @@ def _main(arguments: list[str], whole_process: bool) -> int:
         print(usage(), file=sys.stderr)
         return 2
     verb, rest = arguments[0], arguments[1:]
+    if verb == "help" and rest:
+        verb, rest = rest[0], ["--help"]
     if verb in ("-h", "--help", "help"):
         print(usage())
         return 0
@@ -239,8 +253,12 @@ def _show_traceback() -> None:
 def usage() -> str:
     """The text of `verl --help`."""
     width = max(map(len, VERBS))
-    verbs = "\n".join(f"  {name:<{width}}  {verb.meaning}" for name, verb in VERBS.items())
-    return f"usage: verl VERB ...\n\n{verbs}\n\n`verl VERB --help` lists its arguments."
+    groups = (
+        "\n".join([f"{title}:", *(f"  {name:<{width}}  {VERBS[name].meaning}" for name in names)])
+        for title, names in _GROUPS.items()
+    )
+    closing = "`verl help VERB` lists the arguments of a verb. docs/config.md has every key."
+    return "\n\n".join(["usage: verl VERB [options] [key=value ...]", *groups, _EXAMPLES, closing])
 
 
 if __name__ == "__main__":

@@ -67,8 +67,9 @@ def benchmark_nccl(
     else:
         times = measure_gathering(sizes, num_repeats, timeout_s)
     if peer is None or peer.rank == 0:
+        group_sizes = sorted({g.num_ranks for g in times})
         _show_table(
-            f"all-gather by {times[0].backend}, {len({g.num_ranks for g in times})} ways to shard",
+            f"all-gather by {times[0].backend}, over groups of {', '.join(map(str, group_sizes))} devices",
             ("devices of a copy", "MiB", "ms", "GB/s"),
             [
                 (g.num_ranks, f"{g.num_bytes / _MIB:.1f}", f"{1e3 * g.seconds:.2f}", f"{g.bytes_per_s / 1e9:.2f}")
@@ -171,7 +172,8 @@ def benchmark_throughput(
     rates = sorted(row["perf/throughput"] for row in rows[len(rows) > 1 :])  # the first step includes warm-up
     console = Console(highlight=False)
     show_time(progress.bottleneck, console)
-    console.print(f"{rates[len(rates) // 2]:,.0f} tokens per second and device, median of {len(rates)} steps")
+    model = "" if has_model else " of a tiny random model"
+    console.print(f"{rates[len(rates) // 2]:,.0f} tokens per second and device{model}, median of {len(rates)} steps")
     return {
         "tokens_per_s": rates[len(rates) // 2],
         "step_s": progress.bottleneck.step_s,

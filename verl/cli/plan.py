@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from verl.cli.arguments import ConfigArguments, parse
 from verl.cli.check import PROGRAM, schema_asked
+from verl.cli.run_name import with_run_folder
+from verl.config.sections.megatron import FAMILIES
 from verl.errors import ConfigError
 from verl.foreign_text import clean
 
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from verl.planner.search import RunPlan
+    from verl.planner.shapes import ModelShape
+
+_FULL = 0.95  # share of the memory from which a plan is called full
 
 _ABOUT = """Plan a run: which roles share devices, how each divides its model, how much memory and how long.
 Takes the keys of verl train (--program: of verl sft, preference or rm), and plan.*: plan.cluster={gpu: h100_sxm, nodes: 4},
@@ -52,6 +57,7 @@ def run_plan(argv: list[str]) -> int:
     request = PlanRequest.parse(own)
     _check_simulation(arguments.options.simulate, arguments.options.steps)
     loaded = arguments.load(check=False)
+    loaded = with_run_folder(loaded) if request.apply else loaded
     config, flow, engine = loaded.config, dataflow_of(loaded.config), engine_of(request, loaded.config)
     rules = rules_of(request, config, flow.roles)
     plans = search(flow, cluster_of(request.cluster, loaded), workload_of(config, request.workload), rules)
@@ -67,8 +73,12 @@ def run_plan(argv: list[str]) -> int:
         from rich.console import Console
 
         show_plan(best, second, chosen, Console(highlight=False))
+    if notice := engine_notice(engine, flow.shapes["actor"]):
+        print(f"verl: {notice}", file=sys.stderr)
     beside = arguments.options.beside or (config.trainer.default_local_dir if request.apply else None)
     _simulate(best, arguments.options.simulate, beside, arguments.options.steps)
+    if "trainer.default_local_dir" not in loaded.settings:
+        chosen = [*chosen, f"trainer.default_local_dir={config.trainer.default_local_dir}"]
     return _start(arguments, chosen) if request.apply else 0
 
 
@@ -134,6 +144,22 @@ def show_plan(plan: RunPlan, second: RunPlan | None, chosen: list[str], console:
     )
 
 
+def engine_notice(engine: str, shape: ModelShape) -> str:
+    """A sentence where the training engine cannot have a model of this shape; "" where it can."""
+    parts = {
+        "latent attention": shape.is_latent,
+        "shared experts": shape.shared_intermediate > 0,
+        "dense layers before its experts": shape.is_mixture and shape.dense_layers > 0,
+    }
+    refused = [name for name, is_there in parts.items() if is_there]
+    if engine != "megatron" or not refused:
+        return ""
+    return (
+        f"verl train cannot start this plan: the model has {' and '.join(refused)}, and strategy=megatron takes the families "
+        f"{', '.join(FAMILIES)}. Set plan.engine=fsdp for a plan that starts."
+    )
+
+
 def _show_layouts(plan: RunPlan, console: Console) -> None:
     table = _table("role", "devices", "training", "rollout")
     for count, chosen in zip(plan.devices, plan.options, strict=True):
@@ -156,7 +182,8 @@ def _show_memory(plan: RunPlan, console: Console) -> None:
         resident, most = sum(o.resident for o in chosen), max(o.peak for o in chosen)
         console.print(
             f"  peak of {', '.join(roles)}: {(resident + most) / 1e9:.1f} of {plan.cluster.memory / 1e9:.1f} GB "
-            f"({resident / 1e9:.1f} stay between calls)",
+            f"({resident / 1e9:.1f} stay between calls)"
+            + (": no room for fragmentation" if resident + most > _FULL * plan.cluster.memory else ""),
             soft_wrap=True,
             markup=False,
         )

@@ -26,7 +26,9 @@ def run_scale(argv: list[str]) -> int:
     folder = Path(arguments.run).expanduser()
     sizes = dict(map(_size, arguments.sizes))
     requested = ask_role_sizes(folder, sizes) if sizes else read_role_sizes(folder)
-    print(", ".join(f"{role}={size}" for role, size in requested.items()) or "nothing was asked for")
+    asked = ", ".join(f"{role}={size}" for role, size in requested.items())
+    note = ". The run follows at a weight sync, once Ray has free devices; roles that share processes change together."
+    print(f"{asked}{note if sizes else ''}" if asked else "nothing was asked for")
     if sizes and read_progress(folder).status != "running":
         print(f"verl: no process holds {folder}; the run follows when it is resumed.", file=sys.stderr)
     return 0

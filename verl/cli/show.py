@@ -127,7 +127,11 @@ def show_time(bottleneck: Bottleneck, console: Console) -> None:
     from rich.text import Text
 
     console.print(
-        Text.assemble("\n", (clean(bottleneck.name), "bold"), f": a step takes {duration(bottleneck.step_s)}")
+        Text.assemble(
+            "\n",
+            (clean(bottleneck.name), "bold"),
+            f": a step takes {duration(bottleneck.step_s)} (median, without validation and saving)",
+        )
     )
     table = Table.grid(padding=(0, 2))
     for phase, share in bottleneck.shares.items():

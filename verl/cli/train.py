@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.cli.arguments import ConfigArguments, parse
+from verl.cli.run_name import with_run_folder
 from verl.cli.view import page_of
 from verl.config import PREFERENCE, RM, SFT, LoadedConfig
 from verl.parallel.child_processes import die_with
@@ -73,7 +74,7 @@ def _run(arguments: ConfigArguments, supervised: bool) -> int:
         from verl.cli.check import check
 
         return check(arguments)
-    loaded = arguments.load()
+    loaded = with_run_folder(arguments.load())
     with page_of(loaded, whole_process=supervised):
         return _started(loaded, supervised)
 
@@ -105,7 +106,9 @@ def run_generate(argv: list[str]) -> int:
     loaded = arguments.load()
     from verl.programs.generate import generate
 
-    return generate(loaded, Path(arguments.options.output).expanduser())
+    if sentence := generate(loaded, Path(arguments.options.output).expanduser()):
+        print(sentence)
+    return 0
 
 
 def _train(loaded: LoadedConfig[Any], restarted: bool = False) -> int:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from verl.config.secrets import hide_values
 from verl.errors import ConfigError
-from verl.tracking.logs import add_log_file, remove_handler
+from verl.tracking.logs import add_handler, add_log_file, remove_handler
 from verl.tracking.sinks.api import RunInfo, make_sink
 from verl.tracking.sinks.guard import Guard
 
@@ -103,13 +103,16 @@ def _columns(sample: Sequence[Any]) -> dict[str, Any]:
 
 
 class RLLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # generic only since Python 3.11
-    """Logger `verl` that also writes this process's log to `log_dir`/rank_{rank}.log until `close`.
+    """Logger `verl` that also writes this process's log to `log_dir`/rank_{rank}.log, or to `handler`, until `close`.
 
-    `rank` defaults to the environment's RANK. `verl train` does this by itself, in `logs` of its run folder.
+    `rank` defaults to the environment's RANK. The files rotate. `verl train` does this by itself, in `logs` of its run folder.
     """
 
-    def __init__(self, log_dir: str | Path = "./logs", rank: int | None = None):
+    def __init__(self, log_dir: str | Path = "./logs", rank: int | None = None, handler: logging.Handler | None = None):
         super().__init__(logging.getLogger("verl"), {})
+        if handler is not None:
+            self._handler = add_handler(handler)
+            return
         folder = Path(log_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self._handler = add_log_file(folder, int(os.environ.get("RANK", "0")) if rank is None else rank)

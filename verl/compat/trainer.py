@@ -14,6 +14,7 @@ from verl.run.steps import SteppedRun
 
 if TYPE_CHECKING:
     from verl.config import PPOConfig
+    from verl.programs.rollout_queue import RolloutQueue
 
 # names of the phases of a step in articles about verl -> spans here
 _SEED_SPANS = {"rollout_step": "gen", "reward_fn": "reward"}
@@ -52,6 +53,11 @@ class RLTrainer(SteppedRun):
     def config(self) -> Any:
         """The typed config tree."""
         return self.loaded.config
+
+    @property
+    def rollout_queue(self) -> RolloutQueue | None:
+        """The batches made ahead of training; None without rollout.prefetch_num."""
+        return getattr(self.program, "rollout_queue", None)
 
     def step(self) -> dict[str, float] | None:
         """See SteppedRun. The metrics have share/rollout_step and share/reward_fn too, the parts of the step's time that

@@ -17,6 +17,7 @@ from verl.errors import MissingExtraError, ModelError, VerlError, is_failure
 from verl.foreign_text import clean
 from verl.models.folder import check_counts, reason, require_memory
 from verl.models.gguf_header import GGUFHeader, read_gguf_header
+from verl.models.load import quiet
 from verl.parallel.device import parse_dtype
 
 log = logging.getLogger(__name__)
@@ -81,7 +82,8 @@ def _write(file: Path, folder: Path, dtype: torch.dtype) -> None:
     header = read_gguf_header(file)
     require_memory(file, header.tensors, torch.float32.itemsize)
     try:
-        model = _model(file, header)
+        with quiet():
+            model = _model(file, header)
         tokenizer = transformers.AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
         if (end := header.values.get("tokenizer.ggml.eos_token_id")) is not None:  # 5.17 takes the beginning of a text
             tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
@@ -92,7 +94,8 @@ def _write(file: Path, folder: Path, dtype: torch.dtype) -> None:
             raise
         raise ModelError(f"{clean(file)} could not be read: {type(error).__name__}: {reason(error)}.") from error
     model = torch.nn.Module.to(model, dtype)
-    model.save_pretrained(folder)
+    with quiet():
+        model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

@@ -131,7 +131,7 @@ def load_tokenizer(model: ModelConfig | str | Path) -> Any:
     folder, num_embeddings = files.fetch(path, weights=False), embedding_rows(model)
     check_tokenizer_file(folder, num_embeddings)
     try:
-        with _quiet():
+        with quiet():
             tokenizer = transformers.AutoTokenizer.from_pretrained(
                 str(folder), trust_remote_code=model.trust_remote_code
             )
@@ -185,7 +185,7 @@ def load_model_config(path: str | Path, trust_remote_code: bool, override: dict[
     entries = files.read_config(folder)
     files.check_eos(folder, entries)
     try:
-        with _quiet():
+        with quiet():
             config = transformers.AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     except Exception as error:  # the checks of a family's config are its own
         raise ModelError(f"The configuration of {folder} could not be read: {files.reason(error)}.") from error
@@ -280,7 +280,7 @@ def _require_finite(module: Any, folder: str | Path) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silence the warnings and progress bars of transformers."""
     verbosity = transformers.logging.get_verbosity()
     bars = transformers.logging.is_progress_bar_enabled()
@@ -298,7 +298,7 @@ def _quiet() -> Iterator[None]:
 def _loading(path: str | Path, config: PreTrainedConfig) -> Iterator[None]:
     """Turn the many errors of transformers, which is quiet, into one sentence."""
     try:
-        with _quiet():
+        with quiet():
             yield
     except VerlError:
         raise

@@ -71,6 +71,8 @@ def make_tiny_model(folder: str | Path, family: str = "llama", seed: int = 0, **
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from verl.models.load import quiet
+
     settings: dict[str, Any] = {
         "vocab_size": 264,
         "hidden_size": 64,
@@ -94,6 +96,7 @@ def make_tiny_model(folder: str | Path, family: str = "llama", seed: int = 0, **
     finally:
         torch.random.set_rng_state(generator_state)
     path = Path(folder)
-    model.save_pretrained(path)
+    with quiet():
+        model.save_pretrained(path)
     make_tokenizer().save_pretrained(path)
     return path

@@ -37,7 +37,7 @@ _COLUMNS = (
 class Run:
     """A run folder, running or ended; read each time that it is asked. Raises ConfigError when it is none.
 
-    Data frames need pandas (the extra `scripts`).
+    Data frames need pandas (the extra `pandas`).
     """
 
     def __init__(self, folder: str | Path):
@@ -152,5 +152,5 @@ def _pandas() -> Any:
     try:
         import pandas
     except ImportError:
-        raise MissingExtraError("A data frame of a run", "scripts", "pandas") from None
+        raise MissingExtraError("A data frame of a run", "pandas", "pandas") from None
     return pandas

@@ -68,7 +68,7 @@ _SPECS = (
     _Spec("Learning rate", {"actor/lr": "actor", "critic/lr": "critic", "train/lr": ""}),
     _Spec("Critic", {"critic/vf_explained_var": "explained variance", "critic/vf_loss": "loss"}),
     _Spec(
-        "Visible updates",
+        "Updates that survive rounding",
         {"actor/visible_update_ratio": "actor", "critic/visible_update_ratio": "critic",
          "model/visible_update_ratio": "model"},
         "share", "share of the masters' movement that the weights which compute show",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,9 @@ from verl.runtime.api import open_runtime
 from verl.tracking.files import json_text
 
 
-def generate(loaded: LoadedConfig, output: Path) -> int:
-    """Sample from the prompts of data.val_files as rollout.* says, and write the samples with their scores to `output`."""
+def generate(loaded: LoadedConfig, output: Path) -> str:
+    """Sample from the prompts of data.val_files as rollout.* says, and write the samples with their scores to `output`; a
+    sentence with their number and mean score, "" on ranks that write nothing."""
     config = loaded.config
     kind, named = kind_of(output), config.data.val_files or []
     if kind not in (None, "a file"):
@@ -39,29 +41,36 @@ def generate(loaded: LoadedConfig, output: Path) -> int:
         roles = runtime.build_roles(total_steps=1, data_sources=data.data_sources, train=False)
         try:
             target = output if runtime.is_rank_zero else Path(os.devnull)
-            _write_samples(config, PPORoles.of(roles), data, target)
+            scores = _write_samples(config, PPORoles.of(roles), data, target)
         finally:
             roles.close()
-    return 0
+    if not runtime.is_rank_zero:
+        return ""
+    mean = f", mean score {statistics.mean(known):.3f}" if (known := [s for s in scores if s is not None]) else ""
+    return f"{len(scores)} samples of {data.validation.num_rows} prompts{mean}: {output}"
 
 
-def _write_samples(config: PPOConfig, roles: PPORoles, data: PPOData, output: Path) -> None:
-    """One JSON line per sample; into a .parquet file the rows of the data, each with its `responses`."""
+def _write_samples(config: PPOConfig, roles: PPORoles, data: PPOData, output: Path) -> list[float | None]:
+    """One JSON line per sample; into a .parquet file the rows of the data, each with its `responses`. Returns the scores."""
     assert data.validation is not None
     output.parent.mkdir(parents=True, exist_ok=True)
+    scores: list[float | None] = []
     if output.suffix == ".parquet":
         responses: dict[int, list[str]] = {}
         for row in _samples(config, roles, data):
             responses.setdefault(row["ordinal"], []).append(row["response"])
+            scores.append(row["score"])
         write_parquet(output, [{**data.validation.row(n), "responses": texts} for n, texts in responses.items()])
-        return
+        return scores
     writes = output != Path(os.devnull)
     unfinished = output.with_name(f"{output.name}.part") if writes else output
     with unfinished.open("w", encoding="utf-8") as file:
         for row in _samples(config, roles, data):
             file.write(json_text(row) + "\n")
+            scores.append(row["score"])
     if writes:
         unfinished.replace(output)
+    return scores
 
 
 def _samples(config: PPOConfig, roles: PPORoles, data: PPOData) -> Iterator[dict[str, Any]]:

@@ -110,6 +110,16 @@ class RoleSpec:
         """Whether the role's weights can differ from the weights in its model's files."""
         return self.trains or self.follows is not None
 
+    def describe_sharding(self, num_devices: int) -> str:
+        """The training engine and its policy, for the header of a run."""
+        if num_devices > 1:
+            return f"{self.strategy}, {(self.settings or self.engine).describe()}"
+        parts = [
+            "none: one device",
+            *([f"strategy={self.strategy} acts on several"] if self.settings is not None else []),
+        ]
+        return ", ".join([*parts, *self.engine.describe_dimensions()])
+
 
 def settings_of(section: Any) -> Any:
     """The section of the engine that `section.strategy` names, where it is another one than FSDP."""

@@ -32,7 +32,7 @@ from verl.tracking.plot import draw_learning_curve
 from verl.tracking.run_folder import RunFolder
 from verl.tracking.spans import Spans
 from verl.tracking.summary import Summary
-from verl.tracking.timeline import Timeline
+from verl.tracking.timeline import Timeline, expected_step_s
 from verl.tracking.tracker import NullOutput, Tracker
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,8 @@ def open_run(
             loaded.write(folder.root)  # not before: a start that fails must leave what describes the run before it
         console.header(_facts(loaded, roles, running, data, folder, state))
         stop.share(runtime.any)
-        console.begin(state.step, data.num_steps, kind.console_metrics)
+        expected_s = expected_step_s(folder.root) if runtime.is_rank_zero else None
+        console.begin(state.step, data.num_steps, kind.console_metrics, expected_s)
         loop = Loop(
             config.trainer, program=running, data=data, roles=roles, state=state, folder=folder, write_config=loaded.write,
             store=store, tracker=tracker, console=console, spans=spans, stop=stop, broadcast=runtime.broadcast,
@@ -183,7 +184,9 @@ def _facts(
         **roles.facts,
         **program.header(),
         "steps": f"{state.step + 1} to {total}" if 0 < state.step < total else f"{total}",
-        "checkpoints": _saves(loaded.config.trainer.save_freq),
+        "validation": _validates(loaded.config.trainer) if data.has_validation else "none: data.val_files is empty",
+        "checkpoints": _every(loaded.config.trainer.save_freq)
+        or "only when interrupted; with trainer.save_freq above 0 the trained model is kept",
         "run folder": str(folder.root),
         "notices": loaded.notices,
     }
@@ -212,12 +215,20 @@ def _last_validation(metrics_file: Path) -> dict[str, float]:
     return rows[-1] if rows else {}
 
 
-def _saves(every: int | str) -> str:
-    if isinstance(every, str):
-        return every.replace("_", " ")
-    if every > 0:
-        return f"every {every} steps and at the end" if every > 1 else "every step"
-    return "only when interrupted; with trainer.save_freq above 0 the trained model is kept"
+def _validates(trainer: Any) -> str:
+    """The times of validation, with the key of the time that is missing."""
+    before = "before training" if trainer.val_before_train else "trainer.val_before_train=True adds it before training"
+    after = _every(trainer.test_freq) or "trainer.test_freq above 0 adds it after steps"
+    return f"{before}; {after}" if trainer.val_before_train or trainer.test_freq != -1 else f"none: {before}, {after}"
+
+
+def _every(freq: int | str) -> str:
+    """The steps of trainer.save_freq or test_freq; "" for none."""
+    if isinstance(freq, str):
+        return freq.replace("_", " ")
+    if freq > 0:
+        return f"every {freq} steps and at the end" if freq > 1 else "every step"
+    return ""
 
 
 def _finish(

@@ -239,12 +239,14 @@ class Loop:
         """Warn once for each role whose updates are mostly lost in rounding."""
         for spec in self.roles.specs:
             shown = metrics.get(f"{spec.name}/visible_update_ratio", 1.0)
+            if metrics.get(f"{spec.name}/grad_norm") == 0.0:  # only weight decay moved the weights
+                continue
             if shown < _LEAST_VISIBLE and spec.name not in self._hidden:
                 self._hidden.add(spec.name)
                 section = spec.engine_keys[0] if spec.engine_keys else "its engine"
                 log.warning(
-                    "The weights that compute show %.0f%% of the updates of the %s (%s/visible_update_ratio): the rest is "
-                    "lost in rounding to bfloat16. Set %s.master_rounding=dithered or %s.dtype=float32.",
+                    "Only %.0f%% of the weight updates of the %s survive rounding to bfloat16 (%s/visible_update_ratio). "
+                    "Set %s.master_rounding=dithered or %s.dtype=float32.",
                     100 * shown, spec.name, spec.name, section, section,
                 )  # fmt: skip
 

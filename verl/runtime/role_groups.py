@@ -27,8 +27,8 @@ def make_groups(
     roles = Roles(specs=specs.models, facts=facts, num_devices=context.placement.num_devices, weights=weights, end=end)
     if roles.num_devices > 1:
         roles.facts = {**facts, "devices": context.placement.describe(specs.names)}
-        if (main := specs.main) is not None:
-            roles.facts["sharding"] = f"{main.strategy}, {(main.settings or main.engine).describe()}"
+    if (main := specs.main) is not None:
+        roles.facts["sharding"] = main.describe_sharding(roles.num_devices)
     for spec in specs.models:
         mesh = context.mesh(spec.name) or Mesh.flat(context.ranks(spec.name))
         group = WorkerGroup(

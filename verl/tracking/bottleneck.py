@@ -200,6 +200,8 @@ def _clipped(facts: _Facts) -> str | None:
 
 
 def _more_devices(facts: _Facts) -> str | None:
+    if facts.shares.get("training", 0.0) > facts.shares.get("rollout", 0.0):
+        return None
     return f"Use more devices for generation: trainer.n_gpus_per_node, or {_ROLLOUT}.nnodes for separate devices."
 
 
@@ -264,11 +266,11 @@ def _fewer_exchanges(facts: _Facts) -> str | None:
 
 def _validation(facts: _Facts) -> str | None:
     less_often = _less_often(facts, "test_freq", "validation")
-    return f"{less_often} or a smaller data.val_max_samples makes validation about a twentieth."
+    return f"{less_often}, or lower data.val_max_samples."
 
 
 def _saving(facts: _Facts) -> str | None:
-    return f"{_less_often(facts, 'save_freq', 'saving')} makes saving about a twentieth of the time."
+    return f"{_less_often(facts, 'save_freq', 'saving')}."
 
 
 def _exchange(facts: _Facts) -> str | None:
@@ -321,12 +323,13 @@ def _queue(facts: _Facts) -> str | None:
 
 
 def _less_often(facts: _Facts, key: str, phase: str) -> str:
-    """ "trainer.save_freq=12 (now 2)": the number of steps with which `phase` takes a twentieth of the time."""
-    setting = facts.key(f"trainer.{key}")
+    """The share of `phase`, and the setting with which it takes a twentieth of the time."""
+    share, setting = facts.shares[phase], facts.key(f"trainer.{key}")
+    head = f"{phase.capitalize()} takes {share:.0%} of the time. To bring it to about 5%, set trainer.{key}"
     if isinstance(setting, str):  # after_each_epoch
-        return f"More steps in trainer.{key} (now {setting}) than an epoch has"
+        return f"{head} to more steps than an epoch has (now {setting})"
     every = max(int(facts.key(f"trainer.{key}", 1)), 1)
-    return f"trainer.{key}={max(round(every * facts.shares[phase] / 0.05), every + 1)} (now {every})"
+    return f"{head}={max(round(every * share / 0.05), every + 1)} (now {every})"
 
 
 RULES: dict[str, tuple[Rule, ...]] = {

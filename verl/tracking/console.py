@@ -6,7 +6,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
@@ -15,7 +15,7 @@ from rich import box
 from rich.console import Console as RichConsole
 from rich.console import Group, RenderableType
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -24,6 +24,7 @@ from verl.tracking.logs import add_handler, log_level, once, remove_handler, ter
 from verl.tracking.summary import Summary
 
 _MAX_CHARS = 2000  # of a fact
+_MORE_WIDTH = 14  # of "  and 123 more"
 _NUM_RECENT = 20  # steps whose mean time estimates the rest
 
 StepMetrics = Mapping[str, tuple[str, str]]  # metric -> (short name, format), in the order of the line of a step
@@ -34,6 +35,17 @@ _HOST_METRICS = {
     "perf/time_per_step": ("seconds", "{:.1f}"),
 }
 _UNITS = {"tokens_per_s": " tok/s", "seconds": " s"}
+
+
+class _Clock(ProgressColumn):
+    """A text that changes with time, at the end of the bar."""
+
+    def __init__(self, text: Callable[[], str]):
+        super().__init__()
+        self._text = text
+
+    def render(self, task: Task) -> Text:
+        return Text(self._text())
 
 
 class Console:
@@ -48,9 +60,9 @@ class Console:
         self._task: Any = None
         self._handler: Any = None
         self._quiet = ExitStack()
-        self._total = 0
+        self._done = self._total = 0
         self._recent: deque[float] = deque(maxlen=_NUM_RECENT)
-        self._last_end = time.monotonic()
+        self._last_end = self._phase_began = time.monotonic()
 
     def __enter__(self) -> Console:
         handler = terminal_handler(self.rich)
@@ -89,17 +101,18 @@ class Console:
             Panel(Group(*parts), title="[bold]verl", title_align="left", border_style="cyan", box=box.ROUNDED)
         )
 
-    def begin(self, done: int, total: int, metrics: StepMetrics) -> None:
+    def begin(self, done: int, total: int, metrics: StepMetrics, step_s: float | None = None) -> None:
         """Start after step `done` of `total`. `metrics` are the program's for the line of a step; the first is also shown next
-        to the bar."""
-        self._total, self._metrics = total, {**metrics, **_HOST_METRICS}
-        self._last_end = time.monotonic()
+        to the bar. `step_s`: the expected seconds of the next step, where they are known."""
+        self._done, self._total, self._metrics = done, total, {**metrics, **_HOST_METRICS}
+        self._recent.extend([] if step_s is None else [step_s])
+        self._last_end = self._phase_began = time.monotonic()
         if not (self.steps and self.rich.is_terminal and done < total):
             return
         self._progress = Progress(
             SpinnerColumn(), TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24),
-            TextColumn("{task.fields[phase]}", style="cyan", markup=False), TextColumn("{task.fields[status]}"),
-            console=self.rich, transient=True,
+            TextColumn("{task.fields[phase]}", style="cyan", markup=False), _Clock(self._clock),
+            TextColumn("{task.fields[status]}"), console=self.rich, transient=True,
         )  # fmt: skip
         self._task = self._progress.add_task("", total=total, completed=done, phase="starting", status="")
         self._progress.start()
@@ -111,7 +124,8 @@ class Console:
             self._progress.stop()
 
     def phase(self, name: str) -> None:
-        """Show the current phase next to the bar."""
+        """Show the current phase, and its seconds, next to the bar."""
+        self._phase_began = time.monotonic()
         if self._progress is not None:
             self._progress.update(self._task, phase=clean(name))
 
@@ -120,27 +134,40 @@ class Console:
         # wall time between steps, so that the estimate includes validations and checkpoints
         now = time.monotonic()
         self._recent.append(now - self._last_end)
-        self._last_end = now
+        self._last_end, self._done = now, step
         if not self.steps:
             return
-        left = _duration(statistics.mean(self._recent) * (self._total - step))
         shown = [
             (short, form.format(metrics[name]))
             for name, (short, form) in self._metrics.items()
             if metrics.get(name) is not None
         ]
         if not self.rich.is_terminal:
-            self._lines([" ".join([f"step={step}/{self._total}", *(f"{n}={v}" for n, v in shown), f"left={left}"])])
+            self._lines(
+                [" ".join([f"step={step}/{self._total}", *(f"{n}={v}" for n, v in shown), f"left={self._left()}"])]
+            )
             return
         self.rich.print(_step_line(step, self._total, shown))
         if self._progress is not None:
             self._progress.start()  # again, after a debugger
             parts = [f"{name} {value}" for name, value in shown[:1] if name not in _UNITS]
             parts += [f"{value}{_UNITS[name]}" for name, value in shown if name == "tokens_per_s"]
-            self._progress.update(self._task, completed=step, status=" · ".join([*parts, f"{left} left"]))
+            self._progress.update(self._task, completed=step, status=" · ".join(parts))
+
+    def _left(self) -> str:
+        """The time to the end of the run by the mean of the recent steps; "" before a step has ended."""
+        if not self._recent:
+            return ""
+        left = statistics.mean(self._recent) * (self._total - self._done) - (time.monotonic() - self._last_end)
+        return _duration(max(left, 0.0))
+
+    def _clock(self) -> str:
+        left = self._left()
+        return _duration(time.monotonic() - self._phase_began) + (f" · {left} left" if left else "")
 
     def validation(self, step: int | None, metrics: Mapping[str, float]) -> None:
-        """Print the metrics `val/*` after `step` (0: before training, None: without any), then `val-core/*` line by line."""
+        """Print one line: the metrics `val/*` after `step` (0: before training, None: without any), then `val-core/*`. In a
+        terminal, metrics that do not fit on the line are counted."""
         values, core = (
             [(clean(name.removeprefix(prefix)), f"{v:.3f}") for name, v in metrics.items() if name.startswith(prefix)]
             for prefix in ("val/", "val-core/")
@@ -152,18 +179,19 @@ class Console:
             self._lines([" ".join([head, *(f"{n}={v}" for n, v in [*values, *core])])])
             return
         when = "" if step is None else f" after step {step}" if step else " before training"
-        line = Text(f"validation{when}", style="bold magenta")
-        for label, value in values:
+        line, room = Text(f"validation{when}", style="bold magenta"), self.rich.width - _MORE_WIDTH
+        for number, (label, value) in enumerate([*values, *core]):
+            if line.cell_len + len(label) + len(value) + 3 > room and number:
+                line.append(f"  and {len(values) + len(core) - number} more", style="not bold dim")
+                break
             line.append(f"  {label} ", style="not bold dim").append(value, style="bold")
-        self.rich.print(line)
-        for name, value in core:
-            self.rich.print(Text(f"  {name} ", style="dim").append(value, style="not dim"))
+        self.rich.print(line, no_wrap=True, overflow="ellipsis")
 
     def final(self, summary: Summary) -> None:
         """Print the closing table: results before and after, and the time taken."""
         self._stop_bar()
         rows = [r for r in summary.results if r.label and (r.before, r.after) != (None, None)]
-        took = f"{summary.steps} steps in {_duration(summary.seconds)}"
+        took = f"{summary.steps} step{'' if summary.steps == 1 else 's'} in {_duration(summary.seconds)}"
         if summary.tokens_per_s:
             took += f", {summary.tokens_per_s:,.0f} tokens/s"
         if not self.rich.is_terminal:

@@ -11,6 +11,7 @@ step's time starts at the end of the step before, so validation and saving count
 
 from __future__ import annotations
 
+import statistics
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,6 +22,8 @@ from verl.parallel.traffic import TRAFFIC, Traffic
 from verl.tracking.files import append_rows, each, has, is_count, is_number, maybe, read_json_rows
 
 PLANNED = "planned.jsonl"  # steps as `verl plan` has simulated them, in a run folder, with the rows of timeline.jsonl
+
+_NUM_NEWEST = 20
 
 SpanPhases = Mapping[str, tuple[str, str | None]]  # span -> (phase of the step, role that is busy in it, or None)
 
@@ -72,6 +75,15 @@ class Timeline:
 def read_timeline(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of timeline.jsonl."""
     return read_json_rows(path, ROW)
+
+
+def expected_step_s(folder: Path) -> float | None:
+    """Median seconds of the newest steps in a run folder, or of the steps that `verl plan` has simulated for it; None without
+    either."""
+    for name in ("timeline.jsonl", PLANNED):
+        if rows := list(read_timeline(folder / name))[-_NUM_NEWEST:]:
+            return statistics.median(row["seconds"] for row in rows)
+    return None
 
 
 def summarise(

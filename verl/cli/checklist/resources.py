@@ -143,7 +143,7 @@ def check_memory(subject: Subject) -> Iterator[Line]:
         yield skip("not estimated without a model")
         return
     if runs_on_several_devices(subject.config):
-        yield skip("not estimated for a run over several devices")
+        yield skip("not estimated for a run over several devices; `verl plan` with the same keys does")
         return
     device = resolve_device(subject.config.trainer.device)
     width = compute_dtype(subject.engine.dtype, device).itemsize

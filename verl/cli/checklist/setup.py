@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.cli.checklist import Subject
-from verl.cli.report import Line, fail, info, passed, skip, warn
+from verl.cli.report import Level, Line, fail, info, passed, skip, warn
 from verl.errors import VerlError
 
 
@@ -41,11 +41,13 @@ def check_layout(subject: Subject) -> Iterator[Line]:
     yield passed(f"{devices} device{'s' if devices > 1 else ''} on {nodes} node{'s' if nodes > 1 else ''}: {where}")
     if plan is None:
         return
+    if specs.main is not None:
+        yield passed(f"sharding: {specs.main.describe_sharding(devices)}")
     yield passed(plan.describe())
     if plan.engine in ("vllm", "sglang") and plan.where != "service" and find_spec(plan.engine) is None:
-        yield warn(
-            f"{plan.engine} is not installed here; install it where the run starts: pip install 'verl[{plan.engine}]'"
-        )
+        where = "; install it where the run starts" if devices > 1 else ". Install it"
+        level: Level = "warn" if devices > 1 else "fail"
+        yield Line(level, f"{plan.engine} is not installed here{where}: pip install 'verl[{plan.engine}]'")
 
 
 def check_engines(subject: Subject) -> Iterator[Line]:

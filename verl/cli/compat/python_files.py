@@ -12,7 +12,7 @@ from verl.cli.report import Line, fail, info, passed, warn
 from verl.errors import VerlError, nearest
 from verl.rewards.functions import BATCH_ARGUMENTS, MODEL_REPLY, MODEL_SCORE, SAMPLE_ARGUMENTS, SIGNATURE
 
-EXTRA = {"datasets": "scripts", "pandas": "scripts", "hydra": "scripts"}  # package -> the extra of verl that brings it
+EXTRA = {name: name for name in ("datasets", "pandas", "hydra")}  # package -> the extra of verl that brings it
 _DATASET_ARGUMENTS = ("data_files", "tokenizer", "config", "processor", "max_samples")
 _GIVEN = {*SAMPLE_ARGUMENTS, *BATCH_ARGUMENTS, *MODEL_SCORE, *MODEL_REPLY}
 

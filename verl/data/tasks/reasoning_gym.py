@@ -57,7 +57,7 @@ class Task:
             import reasoning_gym
             from reasoning_gym.factory import DATASETS
         except ImportError as error:
-            raise MissingExtraError("Preparing reasoning_gym data", "tasks", "reasoning-gym") from error
+            raise MissingExtraError("Preparing reasoning_gym data", "reasoning-gym", "reasoning-gym") from error
         if name not in DATASETS:
             hint = nearest(name, DATASETS) or f"; it has {len(DATASETS)} others"
             raise DataError(f"reasoning-gym has no task {name!r}{hint}")

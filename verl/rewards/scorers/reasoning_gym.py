@@ -67,7 +67,7 @@ def task_scorer(task: str) -> Callable[[str, dict[str, Any]], float]:
     except ImportError as error:
         raise RewardError(
             "Scoring reasoning_gym rows needs the package 'reasoning-gym', which is not installed. "
-            "Install it with: pip install 'verl[tasks]'"
+            "Install it with: pip install 'verl[reasoning-gym]'"
         ) from error
     if task not in DATASETS:
         raise RewardError(f"reasoning-gym has no task {task!r}; data_source is {PREFIX}<task>.")
