@@ -23,7 +23,7 @@ from verl.planner.request import read_lengths
 from verl.programs.stages import _make as make_stage
 from verl.registry import Registry, load_module
 from verl.rewards.functions import RewardFunctionSpec, load_reward_function
-from verl.rewards.managers.build import _manager_class
+from verl.rewards.managers.build import manager_class
 from verl.roles.reward_model import read_template
 from verl.roles.verdicts import read_rubric
 from verl.tools.mcp_client import load_servers
@@ -39,7 +39,7 @@ def custom_class(path):
 def manager(path):
     section = RewardConfig().reward_manager
     module = section.module.__class__(path=path)
-    return _manager_class(RewardConfig(reward_manager=section.__class__(source="importlib", name="Own", module=module)))
+    return manager_class(RewardConfig(reward_manager=section.__class__(source="importlib", name="Own", module=module)))
 
 
 @pytest.fixture(scope="module")
