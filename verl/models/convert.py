@@ -111,7 +111,6 @@ def _model(file: Path, header: GGUFHeader) -> Any:
     check_counts(file, config.to_dict(), header.tensors)
     with torch.device("meta"):
         skeleton = auto.from_config(config)
-    skeleton.tie_weights()  # older transformers tie no weights on the meta device
     needed = sum(parameter.numel() for parameter in skeleton.parameters())
     if needed > header.num_elements:
         raise ModelError(

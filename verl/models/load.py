@@ -62,6 +62,7 @@ def load_model(
     files.check_tied(folder, headers, skeleton)
     with _loading(path, config):
         module = kind.wrap(_filled(kind.auto_class, folder, config, skeleton, trust_remote_code))
+        del skeleton
         if isinstance(module, ScalarHeadModel):
             _restore_head(module, folder)
     return _ready(module, path, device, gradient_checkpointing)
@@ -95,7 +96,9 @@ def _ready(module: Any, path: str | Path, device: torch.device | str, gradient_c
     """The module on its device, without randomness, with its weights and its forward checked."""
     if rates := _settle(module, gradient_checkpointing):
         shown = ", ".join(f"{key}={value}" for key, value in rates.items())
-        log.info("Dropout is off, whatever config.json says (%s): with it, log-probs differ from the sampler's.", shown)
+        log.info(
+            "Dropout is off, whatever config.json says (%s): log-probs with dropout differ from the sampler's.", shown
+        )
     module.to(device)
     _require_finite(module, path)
     choose_forward(module)
@@ -350,18 +353,16 @@ def meta_model(model: ModelConfig, dtype: torch.dtype) -> Any:
 
 def _on_meta(auto_class: str, config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     """A model of `auto_class` without values; with verl's attention, or its own where its class takes no other."""
-    build = getattr(transformers, auto_class).from_config
-    settings = {"config": config, "dtype": dtype, "trust_remote_code": trust_remote_code, **_experts(dtype)}
+    factory = getattr(transformers, auto_class)
+    settings = {"dtype": dtype, "trust_remote_code": trust_remote_code, **_experts(dtype)}
     with torch.device("meta"):
         try:
-            module = build(attn_implementation=ATTENTION_NAME, **settings)
+            module = factory.from_config(config, attn_implementation=ATTENTION_NAME, **settings)
+            if type(module)._can_set_attn_implementation():
+                return module
         except (ValueError, KeyError):  # a table of attention classes without ours
-            module = build(attn_implementation="eager", **settings)
-        else:
-            if not type(module)._can_set_attn_implementation():
-                module = build(attn_implementation=own_attention(module), **settings)
-    module.tie_weights()  # transformers 5.0 ties none on the meta device
-    return module
+            return factory.from_config(config, attn_implementation="eager", **settings)
+        return factory.from_config(config, attn_implementation=own_attention(module), **settings)
 
 
 def _settle(module: Any, gradient_checkpointing: bool) -> dict[str, float]:
