@@ -64,7 +64,7 @@ help:
 	@echo "make test-fast   only the tests that start no process and no run, 200 s of a processor"
 	@echo "make venv    install only, into $(VENV)"
 	@echo "make versions   the table of docs/versions.md, with an environment for each row (hours, some 60 GB in $(WORK)/versions)"
-	@echo "make gpu-rehearsal   the GPU report with tiny shapes on a CPU, and kills of its runner (KILLS=$(KILLS), about half an hour)"
+	@echo "make gpu-rehearsal   the GPU report with tiny shapes on a CPU, and kills of its runner (KILLS=$(KILLS), about ten minutes)"
 	@echo "make clean   remove what tests and builds leave; the virtual environment and $(WORK)/ stay"
 
 venv: $(STAMPS)/package
