@@ -15,10 +15,10 @@ from verl.checkpoint.files import find_damage
 from verl.cli.main import main
 from verl.config import PPO, PREFERENCE, RM, SFT, load_config
 from verl.errors import CheckpointError, ConfigError
+from verl.models import content
+from verl.models.content import digest_of_files, digest_of_weights
 from verl.models.tiny import make_tiny_model
 from verl.programs.api import PROGRAMS
-from verl.run import content
-from verl.run.content import digest_of_files, digest_of_weights
 from verl.run.host import train
 from verl.run.inputs import inputs_of
 from verl.run.state import START_FILE, digest_of_start, is_same_start

@@ -9,10 +9,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from verl.data.dataset import Files, PromptRows, RLHFDataset, UnavailableRows, dataset_class
+from verl.data.dataset import Files, PromptRows, RLHFDataset, dataset_class
 from verl.data.prompts import PromptEncoder, control_token_in, control_tokens
+from verl.data.scan import BadRows, batches_of
 from verl.data.template_checks import TemplateChecks
-from verl.errors import DataError, UnavailableRowError
+from verl.errors import UnavailableRowError
 
 if TYPE_CHECKING:
     from verl.config import DataConfig
@@ -74,22 +75,20 @@ def check_rows(
     rows = PromptRows(dataset, config, agents, scored=scored)
     encoder, checks = PromptEncoder(tokenizer, config), TemplateChecks(tokenizer)
     controls = control_tokens(tokenizer) if getattr(tokenizer, "chat_template", None) else None
-    report = RowsReport(num_rows=len(rows))
-    unavailable = UnavailableRows(len(rows))
-    for number in range(len(rows)):
-        try:
-            row = rows[number]
-            _measure(rows, number, row, encoder, report)
-            checks.check_prompt(rows.prompt(row), rows.place(number), encoder.template_kwargs)
-            if token := control_token_in(row["raw_prompt"], controls):
+    report, bad = RowsReport(num_rows=len(rows)), BadRows()
+    for items in batches_of(len(rows)):
+        for item, row, length, error in rows.examined(items, encoder, checks, measured=True):
+            if row is not None:
+                _count(report, row, length, config)
+            if isinstance(error, UnavailableRowError):
+                report.num_problems += 1
+                bad.add_error(item, error, rows.place(item))
+            elif error is not None:
+                report.add_problem(str(error))
+            elif row is not None and (token := control_token_in(row["raw_prompt"], controls)):
                 report.num_control += 1
-                report.first_control = report.first_control or f"{token!r} in {rows.place(number)}"
-        except UnavailableRowError as error:
-            unavailable.add(error, rows.place(number))
-        except DataError as error:
-            report.add_problem(str(error))
-    report.problems[:0] = unavailable.sentences()
-    report.num_problems += sum(map(len, unavailable.places.values()))
+                report.first_control = report.first_control or f"{token!r} in {rows.place(item)}"
+    report.problems[:0] = bad.sentences(len(rows))
     if report.num_rows and report.num_overlong == report.num_rows and config.filter_overlong_prompts:
         report.add_problem(
             f"All prompts are longer than data.max_prompt_length={config.max_prompt_length}; raise the limit."
@@ -121,16 +120,12 @@ class _Unfiltered(RLHFDataset):
         return dataframe
 
 
-def _measure(rows: PromptRows, number: int, row: dict[str, Any], encoder: PromptEncoder, report: RowsReport) -> None:
-    report.data_sources[row[rows.config.reward_fn_key]] += 1
+def _count(report: RowsReport, row: dict[str, Any], length: int, config: DataConfig) -> None:
+    report.data_sources[row[config.reward_fn_key]] += 1
     text = json.dumps(row["raw_prompt"], sort_keys=True, default=str)
     digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
     report.num_repeated += digest in report.prompts
     report.prompts.add(digest)
-    prompt, place = rows.prompt(row), rows.place(number)
-    length = len(encoder.encode_whole(prompt, place))
-    report.lengths.append(length)
-    if length > encoder.max_length:
-        report.num_overlong += 1
-        if not rows.config.filter_overlong_prompts:
-            encoder.encode(prompt, place)  # raises the sentence when data.truncation is error
+    if length:
+        report.lengths.append(length)
+        report.num_overlong += length > config.max_prompt_length

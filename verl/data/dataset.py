@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from verl.data.files import Rows, read_rows
 from verl.data.prompts import PromptEncoder
+from verl.data.row_cache import key_of
+from verl.data.scan import BadRows, Scan, ScanPart, scan_rows
 from verl.data.schema import UNSCORED, Messages, at, check_row, messages_of
 from verl.data.template_checks import TemplateChecks
-from verl.errors import ConfigError, DataError, UnavailableRowError
+from verl.errors import ConfigError, DataError
 from verl.registry import load_module, load_object
 
 if TYPE_CHECKING:
@@ -84,15 +87,14 @@ class RLHFDataset:
         if not self.config.filter_overlong_prompts:
             return dataframe
         encoder = PromptEncoder(self.tokenizer, self.config)
-        fitting = []
-        for number in range(len(dataframe)):
-            row, place = dataframe[number], dataframe.place(number)
-            with at(place):
-                messages = messages_of(row, self.prompt_key)
-            ids = encoder.encode_whole(_prompt(row, messages, self.prompt_key), place)
-            if len(ids) <= self.max_prompt_length:
-                fitting.append(number)
-        if not fitting:
+        scan = scan_rows(
+            str(self.data_files),
+            len(dataframe),
+            partial(self._measure, dataframe, encoder),
+            key=lambda: key_of("lengths", dataframe.digest(), *encoder.identity(), self.prompt_key),
+        )
+        fitting = np.flatnonzero(scan.results()[0]["lengths"] <= self.max_prompt_length)
+        if not len(fitting):
             raise DataError(
                 f"All {len(dataframe)} prompts of {self.data_files} are longer than data.max_prompt_length="
                 f"{self.max_prompt_length} tokens; raise the limit."
@@ -100,6 +102,29 @@ class RLHFDataset:
         if len(fitting) < len(dataframe):
             logger.info("%d of %d prompts are too long and left out.", len(dataframe) - len(fitting), len(dataframe))
         return dataframe.select(fitting)
+
+    def _measure(self, dataframe: Rows, encoder: PromptEncoder, numbers: range) -> ScanPart:
+        """The prompt tokens of rows: an Examine of verl/data/scan.py."""
+        bad, prompts = BadRows(), self._prompts(dataframe, numbers)
+        lengths = [0] * len(numbers) if prompts is None else encoder.lengths(prompts)
+        for index, number in enumerate(numbers):
+            if not lengths[index]:
+                row, place = dataframe[number], dataframe.place(number)
+                try:
+                    with at(place):
+                        messages = messages_of(row, self.prompt_key)
+                    lengths[index] = len(encoder.encode_whole(_prompt(row, messages, self.prompt_key), place))
+                except DataError as error:
+                    bad.add(BadRows(of_fields=(number, str(error))))
+        return ScanPart({"lengths": np.array(lengths, dtype=np.int32)}, bad=bad)
+
+    def _prompts(self, dataframe: Rows, numbers: range) -> list[Messages | str] | None:
+        """The prompts of rows; None when one of them is wrong."""
+        try:
+            rows = dataframe.batch(numbers, self.prompt_key)
+            return [_prompt(row, messages_of(row, self.prompt_key), self.prompt_key) for row in rows]
+        except DataError:
+            return None
 
     def _build_messages(self, example: dict[str, Any]) -> Messages:
         """Chat messages of a row."""
@@ -113,11 +138,18 @@ class RLHFDataset:
         return len(self.dataframe)
 
     def __getitem__(self, item: int) -> dict[str, Any]:
-        import torch
-
         row = dict(self.dataframe[item])
         with at(self.place(item)):
-            row["raw_prompt"] = self._build_messages(row)
+            return self._with_fields(row)
+
+    def batch(self, items: range) -> list[dict[str, Any]]:
+        """`self[item]` of each. Raises DataError, which may not name the row."""
+        return [self._with_fields(row) for row in self.dataframe.batch(items)]
+
+    def _with_fields(self, row: dict[str, Any]) -> dict[str, Any]:
+        import torch
+
+        row["raw_prompt"] = self._build_messages(row)
         extra = row.get("extra_info")
         extra = extra if isinstance(extra, Mapping) else {}
         row["index"] = extra.get("index") or 0
@@ -147,24 +179,6 @@ def _prompt(row: dict[str, Any], messages: Messages, prompt_key: str) -> Message
     return text if isinstance(text, str) else messages
 
 
-class UnavailableRows:
-    """Rows that need a feature which is not available, counted by feature."""
-
-    def __init__(self, num_rows: int):
-        self.num_rows = num_rows
-        self.places: dict[str, list[str]] = {}
-
-    def add(self, error: UnavailableRowError, place: str) -> None:
-        self.places.setdefault(error.feature, []).append(place)
-
-    def sentences(self) -> list[str]:
-        """One sentence for each feature, with the count and the first row."""
-        return [
-            f"{len(places)} of {self.num_rows} rows, the first {places[0]}: {feature}"
-            for feature, places in self.places.items()
-        ]
-
-
 class PromptRows:
     """The rows that loaders read, of any data set class; each is checked as it is read. Rows whose rewards do not train
     (`scored=False`) may lack what selects and feeds a scorer."""
@@ -174,23 +188,23 @@ class PromptRows:
         self.config = config
         self.agents = agents
         self.scored = scored
+        # rows of a class of the user's are whatever its __getitem__ returns, one by one
+        own = (type(dataset).__getitem__, getattr(type(dataset), "_build_messages", None))
+        self._in_batches = own == (RLHFDataset.__getitem__, RLHFDataset._build_messages) and isinstance(
+            dataset.dataframe, Rows
+        )
+        self._scan: Scan | None = None  # that runs
 
     @cached_property
     def data_sources(self) -> list[str]:
-        """Names of the tasks in the data that are scored. Reads every row, so that a bad one is known before the run begins.
-        Raises DataError naming it, or one sentence for each feature that rows need and that is not available."""
-        names: set[str] = set()
-        unavailable = UnavailableRows(len(self))
-        for number in range(len(self)):
-            try:
-                row = self[number]
-                if self.scored or row["reward_model"] != UNSCORED:
-                    names.add(row[self.config.reward_fn_key])
-            except UnavailableRowError as error:
-                unavailable.add(error, self.place(number))
-        if sentences := unavailable.sentences():
-            raise DataError(" ".join(sentences))
-        return sorted(names)
+        """Names of the tasks in the data that are scored."""
+        names = self.dataset.dataframe.texts(self.config.reward_fn_key) if self._in_batches and self.scored else None
+        if names is not None:
+            return sorted(names)
+        rows = (self[number] for number in range(len(self)))
+        return sorted(
+            {row[self.config.reward_fn_key] for row in rows if self.scored or row["reward_model"] != UNSCORED}
+        )
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -203,17 +217,108 @@ class PromptRows:
     def __getitem__(self, item: int) -> dict[str, Any]:
         """A checked row, with raw_prompt."""
         row = self.dataset[item]
+        with at(self.place(item)):
+            return self._checked(row)
+
+    def _checked(self, row: Any) -> dict[str, Any]:
         if not isinstance(row, dict) or "raw_prompt" not in row:
             raise DataError(
-                f"{self.place(item)}: {type(self.dataset).__name__}.__getitem__ must return a dict with 'raw_prompt', "
-                "the chat messages of the prompt."
+                f"{type(self.dataset).__name__}.__getitem__ must return a dict with 'raw_prompt', the chat messages of the "
+                "prompt."
             )
         if not self.scored and row.get("reward_model") is None:
             name = self.config.reward_fn_key
             row = {**row, "reward_model": UNSCORED, name: row.get(name) or "prompts"}
-        with at(self.place(item)):
-            check_row(row, self.config, self.agents)
+        check_row(row, self.config, self.agents)
         return row
+
+    def batch(self, items: range) -> list[dict[str, Any] | DataError]:
+        """`self[item]` of each, or the error that it raises."""
+        try:
+            rows = self.dataset.batch(items) if self._in_batches else [None] * len(items)
+        except DataError:
+            rows = [None] * len(items)
+        return [self._outcome(item, row) for item, row in zip(items, rows, strict=True)]
+
+    def _outcome(self, item: int, row: dict[str, Any] | None) -> dict[str, Any] | DataError:
+        if row is not None:
+            with contextlib.suppress(DataError):
+                return self._checked(row)
+        try:
+            return self[item]
+        except DataError as error:
+            return error
+
+    def examined(
+        self, items: range, encoder: PromptEncoder, checks: TemplateChecks, *, measured: bool
+    ) -> Iterator[tuple[int, dict[str, Any] | None, int, DataError | None]]:
+        """(item, row, prompt tokens, error) of each of `items`. The row is None when its fields are wrong, the number 0 when
+        it is not `measured` or the prompt has no tokens."""
+        rows = self.batch(items)
+        right = [row for row in rows if not isinstance(row, DataError)]
+        lengths = iter(encoder.lengths([self.prompt(row) for row in right]) if measured else [0] * len(right))
+        for item, row in zip(items, rows, strict=True):
+            if isinstance(row, DataError):
+                yield item, None, 0, row
+                continue
+            prompt, length, error = self.prompt(row), next(lengths), None
+            try:
+                if measured:
+                    length = length or len(encoder.encode_whole(prompt, self.place(item)))
+                    if length > encoder.max_length and not self.config.filter_overlong_prompts:
+                        encoder.encode(prompt, self.place(item))
+                if not checks.passes_prompt(prompt, encoder.template_kwargs):
+                    checks.check_prompt(prompt, self.place(item), encoder.template_kwargs)
+            except DataError as caught:
+                error = caught
+            yield item, row, length, error
+
+    def examine(self, tokenizer: Any) -> None:
+        """Check the rows, see `load_dataset`. Raises DataError for bad rows that are known when this method returns; `poll`
+        raises it for the others."""
+        config, encoder = self.config, PromptEncoder(tokenizer, self.config)
+        checks, measured = (
+            TemplateChecks(tokenizer),
+            config.truncation == "error" and not config.filter_overlong_prompts,
+        )
+
+        def examine_batch(items: range) -> ScanPart:
+            lengths, bad = [], BadRows()
+            for item, row, length, error in self.examined(items, encoder, checks, measured=measured):
+                lengths.append(length)
+                if error is not None:
+                    bad.add_error(item, error, self.place(item), in_prompt=row is not None)
+            return ScanPart({"lengths": np.array(lengths, dtype=np.int32)}, bad=bad)
+
+        scan = scan_rows(
+            str(getattr(self.dataset, "data_files", type(self.dataset).__name__)),
+            len(self),
+            examine_batch,
+            key=lambda: key_of("checks", self.dataset.dataframe.digest(), *encoder.identity(), *self._rules()),
+            wait=config.check == "all",
+            forks=self._in_batches,
+        )
+        self._scan = scan if scan.runs else None
+
+    def _rules(self) -> list[Any]:
+        """The settings that decide which rows are right."""
+        names = (
+            "prompt_key",
+            "reward_fn_key",
+            "image_key",
+            "video_key",
+            "audio_key",
+            "truncation",
+            "max_prompt_length",
+        )
+        settings = {name: getattr(self.config, name) for name in (*names, "filter_overlong_prompts")}
+        return [settings, sorted(self.agents), self.scored]
+
+    def poll(self) -> None:
+        """Raise DataError for a bad row that has become known."""
+        if self._scan is not None:
+            self._scan.poll()
+            self._scan = self._scan if self._scan.runs else None
 
     def as_written(self, item: int) -> dict[str, Any]:
         """The row as its file has it; of a data set class without `dataframe`, as the class gives it."""
@@ -247,21 +352,18 @@ def load_dataset(
     max_samples: int = -1,
     agents: Collection[str] = (),
     scored: bool = True,
+    checked: bool = False,
 ) -> PromptRows:
-    """Read and check all rows of `files`; with `data.truncation=error` every prompt is measured too, so that a long one
-    does not stop the run in the middle. The model must read all of a prompt (TemplateChecks). `agents`: agent loops that rows
-    may name; `scored`: see PromptRows. Raises DataError naming the first bad row, ConfigError for data.custom_cls."""
+    """The rows of `files`, checked: fields, and with `data.truncation=error` the length of every prompt. The model must read
+    all of a prompt (TemplateChecks). With `data.check=first` the checks of many rows continue after this call, see
+    verl/data/scan.py. `agents`: agent loops that rows may name; `scored`: see PromptRows; `checked`: not checked again. Raises
+    DataError naming the first bad row, ConfigError for data.custom_cls."""
     dataset = dataset_class(config)(
         data_files=files, tokenizer=tokenizer, config=config, processor=processor, max_samples=max_samples
     )
     rows = PromptRows(dataset, config, agents, scored=scored)
-    if not rows.data_sources and not len(rows):
+    if not len(rows):
         raise DataError(f"{type(dataset).__name__} has no rows.")
-    encoder, checks = PromptEncoder(tokenizer, config), TemplateChecks(tokenizer)
-    is_measured = config.truncation == "error" and not config.filter_overlong_prompts
-    for number in range(len(rows)):
-        prompt, place = rows.prompt(rows[number]), rows.place(number)
-        if is_measured:
-            encoder.encode(prompt, place)
-        checks.check_prompt(prompt, place, encoder.template_kwargs)
+    if not checked:
+        rows.examine(tokenizer)
     return rows

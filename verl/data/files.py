@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import os
 import uuid
@@ -14,11 +15,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from verl.data.row_cache import cached_path, key_of, mark_used, new_entry
 from verl.errors import DataError
 from verl.foreign_text import clean, quoted
+from verl.models.content import digest_of_files, digest_of_text
 from verl.regular_files import require_regular
 
 SUFFIXES = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz")
+_MAPPED_BYTES = 256 << 20  # of the columns of a parquet file, before its codec; a larger one is not held in memory
+_ROWS_READ = 65_536  # at once
 
 
 def parse_json(text: str) -> Any:
@@ -44,6 +49,18 @@ class Table(Protocol):
 
     def __getitem__(self, row: int) -> dict[str, Any]: ...
 
+    def batch(self, rows: np.ndarray, field: str | None) -> list[dict[str, Any]]:
+        """`self[row]` of each, with all fields or only that one."""
+        ...
+
+    def texts(self, field: str) -> set[str]:
+        """The different texts of a field."""
+        ...
+
+    def digest(self) -> str | None:
+        """The digest of the file; None where it is not known."""
+        ...
+
     def place(self, row: int) -> str:
         """File and row number, as its author counts: rows from 0, lines from 1."""
         ...
@@ -57,14 +74,46 @@ class ParquetTable:
         self.path = path
         try:
             # read_table would add columns from a=b folders
-            self.table = pyarrow.parquet.ParquetFile(path, page_checksum_verification=True).read()
+            self.table = self._read(pyarrow.parquet.ParquetFile(path, page_checksum_verification=True))
         except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
             raise DataError(f"{path} cannot be read as parquet: {clean(error)}. Write or download it again.") from error
         if twice := [name for name, count in Counter(self.table.column_names).items() if count > 1]:
             raise DataError(f"{path} has several columns {quoted(twice[0])}; keep one of them.")
 
+    def _read(self, file: Any) -> Any:
+        """The rows, in memory or, of a large file, as a memory map of its copy in the cache: parquet cannot be read by row."""
+        import pyarrow.ipc
+
+        footer = file.metadata
+        size = sum(footer.row_group(group).total_byte_size for group in range(footer.num_row_groups))
+        path = cached_path(f"{key_of('rows', self.digest())}.arrow") if size > _MAPPED_BYTES else None
+        if path is None:
+            return file.read()
+        if not mark_used(path):
+            with new_entry(path) as temporary, pyarrow.ipc.new_file(temporary, file.schema_arrow) as writer:
+                for batch in file.iter_batches(_ROWS_READ):
+                    writer.write_batch(batch)
+        return pyarrow.ipc.open_file(pyarrow.memory_map(str(path))).read_all()
+
     def __len__(self) -> int:
         return self.table.num_rows
+
+    def batch(self, rows: np.ndarray, field: str | None) -> list[dict[str, Any]]:
+        table = self.table if field is None else self.table.select([field] if field in self.table.column_names else [])
+        first, last = int(rows[0]), int(rows[-1])
+        follow = last - first + 1 == len(rows) and bool((np.diff(rows) == 1).all())
+        try:
+            return (table.slice(first, len(rows)) if follow else table.take(rows)).to_pylist()
+        except (ValueError, OverflowError) as error:
+            raise DataError(f"{self.path} holds a value that cannot be read: {clean(error)}") from error
+
+    def texts(self, field: str) -> set[str]:
+        if field not in self.table.column_names:
+            return set()
+        return {value for value in self.table[field].unique().to_pylist() if isinstance(value, str)}
+
+    def digest(self) -> str | None:
+        return digest_of_files([self.path])
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         try:
@@ -122,6 +171,15 @@ class JsonTable:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def batch(self, rows: np.ndarray, field: str | None) -> list[dict[str, Any]]:
+        return [self.rows[row] for row in rows]
+
+    def texts(self, field: str) -> set[str]:
+        return {value for row in self.rows if isinstance(value := row.get(field), str)}
+
+    def digest(self) -> str | None:
+        return digest_of_files([self.path])
+
     def __getitem__(self, row: int) -> dict[str, Any]:
         return self.rows[row]
 
@@ -139,6 +197,16 @@ class HuggingFaceTable:
 
     def __len__(self) -> int:
         return len(self.dataset)
+
+    def batch(self, rows: np.ndarray, field: str | None) -> list[dict[str, Any]]:
+        return [self[int(row)] for row in rows]
+
+    def texts(self, field: str) -> set[str]:
+        values = self.dataset.unique(field) if field in self.dataset.column_names else []
+        return {value for value in values if isinstance(value, str)}
+
+    def digest(self) -> str | None:
+        return getattr(self.dataset, "_fingerprint", None)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         try:
@@ -170,6 +238,33 @@ class Rows(Sequence[dict[str, Any]]):
     def __getitem__(self, row: Any) -> Any:
         table, number = self._locate(row)
         return dict(table[number])
+
+    def batch(self, rows: range, field: str | None = None) -> list[dict[str, Any]]:
+        """`self[row]` of each of `rows`, all of their fields or only `field`. Raises DataError, which may not name the row."""
+        numbers = self._chosen[rows.start : rows.stop]
+        if not len(numbers):
+            return []
+        table_of = np.searchsorted(self._ends, numbers, side="right")
+        batch: list[dict[str, Any]] = []
+        for part in np.split(numbers, np.flatnonzero(np.diff(table_of)) + 1):
+            index = int(table_of[len(batch)])
+            start = int(self._ends[index - 1]) if index else 0
+            batch += map(dict, self._tables[index].batch(part - start, field))
+        return batch
+
+    def texts(self, field: str) -> set[str] | None:
+        """The different texts of a field; None for a selection of the rows, whose texts only their rows tell."""
+        if len(self._chosen) < self._ends[-1]:
+            return None
+        return set().union(*(table.texts(field) for table in self._tables))
+
+    def digest(self) -> str | None:
+        """The digest of these rows in this order; None where it is not known."""
+        digests = [table.digest() for table in self._tables]
+        if None in digests:
+            return None
+        chosen = hashlib.blake2b(self._chosen.tobytes(), digest_size=16).hexdigest()
+        return digest_of_text(*map(str, digests), chosen)
 
     def place(self, row: int) -> str:
         """File and row number in that file."""

@@ -33,6 +33,7 @@ class _Reader:
         self._warned: set[str] = set()
 
     def read(self, ordinals: Sequence[int], numbers: Sequence[int]) -> DataProto:
+        self.rows.poll()
         rows = [self.rows[number] for number in numbers]
         objects: dict[str, Any] = {
             "uid": [str(ordinal) for ordinal in ordinals],

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from verl.data.row_cache import digest_of_tokenizer
 from verl.data.schema import Messages
 from verl.data_proto.token_ids import num_embeddings
 from verl.errors import ConfigError, DataError, is_failure
@@ -31,10 +32,15 @@ class PromptEncoder:
         self.tokenizer = tokenizer
         self.max_length = config.max_prompt_length
         self.truncation = config.truncation
+        self._takes_batches: bool | None = None  # not known yet
         self.template_kwargs = dict(config.apply_chat_template_kwargs or {})
         if config.tool_config_path or config.function_tool_path:  # only runs with agents read it
             tools = load_all_tools(config.tool_config_path, config.function_tool_path)
             self.template_kwargs["tools"] = [tool.tool_schema.for_template() for tool in tools]
+
+    def identity(self) -> list[Any]:
+        """The values that decide the tokens of a prompt, for a key of the cache; with None when they are not known."""
+        return [self.template_kwargs, *identity_of(self.tokenizer)]
 
     def encode(self, prompt: Messages | str, place: str) -> list[int]:
         """Token ids of a prompt, at most max_prompt_length of them, ending where the answer begins.
@@ -70,6 +76,34 @@ class PromptEncoder:
             raise DataError(f"{place}: the prompt has no tokens.")
         return list(ids)
 
+    def lengths(self, prompts: Sequence[Messages | str]) -> list[int]:
+        """Tokens of each prompt as `encode_whole` gives them, by one call of the tokenizer; 0 where only `encode_whole` can say
+        how many, or what is wrong."""
+        try:
+            ids = self._encode_many(prompts)
+        except BaseException as error:  # as in `encode_text`, and a template's program
+            if not is_failure(error):
+                raise
+            return [0] * len(prompts)
+        limit = num_embeddings(self.tokenizer)
+        return [len(tokens) if tokens and max(tokens) < limit else 0 for tokens in ids]
+
+    def _encode_many(self, prompts: Sequence[Messages | str]) -> list[list[int]]:
+        """Token ids of each prompt; empty for a tokenizer that takes one text at a time."""
+        if not prompts or not getattr(self.tokenizer, "is_fast", False):
+            return [[] for _ in prompts]
+        if getattr(self.tokenizer, "chat_template", None):
+            chats = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
+            settings = at_time_of_run({"add_generation_prompt": True, **self.template_kwargs})
+            texts = self.tokenizer.apply_chat_template(chats, tokenize=False, **settings)
+            ids = self.tokenizer.encode(texts, add_special_tokens=False)
+        else:
+            ids = self.tokenizer.encode(list(prompts))
+        if self._takes_batches is None:  # a class of the user's may take a list for the words of one text
+            first = [self.encode_whole(prompt, "") for prompt in prompts[:4]]
+            self._takes_batches = len(ids) == len(prompts) and [*ids[:4]] == first
+        return ids if self._takes_batches else [[] for _ in prompts]
+
 
 def set_template_time(time: str | None) -> None:
     """Let `strftime_now` of chat templates give `time` (ISO 8601) in this process; None: the time of the first rendering.
@@ -82,6 +116,12 @@ def template_time() -> str:
     if not _time:
         _time.append(datetime.now().replace(microsecond=0))
     return _time[0].isoformat()
+
+
+def identity_of(tokenizer: Any) -> list[Any]:
+    """The values that decide what a tokenizer makes of messages, for a key of the cache; with None when they are not known."""
+    template = str(getattr(tokenizer, "chat_template", None))
+    return [digest_of_tokenizer(tokenizer), template_time() if "strftime_now" in template else ""]
 
 
 def encode_text(tokenizer: Any, text: str, place: str, **settings: bool) -> list[int]:

@@ -7,7 +7,8 @@ rendered several times. Rows of one shape (roles, fields, tools) are checked onc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from verl.data.prompts import encode_text, render_chat
@@ -35,6 +36,14 @@ class TemplateChecks:
         else:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             self.check_chat(messages, place, tools_matter=False, add_generation_prompt=True, **template_kwargs)
+
+    def passes_prompt(self, prompt: Messages | str, template_kwargs: Mapping[str, Any]) -> bool:
+        """Whether `check_prompt` passes."""
+        try:
+            self.check_prompt(prompt, "", template_kwargs)
+        except DataError:
+            return False
+        return True
 
     def check_text(self, text: str, place: str, **settings: bool) -> None:
         """Raises DataError when the tokenizer gives different tokens for the same text, or nothing for this one. Only the first
@@ -80,7 +89,7 @@ class TemplateChecks:
         ids = self._ids(text, place)
         self.check_text(text, place, add_special_tokens=False)
         for shape, what, variants in new:
-            texts = [self._rendered(m, place, **{**template_kwargs, **more}) for m, more in variants]
+            texts = [self._rendered(m, place, **{**template_kwargs, **more}) for m, more in variants()]
             if all(other == text or (other is not None and self._ids(other, place) == ids) for other in texts):
                 raise DataError(f"{place}: {_loss(what, all(other == text for other in texts))}")
             self.shapes.add((kind, shape))
@@ -105,14 +114,15 @@ def _loss(what: str, by_template: bool) -> str:
     )
 
 
-def _parts(
-    messages: Messages, first: int, tools: Any
-) -> Iterator[tuple[Any, str, list[tuple[Messages, dict[str, Any]]]]]:
+_Variants = Callable[[], list[tuple[Messages, dict[str, Any]]]]  # made only for a new shape
+
+
+def _parts(messages: Messages, first: int, tools: Any) -> Iterator[tuple[Any, str, _Variants]]:
     """Parts that the model is to read: (shape, name, variants of messages and template arguments without the part). If the
     template writes it, at least one of the variants reads otherwise."""
     if tools:
         roles = tuple(sorted({message["role"] for message in messages}))
-        yield ("tools", roles), "the row's tools", [(messages, {"tools": None})]
+        yield ("tools", roles), "the row's tools", lambda: [(messages, {"tools": None})]
     for number, message in enumerate(messages[first:], first):
         is_last = number == len(messages) - 1
         filled = tuple(name for name in _FIELDS if _says_something(message.get(name)))
@@ -123,19 +133,25 @@ def _parts(
             if is_thought and message["role"] == "assistant" and not is_last:
                 continue  # templates drop the thoughts of earlier turns on purpose
             whose = f"{'the content' if name == 'content' else name} of message {number} (role {message['role']})"
-            yield (name, *shape), whose, [(_replaced(messages, number, name, x), {}) for x in _others(message[name])]
+            yield (name, *shape), whose, partial(_with_others, messages, number, name)
             if name == "tool_calls" and any(_arguments(call) for call in message[name]):
-                bare = _replaced(messages, number, name, [_without_arguments(call) for call in message[name]])
-                yield ("arguments", *shape), f"the arguments of {whose}", [(bare, {})]
+                yield ("arguments", *shape), f"the arguments of {whose}", partial(_with_bare_calls, messages, number)
 
 
 def _says_something(value: Any) -> bool:
     return bool(value.strip()) if isinstance(value, str) else bool(value)
 
 
-def _others(value: Any) -> list[Any]:
-    """Other values of a field: none, and for a text a longer one, since a template may have a default for an empty one."""
-    return ["", f"{value} x"] if isinstance(value, str) else [None]
+def _with_others(messages: Messages, number: int, name: str) -> list[tuple[Messages, dict[str, Any]]]:
+    """With other values of a field: none, and for a text a longer one, since a template may have a default for an empty one."""
+    value = messages[number][name]
+    others = ["", f"{value} x"] if isinstance(value, str) else [None]
+    return [(_replaced(messages, number, name, other), {}) for other in others]
+
+
+def _with_bare_calls(messages: Messages, number: int) -> list[tuple[Messages, dict[str, Any]]]:
+    bare = [_without_arguments(call) for call in messages[number]["tool_calls"]]
+    return [(_replaced(messages, number, "tool_calls", bare), {})]
 
 
 def _replaced(messages: Messages, number: int, name: str, value: Any) -> Messages:

@@ -20,11 +20,11 @@ from verl.config import LoadedConfig, ModelConfig
 from verl.config.schema import value_at
 from verl.config.sources import read_limited
 from verl.errors import CheckpointError, ConfigError, VerlError
+from verl.models.content import digest_of_files, digest_of_text, digest_of_weights
 from verl.models.folder import fetch, weight_files
 from verl.programs.api import Program
 from verl.registry import user_file
 from verl.regular_files import read_text
-from verl.run.content import digest_of_files, digest_of_text, digest_of_weights
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from verl.checkpoint.retention import candidates
 from verl.config import LoadedConfig
 from verl.config.diff import settings_of_work
-from verl.run.content import digest_of_text
+from verl.models.content import digest_of_text
 from verl.tracking.files import Check, each, has, is_count, is_number, is_text, json_text, maybe, read_json
 
 START_FILE = "start.json"

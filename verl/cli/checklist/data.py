@@ -54,7 +54,13 @@ def _teachers(subject: Subject, scored: bool) -> Line:
 
     data, loops = subject.config.data, known_loops(rollout_spec(subject.config).agents)
     rows = load_dataset(
-        data.train_files, subject.tokenizer, data, max_samples=data.train_max_samples, agents=loops, scored=scored
+        data.train_files,
+        subject.tokenizer,
+        data,
+        max_samples=data.train_max_samples,
+        agents=loops,
+        scored=scored,
+        checked=True,
     )
     check_teachers(subject.config, subject.tokenizer, rows)
     return passed("every row has its teacher and the columns that distillation reads")
@@ -120,7 +126,7 @@ def _rows(subject: Subject) -> Iterator[dict[str, Any]]:
     config, scored = subject.config.data, uses_rewards(subject.config)
     for files, most in ((config.train_files, config.train_max_samples), (config.val_files, config.val_max_samples)):
         if files:
-            rows = load_dataset(files, subject.tokenizer, config, max_samples=most, scored=scored)
+            rows = load_dataset(files, subject.tokenizer, config, max_samples=most, scored=scored, checked=True)
             for number in range(len(rows)):
                 row = rows[number]
                 if scored or row["reward_model"] != UNSCORED:

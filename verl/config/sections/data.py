@@ -49,6 +49,11 @@ class DataConfig(Section):
     sampler: SamplerClassConfig = section(SamplerClassConfig, "the user's order of rows, in place of shuffle and seed")
     filter_overlong_prompts: bool = used(False, "leave out rows whose prompt is longer than max_prompt_length")
     truncation: str = used("error", "what happens to a longer prompt", choices=("error", "left", "right", "middle"))
+    check: str = used(
+        "first",
+        "rows that are checked before training; first: 8,192 rows, and the others while the run trains; all",
+        choices=("first", "all"),
+    )
     apply_chat_template_kwargs: dict[str, Any] = used({}, "further arguments of the chat template")
     image_key: str = used("images", "field that holds images; rows that have any are refused")
     video_key: str = used("videos", "field that holds videos; rows that have any are refused")

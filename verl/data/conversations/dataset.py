@@ -4,152 +4,65 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 
 from verl.config.sections.data import SFTDataConfig
-from verl.data.check import NUM_PROBLEMS_SHOWN
 from verl.data.conversations.formats import example_of
+from verl.data.conversations.store import SequenceStore, columns_of
+from verl.data.conversations.summary import FileSummary
 from verl.data.conversations.tokens import ConversationEncoder, TrainingSequence
 from verl.data.conversations.turn_ends import TurnEnds
 from verl.data.dataset import Files, dataset_class
 from verl.data.files import Rows, read_rows
 from verl.data.order import PromptOrder
-from verl.data.prompts import control_token_in, control_tokens, truncate
+from verl.data.prompts import control_token_in, control_tokens, identity_of
+from verl.data.row_cache import key_of
+from verl.data.scan import BadRows, ScanPart, scan_rows
 from verl.data.schema import Messages, at
 from verl.data_proto.proto import DataProto
 from verl.data_proto.token_ids import label_mask, num_embeddings, token_ids, token_mask
-from verl.data_proto.trajectory import token_columns
 from verl.errors import DataError
 
 if TYPE_CHECKING:
     from verl.config.sections.data import PreferenceDataConfig, TextDataConfig
 
+# keys of `data` that no sequence depends on
+_NOT_OF_ROWS = (
+    "train_files", "val_files", "train_max_samples", "val_max_samples", "train_batch_size", "use_dynamic_bsz",
+    "max_token_len_per_gpu", "micro_batch_size_per_gpu", "shuffle", "seed",
+)  # fmt: skip
 _TOKENIZED = ("input_ids", "loss_mask", "labels", "attention_mask")  # columns of a row of token ids
 
-# row number -> (file and row for messages, format, sequences before truncation, a control token in messages or "")
-ReadRow = Callable[[int], tuple[str, str, list[TrainingSequence], str]]
 
+class Source(Protocol):
+    """Rows of a file, or of the user's class."""
 
-@dataclass
-class FileSummary:
-    """Counts of one file. Tokens are counted after truncation; sequence lengths are measured before it."""
+    name: str
+    forks: bool  # whether other processes may read rows
 
-    file: str
-    settings: TextDataConfig
-    num_rows: int = 0  # rows that train
-    formats: Counter[str] = field(default_factory=Counter)  # rows of each format
-    num_sequences: int = 0
-    num_tokens: int = 0
-    num_trained: int = 0  # tokens
-    num_split: int = 0  # rows that are several sequences
-    num_truncated: int = 0  # sequences that are cut, also if nothing of them trains afterwards
-    num_tokens_cut: int = 0
-    num_trained_cut: int = 0
-    num_untrainable_sequences: int = 0  # the cut leaves none of their trained tokens
-    num_untrainable_rows: int = 0  # rows without any other sequence; they are left out
-    num_endless: int = 0  # sequences that train no token which ends generation
-    num_behind: int = 0  # sequences with text behind a token that ends generation
-    num_control: int = 0  # rows with control tokens in the contents of their messages
-    first_control: str = ""  # the first of these tokens, and its row
-    longest: int = 0
-    longest_place: str = ""
-    num_problems: int = 0  # rows that would stop a run
-    problems: list[str] = field(default_factory=list)  # a sentence for each of the first of them
+    def __len__(self) -> int: ...
 
-    def sentences(self) -> list[str]:
-        """The summary for people; the first sentence is always present, each other one when its count is not 0."""
-        formats = ", ".join(f"{name} (rows: {count:,})" for name, count in self.formats.most_common()) or "none"
-        lines = [
-            f"{self.file}: format {formats}; rows that train: {self.num_rows:,}, as sequences: {self.num_sequences:,}, "
-            f"tokens: {self.num_tokens:,}, trained tokens: {self.num_trained:,}, longest sequence: {self.longest:,}"
-            + (f" ({self.longest_place})." if self.longest_place else ".")
-        ]
-        if self.num_truncated:
-            lines.append(
-                f"Sequences longer than data.max_length={self.settings.max_length}, cut on the "
-                f"{self.settings.truncation}: {self.num_truncated:,}; tokens lost: {self.num_tokens_cut:,}, trained "
-                f"tokens among them: {self.num_trained_cut:,}."
-            )
-        if self.num_untrainable_sequences:
-            lines.append(
-                f"Sequences left out because the cut leaves no token that trains: {self.num_untrainable_sequences:,}; "
-                f"rows left out with them: {self.num_untrainable_rows:,}. Raise data.max_length or change data.truncation."
-            )
-        if self.num_split:
-            lines.append(
-                f"Rows that become several sequences: {self.num_split:,}. An earlier turn has other tokens once a later one "
-                "follows, mostly because the chat template rewrites history; each turn trains after the prompt that the "
-                "sampler would see."
-            )
-        if self.num_endless:
-            lines.append(
-                f"Sequences that train no token which ends generation: {self.num_endless:,}. The model does not learn "
-                "to stop from them; compare the chat template with the tokenizer's eos_token."
-            )
-        if self.num_behind:
-            lines.append(
-                f"Sequences with text behind a token that ends generation: {self.num_behind:,}. Sampling would stop there, so "
-                "that text does not train."
-            )
-        if self.num_control:
-            lines.append(
-                f"Rows with control tokens in their messages: {self.num_control:,}, the first {self.first_control}. The model "
-                "reads them as such, not as text."
-            )
-        return lines + ([f"Rows that cannot be used: {self.num_problems:,}."] if self.num_problems else [])
+    def decoded(self, rows: range) -> Sequence[Any]:
+        """Each of `rows` as `read` takes it."""
+        ...
 
-    def add_problem(self, sentence: str) -> None:
-        self.num_problems += 1
-        if len(self.problems) < NUM_PROBLEMS_SHOWN:
-            self.problems.append(sentence)
+    def read(self, row: Any, place: str) -> tuple[str, list[TrainingSequence], str]:
+        """Format of a row, its sequences before truncation, a control token in its messages or "". Raises DataError."""
+        ...
 
-    def fit_row(self, sequences: list[TrainingSequence], place: str, stops: Sequence[int]) -> list[TrainingSequence]:
-        """The sequences of a row that keep a token which trains, within data.max_length; counted."""
-        self.num_split += len(sequences) > 1
-        return [short for sequence in sequences if (short := self.fit(sequence, place, stops))]
+    def place(self, row: int) -> str:
+        """File and row, for messages."""
+        ...
 
-    def fit(self, sequence: TrainingSequence, place: str, stops: Sequence[int]) -> TrainingSequence | None:
-        """The sequence within data.max_length, counted; None when the cut leaves no token that trains."""
-        limit = self.settings.max_length
-        longer = limit is not None and len(sequence.input_ids) > limit
-        return self.count(
-            sequence, shortened(sequence, limit or 0, self.settings.truncation) if longer else sequence, place, stops
-        )
-
-    def count(
-        self, whole: TrainingSequence, short: TrainingSequence, place: str, stops: Sequence[int]
-    ) -> TrainingSequence | None:
-        """Count `short`, which is `whole` or its truncation, and return it; None when no token of it trains."""
-        length, num_cut = len(whole.input_ids), len(whole.input_ids) - len(short.input_ids)
-        if length > self.longest:
-            self.longest, self.longest_place = length, place
-        self.num_behind += whole.num_behind > 0
-        self.num_endless += not np.isin(whole.input_ids[whole.loss_mask], stops).any()
-        if num_cut:
-            self.num_truncated += 1
-            self.num_tokens_cut += num_cut
-            self.num_trained_cut += whole.num_trained - short.num_trained
-            if not short.num_trained:
-                self.num_untrainable_sequences += 1
-                return None
-        self.num_tokens += len(short.input_ids)
-        self.num_trained += short.num_trained
-        return short
-
-
-def shortened(sequence: TrainingSequence, limit: int, mode: str) -> TrainingSequence:
-    """At most `limit` tokens of the sequence: the last ones (`left`) or the first ones (`right`)."""
-    mask = np.array(truncate(sequence.loss_mask.tolist(), limit, mode), dtype=np.bool_)
-    mask[0] = False  # the token that it was predicted from may be gone
-    ids = np.array(truncate(sequence.input_ids.tolist(), limit, mode), dtype=np.int32)
-    return replace(sequence, input_ids=ids, loss_mask=mask)
+    def identity(self) -> list[Any]:
+        """The values that decide the sequences next to the settings, for a key of the cache; None if unknown."""
+        ...
 
 
 class ConversationDataset:
@@ -159,11 +72,13 @@ class ConversationDataset:
     """
 
     summary_class = FileSummary
+    sequence_class: type[Any] = TrainingSequence
 
     def __init__(self) -> None:
+        self.settings: Any = None  # of the rows
         self.summaries: list[Any] = []  # of summary_class, one per file
-        self._rows: list[list[TrainingSequence]] = []
-        self._places: list[str] = []
+        self._rows = SequenceStore(self.sequence_class)
+        self._places: list[tuple[Callable[[int], str], np.ndarray]] = []  # of each file, with the numbers of its rows
 
     def sequences_of(
         self, row: Mapping[str, Any], encoder: ConversationEncoder, place: str
@@ -181,33 +96,58 @@ class ConversationDataset:
         return len(self._rows)
 
     def __getitem__(self, item: int) -> list[TrainingSequence]:
-        return self._rows[item]
+        rows: list[TrainingSequence] = self._rows[item]
+        return rows
 
     def place(self, item: int) -> str:
         """File and row number of a row, for messages."""
-        return self._places[item]
+        file, row = self._rows.locate(item)
+        place, numbers = self._places[file]
+        return place(int(numbers[row]))
 
     def batch(self, rows: Sequence[int]) -> DataProto:
         """See `training_batch`; the sequences of a row are adjacent, and have its number as `ordinal`."""
-        names = [(row, index) for row in rows for index in range(len(self._rows[row]))]
-        batch = training_batch([self._rows[row][index] for row, index in names])
-        batch.batch["ordinal"] = torch.tensor([row for row, _ in names])
-        batch.batch["sample_index"] = torch.tensor([index for _, index in names])
+        sequences = [self._rows[row] for row in rows]
+        batch = training_batch([sequence for of_row in sequences for sequence in of_row])
+        batch.batch["ordinal"] = torch.tensor(
+            [row for row, of_row in zip(rows, sequences, strict=True) for _ in of_row]
+        )
+        batch.batch["sample_index"] = torch.tensor([index for of_row in sequences for index in range(len(of_row))])
         return batch
 
-    def add(
-        self, summary: FileSummary, num_rows: int, read: ReadRow, *, stop_token_ids: Sequence[int], keep_going: bool
-    ) -> None:
-        """Add the rows of `read`. Raises DataError for the first bad one; with `keep_going` the summary describes them."""
+    def add(self, source: Source, settings: Any, *, stop_token_ids: Sequence[int], keep_going: bool) -> None:
+        """Add the rows of `source`. Raises DataError for the first bad one; with `keep_going` the summary describes them."""
+        self.settings = settings
+        examine = partial(self._examine, source, settings, stop_token_ids, keep_going)
+        scan = scan_rows(
+            source.name, len(source), examine,
+            key=lambda: key_of(type(self).__name__, self.rules(settings), stop_token_ids, keep_going, *source.identity()),
+            forks=source.forks,
+        )  # fmt: skip
+        arrays, counts = scan.results()
+        summary = self.summary_class(source.name, settings)
+        for part in counts:
+            summary.add_counts(part)
         self.summaries.append(summary)
-        for number in range(num_rows):
+        self._rows.add(arrays)
+        self._places.append((source.place, arrays["numbers"]))
+
+    def _examine(
+        self, source: Source, settings: Any, stop_token_ids: Sequence[int], keep_going: bool, numbers: range
+    ) -> ScanPart:
+        """Rows as columns with the number of each, and the counts of their summary: an Examine of verl/data/scan.py."""
+        summary, bad = self.summary_class(source.name, settings), BadRows()
+        rows, numbers_of_rows = [], []
+        for number, row in zip(numbers, source.decoded(numbers), strict=True):
+            place = source.place(number)
             try:
-                place, row_format, whole, control = read(number)
-                _check_length(max(len(sequence.input_ids) for sequence in whole), summary.settings, place)
+                row_format, whole, control = source.read(row, place)
+                _check_length(max(len(sequence.input_ids) for sequence in whole), settings, place)
                 sequences = summary.fit_row(whole, place, stop_token_ids)
             except DataError as error:
                 if not keep_going:
-                    raise
+                    bad.add(BadRows(of_fields=(number, str(error))))
+                    break
                 summary.add_problem(str(error))
                 continue
             summary.formats[row_format] += 1
@@ -216,13 +156,21 @@ class ConversationDataset:
                 summary.first_control = summary.first_control or f"{control!r} in {place}"
             summary.num_untrainable_rows += not sequences
             if sequences:
-                self._append(sequences, place)
                 summary.num_rows += 1
                 summary.num_sequences += len(sequences)
+                rows += (of_row := self.rows_of(sequences))
+                numbers_of_rows += [number] * len(of_row)
+        columns = columns_of(self.sequence_class, rows)
+        return ScanPart({**columns, "numbers": np.array(numbers_of_rows, dtype=np.int64)}, summary.counts(), bad)
 
-    def _append(self, sequences: list[Any], place: str) -> None:
-        self._rows.append(sequences)
-        self._places.append(place)
+    def rules(self, settings: Any) -> dict[str, Any]:
+        """The values that decide the sequences of a row next to its tokenizer."""
+        own = {name: value for name, value in vars(self).items() if isinstance(value, bool | str)}
+        return own | {name: value for name, value in asdict(settings).items() if name not in _NOT_OF_ROWS}
+
+    def rows_of(self, sequences: list[Any]) -> list[list[Any]]:
+        """The rows of the data set that the sequences of a row of the file become."""
+        return [sequences]
 
 
 def _check_length(length: int, settings: TextDataConfig, place: str) -> None:
@@ -260,9 +208,8 @@ def read_into(
     """
     names = [files] if isinstance(files, str | os.PathLike) else list(files)
     stops = sorted(TurnEnds(tokenizer, stop_token_ids).stops)
-    for name, count, read in _sources(dataset, names, tokenizer, settings, max_samples, seed, stops):
-        summary = dataset.summary_class(name, settings)
-        dataset.add(summary, count, read, stop_token_ids=stops, keep_going=keep_going)
+    for source in _sources(dataset, names, tokenizer, settings, max_samples, seed, stops):
+        dataset.add(source, settings, stop_token_ids=stops, keep_going=keep_going)
     if not len(dataset) and not keep_going:
         raise DataError(
             f"None of the rows of {', '.join(map(str, names))} keeps a token that trains within "
@@ -279,39 +226,78 @@ def _sources(
     max_samples: int,
     seed: int | None,
     stop_token_ids: Sequence[int],
-) -> Iterator[tuple[str, int, ReadRow]]:
-    """(name, number of rows, reader) of each file, or of the custom class."""
+) -> Iterator[Source]:
+    """Each file, or the custom class."""
     if isinstance(settings, SFTDataConfig) and settings.custom_cls.path:
-        source = dataset_class(settings)(
+        rows = dataset_class(settings)(
             parquet_files=names, tokenizer=tokenizer, config=settings, processor=None, max_samples=max_samples
         )
-        yield type(source).__name__, len(source), partial(_row_of_class, source, num_embeddings(tokenizer))
+        yield _ClassSource(type(rows).__name__, rows, num_embeddings(tokenizer))
         return
     tables = [read_rows(name) for name in names] or [read_rows([])]
     chosen, start = _chosen(sum(map(len, tables)), max_samples, seed), 0
     encoder, controls = ConversationEncoder(tokenizer, settings, stop_token_ids), control_tokens(tokenizer)
     for name, rows in zip(names, tables, strict=True):
         inside = rows.select(chosen[(chosen >= start) & (chosen < start + len(rows))] - start)
-        yield str(name), len(inside), partial(_row_of_file, dataset, inside, encoder, controls)
+        yield _FileSource(str(name), dataset, inside, encoder, controls)
         start += len(rows)
 
 
-def _row_of_file(
-    dataset: ConversationDataset,
-    rows: Rows,
-    encoder: ConversationEncoder,
-    controls: re.Pattern[str] | None,
-    number: int,
-) -> tuple[str, str, list[TrainingSequence], str]:
-    place = rows.place(number)
-    row_format, sequences, messages = dataset.sequences_of(rows[number], encoder, place)
-    return place, row_format, sequences, control_token_in(messages, controls)
+@dataclass
+class _FileSource:
+    """See Source."""
+
+    name: str
+    dataset: ConversationDataset
+    rows: Rows
+    encoder: ConversationEncoder
+    controls: re.Pattern[str] | None
+    forks: bool = True
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def decoded(self, rows: range) -> Sequence[Any]:
+        try:
+            return self.rows.batch(rows)
+        except DataError:
+            return rows  # to be read one by one
+
+    def read(self, row: Any, place: str) -> tuple[str, list[TrainingSequence], str]:
+        fields = self.rows[row] if isinstance(row, int) else row
+        row_format, sequences, messages = self.dataset.sequences_of(fields, self.encoder, place)
+        return row_format, sequences, control_token_in(messages, self.controls)
+
+    def place(self, row: int) -> str:
+        return self.rows.place(row)
+
+    def identity(self) -> list[Any]:
+        return [self.name, self.rows.digest(), *identity_of(self.encoder.tokenizer)]
 
 
-def _row_of_class(dataset: Any, vocab_size: int, number: int) -> tuple[str, str, list[TrainingSequence], str]:
-    name = type(dataset).__name__
-    place = f"row {number} of {name}"
-    return place, name, [tokenized(dataset[number], place, vocab_size)], ""
+@dataclass
+class _ClassSource:
+    """See Source."""
+
+    name: str
+    rows: Any
+    vocab_size: int
+    forks: bool = False
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def decoded(self, rows: range) -> Sequence[Any]:
+        return rows
+
+    def read(self, row: Any, place: str) -> tuple[str, list[TrainingSequence], str]:
+        return self.name, [tokenized(self.rows[row], place, self.vocab_size)], ""
+
+    def place(self, row: int) -> str:
+        return f"row {row} of {self.name}"
+
+    def identity(self) -> list[Any]:
+        return [None]
 
 
 def tokenized(row: Mapping[str, Any], place: str, vocab_size: int) -> TrainingSequence:
@@ -350,12 +336,26 @@ def training_batch(sequences: Sequence[TrainingSequence]) -> DataProto:
     The prompt is everything before the first trained token; tokens after the last trained one change no loss and are
     left out. Untrained tokens between are response tokens outside response_mask.
     """
-    rows = []
-    for sequence in sequences:
-        ids, mask = sequence.input_ids, sequence.loss_mask
-        first, last = mask.nonzero()[0][[0, -1]]
-        rows.append((ids[:first], ids[first : last + 1], mask[first : last + 1]))
-    return DataProto.from_dict(token_columns(rows))
+    bounds = [(int(trained[0]), int(trained[-1]) + 1) for s in sequences for trained in [s.loss_mask.nonzero()[0]]]
+    width, length = max(first for first, _ in bounds), max(end - first for first, end in bounds)
+    prompts, responses = (torch.zeros(len(bounds), size, dtype=torch.int64) for size in (width, length))
+    prompt_mask, exists, response_mask = (
+        torch.zeros(len(bounds), n, dtype=torch.bool) for n in (width, length, length)
+    )
+    for row, (sequence, (first, end)) in enumerate(zip(sequences, bounds, strict=True)):
+        ids = torch.from_numpy(sequence.input_ids.astype(np.int64))
+        prompts[row, width - first :], responses[row, : end - first] = ids[:first], ids[first:end]
+        prompt_mask[row, width - first :], exists[row, : end - first] = True, True
+        response_mask[row, : end - first] = torch.from_numpy(sequence.loss_mask[first:end])
+    return DataProto.from_dict(
+        {
+            "prompts": prompts,
+            "prompt_mask": prompt_mask,
+            "responses": responses,
+            "response_mask": response_mask,
+            "attention_mask": torch.cat([prompt_mask, exists], dim=1),
+        }
+    )
 
 
 class ConversationLoader:

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from verl.config.sections.data import PreferenceDataConfig
-from verl.data.conversations.dataset import ConversationDataset, FileSummary, read_into, shortened, training_batch
+from verl.data.conversations.dataset import ConversationDataset, read_into, training_batch
 from verl.data.conversations.formats import Example
+from verl.data.conversations.summary import FileSummary, shortened
 from verl.data.conversations.tokens import ConversationEncoder, TrainingSequence
 from verl.data.order import PromptOrder
 from verl.data.preferences.formats import Preference, preference_of
@@ -103,7 +104,7 @@ class PreferenceDataset(ConversationDataset):
     `trains_prompts`: the prompt of a chosen completion trains too (ORPO)."""
 
     summary_class = PreferenceSummary
-    _rows: list[list[PreferenceSequence]]  # type: ignore[assignment]
+    sequence_class = PreferenceSequence
 
     def __init__(self, *, paired: bool = True, trains_prompts: bool = False):
         super().__init__()
@@ -125,11 +126,11 @@ class PreferenceDataset(ConversationDataset):
         sequences = [_encoded(preference, index, encoder, place) for index in range(len(preference.completions))]
         return preference.row_format, [*sequences], messages
 
-    def _append(self, sequences: list[Any], place: str) -> None:
+    def rows_of(self, sequences: list[Any]) -> list[list[Any]]:
+        """See ConversationDataset."""
         if self.trains_prompts:
             sequences = [_with_trained_prompt(s) if s.chosen else s for s in sequences]
-        for row in [sequences] if self.paired else [[sequence] for sequence in sequences]:
-            super()._append(row, place)
+        return [sequences] if self.paired else [[sequence] for sequence in sequences]
 
     def sequences(self, rows: Sequence[int]) -> list[PreferenceSequence]:
         """The sequences of `rows`, in the order of `batch`."""

@@ -37,7 +37,7 @@ class RatedSequence(TrainingSequence):
 class RatedDataset(ConversationDataset):
     """Rows of rated completions."""
 
-    _rows: list[list[RatedSequence]]  # type: ignore[assignment]
+    sequence_class = RatedSequence
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,12 +79,11 @@ class StepDataset(ConversationDataset):
     """Rows of labelled steps. A step ends with `separator`, the last one is followed by the token that ends generation.
     `last_step_only`: the labels of earlier steps do not train."""
 
-    _rows: list[list[StepSequence]]  # type: ignore[assignment]
+    sequence_class = StepSequence
 
     def __init__(self, separator: str, *, last_step_only: bool = False):
         super().__init__()
         self.separator, self.last_step_only = separator, last_step_only
-        self._truncation = "right"
 
     def sequences_of(
         self, row: Mapping[str, Any], encoder: ConversationEncoder, place: str
@@ -92,7 +91,6 @@ class StepDataset(ConversationDataset):
         """See ConversationDataset."""
         settings, tokenizer = encoder.settings, encoder.tokenizer
         assert isinstance(settings, RMDataConfig)
-        self._truncation = settings.truncation
         with at(place):
             refuse_media(row, settings)
             steps, labels = _steps(row, settings)
@@ -123,7 +121,7 @@ class StepDataset(ConversationDataset):
         batch = super().batch(rows)
         mask = batch.batch["response_mask"]
         labels = torch.zeros(mask.shape)
-        row_labels = [s.kept_labels(self._truncation) for row in rows for s in self._rows[row]]
+        row_labels = [s.kept_labels(self.settings.truncation) for row in rows for s in self._rows[row]]
         labels[mask] = torch.from_numpy(np.concatenate(row_labels)).float()
         batch.batch["step_labels"] = labels
         return batch

@@ -18,8 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoint.files import record_of
-
 _WHOLE_BYTES = 1 << 30
 _END_BYTES = 4 << 20
 _NUM_BLOCKS = 4096
@@ -69,10 +67,17 @@ def _digest_of_file(path: Path) -> bytes:
     with open(path, "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         if size <= _WHOLE_BYTES:
-            return record_of(path).blake2b.encode()
+            return _whole(file).encode()
         _read_at_random(file.fileno())
         spans = [(size * block // _NUM_BLOCKS, _BLOCK) for block in range(_NUM_BLOCKS)]
         return size.to_bytes(8, "little") + _content(file, [*spans, (size - _END_BYTES, _END_BYTES)])
+
+
+def _whole(file: Any) -> str:
+    digest, buffer = hashlib.blake2b(digest_size=32), memoryview(bytearray(_END_BYTES))
+    while count := file.readinto(buffer):
+        digest.update(buffer[:count])
+    return digest.hexdigest()
 
 
 def _header(file: Any) -> tuple[int, dict[str, Any]]:

@@ -1,0 +1,178 @@
+"""Cost of a start against the number of rows: seconds to the first step and memory, at four sizes, with the fitted exponent.
+
+    python -m benchmarks.scale                      the table of docs/scale.md
+    python -m benchmarks.scale --sizes 1000,20000   other sizes
+
+Each size has a generated parquet file and a GRPO run of a tiny model, started twice in new run folders: the first start has an
+empty cache. Seconds count from the start of the process to the end of the first step. Memory is the highest sum over the
+processes of a run, where processes share the memory that they have in common (PSS).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pyarrow
+import pyarrow.parquet
+
+from benchmarks.runs import assigned
+
+SIZES = (1_000, 20_000, 400_000, 5_000_000)
+MODES = {"": (), " with filter_overlong_prompts": ("data.filter_overlong_prompts=True",)}
+_RUN_LIMIT_S = 1200.0
+_POLL_S = 0.25
+_ROWS_WRITTEN = 100_000  # at once
+REWARD = (
+    "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return len(solution_str) % 7\n"
+)
+
+
+@dataclass(frozen=True)
+class Start:
+    seconds: float  # to the end of the first step
+    memory_gb: float
+
+
+def write_rows(path: Path, num_rows: int) -> None:
+    """A parquet file of questions, each with one message, a reference answer and an index."""
+    with contextlib.ExitStack() as stack:
+        writer = None
+        for start in range(0, num_rows, _ROWS_WRITTEN):
+            table = _table(range(start, min(start + _ROWS_WRITTEN, num_rows)))
+            writer = writer or stack.enter_context(pyarrow.parquet.ParquetWriter(path, table.schema))
+            writer.write_table(table)
+
+
+def _table(numbers: range) -> pyarrow.Table:
+    texts = [f"What is {i} + {i * 7 % 1000}? Think about it, then answer with a number." for i in numbers]
+    message = pyarrow.StructArray.from_arrays([pyarrow.array(["user"] * len(texts)), texts], ["role", "content"])
+    answers = [str(i + i * 7 % 1000) for i in numbers]
+    return pyarrow.table(
+        {
+            "data_source": ["sums"] * len(texts),
+            "prompt": pyarrow.ListArray.from_arrays(np.arange(len(texts) + 1, dtype=np.int32), message),
+            "reward_model": pyarrow.StructArray.from_arrays(
+                [pyarrow.array(["rule"] * len(texts)), answers], ["style", "ground_truth"]
+            ),
+            "extra_info": pyarrow.StructArray.from_arrays([pyarrow.array(list(numbers))], ["index"]),
+        }
+    )
+
+
+def overrides(model: Path, folder: Path, rows: Path) -> tuple[str, ...]:
+    """Keys of a run of two small steps on the file `rows`."""
+    (folder / "reward.py").write_text(REWARD)
+    return assigned(
+        {
+            "algorithm.adv_estimator": "grpo",
+            "actor_rollout_ref.model.path": model,
+            "actor_rollout_ref.rollout.n": 2,
+            "actor_rollout_ref.actor.ppo_mini_batch_size": 8,
+            "data.train_files": rows,
+            "data.val_files": "[]",
+            "data.train_batch_size": 8,
+            "data.max_prompt_length": 256,
+            "data.max_response_length": 8,
+            "reward.custom_reward_function.path": folder / "reward.py",
+            "reward.num_workers": 1,
+            "trainer.device": "cpu",
+            "trainer.page.enable": False,
+            "trainer.logger": "[file]",
+            "trainer.val_before_train": False,
+            "trainer.total_training_steps": 2,
+        }
+    )
+
+
+def measure(run: Path, changes: Sequence[str], cache: Path) -> Start:
+    """Start `verl train` in the new folder `run`."""
+    command = [sys.executable, "-m", "verl", "train", *changes, f"trainer.default_local_dir={run}"]
+    started, memory = time.time(), 0
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, env={**os.environ, "VERL_DATA_CACHE": str(cache)}
+    ) as process:
+        while process.poll() is None:
+            memory = max(memory, _shared_bytes(process.pid))
+            if time.time() - started > _RUN_LIMIT_S:
+                process.terminate()
+            time.sleep(_POLL_S)
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}")
+    lines = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
+    return Start(next(line["time"] for line in lines if line["step"] == 1) - started, memory / 1e9)
+
+
+def _shared_bytes(pid: int) -> int:
+    """PSS of a process and its descendants."""
+    total = 0
+    with contextlib.suppress(psutil.Error):
+        parent = psutil.Process(pid)
+        for process in (parent, *parent.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                total += process.memory_full_info().pss
+    return total
+
+
+def exponent(sizes: Sequence[int], costs: Sequence[float]) -> float:
+    """The slope of log cost against log size, by least squares: 0 for a constant, 1 where cost is proportional to size."""
+    slope, _ = np.polyfit([math.log(size) for size in sizes], [math.log(cost) for cost in costs], 1)
+    return float(slope)
+
+
+def table(sizes: Sequence[int], starts: dict[str, list[Start]]) -> str:
+    """A Markdown table with a row for each quantity."""
+    lines = [
+        f"| | {' | '.join(f'{size:,}' for size in sizes)} | exponent |",
+        f"|---|{'---|' * (len(sizes) + 1)}",
+    ]
+    quantities = {
+        "seconds to the first step": [(name, [s.seconds for s in row]) for name, row in starts.items()],
+        "memory (GB)": [(name, [s.memory_gb for s in row]) for name, row in starts.items()],
+    }
+    for quantity, rows in quantities.items():
+        for name, costs in rows:
+            cells = " | ".join(f"{cost:.1f}" for cost in costs)
+            lines.append(f"| {quantity}, {name} | {cells} | {exponent(sizes, costs):.2f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Cost of a start against the number of rows.")
+    parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="numbers of rows, in increasing order")
+    sizes = [int(size) for size in parser.parse_args().sizes.split(",")]
+    from verl.models.tiny import make_tiny_model
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = make_tiny_model(folder / "model")
+        for size in sizes:
+            write_rows(folder / f"{size}.parquet", size)
+        for mode, keys in MODES.items():
+            starts: dict[str, list[Start]] = {}
+            for size in sizes:
+                changes = (*overrides(model, folder, folder / f"{size}.parquet"), *keys)
+                for attempt in ("first start", "second start"):
+                    run = folder / f"{size}{mode}-{attempt}".replace(" ", "-")
+                    start = measure(run, changes, folder / f"cache-{size}-{len(mode)}")
+                    starts.setdefault(f"{attempt}{mode}", []).append(start)
+                    print(
+                        f"{size:,} rows, {attempt}{mode}: {start.seconds:.1f} s, {start.memory_gb:.2f} GB", flush=True
+                    )
+            print(table(sizes, starts), flush=True)
+
+
+if __name__ == "__main__":
+    main()

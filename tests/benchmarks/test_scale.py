@@ -1,0 +1,33 @@
+"""The generated rows, the fit and the table of benchmarks/scale.py."""
+
+import pytest
+
+from benchmarks.scale import Start, exponent, table, write_rows
+from tests.data.rows import config
+from verl.data.dataset import load_dataset
+from verl.models.tiny import make_tokenizer
+
+
+def test_rows_can_train(tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.scale._ROWS_WRITTEN", 8)
+    write_rows(tmp_path / "a.parquet", 20)
+    rows = load_dataset(str(tmp_path / "a.parquet"), make_tokenizer(), config(max_prompt_length=256))
+    assert len(rows) == 20
+    assert rows.data_sources == ["sums"]
+    assert rows[19]["raw_prompt"][0]["content"].startswith("What is 19 + 133?")
+    assert rows[19]["reward_model"] == {"style": "rule", "ground_truth": "152"}
+
+
+@pytest.mark.parametrize("power", [0.0, 0.5, 1.0])
+def test_exponents(power):
+    sizes = (1_000, 20_000, 400_000)
+    assert exponent(sizes, [3 * size**power for size in sizes]) == pytest.approx(power)
+
+
+def test_the_table_has_a_row_for_each_quantity():
+    lines = table((10, 1000), {"first start": [Start(2.0, 0.5), Start(20.0, 5.0)]}).splitlines()
+    assert lines[0] == "| | 10 | 1,000 | exponent |"
+    assert lines[2:] == [
+        "| seconds to the first step, first start | 2.0 | 20.0 | 0.50 |",
+        "| memory (GB), first start | 0.5 | 5.0 | 0.50 |",
+    ]
