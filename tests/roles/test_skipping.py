@@ -17,7 +17,7 @@ from verl.config import (
     RolloutCorrectionConfig,
 )
 from verl.data_proto.proto import DataProto
-from verl.engines.api import BatchTotals, MicroBatching, whole
+from verl.engines.api import MicroBatching, whole
 from verl.engines.local import LocalEngine
 from verl.models.tiny import make_tiny_model
 from verl.roles.api import RoleSpec
@@ -220,18 +220,3 @@ def test_where_no_row_has_an_advantage_the_optimizer_steps_on_a_zero_gradient(fo
         actor.update(batches[2], 3)
     assert engines[0].optimizer.num_steps == engines[1].optimizer.num_steps == 3
     assert relative_gap(weights_of(engines[0]), weights_of(engines[1])) < 1e-5
-
-
-def test_a_loss_does_not_wait_for_the_device():
-    """On the meta device, every read of a value fails; observed values are read after the step."""
-    columns = make_columns(*random_rows(3, SIZES, longest_prompt=5, longest_response=6))
-    shape = columns["responses"].shape
-    columns |= {name: torch.zeros(shape) for name in ("advantages", "rollout_log_probs", "old_log_probs")}
-    config = ActorConfig(entropy_coeff=0.01)
-    objective = PolicyObjective(config, RolloutCorrectionConfig(), max_response_length=8)
-    objective.start_mini_batch(0, 0)
-    outputs = {name: torch.zeros(shape, device="meta", requires_grad=True) for name in objective.outputs}
-    batch = DataProto.from_dict(columns)
-    totals = BatchTotals(int(columns["response_mask"].sum()), len(batch), len(batch))
-    loss, _ = objective(outputs, batch, totals)
-    assert loss.device.type == "meta"

@@ -174,6 +174,11 @@ def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def to_match(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """`tensor` on the device of `other`, as by `to_device`, and in its dtype."""
+    return to_device(tensor, other.device).to(other.dtype)
+
+
 def moved(tensor: torch.Tensor, device: torch.device | str, *, copy: bool = False) -> torch.Tensor:
     """`tensor` on `device`, without its graph; a sharded tensor moves this rank's part. Between a GPU and the host through
     pinned memory, which copies several times as fast. With `copy` the result is always a new tensor."""

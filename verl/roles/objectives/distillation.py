@@ -14,6 +14,7 @@ from verl.algorithms.policy_losses import policy_loss
 from verl.algorithms.reduce import Aggregate
 from verl.config.sections.distillation import DistillationLossConfig
 from verl.data_proto.metrics import Metric
+from verl.parallel.device import to_device, to_match
 from verl.roles.objectives.policy import PolicyObjective
 
 TEACHER_COLUMNS = ("candidate_ids", "teacher_top_log_probs")
@@ -81,14 +82,14 @@ class DistillationObjective(PolicyObjective):
         rule, log_probs = self.teacher, outputs["log_probs"]
         measured: dict[str, torch.Tensor] = {}
         if lists_tokens(rule):
-            student, teacher = outputs["candidate_log_probs"], columns[TEACHER_COLUMNS[1]].to(log_probs)
+            student, teacher = outputs["candidate_log_probs"], to_match(columns[TEACHER_COLUMNS[1]], log_probs)
             measured = {"student_mass": student.exp().sum(-1), "teacher_mass": teacher.exp().sum(-1)}
             if rule.topk != -1:
-                ids = columns[TEACHER_COLUMNS[0]].to(log_probs.device)
+                ids = to_device(columns[TEACHER_COLUMNS[0]], log_probs.device)
                 measured["overlap_ratio"] = overlap_ratio(outputs[f"top_ids@{rule.topk}"], ids)
             distance = self._divergence(student, teacher)
         else:
-            distance = kl_penalty(log_probs, columns["teacher_log_prob"].to(log_probs), rule.loss_mode)
+            distance = kl_penalty(log_probs, to_match(columns["teacher_log_prob"], log_probs), rule.loss_mode)
         measured |= {"abs_loss": distance.abs(), "loss": distance}
         if rule.loss_max_clamp is not None:
             distance = distance.clamp(-rule.loss_max_clamp, rule.loss_max_clamp)

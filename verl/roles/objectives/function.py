@@ -19,6 +19,7 @@ from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.engines.api import BatchTotals
 from verl.errors import ConfigError
+from verl.parallel.device import to_device
 
 LossFunction = Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor], BatchTotals], Any]
 
@@ -34,11 +35,12 @@ class FunctionLoss:
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
         """See LossFn."""
         device = next(iter(outputs.values())).device
-        columns = {name: column.to(device) for name, column in batch.batch.items()}
+        columns = {name: to_device(column, device) for name, column in batch.batch.items()}
         result = self.function(outputs, columns, totals)
         loss, metrics = result if isinstance(result, tuple) else (result, {})
         if not isinstance(loss, torch.Tensor) or loss.dim():
             shape = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             name = getattr(self.function, "__name__", "loss")
             raise ConfigError(f"The loss function {name} returned {shape}. Return a scalar tensor: sum over the rows.")
-        return loss, {name: Metric.sum(float(value)) for name, value in metrics.items()}
+        values = {name: v.detach() if isinstance(v, torch.Tensor) else float(v) for name, v in metrics.items()}
+        return loss, {name: Metric.sum(value) for name, value in values.items()}

@@ -8,6 +8,7 @@ from verl.algorithms.sft_losses import SFT_LOSSES
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.engines.api import BatchTotals
+from verl.parallel.device import to_device
 from verl.roles.api import Objective
 from verl.roles.objectives.terms import FirstRows, aggregate
 from verl.roles.step_guard import StepGuard
@@ -28,10 +29,10 @@ class TokenObjective(Objective):
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
         """See Objective; reads the column response_mask."""
         log_probs = outputs["log_probs"]
-        mask = batch.batch["response_mask"].to(log_probs.device)
+        mask = to_device(batch.batch["response_mask"], log_probs.device)
         agg = aggregate("token-mean", 1.0, totals)
         self.guard.observe(batch.batch, mask, {"log_probs": log_probs}, {})
-        self._first.add(outputs, batch, mask)
+        self._first.add(outputs, batch, batch.batch["response_mask"])
         means = {"token_accuracy": outputs["correct"], "entropy": outputs["entropy"]}
         if self.loss != "nll":
             means["nll"] = -log_probs

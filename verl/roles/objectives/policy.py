@@ -16,6 +16,7 @@ from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.token_values import token_keys
 from verl.engines.api import BatchTotals
+from verl.parallel.device import to_device, to_match
 from verl.roles.api import Objective
 from verl.roles.objectives.terms import aggregate, zero_or_nan
 from verl.roles.step_guard import StepGuard
@@ -94,13 +95,13 @@ class PolicyObjective(Objective):
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
         columns = batch.batch
         log_prob = outputs["log_probs"]
-        mask = columns["response_mask"].to(log_prob.device)
+        mask = to_device(columns["response_mask"], log_prob.device)
         old = columns.get("old_log_probs", None)
         if old is None:
             old = log_prob.detach()
         if self._is_first and "rollout_log_probs" in columns.keys():
             self._keep_observed(outputs, batch)
-        old = old.to(log_prob)
+        old = to_match(old, log_prob)
         agg = aggregate(self.config.loss_agg_mode, self.scale, totals)
         loss, metrics = self._first_term(outputs, columns, mask, old, agg)
         over_computed = aggregate(self.config.loss_agg_mode, self.scale, totals.computed or totals)
@@ -119,10 +120,10 @@ class PolicyObjective(Objective):
             self.loss_mode,
             old_log_prob=old,
             log_prob=outputs["log_probs"],
-            advantages=columns["advantages"].to(old),
+            advantages=to_match(columns["advantages"], old),
             response_mask=mask,
             agg=agg,
-            rollout_is_weights=None if weights is None else weights.to(old),
+            rollout_is_weights=None if weights is None else to_match(weights, old),
             params=self.params,
             config=self.config,
             generator=self.generator,
@@ -136,7 +137,7 @@ class PolicyObjective(Objective):
         inputs = {"log_prob": log_prob, "old": old, "entropy": outputs.get("entropy")}
         for name, column in (("reference", "ref_log_prob"), ("sampler", "rollout_log_probs")):
             if name in guard.inputs and column in columns.keys():
-                inputs[name] = columns[column].to(log_prob)
+                inputs[name] = to_match(columns[column], log_prob)
         return guard.observe(columns, mask, {"log_probs": log_prob}, inputs)
 
     def _entropy_term(
@@ -156,7 +157,8 @@ class PolicyObjective(Objective):
     ) -> torch.Tensor | float:
         if not self.config.use_kl_loss:
             return 0.0
-        kl = agg(kl_penalty(log_prob, columns["ref_log_prob"].to(log_prob), self.config.kl_loss_type), mask)
+        reference = to_match(columns["ref_log_prob"], log_prob)
+        kl = agg(kl_penalty(log_prob, reference, self.config.kl_loss_type), mask)
         metrics["kl_loss"] = Metric.sum(kl.detach())
         metrics["kl_coef"] = Metric.last(self.config.kl_loss_coef)
         return self.config.kl_loss_coef * kl

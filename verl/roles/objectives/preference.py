@@ -23,9 +23,12 @@ from verl.config.sections.preference import PreferenceLossConfig
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.engines.api import BatchTotals
+from verl.parallel.device import to_device
 from verl.roles.api import Objective
 from verl.roles.objectives.terms import FirstRows
 from verl.roles.step_guard import StepGuard
+
+_CHOSEN, _REJECTED = "chosen_rows", "rejected_rows"  # indices, int64: a mask of the device would make the host wait
 
 
 def mask_of(columns: Any) -> Tensor:
@@ -34,10 +37,11 @@ def mask_of(columns: Any) -> Tensor:
 
 
 def row_sums(log_probs: Tensor, columns: Any, ld_alpha: float | None) -> Tensor:
-    """log pi(y) of each row [batch], desensitized to length with `ld_alpha`; see `completion_sums`."""
-    mask = mask_of(columns).to(log_probs.device)
-    shared = None if ld_alpha is None else shared_lengths(mask, columns["chosen"].to(log_probs.device))
-    return completion_sums(log_probs, mask, shared, ld_alpha)
+    """log pi(y) of each row [batch], desensitized to length with `ld_alpha`; see `completion_sums`. The columns are on the
+    host, where their values are known without a wait."""
+    mask = mask_of(columns)
+    shared = None if ld_alpha is None else to_device(shared_lengths(mask, columns["chosen"]), log_probs.device)
+    return completion_sums(log_probs, to_device(mask, log_probs.device), shared, ld_alpha)
 
 
 class PreferenceObjective(Objective):
@@ -67,16 +71,19 @@ class PreferenceObjective(Objective):
         self, outputs: dict[str, Tensor], batch: DataProto, totals: BatchTotals
     ) -> tuple[Tensor, dict[str, Metric]]:
         log_probs = outputs["log_probs"]
-        columns = {name: column.to(log_probs.device) for name, column in batch.batch.items()}
+        columns = {name: to_device(column, log_probs.device) for name, column in batch.batch.items()}
+        chosen = batch.batch["chosen"]
+        for name, rows in ((_CHOSEN, chosen), (_REJECTED, ~chosen)):
+            columns[name] = to_device(rows.nonzero().flatten(), log_probs.device)
         if self.guard is not None:
             self.guard.observe(batch.batch, columns["response_mask"], {"log_probs": log_probs}, {})
-            self._first.add(outputs, batch, mask_of(columns))
-        sums = row_sums(log_probs, columns, self.config.ld_alpha)
+            self._first.add(outputs, batch, mask_of(batch.batch))
+        sums = row_sums(log_probs, batch.batch, self.config.ld_alpha)
         terms = {**self.config, **self._terms(sums, log_probs, columns, totals)}
         weight: Tensor | float = 1.0
         if self.config.use_weighting:
             of_rows = wpo_weights(log_probs, outputs["sum_pi_squared"], mask_of(columns))
-            weight = of_rows[columns["chosen"]] * of_rows[~columns["chosen"]]
+            weight = of_rows[columns[_CHOSEN]] * of_rows[columns[_REJECTED]]
         losses = (factor * preference_loss(name, terms) * weight for name, factor in self.losses)
         loss = torch.stack([unit_losses.sum() for unit_losses in losses]).sum() / totals.num_units
         return loss, self._metrics(outputs, sums, terms, columns)
@@ -99,11 +106,11 @@ class PreferenceObjective(Objective):
     def _pair_terms(
         self, terms: dict[str, Any], sums: Tensor, log_probs: Tensor, columns: dict[str, Tensor], totals: BatchTotals
     ) -> dict[str, Any]:
-        chosen = columns["chosen"]
+        chosen, rejected = columns[_CHOSEN], columns[_REJECTED]
         means = sums / mask_of(columns).sum(1).clamp(min=1)
 
         def both(name: str, values: Tensor) -> dict[str, Tensor]:
-            return {f"chosen_{name}": values[chosen], f"rejected_{name}": values[~chosen]}
+            return {f"chosen_{name}": values[chosen], f"rejected_{name}": values[rejected]}
 
         of_pairs: dict[str, Any] = both("logp", sums) | both("mean", means)
         if "nll" in self.wants:
@@ -113,19 +120,19 @@ class PreferenceObjective(Objective):
             score = divergence_score(terms["ratio"], self.config.f_divergence, self.config.f_alpha)
             per_token = score / mask_of(columns).sum(1).clamp(min=1)
             of_pairs |= both("ratio", terms["ratio"])
-            of_pairs["delta"] = score[chosen] - score[~chosen]
-            of_pairs["mean_delta"] = per_token[chosen] - per_token[~chosen]
+            of_pairs["delta"] = score[chosen] - score[rejected]
+            of_pairs["mean_delta"] = per_token[chosen] - per_token[rejected]
         if "matched_margin" in self.wants:
             of_pairs["matched_margin"] = columns["matched_margin"][chosen].to(sums)
         if "matched_chosen" in self.wants:
             matched = columns["matched_ratio"].to(sums)  # of a chosen row: the rejected ratio of its rank
-            of_pairs |= {"matched_rejected": matched[chosen], "matched_chosen": matched[~chosen]}
+            of_pairs |= {"matched_rejected": matched[chosen], "matched_chosen": matched[rejected]}
         return of_pairs
 
     def _metrics(
         self, outputs: dict[str, Tensor], sums: Tensor, terms: dict[str, Any], columns: dict[str, Tensor]
     ) -> dict[str, Metric]:
-        chosen, mask = columns["chosen"], mask_of(columns)
+        chosen, rejected, mask = columns[_CHOSEN], columns[_REJECTED], mask_of(columns)
         lengths, logps = mask.sum(1), sums.detach()
         if self.has_reference:
             rewards = self.config.beta * terms["ratio"].detach()
@@ -133,7 +140,7 @@ class PreferenceObjective(Objective):
             logps = logps / lengths.clamp(min=1) if self.per_token else logps
             rewards = self.config.beta * alpha_reward(logps, self.config.alpha)
         metrics: dict[str, Metric] = {}
-        for name, rows in (("chosen", chosen), ("rejected", ~chosen)):
+        for name, rows in (("chosen", chosen), ("rejected", rejected)):
             if len(rewards[rows]):
                 metrics[f"rewards/{name}"] = _mean(rewards[rows])
                 metrics[f"logps/{name}"] = _mean(logps[rows])
@@ -142,13 +149,13 @@ class PreferenceObjective(Objective):
             metrics["mean_token_accuracy"] = _share((outputs["correct"] * mask)[chosen].sum(), lengths[chosen].sum())
         metrics["entropy"] = _share((outputs["entropy"].detach() * mask).sum(), lengths.sum())
         if self.paired:
-            margins = rewards[chosen] - rewards[~chosen]
+            margins = rewards[chosen] - rewards[rejected]
             metrics["rewards/margins"] = _mean(margins)
             metrics["rewards/accuracies"] = _mean((margins > 0).to(margins))
         if "nll" in self.wants:
             metrics["nll_loss"] = _mean(terms["nll"].detach())
         if any(name == "orpo" for name, _ in self.losses):
-            odds = log_odds(logps[chosen]) - log_odds(logps[~chosen])
+            odds = log_odds(logps[chosen]) - log_odds(logps[rejected])
             metrics |= {"log_odds_chosen": _mean(odds), "log_odds_ratio": _mean(torch.nn.functional.logsigmoid(odds))}
         if "shift" in self.wants:
             metrics["kl" if "kto" in self.config.losses else "delta"] = _mean(terms["shift"])

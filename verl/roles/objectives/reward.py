@@ -9,6 +9,7 @@ from verl.algorithms.reward_losses import pair_loss
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.engines.api import BatchTotals
+from verl.parallel.device import to_device, to_match
 from verl.roles.api import Objective
 from verl.roles.objectives.terms import aggregate
 from verl.roles.step_guard import StepGuard
@@ -30,8 +31,8 @@ class PairObjective(Objective):
         """See Objective; reads the columns ordinal, chosen and margin, all [batch]."""
         scores, columns = _observed(self.guard, outputs, batch), batch.batch
         won, lost = sides(columns["ordinal"], columns["chosen"])
-        chosen, rejected = scores[won], scores[lost]
-        loss = pair_loss(self.loss, chosen, rejected, columns["margin"][won].to(scores), self.center)
+        chosen, rejected = (scores[to_device(rows, scores.device)] for rows in (won, lost))
+        loss = pair_loss(self.loss, chosen, rejected, to_match(columns["margin"][won], scores), self.center)
         difference = (chosen - rejected).detach()
         means = {"accuracy": (difference.sign() + 1) / 2, "margin": difference}
         metrics = {name: Metric.sum(values.sum() / totals.num_units) for name, values in means.items()}
@@ -52,7 +53,7 @@ class RatingObjective(Objective):
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
         """See Objective; reads the column rating [batch]."""
         scores = _observed(self.guard, outputs, batch)
-        error = scores - batch.batch["rating"].to(scores)
+        error = scores - to_match(batch.batch["rating"], scores)
         absolute = Metric.sum(error.detach().abs().sum() / totals.num_sequences)
         return error.square().sum() / totals.num_sequences, {"absolute_error": absolute, **_spread(scores, totals)}
 
@@ -72,7 +73,7 @@ class StepObjective(Objective):
         """See Objective; reads the column step_labels [batch, response], 1 or 0 where response_mask is true, which is on the
         token after each step."""
         scores, columns = outputs["values"], batch.batch
-        mask, labels = columns["response_mask"].to(scores.device), columns["step_labels"].to(scores)
+        mask, labels = to_device(columns["response_mask"], scores.device), to_match(columns["step_labels"], scores)
         self.guard.observe(columns, mask, {"values": scores}, {})
         agg = aggregate("token-mean", 1.0, totals)
         accuracy = ((scores.detach() > 0) == (labels > 0.5)).to(scores)

@@ -39,10 +39,11 @@ class FirstRows:
 
     def __init__(self) -> None:
         self._num_rows = 0
-        self._found: list[list[torch.Tensor]] = []
+        # mask and keys, and values that are read after the step, since the host does not wait
+        self._rows: list[tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]] = []
 
     def add(self, outputs: dict[str, torch.Tensor], batch: DataProto, mask: torch.Tensor) -> None:
-        """Keep the tokens in `mask` of the rows of a micro-batch, while there are fewer than the limit."""
+        """Keep the tokens in `mask`, on the host, of the rows of a micro-batch, while there are fewer than the limit."""
         left = _LOGGED_ROWS - self._num_rows
         if left <= 0:
             return
@@ -50,9 +51,10 @@ class FirstRows:
         mask[left:] = False
         self._num_rows += min(left, len(mask))
         if keys := token_keys(batch, mask):
-            self._found.append([*keys, *(outputs[n].detach()[mask].cpu() for n in ("log_probs", "entropy"))])
+            self._rows.append((mask, keys, [outputs[name].detach() for name in ("log_probs", "entropy")]))
 
     def pop(self) -> list[torch.Tensor]:
         """[row keys, positions, log-probs, entropy] of the tokens, flat; [] for none."""
-        rows, self._found, self._num_rows = self._found, [], 0
-        return [torch.cat(tensors) for tensors in zip(*rows, strict=True)]
+        rows, self._rows, self._num_rows = self._rows, [], 0
+        parts = [[*keys, *(values.cpu()[mask] for values in computed)] for mask, keys, computed in rows]
+        return [torch.cat(tensors) for tensors in zip(*parts, strict=True)]

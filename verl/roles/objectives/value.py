@@ -9,6 +9,7 @@ from verl.config import CriticConfig
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.engines.api import BatchTotals
+from verl.parallel.device import to_device, to_match
 from verl.roles.api import Objective
 from verl.roles.objectives.terms import aggregate, zero_or_nan
 from verl.roles.step_guard import StepGuard
@@ -30,11 +31,11 @@ class ValueObjective(Objective):
         """See Objective; reads the columns returns, values and response_mask."""
         vpreds = outputs["values"]
         columns = batch.batch
-        mask = columns["response_mask"].to(vpreds.device)
+        mask = to_device(columns["response_mask"], vpreds.device)
         loss, metrics = compute_value_loss(
             vpreds,
-            returns=columns["returns"].to(vpreds),
-            values=columns["values"].to(vpreds),
+            returns=to_match(columns["returns"], vpreds),
+            values=to_match(columns["values"], vpreds),
             response_mask=mask,
             cliprange_value=self.config.cliprange_value,
             agg=aggregate(self.config.loss_agg_mode, self.scale, totals),
