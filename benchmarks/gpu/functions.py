@@ -15,6 +15,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +176,7 @@ def _metrics(results: Results, name: str, run: Path) -> None:
 
 
 def fsdp(results: Results) -> None:
-    """FSDP of one rank over NCCL against one device, with and without offload."""
+    """FSDP of one rank over NCCL against one device, with and without offload; and the engine of one device with offload."""
     import torch.distributed as dist
 
     device = report_device()
@@ -184,13 +185,12 @@ def fsdp(results: Results) -> None:
         dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
         try:
             _collectives(results, backend, device)
-            for dtype in ("float32", "bfloat16"):
-                for offload in ({}, {"param_offload": True, "optimizer_offload": True}):
-                    name = f"{dtype}{', offload' if offload else ''}"
-                    try:
-                        _compare_engines(results, name, Path(folder), device, dtype, offload)
-                    except Exception as error:  # noqa: BLE001 - the other combinations still count
-                        results.fail(name, error)
+            for dtype, offloads, kind in product(("float32", "bfloat16"), (False, True), ("FSDPEngine", "LocalEngine")):
+                name = f"{dtype}{', offload' * offloads}{', without FSDP' * (kind == 'LocalEngine')}"
+                try:
+                    _compare_engines(results, name, Path(folder), device, dtype, offloads, kind)
+                except Exception as error:  # noqa: BLE001 - the other combinations still count
+                    results.fail(name, error)
         finally:
             dist.destroy_process_group()
 
@@ -209,7 +209,7 @@ def _collectives(results: Results, backend: str, device: Any) -> None:
 
 
 def _compare_engines(
-    results: Results, name: str, folder: Path, device: Any, dtype: str, offload: dict[str, bool]
+    results: Results, name: str, folder: Path, device: Any, dtype: str, offloads: bool, kind: str
 ) -> None:
     from tests.engines.test_contract import largest_gap, make_batch, policy_loss
     from verl.config import FSDPConfig, ModelConfig, OptimConfig
@@ -223,7 +223,8 @@ def _compare_engines(
     model = ModelConfig(path=str(folder / "model"), enable_gradient_checkpointing=False)
     settings: dict[str, Any] = {"optim": OptimConfig(lr=1e-2), "head": "lm", "device": device, "total_steps": 10}
     one = LocalEngine(model=model, engine=FSDPConfig(dtype=dtype), **settings)
-    many = FSDPEngine(model=model, engine=FSDPConfig(dtype=dtype, **offload), **settings)
+    engine = FSDPConfig(dtype=dtype, param_offload=offloads, optimizer_offload=offloads)
+    many = {"FSDPEngine": FSDPEngine, "LocalEngine": LocalEngine}[kind](model=model, engine=engine, **settings)
     arguments = (policy_loss, ("log_probs", "entropy"), MicroBatching(max_tokens=24), 1.2)
     gap = 0.0
     for seed in range(3):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 from collections import namedtuple
 from dataclasses import fields
@@ -253,9 +254,35 @@ def test_a_card_is_shared_with_the_rollout_engine(parameters, changes, level, wo
         24, 1024, heads=16, kv_heads=2, head_dim=64, intermediate=4096, counted=int(parameters)
     )
     subject = dataclasses.replace(subject, policy=shape)
-    (line,) = resources.check_memory(subject)
+    line, *_ = resources.check_memory(subject)
     assert line.level == level, line
     assert words in line.text
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (
+            (),
+            "fail about 109.2 GB .*; lower .*, set param_offload=True and optimizer_offload=True of actor_rollout_ref",
+        ),
+        (("optimizer_offload",), "fail about 61.2 GB"),
+        (("param_offload", "optimizer_offload"), "pass about 13.2 GB .*actor 12.00"),
+    ],
+)
+def test_what_offload_frees_is_subtracted(keys, said, monkeypatch):
+    """A 6B model on 40 GB that generates with its own weights: 18 bytes a parameter, of which 2 stay."""
+    monkeypatch.setattr("verl.parallel.device.resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(resources, "_device_bytes", lambda device: (40_000_000_000, 40_000_000_000))
+    monkeypatch.setattr(resources, "available_memory", lambda: 90_000_000_000)
+    section = "actor_rollout_ref.actor.fsdp_config"
+    subject = subject_of(f"{section}.dtype=bfloat16", *(f"{section}.{key}=True" for key in keys))
+    shape = resources.ModelShape(2, 64, heads=4, kv_heads=2, head_dim=16, intermediate=128, counted=6_000_000_000)
+    line, *on_host = resources.check_memory(dataclasses.replace(subject, policy=shape))
+    assert re.match(said, f"{line.level} {line.text}"), line
+    assert [(at.level, at.text[:7]) for at in on_host] == {
+        (): [], ("optimizer_offload",): [("pass", "48.0 GB")], ("param_offload", "optimizer_offload"): [("fail", "96.0 GB")]
+    }[keys]  # fmt: skip
 
 
 def test_trained_and_saved_bytes():

@@ -176,11 +176,16 @@ def test_unknown_optimizers_are_named():
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_state_on_the_host_gives_the_same_steps(name, dtype, monkeypatch):
+@pytest.mark.parametrize(
+    ("dtype", "masters"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
+)
+def test_state_on_the_host_gives_the_same_steps(name, dtype, masters, monkeypatch):
     """One parameter's at a time is on the device; the others' stays."""
     config, nets = OptimConfig(optimizer=name, lr=0.1), [network(dtype) for _ in range(3)]
-    plain, *others = [MasterOptimizer(net, config, dtype, offloads=i > 0) for i, net in enumerate(nets)]
+    plain, *others = [
+        MasterOptimizer(net, config, dtype, offloads=i > 0, host_masters=masters and i > 0)
+        for i, net in enumerate(nets)
+    ]
     offloads, continued = others
     there, most = set(), [0]
 

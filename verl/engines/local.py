@@ -45,8 +45,16 @@ class LocalEngine(TrainedEngine):
         if self.optim is None:
             self.module.requires_grad_(False)
         else:
-            offloads = self.config.optimizer_offload and self.device.type != "cpu"
-            self.optimizer = MasterOptimizer(self.module, self.optim, narrow, rounding=rounding, offloads=offloads)
+            offloads, on_host = self.config.optimizer_offload, self.config.param_offload and self.spec is None
+            may_offload = self.device.type != "cpu"
+            self.optimizer = MasterOptimizer(
+                self.module,
+                self.optim,
+                narrow,
+                rounding=rounding,
+                offloads=offloads and may_offload,
+                host_masters=on_host and may_offload,
+            )
             require_dtype(self.module)
         self._keep_prompts_apart(forward_kind(self.module))
         parameters = Parameters(self.module, self.optimizer)
@@ -86,7 +94,8 @@ class LocalEngine(TrainedEngine):
 
     @property
     def _offloads(self) -> bool:
-        """Whether the host holds the module between calls: only if frozen, since rollout uses a trained module's weights."""
+        """Whether the host holds the module between calls: only if frozen, since rollout uses a trained module's weights. Of a
+        trained module it holds the masters."""
         return self.config.param_offload and self.optim is None and self.device.type != "cpu" and self._mapped is None
 
     def _outputs(self, packed: PackedBatch, outputs: Sequence[str], temperature: float) -> dict[str, torch.Tensor]:

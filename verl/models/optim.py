@@ -98,7 +98,8 @@ class MasterOptimizer:
 
     `norm` measures the gradients by name of parameter; parameters that are spread over ranks need their own norm. Sharded
     parameters that compute in a narrower dtype need `shards`, their compute weights by name. With `offloads` the optimizer's
-    state is in host memory, and on the device for one parameter at a time while that parameter steps.
+    state is in host memory, and with `host_masters` the masters that are kept and their gradients: pinned, and on the device
+    for one parameter at a time while that parameter steps.
     """
 
     def __init__(
@@ -110,16 +111,19 @@ class MasterOptimizer:
         rounding: Rounding | None = None,
         shards: Mapping[str, ComputeShard] | None = None,
         offloads: bool = False,
+        host_masters: bool = False,
     ):
-        self.config, self.offloads = config, offloads
+        self.config, self.offloads, self.host_masters = config, offloads, host_masters
         self.norm = norm
         self.rounding, self.shards = rounding or Rounding(), shards or {}
         self.num_steps = 0
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.masters = {
-            name: _make_master(name, p, compute_dtype, self.rounding) for name, p in self.parameters.items()
+            name: _make_master(name, p, compute_dtype, self.rounding, host_masters)
+            for name, p in self.parameters.items()
         }
-        self.gradients = GradientBuffers({p: self.masters[name] for name, p in self.parameters.items()})
+        holders = {} if host_masters else {p: self.masters[name] for name, p in self.parameters.items()}
+        self.gradients = GradientBuffers(holders)
         self.copied = [name for name, p in self.parameters.items() if self.masters[name] is not p]
         self.optimizer = build_optimizer(config, self.masters.values())
         self._visible = VisibleUpdate(self.rounded())
@@ -134,12 +138,12 @@ class MasterOptimizer:
         taken = bool(grads) and accepted and math.isfinite(grad_norm)
         if taken:
             if self.config.clip_grad:
-                torch._foreach_mul_(
-                    grads, torch.clamp(self.config.clip_grad / (norm + 1e-6), max=1.0).to(grads[0].device)
-                )
+                scale = torch.clamp(self.config.clip_grad / (norm + 1e-6), max=1.0)
+                for device in {grad.device for grad in grads}:
+                    torch._foreach_mul_([grad for grad in grads if grad.device == device], scale.to(device))
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            self._step_in_turn() if self.offloads else self.optimizer.step()
+            self._step_in_turn() if self.offloads or self.host_masters else self.optimizer.step()
             self.num_steps += 1
             self.round_masters()
         elif grads and not math.isfinite(grad_norm):
@@ -152,16 +156,31 @@ class MasterOptimizer:
         return OptimizerStep(grad_norm, taken)
 
     def _step_in_turn(self) -> None:
-        gradients = [(master, master.grad) for master in self.masters.values() if master.grad is not None]
+        gradients = {master: master.grad for master in self.masters.values() if master.grad is not None}
+        devices = {self.masters[name]: p.device for name, p in self.parameters.items()}
         self.optimizer.zero_grad(set_to_none=True)
-        while gradients:
-            master, gradient = gradients.pop()
-            master.grad = gradient
-            del gradient
-            self._move_slots(master, master.device)
-            self.optimizer.step()
+        for group in self.optimizer.param_groups:
+            members = group["params"]
+            for master in members:
+                if master in gradients:
+                    self._step_one(group, master, gradients.pop(master), devices[master])
+            group["params"] = members
+
+    def _step_one(
+        self, group: dict[str, Any], master: nn.Parameter, gradient: torch.Tensor, device: torch.device
+    ) -> None:
+        """Step `master`, of `group`, on `device`; a master of the host is copied there and back."""
+        there = master if master.device == device else nn.Parameter(moved(master, device))
+        self._move_slots(master, device)
+        self.optimizer.state[there] = self.optimizer.state.pop(master, {})
+        there.grad, group["params"] = moved(gradient, device), [there]
+        self.optimizer.step()
+        there.grad = None
+        self.optimizer.state[master] = self.optimizer.state.pop(there)
+        if self.offloads:
             self._move_slots(master, torch.device("cpu"))
-            master.grad = None
+        if there is not master:
+            master.detach().copy_(there.detach())
 
     @torch.no_grad()
     def _broken_gradients(self) -> str:
@@ -241,7 +260,8 @@ class MasterOptimizer:
                     f"The checkpoint's {key} has shape {list(value.shape)}, the model's {list(master.shape)}; it "
                     "belongs to another model."
                 )
-            device = torch.device("cpu") if self.offloads and value.dim() else master.device
+            steps_on = self.parameters[name].device if self.host_masters else master.device
+            device = torch.device("cpu") if self.offloads and value.dim() else steps_on
             self.optimizer.state[master][slot] = value.to(device, copy=True)
 
 
@@ -250,22 +270,26 @@ def _here(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _make_master(name: str, parameter: nn.Parameter, compute_dtype: torch.dtype, rounding: Rounding) -> nn.Parameter:
-    """Narrow the module's parameter to `compute_dtype`, keeping the wide values as the master. Heads named `score` stay
-    wide."""
+def _make_master(
+    name: str, parameter: nn.Parameter, compute_dtype: torch.dtype, rounding: Rounding, on_host: bool
+) -> nn.Parameter:
+    """Narrow the module's parameter to `compute_dtype`, keeping the wide values as the master, which with `on_host` is in host
+    memory with its gradient. Heads named `score` stay wide."""
     narrower = torch.finfo(compute_dtype).bits < torch.finfo(parameter.dtype).bits
     if not narrower or name.startswith("score."):
         return parameter
-    master = nn.Parameter(parameter.data)
+    master = nn.Parameter(moved(parameter, "cpu", copy=True) if on_host else parameter.data)
     parameter.data = rounding.rounded(name, parameter.data, compute_dtype)
 
     def sum_into_master(narrow: torch.Tensor) -> None:
         if narrow.grad is None:  # it went to the buffers
             return
+        gradient = moved(narrow.grad, master.device)
         if master.grad is None:
-            master.grad = narrow.grad.to(master.dtype)
+            pinned = on_host and narrow.device.type == "cuda"
+            master.grad = torch.empty_like(master.detach(), pin_memory=pinned).copy_(gradient)
         else:
-            master.grad.add_(narrow.grad)
+            master.grad.add_(gradient)
         narrow.grad = None
 
     parameter.register_post_accumulate_grad_hook(sum_into_master)

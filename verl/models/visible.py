@@ -31,7 +31,8 @@ class VisibleUpdate:
         for name, weights, master, _ in parameters:
             before = self._start[name]
             shown, moved = (
-                _sample(now) - then.to(now.device) for now, then in zip((weights, master), before, strict=True)
+                _sample(now).to(master.device) - then.to(master.device)
+                for now, then in zip((weights, master), before, strict=True)
             )
             sums[name] = torch.stack([shown.dot(moved), moved.dot(moved)])
         return sums

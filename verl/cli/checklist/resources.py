@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from operator import add
 from pathlib import Path
 from typing import Any
 
 from verl.cli.checklist import Subject
 from verl.cli.report import Level, Line, fail, passed, skip, warn
-from verl.config import PPOConfig, PreferenceConfig, SFTConfig
+from verl.config import FSDPConfig, PPOConfig, PreferenceConfig, SFTConfig
 from verl.config.active_keys import runs_on_several_devices, uses_critic, uses_reference
 from verl.config.roots.preference import has_reference_role
 from verl.config.sections.trainer import AFTER_EACH_EPOCH
@@ -39,6 +40,12 @@ def trained_bytes(num_parameters: int, width: int) -> int:
     weight in computation) is below 4."""
     masters = FLOAT32 if width < FLOAT32 else 0
     return num_parameters * (width + masters + FLOAT32 + ADAM_STATES)
+
+
+def host_bytes(engine: FSDPConfig, num_parameters: int, width: int) -> int:
+    """Bytes of `trained_bytes` that the engine of one GPU keeps in host memory."""
+    masters = 2 * FLOAT32 if engine.param_offload and width < FLOAT32 else 0  # and their gradients
+    return num_parameters * (masters + (ADAM_STATES if engine.optimizer_offload else 0))
 
 
 def checkpoint_bytes(num_parameters: int, contents: list[str]) -> int:
@@ -68,17 +75,26 @@ def activation_bytes(model: ModelShape, num_tokens: int, width: int, *, checkpoi
 
 
 def memory_needed(
-    config: PPOConfig, policy: ModelShape, critic: ModelShape | None, width: int, *, engine_bytes: int = 0
+    config: PPOConfig,
+    policy: ModelShape,
+    critic: ModelShape | None,
+    width: int,
+    *,
+    engine_bytes: int = 0,
+    offloads: bool = False,
 ) -> dict[str, int]:
     """Bytes by purpose at the peak of a step, with all roles on one device. `engine_bytes`: memory that the rollout engine
-    reserves (0: it generates in the trainer's memory)."""
+    reserves (0: it generates in the trainer's memory). `offloads`: on a GPU, the keys of offload free memory."""
     group, data = config.actor_rollout_ref, config.data
     rollout, actor = group.rollout, group.actor
     length = rollout.prompt_length + rollout.response_length
-    offloaded = ADAM_STATES * policy.num_parameters if engine_bytes and actor.fsdp_config.optimizer_offload else 0
-    parts = {"actor": trained_bytes(policy.num_parameters, width) - offloaded}
+    trained = [("actor", policy, actor.fsdp_config)]
     if uses_critic(config) and critic is not None:
-        parts["critic"] = trained_bytes(critic.num_parameters, width)
+        trained.append(("critic", critic, config.critic.fsdp))
+    parts = {}
+    for role, shape, engine in trained:
+        on_host = host_bytes(engine, shape.num_parameters, width) if offloads else 0
+        parts[role] = trained_bytes(shape.num_parameters, width) - on_host
     if uses_reference(config):
         parts["reference"] = policy.num_parameters * width
     samples = min(rollout.max_num_seqs, data.train_batch_size * rollout.n)
@@ -86,7 +102,8 @@ def memory_needed(
     tokens = min(_micro_batch_tokens(actor, length), actor.ppo_mini_batch_size * rollout.n * length)
     active = activation_bytes(policy, tokens, width, checkpointing=group.model.enable_gradient_checkpointing)
     if engine_bytes:
-        gradients = FLOAT32 * policy.num_parameters  # there are none while it generates
+        on_host = offloads and actor.fsdp_config.param_offload and width < FLOAT32
+        gradients = 0 if on_host else FLOAT32 * policy.num_parameters  # there are none while it generates
         parts["actor"] -= gradients
         together = max if rollout.free_cache_engine else add
         parts[_ENGINE] = together(engine_bytes, gradients + active)
@@ -101,14 +118,16 @@ def memory_needed(
     return parts
 
 
-def memory_of_fine_tuning(config: SFTConfig | PreferenceConfig, model: ModelShape, width: int) -> dict[str, int]:
-    """Bytes by purpose at the peak of a step on given rows, on one device."""
+def memory_of_fine_tuning(
+    config: SFTConfig | PreferenceConfig, model: ModelShape, width: int, on_host: int = 0
+) -> dict[str, int]:
+    """Bytes by purpose at the peak of a step on given rows, on one device, of which `on_host` are in host memory."""
     data = config.data
     tokens = data.max_token_len_per_gpu
     if not data.use_dynamic_bsz and data.micro_batch_size_per_gpu and data.max_length:
         tokens = data.micro_batch_size_per_gpu * data.max_length
     parts = {
-        "model": trained_bytes(model.num_parameters, width),
+        "model": trained_bytes(model.num_parameters, width) - on_host,
         "activations": activation_bytes(model, tokens, width, checkpointing=config.model.enable_gradient_checkpointing),
         "processes": PROCESS_BYTES,
     }
@@ -148,22 +167,37 @@ def check_memory(subject: Subject) -> Iterator[Line]:
     device = resolve_device(subject.config.trainer.device)
     width = compute_dtype(subject.engine.dtype, device).itemsize
     free, capacity = _device_bytes(str(device))
+    on_gpu, size = device.type == "cuda", subject.policy.num_parameters
+    on_host = host_bytes(subject.engine, size, width) if on_gpu else 0
     keys = "data.max_token_len_per_gpu"
     if subject.loaded.schema.name == "ppo":
         rollout = subject.config.actor_rollout_ref.rollout
-        shares = device.type == "cuda" and rollout.name in ("vllm", "sglang") and rollout.service.url is None
+        shares = on_gpu and rollout.name in ("vllm", "sglang") and rollout.service.url is None
         reserved = int(rollout.gpu_memory_utilization * capacity) if shares else 0
-        parts = memory_needed(subject.config, subject.policy, subject.critic, width, engine_bytes=reserved)
+        parts = memory_needed(
+            subject.config, subject.policy, subject.critic, width, engine_bytes=reserved, offloads=on_gpu
+        )
         keys = "ppo_max_token_len_per_gpu or rollout.max_num_seqs"
         if reserved and (parts[_ENGINE] == reserved or not rollout.free_cache_engine):
-            keys = _share_that_fits(parts, reserved, free, capacity, subject.policy.num_parameters * width)
+            keys = _share_that_fits(parts, reserved, free, capacity, size * width)
     else:
-        parts = memory_of_fine_tuning(subject.config, subject.policy, width)
+        parts = memory_of_fine_tuning(subject.config, subject.policy, width, on_host)
     total = sum(parts.values())
+    could_move = host_bytes(replace(subject.engine, param_offload=True, optimizer_offload=True), size, width) - on_host
+    if on_gpu and could_move and total > free >= total - could_move:
+        keys = f"{keys}, set param_offload=True and optimizer_offload=True of {_engine_key(subject)}"
     level: Level = "fail" if total > free else "warn" if total > _TIGHT * free else "pass"
     shown = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
     fix = f"; lower {keys}, or use a smaller model" if level != "pass" else ""
     yield Line(level, f"about {total / 1e9:.1f} GB of {free / 1e9:.1f} GB free ({shown}){fix}")
+    if on_host:
+        host = available_memory()
+        said = f"{on_host / 1e9:.1f} GB of {host / 1e9:.1f} GB free in the host's memory, by offload"
+        yield passed(said) if on_host <= host else fail(f"{said}; use a smaller model, or offload less")
+
+
+def _engine_key(subject: Subject) -> str:
+    return "actor_rollout_ref.actor.fsdp_config" if subject.loaded.schema.name == "ppo" else "engine"
 
 
 def _share_that_fits(parts: dict[str, int], reserved: int, free: int, capacity: int, weights: int) -> str:

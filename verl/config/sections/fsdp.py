@@ -54,7 +54,10 @@ class FSDPConfig(Section):
         path=True,
     )
     param_offload: bool = used(
-        False, "keep parameters on the CPU between uses; on one device, only of a frozen model", sizing=True
+        False,
+        "keep parameters on the CPU between uses; on one device those of a frozen model, and of a trained one the float32 "
+        "masters and their gradients",
+        sizing=True,
     )
     optimizer_offload: bool = used(False, "keep optimizer state on the CPU between uses", sizing=True)
     offload_policy: bool = used(
