@@ -1,7 +1,9 @@
 """Numbers on the CPU that say they are on cuda:0. An operator that mixes them with others fails as it does on a GPU.
 
 `python -m tests.run.simulated_gpu FOLDER CASES`, with the JSON {"base": overrides, "changes": [overrides, ...]}, makes two
-steps of each case on the CPU and on the simulated GPU, and prints what differs after the first.
+steps of each case on the CPU and on the simulated GPU, and prints what differs after the first. "waits" in place of "changes"
+prints where the host waits for the GPU between micro-batches, and "offload" what differs after the second step with optimizer
+and masters in host memory.
 simulated_gpu.cpp is loaded before torch.
 
 Not simulated: streams, NCCL, flash kernels, graphs, compiled parts, memory.
@@ -11,6 +13,7 @@ import contextlib
 import json
 import math
 import sys
+from collections import Counter
 from pathlib import Path
 from unittest import mock
 
@@ -35,6 +38,7 @@ CALLS = {  # of torch.cuda
     "max_memory_reserved": lambda *args: 0,
     "reset_peak_memory_stats": lambda *args: None,
     "get_device_capability": lambda *args: (9, 0),
+    "get_device_name": lambda *args: "simulated",
     "is_available": lambda: True,
     "is_initialized": lambda: True,
     "set_device": lambda *args: None,
@@ -69,6 +73,7 @@ class OnGPU(torch.Tensor):
         self.inner = new.inner
 
     def tolist(self):
+        note_wait("tolist")
         return self.inner.tolist()
 
     def data_ptr(self):
@@ -95,6 +100,8 @@ def run(func, args, kwargs):
     name = func._schema.name
     tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
     here = {id(x.inner): x for x in tensors if isinstance(x, OnGPU)}
+    if waits(name, args, kwargs, bool(here)):
+        note_wait(name)
     device = kwargs.get("device")
     stays = bool(here) if device is None else torch.device(device).type == "cuda"
     check(name, args, kwargs, tensors, bool(here), stays)
@@ -120,6 +127,37 @@ def run(func, args, kwargs):
         return here[id(x)] if id(x) in here else OnGPU(x)  # a tensor written in place is returned as the same object
 
     return tree_map(back, out)
+
+
+WAITS = Counter()  # between micro-batches, by place and operator
+# with a result on the host, or of a shape that the values decide
+READING = {"aten::nonzero", "aten::masked_select", "aten::bincount", "aten::_unique2", "aten::unique_dim",
+           "aten::unique_consecutive", "aten::equal", "aten::_local_scalar_dense"}  # fmt: skip
+
+
+def waits(name, args, kwargs, has_gpu):
+    """Whether the host waits for what the GPU has yet to do. A copy from memory that is not pinned does so too."""
+    if name in ("aten::_to_copy", "aten::copy_"):
+        source, non_blocking = args[name == "aten::copy_"], kwargs.get("non_blocking", len(args) > 2 and args[2])
+        to_gpu = torch.device(kwargs.get("device") or source.device).type == "cuda"
+        to_gpu = isinstance(args[0], OnGPU) if name == "aten::copy_" else to_gpu
+        return isinstance(source, OnGPU) != to_gpu and not (to_gpu and non_blocking)
+    if name in ("aten::index", "aten::index_put_", "aten::_index_put_impl_"):
+        return any(isinstance(x, OnGPU) and x.dtype == torch.bool for x in args[1])
+    if name == "aten::repeat_interleave":
+        return has_gpu and kwargs.get("output_size") is None
+    return has_gpu and name in READING
+
+
+def note_wait(name):
+    """Count a wait between the first and the last micro-batch of a mini-batch."""
+    frames, frame = [], sys._getframe(1)
+    while frame is not None:
+        frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    if any(function == "_sum_gradients" for *_, function in frames):
+        file, line = next((file.rpartition("/verl/")[2], line) for file, line, _ in frames if "/verl/" in file)
+        WAITS[f"{file}:{line} {name.removeprefix('aten::')}"] += 1
 
 
 def check(name, args, kwargs, tensors, has_gpu, stays):
@@ -149,16 +187,50 @@ def simulated_gpu():
         yield
 
 
-def differing(name, base, changes):
-    """The metrics of the first step that differ between CPU and GPU."""
-    from tests.run.conftest import CLOCKED, train_run
+def run_on(device, folder, base, changes):
+    """A run of the overrides `base` and `changes`."""
+    from tests.run.conftest import train_run
 
-    rows = []
-    for device, context in (("cpu", contextlib.nullcontext()), ("cuda", simulated_gpu())):
-        with context:
-            run = train_run(Path(base[0]) / f"{name}-{device}", base[1:], (f"trainer.device={device}", *changes))
-        rows.append({k: v for k, v in run.rows[0].items() if not k.startswith((*CLOCKED, "rollout/"))})
+    with simulated_gpu() if device == "cuda" else contextlib.nullcontext():
+        return train_run(folder, base, (f"trainer.device={device}", *changes))
+
+
+def differing(runs, step):
+    """The metrics of a step that differ between two runs."""
+    from tests.run.conftest import CLOCKED
+
+    rows = [{k: v for k, v in run.rows[step].items() if not k.startswith((*CLOCKED, "rollout/"))} for run in runs]
     return {k: (v, rows[1].get(k)) for k, v in rows[0].items() if not near(v, rows[1].get(k))}
+
+
+def waits_of_micro_batches(folder, base, changes):
+    """Places where the host waits between micro-batches, with their number."""
+    WAITS.clear()
+    run_on("cuda", folder, base, changes)
+    return dict(WAITS)
+
+
+def offloaded(folder, base, changes):
+    """The metrics of the second step that differ where masters, gradients and moments are in host memory."""
+    from verl.models.optim import MasterOptimizer
+
+    num_steps, keys = 0, ("param_offload", "optimizer_offload")
+
+    def checked(self, *args, step=MasterOptimizer.step):
+        nonlocal num_steps
+        tensors = [x for master in self.masters.values() for x in (master, master.grad)]
+        result = step(self, *args)
+        tensors += [x for slots in self.optimizer.state.values() for x in slots.values() if x.dim()]
+        assert not any(isinstance(x, OnGPU) for x in tensors)
+        num_steps += 1
+        return result
+
+    plain = run_on("cuda", folder / "plain", base, changes)
+    offload = [f"actor_rollout_ref.actor.fsdp_config.{key}=True" for key in keys]
+    with mock.patch.object(MasterOptimizer, "step", checked):
+        runs = plain, run_on("cuda", folder / "offload", base, [*changes, *offload])
+    assert num_steps > 0
+    return differing(runs, 1)
 
 
 def near(a, b):
@@ -169,5 +241,12 @@ def near(a, b):
 
 if __name__ == "__main__":
     task = json.loads(sys.argv[2])
-    gaps = {str(c): differing(str(i), [sys.argv[1], *task["base"]], c) for i, c in enumerate(task["changes"])}
-    print(json.dumps(gaps))
+    (base, scratch), answers = (task["base"], Path(sys.argv[1])), {}
+    for number, case in enumerate(task.get("changes", [])):
+        runs = [run_on(device, scratch / f"{number}-{device}", base, case) for device in ("cpu", "cuda")]
+        answers[str(case)] = differing(runs, 0)
+    for name, function in (("waits", waits_of_micro_batches), ("offload", offloaded)):
+        answers |= {
+            str(case): function(scratch / name / str(i), base, case) for i, case in enumerate(task.get(name, []))
+        }
+    print(json.dumps(answers))

@@ -32,7 +32,16 @@ CHANGES = [
 ]
 
 
-def test_a_step_matches_the_cpu(tiny_overrides, tiny_llama, tmp_path):
+WAITS = {
+    "plain": [],
+    "reference": [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.entropy_coeff=0.01", f"{ACTOR}.fsdp_config.dtype=bfloat16"],
+    "adapters": ["actor_rollout_ref.model.lora_rank=4", f"{ACTOR}.policy_loss.loss_mode=gspo"],
+}
+
+
+@pytest.fixture
+def play(tiny_overrides, tmp_path):
+    """play(cases) -> the answer of tests/run/simulated_gpu.py."""
     torch_root, here = Path(torch.__file__).parent, Path(__file__).parent
     library = tmp_path / "simulated_gpu.so"
     include = [f"-I{torch_root / 'include'}", f"-I{torch_root / 'include/torch/csrc/api/include'}"]
@@ -41,14 +50,32 @@ def test_a_step_matches_the_cpu(tiny_overrides, tiny_llama, tmp_path):
     subprocess.run(
         ["g++", "-shared", "-fPIC", "-std=c++20", "-w", *include, "-o", str(library), source, *link], check=True
     )
+
+    def call(**cases):
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.run.simulated_gpu", str(tmp_path), json.dumps({"base": tiny_overrides, **cases})],
+            cwd=here.parents[1], capture_output=True, text=True, timeout=600, check=False,
+            env={**os.environ, "LD_PRELOAD": str(library), "LD_LIBRARY_PATH": str(torch_root / "lib")},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return call
+
+
+def test_a_step_matches_the_cpu(play, tiny_llama):
     changes = [[change.replace("MODEL", str(tiny_llama)) for change in some] for some in CHANGES]
-    text = json.dumps({"base": tiny_overrides, "changes": changes})
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.run.simulated_gpu", str(tmp_path), text],
-        cwd=here.parents[1], capture_output=True, text=True, timeout=600, check=False,
-        env={**os.environ, "LD_PRELOAD": str(library), "LD_LIBRARY_PATH": str(torch_root / "lib")},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    gaps = json.loads(done.stdout.splitlines()[-1])
+    gaps = play(changes=changes)
     assert len(gaps) == len(CHANGES)
     assert not any(gaps.values()), gaps
+
+
+def test_masters_in_host_memory_change_nothing(play):
+    (gaps,) = play(offload=[[f"{ACTOR}.fsdp_config.dtype=bfloat16"]]).values()
+    assert not gaps
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_the_host_does_not_wait_between_micro_batches(name, play):
+    (places,) = play(waits=[[*WAITS[name], f"{ACTOR}.ppo_micro_batch_size_per_gpu=2"]]).values()
+    assert not places
