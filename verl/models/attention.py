@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
 
 ATTENTION_NAME = "verl"
 
@@ -63,4 +62,3 @@ def verl_attention(
 
 
 AttentionInterface.register(ATTENTION_NAME, verl_attention)
-AttentionMaskInterface.register(ATTENTION_NAME, lambda *args, **kwargs: None)  # layouts carry the mask
