@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from transformers import ModernBertDecoderConfig
 
 from tests.models import damaged_folders
 from verl.config import ModelConfig
@@ -289,6 +290,12 @@ def test_entries_that_the_family_reads(tmp_path):
     edit(tmp_path / "config.json", is_encoder_decoder=True)
     with pytest.raises(ModelError, match="is_encoder_decoder=True has no effect"):
         load_model_config(tmp_path, False, None)
+
+
+def test_an_entry_that_the_family_derives_is_no_foreign_entry(tmp_path):
+    ModernBertDecoderConfig(local_attention=16).save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["sliding_window"] == 8
+    assert load_model_config(tmp_path, False, None).sliding_window == 8
 
 
 @pytest.mark.parametrize("entries", [{"hidden_size": "64"}, {"eos_token_id": "258"}])

@@ -12,11 +12,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.models.reference import dense_attention
+from tests.run import families
 from verl.config import ModelConfig
 from verl.errors import ConfigError, ModelError
 from verl.models import load as load_module
 from verl.models.attention import ATTENTION_NAME
-from verl.models.check import choose_forward, packed_problem
+from verl.models.check import choose_forward, packed_problem, require_dtype
 from verl.models.load import (
     load_causal_lm,
     load_external,
@@ -361,3 +362,10 @@ def test_dropout_of_config_json_is_named(tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="verl"):
         load_causal_lm(folder)
     assert "Dropout is off, whatever config.json says (attention_dropout=0.5)" in caplog.text
+
+
+def test_positions_of_roberta_suffice_for_the_check_of_a_dtype(tmp_path):
+    """Its positions begin after the padding id, here 257 of 300."""
+    families.build("roberta", tmp_path)
+    module = load_causal_lm(tmp_path)
+    require_dtype(module.to(torch.bfloat16))

@@ -77,10 +77,13 @@ def largest_difference(module: Any, other: Any) -> float:
 def require_dtype(module: Any) -> None:
     """Raise ModelError where the own forward of `module`, chosen in a wider dtype, fails in the dtype that it has now: some
     families multiply tensors of two dtypes."""
-    if forward_kind(module) == "packed":
+    if forward_kind(module) == "packed" or next(module.parameters()).dtype == torch.float32:
         return
-    longest = getattr(module.config.get_text_config(), "max_position_embeddings", None) or _PROBED_TOKENS
-    tokens = (_PROMPT * _PROBED_TOKENS)[: min(longest, _PROBED_TOKENS)]  # longer than the chunks in which some compute
+    config = module.config.get_text_config()
+    longest = getattr(config, "max_position_embeddings", None) or _PROBED_TOKENS
+    first = (getattr(config, "pad_token_id", None) or 0) + 1  # position of the first token in RoBERTa's families
+    # longer than the chunks in which some compute
+    tokens = (_PROMPT * _PROBED_TOKENS)[: min(longest - first if first < longest else longest, _PROBED_TOKENS)]
     try:
         _own(module, tokens)
     except RuntimeError as error:

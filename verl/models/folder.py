@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import huggingface_hub
 from safetensors import SafetensorError, safe_open
@@ -24,6 +24,9 @@ from verl.errors import ModelError, nearest
 from verl.foreign_text import clean
 from verl.parallel.memory import available_memory
 from verl.regular_files import kind_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _AGAIN = "Download or convert the model again."
@@ -163,7 +166,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def check_acting_entries(file: Path, entries: Mapping[str, Any], kind: type) -> None:
+def check_acting_entries(file: Path, entries: Mapping[str, Any], kind: type[PreTrainedConfig]) -> None:
     """Raise ModelError for an entry of a config.json that should change the forward, if `kind`, the family's config class,
     does not have it: the family's modules would ignore it."""
     longest = entries.get("max_position_embeddings")
@@ -173,8 +176,9 @@ def check_acting_entries(file: Path, entries: Mapping[str, Any], kind: type) -> 
         if name == "sliding_window":
             covers_all = isinstance(value, int) and isinstance(longest, int) and value >= longest
             is_off = is_off or covers_all or entries.get("use_sliding_window") is False
-        # a field of the class or a parameter of it, by release of transformers
+        # a field of the class or a parameter of it, by release of transformers, or an attribute that it derives
         is_read = hasattr(kind, name) or name in inspect.signature(kind).parameters
+        is_read = is_read or (not kind.has_no_defaults_at_init and hasattr(kind(), name))
         if name == "is_encoder_decoder":  # every family has it, and it is false in decoders
             is_read = bool(getattr(kind, name))
         if not is_off and not is_read:
