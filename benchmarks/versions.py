@@ -136,7 +136,7 @@ def install(environment: Environment, cell: Cell, clone: Path) -> str:
         packages = (*releases, "-e", f"{clone}[gguf]", "peft", "pytest", "pytest-xdist", "hypothesis")
         environment.pip("install", *packages, compiler="false" if compiled else None)
     except subprocess.CalledProcessError as error:
-        refusal = re.search(r"verl \S+ depends on (.*)", error.stdout + error.stderr)
+        refusal = re.search(r"verl\S* \S+ depends on (.*)", error.stdout + error.stderr)
         if refusal is None:
             raise
         environment.pip("install", *releases, "tensordict", "omegaconf", "rich", "psutil", "xxhash", "httpx", "pyarrow")
