@@ -46,7 +46,8 @@ def load_module(path: str) -> ModuleType:
         if not path.endswith(".py") and "/" not in path and path:
             return importlib.import_module(path)
         file = user_file(path)
-        if path.startswith("verl/") and not file.exists() and (packaged := _packaged_module(path)) is not None:
+        inside = path[path.rfind("/verl/") + 1 :]  # all of a path without /verl/
+        if inside.startswith("verl/") and not file.exists() and (packaged := _packaged_module(inside)) is not None:
             return packaged
         require_regular(file if path else path, "The Python file", fix="Name a .py file or a module.")
         if file.suffix != ".py":
@@ -165,6 +166,16 @@ def _origin(obj: Any) -> Any:
     return (file, obj.__qualname__) if file and hasattr(obj, "__qualname__") else id(obj)
 
 
+def _names(reference: Any, obj: Any) -> bool:
+    """Whether `reference` is the text by which another process has named `obj`, whose module is being imported."""
+    path, _, name = reference.rpartition(":") if isinstance(reference, str) else ("", "", "")
+    module = getattr(obj, "__module__", "")
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return (
+        bool(name) and name == getattr(obj, "__qualname__", "") and path in (module, str(file and Path(file).resolve()))
+    )
+
+
 def match_all(
     key: str,
     entries: Iterable[str],
@@ -230,7 +241,7 @@ class Registry:
 
         def add(obj: T) -> T:
             taken = self._rows.get(name)
-            if not (taken is None or taken is obj or _origin(taken) == _origin(obj) or taken == reference_to(obj)):
+            if not (taken is None or taken is obj or _origin(taken) == _origin(obj) or _names(taken, obj)):
                 raise NameConfigError(f"The {self.family} {name!r} is registered already ({taken}).")
             self._rows[name] = obj
             return obj

@@ -44,3 +44,16 @@ def test_classes_are_found_by_name():
     assert get_interaction_class("verl.interactions.gsm8k_interaction.Gsm8kInteraction") is Gsm8kInteraction
     with pytest.raises(ConfigError, match="Gsm8kTol"):
         get_tool_class("verl.tools.gsm8k_tool.Gsm8kTol")
+
+
+def test_texts_of_gpt_oss_and_paths(tmp_path):
+    from verl.experimental.agent_loop import utils
+
+    answer = utils.format_gpt_oss_tool_response_manually("4", "add")
+    assert utils.add_generation_prompt_for_gpt_oss(answer) == (
+        "<|start|>functions.add to=assistant<|channel|>commentary<|message|>4<|end|><|start|>assistant"
+    )
+    (tmp_path / "agents.yaml").write_text("")
+    assert utils.resolve_config_path(f"{tmp_path}/agents.yaml") == f"{tmp_path}/agents.yaml"
+    with pytest.raises(FileNotFoundError, match="no_agents.yaml"):
+        utils.resolve_config_path("no_agents.yaml")

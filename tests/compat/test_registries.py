@@ -289,6 +289,13 @@ class TestErrors:
                 with pytest.raises(caught, match=name):
                     load_extern_type(f"{tmp_path}/{name}.py", "X")
 
+    def test_a_scorer_in_a_checkout_that_is_not_there(self):
+        from verl.registry import load_module
+        from verl.utils.reward_score import rlla
+
+        for path in ("verl/utils/reward_score/rlla.py", "/no/such/place/verl/verl/utils/reward_score/rlla.py"):
+            assert load_module(path) is rlla
+
     def test_fields_of_a_config(self):
         from dataclasses import dataclass
 
@@ -306,6 +313,14 @@ class TestErrors:
                 config["sizes"]
         with pytest.raises(TypeError):
             config[3]
+
+    def test_a_reference_from_another_process_is_the_object_itself(self, user_file):
+        from verl.registry import load_object
+
+        reference = f"{user_file.resolve()}:advantage"
+        ADVANTAGES.set("mine", reference)
+        assert ADVANTAGES.get("mine") is load_object(reference)
+        assert ADVANTAGES.own_rows() == {"mine": reference}
 
     def test_taken_names(self):
         from verl.trainer.ppo.core_algos import register_adv_est

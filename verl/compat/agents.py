@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from verl.errors import ConfigError
 from verl.families import AGENT_LOOPS
-from verl.registry import RegistryMapping
+from verl.registry import RegistryMapping, user_file
 from verl.tools.tool_registry import load_class
 
 
@@ -66,3 +67,22 @@ class LoopMapping(RegistryMapping):
 
 
 agent_loop_registry = LoopMapping(AGENT_LOOPS)
+
+
+def format_gpt_oss_tool_response_manually(tool_response: str, tool_call_name: str) -> str:
+    """The answer of a tool as gpt-oss reads it."""
+    return f"<|start|>functions.{tool_call_name} to=assistant<|channel|>commentary<|message|>{tool_response}<|end|>"
+
+
+def add_generation_prompt_for_gpt_oss(message_content: str) -> str:
+    """A text of gpt-oss up to the next turn of the model."""
+    return f"{message_content}<|start|>assistant"
+
+
+def resolve_config_path(config_path: str) -> str:
+    """A path that begins with verl/ in this package, if the working directory has no such file; any other as it is. Raises
+    FileNotFoundError."""
+    file = user_file(config_path)
+    if not file.exists():
+        raise FileNotFoundError(f"There is no file {config_path}. Name it from the working directory {Path.cwd()}.")
+    return str(file)

@@ -39,6 +39,9 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
         "verl.agents.parsers": "GptOssToolParser HermesToolParser ToolParser",
         "verl.tools.schemas": "FunctionCall",
     },
+    "verl.experimental.agent_loop.utils": {
+        "verl.compat.agents": "add_generation_prompt_for_gpt_oss format_gpt_oss_tool_response_manually resolve_config_path",
+    },
     "verl.experimental.dataset.sampler": {"verl.compat.samplers": "AbstractCurriculumSampler AbstractSampler"},
     "verl.experimental.reward_loop": {"verl.compat.sections": "migrate_legacy_reward_impl"},
     "verl.interactions": {"verl.agents.interactions": "BaseInteraction"},
