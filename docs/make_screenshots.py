@@ -19,8 +19,9 @@ from typing import Any
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
+from verl.page.launch import address_of, listen, new_token
 from verl.page.pages import Site
-from verl.page.server import address_of, listen, new_token, serve_page
+from verl.page.server import serve_page
 
 OUT = Path(__file__).resolve().parent / "images"
 

@@ -9,7 +9,7 @@ from verl.config.secrets import is_secret_name
 # (file, call) -> why it may listen on more than this machine, or how it keeps strangers out
 LISTENERS: dict[tuple[str, str], str] = {
     (
-        "verl/page/server.py",
+        "verl/page/launch.py",
         "listener.bind",
     ): "the address of trainer.page.host, loopback by default; every request needs the token",
     ("verl/parallel/collectives.py", "probe.bind"): "asks whether a port is free and closes it at once",

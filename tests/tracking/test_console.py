@@ -242,6 +242,9 @@ def test_failure_to_draw_is_only_logged(tmp_path, monkeypatch, caplog):
         folder.write_curves(CURVES)
         append_rows(folder.metrics, [{"step": 1, "critic/score/mean": 0.5}])
         assert draw_learning_curve(folder) is None
+        assert not caplog.text  # a single point is no curve
+        append_rows(folder.metrics, [{"step": 2, "critic/score/mean": 0.5}])
+        assert draw_learning_curve(folder) is None
         assert "no fonts" in caplog.text
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         with caplog.at_level(logging.INFO, "verl"):

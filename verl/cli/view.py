@@ -30,7 +30,8 @@ def run_view(argv: list[str]) -> int:
     folders = [_run_folder(name) for name in arguments.runs]
     if arguments.export is not None:
         return _export(folders, Path(arguments.export).expanduser(), arguments.steps)
-    from verl.page.server import address_of, listen, new_token, serve_page
+    from verl.page.launch import address_of, listen, new_token
+    from verl.page.server import serve_page
 
     listening, token = listen(arguments.host, arguments.port), new_token()
     print(f"{address_of(listening, token)}\nCtrl-C ends the page; it only reads, so runs continue.", flush=True)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import secrets
+import socket
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from verl.errors import MissingExtraError
+from verl.errors import ConfigError, MissingExtraError
 from verl.parallel.child_processes import python_command
 
 PACKAGES = ("starlette", "uvicorn", "sse_starlette")
@@ -45,8 +47,6 @@ def start_page(folder: Path, host: str, port: int, labels: Mapping[str, str] | N
     missing = missing_package()
     if missing is not None:
         raise MissingExtraError("trainer.page", "page", missing, "set trainer.page.enable=False")
-    from verl.page.server import address_of, listen, new_token
-
     listening, token = listen(host, port), new_token()
     with listening:
         process = subprocess.Popen(
@@ -58,3 +58,30 @@ def start_page(folder: Path, host: str, port: int, labels: Mapping[str, str] | N
         )  # fmt: skip
         bound = listening.getsockname()[:2]
         return Page(process, address_of(listening, token), bound[0], bound[1], token)
+
+
+def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
+    """A listening socket. Raises ConfigError when the address is taken or is none of this machine."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"The page cannot listen at {host}:{port}: {error.strerror}. Choose another port (0: any that is free)."
+        ) from error
+    listener.listen(64)
+    return listener
+
+
+def new_token() -> str:
+    """A random token."""
+    return secrets.token_urlsafe(18)
+
+
+def address_of(listening: socket.socket, token: str) -> str:
+    """The address that opens the page."""
+    host, port = listening.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/?token={token}"

@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
-import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from verl.errors import ConfigError, MissingExtraError
+from verl.errors import MissingExtraError
 from verl.page.pages import NotFound, Site
 from verl.page.reader import RunReader
 from verl.tracking.logs import adopt_loggers
@@ -184,33 +183,6 @@ async def _changes(site: Site, request: Request) -> AsyncIterator[ServerSentEven
 def _status(run: RunReader) -> str:
     beat = run.beat
     return f"{run.status} {beat.phase if beat else ''}"
-
-
-def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
-    """A listening socket. Raises ConfigError when the address is taken or is none of this machine."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"The page cannot listen at {host}:{port}: {error.strerror}. Choose another port (0: any that is free)."
-        ) from error
-    listener.listen(64)
-    return listener
-
-
-def new_token() -> str:
-    """A random token."""
-    return secrets.token_urlsafe(18)
-
-
-def address_of(listening: socket.socket, token: str) -> str:
-    """The address that opens the page."""
-    host, port = listening.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}/?token={token}"
 
 
 def serve_page(

@@ -24,13 +24,15 @@ Points = tuple[list[float], list[float]]
 
 
 def draw_learning_curve(folder: RunFolder) -> Path | None:
-    """Plot the curves of `folder` (curves.json) into learning_curve.png; None, and no file, when no step has trained.
+    """Plot the curves of `folder` (curves.json) into learning_curve.png; None, and no file, when no step has trained. A single
+    row is no curve, and importing matplotlib takes a second.
 
     The first panel is large; its validation metrics are dots with values. Without matplotlib, and after a failure, a line is
     logged and nothing is raised: a picture must not fail a run.
     """
     rows, curves = list(read_metrics(folder.metrics)), list(folder.read_curves().items())
-    if not curves or not any(_points(rows, name)[0] for name in curves[0][1] if not _is_validation(name)):
+    trains = curves and any(_points(rows, name)[0] for name in curves[0][1] if not _is_validation(name))
+    if len(rows) < 2 or not trains:
         return None
     if importlib.util.find_spec("matplotlib") is None:
         log.info("The learning curve is not plotted: matplotlib is missing. To plot it, install verl[plot].")
