@@ -1,6 +1,7 @@
 """`verl check` finds, before training, what would stop it; and its estimates are right to a quarter."""
 
 import dataclasses
+import importlib.util
 import json
 import os
 import re
@@ -345,6 +346,14 @@ def test_eval_writes_metrics(verl, overrides, task):
     assert code == 0, said
     metrics = json.loads((task / "run" / "eval" / "eval.json").read_text())
     assert 0 <= metrics["val/reward"] <= 1
+
+
+def test_a_run_of_one_process_needs_its_rollout_engine_here(verl, overrides, monkeypatch):
+    there = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == "vllm" else there(name, *rest))
+    code, said = verl("check", *overrides({"actor_rollout_ref.rollout.name": "vllm"}))
+    assert code == 1
+    assert "vllm is not installed here. Install it: pip install 'verl[vllm]'" in said
 
 
 def test_generate_writes_a_line_per_sample(verl, overrides, task):
