@@ -91,10 +91,7 @@ _MEDIA = {"image": "images", "video": "videos", "audio": "audio"}
 
 
 def _no_media(media: str, where: str) -> str:
-    return (
-        f"{media} ({where}) are not available in this version: rows are text, and a vision-language model cannot be loaded. "
-        "Train a text model on text rows."
-    )
+    return f"{media} ({where}) are not available in this version: rows are text. Train on rows of text."
 
 
 def check_row(row: Mapping[str, Any], config: DataConfig, agents: Collection[str] = ()) -> None:

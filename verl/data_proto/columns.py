@@ -27,6 +27,9 @@ COLUMNS: dict[str, Column] = {
     "row_index": Column(_B, "int64", "data", "row of the dataset that the prompt was read from"),
     "uid": Column(_B, "object", "data", "group id; the samples of one prompt share it"),
     "prompt_token_ids": Column(_B, "object", "data", "prompt tokens, unpadded, list[int]"),
+    "media": Column(
+        _B, "object", "image processor", "images of the prompt as Media, or None; its samples share the object"
+    ),
     "raw_prompt": Column(_B, "object", "data", "chat messages, list[{role, content}]"),
     "data_source": Column(_B, "object", "data", "name of the task; selects the scorer"),
     "reward_model": Column(_B, "object", "data", "{style, ground_truth} of the row"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from verl.data_proto.media import Media
+
 FinishReason = Literal["stop", "length", "abort"]
 SampleKey = tuple[int, int]  # (prompt index, sample)
 
@@ -45,6 +47,12 @@ class PromptRequest:
     num_drawn: int = 0  # tokens at the end of token_ids that belong to the response: the position of the next token
     num_samples: int | None = None  # None: SamplingParams.n
     max_new_tokens: int | None = None  # of this request, at most SamplingParams.max_new_tokens; None: the same
+    media: Media | None = None  # images of the prompt
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the response."""
+        return len(self.token_ids) - self.num_drawn
 
 
 @dataclass(frozen=True)

@@ -16,17 +16,10 @@ import torch
 from verl.config import FSDPConfig, ModelConfig, OptimConfig, SFTModelConfig
 from verl.data_proto.metrics import Metric, merge_metrics
 from verl.data_proto.proto import DataProto
-from verl.engines.api import (
-    BatchTotals,
-    EngineState,
-    LossFn,
-    MicroBatching,
-    StepCheck,
-    WeightLayout,
-)
+from verl.engines.api import BatchTotals, EngineState, LossFn, MicroBatching, StepCheck, WeightLayout
 from verl.engines.headroom import Headroom
 from verl.engines.hybrid_3d import Dimensions, check_change, require_3d_hybrid
-from verl.engines.micro_batches import batch_totals, plan_micro_batches, select_rows, sizes_of
+from verl.engines.micro_batches import batch_totals, images_of, plan_micro_batches, rows_of, select_rows, sizes_of
 from verl.engines.shards import local
 from verl.engines.state import TrainedState
 from verl.engines.step_check import PendingGradients, random_state, restore_random_state, whole_batch_metrics
@@ -35,7 +28,7 @@ from verl.models.lora import LoRASpec, adapters_off, is_adapter
 from verl.models.neftune import with_noise
 from verl.models.optim import MasterOptimizer, lr_at
 from verl.models.outputs import positions_read
-from verl.models.packing import PackedBatch, Reads, pack_rows, unpadded_rows
+from verl.models.packing import PackedBatch, Reads, pack_rows
 from verl.models.padded import ForwardKind
 from verl.models.rounding import Rounding
 from verl.models.visible import ratio
@@ -63,6 +56,7 @@ class TrainedEngine(ABC):
     module: Any
     optimizer: MasterOptimizer | None  # None: frozen
     accumulates_calls = True  # whether gradients of several `forward_backward` add up
+    computes_images = False  # whether its forward reads images of prompts
     _trained: TrainedState
 
     def __init__(
@@ -86,8 +80,7 @@ class TrainedEngine(ABC):
         self.neftune_alpha = model.neftune_alpha or 0.0 if isinstance(model, SFTModelConfig) else 0.0
         self.share_prompts = share_prompts and not self.neftune_alpha
         self.headroom = Headroom(device) if engine.adapt_micro_batches and self.optim is not None else None
-        self.pads = False
-        self.num_lr_steps = 0
+        self.pads, self.num_lr_steps = False, 0
         self._pending: PendingGradients | None = None
 
     def _keep_prompts_apart(self, forward: ForwardKind) -> None:
@@ -294,7 +287,7 @@ class TrainedEngine(ABC):
     ) -> list[list[int]]:
         """Row indices of each micro-batch; as many on each rank, the last ones may be empty."""
         plan = plan_micro_batches(
-            unpadded_rows(batch.batch, rows, reads), micro, self.share_prompts, unit_ids(batch, unit), pads=self.pads
+            rows_of(batch, rows, reads), micro, self.share_prompts, unit_ids(batch, unit), pads=self.pads
         )
         count = int(self._largest_of_ranks(torch.tensor([len(plan)])))
         log.debug(
@@ -311,6 +304,7 @@ class TrainedEngine(ABC):
             device=self.device,
             chunk_tokens=self.dimensions.chunk_tokens,
             reads=reads,
+            media=images_of(part, self.module, self.computes_images),
         )
 
     def _computed(

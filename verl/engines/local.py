@@ -22,6 +22,7 @@ from verl.models.forward import fused_decoder, packed_outputs
 from verl.models.optim import MasterOptimizer
 from verl.models.packing import PackedBatch
 from verl.models.padded import forward_kind
+from verl.models.vision import freeze_towers
 from verl.parallel.device import move_module
 
 
@@ -29,11 +30,18 @@ class LocalEngine(TrainedEngine):
     """The TrainEngine of one device. Equal configs and inputs give equal results to the last bit on a CPU: micro-batches run
     in a fixed order."""
 
+    computes_images = True
     _mapped: MappedWeights | None = None
     _streamed: StreamedWeights | None = None
 
     def __init__(
-        self, *, model: ModelConfig, build: Callable[[], Any] | None = None, memory_map: bool = False, **settings: Any
+        self,
+        *,
+        model: ModelConfig,
+        build: Callable[[], Any] | None = None,
+        memory_map: bool = False,
+        freezes_vision_tower: bool = False,
+        **settings: Any,
     ):
         """Settings: see TrainedEngine. `build` makes the model in place of the folder's. With `memory_map`, map_weights
         follows."""
@@ -42,6 +50,8 @@ class LocalEngine(TrainedEngine):
         self.optimizer: MasterOptimizer | None = None
         at_first = torch.device("cpu") if memory_map or self._offloads else self.device
         self.module = build_module(model, self.head, at_first, narrow, rounding, trains=trains, build=build)
+        if freezes_vision_tower:
+            freeze_towers(self.module)
         if self.optim is None:
             self.module.requires_grad_(False)
         else:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+from verl.data_proto.media import Media, media_of
 from verl.data_proto.proto import DataProto
 from verl.engines.api import BatchTotals, MicroBatching
-from verl.models.packing import PackedRow, num_computed
+from verl.errors import ConfigError
+from verl.models.packing import PackedRow, Reads, num_computed, unpadded_rows
+from verl.models.vision import require_vision
 from verl.parallel.balance import pack_by_tokens, unit_ids
 
 Unit = list[PackedRow]  # rows that stay together
@@ -21,6 +25,22 @@ def sizes_of(batch: DataProto, rows: Sequence[int] | None, unit: str = "row") ->
         *(int(tokens.sum()), int((tokens > 0).sum()), len(set(units))),
         *(int(tokens[chosen].sum()), int((tokens[chosen] > 0).sum()), len({units[row] for row in chosen})),
     ]
+
+
+def rows_of(batch: DataProto, rows: Sequence[int] | None, reads: Reads) -> list[PackedRow]:
+    """The rows `rows` of a batch (None: all) without their padding."""
+    return unpadded_rows(batch.batch, rows, reads, media_of(batch))
+
+
+def images_of(batch: DataProto, module: Any, computes_images: bool) -> list[Media | None] | None:
+    """The images of a batch for `module`. Raises ModelError where it reads none, ConfigError where the engine does not."""
+    media = media_of(batch)
+    if media is None or not any(media):
+        return None
+    require_vision(module)
+    if not computes_images:
+        raise ConfigError("Rows with images train on one device in this version. Set trainer.n_gpus_per_node=1.")
+    return media
 
 
 def batch_totals(sizes: Sequence[int]) -> BatchTotals:
@@ -90,8 +110,8 @@ def _by_padded_tokens(units: Sequence[Unit], max_tokens: int) -> list[list[Unit]
 def _by_tokens(units: Sequence[Unit], max_tokens: int, share_prompts: bool) -> list[list[Unit]]:
     families: dict[object, list[Unit]] = {}  # units with the same prompts
     for unit in units:
-        prompts = tuple(row.prompt for row in unit if row.trains)
-        shares = share_prompts and any(prompts)
+        prompts = tuple(row.origin for row in unit if row.trains)
+        shares = share_prompts and any(row.prompt for row in unit if row.trains)
         if prompts:
             families.setdefault(prompts if shares else unit[0].index, []).append(unit)
     chunks = [chunk for family in families.values() for chunk in _fitting(family, max_tokens, share_prompts)]

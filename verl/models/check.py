@@ -20,6 +20,7 @@ from verl.models.packed import PackedLayout
 from verl.models.packing import PackedBatch, pack_rows
 from verl.models.padded import forward_kind, own_logits
 from verl.models.randomness import require_repeatable
+from verl.models.vision import attention_of, is_vision_model
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,8 @@ def choose_forward(module: Any) -> None:
         problem = _problem_of(packed_problem, module)
         if not problem:
             return
+        if is_vision_model(module):
+            raise ModelError(f"{name} is not supported: {problem}.")
         _attending(module).set_attn_implementation(own_attention(module))
     for kind in ("padded", "logits") if _has_logits(module) else ("padded",):
         module.forward_kind = kind
@@ -196,7 +199,7 @@ def _eager_attention(module: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        model.set_attn_implementation(ATTENTION_NAME)
+        model.set_attn_implementation(attention_of(model.config, ATTENTION_NAME))
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from verl.errors import MissingExtraError, ModelError, VerlError, is_failure
 from verl.foreign_text import clean
 from verl.models.folder import check_counts, reason, require_memory
 from verl.models.gguf_header import GGUFHeader, read_gguf_header
-from verl.models.load import quiet
+from verl.models.quiet import quiet
 from verl.parallel.device import parse_dtype
 
 log = logging.getLogger(__name__)

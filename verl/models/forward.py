@@ -19,6 +19,7 @@ from verl.models.outputs import HeadInputs, output_kind, statistics_wanted
 from verl.models.packed import PackedLayout
 from verl.models.packing import PackedBatch
 from verl.models.padded import forward_kind, padded_logits, padded_states
+from verl.models.vision import is_vision_model, vision_states
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,8 @@ def hidden_states(module: Any, packed: PackedBatch, gradients: GradientBuffers |
     """
     if forward_kind(module) != "packed":
         return padded_states(module, packed)
+    if is_vision_model(module):
+        return vision_states(module, packed).index_select(0, packed.hidden_index)
     device = packed.input_ids.device
     if type(packed.layout) is PackedLayout:
         if (dense := fused_decoder(module, device)) is not None:
@@ -78,6 +81,8 @@ def computed_by(module: Any, device: torch.device) -> str:
         return "the model's own padded forward, whole logits"
     if kind == "padded":
         forward = "the model's own padded forward"
+    elif is_vision_model(module):
+        forward = "transformers' modules with verl's packed attention and sdpa in the vision tower"
     elif fused_decoder(module, device) is not None:
         forward = "verl's decoder for CPUs"
     elif straight_decoder(module, device) is not None:

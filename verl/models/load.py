@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,15 +15,25 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from verl.config import ModelConfig
-from verl.errors import ModelError, VerlError, is_failure, nearest
+from verl.errors import ModelError, is_failure, nearest
 from verl.foreign_text import clean
 from verl.models import folder as files
 from verl.models.attention import ATTENTION_NAME
 from verl.models.check import choose_forward, own_attention
-from verl.models.heads import HEADS, WEIGHT_NAMES, ScalarHeadModel
+from verl.models.heads import HEADS, WEIGHT_NAMES, HeadKind, ScalarHeadModel
 from verl.models.padded import ForwardKind
+from verl.models.processor import load_processor
+from verl.models.quiet import loading, quiet
 from verl.models.randomness import turn_off
-from verl.models.tokenizer import check_token_ids, check_tokenizer_file, count_as_text, embedding_rows, eos_token_ids
+from verl.models.tokenizer import (
+    check_token_ids,
+    check_tokenizer_file,
+    count_as_text,
+    embedding_rows,
+    eos_token_ids,
+    model_type_of,
+)
+from verl.models.vision import FAMILIES, attention_of, is_vision_config
 from verl.registry import load_module
 from verl.regular_files import read_user_text
 
@@ -54,14 +61,15 @@ def load_model(
     """
     kind, folder = HEADS.get(head), files.fetch(path, weights=True)
     config = load_model_config(path, trust_remote_code, override_config)
+    auto_class = _auto_class(kind, config)
     headers = files.read_headers(folder)
     files.check_counts(folder / "config.json", config.to_dict(), headers)
-    with _loading(path, config):
-        skeleton = _on_meta(kind.auto_class, config, dtype, trust_remote_code)
+    with loading(path, config):
+        skeleton = _on_meta(auto_class, config, dtype, trust_remote_code)
     files.check_tensors(folder, headers, skeleton, dtype.itemsize)
     files.check_tied(folder, headers, skeleton)
-    with _loading(path, config):
-        module = kind.wrap(_filled(kind.auto_class, folder, config, skeleton, trust_remote_code))
+    with loading(path, config):
+        module = kind.wrap(_filled(auto_class, folder, config, skeleton, trust_remote_code))
         del skeleton
         if isinstance(module, ScalarHeadModel):
             _restore_head(module, folder)
@@ -86,7 +94,7 @@ def adopt_model(
             f"{name} is not a transformers.PreTrainedModel. Derive the class from it: the forward must take token ids and give "
             "logits, and the config must have the size of the vocabulary."
         )
-    with _loading(name, module.config):
+    with loading(name, module.config):
         if module._can_set_attn_implementation():
             module.set_attn_implementation(ATTENTION_NAME)
         return _ready(torch.nn.Module.to(module, dtype), name, device, gradient_checkpointing)
@@ -125,8 +133,9 @@ def load_tokenizer(model: ModelConfig | str | Path) -> Any:
     """The tokenizer of a model section (its path, or tokenizer_path; `custom_chat_template` as text or file) or of a
     folder.
 
-    Has a pad token afterwards (the end-of-sequence token where the files name none, or one without an embedding), and
-    `num_embeddings`, the rows of the model's embedding (None: not known). Raises ModelError.
+    Has a pad token afterwards (the end-of-sequence token where the files name none, or one without an embedding),
+    `num_embeddings`, the rows of the model's embedding (None: not known), and `processor`, the ImageProcessor of a
+    vision-language model (None: the model reads text). Raises ModelError.
     """
     if not isinstance(model, ModelConfig):
         model = ModelConfig(path=str(model))
@@ -158,6 +167,7 @@ def load_tokenizer(model: ModelConfig | str | Path) -> Any:
     if model.text_tokens:
         count_as_text(tokenizer, model.text_tokens)
     tokenizer.num_embeddings = num_embeddings
+    tokenizer.processor = load_processor(folder, model_type_of(model), tokenizer, model.trust_remote_code)
     if num_embeddings is not None:
         check_token_ids(tokenizer, str(path), num_embeddings)
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id >= (num_embeddings or 1 << 31):
@@ -221,19 +231,24 @@ def load_model_config(path: str | Path, trust_remote_code: bool, override: dict[
             )
         else:
             setattr(config, key, value)
-    _require_text(path, config)
+    _require_known_vision(path, config)
     return config
 
 
-def _require_text(path: str | Path, config: PreTrainedConfig) -> None:
-    """Raise ModelError for a vision-language model of which transformers has no causal language model."""
+def _auto_class(kind: HeadKind, config: PreTrainedConfig) -> str:
+    is_policy = kind.auto_class == "AutoModelForCausalLM"
+    return "AutoModelForImageTextToText" if is_policy and is_vision_config(config) else kind.auto_class
+
+
+def _require_known_vision(path: str | Path, config: PreTrainedConfig) -> None:
+    """Raise ModelError for a vision-language model of no supported family, of which transformers has no language model."""
     has_own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    known = type(config) in transformers.AutoModelForCausalLM._model_mapping
+    known = type(config) in transformers.AutoModelForCausalLM._model_mapping or is_vision_config(config)
     if getattr(config, "vision_config", None) is not None and not known and not has_own_code:
         raise ModelError(
             f"The model at {path} ({(getattr(config, 'architectures', None) or [config.model_type])[0]}) is a vision-language "
-            "model, which is not available in this version, not even for rows of text. Choose a text model, such as its "
-            "language model."
+            f"model of no supported family ({', '.join(FAMILIES)}). Choose one of these, or a text model, such as its language "
+            "model."
         )
 
 
@@ -243,7 +258,7 @@ def _filled(auto_class: str, folder: Path, config: PreTrainedConfig, skeleton: A
         str(folder),
         config=config,
         dtype=skeleton.dtype,
-        attn_implementation=skeleton.config._attn_implementation,
+        attn_implementation=attention_of(config, skeleton.config._attn_implementation),
         use_safetensors=True,
         trust_remote_code=trust_remote_code,
         output_loading_info=True,
@@ -282,46 +297,6 @@ def _require_finite(module: Any, folder: str | Path) -> None:
             )
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silence the warnings and progress bars of transformers."""
-    verbosity = transformers.logging.get_verbosity()
-    bars = transformers.logging.is_progress_bar_enabled()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers.logging.set_verbosity(verbosity)
-        if bars:
-            transformers.logging.enable_progress_bar()
-
-
-@contextmanager
-def _loading(path: str | Path, config: PreTrainedConfig) -> Iterator[None]:
-    """Turn the many errors of transformers, which is quiet, into one sentence."""
-    try:
-        with quiet():
-            yield
-    except VerlError:
-        raise
-    except Exception as error:  # of a family's code, for a config or a file that it does not expect
-        if sys.flags.optimize > 1:
-            raise ModelError(
-                "Python runs without docstrings (PYTHONOPTIMIZE=2 or -OO), which transformers reads to define its models. "
-                "Unset PYTHONOPTIMIZE, or set it to 1."
-            ) from error
-        architecture = (getattr(config, "architectures", None) or [type(config).__name__])[0]
-        if getattr(config, "is_encoder_decoder", False):
-            raise ModelError(
-                f"{architecture} ({path}) is an encoder-decoder model; give a causal language model, such as Llama or Qwen."
-            ) from error
-        kind = "" if isinstance(error, OSError | ValueError | RuntimeError) else f"{type(error).__name__}: "
-        raise ModelError(
-            f"{clean(architecture, 80)} could not be loaded from {path}: {kind}{files.reason(error)}. Look at its config.json."
-        ) from error
-
-
 def empty_model(
     model: ModelConfig, head: str, dtype: torch.dtype, gradient_checkpointing: bool, forward: ForwardKind = "packed"
 ) -> Any:
@@ -331,8 +306,8 @@ def empty_model(
     config = load_model_config(model.path, model.trust_remote_code, model.override_config)
     if Path(model.path).expanduser() == folder:  # of a hub name, the weights may not be here
         files.check_counts(folder / "config.json", config.to_dict(), files.read_headers(folder))
-    with _loading(model.path, config):
-        base = _on_meta(kind.auto_class, config, dtype, model.trust_remote_code)
+    with loading(model.path, config):
+        base = _on_meta(_auto_class(kind, config), config, dtype, model.trust_remote_code)
         if forward != "packed" and base.config._attn_implementation == ATTENTION_NAME:
             base.set_attn_implementation(own_attention(base))
         module = kind.wrap(base)
@@ -357,7 +332,7 @@ def _on_meta(auto_class: str, config: PreTrainedConfig, dtype: torch.dtype, trus
     settings = {"dtype": dtype, "trust_remote_code": trust_remote_code, **_experts(dtype)}
     with torch.device("meta"):
         try:
-            module = factory.from_config(config, attn_implementation=ATTENTION_NAME, **settings)
+            module = factory.from_config(config, attn_implementation=attention_of(config, ATTENTION_NAME), **settings)
             if type(module)._can_set_attn_implementation():
                 return module
         except (ValueError, KeyError):  # a table of attention classes without ours

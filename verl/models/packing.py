@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from verl.data_proto.media import Media
 from verl.errors import DataError
 from verl.models.packed import PackedLayout, PackedSegment
+from verl.models.vision import PlacedMedia
 from verl.parallel.device import to_device
 
 
@@ -39,6 +41,12 @@ class PackedRow:
     prompt: tuple[int, ...]
     num_inputs: int
     trains: bool
+    media: Media | None = None  # images of the prompt
+
+    @property
+    def origin(self) -> object:
+        """The prompt with its images: rows of equal origin may share it."""
+        return self.prompt if self.media is None else (self.prompt, self.media)
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,7 @@ class PackedBatch:
     num_last: int = 0
     noise: torch.Tensor | None = None  # [tokens, hidden_size], added to the embeddings
     columns: dict[str, torch.Tensor] = field(default_factory=dict)  # [positions, ...], of Reads.columns
+    media: tuple[PlacedMedia, ...] = ()  # images of prompts, in the order of tokens
 
     @property
     def num_tokens(self) -> int:
@@ -78,9 +87,12 @@ class PackedBatch:
 
 
 def unpadded_rows(
-    columns: Mapping[str, torch.Tensor], chosen: Sequence[int] | None = None, reads: Reads | None = None
+    columns: Mapping[str, torch.Tensor],
+    chosen: Sequence[int] | None = None,
+    reads: Reads | None = None,
+    media: Sequence[Media | None] | None = None,
 ) -> list[PackedRow]:
-    """The rows `chosen` (default: all) of the columns prompts, prompt_mask and response_mask.
+    """The rows `chosen` (default: all) of the columns prompts, prompt_mask, response_mask and `media` (None: no images).
 
     Raises DataError for a row that trains on its very first token, which nothing predicts.
     """
@@ -98,16 +110,16 @@ def unpadded_rows(
                 "Set response_mask to false there."
             )
         num_inputs = needed if reads.last_token else max(needed - 1, 0)
-        rows.append(PackedRow(index, ids, num_inputs, needed > 0))
+        rows.append(PackedRow(index, ids, num_inputs, needed > 0, None if media is None else media[index]))
     return rows
 
 
 def group_rows(rows: Sequence[PackedRow], share_prompts: bool = True) -> list[list[PackedRow]]:
     """The rows that train, grouped by equal prompt in order of first appearance; each by itself when nothing is shared."""
-    groups: dict[tuple[int, ...] | int, list[PackedRow]] = {}
+    groups: dict[object, list[PackedRow]] = {}
     for row in rows:
         if row.trains:
-            groups.setdefault(row.prompt if share_prompts and row.prompt else row.index, []).append(row)
+            groups.setdefault(row.origin if share_prompts and row.prompt else row.index, []).append(row)
     return list(groups.values())
 
 
@@ -124,14 +136,15 @@ def pack_rows(
     device: torch.device | str = "cpu",
     chunk_tokens: int | None = None,
     reads: Reads = _PREDICTIONS,
+    media: Sequence[Media | None] | None = None,
 ) -> PackedBatch:
-    """Lay out the columns prompts, prompt_mask [batch, prompt], responses, response_mask [batch, response].
+    """Lay out the columns prompts, prompt_mask [batch, prompt], responses, response_mask [batch, response], media [batch].
     A layer computes `chunk_tokens` tokens at a time, where it can; None: all.
 
     A response is contiguous from column 0 up to its last trained token; holes in response_mask (user turns, tool output)
     are ordinary inputs that nothing predicts. A prompt may be empty if response_mask is false at the first token.
     """
-    groups = group_rows(unpadded_rows(columns, reads=reads), share_prompts)
+    groups = group_rows(unpadded_rows(columns, reads=reads, media=media), share_prompts)
     trained, responses = columns["response_mask"].cpu().bool(), columns["responses"].cpu()
     ids: list[torch.Tensor] = []
     positions: list[torch.Tensor] = []
@@ -142,8 +155,7 @@ def pack_rows(
     start = 0
     for group in groups:
         prompt_length = len(group[0].prompt)
-        ids.append(torch.tensor(group[0].prompt, dtype=torch.int64))
-        ids.extend(responses[row.index, : row.num_inputs] for row in group)
+        ids += [torch.tensor(group[0].prompt, dtype=torch.int64), *(responses[r.index, : r.num_inputs] for r in group)]
         positions.append(torch.arange(prompt_length))
         positions.extend(torch.arange(prompt_length, prompt_length + row.num_inputs) for row in group)
         segments.extend(_segments(start, prompt_length, [row.num_inputs for row in group]))
@@ -163,7 +175,6 @@ def pack_rows(
     row_index, column = torch.cat(where, dim=1) if where else torch.empty(2, 0, dtype=torch.int64)
     targets = responses[row_index, column]
     targets[len(targets) - num_last :] = 0
-
     return PackedBatch(
         input_ids=_joined(ids, device).unsqueeze(0),
         position_ids=_joined(positions, device).unsqueeze(0),
@@ -175,11 +186,23 @@ def pack_rows(
         shape=(responses.shape[0], responses.shape[1]),
         num_last=num_last,
         columns={name: to_device(columns[name].cpu()[row_index, column], device) for name in reads.columns},
+        media=tuple(_placed(groups)),
     )
 
 
 def _joined(parts: list[torch.Tensor], device: torch.device | str) -> torch.Tensor:
     return to_device(torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64), device)
+
+
+def _placed(groups: Sequence[Sequence[PackedRow]]) -> Iterator[PlacedMedia]:
+    """The images of the groups' prompts, which lie back to back, each with its responses."""
+    start = 0
+    for group in groups:
+        length = len(group[0].prompt)
+        end = start + length + sum(row.num_inputs for row in group)
+        if group[0].media is not None:
+            yield PlacedMedia(start, length, end, group[0].media)
+        start = end
 
 
 def _segments(start: int, prompt_length: int, inputs: list[int]) -> Iterator[PackedSegment]:

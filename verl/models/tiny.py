@@ -71,7 +71,7 @@ def make_tiny_model(folder: str | Path, family: str = "llama", seed: int = 0, **
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from verl.models.load import quiet
+    from verl.models.quiet import quiet
 
     settings: dict[str, Any] = {
         "vocab_size": 264,

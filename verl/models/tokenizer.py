@@ -29,14 +29,23 @@ _TEXTLESS_SHARE = 0.1  # of a vocabulary without text; padding to round sizes ad
 def embedding_rows(model: ModelConfig) -> int | None:
     """The rows of the embedding of `model.path` by its config.json, with which check_tensors compares the weights. None where
     it cannot be read or has no such entry: loading the model then reports the cause."""
-    try:
-        config = read_json_object(fetch(model.path, weights=False) / "config.json")
-    except ModelError:
-        return None
+    config = _config_of(model)
     inner = config.get("text_config")
     places = (model.override_config or {}, config, inner if isinstance(inner, dict) else {})
     rows = next((size for place in places if (size := place.get("vocab_size")) is not None), None)
     return rows if type(rows) is int and rows > 0 else None
+
+
+def model_type_of(model: ModelConfig) -> str:
+    """The family of `model.path` by its config.json; "" where it cannot be read."""
+    return str(_config_of(model).get("model_type", ""))
+
+
+def _config_of(model: ModelConfig) -> dict[str, Any]:
+    try:
+        return read_json_object(fetch(model.path, weights=False) / "config.json")
+    except ModelError:
+        return {}
 
 
 def check_tokenizer_file(folder: Path, num_embeddings: int | None) -> None:

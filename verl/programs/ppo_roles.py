@@ -145,6 +145,7 @@ def _actor(config: PPOConfig) -> RoleSpec:
         checkpoint=actor.checkpoint,
         checkpoints_to_keep=config.trainer.max_actor_ckpt_to_keep,
         guards=config.trainer.guards,
+        freezes_vision_tower=actor.freeze_vision_tower,
         measure_every=config.trainer.test_freq,
     )
 

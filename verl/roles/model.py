@@ -68,7 +68,7 @@ class ModelRole:
         self._utilization = utilization
         self._saving: RoleSave | None = None
 
-    @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, blocking=False, objects=())
+    @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, blocking=False, objects=("media",))
     def forward(self, batch: DataProto, outputs: Mapping[str, str]) -> DataProto:
         """Columns of model outputs without gradient, float32: `outputs` maps an output of verl/engines/api.py to the name of
         its column. A role that shares an engine computes without its adapters."""
@@ -76,7 +76,7 @@ class ModelRole:
             columns = self.engine.forward(batch, tuple(outputs), self.spec.forward_micro, self.spec.temperature)
         return DataProto.from_dict({column: columns[output] for output, column in outputs.items()})
 
-    @register(dispatch_mode=Dispatch.ND_MINI_BATCHES, blocking=False, objects=())
+    @register(dispatch_mode=Dispatch.ND_MINI_BATCHES, blocking=False, objects=("media",))
     def update(self, batch: DataProto, step: int, mini_batches: Sequence[Sequence[int]] | None = None) -> Updates:
         """All optimizer steps on `batch`; advances the learning-rate schedule by one, unless guards have refused all steps.
 
@@ -96,7 +96,7 @@ class ModelRole:
             device |= self._utilization.take(self.spec.name, time.perf_counter() - start)
         return Updates(self.spec.name, steps, rate, observed, findings, device)
 
-    @register(dispatch_mode=Dispatch.ND_MINI_BATCHES, blocking=False, objects=())
+    @register(dispatch_mode=Dispatch.ND_MINI_BATCHES, blocking=False, objects=("media",))
     def forward_backward(
         self,
         batch: DataProto,

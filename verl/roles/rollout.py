@@ -12,12 +12,14 @@ import torch
 
 from verl.agents.agents import Agents
 from verl.agents.episode import EpisodeResult
-from verl.config import RolloutConfig
+from verl.config import RolloutConfig, full_key
+from verl.data_proto.media import media_of
 from verl.data_proto.merge import object_array
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import Completion, PromptRequest, SamplingParams, ScoreRequest
 from verl.data_proto.trajectory import Trajectory, to_columns, trajectory_of
+from verl.errors import DataError
 from verl.parallel.register import Dispatch, Execute, register
 from verl.roles.reward import score_request
 from verl.rollout.api import RolloutEngine
@@ -97,8 +99,13 @@ class RolloutWorker:
             return self._episodes(self.agents, prompts, params, step, split, limit)
         ordinals = prompts.batch["ordinal"].tolist()
         requests = [
-            PromptRequest(ordinal, tuple(ids))
-            for ordinal, ids in zip(ordinals, prompts.non_tensor_batch["prompt_token_ids"], strict=True)
+            PromptRequest(ordinal, tuple(ids), media=media)
+            for ordinal, ids, media in zip(
+                ordinals,
+                prompts.non_tensor_batch["prompt_token_ids"],
+                media_of(prompts) or [None] * len(prompts),
+                strict=True,
+            )
         ]
         position = {ordinal: i for i, ordinal in enumerate(ordinals)}
 
@@ -126,9 +133,13 @@ class RolloutWorker:
             return self._episodes(self.agents, rows, params, step, split, limit, before)
         requests = [
             PromptRequest(
-                t.ordinal, (*t.prompt_ids, *t.response_ids), first_sample=t.sample, num_drawn=t.num_response_tokens
+                t.ordinal,
+                (*t.prompt_ids, *t.response_ids),
+                first_sample=t.sample,
+                num_drawn=t.num_response_tokens,
+                media=media,
             )
-            for t in before
+            for t, media in zip(before, media_of(rows) or [None] * len(rows), strict=True)
         ]
         row_of = {(t.ordinal, t.sample): i for i, t in enumerate(before)}
 
@@ -181,6 +192,10 @@ class RolloutWorker:
         before: Sequence[Trajectory] | None = None,
     ) -> DataProto:
         """Generate episodes: the columns of single turns, and the columns of episodes."""
+        if any(media is not None for media in media_of(prompts) or ()):
+            raise DataError(
+                f"Rows with images do not work with agents. Set {full_key('rollout.multi_turn.enable')}=False."
+            )
         position = {ordinal: i for i, ordinal in enumerate(prompts.batch["ordinal"].tolist())}
 
         def on_finish(done: EpisodeResult) -> None:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
-from verl.config import ModelConfig
+from verl.config import ModelConfig, full_key
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
+from verl.errors import ConfigError
 from verl.families import ROLLOUT_ENGINES as ENGINES
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ class RolloutEngine(Protocol):
     """
 
     holds_weights: ClassVar[bool]
+    reads_images: ClassVar[bool]  # whether a PromptRequest may have media
     module: Any  # torch.nn.Module
 
     @property
@@ -156,6 +158,7 @@ class BaseRollout:
     """`generate` and `stats` in terms of `open`, and defaults of engines that share the module's weights and process."""
 
     holds_weights: ClassVar[bool] = False
+    reads_images: ClassVar[bool] = False
     _stats: Stats
 
     def open(self, params: SamplingParams, *, step: int, keep: bool = False) -> Generation:
@@ -169,6 +172,10 @@ class BaseRollout:
         as soon as it ends, in order of ending. Raises what Generation raises, for a bad request before any token is made."""
         if not prompts:
             return []
+        if not self.reads_images and any(prompt.media is not None for prompt in prompts):
+            raise ConfigError(
+                f"The rollout engine {type(self).__name__} reads no images. Set {full_key('rollout.name')}=native."
+            )
         completions: dict[SampleKey, Completion] = {}
         generation = self.open(params, step=step)
         try:

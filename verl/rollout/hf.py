@@ -20,6 +20,7 @@ from verl.config import RolloutConfig
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.models.padded import forward_kind, own_logits
 from verl.models.randomness import eval_mode
+from verl.models.vision import padded_inputs
 from verl.rollout.api import BaseRollout, Stats
 from verl.rollout.requests import OpenSamples, StopRules, one_by_one, vocab_size
 from verl.rollout.sampling import sample
@@ -28,6 +29,8 @@ from verl.rollout.uniforms import sample_keys, uniforms_at
 
 class HFRollout(BaseRollout):
     """See RolloutEngine. Reads max_num_seqs (samples in one `generate`) and max_model_len of `config`."""
+
+    reads_images = True
 
     def __init__(
         self,
@@ -99,8 +102,9 @@ class HFGeneration:
         return self.samples.stats(self._num_computed, self._num_steps, self._max_running)
 
     def _next_batch(self) -> list[PromptRequest]:
-        """At most max_num_seqs waiting samples, of equal prompt length where the model is not to be padded on the left."""
-        pool = self._waiting
+        """At most max_num_seqs waiting samples of equal images, and of equal prompt length where the model is not to be padded
+        on the left."""
+        pool = [r for r in self._waiting if r.media == self._waiting[0].media]
         if self.engine.is_padded:
             pool = [r for r in pool if len(r.token_ids) == len(pool[0].token_ids)]
         chosen = pool[: self.engine.config.max_num_seqs]
@@ -121,13 +125,16 @@ class HFGeneration:
             _generate_without_cache(view, batch, ids.to(device))
             return
         config = GenerationConfig(max_new_tokens=batch.max_new_tokens, do_sample=False, pad_token_id=pad)
-        view.generate(
-            ids.to(device),
-            attention_mask=mask.to(device),
-            generation_config=config,
-            logits_processor=LogitsProcessorList([_Sampler(batch)]),
-            stopping_criteria=StoppingCriteriaList([_Stopper(batch)]),
-        )
+        num_drawn = torch.tensor([r.num_drawn for r in batch.requests])
+        in_prompt = mask.bool() & (torch.arange(width) < width - num_drawn[:, None])
+        with padded_inputs(view, ids.to(device), in_prompt.to(device), batch.requests[0].media) as inputs:
+            view.generate(
+                **inputs,
+                attention_mask=mask.to(device),
+                generation_config=config,
+                logits_processor=LogitsProcessorList([_Sampler(batch)]),
+                stopping_criteria=StoppingCriteriaList([_Stopper(batch)]),
+            )
 
 
 def eager_view(module: Any) -> Any:

@@ -108,7 +108,13 @@ def _engine(context: RankContext, spec: RoleSpec) -> TrainEngine:
         **({"memory_map": True} if spec.memory_map else {}),
     }
     if mesh is None:
-        engine = TRAIN_ENGINES.get("local")(**settings, build=spec.build)
+        engine = TRAIN_ENGINES.get("local")(
+            **settings, build=spec.build, freezes_vision_tower=spec.freezes_vision_tower
+        )
+    elif spec.freezes_vision_tower:
+        raise ConfigError(
+            f"{full_key('actor.freeze_vision_tower')}=True works on one device in this version. Set trainer.n_gpus_per_node=1."
+        )
     else:
         if spec.settings is not None:
             settings["section"] = spec.settings
@@ -123,12 +129,15 @@ def _engine(context: RankContext, spec: RoleSpec) -> TrainEngine:
 
 
 def _hf_files(module: Any, model: ModelConfig, folder: Path) -> None:
-    """Write the config, generation config and tokenizer, which `from_pretrained` needs in addition to the weights."""
+    """Write the config, generation config, tokenizer and image processor, which `from_pretrained` needs with the weights."""
     module.config.save_pretrained(folder)
     generation_config = getattr(module, "generation_config", None)
     if generation_config is not None:
         generation_config.save_pretrained(folder)
-    load_tokenizer(replace(model, text_tokens=[])).save_pretrained(folder)
+    tokenizer = load_tokenizer(replace(model, text_tokens=[]))
+    tokenizer.save_pretrained(folder)
+    if tokenizer.processor is not None:
+        tokenizer.processor.save_pretrained(folder)
 
 
 def build_reward(context: RankContext, spec: RewardSpec) -> RewardWorker:

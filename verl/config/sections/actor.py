@@ -88,6 +88,7 @@ class ActorConfig(Section):
     use_kl_loss: bool = used(False, "add a KL term towards the reference policy to the loss")
     kl_loss_coef: float = used(0.001, "weight of that term", when=KL_LOSS, neutral=(0.0,), ge=0)
     kl_loss_type: str = used("low_var_kl", "KL estimator of that term", when=KL_LOSS, choices=KL_KINDS)
+    freeze_vision_tower: bool = used(False, "do not train the vision tower of a vision-language model")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "parts of a checkpoint")
 
 

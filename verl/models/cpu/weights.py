@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from verl.models.lora import LoRALinear
+from verl.models.vision import is_vision_model
 
 _DECODERS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
 # read for callers that compute adapters and experts; Phi-3's own projections are joined already
@@ -95,7 +96,7 @@ class DenseDecoder:
         own forward must be used. Kept from call to call while the module stays as it is. Adapted layers and mixtures of
         experts are read for a caller that asks for them."""
         decoder = module.get_decoder() if hasattr(module, "get_decoder") else module
-        if not _is_plain(decoder):
+        if not _is_plain(decoder) or is_vision_model(module):
             _known.pop(decoder, None)
             return None
         parts = set(decoder.modules())

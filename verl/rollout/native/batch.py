@@ -37,6 +37,7 @@ class Group:
     logits: torch.Tensor | None = field(
         default=None, repr=False
     )  # [vocab], after the last token, while samples are pending
+    shift: int = 0  # of positions behind a prompt with images, against the count of tokens
 
     @property
     def num_tokens(self) -> int:
@@ -70,7 +71,7 @@ class Prompts:
     ) -> list[tuple[Group, Chunk]]:
         """Prompt tokens to compute next: for as many prompts as there are rows free for their samples, and at most `budget`
         tokens. With `chunk_tokens` the cuts of a prompt depend only on its own length, and a first chunk is taken whatever the
-        budget."""
+        budget. A prompt with images is one chunk."""
         begun = sum(len(g.pending) for g in (*self.ready, *self.prefilling))
         while self.waiting and begun < num_free_rows and admits(self.waiting[0]):
             group = self.waiting.popleft()
@@ -82,6 +83,8 @@ class Prompts:
         while self.prefilling and budget > 0:
             group = self.prefilling[0]
             end = min(group.num_tokens, group.num_computed + (chunk_tokens or budget))
+            if group.request.media is not None:  # a prompt with images is computed at once
+                end = group.num_tokens
             if chunks and end - group.num_computed > budget:
                 break
             chunks.append((group, Chunk(group.slot, group.num_computed, end)))
@@ -213,5 +216,9 @@ class BatchRows:
         return self.own_start[: self.end] + self.length[: self.end] - 1
 
     def positions(self) -> np.ndarray:
-        """int64 [rows]: position of each running row's newest token."""
+        """int64 [rows]: position of each running row's newest token, counted in tokens."""
         return self.prompt_length[: self.end] + self.length[: self.end] - 1
+
+    def shifts(self) -> np.ndarray:
+        """int64 [rows]: the difference of a row's positions to their count, behind images of its prompt."""
+        return np.array([0 if g is None else g.shift for g in self.groups[: self.end]], dtype=np.int64)

@@ -45,6 +45,8 @@ class NativeRollout(BaseRollout):
     backend.
     """
 
+    reads_images = True
+
     def __init__(
         self,
         module: Any,

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from verl.models.vision import PlacedMedia, is_vision_model, prompt_positions, vision_inputs
 from verl.rollout.cpu.forward import CpuForward
 from verl.rollout.cpu.paged_store import PagedStore
 from verl.rollout.cpu.store import BlockStore
@@ -58,6 +59,7 @@ class HostBackend:
         self.module, self.dense, self.invariant = module, dense, invariant
         self.own, self.prefix = stores
         self.device = next(module.parameters()).device
+        self.reads_images = is_vision_model(module)
         self.num_computed = self.num_bytes = 0
         self._decoding: DecodeRows | DecodeTiles | None = None  # of the rows as they are
         if invariant and not isinstance(dense, CpuForward):  # the kernels' sums do not depend on where a prompt is cut
@@ -107,10 +109,13 @@ class HostBackend:
         self.num_bytes = max(self.num_bytes, self.own.num_bytes + self.prefix.num_bytes)
         layout = self._layout(own_lengths, positions, [c for _, c in chunks])
         ids = [self.rows.newest(), *(np.array(g.request.token_ids[c.start : c.end]) for g, c in chunks)]
+        if self.reads_images:
+            positions = positions + self.rows.shifts()
         places = [positions, *(np.arange(c.start, c.end) for _, c in chunks)]
         ends = np.cumsum([num_rows, *(c.end - c.start for _, c in chunks)])[1:] - 1
         completed = [e for (g, c), e in zip(chunks, ends, strict=True) if c.end == g.num_tokens]
-        logits = self._logits(ids, places, completed, layout)
+        media = self._media(num_rows, chunks) if self.reads_images else []
+        logits = self._logits(ids, places, completed, layout, media)
         self.num_computed += sum(c.end - c.start for _, c in chunks)
         sampled = self._sample(np.arange(num_rows), logits[:num_rows]) if num_rows else None
         return sampled, logits[num_rows:].clone() if completed else logits[:0]  # the next forward overwrites them
@@ -187,6 +192,7 @@ class HostBackend:
         places: list[np.ndarray],
         completed: list[int],
         layout: StepLayout | StepTokens,
+        media: list[PlacedMedia],
     ) -> torch.Tensor:
         """[rows + completed, vocab]: logits after the decode rows and after the tokens at `completed`."""
         tokens = torch.from_numpy(np.concatenate(ids)).to(self.device)
@@ -196,14 +202,25 @@ class HostBackend:
             keep = torch.tensor([*range(len(ids[0])), *completed], dtype=torch.int64, device=self.device)
         if self.dense is not None:
             return self.dense.logits(tokens, positions, keep, layout)  # type: ignore[arg-type]
-        logits: torch.Tensor = self.module(
-            input_ids=tokens[None],
-            position_ids=positions[None],
-            layout=layout,
-            use_cache=False,
-            logits_to_keep=0 if keep is None else keep,
-        ).logits
+        settings = {"layout": layout, "use_cache": False, "logits_to_keep": 0 if keep is None else keep}
+        if not self.reads_images:
+            logits: torch.Tensor = self.module(input_ids=tokens[None], position_ids=positions[None], **settings).logits
+            return logits[0]
+        with vision_inputs(self.module, tokens[None], positions[None], media) as inputs:
+            logits = self.module(**inputs, **settings).logits
         return logits[0]
+
+    def _media(self, num_rows: int, chunks: list[tuple[Group, Chunk]]) -> list[PlacedMedia]:
+        """Images of the prompts in `chunks`, at their places behind the tokens of the rows; sets the shifts of their groups."""
+        placed, start = [], num_rows
+        for group, chunk in chunks:
+            request, end = group.request, start + chunk.end - chunk.start
+            if request.media is not None:
+                ids = torch.tensor(request.token_ids[: request.prompt_length], device=self.device)
+                group.shift = prompt_positions(self.module, ids, request.media)[1]
+                placed.append(PlacedMedia(start, request.prompt_length, end, request.media))
+            start = end
+        return placed
 
     def _sample(self, rows: np.ndarray, logits: torch.Tensor) -> HostSampled:
         """The next tokens of `rows` from `logits` [rows, vocab]."""

@@ -1,0 +1,160 @@
+"""Vision-language models through packed batches, against transformers' own forward of each row."""
+
+import pytest
+import torch
+
+from tests.vision_families import CONFIGS, IMAGE, PATCHES, VISION_END, VISION_START, random_images, random_model
+from verl.data_proto.media import Media
+from verl.errors import ModelError
+from verl.models.forward import packed_outputs
+from verl.models.load import load_model
+from verl.models.packing import pack_rows
+from verl.models.vision import vision_towers
+
+pytestmark = pytest.mark.seed("B1")
+TOLERANCE = 1e-5
+# two prompts with images, one of them with a text of its own length in front, and one without
+SIZES = (((2, 2),), ((2, 4), (4, 2)), ())
+RESPONSES = ((11, 12, 13), (21, 22, 23, 24))
+# a response may sample the token that stands for images in prompts
+STRAY = ((11, IMAGE, 13), (IMAGE, 22, 23, 24))
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def folder(family, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(family)
+    random_model(family).save_pretrained(folder)
+    return folder
+
+
+def prompt_of(family, sizes, number):
+    tensors, counts = random_images(family, sizes, seed=number) if sizes else ({}, [])
+    ids = [5, 6 + number]
+    for count in counts:
+        ids += [VISION_START, *[IMAGE] * count, VISION_END, 7]
+    return (*ids, 8), Media(str(number), tensors) if sizes else None
+
+
+def batch_of(family, responses):
+    """Columns and media of every prompt with each response, and (prompt, response, media) of each row."""
+    rows = [(*prompt_of(family, sizes, n), r) for n, sizes in enumerate(SIZES) for r in responses]
+    widths = max(len(p) for p, _, _ in rows), max(len(r) for _, _, r in rows)
+    columns = {
+        "prompts": torch.tensor([[0] * (widths[0] - len(p)) + list(p) for p, _, _ in rows]),
+        "prompt_mask": torch.tensor([[False] * (widths[0] - len(p)) + [True] * len(p) for p, _, _ in rows]),
+        "responses": torch.tensor([list(r) + [0] * (widths[1] - len(r)) for _, _, r in rows]),
+        "response_mask": torch.tensor([[True] * len(r) + [False] * (widths[1] - len(r)) for _, _, r in rows]),
+    }
+    return columns, [media for _, media, _ in rows], rows
+
+
+def inputs_of(model, ids, media):
+    ids = torch.tensor([ids])
+    kinds = {"mm_token_type_ids": (ids == IMAGE).long()} if "grid" in " ".join(media.tensors if media else ()) else {}
+    return {"input_ids": ids, **(media.tensors if media else {}), **kinds}
+
+
+def own_log_probs(model, prompt, media, response):
+    """Log-probs of a response by the model's own forward over the row."""
+    logits = model(**inputs_of(model, prompt + response, media), use_cache=False).logits[0]
+    chosen = torch.tensor(response)[:, None]
+    return logits[len(prompt) - 1 : -1].log_softmax(-1).gather(1, chosen)[:, 0]
+
+
+def cached_log_probs(model, prompt, media, response):
+    """The same as `generate` computes it: the prompt with its images, then the response from the cache."""
+    model.model.rope_deltas = None  # of the images of an earlier prompt
+    first = model(**inputs_of(model, prompt, media), use_cache=True)
+    ids = torch.tensor([response])
+    rest = model(input_ids=ids, past_key_values=first.past_key_values, use_cache=True)
+    logits = torch.cat([first.logits[0, -1:], rest.logits[0, :-1]])
+    return logits.log_softmax(-1).gather(1, ids.T)[:, 0]
+
+
+def packed_log_probs(model, columns, media):
+    return packed_outputs(model, pack_rows(columns, media=media), ("log_probs",))["log_probs"]
+
+
+@pytest.mark.parametrize("share_prompts", [True, False])
+def test_log_probs_and_gradients_equal_the_own_forward(family, folder, share_prompts):
+    columns, media, rows = batch_of(family, RESPONSES)
+    ours, theirs = load_model(folder), random_model(family)
+    packed = pack_rows(columns, share_prompts=share_prompts, media=media)
+    log_probs = packed_outputs(ours, packed, ("log_probs",))["log_probs"][columns["response_mask"]]
+    expected = torch.cat([own_log_probs(theirs, p, m, r) for p, m, r in rows])
+    assert torch.allclose(log_probs, expected, rtol=0, atol=TOLERANCE)
+    weights = torch.linspace(-1, 1, len(expected))
+    (log_probs * weights).sum().backward()
+    (expected * weights).sum().backward()
+    gradients = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    scale = max(float(grad.abs().max()) for grad in gradients.values())
+    for name, parameter in ours.named_parameters():
+        if name in gradients:
+            assert torch.allclose(parameter.grad, gradients[name], rtol=0, atol=TOLERANCE * scale), name
+    towers = [p for tower in vision_towers(ours) for p in tower.parameters()]
+    assert towers
+    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in towers)
+
+
+@torch.no_grad()
+def test_a_sampled_placeholder_is_a_token_like_any_other(family, folder):
+    columns, media, rows = batch_of(family, STRAY)
+    ours, theirs = load_model(folder), random_model(family)
+    log_probs = packed_log_probs(ours, columns, media)[columns["response_mask"]]
+    expected = torch.cat([cached_log_probs(theirs, p, m, r) for p, m, r in rows])
+    assert torch.allclose(log_probs, expected, rtol=0, atol=TOLERANCE)
+
+
+@torch.no_grad()
+def test_images_of_a_prompt_are_computed_once_for_its_samples(family, folder):
+    prompt, media = prompt_of(family, SIZES[1], 1)
+    columns = {
+        "prompts": torch.tensor([prompt] * 8),
+        "prompt_mask": torch.ones(8, len(prompt), dtype=torch.bool),
+        "responses": torch.arange(8 * 3).view(8, 3),
+        "response_mask": torch.ones(8, 3, dtype=torch.bool),
+    }
+    model, calls = load_model(folder), []
+    hooks = [
+        tower.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
+        for tower in vision_towers(model)[:1]
+    ]
+    packed = pack_rows(columns, media=[media] * 8)
+    assert len(packed.media) == 1
+    packed_outputs(model, packed, ("log_probs",))
+    assert len(hooks) == len(calls) == 1
+    sizes = [value.numel() for value in (*calls[0][0], *calls[0][1].values()) if isinstance(value, torch.Tensor)]
+    assert max(sizes) == media.tensors["pixel_values"].numel()
+
+
+@torch.no_grad()
+def test_equal_tokens_with_other_images_share_nothing(family, folder):
+    prompt, media = prompt_of(family, SIZES[0], 0)
+    other = Media("other", random_images(family, SIZES[0], seed=9)[0])
+    columns = {
+        "prompts": torch.tensor([prompt] * 2),
+        "prompt_mask": torch.ones(2, len(prompt), dtype=torch.bool),
+        "responses": torch.tensor([[11, 12]] * 2),
+        "response_mask": torch.ones(2, 2, dtype=torch.bool),
+    }
+    log_probs = packed_log_probs(load_model(folder), columns, [media, other])
+    expected = [own_log_probs(random_model(family), prompt, m, (11, 12)) for m in (media, other)]
+    assert torch.allclose(log_probs, torch.stack(expected), rtol=0, atol=TOLERANCE)
+    assert not torch.allclose(log_probs[0], log_probs[1], rtol=0, atol=1e-3)
+
+
+def test_families_with_sizes_of_their_own_are_among_the_rows():
+    assert set(PATCHES) < set(CONFIGS)
+
+
+def test_a_text_model_refuses_images(tmp_path):
+    from verl.models.tiny import make_tiny_model
+    from verl.models.vision import require_vision
+
+    with pytest.raises(ModelError, match="LlamaForCausalLM cannot read them"):
+        require_vision(load_model(make_tiny_model(tmp_path)))

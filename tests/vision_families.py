@@ -1,0 +1,214 @@
+"""Tiny random vision-language models of transformers' families, and folders of them with tokenizer and image processor."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+
+from verl.models.tiny import make_tokenizer
+from verl.models.vision import FAMILIES
+
+pytest.importorskip("transformers", minversion="5.19")  # whose processors give the text of an image
+VOCABULARY = 272
+TEXT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.1,
+    "pad_token_id": 256,
+    "eos_token_id": 258,
+    "bos_token_id": 257,
+}
+IMAGE, VIDEO, VISION_START, VISION_END = 259, 260, 261, 262  # the first tokens behind the tokens of make_tokenizer
+_QWEN_TOKENS = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": VISION_START,
+    "vision_end_token_id": VISION_END,
+}
+_SIGLIP = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def mrope(section, **more):
+    return {"rope_parameters": {"rope_type": "default", "mrope_section": section, "rope_theta": 10000.0, **more}}
+
+
+def qwen2_vl():
+    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2, "patch_size": 14}
+    return transformers.Qwen2VLConfig(text_config=TEXT | mrope([2, 3, 3]), vision_config=vision, **_QWEN_TOKENS)
+
+
+def qwen2_5_vl():
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "patch_size": 14,
+        "window_size": 56,
+        "fullatt_block_indexes": [1],
+    }
+    return transformers.Qwen2_5_VLConfig(text_config=TEXT | mrope([2, 3, 3]), vision_config=vision, **_QWEN_TOKENS)
+
+
+def _qwen3_vision():
+    return {
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "patch_size": 16,
+        "deepstack_visual_indexes": [0, 1],
+        "num_position_embeddings": 64,
+    }
+
+
+def qwen3_vl():
+    text = TEXT | {"head_dim": 16} | mrope([4, 2, 2], mrope_interleaved=True)
+    return transformers.Qwen3VLConfig(text_config=text, vision_config=_qwen3_vision(), **_QWEN_TOKENS)
+
+
+def qwen3_vl_moe():
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
+    text = TEXT | {"head_dim": 16} | experts | mrope([4, 2, 2], mrope_interleaved=True)
+    return transformers.Qwen3VLMoeConfig(text_config=text, vision_config=_qwen3_vision(), **_QWEN_TOKENS)
+
+
+def glm4v():
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "patch_size": 14,
+        "image_size": 56,
+    }
+    text = TEXT | {"partial_rotary_factor": 1.0} | mrope([2, 3, 3])
+    tokens = {"image_token_id": IMAGE, "video_token_id": VIDEO}
+    tokens |= {"image_start_token_id": VISION_START, "image_end_token_id": VISION_END}
+    return transformers.Glm4vConfig(text_config=text, vision_config=vision, **tokens)
+
+
+def llava():
+    vision = transformers.CLIPVisionConfig(**_SIGLIP, image_size=32, patch_size=8, projection_dim=32)
+    return transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(**TEXT), vision_config=vision, image_token_index=IMAGE
+    )
+
+
+def internvl():
+    vision = _SIGLIP | {"image_size": [32, 32], "patch_size": [8, 8]}
+    return transformers.InternVLConfig(
+        text_config=transformers.Qwen2Config(**TEXT), vision_config=vision, image_token_id=IMAGE, downsample_ratio=0.5
+    )
+
+
+def idefics3(kind="Idefics3"):
+    return getattr(transformers, f"{kind}Config")(
+        text_config=transformers.LlamaConfig(**TEXT),
+        vision_config=_SIGLIP | {"image_size": 32, "patch_size": 8},
+        scale_factor=2,
+        image_token_id=IMAGE,
+        pad_token_id=256,
+    )
+
+
+def smolvlm():
+    return idefics3("SmolVLM")
+
+
+CONFIGS = {
+    f.__name__: f for f in (qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, glm4v, llava, internvl, idefics3, smolvlm)
+}
+assert set(CONFIGS) == set(FAMILIES)
+PATCHES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")  # families whose images have their own sizes
+
+
+def random_model(family, seed=0):
+    """A model of `family` as transformers builds it, in float32 and eager attention."""
+    torch.manual_seed(seed)
+    config = CONFIGS[family]()
+    config.tie_word_embeddings = False
+    return transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+
+
+def random_images(family, sizes=((2, 2),), seed=0):
+    """Inputs of images with `sizes` tokens in height and width (of families with one size: 2 x 2), and the tokens of each."""
+    generator = torch.Generator().manual_seed(seed)
+    if family in PATCHES:
+        patch = 16 if family.startswith("qwen3") else 14
+        grids = torch.tensor([[1, 2 * h, 2 * w] for h, w in sizes])
+        pixels = torch.randn(int(grids.prod(1).sum()), 3 * 2 * patch * patch, generator=generator)
+        return {"pixel_values": pixels, "image_grid_thw": grids}, [h * w for h, w in sizes]
+    pixels = torch.randn(len(sizes), 3, 32, 32, generator=generator)
+    counts = [16 if family == "llava" else 4] * len(sizes)
+    return {"pixel_values": pixels[None] if FAMILIES[family] else pixels}, counts
+
+
+# tokens IMAGE, VIDEO, VISION_START and VISION_END of each family
+_QWEN_NAMES = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+_IDEFICS_NAMES = ("<image>", "<video>", "<fake_token_around_image>", "<end_of_utterance>")
+NAMES = dict.fromkeys(PATCHES, _QWEN_NAMES) | {
+    "glm4v": ("<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>"),
+    "llava": ("<image>", "<video>", "<vision>", "</vision>"),
+    "internvl": ("<IMG_CONTEXT>", "<video>", "<img>", "</img>"),
+    "idefics3": _IDEFICS_NAMES,
+    "smolvlm": _IDEFICS_NAMES,
+}
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for p in m['content'] %}{% if p['type'] == 'image' %}IMAGE{% else %}{{ p['text'] }}{% endif %}{% endfor %}"
+    "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_CROP = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
+_TILES = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}
+PIXELS = {
+    **dict.fromkeys(PATCHES, {"size": {"shortest_edge": 28 * 28, "longest_edge": 56 * 56 * 2}}),
+    "llava": _CROP,
+    "internvl": {"size": {"height": 32, "width": 32}},
+    "idefics3": _TILES,
+    "smolvlm": _TILES,
+}
+PROCESSORS = {
+    "llava": {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+    "internvl": {"image_seq_length": 4},
+    "idefics3": {"image_seq_len": 4},
+    "smolvlm": {"image_seq_len": 4},
+}
+
+
+def vision_tokenizer(family, template=TEMPLATE):
+    """make_tokenizer with the family's tokens of images, and a chat template that writes them."""
+    names = NAMES[family]
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": list(names)})
+    mark = names[2] + names[0] + names[3] if family in PATCHES else names[0]
+    tokenizer.chat_template = template.replace("IMAGE", mark)
+    return tokenizer
+
+
+def vision_folder(folder, family, seed=0):
+    """A folder with a random model of `family`, its tokenizer and its image processor."""
+    folder = Path(folder)
+    random_model(family, seed).save_pretrained(folder)
+    vision_tokenizer(family).save_pretrained(folder)
+    if family == "internvl":  # whose processor reads its tokens from attributes of the tokenizer
+        attributes = ("context_image_token", "video_token", "start_image_token", "end_image_token")
+        file = folder / "tokenizer_config.json"
+        named = {"model_specific_special_tokens": dict(zip(attributes, NAMES[family], strict=True))}
+        file.write_text(json.dumps(json.loads(file.read_text()) | named))
+    pixels = {"patch_size": 16} if family.startswith("qwen3") else {}
+    kind = IMAGE_PROCESSOR_MAPPING_NAMES[family.removesuffix("_moe")]["pil"]
+    getattr(transformers, kind)(**PIXELS[family], **pixels).save_pretrained(folder)
+    (folder / "processor_config.json").write_text(json.dumps(PROCESSORS.get(family, {})))
+    return folder

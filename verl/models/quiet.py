@@ -1,0 +1,55 @@
+"""Calls of transformers without its warnings and progress bars, whose many errors become one sentence."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import transformers
+from transformers import PreTrainedConfig
+
+from verl.errors import ModelError, VerlError
+from verl.foreign_text import clean
+from verl.models.folder import reason
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence the warnings and progress bars of transformers."""
+    verbosity = transformers.logging.get_verbosity()
+    bars = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+        if bars:
+            transformers.logging.enable_progress_bar()
+
+
+@contextmanager
+def loading(path: str | Path, config: PreTrainedConfig) -> Iterator[None]:
+    """Turn the many errors of transformers, which is quiet, into one sentence."""
+    try:
+        with quiet():
+            yield
+    except VerlError:
+        raise
+    except Exception as error:  # of a family's code, for a config or a file that it does not expect
+        if sys.flags.optimize > 1:
+            raise ModelError(
+                "Python runs without docstrings (PYTHONOPTIMIZE=2 or -OO), which transformers reads to define its models. "
+                "Unset PYTHONOPTIMIZE, or set it to 1."
+            ) from error
+        architecture = (getattr(config, "architectures", None) or [type(config).__name__])[0]
+        if getattr(config, "is_encoder_decoder", False):
+            raise ModelError(
+                f"{architecture} ({path}) is an encoder-decoder model; give a causal language model, such as Llama or Qwen."
+            ) from error
+        kind = "" if isinstance(error, OSError | ValueError | RuntimeError) else f"{type(error).__name__}: "
+        raise ModelError(
+            f"{clean(architecture, 80)} could not be loaded from {path}: {kind}{reason(error)}. Look at its config.json."
+        ) from error

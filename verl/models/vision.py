@@ -1,0 +1,250 @@
+"""Vision-language models: their families, and the inputs with which their own forward computes packed tokens and images.
+
+The modules of transformers compute, unpatched: the language model with verl's attention, the vision tower with sdpa. The images
+of a prompt are computed once, and each of its responses sees the tokens that they became.
+
+                  prompt, images within           responses of it
+    token ids     5 6 [img] [img] [img] [img] 7   11 12 13   21 22
+    positions     0 1  2    2     3     3     4   5  6  7    5  6     of a family with positions in a picture
+
+Positions of a response follow the last position of the prompt. Where a family counts tokens, that is the number of its tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedConfig
+
+from verl.data_proto.media import Media
+from verl.errors import ModelError
+from verl.models.attention import ATTENTION_NAME
+
+# model_type -> the axis of pixel tensors along which images of several prompts are joined
+FAMILIES = {
+    "qwen2_vl": 0,
+    "qwen2_5_vl": 0,
+    "qwen3_vl": 0,
+    "qwen3_vl_moe": 0,
+    "glm4v": 0,
+    "llava": 0,
+    "internvl": 0,
+    "smolvlm": 1,
+    "idefics3": 1,
+}
+# families whose images cannot train here -> the reason
+REFUSED = {
+    "gemma3": "tokens of an image see one another in both directions, and packed attention is causal",
+    "paligemma": "tokens of a prompt see one another in both directions, and packed attention is causal",
+}
+
+
+@dataclass(frozen=True)
+class PlacedMedia:
+    """Images of the prompt that lies at `start` of a row of tokens and has `length` tokens. Tokens up to `end` continue it."""
+
+    start: int
+    length: int
+    end: int
+    media: Media
+
+
+def is_vision_config(config: PreTrainedConfig) -> bool:
+    """Whether a config describes a model of FAMILIES."""
+    return config.model_type in FAMILIES and getattr(config, "vision_config", None) is not None
+
+
+def is_vision_model(module: Any) -> bool:
+    """Whether a module is a model of FAMILIES, with any head."""
+    config = getattr(module, "config", None)
+    return isinstance(config, PreTrainedConfig) and is_vision_config(config)
+
+
+def attention_of(config: PreTrainedConfig, name: str) -> str | dict[str, str]:
+    """The attention `name` as set_attn_implementation takes it. A vision tower never has verl's, which reads a layout."""
+    if not is_vision_config(config) or name != ATTENTION_NAME:
+        return name
+    return {"": name, **{key: name if key == "text_config" else "sdpa" for key in config.sub_configs}}
+
+
+def require_vision(module: Any) -> None:
+    """Raise ModelError where `module` is to compute images and reads none."""
+    if not is_vision_model(module):
+        kind = getattr(module.config, "model_type", type(module).__name__)
+        why = REFUSED.get(kind, "it has no vision tower that is supported")
+        raise ModelError(
+            f"Rows have images, and {type(module).__name__} cannot read them: {why}. Families that can are "
+            f"{', '.join(FAMILIES)}."
+        )
+
+
+def body_of(module: Any) -> Any:
+    """The module that computes hidden states from token ids and images."""
+    body = getattr(module, "base_model", None)
+    return module.get_decoder() if body is None or body is module else body
+
+
+def vision_towers(module: Any) -> list[nn.Module]:
+    """The parts of `module` that its vision_config describes, from pixels to features of images."""
+    config = module.config.vision_config
+    return [part for part in module.modules() if getattr(part, "config", None) is config]
+
+
+def freeze_towers(module: Any) -> None:
+    """Keep the weights of vision towers as they are. Raises ModelError for a model without one."""
+    if not is_vision_model(module):
+        raise ModelError(
+            f"actor.freeze_vision_tower=True: {type(module).__name__} has no vision tower. Remove the key."
+        )
+    for tower in vision_towers(module):
+        tower.requires_grad_(False)
+
+
+def prompt_positions(module: Any, prompt_ids: torch.Tensor, media: Media) -> tuple[torch.Tensor, int]:
+    """Positions [axes, tokens] of a prompt with images, and the number by which positions of later tokens differ from their
+    count: axes are time, height and width where the family has them, else one axis of counted tokens."""
+    body = body_of(module)
+    count = torch.arange(len(prompt_ids), device=prompt_ids.device)
+    if not hasattr(body, "get_rope_index"):
+        return count[None], 0
+    grids = {name: value for name, value in media.tensors.items() if name.endswith("_thw")}
+    ids, kinds = prompt_ids[None], (prompt_ids == _placeholder(module))[None].int()
+    placed, delta = body.get_rope_index(ids, **_accepted(body.get_rope_index, mm_token_type_ids=kinds, **grids))
+    return placed[:, 0], int(delta.flatten()[0])
+
+
+@contextmanager
+def vision_inputs(
+    module: Any,
+    ids: torch.Tensor,
+    counted: torch.Tensor,
+    placed: Sequence[PlacedMedia],
+    noise: torch.Tensor | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Inputs of the forward of `module`, called within the block, for token ids and counted positions [1, tokens].
+
+    A response may have sampled the token that stands for images in a prompt: there it is a token like any other. `noise`
+    [tokens, hidden_size] is added to the embeddings of tokens. Raises ModelError where images and tokens do not agree.
+    """
+    require_vision(module)
+    in_prompt = torch.zeros_like(ids, dtype=torch.bool)
+    for item in placed:
+        in_prompt[0, item.start : item.start + item.length] = True
+    tokens, kinds = _tokens_of_images(module, ids, in_prompt)
+    inputs = {"input_ids": tokens, "position_ids": _placed_positions(module, ids, counted, placed)}
+    if placed:
+        axis = FAMILIES[module.config.model_type]
+        inputs |= {**joined([item.media for item in placed], axis, ids.device), **kinds}
+    with _embedding(module, ids, tokens, noise):
+        yield inputs
+
+
+@contextmanager
+def padded_inputs(
+    module: Any, ids: torch.Tensor, in_prompt: torch.Tensor, media: Media | None
+) -> Iterator[dict[str, Any]]:
+    """Arguments of `generate` for token ids [rows, tokens] whose rows have the same images, in the tokens `in_prompt`."""
+    if media is None:
+        yield {"inputs": ids}
+        return
+    require_vision(module)
+    tokens, kinds = _tokens_of_images(module, ids, in_prompt)
+    pixels = {name: torch.cat([value] * len(ids)).to(ids.device) for name, value in media.tensors.items()}
+    with _embedding(module, ids, tokens):
+        yield {"inputs": tokens, **pixels, **kinds}
+
+
+def _tokens_of_images(
+    module: Any, ids: torch.Tensor, in_prompt: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Token ids with another token at each placeholder that stands for no image, and marks of the other placeholders, under
+    the names that the family's forward reads."""
+    is_placeholder = ids == _placeholder(module)
+    marks = (is_placeholder & in_prompt).long()
+    kinds = _accepted(body_of(module).forward, mm_token_type_ids=marks, token_type_ids=marks)
+    return ids.masked_fill(is_placeholder & ~in_prompt, _other_token(module)), kinds
+
+
+@contextmanager
+def _embedding(module: Any, ids: torch.Tensor, read: torch.Tensor, noise: torch.Tensor | None = None) -> Iterator[None]:
+    """Embeddings of `ids` where the forward reads the token ids `read`, and `noise` added to them, within the block."""
+    differs = not torch.equal(ids, read)
+    if noise is None and not differs:
+        yield
+        return
+
+    def embedded(embedding: Any, _: Any, output: torch.Tensor) -> torch.Tensor:
+        if output.shape[:-1] != ids.shape:  # a later step of `generate`
+            return output
+        exact = F.embedding(ids, embedding.weight) if differs else output
+        return exact if noise is None else exact + noise.to(exact)
+
+    hook = module.get_input_embeddings().register_forward_hook(embedded)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def joined(media: Sequence[Media], axis: int, device: torch.device | str) -> dict[str, torch.Tensor]:
+    """The tensors of several Media along `axis`, or along the first where a tensor has no such axis."""
+    names = dict.fromkeys(name for item in media for name in item.tensors)
+    parts = {name: [item.tensors[name] for item in media if name in item.tensors] for name in names}
+    return {
+        name: torch.cat(_alike(values) if axis else values, dim=axis if values[0].dim() > 2 else 0).to(device)
+        for name, values in parts.items()
+    }
+
+
+def _alike(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Images [..., height, width] of equal size, with zeros behind those that are smaller."""
+    height, width = (max(value.shape[axis] for value in values) for axis in (-2, -1))
+    return [F.pad(value, (0, width - value.shape[-1], 0, height - value.shape[-2])) for value in values]
+
+
+def vision_states(module: Any, packed: Any) -> torch.Tensor:
+    """[tokens, hidden_size]: last hidden states of the tokens of a PackedBatch."""
+    with vision_inputs(module, packed.input_ids, packed.position_ids, packed.media, packed.noise) as inputs:
+        output = body_of(module)(**inputs, use_cache=False, layout=packed.layout)
+    states: torch.Tensor = output.last_hidden_state[0]
+    return states
+
+
+def _placed_positions(
+    module: Any, ids: torch.Tensor, counted: torch.Tensor, placed: Sequence[PlacedMedia]
+) -> torch.Tensor:
+    """[1, tokens], or [axes, 1, tokens] where a prompt has positions in its images."""
+    if not placed or not hasattr(body_of(module), "get_rope_index"):
+        return counted
+    result = counted.expand(3, *counted.shape).clone()
+    for item in placed:
+        last = item.start + item.length
+        result[:, 0, item.start : last], shift = prompt_positions(module, ids[0, item.start : last], item.media)
+        result[:, 0, last : item.end] += shift
+    return result
+
+
+def _placeholder(module: Any) -> int:
+    """The token id that stands for a part of an image."""
+    config = module.config
+    token = getattr(config, "image_token_id", None)
+    return int(config.image_token_index if token is None else token)
+
+
+def _other_token(module: Any) -> int:
+    """A token id that stands for no medium."""
+    names = ("image_token_id", "image_token_index", "video_token_id")
+    media = {getattr(module.config, name, None) for name in names}
+    return next(token for token in range(len(media) + 1) if token not in media)
+
+
+def _accepted(function: Any, **values: Any) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters
+    return {name: value for name, value in values.items() if name in parameters}
