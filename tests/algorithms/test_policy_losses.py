@@ -104,7 +104,7 @@ def rows(inputs, index):
 
 
 def test_the_table_has_every_loss():
-    assert {n.partition("/")[0] for n in TABLE} == {n for n in POLICY_LOSSES if not n.startswith("test_")}
+    assert {n.partition("/")[0] for n in TABLE} == set(POLICY_LOSSES.built_in), "give the loss a row of TABLE"
 
 
 @losses
@@ -187,7 +187,7 @@ def test_metrics_merge_to_the_mini_batchs(name):
         for key in set(whole) - {k for k in whole if k.endswith("_std") or k.endswith("eff_sample_size")}:
             assert merged[key] == pytest.approx(whole[key], rel=1e-6, abs=1e-9), key
     if name != "gpg":
-        assert "ppo_kl" in whole
+        assert "ppo_kl" in whole, "add old_policy_kl (terms.py) to the loss's metrics"
 
 
 NOT_ZERO_WITHOUT_ADVANTAGE = {"dro", "clip_cov", "kl_cov", "bypass_mode", "bypass_mode/reinforce"}
@@ -202,8 +202,10 @@ def declared(name):
 @settings(max_examples=5, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**31), silent=st.sets(st.integers(0, 4), max_size=4), weighted=st.booleans())
 def test_rows_without_advantage_change_nothing_where_the_loss_declares_it(name, mode, seed, silent, weighted):
+    assert declared(name) is (name not in NOT_ZERO_WITHOUT_ADVANTAGE), (
+        "decorate the loss with @zero_without_advantage (terms.py), or add its name to NOT_ZERO_WITHOUT_ADVANTAGE"
+    )
     if not declared(name):
-        assert name in NOT_ZERO_WITHOUT_ADVANTAGE
         return
     inputs = policy_inputs(seed, spread=2.0)
     inputs[2][sorted(silent)] = 0.0

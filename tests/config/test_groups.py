@@ -41,8 +41,8 @@ def by_hydra(*overrides):
 
 
 def test_the_files_are_current():
-    """After a change of the tree: python -m verl.config.groups verl/trainer/config"""
-    assert {str(f.relative_to(FOLDER)): f.read_text() for f in FOLDER.rglob("*.yaml")} == files()
+    current = {str(f.relative_to(FOLDER)): f.read_text() for f in FOLDER.rglob("*.yaml")}
+    assert current == files(), "run: python -m verl.config.groups verl/trainer/config"
 
 
 @pytest.mark.parametrize("compose", [composed, by_hydra])

@@ -8,6 +8,7 @@ import re
 import pytest
 
 from tests.house.source import ROOT, files
+from verl import families
 from verl.cli.main import VERBS
 from verl.config import PPO, PREFERENCE, SFT
 from verl.config.roots.reward_model import RM
@@ -137,6 +138,21 @@ def test_folders_and_metrics_that_a_page_names_exist(page):
     names = re.findall(r"`(?!(?:work|verl|tests|docs|examples|benchmarks)/)(?:[\w-]+/)+(\w+)`", page.read_text("utf-8"))
     missing = [name for name in names if name not in words_of_the_package() and not (ROOT / ".ci" / name).exists()]
     assert not missing, missing
+
+
+@pytest.mark.parametrize(
+    ("page", "family"),
+    [
+        ("docs/algorithms.md", families.ADVANTAGES),
+        ("docs/algorithms.md", families.POLICY_LOSSES),
+        ("docs/preferences.md", families.PREFERENCE_LOSSES),
+        ("docs/rewards.md", families.REWARD_MANAGERS),
+    ],
+    ids=lambda v: getattr(v, "family", v),
+)
+def test_a_page_names_every_row_of_a_family(page, family):
+    missing = [name for name in family.built_in if f"`{name}`" not in read(page)]
+    assert not missing, f"{page} lacks the {family.family} {missing}"
 
 
 def test_examples_are_listed():

@@ -38,7 +38,8 @@ def public_definitions():
 def test_a_public_name_has_one_definition():
     twice = {name: places for name, places in public_definitions().items() if len(places) > 1}
     wrong = {name: places for name, places in twice.items() if name not in ONE_CONTRACT}
-    assert not wrong, "\n".join(f"{name}: {', '.join(places)}" for name, places in wrong.items())
+    places = "\n".join(f"{name}: {', '.join(places)}" for name, places in wrong.items())
+    assert not wrong, f"rename one, or begin its name with _:\n{places}"
 
 
 def test_exceptions_are_needed():

@@ -77,7 +77,7 @@ def executed(tiny_overrides, tmp_path, monkeypatch):
 def test_the_page_lists_every_file_of_the_route(executed):
     """And every hop of a call on a role."""
     executed_files, hops = executed
-    assert executed_files == set(listed())
+    assert executed_files == set(listed()), "add or remove the file in docs/architecture.md"
     assert len(listed()) == len(executed_files) <= LONGEST
     assert hops == re.findall(r"^\| \d+ \| `([^`]+)` in `([^`]+)`", section("A call on a role"), re.M)
     assert len(hops) <= MOST_HOPS

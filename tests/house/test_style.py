@@ -85,7 +85,7 @@ def test_functions_are_short():
 
 def test_functions_are_short_on_average():
     lengths = [lines for path in files().values() for _, lines in functions(path)]
-    assert sum(lengths) / len(lengths) <= MAX_MEAN_FUNCTION_LINES
+    assert sum(lengths) / len(lengths) <= MAX_MEAN_FUNCTION_LINES, "split the longest of the new functions"
 
 
 def test_no_drawer_for_everything():
@@ -94,7 +94,7 @@ def test_no_drawer_for_everything():
         for name, p in files().items()
         if (p.stem in ("common", "misc", "helpers") or p.stem.startswith("utils"))
     ]
-    assert not drawers
+    assert not drawers, f"name the file for what its functions do: {drawers}"
 
 
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
@@ -124,7 +124,7 @@ def test_no_pickle():
         for i in imports(name)
         if i.module.split(".")[0] in FORBIDDEN_MODULES
     ]
-    assert not places
+    assert not places, f"write JSON or safetensors instead: {places}"
 
 
 def test_no_dangerous_calls():
@@ -147,7 +147,7 @@ def test_the_library_does_not_print():
         for node in ast.walk(tree(path))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     ]
-    assert not places
+    assert not places, f"log, or write through verl/tracking/console.py: {places}"
 
 
 def test_no_broad_except_without_a_reason():
@@ -163,7 +163,7 @@ def test_no_broad_except_without_a_reason():
                 reraised = any(isinstance(n, ast.Raise) for n in ast.walk(node))
                 if not reraised and not any("#" in line for line in near):
                     places.append(f"{relative(path)}:{node.lineno}")
-    assert not places
+    assert not places, f"name the exception's type, or say in a comment why any may come: {places}"
 
 
 def test_no_file_names_one_machine():

@@ -116,7 +116,7 @@ def test_right_wrong_and_garbage(case):
     assert value(default_compute_score(source, reference, gold, extra)) == 1.0
 
 
-# data_source -> a reply with this answer, when the reference is a number
+# data_source -> a reply with this answer, of each scorer whose references may be numbers
 ANSWERS = {
     "openai/gsm8k": "#### {}",
     "math_dapo": "Answer: {}",
@@ -129,12 +129,16 @@ ANSWERS = {
     "char_count": "\\boxed{{{}}}",
     "reasoning_gym/basic_arithmetic": "<answer>{}</answer>",
 }
+NOT_NUMBERS = ("apps",)
 FOLLOWING = ["", "\n", "\nThat is all.", "\n" + "words, and more words. " * 40, "\n\n" + "-" * 100_000]
 
 
-def test_every_scorer_of_an_answer_is_in_the_table():
-    of_other_kinds = {find_scorer(source) for source in ("apps",)}
-    assert {find_scorer(source) for source in ANSWERS} == {SCORERS.get(row) for row in SCORERS} - of_other_kinds
+def test_every_scorer_is_in_the_tables():
+    answers, cases = {*ANSWERS, *NOT_NUMBERS}, {case[0] for case in CASES} | set(NOT_NUMBERS)
+    for row in SCORERS:
+        scorer = SCORERS.get(row)
+        assert scorer in map(find_scorer, cases), f"give {row!r} a row of CASES"
+        assert scorer in map(find_scorer, answers), f"give {row!r} a row of ANSWERS, or of NOT_NUMBERS"
 
 
 def spellings(number):

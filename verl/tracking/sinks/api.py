@@ -56,10 +56,14 @@ def make_sink(name: str, info: RunInfo) -> Sink:
     """The tracker `name`; raises ConfigError for an unknown name and MissingExtraError when its package is not installed."""
     if SINKS.get(name) is not_supported:
         raise ConfigError(
-            f"The tracker {name!r} is not supported yet. Take it out of trainer.logger; console, file, tensorboard, wandb, "
-            "mlflow, swanlab and trackio are supported."
+            f"The tracker {name!r} is not supported yet. Take it out of trainer.logger; {', '.join(supported())} are supported."
         )
     return SINKS.get(name)(info)
+
+
+def supported() -> list[str]:
+    """The built-in trackers that `make_sink` makes."""
+    return [name for name in SINKS.built_in if SINKS.declared(name) is not not_supported]
 
 
 def not_supported(info: RunInfo) -> Sink:
