@@ -132,8 +132,9 @@ def unfenced(path: Path) -> Iterator[tuple[int, str]]:
     """(line, text) of the lines of a document outside of blocks of code."""
     fenced = False
     for number, row in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        fenced ^= row.startswith("```")
-        if not fenced:
+        fence = row.startswith("```")
+        fenced ^= fence
+        if not (fenced or fence):  # the three ticks of an end would pair with ticks of the text
             yield number, row
 
 
