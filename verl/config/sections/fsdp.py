@@ -55,7 +55,7 @@ class FSDPConfig(Section):
     )
     param_offload: bool = used(
         False,
-        "keep parameters on the CPU between uses; on one device those of a frozen model, and of a trained one the float32 "
+        "keep parameters on the CPU between uses; on one device only a frozen model, and of a trained one the float32 "
         "masters and their gradients",
         sizing=True,
     )
