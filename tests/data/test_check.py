@@ -78,7 +78,7 @@ def test_rows_that_ask_for_what_is_not_available_are_said_once_with_their_number
     assert sentence.startswith("3 of 4 rows, the first ")
     assert "row 1 (counted from 0, line 2): " in sentence
     assert f"field '{field}'" in sentence
-    assert "not available in this version" in sentence or "but the run has no agents" in sentence
+    assert "the model has no image processor" in sentence or "but the run has no agents" in sentence
     with pytest.raises(DataError) as error:
         load_dataset(path, tokenizer, config())
     assert str(error.value) == sentence

@@ -45,7 +45,7 @@ def test_a_plain_text_becomes_a_user_message(tmp_path):
         ({"prompt": [{"role": "user", "content": "x"}, {"role": "user"}]}, r"'prompt\[1\]' has no text 'content'"),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
-            "images .content of a message. are not available",
+            "images .content of a message. cannot be read",
         ),
         ({"data_source": ...}, "field 'data_source' must be a text"),
         ({"data_source": 3}, "field 'data_source' must be a text .* it is 3"),
@@ -53,7 +53,7 @@ def test_a_plain_text_becomes_a_user_message(tmp_path):
         ({"reward_model": "rule"}, "field 'reward_model' is a str"),
         ({"reward_model": {"style": "rule"}}, "field 'reward_model.ground_truth' is missing"),
         ({"extra_info": [1]}, "field 'extra_info' is a list"),
-        ({"images": ["a.png"]}, "images .field 'images'. are not available"),
+        ({"images": ["a.png"]}, "images .field 'images'. cannot be read"),
     ],
 )
 def test_a_bad_row_names_file_row_and_field(tmp_path, change, words):

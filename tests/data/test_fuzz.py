@@ -61,7 +61,7 @@ def test_rows_that_are_right_are_accepted(tmp_path):
         ({"prompt": [{"role": "usre", "content": "x"}]}, r"has the role 'usre'; did you mean 'user'\?"),
         ({"prompt": [{"role": "User", "content": "x"}]}, r"has the role 'User'; did you mean 'user'\?"),
         ({"extra_info": ..., "extra_inf": {}}, r"there is a field 'extra_inf'; did you mean 'extra_info'\?"),
-        ({"images": 5}, "images .field 'images'. are not available"),
+        ({"images": 5}, "images .field 'images'. cannot be read"),
         ({"prompt": [{"role": "assistant", "tool_calls": 3}]}, "no text 'content'"),
     ],
 )

@@ -90,7 +90,7 @@ def row_by_row(path, tokenizer, settings):
         dataset = RLHFDataset(path, tokenizer, replace(settings, filter_overlong_prompts=False))
         encoder, checks = PromptEncoder(tokenizer, settings), TemplateChecks(tokenizer)
         if settings.filter_overlong_prompts:
-            lengths = [len(encoder.encode_whole(*prompt)) for prompt in prompts_of(dataset.dataframe)]
+            lengths = [len(encoder.encode_whole(*prompt).ids) for prompt in prompts_of(dataset.dataframe)]
             short = [number for number, length in enumerate(lengths) if length <= settings.max_prompt_length]
             if not short:
                 return NOTHING_LEFT

@@ -96,7 +96,7 @@ def test_every_imported_package_is_declared():
     """An installation without the dependencies of dependencies names the missing packages."""
     text = (ROOT / "pyproject.toml").read_text()
     declared = {name.lower().replace("-", "_") for name in re.findall(r'"([A-Za-z][\w.-]*)(?:\[\w+\])?[<>=]=?\d', text)}
-    declared |= {"yaml", "megatron"}  # of PyYAML and megatron-core
+    declared |= {"yaml", "megatron", "pil"}  # of PyYAML, megatron-core and Pillow
     known = {*sys.stdlib_module_names, *declared, *BROUGHT_BY, "verl"}
     undeclared = {
         f"{entry.module} in {relative(path)}:{entry.line}"

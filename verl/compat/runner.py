@@ -23,7 +23,7 @@ from verl.compat.runner_models import is_peft, take_weights, with_adapters, writ
 from verl.compat.runner_programs import Script, trainer_order
 from verl.config import PPO, PREFERENCE, SFT, LoadedConfig, load_config
 from verl.config.active_keys import uses_reference_policy
-from verl.data.conversations.dataset import tokenized
+from verl.data.conversations.tokenized import tokenized
 from verl.data_proto.token_ids import num_embeddings
 from verl.errors import ConfigError, DataError
 from verl.models.load import load_tokenizer

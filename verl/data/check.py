@@ -72,14 +72,15 @@ def check_rows(
     """Check every row: schema, chat template, length against `data.max_prompt_length`. Bad rows are counted and the
     first ones described. Raises DataError when a file itself cannot be read, ConfigError for data.custom_cls."""
     dataset = _unfiltered(files, tokenizer, config, max_samples)
-    rows = PromptRows(dataset, config, agents, scored=scored)
+    reads_images = getattr(tokenizer, "processor", None) is not None
+    rows = PromptRows(dataset, config, agents, scored=scored, reads_images=reads_images)
     encoder, checks = PromptEncoder(tokenizer, config), TemplateChecks(tokenizer)
     controls = control_tokens(tokenizer) if getattr(tokenizer, "chat_template", None) else None
     report, bad = RowsReport(num_rows=len(rows)), BadRows()
     for items in batches_of(len(rows)):
         for item, row, length, error in rows.examined(items, encoder, checks, measured=True):
             if row is not None:
-                _count(report, row, length, config)
+                _count(report, row, rows.images(row), length, config)
             if isinstance(error, UnavailableRowError):
                 report.num_problems += 1
                 bad.add_error(item, error, rows.place(item))
@@ -112,7 +113,8 @@ def _unfiltered(files: Files, tokenizer: Any, config: DataConfig, max_samples: i
     cls = dataset_class(config)
     if cls is RLHFDataset:
         cls = _Unfiltered
-    return cls(data_files=files, tokenizer=tokenizer, config=config, processor=None, max_samples=max_samples)
+    processor = getattr(tokenizer, "processor", None)
+    return cls(data_files=files, tokenizer=tokenizer, config=config, processor=processor, max_samples=max_samples)
 
 
 class _Unfiltered(RLHFDataset):
@@ -120,9 +122,9 @@ class _Unfiltered(RLHFDataset):
         return dataframe
 
 
-def _count(report: RowsReport, row: dict[str, Any], length: int, config: DataConfig) -> None:
+def _count(report: RowsReport, row: dict[str, Any], images: list[Any], length: int, config: DataConfig) -> None:
     report.data_sources[row[config.reward_fn_key]] += 1
-    text = json.dumps(row["raw_prompt"], sort_keys=True, default=str)
+    text = json.dumps([row["raw_prompt"], *images], sort_keys=True, default=str)
     digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
     report.num_repeated += digest in report.prompts
     report.prompts.add(digest)

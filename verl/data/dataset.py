@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from verl.data.files import Rows, read_rows
+from verl.data.images import image_messages
 from verl.data.prompts import PromptEncoder
 from verl.data.row_cache import key_of
 from verl.data.scan import BadRows, Scan, ScanPart, scan_rows
@@ -92,6 +93,7 @@ class RLHFDataset:
             len(dataframe),
             partial(self._measure, dataframe, encoder),
             key=lambda: key_of("lengths", dataframe.digest(), *encoder.identity(), self.prompt_key),
+            forks=encoder.images is None,
         )
         fitting = np.flatnonzero(scan.results()[0]["lengths"] <= self.max_prompt_length)
         if not len(fitting):
@@ -105,15 +107,16 @@ class RLHFDataset:
 
     def _measure(self, dataframe: Rows, encoder: PromptEncoder, numbers: range) -> ScanPart:
         """The prompt tokens of rows: an Examine of verl/data/scan.py."""
-        bad, prompts = BadRows(), self._prompts(dataframe, numbers)
+        bad, prompts = BadRows(), self._prompts(dataframe, numbers) if encoder.images is None else None
         lengths = [0] * len(numbers) if prompts is None else encoder.lengths(prompts)
         for index, number in enumerate(numbers):
             if not lengths[index]:
                 row, place = dataframe[number], dataframe.place(number)
                 try:
                     with at(place):
-                        messages = messages_of(row, self.prompt_key)
-                    lengths[index] = len(encoder.encode_whole(_prompt(row, messages, self.prompt_key), place))
+                        messages, images = self._placed(row)
+                    prompt = _prompt(row, messages, self.prompt_key)
+                    lengths[index] = len(encoder.encode_whole(prompt, place, images).ids)
                 except DataError as error:
                     bad.add(BadRows(of_fields=(number, str(error))))
         return ScanPart({"lengths": np.array(lengths, dtype=np.int32)}, bad=bad)
@@ -128,7 +131,14 @@ class RLHFDataset:
 
     def _build_messages(self, example: dict[str, Any]) -> Messages:
         """Chat messages of a row."""
-        return messages_of(example, self.prompt_key)
+        return messages_of(example, self.prompt_key, images=self.processor is not None)
+
+    def _placed(self, row: Mapping[str, Any]) -> tuple[Messages, list[Any]]:
+        """See image_messages; a model without a processor reads text."""
+        messages = messages_of(row, self.prompt_key, images=self.processor is not None)
+        if self.processor is None:
+            return messages, []
+        return image_messages(messages, row.get(self.config.image_key), self.config.image_key)
 
     def place(self, item: int) -> str:
         """File and row number of a row, for messages."""
@@ -183,11 +193,21 @@ class PromptRows:
     """The rows that loaders read, of any data set class; each is checked as it is read. Rows whose rewards do not train
     (`scored=False`) may lack what selects and feeds a scorer."""
 
-    def __init__(self, dataset: Any, config: DataConfig, agents: Collection[str] = (), *, scored: bool = True):
+    def __init__(
+        self,
+        dataset: Any,
+        config: DataConfig,
+        agents: Collection[str] = (),
+        *,
+        scored: bool = True,
+        reads_images: bool = False,
+    ):
         self.dataset = dataset
         self.config = config
         self.agents = agents
         self.scored = scored
+        self.reads_images = reads_images
+        self.has_images = False  # whether a row has any, once all are examined
         # rows of a class of the user's are whatever its __getitem__ returns, one by one
         own = (type(dataset).__getitem__, getattr(type(dataset), "_build_messages", None))
         self._in_batches = own == (RLHFDataset.__getitem__, RLHFDataset._build_messages) and isinstance(
@@ -229,8 +249,16 @@ class PromptRows:
         if not self.scored and row.get("reward_model") is None:
             name = self.config.reward_fn_key
             row = {**row, "reward_model": UNSCORED, name: row.get(name) or "prompts"}
-        check_row(row, self.config, self.agents)
-        return row
+        check_row(row, self.config, self.agents, images=self.reads_images)
+        if not self.reads_images:
+            return row
+        key = self.config.image_key
+        messages, images = image_messages(messages_of(row, "raw_prompt", images=True), row.get(key), key)
+        return {**row, "raw_prompt": messages, key: images}
+
+    def images(self, row: dict[str, Any]) -> list[Any]:
+        """The sources of the images of a row of this data set, in the order of its messages."""
+        return row[self.config.image_key] if self.reads_images else []
 
     def batch(self, items: range) -> list[dict[str, Any] | DataError]:
         """`self[item]` of each, or the error that it raises."""
@@ -255,18 +283,19 @@ class PromptRows:
         """(item, row, prompt tokens, error) of each of `items`. The row is None when its fields are wrong, the number 0 when
         it is not `measured` or the prompt has no tokens."""
         rows = self.batch(items)
-        right = [row for row in rows if not isinstance(row, DataError)]
-        lengths = iter(encoder.lengths([self.prompt(row) for row in right]) if measured else [0] * len(right))
+        texts = [row for row in rows if not isinstance(row, DataError) and not self.images(row)]
+        lengths = iter(encoder.lengths([self.prompt(row) for row in texts]) if measured else [0] * len(texts))
         for item, row in zip(items, rows, strict=True):
             if isinstance(row, DataError):
                 yield item, None, 0, row
                 continue
-            prompt, length, error = self.prompt(row), next(lengths), None
+            prompt, images, error = self.prompt(row), self.images(row), None
+            length = 0 if images else next(lengths)
             try:
-                if measured:
-                    length = length or len(encoder.encode_whole(prompt, self.place(item)))
+                if measured or images:
+                    length = length or len(encoder.encode_whole(prompt, self.place(item), images).ids)
                     if length > encoder.max_length and not self.config.filter_overlong_prompts:
-                        encoder.encode(prompt, self.place(item))
+                        encoder.encode_row(prompt, self.place(item), images)
                 if not checks.passes_prompt(prompt, encoder.template_kwargs):
                     checks.check_prompt(prompt, self.place(item), encoder.template_kwargs)
             except DataError as caught:
@@ -286,6 +315,7 @@ class PromptRows:
             lengths, bad = [], BadRows()
             for item, row, length, error in self.examined(items, encoder, checks, measured=measured):
                 lengths.append(length)
+                self.has_images |= row is not None and bool(self.images(row))
                 if error is not None:
                     bad.add_error(item, error, self.place(item), in_prompt=row is not None)
             return ScanPart({"lengths": np.array(lengths, dtype=np.int32)}, bad=bad)
@@ -296,7 +326,7 @@ class PromptRows:
             examine_batch,
             key=lambda: key_of("checks", self.dataset.dataframe.digest(), *encoder.identity(), *self._rules()),
             wait=config.check == "all",
-            forks=self._in_batches,
+            forks=self._in_batches and encoder.images is None,  # image files are not in the key of the cache
         )
         self._scan = scan if scan.runs else None
 
@@ -348,20 +378,20 @@ def load_dataset(
     tokenizer: Any,
     config: DataConfig,
     *,
-    processor: Any = None,
     max_samples: int = -1,
     agents: Collection[str] = (),
     scored: bool = True,
     checked: bool = False,
 ) -> PromptRows:
-    """The rows of `files`, checked: fields, and with `data.truncation=error` the length of every prompt. The model must read
-    all of a prompt (TemplateChecks). With `data.check=first` the checks of many rows continue after this call, see
+    """The rows of `files`, checked: fields, images, and with `data.truncation=error` the length of every prompt. The model must
+    read all of a prompt (TemplateChecks). With `data.check=first` the checks of many rows continue after this call, see
     verl/data/scan.py. `agents`: agent loops that rows may name; `scored`: see PromptRows; `checked`: not checked again. Raises
     DataError naming the first bad row, ConfigError for data.custom_cls."""
+    processor = getattr(tokenizer, "processor", None)
     dataset = dataset_class(config)(
         data_files=files, tokenizer=tokenizer, config=config, processor=processor, max_samples=max_samples
     )
-    rows = PromptRows(dataset, config, agents, scored=scored)
+    rows = PromptRows(dataset, config, agents, scored=scored, reads_images=processor is not None)
     if not len(rows):
         raise DataError(f"{type(dataset).__name__} has no rows.")
     if not checked:

@@ -35,15 +35,20 @@ class _Reader:
     def read(self, ordinals: Sequence[int], numbers: Sequence[int]) -> DataProto:
         self.rows.poll()
         rows = [self.rows[number] for number in numbers]
+        encoded = [
+            self.encoder.encode_row(self.rows.prompt(row), self.rows.place(number), self.rows.images(row))
+            for row, number in zip(rows, numbers, strict=True)
+        ]
         objects: dict[str, Any] = {
             "uid": [str(ordinal) for ordinal in ordinals],
-            "prompt_token_ids": [
-                self.encoder.encode(self.rows.prompt(row), self.rows.place(number))
-                for row, number in zip(rows, numbers, strict=True)
-            ],
+            "prompt_token_ids": [prompt.ids for prompt in encoded],
             "data_source": [row[self.rows.config.reward_fn_key] for row in rows],
         }
+        if self.rows.reads_images:
+            objects["media"] = [prompt.media for prompt in encoded]
         for name in dict.fromkeys(key for row in rows for key in row):
+            if self.rows.reads_images and name == self.rows.config.image_key:
+                continue  # files and pictures, which `media` has as tensors
             if name in _RESERVED:
                 self._note_reserved(name)
             elif name not in objects:

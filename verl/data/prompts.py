@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from verl.data.images import image_encoder
 from verl.data.row_cache import digest_of_tokenizer
 from verl.data.schema import Messages
+from verl.data_proto.media import Media
 from verl.data_proto.token_ids import num_embeddings
 from verl.errors import ConfigError, DataError, is_failure
 from verl.foreign_text import clean, quoted
@@ -20,6 +22,13 @@ if TYPE_CHECKING:
 TRUNCATIONS = ("error", "left", "right", "middle")
 
 _time: list[datetime] = []  # of this process
+
+
+class EncodedPrompt(NamedTuple):
+    """Token ids of a prompt, and its images (None: it has none)."""
+
+    ids: list[int]
+    media: Media | None
 
 
 class PromptEncoder:
@@ -34,6 +43,7 @@ class PromptEncoder:
         self.truncation = config.truncation
         self._takes_batches: bool | None = None  # not known yet
         self.template_kwargs = dict(config.apply_chat_template_kwargs or {})
+        self.images = image_encoder(tokenizer, config)
         if config.tool_config_path or config.function_tool_path:  # only runs with agents read it
             tools = load_all_tools(config.tool_config_path, config.function_tool_path)
             self.template_kwargs["tools"] = [tool.tool_schema.for_template() for tool in tools]
@@ -43,27 +53,36 @@ class PromptEncoder:
         return [self.template_kwargs, *identity_of(self.tokenizer)]
 
     def encode(self, prompt: Messages | str, place: str) -> list[int]:
-        """Token ids of a prompt, at most max_prompt_length of them, ending where the answer begins.
+        """Token ids of a prompt without images; see `encode_row`."""
+        return self.encode_row(prompt, place).ids
 
-        Raises DataError naming `place` when the template fails, when the prompt has no tokens, or when it is too long
-        and `data.truncation` is error.
+    def encode_row(self, prompt: Messages | str, place: str, images: Sequence[Any] = ()) -> EncodedPrompt:
+        """Tokens of a prompt, at most max_prompt_length of them, ending where the answer begins, and its images, which its
+        messages have at the places of `images` (sources, see verl.data.images).
+
+        Raises DataError naming `place` when the template fails, when an image cannot be read, when the prompt has no tokens, or
+        when it is too long and `data.truncation` is error. Prompts with images are never cut.
         """
-        ids = self.encode_whole(prompt, place)
+        encoded = self.encode_whole(prompt, place, images)
+        ids = encoded.ids
         if len(ids) <= self.max_length:
-            return ids
-        if self.truncation == "error":
+            return encoded
+        if self.truncation == "error" or images:
+            cut = "" if images else ", or set data.truncation to left, right or middle"
             raise DataError(
                 f"{place}: the prompt has {len(ids)} tokens, more than data.max_prompt_length={self.max_length}. Raise "
-                "the limit, set data.filter_overlong_prompts=True to leave such rows out, or set data.truncation to "
-                "left, right or middle."
+                f"the limit{' or make its images smaller' if images else ''}, "
+                f"{'or ' if images else ''}set data.filter_overlong_prompts=True to leave such rows out{cut}."
             )
-        return truncate(ids, self.max_length, self.truncation)
+        return EncodedPrompt(truncate(ids, self.max_length, self.truncation), None)
 
-    def encode_whole(self, prompt: Messages | str, place: str) -> list[int]:
-        """Token ids of a prompt whatever its length; errors as in `encode`."""
+    def encode_whole(self, prompt: Messages | str, place: str, images: Sequence[Any] = ()) -> EncodedPrompt:
+        """`encode_row` of a prompt whatever its length."""
+        read = self.images.read(images, place) if images and self.images is not None else None
         if getattr(self.tokenizer, "chat_template", None):
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             text = render_chat(self.tokenizer, messages, place, add_generation_prompt=True, **self.template_kwargs)
+            text = text if read is None else read.expanded(text)
             ids = encode_text(self.tokenizer, text, place, add_special_tokens=False)
         elif isinstance(prompt, str):
             ids = encode_text(self.tokenizer, prompt, place)
@@ -74,7 +93,12 @@ class PromptEncoder:
             )
         if not ids:
             raise DataError(f"{place}: the prompt has no tokens.")
-        return list(ids)
+        if read is None:
+            if self.images is not None:
+                self.images.require_none(ids, place)
+            return EncodedPrompt(list(ids), None)
+        read.check(ids, text)
+        return EncodedPrompt(list(ids), read.media)
 
     def lengths(self, prompts: Sequence[Messages | str]) -> list[int]:
         """Tokens of each prompt as `encode_whole` gives them, by one call of the tokenizer; 0 where only `encode_whole` can say
@@ -85,8 +109,8 @@ class PromptEncoder:
             if not is_failure(error):
                 raise
             return [0] * len(prompts)
-        limit = num_embeddings(self.tokenizer)
-        return [len(tokens) if tokens and max(tokens) < limit else 0 for tokens in ids]
+        limit, image = num_embeddings(self.tokenizer), self.images.processor.token_id if self.images else None
+        return [len(tokens) if tokens and max(tokens) < limit and image not in tokens else 0 for tokens in ids]
 
     def _encode_many(self, prompts: Sequence[Messages | str]) -> list[list[int]]:
         """Token ids of each prompt; empty for a tokenizer that takes one text at a time."""
@@ -95,12 +119,13 @@ class PromptEncoder:
         if getattr(self.tokenizer, "chat_template", None):
             chats = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
             settings = at_time_of_run({"add_generation_prompt": True, **self.template_kwargs})
+            chats = [_readable(self.tokenizer, messages) for messages in chats]
             texts = self.tokenizer.apply_chat_template(chats, tokenize=False, **settings)
             ids = self.tokenizer.encode(texts, add_special_tokens=False)
         else:
             ids = self.tokenizer.encode(list(prompts))
         if self._takes_batches is None:  # a class of the user's may take a list for the words of one text
-            first = [self.encode_whole(prompt, "") for prompt in prompts[:4]]
+            first = [self.encode_whole(prompt, "").ids for prompt in prompts[:4]]
             self._takes_batches = len(ids) == len(prompts) and [*ids[:4]] == first
         return ids if self._takes_batches else [[] for _ in prompts]
 
@@ -148,13 +173,26 @@ def render_chat(tokenizer: Any, messages: Messages, place: str, **template_kwarg
     """The chat template applied to `messages`, as text, at the time of the run. Raises DataError naming `place` when the
     template fails."""
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, **at_time_of_run(template_kwargs))
+        return tokenizer.apply_chat_template(
+            _readable(tokenizer, messages), tokenize=False, **at_time_of_run(template_kwargs)
+        )
     except Exception as error:
         # a chat template is a program of the model's authors, which may raise anything
         raise DataError(
             f"{place}: the chat template failed with {type(error).__name__}: {clean(error)}. Change the row's messages, "
             "data.apply_chat_template_kwargs or the model's custom_chat_template."
         ) from error
+
+
+def _readable(tokenizer: Any, messages: Messages) -> Messages:
+    """Messages in the form that the chat template reads."""
+    processor = getattr(tokenizer, "processor", None)
+    return messages if processor is None or not processor.reads_only_parts else [_in_parts(m) for m in messages]
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def at_time_of_run(template_kwargs: dict[str, Any]) -> dict[str, Any]:

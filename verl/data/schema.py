@@ -39,8 +39,9 @@ def at(place: str) -> Iterator[None]:
         raise DataError(f"{place}: {error}") from error
 
 
-def messages_of(row: Mapping[str, Any], prompt_key: str) -> Messages:
-    """The chat messages of a row; a plain text becomes one user message. Raises DataError."""
+def messages_of(row: Mapping[str, Any], prompt_key: str, *, images: bool = False) -> Messages:
+    """The chat messages of a row; a plain text becomes one user message. `images`: contents may have them, see message_of.
+    Raises DataError."""
     if prompt_key not in row:
         hint = nearest(prompt_key, row) or f"; there are {', '.join(map(str, row))}."
         raise DataError(f"there is no field {prompt_key!r}{hint} data.prompt_key names the field with the prompt.")
@@ -57,17 +58,21 @@ def messages_of(row: Mapping[str, Any], prompt_key: str) -> Messages:
         )
     if len(prompt) == 0:
         raise DataError(f"field {prompt_key!r} is an empty list; give at least one message.")
-    return [message_of(message, f"field '{prompt_key}[{i}]'") for i, message in enumerate(prompt)]
+    return [message_of(message, f"field '{prompt_key}[{i}]'", images=images) for i, message in enumerate(prompt)]
 
 
-def message_of(message: Any, place: str) -> dict[str, Any]:
-    """A checked message without the fields that are None; parts of text are joined. Raises DataError with `place`."""
+def message_of(message: Any, place: str, *, images: bool = False) -> dict[str, Any]:
+    """A checked message without the fields that are None; parts of text are joined. With `images` the content may have parts of
+    IMAGE_PARTS, and is then a list of parts. Raises DataError with `place`."""
     if not isinstance(message, Mapping):
         raise DataError(f"{place} is a {type(message).__name__}; a message is an object with role and content.")
     # parquet gives every message the fields of all messages; fields that were not written come back as None
     fields = {key: value for key, value in message.items() if value is not None}
-    check_plain(fields, place.removeprefix("field ").strip("'"))
-    role, content = fields.get("role"), fields.get("content")
+    content = fields.get("content")
+    parts = _content_parts(content) if isinstance(content, (list, tuple, np.ndarray)) else None
+    plain = fields if parts is None else {**fields, "content": [p for p in parts if p.get("type") not in IMAGE_PARTS]}
+    check_plain(plain, place.removeprefix("field ").strip("'"))
+    role = fields.get("role")
     if not isinstance(role, str) or not role:
         raise DataError(f"{place} has no text 'role'; use 'system', 'user' or 'assistant'.")
     # a template may have further roles, but a near miss of a common role is a typo that it would pass over
@@ -76,28 +81,50 @@ def message_of(message: Any, place: str) -> dict[str, Any]:
     calls = fields.get("tool_calls")
     if isinstance(content, str) or (content is None and isinstance(calls, (list, tuple, np.ndarray)) and len(calls)):
         return fields
-    if isinstance(content, (list, tuple, np.ndarray)):
-        parts = [dict(part) if isinstance(part, Mapping) else {} for part in content]
-        if all(part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts):
-            return {**fields, "content": "".join(part["text"] for part in parts)}
-        media = next((m for part in parts if (m := _MEDIA.get(str(part.get("type")).partition("_")[0]))), None)
-        if media:
-            raise UnavailableRowError(_no_media(media, "content of a message"))
-        raise DataError(f"{place} has content other than text; only text is supported in this version.")
+    if parts is not None:
+        return {**fields, "content": _checked_parts(parts, place, images)}
     raise DataError(f"{place} has no text 'content' (it is {type(content).__name__}).")
 
 
+def _content_parts(content: Any) -> list[dict[str, Any]]:
+    """Parts of a content without the fields that are None; {} for a part that is no object."""
+    objects = [part if isinstance(part, Mapping) else {} for part in content]
+    return [{name: value for name, value in part.items() if value is not None} for part in objects]
+
+
+def _checked_parts(parts: list[dict[str, Any]], place: str, images: bool) -> str | list[dict[str, Any]]:
+    others = [p for p in parts if not (p.get("type") == "text" and isinstance(p.get("text"), str))]
+    if not others:
+        return "".join(part["text"] for part in parts)
+    if images and all(part.get("type") in IMAGE_PARTS for part in others):
+        return parts
+    kinds = [_MEDIA.get(str(part.get("type")).partition("_")[0]) for part in others]
+    media = next((kind for kind in kinds if kind and not (images and kind == "images")), None)
+    if media:
+        raise UnavailableRowError(no_media(media, "content of a message"))
+    raise DataError(f"{place} has content other than text{' and images' if images else ''}, which no program reads.")
+
+
+IMAGE_PARTS = ("image", "image_url")  # types of parts of a content
 _MEDIA = {"image": "images", "video": "videos", "audio": "audio"}
 
 
-def _no_media(media: str, where: str) -> str:
-    return f"{media} ({where}) are not available in this version: rows are text. Train on rows of text."
+def no_media(media: str, where: str) -> str:
+    """The sentence about rows with `media` that a run cannot read."""
+    if media == "images":
+        return (
+            f"images ({where}) cannot be read: the model has no image processor, or the program trains on text. Use PPO or "
+            "SFT with a model of docs/images.md that has its processor's files, or rows of text."
+        )
+    return f"{media} ({where}) are not available in this version. Use rows of text, or of text and images."
 
 
-def check_row(row: Mapping[str, Any], config: DataConfig, agents: Collection[str] = ()) -> None:
-    """Check all fields except the prompt: scorer, reference answer, extra_info, no media, no agent outside `agents`.
-    Raises DataError."""
-    _check_features(row, config, agents)
+def check_row(
+    row: Mapping[str, Any], config: DataConfig, agents: Collection[str] = (), *, images: bool = False
+) -> None:
+    """Check all fields except the prompt: scorer, reference answer, extra_info, no media but `images`, no agent outside
+    `agents`. Raises DataError."""
+    _check_features(row, config, agents, images)
     source = row.get(config.reward_fn_key)
     if not isinstance(source, str) or not source:
         raise DataError(
@@ -119,11 +146,11 @@ def check_row(row: Mapping[str, Any], config: DataConfig, agents: Collection[str
     check_plain(extra, "extra_info")
 
 
-def _check_features(row: Mapping[str, Any], config: DataConfig, agents: Collection[str]) -> None:
+def _check_features(row: Mapping[str, Any], config: DataConfig, agents: Collection[str], images: bool) -> None:
     """Raise UnavailableRowError for a feature that a row needs and that is not available; empty columns are fine."""
     for key, media in ((config.image_key, "images"), (config.video_key, "videos"), (config.audio_key, "audio")):
-        if not _is_nothing(row.get(key)):
-            raise UnavailableRowError(_no_media(media, f"field {key!r}"))
+        if not _is_nothing(row.get(key)) and not (images and media == "images"):
+            raise UnavailableRowError(no_media(media, f"field {key!r}"))
     agent = row.get("agent_name")
     if agents:
         if agent is not None and agent not in agents:

@@ -10,12 +10,12 @@ from typing import Any
 from verl.agents.agents import known_loops
 from verl.config import PPOConfig
 from verl.config.active_keys import uses_rewards
-from verl.data.dataset import load_dataset
+from verl.data.dataset import PromptRows, load_dataset
 from verl.data.loader import PromptLoader, ValidationLoader
 from verl.data.order import PromptOrder
 from verl.data.prompts import PromptEncoder
 from verl.data.sampler_order import SamplerOrder, load_sampler
-from verl.errors import ConfigError
+from verl.errors import ConfigError, DataError
 from verl.models.load import eos_token_ids_of, load_model_config, load_tokenizer
 from verl.models.tokenizer import hidden_tags
 from verl.programs.distillation import check_teachers
@@ -59,6 +59,18 @@ def tokenizer_notices(config: PPOConfig, tokenizer: Any) -> list[str]:
     return notices
 
 
+def refuse_images(config: PPOConfig, rows: PromptRows) -> None:
+    """Raise DataError where a part of the run would read rows with images as text."""
+    readers = {
+        "reward.reward_model.enable": config.reward.reward_model.enable,
+        "actor_rollout_ref.rollout.multi_turn.enable": config.actor_rollout_ref.rollout.multi_turn.enable,
+    }
+    for key in (key for key, reads in readers.items() if reads and rows.has_images):
+        raise DataError(
+            f"Rows with images do not work with {key}=True in this version: it reads text. Set it to False."
+        )
+
+
 def load_data(config: PPOConfig, *, train: bool = True) -> PPOData:
     """Read and check the data files; raises DataError or ConfigError before any model is loaded.
 
@@ -74,6 +86,7 @@ def load_data(config: PPOConfig, *, train: bool = True) -> PPOData:
     sources: set[str] = set()
     if train:
         rows = load_dataset(data.train_files, tokenizer, data, max_samples=data.train_max_samples, **checks)
+        refuse_images(config, rows)
         if len(rows) < data.train_batch_size:
             raise ConfigError(
                 f"data.train_batch_size={data.train_batch_size} is more than the {len(rows)} usable rows of "
@@ -95,6 +108,7 @@ def load_data(config: PPOConfig, *, train: bool = True) -> PPOData:
             check_teachers(config, tokenizer, rows)
     if data.val_files:
         rows = load_dataset(data.val_files, tokenizer, data, max_samples=data.val_max_samples, **checks)
+        refuse_images(config, rows)
         run_data.validation = ValidationLoader(rows, encoder, data.val_batch_size or len(rows))
         sources |= set(rows.data_sources)
     run_data.data_sources = sorted(sources)

@@ -24,6 +24,7 @@ from verl.data_proto.batch_metrics import scored_rows
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.sample_rows import sample_rows
+from verl.errors import ConfigError
 from verl.programs.api import RollBack, RunContext
 from verl.programs.guards import SkipBatch, StepBatch
 from verl.programs.ppo import PPO
@@ -84,6 +85,10 @@ class RejectionSampling(PPO):
         """See PPO; afterwards the kept samples are in the file."""
         result = super().train(step)
         if self.file is not None and not result.skipped:
+            if any(result.batch.non_tensor_batch.get("media", ())):
+                raise ConfigError(
+                    "rejection.write has rows of text, and these rows have images. Set rejection.write=null."
+                )
             self.file.parent.mkdir(parents=True, exist_ok=True)
             append_rows(self.file, self._rows(result.batch, step))
         return result

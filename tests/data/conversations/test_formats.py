@@ -144,7 +144,7 @@ class TestColumnsThatDoNotDecide:
         ({"messages": [{"role": "user"}]}, r"'messages\[0\]' has no text 'content'"),
         ({"messages": [{"role": "asistant", "content": "a"}]}, "did you mean 'assistant'"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "images"),
-        ({"messages": QA, "images": ["x.png"]}, "'images' holds media"),
+        ({"messages": QA, "images": ["x.png"]}, "images .field 'images'. cannot be read"),
         ({"messages": [{**QA[1], "loss_mask": 2}]}, "message 0 has 2 as loss_mask"),
         ({"messages": [{**QA[1], "loss_mask": 1, "train": False}]}, "message 0 .* contradict"),
         ({"messages": [{**QA[1], "tool_calls": [{"id": "1"}]}]}, "tool call without a function name"),

@@ -59,7 +59,7 @@ def check_sampled(tokenizer, messages, ends_with):
     marked = [(sequence, *span) for sequence in sequences for span in spans(sequence)]
     assert len(marked) == len(trained)
     for number, (sequence, start, end) in zip(trained, marked, strict=True):
-        context = prompts.encode_whole(bare(messages[:number]), "here")
+        context = prompts.encode(bare(messages[:number]), "here")
         assert sequence.input_ids[:start].tolist() == context
         assert tokenizer.decode(sequence.input_ids[end - 1 : end]) == ends_with
         # context and answer are the text of the conversation up to the turn

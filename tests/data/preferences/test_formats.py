@@ -140,7 +140,10 @@ WRONG = {
         {"prompt": "q", "chosen": "a", "rejected": "b", "margin": 1e308},
         "at most 1e.12 in size",
     ),
-    "images": ({"prompt": "q", "chosen": "a", "rejected": "b", "images": ["x.png"]}, "holds media"),
+    "images": (
+        {"prompt": "q", "chosen": "a", "rejected": "b", "images": ["x.png"]},
+        "images .field 'images'. cannot be read",
+    ),
 }
 
 

@@ -80,7 +80,8 @@ def check_template(subject: Subject) -> Iterator[Line]:
     rows = load_dataset(
         files, subject.tokenizer, subject.config.data, max_samples=1, scored=uses_rewards(subject.config)
     )
-    ids = PromptEncoder(subject.tokenizer, subject.config.data).encode(rows.prompt(rows[0]), rows.place(0))
+    row, encoder = rows[0], PromptEncoder(subject.tokenizer, subject.config.data)
+    ids = encoder.encode_row(rows.prompt(row), rows.place(0), rows.images(row)).ids
     text = subject.tokenizer.decode(ids)
     for sentence in tokenizer_notices(subject.config, subject.tokenizer):
         yield warn(sentence)

@@ -55,7 +55,10 @@ class DataConfig(Section):
         choices=("first", "all"),
     )
     apply_chat_template_kwargs: dict[str, Any] = used({}, "further arguments of the chat template")
-    image_key: str = used("images", "field that holds images; rows that have any are refused")
+    image_key: str = used("images", "field that holds images, of rows for a vision-language model")
+    mm_processor_kwargs: dict[str, Any] = used(
+        {}, "further arguments of the model's image processor, such as max_pixels"
+    )
     video_key: str = used("videos", "field that holds videos; rows that have any are refused")
     audio_key: str = used("audios", "field that holds audio; rows that have any are refused")
     custom_cls: CustomClassConfig = section(CustomClassConfig, "the user's dataset class")
@@ -92,7 +95,10 @@ class TextDataConfig(Section):
     apply_chat_template_kwargs: dict[str, Any] = used({}, "further arguments of the chat template")
     shuffle: bool = used(True, "a new order of rows in each epoch")
     seed: int | None = used(None, "seed of the order of rows; null: trainer.seed")
-    image_key: str = used("images", "field that holds images; rows that have any are refused")
+    image_key: str = used("images", "field that holds images, of rows for a vision-language model")
+    mm_processor_kwargs: dict[str, Any] = used(
+        {}, "further arguments of the model's image processor, such as max_pixels"
+    )
     video_key: str = used("videos", "field that holds videos; rows that have any are refused")
 
 

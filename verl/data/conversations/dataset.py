@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -16,17 +16,20 @@ from verl.config.sections.data import SFTDataConfig
 from verl.data.conversations.formats import example_of
 from verl.data.conversations.store import SequenceStore, columns_of
 from verl.data.conversations.summary import FileSummary
+from verl.data.conversations.tokenized import tokenized
 from verl.data.conversations.tokens import ConversationEncoder, TrainingSequence
 from verl.data.conversations.turn_ends import TurnEnds
 from verl.data.dataset import Files, dataset_class
 from verl.data.files import Rows, read_rows
+from verl.data.images import RowImages
 from verl.data.order import PromptOrder
 from verl.data.prompts import control_token_in, control_tokens, identity_of
 from verl.data.row_cache import key_of
 from verl.data.scan import BadRows, ScanPart, scan_rows
 from verl.data.schema import Messages, at
+from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
-from verl.data_proto.token_ids import label_mask, num_embeddings, token_ids, token_mask
+from verl.data_proto.token_ids import num_embeddings
 from verl.errors import DataError
 
 if TYPE_CHECKING:
@@ -37,7 +40,6 @@ _NOT_OF_ROWS = (
     "train_files", "val_files", "train_max_samples", "val_max_samples", "train_batch_size", "use_dynamic_bsz",
     "max_token_len_per_gpu", "micro_batch_size_per_gpu", "shuffle", "seed",
 )  # fmt: skip
-_TOKENIZED = ("input_ids", "loss_mask", "labels", "attention_mask")  # columns of a row of token ids
 
 
 class Source(Protocol):
@@ -60,6 +62,10 @@ class Source(Protocol):
         """File and row, for messages."""
         ...
 
+    def images(self, row: int) -> RowImages | None:
+        """The images of a row; None for text."""
+        ...
+
     def identity(self) -> list[Any]:
         """The values that decide the sequences next to the settings, for a key of the cache; None if unknown."""
         ...
@@ -78,7 +84,7 @@ class ConversationDataset:
         self.settings: Any = None  # of the rows
         self.summaries: list[Any] = []  # of summary_class, one per file
         self._rows = SequenceStore(self.sequence_class)
-        self._places: list[tuple[Callable[[int], str], np.ndarray]] = []  # of each file, with the numbers of its rows
+        self._sources: list[tuple[Source, np.ndarray, np.ndarray]] = []  # with numbers of rows, and which have images
 
     def sequences_of(
         self, row: Mapping[str, Any], encoder: ConversationEncoder, place: str
@@ -88,7 +94,7 @@ class ConversationDataset:
         if encoder.settings.row_format is None and "input_ids" in row:
             return "tokenized", [tokenized(row, place, num_embeddings(encoder.tokenizer))], []
         with at(place):
-            example = example_of(row, encoder.settings)
+            example = example_of(row, encoder.settings, images=encoder.images is not None)
         messages = [m for part in (example.prompt, example.completion) if isinstance(part, list) for m in part]
         return example.row_format, encoder.encode(example, place), messages
 
@@ -96,18 +102,23 @@ class ConversationDataset:
         return len(self._rows)
 
     def __getitem__(self, item: int) -> list[TrainingSequence]:
-        rows: list[TrainingSequence] = self._rows[item]
-        return rows
+        sequences: list[TrainingSequence] = self._rows[item]
+        file, row = self._rows.locate(item)
+        source, numbers, has_images = self._sources[file]
+        if not has_images[row]:
+            return sequences
+        images = source.images(int(numbers[row]))
+        return [replace(sequence, images=images) for sequence in sequences]
 
     def place(self, item: int) -> str:
         """File and row number of a row, for messages."""
         file, row = self._rows.locate(item)
-        place, numbers = self._places[file]
-        return place(int(numbers[row]))
+        source, numbers, _ = self._sources[file]
+        return source.place(int(numbers[row]))
 
     def batch(self, rows: Sequence[int]) -> DataProto:
         """See `training_batch`; the sequences of a row are adjacent, and have its number as `ordinal`."""
-        sequences = [self._rows[row] for row in rows]
+        sequences = [self[row] for row in rows]
         batch = training_batch([sequence for of_row in sequences for sequence in of_row])
         batch.batch["ordinal"] = torch.tensor(
             [row for row, of_row in zip(rows, sequences, strict=True) for _ in of_row]
@@ -130,7 +141,7 @@ class ConversationDataset:
             summary.add_counts(part)
         self.summaries.append(summary)
         self._rows.add(arrays)
-        self._places.append((source.place, arrays["numbers"]))
+        self._sources.append((source, arrays["numbers"], arrays["has_images"]))
 
     def _examine(
         self, source: Source, settings: Any, stop_token_ids: Sequence[int], keep_going: bool, numbers: range
@@ -142,7 +153,7 @@ class ConversationDataset:
             place = source.place(number)
             try:
                 row_format, whole, control = source.read(row, place)
-                _check_length(max(len(sequence.input_ids) for sequence in whole), settings, place)
+                _check_length(whole, settings, place)
                 sequences = summary.fit_row(whole, place, stop_token_ids)
             except DataError as error:
                 if not keep_going:
@@ -161,7 +172,9 @@ class ConversationDataset:
                 rows += (of_row := self.rows_of(sequences))
                 numbers_of_rows += [number] * len(of_row)
         columns = columns_of(self.sequence_class, rows)
-        return ScanPart({**columns, "numbers": np.array(numbers_of_rows, dtype=np.int64)}, summary.counts(), bad)
+        columns["numbers"] = np.array(numbers_of_rows, dtype=np.int64)
+        columns["has_images"] = np.array([row[0].images is not None for row in rows], dtype=np.bool_)
+        return ScanPart(columns, summary.counts(), bad)
 
     def rules(self, settings: Any) -> dict[str, Any]:
         """The values that decide the sequences of a row next to its tokenizer."""
@@ -173,11 +186,15 @@ class ConversationDataset:
         return [sequences]
 
 
-def _check_length(length: int, settings: TextDataConfig, place: str) -> None:
-    if settings.max_length is not None and length > settings.max_length and settings.truncation == "error":
+def _check_length(sequences: Sequence[TrainingSequence], settings: TextDataConfig, place: str) -> None:
+    length, has_images = max(len(s.input_ids) for s in sequences), any(s.images is not None for s in sequences)
+    if settings.max_length is None or length <= settings.max_length:
+        return
+    if settings.truncation == "error" or has_images:
+        fix = "make its images smaller" if has_images else "set data.truncation to left or right to cut such rows"
         raise DataError(
             f"{place}: a sequence has {length} tokens, more than data.max_length={settings.max_length}. Raise the limit, "
-            "or set data.truncation to left or right to cut such rows."
+            f"or {fix}."
         )
 
 
@@ -239,7 +256,7 @@ def _sources(
     encoder, controls = ConversationEncoder(tokenizer, settings, stop_token_ids), control_tokens(tokenizer)
     for name, rows in zip(names, tables, strict=True):
         inside = rows.select(chosen[(chosen >= start) & (chosen < start + len(rows))] - start)
-        yield _FileSource(str(name), dataset, inside, encoder, controls)
+        yield _FileSource(str(name), dataset, inside, encoder, controls, forks=encoder.images is None)
         start += len(rows)
 
 
@@ -252,7 +269,7 @@ class _FileSource:
     rows: Rows
     encoder: ConversationEncoder
     controls: re.Pattern[str] | None
-    forks: bool = True
+    forks: bool
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -270,6 +287,12 @@ class _FileSource:
 
     def place(self, row: int) -> str:
         return self.rows.place(row)
+
+    def images(self, row: int) -> RowImages | None:
+        encoder, settings = self.encoder.images, self.encoder.settings
+        if encoder is None or not isinstance(settings, SFTDataConfig):
+            return None
+        return RowImages(example_of(self.rows[row], settings, images=True).images, encoder, self.place(row))
 
     def identity(self) -> list[Any]:
         return [self.name, self.rows.digest(), *identity_of(self.encoder.tokenizer)]
@@ -296,31 +319,11 @@ class _ClassSource:
     def place(self, row: int) -> str:
         return f"row {row} of {self.name}"
 
+    def images(self, row: int) -> None:
+        return None
+
     def identity(self) -> list[Any]:
         return [None]
-
-
-def tokenized(row: Mapping[str, Any], place: str, vocab_size: int) -> TrainingSequence:
-    """The sequence of a row with input_ids [tokens] below `vocab_size`, and loss_mask or labels (-100: does not train)
-    [tokens]; attention_mask where they are padded. Raises DataError naming `place`."""
-    columns = {name: row[name] for name in _TOKENIZED if row.get(name) is not None}
-    if "input_ids" not in columns or not {"loss_mask", "labels"} & set(columns):
-        lacks = "loss_mask or labels" if "input_ids" in columns else "input_ids"
-        raise DataError(f"{place} has no {lacks}; give it both.")
-    with at(place):
-        ids = token_ids(columns["input_ids"], "input_ids", vocab_size)
-        mask = (
-            token_mask(columns["loss_mask"], "loss_mask", len(ids))
-            if "loss_mask" in columns
-            else label_mask(columns["labels"], "labels", ids)
-        )
-        if "attention_mask" in columns:
-            exists = token_mask(columns["attention_mask"], "attention_mask", len(ids))
-            ids, mask = ids[exists], mask[exists]
-    mask[:1] = False
-    if not mask.any():
-        raise DataError(f"{place} has no token that trains; leave it out.")
-    return TrainingSequence(ids, mask)
 
 
 def _chosen(num_rows: int, max_samples: int, seed: int | None) -> np.ndarray:
@@ -347,15 +350,10 @@ def training_batch(sequences: Sequence[TrainingSequence]) -> DataProto:
         prompts[row, width - first :], responses[row, : end - first] = ids[:first], ids[first:end]
         prompt_mask[row, width - first :], exists[row, : end - first] = True, True
         response_mask[row, : end - first] = torch.from_numpy(sequence.loss_mask[first:end])
-    return DataProto.from_dict(
-        {
-            "prompts": prompts,
-            "prompt_mask": prompt_mask,
-            "responses": responses,
-            "response_mask": response_mask,
-            "attention_mask": torch.cat([prompt_mask, exists], dim=1),
-        }
-    )
+    columns = {"prompts": prompts, "prompt_mask": prompt_mask, "responses": responses, "response_mask": response_mask}
+    media = [None if sequence.images is None else sequence.images.read().media for sequence in sequences]
+    objects = {"media": object_array(media)} if any(media) else {}
+    return DataProto.from_dict({**columns, "attention_mask": torch.cat([prompt_mask, exists], dim=1)}, objects)
 
 
 class ConversationLoader:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from verl.data.files import parse_json
-from verl.data.schema import Messages, check_plain, message_of
+from verl.data.images import image_messages
+from verl.data.schema import Messages, check_plain, message_of, no_media
 from verl.errors import DataError
 from verl.foreign_text import clean, quoted
 
@@ -47,6 +48,7 @@ class Example:
     trains: tuple[bool | None, ...] = ()
     tools: list[dict[str, Any]] | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    images: list[Any] = field(default_factory=list)  # sources, in the order of the parts of messages
 
     @property
     def default_loss_on(self) -> str:
@@ -80,16 +82,23 @@ def format_of(row: Mapping[str, Any], settings: SFTDataConfig) -> str:
     )
 
 
-def example_of(row: Mapping[str, Any], settings: SFTDataConfig) -> Example:
-    """The row in the one form that is turned into tokens. Raises DataError naming the field that cannot be used."""
+def example_of(row: Mapping[str, Any], settings: SFTDataConfig, *, images: bool = False) -> Example:
+    """The row in the one form that is turned into tokens; `images`: the model reads them. Raises DataError naming the field
+    that cannot be used."""
     row_format = format_of(row, settings)
-    refuse_media(row, settings)
-    prompt, completion = _READERS[row_format](row, settings)
+    refuse_media(row, settings, images=images)
+    prompt, completion = _READERS[row_format](row, settings, images)
     if isinstance(prompt, list) != isinstance(completion, list) and row_format == "prompt_completion":
         prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         completion = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
     marked = [*(prompt if isinstance(prompt, list) else ()), *(completion if isinstance(completion, list) else ())]
     trains = tuple(_says_it_trains(message, number) for number, message in enumerate(marked))
+    sources: list[Any] = []
+    if images:
+        marked, sources = image_messages(marked, row.get(settings.image_key), settings.image_key)
+        split = len(prompt) if isinstance(prompt, list) else 0
+        prompt = marked[:split] if isinstance(prompt, list) else prompt
+        completion = marked[split:] if isinstance(completion, list) else completion
     return Example(
         row_format,
         _without_marks(prompt),
@@ -97,15 +106,20 @@ def example_of(row: Mapping[str, Any], settings: SFTDataConfig) -> Example:
         trains,
         tools_in(row.get(settings.tools_key), settings.tools_key),
         template_kwargs_of(row, settings),
+        sources,
     )
 
 
-def refuse_media(row: Mapping[str, Any], settings: TextDataConfig) -> None:
-    """Raises DataError for a row with images or videos."""
-    for key in (settings.image_key, settings.video_key):
+def refuse_media(row: Mapping[str, Any], settings: TextDataConfig, *, images: bool = False) -> None:
+    """Raises DataError for a row with videos, or with images where the program or its model does not read `images`."""
+    for key, kind in ((settings.image_key, "images"), (settings.video_key, "videos")):
         media = row.get(key)
-        if media is not None and not (hasattr(media, "__len__") and len(media) == 0):
-            raise DataError(f"field {key!r} holds media; rows are text in this version, so leave the row out.")
+        if (
+            media is not None
+            and not (hasattr(media, "__len__") and len(media) == 0)
+            and not (images and kind == "images")
+        ):
+            raise DataError(no_media(kind, f"field {key!r}"))
 
 
 def _columns(settings: SFTDataConfig) -> dict[str, tuple[str, ...]]:
@@ -129,23 +143,23 @@ def named(names: Any) -> str:
     return ", ".join(repr(name) for name in names) or "nothing"
 
 
-def _messages_row(row: Mapping[str, Any], settings: SFTDataConfig) -> tuple[Messages, Messages]:
-    return [], messages_in(row[settings.messages_key], settings.messages_key)
+def _messages_row(row: Mapping[str, Any], settings: SFTDataConfig, images: bool) -> tuple[Messages, Messages]:
+    return [], messages_in(row[settings.messages_key], settings.messages_key, images=images)
 
 
-def _conversations_row(row: Mapping[str, Any], settings: SFTDataConfig) -> tuple[Messages, Messages]:
-    return [], [*system_message(row), *messages_in(row["conversations"], "conversations")]
+def _conversations_row(row: Mapping[str, Any], settings: SFTDataConfig, images: bool) -> tuple[Messages, Messages]:
+    return [], [*system_message(row), *messages_in(row["conversations"], "conversations", images=images)]
 
 
-def _prompt_completion_row(row: Mapping[str, Any], settings: SFTDataConfig) -> tuple[Any, Any]:
+def _prompt_completion_row(row: Mapping[str, Any], settings: SFTDataConfig, images: bool) -> tuple[Any, Any]:
     prompt, completion = (
-        text_in(row[name], name) if isinstance(row[name], str) else messages_in(row[name], name)
+        text_in(row[name], name) if isinstance(row[name], str) else messages_in(row[name], name, images=images)
         for name in ("prompt", "completion")
     )
     return prompt, completion
 
 
-def _text_row(row: Mapping[str, Any], settings: SFTDataConfig) -> tuple[str, str]:
+def _text_row(row: Mapping[str, Any], settings: SFTDataConfig, images: bool) -> tuple[str, str]:
     return "", text_in(row[settings.text_key], settings.text_key)
 
 
@@ -162,18 +176,18 @@ def alpaca_prompt(row: Mapping[str, Any]) -> Messages:
     return [*messages, {"role": "user", "content": question}]
 
 
-def _alpaca_row(row: Mapping[str, Any], settings: SFTDataConfig) -> tuple[Messages, Messages]:
+def _alpaca_row(row: Mapping[str, Any], settings: SFTDataConfig, images: bool) -> tuple[Messages, Messages]:
     answer = {"role": "assistant", "content": text_in(row["output"], "output")}
     return [], [*alpaca_prompt(row), answer]
 
 
-def _prompt_response_row(row: Mapping[str, Any], settings: SFTDataConfig) -> tuple[Messages, str]:
+def _prompt_response_row(row: Mapping[str, Any], settings: SFTDataConfig, images: bool) -> tuple[Messages, str]:
     prompt = _inner(row, str(settings.prompt_key), settings.prompt_dict_keys)
     response = _inner(row, str(settings.response_key), settings.response_dict_keys)
     return [{"role": "user", "content": prompt}], response
 
 
-_READERS: dict[str, Callable[[Mapping[str, Any], SFTDataConfig], tuple[Any, Any]]] = {
+_READERS: dict[str, Callable[[Mapping[str, Any], SFTDataConfig, bool], tuple[Any, Any]]] = {
     "messages": _messages_row,
     "conversations": _conversations_row,
     "prompt_completion": _prompt_completion_row,
@@ -220,18 +234,18 @@ def _list(value: Any, field_name: str) -> list[Any]:
     return list(value)
 
 
-def messages_in(value: Any, field_name: str) -> Messages:
-    """Checked messages of either spelling; the marks `loss_mask` and `train` are still in them."""
+def messages_in(value: Any, field_name: str, *, images: bool = False) -> Messages:
+    """Checked messages of either spelling; the marks `loss_mask` and `train` are still in them. `images`: see message_of."""
     messages = _list(value, field_name)
     if not messages:
         raise DataError(f"field {field_name!r} is an empty list; give at least one message.")
-    return [_message(message, f"{field_name}[{number}]") for number, message in enumerate(messages)]
+    return [_message(message, f"{field_name}[{number}]", images) for number, message in enumerate(messages)]
 
 
-def _message(message: Any, place: str) -> dict[str, Any]:
+def _message(message: Any, place: str, images: bool) -> dict[str, Any]:
     if isinstance(message, Mapping) and message.get("role") is None and message.get("from") is not None:
         message = _from_sharegpt(message, place)
-    checked = message_of(message, f"field {place!r}")
+    checked = message_of(message, f"field {place!r}", images=images)
     if "tool_calls" in checked:
         checked["tool_calls"] = [
             _tool_call(call, place) for call in _json_list(checked["tool_calls"], f"{place}.tool_calls")

@@ -33,7 +33,7 @@ def columns_of(kind: type[Any], rows: Sequence[Sequence[Any]]) -> dict[str, np.n
 
 
 def _names(kind: type[Any]) -> list[str]:
-    return [field.name for field in fields(kind)]
+    return [field.name for field in fields(kind) if field.name != "images"]  # which the rows of the files have
 
 
 class SequenceStore(Sequence[list[Any]]):

@@ -25,7 +25,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from verl.data.conversations.formats import Example
+from verl.data.conversations.images import ConversationImages
 from verl.data.conversations.turn_ends import TurnEnds
+from verl.data.images import RowImages, image_encoder
 from verl.data.prompts import at_time_of_run, encode_text, render_chat
 from verl.data.schema import Messages
 from verl.data.template_checks import TemplateChecks
@@ -50,6 +52,7 @@ class TrainingSequence:
     input_ids: np.ndarray
     loss_mask: np.ndarray
     num_behind: int = field(default=0, kw_only=True)
+    images: RowImages | None = field(default=None, kw_only=True)  # all of them before the first trained token
 
     @property
     def num_trained(self) -> int:
@@ -81,6 +84,7 @@ class ConversationEncoder:
         self.settings = settings
         self.ends = TurnEnds(tokenizer, stop_token_ids)
         self.checks = TemplateChecks(tokenizer) if checks else None
+        self.images = image_encoder(tokenizer, settings)
         self.reuses_prefixes = True  # until this tokenizer is found to tokenize a prefix otherwise
 
     def encode(self, example: Example, place: str) -> list[TrainingSequence]:
@@ -159,6 +163,7 @@ class _Row:
         self.loss_on = self.settings.loss_on or example.default_loss_on
         self.template_kwargs = {**example.template_kwargs, **({"tools": example.tools} if example.tools else {})}
         plain = isinstance(example.prompt, str)
+        self.images = ConversationImages(example.images, encoder.images, place)
         self.messages: Messages = []
         if isinstance(example.prompt, list) and isinstance(example.completion, list):
             self.messages = example.prompt + example.completion
@@ -177,7 +182,7 @@ class _Row:
             trained = self._trained(turn, context, answer)
             num_behind = 0 if self.loss_on == "all" else self.ends.num_behind(answer)
             joined.add(context, answer, trained, num_behind)
-        return joined.sequences()
+        return self.images.attached(joined.sequences())
 
     def _turns(self) -> Iterator[_Turn]:
         example, loss_on = self.example, self.loss_on
@@ -246,9 +251,10 @@ class _Row:
                 f"{self.place}: the row has chat messages, but the tokenizer has no chat template to join them. Set the "
                 "model's custom_chat_template, or give texts."
             )
-        return render_chat(
+        text = render_chat(
             self.tokenizer, messages, self.place, add_generation_prompt=not answered, **self.template_kwargs
         )
+        return self.images.expanded(text)
 
     def _ended(self, text: str) -> str:
         """A text completion with the token that ends it."""
@@ -320,6 +326,7 @@ class _Row:
 
     def _marked(self, turn: _Turn, context: list[int], answer: list[int]) -> list[bool]:
         """The tokens of the answer that the template's `{% generation %}` markers enclose."""
+        self.images.refuse_markers()
         end = len(context) + len(answer)
         self._marks = self._marks or self._render_marks(self.turns[-1])
         if self._marks[0][:end] == context + answer:

@@ -1,0 +1,298 @@
+"""Rows with images: the forms that they are read in, and one sentence for each malformed row."""
+
+import base64
+import io
+import json
+import os
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.vision_families import IMAGE, vision_folder
+from verl.config import DataConfig
+from verl.config.sections.data import PreferenceDataConfig, SFTDataConfig
+from verl.data import images as images_module
+from verl.data.conversations.dataset import load_conversations
+from verl.data.dataset import load_dataset
+from verl.data.images import image_messages, read_image
+from verl.data.loader import PromptLoader
+from verl.data.order import PromptOrder
+from verl.data.preferences.dataset import load_preferences
+from verl.data.prompts import PromptEncoder
+from verl.errors import ConfigError, DataError
+from verl.models.load import load_tokenizer
+
+
+def picture(width=40, height=30, color=(200, 30, 90)):
+    return Image.new("RGB", (width, height), color)
+
+
+def encoded(image=None, kind="PNG", **settings):
+    buffer = io.BytesIO()
+    (image or picture()).save(buffer, kind, **settings)
+    return buffer.getvalue()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load_tokenizer(vision_folder(tmp_path_factory.mktemp("qwen"), "qwen2_vl"))
+
+
+def row(content="<image>How many?", **fields):
+    reward = {"style": "rule", "ground_truth": "4"}
+    prompt = [{"role": "user", "content": content}]
+    return {"prompt": prompt, "data_source": "dots", "reward_model": reward, **fields}
+
+
+def written(folder, *rows):
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return str(file)
+
+
+def data_url(content):
+    return "data:image/png;base64," + base64.b64encode(content).decode()
+
+
+FORMS = {
+    "picture": lambda path: picture(),
+    "bytes": lambda path: encoded(),
+    "object of bytes": lambda path: {"bytes": encoded(), "path": None},
+    "object of a path": lambda path: {"path": str(path)},
+    "object of an image": lambda path: {"image": str(path)},
+    "nested objects": lambda path: {"image_url": {"url": data_url(encoded())}},
+    "path": str,
+    "file URL": lambda path: path.as_uri(),
+    "data URL": lambda path: data_url(encoded()),
+    "other format": lambda path: encoded(kind="BMP"),
+    "palette": lambda path: encoded(picture().quantize(4)),
+    "alpha": lambda path: encoded(picture().convert("RGBA")),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_gives_the_same_pixels(form, tmp_path):
+    file = tmp_path / "a picture.png"
+    file.write_bytes(encoded())
+    image = read_image(FORMS[form](file), "row 0: image 0")
+    assert image.mode == "RGB"
+    assert np.array_equal(np.asarray(image), np.asarray(picture()))
+
+
+def bomb():
+    return encoded(Image.new("1", (9000, 9000)))
+
+
+UNREADABLE = {
+    "a number": (lambda p: 7, "is 7, a int"),
+    "null": (lambda p: None, "NoneType"),
+    "an empty object": (lambda p: {}, "without image, bytes, path or url"),
+    "other fields": (lambda p: {"picture": "a.png"}, "without image, bytes, path or url"),
+    "no bytes": (lambda p: b"", "is empty"),
+    "text bytes": (lambda p: b"hello", "no image that can be read"),
+    "a truncated PNG": (lambda p: encoded(picture(300, 300))[:-200], "is damaged"),
+    "a truncated JPEG": (lambda p: encoded(Image.effect_noise((300, 300), 50), "JPEG")[:600], "is damaged"),
+    "a bomb": (lambda p: bomb(), "9000 x 9000 pixels"),
+    "two frames": (
+        lambda p: encoded(picture(), "GIF", save_all=True, append_images=[picture(color=(0, 0, 0))]),
+        "2 frames",
+    ),
+    "vector graphics": (lambda p: b"%!PS-Adobe-3.0 EPSF-3.0\n", "no image that can be read"),
+    "a missing file": (lambda p: str(p / "none.png"), "does not exist"),
+    "a folder": (lambda p: str(p), "is a folder"),
+    "an empty name": (lambda p: "", "an empty name"),
+    "a pipe": (lambda p: pipe(p), "is a pipe"),
+    "a web address": (lambda p: "https://example.org/a.png", "nothing is downloaded"),
+    "a bucket": (lambda p: {"url": "s3://bucket/a.png"}, "nothing is downloaded"),
+    "a missing file URL": (lambda p: (p / "none.png").as_uri(), "does not exist"),
+    "a data URL of text": (lambda p: "data:image/png,hello", "without base64"),
+    "damaged base64": (lambda p: "data:image/png;base64,####", "base64 is damaged"),
+    "base64 of nothing": (lambda p: "data:image/png;base64,", "is empty"),
+    "base64 of text": (lambda p: data_url(b"hello"), "no image that can be read"),
+}
+
+
+def pipe(folder):
+    os.mkfifo(folder / "pipe")
+    return str(folder / "pipe")
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_an_image_that_cannot_be_read_is_one_sentence(name, tmp_path):
+    make, words = UNREADABLE[name]
+    with pytest.raises(DataError, match=words) as caught:
+        read_image(make(tmp_path), "train.jsonl, row 3: image 1")
+    assert str(caught.value).startswith("train.jsonl, row 3: image 1")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_beyond_the_limit_of_bytes_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(images_module, "MAX_BYTES", 100)
+    file = tmp_path / "large.png"
+    file.write_bytes(encoded(picture(300, 300)))
+    for source in (str(file), file.read_bytes()):
+        with pytest.raises(DataError, match="more than 100 bytes"):
+            read_image(source, "row 0: image 0")
+
+
+TEXT = {"type": "text", "text": "How many?"}
+MALFORMED = {
+    "more images than places": (
+        row("How many?", images=[data_url(encoded())]),
+        "'images' has 1 images, and .* 0 places",
+    ),
+    "more places than images": (row("<image><image>", images=[data_url(encoded())]), "has 1 images, and .* 2 places"),
+    "a part without an image": (row([{"type": "image"}, TEXT]), "has 0 images, and .* 1 places"),
+    "a token of images without an image": (row("<|image_pad|>?"), "has no images, and its text has '<.image_pad.>'"),
+    "an unreadable image": (row(images=["none.png"]), "image 0: the file none.png does not exist"),
+    "the token of images in a text": (
+        row("<image> and <|image_pad|>?", images=[data_url(encoded())]),
+        "2 times '<|image_pad|>', and the row has 1 images",
+    ),
+    "a video part": (row([{"type": "video", "video": "a.mp4"}, TEXT]), "videos .* not available"),
+    "a video field": (row("What?", videos=["a.mp4"]), "videos .* not available"),
+    "audio": (row([{"type": "audio", "audio": "a.wav"}, TEXT]), "audio .* not available"),
+    "an unknown part": (row([{"type": "table"}, TEXT]), "content other than text and images"),
+    "a part that is no object": (row(["text", TEXT]), "content other than text and images"),
+    "a text part without text": (row([{"type": "text"}]), "content other than text and images"),
+    "too long": (row("<image>" + "x" * 600, images=[data_url(encoded())]), "more than data.max_prompt_length=512"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_row_is_one_sentence_before_training(name, tokenizer, tmp_path):
+    bad, words = MALFORMED[name]
+    with pytest.raises(DataError, match=words) as caught:
+        load_dataset(written(tmp_path, row("Plain?"), bad), tokenizer, DataConfig())
+    assert "rows.jsonl, row 1" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_images_for_a_text_model_are_refused(tmp_path, tiny_llama):
+    file = written(tmp_path, row(images=[data_url(encoded())]))
+    with pytest.raises(DataError, match="images .field 'images'. cannot be read"):
+        load_dataset(file, load_tokenizer(tiny_llama), DataConfig())
+
+
+def test_placeholders_and_parts_say_the_same(tokenizer, tmp_path):
+    one, other = encoded(), encoded(picture(80, 30))
+    rows = [
+        row("<image>A<image>B", images=[data_url(one), data_url(other)]),
+        row(
+            [{"type": "image", "image": data_url(one)}, {"type": "text", "text": "A<image>B"}], images=[data_url(other)]
+        ),
+        row(
+            [
+                {"type": "image_url", "image_url": {"url": data_url(one)}},
+                {"type": "text", "text": "A"},
+                {"type": "image", "image": data_url(other)},
+                {"type": "text", "text": "B"},
+            ]
+        ),
+    ]
+    data = load_dataset(written(tmp_path, *rows), tokenizer, DataConfig())
+    batch = PromptLoader(data, PromptEncoder(tokenizer, DataConfig()), PromptOrder(3, 0, False), 3).take(0, 3)
+    ids, media = batch.non_tensor_batch["prompt_token_ids"], batch.non_tensor_batch["media"]
+    assert ids[0] == ids[1] == ids[2]
+    assert media[0] == media[1] == media[2]
+    assert media[0].tensors["image_grid_thw"].tolist() == [[1, 2, 2], [1, 2, 6]]
+    assert ids[0].count(IMAGE) == 1 + 3
+    assert "images" not in batch.non_tensor_batch
+
+
+def test_samples_of_a_prompt_share_one_object(tokenizer, tmp_path):
+    data = load_dataset(written(tmp_path, row(images=[data_url(encoded())])), tokenizer, DataConfig())
+    batch = PromptLoader(data, PromptEncoder(tokenizer, DataConfig()), PromptOrder(1, 0, False), 1).take(0, 1)
+    media = batch.repeat(8, interleave=True).non_tensor_batch["media"]
+    assert len(media) == 8
+    assert len({id(item) for item in media}) == 1
+
+
+def test_rows_with_images_are_read_at_each_start(tokenizer, tmp_path, monkeypatch):
+    """The key of the cache has no content of image files."""
+    monkeypatch.setattr("verl.data.scan.NUM_AT_ONCE", 1)
+    monkeypatch.setenv("VERL_DATA_CACHE", str(tmp_path / "cache"))
+    image = tmp_path / "dots.png"
+    image.write_bytes(encoded())
+    file = written(tmp_path, row("Plain?"), row("Plain?"), row(images=[str(image)]))
+    for settings in (DataConfig(check="all"), DataConfig(filter_overlong_prompts=True)):
+        assert load_dataset(file, tokenizer, settings).has_images
+    image.write_bytes(b"damaged")
+    for settings in (DataConfig(check="all"), DataConfig(filter_overlong_prompts=True)):
+        with pytest.raises(DataError, match="row 2.*no image that can be read"):
+            load_dataset(file, tokenizer, settings)
+
+
+def test_a_text_row_has_no_media(tokenizer, tmp_path):
+    data = load_dataset(written(tmp_path, row("Plain?")), tokenizer, DataConfig())
+    batch = PromptLoader(data, PromptEncoder(tokenizer, DataConfig()), PromptOrder(1, 0, False), 1).take(0, 1)
+    assert batch.non_tensor_batch["media"][0] is None
+
+
+def test_settings_of_the_processor_change_images_and_their_digest(tokenizer):
+    config = DataConfig(mm_processor_kwargs={"max_pixels": 28 * 28})
+    messages, sources = image_messages(row()["prompt"], [picture(200, 200)], "images")
+    small = PromptEncoder(tokenizer, config).encode_row(messages, "row 0", sources)
+    large = PromptEncoder(tokenizer, DataConfig()).encode_row(messages, "row 0", sources)
+    assert small.ids.count(IMAGE) == 1 < large.ids.count(IMAGE)
+    assert small.media != large.media
+
+
+def test_an_unknown_argument_of_the_processor_is_named(tokenizer):
+    with pytest.raises(ConfigError, match="'max_pixel'.*did you mean 'max_pixels'"):
+        PromptEncoder(tokenizer, DataConfig(mm_processor_kwargs={"max_pixel": 784}))
+
+
+def test_long_prompts_with_images_are_left_out_but_never_cut(tokenizer, tmp_path):
+    rows = [row(images=[data_url(encoded())]), row("<image>" + "x" * 600, images=[data_url(encoded())])]
+    file = written(tmp_path, *rows)
+    assert len(load_dataset(file, tokenizer, DataConfig(filter_overlong_prompts=True))) == 1
+    with pytest.raises(DataError, match="make its images smaller"):
+        load_dataset(file, tokenizer, DataConfig(truncation="left"))
+
+
+def sft_row(*contents, **fields):
+    roles = ("user", "assistant") * len(contents)
+    return {"messages": [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)], **fields}
+
+
+def test_rows_of_fine_tuning_have_their_images_before_the_answer(tokenizer, tmp_path):
+    images = [data_url(encoded()), data_url(encoded(picture(80, 30)))]
+    rows = [sft_row("<image>A<image>?", "4", images=images), sft_row("Plain?", "5")]
+    batch = load_conversations(written(tmp_path, *rows), tokenizer, SFTDataConfig()).batch([0, 1])
+    media = batch.non_tensor_batch["media"]
+    assert media[0].tensors["image_grid_thw"].tolist() == [[1, 2, 2], [1, 2, 6]]
+    assert media[1] is None
+    assert int((batch.batch["prompts"][0] == IMAGE).sum()) == 4
+    assert not (batch.batch["responses"] == IMAGE).any()
+
+
+SFT_MALFORMED = {
+    "an image behind an answer": (
+        sft_row("A?", "4", "<image>B?", "5", images=[data_url(encoded())]),
+        "follows the first token",
+    ),
+    "a token without an image": (sft_row("<|image_pad|>?", "4"), "has no images, and its text has"),
+    "no place": (sft_row("A?", "4", images=[data_url(encoded())]), "'images' has 1 images, and .* 0 places"),
+    "a bad image": (sft_row("<image>?", "4", images=["none.png"]), "none.png does not exist"),
+    "videos": (sft_row("A?", "4", videos=["a.mp4"]), "videos .* not available"),
+    "too long": (sft_row("<image>?", "x" * 2000, images=[data_url(encoded())]), "more than data.max_length=1024"),
+    "a text row": ({"text": "<image>A", "images": [data_url(encoded())]}, "'images' has 1 images, and .* 0 places"),
+}
+
+
+@pytest.mark.parametrize("name", SFT_MALFORMED)
+def test_a_malformed_row_of_fine_tuning_is_one_sentence(name, tokenizer, tmp_path):
+    bad, words = SFT_MALFORMED[name]
+    with pytest.raises(DataError, match=words) as caught:
+        load_conversations(written(tmp_path, bad), tokenizer, SFTDataConfig(truncation="right"))
+    assert "rows.jsonl, row 0" in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["<image>A?", [{"type": "image", "image": "a.png"}]])
+def test_preferences_refuse_images(content, tokenizer, tmp_path):
+    bad = {"prompt": [{"role": "user", "content": content}], "chosen": "a", "rejected": "b"}
+    images = {"images": [data_url(encoded())]} if isinstance(content, str) else {}
+    with pytest.raises(DataError, match="images .* cannot be read"):
+        load_preferences(written(tmp_path, bad | images), tokenizer, PreferenceDataConfig())

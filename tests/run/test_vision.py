@@ -1,0 +1,239 @@
+"""Programs on rows with images, from files to checkpoints, on a tiny model of every family."""
+
+import base64
+import functools
+import io
+import json
+
+import pytest
+from PIL import Image, ImageDraw
+from safetensors import safe_open
+
+from tests.letters_task import REWARD, overrides
+from tests.run.conftest import Run
+from tests.vision_families import CONFIGS, vision_folder
+from verl.cli.main import main
+from verl.config import SFT, load_config
+from verl.data.dataset import load_dataset
+from verl.errors import DataError, ModelError
+from verl.models.load import load_model, load_tokenizer
+from verl.programs.ppo_data import refuse_images
+from verl.run.host import train
+
+pytestmark = pytest.mark.seed("B1")
+FAMILY = "qwen2_vl"  # of tests of what is common to all
+
+
+def dots(count):
+    image = Image.new("RGB", (56, 56), "white")
+    for i in range(count):
+        ImageDraw.Draw(image).ellipse(
+            (4 + 16 * (i % 3), 4 + 16 * (i // 3), 14 + 16 * (i % 3), 14 + 16 * (i // 3)), "black"
+        )
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    """Folder with train.jsonl (12 rows, every fourth without an image), val.jsonl and reward.py; sft_*.jsonl likewise."""
+    folder = tmp_path_factory.mktemp("dots")
+    for name, count in (("train", 12), ("val", 3)):
+        rows, sft = [], []
+        for i in range(count):
+            has_image = i % 4 != 3
+            question = {"role": "user", "content": f"{'<image>' if has_image else ''}{name} {i}?"}
+            images = {"images": [dots(i % 5)] if has_image else []}
+            reward = {"style": "rule", "ground_truth": str(i % 5)}
+            rows.append({"data_source": "dots", "prompt": [question], "reward_model": reward, **images})
+            sft.append({"messages": [question, {"role": "assistant", "content": f"{i % 5} dots"}], **images})
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / f"sft_{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sft))
+    (folder / "reward.py").write_text(REWARD)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    folders = {}
+
+    def of(family):
+        if family not in folders:
+            folders[family] = vision_folder(tmp_path_factory.mktemp(family), family)
+        return folders[family]
+
+    return of
+
+
+def has_processor(family):
+    return family != "smolvlm"  # whose processor needs the package num2words
+
+
+WITH_PROCESSOR = [family for family in CONFIGS if has_processor(family)]
+
+
+@pytest.fixture
+def grpo(folder_of, task, tmp_path):
+    def run(family, *changes, folder="run"):
+        settings = overrides(
+            folder_of(family),
+            task,
+            "data.max_prompt_length=300",
+            f"trainer.default_local_dir={tmp_path / folder}",
+            *changes,
+        )
+        assert train(load_config(settings)) == 0
+        return Run(tmp_path / folder)
+
+    return run
+
+
+@pytest.fixture
+def sft(folder_of, task, tmp_path):
+    def run(family, *changes, folder="run"):
+        settings = [
+            f"model.path={folder_of(family)}",
+            f"data.train_files={task}/sft_train.jsonl",
+            f"data.val_files={task}/sft_val.jsonl",
+            "data.train_batch_size=4",
+            "engine.dtype=float32",
+            "optim.lr=0.002",
+            "trainer.logger=[file]",
+            "trainer.total_training_steps=2",
+            f"trainer.default_local_dir={tmp_path / folder}",
+            *changes,
+        ]
+        assert train(load_config(settings, schema=SFT), program="sft") == 0
+        return Run(tmp_path / folder)
+
+    return run
+
+
+def weights(run, role="actor", step=2):
+    with safe_open(run.folder / f"global_step_{step}/{role}/huggingface/model.safetensors", "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}
+
+
+def start(folder):
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}
+
+
+def is_of_tower(name):
+    return "visual" in name or "vision" in name
+
+
+def moved(before, after):
+    """Names of the tensors that training has changed: first of the tower, then of the rest."""
+    changed = [name for name in after if name in before and not after[name].equal(before[name])]
+    return [n for n in changed if is_of_tower(n)], [n for n in changed if not is_of_tower(n)]
+
+
+@pytest.mark.parametrize("family", WITH_PROCESSOR)
+def test_grpo_trains_and_its_checkpoint_opens(family, grpo, folder_of):
+    run = grpo(family, "trainer.save_freq=2", "trainer.test_freq=2")
+    rows = run.training_rows()
+    assert len(rows) == 2
+    assert all(row["actor/grad_norm"] > 0 for row in rows)
+    assert any(key.startswith("val") for key in rows[-1])
+    saved = run.folder / "global_step_2/actor/huggingface"
+    original = load_model(folder_of(family)).state_dict()
+    trained = load_model(saved).state_dict()
+    assert all(moved(original, trained))
+    assert load_tokenizer(saved).processor.settings == load_tokenizer(folder_of(family)).processor.settings
+
+
+@pytest.mark.parametrize("family", WITH_PROCESSOR)
+def test_fine_tuning_trains_the_tower(family, sft, folder_of):
+    run = sft(family, "trainer.save_freq=2", "trainer.test_freq=1")
+    rows = run.training_rows()
+    assert len(rows) == 2
+    assert rows[1]["val/loss"] < rows[0]["val/loss"]
+    assert all(moved(load_model(folder_of(family)).state_dict(), load_model(saved_model(run)).state_dict()))
+
+
+def saved_model(run, step=2):
+    return next((run.folder / f"global_step_{step}").glob("*/huggingface"))
+
+
+@pytest.mark.parametrize("family", WITH_PROCESSOR)
+def test_a_resumed_run_equals_the_unbroken_one(family, grpo):
+    settings = ("trainer.total_training_steps=3", "trainer.save_freq=1", "actor_rollout_ref.actor.use_kl_loss=True")
+    unbroken = grpo(family, *settings, folder="unbroken")
+    grpo(family, *settings, "trainer.total_training_steps=1", folder="broken")
+    resumed = grpo(family, *settings, folder="broken")
+    assert resumed.repeatable == unbroken.repeatable
+    ours, theirs = weights(resumed, step=3), weights(unbroken, step=3)
+    assert all(ours[name].equal(theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("changes", [
+    ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",),
+    ("actor_rollout_ref.actor.use_dynamic_bsz=True", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=350"),
+])  # fmt: skip
+def test_micro_batches_change_no_loss(changes, grpo):
+    whole, divided = grpo(FAMILY, folder="whole"), grpo(FAMILY, *changes, folder="divided")
+    for one, other in zip(whole.training_rows(), divided.training_rows(), strict=True):
+        assert one["actor/pg_loss"] == pytest.approx(other["actor/pg_loss"], abs=1e-6)
+        assert one["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=1e-4)
+
+
+def test_hf_and_native_rollout_train_alike(grpo):
+    native, hf = grpo(FAMILY, folder="native"), grpo(FAMILY, "actor_rollout_ref.rollout.name=hf", folder="hf")
+    for one, other in zip(native.training_rows(), hf.training_rows(), strict=True):
+        assert one["critic/score/mean"] == pytest.approx(other["critic/score/mean"])
+        assert one["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=1e-3)
+
+
+def test_ppo_trains_a_critic_that_sees_the_images(grpo, folder_of):
+    run = grpo(FAMILY, "algorithm.adv_estimator=gae", f"critic.model.path={folder_of(FAMILY)}", "critic.optim.lr=0.002",
+               "critic.fsdp.dtype=float32", "trainer.save_freq=2")  # fmt: skip
+    assert all(row["critic/grad_norm"] > 0 for row in run.training_rows())
+    tower, rest = moved(load_model(folder_of(FAMILY)).state_dict(), weights(run, "critic"))
+    assert tower
+    assert rest
+
+
+def test_a_frozen_tower_keeps_its_weights(grpo, folder_of):
+    run = grpo(FAMILY, "actor_rollout_ref.actor.freeze_vision_tower=True", "trainer.save_freq=2")
+    tower, rest = moved(load_model(folder_of(FAMILY)).state_dict(), load_model(saved_model(run)).state_dict())
+    assert not tower
+    assert rest
+
+
+def test_a_text_model_has_no_tower_to_freeze(grpo, tiny_llama, task, tmp_path):
+    settings = overrides(tiny_llama, tmp_path, f"data.train_files={task}/text.jsonl", "data.val_files=null",
+                         "actor_rollout_ref.actor.freeze_vision_tower=True", f"trainer.default_local_dir={tmp_path}/run",
+                         f"reward.custom_reward_function.path={task}/reward.py")  # fmt: skip
+    rows = [json.loads(line) for line in (task / "train.jsonl").read_text().splitlines()]
+    texts = [{**row, "images": [], "prompt": [{"role": "user", "content": "text"}]} for row in rows]
+    (task / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
+    with pytest.raises(ModelError, match="has no vision tower"):
+        train(load_config(settings))
+
+
+def test_adapters_train_on_images(grpo):
+    run = grpo(FAMILY, "actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[q_proj,v_proj]")
+    assert all(row["actor/grad_norm"] > 0 for row in run.training_rows())
+
+
+@pytest.mark.parametrize("key", ["reward.reward_model.enable", "actor_rollout_ref.rollout.multi_turn.enable"])
+def test_what_reads_text_refuses_images(key, folder_of, task):
+    loaded = load_config(overrides(folder_of(FAMILY), task, "data.max_prompt_length=300")).config
+    section, _, name = key.rpartition(".")
+    change = functools.reduce(getattr, section.split("."), loaded)
+    rows = load_dataset(loaded.data.train_files, load_tokenizer(folder_of(FAMILY)), loaded.data)
+    object.__setattr__(change, name, True)
+    with pytest.raises(DataError, match=f"images do not work with {key}=True"):
+        refuse_images(loaded, rows)
+
+
+def test_check_and_generate_read_images(folder_of, task, tmp_path, capsys):
+    settings = overrides(
+        folder_of(FAMILY), task, "data.max_prompt_length=300", f"trainer.default_local_dir={tmp_path}/run"
+    )
+    assert main(["check", *settings]) == 0
+    assert "12 training rows" in capsys.readouterr().out
+    assert main(["generate", "--output", f"{tmp_path}/samples.jsonl", *settings]) == 0
+    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 3 * 4
