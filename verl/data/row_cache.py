@@ -86,6 +86,8 @@ def new_entry(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         yield temporary
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())  # a power loss leaves the whole entry under its name, or none
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
