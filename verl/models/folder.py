@@ -178,7 +178,8 @@ def check_acting_entries(file: Path, entries: Mapping[str, Any], kind: type[PreT
             is_off = is_off or covers_all or entries.get("use_sliding_window") is False
         # a field of the class or a parameter of it, by release of transformers, or an attribute that it derives
         is_read = hasattr(kind, name) or name in inspect.signature(kind).parameters
-        is_read = is_read or (not kind.has_no_defaults_at_init and hasattr(kind(), name))
+        has_defaults = not getattr(kind, "has_no_defaults_at_init", False)  # gone in transformers 5.24
+        is_read = is_read or (has_defaults and hasattr(kind(), name))
         if name == "is_encoder_decoder":  # every family has it, and it is false in decoders
             is_read = bool(getattr(kind, name))
         if not is_off and not is_read:
