@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from verl.data_proto.metrics import Metric
     from verl.data_proto.proto import DataProto
+    from verl.models.optim import AdamStep
 
 _LIBRARIES = {
     "deepspeed": ("deepspeed", "deepspeed"),
@@ -126,8 +127,9 @@ class TrainEngine(Protocol):
         call per step."""
         ...
 
-    def optim_step(self, learning_rate: float | None = None) -> dict[str, Metric]:
+    def optim_step(self, learning_rate: float | AdamStep | None = None) -> dict[str, Metric]:
         """One optimizer step on the gradients of `forward_backward`, clipped, at the schedule's rate by default; forgets them.
+        An AdamStep also sets the step's other values.
         Returns `grad_norm`; a norm that is not finite skips the step as in `train_batch`. Raises ConfigError without
         gradients."""
         ...

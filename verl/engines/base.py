@@ -26,7 +26,7 @@ from verl.engines.step_check import PendingGradients, random_state, restore_rand
 from verl.errors import ConfigError
 from verl.models.lora import LoRASpec, adapters_off, is_adapter
 from verl.models.neftune import with_noise
-from verl.models.optim import MasterOptimizer, lr_at
+from verl.models.optim import AdamStep, MasterOptimizer, lr_at
 from verl.models.outputs import positions_read
 from verl.models.packing import PackedBatch, Reads, pack_rows
 from verl.models.padded import ForwardKind
@@ -55,6 +55,7 @@ class TrainedEngine(ABC):
 
     module: Any
     optimizer: MasterOptimizer | None  # None: frozen
+    adapts_head = False  # whether adapters are also put on the output projection
     accumulates_calls = True  # whether gradients of several `forward_backward` add up
     computes_images = False  # whether its forward reads images of prompts
     _trained: TrainedState
@@ -76,7 +77,7 @@ class TrainedEngine(ABC):
         self.optim = optim if trainable else None
         self.compute_dtype = compute_dtype(engine.dtype, device)
         self.rounding = Rounding(engine.master_rounding)
-        self.spec = LoRASpec.of(model) if self.optim is not None else None
+        self.spec = LoRASpec.of(model, self.adapts_head) if self.optim is not None else None
         self.neftune_alpha = model.neftune_alpha or 0.0 if isinstance(model, SFTModelConfig) else 0.0
         self.share_prompts = share_prompts and not self.neftune_alpha
         self.headroom = Headroom(device) if engine.adapt_micro_batches and self.optim is not None else None
@@ -141,7 +142,7 @@ class TrainedEngine(ABC):
         self._pending.totals.append(totals)
         return merge_metrics(metrics)
 
-    def optim_step(self, learning_rate: float | None = None) -> dict[str, Metric]:
+    def optim_step(self, learning_rate: float | AdamStep | None = None) -> dict[str, Metric]:
         """See TrainEngine."""
         if self._pending is None:
             raise ConfigError("There are no gradients to step on. Call forward_backward before optim_step.")
@@ -374,7 +375,7 @@ class TrainedEngine(ABC):
         parts: Sequence[dict[str, Metric]],
         check: StepCheck | None,
         before: list[torch.Tensor],
-        learning_rate: float | None = None,
+        learning_rate: float | AdamStep | None = None,
     ) -> dict[str, Metric]:
         """The optimizer step on the gathered gradients, at the schedule's rate by default; returns the metrics of the
         micro-batches and of the step. A step that is not taken restores the random state `before`."""

@@ -23,12 +23,13 @@ def build_module(
     *,
     trains: bool,
     build: Callable[[], Any] | None = None,
+    adapts_head: bool = False,
 ) -> Any:
     """The module of a role, from the model's folder or `build`. Trained weights are held in at least float32. Frozen weights
     are rounded to the compute dtype as masters are: a reference policy has the weights that training starts with. Adapters
     at `model.lora_adapter_path` are merged into a frozen model."""
     load_external(model.external_lib)
-    spec = LoRASpec.of(model) if trains else None
+    spec = LoRASpec.of(model, adapts_head) if trains else None
     wide = torch.promote_types(compute_dtype, torch.float32)
     narrows = not trains and rounding.kind == "dithered" and _stored_dtype(model) != compute_dtype != wide
     where: dict[str, Any] = {

@@ -49,7 +49,9 @@ class LocalEngine(TrainedEngine):
         narrow, rounding, trains = self.compute_dtype, self.rounding, self.optim is not None
         self.optimizer: MasterOptimizer | None = None
         at_first = torch.device("cpu") if memory_map or self._offloads else self.device
-        self.module = build_module(model, self.head, at_first, narrow, rounding, trains=trains, build=build)
+        self.module = build_module(
+            model, self.head, at_first, narrow, rounding, trains=trains, build=build, adapts_head=self.adapts_head
+        )
         if freezes_vision_tower:
             freeze_towers(self.module)
         if self.optim is None:

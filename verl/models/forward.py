@@ -15,6 +15,7 @@ from verl.models.cpu.weights import DenseDecoder
 from verl.models.cuda.straight import straight_states
 from verl.models.grad_buffers import GradientBuffers
 from verl.models.log_probs import TokenStats, logit_statistics, token_log_probs
+from verl.models.lora import LoRALinear
 from verl.models.outputs import HeadInputs, output_kind, statistics_wanted
 from verl.models.packed import PackedLayout
 from verl.models.packing import PackedBatch
@@ -128,7 +129,7 @@ def packed_outputs(
         head = module.get_output_embeddings()
         return token_log_probs(
             hidden,
-            head.weight,
+            head.merged_weight() if isinstance(head, LoRALinear) else head.weight,
             packed.targets,
             temperature,
             bias=getattr(head, "bias", None),

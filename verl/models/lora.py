@@ -56,6 +56,12 @@ class LoRALinear(nn.Linear):
             return out
         return out + F.linear(F.linear(input, self.lora_A), self.lora_B) * self.scale
 
+    def merged_weight(self) -> torch.Tensor:
+        """W + (alpha / rank) B A, with a graph; W while the adapter is off."""
+        if not self.active:
+            return self.weight
+        return torch.addmm(self.weight, self.lora_B, self.lora_A, alpha=self.scale)
+
 
 @dataclass(frozen=True)
 class LoRASpec:
@@ -65,16 +71,17 @@ class LoRASpec:
     alpha: float
     targets: str | tuple[str, ...]  # "all-linear", a regular expression, or name endings
     exclude: str | tuple[str, ...] = ()
+    head: bool = False  # whether the output projection is among the linear layers
 
     @classmethod
-    def of(cls, model: ModelConfig) -> LoRASpec | None:
+    def of(cls, model: ModelConfig, head: bool = False) -> LoRASpec | None:
         """The spec of a model section; None where everything trains. Raises ConfigError for unusable settings."""
         if model.lora_rank <= 0:
             return None
         targets, exclude = (_names(v) for v in (model.target_modules, model.exclude_modules))
         if not targets:
             raise ConfigError("model.target_modules is empty; give names of linear layers, or all-linear.")
-        return cls(model.lora_rank, float(model.lora_alpha), targets, exclude)
+        return cls(model.lora_rank, float(model.lora_alpha), targets, exclude, head)
 
     def to_json(self, base: str, modules: Sequence[str], others: Sequence[str] = ()) -> dict[str, Any]:
         """The adapter_config.json that peft reads. Modules are named in full, so that a reader adapts the same ones;
@@ -110,14 +117,14 @@ def add_adapters(module: Any, spec: LoRASpec, dtype: torch.dtype, seed: int = 0)
 
 
 def adapted_layers(module: Any, spec: LoRASpec) -> list[str]:
-    """The names of the linear layers of `module` that get adapters; the output projection never does (as in peft).
+    """The names of the linear layers of `module` that get adapters; the output projection only with `spec.head`.
 
     Raises ConfigError for an entry of model.target_modules or model.exclude_modules that matches nothing, when no layer is
     left, and for a rank beyond the sizes of the layers.
     """
     modules = dict(module.named_modules())
     head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
-    linear = [n for n, m in modules.items() if type(m) is nn.Linear and m is not head and n != "score"]
+    linear = [n for n, m in modules.items() if type(m) is nn.Linear and (spec.head or m is not head) and n != "score"]
     what = "linear layer that takes an adapter (embeddings and the output head take none)"
     chosen = _chosen("model.target_modules", spec.targets, linear, what)
     excluded = set(_chosen("model.exclude_modules", spec.exclude, [n for n in modules if n], "module"))

@@ -68,6 +68,23 @@ def total_norm(parameters: Mapping[str, nn.Parameter]) -> torch.Tensor:
     return nn.utils.get_total_norm([p.grad for p in parameters.values() if p.grad is not None])
 
 
+@dataclass(frozen=True)
+class AdamStep:
+    """Values of one step of an Adam optimizer, in place of the config's. A `clip_grad` of 0 clips nothing."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    clip_grad: float = 0.0
+
+    def group(self) -> dict[str, Any]:
+        """The values as a parameter group of torch has them."""
+        betas = (self.beta1, self.beta2)
+        return {"lr": self.learning_rate, "betas": betas, "eps": self.eps, "weight_decay": self.weight_decay}
+
+
 class ComputeShard(Protocol):
     """Compute weights of a parameter whose shard in the module is its master."""
 
@@ -128,21 +145,22 @@ class MasterOptimizer:
         self.optimizer = build_optimizer(config, self.masters.values())
         self._visible = VisibleUpdate(self.rounded())
 
-    def step(self, lr: float, accept: Callable[[float], bool] | None = None) -> OptimizerStep:
-        """Clip the gathered gradients to `clip_grad`, step at rate `lr`, and forget them. `accept` gets the norm and may
-        refuse the step, which then changes nothing."""
+    def step(self, lr: float | AdamStep, accept: Callable[[float], bool] | None = None) -> OptimizerStep:
+        """Clip the gathered gradients to `clip_grad`, step at rate `lr` or with the values of an AdamStep, and forget them.
+        `accept` gets the norm and may refuse the step, which then changes nothing."""
         grads = [_here(p.grad) for p in self.masters.values() if p.grad is not None]
         norm = self.norm(self.masters) if grads else torch.zeros(())
         grad_norm = norm.item()
         accepted = accept is None or accept(grad_norm)  # asked on every rank, whatever this one has
         taken = bool(grads) and accepted and math.isfinite(grad_norm)
         if taken:
-            if self.config.clip_grad:
-                scale = torch.clamp(self.config.clip_grad / (norm + 1e-6), max=1.0)
+            values = lr.group() if isinstance(lr, AdamStep) else {"lr": lr}
+            if clip_grad := lr.clip_grad if isinstance(lr, AdamStep) else self.config.clip_grad:
+                scale = torch.clamp(clip_grad / (norm + 1e-6), max=1.0)
                 for device in {grad.device for grad in grads}:
                     torch._foreach_mul_([grad for grad in grads if grad.device == device], scale.to(device))
             for group in self.optimizer.param_groups:
-                group["lr"] = lr
+                group.update(values)
             self._step_in_turn() if self.offloads or self.host_masters else self.optimizer.step()
             self.num_steps += 1
             self.round_masters()

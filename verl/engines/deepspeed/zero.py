@@ -16,9 +16,9 @@ from torch import nn
 from verl.config import OptimConfig
 from verl.engines.deepspeed.library import combined_norm
 from verl.engines.flat_shards import FlatShards, FlatSlice
-from verl.errors import CheckpointError
+from verl.errors import CheckpointError, ConfigError
 from verl.models.grad_buffers import GradientBuffers
-from verl.models.optim import MasterOptimizer, OptimizerStep, Rounded
+from verl.models.optim import AdamStep, MasterOptimizer, OptimizerStep, Rounded
 from verl.models.rounding import Rounding
 from verl.models.visible import VisibleUpdate
 
@@ -62,8 +62,11 @@ class ZeroOptimizer(MasterOptimizer):
         parts = self.flat.own.items()
         return {n: buffers[part.buffer].detach().narrow(0, part.offset, part.size) for n, part in parts}
 
-    def step(self, lr: float, accept: Callable[[float], bool] | None = None) -> OptimizerStep:
-        """See MasterOptimizer. DeepSpeed reports every norm that is not finite as infinite."""
+    def step(self, lr: float | AdamStep, accept: Callable[[float], bool] | None = None) -> OptimizerStep:
+        """See MasterOptimizer. DeepSpeed reports every norm that is not finite as infinite. Raises ConfigError for an AdamStep,
+        since DeepSpeed's clipping is fixed when it starts."""
+        if isinstance(lr, AdamStep):
+            raise ConfigError("DeepSpeed takes a learning rate for a step and no other value. Set strategy=fsdp.")
         for group in self.zero.param_groups:
             group["lr"] = lr
         self._accept, self._grad_norm = accept, None

@@ -1,0 +1,171 @@
+"""Many LoRA adapters on one base model in one process: an engine whose module has one adapter at a time.
+
+An `Adapter` is an adapter with its optimizer and its gradients, outside of any module. `AdapterEngine.using` puts one into the
+module by exchanging pointers, so a change of adapters copies nothing where the module computes in float32. Only adapters
+train. Their results do not depend on the other adapters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from verl.config import ModelConfig
+from verl.engines.local import LocalEngine
+from verl.engines.step_check import PendingGradients
+from verl.errors import ConfigError
+from verl.models.lora import LoRASpec, lora_layers, merged
+
+ALPHA = 32  # of every adapter, whatever its rank: y = W x + (ALPHA / rank) B A x
+PARTS = ("attention", "mlp", "head")
+
+
+@dataclass(frozen=True)
+class AdapterWeights:
+    """The weights of an adapter: `lora_A` [rank, in] and `lora_B` [out, rank] of each of its layers, by parameter name."""
+
+    rank: int
+    tensors: Mapping[str, torch.Tensor]
+
+    @property
+    def layers(self) -> list[str]:
+        """The names of the adapted layers."""
+        return [name.removesuffix(".lora_A") for name in self.tensors if name.endswith(".lora_A")]
+
+    @property
+    def spec(self) -> LoRASpec:
+        """Rank and alpha, as the adapter's files have them."""
+        return LoRASpec(self.rank, ALPHA, tuple(self.layers))
+
+    def num_bytes(self) -> int:
+        """Memory of the weights."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+
+@dataclass
+class Adapter:
+    """An adapter that trains. `slots` is the optimizer's state by parameter name and slot, `gradients` what forward_backward
+    has gathered since the last optimizer step."""
+
+    weights: AdapterWeights
+    num_steps: int = 0
+    slots: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    pending: PendingGradients | None = None
+
+    def discard(self) -> None:
+        """Forget the gradients."""
+        self.gradients, self.pending = {}, None
+
+    def snapshot(self) -> AdapterWeights:
+        """A copy of the weights, which training leaves as they are."""
+        tensors = {name: tensor.detach().clone() for name, tensor in self.weights.tensors.items()}
+        return replace(self.weights, tensors=tensors)
+
+    def optimizer_tensors(self) -> dict[str, torch.Tensor]:
+        """The optimizer's state as "{parameter name}/{slot}", not copied."""
+        return {f"{name}/{slot}": value for name, slots in self.slots.items() for slot, value in slots.items()}
+
+
+class AdapterEngine(LocalEngine):
+    """LocalEngine for adapters of rank `model.lora_rank` at most, on all linear layers and the output projection. Calls that
+    train or compute are made inside `using`."""
+
+    adapts_head = True
+
+    def __init__(self, *, model: ModelConfig, **settings: Any):
+        super().__init__(model=replace(model, target_modules="all-linear", lora_alpha=ALPHA), **settings)
+        self._layers = lora_layers(self.module)
+        self._head = self.module.get_output_embeddings()
+
+    def new_adapter(self, rank: int, seed: int, parts: Collection[str] = PARTS) -> Adapter:
+        """An adapter on the `parts` of each layer; equal seeds give equal weights. Raises ConfigError for a rank beyond the
+        engine's, and without any layer."""
+        assert self.spec is not None
+        if not 1 <= rank <= self.spec.rank:
+            raise ConfigError(
+                f"An adapter of rank {rank} is not between 1 and the largest rank here, {self.spec.rank}."
+            )
+        generator, tensors = torch.Generator().manual_seed(seed), {}
+        for name, layer in self._layers.items():
+            if self._part(name) in parts:
+                down = torch.empty(rank, layer.in_features)
+                nn.init.kaiming_uniform_(down, a=math.sqrt(5), generator=generator)
+                tensors[f"{name}.lora_A"] = down.to(self.device)
+                tensors[f"{name}.lora_B"] = torch.zeros(layer.out_features, rank, device=self.device)
+        if not tensors:
+            raise ConfigError(
+                "An adapter without layers trains nothing. Choose attention, MLP or the output projection."
+            )
+        return Adapter(AdapterWeights(rank, tensors))
+
+    @contextmanager
+    def using(self, adapter: Adapter) -> Iterator[None]:
+        """Inside, the module has `adapter`; what a call changes is the adapter's afterwards."""
+        assert self.optimizer is not None
+        masters, slots = self.optimizer.masters, self.optimizer.optimizer.state
+        present = {name: masters[name] for name in adapter.weights.tensors}
+        layers = set(adapter.weights.layers)
+        for name, layer in self._layers.items():
+            layer.active, layer.scale = name in layers, ALPHA / adapter.weights.rank
+        for name, master in present.items():
+            self._place(name, adapter.weights.tensors[name])
+            master.grad = adapter.gradients.get(name)
+            if name in adapter.slots:
+                slots[master] = adapter.slots[name]
+        self.optimizer.num_steps, self._pending = adapter.num_steps, adapter.pending
+        try:
+            yield
+        finally:
+            adapter.num_steps, adapter.pending, self._pending = self.optimizer.num_steps, self._pending, None
+            adapter.gradients = {name: p.grad for name, p in present.items() if p.grad is not None}
+            adapter.slots = {name: slots.pop(p) for name, p in present.items() if p in slots}
+            for master in present.values():
+                master.grad = None
+
+    def _place(self, name: str, tensor: torch.Tensor) -> None:
+        """Let the parameter `name` be `tensor`, and where it computes in a narrower dtype its rounded values."""
+        assert self.optimizer is not None
+        master, parameter = self.optimizer.masters[name], self.optimizer.parameters[name]
+        master.data = tensor
+        if parameter is not master:
+            parameter.data = self.rounding.rounded(name, tensor, parameter.dtype)
+
+    def _part(self, name: str) -> str:
+        if self._layers[name] is self._head:
+            return "head"
+        return "attention" if "attn" in name or "attention" in name else "mlp"
+
+
+class MergedWeights:
+    """A plain module that computes as the base model with one adapter merged in, or as the base itself.
+
+    module: the same model as `engine` has, without adapters, whose output projection is not tied to its embeddings.
+    """
+
+    def __init__(self, module: Any, engine: AdapterEngine):
+        self.module, self.engine = module, engine
+        head, embeddings = module.get_output_embeddings(), module.get_input_embeddings()
+        if head.weight is embeddings.weight:
+            head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+        self._merged: list[str] = []
+
+    @torch.no_grad()
+    def show(self, weights: AdapterWeights | None) -> None:
+        """Compute with `weights` from now on; None: with the base model."""
+        layers = [] if weights is None else weights.layers
+        for name in {*self._merged, *layers}:
+            target = self.module.get_submodule(name).weight
+            base = self.engine.module.get_submodule(name).weight
+            wide = base
+            if weights is not None and name in layers:
+                tensors = {f"{name}.weight": base, **weights.tensors}
+                wide = merged(f"{name}.weight", tensors.__getitem__, {name: ALPHA / weights.rank})
+            target.copy_(self.engine.rounding.rounded(f"{name}.weight", wide, target.dtype))
+        self._merged = layers
