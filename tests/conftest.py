@@ -86,6 +86,14 @@ def bf16_path(request, monkeypatch):
     return request.param
 
 
+@pytest.fixture(scope="session", autouse=True)
+def quick_disk():
+    """No file of this process is synced to the disk; tests of power losses count the calls."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
 @pytest.fixture(scope="module")
 def no_pictures():
     """The runs of this process leave out the picture of their learning curve."""

@@ -4,7 +4,6 @@ import importlib
 import inspect
 import json
 import logging
-import os
 
 import fuzz
 import pytest
@@ -20,8 +19,7 @@ def level():
 
 
 @pytest.mark.usefixtures("level")
-def test_fuzz(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+def test_fuzz(tmp_path, capsys):
     sections = ["rows", "checkpoints", "run-folders"]
     counts = fuzz.main([*sections, "--count", "12", "--json", str(tmp_path / "f.json")])
     assert {name: sum(c.values()) for name, c in counts.items()} == dict.fromkeys(sections, 12)

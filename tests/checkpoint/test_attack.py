@@ -22,11 +22,6 @@ from verl.checkpoint.store import CheckpointStore
 from verl.errors import CheckpointError
 
 
-@pytest.fixture(autouse=True)
-def quick_disk(monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
 def nothing_yet(root):
     root.mkdir()
 

@@ -1,6 +1,5 @@
 """Damaged checkpoints never load as if they were whole, and the error names the damage."""
 
-import os
 import random
 from collections import Counter
 
@@ -8,11 +7,6 @@ import pytest
 
 from tests.checkpoint.attack import state_of
 from tests.checkpoint.damage import KINDS, forged, outcome, two_checkpoints
-
-
-@pytest.fixture(autouse=True)
-def quick_disk(monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 def fuzz(seed, count, tmp_path):

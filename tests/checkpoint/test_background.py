@@ -1,7 +1,6 @@
 """Saves during training: the copy is saved, failures are raised, every wait has a deadline."""
 
 import errno
-import os
 import threading
 import time
 
@@ -15,11 +14,6 @@ from verl.checkpoint.role import RoleCheckpoint
 from verl.checkpoint.store import CheckpointStore
 from verl.engines.api import AdapterState, Deferred, EngineState
 from verl.errors import CheckpointError, DeadlineError
-
-
-@pytest.fixture(autouse=True)
-def quick_disk(monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 class Role:

@@ -1,7 +1,6 @@
 """Export to bfloat16 writes the weights that the run computed with, for each rounding, with LoRA, and for older runs; and never
 an older checkpoint in silence."""
 
-import os
 import shutil
 
 import pytest
@@ -20,11 +19,6 @@ RUN = {
     "actor": "actor_rollout_ref: {{actor: {{fsdp_config: {{{setting}}}}}}}\n",
     "model": "engine: {{{setting}}}\n",  # fine-tuning, preferences, reward models
 }
-
-
-@pytest.fixture(autouse=True)
-def quick_disk(monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 def trained(path, rounding, lora_rank=0):

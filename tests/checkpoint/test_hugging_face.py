@@ -1,7 +1,6 @@
 """Saved and exported folders are Hugging Face folders: same logits, no merge step."""
 
 import json
-import os
 
 import pytest
 import torch
@@ -14,11 +13,6 @@ from verl.checkpoint.tensor_files import read_model, write_model
 from verl.engines.api import EngineState
 from verl.errors import CheckpointError, ConfigError
 from verl.models.rounding import Rounding
-
-
-@pytest.fixture(autouse=True)
-def quick_disk(monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 @pytest.fixture

@@ -19,11 +19,6 @@ from verl.errors import CheckpointError
 pytestmark = pytest.mark.seed("F1")
 
 
-@pytest.fixture(autouse=True)
-def quick_disk(monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
 @pytest.fixture
 def store(tmp_path):
     return CheckpointStore(tmp_path / "run")

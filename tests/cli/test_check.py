@@ -705,15 +705,32 @@ UNUSABLE_CODE = [
     ({f"{AGENT}.runner": "mine.py:Missing"}, "has no 'Missing'"),
     ({f"{AGENT}.runner": "mine.py:one_argument"}, "called as (task, base_url, api_key)"),
 ]
+# one of each place that loads code
+RUN_BY_DEFAULT = (0, 3, 5, 9)
+
+
+def with_user_code(folder, changes):
+    (folder / "mine.py").write_text(USER_CODE)
+    return {key: value.replace("mine.py", str(folder / "mine.py")) for key, value in changes.items()}
 
 
 @pytest.mark.parametrize(("changes", "sentence"), UNUSABLE_CODE)
-def test_code_that_the_run_could_not_call_is_refused_by_check_and_run(verl, overrides, task, changes, sentence):
-    (task / "mine.py").write_text(USER_CODE)
-    changes = {key: value.replace("mine.py", str(task / "mine.py")) for key, value in changes.items()}
+def test_code_that_the_run_could_not_call_is_refused_by_check(verl, overrides, task, changes, sentence):
+    changes = with_user_code(task, changes)
     code, said = verl("check", *overrides(changes))
     assert code == 1, said
     assert any(sentence in line for line in failures(said)), said
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        pytest.param(*case, marks=() if n in RUN_BY_DEFAULT else pytest.mark.slow)
+        for n, case in enumerate(UNUSABLE_CODE)
+    ],
+)
+def test_code_that_the_run_could_not_call_is_refused_by_the_run(verl, overrides, task, changes, sentence):
+    changes = with_user_code(task, changes)
     code, said = verl("train", *overrides(changes))
     assert code != 0
     assert sentence in said

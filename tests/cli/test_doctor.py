@@ -311,7 +311,14 @@ def without(folder, *distributions):
     return {**os.environ, "PYTHONPATH": str(folder)}
 
 
-@pytest.mark.parametrize("name", [*DEPENDENCIES, "packaging", "all"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(name, marks=() if name == "transformers" else pytest.mark.slow) for name in DEPENDENCIES),
+        "packaging",
+        "all",
+    ],
+)
 def test_the_doctor_needs_the_standard_library_only(tmp_path, name):
     """torch is always missing too: its probe takes seconds."""
     missing = [*DEPENDENCIES, "packaging"] if name == "all" else ["torch", name]

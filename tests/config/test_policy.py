@@ -110,23 +110,30 @@ def outcome(key, value):
     return "noticed" if any(re.search(spelled, notice) for notice in notices) else "acts"
 
 
+def keys_of(section):
+    return [(key, default) for key, default in KNOWN if ".".join(key.split(".")[:2]) == section]
+
+
 @pytest.mark.parametrize("section", SECTIONS)
-def test_every_single_key(section):
+def test_no_default_is_refused(section):
+    """All keys of a section in one load, which a single refused one would fail."""
+    load_config([
+        f"{key}={default}" for key, default in keys_of(section)
+        if default not in ("FOLLOWS", "REQUIRED") and key != "trainer.n_gpus_per_node"
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_single_key(section, number):
     """Declared inert: noticed or refused. Declared used: acts, unless the condition that it names does not hold."""
-    outcomes = {}
-    for key, default in KNOWN:
-        if ".".join(key.split(".")[:2]) != section:
-            continue
-        leaf = PPO.leaves[path_of(key)]
-        if default not in ("FOLLOWS", "REQUIRED") and key != "trainer.n_gpus_per_node":
-            assert outcome(key, default) in ("acts", "noticed"), key
-        for value in other_values(key):
-            outcomes[key] = outcome(key, value)
-            if leaf.inert:
-                assert outcomes[key] == "refused" if leaf.key.refused else outcomes[key] in ("noticed", "refused"), key
-            elif outcomes[key] == "noticed":
-                assert leaf.conditions, key
-    assert outcomes
+    assert keys_of(section)
+    for key, _ in keys_of(section):
+        leaf, judged = PPO.leaves[path_of(key)], outcome(key, other_values(key)[number])
+        if leaf.inert:
+            assert judged == "refused" if leaf.key.refused else judged in ("noticed", "refused"), key
+        elif judged == "noticed":
+            assert leaf.conditions, key
 
 
 ESTIMATORS = [(name, f"algorithm.adv_estimator={name}") for name in ADVANTAGES.built_in]

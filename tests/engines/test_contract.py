@@ -32,11 +32,21 @@ ROWS = {
 }
 ENGINE_ROWS = [pytest.param(name, marks=pytest.mark.slow if row[1] else ()) for name, row in ROWS.items()]
 ALL = MicroBatching(max_tokens=10**6)
-CUTS = [
-    pytest.param(MicroBatching(max_tokens=24), id="tokens"),
-    pytest.param(MicroBatching(max_rows=2), id="rows"),
-    pytest.param(MicroBatching(max_tokens=1), id="single"),
-]
+CUTS = {
+    "whole": ALL,
+    "tokens": MicroBatching(max_tokens=24),
+    "rows": MicroBatching(max_rows=2),
+    "odd rows": MicroBatching(max_rows=3),
+    "single": MicroBatching(max_tokens=1),
+}
+
+
+def cuts(*names):
+    """Every cut of a batch; the default run takes `names`, and over all tests of an engine each cut several times."""
+    return pytest.mark.parametrize(
+        "micro",
+        [pytest.param(cut, id=name, marks=() if name in names else pytest.mark.slow) for name, cut in CUTS.items()],
+    )
 
 
 @pytest.fixture(scope="module")
@@ -258,7 +268,7 @@ def test_correct_tokens_have_the_largest_logit(make, folder):
         assert torch.equal(engine.forward(batch, ("correct",), cut)["correct"], correct)
 
 
-@pytest.mark.parametrize("micro", [ALL, *CUTS])
+@cuts("whole", "single")
 def test_rows_of_several_segments_and_without_prompts_equal_hugging_face(make, folder, micro):
     batch = make_conversations()
     outputs = make(trainable=False).forward(batch, ("log_probs", "entropy"), micro, 1.3)
@@ -277,7 +287,7 @@ def test_rows_of_several_segments_and_without_prompts_equal_hugging_face(make, f
             )
 
 
-@pytest.mark.parametrize("micro", CUTS)
+@cuts("tokens")
 def test_an_update_on_conversations_does_not_depend_on_the_cut(make, micro):
     one, two = make(), make()
     train(one, make_conversations())
@@ -300,7 +310,7 @@ def test_sequences_are_scored_at_their_last_token(make, folder):
     assert scores.unique().numel() == len(batch)  # a new head tells rows apart
 
 
-@pytest.mark.parametrize("micro", [*CUTS, pytest.param(MicroBatching(max_rows=3), id="odd rows")])
+@cuts("tokens", "odd rows")
 def test_pairs_stay_together_whatever_the_cut_the_order_and_the_padding(make, micro):
     one, two = make(head="sequence_score"), make(head="sequence_score")
     for seed in range(2):
@@ -323,17 +333,16 @@ def test_a_reward_model_learns_its_pairs(make):
     assert losses[-1].value < 0.3 * losses[0].value
 
 
-@pytest.mark.parametrize("micro", CUTS)
+@cuts("rows")
 def test_forward_does_not_depend_on_the_cut(make, micro):
     engine, batch = make(trainable=False), make_batch()
     whole, cut = (engine.forward(batch, ("log_probs", "entropy", "mean_logit"), m) for m in (ALL, micro))
     assert all(torch.allclose(whole[k], cut[k], atol=1e-12) for k in whole)
 
 
-@pytest.mark.parametrize("micro", CUTS)
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_update_does_not_depend_on_the_cut(make, micro, checkpointing):
-    one, two = make(), make(checkpointing=checkpointing)
+@cuts("tokens", "single")
+def test_update_does_not_depend_on_the_cut(make, micro):
+    one, two = make(), make(checkpointing=micro.max_rows is None)
     batch = make_batch()
     for _ in range(2):
         a, b = train(one, batch), train(two, batch, micro)
@@ -410,7 +419,7 @@ def test_rows_that_do_not_train_only_count_in_the_totals(make):
     assert largest_gap(weights_of(one), weights_of(two)) < 1e-9
 
 
-@pytest.mark.parametrize("micro", [ALL, *CUTS])
+@cuts("rows")
 def test_rows_that_are_left_out_only_count_in_the_totals(make, micro):
     one, two = make(), make()
     batch, calls = make_batch(), []
@@ -446,10 +455,9 @@ def noisy_losses(engine, batch, steps=2, micro=ALL):
 def test_noise_on_embeddings_depends_only_on_step_and_row(make):
     batch, order = make_batch(), torch.tensor([4, 0, 3, 5, 2, 1])
     first = noisy_losses(make(noise=5.0), batch)
-    for micro in CUTS:
-        other = make(noise=5.0)
-        assert noisy_losses(other, batch.select_idxs(order), micro=micro.values[0]) == pytest.approx(first, rel=1e-9)
-    padded = noisy_losses(make(noise=5.0), make_batch(pad_prompt=3, pad_response=5))
+    cut = noisy_losses(make(noise=5.0), batch.select_idxs(order), micro=CUTS["rows"])
+    padded = noisy_losses(make(noise=5.0), make_batch(pad_prompt=3, pad_response=5), micro=CUTS["single"])
+    assert cut == pytest.approx(first, rel=1e-9)
     assert padded == pytest.approx(first, rel=1e-9)
     silent = make(lr=1e-30, weight_decay=0.0, noise=5.0)  # the same weights in both steps, other noise
     one, two = noisy_losses(silent, batch)
@@ -491,9 +499,16 @@ def test_the_same_input_gives_the_same_bits(make, dtype):
     assert largest_gap(weights_of(one), weights_of(two)) == 0
 
 
-@pytest.mark.parametrize("head", ["lm", "token_value"])
 @pytest.mark.usefixtures("bf16_path")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "head"),
+    [
+        ("float32", "token_value"),
+        ("bfloat16", "lm"),
+        pytest.param("float32", "lm", marks=pytest.mark.slow),
+        pytest.param("bfloat16", "token_value", marks=pytest.mark.slow),
+    ],
+)
 def test_state_round_trip_continues_bit_for_bit(make, dtype, head):
     settings = {"lr_scheduler_type": "cosine", "lr_warmup_steps": 2}
     unbroken, resumed = (make(dtype=dtype, head=head, **settings) for _ in range(2))

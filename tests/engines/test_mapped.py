@@ -87,7 +87,7 @@ def test_the_numbers_match_a_copy(folder, tmp_path, dtype):  # noqa: F811
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "on_host"), [(1, False), pytest.param(2, False, marks=pytest.mark.slow), (2, True)]
+    ("num_ranks", "on_host"), [(1, False), *(pytest.param(2, on, marks=pytest.mark.slow) for on in (False, True))]
 )
 def test_memory_is_given_back(tmp_path, num_ranks, on_host):
     """Two ranks have half of the weights each, and a gathered layer that FSDP keeps for its next gather. `offload_policy`, with

@@ -64,16 +64,15 @@ HARMFUL = {  # reply -> words of the sentence
 }
 
 
-@pytest.mark.parametrize("reply", HARMFUL)
-def test_a_harmful_call_costs_its_own_sample_and_says_why(make_pool, reply):
-    pool = make_pool(timeout_s=0.6)
-    before, bad, after = pool.score_all([request("0.25"), request(reply), request("0.5")])
-    assert (before.score, before.error) == (0.25, None)
-    assert (after.score, after.error) == (0.5, None)
-    assert bad.score == -0.5
-    assert HARMFUL[reply] in bad.error
-    for word in ("compute_score", "hostile.py", repr("unit/test"), reply, "default score -0.5"):
-        assert word in bad.error
+def test_a_harmful_call_costs_its_own_sample_and_says_why(make_pool):
+    good = [str(number / 4) for number in range(len(HARMFUL) + 1)]
+    replies = [reply for pair in zip(good, HARMFUL, strict=False) for reply in pair] + good[-1:]
+    scored = make_pool(timeout_s=0.6).score_all([request(reply) for reply in replies])
+    assert [(s.score, s.error) for s in scored[::2]] == [(float(reply), None) for reply in good]
+    for reply, bad in zip(HARMFUL, scored[1::2], strict=True):
+        assert bad.score == -0.5
+        for word in (HARMFUL[reply], "compute_score", "hostile.py", repr("unit/test"), reply, "default score -0.5"):
+            assert word in bad.error
 
 
 def test_a_hang_ends_within_its_deadline_while_others_go_on(make_pool):
@@ -88,18 +87,16 @@ def test_a_hang_ends_within_its_deadline_while_others_go_on(make_pool):
     assert 1.9 < time.monotonic() - start < 4
 
 
-@pytest.mark.parametrize(
-    ("reply", "score", "parts"),
-    [
-        ("0.5", 0.5, {"acc": 0.5}),
-        ("dict", 1.0, {"acc": 0.25, "pred": "x", "format": 0.5}),
-        ("number", 0.25, {"acc": 0.25}),
-        ("print", 0.75, {"acc": 0.75}),
-    ],
-)
-def test_what_a_function_may_return(make_pool, reply, score, parts):
-    (scored,) = make_pool().score_all([request(reply)])
-    assert (scored.key, scored.score, scored.parts, scored.error) == (reply, score, parts, None)
+def test_what_a_function_may_return(make_pool):
+    returned = {
+        "0.5": (0.5, {"acc": 0.5}),
+        "dict": (1.0, {"acc": 0.25, "pred": "x", "format": 0.5}),
+        "number": (0.25, {"acc": 0.25}),
+        "print": (0.75, {"acc": 0.75}),
+    }
+    scored = make_pool().score_all([request(reply) for reply in returned])
+    assert {s.key: (s.score, s.parts) for s in scored} == returned
+    assert not any(s.error for s in scored)
 
 
 def test_extra_keyword_arguments_and_order(make_pool):

@@ -34,8 +34,10 @@ def engines(make_engine, load, family, dtype, **config):
 
 @pytest.mark.usefixtures("bf16_path")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("prepack", [True, False])
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize(
+    ("n", "prepack"),
+    [(1, True), (2, False), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((1, False), (2, True)))],
+)
 @pytest.mark.parametrize("family", ["llama", "gemma"])
 def test_bits_do_not_depend_on_the_slots_or_the_engine_says_so(family, n, prepack, dtype, load, make_engine):
     built = engines(make_engine, load, family, dtype, prepack_weights=prepack)
@@ -59,9 +61,17 @@ def test_the_compiled_kernels_are_invariant(family, dtype, load, make_engine):
 
 
 @pytest.mark.usefixtures("torch_computes")
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen2", "qwen3"))])
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize(
+    ("n", "dtype"),
+    [
+        (1, torch.float32),
+        (2, torch.bfloat16),
+        pytest.param(1, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(2, torch.float32, marks=pytest.mark.slow),
+        *(pytest.param(n, torch.float64, marks=pytest.mark.slow) for n in (1, 2)),
+    ],
+)
 def test_a_plain_decoder_can_be_required_to_be_invariant(family, n, dtype, load, make_engine):
     built = engines(make_engine, load, family, dtype, batch_invariant="require")
     assert all(engine.invariance().holds for engine in built)
@@ -119,7 +129,7 @@ def other_kernels(monkeypatch):
 
 
 @pytest.mark.usefixtures("other_kernels", "torch_computes")
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_tiles_mend_a_library_of_several_kernels(n, load, make_engine):
     assert products.tiles_of(torch.zeros(96, 64), False, True)[0] == 12
     holds = {}
@@ -131,7 +141,7 @@ def test_tiles_mend_a_library_of_several_kernels(n, load, make_engine):
 
 
 @pytest.mark.usefixtures("torch_computes")
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_attention_that_differs_in_blocks_is_computed_per_row(n, load, make_engine, monkeypatch):
     """A library whose batched products depend on their number, and whose flash attention on the number of prompts."""
     real_bmm, real_flash = torch.bmm, partial_attention._FLASH

@@ -31,7 +31,9 @@ def has_ended(pid):
 
 
 def test_calls_errors_and_silence():
+    """A SIGTERM for every process of a run leaves the engine."""
     engine = process(call_timeout_s=1.6)
+    psutil.Process(engine.pid).terminate()
     assert engine.call("add", 2, 3) == 5
     params = SamplingParams(stop=("x",))
     assert engine.call("add", [params], [PromptRequest(1, (2, 3))]) == [params, PromptRequest(1, (2, 3))]
@@ -60,15 +62,10 @@ def test_an_engine_that_dies_is_named_at_once(method, words):
     assert has_ended(engine.pid)
 
 
-def test_a_sigterm_for_every_process_of_a_run_leaves_the_engine():
+def test_an_engine_that_is_closed_has_ended_and_what_hinders_the_start_is_said():
     engine = process()
-    psutil.Process(engine.pid).terminate()
-    assert engine.call("add", 2, 3) == 5
     engine.close()
     assert has_ended(engine.pid)
-
-
-def test_what_hinders_the_start_is_said():
     with pytest.raises(ModelError, match="It cannot start"):
         process(refuse=True)
 

@@ -34,7 +34,7 @@ def tokens(batch):
     ]
 
 
-@pytest.mark.parametrize("ahead", [1, 2, 3])
+@pytest.mark.parametrize("ahead", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 def test_a_sample_is_as_old_as_the_queue_is_long(tiny_run, batches, ahead):
     rows = tiny_run(f"{PREFETCH}={ahead}", STEPS).training_rows()
     for step, (row, batch) in enumerate(zip(rows, batches, strict=True), 1):
@@ -146,13 +146,7 @@ def test_sampled_log_probs_of_parts_match_their_weights(tiny_run, batches, monke
         torch.testing.assert_close(sampled[of_version], ours[of_version], atol=1e-4, rtol=1e-4)
 
 
-def test_what_ran_twice_is_the_same(tiny_run):
-    runs = [tiny_run(f"{PREFETCH}=2", PARTIAL, STEPS, "trainer.save_freq=5", folder=name) for name in ("one", "two")]
-    assert runs[0].repeatable == runs[1].repeatable
-    assert weights(runs[0], 5) == weights(runs[1], 5)
-
-
-@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("partial", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_resumed_run_equals_the_unbroken_one(tiny_run, ends_after, partial):
     """The queue is part of the checkpoint: what older weights made cannot be made again."""
     settings = (f"{PREFETCH}=2", f"actor_rollout_ref.rollout.partial_rollout={partial}", "trainer.save_freq=1")
@@ -286,7 +280,8 @@ def test_ages_count_versions():
 
 def test_a_slow_rollout_changes_no_sample(tiny_run, monkeypatch):
     """Answers that come late, as from separate devices: the same samples train in the same steps."""
-    at_once = tiny_run(f"{PREFETCH}=2", PARTIAL, STEPS, folder="at once")
+    settings = (f"{PREFETCH}=2", PARTIAL, STEPS, "trainer.save_freq=5")
+    at_once = tiny_run(*settings, folder="at once")
 
     class Later(Finished):
         waited = False
@@ -299,6 +294,8 @@ def test_a_slow_rollout_changes_no_sample(tiny_run, monkeypatch):
             return self.value
 
     monkeypatch.setattr(local, "Finished", Later)
-    assert tiny_run(f"{PREFETCH}=2", PARTIAL, STEPS, folder="late").repeatable == at_once.repeatable
+    late = tiny_run(*settings, folder="late")
+    assert late.repeatable == at_once.repeatable
+    assert weights(late, 5) == weights(at_once, 5)
     assert isinstance(at_once, Run)
     assert json.loads((at_once.folder / "timeline.jsonl").read_text().splitlines()[0])["of"] == 5

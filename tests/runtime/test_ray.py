@@ -65,6 +65,7 @@ def driven(cluster, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
+@pytest.mark.slow
 def test_grpo_on_two_processes(driven, jobs):
     run = train_here(jobs, "grpo_ray", *TWO)
     reference = train_here(jobs, "grpo_here")

@@ -11,7 +11,7 @@ import signal
 
 import pytest
 
-from tests.runtime.conftest import assert_same, assert_same_weights, train_here
+from tests.runtime.conftest import PPO, assert_same, assert_same_weights, train_here
 from tests.runtime.ranks import Ranks, run
 from verl.models.tiny import make_tiny_model
 
@@ -22,6 +22,7 @@ SIDES = {
     "copies": [],  # FSDP 2 -> a copy on each rank
     "carried": ["trainer.placement={actor:[0],rollout:[1]}"],
     "adapters": ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=all-linear"],
+    "one_trains": [SIZE, "trainer.placement={actor:[0],rollout:[0,1]}"],
 }
 EXPERTS = [SIZE, "actor_rollout_ref.actor.fsdp_config.expert_parallel_size=2"]  # EP 2 -> tensor parallel 2
 ADAPTER_BYTES = 8 * 4 * 2 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))  # rank 4, two layers, float64
@@ -44,18 +45,33 @@ def mixture(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(jobs, mixture):
-    adapters = train_here(jobs, "adapters1", *SIDES["adapters"])
-    experts = train_here(jobs, "experts1", *mixture)
-    whole = train_here(jobs, "alone")
-    return {**dict.fromkeys(SIDES, whole), "adapters": adapters, "experts": experts}
+def odd(tmp_path_factory):
+    """PPO with one sample of each prompt; the model's vocabulary does not divide by 2, and its heads are normed."""
+    sizes = {"vocab_size": 265, "tie_word_embeddings": False}
+    path = make_tiny_model(tmp_path_factory.mktemp("models") / "odd", "qwen3", **sizes)
+    return [*PPO, f"actor_rollout_ref.model.path={path}", "actor_rollout_ref.rollout.n=1"]
 
 
 @pytest.fixture(scope="module")
-def two_ranks(jobs, mixture):
+def alone(jobs, mixture, odd):
+    """Runs of a single process, whose sampler computes directly from the weights; a divided model's sampler calls modules."""
+    adapters = train_here(jobs, "adapters1", *SIDES["adapters"])
+    experts = train_here(jobs, "experts1", *mixture)
+    whole = train_here(jobs, "alone")
+    return {
+        **dict.fromkeys(SIDES, whole),
+        "adapters": adapters,
+        "experts": experts,
+        "odd": train_here(jobs, "odd1", *odd),
+    }
+
+
+@pytest.fixture(scope="module")
+def two_ranks(jobs, mixture, odd):
     for name, changes in SIDES.items():
         jobs.add(name, *changes)
     jobs.add("experts", *EXPERTS, *mixture)
+    jobs.add("odd", SIZE, *odd)
     for fault in FAULTS:
         jobs.add(fault, *([SIZE] if fault in IN_OWN_MEMORY else []), fault=fault)
     jobs.add(
@@ -70,13 +86,18 @@ def wire(jobs, name):
     return [json.loads((jobs.run(name).folder / f"wire-{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("name", [*SIDES, "experts"])
+@pytest.mark.parametrize("name", [*SIDES, "experts", "odd"])
 def test_tokens_and_weights_match_one_process(two_ranks, alone, name):
     rel = (
         1e-6 if name == "experts" else 1e-10
     )  # routers round to float32, of which sums in another order change the last bit
     assert_same(two_ranks.run(name), alone[name], rel=rel)
     assert_same_weights(two_ranks.run(name), alone[name], 3, rel=rel)
+
+
+def test_a_rank_stores_the_keys_of_its_heads(two_ranks, alone):
+    for ours, whole in zip(two_ranks.run("divided").rows, alone["divided"].rows, strict=True):
+        assert 2 * ours["rollout/kv_cache_bytes"] == whole["rollout/kv_cache_bytes"] > 0
 
 
 @pytest.mark.seed("C3")

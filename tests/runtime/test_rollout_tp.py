@@ -1,29 +1,18 @@
-"""Generation by groups of ranks that share one rollout replica: tokens, losses and weights equal a single process's."""
+"""Groups of ranks that share one rollout replica: their arrangement, and two of them. One of them: test_reshard_runs.py."""
 
 import pytest
 import torch
 
-from tests.runtime.conftest import PPO, REWARD, assert_same, assert_same_weights, train_here
+from tests.runtime.conftest import REWARD, assert_same, assert_same_weights, train_here
 from tests.runtime.ranks import run
 from verl.config import load_config
 from verl.errors import ConfigError
-from verl.models.tiny import make_tiny_model
 from verl.parallel.placement import Placement
 from verl.programs.ppo_roles import ppo_roles
 from verl.runtime.rank import RankContext, check_meshes
 
 SIZE = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 ENGINE = "actor_rollout_ref.actor.fsdp_config"
-CARRIED = "trainer.placement={actor:[0],rollout:[0,1]}"
-
-
-@pytest.fixture(scope="module")
-def odd(tmp_path_factory):
-    """PPO with one sample of each prompt; the model's vocabulary does not divide by 2, and its heads are normed."""
-    path = make_tiny_model(
-        tmp_path_factory.mktemp("models") / "odd", "qwen3", vocab_size=265, tie_word_embeddings=False
-    )
-    return [*PPO, f"actor_rollout_ref.model.path={path}", "actor_rollout_ref.rollout.n=1"]
 
 
 @pytest.fixture(scope="module")
@@ -43,48 +32,13 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return folder
 
 
-@pytest.fixture(scope="module")
-def alone(jobs, odd):
-    """Runs of a single process, whose sampler computes directly from the weights; a divided model's sampler calls modules."""
-    return {"grpo": train_here(jobs, "grpo1"), "odd": train_here(jobs, "odd1", *odd)}
-
-
-@pytest.fixture(scope="module")
-def two_ranks(jobs, odd):
-    jobs.add("grpo2", f"{SIZE}=2")
-    jobs.add("odd2", f"{SIZE}=2", *odd)
-    jobs.add("carried2", f"{SIZE}=2", CARRIED)
-    run(2, "tests.runtime.several_runs", jobs.file(), timeout_s=300)
-    return jobs
-
-
-def assert_equal(ours, reference):
-    assert_same(ours, reference, rel=1e-10)
-    assert_same_weights(ours, reference, 3, rel=1e-10)
-
-
-def test_prompts_with_several_samples(two_ranks, alone):
-    assert_equal(two_ranks.run("grpo2"), alone["grpo"])
-
-
-def test_a_rank_stores_the_keys_of_its_heads(two_ranks, alone):
-    for ours, whole in zip(two_ranks.run("grpo2").rows, alone["grpo"].rows, strict=True):
-        assert 2 * ours["rollout/kv_cache_bytes"] == whole["rollout/kv_cache_bytes"] > 0
-
-
-def test_prompts_with_one_sample_and_an_odd_vocabulary(two_ranks, alone):
-    assert_equal(two_ranks.run("odd2"), alone["odd"])
-
-
-def test_weights_of_the_only_rank_that_trains(two_ranks, alone):
-    assert_equal(two_ranks.run("carried2"), alone["grpo"])
-
-
 @pytest.mark.slow
-def test_two_copies_on_four_ranks(jobs, alone, counted):
+def test_two_copies_on_four_ranks(jobs, counted):
     ours = jobs.add("grpo4", f"{SIZE}=2", f"reward.custom_reward_function.path={counted}/reward.py")
     run(4, "tests.runtime.several_runs", jobs.file(), timeout_s=300)
-    assert_equal(ours, alone["grpo"])
+    alone = train_here(jobs, "grpo1")
+    assert_same(ours, alone, rel=1e-10)
+    assert_same_weights(ours, alone, 3, rel=1e-10)
     num_samples = sum(len(rows) for rows in ours.samples().values())
     assert len((counted / "calls").read_text()) == num_samples, "each sample is scored once, where it was made"
 
