@@ -227,6 +227,20 @@ def test_attention_of_a_decode_step(dtype):
                 assert float((a.double() - b).norm()) <= 0.02 * float(b.norm())
 
 
+def test_a_prompt_extends_a_softmax_of_any_layout():
+    """Flash attention returns the log-sum-exp with heads first."""
+    for case in cases(torch.bfloat16):
+        step = StepCase(case)
+        own, prompts = load("attend:launch_attend_own"), load("attend:launch_attend_prompts")
+
+        def heads_first(*args, own=own):
+            q, out, lse = own(*args)
+            return q, out, lse.t().contiguous().t()
+
+        expected, ours = (step.run(first, prompts, torch.clone) for first in (own, heads_first))
+        assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+
+
 def test_a_row_of_a_step_has_the_same_bits_whatever_the_others_are():
     for case in cases(torch.bfloat16):
         step = StepCase(case)

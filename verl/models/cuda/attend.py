@@ -60,6 +60,9 @@ def launch_attend_prompts(
     scale: float,
 ) -> None:
     """See verl.models.cuda.decoding."""
+    assert q.is_contiguous()
+    assert out.is_contiguous()
+    lse = lse.contiguous()  # flash attention has heads first
     kv_heads, head_dim = store.shape[-2:]
     groups, width = q.shape[1] // kv_heads, len(gather) // len(starts)
     queries = min(max(triton.next_power_of_2(width * groups), _LEAST), _MOST_QUERIES)

@@ -52,7 +52,8 @@ def _on_gpu(by_torch: Callable[..., Any], by_triton: str) -> Callable[..., Any]:
 
 
 def with_fallback(compiled: Callable[..., Any], plain: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A function that calls `compiled` until it fails, and then `plain`. Raises OutOfMemoryError of the former."""
+    """A function that calls `compiled` until it fails, and then `plain`. Raises OutOfMemoryError of the former, and its
+    errors while a CUDA graph is captured."""
     has_failed = False
 
     @functools.wraps(plain)
@@ -63,7 +64,9 @@ def with_fallback(compiled: Callable[..., Any], plain: Callable[..., Any], name:
                 return compiled(*args)
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # noqa: BLE001 - a compiler fails in many ways, and none of them may cost the run
+            except Exception as error:  # a compiler fails in many ways, and none of them may cost the run
+                if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                    raise  # the capture has failed, and the compiler works
                 log.warning("%s runs without its compiler (%s: %s)", name, type(error).__name__, str(error)[:200])
                 has_failed = True
         return plain(*args)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -44,7 +46,10 @@ class StepGraphs:
     def _capture(self, key: Hashable, step: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with (
+                _without_collection(),
+                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+            ):
                 step()
         except torch.OutOfMemoryError:
             log.warning(
@@ -59,3 +64,15 @@ class StepGraphs:
             return None
         self._graphs[key] = graph
         return graph
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Hold back Python's garbage collection. It may destroy an earlier graph, which ends a capture with an error."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
