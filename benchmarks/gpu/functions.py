@@ -1,6 +1,6 @@
 """Steps of the GPU report that show whether everything works.
 
-python benchmarks/gpu/functions.py environment | tests FILE... | loop | fsdp
+python benchmarks/gpu/functions.py environment | tests FILE... | loop | fsdp | main-job FOLDER [KEY=VALUE ...]
 """
 
 from __future__ import annotations
@@ -31,6 +31,12 @@ import time
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     time.sleep(0.1)  # long enough that a kill comes between two steps
     return sum(c.isalpha() for c in solution_str) / max(len(solution_str), 1)
+"""
+_EXACT_ANSWER = """
+from verl.rewards.scorers.reasoning_gym import extract_answer
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(extract_answer(solution_str, ground_truth) == ground_truth)  # without the package reasoning-gym
 """
 _STEPS = 3
 _RUN_LIMIT_S = 900.0  # ends a hang; the step has a time limit too
@@ -127,10 +133,14 @@ def _train(model: Path, run: Path, keys: list[str], killed_after: str | None = N
         f"trainer.total_training_steps={_STEPS}", "trainer.save_freq=1", "trainer.test_freq=2",
         f"trainer.device={device_type()}", f"trainer.default_local_dir={run}", *keys,
     ]  # fmt: skip
-    log = run.with_name(f"{run.name}.log")
+    run_verl(run.with_name(f"{run.name}.log"), ["train", *overrides], (run / killed_after) if killed_after else None)
+
+
+def run_verl(log: Path, arguments: list[str], killed_after: Path | None = None) -> None:
+    """Run `verl` with its output in `log`; SIGKILL when the file `killed_after` exists. Raises RuntimeError when it fails."""
     with log.open("ab") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "verl", "train", *overrides],
+            [sys.executable, "-m", "verl", *arguments],
             stdout=output,
             stderr=output,
             cwd=ROOT,
@@ -138,12 +148,14 @@ def _train(model: Path, run: Path, keys: list[str], killed_after: str | None = N
         )
         end = time.monotonic() + _RUN_LIMIT_S
         while process.poll() is None:
-            if time.monotonic() > end or (killed_after and (run / killed_after).exists()):
+            if time.monotonic() > end or (killed_after and killed_after.exists()):
                 process.kill()
                 process.wait()
             time.sleep(0.01)
     if process.returncode != (-signal.SIGKILL if killed_after else 0):
-        raise RuntimeError(f"verl train ended with {process.returncode}: {log.read_text(errors='replace')[-250:]}")
+        text = log.read_text(errors="replace")
+        print(text[-20000:], flush=True)  # the report has only the end
+        raise RuntimeError(f"verl {arguments[0]} ended with {process.returncode}: {text[-250:]}")
 
 
 def _killed_and_resumed(model: Path, run: Path, keys: list[str]) -> None:
@@ -236,12 +248,46 @@ def _compare_engines(
     results.add(f"{name}, largest relative gap of weights after three steps", largest_gap(*weights))
 
 
+def main_job(results: Results, folder: Path, overrides: list[str]) -> None:
+    """The main job (`make train`) with the pretrained model: rewards before and after 20 steps, and times.
+
+    `folder` has train.parquet and test.parquet of `verl data reasoning_gym`, and the model: a Hugging Face folder or a
+    .gguf file, both called "model", which is converted.
+    """
+    start, model = time.monotonic(), folder / "model"
+    if not model.exists():
+        run_verl(folder / "convert.log", ["convert", str(folder / "model.gguf"), str(model)])
+        results.add("conversion of the model", time.monotonic() - start, "s")
+    (folder / "reward.py").write_text(_EXACT_ANSWER, encoding="utf-8")
+    keys = [
+        "--config-name", "grpo_smollm2", f"actor_rollout_ref.model.path={model}",
+        f"data.train_files={folder}/train.parquet", f"data.val_files={folder}/test.parquet",
+        f"reward.custom_reward_function.path={folder}/reward.py", "trainer.logger=[console,file]",
+        f"trainer.device={device_type()}", f"trainer.default_local_dir={folder}/run", *overrides,
+    ]  # fmt: skip
+    start = time.monotonic()
+    run_verl(folder / "run.log", ["train", *keys])
+    results.add("whole run", time.monotonic() - start, "s")
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        for key, value in row.items():
+            if key == "val/greedy" or (key.startswith("val-core/") and key.endswith("acc/mean@4")):
+                results.add(f"step {row['step']}, {key}", float(value))
+    for key in ("timing_s/step", "timing_s/gen", "timing_s/update_actor", "critic/score/mean"):
+        values = [row[key] for row in rows if key in row]
+        for name, value in (("first", values[0]), ("median", sorted(values)[len(values) // 2]), ("last", values[-1])):
+            results.add(f"{key}, {name}", float(value))
+
+
 def main(arguments: list[str]) -> int:
     die_with_parent()
     step, *files = arguments
     if step == "tests":
         return tests(Results(), files)
     results = Results()
+    if step == "main-job":
+        main_job(results, Path(files[0]).resolve(), files[1:])
+        return 0
     {"environment": environment, "loop": loop, "fsdp": fsdp}[step](results)
     return int(any(name.endswith(": error") for name in results.numbers))
 

@@ -27,6 +27,7 @@ DEVICE = report_device()
 ON_GPU = DEVICE.type == "cuda"
 _ROWS, _TOKENS, _VOCABULARY, _WEIGHTS = (256, 16384, 151936, 1 << 27) if ON_GPU else (4, 32, 1000, 1 << 12)
 _HIDDEN, _WIDTH, _HEADS, _KV_HEADS, _HEAD_DIM = (1536, 8960, 12, 2, 128) if ON_GPU else (64, 128, 4, 2, 16)
+_CALLS = 10
 _CHUNK_ROWS = (1 << 28) // _VOCABULARY if ON_GPU else 16  # as in verl.models.log_probs
 
 
@@ -97,7 +98,15 @@ def main() -> None:
 
 
 def _seconds(function: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
-    return sizes.median_s(lambda: function(*arguments), DEVICE, repeats=9)
+    """Seconds of a call in a CUDA graph of several: the host takes longer to launch a small kernel than the GPU to run it."""
+    if not ON_GPU:
+        return sizes.median_s(lambda: function(*arguments), DEVICE, repeats=9)
+    function(*arguments)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(_CALLS):
+            function(*arguments)
+    return sizes.median_s(graph.replay, DEVICE, repeats=9) / _CALLS
 
 
 if __name__ == "__main__":

@@ -62,6 +62,7 @@ STEPS = (
     Step("sizes 0.5b", _script("sizes.py", "--sizes", "0.5b", "--limit-s", "150"), 95),
     Step("loop", _script("functions.py", "loop"), 50, 240),
     Step("decode sweep", _script("speed.py", "decode"), 120),
+    Step("decode profile", _script("speed.py", "decode-profile"), 45),
     Step("training profile", _script("speed.py", "profile"), 45),
     Step("fsdp of one rank", _script("functions.py", "fsdp"), 30),
     Step("weights by IPC", _script("speed.py", "weights"), 20),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ class Results:
             os.replace(whole, self._file)
 
     def fail(self, part: str, error: BaseException) -> None:
-        """Record that `part` ended with `error`."""
+        """Record that `part` ended with `error`, and print where it was raised."""
+        traceback.print_exception(error)
         self.add(f"{part}: error", f"{type(error).__name__}: {error}"[:300])
 
 

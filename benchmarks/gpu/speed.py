@@ -1,6 +1,6 @@
 """Steps of the GPU report that measure speed, with random weights of the shapes in sizes.py.
 
-python benchmarks/gpu/speed.py decode | profile | weights
+python benchmarks/gpu/speed.py decode | decode-profile | profile | weights [SIZE ...]
 """
 
 from __future__ import annotations
@@ -80,6 +80,10 @@ def decode(results: Results) -> None:
             "long prompts": [
                 partial(_decode, bench, size, _ROWS[0], "long prompts", prompt_tokens=4096 if ON_GPU else 48)
             ],
+            # as at the end of a rollout with long responses
+            "few long rows": [
+                partial(_decode, bench, size, 8, "few long rows", samples=1, prompt_tokens=6144 if ON_GPU else 48)
+            ],
         }
         if FLASH.page_multiple or not ON_GPU:
             slots = KVCacheConfig(enable_paged_attention=False)
@@ -114,11 +118,12 @@ def _decode(
     *,
     params: dict[str, Any] | None = None,
     prompt_tokens: int | None = None,
+    samples: int | None = None,
     config: dict[str, Any] | None = None,
 ) -> None:
     """Responses of equal length."""
     shape = replace(bench.shape, prompt_tokens=prompt_tokens or bench.shape.prompt_tokens)
-    samples, name = min(shape.samples, rows), ", ".join(filter(None, (size, f"{rows} rows", case)))
+    samples, name = samples or min(shape.samples, rows), ", ".join(filter(None, (size, f"{rows} rows", case)))
     prompts = sizes.make_prompts(rows // samples, shape.prompt_tokens, bench.module.config.vocab_size)
     sampling = SamplingParams(n=samples, max_new_tokens=shape.response_tokens, ignore_eos=True, **(params or {}))
     engine = _engine(bench, rows, config or {})
@@ -166,12 +171,57 @@ def _with_adapters(bench: sizes.Bench, size: str, rows: int) -> None:
     _decode(bench, size, rows, "LoRA")
 
 
+def decode_profile(results: Results) -> None:
+    """The kernels of a decode step: how many, their time, and the slowest."""
+    for size in _SIZES[:2]:
+        bench = _bench(size, HALF, results, _DECODING)
+        for rows in (1, *_ROWS):
+            bench.section(f"{size}, {rows} rows", partial(_profile_decode, bench, f"{size}, {rows} rows", rows))
+        del bench
+        give_back_cache(DEVICE)
+
+
+def _profile_decode(bench: sizes.Bench, name: str, rows: int) -> None:
+    """Two generations differ in their number of steps, and so do their kernels."""
+    shape, samples = bench.shape, min(bench.shape.samples, rows)
+    prompts = sizes.make_prompts(rows // samples, shape.prompt_tokens, bench.module.config.vocab_size)
+    few, many = (SamplingParams(n=samples, max_new_tokens=n, ignore_eos=True) for n in (9, 73))
+    engine = _engine(bench, rows, {})
+    engine.generate(prompts, many, step=1)  # captures
+    before, after = (_kernels_of(partial(engine.generate, prompts, params, step=1)) for params in (few, many))
+    engine.release()
+    steps = many.max_new_tokens - few.max_new_tokens
+    none = (0, 0.0)
+    by_name = {
+        key: ((count - before.get(key, none)[0]) / steps, (time_us - before.get(key, none)[1]) / steps)
+        for key, (count, time_us) in after.items()
+    }
+    bench.note(f"{name}, kernels of a step", sum(count for count, _ in by_name.values()))
+    bench.note(f"{name}, time of its kernels", sum(time_us for _, time_us in by_name.values()) / 1000, "ms")
+    for key, (count, time_us) in sorted(by_name.items(), key=lambda item: -item[1][1])[:_KERNELS]:
+        bench.note(f"{name}, {count:.1f} x {key[:90]}", time_us, "us")
+
+
+def _kernels_of(work: Any) -> dict[str, tuple[int, float]]:
+    kinds = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[kinds.CUDA if ON_GPU else kinds.CPU]) as profiler:
+        work()
+        if ON_GPU:
+            torch.cuda.synchronize()
+    events = profiler.key_averages()
+    return {event.key: (event.count, _self_time_us(event)) for event in events if _self_time_us(event) > 0}
+
+
+def _self_time_us(event: Any) -> float:
+    return float(getattr(event, "self_device_time_total" if ON_GPU else "self_cpu_time_total"))
+
+
 # -- training
 
 
 def profile(results: Results) -> None:
     """Gradients of one micro-batch, with activations kept and computed again: MFU, memory, and the slowest kernels."""
-    for size in ("0.5b", "1.5b") if ON_GPU else ("tiny",):
+    for size in _SIZES[:2]:
         bench = _bench(size, torch.float32, results, _TRAINING)
         optimizer = bench.optimizer = MasterOptimizer(bench.module, OptimConfig(), HALF)
         shape = bench.shape
@@ -181,13 +231,10 @@ def profile(results: Results) -> None:
         advantages = torch.randn(shape.rows, 1).expand(-1, shape.response_tokens).contiguous()
         work = partial(sizes.accumulate, bench, columns, advantages, False)
         bench.section(f"{size}, activations kept", partial(_profile, bench, f"{size}, activations kept", work))
-        for compiled in (False, True):
-            name = f"{size}, modules of transformers" + (", compiled by layer" if compiled else "")
-            with _own_modules(bench.module, compiled):
-                bench.section(name, partial(_profile, bench, name, work))
         bench.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         bench.module.train()
         bench.section(f"{size}, checkpointing", partial(_profile, bench, f"{size}, checkpointing", work))
+        bench.module.gradient_checkpointing_disable()
         step = sizes.median_s(partial(optimizer.step, 1e-6), DEVICE, 3)
         bench.note(f"{size}, optimizer step", 1000 * step, "ms")
         give_back_cache(DEVICE)  # as before an engine in another process wakes
@@ -195,6 +242,10 @@ def profile(results: Results) -> None:
             free, total = torch.cuda.mem_get_info()
             share = free / (total - torch.cuda.memory_allocated())
             bench.note(f"{size}, memory beside weights and optimizer that another process can take", 100 * share, "%")
+        for compiled in (False, True):
+            name = f"{size}, modules of transformers" + (", compiled by layer" if compiled else "")
+            with _own_modules(bench.module, compiled):
+                bench.section(name, partial(_profile, bench, name, work))
         del bench, work, optimizer
         give_back_cache(DEVICE)
 
@@ -280,8 +331,11 @@ def weights(results: Results) -> None:
 
 def main(arguments: list[str]) -> int:
     die_with_parent()
-    results = Results()
-    {"decode": decode, "profile": profile, "weights": weights}[arguments[0]](results)
+    results, chosen = Results(), arguments[1:]
+    if chosen:
+        global _SIZES
+        _SIZES = tuple(chosen)
+    {"decode": decode, "decode-profile": decode_profile, "profile": profile, "weights": weights}[arguments[0]](results)
     return int(any(name.endswith(": error") for name in results.numbers))
 
 
