@@ -13,6 +13,7 @@ from verl.cli.run_name import with_run_folder
 from verl.cli.view import page_of
 from verl.config import PREFERENCE, RM, SFT, LoadedConfig
 from verl.parallel.child_processes import die_with
+from verl.parallel.process_settings import imports_stay
 
 _TRAIN = (
     "Train a policy with PPO, GRPO or another estimator. Run the same command again to resume after an interruption."
@@ -95,7 +96,8 @@ def _started(loaded: LoadedConfig[Any], supervised: bool) -> int:
 def run_eval(argv: list[str]) -> int:
     """Validate a model: the exit code."""
     loaded = parse("eval", _EVAL, argv).load()
-    from verl.run.host import evaluate
+    with imports_stay():
+        from verl.run.host import evaluate
 
     return evaluate(loaded)
 
@@ -112,7 +114,9 @@ def run_generate(argv: list[str]) -> int:
 
 
 def _train(loaded: LoadedConfig[Any], restarted: bool = False) -> int:
-    from verl.run.host import train
+    with imports_stay():
+        import verl.models.load  # noqa: F401 - the largest import of every run
+        from verl.run.host import train
 
     return train(loaded, loaded.schema.name, restarted=restarted)
 

@@ -1,6 +1,7 @@
 """The process that serves the page of a run: `python -m verl.page`, started by verl.page.launch.
 
-Its listening socket is inherited, the token comes in the environment, and it ends with its parent.
+Its listening socket is inherited, the token comes in the environment, and it ends with its parent. The server is imported
+when the first connection comes, so a run without a reader does not pay for it.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ import contextlib
 import json
 import logging
 import os
+import select
 import socket
 from pathlib import Path
 
-from verl.page.server import serve_page
 from verl.parallel.child_processes import die_with
 
 
@@ -26,16 +27,16 @@ def main() -> None:
     parser.add_argument("folders", type=Path, nargs="+")
     arguments = parser.parse_args()
     die_with(arguments.parent)
+    listening = socket.socket(fileno=arguments.fd)
+    select.select([listening], [], [])  # without a deadline: the process ends with its parent
+    from verl.page.server import serve_page  # before the priority falls, since a reader waits
+
     with contextlib.suppress(OSError):  # the run comes first
         os.nice(19)
-        Path("/proc/self/autogroup").write_text(
-            "19"
-        )  # where Linux shares time by session, nice has no effect beyond one
+        # where Linux shares time by session, nice has no effect beyond one
+        Path("/proc/self/autogroup").write_text("19")
     logging.basicConfig(level=logging.ERROR)
-    serve_page(
-        arguments.folders, socket.socket(fileno=arguments.fd), os.environ.pop("VERL_PAGE_TOKEN"),
-        json.loads(arguments.labels),
-    )  # fmt: skip
+    serve_page(arguments.folders, listening, os.environ.pop("VERL_PAGE_TOKEN"), json.loads(arguments.labels))
 
 
 if __name__ == "__main__":
