@@ -2,6 +2,7 @@
 
     python benchmarks/gpu/report.py run --minutes 14 --out DIR              # one NVIDIA GPU
     python benchmarks/gpu/report.py run --minutes 9 --out DIR --only "sizes 1.5b" "decode sweep"
+    python benchmarks/gpu/report.py run --minutes 3 --out DIR --main-job FOLDER   # with model and data, see functions.py
     python benchmarks/gpu/report.py run --device cpu --out DIR              # tiny shapes: does every step run?
     python benchmarks/gpu/report.py render DIR/report.jsonl                 # the GPU section of docs/benchmarks.md
 
@@ -68,6 +69,11 @@ STEPS = (
     Step("weights by IPC", _script("speed.py", "weights"), 20),
     Step("sizes 1.5b", _script("sizes.py", "--sizes", "1.5b", "--limit-s", "150"), 100),
 )
+
+
+def main_job(folder: Path) -> Step:
+    """The step that trains the pretrained model in `folder`; see main_job of functions.py."""
+    return Step("main job", _script("functions.py", "main-job", str(folder)), 110, 900)
 
 
 def run(out: Path, steps: tuple[Step, ...], minutes: float, device: str | None = None, patience: float = 1.0) -> None:
@@ -171,12 +177,16 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--patience", type=float, default=1.0, help="factor of the time limits, for a busy machine")
     options.add_argument("--only", nargs="+", metavar="STEP", choices=[step.name for step in STEPS])
     options.add_argument("--steps", type=Path, help="JSON list of [name, arguments of Python, seconds] for STEPS")
+    options.add_argument(
+        "--main-job", type=Path, metavar="FOLDER", help="run only the main job, with model and data there"
+    )
     render = verbs.add_parser("render")
     render.add_argument("report", type=Path, nargs="?", help="none: only the predictions")
     render.add_argument("--page", type=Path, default=PAGE)
     arguments = parser.parse_args(argv)
     if arguments.verb == "run":
-        steps = chosen_steps(arguments.only, arguments.steps)
+        chosen = chosen_steps(arguments.only, arguments.steps)
+        steps = (main_job(arguments.main_job),) if arguments.main_job else chosen
         run(arguments.out, steps, arguments.minutes, arguments.device, arguments.patience)
         failed = [row["step"] for row in read_report(arguments.out / "report.jsonl") if row.get("status") != 0]
         print("all steps passed" if not failed else f"failed or skipped: {', '.join(failed)}")

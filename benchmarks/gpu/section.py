@@ -1,4 +1,4 @@
-"""The GPU section of docs/benchmarks.md: each number of a report next to the earlier prediction."""
+"""The GPU section of docs/benchmarks.md: numbers and their predictions in predictions.json; docs/gpu.jsonl has all numbers."""
 
 from __future__ import annotations
 
@@ -41,12 +41,9 @@ def section(rows: Sequence[Row]) -> str:
         ]
         lines.append("")
     lines += ["| step | number | predicted | measured |", "|---|---|---|---|"]
-    for step in [*last, *(step for step in predictions["steps"] if step not in last)]:
-        predicted = predictions["steps"].get(step, {})
-        measured = numbers.get(step, {})
-        for name in [*predicted, *(name for name in measured if name not in predicted)]:
-            value, unit = predicted.get(name, [None, ""])
-            result = measured.get(name)
+    for step, predicted in predictions["steps"].items():
+        for name, (value, unit) in predicted.items():
+            result = numbers.get(step, {}).get(name)
             cells = (step, name, _text(value, unit), "not yet" if result is None else _text(*result))
             lines.append("| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |")
     return "\n".join([*lines, "", END])
