@@ -300,6 +300,15 @@ class TestLargeParquet:
             assert rows.texts("data_source") == {"task/a"}
         assert len(list(cache.glob("*.arrow"))) == 1
 
+    def test_a_damaged_copy_is_left_alone(self, tmp_path, monkeypatch, cache):
+        path = tmp_path / "a.parquet"
+        write_parquet(path, [row(i) for i in range(20)])
+        monkeypatch.setattr(files, "_MAPPED_BYTES", 0)
+        whole = list(read_rows(path))
+        (copy,) = cache.glob("*.arrow")
+        copy.write_bytes(copy.read_bytes()[:-100])
+        assert list(read_rows(path)) == whole
+
     def test_a_damaged_file_is_refused_as_ever(self, tmp_path, monkeypatch):
         path = tmp_path / "a.parquet"
         write_parquet(path, [row(i, note="n" * 50) for i in range(20)])

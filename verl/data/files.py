@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import json
@@ -81,19 +82,21 @@ class ParquetTable:
             raise DataError(f"{path} has several columns {quoted(twice[0])}; keep one of them.")
 
     def _read(self, file: Any) -> Any:
-        """The rows, in memory or, of a large file, as a memory map of its copy in the cache: parquet cannot be read by row."""
+        """The rows: of a large file as a memory map of its copy in the cache, since parquet cannot be read by row; else, and where
+        the copy cannot be written or read, in memory."""
         import pyarrow.ipc
 
         footer = file.metadata
         size = sum(footer.row_group(group).total_byte_size for group in range(footer.num_row_groups))
         path = cached_path(f"{key_of('rows', self.digest())}.arrow") if size > _MAPPED_BYTES else None
-        if path is None:
-            return file.read()
-        if not mark_used(path):
-            with new_entry(path) as temporary, pyarrow.ipc.new_file(temporary, file.schema_arrow) as writer:
-                for batch in file.iter_batches(_ROWS_READ):
-                    writer.write_batch(batch)
-        return pyarrow.ipc.open_file(pyarrow.memory_map(str(path))).read_all()
+        if path is not None:
+            with contextlib.suppress(OSError, pyarrow.ArrowException):  # a full disk, or a damaged copy
+                if not mark_used(path):
+                    with new_entry(path) as temporary, pyarrow.ipc.new_file(temporary, file.schema_arrow) as writer:
+                        for batch in file.iter_batches(_ROWS_READ):
+                            writer.write_batch(batch)
+                return pyarrow.ipc.open_file(pyarrow.memory_map(str(path))).read_all()
+        return file.read()
 
     def __len__(self) -> int:
         return self.table.num_rows
