@@ -1,4 +1,4 @@
-"""Traces, memory lines and timers of scripts: `verl.utils.profiler`. Traces are those of torch.profiler."""
+"""Traces, memory lines and timers of scripts: `verl.utils.profiler`. torch.profiler writes the traces."""
 
 from __future__ import annotations
 

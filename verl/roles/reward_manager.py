@@ -12,7 +12,7 @@ import torch
 from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import Score, ScoreRequest
-from verl.data_proto.trajectory import padded
+from verl.data_proto.trajectory import token_columns
 from verl.errors import RewardError
 from verl.rewards.functions import load_reward_function
 from verl.rewards.managers import function_spec
@@ -106,17 +106,11 @@ def _parts(returned: Any) -> tuple[torch.Tensor, dict[str, Sequence[Any]]]:
 
 
 def _batch(requests: Sequence[ScoreRequest]) -> DataProto:
-    prompts, responses = (
-        [np.asarray(getattr(request, name), dtype=np.int64) for request in requests]
-        for name in ("prompt_ids", "response_ids")
-    )
-    prompt_column, prompt_mask = padded(prompts, 0, max(map(len, prompts)), torch.int64, left=True)
-    response_column, exists = padded(responses, 0, max(map(len, responses)), torch.int64)
-    columns = {
-        "prompts": prompt_column,
-        "responses": response_column,
-        "attention_mask": torch.cat([prompt_mask, exists], dim=1),
-    }
+    tokens = []
+    for request in requests:
+        prompt, response = (np.asarray(ids, dtype=np.int64) for ids in (request.prompt_ids, request.response_ids))
+        tokens.append((prompt, response, np.ones(len(response), dtype=bool)))
+    columns = token_columns(tokens)
     objects: dict[str, list[Any]] = {
         "data_source": [request.data_source for request in requests],
         "reward_model": [{"ground_truth": request.ground_truth} for request in requests],
