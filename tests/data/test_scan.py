@@ -300,12 +300,13 @@ class TestLargeParquet:
             assert rows.texts("data_source") == {"task/a"}
         assert len(list(cache.glob("*.arrow"))) == 1
 
-    def test_a_damaged_copy_is_left_alone(self, tmp_path, monkeypatch, cache):
+    def test_a_damaged_copy_is_left_alone(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("VERL_DATA_CACHE", str(tmp_path / "cache"))
         path = tmp_path / "a.parquet"
         write_parquet(path, [row(i) for i in range(20)])
         monkeypatch.setattr(files, "_MAPPED_BYTES", 0)
         whole = list(read_rows(path))
-        (copy,) = cache.glob("*.arrow")
+        (copy,) = (tmp_path / "cache").rglob("*.arrow")
         copy.write_bytes(copy.read_bytes()[:-100])
         assert list(read_rows(path)) == whole
 
