@@ -31,6 +31,12 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
+@functools.cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All nodes of a file. A walk takes as long as parsing, and some twenty tests look at every file."""
+    return tuple(ast.walk(tree(path)))
+
+
 def relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
@@ -46,12 +52,12 @@ def imports(name: str) -> tuple[Import, ...]:
     path = files()[name]
     typing_only = {
         id(inner)
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         for inner in ast.walk(node)
     }
     targets = []
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             targets += [Import(alias.name, node.lineno, id(node) in typing_only) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from tests.house.source import files, package_of, tree
+from tests.house.source import files, nodes, package_of
 from verl.config import SCHEMAS
 
 # Conditions that hold only with a feature that is listed as not available: nothing can read these keys yet.
@@ -36,7 +36,7 @@ def _reads():
     for name, path in files().items():
         if package_of(name) == "config":
             continue
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.Attribute):
                 names.add(node.attr)
             elif isinstance(node, ast.arg):

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.house.source import ROOT, files
+from tests.house.source import ROOT, files, nodes
 from verl import families
 from verl.cli.main import VERBS
 from verl.config import PPO, PREFERENCE, SFT
@@ -126,9 +126,9 @@ def test_config_keys_that_a_page_names_exist(page):
 @functools.cache
 def words_of_the_package():
     """Words between slashes in names of the package, without what exists for scripts of other releases."""
-    trees = [ast.parse(file.read_text()) for name, file in files().items() if not name.startswith("verl.compat")]
-    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)]
-    names = [node.value for node in nodes if isinstance(node.value, str) and not re.search(r"\s", node.value)]
+    read = [file for name, file in files().items() if not name.startswith("verl.compat")]
+    values = [node.value for file in read for node in nodes(file) if isinstance(node, ast.Constant)]
+    names = [value for value in values if isinstance(value, str) and not re.search(r"\s", value)]
     return {word for name in names for word in name.split("/")}
 
 

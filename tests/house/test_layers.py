@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from tests.house.source import files, imports, package_of, relative, tree
+from tests.house.source import files, imports, nodes, package_of, relative
 from verl.compat.finder import IS_PACKAGE
 
 # From the ground up. A package may import from packages of earlier rows and from itself.
@@ -61,7 +61,7 @@ def test_import_paths_only_hand_on():
     wrong = [
         f"{relative(files()[name])}:{node.lineno} {node.name}"
         for name in COMPATIBILITY_FILES
-        for node in ast.walk(tree(files()[name]))
+        for node in nodes(files()[name])
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name != "__getattr__"
     ]
     assert not wrong, "\n".join(wrong)

@@ -2,7 +2,7 @@
 
 import ast
 
-from tests.house.source import PACKAGE, ROOT, files, relative, tree
+from tests.house.source import PACKAGE, ROOT, files, nodes, relative
 from verl.config import PPO, SCHEMAS
 from verl.config.secrets import is_secret_name
 
@@ -35,7 +35,7 @@ SERVERS = (
 
 def calls():
     for path in files().values():
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.Call):
                 yield relative(path), node
 
@@ -59,7 +59,7 @@ def test_code_that_comes_with_a_model_runs_only_when_the_config_says_so():
     trusting = [
         f"{relative(path)}:{node.lineno}"
         for path in files().values()
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.FunctionDef)
         for argument, default in [
             *zip(reversed(node.args.args), reversed(node.args.defaults), strict=False),
@@ -106,7 +106,7 @@ def test_nothing_listens_everywhere_by_a_literal():
     wrong = [
         f"{relative(path)}:{node.lineno}"
         for path in files().values()
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.Constant) and node.value in ("0.0.0.0", "::")
     ]
     assert not wrong, wrong

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from tests.house.source import PACKAGE, ROOT, files, imports, relative, tree
+from tests.house.source import PACKAGE, ROOT, files, imports, nodes, relative, tree
 
 MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 59
@@ -34,7 +34,7 @@ MACHINE_PATHS = re.compile(
 
 
 def functions(path):
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node, node.end_lineno - node.lineno + 1
 
@@ -130,7 +130,7 @@ def test_no_pickle():
 def test_no_dangerous_calls():
     places = []
     for path in files().values():
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.Call) and (reason := FORBIDDEN_CALLS.get(ast.unparse(node.func))):
                 places.append(f"{relative(path)}:{node.lineno} {ast.unparse(node.func)}() {reason}")
             if isinstance(node, ast.keyword) and node.arg == "shell" and ast.unparse(node.value) == "True":
@@ -144,7 +144,7 @@ def test_the_library_does_not_print():
         f"{relative(path)}:{node.lineno}"
         for path in files().values()
         if not path.is_relative_to(PACKAGE / "cli")
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     ]
     assert not places, f"log, or write through verl/tracking/console.py: {places}"
@@ -155,7 +155,7 @@ def test_no_broad_except_without_a_reason():
     places = []
     for path in files().values():
         lines = path.read_text().splitlines()
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.ExceptHandler) and (
                 node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
             ):

@@ -3,7 +3,7 @@
 import ast
 import re
 
-from tests.house.source import files, package_of, relative, tree
+from tests.house.source import files, nodes, package_of, relative
 from verl.config import full_key
 
 BELOW_PROGRAMS = ("specs", "runtime", "roles", "agents", "rollout", "rewards", "reshard", "parallel", "engines")
@@ -23,7 +23,7 @@ def test_no_package_below_programs_names_a_key_of_the_tree():
 
 def test_full_key_is_called_with_the_end_of_a_key():
     for name, file in files().items():
-        for node in ast.walk(tree(file)):
+        for node in nodes(file):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "full_key":
                 (ending,) = node.args
                 assert not isinstance(ending, ast.Constant) or full_key(ending.value), (
@@ -35,7 +35,7 @@ def test_no_parameter_is_a_config_of_any_type():
     wrong = [
         f"{relative(file)}:{node.lineno}"
         for file in files().values()
-        for node in ast.walk(tree(file))
+        for node in nodes(file)
         if isinstance(node, ast.arg) and node.arg == "config" and getattr(node.annotation, "id", "") == "Any"
     ]
     assert not wrong, "name the section, or the tree: " + ", ".join(wrong)

@@ -7,13 +7,13 @@ REFERENCES in each kind of text.
 import ast
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from tests.house.source import ROOT, relative, tree
+from tests.house.source import ROOT, nodes, relative
 
 PREFERRED = {  # pattern -> preferred term
     r"number formats?": "dtype",
@@ -46,6 +46,7 @@ PREFERRED = {  # pattern -> preferred term
 PATTERNS = {
     re.compile(rf"(?<![\w\\$./-])(?:{pattern})(?![\w/(=-])", re.IGNORECASE): term for pattern, term in PREFERRED.items()
 }
+ANY = re.compile("|".join(f"(?:{pattern.pattern})" for pattern in PATTERNS), re.IGNORECASE)
 # references in place of nouns: at most so many in 10,000 words
 REFERENCES = ("those of", "that of", "alone", "beside", "of its own", "one that")
 MAX_REFERENCES = 1.0
@@ -68,24 +69,25 @@ class Finding(NamedTuple):
         return f"{self.place}: {self.text}"
 
 
-def messages(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def messages(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """(line, text) of text in `raise` statements, and of log messages."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Raise) and node.exc is not None:
             yield from _constants(node.exc)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("log.", "logger.")):
-            yield from _constants(node)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if isinstance(node.func.value, ast.Name) and node.func.value.id in ("log", "logger"):
+                yield from _constants(node)
 
 
-def texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def texts(nodes: Collection[ast.AST]) -> Iterator[tuple[int, str]]:
     """(line, text) of messages and docstrings."""
-    yield from messages(tree)
-    yield from docstrings(tree)
+    yield from messages(nodes)
+    yield from docstrings(nodes)
 
 
-def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def docstrings(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """(line, text) of the docstrings of a module, its classes and functions."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and node.body:
             first = node.body[0]
             if (
@@ -105,13 +107,13 @@ def _constants(node: ast.AST) -> Iterator[tuple[int, str]]:
 def in_text(place: str, line: int, text: str) -> Iterator[Finding]:
     for offset, row in enumerate(text.splitlines()):
         prose = re.sub(r"`[^`]*`|\"[^\"]*\"|https?:\S+", " ", row)  # names, quotations and addresses are no prose
-        for pattern, term in PATTERNS.items():
+        for pattern, term in PATTERNS.items() if ANY.search(prose) else ():
             for match in pattern.finditer(prose):
                 yield Finding(f"{place}:{line + offset}", f"{match[0]!r}: write {term}")
 
 
 def in_python(path: Path) -> Iterator[Finding]:
-    place, module = relative(path), tree(path)
+    place, module = relative(path), nodes(path)
     for line, text in (*texts(module), *comments(path)):
         yield from in_text(place, line, text)
     for line, text in docstrings(module):
@@ -177,7 +179,8 @@ def test_words_of_a_document(name):
 
 def test_every_pattern_finds_its_words():
     text = '"""What goes on anew."""\n\ndef f():\n    raise ValueError("a number format is said")\n'
-    lines = [(line, term) for line, row in texts(ast.parse(text)) for p, term in PATTERNS.items() if p.search(row)]
+    rows = texts(tuple(ast.walk(ast.parse(text))))
+    lines = [(line, term) for line, row in rows for p, term in PATTERNS.items() if p.search(row)]
     assert lines == [
         (4, "dtype"),
         (4, PREFERRED[r"said|told|heard"]),
@@ -191,14 +194,14 @@ def prose() -> dict[str, str]:
     """Kind of text -> all text of the kind, without code in backticks."""
     package, others = sources("verl"), sources("tests", "benchmarks", "examples")
     kinds = {
-        "docstrings": (text for path in package for _, text in docstrings(tree(path))),
-        "errors and log messages": (text for path in package for _, text in messages(tree(path))),
+        "docstrings": (text for path in package for _, text in docstrings(nodes(path))),
+        "errors and log messages": (text for path in package for _, text in messages(nodes(path))),
         "comments": (text for path in package + others for _, text in comments(path)),
-        "docstrings of tests, benchmarks, examples": (text for path in others for _, text in docstrings(tree(path))),
+        "docstrings of tests, benchmarks, examples": (text for path in others for _, text in docstrings(nodes(path))),
         "names of tests": (
             node.name.replace("_", " ")
             for path in sources("tests")
-            for node in ast.walk(tree(path))
+            for node in nodes(path)
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
         ),
         "documents": (row for name in documents() for _, row in unfenced(ROOT / name)),
@@ -219,9 +222,9 @@ def test_texts_repeat_the_noun(phrase):
     assert not above, f"{phrase!r} in 10,000 words: {above}; repeat the noun"
 
 
-def vague_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def vague_names(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """(line, name) of each local, parameter, attribute, function and class that is called found, given, ..."""
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case (
                 ast.Name(id=name, ctx=ast.Store())
@@ -237,7 +240,7 @@ def vague_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 @pytest.mark.parametrize("root", ROOTS)
 def test_values_are_named_for_what_they_are(root):
-    vague = [f"{relative(path)}:{line}: {name}" for path in sources(root) for line, name in vague_names(tree(path))]
+    vague = [f"{relative(path)}:{line}: {name}" for path in sources(root) for line, name in vague_names(nodes(path))]
     assert not vague, "name the value for what it is, as rows or path:\n" + "\n".join(vague)
 
 
@@ -245,7 +248,13 @@ def test_vague_names_of_each_kind_are_seen():
     code = (
         "def f(given, *, a=lambda seen: 0):\n    self.kept = found = 1\n    class Made: pass\n    read(self.wanted)\n"
     )
-    assert sorted(name for _, name in vague_names(ast.parse(code))) == ["Made", "found", "given", "kept", "seen"]
+    assert sorted(name for _, name in vague_names(ast.walk(ast.parse(code)))) == [
+        "Made",
+        "found",
+        "given",
+        "kept",
+        "seen",
+    ]
 
 
 if __name__ == "__main__":

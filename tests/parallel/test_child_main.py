@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.house.source import files, relative, tree
+from tests.house.source import files, nodes, relative
 from verl.data_proto.samples import ScoreRequest
 from verl.parallel.child_processes import python_command
 from verl.rewards.functions import RewardFunctionSpec
@@ -67,7 +67,7 @@ def test_every_python_process_is_started_by_one_function():
     starters = {
         relative(path)
         for path in files().values()
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.executable"
     }
     assert starters == set(OTHERS)
