@@ -34,7 +34,8 @@ def merge(base, changes):
 
 
 def overrides(model, task, *changes):
-    """Overrides of two steps of GRPO on the task in the folder `task`: 4 prompts x 4 samples, float32, then `changes`."""
+    """Overrides of two steps of GRPO on the task in the folder `task`: 4 prompts x 4 samples, float32, then `changes`. The
+    rewards are computed in the process of the run."""
     base = [
         "algorithm.adv_estimator=grpo",
         f"actor_rollout_ref.model.path={model}",
@@ -49,6 +50,7 @@ def overrides(model, task, *changes):
         "actor_rollout_ref.actor.fsdp_config.dtype=float32",
         f"reward.custom_reward_function.path={task}/reward.py",
         "reward.num_workers=1",
+        "reward.debug=True",  # scorers in processes take longer than the steps
         "trainer.logger=[file]",
         "trainer.total_training_steps=2",
         "trainer.val_before_train=False",

@@ -59,6 +59,7 @@ def overrides(task, tiny_llama):
             "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
             "reward.custom_reward_function.path": task / "reward.py",
             "reward.num_workers": 1,
+            "reward.debug": True,
             "trainer.logger": "[file]",
             "trainer.total_training_steps": 2,
             "trainer.default_local_dir": task / "run",

@@ -42,7 +42,7 @@ def finished(tmp_path_factory, tiny_llama):
         "actor_rollout_ref.rollout.n": 2,
         "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
         REWARD_PATH: task / "reward.py",
-        "reward.num_workers": 1,
+        "reward.debug": True,
         "trainer.logger": "[file]",
         "trainer.default_local_dir": task / "run",
         **SETTINGS,
@@ -209,7 +209,7 @@ def test_a_scorer_that_fails_costs_its_samples_only(harm, verl, overrides, task)
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         f"    return 1.0 if int(ground_truth) % 2 else {expression}\n"
     )
-    code, said = verl("train", *overrides(SETTINGS), "reward.default_score=0")
+    code, said = verl("train", *overrides({**SETTINGS, "reward.debug": False}), "reward.default_score=0")
     assert code == 0, said
     assert cause in said
     assert "gets the default score 0" in said

@@ -46,7 +46,7 @@ def tiny_tree(tiny_llama, tiny_files, tmp_path):
             "max_response_length": 4,
         },
         "custom_reward_function": {"path": f"{tiny_files}/score.py"},
-        "reward": {"num_workers": 1},
+        "reward": {"num_workers": 1, "debug": True},
         "trainer": {
             "logger": ["file"],
             "total_training_steps": 1,

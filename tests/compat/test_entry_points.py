@@ -105,7 +105,7 @@ class TestEvaluation:
                 f"custom_reward_function.path={tiny_files}/score.py",
                 f"trainer.default_local_dir={tree['trainer']['default_local_dir']}",
                 "actor_rollout_ref.rollout.response_length=4",
-                "reward.num_workers=1",
+                "reward.debug=True",
             ]
         )
         assert code == 0
@@ -269,7 +269,7 @@ class TestAsynchronous:
             f"data.train_files={tree['data']['train_files']}", "data.val_files=[]",
             "data.max_prompt_length=64", "data.max_response_length=4",
             "actor_rollout_ref.rollout.n=2", f"custom_reward_function.path={tree['custom_reward_function']['path']}",
-            "reward.num_workers=1", "trainer.logger=[file]", "trainer.val_before_train=False",
+            "reward.debug=True", "trainer.logger=[file]", "trainer.val_before_train=False",
         ]  # fmt: skip
         mains = {
             "fully": (

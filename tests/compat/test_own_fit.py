@@ -28,6 +28,16 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 @pytest.fixture
 def tree(tiny_llama, tmp_path):
+    return tree_of(tiny_llama, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_llama, tmp_path_factory):
+    """The folder of the unbroken run."""
+    return run(tree_of(tiny_llama, tmp_path_factory.mktemp("whole")))
+
+
+def tree_of(tiny_llama, tmp_path):
     """3 steps of GRPO on 3 prompts x 2 samples, of which the filter keeps about half."""
     rows = [
         {"data_source": "x", "prompt": [{"role": "user", "content": f"row {i}"}], "reward_model": {"ground_truth": "1"}}
@@ -47,7 +57,7 @@ def tree(tiny_llama, tmp_path):
             "train_batch_size": 3, "max_prompt_length": 64, "max_response_length": 6,
         },
         "custom_reward_function": {"path": f"{tmp_path}/score.py"},
-        "reward": {"num_workers": 1},
+        "reward": {"debug": True},
         "trainer": {
             "logger": ["file"], "total_training_steps": 3, "val_before_train": False, "save_freq": 1, "test_freq": 2,
             "default_local_dir": f"{tmp_path}/run",
@@ -80,8 +90,8 @@ def metrics(folder):
 
 
 class TestDynamicSampling:
-    def test_batches_and_gradients_equal_our_group_filter(self, tree, tmp_path):
-        theirs = run(tree)
+    def test_batches_and_gradients_equal_our_group_filter(self, tree, whole, tmp_path):
+        theirs = whole
         ours = run(tree, None, default_local_dir=f"{tmp_path}/ours")
         for step in (1, 2, 3):
             assert samples(theirs, step) == samples(ours, step)
@@ -92,8 +102,7 @@ class TestDynamicSampling:
         validated = [json.loads(line) for line in (theirs / "metrics.jsonl").read_text().splitlines()][1]
         assert "val/reward" in validated
 
-    def test_it_resumes_where_it_was_killed(self, tree, tmp_path):
-        whole = run(tree)
+    def test_it_resumes_where_it_was_killed(self, tree, whole, tmp_path):
         short = run(tree, default_local_dir=f"{tmp_path}/short", total_training_steps=2)
         again = run(tree, default_local_dir=f"{tmp_path}/short")
         assert again == short

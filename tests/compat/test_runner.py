@@ -82,7 +82,11 @@ def steps_of(trainer):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"lr_scheduler_type": "cosine", "data_seed": 7, "max_steps": 7}], ids=["linear", "cosine"]
+    "changes",
+    [
+        pytest.param({}, id="linear", marks=pytest.mark.slow),
+        pytest.param({"lr_scheduler_type": "cosine", "data_seed": 7, "max_steps": 7}, id="cosine"),
+    ],
 )
 def test_losses_match_trainer(tiny_llama, tokenizer, rows, tmp_path, changes):
     changes = {"eval_strategy": "epoch", **changes}

@@ -44,7 +44,7 @@ def model(tiny_llama):
 @pytest.mark.parametrize(
     ("fields", "overrides", "kind"),
     [
-        ({}, [], "pairs"),
+        pytest.param({}, [], "pairs", marks=pytest.mark.slow),
         (
             {"beta": 0.3, "max_length": 80},
             ["preference.beta=0.3", "data.max_length=80", "data.truncation=right"],

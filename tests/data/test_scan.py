@@ -372,7 +372,13 @@ class TestGivenRows:
         rows = [(repr(dataset[number]), dataset.place(number)) for number in range(len(dataset))]
         return rows, dataset.summaries
 
-    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize(
+        "kind",
+        [
+            pytest.param(kind, marks=pytest.mark.slow if isinstance(row[0], partial) and row[1] is pairs else ())
+            for kind, row in KINDS.items()
+        ],
+    )
     def test_processes_and_the_cache_give_the_same_sequences(self, kind, tmp_path, monkeypatch):
         make, rows_of, settings = KINDS[kind]
         paths = [write(tmp_path / "a.jsonl", rows_of(41)), write(tmp_path / "b.jsonl", rows_of(3))]

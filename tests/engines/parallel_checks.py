@@ -248,7 +248,7 @@ def check_distillation_tensor(folder):
     return compare_distillation(folder, tensor_parallel_size=2)
 
 
-@on(2)
+@on(4)
 def check_distillation_sequence(folder):
     return compare_distillation(folder, ulysses_sequence_parallel_size=2)
 
@@ -285,8 +285,8 @@ check_hsdp = comparison((4,), "qwen3", model={"tie_word_embeddings": False}, fsd
 check_tensor = comparison((2,), "qwen3", tensor_parallel_size=2)
 check_sequence = comparison((2,), "qwen3", ulysses_sequence_parallel_size=2)
 check_lora = comparison((2,), "qwen3", lora=4)
-check_lora_tensor = comparison((2,), "qwen3", lora=4, tensor_parallel_size=2)
-check_value_sequence = comparison((2,), "qwen3", head="token_value", ulysses_sequence_parallel_size=2)
+check_lora_tensor = comparison((4,), "qwen3", lora=4, tensor_parallel_size=2)
+check_value_sequence = comparison((4,), "qwen3", head="token_value", ulysses_sequence_parallel_size=2)
 check_tensor_gemma = comparison((2,), "gemma2", model={"vocab_size": 265}, tensor_parallel_size=2, checkpointing=True)
 check_moe_fsdp = comparison((2,), "qwen3_moe", model={"moe_intermediate_size": 16})
 check_experts = comparison((2,), "qwen3_moe", model={"moe_intermediate_size": 16}, expert_parallel_size=2)
@@ -302,8 +302,8 @@ def check_experts_deepseek(folder):
 
 
 # a sliding window and soft caps inside the divided attention
-check_sequence_gemma = comparison((2,), "gemma2", model={"vocab_size": 265}, ulysses_sequence_parallel_size=2)
-check_experts_mixtral = comparison((2,), "mixtral", expert_parallel_size=2, checkpointing=True)
+check_sequence_gemma = comparison((4,), "gemma2", model={"vocab_size": 265}, ulysses_sequence_parallel_size=2)
+check_experts_mixtral = comparison((4,), "mixtral", expert_parallel_size=2, checkpointing=True)
 check_tensor_fsdp = comparison((4,), "qwen3", model={"tie_word_embeddings": False}, tensor_parallel_size=2)
 # four ranks and two key-value heads
 check_sequence_four = comparison((4,), "llama", ulysses_sequence_parallel_size=4)
@@ -325,7 +325,7 @@ def check_offload_and_wrapping(folder):
     return compare(model_folder(folder, "qwen3"), offload_policy=True, wrap_policy=wrap)
 
 
-check_wrapping_by_size = comparison((2,), "qwen3", wrap_policy=WrapPolicyConfig(min_num_params=2000))
+check_wrapping_by_size = comparison((4,), "qwen3", wrap_policy=WrapPolicyConfig(min_num_params=2000))
 
 
 def custom_wrap_policy():
@@ -366,7 +366,7 @@ def check_groups_of_micro_batches(folder):
     return compare(model_folder(folder, "qwen3"), micro=MicroBatching(max_rows=1), **three)
 
 
-@on(2)
+@on(4)
 def check_groups_with_tensor_parallel(folder):
     three = {"use_3d_hybrid": True, "batch_group_size": 3, "enable_chunked_attention": True, "chunk_size": 3}
     path = model_folder(folder, "gemma2", vocab_size=265)

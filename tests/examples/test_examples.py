@@ -35,10 +35,7 @@ def forked(script, folder):
 @pytest.mark.seed("A6")
 @pytest.mark.parametrize(
     "script",
-    [
-        pytest.param(s, marks=pytest.mark.slow) if s.name[:2] in ("03", "04", "05", "06", "08", "09") else s
-        for s in SCRIPTS
-    ],
+    [pytest.param(script, marks=() if script.name.startswith("01") else pytest.mark.slow) for script in SCRIPTS],
     ids=lambda s: s.stem,
 )
 def test_example_runs(script, tmp_path):

@@ -28,7 +28,7 @@ OUTPUT = {
 }
 # several training runs each
 SLOW = {
-    *("export", "distillation", "reward-models", "rejection-sampling", "agents"),
+    *("images", "export", "distillation", "reward-models", "rejection-sampling", "agents"),
     *("stages", "algorithms", "sft", "resume", "preferences", "several-gpus", "rewards", "page", "python", "own-loop"),
 }
 EXPECTED = {

@@ -53,6 +53,6 @@ def train_kind(kind, folder, model):
             f"actor_rollout_ref.model.path={model}", f"critic.model.path={model}", f"data.train_files={task}/train.jsonl",
             f"data.val_files={task}/val.jsonl", "data.max_prompt_length=64", "data.max_response_length=6", f"{ROLLOUT}.n=4",
             f"{ACTOR}.ppo_mini_batch_size=4", f"{ACTOR}.fsdp_config.dtype=float32", f"{ACTOR}.entropy_coeff=0.001",
-            f"reward.custom_reward_function.path={task}/reward.py", "reward.num_workers=1", *ON_PROMPTS[kind],
+            f"reward.custom_reward_function.path={task}/reward.py", "reward.debug=True", *ON_PROMPTS[kind],
         ]  # fmt: skip
     return train_run(folder / "run", [*COMMON, *keys], program=program).folder

@@ -51,8 +51,8 @@ def test_groups_come_out_as_they_went_in(make):
         buffer.sample(2, version=1)
 
 
-def test_full_and_old(make):
-    buffer = make(max_groups=3, max_age=1)
+def test_full_and_old():
+    buffer = ExperienceBuffer(max_groups=3, max_age=1)
     assert buffer.put(rows("a", "b"), version=0) == 0
     assert buffer.put(rows("c", "d", n=1), version=1) == 1
     assert names(buffer.sample(1, version=1, order="newest", remove=False)) == ["d"]
@@ -74,12 +74,18 @@ def test_chances_follow_priorities_and_repeat():
     assert drawn("priority") == drawn("priority")
 
 
-def test_a_draw_repeats_no_group_and_both_places_agree():
+def test_a_draw_repeats_no_group_and_both_places_agree_until_the_process_is_lost():
     draws = []
     for place in ("driver", "process"):
         with ExperienceBuffer(place=place, seed=1) as buffer:
             buffer.put(rows(*"abcdef", n=1), version=0)
             draws.append([names(buffer.sample(4, version=0, order="uniform", remove=False)) for _ in range(3)])
+            if place == "process":
+                process = psutil.Process(buffer._process.pid)
+                process.kill()
+                with pytest.raises(WorkerLostError, match="The experience buffer process .* was ended by SIGKILL"):
+                    buffer.qsize()
+    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     assert draws[0] == draws[1]
     assert all(len(set(draw)) == 4 for draw in draws[0])
 
@@ -109,15 +115,6 @@ def test_rows_without_the_column_are_groups_of_one():
 def test_bad_input(call, error, words):
     with pytest.raises(error, match=words):
         call()
-
-
-def test_a_process_that_is_lost_is_named_and_none_is_left():
-    with ExperienceBuffer(place="process") as buffer:
-        process = psutil.Process(buffer._process.pid)
-        process.kill()
-        with pytest.raises(WorkerLostError, match="The experience buffer process .* was ended by SIGKILL"):
-            buffer.qsize()
-    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_loop_of_ones_own(tiny_llama):

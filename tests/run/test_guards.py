@@ -86,7 +86,7 @@ def bench(tiny_llama, tiny_task, tmp_path_factory):
             *("algorithm.adv_estimator=grpo", f"{group}.model.path={tiny_llama}", f"{group}.rollout.n=4"),
             *(f"data.train_files={tiny_task}/train.jsonl", "data.val_files=[]", "data.train_batch_size=4"),
             *("data.max_prompt_length=64", "data.max_response_length=6", f"{group}.actor.optim.lr=0.002"),
-            *(f"{group}.actor.fsdp_config.dtype=float32", "reward.num_workers=1"),
+            *(f"{group}.actor.fsdp_config.dtype=float32", "reward.debug=True"),
             f"reward.custom_reward_function.path={tiny_task}/reward.py",
             *SETTINGS,
         ],

@@ -96,7 +96,7 @@ def test_the_order_in_which_scores_arrive_changes_nothing(tiny_run, tmp_path):
     for name, longest in (("at once", 0.0), ("late", 0.03)):
         reward = tmp_path / f"{name.replace(' ', '_')}.py"
         reward.write_text(SLOW_REWARD.format(longest=longest))
-        changes = (f"reward.custom_reward_function.path={reward}", "reward.num_workers=4")
+        changes = (f"reward.custom_reward_function.path={reward}", "reward.num_workers=4", "reward.debug=False")
         run = tiny_run(*changes, *steps(2, save=2), folder=name)
         runs.append((weights(run, 2), ledger_of(run)[1:], [row["actor/pg_loss"] for row in run.training_rows()]))
     assert runs[0] == runs[1]

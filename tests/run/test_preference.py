@@ -240,7 +240,7 @@ class TestKeptReference:
 
 
 class TestResuming:
-    @pytest.mark.parametrize("loss", ["sigmoid", "kto", "bco"])
+    @pytest.mark.parametrize("loss", ["sigmoid", "bco", pytest.param("kto", marks=pytest.mark.slow)])
     def test_a_resumed_run_equals_the_unbroken_one(self, preference_run, loss):
         settings = (f"preference.loss={loss}", "trainer.total_epochs=2", "trainer.save_freq=1", "trainer.test_freq=5")
         labelled = loss != "sigmoid"

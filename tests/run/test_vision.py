@@ -157,7 +157,9 @@ def saved_model(run, step=2):
     return next((run.folder / f"global_step_{step}").glob("*/huggingface"))
 
 
-@pytest.mark.parametrize("family", WITH_PROCESSOR)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name == FAMILY else pytest.mark.slow) for name in WITH_PROCESSOR]
+)
 def test_a_resumed_run_equals_the_unbroken_one(family, grpo):
     settings = ("trainer.total_training_steps=3", "trainer.save_freq=1", "actor_rollout_ref.actor.use_kl_loss=True")
     unbroken = grpo(family, *settings, folder="unbroken")

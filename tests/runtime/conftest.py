@@ -73,6 +73,7 @@ def base(tmp_path_factory, tiny_llama):
         tiny_llama,
         folder,
         "actor_rollout_ref.model.external_lib=tests.runtime.wide_norms",
+        "reward.debug=False",
         "data.train_batch_size=5",
         "actor_rollout_ref.rollout.n=3",
         "actor_rollout_ref.actor.ppo_mini_batch_size=3",
@@ -126,5 +127,6 @@ def train_here(jobs, name, *changes):
     from verl.config import load_config
     from verl.run.host import train
 
-    assert train(load_config(jobs.overrides(name, *changes))) == 0
+    is_one_process = not any(change.startswith(("ray_kwargs.", "trainer.n_gpus_per_node")) for change in changes)
+    assert train(load_config(jobs.overrides(name, f"reward.debug={is_one_process}", *changes))) == 0
     return jobs.run(name)

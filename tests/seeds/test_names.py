@@ -28,7 +28,7 @@ def settings(tmp_path_factory, tiny_llama):
     return [
         f"actor_rollout_ref.model.path={tiny_llama}", f"data.train_files={task}/train.jsonl", "data.train_batch_size=2",
         f"data.val_files={task}/val.jsonl", "data.max_response_length=4", "actor_rollout_ref.rollout.n=2",
-        "algorithm.adv_estimator=grpo", "reward.num_workers=1", "trainer.total_training_steps=1", "trainer.logger=[file]",
+        "algorithm.adv_estimator=grpo", "reward.debug=True", "trainer.total_training_steps=1", "trainer.logger=[file]",
         "trainer.val_before_train=False", "trainer.test_freq=-1", "trainer.save_freq=-1", "max_prompt_length=64",
     ]  # fmt: skip
 

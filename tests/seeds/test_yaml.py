@@ -170,7 +170,7 @@ def test_yaml_as_written(document, task, tiny_llama, tmp_path):
         "algorithm.adv_estimator=grpo",
         "actor_rollout_ref.rollout.n=4",
         f"reward.custom_reward_function.path={task}/reward.py",
-        "reward.num_workers=1",
+        "reward.debug=True",
         "trainer.logger=[file]",
         "trainer.total_training_steps=2",
         "trainer.val_before_train=False",
