@@ -142,10 +142,7 @@ def smollm2():
     return AutoTokenizer.from_pretrained(folder)
 
 
-@pytest.mark.parametrize(
-    "family",
-    [*FAMILY_NAMES, pytest.param("smollm2", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("family", [*FAMILY_NAMES, pytest.param("smollm2", marks=pytest.mark.slow)])
 def test_what_trains_was_sampled(family, tmp_path_factory):
     tokenizer = smollm2() if family == "smollm2" else merging(family)
     again = [

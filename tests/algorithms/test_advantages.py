@@ -71,10 +71,7 @@ TABLE = {
         reference.optimal_token_baseline, [[0.5, 1], [-0.5, 0]], [[1, 1], [0, 0]], slides=False
     ),
     "tir_optimal_token_baseline": Row(
-        reference.tir_optimal_token_baseline,
-        [[0.5, 0], [-0.5, 0]],
-        [[1, 1], [0, 0]],
-        {"handle_zero_tail": False},
+        reference.tir_optimal_token_baseline, [[0.5, 0], [-0.5, 0]], [[1, 1], [0, 0]], {"handle_zero_tail": False}
     ),
     "turn_gae": Row(
         reference.turn_gae,

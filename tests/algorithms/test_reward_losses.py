@@ -8,13 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.algorithms.reward_losses import (
-    PAIR_LOSSES,
-    calibration_error,
-    correlation,
-    pair_loss,
-    pair_measures,
-)
+from verl.algorithms.reward_losses import PAIR_LOSSES, calibration_error, correlation, pair_loss, pair_measures
 from verl.errors import ConfigError
 
 REFERENCES = {  # (score of the chosen, of the rejected, margin) -> loss

@@ -14,18 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 ROOT = Path(__file__).resolve().parents[2]
 
 # packages that a machine with a GPU need not have
-ABSENT = (
-    "omegaconf",
-    "ray",
-    "vllm",
-    "trl",
-    "rich",
-    "psutil",
-    "pyarrow",
-    "peft",
-    "datasets",
-    "matplotlib",
-)
+ABSENT = ("omegaconf", "ray", "vllm", "trl", "rich", "psutil", "pyarrow", "peft", "datasets", "matplotlib")
 
 WITHOUT = f"""
 import importlib.machinery, runpy, sys

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.cli.conftest import make_row, write_rows
+from tests.slow import slow
 from verl.cli.checklist import Subject, resources
 from verl.cli.checklist.model import check_model_files
 from verl.config import load_config
@@ -709,29 +710,18 @@ UNUSABLE_CODE = [
 RUN_BY_DEFAULT = (0, 3, 5, 9)
 
 
-def with_user_code(folder, changes):
-    (folder / "mine.py").write_text(USER_CODE)
-    return {key: value.replace("mine.py", str(folder / "mine.py")) for key, value in changes.items()}
-
-
-@pytest.mark.parametrize(("changes", "sentence"), UNUSABLE_CODE)
-def test_code_that_the_run_could_not_call_is_refused_by_check(verl, overrides, task, changes, sentence):
-    changes = with_user_code(task, changes)
-    code, said = verl("check", *overrides(changes))
-    assert code == 1, said
-    assert any(sentence in line for line in failures(said)), said
-
-
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("verb", "changes", "sentence"),
     [
-        pytest.param(*case, marks=() if n in RUN_BY_DEFAULT else pytest.mark.slow)
-        for n, case in enumerate(UNUSABLE_CODE)
+        slow(verb, *case, when=verb == "train" and number not in RUN_BY_DEFAULT)
+        for number, case in enumerate(UNUSABLE_CODE)
+        for verb in ("check", "train")
     ],
 )
-def test_code_that_the_run_could_not_call_is_refused_by_the_run(verl, overrides, task, changes, sentence):
-    changes = with_user_code(task, changes)
-    code, said = verl("train", *overrides(changes))
-    assert code != 0
-    assert sentence in said
+def test_code_that_the_run_could_not_call_is_refused(verl, overrides, task, verb, changes, sentence):
+    (task / "mine.py").write_text(USER_CODE)
+    changes = {key: value.replace("mine.py", str(task / "mine.py")) for key, value in changes.items()}
+    code, said = verl(verb, *overrides(changes))
+    assert code != 0, said
+    assert sentence in ("\n".join(failures(said)) if verb == "check" else said), said
     assert "WARNING: Episode" not in said

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from tests.house.source import ROOT
+from tests.slow import slow
 from verl.cli.doctor import facts
 from verl.cli.machine.findings import findings
 from verl.cli.machine.host import host, output_of, usable_cores
@@ -312,12 +313,7 @@ def without(folder, *distributions):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        *(pytest.param(name, marks=() if name == "transformers" else pytest.mark.slow) for name in DEPENDENCIES),
-        "packaging",
-        "all",
-    ],
+    "name", [*(slow(name, when=name != "transformers") for name in DEPENDENCIES), "packaging", "all"]
 )
 def test_the_doctor_needs_the_standard_library_only(tmp_path, name):
     """torch is always missing too: its probe takes seconds."""

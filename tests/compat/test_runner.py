@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, Trainer, 
 
 from tests.run import conftest as runs
 from tests.run.trl_oracle import peer_env
+from tests.slow import slow
 from verl import RLRunner
 from verl.compat.runner_arguments import Arguments
 from verl.errors import ConfigError, DataError, RewardError
@@ -82,11 +83,7 @@ def steps_of(trainer):
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param({}, id="linear", marks=pytest.mark.slow),
-        pytest.param({"lr_scheduler_type": "cosine", "data_seed": 7, "max_steps": 7}, id="cosine"),
-    ],
+    "changes", [slow({}), {"lr_scheduler_type": "cosine", "data_seed": 7, "max_steps": 7}], ids=["linear", "cosine"]
 )
 def test_losses_match_trainer(tiny_llama, tokenizer, rows, tmp_path, changes):
     changes = {"eval_strategy": "epoch", **changes}

@@ -12,6 +12,7 @@ from tests.compat.test_runner import SCRIPTS, Recorder, arguments, rows, steps_o
 from tests.run.conftest import train_run
 from tests.run.test_preference_trl import PAIRS, ROWS
 from tests.run.trl_oracle import trl_logs
+from tests.slow import slow
 from verl import RLRunner
 from verl.errors import ConfigError
 from verl.models.tiny import CHAT_TEMPLATE
@@ -44,7 +45,7 @@ def model(tiny_llama):
 @pytest.mark.parametrize(
     ("fields", "overrides", "kind"),
     [
-        pytest.param({}, [], "pairs", marks=pytest.mark.slow),
+        slow({}, [], "pairs"),
         (
             {"beta": 0.3, "max_length": 80},
             ["preference.beta=0.3", "data.max_length=80", "data.truncation=right"],

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.slow import slow
 from verl.config import PPO, load_config
 from verl.config.checks import verdict
 from verl.config.schema import value_at
@@ -123,7 +124,7 @@ def test_no_default_is_refused(section):
     ])  # fmt: skip
 
 
-@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [0, slow(1)])
 @pytest.mark.parametrize("section", SECTIONS)
 def test_every_single_key(section, number):
     """Declared inert: noticed or refused. Declared used: acts, unless the condition that it names does not hold."""

@@ -54,16 +54,8 @@ BROKEN = [
     ("error", f"{ACTOR}.policy_loss.loss_mode", [f"{ACTOR}.policy_loss.loss_mode=vanila"]),
     ("error", f"{ROLLOUT}.name", [f"{ROLLOUT}.name=natve"]),
     ("error", f"{ACTOR}.strategy", [f"{ACTOR}.strategy=fsdp3"]),
-    (
-        "error",
-        f"{ACTOR}.deepspeed.config",
-        [f"{ACTOR}.strategy=deepspeed", f"{ACTOR}.deepspeed.config=missing.json"],
-    ),
-    (
-        "error",
-        f"{ACTOR}.deepspeed.config",
-        [f"{ACTOR}.strategy=deepspeed", f"{ACTOR}.deepspeed.offload_param=True"],
-    ),
+    ("error", f"{ACTOR}.deepspeed.config", [f"{ACTOR}.strategy=deepspeed", f"{ACTOR}.deepspeed.config=missing.json"]),
+    ("error", f"{ACTOR}.deepspeed.config", [f"{ACTOR}.strategy=deepspeed", f"{ACTOR}.deepspeed.offload_param=True"]),
     ("error", f"{ACTOR}.megatron", ["model_engine=megatron", f"{ACTOR}.megatron.context_parallel_size=2"]),
     ("error", "trainer.logger", ["trainer.logger=[console,wandbb]"]),
     ("error", f"{MODEL}.override_config", [f"{MODEL}.override_config.num_hidden_layers=1000000000"]),

@@ -100,10 +100,7 @@ class TestReasoningGym:
     def test_no_tested_problem_trains_in_any_wording(self, mixture):
         folder, _ = mixture
         train, test = ([r["extra_info"] for r in read(folder, s)] for s in ("train", "test"))
-        for key in (
-            lambda e: e["question"],
-            lambda e: json.loads(e["metadata"]).get("expression", e["question"]),
-        ):
+        for key in (lambda e: e["question"], lambda e: json.loads(e["metadata"]).get("expression", e["question"])):
             assert {key(e) for e in train}.isdisjoint({key(e) for e in test})
         questions = [e["question"] for e in [*train, *test]]
         assert len(set(questions)) == len(questions)

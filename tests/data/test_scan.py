@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tests.data import hostile_templates
 from tests.data.mutations import mutated
 from tests.data.rows import config, row, write
+from tests.slow import slow
 from verl.config.roots.reward_model import RMDataConfig
 from verl.config.sections.data import PreferenceDataConfig, SFTDataConfig
 from verl.data import files, scan
@@ -373,11 +374,7 @@ class TestGivenRows:
         return rows, dataset.summaries
 
     @pytest.mark.parametrize(
-        "kind",
-        [
-            pytest.param(kind, marks=pytest.mark.slow if isinstance(row[0], partial) and row[1] is pairs else ())
-            for kind, row in KINDS.items()
-        ],
+        "kind", ["chats", "pairs", slow("trained prompts"), slow("single completions"), "solutions"]
     )
     def test_processes_and_the_cache_give_the_same_sequences(self, kind, tmp_path, monkeypatch):
         make, rows_of, settings = KINDS[kind]

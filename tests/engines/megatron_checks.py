@@ -94,10 +94,7 @@ def compare(folder, family="llama", head="lm", model=None, checkpointing=False, 
     # softmax does not change when all keys are moved: the gradient of their bias is rounding noise, which Adam scales up
     weights, states = (
         [{n: t for n, t in held.items() if "k_proj.bias" not in n} for held in pair]
-        for pair in (
-            (dict(many.gather_weights()), dict(one.gather_weights())),
-            (whole_state(many), whole_state(one)),
-        )
+        for pair in ((dict(many.gather_weights()), dict(one.gather_weights())), (whole_state(many), whole_state(one)))
     )
     return {**gaps, "weights": largest_gap(*weights), "state": largest_gap(*states)}
 

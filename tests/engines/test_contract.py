@@ -9,6 +9,7 @@ import torch.distributed as dist
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from tests.models.reference import make_columns, random_rows, reference_outputs, row_logits, widen_norms
+from tests.slow import slow
 from verl.config import FSDPConfig, OptimConfig, SFTModelConfig
 from verl.config.sections.deepspeed import DeepSpeedConfig
 from verl.data_proto.metrics import Metric
@@ -30,7 +31,7 @@ ROWS = {
     "zero2": ("deepspeed", "deepspeed"),
     "zero3": ("deepspeed", "deepspeed"),
 }
-ENGINE_ROWS = [pytest.param(name, marks=pytest.mark.slow if row[1] else ()) for name, row in ROWS.items()]
+ENGINE_ROWS = [slow(name, when=bool(row[1])) for name, row in ROWS.items()]
 ALL = MicroBatching(max_tokens=10**6)
 CUTS = {
     "whole": ALL,
@@ -43,10 +44,7 @@ CUTS = {
 
 def cuts(*names):
     """Every cut of a batch; the default run takes `names`, and over all tests of an engine each cut several times."""
-    return pytest.mark.parametrize(
-        "micro",
-        [pytest.param(cut, id=name, marks=() if name in names else pytest.mark.slow) for name, cut in CUTS.items()],
-    )
+    return pytest.mark.parametrize("micro", [slow(cut, id=name, when=name not in names) for name, cut in CUTS.items()])
 
 
 @pytest.fixture(scope="module")
@@ -502,12 +500,7 @@ def test_the_same_input_gives_the_same_bits(make, dtype):
 @pytest.mark.usefixtures("bf16_path")
 @pytest.mark.parametrize(
     ("dtype", "head"),
-    [
-        ("float32", "token_value"),
-        ("bfloat16", "lm"),
-        pytest.param("float32", "lm", marks=pytest.mark.slow),
-        pytest.param("bfloat16", "token_value", marks=pytest.mark.slow),
-    ],
+    [("float32", "token_value"), ("bfloat16", "lm"), slow("float32", "lm"), slow("bfloat16", "token_value")],
 )
 def test_state_round_trip_continues_bit_for_bit(make, dtype, head):
     settings = {"lr_scheduler_type": "cosine", "lr_warmup_steps": 2}

@@ -10,6 +10,7 @@ import torch
 
 from tests.engines.memory import peak_bytes
 from tests.engines.test_contract import folder, make_batch  # noqa: F401 - folder is a fixture
+from tests.slow import slow
 from verl.config import FSDPConfig, ModelConfig
 from verl.engines.api import ENGINES, MicroBatching
 from verl.engines.streamed import StreamedWeights
@@ -86,9 +87,7 @@ def test_the_numbers_match_a_copy(folder, tmp_path, dtype):  # noqa: F811
     assert list(tmp_path.iterdir()) == [], "the file has no name, and goes with the process"
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "on_host"), [(1, False), *(pytest.param(2, on, marks=pytest.mark.slow) for on in (False, True))]
-)
+@pytest.mark.parametrize(("num_ranks", "on_host"), [(1, False), slow(2, False), slow(2, True)])
 def test_memory_is_given_back(tmp_path, num_ranks, on_host):
     """Two ranks have half of the weights each, and a gathered layer that FSDP keeps for its next gather. `offload_policy`, with
     which a GPU gathers from the host, leaves the shards in the file."""

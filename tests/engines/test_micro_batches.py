@@ -74,12 +74,7 @@ def test_pairs_of_a_prompt_compute_it_once_as_far_as_they_fit():
 
 
 def test_a_row_that_does_not_train_stays_with_its_unit():
-    rows = [
-        Row(0, (1,), 4, True),
-        Row(1, (2,), 4, True),
-        Row(2, (2,), 0, False),
-        Row(3, (5,), 0, False),
-    ]
+    rows = [Row(0, (1,), 4, True), Row(1, (2,), 4, True), Row(2, (2,), 0, False), Row(3, (5,), 0, False)]
     assert plan_micro_batches(rows, MicroBatching(max_tokens=5), True, [0, 1, 1, 3]) == [[0, 3], [1, 2]]
 
 

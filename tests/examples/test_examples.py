@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.forked import run_forked
+from tests.slow import slow
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("0*.py"))
@@ -34,9 +35,7 @@ def forked(script, folder):
 
 @pytest.mark.seed("A6")
 @pytest.mark.parametrize(
-    "script",
-    [pytest.param(script, marks=() if script.name.startswith("01") else pytest.mark.slow) for script in SCRIPTS],
-    ids=lambda s: s.stem,
+    "script", [slow(script, when=not script.name.startswith("01")) for script in SCRIPTS], ids=lambda s: s.stem
 )
 def test_example_runs(script, tmp_path):
     number = script.name[:2]

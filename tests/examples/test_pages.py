@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.forked import run_forked
+from tests.slow import slow
 from verl.models.tiny import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -113,11 +114,7 @@ def run(kind, code, folder):
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(p, marks=pytest.mark.slow if p.stem in SLOW else ()) for p in PAGES],
-    ids=lambda page: page.stem,
-)
+@pytest.mark.parametrize("page", [slow(p, when=p.stem in SLOW) for p in PAGES], ids=lambda page: page.stem)
 def test_the_snippets_of_a_page_run(page, folder):
     output = ""
     if page.stem == "images":

@@ -181,12 +181,7 @@ def test_every_pattern_finds_its_words():
     text = '"""What goes on anew."""\n\ndef f():\n    raise ValueError("a number format is said")\n'
     rows = texts(tuple(ast.walk(ast.parse(text))))
     lines = [(line, term) for line, row in rows for p, term in PATTERNS.items() if p.search(row)]
-    assert lines == [
-        (4, "dtype"),
-        (4, PREFERRED[r"said|told|heard"]),
-        (1, "resume, continue"),
-        (1, "again"),
-    ]
+    assert lines == [(4, "dtype"), (4, PREFERRED[r"said|told|heard"]), (1, "resume, continue"), (1, "again")]
 
 
 @functools.cache

@@ -10,15 +10,7 @@ from verl.config import FSDPConfig, ModelConfig, OptimConfig
 from verl.engines.api import MicroBatching, whole
 from verl.engines.local import LocalEngine
 from verl.errors import CheckpointError, ConfigError, ModelError
-from verl.models.lora import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    LoRALinear,
-    LoRASpec,
-    adapters_off,
-    add_adapters,
-    lora_layers,
-)
+from verl.models.lora import CONFIG_FILE, WEIGHTS_FILE, LoRALinear, LoRASpec, adapters_off, add_adapters, lora_layers
 from verl.models.tiny import make_tiny_model
 
 peft = pytest.importorskip("peft")

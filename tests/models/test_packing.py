@@ -81,12 +81,7 @@ def test_the_last_trained_token_is_an_input_where_it_is_read():
     packed = pack_rows(columns, reads=Reads(predictions=False, last_token=True))
     assert packed.input_ids.tolist() == [[1, 2, 10, 11, 20, 3, 30, 31]]
     assert packed.position_ids.tolist() == [[0, 1, 2, 3, 2, 0, 1, 2]]
-    assert packed.layout.segments == (
-        Segment(0, 2),
-        Segment(2, 2, 0, 2),
-        Segment(4, 1, 0, 2),
-        Segment(5, 3),
-    )
+    assert packed.layout.segments == (Segment(0, 2), Segment(2, 2, 0, 2), Segment(4, 1, 0, 2), Segment(5, 3))
     assert packed.hidden_index.tolist() == [3, 4, 7]
     assert packed.scatter_rows(torch.tensor([0.5, 1.5, 2.5])).tolist() == [0.5, 1.5, 2.5]
 

@@ -18,6 +18,7 @@ pytest.importorskip("sse_starlette", reason="the extra `page` is not installed")
 import httpx
 
 from tests.page import hostile_urls
+from tests.slow import slow
 from verl.page.pages import Site
 from verl.page.server import make_app
 
@@ -178,7 +179,7 @@ NUMBERED = (
 @pytest.mark.parametrize(
     ("number", "search"),
     [
-        pytest.param(number, search, marks=() if place % 2 == bool(search) else pytest.mark.slow)
+        slow(number, search, when=place % 2 != bool(search))
         for place, number in enumerate(NUMBERS)
         for search in ({}, {"q": "a"})
     ],

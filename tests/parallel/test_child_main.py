@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.house.source import files, nodes, relative
+from tests.slow import slow
 from verl.data_proto.samples import ScoreRequest
 from verl.parallel.child_processes import python_command
 from verl.rewards.functions import RewardFunctionSpec
@@ -50,10 +51,7 @@ def traps(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("module", "safe_path"),
-    [
-        *((module, "") for module in MODULES),
-        *(pytest.param(module, "1", marks=() if module == "verl.page" else pytest.mark.slow) for module in MODULES),
-    ],
+    [slow(module, path, when=path == "1" and module != "verl.page") for module in MODULES for path in ("", "1")],
 )
 def test_no_process_imports_a_module_of_the_current_folder(traps, module, safe_path):
     environment = {**os.environ, "PYTHONSAFEPATH": safe_path}

@@ -15,14 +15,7 @@ from verl.errors import ConfigError, DataError
 from verl.parallel.balance import TokenCost, balanced_shares, contiguous_shares
 from verl.parallel.dispatch import join_rows, plan_call
 from verl.parallel.mesh import Mesh
-from verl.parallel.register import (
-    Dispatch,
-    Execute,
-    Registered,
-    register,
-    register_dispatch_mode,
-    registered,
-)
+from verl.parallel.register import Dispatch, Execute, Registered, register, register_dispatch_mode, registered
 from verl.roles.objectives.policy import rows_with_advantage
 from verl.roles.updates import MiniBatchSchedule, Updates
 

@@ -97,8 +97,7 @@ def test_training_parts(layout, tensor):
 def test_rollout_parts(tensor, tensor_parallel, by_experts):
     ranks = range(8)
     layout = RolloutLayout(
-        consecutive_engines(ranks, tensor_parallel),
-        expert_groups=((0, 2, 4, 6), (1, 3, 5, 7)) if by_experts else (),
+        consecutive_engines(ranks, tensor_parallel), expert_groups=((0, 2, 4, 6), (1, 3, 5, 7)) if by_experts else ()
     )
     for rank in ranks:
         expected, part = reference.generating(tensor, layout, rank), layout.part(tensor, rank)

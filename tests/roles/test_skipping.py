@@ -9,13 +9,7 @@ from tests.models.reference import make_columns, random_rows
 from verl.algorithms.policy_losses import POLICY_LOSSES
 from verl.algorithms.policy_losses.terms import is_zero_without_advantage
 from verl.algorithms.reduce import LOSS_AGG_MODES
-from verl.config import (
-    ActorConfig,
-    FSDPConfig,
-    ModelConfig,
-    OptimConfig,
-    RolloutCorrectionConfig,
-)
+from verl.config import ActorConfig, FSDPConfig, ModelConfig, OptimConfig, RolloutCorrectionConfig
 from verl.data_proto.proto import DataProto
 from verl.engines.api import MicroBatching, whole
 from verl.engines.local import LocalEngine

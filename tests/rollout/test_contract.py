@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.rollout.conftest import EOS, FAMILIES, make_prompts
+from tests.slow import slow
 from verl.data_proto.samples import Completion, PromptRequest, SamplingParams, TurnRequest
 from verl.errors import ConfigError, ModelError, NumericsError
 from verl.rollout.api import RolloutEngine
@@ -28,7 +29,7 @@ def pytest_generate_tests(metafunc):
     transformers computes with the model that is its reference: one family in the default run."""
     if "family" in metafunc.fixturenames:
         pairs = [
-            pytest.param(name, family, marks=pytest.mark.slow if name == "hf" and family != "llama" else ())
+            slow(name, family, when=name == "hf" and family != "llama")
             for name in ROWS
             for family in FAMILIES
             if family == "llama" or name not in SIMULATED

@@ -54,11 +54,7 @@ def completion(body):
     first = body["prompt"][-1]
     return {
         "choices": [
-            {
-                "token_ids": [first, first + 1],
-                "logprobs": {"token_logprobs": [-0.5, -0.25]},
-                "finish_reason": "length",
-            }
+            {"token_ids": [first, first + 1], "logprobs": {"token_logprobs": [-0.5, -0.25]}, "finish_reason": "length"}
         ]
     }
 
@@ -264,10 +260,7 @@ class VLLMServer:
     def complete(self, body):
         if body["vllm_xargs"]["verl_draw"][2] == 1e6:
             answer = completion(body)
-            answer["choices"][0] |= {
-                "token_ids": [1],
-                "logprobs": {"token_logprobs": [-math.log(self.vocabulary)]},
-            }
+            answer["choices"][0] |= {"token_ids": [1], "logprobs": {"token_logprobs": [-math.log(self.vocabulary)]}}
             return answer
         return completion(body)
 

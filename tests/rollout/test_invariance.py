@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.rollout.conftest import make_prompts
+from tests.slow import slow
 from verl.data_proto.samples import SamplingParams
 from verl.errors import ConfigError
 from verl.rollout.cpu.library import kernels
@@ -34,10 +35,7 @@ def engines(make_engine, load, family, dtype, **config):
 
 @pytest.mark.usefixtures("bf16_path")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("n", "prepack"),
-    [(1, True), (2, False), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((1, False), (2, True)))],
-)
+@pytest.mark.parametrize(("n", "prepack"), [(1, True), (2, False), slow(1, False), slow(2, True)])
 @pytest.mark.parametrize("family", ["llama", "gemma"])
 def test_bits_do_not_depend_on_the_slots_or_the_engine_says_so(family, n, prepack, dtype, load, make_engine):
     built = engines(make_engine, load, family, dtype, prepack_weights=prepack)
@@ -61,16 +59,10 @@ def test_the_compiled_kernels_are_invariant(family, dtype, load, make_engine):
 
 
 @pytest.mark.usefixtures("torch_computes")
-@pytest.mark.parametrize("family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen2", "qwen3"))])
+@pytest.mark.parametrize("family", ["llama", slow("qwen2"), slow("qwen3")])
 @pytest.mark.parametrize(
     ("n", "dtype"),
-    [
-        (1, torch.float32),
-        (2, torch.bfloat16),
-        pytest.param(1, torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param(2, torch.float32, marks=pytest.mark.slow),
-        *(pytest.param(n, torch.float64, marks=pytest.mark.slow) for n in (1, 2)),
-    ],
+    [(1, DTYPES[0]), (2, DTYPES[1]), slow(1, DTYPES[1]), slow(2, DTYPES[0]), *(slow(n, torch.float64) for n in (1, 2))],
 )
 def test_a_plain_decoder_can_be_required_to_be_invariant(family, n, dtype, load, make_engine):
     built = engines(make_engine, load, family, dtype, batch_invariant="require")
@@ -129,7 +121,7 @@ def other_kernels(monkeypatch):
 
 
 @pytest.mark.usefixtures("other_kernels", "torch_computes")
-@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [1, slow(2)])
 def test_tiles_mend_a_library_of_several_kernels(n, load, make_engine):
     assert products.tiles_of(torch.zeros(96, 64), False, True)[0] == 12
     holds = {}
@@ -141,7 +133,7 @@ def test_tiles_mend_a_library_of_several_kernels(n, load, make_engine):
 
 
 @pytest.mark.usefixtures("torch_computes")
-@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [1, slow(2)])
 def test_attention_that_differs_in_blocks_is_computed_per_row(n, load, make_engine, monkeypatch):
     """A library whose batched products depend on their number, and whose flash attention on the number of prompts."""
     real_bmm, real_flash = torch.bmm, partial_attention._FLASH

@@ -118,11 +118,7 @@ def steps_of(folder, model, kinds, rng):
     processor time of the call itself, or of the step after it where that took longer."""
     folder.mkdir()
     (folder / "reward.py").write_text(FUNCTION + HOSTILE)
-    order = [
-        "",
-        "",
-        *(kind for each in kinds for kind in (each, "")),
-    ]  # the first step is slower, for other reasons
+    order = ["", "", *(kind for each in kinds for kind in (each, ""))]  # the first step is slower, for other reasons
     rows = [row(folder, step, place, kind, rng) for step, kind in enumerate(order) for place in range(ROWS)]
     (folder / "train.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
     assert train(load_config(keys(folder, model, len(order)))) == 0

@@ -10,6 +10,7 @@ import torch
 
 from tests.run.conftest import Run
 from tests.run.test_resume import weights
+from tests.slow import slow
 from verl.data_proto.future import Finished
 from verl.errors import ConfigError
 from verl.programs.ppo import PPO
@@ -34,7 +35,7 @@ def tokens(batch):
     ]
 
 
-@pytest.mark.parametrize("ahead", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
+@pytest.mark.parametrize("ahead", [slow(1), slow(2), 3])
 def test_a_sample_is_as_old_as_the_queue_is_long(tiny_run, batches, ahead):
     rows = tiny_run(f"{PREFETCH}={ahead}", STEPS).training_rows()
     for step, (row, batch) in enumerate(zip(rows, batches, strict=True), 1):
@@ -146,7 +147,7 @@ def test_sampled_log_probs_of_parts_match_their_weights(tiny_run, batches, monke
         torch.testing.assert_close(sampled[of_version], ours[of_version], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("partial", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("partial", [slow(False), True])
 def test_a_resumed_run_equals_the_unbroken_one(tiny_run, ends_after, partial):
     """The queue is part of the checkpoint: what older weights made cannot be made again."""
     settings = (f"{PREFETCH}=2", f"actor_rollout_ref.rollout.partial_rollout={partial}", "trainer.save_freq=1")

@@ -22,10 +22,7 @@ def test_it_generates_scores_and_trains(tiny_llama):
         "data.max_response_length=8",
     ]
     with ActorRolloutRefWorker(
-        model_path=str(tiny_llama),
-        max_batch_size=4,
-        rollout_backend="native",
-        overrides=overrides,
+        model_path=str(tiny_llama), max_batch_size=4, rollout_backend="native", overrides=overrides
     ) as worker:
         batch = worker.generate_sequences(["What is 2 + 2?", "And 3?"])
         assert len(batch) == 6

@@ -80,11 +80,7 @@ def test_only_changes_reach_the_engines(hybrid):
     phases, actor = phases_of(DynamicConfigScheduler(SEED_PHASES), hybrid)
     for step in (99, 100, 101, 102, 5001):
         phases.start_step(step)
-    assert actor.calls == [
-        {"batch_group_size": 1},
-        {"batch_group_size": 4},
-        {"enable_chunked_attention": False},
-    ]
+    assert actor.calls == [{"batch_group_size": 1}, {"batch_group_size": 4}, {"enable_chunked_attention": False}]
     assert phases.metrics() == {
         "training/dynamic_config/actor/batch_group_size": 4.0,
         "training/dynamic_config/actor/enable_chunked_attention": 0.0,

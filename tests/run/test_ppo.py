@@ -28,8 +28,7 @@ def way_of_a_loss(name):
 
 
 ESTIMATORS = first_of_each(
-    [name for name in ADVANTAGES if "turn_ids" not in requires(name)],
-    lambda name: frozenset(requires(name)),
+    [name for name in ADVANTAGES if "turn_ids" not in requires(name)], lambda name: frozenset(requires(name))
 )
 LOSSES = first_of_each([name for name in POLICY_LOSSES if name != "bypass_mode"], way_of_a_loss)
 EXTRA = {
@@ -125,8 +124,7 @@ def test_bypass_mode_trains(tiny_run, correction):
     if "rollout_rs=token_k1" in correction:
         correction = [*correction, "rollout_rs_threshold=2.0"]
     rows = tiny_run(
-        "algorithm.rollout_correction.bypass_mode=True",
-        *(f"algorithm.rollout_correction.{c}" for c in correction),
+        "algorithm.rollout_correction.bypass_mode=True", *(f"algorithm.rollout_correction.{c}" for c in correction)
     ).training_rows()
     assert finite(rows, "actor/pg_loss")
     assert all(row["actor/grad_norm"] > 0 for row in rows)

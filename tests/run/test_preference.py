@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.run.conftest import train_run
+from tests.slow import slow
 from verl.config.active_keys import LABELLED_LOSSES
 from verl.families import PREFERENCE_LOSSES
 
@@ -138,11 +139,7 @@ class TestLosses:
 
 class TestLaws:
     @pytest.mark.parametrize(
-        "name",
-        [
-            name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
-            for name in (*PREFERENCE_LOSSES.built_in, "ld and wpo")
-        ],
+        "name", [slow(name, when=name not in FAST) for name in (*PREFERENCE_LOSSES.built_in, "ld and wpo")]
     )
     def test_micro_batches_do_not_matter(self, preference_run, name):
         changes = loss_settings("sigmoid" if name == "ld and wpo" else name)
@@ -240,7 +237,7 @@ class TestKeptReference:
 
 
 class TestResuming:
-    @pytest.mark.parametrize("loss", ["sigmoid", "bco", pytest.param("kto", marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("loss", ["sigmoid", "bco", slow("kto")])
     def test_a_resumed_run_equals_the_unbroken_one(self, preference_run, loss):
         settings = (f"preference.loss={loss}", "trainer.total_epochs=2", "trainer.save_freq=1", "trainer.test_freq=5")
         labelled = loss != "sigmoid"

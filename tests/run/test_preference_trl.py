@@ -40,10 +40,7 @@ ROWS = {
         for i, row in enumerate(PAIRS)
     ],
 }
-DPO = [
-    *(name for name in PREFERENCE_LOSSES.reading(*REFERENCE_COLUMNS) if name not in LABELLED_LOSSES),
-    "sft",
-]
+DPO = [*(name for name in PREFERENCE_LOSSES.reading(*REFERENCE_COLUMNS) if name not in LABELLED_LOSSES), "sft"]
 # name: trainer, rows, arguments of TRL's config, our overrides
 CASES = {
     **{f"DPO {name}": ("DPO", "pairs", {"loss_type": [name]}, [f"preference.loss={name}"]) for name in DPO},

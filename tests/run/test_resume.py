@@ -15,6 +15,7 @@ from safetensors import safe_open
 
 from tests.forked import Forked, run_forked
 from tests.run.conftest import Run, merge
+from tests.slow import slow
 from verl.checkpoint.background import BackgroundStore
 from verl.checkpoint.files import MANIFEST, find_damage, record_of, write_manifest
 from verl.checkpoint.store import CheckpointStore
@@ -56,7 +57,7 @@ def test_stopped_and_resumed_run_equals_the_unbroken_one(tiny_run, unbroken, in_
     assert weights(resumed) == weights(unbroken)
 
 
-@pytest.mark.parametrize("has_checkpoint", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("has_checkpoint", [True, slow(False)])
 def test_a_template_that_writes_the_time_reads_the_same_after_a_resume(tiny_run, tmp_path, monkeypatch, has_checkpoint):
     """Once, strftime_now of a resumed run gave other prompts, and other weights."""
     from verl.models.tiny import CHAT_TEMPLATE

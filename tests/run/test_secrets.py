@@ -16,6 +16,7 @@ def test_a_planted_secret_is_nowhere_in_the_run_folder(tiny_run, tmp_path, monke
     (tmp_path / "reward.py").write_text(REWARD)
     run = tiny_run(
         f"reward.custom_reward_function.path={tmp_path}/reward.py",
+        "reward.debug=False",  # what a scorer prints goes to its log
         f"+reward.custom_reward_function.reward_kwargs.api_key={KEYS['config']}",
         f"+ray_kwargs.ray_init.runtime_env.env_vars.OTHER={KEYS['environment']}",
         "trainer.logger=[console,file]",

@@ -8,6 +8,7 @@ import torch
 
 from tests.config.test_sft import SCRIPTS
 from tests.run.conftest import merge, train_run
+from tests.slow import slow
 from verl.cli.main import main
 from verl.data_proto.proto import DataProto
 from verl.errors import DataError
@@ -176,7 +177,7 @@ class TestEpochs:
         run = sft_run("trainer.save_freq=1", "trainer.max_ckpt_to_keep=2")
         assert sorted(f.name for f in run.folder.glob("global_step_*")) == ["global_step_4", "global_step_5"]
 
-    @pytest.mark.parametrize("stop", [3, *(pytest.param(step, marks=pytest.mark.slow) for step in (5, 7))])
+    @pytest.mark.parametrize("stop", [3, slow(5), slow(7)])
     def test_a_resumed_run_equals_the_unbroken_one(self, sft_run, stop):
         """At an epoch's boundary (step 5) too: no step is lost and none is taken twice."""
         settings = ("trainer.total_epochs=2", "trainer.save_freq=1", "model.neftune_alpha=5")

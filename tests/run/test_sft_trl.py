@@ -34,12 +34,7 @@ CASES = {
         {"assistant_only_loss": True, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
         ["data.use_dynamic_bsz=False", "data.micro_batch_size_per_gpu=2"],
     ),
-    "messages llama, dft": (
-        "messages",
-        "llama",
-        {"assistant_only_loss": True, "loss_type": "dft"},
-        ["sft.loss=dft"],
-    ),
+    "messages llama, dft": ("messages", "llama", {"assistant_only_loss": True, "loss_type": "dft"}, ["sft.loss=dft"]),
     "text qwen2, cosine after a warm-up": (
         "text",
         "qwen2",

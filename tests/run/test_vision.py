@@ -11,6 +11,7 @@ from safetensors import safe_open
 
 from tests.letters_task import REWARD, overrides
 from tests.run.conftest import Run
+from tests.slow import slow
 from tests.vision_families import CONFIGS, vision_folder
 from verl.cli.main import main
 from verl.config import SFT, load_config
@@ -157,9 +158,7 @@ def saved_model(run, step=2):
     return next((run.folder / f"global_step_{step}").glob("*/huggingface"))
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=() if name == FAMILY else pytest.mark.slow) for name in WITH_PROCESSOR]
-)
+@pytest.mark.parametrize("family", [slow(name, when=name != FAMILY) for name in WITH_PROCESSOR])
 def test_a_resumed_run_equals_the_unbroken_one(family, grpo):
     settings = ("trainer.total_training_steps=3", "trainer.save_freq=1", "actor_rollout_ref.actor.use_kl_loss=True")
     unbroken = grpo(family, *settings, folder="unbroken")

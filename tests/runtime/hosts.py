@@ -50,11 +50,7 @@ class Hosts:
             for device in (end, "lo"):
                 _ip("-n", name, "link", "set", device, "up")
             number = self._names.index(name)
-            lines = [
-                "127.0.0.1 localhost",
-                f"127.0.1.1 host{number + 1}",
-                f"{ADDRESSES[1 - number]} host{2 - number}",
-            ]
+            lines = ["127.0.0.1 localhost", f"127.0.1.1 host{number + 1}", f"{ADDRESSES[1 - number]} host{2 - number}"]
             file.write_text("\n".join(lines) + "\n")
         self.start(0, ["true"]).communicate(timeout=20)
         if self._running.pop().returncode:

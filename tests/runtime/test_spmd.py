@@ -29,10 +29,7 @@ ON_TWO = {
     "tensor2": both("tensor_parallel_size", 2),
     "sequence2": [*both("ulysses_sequence_parallel_size", 2), "actor_rollout_ref.ref.memory_map=True"],
 }
-ON_FOUR = {
-    "fsdp4": [],
-    "tensor2_fsdp2": both("tensor_parallel_size", 2),
-}
+ON_FOUR = {"fsdp4": [], "tensor2_fsdp2": both("tensor_parallel_size", 2)}
 APART = [
     "trainer.placement={actor:[0,1],rollout:[2,3],critic:[2,3],reference:[3],reward:[1]}",
     "actor_rollout_ref.actor.use_dynamic_bsz=True",
@@ -50,11 +47,7 @@ PHASES = (
     "[{from_step:2,changes:{batch_group_size:5}},"
     "{from_step:3,changes:{batch_group_size:1,enable_chunked_attention:True,chunk_size:16}}]"
 )
-WATCHED = {
-    "watched2": [],
-    "phases2": [f"trainer.dynamic_config={PHASES}"],
-    "layers2": [f"{ACTOR}.layer_per_group=2"],
-}
+WATCHED = {"watched2": [], "phases2": [f"trainer.dynamic_config={PHASES}"], "layers2": [f"{ACTOR}.layer_per_group=2"]}
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +73,6 @@ def two_ranks(jobs, experts):
         jobs.add(f"ppo_{name}", *PPO, *changes)
     jobs.add("ppo_experts2", *PPO, *experts, *both("expert_parallel_size", 2))
     jobs.add("split2", *PPO, SPLIT)
-    jobs.add("float2", *FLOAT32)
     saving = "actor_rollout_ref.actor.checkpoint.async_save=True"
     jobs.add("resumed2", "trainer.total_training_steps=2", "trainer.save_freq=2", "trainer.test_freq=-1", saving)
     jobs.add("resumed2", "trainer.save_freq=3", "trainer.test_freq=3", saving)
@@ -94,6 +86,7 @@ def four_ranks(jobs):
         jobs.add(f"grpo_{name}", *changes)
         jobs.add(f"ppo_{name}", *PPO, *changes)
     jobs.add("ppo_apart4", *PPO, *APART)
+    jobs.add("float4", *FLOAT32)
     run(4, "tests.runtime.several_runs", jobs.file(), timeout_s=300)
     return jobs
 
@@ -161,10 +154,11 @@ def timeline_of(run):
     return [json.loads(line) for line in (run.folder / "timeline.jsonl").read_text().splitlines()]
 
 
-def test_float32(two_ranks, jobs):
+@pytest.mark.slow
+def test_float32(four_ranks, jobs):
     reference = train_here(jobs, "float1", *FLOAT32)
-    assert_same(two_ranks.run("float2"), reference, rel=1e-5)
-    assert_same_weights(two_ranks.run("float2"), reference, 3, rel=1e-5)
+    assert_same(four_ranks.run("float4"), reference, rel=1e-5)
+    assert_same_weights(four_ranks.run("float4"), reference, 3, rel=1e-5)
 
 
 def test_a_resumed_run_is_the_unbroken_one(two_ranks, alone):

@@ -128,14 +128,7 @@ def test_5_1_a_model_of_ones_own(my_models, my_custom_model, tiny_llama):
     from transformers import AutoModelForCausalLM
 
     class CustomWorker(ActorRolloutRefWorker):
-        def _build_model_optimizer(
-            self,
-            model_path,
-            fsdp_config,
-            optim_config,
-            override_model_config,
-            role="actor",
-        ):
+        def _build_model_optimizer(self, model_path, fsdp_config, optim_config, override_model_config, role="actor"):
             if "my_custom_model" in model_path:
                 from my_models import CustomConfig, CustomModel
 

@@ -22,11 +22,7 @@ def test_3_3_devices_of_roles(capsys):
     from verl.programs.specs import placement_of
     from verl.utils import set_device_map
 
-    dp_config = DataParallelConfig(
-        actor_devices=[0, 1],
-        critic_devices=[2],
-        reward_model_devices=[3],
-    )
+    dp_config = DataParallelConfig(actor_devices=[0, 1], critic_devices=[2], reward_model_devices=[3])
     set_device_map(dp_config)
     try:
         keys = ["algorithm.adv_estimator=gae", "trainer.n_gpus_per_node=4"]

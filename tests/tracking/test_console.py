@@ -86,14 +86,7 @@ def test_plain_lines():
 
 def test_terminal():
     text = run(terminal=True)
-    for part in (
-        "verl",
-        "validation before training",
-        "gcd/reward/mean@4",
-        "careful now",
-        "Result",
-        "+0.348",
-    ):
+    for part in ("verl", "validation before training", "gcd/reward/mean@4", "careful now", "Result", "+0.348"):
         assert part in text
 
 

@@ -23,11 +23,6 @@ args = GRPOConfig(
     learning_rate=1e-3, beta=0.01, logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True,
     reward_weights=[1.0, 0.5],
 )  # fmt: skip
-trainer = GRPOTrainer(
-    model=model_path,
-    args=args,
-    train_dataset=rows,
-    reward_funcs=[digits, holds],
-)
+trainer = GRPOTrainer(model=model_path, args=args, train_dataset=rows, reward_funcs=[digits, holds])
 result = trainer.train()
 trainer.save_model(f"{output_dir}/final")

@@ -13,12 +13,7 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 CASES = {
     "messages": ({"messages": QA}, "messages", [], QA),
     "messages with unused columns": ({"messages": QA, "prompt": "q", "source": "x", "text": None}, "messages", [], QA),
-    "parts": (
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, QA[1]]},
-        "messages",
-        [],
-        QA,
-    ),
+    "parts": ({"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, QA[1]]}, "messages", [], QA),
     "messages as ShareGPT writes them": (
         {"messages": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
         "messages",
