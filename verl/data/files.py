@@ -82,8 +82,10 @@ class ParquetTable:
             raise DataError(f"{path} has several columns {quoted(twice[0])}; keep one of them.")
 
     def _read(self, file: Any) -> Any:
-        """The rows of a large file, as a memory map of its copy in the cache: parquet cannot be read by row. Rows of other files
-        are in memory, and rows whose copy cannot be written or read."""
+        """The rows of a large file, as a memory map of its copy in the cache, since parquet cannot be read by row.
+
+        Rows of other files are in memory, and rows whose copy cannot be written or read.
+        """
         import pyarrow.ipc
 
         footer = file.metadata
