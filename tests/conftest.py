@@ -19,21 +19,21 @@ settings.load_profile("verl")
 
 # Files that take longest, the longest first: begun early they leave no core without work at the end.
 LONGEST = [
+    "engines/test_fsdp.py",
+    "rollout/test_contract.py",
+    "runtime/test_reshard_runs.py",
     "runtime/test_spmd.py",
+    "rollout/test_process.py",
     "runtime/test_ray.py",
     "examples/test_pages.py",
-    "engines/test_fsdp.py",
-    "runtime/test_reshard_runs.py",
-    "run/test_async.py",
-    "run/test_ppo.py",
-    "examples/test_examples.py",
-    "rollout/test_contract.py",
-    "run/test_resume.py",
-    "runtime/test_rollout_tp.py",
-    "runtime/test_faults.py",
-    "benchmarks/test_chaos.py",
-    "reshard/test_transport.py",
-    "checkpoint/test_attack.py",
+    "rollout/test_device_backend.py",
+    "rewards/test_pool.py",
+    "rollout/test_cpu_kernels.py",
+    "rollout/test_invariance.py",
+    "run/test_inputs.py",
+    "engines/test_contract.py",
+    "run/test_distillation.py",
+    "run/test_vision.py",
 ]
 
 
