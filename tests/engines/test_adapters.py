@@ -62,7 +62,7 @@ def train(engine, adapter, seeds):
             engine.optim_step(AdamStep(learning_rate=1e-2))
 
 
-def test_adapters_in_turn_get_the_bits_that_each_gets_alone(engine):
+def test_adapters_in_turn_get_the_bits_that_each_gets_by_itself(engine):
     ranks = (2, 4, 8, 4)
     apart = [engine.new_adapter(rank, seed) for seed, rank in enumerate(ranks)]
     for number, adapter in enumerate(apart):

@@ -29,7 +29,7 @@ LAYERS = (
     ("roles",),
     ("runtime",),
     ("programs",),
-    ("run",),
+    ("run", "tinker"),
     ("api", "cli", "session"),
     ("compat",),  # serves scripts of other releases
 )

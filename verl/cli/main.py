@@ -47,6 +47,7 @@ VERBS = {
     "scale": Verb("verl.cli.scale:run_scale", "change the devices of rollout or reward of a run on Ray while it runs"),
     "show": Verb("verl.cli.show:run_show", "show a run: progress, bottleneck, advice, learning curves"),
     "view": Verb("verl.cli.view:run_view", "show runs in a browser: curves, groups, samples, tokens"),
+    "serve": Verb("verl.cli.serve:run_serve", "serve a model to clients of the Tinker SDK, who train and sample"),
     "check": Verb("verl.cli.check:run_check", "check a config, its model and its data before training"),
     "plan": Verb("verl.cli.plan:run_plan", "plan placement, layouts, memory and time of a run on a cluster"),
     "import-check": Verb(
@@ -62,7 +63,7 @@ VERBS = {
 }
 # title in `verl --help` -> its verbs
 _GROUPS = {
-    "train": ("train", "sft", "rm", "preference", "dpo", "kto", "orpo", "simpo", "cpo", "rejection"),
+    "train": ("train", "sft", "rm", "preference", "dpo", "kto", "orpo", "simpo", "cpo", "rejection", "serve"),
     "before a run": ("check", "plan", "data", "convert", "import-check", "doctor", "completion"),
     "a run and its model": ("show", "view", "scale", "eval", "generate", "export"),
 }

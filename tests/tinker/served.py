@@ -1,0 +1,86 @@
+"""A service in this process on a tiny model, and the official SDK as its client."""
+
+import asyncio
+import random
+import threading
+import time
+from contextlib import contextmanager
+
+import tinker
+
+from verl.page.launch import listen
+from verl.tinker.app import application
+from verl.tinker.checkpoints import Checkpoints
+from verl.tinker.service import Service
+
+
+class Served:
+    """A running service: its address, its state, and a client of the SDK."""
+
+    def __init__(self, url, service, faults):
+        self.url, self.service, self.faults = url, service, faults
+
+    def client(self):
+        return tinker.ServiceClient(base_url=self.url, api_key="tml-test")
+
+    def trainer(self, rank=4, seed=1, **settings):
+        name = self.service.names[0]
+        return self.client().create_lora_training_client(base_model=name, rank=rank, seed=seed, **settings).result()
+
+    def tensors(self, trainer):
+        """The weights of a training client's model."""
+        return self.service.models[trainer.model_id].adapter.weights.tensors
+
+
+class Faults:
+    """Answers a share of the requests with an error, before or after they reached the service."""
+
+    def __init__(self, app):
+        self.app, self.share, self.count = app, 0.0, 0
+        self._random = random.Random(0)
+
+    async def __call__(self, scope, receive, send):
+        path = scope.get("path", "")
+        retried = path.endswith(("forward_backward", "optim_step", "asample", "retrieve_future"))
+        if not retried or self._random.random() >= self.share:
+            return await self.app(scope, receive, send)
+        self.count += 1
+        if self._random.random() < 0.5:  # the service does it, and its answer is lost
+            await self.app(scope, receive, self._drop)
+        from starlette.responses import JSONResponse
+
+        status = self._random.choice([408, 429, 500])
+        headers = {"retry-after-ms": "10"}
+        await JSONResponse({"detail": "injected"}, status, headers=headers)(scope, receive, send)
+
+    async def _drop(self, message):
+        pass
+
+
+@contextmanager
+def running(bench, folder, key_hashes=frozenset()):
+    """A service of `bench` on a free port of this machine."""
+    import uvicorn
+
+    path = str(bench.engine._trained.base)
+    listening, ready, box = listen(), threading.Event(), {}
+
+    async def serve():
+        service = Service(bench, Checkpoints(folder, path), [path])
+        faults = Faults(application(service, key_hashes))
+        box["server"] = uvicorn.Server(uvicorn.Config(faults, log_level="error"))
+        box["served"] = Served(f"http://127.0.0.1:{listening.getsockname()[1]}", service, faults)
+        ready.set()
+        await box["server"].serve(sockets=[listening])
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    try:
+        assert ready.wait(30)
+        until = time.monotonic() + 30
+        while not box["server"].started and time.monotonic() < until:
+            time.sleep(0.01)
+        yield box["served"]
+    finally:
+        box["server"].should_exit = True
+        thread.join(30)

@@ -1,0 +1,285 @@
+"""The service, driven by the official SDK on a tiny model."""
+
+import hashlib
+import itertools
+import math
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+tinker = pytest.importorskip("tinker", reason="the extra tinker is not installed")
+
+from tinker import types  # noqa: E402
+from tinker.proto.request_conv import forward_backward_request_to_proto  # noqa: E402
+
+from tests.tinker.data import array, datum, tensor  # noqa: E402
+from tests.tinker.served import running  # noqa: E402
+from verl.tinker import routes  # noqa: E402
+
+ADAM = types.AdamParams(learning_rate=1e-2, eps=1e-8)
+PROMPT = types.ModelInput.from_ints([3, 4, 5, 6])
+
+
+def train(trainer, seeds, loss="cross_entropy", num_rows=3):
+    """One step for each seed, all posted before the first result is read."""
+    futures = []
+    for seed in seeds:
+        rows = [datum(seed * 10 + row, policy=loss != "cross_entropy") for row in range(num_rows)]
+        futures += [trainer.forward_backward(rows, loss), trainer.optim_step(ADAM)]
+    return [future.result() for future in futures]
+
+
+def equal(one, other):
+    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+POLICY = {
+    "importance_sampling": (None, lambda lp, q, a: -math.exp(lp - q) * a),
+    "ppo": (None, lambda lp, q, a: -min(math.exp(lp - q) * a, min(max(math.exp(lp - q), 0.8), 1.2) * a)),
+    "cispo": (
+        {"clip_low_threshold": 0.5, "clip_high_threshold": 3.0},
+        lambda lp, q, a: -min(max(math.exp(lp - q), 0.5), 3.0) * lp * a,
+    ),
+    "dro": ({"beta": 0.2}, lambda lp, q, a: -(lp * a - 0.1 * (lp - q) ** 2)),
+}
+
+
+@pytest.mark.parametrize("loss", POLICY)
+def test_losses_are_sums_over_tokens_of_their_formulas(served, loss):
+    settings, formula = POLICY[loss]
+    rows = [datum(seed, policy=True) for seed in range(7)]
+    trainer = served.trainer()
+    output = trainer.forward_backward(rows, loss, settings).result()
+    expected = math.fsum(
+        formula(*values)
+        for row, result in zip(rows, output.loss_fn_outputs, strict=True)
+        for values in zip(
+            array(result["logprobs"]).tolist(),
+            array(row.loss_fn_inputs["logprobs"]).tolist(),
+            array(row.loss_fn_inputs["advantages"]).tolist(),
+            strict=True,
+        )
+    )
+    assert output.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
+    trainer.optim_step(ADAM).result()
+
+
+def test_training_lowers_the_loss_and_forward_leaves_no_gradient(served):
+    trainer = served.trainer()
+    rows = [datum(seed) for seed in range(4)]
+    losses = []
+    for _ in range(6):
+        losses.append(trainer.forward(rows, "cross_entropy").result().metrics["loss:sum"])
+        trainer.forward_backward(rows, "cross_entropy").result()
+        trainer.optim_step(ADAM).result()
+    assert losses[-1] < 0.7 * losses[0]
+    trainer.forward(rows, "cross_entropy").result()
+    with pytest.raises(tinker.RequestFailedError, match="no gradients"):
+        trainer.optim_step(ADAM).result()
+
+
+def test_several_calls_before_a_step_are_one_batch(served):
+    rows = [datum(seed) for seed in range(6)]
+    joined, parts = served.trainer(), served.trainer()
+    joined.forward_backward(rows, "cross_entropy").result()
+    for start in range(0, 6, 2):
+        parts.forward_backward(rows[start : start + 2], "cross_entropy")
+    norms = [trainer.optim_step(ADAM).result().metrics["grad_norm"] for trainer in (joined, parts)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+def test_a_custom_loss_of_the_client_has_the_gradient_of_autograd(served):
+    rows = [datum(seed) for seed in range(3)]
+    weights = [torch.from_numpy(array(row.loss_fn_inputs["weights"])) for row in rows]
+
+    def weighted(data, log_probs):
+        return -sum((lp * w).sum() for lp, w in zip(log_probs, weights, strict=True)), {}
+
+    own, built_in = served.trainer(), served.trainer()
+    plain = [
+        types.Datum(model_input=r.model_input, loss_fn_inputs={"target_tokens": r.loss_fn_inputs["target_tokens"]})
+        for r in rows
+    ]
+    own.forward_backward_custom(plain, weighted).result()
+    built_in.forward_backward(rows, "cross_entropy").result()
+    gradients = [served.service.models[trainer.model_id].adapter.gradients for trainer in (own, built_in)]
+    for name, gradient in gradients[1].items():
+        assert (gradients[0][name] - gradient).abs().max() <= 1e-5 * gradient.abs().max()
+
+
+def body(model_id, seq_id):
+    rows = types.ForwardBackwardInput(data=[datum(seq_id)], loss_fn="cross_entropy")
+    request = types.ForwardBackwardRequest(forward_backward_input=rows, model_id=model_id, seq_id=seq_id)
+    return forward_backward_request_to_proto(request).SerializeToString()
+
+
+def post(served, route, content, media="application/json"):
+    return httpx.post(f"{served.url}/api/v1/{route}", content=content, headers={"content-type": media}, timeout=60)
+
+
+def result(served, future):
+    return post(served, "retrieve_future", types.FutureRetrieveRequest(request_id=future).model_dump_json())
+
+
+def test_requests_of_a_model_run_by_number_in_whatever_order_they_come(served):
+    weights = []
+    for order in itertools.permutations((1, 2, 3)):
+        trainer = served.trainer()
+        futures = {}
+        for number in order:
+            for _ in range(2):  # a repeated request gets the future of the first
+                answer = post(served, "forward_backward", body(trainer.model_id, number), "application/x-protobuf")
+                assert answer.status_code == 200
+                assert futures.setdefault(number, answer.json()["request_id"]) == answer.json()["request_id"]
+        step = types.OptimStepRequest(model_id=trainer.model_id, seq_id=4, adam_params=ADAM).model_dump_json()
+        done = post(served, "optim_step", step).json()["request_id"]
+        assert "grad_norm" in result(served, done).json()["metrics"]
+        weights.append(served.tensors(trainer))
+    assert all(equal(weights[0], other) for other in weights[1:])
+    other = post(served, "forward_backward", body(trainer.model_id, 2) + b"\x28\x01", "application/x-protobuf")
+    assert other.status_code == 400
+
+
+def test_a_result_that_is_not_there_yet_is_asked_for_again(served, monkeypatch):
+    monkeypatch.setattr(routes, "POLL_S", 0.05)
+    trainer = served.trainer()
+    early = post(served, "forward_backward", body(trainer.model_id, 2), "application/x-protobuf").json()["request_id"]
+    waits = result(served, early)
+    assert waits.status_code == 408
+    assert waits.json() == {"type": "try_again", "request_id": early, "queue_state": "active"}
+
+
+def test_a_clean_run_and_one_with_lost_answers_train_to_the_same_bits(served):
+    clean, faulty = served.trainer(), served.trainer()
+    train(clean, range(20), num_rows=1)
+    served.faults.share, before = 0.05, served.faults.count
+    try:
+        train(faulty, range(20), num_rows=1)
+    finally:
+        served.faults.share = 0.0
+    assert served.faults.count > before
+    assert equal(served.tensors(clean), served.tensors(faulty))
+
+
+def test_a_snapshot_stays_as_it_is_while_training_goes_on(served):
+    trainer = served.trainer()
+    train(trainer, range(2))
+    sampler = trainer.save_weights_and_get_sampling_client().result()
+    before = sampler.compute_logprobs(PROMPT).result()
+    sampling = types.SamplingParams(max_tokens=6, seed=5)
+    sampled = [sampler.sample(PROMPT, 2, sampling).result() for _ in range(2)]
+    train(trainer, range(4))
+    later = trainer.save_weights_and_get_sampling_client().result()
+    assert later.compute_logprobs(PROMPT).result() != before
+    assert sampler.compute_logprobs(PROMPT).result() == before
+    sampled.append(sampler.sample(PROMPT, 2, sampling).result())
+    tokens = [[list(sequence.tokens) for sequence in answer.sequences] for answer in sampled]
+    assert tokens[0] == tokens[1] == tokens[2]
+    assert tokens[0][0] != tokens[0][1]
+
+
+def test_log_probs_of_samples_equal_the_log_probs_of_training(served):
+    trainer = served.trainer()
+    train(trainer, range(3))
+    sampler = trainer.save_weights_and_get_sampling_client().result()
+    params = types.SamplingParams(max_tokens=8, seed=1, stop=[])
+    answer = sampler.sample(PROMPT, 16, params, include_prompt_logprobs=True, topk_prompt_logprobs=2).result()
+    assert answer.prompt_logprobs[0] is None
+    assert len(answer.topk_prompt_logprobs) == 4
+    differences = []
+    for sequence in answer.sequences:
+        ids = [*PROMPT.to_ints(), *sequence.tokens]
+        inputs = {"target_tokens": tensor(np.array(ids[1:])), "weights": tensor(np.ones(len(ids) - 1, np.float32))}
+        row = types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs)
+        trained = array(trainer.forward([row], "cross_entropy").result().loss_fn_outputs[0]["logprobs"])
+        differences += np.abs(trained[3:] - np.array(sequence.logprobs)).tolist()
+        assert trained[:3] == pytest.approx(answer.prompt_logprobs[1:], abs=1e-4)
+    assert len(answer.sequences[0].tokens) == 8
+    assert np.mean(differences) < 1e-4
+
+
+def test_a_loaded_checkpoint_goes_on_bit_for_bit(served):
+    straight = served.trainer()
+    train(straight, range(3))
+    path = straight.save_state("third").result().path
+    train(straight, range(3, 6))
+    client = served.client()
+    resumed = client.create_training_client_from_state_with_optimizer(path).result()
+    train(resumed, range(3, 6))
+    assert equal(served.tensors(straight), served.tensors(resumed))
+    fresh = client.create_training_client_from_state(path).result()
+    train(fresh, range(3, 6))
+    assert not equal(served.tensors(straight), served.tensors(fresh))
+    with pytest.raises(tinker.RequestFailedError, match="exists already"):
+        straight.save_state("third").result()
+    rest = client.create_rest_client()
+    run = rest.get_training_run(straight.model_id).result()
+    assert run.last_checkpoint.tinker_path == path
+    assert [c.checkpoint_id for c in rest.list_checkpoints(straight.model_id).result().checkpoints] == ["weights/third"]
+    sampler = client.create_sampling_client(
+        model_path=straight.save_weights_for_sampler("final").result().path
+    ).result()
+    assert sampler.compute_logprobs(PROMPT).result()[1] < 0
+
+
+def test_models_in_turn_train_to_the_bits_that_each_gets_by_itself(served):
+    apart = [served.trainer(rank=rank, seed=rank) for rank in (2, 8)]
+    for trainer in apart:
+        train(trainer, range(4))
+    together = [served.trainer(rank=rank, seed=rank) for rank in (2, 8)]
+    futures = []
+    for seed in range(4):
+        for trainer in together:
+            rows = [datum(seed * 10 + row) for row in range(3)]
+            futures += [trainer.forward_backward(rows, "cross_entropy"), trainer.optim_step(ADAM)]
+    for future in futures:
+        future.result()
+    for one, other in zip(apart, together, strict=True):
+        assert equal(served.tensors(one), served.tensors(other))
+
+
+def test_a_refused_batch_takes_no_number_away_and_a_failed_one_no_step(served):
+    trainer = served.trainer()
+    with pytest.raises(tinker.BadRequestError, match="no loss"):
+        trainer.forward_backward([datum(0, policy=True)], "gspo").result()
+    train(trainer, range(1))
+    before = {name: value.clone() for name, value in served.tensors(trainer).items()}
+    overflow = datum(0, logprobs=np.full(4, -3e38, np.float32), advantages=np.ones(4, np.float32), length=4)
+    failed = trainer.forward_backward([overflow], "importance_sampling")
+    step = trainer.optim_step(ADAM)
+    with pytest.raises(tinker.RequestFailedError, match="loss is"):
+        failed.result()
+    with pytest.raises(tinker.RequestFailedError, match="no step was taken"):
+        step.result()
+    assert equal(before, served.tensors(trainer))
+    train(trainer, range(1))
+
+
+def test_every_error_has_a_sentence(served):
+    trainer = served.trainer()
+    answers = {
+        404: [httpx.get(f"{served.url}/api/v1/nowhere"), post(served, "get_info", '{"model_id": "x"}'),
+              result(served, "x"), httpx.get(f"{served.url}/api/v1/training_runs/..%2f..%2fetc")],
+        400: [post(served, "optim_step", "{"), post(served, "optim_step", "[]"), post(served, "forward_backward", b"\xff"),
+              post(served, "optim_step", f'{{"model_id": "{trainer.model_id}", "adam_params": {{"beta1": 2}}, "seq_id": 1}}'),
+              post(served, "weights_info", '{"tinker_path": "tinker://a/b/c"}')],
+        410: [post(served, "session_heartbeat", '{"session_id": "gone"}')],
+        405: [httpx.get(f"{served.url}/api/v1/asample")],
+    }  # fmt: skip
+    for status, sent in answers.items():
+        for answer in sent:
+            assert answer.status_code == status, answer.text
+            assert answer.json()["detail"]
+    assert httpx.get(f"{served.url}/api/v1/healthz").json() == {"status": "ok"}
+
+
+def test_a_server_with_keys_takes_only_these(bench, tmp_path):
+    with running(bench, tmp_path, frozenset({hashlib.sha256(b"tml-right").hexdigest()})) as served:
+        codes = [
+            httpx.post(f"{served.url}/api/v1/client/config", headers={"x-api-key": key}, content="{}").status_code
+            for key in ("tml-wrong", "tml-right")
+        ]
+        assert codes == [401, 200]
+        assert httpx.get(f"{served.url}/api/v1/healthz").status_code == 200

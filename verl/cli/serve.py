@@ -1,0 +1,91 @@
+"""`verl serve tinker model=PATH ...`: a training service for the official Tinker SDK."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+from verl.cli.parser import Parser
+from verl.config import PPOConfig, load_config
+from verl.errors import ConfigError, MissingExtraError
+
+_ABOUT = "Serve a base model to clients of the Tinker SDK, who train LoRA adapters on it and sample from them."
+_OPTIONS = {
+    "model": "Hugging Face folder or name of the base model",
+    "name": "further name of the base model for clients (default: only its path and the folder's name)",
+    "host": "address to listen at (default: 127.0.0.1, this machine only)",
+    "port": "port to listen at (default: any that is free)",
+    "folder": "folder for models and checkpoints (default: runs/tinker)",
+    "rank": "largest rank of an adapter (default: 64)",
+    "keys": "file with SHA-256 sums of API keys, one a line (default: any key is taken)",
+}
+_KEY_HASH = re.compile(r"[0-9a-f]{64}")
+
+
+def run_serve(argv: list[str]) -> int:
+    """Serve until Ctrl-C: the exit code."""
+    names = "\n".join(f"  {name}={'...':<8} {text}" for name, text in _OPTIONS.items())
+    about, raw = f"{_ABOUT}\n\nsettings:\n{names}", argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="verl serve", description=about, formatter_class=raw)
+    parser.add_argument("kind", choices=["tinker"], help="the clients' protocol")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings below, and keys of docs/config.md")
+    arguments = parser.parse_args(argv)
+    options, keys = _options(arguments.settings)
+    if importlib.util.find_spec("tinker") is None:
+        raise MissingExtraError("verl serve tinker", "tinker", "tinker")
+    from verl.page.launch import listen
+    from verl.tinker.server import serve_tinker
+
+    config = serving_config(options["model"], keys, _count("rank", options.get("rank", "64")))
+    hashes = _key_hashes(options["keys"]) if "keys" in options else frozenset()
+    listening = listen(options.get("host", "127.0.0.1"), _count("port", options.get("port", "0")))
+    folder = Path(options.get("folder", "runs/tinker")).expanduser()
+
+    def say(address: str) -> None:
+        print(f"{address}\nSet TINKER_BASE_URL to this address and TINKER_API_KEY to tml-...; Ctrl-C ends.", flush=True)
+
+    serve_tinker(config, listening, folder, [options["name"]] if "name" in options else [], hashes, say)
+    return 0
+
+
+def serving_config(model: str, keys: list[str], rank: int) -> PPOConfig:
+    """The config of the service: `keys` of docs/config.md over its own values. Raises ConfigError."""
+    values: dict[str, Any] = {
+        "actor_rollout_ref.model.path": model,
+        "actor_rollout_ref.model.lora_rank": rank,
+        "actor_rollout_ref.model.enable_gradient_checkpointing": False,
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 2048,
+    }
+    return load_config(keys, values=[values], check=False).config
+
+
+def _options(settings: list[str]) -> tuple[dict[str, str], list[str]]:
+    """The command's own settings, and the keys of the config."""
+    pairs = [setting.partition("=") for setting in settings]
+    if bad := [name for name, equals, _ in pairs if not equals]:
+        raise ConfigError(f"{bad[0]!r} is no setting. Write key=value, such as model=PATH.")
+    options = {name: value for name, _, value in pairs if name in _OPTIONS}
+    if "model" not in options:
+        raise ConfigError("verl serve tinker needs model=PATH, the folder of the base model.")
+    return options, ["=".join((name, value)) for name, _, value in pairs if name not in _OPTIONS]
+
+
+def _count(name: str, text: str) -> int:
+    if not text.isdigit():
+        raise ConfigError(f"{name}={text} is no number from 0 on.")
+    return int(text)
+
+
+def _key_hashes(path: str) -> frozenset[str]:
+    """The sums in a file, without empty lines and comments."""
+    try:
+        lines = [line.partition("#")[0].strip() for line in Path(path).expanduser().read_text("utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"keys={path} cannot be read: {error}.") from error
+    hashes = [line for line in lines if line]
+    if not hashes or not all(map(_KEY_HASH.fullmatch, hashes)):
+        raise ConfigError(f"keys={path} must have SHA-256 sums, 64 hexadecimal digits, one a line.")
+    return frozenset(hashes)

@@ -1,0 +1,81 @@
+"""Typed records of the service: what requests ask for, free of the wire's form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from verl.data_proto.samples import Completion, SamplingParams
+
+
+class RefusedRequest(Exception):
+    """A request that is answered with `status` and a sentence."""
+
+    def __init__(self, sentence: str, status: int = 400):
+        super().__init__(sentence)
+        self.sentence, self.status = sentence, status
+
+
+@dataclass(frozen=True)
+class Datum:
+    """A sequence `tokens` int64 [N] with the inputs of its loss: target_tokens and others, each [N] or [N, K]. Position i
+    predicts target_tokens[i]."""
+
+    tokens: np.ndarray
+    inputs: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class TrainingRequest:
+    """Rows for one forward and, unless `forward_only`, backward pass, summed by the loss `loss`."""
+
+    model_id: str
+    seq_id: int
+    loss: str
+    settings: Mapping[str, float]
+    data: list[Datum]
+    forward_only: bool = False
+
+
+@dataclass(frozen=True)
+class TrainingOutput:
+    """Log-probs of the targets of each datum, [N] or [N, K] float32, and metrics named `name:reduction`."""
+
+    log_probs: list[np.ndarray]
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class SamplingRequest:
+    """`num_samples` samples of at most `max_tokens` tokens after `tokens`. `params` is equal for requests that are computed
+    together. `ordinal` keys the random numbers."""
+
+    tokens: tuple[int, ...]
+    num_samples: int
+    max_tokens: int
+    params: SamplingParams
+    ordinal: int
+    prompt_log_probs: bool = False
+    top_of_prompt: int = 0  # most probable tokens that are listed at each token of the prompt
+    top_of_samples: int = 0
+    last_tokens: int | None = None  # of the prompt that are scored; None: all
+
+
+@dataclass(frozen=True)
+class TopTokens:
+    """The K most probable tokens at each position, descending: both [positions, K]."""
+
+    ids: np.ndarray
+    log_probs: np.ndarray
+
+
+@dataclass(frozen=True)
+class SampleOutput:
+    """Samples of one request. `prompt_log_probs` is float32 [prompt], NaN where nothing was scored."""
+
+    completions: list[Completion]
+    prompt_log_probs: np.ndarray | None = None
+    prompt_top: TopTokens | None = None
+    sample_tops: list[TopTokens] = field(default_factory=list)

@@ -1,0 +1,176 @@
+"""The computation behind the service: passes, optimizer steps and samples of many adapters on one base model.
+
+Training computes on a module with adapters, sampling and scoring on a second one with the sampler's adapter merged in. Only one
+thread may call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.algorithms.sum_losses import SUM_LOSSES
+from verl.config import PPOConfig
+from verl.data_proto.metrics import Metric
+from verl.data_proto.proto import DataProto
+from verl.data_proto.samples import PromptRequest
+from verl.data_proto.trajectory import token_columns
+from verl.engines.adapters import Adapter, AdapterEngine, AdapterWeights, MergedWeights
+from verl.engines.api import BatchTotals, MicroBatching
+from verl.engines.local import LocalEngine
+from verl.errors import NumericsError
+from verl.models.load import load_tokenizer
+from verl.models.optim import AdamStep
+from verl.models.tokenizer import eos_token_ids
+from verl.parallel.device import resolve_device
+from verl.rollout.native.engine import NativeRollout
+from verl.rollout.requests import vocab_size
+from verl.tinker.records import Datum, SampleOutput, SamplingRequest, TopTokens, TrainingOutput, TrainingRequest
+
+_LOG_PROBS = "candidate_log_probs"
+
+
+class Workbench:
+    """The base model of `config` (actor_rollout_ref.model.path), whose `lora_rank` is the largest rank of an adapter."""
+
+    def __init__(self, config: PPOConfig):
+        sections = config.actor_rollout_ref
+        settings: dict[str, Any] = {
+            "engine": sections.actor.fsdp_config,
+            "head": "lm",
+            "device": resolve_device(config.trainer.device),
+            "total_steps": 1,
+            "share_prompts": False,  # rows have one token of prompt
+        }
+        self.engine = AdapterEngine(model=sections.model, optim=sections.actor.optim, **settings)
+        self._scorer = LocalEngine(model=replace(sections.model, lora_rank=0), optim=None, **settings)
+        self._merged = MergedWeights(self._scorer.module, self.engine)
+        self._shown: AdapterWeights | None = None
+        self.micro = MicroBatching(max_tokens=sections.actor.ppo_max_token_len_per_gpu)
+        self.tokenizer = load_tokenizer(sections.model)
+        self.eos_token_ids = eos_token_ids(self._scorer.module, self.tokenizer)
+        self._rollout = NativeRollout(
+            self._scorer.module, self.tokenizer, sections.rollout, eos_token_ids=self.eos_token_ids
+        )
+        self.vocabulary = vocab_size(self._scorer.module)
+        model = self._scorer.module.config.get_text_config()
+        self.architecture = str(model.model_type)
+        limits = (sections.rollout.max_model_len, getattr(model, "max_position_embeddings", None))
+        self.longest = min((limit for limit in limits if limit is not None), default=1 << 20)
+
+    def forward_backward(self, adapter: Adapter, request: TrainingRequest) -> TrainingOutput:
+        """The sum of the loss over all rows, and the log-probs of their targets; adds the gradient to the adapter's unless
+        `forward_only`. Raises NumericsError for a loss that is not finite."""
+        batch = _training_batch(request.data)
+        collected: dict[int, np.ndarray] = {}
+
+        def loss(
+            outputs: dict[str, torch.Tensor], batch: DataProto, totals: BatchTotals | None
+        ) -> tuple[torch.Tensor, dict[str, Metric]]:
+            del totals  # a sum is divided by nothing
+            log_probs, columns = outputs[_LOG_PROBS], batch.batch
+            for row, number in enumerate(columns["number"].tolist()):
+                collected[number] = log_probs[row].detach().to("cpu", torch.float32).numpy()
+            chosen = SUM_LOSSES[request.loss]
+            inputs = {name: columns[name].to(log_probs) for name in chosen.inputs}
+            return chosen.function(log_probs, **inputs, **request.settings), {}
+
+        with self.engine.using(adapter):
+            if request.forward_only:
+                outputs = self.engine.forward(batch, (_LOG_PROBS,), self.micro)
+                value = loss(outputs, batch, None)[0].item()
+            else:
+                value = self.engine.forward_backward(batch, loss, (_LOG_PROBS,), self.micro)["loss"].value
+        if not np.isfinite(value):
+            raise NumericsError(f"The loss is {value}. Look at the log-probs and weights of the data.")
+        log_probs = [_of_targets(collected[number], datum) for number, datum in enumerate(request.data)]
+        return TrainingOutput(log_probs, {"loss:sum": value})
+
+    def optim_step(self, adapter: Adapter, values: AdamStep) -> dict[str, float]:
+        """One step on the adapter's gradients, which it forgets. Raises NumericsError for gradients that are not finite, which
+        leave the weights as they were, and ConfigError without gradients."""
+        with self.engine.using(adapter):
+            metrics = self.engine.optim_step(values)
+        norm = metrics["grad_norm"].value
+        if "num_skipped_updates" in metrics:
+            raise NumericsError(f"The gradient norm is {norm}; the step was not taken, and no weight changed.")
+        return {"grad_norm": norm}
+
+    def sample(self, weights: AdapterWeights | None, requests: Sequence[SamplingRequest]) -> list[SampleOutput]:
+        """The samples of requests with equal `params` and different ordinals under `weights` (None: the base model)."""
+        self._show(weights)
+        params = replace(requests[0].params, max_new_tokens=max(request.max_tokens for request in requests))
+        prompts = [
+            PromptRequest(r.ordinal, r.tokens, num_samples=r.num_samples, max_new_tokens=r.max_tokens) for r in requests
+        ]
+        completions = iter(self._rollout.generate(prompts, params, step=0))
+        return [self._output(r, [next(completions) for _ in range(r.num_samples)]) for r in requests]
+
+    def _show(self, weights: AdapterWeights | None) -> None:
+        if weights is not self._shown:
+            self._merged.show(weights)
+            self._shown = weights
+            self._rollout.publish(self._rollout.weight_version + 1)
+
+    def _output(self, request: SamplingRequest, completions: list[Any]) -> SampleOutput:
+        log_probs, top, tops = None, None, []
+        if request.prompt_log_probs or request.top_of_prompt:
+            log_probs, top = self._scores(request.tokens[:1], request.tokens[1:], request.top_of_prompt)
+            unscored = len(request.tokens) - (request.last_tokens or len(request.tokens))
+            log_probs = np.concatenate([np.full(1, np.nan, np.float32), log_probs])
+            log_probs[:unscored] = np.nan
+            if top is not None:  # nothing predicts the first token
+                empty = np.zeros((1, request.top_of_prompt))
+                top = TopTokens(np.concatenate([empty, top.ids]), np.concatenate([empty - 99999.0, top.log_probs]))
+        if request.top_of_samples:
+            ends = (tuple(completion.token_ids) for completion in completions)
+            tops = [
+                t for end in ends if (t := self._scores(request.tokens, end, request.top_of_samples)[1]) is not None
+            ]
+        return SampleOutput(completions, log_probs if request.prompt_log_probs else None, top, tops)
+
+    def _scores(self, start: Sequence[int], end: Sequence[int], top: int) -> tuple[np.ndarray, TopTokens | None]:
+        """Log-probs [end] of the tokens `end` after `start` at temperature 1, and the `top` most probable tokens there."""
+        if not len(end):
+            return np.zeros(0, np.float32), TopTokens(np.zeros((0, top)), np.zeros((0, top))) if top else None
+        row = (np.asarray(start), np.asarray(end), np.ones(len(end), dtype=bool))
+        names = ("log_probs", *((f"top_log_probs@{top}", f"top_ids@{top}") if top else ()))
+        columns = self._scorer.forward(DataProto.from_dict(token_columns([row])), names, self.micro)
+        log_probs, *best = (columns[name][0].numpy() for name in names)
+        return log_probs, TopTokens(best[1], best[0]) if top else None
+
+
+def _training_batch(data: Sequence[Datum]) -> DataProto:
+    """The columns of rows [batch, N]: the first token is the prompt, and the last position predicts a token that is no input.
+    Targets are candidate_ids [batch, N, K], and the other inputs float32 columns of that shape."""
+    dummy = np.zeros(1, dtype=np.int64)
+    rows = [(d.tokens[:1], np.concatenate([d.tokens[1:], dummy]), np.ones(len(d.tokens), dtype=bool)) for d in data]
+    columns = token_columns(rows)
+    width = columns["responses"].shape[1]
+    columns["candidate_ids"] = _stacked([d.inputs["target_tokens"] for d in data], width, torch.int64)
+    for name in data[0].inputs:
+        if name != "target_tokens":
+            columns[name] = _stacked([d.inputs[name] for d in data], width, torch.float32)
+    columns["number"] = torch.arange(len(data))
+    return DataProto.from_dict(columns)
+
+
+def _stacked(arrays: Sequence[np.ndarray], width: int, dtype: torch.dtype) -> torch.Tensor:
+    """[batch, width, K] with zeros where an array [N] or [N, K] ends."""
+    most = max(1 if array.ndim == 1 else array.shape[1] for array in arrays)
+    stacked = torch.zeros(len(arrays), width, most, dtype=dtype)
+    for row, array in enumerate(arrays):
+        matrix = torch.from_numpy(array.reshape(len(array), -1))
+        stacked[row, : matrix.shape[0], : matrix.shape[1]] = matrix.to(dtype)
+    return stacked
+
+
+def _of_targets(log_probs: np.ndarray, datum: Datum) -> np.ndarray:
+    """The part of [width, K] in the shape of the datum's targets."""
+    targets = datum.inputs["target_tokens"]
+    part = log_probs[: len(targets)]
+    return part[:, 0] if targets.ndim == 1 else part[:, : targets.shape[1]]
