@@ -89,11 +89,10 @@ def learned(script: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """First and last values of what the script is to improve."""
     key = "test/nll" if script == "sft" else "env/all/reward/total"
     values = [row[key] for row in rows if key in row]
-    times = [row["time/total"] for row in rows if "time/total" in row]
     if not values:
         return {"metrics": sorted({name for row in rows for name in row})}
-    means = {"first_4": sum(values[:4]) / len(values[:4]), "last_4": sum(values[-4:]) / len(values[-4:])}
-    return {"key": key, "values": values, **means, "seconds_per_step": sum(times) / max(1, len(times))}
+    times = [row["time/total"] for row in rows if "time/total" in row]
+    return {"key": key, "values": values, "seconds_per_step": sum(times) / len(times) if times else None}
 
 
 def conversations(count: int) -> list[dict[str, Any]]:
