@@ -5,7 +5,7 @@ import json
 import pytest
 
 from verl.config import load_config
-from verl.errors import ConfigError, VerlError
+from verl.errors import ConfigError
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MEGATRON = f"{ACTOR}.megatron"
@@ -115,10 +115,11 @@ def test_a_list_gets_its_sentence(name, tiny_tree):
         load_config(overrides(text, tiny_tree))
 
 
-def test_float16_is_never_another_dtype(tiny_tree, no_pictures):
+def test_float16_of_megatron_is_the_dtype_of_the_local_engine(tiny_tree, no_pictures):
     from verl.run.host import train
 
-    keys = overrides(f"model_engine=megatron {MEGATRON}.dtype=float16", tiny_tree)
+    keys = overrides(f"model_engine=megatron {MEGATRON}.dtype=float16 {ROLLOUT}.dtype=float16", tiny_tree)
     keys.remove(f"{ACTOR}.fsdp_config.dtype=float32")
-    with pytest.raises(VerlError, match="dtype=float16 would need loss scaling"):
-        train(load_config(keys))
+    assert train(load_config(keys)) == 0
+    lines = open(f"{tiny_tree['trainer']['default_local_dir']}/metrics.jsonl").read().splitlines()
+    assert all(row["actor/loss_scale"] == 2.0**16 for row in map(json.loads, lines) if "actor/grad_norm" in row)

@@ -57,6 +57,8 @@ BROKEN = [
     ("error", f"{ACTOR}.deepspeed.config", [f"{ACTOR}.strategy=deepspeed", f"{ACTOR}.deepspeed.config=missing.json"]),
     ("error", f"{ACTOR}.deepspeed.config", [f"{ACTOR}.strategy=deepspeed", f"{ACTOR}.deepspeed.offload_param=True"]),
     ("error", f"{ACTOR}.megatron", ["model_engine=megatron", f"{ACTOR}.megatron.context_parallel_size=2"]),
+    ("error", f"{ROLLOUT}.dtype", [f"{ROLLOUT}.dtype=float16"]),
+    ("error", f"{ACTOR}.fsdp_config.model_dtype", [f"{ACTOR}.fsdp_config.model_dtype=fp16"]),
     ("error", "trainer.logger", ["trainer.logger=[console,wandbb]"]),
     ("error", f"{MODEL}.override_config", [f"{MODEL}.override_config.num_hidden_layers=1000000000"]),
     ("error", f"{MODEL}.override_config", [f"{MODEL}.override_config.vocab_size=10000000000"]),

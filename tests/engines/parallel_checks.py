@@ -408,6 +408,26 @@ def check_bfloat16(folder):
     return {name: max(row[name] for row in gaps) for name in gaps[0]}
 
 
+@on(2)
+def check_float16(folder):
+    """Gradients overflow on the last rank only, until the loss scale is small enough there."""
+    path, micro = model_folder(folder, "qwen3"), MicroBatching(max_tokens=24)
+    gaps, many = compare(path, dtype="float16"), make(FSDPEngine, path, dtype="float16")
+    batch = make_batch(0, (3, 2)).select_idxs(rows_of(many, 5))
+
+    def loss(outputs, rows, totals):
+        value, metrics = policy_loss(outputs, rows, totals)
+        return value * (1e3 if dist.get_rank() else 1e-6), metrics
+
+    scales = []
+    while many.num_steps == 0 and len(scales) < 40:
+        metrics = many.train_batch(batch, loss, OUTPUTS["lm"], micro)
+        scales.append([metrics["loss_scale"].value, metrics["overflow_ratio"].value])
+    of_ranks: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, scales)
+    return {"gaps": gaps, "scales": of_ranks}
+
+
 def whole_state(engine):
     """Model and optimizer, gathered."""
     state = engine.state()

@@ -17,7 +17,7 @@ from verl.models.parallel.tensor import check_divisible
 pytestmark = pytest.mark.seed("B2", "B7")
 
 CHECKS = {n: f for n, f in vars(parallel_checks).items() if hasattr(f, "ranks")}
-SINGLE = {"check_fsdp_float32", "check_bfloat16", "check_padded_family"}
+SINGLE = {"check_fsdp_float32", "check_bfloat16", "check_float16", "check_padded_family"}
 OTHER = {n for n in CHECKS if "checkpoint_of" in n} | {"check_checkpoint", "check_failure_on_the_first_rank"}
 OTHER |= {"check_change_while_training"}
 
@@ -66,6 +66,14 @@ def test_float32_and_bfloat16(two):
     assert gaps["loss"] < 0.05
     assert gaps["grad_norm"] < 0.05
     assert gaps["weights"] < 0.05
+
+
+def test_float16_skips_a_step_on_all_ranks_if_one_overflows(two):
+    gaps, (first, last) = two["check_float16"]["gaps"], two["check_float16"]["scales"]
+    assert max(gaps["loss"], gaps["grad_norm"], gaps["weights"]) < 0.01
+    assert first == last
+    assert [scale for scale, _ in first[:3]] == [2.0**15, 2.0**14, 2.0**13]
+    assert first[-1] == [2.0 ** (17 - len(first)), 0.0]  # the last step is taken
 
 
 @pytest.mark.parametrize("check", ["check_checkpoint", "check_checkpoint_of_experts", "check_checkpoint_of_adapters"])

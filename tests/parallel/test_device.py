@@ -14,6 +14,7 @@ from verl.models.matmul import Matmul
 from verl.parallel import device as device_module
 from verl.parallel.device import (
     compute_dtype,
+    has_only_float16,
     make_current,
     move_module,
     moved,
@@ -122,17 +123,21 @@ def test_the_bf16_path_of_a_cpu_can_be_forced(monkeypatch, forced, native):
         native_bf16(CPU)
 
 
-@pytest.mark.parametrize(("capability", "native"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
-def test_bf16_follows_the_generation_of_the_gpu(monkeypatch, capability, native):
+@pytest.mark.parametrize(
+    ("capability", "native", "only_float16"),
+    [((6, 1), False, False), ((7, 5), False, True), ((8, 0), True, False), ((9, 0), True, False)],
+)
+def test_dtypes_follow_the_generation_of_the_gpu(monkeypatch, capability, native, only_float16):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     assert native_bf16(torch.device("cuda")) is native
+    assert has_only_float16(torch.device("cuda")) is only_float16
+    assert not has_only_float16(CPU)
 
 
 def test_names_of_number_formats():
     assert compute_dtype("bf16", CPU) == parse_dtype("bfloat16") == torch.bfloat16
     assert compute_dtype("fp32", CPU) == parse_dtype("float32") == torch.float32
-    with pytest.raises(ConfigError, match="loss scaling"):
-        compute_dtype("fp16", CPU)
+    assert compute_dtype("fp16", CPU) == parse_dtype("float16") == torch.float16
     with pytest.raises(ConfigError, match="int8"):
         compute_dtype("int8", CPU)
 

@@ -81,6 +81,10 @@ class AdapterEngine(LocalEngine):
 
     def __init__(self, *, model: ModelConfig, **settings: Any):
         super().__init__(model=replace(model, target_modules="all-linear", lora_alpha=ALPHA), **settings)
+        if self.compute_dtype == torch.float16:
+            raise ConfigError(
+                "Adapters that take turns have no loss scales, so they do not train in float16. Use bfloat16."
+            )
         self._layers = lora_layers(self.module)
         self._head = self.module.get_output_embeddings()
 

@@ -4,6 +4,7 @@ weights and state."""
 from __future__ import annotations
 
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -291,11 +292,7 @@ class TrainedEngine(ABC):
             rows_of(batch, rows, reads), micro, self.share_prompts, unit_ids(batch, unit), pads=self.pads
         )
         count = int(self._largest_of_ranks(torch.tensor([len(plan)])))
-        log.debug(
-            "Micro-batches of %s rows%s",
-            [len(part) for part in plan],
-            f", {count} on other ranks" * (count > len(plan)),
-        )
+        log.debug("Micro-batches of %s rows; %d on the rank with most", [len(part) for part in plan], count)
         return plan + [[] for _ in range(count - len(plan))]
 
     def _pack(self, part: DataProto, reads: Reads) -> PackedBatch:
@@ -363,7 +360,8 @@ class TrainedEngine(ABC):
         """The metrics of one micro-batch, whose gradients are added to the other micro-batches' gradients."""
         value, metrics = loss(named_outputs, part, totals)
         if value.requires_grad:  # a micro-batch in which nothing trains has no graph
-            value.backward()
+            assert self.optimizer is not None, "a frozen model cannot be trained"
+            self.optimizer.scaled(value).backward()
         return {**metrics, "loss": Metric.sum(value.detach())}
 
     def _learning_rate(self) -> float:
@@ -383,7 +381,11 @@ class TrainedEngine(ABC):
         metrics = merge_metrics(list(parts))
         accept = None if check is None else partial(self._accepts, check, metrics)
         result = self.optimizer.step(self._learning_rate() if learning_rate is None else learning_rate, accept)
-        metrics["grad_norm"] = Metric.last(result.grad_norm)
+        is_finite = math.isfinite(result.grad_norm)
+        if (scale := self.optimizer.loss_scale) is not None:
+            metrics |= {"loss_scale": Metric.last(scale.value), "overflow_ratio": Metric.mean(float(not is_finite))}
+        if scale is None or is_finite:  # an overflow would hide the norms of the other steps
+            metrics["grad_norm"] = Metric.last(result.grad_norm)
         if not result.taken:
             metrics["num_skipped_updates"] = Metric.last(1.0)
             restore_random_state(before, self.device)
@@ -391,4 +393,6 @@ class TrainedEngine(ABC):
 
     def _accepts(self, check: StepCheck, metrics: Mapping[str, Metric], grad_norm: float) -> bool:
         batch_metrics = whole_batch_metrics(metrics, check.names, self._sum_over_ranks, self._largest_of_ranks)
-        return check({**batch_metrics, "grad_norm": grad_norm})
+        scale = self.optimizer.loss_scale if self.optimizer else None
+        overflows = scale is not None and scale.overflows(grad_norm)  # which lowers the scale; nothing looks wrong
+        return check(batch_metrics if overflows else {**batch_metrics, "grad_norm": grad_norm})

@@ -38,6 +38,7 @@ from verl.errors import ConfigError
 from verl.models.chunked_mlp import chunked_feed_forward
 from verl.models.forward import keep_fused
 from verl.models.load import load_external, load_model_config
+from verl.models.loss_scale import LossScale
 from verl.models.optim import ELEMENTWISE, MasterOptimizer
 from verl.models.packing import PackedBatch
 from verl.models.padded import KINDS, forward_kind, require_packed
@@ -102,7 +103,8 @@ class FSDPEngine(TrainedEngine):
             wide = torch.promote_types(narrow, torch.float32)
             norm = GradientNorm(self.shards, self.groups, device)
             rounded = {name: shard.rounded for name, shard in self.shards.items() if shard.rounded is not None}
-            self.optimizer = MasterOptimizer(self.module, self.optim, wide, norm, rounding, rounded)
+            scale = LossScale.of(narrow)
+            self.optimizer = MasterOptimizer(self.module, self.optim, wide, norm, rounding, rounded, loss_scale=scale)
         parameters = ShardedParameters(self.shards, self.groups, device)
         self._trained = TrainedState(self.module, parameters, self.optimizer, self.spec, model.path, rounding)
         self._leave_device()
@@ -132,7 +134,8 @@ class FSDPEngine(TrainedEngine):
         """Every rank goes backward through the whole model, with a gradient of zero where nothing trains."""
         value, metrics = loss(named_outputs, part, totals) if len(part) else (None, {})
         if value is not None and value.requires_grad:
-            value.backward()
+            assert self.optimizer is not None, "a frozen model cannot be trained"
+            self.optimizer.scaled(value).backward()
         else:
             outputs = [v for v in named_outputs.values() if v.requires_grad]
             torch.autograd.backward(outputs, [torch.zeros_like(v) for v in outputs])

@@ -19,6 +19,7 @@ from verl.models.check import require_dtype
 from verl.models.chunked_mlp import chunked_feed_forward
 from verl.models.cpu.weights import DenseDecoder
 from verl.models.forward import fused_decoder, packed_outputs
+from verl.models.loss_scale import LossScale
 from verl.models.optim import MasterOptimizer
 from verl.models.packing import PackedBatch
 from verl.models.padded import forward_kind
@@ -66,6 +67,7 @@ class LocalEngine(TrainedEngine):
                 rounding=rounding,
                 offloads=offloads and may_offload,
                 host_masters=on_host and may_offload,
+                loss_scale=LossScale.of(narrow),
             )
             require_dtype(self.module)
         self._keep_prompts_apart(forward_kind(self.module))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from verl.engines.api import AdapterState, Deferred, EngineState, Tensors, whole
 from verl.errors import CheckpointError
 from verl.models.lora import LoRASpec, is_adapter, lora_layers, merged, own_names, peft_names
+from verl.models.loss_scale import LossScale
 from verl.models.optim import MasterOptimizer
 from verl.models.rounding import Rounding
 
@@ -82,8 +84,10 @@ class TrainedState:
         optimizer: dict[str, Any] = {}
         for key, value in (self.optimizer.state() if self.optimizer else {}).items():
             optimizer[key] = self.parameters.deferred(key.rpartition("/")[0], value) if value.dim() else value
-        num_steps = self.optimizer.num_steps if self.optimizer else 0
-        return EngineState(model, optimizer, {**extra, "num_optimizer_steps": num_steps}, self._adapter(held))
+        extra = {**extra, "num_optimizer_steps": self.optimizer.num_steps if self.optimizer else 0}
+        if self.optimizer is not None and self.optimizer.loss_scale is not None:
+            extra["loss_scale"] = asdict(self.optimizer.loss_scale)
+        return EngineState(model, optimizer, extra, self._adapter(held))
 
     @torch.no_grad()
     def load(self, state: EngineState) -> None:
@@ -113,6 +117,8 @@ class TrainedState:
         if self.optimizer is not None and (state.optimizer or took_no_step):
             parts = {key: self._optimizer_part(key, whole(value)) for key, value in state.optimizer.items()}
             self.optimizer.load_state(parts, state.extra.get("num_optimizer_steps", 0))
+            if self.optimizer.loss_scale is not None:
+                self.optimizer.loss_scale = LossScale(**state.extra.get("loss_scale", {}))
 
     def _merged(self, held: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
         def part(key: str) -> torch.Tensor:

@@ -62,17 +62,17 @@ def decoder_states(decoder: Any, inputs: Any) -> torch.Tensor:
 
 def fused_decoder(module: Any, device: torch.device) -> DenseDecoder | None:
     """The weights with which verl.models.cpu computes `module` on `device`; None where its own forward does."""
-    return _dense(module) if device.type in _FUSED_DEVICES else None
+    return _dense(module, _FUSED_DTYPES) if device.type in _FUSED_DEVICES else None
 
 
 def straight_decoder(module: Any, device: torch.device) -> DenseDecoder | None:
     """The weights with which verl.models.cuda.straight computes `module` on `device`; None where its own forward does."""
-    return _dense(module) if device.type in _STRAIGHT_DEVICES else None
+    return _dense(module, _FUSED_DTYPES | {torch.float16}) if device.type in _STRAIGHT_DEVICES else None
 
 
-def _dense(module: Any) -> DenseDecoder | None:
+def _dense(module: Any, dtypes: set[torch.dtype]) -> DenseDecoder | None:
     dense = DenseDecoder.of(module)
-    return dense if dense is not None and dense.embed.dtype in _FUSED_DTYPES else None
+    return dense if dense is not None and dense.embed.dtype in dtypes else None
 
 
 def computed_by(module: Any, device: torch.device) -> str:

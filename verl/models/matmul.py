@@ -46,13 +46,13 @@ class Matmul:
         bias: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x [tokens, inputs] weight^T [inputs, outputs] + bias, and the sum of that with `residual`. In bfloat16 the
+        """x [tokens, inputs] weight^T [inputs, outputs] + bias, and the sum of that with `residual`. In 16 bits the
         matmul is rounded before the residual is added, as when a module computes them."""
         x, weight = self.operand(x), self.operand(weight)
         if self.by_onednn:
             y = self.product(x, weight)
             y = y if bias is None else y.add_(self.operand(bias))
-        elif residual is not None and self.dtype != torch.bfloat16:
+        elif residual is not None and self.dtype.itemsize > 2:
             y = torch.addmm(residual, x, weight.t())
             return y if bias is None else y.add_(bias)
         else:

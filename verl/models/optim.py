@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from verl.config import OptimConfig
 from verl.errors import CheckpointError, ConfigError, nearest
 from verl.models.grad_buffers import GradientBuffers
+from verl.models.loss_scale import LossScale
 from verl.models.rounding import Region, Rounding
 from verl.models.visible import VisibleUpdate
 from verl.parallel.device import moved
@@ -116,8 +117,10 @@ class MasterOptimizer:
     `norm` measures the gradients by name of parameter; parameters that are spread over ranks need their own norm. Sharded
     parameters that compute in a narrower dtype need `shards`, their compute weights by name. With `offloads` the optimizer's
     state is in host memory, and with `host_masters` the masters that are kept and their gradients: pinned, and on the device
-    for one parameter at a time while that parameter steps.
+    for one parameter at a time while that parameter steps. With a `loss_scale` the gradients are of the loss times its value.
     """
+
+    loss_scale: LossScale | None = None
 
     def __init__(
         self,
@@ -129,7 +132,9 @@ class MasterOptimizer:
         shards: Mapping[str, ComputeShard] | None = None,
         offloads: bool = False,
         host_masters: bool = False,
+        loss_scale: LossScale | None = None,
     ):
+        self.loss_scale = loss_scale
         self.config, self.offloads, self.host_masters = config, offloads, host_masters
         self.norm = norm
         self.rounding, self.shards = rounding or Rounding(), shards or {}
@@ -145,10 +150,16 @@ class MasterOptimizer:
         self.optimizer = build_optimizer(config, self.masters.values())
         self._visible = VisibleUpdate(self.rounded())
 
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss of which gradients are computed."""
+        return loss if self.loss_scale is None else loss * self.loss_scale.value
+
     def step(self, lr: float | AdamStep, accept: Callable[[float], bool] | None = None) -> OptimizerStep:
         """Clip the gathered gradients to `clip_grad`, step at rate `lr` or with the values of an AdamStep, and forget them.
         `accept` gets the norm and may refuse the step, which then changes nothing."""
         grads = [_here(p.grad) for p in self.masters.values() if p.grad is not None]
+        if self.loss_scale is not None and grads:
+            torch._foreach_mul_(grads, 1 / self.loss_scale.value)
         norm = self.norm(self.masters) if grads else torch.zeros(())
         grad_norm = norm.item()
         accepted = accept is None or accept(grad_norm)  # asked on every rank, whatever this one has
@@ -164,11 +175,16 @@ class MasterOptimizer:
             self._step_in_turn() if self.offloads or self.host_masters else self.optimizer.step()
             self.num_steps += 1
             self.round_masters()
+        elif self.loss_scale is not None and self.loss_scale.overflows(grad_norm):
+            log.info("The gradients overflow float16; this step is skipped and halves the loss scale of %g.",
+                     self.loss_scale.value)  # fmt: skip
         elif grads and not math.isfinite(grad_norm):
             log.warning(
                 "The gradient norm is %s; this optimizer step is skipped and no weight changes. %s.",
                 grad_norm, self._broken_gradients(),
             )  # fmt: skip
+        if self.loss_scale is not None and (taken or not math.isfinite(grad_norm)):
+            self.loss_scale.update(grad_norm)
         self.optimizer.zero_grad(set_to_none=True)
         self.gradients.release()
         return OptimizerStep(grad_norm, taken)

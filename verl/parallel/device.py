@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 _DTYPES = {
     "bf16": torch.bfloat16,
     "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
     "fp32": torch.float32,
     "float32": torch.float32,
     "fp64": torch.float64,
@@ -113,6 +115,11 @@ def native_bf16(device: torch.device) -> bool:
     return bool(_cpu_flags() & _FAST_BF16_FLAGS) or {"avx512_bf16", "AuthenticAMD"} <= _cpu_flags()
 
 
+def has_only_float16(device: torch.device) -> bool:
+    """Whether the device multiplies matrices fast in float16 only: NVIDIA's Volta and Turing, such as V100 and T4."""
+    return device.type == "cuda" and (7, 0) <= torch.cuda.get_device_capability(device) < (8, 0)
+
+
 def peak_flops(device: torch.device) -> float | None:
     """Dense bfloat16 operations per second of a GPU at its peak; None for a CPU and a GPU that is not in PEAK_FLOPS."""
     return named_peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
@@ -151,11 +158,11 @@ def _cpu_flags() -> set[str]:
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """The dtype called bf16, bfloat16, fp32, float32, fp64 or float64; raises ConfigError for another name."""
-    if name in ("fp16", "float16", "half"):
-        raise ConfigError(f"dtype={name} would need loss scaling, which verl does not do; use bfloat16 or float32.")
+    """The dtype called bf16, fp16, fp32, fp64 or by its whole name; raises ConfigError for another name."""
     if name not in _DTYPES:
-        raise ConfigError(f"dtype={name!r} is not a dtype that verl computes in; use auto, bfloat16 or float32.")
+        raise ConfigError(
+            f"dtype={name!r} is not a dtype that verl computes in; use auto, bfloat16, float16 or float32."
+        )
     return _DTYPES[name]
 
 

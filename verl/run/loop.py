@@ -245,8 +245,8 @@ class Loop:
                 self._hidden.add(spec.name)
                 section = spec.engine_keys[0] if spec.engine_keys else "its engine"
                 log.warning(
-                    "Only %.0f%% of the weight updates of the %s survive rounding to bfloat16 (%s/visible_update_ratio). "
-                    "Set %s.master_rounding=dithered or %s.dtype=float32.",
+                    "Only %.0f%% of the weight updates of the %s survive rounding (%s/visible_update_ratio). "
+                    "Set %s.master_rounding=dithered, which acts on bfloat16, or %s.dtype=float32.",
                     100 * shown, spec.name, spec.name, section, section,
                 )  # fmt: skip
 

@@ -105,7 +105,7 @@ def check_device(subject: Subject) -> Iterator[Line]:
     """Device and dtype of training, and settings that fit the links between several GPUs."""
     from verl.cli.machine.links import advice, links
     from verl.config.active_keys import runs_on_several_devices
-    from verl.parallel.device import compute_dtype, native_bf16, resolve_device, visible_devices
+    from verl.parallel.device import compute_dtype, has_only_float16, native_bf16, resolve_device, visible_devices
 
     config = subject.config
     if runs_on_several_devices(config) and config.trainer.device.startswith("cuda") and not visible_devices():
@@ -117,8 +117,10 @@ def check_device(subject: Subject) -> Iterator[Line]:
         yield from advice(links())
     dtype = compute_dtype(subject.engine.dtype, device)
     yield passed(f"computes on {device} in {str(dtype).removeprefix('torch.')}")
+    key = "actor.fsdp_config.dtype" if subject.loaded.schema.name == "ppo" else "engine.dtype"
+    if str(dtype) == "torch.float32" and has_only_float16(device):
+        yield warn(f"{device} has tensor cores for float16 and not for float32 or bfloat16: {key}=float16 uses them")
     if str(dtype) == "torch.bfloat16" and not native_bf16(device):
-        key = "actor.fsdp_config.dtype" if subject.loaded.schema.name == "ppo" else "engine.dtype"
         yield warn(f"{device} has no fast bfloat16 arithmetic: leave {key}=auto for float32")
 
 

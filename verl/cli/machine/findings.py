@@ -61,8 +61,9 @@ def _torch(host: Facts, packages: Facts) -> Iterator[Line]:
     for device in torch["devices"]:
         if device["capability"] < [8, 0]:
             yield warn(
-                f"{device['name']} has no bfloat16 arithmetic; dtype=auto computes in float32 there, where attention holds "
-                "all its scores and generation has no CUDA graphs. A GPU from compute capability 8.0 on is many times as fast"
+                f"{device['name']} has no bfloat16 arithmetic; dtype=auto computes in float32 there"
+                + ", and fsdp_config.dtype=float16 on its tensor cores" * (device["capability"] >= [7, 0])
+                + ". Attention holds all its scores, and generation has no CUDA graphs, which newer GPUs have"
             )
     if torch.get("hip_build") and torch["devices"]:
         yield warn(

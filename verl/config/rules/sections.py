@@ -9,10 +9,12 @@ from typing import Any
 from verl.config.active_keys import uses_critic
 from verl.config.schema import Problem, SectionRule, error, value_at
 from verl.config.sections.deepspeed import DeepSpeedConfig, contradictions, read_ds_config
+from verl.config.sections.fsdp import FSDPConfig, SFTEngineConfig
 from verl.config.sections.guards import StepGuardsConfig
 from verl.config.sections.megatron import MegatronConfig
 from verl.config.sections.model import ModelConfig
 from verl.config.sections.optim import OptimConfig
+from verl.config.sections.rollout import RolloutConfig
 from verl.config.sections.trainer import TrainerConfig
 from verl.errors import ConfigError
 
@@ -29,6 +31,7 @@ _OFFLOAD_SETTINGS = {
     "exp_avg_dtype",
     "exp_avg_sq_dtype",
 }
+_FLOAT16 = ("float16", "fp16", "half")
 _MAX_LAYERS, _MAX_COUNT = 10_000, 2**31  # in a model's config.json: of layers, of anything
 
 
@@ -140,11 +143,35 @@ def _check_megatron(path: str, megatron: MegatronConfig, root: Any) -> Iterator[
         yield from (error(path, f"{path}: {sentence}") for sentence in megatron.contradictions())
 
 
+def _check_fsdp(path: str, engine: FSDPConfig, root: Any) -> Iterator[Problem]:
+    key, dtype = f"{path}.model_dtype", engine["model_dtype"]
+    if dtype in _FLOAT16:
+        yield error(
+            key,
+            f"{key}={dtype} would store master weights in float16; they are always float32. Remove it, and set "
+            f"{path}.dtype=float16 to compute in float16.",
+        )
+
+
+def _check_rollout(path: str, rollout: RolloutConfig, root: Any) -> Iterator[Problem]:
+    key, dtype = f"{path}.dtype", rollout["dtype"]
+    trained = f"{path.rpartition('.')[0]}.actor.fsdp_config.dtype"
+    if dtype in _FLOAT16 and value_at(root, trained) not in _FLOAT16:
+        yield error(
+            key,
+            f"{key}={dtype} differs from {trained}={value_at(root, trained)}, the dtype of samples too. Set "
+            f"{trained}=float16, or remove the first.",
+        )
+
+
 SECTION_RULES: dict[type, SectionRule] = {
     ModelConfig: _check_model,
     OptimConfig: _check_optim,
     DeepSpeedConfig: _check_deepspeed,
     MegatronConfig: _check_megatron,
+    FSDPConfig: _check_fsdp,
+    SFTEngineConfig: _check_fsdp,
+    RolloutConfig: _check_rollout,
     TrainerConfig: _check_trainer,
     StepGuardsConfig: _check_guards,
 }

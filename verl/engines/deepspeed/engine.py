@@ -94,8 +94,12 @@ class DeepSpeedEngine(TrainedEngine):
         """Raise ConfigError for a role that this engine cannot have on `num_ranks` devices, before anything is started or a
         weight is read. `section` is the engine's own; `optim` None: the role is frozen."""
         stage, name = section.stage(), optim.optimizer if optim is not None else "AdamW"
-        if stage and engine.dtype != "auto" and parse_dtype(engine.dtype) not in (torch.float32, torch.bfloat16):
-            raise ConfigError(f"The DeepSpeed engine computes in float32 or bfloat16, not in {engine.dtype}.")
+        dtype = None if engine.dtype == "auto" else parse_dtype(engine.dtype)
+        if dtype == torch.float16 or (stage and dtype == torch.float64):
+            raise ConfigError(
+                f"The DeepSpeed engine computes in float32 or bfloat16, not in {engine.dtype}. Set strategy=fsdp2, or "
+                "another fsdp_config.dtype."
+            )
         if stage and name not in ELEMENTWISE:
             raise ConfigError(
                 f"optim.optimizer={name} may look at whole matrices, which ZeRO {stage} takes apart. Use AdamW, or "

@@ -97,6 +97,11 @@ class MegatronEngine(TrainedEngine):
         for key, is_set in refused.items():
             if is_set:
                 raise ConfigError(f"{key} is not available with strategy=megatron. Remove it, or set strategy=fsdp2.")
+        if engine.dtype in ("float16", "fp16"):
+            raise ConfigError(
+                f"strategy=megatron has no loss scale, so it does not compute in {engine.dtype}. Set strategy=fsdp2, or "
+                "fsdp_config.dtype=bfloat16."
+            )
         if engine.use_3d_hybrid:
             raise ConfigError(
                 "fsdp_config.use_3d_hybrid is of strategy=fsdp2. Remove it; pipeline stages divide layers here."
