@@ -176,3 +176,58 @@ def test_a_python_file_that_runs(verl, tmp_path):
     (tmp_path / "reward.py").write_text(text)
     code, said = verl("import-check", str(tmp_path / "reward.py"))
     assert code == 0, said
+
+
+KINDS = {
+    "the main file of a recipe": (
+        """
+import ray
+from verl.trainer.main_ppo_v0 import BaseTaskRunner
+from verl.trainer.ppo.core_algos import agg_loss, no_such_loss
+from verl.trainer.ppo.metric_utils import bootstrap_metric
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer, ResourcePoolManager
+from verl.utils.profiler import marked_timer
+from verl.models.transformers.qwen2 import qwen2_flash_attn_forward
+
+class RecipeTrainer(RayPPOTrainer):
+    def fit(self):
+        self._load_checkpoint()
+""",
+        ["no_such_loss", "verl.models.transformers.qwen2"],
+    ),
+    "a reward file": (
+        """
+import verl.utils.reward_score.math_dapo
+from verl.utils.reward_score import default_compute_score, no_such_score
+from verl.utils.reward_score.rlla import compute_score as rlla
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, reward_router_address=None):
+    return 0.0
+""",
+        ["no_such_score"],
+    ),
+    "a file of tools": (
+        """
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, register
+from verl.experimental.agent_loop.utils import resolve_config_path
+from verl.tools.sandbox_fusion_tools import SandboxFusionTool
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+
+class CustomTool(SandboxFusionTool):
+    async def execute(self, instance_id, parameters, **kwargs):
+        return ToolResponse(text="1"), 0.0, {}
+""",
+        ["verl.tools.sandbox_fusion_tools"],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_public_kind_of_file_lacks_is_named_and_nothing_else(kind, verl, tmp_path):
+    text, missing = KINDS[kind]
+    (tmp_path / "file.py").write_text(text)
+    code, said = verl("import-check", str(tmp_path / "file.py"))
+    failures = [line for line in said.splitlines() if line.startswith("fail")]
+    assert code == 1
+    assert len(failures) == len(missing), said
+    assert all(name in line for name, line in zip(missing, failures, strict=True)), said
