@@ -23,6 +23,8 @@ LIMITED = ("grad_norm", "policy_kl", "reference_kl", "ratio", "entropy", "mismat
 REJECTION = ("algorithm.program=rejection_sampling", f"{ROLLOUT}.n=4")
 ONLINE = ("algorithm.program=online_dpo", f"{ROLLOUT}.n=4")
 
+SEPARATE, SYNC_STEP = ("trainer.v1.trainer_mode=separate_async",), "trainer.v1.separate_async.parameter_sync_step"
+
 DISTILLATION = "distillation"
 LOSS, TEACHERS = f"{DISTILLATION}.distillation_loss", f"{DISTILLATION}.teacher_models"
 TAUGHT = [f"{DISTILLATION}.enabled=True", f"{TEACHERS}.teacher_model.model_path=t"]
@@ -59,6 +61,8 @@ BROKEN = [
     ("error", f"{ACTOR}.megatron", ["model_engine=megatron", f"{ACTOR}.megatron.context_parallel_size=2"]),
     ("error", f"{ROLLOUT}.dtype", [f"{ROLLOUT}.dtype=float16"]),
     ("error", f"{ACTOR}.fsdp_config.model_dtype", [f"{ACTOR}.fsdp_config.model_dtype=fp16"]),
+    ("error", SYNC_STEP, [*SEPARATE, f"{SYNC_STEP}=2"]),
+    ("error", SYNC_STEP, [*SEPARATE, f"{SYNC_STEP}=9", f"{ROLLOUT}.nnodes=1"]),
     ("error", "trainer.logger", ["trainer.logger=[console,wandbb]"]),
     ("error", f"{MODEL}.override_config", [f"{MODEL}.override_config.num_hidden_layers=1000000000"]),
     ("error", f"{MODEL}.override_config", [f"{MODEL}.override_config.vocab_size=10000000000"]),

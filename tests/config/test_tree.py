@@ -30,6 +30,7 @@ DIFFERENT = {
     "trainer.device",
     "trainer.logger",
     "trainer.n_gpus_per_node",
+    "trainer.v1.separate_async.parameter_sync_step",
 }
 
 

@@ -252,6 +252,21 @@ def test_more_ahead_than_the_bound_is_refused(tiny_run):
         tiny_run(f"{PREFETCH}=2", "trainer.v1.sampler.max_off_policy_threshold=1")
 
 
+SYNC = ("trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.parameter_sync_step=4")
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ((), "parameter_sync_step=4 needs a rollout on separate devices"),
+        (("trainer.v1.sampler.max_off_policy_threshold=3",), "samples up to 4 weight versions old, more than"),
+    ],
+)
+def test_a_sync_every_few_steps_that_cannot_be_is_refused(tiny_run, settings, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        tiny_run(*SYNC, *settings)
+
+
 def test_more_is_expected_of_what_longer_ones_had_beyond():
     expected = expected_tokens(np.array([10, 30, 50]), np.array([4, 20, 36, 60]), 20)
     assert expected.tolist() == pytest.approx([(10 + 20 + 20) / 3, (6 + 20) / 2, 10])

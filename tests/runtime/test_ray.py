@@ -116,6 +116,16 @@ def test_separate_async_with_both_pools_on_one_machine(driven, jobs):
     assert_same_weights(run, reference, 3, rel=1e-10)
 
 
+def test_weights_travel_every_second_step(driven, jobs):
+    """A batch of step t starts in step t - 1, and weights are sent after steps 2 and 4."""
+    mode = ["trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.parameter_sync_step=2"]
+    apart = ["trainer.n_gpus_per_node=2", "trainer.placement={actor:[0],rollout:[1],reward:[1]}"]
+    steps = ["trainer.total_training_steps=5", "trainer.save_freq=2", "ray_kwargs.ray_init.num_cpus=4"]
+    run = train_here(jobs, "every_second", *mode, *apart, *steps)
+    assert [row["training/off_policy/trajectory_staleness/max"] for row in run.rows] == [0, 1, 2, 1, 2]
+    assert [row["training/weight_version"] for row in run.rows] == [1, 2, 3, 4, 5]
+
+
 def test_more_devices_than_the_cluster_has(driven, jobs):
     with pytest.raises(ConfigError, match="cluster has 1 with 4"):
         train_here(jobs, "large", "trainer.n_gpus_per_node=64")

@@ -196,4 +196,9 @@ class PPO(PPOProgram):
         metrics.setdefault("training/rollout_probs_diff_valid", Metric.min(0.0))
         with self.spans("update_weights"):
             self.weight_version += 1
-            self.weights.sync(self.weight_version)
+            if self.sends_weights(step):
+                self.weights.sync(self.weight_version)
+
+    def sends_weights(self, step: int) -> bool:
+        """Whether the sampler gets the weights that step `step` has trained."""
+        return True

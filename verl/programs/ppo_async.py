@@ -10,7 +10,8 @@ made it, follow from the order of calls and never from timing.
 
 A rollout with separate devices generates while the others train. On all placements, slow scores are waited for while others
 train. With rollout.partial_rollout a response is generated in k+1 parts, one per step, each under the newest weights. The
-column token_weight_version holds the version of each token.
+column token_weight_version holds the version of each token. With trainer.v1.separate_async.parameter_sync_step=N the weights
+travel every N steps, and samples are up to N - 1 versions older.
 
 Samples are older than the policy that trains on them, so importance weights (algorithm.rollout_correction.rollout_is=token)
 are on unless the config says otherwise, and old log-probs are computed under the current weights.
@@ -80,6 +81,11 @@ class AsyncPPO(PPO):
         result.metrics["training/off_policy/evicted_samples"] = Metric.last(self.ahead.num_evicted)
         result.metrics["training/rollout_queue/qsize"] = Metric.last(self.rollout_queue.qsize())
         return result, next_ordinal
+
+    def sends_weights(self, step: int) -> bool:
+        """See PPO. In between the sampler keeps its weights, and its samples their version."""
+        v1 = self.config.trainer.v1
+        return v1.trainer_mode != "separate_async" or step % v1.separate_async.parameter_sync_step == 0
 
     def drain(self) -> None:
         """See Program."""

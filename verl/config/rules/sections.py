@@ -15,7 +15,7 @@ from verl.config.sections.megatron import MegatronConfig
 from verl.config.sections.model import ModelConfig
 from verl.config.sections.optim import OptimConfig
 from verl.config.sections.rollout import RolloutConfig
-from verl.config.sections.trainer import TrainerConfig
+from verl.config.sections.trainer import SeparateAsyncConfig, TrainerConfig
 from verl.errors import ConfigError
 
 # Megatron's memory settings can be left out without changing a result; anything else there would be lost
@@ -119,6 +119,28 @@ def _check_guards(path: str, guards: StepGuardsConfig, root: Any) -> Iterator[Pr
             )
 
 
+def _check_separate_async(path: str, separate: SeparateAsyncConfig, root: Any) -> Iterator[Problem]:
+    every, v1 = separate.parameter_sync_step, root.trainer.v1
+    if every == 1 or v1.trainer_mode != "separate_async":
+        return
+    key, placed, rollout = f"{path}.parameter_sync_step", root.trainer.placement, root.actor_rollout_ref.rollout
+    apart = "rollout" in placed and not set(placed["rollout"]) & set(placed.get("actor", ()))
+    if not rollout.nnodes and not apart:
+        yield error(
+            key,
+            f"{key}={every} needs a rollout on separate devices: on the devices of the actor there is one set of weights. Set "
+            f"actor_rollout_ref.rollout.nnodes or trainer.placement, or {key}=1.",
+        )
+    oldest, age = v1.sampler.max_off_policy_threshold, rollout.prefetch_num + every - 1
+    if age > oldest:
+        yield error(
+            key,
+            f"{key}={every} and actor_rollout_ref.rollout.prefetch_num={rollout.prefetch_num} make samples up to {age} weight "
+            f"versions old, more than trainer.v1.sampler.max_off_policy_threshold={oldest}. Lower the first, or raise "
+            "the last.",
+        )
+
+
 def _check_deepspeed(path: str, deepspeed: DeepSpeedConfig, root: Any) -> Iterator[Problem]:
     role = value_at(root, path.rpartition(".")[0])
     if role.strategy != "deepspeed":
@@ -173,5 +195,6 @@ SECTION_RULES: dict[type, SectionRule] = {
     SFTEngineConfig: _check_fsdp,
     RolloutConfig: _check_rollout,
     TrainerConfig: _check_trainer,
+    SeparateAsyncConfig: _check_separate_async,
     StepGuardsConfig: _check_guards,
 }

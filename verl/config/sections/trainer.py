@@ -26,6 +26,12 @@ class SeparateAsyncConfig(Section):
         "batches made ahead: the value of actor_rollout_ref.rollout.prefetch_num",
         when="trainer.v1.trainer_mode=separate_async",
     )
+    parameter_sync_step: int = used(
+        1,
+        "steps between two transfers of weights to a rollout on separate devices; samples are up to so many versions older",
+        when="trainer.v1.trainer_mode=separate_async",
+        ge=1,
+    )
 
 
 @dataclass(frozen=True)
