@@ -52,9 +52,7 @@ class PPO(PPOProgram):
     def __init__(self, config: PPOConfig, data: PPOData, roles: Roles, run: RunContext):
         super().__init__(config, data, roles, run)
         handles, self.spans = self.roles_of_run, run.spans
-        self.actor, self.critic, self.reference, self.weights = (
-            handles.actor, handles.critic, handles.reference, handles.weights,
-        )  # fmt: skip
+        self.actor, self.critic, self.reference = handles.actor, handles.critic, handles.reference
         self.needs, self.max_age = Needs.of(config), 0  # max_age: of a sample that trains, in versions of the weights
         exact = handles.rollout.exact_log_probs()
         self.old_log_probs = old_log_prob_source(config, self.needs, sampler_is_exact=exact)
@@ -196,9 +194,4 @@ class PPO(PPOProgram):
         metrics.setdefault("training/rollout_probs_diff_valid", Metric.min(0.0))
         with self.spans("update_weights"):
             self.weight_version += 1
-            if self.sends_weights(step):
-                self.weights.sync(self.weight_version)
-
-    def sends_weights(self, step: int) -> bool:
-        """Whether the sampler gets the weights that step `step` has trained."""
-        return True
+            self.send_weights(step)

@@ -82,10 +82,11 @@ class AsyncPPO(PPO):
         result.metrics["training/rollout_queue/qsize"] = Metric.last(self.rollout_queue.qsize())
         return result, next_ordinal
 
-    def sends_weights(self, step: int) -> bool:
-        """See PPO. In between the sampler keeps its weights, and its samples their version."""
+    def send_weights(self, step: int) -> None:
+        """See PPOProgram. In between the sampler keeps its weights, and its samples their version."""
         v1 = self.config.trainer.v1
-        return v1.trainer_mode != "separate_async" or step % v1.separate_async.parameter_sync_step == 0
+        if v1.trainer_mode != "separate_async" or step % v1.separate_async.parameter_sync_step == 0:
+            super().send_weights(step)
 
     def drain(self) -> None:
         """See Program."""

@@ -84,6 +84,10 @@ class PPOProgram(Program[PPOConfig]):
     def train(self, step: int) -> StepBatch:
         """One step; weight version and samples advance only as the step succeeds."""
 
+    def send_weights(self, step: int) -> None:
+        """Give the sampler the weights that step `step` has trained."""
+        self.roles_of_run.weights.sync(self.weight_version)
+
     def restore(self, waiting: Sequence[OpenSample]) -> None:
         """Resume from a checkpoint, at which these samples were open."""
 
