@@ -104,6 +104,16 @@ def test_the_step_is_that_of_torch(engine, clip):
         assert (parameter - adapter.weights.tensors[name]).abs().max() < 1e-6
 
 
+def test_values_of_a_step_hold_for_that_step(engine):
+    with engine.using(engine.new_adapter(4, 0)):
+        for values in (AdamStep(beta1=0.5, weight_decay=0.3), 1e-3):
+            engine.forward_backward(batch_of(0), loss, OUTPUTS, MICRO)
+            engine.optim_step(values)
+    (group,) = engine.optimizer.optimizer.param_groups
+    config = engine.optim
+    assert (group["lr"], group["betas"], group["weight_decay"]) == (1e-3, tuple(config.betas), config.weight_decay)
+
+
 def test_calls_add_up_and_discarded_gradients_leave_nothing(engine):
     once, often = engine.new_adapter(4, 1), engine.new_adapter(4, 1)
     batch = batch_of(5, num_rows=6)
