@@ -69,16 +69,25 @@ def spin_briefly() -> bool:
 
 @contextmanager
 def imports_stay() -> Iterator[None]:
-    """While entered, modules are imported without garbage collections; afterwards collections pass over their objects.
+    """Inside, modules are imported without garbage collection; afterwards collections pass over their objects.
 
     Importing torch and transformers makes a million objects that live as long as the process. Looking through them again and
     again takes a sixth of the time of the import, and a quarter of a second of every full collection later.
     """
+    with without_collection():
+        try:
+            yield
+        finally:
+            gc.freeze()
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Hold back Python's garbage collection inside, in all threads."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
         if was_enabled:
             gc.enable()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import logging
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 
 import torch
+
+from verl.parallel.process_settings import without_collection
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class StepGraphs:
         graph = torch.cuda.CUDAGraph()
         try:
             with (
-                _without_collection(),
+                without_collection(),  # which may destroy an earlier graph, and so end the capture with an error
                 torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
             ):
                 step()
@@ -64,15 +64,3 @@ class StepGraphs:
             return None
         self._graphs[key] = graph
         return graph
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Hold back Python's garbage collection. It may destroy an earlier graph, which ends a capture with an error."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
