@@ -66,7 +66,7 @@ def running(bench, folder, key_hashes=frozenset()):
     listening, ready, box = listen(), threading.Event(), {}
 
     async def serve():
-        service = Service(bench, Checkpoints(folder, path), [path])
+        service = Service(bench, Checkpoints(folder, path, bench.engine.device), [path])
         faults = Faults(application(service, key_hashes))
         box["server"] = uvicorn.Server(uvicorn.Config(faults, log_level="error"))
         box["served"] = Served(f"http://127.0.0.1:{listening.getsockname()[1]}", service, faults)

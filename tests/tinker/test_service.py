@@ -264,7 +264,8 @@ def test_every_error_has_a_sentence(served):
               result(served, "x"), httpx.get(f"{served.url}/api/v1/training_runs/..%2f..%2fetc")],
         400: [post(served, "optim_step", "{"), post(served, "optim_step", "[]"), post(served, "forward_backward", b"\xff"),
               post(served, "optim_step", f'{{"model_id": "{trainer.model_id}", "adam_params": {{"beta1": 2}}, "seq_id": 1}}'),
-              post(served, "weights_info", '{"tinker_path": "tinker://a/b/c"}')],
+              post(served, "weights_info", '{"tinker_path": "tinker://a/b/c"}'), post(served, "weights_info", "{"),
+              post(served, "weights_info", "[]"), post(served, "weights_info", '{"tinker_path": 3}')],
         410: [post(served, "session_heartbeat", '{"session_id": "gone"}')],
         405: [httpx.get(f"{served.url}/api/v1/asample")],
     }  # fmt: skip

@@ -22,6 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from verl.checkpoint.files import find_damage, read_document, rename, write_json, write_manifest
 from verl.checkpoint.tensor_files import read_tensors, write_tensors
 from verl.engines.adapters import Adapter, AdapterWeights
@@ -55,11 +57,14 @@ class SavedAdapter:
 
 
 class Checkpoints:
-    """The saved adapters under `root`, of the base model at `base`. Names come from requests: each is checked before it becomes
-    part of a path. Raises RefusedRequest (404 for a name that does not exist)."""
+    """The saved adapters under `root`, of the base model at `base`. Loaded adapters are on `device`.
 
-    def __init__(self, root: Path, base: str):
-        self.root, self.base = root / "models", base
+    Names come from requests: each is checked before it becomes part of a path. Raises RefusedRequest (404 for a name that
+    does not exist).
+    """
+
+    def __init__(self, root: Path, base: str, device: torch.device):
+        self.root, self.base, self.device = root / "models", base, device
         self.root.mkdir(parents=True, exist_ok=True)
 
     def register(self, model_id: str, facts: Mapping[str, Any]) -> None:
@@ -131,14 +136,17 @@ class Checkpoints:
             raise RefusedRequest(f"The checkpoint {uri} is damaged: {damage}. Load another one.")
         if optimizer and saved.kind != "weights":
             raise RefusedRequest(f"{uri} has no optimizer state. Load a checkpoint of save_state.")
-        tensors = own_names(read_tensors(saved.folder / WEIGHTS_FILE))
+        tensors = own_names(self._read(saved.folder / WEIGHTS_FILE))
         adapter = Adapter(AdapterWeights(saved.state["rank"], tensors))
         if optimizer:
             adapter.num_steps = saved.state["num_steps"]
-            for key, value in read_tensors(saved.folder / "optimizer.safetensors").items():
+            for key, value in self._read(saved.folder / "optimizer.safetensors").items():
                 name, _, slot = key.rpartition("/")
                 adapter.slots.setdefault(name, {})[slot] = value
         return adapter
+
+    def _read(self, file: Path) -> dict[str, torch.Tensor]:
+        return {name: tensor.to(self.device) for name, tensor in read_tensors(file).items()}
 
     def listed(self, model_id: str | None = None) -> Iterator[SavedAdapter]:
         """The checkpoints of a model, or of all, the newest first."""

@@ -60,10 +60,7 @@ class ModelRoutes:
         parts: list[str],
         make: Callable[[], Adapter],
     ) -> RequestFuture:
-        if base not in self.service.names:
-            raise RefusedRequest(
-                f"There is no base model {base[:200]!r} here; there is {', '.join(self.service.names)}."
-            )
+        base = self.service.base_model(base)
         metadata = {str(k): str(v) for k, v in (asked.user_metadata or {}).items()} or None
         facts = ModelFacts(model_id, base, rank, parts, time.time(), metadata)
         self.service.checkpoints.register(model_id, facts.document())
@@ -179,25 +176,12 @@ class ModelRoutes:
 def _adam_step(values: Any) -> AdamStep:
     if not isinstance(values, types.AdamParams):
         raise RefusedRequest("The optimizer here is AdamW; send adam_params.")
-    step = AdamStep(
-        values.learning_rate,
-        values.beta1,
-        values.beta2,
-        values.eps,
-        values.weight_decay,
-        max(0.0, values.grad_clip_norm),
-    )
-    fits = (
-        0 <= step.learning_rate <= 1e3
-        and 0 <= step.beta1 < 1
-        and 0 <= step.beta2 < 1
-        and 0 <= step.eps <= 1
-        and 0 <= step.weight_decay <= 1e3
-        and step.clip_grad < float("inf")
-    )
-    if not fits:
+    rates, betas = (values.learning_rate, values.weight_decay), (values.beta1, values.beta2)
+    clip_grad = max(0.0, values.grad_clip_norm)
+    fits = all(0 <= r <= 1e3 for r in rates) and all(0 <= b < 1 for b in betas) and 0 <= values.eps <= 1
+    if not fits or clip_grad == float("inf"):
         raise RefusedRequest(f"A value of adam_params is out of range: {values}.")
-    return step
+    return AdamStep(values.learning_rate, *betas, values.eps, values.weight_decay, clip_grad)
 
 
 def _seed(model_id: str) -> int:

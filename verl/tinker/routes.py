@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from datetime import datetime, timezone
 from typing import Any
 
+import pydantic
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from tinker import types
@@ -19,6 +19,10 @@ from verl.tinker.service import ServedSampler, Service
 
 POLL_S = 25.0  # of the 45 s that the client waits
 _LISTED = 20  # runs and checkpoints of a page, unless the client asks for another number
+
+
+class _WeightsInfoRequest(pydantic.BaseModel):  # the SDK has no message for it
+    tinker_path: str
 
 
 class Routes:
@@ -59,7 +63,7 @@ class Routes:
         return types.TelemetryResponse(status="accepted")
 
     async def weights_info(self, request: Request) -> Any:
-        saved = self.service.checkpoints.get(json.loads(request.state.body).get("tinker_path", ""))
+        saved = self.service.checkpoints.get((await read_message(request, _WeightsInfoRequest)).tinker_path)
         parts = self.service.checkpoints.facts(saved.model_id)["parts"]
         return types.WeightsInfoResponse(
             base_model=saved.state["base_model"], is_lora=True, lora_rank=saved.state["rank"],
@@ -102,13 +106,11 @@ class Routes:
     async def create_sampling_session(self, request: Request) -> Any:
         asked = await read_message(request, types.CreateSamplingSessionRequest)
         self.service.touch(asked.session_id)
-        base, weights = asked.base_model, None
+        name, weights = asked.base_model, None
         if asked.model_path is not None:
             adapter = await asyncio.to_thread(self.service.checkpoints.load, asked.model_path, optimizer=False)
-            weights, base = adapter.weights, self.service.checkpoints.get(asked.model_path).state["base_model"]
-        if base not in self.service.names:
-            raise RefusedRequest(f"There is no base model {base!r} here; there is {', '.join(self.service.names)}.")
-        sampler_id = f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
+            weights, name = adapter.weights, self.service.checkpoints.get(asked.model_path).state["base_model"]
+        base, sampler_id = self.service.base_model(name), f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
         self.service.samplers[sampler_id] = ServedSampler(sampler_id, asked.session_id, base, weights, asked.model_path)
         return types.CreateSamplingSessionResponse(sampling_session_id=sampler_id)
 

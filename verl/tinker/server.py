@@ -30,7 +30,8 @@ def serve_tinker(
     `say` gets the address."""
     path = config.actor_rollout_ref.model.path
     names = list(dict.fromkeys([path, Path(path).name, *names]))
-    bench, checkpoints = Workbench(config), Checkpoints(folder, path)
+    bench = Workbench(config)
+    checkpoints = Checkpoints(folder, path, bench.engine.device)
 
     async def run() -> None:
         service = Service(bench, checkpoints, names)

@@ -126,6 +126,12 @@ class Service:
         model.last_request = time.time()
         return model
 
+    def base_model(self, name: str | None) -> str:
+        """The name of a base model. Raises RefusedRequest for a model that is not served."""
+        if name is None or name not in self.names:
+            raise RefusedRequest(f"There is no base model {str(name)[:200]!r} here; there is {', '.join(self.names)}.")
+        return name
+
     def sampler(self, sampler_id: str) -> ServedSampler:
         sampler = self.samplers.get(sampler_id)
         if sampler is None:
