@@ -63,6 +63,7 @@ BROKEN = [
     ("error", f"{ACTOR}.fsdp_config.model_dtype", [f"{ACTOR}.fsdp_config.model_dtype=fp16"]),
     ("error", SYNC_STEP, [*SEPARATE, f"{SYNC_STEP}=2"]),
     ("error", SYNC_STEP, [*SEPARATE, f"{SYNC_STEP}=9", f"{ROLLOUT}.nnodes=1"]),
+    ("warning", SYNC_STEP, [*SEPARATE, f"{SYNC_STEP}=2", f"{ROLLOUT}.nnodes=1", "trainer.save_freq=3"]),
     ("error", "trainer.logger", ["trainer.logger=[console,wandbb]"]),
     ("error", f"{MODEL}.override_config", [f"{MODEL}.override_config.num_hidden_layers=1000000000"]),
     ("error", f"{MODEL}.override_config", [f"{MODEL}.override_config.vocab_size=10000000000"]),

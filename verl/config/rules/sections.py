@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.active_keys import uses_critic
-from verl.config.schema import Problem, SectionRule, error, value_at
+from verl.config.schema import Problem, SectionRule, error, value_at, warning
 from verl.config.sections.deepspeed import DeepSpeedConfig, contradictions, read_ds_config
 from verl.config.sections.fsdp import FSDPConfig, SFTEngineConfig
 from verl.config.sections.guards import StepGuardsConfig
@@ -138,6 +138,13 @@ def _check_separate_async(path: str, separate: SeparateAsyncConfig, root: Any) -
             f"{key}={every} and actor_rollout_ref.rollout.prefetch_num={rollout.prefetch_num} make samples up to {age} weight "
             f"versions old, more than trainer.v1.sampler.max_off_policy_threshold={oldest}. Lower the first, or raise "
             "the last.",
+        )
+    save_freq = root.trainer.save_freq
+    if save_freq > 0 and save_freq % every:
+        yield warning(
+            key,
+            f"trainer.save_freq={save_freq} is no multiple of {key}={every}, so a resumed run samples with newer weights and "
+            f"differs from the unbroken run. Set trainer.save_freq to a multiple of {every}.",
         )
 
 
