@@ -1,11 +1,14 @@
 """Steps of the main job by two revisions of verl, in turns: by how much did a change make a step slower?
 
     git worktree add ../verl-before 7e46003 && make -C ../verl-before venv
-    python benchmarks/peers/revisions.py --before ../verl-before --rounds 17
+    python benchmarks/peers/revisions.py --before ../verl-before
 
 Each revision is a process that builds the run once. A round is a step of each, and the first of the two changes with the round,
 so that a slow minute of the machine counts for both. With a learning rate of 1e-30 both sample from the model's first weights:
 responses of a round are equally long where the revisions sample alike, and other rounds are reported.
+
+A process can be 5% slower than another one of the same revision for as long as it lives. So the processes start several times,
+in changing order, and the standard error is of the starts.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -31,7 +35,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=Path("work/models/SmolLM2-135M-Instruct"))
     parser.add_argument("--data", type=Path, default=Path("work/data/arithmetic/train.parquet"))
     parser.add_argument("--config", default="grpo_smollm2", help="of examples/configs")
-    parser.add_argument("--rounds", type=int, default=17, help="measured steps of each side (after one to warm up)")
+    parser.add_argument("--starts", type=int, default=4, help="starts of both processes, two at least")
+    parser.add_argument("--rounds", type=int, default=4, help="measured steps of each process (after one to warm up)")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further overrides of both sides")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     return parser.parse_args(argv)
@@ -51,36 +56,52 @@ def overrides(options: argparse.Namespace, folder: Path) -> list[str]:
     ]
 
 
+def measured(
+    options: argparse.Namespace, folder: Path, order: list[str]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The rounds of processes that start in `order`; and where each side's verl is."""
+    pythons = {"before": (options.before / ".venv/bin/python").absolute(), "now": Path(sys.executable)}
+    folder.mkdir()
+    sides: dict[str, Peer] = {}
+    try:
+        for side in order:
+            settings = {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "passive", "VERL_PAGE": "0"}
+            log = folder / f"{side}.log"
+            sides[side] = Peer(side, "child_step.py", log=log, python=pythons[side], environment=settings)
+            sides[side].build(LIMIT_S, config=options.config, overrides=overrides(options, folder / side))
+        rounds = [
+            {side: sides[side].ask("step", LIMIT_S) for side in sorted(sides, reverse=bool(turn % 2))}
+            for turn in range(options.rounds + 1)
+        ]
+    finally:
+        for peer in sides.values():
+            peer.close()
+    return rounds[1:], {side: peer.facts["package"] for side, peer in sides.items()}
+
+
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
-    pythons = {"before": (options.before / ".venv/bin/python").absolute(), "now": Path(sys.executable)}
-    sides: dict[str, Peer] = {}
+    starts: list[list[dict[str, Any]]] = []
     with tempfile.TemporaryDirectory(prefix="verl-revisions-") as name:
-        try:
-            for side, python in pythons.items():
-                log = Path(name) / f"{side}.log"
-                settings = {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "passive", "VERL_PAGE": "0"}
-                sides[side] = Peer(side, "child_step.py", log=log, python=python, environment=settings)
-                keys = overrides(options, Path(name) / side)
-                sides[side].build(LIMIT_S, config=options.config, overrides=keys)
-            rounds = [
-                {side: sides[side].ask("step", LIMIT_S) for side in sorted(sides, reverse=bool(turn % 2))}
-                for turn in range(options.rounds + 1)
-            ][1:]
-        finally:
-            for peer in sides.values():
-                peer.close()
-    equal = [r for r in rounds if r["before"]["response_tokens"] == r["now"]["response_tokens"]]
+        for start in range(max(2, options.starts)):
+            order = ["before", "now"] if start % 2 == 0 else ["now", "before"]
+            rounds, packages = measured(options, Path(name) / str(start), order)
+            starts.append([r for r in rounds if r["before"]["response_tokens"] == r["now"]["response_tokens"]])
+    equal = [r for rounds in starts for r in rounds]
     report = Report(
-        "Seconds of a step by two revisions", {"rounds": len(rounds), "rounds of equal samples": len(equal)}
+        "Seconds of a step by two revisions",
+        {"rounds": len(starts) * options.rounds, "rounds of equal samples": len(equal)},
     )
-    report.facts |= {side: peer.facts["package"] for side, peer in sides.items()}
+    report.facts |= packages
     rows = []
     for quantity in MEASURED:
         ratios = [r["now"][quantity] / r["before"][quantity] for r in equal]
-        error = statistics.stdev(ratios) / len(ratios) ** 0.5
+        means = [
+            statistics.mean(r["now"][quantity] / r["before"][quantity] for r in rounds) for rounds in starts if rounds
+        ]
+        error = statistics.stdev(means) / len(means) ** 0.5
         columns = [series_of([r[side] for r in equal], quantity) for side in ("before", "now")]
-        mean = f"{statistics.mean(ratios):.3f} ± {error:.3f}"
+        mean = f"{statistics.mean(means):.3f} ± {error:.3f}"
         rows.append([quantity, *(number(c.median) for c in columns), f"{statistics.median(ratios):.3f}", mean])
         report.results[quantity] = {"ratios": ratios, "before": columns[0].to_json(), "now": columns[1].to_json()}
     report.add_table(["seconds", "before", "now", "median of now/before", "mean and its standard error"], rows)
