@@ -66,9 +66,9 @@ def _bench(size: str, dtype: torch.dtype, results: Results, shape: sizes.Shape) 
 # -- decoding
 
 
-def decode(results: Results) -> None:
+def decode(chosen: tuple[str, ...], results: Results) -> None:
     """Tokens per second by rows, determinism, lengths, filters, length of prompts, stores without pages, and adapters."""
-    for size in _SIZES:
+    for size in chosen:
         bench = _bench(size, HALF, results, _DECODING)
         for rows in _ROWS:
             bench.section(f"{size}, {rows} rows", partial(_decode, bench, size, rows))
@@ -171,9 +171,9 @@ def _with_adapters(bench: sizes.Bench, size: str, rows: int) -> None:
     _decode(bench, size, rows, "LoRA")
 
 
-def decode_profile(results: Results) -> None:
+def decode_profile(chosen: tuple[str, ...], results: Results) -> None:
     """The kernels of a decode step: how many, their time, and the slowest."""
-    for size in _SIZES[:2]:
+    for size in chosen:
         bench = _bench(size, HALF, results, _DECODING)
         for rows in (1, *_ROWS):
             bench.section(f"{size}, {rows} rows", partial(_profile_decode, bench, f"{size}, {rows} rows", rows))
@@ -219,9 +219,9 @@ def _self_time_us(event: Any) -> float:
 # -- training
 
 
-def profile(results: Results) -> None:
+def profile(chosen: tuple[str, ...], results: Results) -> None:
     """Gradients of one micro-batch, with activations kept and computed again: MFU, memory, and the slowest kernels."""
-    for size in _SIZES[:2]:
+    for size in chosen:
         bench = _bench(size, torch.float32, results, _TRAINING)
         optimizer = bench.optimizer = MasterOptimizer(bench.module, OptimConfig(), HALF)
         shape = bench.shape
@@ -331,11 +331,14 @@ def weights(results: Results) -> None:
 
 def main(arguments: list[str]) -> int:
     die_with_parent()
-    results, chosen = Results(), arguments[1:]
-    if chosen:
-        global _SIZES
-        _SIZES = tuple(chosen)
-    {"decode": decode, "decode-profile": decode_profile, "profile": profile, "weights": weights}[arguments[0]](results)
+    step, *chosen = arguments
+    results, names = Results(), tuple(chosen) or _SIZES
+    {
+        "decode": partial(decode, names),
+        "decode-profile": partial(decode_profile, names[:2]),
+        "profile": partial(profile, names[:2]),
+        "weights": weights,
+    }[step](results)
     return int(any(name.endswith(": error") for name in results.numbers))
 
 
