@@ -123,15 +123,13 @@ def start_verl(stack: ExitStack, work: Workload, logs: Path, limit_s: float, ove
     return ours
 
 
-def start_trl(
-    stack: ExitStack, work: Workload, logs: Path, options: argparse.Namespace, form: str, script: str = "child_trl.py"
-) -> Peer:
+def start_trl(stack: ExitStack, work: Workload, logs: Path, options: argparse.Namespace, form: str) -> Peer:
     """TRL's process in one of its forms, built."""
     chosen = TRL_FORMS[form]
     python = python_of(options.trl_env or default_folder("trl"))
     environment = {"HF_HUB_OFFLINE": "1", **chosen.environment}
     peer = stack.enter_context(
-        Peer(f"trl {form}", script, log=logs / f"trl-{form}.log", python=python, environment=environment)
+        Peer(f"trl {form}", "child_trl.py", log=logs / f"trl-{form}.log", python=python, environment=environment)
     )
     micro_batch = min(options.trl_micro_batch or chosen.micro_batch, work.num_sequences)
     settings = {**chosen.settings, **dict(typed(text) for text in options.trl_set)}

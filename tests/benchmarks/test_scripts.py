@@ -5,7 +5,6 @@ import math
 import os
 import sys
 
-import agents_peers
 import peers_cpu
 import preference_cpu
 import pytest
@@ -30,17 +29,6 @@ def test_peers_cpu(tiny_work, tmp_path):
     assert report.results["log_prob_gap"] < 1e-4
     assert report.results["peak_rss_bytes"]["verl"] > 1e8
     assert saved(tmp_path)["facts"]["verl"]["parameter_dtype"] == "float32"
-
-
-@pytest.mark.slow
-def test_agents_peers(tiny_work, tmp_path):
-    episodes = ["--turns", "2", "--turn-tokens", "3", "--latency-ms", "1"]
-    report = agents_peers.main(
-        [*tiny_work, *episodes, "--trl", "--json", str(tmp_path / "r.json"), "--logs", str(tmp_path)]
-    )
-    assert report.results["weight_change"]["verl"]["median"] > 0
-    assert report.notes[-1].startswith("Steps per hour: verl ")
-    assert "2 turns of 3 tokens" in saved(tmp_path)["facts"]["workload"]
 
 
 @pytest.mark.slow

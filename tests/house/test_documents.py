@@ -57,32 +57,9 @@ def test_the_features_of_the_seed_documents_are_shown():
     assert read("docs/seed_features.md") == generator.page(), "run: python docs/make_seed_features.py"
 
 
-def test_the_figures_of_precision_are_current():
-    generator = load_module(str(ROOT / "docs" / "make_precision.py"))
-    assert read("docs/precision.md") == generator.page(), "run: python docs/make_precision.py"
-    assert generator.PICTURE.exists() == bool(generator.stored())
-
-
 def test_the_table_of_versions_is_current():
     generator = load_module(str(ROOT / "benchmarks" / "versions.py"))
     assert read("docs/versions.md") == generator.page(), "run: python benchmarks/versions.py"
-
-
-def test_figures_of_precision_match_the_benchmark(tmp_path, monkeypatch):
-    generator = load_module(str(ROOT / "docs" / "make_precision.py"))
-    monkeypatch.setattr(generator, "PICTURE", tmp_path / "precision.svg")
-    points = [{"step": 0, "sampled": 0.15, "greedy": 0.6}, {"step": 20, "sampled": 0.7, "greedy": None}]
-    runs = [
-        {"side": side, "seed": 1, "steps": [{"step_s": 12.5}], "points": points}
-        for side in ("dithered", "float32", "trl shipped")
-    ]
-    rows = generator.reduced({"machine": {"processor": "P"}, "results": {"runs": runs}})
-    assert generator.figures_block(rows).splitlines()[-2:] == [
-        "| P | float32 | 1 | 20 | 0.150 -> 0.700 | - | 12.5 |",
-        "| P | bfloat16, dithered | 1 | 20 | 0.150 -> 0.700 | - | 12.5 |",
-    ]
-    generator.draw(rows)
-    assert "<svg" in (tmp_path / "precision.svg").read_text()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
