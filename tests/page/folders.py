@@ -2,6 +2,10 @@
 
 import json
 import random
+from contextlib import contextmanager
+
+from verl.tracking.heartbeat import Heartbeat
+from verl.tracking.lock import FolderLock
 
 VOCABULARY = dict(enumerate(["<|end|>", "The", " answer", " is", " 7", " 8", ".", "\n", " so", "ß"]))
 
@@ -69,3 +73,17 @@ def make_run(folder, steps=3):
     for step in range(1, steps + 1):
         add_step(folder, step)
     return folder
+
+
+@contextmanager
+def live_run(folder):
+    """This process holds the folder meanwhile and writes its heartbeat, which is entered."""
+    lock, heartbeat = FolderLock(folder), Heartbeat(folder)
+    (folder / "logs").mkdir(exist_ok=True)
+    lock.acquire()
+    heartbeat.start()
+    try:
+        yield heartbeat
+    finally:
+        heartbeat.end()
+        lock.release()

@@ -3,11 +3,12 @@
 import os
 import statistics
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.page.browsing import assert_accessible, open_browser, watched_tab
-from tests.page.folders import add_step, append, make_run, sample, write_samples
+from tests.page.folders import add_step, append, live_run, make_run, sample, write_samples
 from verl.page.launch import start_page
 
 pytestmark = pytest.mark.slow
@@ -80,9 +81,43 @@ def test_pages_open_and_are_accessible(tab, path, scheme):
     assert_accessible(tab)
 
 
+@pytest.mark.parametrize("width", [420, 1280, 1920])
+def test_no_page_scrolls_sideways(tab, width):
+    tab.set_viewport_size({"width": width, "height": 900})
+    for path in ("/", "/compare", *(f"/run/run{path}" for path in PAGES)):
+        tab.goto(tab.base + path)
+        tab.wait_for_timeout(150)
+        root = "document.documentElement"
+        assert tab.evaluate(f"{root}.scrollWidth <= {root}.clientWidth"), (path, width)
+
+
+def test_the_badge_is_there_while_the_heartbeat_lives(tab, run_folder):
+    tab.goto(f"{tab.base}/run/run")
+    tab.wait_for_timeout(800)
+    assert tab.locator(".live").is_hidden()
+    with live_run(run_folder):
+        tab.reload()
+        tab.wait_for_selector(".live:not([hidden])")
+    tab.wait_for_selector(".live", state="hidden")
+
+
+def test_charts_are_smoothed_grouped_and_saved(tab):
+    tab.goto(f"{tab.base}/run/run/metrics")
+    groups = tab.locator(".chart-group > summary").all_inner_texts()
+    assert groups == sorted(groups)
+    assert "actor" in groups
+    tab.fill("[data-smooth]", "0.9")
+    tab.check("[data-log]")
+    with tab.expect_download() as download:
+        tab.get_by_role("button", name="CSV").first.click()
+    assert Path(download.value.path()).read_text().splitlines()[:2] == ['"step","actor/grad_norm"', "1,1"]
+    with tab.expect_download() as download:
+        tab.get_by_role("button", name="PNG").first.click()
+    assert Path(download.value.path()).read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_step_arrives_by_itself(tab, run_folder):
     tab.goto(f"{tab.base}/run/run")
-    tab.wait_for_selector(".live:not([hidden])", state="attached")
     tab.wait_for_timeout(800)
     delays = []
     for _ in range(5):

@@ -76,7 +76,7 @@ def test_the_page_lives_as_long_as_its_parent(tmp_path):
                 lines.append(line)
                 if line.startswith("data: {"):
                     break
-        assert lines[-1] == 'data: {"run":"run","step":4}'
+        assert lines[-1] == 'data: {"run":"run","step":4,"live":false}'
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait(_DEADLINE_S)

@@ -1,4 +1,4 @@
-"""Two runs side by side: config, curves, and the same prompt at the same step."""
+"""Curves of several runs over each other; of two runs the config, and the same prompt at the same step."""
 
 from __future__ import annotations
 
@@ -13,26 +13,30 @@ if TYPE_CHECKING:
     from verl.page.pages import View
 
 _MAX_PROMPTS = 30
+_MAX_RUNS = 20
 _HIDDEN = ("trainer.default_local_dir", "trainer.experiment_name")
 
 
 def compare_context(views: Mapping[str, View], query: Mapping[str, str]) -> dict[str, Any]:
-    """The runs `a` and `b` of the query; by default the first two."""
+    """The curves of `runs` in the query, by default of all up to 20; and the runs `a` and `b`, by default the first two."""
     keys = list(views)
     a = query.get("a") if query.get("a") in views else keys[0]
     b = query.get("b") if query.get("b") in views else next((key for key in keys if key != a), a)
     assert a is not None
     assert b is not None
     pair = (views[a], views[b])
-    for view in pair:
+    chosen = [key for key in dict.fromkeys(query.get("runs", "").split(",")) if key in views]
+    overlaid = [views[key] for key in chosen or ([a, b] if "a" in query else keys)][:_MAX_RUNS]
+    for view in {id(view): view for view in (*pair, *overlaid)}.values():
         view.run.refresh()
         view.watch()
     steps = sorted(set(_steps(pair[0])) & set(_steps(pair[1])))
     asked = whole_number(query.get("step", ""))
     step = asked if asked in steps else (steps[-1] if steps else None)
     return {
-        "a": a, "b": b, "pair": [view.run for view in pair], "charts": charts(*pair), "keys": different_keys(*pair),
-        "steps": steps, "step": step, "prompts": same_prompts(*pair, step) if step is not None else [],
+        "overlaid": [view.run.key for view in overlaid], "a": a, "b": b, "pair": [view.run for view in pair],
+        "charts": charts(*overlaid), "keys": different_keys(*pair), "steps": steps, "step": step,
+        "prompts": same_prompts(*pair, step) if step is not None else [],
     }  # fmt: skip
 
 
@@ -50,10 +54,10 @@ def different_keys(one: View, other: View) -> list[tuple[str, str, str]]:
     ]
 
 
-def charts(one: View, other: View) -> dict[str, Any]:
-    """The panels of both runs over each other: the lines of each panel carry the names of their runs."""
+def charts(*views: View) -> dict[str, Any]:
+    """The panels of the runs over each other: the lines of each panel carry the names of their runs."""
     merged: dict[str, panels.Panel] = {}
-    for number, view in enumerate((one, other)):
+    for number, view in enumerate(views):
         for panel in panels.panels(view.run, view.index):
             lines = [
                 panels.ChartLine(

@@ -3,7 +3,7 @@
 /                                      the runs
 /run/KEY                               a run; also /metrics, /samples, /config and /log below it
 /run/KEY/SPLIT/STEP                    a step; below it /u/UNIT, the group or pair, and /s/LINE, a sample
-/compare                               two runs: a, b
+/compare                               curves of several runs: runs; two of them in detail: a, b
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from verl.foreign_text import clean, printable
-from verl.page import compare, panels, search, steps, tables
+from verl.page import compare, log_records, panels, search, steps, tables
 from verl.page.index import SampleIndex
 from verl.page.reader import RunReader
 from verl.page.text import shown, visible, whole_number
@@ -84,7 +84,7 @@ class Site:
                                trim_blocks=True, lstrip_blocks=True, finalize=visible)  # fmt: skip
         self.env.filters.update(
             shown=shown, duration=tables.time_text, number=tables.number, clock=tables.clock, data=_data,
-            plain=lambda text: clean(text, 80),
+            polyline=tables.polyline, plain=lambda text: clean(text, 80),
             when=lambda t: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t)),
         )  # fmt: skip
 
@@ -142,7 +142,7 @@ class Site:
             case ["config"]:
                 return self._render("config.html", path, **common, keys=tables.config_rows(view.run.folder))
             case ["log"]:
-                return self._render("log.html", path, **common, **tables.log_context(view.run))
+                return self._render("log.html", path, **common, **log_records.log_context(view.run, query))
             case ["samples"]:
                 return self._render("search.html", path, **common, **search.search_context(view.index, query))
             case [split, step, *inner] if (number := whole_number(step)) is not None:

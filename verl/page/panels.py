@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from verl.page.index import SampleIndex
@@ -27,7 +27,7 @@ class Panel:
     lines: list[ChartLine]
     unit: str = ""
     help: str = ""
-    key: str = field(default="")
+    group: str = ""  # charts of a group stand under its name
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,10 @@ def _plan(run: RunReader) -> Panel:
 
 def all_metrics(run: RunReader) -> list[Panel]:
     """A panel for each metric, by name."""
-    return [Panel(name, [ChartLine("", s.steps, s.values)], key=name) for name, s in sorted(run.metrics.items())]
+    return [
+        Panel(name, [ChartLine("", s.steps, s.values)], group=name.partition("/")[0] if "/" in name else "other")
+        for name, s in sorted(run.metrics.items())
+    ]
 
 
 def charts_json(charts: Iterable[Panel], marks: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
@@ -182,7 +185,8 @@ def _aligned(panel: Panel) -> dict[str, Any]:
         }
         for line, points in zip(panel.lines, thinned, strict=True)
     ]
-    return {"title": panel.title, "unit": panel.unit, "help": panel.help, "x": x, "series": series}
+    shown = {"title": panel.title, "unit": panel.unit, "help": panel.help, "group": panel.group}
+    return {**shown, "x": x, "series": series}
 
 
 def _rounded(value: float | None) -> float | None:

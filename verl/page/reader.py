@@ -19,7 +19,7 @@ from verl.tracking.bottleneck import Bottleneck, find_bottleneck
 from verl.tracking.files import has, is_count, is_metrics_row, is_number, is_text
 from verl.tracking.heartbeat import EVENTS, Beat, read_beat
 from verl.tracking.lock import holder_of
-from verl.tracking.progress import EVENT, last_complaints
+from verl.tracking.progress import EVENT
 from verl.tracking.run_folder import RunFolder
 from verl.tracking.timeline import PLANNED
 from verl.tracking.timeline import ROW as TIMELINE_ROW
@@ -188,6 +188,42 @@ class RunReader:
         return holder_of(self.folder) is not None
 
     @property
+    def is_live(self) -> bool:
+        """Whether the run continues: its process is there, and its heartbeat younger than trainer.hang_timeout_s, unless that
+        is 0."""
+        beat, limit_s = self.beat, self.config_value("trainer.hang_timeout_s", 0)
+        if not self.is_running or beat is None:
+            return False
+        return not is_number(limit_s) or not limit_s or time.time() - beat.since < limit_s
+
+    @property
+    def program(self) -> str:
+        """The kind of the run in a word: its estimator, its preference loss, or sft or rm."""
+        chosen = {"rl": "algorithm.adv_estimator", "preference": "preference.loss"}.get(self.kind, "")
+        return clean(self.config_value(chosen, self.kind) if chosen else self.kind)
+
+    @property
+    def model(self) -> str:
+        """The last part of the model's name; "" without a readable config."""
+        path = self.config_value("actor_rollout_ref.model.path") or self.config_value("model.path", "")
+        return clean(str(path).rstrip("/").rpartition("/")[2])
+
+    @property
+    def began(self) -> float | None:
+        """Start of the first step, in seconds since 1970."""
+        return self.timeline[0].get("start") if self.timeline else min(self.times.values(), default=None)
+
+    @property
+    def duration_s(self) -> float | None:
+        """Seconds from the first step to the newest row."""
+        return None if self.began is None else max(self.times.values(), default=self.began) - self.began
+
+    @property
+    def main_metric(self) -> Series | None:
+        """The reward of reinforcement learning, else the training loss."""
+        return self.metrics.get("critic/score/mean") or self.metrics.get("train/loss")
+
+    @property
     def status(self) -> str:
         """running, finished or stopped."""
         if self.is_running:
@@ -224,10 +260,6 @@ class RunReader:
                     break
                 rows.setdefault(step, {"step": step})[name] = value
         return [rows[step] for step in sorted(rows)]
-
-    def complaints(self, count: int = 200) -> list[str]:
-        """The last warnings and errors of the logs."""
-        return last_complaints(self.folder / "logs", count)
 
     def marks(self) -> list[dict[str, Any]]:
         """Crashes and resumptions: {step, kind, text}."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
+import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
@@ -114,7 +115,7 @@ def make_app(
 
     async def page(request: Request) -> Response:
         try:
-            html = await run_in_threadpool(site.page, request.url.path, dict(request.query_params))
+            html = await run_in_threadpool(site.page, request.url.path, _query(request))
         except NotFound as error:
             return HTMLResponse(site.message(str(error), request.url.path), 404)
         return HTMLResponse(html)
@@ -172,7 +173,9 @@ async def _changes(site: Site, request: Request) -> AsyncIterator[ServerSentEven
             if last_sent.get(key) != (version, status):
                 if key in last_sent:
                     view.watch()
-                    yield ServerSentEvent(event="change", data=f'{{"run":"{key}","step":{view.run.step}}}')
+                    yield ServerSentEvent(
+                        event="change", data=json.dumps(_change(key, view.run), separators=(",", ":"))
+                    )
                 last_sent[key] = (version, status)
         if is_first:
             yield ServerSentEvent(comment="watching")
@@ -180,9 +183,18 @@ async def _changes(site: Site, request: Request) -> AsyncIterator[ServerSentEven
         await asyncio.sleep(_POLL_S)
 
 
+def _query(request: Request) -> dict[str, str]:
+    """The query; values of one name are joined by commas, which no key of a run has."""
+    return {name: ",".join(request.query_params.getlist(name)) for name in request.query_params}
+
+
+def _change(key: str, run: RunReader) -> dict[str, object]:
+    return {"run": key, "step": run.step, "live": run.is_live}
+
+
 def _status(run: RunReader) -> str:
     beat = run.beat
-    return f"{run.status} {beat.phase if beat else ''}"
+    return f"{run.status} {run.is_live} {beat.phase if beat else ''}"
 
 
 def serve_page(

@@ -337,7 +337,8 @@ def _facts(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gantt(spans: Sequence[Mapping[str, Any]], timeline: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Bars of a step in thousandths of its time: `rows` of (name, [(start, width, seconds)]) of the controller, `roles`."""
+    """Bars of a step in thousandths of its time: `rows` of (name, [(start, width, seconds)]), which are measured;
+    `roles` has their busy seconds, whose time of day is not known."""
     if not spans or timeline is None or not timeline.get("seconds"):
         return None
     start = timeline.get("start") or min(span["start"] for span in spans)
@@ -347,10 +348,7 @@ def gantt(spans: Sequence[Mapping[str, Any]], timeline: Mapping[str, Any] | None
         left = 1000 * (span["start"] - start) / total
         width = max(1000 * span["seconds"] / total, 1.0)
         rows.setdefault(span["name"], []).append((max(min(left, 999.0), 0.0), min(width, 1000.0), span["seconds"]))
-    roles = {
-        name: {"busy": 1000 * min(role["busy_s"] / total, 1.0), "busy_s": role["busy_s"]}
-        for name, role in timeline["roles"].items()
-    }
+    roles = {name: role["busy_s"] for name, role in timeline["roles"].items()}
     return {"rows": rows, "roles": roles, "seconds": total, "communication": timeline["communication"]}
 
 

@@ -1,13 +1,13 @@
-"""Context of the pages of a whole run: header, where the time goes, config, log; and formats of numbers."""
+"""Context of the pages of a whole run: header, where the time goes, config; and formats of numbers."""
 
 from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.foreign_text import clean
 from verl.page.index import SampleIndex
 from verl.page.reader import RunReader
 from verl.regular_files import read_text
@@ -53,6 +53,7 @@ def run_context(run: RunReader, index: SampleIndex) -> dict[str, Any]:
         "bottleneck": bottleneck,
         "counts": read_counts(run.folder),
         "headline": _headline(run),
+        "columns": list(_COLUMNS[run.kind]),
         "splits": splits,
         "recent": _recent(run, rows.get("train", [])),
         "files": {split: max(step for s, step in index.files() if s == split) for split, _ in index.files()},
@@ -66,6 +67,15 @@ _HEADLINES = {
     "preference": ("train/loss", "train/rewards/accuracies", "train/rewards/margins", "val/rewards/accuracies",
                    "perf/throughput"),
     "rm": ("train/loss", "train/accuracy", "val/accuracy", "val/calibration_error", "perf/throughput"),
+}  # fmt: skip
+# kind -> the columns of its steps: title -> a metric, or a column of the index of samples
+_COLUMNS = {
+    "rl": {"reward": "mean", "spread in a group": "group_spread", "groups without signal": "without_signal",
+           "samples": "rows"},
+    "sft": {"loss": "train/loss", "accuracy": "train/token_accuracy", "samples": "rows"},
+    "preference": {"loss": "train/loss", "ranked as labelled": "train/rewards/accuracies",
+                   "margin": "train/rewards/margins", "samples": "rows"},
+    "rm": {"loss": "train/loss", "accuracy": "train/accuracy", "samples": "rows"},
 }  # fmt: skip
 _SHORT = {
     "critic/score/mean": "reward", "val/reward": "held-out", "val/greedy": "held-out, greedy",
@@ -92,16 +102,26 @@ def _headline(run: RunReader) -> list[dict[str, Any]]:
 def _recent(run: RunReader, files: list[Any]) -> list[dict[str, Any]]:
     """The newest steps, with their rows in the index."""
     known = {row["step"]: row for row in files}
+    columns = _COLUMNS[run.kind]
+    values = {name: dict(zip(run.metrics[name].steps, run.metrics[name].values, strict=True))
+              for name in columns.values() if name in run.metrics}  # fmt: skip
     steps = []
     for step in sorted(set(run.times) - {0}, reverse=True)[:6]:
         row = known.get(step)
-        steps.append({"step": step, "file": row, "time": run.times.get(step)})
+        columns_of_row = dict(row) if row else {}
+        cells = [values[n].get(step) if n in values else columns_of_row.get(n) for n in columns.values()]
+        steps.append({"step": step, "file": row, "time": run.times.get(step), "cells": cells})
     return steps
 
 
-def log_context(run: RunReader) -> dict[str, Any]:
-    """Events of the supervisor, and warnings and errors, newest first."""
-    return {"events": list(reversed(run.events)), "lines": list(reversed(run.complaints())), "clean": clean}
+def polyline(values: Sequence[float], num: int = 60) -> str:
+    """The points of a sparkline, 100 wide and 20 high: the last value of each of `num` parts of the curve."""
+    ends = [values[(i + 1) * len(values) // num - 1] for i in range(num)] if len(values) > num else list(values)
+    low, high = min(ends, default=0.0), max(ends, default=0.0)
+    room = (high - low) or 1.0
+    return " ".join(
+        f"{100 * i / max(len(ends) - 1, 1):.1f},{19 - 18 * (v - low) / room:.1f}" for i, v in enumerate(ends)
+    )
 
 
 def config_rows(folder: Path) -> list[dict[str, str]]:

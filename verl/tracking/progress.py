@@ -117,17 +117,17 @@ def _curves(metrics: Sequence[Mapping[str, Any]], panels: Curves) -> dict[str, C
 
 def last_complaints(logs: Path, count: int) -> list[str]:
     """The last `count` warnings and errors of the logs in a folder."""
-    lines = (line for file in logs.glob("*.log") for line in _tail(file).splitlines())
+    lines = (line for file in logs.glob("*.log") for line in read_tail(file).splitlines())
     complaints = sorted(clean(line, limit=_LINE_CHARS) for line in lines if _RECORD.match(line))
     return complaints[-count:] if count else []
 
 
-def _tail(file: Path) -> str:
-    """The end of a log; "" when it cannot be read."""
+def read_tail(file: Path, num_bytes: int = _LOG_BYTES) -> str:
+    """The last `num_bytes` of a log; "" when it cannot be read."""
     try:
         with os.fdopen(open_regular(file), "rb") as stream:
-            stream.seek(max(os.fstat(stream.fileno()).st_size - _LOG_BYTES, 0))
-            return stream.read(_LOG_BYTES).decode("utf-8", errors="replace")
+            stream.seek(max(os.fstat(stream.fileno()).st_size - num_bytes, 0))
+            return stream.read(num_bytes).decode("utf-8", errors="replace")
     except OSError:
         return ""
 

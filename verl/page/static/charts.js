@@ -3,6 +3,7 @@
   "use strict";
   const sync = "verl-steps";
   const plots = [];
+  const view = { smoothing: 0, log: false };  // of all charts
 
   function css(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }
   function color(i) { return css("--s" + (i % 8)); }
@@ -26,6 +27,36 @@
     return made;
   }
 
+  // labels of an axis with as few digits as tell them apart
+  function labels(values) {
+    const shown = values.filter((v) => v !== null && v !== undefined);
+    for (let digits = 2; digits < 8; digits++) {
+      const texts = new Map(shown.map((v) => [v, String(+v.toPrecision(digits))]));
+      if (new Set(texts.values()).size === new Set(shown).size) {
+        return values.map((v) => (texts.has(v) ? (Math.abs(v) >= 1e5 || (v !== 0 && Math.abs(v) < 1e-3) ? v.toExponential(Math.min(digits - 1, 2)) : texts.get(v)) : ""));
+      }
+    }
+    return values.map(text);
+  }
+
+  // an exponential mean of the values before, without the pull of its start
+  function smoothed(values) {
+    let mean = 0, weight = 0;
+    return values.map((v) => {
+      if (v === null || v === undefined) return v;
+      mean = view.smoothing * mean + (1 - view.smoothing) * v;
+      weight = view.smoothing * weight + (1 - view.smoothing);
+      return mean / weight;
+    });
+  }
+
+  function isLog(panel) { return view.log && panel.series.every((s) => s.style !== "stack") && panel.series.some((s) => s.values.some((v) => v > 0)); }
+
+  function drawn(panel, s) {
+    const values = view.smoothing && s.style === "line" ? smoothed(s.values) : s.values;
+    return isLog(panel) ? values.map((v) => (v > 0 ? v : null)) : values;
+  }
+
   // uPlot's columns and series of a panel: a stack becomes sums, a band the area between its two lines
   function columns(panel) {
     const stacked = panel.series.filter((s) => s.style === "stack");
@@ -33,19 +64,19 @@
     const sums = new Map();
     for (const s of stacked) sums.set(s, s.values.map((v, i) => (base[i] += v || 0)));
     const ordered = stacked.length ? stacked.slice().reverse() : panel.series;
-    return { ordered, data: [panel.x, ...ordered.map((s) => sums.get(s) || s.values)] };
+    return { ordered, data: [panel.x, ...ordered.map((s) => sums.get(s) || drawn(panel, s))] };
   }
 
   function options(panel, ordered, width, marks) {
     const bandAt = ordered.map((s, i) => (s.style === "band" ? i + 1 : 0)).filter(Boolean);
     const main = color(0);
     let next = 0;
-    const seen = [0, 0];
+    const seen = {};
     const series = ordered.map((s) => {
       if (s.style === "band") return { stroke: "transparent", points: { show: false }, spanGaps: true };
       const c = s.style === "stack" ? phaseColor(s.label, panel.series.indexOf(s)) : color(s.run === null || s.run === undefined ? next++ : s.run);
       s.color = c;
-      const dash = s.run === null || s.run === undefined ? undefined : [[], [7, 3], [2, 3], [9, 3, 2, 3]][seen[s.run]++ % 4];
+      const dash = s.run === null || s.run === undefined ? undefined : [[], [7, 3], [2, 3], [9, 3, 2, 3]][(seen[s.run] = (seen[s.run] ?? -1) + 1) % 4];
       if (s.style === "dots") return { stroke: c, width: 1, dash: dash || [3, 3], points: { show: true, size: 6, fill: c }, spanGaps: true };
       if (s.style === "stack") return { stroke: c, width: 1, fill: c, points: { show: panel.x.length < 2 } };
       return { stroke: c, width: 1.6, dash, points: { show: panel.x.length < 40, size: 4, fill: c }, spanGaps: true };
@@ -54,12 +85,12 @@
     return {
       width, height: 150, padding: [6, 8, 0, 0],
       cursor: { sync: { key: sync, setSeries: false }, points: { size: 6 }, y: false, drag: { x: true, y: false } },
-      scales: { x: { time: false }, y: { range: (u, low, high) => range(low, high, ordered) } },
+      scales: { x: { time: false }, y: { distr: isLog(panel) ? 3 : 1, range: (u, low, high) => range(low, high, ordered, isLog(panel)) } },
       series: [{}, ...series],
       bands: bandAt.length === 2 ? [{ series: [bandAt[1], bandAt[0]], fill: faded(main, 0.15) }] : [],
       axes: [
-        { ...axis, size: 24, values: (u, found) => found.map((v) => (Number.isInteger(v) ? v : "")) },
-        { ...axis, size: 48, values: (u, found) => found.map(text) },
+        { ...axis, size: 24, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 1e6] },
+        { ...axis, size: 56, values: (u, splits) => labels(splits) },
       ],
       hooks: {
         draw: [(u) => drawMarks(u, marks)],
@@ -68,8 +99,9 @@
     };
   }
 
-  function range(low, high, ordered) {
-    if (low === null || high === null) return [0, 1];
+  function range(low, high, ordered, log) {
+    if (low === null || high === null) return log ? [0.1, 1] : [0, 1];
+    if (log) return [low / 1.2, high * 1.2];
     if (ordered.some((s) => s.style === "stack")) low = 0;
     const room = (high - low || Math.abs(high) || 1) * 0.06;
     return [low >= 0 && low - room < 0 ? 0 : low - room, high + room];
@@ -110,6 +142,73 @@
     }
   }
 
+  function save(name, address) {
+    const link = element("a");
+    link.href = address;
+    link.download = name;
+    link.click();
+  }
+
+  function fileName(made, ending) { return made.panel.title.replace(/[^\w.-]+/g, "-") + ending; }
+
+  function saveCsv(made) {
+    const { x, series } = made.panel;
+    const quoted = (value) => `"${String(value).replaceAll('"', '""')}"`;
+    const head = ["step", ...series.map((s) => s.label || made.panel.title)].map(quoted);
+    const rows = x.map((step, i) => [step, ...series.map((s) => s.values[i] ?? "")]);
+    const blob = new Blob([[head, ...rows].map((row) => row.join(",")).join("\n") + "\n"], { type: "text/csv" });
+    const address = URL.createObjectURL(blob);
+    save(fileName(made, ".csv"), address);
+    setTimeout(() => URL.revokeObjectURL(address), 1000);
+  }
+
+  function savePng(made) {
+    if (!made.plot) return;
+    const plot = made.plot.ctx.canvas, scale = devicePixelRatio || 1, room = 40 * scale;
+    const canvas = element("canvas");
+    canvas.width = plot.width;
+    canvas.height = plot.height + room;
+    const pen = canvas.getContext("2d");
+    pen.fillStyle = css("--panel");
+    pen.fillRect(0, 0, canvas.width, canvas.height);
+    pen.drawImage(plot, 0, room);
+    pen.fillStyle = css("--text");
+    pen.font = `${13 * scale}px system-ui`;
+    pen.fillText(`${made.panel.title} ${made.panel.unit}`, 8 * scale, 15 * scale);
+    pen.font = `${11 * scale}px system-ui`;
+    let left = 8 * scale;
+    for (const s of made.panel.series) {
+      if (s.style === "band" || !s.label) continue;
+      pen.fillStyle = s.color;
+      pen.fillText(s.label, left, 33 * scale);
+      left += pen.measureText(s.label).width + 12 * scale;
+    }
+    save(fileName(made, ".png"), canvas.toDataURL("image/png"));
+  }
+
+  function button(label, title, action) {
+    const made = element("button", "plain save", label);
+    made.type = "button";
+    made.title = title;
+    made.addEventListener("click", (event) => { event.stopPropagation(); action(); });
+    made.addEventListener("keydown", (event) => event.stopPropagation());
+    return made;
+  }
+
+  // where charts of a group go: below their name
+  function placeOf(holder, panel) {
+    if (!panel.group) return holder;
+    let part = Array.from(holder.children).find((child) => child.dataset.group === panel.group);
+    if (!part) {
+      part = element("details", "chart-group");
+      part.dataset.group = panel.group;
+      part.open = true;
+      part.append(element("summary", "", panel.group), element("div", "charts"));
+      holder.append(part);
+    }
+    return part.lastElementChild;
+  }
+
   function draw(holder, panel, marks, number) {
     const box = element("section", "chart" + (panel.series.some((s) => s.style === "stack") ? " wide" : ""));
     box.tabIndex = 0;
@@ -120,9 +219,10 @@
     if (panel.help) box.title = panel.help;
     const keys = element("div", "keys");
     const place = element("div");
-    box.append(title, keys, place);
-    holder.append(box);
     const made = { box, keys, place, panel, marks };
+    title.append(button("CSV", "Save the values", () => saveCsv(made)), button("PNG", "Save the picture", () => savePng(made)));
+    box.append(title, keys, place);
+    placeOf(holder, panel).append(box);
     plots.push(made);
     describe(made);
     const seen = new IntersectionObserver((found) => {
@@ -166,7 +266,7 @@
   }
 
   function open(made) {
-    const holder = made.box.parentElement;
+    const holder = document.getElementById("charts");
     const u = made.plot;
     if (!holder.dataset.base || !u || u.select.width > 0) return;
     const at = u.cursor.idx === null || u.cursor.idx === undefined ? made.panel.x.length - 1 : u.cursor.idx;
@@ -213,6 +313,13 @@
     if (filter) filter.addEventListener("input", () => {
       const wanted = filter.value.toLowerCase();
       for (const made of plots) made.box.hidden = !made.panel.title.toLowerCase().includes(wanted);
+      for (const part of document.querySelectorAll(".chart-group")) part.hidden = !part.querySelector(".chart:not([hidden])");
     });
+    const smooth = document.querySelector("[data-smooth]"), log = document.querySelector("[data-log]");
+    const change = () => {
+      Object.assign(view, { smoothing: Number(smooth.value), log: log.checked });
+      window.verlCharts.redraw();
+    };
+    for (const field of [smooth, log]) if (field) field.addEventListener("input", change);
   });
 })();

@@ -46,11 +46,16 @@
     const source = new EventSource("/live");
     const sign = $(".live");
     let pending = false, waiting = false;
-    source.addEventListener("open", () => { if (sign) sign.hidden = false; });
-    source.addEventListener("error", () => { if (sign) sign.hidden = true; });
+    const showLive = (live) => { if (sign) sign.hidden = !live; };
+    source.addEventListener("open", () => showLive("live" in document.body.dataset));
+    source.addEventListener("error", () => showLive(false));
     source.addEventListener("change", (event) => {
       const change = JSON.parse(event.data);
       if (run && change.run !== run) return;
+      if (run) {
+        showLive(change.live);
+        if (change.live) document.body.dataset.live = ""; else delete document.body.dataset.live;
+      }
       document.body.dataset.step = change.step;
       document.body.dispatchEvent(new CustomEvent("verlchange", { detail: change }));
       if (pending) { waiting = true; return; }
@@ -69,17 +74,36 @@
     addEventListener("pagehide", () => source.close());
   }
 
+  // a table that is filtered by a field, and sorted by the buttons of its head; also after htmx has changed it
   function filterRows() {
-    const field = $("#row-filter"), given = $("#only-given"), table = $("#filtered");
-    if (!field || !table) return;
+    const field = $("#row-filter"), given = $("#only-given");
+    if (!field || !$("#filtered")) return;
+    let column = -1, direction = 1;
+    const valueOf = (row) => {
+      const cell = row.cells[column], value = cell.dataset.value;
+      return value === undefined ? cell.textContent.trim() : value === "" ? -Infinity : Number(value);
+    };
     const apply = () => {
-      const wanted = field.value.toLowerCase();
-      for (const row of table.tBodies[0].rows) {
-        row.hidden = !row.textContent.toLowerCase().includes(wanted) || (given.checked && !("given" in row.dataset));
+      const body = $("#filtered").tBodies[0], rows = Array.from(body.rows), text = field.value.toLowerCase();
+      for (const row of rows) {
+        row.hidden = !row.textContent.toLowerCase().includes(text) || Boolean(given && given.checked && !("given" in row.dataset));
       }
+      if (column < 0) return;
+      const sorted = rows.map((row) => [valueOf(row), row]).sort(([a], [b]) => direction * (a < b ? -1 : a > b ? 1 : 0)).map(([, row]) => row);
+      if (sorted.some((row, i) => row !== rows[i])) body.append(...sorted);
     };
     field.addEventListener("input", apply);
-    given.addEventListener("change", apply);
+    if (given) given.addEventListener("change", apply);
+    document.addEventListener("click", (event) => {
+      const head = event.target.closest("[data-sorts] th");
+      if (!head || !event.target.closest("button")) return;
+      direction = head.cellIndex === column ? -direction : head.classList.contains("n") ? -1 : 1;
+      column = head.cellIndex;
+      for (const other of head.parentElement.cells) other.removeAttribute("aria-sort");
+      head.setAttribute("aria-sort", direction > 0 ? "ascending" : "descending");
+      apply();
+    });
+    if ($("#live-part")) new MutationObserver(apply).observe($("#live-part"), { childList: true, subtree: true });
   }
 
   document.addEventListener("DOMContentLoaded", () => {
