@@ -44,9 +44,9 @@
     let mean = 0, weight = 0;
     return values.map((v) => {
       if (v === null || v === undefined) return v;
-      mean = view.smoothing * mean + (1 - view.smoothing) * v;
       weight = view.smoothing * weight + (1 - view.smoothing);
-      return mean / weight;
+      mean += (1 - view.smoothing) / weight * (v - mean);  // exact for equal values
+      return mean;
     });
   }
 
@@ -81,11 +81,12 @@
       if (s.style === "stack") return { stroke: c, width: 1, fill: c, points: { show: panel.x.length < 2 } };
       return { stroke: c, width: 1.6, dash, points: { show: panel.x.length < 40, size: 4, fill: c }, spanGaps: true };
     });
+    const log = isLog(panel);
     const axis = { stroke: css("--dim"), grid: { stroke: faded(css("--dim"), 0.14), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
     return {
       width, height: 150, padding: [6, 8, 0, 0],
       cursor: { sync: { key: sync, setSeries: false }, points: { size: 6 }, y: false, drag: { x: true, y: false } },
-      scales: { x: { time: false }, y: { distr: isLog(panel) ? 3 : 1, range: (u, low, high) => range(low, high, ordered, isLog(panel)) } },
+      scales: { x: { time: false }, y: { distr: log ? 3 : 1, range: (u, low, high) => range(low, high, ordered, log) } },
       series: [{}, ...series],
       bands: bandAt.length === 2 ? [{ series: [bandAt[1], bandAt[0]], fill: faded(main, 0.15) }] : [],
       axes: [
@@ -103,7 +104,8 @@
     if (low === null || high === null) return log ? [0.1, 1] : [0, 1];
     if (log) return [low / 1.2, high * 1.2];
     if (ordered.some((s) => s.style === "stack")) low = 0;
-    const room = (high - low || Math.abs(high) || 1) * 0.06;
+    // a range within the rounding of its values has no ticks that differ
+    const room = (high - low > 1e-9 * Math.abs(high) ? high - low : Math.abs(high) || 1) * 0.06;
     return [low >= 0 && low - room < 0 ? 0 : low - room, high + room];
   }
 
