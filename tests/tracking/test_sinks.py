@@ -91,6 +91,8 @@ def check_swanlab(info, fake):
 def check_trackio(info, fake):
     assert fake.calls[0][2]["project"] == "project"
     assert ("log", (METRICS[1],), {"step": 1}) in fake.calls
+    cells = {"columns": ["prompt", "response", "score"], "data": [["1+1|", "2\n", 1.0], ["1+2", "4", 0.0]]}
+    assert ("Table", (), cells) in fake.calls
     assert fake.calls[-1][0] == "finish"
 
 

@@ -52,6 +52,12 @@ class Sink:
             self.run.finish()
 
 
+def columns_and_cells(rows: list[dict[str, Any]]) -> tuple[list[Any], list[list[Any]]]:
+    """The columns of samples and their values by rows, for a table: numbers, texts and None."""
+    cells = [[v if isinstance(v, int | float | str) or v is None else str(v) for v in row.values()] for row in rows]
+    return list(rows[0]) if rows else [], cells
+
+
 def make_sink(name: str, info: RunInfo) -> Sink:
     """The tracker `name`; raises ConfigError for an unknown name and MissingExtraError when its package is not installed."""
     if SINKS.get(name) is not_supported:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
-from verl.tracking.sinks.api import Sink
+from verl.tracking.sinks.api import Sink, columns_and_cells
 
 
 class TrackioSink(Sink):
@@ -20,3 +21,9 @@ class TrackioSink(Sink):
             space_id=os.environ.get("TRACKIO_SPACE_ID"),
             resume="allow",
         )
+
+    def table(self, name: str, rows: list[dict[str, Any]], step: int) -> None:
+        import trackio
+
+        columns, cells = columns_and_cells(rows)
+        self.run.log({name: trackio.Table(columns=columns, data=cells)}, step=step)

@@ -14,7 +14,7 @@ from typing import Any
 
 from verl.regular_files import read_text
 from verl.tracking.files import write_atomically
-from verl.tracking.sinks.api import Sink
+from verl.tracking.sinks.api import Sink, columns_and_cells
 
 log = logging.getLogger(__name__)
 
@@ -45,10 +45,9 @@ class WandbSink(Sink):
     def table(self, name: str, rows: list[dict[str, Any]], step: int) -> None:
         import wandb
 
-        columns: list[str | int] = list(rows[0]) if rows else []
-        data = [[v if isinstance(v, int | float | str) or v is None else str(v) for v in row.values()] for row in rows]
+        columns, cells = columns_and_cells(rows)
         # `commit=False`: the metrics of the step follow and belong to this row
-        self.run.log({name: wandb.Table(columns=columns, data=data)}, step=step, commit=False)
+        self.run.log({name: wandb.Table(columns=columns, data=cells)}, step=step, commit=False)
 
 
 def _run_id(root: Path) -> str:
