@@ -138,6 +138,10 @@ def test_grpo_trains_and_its_checkpoint_opens(family, grpo, folder_of):
     assert len(rows) == 2
     assert all(row["actor/grad_norm"] > 0 for row in rows)
     assert any(key.startswith("val") for key in rows[-1])
+    samples = [json.loads(line) for line in (run.folder / "samples/train/step_000001.jsonl").read_text().splitlines()]
+    pictures = [name for sample in samples for name in sample.get("images", ())]
+    assert len(pictures) == sum("?" in s["prompt"] and "images" in s for s in samples)
+    assert {file.name for file in (run.folder / "samples/images").iterdir()} >= set(pictures)
     saved = run.folder / "global_step_2/actor/huggingface"
     original = load_model(folder_of(family)).state_dict()
     trained = load_model(saved).state_dict()

@@ -27,6 +27,7 @@ from verl.data_proto.media import Media
 from verl.errors import ConfigError, DataError, MissingExtraError, nearest
 from verl.foreign_text import clean, quoted
 from verl.regular_files import require_regular
+from verl.tracking.pictures import thumbnail
 
 if TYPE_CHECKING:
     from verl.config import DataConfig
@@ -129,7 +130,8 @@ class ImageEncoder:
                 f"{place}: the model's processor cannot read the row's images ({type(error).__name__}: {clean(error)}). Change "
                 "the images, or data.mm_processor_kwargs."
             ) from error
-        return PromptImages(Media(digest.hexdigest(), tensors), texts, self.processor, place)
+        media = Media(digest.hexdigest(), tensors, tuple(map(thumbnail, pictures)))
+        return PromptImages(media, texts, self.processor, place)
 
 
 @dataclass(frozen=True)

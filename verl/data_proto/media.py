@@ -15,12 +15,14 @@ if TYPE_CHECKING:
 class Media:
     """Images of one prompt. `tensors` are the inputs of the model's forward that its family's processor made, by name, such as
     pixel_values and image_grid_thw. `digest` names the images and the settings of the processor: Media of one digest are equal.
+    `thumbnails` are small pictures of them as data URLs, for people.
 
         Media("9f2c...", {"pixel_values": [64, 1176], "image_grid_thw": [1, 3]})
     """
 
     digest: str
     tensors: dict[str, torch.Tensor]
+    thumbnails: tuple[str, ...] = ()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Media) and self.digest == other.digest

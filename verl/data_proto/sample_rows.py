@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from verl.data_proto.batch_metrics import scored_rows
+from verl.data_proto.media import media_of
 
 if TYPE_CHECKING:
     from verl.data_proto.proto import DataProto
@@ -37,8 +38,8 @@ _PER_TOKEN = {
 
 def sample_rows(batch: DataProto, tokenizer: Any) -> list[dict[str, Any]]:
     """One dict per row of `batch`: prompt and response as text and token ids, log-probs per response token, score (None where
-    there is no usable one), reward parts, weight version, finish reason, and other columns that are present. The response text
-    has no special tokens, as the scorer gets it."""
+    there is no usable one), reward parts, weight version, finish reason, small pictures of its images, and other columns that
+    are present. The response text has no special tokens, as the scorer gets it."""
     tensors, objects = batch.batch, batch.non_tensor_batch
     attention = tensors["attention_mask"].bool()
     width = tensors["responses"].shape[1]
@@ -50,12 +51,15 @@ def sample_rows(batch: DataProto, tokenizer: Any) -> list[dict[str, Any]]:
     responses = tokenizer.batch_decode(response_ids, skip_special_tokens=True)
     copied = {name: _column(batch, name) for name in _COPIED}
     per_token = {name: tensors[column].tolist() for name, column in _PER_TOKEN.items() if column in tensors.keys()}
+    media = media_of(batch)
     scored = scored_rows(batch).tolist()
     scores = tensors["token_level_scores"].sum(dim=1).tolist() if "token_level_scores" in tensors.keys() else None
     rows = []
     for i, length in enumerate(lengths):
         row = {name: values[i] for name, values in copied.items() if values is not None}
         row |= {"prompt": prompts[i], "response": responses[i]}
+        if media is not None and (images := media[i]):
+            row["images"] = list(images.thumbnails)
         if "reward_model" in objects:
             row["ground_truth"] = (objects["reward_model"][i] or {}).get("ground_truth")
         if scores is not None:

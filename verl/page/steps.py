@@ -14,6 +14,8 @@ from verl.page.reader import RunReader
 from verl.page.summaries import deviation, last_message, text_of
 from verl.page.text import Tokens, diff_words, tokens_of, whole_number
 from verl.tracking.files import is_number
+from verl.tracking.pictures import FOLDER as IMAGES
+from verl.tracking.pictures import stored_images
 
 PER_PAGE = 60  # groups
 _LEVELS = 10
@@ -36,7 +38,7 @@ _GROUP_SORTS = {  # name -> label, a value that a group of the step must have, a
 _SHOWN_APART = {
     "prompt", "response", "prompt_ids", "response_ids", "log_probs", "old_log_probs", "train_log_probs", "advantages",
     "entropy", "response_mask", "ref_log_probs", "token_versions", "teacher_ids", "teacher_log_probs", "reward_parts",
-    "reward_error", "messages", "score", "ground_truth",
+    "reward_error", "messages", "score", "ground_truth", "images",
 }  # fmt: skip
 
 
@@ -238,6 +240,7 @@ def group_context(at: Place, unit: str, query: Mapping[str, str]) -> dict[str, A
             for row, full in zip(rows, whole, strict=False)
         ],
         "prompt": text_of(whole[0], "prompt"),
+        "images": _images(at, whole[0]),
         "truth": whole[0].get("ground_truth"),
         "parts": list(dict.fromkeys(name for full in whole for name in _parts(full))),
         "diff": _diff(whole, rows, query),
@@ -245,6 +248,14 @@ def group_context(at: Place, unit: str, query: Mapping[str, str]) -> dict[str, A
         "after": f"{at.path}/u/{units[place + 1]}" if place + 1 < len(units) else None,
         "elsewhere": _elsewhere(at, rows[0]),
     }
+
+
+def _images(at: Place, row: Mapping[str, Any]) -> list[str] | None:
+    """Data URLs of the images of a sample, "" for one that cannot be shown; None where Pillow is not installed."""
+    try:
+        return stored_images(row, at.run.folder / "samples" / IMAGES)
+    except ImportError:
+        return None
 
 
 def _parts(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -304,6 +315,7 @@ def sample_context(at: Place, line: int) -> dict[str, Any] | None:
         "turns": turns_of(row, tokens),
         "prompt_tokens": tokens_of(row, at.run.tokens, "prompt"),
         "parts": _parts(row),
+        "images": _images(at, row),
         "messages": episode["messages"] if isinstance(episode["messages"], list) else [],
         "calls": episode["calls"],
         "episode_error": episode["error"],

@@ -17,6 +17,7 @@ from verl.tracking.files import is_count, is_number
 MAX_TEXT = 200_000  # characters of one text on a page
 MAX_TOKENS = 20_000
 NUM_SHADES = 8
+_REPEATED = re.compile(r"(<[^<>\s]{1,40}>)\1{3,}")
 _VISIBLE = {"\t": "\t", "\n": "\n"}
 
 
@@ -47,6 +48,12 @@ def shown(text: Any, limit: int = MAX_TEXT) -> Markup:
     if len(whole) > limit:
         parts.append(Markup('<span class="cut">… {:,} more characters</span>').format(len(whole) - limit))
     return Markup("").join(parts)
+
+
+def collapsed(text: Any) -> str:
+    """A prompt in which a mark that repeats, as of an image, stands once with its count: "<|image_pad|> × 96"."""
+    whole = text if isinstance(text, str) else ""
+    return _REPEATED.sub(lambda match: f"{match[1]} × {len(match[0]) // len(match[1]):,} ", whole)
 
 
 @dataclass(frozen=True)

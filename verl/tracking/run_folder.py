@@ -1,7 +1,8 @@
 """The folder of one run: its files, its lock, and the truncation of records on resume.
 
 config.yaml  metrics.jsonl  samples/{train,val}/step_000012.jsonl  spans.jsonl  timeline.jsonl  logs/  summary.json
-tokens.jsonl (their texts)  curves.json (metrics worth a curve)  learning_curve.png  global_step_N/ (see verl.checkpoint)
+tokens.jsonl (their texts)  samples/images/ (their images, small)  notes.md (by the user)  plan.json (see verl plan)
+curves.json (metrics worth a curve)  learning_curve.png  global_step_N/ (see verl.checkpoint)
 ledger.sqlite (every sample, see verl/tracking/ledger/reader.py)  guards.jsonl (rejected values)  heartbeat.json
 episodes/ (conversations of agents, results of their tools)
 events.jsonl (crashes, written by the supervisor)  role_sizes.json (see verl scale)  start.json (see verl/run/state.py)
@@ -40,6 +41,7 @@ from verl.tracking.heartbeat import Heartbeat
 from verl.tracking.ledger.file import NAME as LEDGER
 from verl.tracking.lock import FolderLock
 from verl.tracking.logs import add_log_file, remove_handler
+from verl.tracking.pictures import FOLDER as IMAGES
 from verl.tracking.token_texts import NAME as TOKENS
 
 log = logging.getLogger(__name__)
@@ -62,6 +64,7 @@ class RunFolder:
         self.root = Path(root).expanduser()
         self.metrics = self.root / "metrics.jsonl"
         self.samples = self.root / "samples"
+        self.images = self.samples / IMAGES
         self.tokens = self.root / TOKENS
         self.spans = self.root / "spans.jsonl" if rank == 0 else None
         self.timeline = self.root / "timeline.jsonl"

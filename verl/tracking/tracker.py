@@ -13,6 +13,7 @@ from typing import Any
 from verl.config.secrets import hide_values
 from verl.foreign_text import clean, printable
 from verl.tracking.files import append_rows, json_text, write_atomically
+from verl.tracking.pictures import with_stored_images
 from verl.tracking.run_folder import RunFolder
 from verl.tracking.sinks.api import RunInfo, make_sink
 from verl.tracking.sinks.file import FileSink
@@ -78,7 +79,8 @@ class Tracker:
         file.parent.mkdir(parents=True, exist_ok=True)
         if self._texts is not None:
             self._texts.record(rows)
-        write_atomically(file, "".join(json_text({"step": step, **row}) + "\n" for row in rows))
+        stored = [with_stored_images(row, self.folder.images) for row in rows]
+        write_atomically(file, "".join(json_text({"step": step, **row}) + "\n" for row in stored))
         dump = self._dumps.get(split)
         if dump:
             _dump(Path(dump).expanduser(), step, rows)
