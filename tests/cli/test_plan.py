@@ -237,6 +237,7 @@ def test_the_plan_next_to_a_run(verl, tmp_path):
     run = RunReader(tmp_path / "run", "run")
     run.refresh(0)
     assert [row["step"] for row in run.planned] == [1, 2, 3]
+    assert run.has_plan
     assert run.problems == ["No step has been written to metrics.jsonl."]
     for row in run.planned:
         assert sum(row["phases"].values()) == pytest.approx(row["seconds"])

@@ -15,6 +15,8 @@ from verl.cli.run_name import with_run_folder
 from verl.config.sections.megatron import FAMILIES
 from verl.errors import ConfigError
 from verl.foreign_text import clean
+from verl.tracking.files import json_text, write_atomically
+from verl.tracking.timeline import PLAN
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,11 +34,12 @@ weights are not read."""
 _JSON = {"action": "store_true", "help": "print the best plan and the runner-up as one JSON object"}
 _SIMULATE = {
     "metavar": "FOLDER",
-    "help": "also simulate the run, with jitter and failures of devices, and write its timeline there for verl show",
+    "help": "also simulate the run, with jitter and failures of devices, and write its timeline and the plan there for "
+    "verl show and verl view",
 }
 _BESIDE = {
     "metavar": "RUN",
-    "help": "write the simulated steps into this run folder too: verl view shows them beside the measured ones "
+    "help": "write the plan and its simulated steps into this run folder too: verl view shows them beside the measured ones "
     "(plan.apply=true does so for the run that it starts)",
 }
 _STEPS = {"type": int, "default": 100, "metavar": "N", "help": "steps to simulate (100)"}
@@ -63,11 +66,11 @@ def run_plan(argv: list[str]) -> int:
     plans = search(flow, cluster_of(request.cluster, loaded), workload_of(config, request.workload), rules)
     best, second = plans[0], plans[1] if len(plans) > 1 else None
     chosen = overrides(best, engine, config)
+    shown = {
+        "best": {**plan_as_json(best), "overrides": chosen},
+        "runner_up": {**plan_as_json(second), "overrides": overrides(second, engine, config)} if second else None,
+    }
     if arguments.options.json:
-        shown = {
-            "best": {**plan_as_json(best), "overrides": chosen},
-            "runner_up": {**plan_as_json(second), "overrides": overrides(second, engine, config)} if second else None,
-        }
         print(json.dumps(shown, indent=2))
     else:
         from rich.console import Console
@@ -77,6 +80,8 @@ def run_plan(argv: list[str]) -> int:
         print(f"verl: {notice}", file=sys.stderr)
     beside = arguments.options.beside or (config.trainer.default_local_dir if request.apply else None)
     _simulate(best, arguments.options.simulate, beside, arguments.options.steps)
+    for name in {arguments.options.simulate, beside} - {None}:
+        write_atomically(Path(name).expanduser() / PLAN, json_text(shown, indent=2) + "\n")
     if "trainer.default_local_dir" not in loaded.settings:
         chosen = [*chosen, f"trainer.default_local_dir={config.trainer.default_local_dir}"]
     return _start(arguments, chosen) if request.apply else 0

@@ -49,7 +49,9 @@ def _export(folders: list[Path], out: Path, num_steps: int) -> int:
 
 def _run_folder(name: str) -> Path:
     folder = Path(name).expanduser()
-    if not any((folder / part).exists() for part in ("config.yaml", "metrics.jsonl", "samples", "run.lock")):
+    if not any(
+        (folder / part).exists() for part in ("config.yaml", "metrics.jsonl", "samples", "run.lock", "plan.json")
+    ):
         raise ConfigError(
             f"{folder} is not a run folder: it has neither config.yaml nor metrics.jsonl. Give the folder that "
             "trainer.default_local_dir named."

@@ -44,6 +44,8 @@ def _pages(site: Site, num_steps: int) -> Iterator[str]:
     for key, view in site.views.items():
         base = f"/run/{segment(key)}"
         yield from (base, f"{base}/metrics", f"{base}/config", f"{base}/log")
+        if view.run.has_plan:
+            yield f"{base}/plan"
         files = view.index.files()
         for split in sorted({split for split, _ in files}):
             for step in sorted((s for name, s in files if name == split), reverse=True)[:num_steps]:

@@ -1,7 +1,7 @@
 """The pages as HTML: paths, templates and their contexts. Independent of the server: `Site.page(path, query)`.
 
 /                                      the runs
-/run/KEY                               a run; also /metrics, /samples, /config and /log below it
+/run/KEY                               a run; also /metrics, /samples, /config, /plan and /log below it
 /run/KEY/SPLIT/STEP                    a step; below it /u/UNIT, the group or pair, and /s/LINE, a sample
 /compare                               curves of several runs: runs; two of them in detail: a, b
 """
@@ -23,8 +23,9 @@ from markupsafe import Markup
 from verl.foreign_text import clean, printable
 from verl.page import compare, log_records, panels, search, steps, tables
 from verl.page.index import SampleIndex
+from verl.page.plan import plan_context
 from verl.page.reader import RunReader
-from verl.page.text import shown, visible, whole_number
+from verl.page.text import collapsed, shown, visible, whole_number
 
 _READ_S = 1.0  # seconds of a request that may go into reading the records of a run
 _UNSAFE = re.compile(r"[^\w.-]+")
@@ -83,7 +84,7 @@ class Site:
         self.env = Environment(loader=PackageLoader("verl.page"), autoescape=True, undefined=StrictUndefined,
                                trim_blocks=True, lstrip_blocks=True, finalize=visible)  # fmt: skip
         self.env.filters.update(
-            shown=shown, duration=tables.time_text, number=tables.number, clock=tables.clock, data=_data,
+            shown=shown, collapsed=collapsed, duration=tables.time_text, number=tables.number, clock=tables.clock, data=_data,
             polyline=tables.polyline, plain=lambda text: clean(text, 80),
             when=lambda t: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(t)),
         )  # fmt: skip
@@ -141,6 +142,8 @@ class Site:
                 return self._render("metrics.html", path, **common, charts=charts)
             case ["config"]:
                 return self._render("config.html", path, **common, keys=tables.config_rows(view.run.folder))
+            case ["plan"] if (plan := plan_context(view.run.folder)) is not None:
+                return self._render("plan_page.html", path, **common, **plan)
             case ["log"]:
                 return self._render("log.html", path, **common, **log_records.log_context(view.run, query))
             case ["samples"]:

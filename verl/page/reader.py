@@ -5,6 +5,7 @@ Reading never raises because of the content of the folder: `problems` has a sent
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from array import array
@@ -15,6 +16,8 @@ from typing import Any
 
 from verl.foreign_text import clean
 from verl.page.follow import Follower
+from verl.page.plan import plan_context
+from verl.regular_files import read_text
 from verl.tracking.bottleneck import Bottleneck, find_bottleneck
 from verl.tracking.files import has, is_count, is_metrics_row, is_number, is_text
 from verl.tracking.heartbeat import EVENTS, Beat, read_beat
@@ -27,6 +30,8 @@ from verl.tracking.token_texts import NAME as TOKENS
 from verl.tracking.token_texts import TOKEN
 
 _SPAN = has(name=is_text, start=is_number, seconds=is_number, step=is_count)
+_MAX_NOTES_BYTES = 64 << 10
+_TAG = re.compile(r"(?<![\w#&/])#(\w[\w-]{0,39})")
 _RESUME_GAP_S = 0.5  # the timeline has no gaps within one process
 # section that only one kind of run has -> that kind; the first one counts
 KINDS = {"algorithm": "rl", "sft": "sft", "rm": "rm", "preference": "preference"}
@@ -182,6 +187,23 @@ class RunReader:
     def planned_row(self, step: int) -> dict[str, Any] | None:
         """The simulated step of that number; the last one for a step beyond them, and None without a plan."""
         return next((row for row in self.planned if row["step"] == step), self.planned[-1] if self.planned else None)
+
+    @property
+    def has_plan(self) -> bool:
+        return plan_context(self.folder) is not None
+
+    @property
+    def notes(self) -> str:
+        """The user's notes.md; its words like #baseline are tags."""
+        try:
+            return read_text(self.folder / "notes.md", _MAX_NOTES_BYTES).strip()
+        except (OSError, ValueError):
+            return ""
+
+    @property
+    def tags(self) -> list[str]:
+        """The tags in the notes, in their order."""
+        return list(dict.fromkeys(_TAG.findall(self.notes)))
 
     @property
     def is_running(self) -> bool:

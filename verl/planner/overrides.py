@@ -8,6 +8,7 @@ from typing import Any
 
 from verl.config import PPOConfig, RunConfig
 from verl.config.schema import value_at
+from verl.foreign_text import clean
 from verl.planner.dataflow import ROLLOUT
 from verl.planner.layout import ParallelLayout
 from verl.planner.search import RunPlan
@@ -135,6 +136,7 @@ def plan_as_json(plan: RunPlan) -> dict[str, Any]:
     for roles, count, chosen in zip(plan.groups, plan.devices, plan.options, strict=True):
         choices = {
             option.role: {
+                "text": "; ".join(part.text() for part in (option.layout, option.rollout) if part),
                 "layout": asdict(option.layout) if option.layout else None,
                 "rollout": asdict(option.rollout) if option.rollout else None,
                 "seconds": {
@@ -144,8 +146,12 @@ def plan_as_json(plan: RunPlan) -> dict[str, Any]:
             }
             for option in chosen
         }
-        groups.append({"roles": list(roles), "devices": count, "choices": choices})
+        peak = sum(option.resident for option in chosen) + max(option.peak for option in chosen)
+        groups.append({"roles": list(roles), "devices": count, "peak_bytes": peak, "choices": choices})
     return {
+        "run": plan.flow.name,
+        "model": clean(plan.flow.shapes["actor"].name),
+        "device": {"name": plan.cluster.device.name, "bytes": plan.cluster.memory},
         "step_s": plan.step_s,
         "gpu_hours": plan.gpu_hours,
         "asynchronous": plan.asynchronous,

@@ -21,6 +21,7 @@ from typing import Any
 from verl.parallel.traffic import TRAFFIC, Traffic
 from verl.tracking.files import append_rows, each, has, is_count, is_number, maybe, read_json_rows
 
+PLAN = "plan.json"  # `verl plan --json`, in a run folder
 PLANNED = "planned.jsonl"  # steps as `verl plan` has simulated them, in a run folder, with the rows of timeline.jsonl
 
 _NUM_NEWEST = 20
