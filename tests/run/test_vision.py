@@ -223,14 +223,17 @@ def test_adapters_train_on_images(grpo):
     assert all(row["actor/grad_norm"] > 0 for row in run.training_rows())
 
 
-@pytest.mark.parametrize("key", ["reward.reward_model.enable", "actor_rollout_ref.rollout.multi_turn.enable"])
-def test_what_reads_text_refuses_images(key, folder_of, task):
+@pytest.mark.parametrize(("key", "value"), [
+    ("reward.reward_model.judge_template", "{response}"), ("actor_rollout_ref.rollout.multi_turn.enable", True),
+])  # fmt: skip
+def test_what_reads_text_refuses_images(key, value, folder_of, task):
     loaded = load_config(overrides(folder_of(FAMILY), task, "data.max_prompt_length=300")).config
     section, _, name = key.rpartition(".")
     change = functools.reduce(getattr, section.split("."), loaded)
     rows = load_dataset(loaded.data.train_files, load_tokenizer(folder_of(FAMILY)), loaded.data)
-    object.__setattr__(change, name, True)
-    with pytest.raises(DataError, match=f"images do not work with {key}=True"):
+    object.__setattr__(change, name, value)
+    object.__setattr__(loaded.reward.reward_model, "enable", True)
+    with pytest.raises(DataError, match=f"images do not work with {key} in this version"):
         refuse_images(loaded, rows)
 
 
@@ -242,3 +245,15 @@ def test_check_and_generate_read_images(folder_of, task, tmp_path, capsys):
     assert "12 training rows" in capsys.readouterr().out
     assert main(["generate", "--output", f"{tmp_path}/samples.jsonl", *settings]) == 0
     assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 3 * 4
+
+
+def test_a_checkpoint_is_exported_and_evaluated_with_its_processor(grpo, folder_of, task, tmp_path):
+    run = grpo(FAMILY, "trainer.save_freq=2")
+    assert main(["export", str(run.folder), str(tmp_path / "exported")]) == 0
+    assert (
+        load_tokenizer(tmp_path / "exported").processor.settings == load_tokenizer(folder_of(FAMILY)).processor.settings
+    )
+    settings = overrides(
+        tmp_path / "exported", task, "data.max_prompt_length=300", f"trainer.default_local_dir={tmp_path}/eval"
+    )
+    assert main(["eval", *settings]) == 0

@@ -205,13 +205,31 @@ def read_image(source: Any, place: str) -> Any:
         raise DataError(f"{place} is damaged: {clean(error)}. Write it again.") from error
 
 
-def _content(source: Any, place: str) -> bytes:
-    """The bytes of an image file."""
+def image_text(source: Any, place: str) -> str:
+    """The path or URL of an image, or its bytes as a data URL, for a row in JSON. Raises DataError as read_image."""
+    source = _innermost(source, place)
+    if isinstance(source, str):
+        return source
+    if hasattr(source, "save"):  # a picture of PIL
+        file = io.BytesIO()
+        source.convert("RGB").save(file, "PNG")
+        source = file.getvalue()
+    return "data:;base64," + base64.b64encode(_content(source, place)).decode()
+
+
+def _innermost(source: Any, place: str) -> Any:
+    """The path, URL, bytes or picture to which an object leads."""
     while isinstance(source, Mapping):
         entries = {name: source[name] for name in _SOURCES if source.get(name) is not None}
         if not entries:
             raise DataError(f"{place} is an object without image, bytes, path or url; give one of them.")
         source = entries.get("bytes", next(iter(entries.values())))
+    return source
+
+
+def _content(source: Any, place: str) -> bytes:
+    """The bytes of an image file."""
+    source = _innermost(source, place)
     if isinstance(source, str):
         return _named(source, place)
     if not isinstance(source, bytes | bytearray | memoryview):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from verl.data.dataset import PromptRows
+from verl.data.images import image_text
 from verl.data.order import PromptOrder
 from verl.data.prompts import PromptEncoder
 from verl.data.sampler_order import SamplerOrder
@@ -82,6 +83,11 @@ class PromptLoader:
         """
         ordinals = range(ordinal_start, ordinal_start + count)
         return self._reader.read(ordinals, [self.order.row(ordinal)[1] for ordinal in ordinals])
+
+    def images(self, number: int) -> list[str]:
+        """The images of row `number`, in the order of its messages: paths, URLs and data URLs."""
+        rows = self._reader.rows
+        return [image_text(source, rows.place(number)) for source in rows.images(rows[number])]
 
     def update(self, batch: DataProto) -> None:
         """Tell a curriculum sampler what has trained."""

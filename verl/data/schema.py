@@ -113,8 +113,8 @@ def no_media(media: str, where: str) -> str:
     """The sentence about rows with `media` that a run cannot read."""
     if media == "images":
         return (
-            f"images ({where}) cannot be read: the model has no image processor, or the program trains on text. Use PPO or "
-            "SFT with a model of docs/images.md that has its processor's files, or rows of text."
+            f"images ({where}) cannot be read: the model has no image processor, or the program trains on text. Use a model "
+            "of docs/images.md that has its processor's files, or rows of text."
         )
     return f"{media} ({where}) are not available in this version. Use rows of text, or of text and images."
 

@@ -13,6 +13,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig
 
+from verl.data_proto.media import Media
 from verl.errors import ModelError
 from verl.models.folder import fetch
 from verl.models.forward import packed_outputs
@@ -63,8 +64,15 @@ def scores_steps(config: PreTrainedConfig) -> bool:
 
 
 @torch.no_grad()
-def sequence_scores(module: ScalarHeadModel, sequences: Sequence[Tokens], *, max_tokens: int) -> torch.Tensor:
-    """float32 (float64 for a float64 model) [sequences] on the CPU: the head's output at the last token of each.
+def sequence_scores(
+    module: ScalarHeadModel,
+    sequences: Sequence[Tokens],
+    *,
+    max_tokens: int,
+    media: Sequence[PromptMedia | None] | None = None,
+) -> torch.Tensor:
+    """float32 (float64 for a float64 model) [sequences] on the CPU: the head's output at the last token of each. `media` are
+    the images of each.
 
     A forward computes at most `max_tokens` tokens, or one sequence. Neighbours that begin alike share that part, so the
     samples of a prompt should be adjacent. Raises ModelError for a sequence that is empty or longer than the model
@@ -73,13 +81,27 @@ def sequence_scores(module: ScalarHeadModel, sequences: Sequence[Tokens], *, max
     _require_fit(module, sequences)
     device = next(module.parameters()).device
     scores = torch.zeros(len(sequences), dtype=module.score.weight.dtype)
-    families = list(_families(sequences, max_tokens))
+    images = [None] * len(sequences) if media is None else list(media)
+    families = list(_families(sequences, images, max_tokens))
     for numbers in pack_by_tokens([family.num_computed for family in families], max_tokens):
         members = [(i, families[number].shared) for number in numbers for i in families[number].members]
-        packed = pack_rows(_columns(members, sequences), device=device, reads=Reads(predictions=False, last_token=True))
+        packed = pack_rows(
+            _columns(members, sequences),
+            device=device,
+            reads=Reads(predictions=False, last_token=True),
+            media=[image.media if (image := images[i]) is not None else None for i, _ in members],
+        )
         outputs = packed_outputs(module, packed, ("sequence_scores",))["sequence_scores"]
         scores[[i for i, _ in members]] = outputs.to("cpu", scores.dtype)
     return scores
+
+
+@dataclass(frozen=True)
+class PromptMedia:
+    """Images in the first tokens of a sequence, the `prompt`, which is shorter than the sequence."""
+
+    media: Media
+    prompt: Tokens
 
 
 @dataclass(frozen=True)
@@ -95,17 +117,17 @@ class _Family:
         return self.num_tokens - (len(self.members) - 1) * self.shared
 
 
-def _families(sequences: Sequence[Tokens], max_tokens: int) -> Iterator[_Family]:
-    """Neighbours together as long as that saves tokens and they fit."""
+def _families(sequences: Sequence[Tokens], images: Sequence[PromptMedia | None], max_tokens: int) -> Iterator[_Family]:
+    """Neighbours with equal images together as long as that saves tokens and they fit."""
     family: _Family | None = None
     for i, tokens in enumerate(sequences):
-        joined = family and _joined(family, i, sequences)
+        joined = family and images[family.members[0]] == images[i] and _joined(family, i, sequences)
         if family and joined and joined.num_computed <= min(max_tokens, family.num_computed + len(tokens) - 1):
             family = joined
             continue
         if family:
             yield family
-        family = _Family((i,), 0, len(tokens))
+        family = _Family((i,), 0 if (image := images[i]) is None else len(image.prompt), len(tokens))
     if family:
         yield family
 

@@ -254,6 +254,8 @@ def _require_known_vision(path: str | Path, config: PreTrainedConfig) -> None:
 
 def _filled(auto_class: str, folder: Path, config: PreTrainedConfig, skeleton: Any, trust_remote_code: bool) -> Any:
     """`skeleton`, a model on the meta device, with the weights of `folder`."""
+    # below a scalar head, transformers takes "model.visual" of Qwen2-VL for a part of the language model
+    below_head = {"key_mapping": {r"^model\.visual": "visual"}} if auto_class == "AutoModel" else {}
     module, report = getattr(transformers, auto_class).from_pretrained(
         str(folder),
         config=config,
@@ -262,6 +264,7 @@ def _filled(auto_class: str, folder: Path, config: PreTrainedConfig, skeleton: A
         use_safetensors=True,
         trust_remote_code=trust_remote_code,
         output_loading_info=True,
+        **below_head,
         **_experts(skeleton.dtype),
     )
     name = type(module).__name__

@@ -61,14 +61,13 @@ def tokenizer_notices(config: PPOConfig, tokenizer: Any) -> list[str]:
 
 def refuse_images(config: PPOConfig, rows: PromptRows) -> None:
     """Raise DataError where a part of the run would read rows with images as text."""
+    model = config.reward.reward_model
     readers = {
-        "reward.reward_model.enable": config.reward.reward_model.enable,
+        "reward.reward_model.judge_template": model.enable and bool(model.judge_template),
         "actor_rollout_ref.rollout.multi_turn.enable": config.actor_rollout_ref.rollout.multi_turn.enable,
     }
     for key in (key for key, reads in readers.items() if reads and rows.has_images):
-        raise DataError(
-            f"Rows with images do not work with {key}=True in this version: it reads text. Set it to False."
-        )
+        raise DataError(f"Rows with images do not work with {key} in this version: it reads text. Leave the key out.")
 
 
 def load_data(config: PPOConfig, *, train: bool = True) -> PPOData:

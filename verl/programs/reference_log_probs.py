@@ -14,6 +14,7 @@ import torch
 from verl.checkpoint.files import record_of, remove_tree
 from verl.checkpoint.tensor_files import read_tensors, write_tensors
 from verl.data.preferences.dataset import PreferenceSequence
+from verl.data_proto.media import media_of
 from verl.data_proto.proto import DataProto
 from verl.errors import DataError
 from verl.roles.api import ModelHandle
@@ -38,7 +39,7 @@ class ReferenceLogProbs:
         if self._kept is None:
             return completion_log_probs(self.model, batch, self.ld_alpha)
         try:
-            return torch.tensor([self._kept[name] for name in self._names(sequences)], dtype=torch.float64)
+            return torch.tensor([self._kept[name] for name in self._names(batch, sequences)], dtype=torch.float64)
         except KeyError:
             raise DataError(
                 f"The data has rows that it did not have when the run began, so that their reference log-probabilities are not "
@@ -50,7 +51,7 @@ class ReferenceLogProbs:
         log_probs: dict[bytes, float] = {}
         for batch, sequences in parts:
             values = completion_log_probs(self.model, batch, self.ld_alpha)
-            log_probs.update(zip(self._names(sequences), values.tolist(), strict=True))
+            log_probs.update(zip(self._names(batch, sequences), values.tolist(), strict=True))
         self._kept = log_probs
 
     def write(self, folder: Path) -> None:
@@ -85,9 +86,10 @@ class ReferenceLogProbs:
             )
         self._kept = {name.tobytes(): value for name, value in zip(arrays[0], arrays[1].tolist(), strict=True)}
 
-    def _names(self, sequences: Sequence[PreferenceSequence]) -> list[bytes]:
-        """A name for each sequence; with `ld_alpha` the value depends on the other sequence of the pair too."""
-        names = [sequence.digest() for sequence in sequences]
+    def _names(self, batch: DataProto, sequences: Sequence[PreferenceSequence]) -> list[bytes]:
+        """A name for each sequence, a row of `batch`; with `ld_alpha` the value depends on the pair's other sequence too."""
+        media = media_of(batch) or [None] * len(sequences)
+        names = [sequence.digest(images) for sequence, images in zip(sequences, media, strict=True)]
         if self.ld_alpha is None:
             return names
         lengths = [int(sequence.completion.sum()) for sequence in sequences]

@@ -21,10 +21,10 @@ from typing import Any, ClassVar
 from verl.algorithms.filters import best_of_groups
 from verl.config import PPOConfig
 from verl.data_proto.batch_metrics import scored_rows
+from verl.data_proto.media import media_of
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.sample_rows import sample_rows
-from verl.errors import ConfigError
 from verl.programs.api import RollBack, RunContext
 from verl.programs.guards import SkipBatch, StepBatch
 from verl.programs.ppo import PPO
@@ -85,10 +85,6 @@ class RejectionSampling(PPO):
         """See PPO; afterwards the kept samples are in the file."""
         result = super().train(step)
         if self.file is not None and not result.skipped:
-            if any(result.batch.non_tensor_batch.get("media", ())):
-                raise ConfigError(
-                    "rejection.write has rows of text, and these rows have images. Set rejection.write=null."
-                )
             self.file.parent.mkdir(parents=True, exist_ok=True)
             append_rows(self.file, self._rows(result.batch, step))
         return result
@@ -151,15 +147,19 @@ class RejectionSampling(PPO):
 
     def _rows(self, batch: DataProto, step: int) -> list[dict[str, Any]]:
         """Rows of the format prompt_completion."""
+        assert self.data.train is not None
+        numbers = batch.batch["row_index"].tolist()
+        images = {number: self.data.train.images(number) for number in set(numbers)} if media_of(batch) else {}
         return [
             {
                 "prompt": list(messages),
                 "completion": [{"role": "assistant", "content": row["response"]}],
+                **({"images": images[number]} if images.get(number) else {}),
                 **{name: row[name] for name in _COPIED},
                 "step": step,
             }
-            for messages, row in zip(
-                batch.non_tensor_batch["raw_prompt"], sample_rows(batch, self.data.tokenizer), strict=True
+            for messages, row, number in zip(
+                batch.non_tensor_batch["raw_prompt"], sample_rows(batch, self.data.tokenizer), numbers, strict=True
             )
         ]
 

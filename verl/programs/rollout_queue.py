@@ -26,6 +26,7 @@ import torch
 from verl.agents.episode import recorded
 from verl.data.loader import PromptLoader
 from verl.data_proto.future import Finished, Future
+from verl.data_proto.media import media_of
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import SamplingParams
@@ -239,10 +240,12 @@ class RolloutQueue:
 
     def _fits(self, groups: Sequence[Sequence[OpenSample]], prompts: DataProto) -> bool:
         """Whether every prompt has its samples, started together, of this run's length."""
-        for samples, ids in zip(groups, prompts.non_tensor_batch["prompt_token_ids"], strict=True):
+        media = media_of(prompts) or [None] * len(prompts)
+        for samples, *prompt in zip(groups, prompts.non_tensor_batch["prompt_token_ids"], media, strict=True):
             if [sample.sample for sample in samples] != list(range(self.params.n)):
                 return False
-            if any(not s.segments or s.limit != self.limit or s.prompt != prompt_digest(ids) for s in samples):
+            digest = prompt_digest(*prompt)
+            if any(not s.segments or s.limit != self.limit or s.prompt != digest for s in samples):
                 return False
         return len({(sample.step, sample.split) for samples in groups for sample in samples}) == 1
 

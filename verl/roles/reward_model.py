@@ -16,13 +16,15 @@ from verl.config import RewardModelConfig
 from verl.config.roots.reward_model import RMDataConfig
 from verl.data.conversations.formats import Example
 from verl.data.conversations.tokens import ConversationEncoder
+from verl.data_proto.media import media_of
 from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
 from verl.errors import ConfigError, ModelError, NumericsError
-from verl.models.classifier import load_reward_model, scores_steps, sequence_scores
+from verl.models.classifier import PromptMedia, load_reward_model, scores_steps, sequence_scores
 from verl.models.heads import ScalarHeadModel
 from verl.models.load import load_external, load_model_config, load_tokenizer
 from verl.models.tokenizer import eos_token_ids
+from verl.models.vision import require_vision
 from verl.parallel.device import compute_dtype
 from verl.parallel.register import Dispatch, register
 from verl.regular_files import read_user_text
@@ -106,15 +108,22 @@ class RewardModelWorker:
         self.encoder = ConversationEncoder(tokenizer, settings, stops, checks=False)
         self.left_out = stops if scores_steps else frozenset()
 
-    @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, objects=("raw_prompt", "uid"))
+    @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, objects=("raw_prompt", "uid", "media"))
     def score(self, batch: DataProto) -> DataProto:
-        """Column reward_model_score [batch]. Raises NumericsError for a score that is not finite."""
+        """Column reward_model_score [batch]. Raises NumericsError for a score that is not finite, ConfigError for images that
+        another template would leave out, ModelError for a model that reads none."""
+        images = self._images(batch)
         sequences = policy_tokens(batch) if self.reads_policy_tokens else self._conversations(batch)
         sequences = [ids[:-1] if ids[-1:] and ids[-1] in self.left_out else ids for ids in sequences]
         scores = torch.cat(
             [
-                sequence_scores(self.module, some, max_tokens=self.max_tokens)
-                for some in batches(sequences, self.batch_size)
+                sequence_scores(
+                    self.module,
+                    [ids for ids, _ in some],
+                    max_tokens=self.max_tokens,
+                    media=[image for _, image in some],
+                )
+                for some in batches([*zip(sequences, images, strict=True)], self.batch_size)
             ]
         )
         bad = ~torch.isfinite(scores)
@@ -127,6 +136,20 @@ class RewardModelWorker:
                 "another reward model."
             )
         return DataProto.from_dict({"reward_model_score": scores.to(torch.float32)})
+
+    def _images(self, batch: DataProto) -> list[PromptMedia | None]:
+        media = media_of(batch) or [None] * len(batch)
+        if any(media):
+            require_vision(self.module)
+            if not self.reads_policy_tokens:
+                raise ConfigError(
+                    "Rows have images, and the reward model's tokenizer or chat template differs from the policy's. Train it "
+                    "from the policy's model, or set reward.reward_model.enable=False."
+                )
+        return [
+            None if images is None else PromptMedia(images, prompt[:-1])
+            for images, prompt in zip(media, _unpadded(batch)[0], strict=True)
+        ]
 
     def close(self) -> None:
         """Nothing to end."""

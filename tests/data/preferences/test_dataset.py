@@ -185,9 +185,9 @@ def test_the_loader_keeps_pairs_together(tmp_path):
 
 def test_digests_name_tokens_and_completion(tmp_path):
     dataset = load(write(tmp_path / "a.jsonl", [PAIR, PAIR, {**PAIR, "prompt": "ppp"}]))
-    digests = [sequence.digest() for row in range(3) for sequence in dataset[row]]
+    digests = [sequence.digest(None) for row in range(3) for sequence in dataset[row]]
     assert digests[:2] == digests[2:4]
     assert len(set(digests)) == 4
     moved = load(write(tmp_path / "b.jsonl", [{"prompt": "ppppa", "chosen": "b", "rejected": "c"}]))
     assert moved[0][0].input_ids.tolist() == dataset[0][0].input_ids.tolist()
-    assert moved[0][0].digest() != digests[0]
+    assert moved[0][0].digest(None) != digests[0]

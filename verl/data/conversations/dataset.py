@@ -98,6 +98,10 @@ class ConversationDataset:
         messages = [m for part in (example.prompt, example.completion) if isinstance(part, list) for m in part]
         return example.row_format, encoder.encode(example, place), messages
 
+    def image_sources(self, row: Mapping[str, Any], settings: Any) -> list[Any]:
+        """The sources of the images of a row whose sequences have some."""
+        return example_of(row, settings, images=True).images
+
     def __len__(self) -> int:
         return len(self._rows)
 
@@ -289,10 +293,10 @@ class _FileSource:
         return self.rows.place(row)
 
     def images(self, row: int) -> RowImages | None:
-        encoder, settings = self.encoder.images, self.encoder.settings
-        if encoder is None or not isinstance(settings, SFTDataConfig):
+        encoder = self.encoder.images
+        if encoder is None:
             return None
-        return RowImages(example_of(self.rows[row], settings, images=True).images, encoder, self.place(row))
+        return RowImages(self.dataset.image_sources(self.rows[row], self.encoder.settings), encoder, self.place(row))
 
     def identity(self) -> list[Any]:
         return [self.name, self.rows.digest(), *identity_of(self.encoder.tokenizer)]
@@ -351,7 +355,11 @@ def training_batch(sequences: Sequence[TrainingSequence]) -> DataProto:
         prompt_mask[row, width - first :], exists[row, : end - first] = True, True
         response_mask[row, : end - first] = torch.from_numpy(sequence.loss_mask[first:end])
     columns = {"prompts": prompts, "prompt_mask": prompt_mask, "responses": responses, "response_mask": response_mask}
-    media = [None if sequence.images is None else sequence.images.read().media for sequence in sequences]
+    rows = {
+        id(s.images): s.images for s in sequences if s.images is not None
+    }  # the sequences of a row share its images
+    pixels = {name: images.read().media for name, images in rows.items()}
+    media = [pixels.get(id(sequence.images)) for sequence in sequences]
     objects = {"media": object_array(media)} if any(media) else {}
     return DataProto.from_dict({**columns, "attention_mask": torch.cat([prompt_mask, exists], dim=1)}, objects)
 

@@ -26,6 +26,7 @@ from verl.errors import DataError
 
 if TYPE_CHECKING:
     from verl.data.dataset import Files
+    from verl.data_proto.media import Media
     from verl.data_proto.proto import DataProto
 
 
@@ -47,10 +48,12 @@ class PreferenceSequence(TrainingSequence):
         """Mask of the completion."""
         return self.loss_mask if self.completion_mask is None else self.completion_mask
 
-    def digest(self) -> bytes:
-        """A name for the sequence by its tokens and its completion, 16 bytes."""
+    def digest(self, media: Media | None) -> bytes:
+        """A name for the sequence by its tokens, its completion and its images, 16 bytes."""
         name = hashlib.blake2b(self.input_ids.astype("<i4").tobytes(), digest_size=16)
         name.update(self.completion.tobytes())
+        if media is not None:
+            name.update(media.digest.encode())
         return name.digest()
 
 
@@ -116,7 +119,11 @@ class PreferenceDataset(ConversationDataset):
         """See ConversationDataset."""
         assert isinstance(encoder.settings, PreferenceDataConfig)
         with at(place):
-            preference = preference_of(row, encoder.settings)
+            preference = preference_of(row, encoder.settings, images=encoder.images is not None)
+            if self.trains_prompts and preference.images:
+                raise DataError(
+                    "the row has images, whose tokens cannot train, and the loss orpo trains on prompts. Choose another loss."
+                )
             if self.paired and preference.label is not None:
                 raise DataError(
                     "the row is a labelled completion, and this training needs pairs. Train on it with `verl kto`, or give "
@@ -126,15 +133,22 @@ class PreferenceDataset(ConversationDataset):
         sequences = [_encoded(preference, index, encoder, place) for index in range(len(preference.completions))]
         return preference.row_format, [*sequences], messages
 
+    def image_sources(self, row: Mapping[str, Any], settings: Any) -> list[Any]:
+        """See ConversationDataset."""
+        return preference_of(row, settings, images=True).images
+
     def rows_of(self, sequences: list[Any]) -> list[list[Any]]:
         """See ConversationDataset."""
         if self.trains_prompts:
             sequences = [_with_trained_prompt(s) if s.chosen else s for s in sequences]
         return [sequences] if self.paired else [[sequence] for sequence in sequences]
 
+    def __getitem__(self, item: int) -> list[Any]:  # of PreferenceSequence
+        return super().__getitem__(item)
+
     def sequences(self, rows: Sequence[int]) -> list[PreferenceSequence]:
         """The sequences of `rows`, in the order of `batch`."""
-        return [sequence for row in rows for sequence in self._rows[row]]
+        return [sequence for row in rows for sequence in self[row]]
 
     def batch(self, rows: Sequence[int]) -> DataProto:
         """See ConversationDataset; sample_index is 0 for the chosen and 1 for the rejected completion of a pair. Adds chosen
@@ -158,11 +172,11 @@ class PreferenceDataset(ConversationDataset):
         estimate of the KL divergence needs completions that are not of the prompt)."""
         sequences = []
         for row in rows:
-            (own,), (other,) = self._rows[row], self._rows[partners[row]]
+            (own,), (other,) = self[row], self._rows[partners[row]]
             prompt, start = own.input_ids[: own.num_prompt_tokens], other.num_prompt_tokens
             ids = np.concatenate([prompt, other.input_ids[start:]])[:max_length]
             mask = np.concatenate([np.zeros(len(prompt), dtype=np.bool_), other.loss_mask[start:]])[:max_length]
-            sequences.append(PreferenceSequence(ids, mask))
+            sequences.append(PreferenceSequence(ids, mask, images=own.images))
         return sequences
 
 
@@ -185,8 +199,9 @@ def _encoded(preference: Preference, index: int, encoder: ConversationEncoder, p
     completion = preference.completions[index]
     marks = (None,) * (0 if isinstance(completion, str) else len(preference.prompt) + len(completion))
     example = Example(
-        "prompt_completion", preference.prompt, completion, marks, preference.tools, preference.template_kwargs
-    )
+        "prompt_completion", preference.prompt, completion, marks, preference.tools, preference.template_kwargs,
+        preference.images,
+    )  # fmt: skip
     sequence, *others = encoder.encode(example, place)
     if others:
         raise DataError(

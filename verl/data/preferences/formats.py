@@ -30,6 +30,7 @@ from verl.data.conversations.formats import (
     text_in,
     tools_in,
 )
+from verl.data.images import image_messages
 from verl.data.schema import Messages, check_plain, number_in
 from verl.errors import DataError
 from verl.foreign_text import quoted
@@ -55,17 +56,19 @@ class Preference:
     margin: float = 0.0
     tools: list[dict[str, Any]] | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    images: list[Any] = field(default_factory=list)  # sources, in the order of the parts of the prompt
 
 
-def preference_of(row: Mapping[str, Any], settings: PreferenceDataConfig) -> Preference:
-    """The row in the one form that is turned into tokens. Raises DataError naming the field that cannot be used."""
-    refuse_media(row, settings)
+def preference_of(row: Mapping[str, Any], settings: PreferenceDataConfig, *, images: bool = False) -> Preference:
+    """The row in the one form that is turned into tokens; `images`: the model reads them. Raises DataError naming the field
+    that cannot be used."""
+    refuse_media(row, settings, images=images)
     has = {str(name) for name, value in row.items() if value is not None}
     if has.issuperset((settings.chosen_key, settings.rejected_key)):
-        name, prompt, completions = _pair(row, has, settings)
+        name, prompt, completions = _pair(row, has, settings, images)
         label = None
     elif settings.label_key in has:
-        name, prompt, completions = _labelled(row, has, settings)
+        name, prompt, completions = _labelled(row, has, settings, images)
         label = _label(row[settings.label_key], settings.label_key)
     else:
         raise DataError(
@@ -78,6 +81,9 @@ def preference_of(row: Mapping[str, Any], settings: PreferenceDataConfig) -> Pre
             f"fields {settings.chosen_key!r} and {settings.rejected_key!r} are equal, so that there is nothing to prefer; "
             "leave the row out."
         )
+    sources: list[Any] = []
+    if images:
+        prompt, completions, sources = _placed(prompt, completions, row, settings)
     return Preference(
         name,
         prompt,
@@ -86,15 +92,33 @@ def preference_of(row: Mapping[str, Any], settings: PreferenceDataConfig) -> Pre
         0.0 if (margin := row.get(settings.margin_key)) is None else number_in(margin, settings.margin_key),
         tools_in(row.get(settings.tools_key), settings.tools_key),
         template_kwargs_of(row, settings),
+        sources,
     )
 
 
-def _pair(row: Mapping[str, Any], has: set[str], settings: PreferenceDataConfig) -> tuple[str, Text, tuple[Text, ...]]:
+def _placed(
+    prompt: Text, completions: tuple[Text, ...], row: Mapping[str, Any], settings: PreferenceDataConfig
+) -> tuple[Text, tuple[Text, ...], list[Any]]:
+    """Prompt and completions with parts of content where the row has images, and the sources of these images."""
+    asked = prompt if isinstance(prompt, list) else []
+    sources: list[Any] = []
+    rests: list[Text] = []
+    for completion in completions:
+        messages = [*asked, *(completion if isinstance(completion, list) else ())]
+        messages, sources = image_messages(messages, row.get(settings.image_key), settings.image_key)
+        prompt = messages[: len(asked)] if isinstance(prompt, list) else prompt
+        rests.append(messages[len(asked) :] if isinstance(completion, list) else completion)
+    return prompt, tuple(rests), sources
+
+
+def _pair(
+    row: Mapping[str, Any], has: set[str], settings: PreferenceDataConfig, images: bool
+) -> tuple[str, Text, tuple[Text, ...]]:
     """Format, prompt, and the chosen and rejected completion."""
     keys = (settings.chosen_key, settings.rejected_key)
-    chosen, rejected = (_text_or_messages(row[key], key) for key in keys)
+    chosen, rejected = (_text_or_messages(row[key], key, images) for key in keys)
     if settings.prompt_key in has:
-        prompt = _text_or_messages(row[settings.prompt_key], settings.prompt_key)
+        prompt = _text_or_messages(row[settings.prompt_key], settings.prompt_key, images)
         if not (isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str)):
             prompt, chosen, rejected = _asked(prompt, row), _answer(chosen), _answer(rejected)
             if chosen[: len(prompt)] == rejected[: len(prompt)] == prompt:
@@ -105,7 +129,7 @@ def _pair(row: Mapping[str, Any], has: set[str], settings: PreferenceDataConfig)
         return "prompt_chosen_rejected", prompt, (chosen, rejected)
     for name in ("conversations", "instruction"):
         if name in has:
-            prompt = alpaca_prompt(row) if name == "instruction" else _conversation(row, name)
+            prompt = alpaca_prompt(row) if name == "instruction" else _conversation(row, name, images)
             return f"{name}_chosen_rejected", prompt, (_answer(chosen), _answer(rejected))
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise DataError(f"fields {named(keys)} must both be texts or both be lists of messages.")
@@ -113,17 +137,18 @@ def _pair(row: Mapping[str, Any], has: set[str], settings: PreferenceDataConfig)
 
 
 def _labelled(
-    row: Mapping[str, Any], has: set[str], settings: PreferenceDataConfig
+    row: Mapping[str, Any], has: set[str], settings: PreferenceDataConfig, images: bool
 ) -> tuple[str, Text, tuple[Text, ...]]:
     """Format, prompt and the completion."""
     if has.issuperset((settings.prompt_key, settings.completion_key)):
-        prompt, completion = (_text_or_messages(row[k], k) for k in (settings.prompt_key, settings.completion_key))
+        keys = (settings.prompt_key, settings.completion_key)
+        prompt, completion = (_text_or_messages(row[key], key, images) for key in keys)
         if not (isinstance(prompt, str) and isinstance(completion, str)):
             prompt, completion = _asked(prompt, row), _answer(completion)
         return "prompt_completion_label", prompt, (completion,)
     for name in ("messages", "conversations"):
         if name in has:
-            messages = _conversation(row, name)
+            messages = _conversation(row, name, images)
             if messages[-1]["role"] != "assistant" or len(messages) < 2:
                 raise DataError(f"the last message of field {name!r} must be the assistant's answer to an earlier one.")
             return f"{name}_label", messages[:-1], (messages[-1:],)
@@ -136,16 +161,16 @@ def _labelled(
     )
 
 
-def _text_or_messages(value: Any, key: str) -> Text:
+def _text_or_messages(value: Any, key: str, images: bool) -> Text:
     """A text, which may be empty, or checked messages; a single message may stand without a list."""
     if isinstance(value, str):
         check_plain(value, key)
         return value
-    return messages_in([value] if isinstance(value, Mapping) else value, key)
+    return messages_in([value] if isinstance(value, Mapping) else value, key, images=images)
 
 
-def _conversation(row: Mapping[str, Any], key: str) -> Messages:
-    return [*system_message(row), *messages_in(row[key], key)]
+def _conversation(row: Mapping[str, Any], key: str, images: bool) -> Messages:
+    return [*system_message(row), *messages_in(row[key], key, images=images)]
 
 
 def _asked(prompt: Text, row: Mapping[str, Any]) -> Messages:

@@ -18,7 +18,9 @@ import torch
 from verl.config.roots.reward_model import RMDataConfig
 from verl.data.conversations.dataset import ConversationDataset
 from verl.data.conversations.formats import messages_in, named, refuse_media, template_kwargs_of, text_in, tools_in
+from verl.data.conversations.images import ConversationImages
 from verl.data.conversations.tokens import ConversationEncoder, TrainingSequence
+from verl.data.images import image_messages
 from verl.data.preferences.dataset import PreferenceDataset
 from verl.data.prompts import encode_text, render_chat
 from verl.data.schema import Messages, at, number_in
@@ -52,8 +54,14 @@ class RatedDataset(ConversationDataset):
         with at(place):
             rating = number_in(row.get(settings.rating_key), settings.rating_key)
         name, (sequence,), messages = self._reader.sequences_of({**row, settings.label_key: True}, encoder, place)
-        rated = RatedSequence(sequence.input_ids, sequence.loss_mask, rating, num_behind=sequence.num_behind)
+        rated = RatedSequence(
+            sequence.input_ids, sequence.loss_mask, rating, num_behind=sequence.num_behind, images=sequence.images
+        )
         return name.replace("label", "rating"), [rated], messages
+
+    def image_sources(self, row: Mapping[str, Any], settings: Any) -> list[Any]:
+        """See ConversationDataset."""
+        return self._reader.image_sources({**row, settings.label_key: True}, settings)
 
     def batch(self, rows: Sequence[int]) -> DataProto:
         """See ConversationDataset; adds rating float32 [batch]."""
@@ -92,19 +100,22 @@ class StepDataset(ConversationDataset):
         settings, tokenizer = encoder.settings, encoder.tokenizer
         assert isinstance(settings, RMDataConfig)
         with at(place):
-            refuse_media(row, settings)
+            refuse_media(row, settings, images=encoder.images is not None)
             steps, labels = _steps(row, settings)
-            prompt, messages = row.get(settings.prompt_key), []
+            prompt = row.get(settings.prompt_key)
+            messages: Messages = []
+            images = ConversationImages([], encoder.images, place)
             if isinstance(prompt, str):
                 ids = encode_text(tokenizer, text_in(prompt, settings.prompt_key), place)
             else:
-                messages = messages_in(prompt, settings.prompt_key)
+                messages, sources = _asked(row, settings, images=encoder.images is not None)
+                images = ConversationImages(sources, encoder.images, place)
                 tools = tools_in(row.get(settings.tools_key), settings.tools_key)
                 kwargs = template_kwargs_of(row, settings) | ({"tools": tools} if tools else {})
                 if encoder.checks is not None:
                     encoder.checks.check_chat(messages, place, add_generation_prompt=True, **kwargs)
                 text = render_chat(tokenizer, messages, place, add_generation_prompt=True, **kwargs)
-                ids = encode_text(tokenizer, text, place, add_special_tokens=False)
+                ids = encode_text(tokenizer, images.expanded(text), place, add_special_tokens=False)
         ids, after = list(ids), []
         for step in steps:
             ids += encode_text(tokenizer, step + self.separator, place, add_special_tokens=False)
@@ -113,7 +124,12 @@ class StepDataset(ConversationDataset):
         first = len(steps) - 1 if self.last_step_only else 0
         mask[after[first:]] = True
         whole = np.array([*ids, encoder.ends.token(place, after_chat=bool(messages))], dtype=np.int32)
-        return "labelled_steps", [StepSequence(whole, mask, np.array(labels[first:], dtype=np.bool_))], messages
+        sequence = StepSequence(whole, mask, np.array(labels[first:], dtype=np.bool_))
+        return "labelled_steps", images.attached([sequence]), messages
+
+    def image_sources(self, row: Mapping[str, Any], settings: Any) -> list[Any]:
+        """See ConversationDataset."""
+        return _asked(row, settings, images=True)[1]
 
     def batch(self, rows: Sequence[int]) -> DataProto:
         """See ConversationDataset; adds step_labels float32 [batch, response], 1 where response_mask is true and the step
@@ -125,6 +141,12 @@ class StepDataset(ConversationDataset):
         labels[mask] = torch.from_numpy(np.concatenate(row_labels)).float()
         batch.batch["step_labels"] = labels
         return batch
+
+
+def _asked(row: Mapping[str, Any], settings: RMDataConfig, *, images: bool) -> tuple[Messages, list[Any]]:
+    """The messages of the prompt, and the sources of their images. Raises DataError."""
+    messages = messages_in(row.get(settings.prompt_key), settings.prompt_key, images=images)
+    return image_messages(messages, row.get(settings.image_key), settings.image_key) if images else (messages, [])
 
 
 def _steps(row: Mapping[str, Any], settings: RMDataConfig) -> tuple[list[str], list[bool]]:
