@@ -46,6 +46,7 @@ from verl.models.parallel.experts import check_experts
 from verl.models.parallel.forward import empty_batch
 from verl.models.parallel.sequence import check_heads
 from verl.models.parallel.tensor import check_divisible
+from verl.models.vision import freeze_towers
 from verl.parallel.device import move_module
 from verl.parallel.mesh import Mesh
 
@@ -69,6 +70,7 @@ class FSDPEngine(TrainedEngine):
         mesh: Mesh | None = None,
         timeout_s: float | None = None,
         memory_map: bool = False,
+        freezes_vision_tower: bool = False,
         **settings: Any,
     ):
         """Other settings: see TrainedEngine. With `memory_map`, map_weights follows: a GPU gathers layers from the host."""
@@ -78,6 +80,7 @@ class FSDPEngine(TrainedEngine):
         mesh = mesh_of(engine, dist.get_world_size()) if mesh is None else mesh
         _check_layout(model, engine, mesh, self.optim)
         self.groups = ProcessGroups(mesh, device.type, engine.expert_parallel_size, timeout_s)
+        self.computes_images = self.groups.tensor.size() * self.groups.sequence.size() == 1
         head, narrow, rounding, trains = self.head, self.compute_dtype, self.rounding, self.optim is not None
         source = from_first(
             self.groups, device, lambda: build_module(model, head, torch.device("cpu"), narrow, rounding, trains=trains)
@@ -91,6 +94,8 @@ class FSDPEngine(TrainedEngine):
         if self.groups.tensor.size() > 1:
             keep_fused(self.module, "tensor parallel ranks have parts of the vocabulary")
         self._keep_prompts_apart(forward)
+        if freezes_vision_tower:
+            freeze_towers(self.module)
         if not trains:
             self.module.requires_grad_(False)
         self.model, self.shards = shard_model(

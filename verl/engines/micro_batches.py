@@ -39,7 +39,10 @@ def images_of(batch: DataProto, module: Any, computes_images: bool) -> list[Medi
         return None
     require_vision(module)
     if not computes_images:
-        raise ConfigError("Rows with images train on one device in this version. Set trainer.n_gpus_per_node=1.")
+        raise ConfigError(
+            "Rows with images train on one device, or with strategy=fsdp or fsdp2 without tensor and sequence parallelism. Set "
+            "strategy=fsdp2, and tensor_parallel_size and ulysses_sequence_parallel_size to 1."
+        )
     return media
 
 

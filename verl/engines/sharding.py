@@ -25,6 +25,7 @@ from verl.models.parallel.experts import divide_experts, is_experts
 from verl.models.parallel.forward import ParallelModel
 from verl.models.parallel.tensor import divide
 from verl.models.rounding import Rounding
+from verl.models.vision import is_vision_model, vision_towers
 from verl.parallel.device import parse_dtype
 from verl.registry import load_object, match_all
 
@@ -200,7 +201,10 @@ def _layers(module: Any, config: FSDPConfig) -> list[nn.Module]:
         chosen = _large(module.get_decoder(), policy.min_num_params)
     else:
         chosen = decoder_layers(module)
-    return chosen
+    towers = vision_towers(module) if is_vision_model(module) else []
+    # a rank whose rows have no images would not take part in gathering these
+    inside = {part for tower in towers for part in tower.modules()}
+    return [part for part in chosen if part not in inside]
 
 
 def wrapped_classes(module: nn.Module, names: Sequence[str]) -> list[str]:

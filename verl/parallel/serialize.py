@@ -3,7 +3,8 @@
 encode({"batch": DataProto, "step": 3}) -> (b'{...}', [buffer, ...]) -> decode -> equal value
 
 Carried: None, bool, int, float, str, bytes, lists, tuples, dicts, numpy arrays and numbers, torch tensors, DataProto, Metric,
-and dataclasses that were declared with `@record`. A value that is not of these is a TypeError that names its place.
+and dataclasses that were declared with `@record`, which rows of a column may share. Another value is a TypeError that names
+its place.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from verl.data_proto.media import Media
 from verl.data_proto.merge import object_array
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
@@ -37,7 +39,7 @@ def record(cls: C) -> C:
     return cls
 
 
-for _cls in (SamplingParams, PromptRequest, Completion, Score):
+for _cls in (SamplingParams, PromptRequest, Completion, Score, Media):
     record(_cls)
 
 
@@ -126,7 +128,12 @@ def _pack_tensor(value: torch.Tensor, buffers: list[np.ndarray], place: str) -> 
 
 def _pack_array(value: np.ndarray, buffers: list[np.ndarray], place: str) -> Any:
     if value.dtype == object:
-        rows = [_pack(v, buffers, f"{place}[{i}]") for i, v in enumerate(value.ravel().tolist())]
+        values = value.ravel().tolist()
+        first = {id(v): i for i, v in reversed([*enumerate(values)]) if dataclasses.is_dataclass(v)}
+        rows = [
+            {"!": "row", "v": earlier} if (earlier := first.get(id(v), i)) < i else _pack(v, buffers, f"{place}[{i}]")
+            for i, v in enumerate(values)
+        ]
         return {"!": "objects", "v": rows, "s": list(value.shape)}
     if value.dtype.kind not in "biufcSU":
         raise TypeError(f"{place} is an array of {value.dtype}, which cannot be sent to another process.")
@@ -182,7 +189,11 @@ def _unpack_array(packed: dict[str, Any], buffers: Sequence[np.ndarray]) -> np.n
 
 
 def _unpack_objects(packed: dict[str, Any], buffers: Sequence[np.ndarray]) -> np.ndarray:
-    return object_array(_unpack(packed["v"], buffers)).reshape(packed["s"])
+    rows: list[Any] = []
+    for row in packed["v"]:  # rows with one object share it again
+        is_earlier = isinstance(row, dict) and row["!"] == "row"
+        rows.append(rows[row["v"]] if is_earlier else _unpack(row, buffers))
+    return object_array(rows).reshape(packed["s"])
 
 
 def _unpack_batch(packed: dict[str, Any], buffers: Sequence[np.ndarray]) -> DataProto:

@@ -44,7 +44,7 @@ from verl.tracking.files import file_system_of
 
 log = logging.getLogger(__name__)
 
-_MAP_WEIGHTS = ("fsdp", "fsdp2")  # strategies of several devices that can have their weights in a mapped file
+_FSDP = ("fsdp", "fsdp2")  # strategies of several devices that map weights to a file, and freeze vision towers
 
 
 def set_determinism(deterministic: bool) -> None:
@@ -92,7 +92,7 @@ def _join_groups(context: RankContext, spec: RoleSpec) -> None:
 def _engine(context: RankContext, spec: RoleSpec) -> TrainEngine:
     """The local engine where one device holds the model, else the engine of the spec's strategy."""
     mesh = context.mesh(spec.name)
-    if mesh is not None and spec.memory_map and spec.strategy not in _MAP_WEIGHTS:
+    if mesh is not None and spec.memory_map and spec.strategy not in _FSDP:
         raise ConfigError(
             f"{full_key('ref.memory_map')}=True maps weights of strategy=fsdp, and the reference on {mesh.size} "
             f"devices has {spec.strategy}. Set {full_key('ref.strategy')}=fsdp, or memory_map=False."
@@ -111,11 +111,10 @@ def _engine(context: RankContext, spec: RoleSpec) -> TrainEngine:
         engine = TRAIN_ENGINES.get("local")(
             **settings, build=spec.build, freezes_vision_tower=spec.freezes_vision_tower
         )
-    elif spec.freezes_vision_tower:
-        raise ConfigError(
-            f"{full_key('actor.freeze_vision_tower')}=True works on one device in this version. Set trainer.n_gpus_per_node=1."
-        )
     else:
+        if spec.freezes_vision_tower:
+            _require_fsdp(spec)
+            settings["freezes_vision_tower"] = True
         if spec.settings is not None:
             settings["section"] = spec.settings
         engine = TRAIN_ENGINES.get(spec.strategy)(
@@ -126,6 +125,14 @@ def _engine(context: RankContext, spec: RoleSpec) -> TrainEngine:
         folder.mkdir(parents=True, exist_ok=True)
         engine.map_weights(folder, file_system_of(folder))
     return engine
+
+
+def _require_fsdp(spec: RoleSpec) -> None:
+    if spec.strategy not in _FSDP:
+        raise ConfigError(
+            f"{full_key('actor.freeze_vision_tower')}=True works with strategy=fsdp2 on several devices, not with "
+            f"{spec.strategy}. Set {full_key('actor.strategy')}=fsdp2."
+        )
 
 
 def _hf_files(module: Any, model: ModelConfig, folder: Path) -> None:

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl.config import ModelConfig
+from verl.config import ModelConfig, full_key
+from verl.errors import ConfigError
 from verl.models.load import load_causal_lm, load_external, meta_model
 from verl.models.padded import require_packed
+from verl.models.vision import is_vision_model
 from verl.parallel.device import compute_dtype
 from verl.parallel.engine_plan import EnginePlan
 from verl.parallel.placement import Placement
@@ -109,6 +111,11 @@ def load_replica(spec: RolloutSpec, device: torch.device, group: dist.ProcessGro
     ).requires_grad_(False)
     if group is not None:
         require_packed(module, "rollout.tensor_model_parallel_size")
+        if is_vision_model(module):
+            raise ConfigError(
+                "A vision-language model generates whole on each device. Set "
+                f"{full_key('rollout.tensor_model_parallel_size')}=1."
+            )
     replica = Replica(module, group)
     module.to(device)
     return replica

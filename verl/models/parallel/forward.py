@@ -20,6 +20,7 @@ from verl.models.padded import forward_kind, padded_states
 from verl.models.parallel.collectives import own_range
 from verl.models.parallel.sequence import TokenSlice, take_slice
 from verl.models.parallel.vocabulary import parallel_log_probs
+from verl.models.vision import is_vision_model, vision_states
 
 
 class ParallelModel(nn.Module):
@@ -30,6 +31,7 @@ class ParallelModel(nn.Module):
         super().__init__()
         self.model = model
         self.sequence, self.tensor = sequence, tensor
+        self._is_whole = sequence.size() * tensor.size() == 1
 
     def forward(self, packed: PackedBatch, outputs: Sequence[str], temperature: float) -> dict[str, torch.Tensor]:
         """As verl.models.forward.packed_outputs; differentiable outputs have a graph even where nothing is predicted."""
@@ -38,6 +40,8 @@ class ParallelModel(nn.Module):
         part = take_slice(packed, self.sequence)
         if forward_kind(self.model) == "padded":  # no group divides the tokens of these
             hidden = padded_states(self.model, packed)
+        elif self._is_whole and is_vision_model(self.model):
+            hidden = vision_states(self.model, packed).index_select(0, part.hidden_index)
         else:
             hidden = decoder_states(self.model.get_decoder(), part).index_select(0, part.hidden_index)
         statistics = partial(self._statistics, hidden, part, outputs, temperature)
