@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from verl.data_proto.media import Media, media_of
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -120,9 +122,10 @@ def content_digest(tokens: bytes, log_probs: bytes | None) -> bytes:
     return hashlib.blake2b(tokens + (log_probs or b""), digest_size=8).digest()
 
 
-def prompt_digest(token_ids: Sequence[int]) -> str:
-    """Eight-byte digest of a prompt's tokens, as 16 hexadecimal digits."""
-    return hashlib.blake2b(struct.pack(f"<{len(token_ids)}i", *token_ids), digest_size=8).hexdigest()
+def prompt_digest(token_ids: Sequence[int], media: Media | None) -> str:
+    """Eight-byte digest of a prompt's tokens and images, as 16 hexadecimal digits."""
+    images = b"" if media is None else media.digest.encode()
+    return hashlib.blake2b(struct.pack(f"<{len(token_ids)}i", *token_ids) + images, digest_size=8).hexdigest()
 
 
 def chained_digest(before: str, step: int, trained: Iterable[tuple[int, int, int, str | None]]) -> str:
@@ -146,11 +149,12 @@ def issued_prompts(prompts: DataProto, order: Order) -> list[Prompt]:
     """The prompts of a batch from the loader, one row each."""
     columns = prompts.batch
     return [
-        Prompt(ordinal, order.row(ordinal)[0], row, prompt_digest(ids))
-        for ordinal, row, ids in zip(
+        Prompt(ordinal, order.row(ordinal)[0], row, prompt_digest(ids, media))
+        for ordinal, row, ids, media in zip(
             columns["ordinal"].tolist(),
             columns["row_index"].tolist(),
             prompts.non_tensor_batch["prompt_token_ids"],
+            media_of(prompts) or [None] * len(prompts),
             strict=True,
         )
     ]
