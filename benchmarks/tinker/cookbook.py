@@ -2,9 +2,12 @@
 
     python -m benchmarks.tinker.cookbook sft --model MODEL --client PYTHON
     python -m benchmarks.tinker.cookbook rl --model MODEL --client PYTHON
+    python -m benchmarks.tinker.cookbook preference --model MODEL --client PYTHON --steps 2
+    python -m benchmarks.tinker.cookbook distillation --model MODEL --client PYTHON --steps 2
 
 `--client` is the Python of an environment with tinker-cookbook[math-rl]. `sft` is its supervised/train.py on generated
-conversations, `rl` its recipes/math_rl/train.py with env=arithmetic. Prints one JSON object.
+conversations, `rl` its recipes/math_rl/train.py with env=arithmetic, `preference` its preference/train_dpo.py on pairs,
+`distillation` its distillation/train_on_policy.py with the base model as teacher. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -51,12 +54,54 @@ asyncio.run(cli_main(CLIConfig(
     eval_every=0, save_every=0, behavior_if_log_dir_exists="delete",
 )))
 """
+_PREFERENCE = """
+import sys
+from tinker_cookbook.preference import train_dpo
+from tinker_cookbook.preference.dpo_datasets import DPODatasetBuilderFromComparisons
+from tinker_cookbook.preference.preference_datasets import ComparisonBuilderFromJsonl
+from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
+model, url, data, log, steps = sys.argv[1:]
+common = ChatDatasetBuilderCommonConfig(
+    model_name_for_tokenizer=model, renderer_name="role_colon", max_length=128, batch_size=4
+)
+builder = DPODatasetBuilderFromComparisons(
+    comparison_builder=ComparisonBuilderFromJsonl(train_path=data + ".pairs"), common_config=common
+)
+train_dpo.main(train_dpo.Config(
+    log_path=log, model_name=model, recipe_name="dpo", renderer_name="role_colon", dataset_builder=builder, base_url=url,
+    learning_rate=1e-4, lora_rank=16, save_every=0, eval_every=0, infrequent_eval_every=0, max_steps=int(steps),
+))
+"""
+_DISTILLATION = """
+import asyncio, json, sys
+import chz
+from tinker_cookbook.distillation import datasets, train_on_policy
+model, url, data, log, steps = sys.argv[1:]
+prompts = [json.loads(line)["messages"][0]["content"] for line in open(data)]
+datasets.load_tulu3_prompts = lambda: prompts  # in place of a download
+builder = datasets.PromptOnlyDatasetBuilder(
+    dataset_name="tulu3", groups_per_batch=4, group_size=2, model_name_for_tokenizer=model, renderer_name="role_colon"
+)
+config = datasets.DistillationDatasetConfig(
+    dataset_builder=builder, teacher_config=datasets.TeacherConfig(base_model=model), groups_per_batch=4
+)
+asyncio.run(train_on_policy.main(train_on_policy.Config(
+    log_path=log, model_name=model, recipe_name="distillation", renderer_name="role_colon", dataset_configs=[config],
+    base_url=url, learning_rate=1e-4, lora_rank=16, max_tokens=16, eval_every=0, save_every=0, max_steps=int(steps),
+)))
+"""
+SCRIPTS = {  # its source, and the metric that is to improve
+    "sft": (_SFT, "test/nll"),
+    "rl": (_RL, "env/all/reward/total"),
+    "preference": (_PREFERENCE, "dpo_loss"),
+    "distillation": (_DISTILLATION, "teacher_kl"),
+}
 
 
 def main() -> None:
     """Run one script and print its metrics."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("script", choices=["sft", "rl"])
+    parser.add_argument("script", choices=SCRIPTS)
     parser.add_argument("--model", required=True, help="folder of the base model")
     parser.add_argument("--client", required=True, help="Python of the client's environment")
     parser.add_argument("--steps", type=int, default=20)
@@ -70,7 +115,9 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The metrics of one script."""
     data, log = folder / "conversations.jsonl", folder / "log"
     data.write_text("".join(json.dumps(row) + "\n" for row in conversations(232)), encoding="utf-8")
-    script = _SFT if arguments.script == "sft" else _RL
+    pairs = data.with_name(data.name + ".pairs")
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in comparisons(64)), encoding="utf-8")
+    script, _ = SCRIPTS[arguments.script]
     with server(arguments.model, folder) as url:
         start = time.perf_counter()
         environment = {**os.environ, "TINKER_API_KEY": "tml-local", "HF_HUB_OFFLINE": "1", "TINKER_TELEMETRY": "0"}
@@ -87,12 +134,17 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def learned(script: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """First and last values of what the script is to improve."""
-    key = "test/nll" if script == "sft" else "env/all/reward/total"
+    key = SCRIPTS[script][1]
     values = [row[key] for row in rows if key in row]
     if not values:
         return {"metrics": sorted({name for row in rows for name in row})}
     times = [row["time/total"] for row in rows if "time/total" in row]
-    return {"key": key, "values": values, "seconds_per_step": sum(times) / len(times) if times else None}
+    return {
+        "key": key,
+        "values": values,
+        "num_rows": len(rows),
+        "seconds_per_step": sum(times) / len(times) if times else None,
+    }
 
 
 def conversations(count: int) -> list[dict[str, Any]]:
@@ -106,6 +158,17 @@ def conversations(count: int) -> list[dict[str, Any]]:
             {"role": "assistant", "content": f"Sure: {'-'.join(word)}, which has {len(word)} letters."},
         ]
         rows.append({"messages": messages})
+    return rows
+
+
+def comparisons(count: int) -> list[dict[str, Any]]:
+    """Conversations with their answer, which is preferred, and a refusal."""
+    rows = []
+    for row in conversations(count):
+        question, answer = row["messages"]
+        refusal = {"role": "assistant", "content": "I cannot spell."}
+        pair = {"prompt_conversation": [question], "completion_A": [answer], "completion_B": [refusal]}
+        rows.append({"comparison": pair, "label": "A"})
     return rows
 
 

@@ -1,5 +1,7 @@
 """`verl serve tinker`: its settings, before a model is loaded."""
 
+import hashlib
+
 import pytest
 
 from verl.cli.main import main
@@ -13,7 +15,10 @@ KEYS = "a" * 64
         ([], "needs model=PATH"),
         (["model"], "'model' is no setting"),
         (["model=m", "port=x"], "port=x is no number"),
-        (["model=m", "keys=missing"], "keys=missing cannot be read"),
+        (["model=m", "keys=missing"], "keys= missing does not exist"),
+        (["model=m", "host=0.0.0.0"], "give their API keys with keys=FILE"),
+        (["model=m", "tls_key=missing"], "TLS needs two files"),
+        (["model=m", "tls_key=missing", "tls_cert=missing"], "missing does not exist"),
         (["model=m", "actor_rollout_ref.rollot.n=1"], "rollot"),
     ],
 )
@@ -24,14 +29,33 @@ def test_a_wrong_setting_is_a_sentence(arguments, sentence, capsys, monkeypatch,
     assert sentence in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("text", "code"), [("", 2), ("short", 2), (f"# ours\n{KEYS}\n", 0)])
-def test_a_key_file_has_sums(text, code, tmp_path):
-    from verl.cli.serve import _key_hashes
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "has no key"),
+        ("short", "64 hexadecimal digits"),
+        (f"{KEYS}\n{KEYS}", "line 2 must begin"),
+        (f"{KEYS} role=king", "role user or admin"),
+        (f"{KEYS} tenant=../up", "tenant of letters"),
+        (f"{KEYS} modls=3", "has 'modls'"),
+        (f"{KEYS} models=-1", "has 'models'"),
+    ],
+)
+def test_a_wrong_key_file_is_a_sentence(text, sentence, tmp_path):
     from verl.errors import ConfigError
+    from verl.tinker.tenants import read_tenants
 
     (tmp_path / "keys").write_text(text)
-    if code:
-        with pytest.raises(ConfigError, match="64 hexadecimal digits"):
-            _key_hashes(str(tmp_path / "keys"))
-    else:
-        assert _key_hashes(str(tmp_path / "keys")) == {KEYS}
+    with pytest.raises(ConfigError, match=sentence):
+        read_tenants(str(tmp_path / "keys"))
+
+
+def test_a_key_file_has_tenants_with_limits(tmp_path):
+    from verl.tinker.tenants import Tenant, TenantLimits, read_tenants
+
+    sums = [hashlib.sha256(key.encode()).hexdigest() for key in ("tml-a", "tml-b")]
+    (tmp_path / "keys").write_text(f"# ours\n{sums[0]} tenant=ada models=4 rank=16\n\n{sums[1]} role=admin\n")
+    tenants = read_tenants(str(tmp_path / "keys"))
+    assert tenants.of_key("tml-a") == Tenant("ada", limits=TenantLimits(models=4, rank=16))
+    assert tenants.of_key("tml-b") == Tenant(sums[1][:12], is_admin=True)
+    assert tenants.named("ada").limits.rank == 16

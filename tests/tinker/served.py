@@ -11,6 +11,8 @@ import tinker
 from verl.page.launch import listen
 from verl.tinker.app import application
 from verl.tinker.checkpoints import Checkpoints
+from verl.tinker.journal import RequestJournal
+from verl.tinker.server import uvicorn_config
 from verl.tinker.service import Service
 
 
@@ -58,7 +60,7 @@ class Faults:
 
 
 @contextmanager
-def running(bench, folder, key_hashes=frozenset()):
+def running(bench, folder, tenants=None):
     """A service of `bench` on a free port of this machine."""
     import uvicorn
 
@@ -66,9 +68,10 @@ def running(bench, folder, key_hashes=frozenset()):
     listening, ready, box = listen(), threading.Event(), {}
 
     async def serve():
-        service = Service(bench, Checkpoints(folder, path, bench.engine.device), [path])
-        faults = Faults(application(service, key_hashes))
-        box["server"] = uvicorn.Server(uvicorn.Config(faults, log_level="error"))
+        checkpoints = Checkpoints(folder, path, bench.engine.device)
+        service = Service(bench, checkpoints, RequestJournal(folder, path), [path], tenants)
+        faults = Faults(application(service))
+        box["server"] = uvicorn.Server(uvicorn_config(faults))
         box["served"] = Served(f"http://127.0.0.1:{listening.getsockname()[1]}", service, faults)
         ready.set()
         await box["server"].serve(sockets=[listening])

@@ -25,8 +25,8 @@ def message(data, loss="cross_entropy", settings=None):
 
 
 def test_rows_arrive_as_they_were_sent():
-    rows = [datum(seed, policy=seed % 2 == 0) for seed in range(200)]
-    for start in range(0, 200, 2):
+    rows = [datum(seed, policy=seed % 2 == 0) for seed in range(1000)]
+    for start in range(0, 1000, 2):
         for row, loss in ((rows[start], "ppo"), (rows[start + 1], "cross_entropy")):
             request = codec.training_request(message([row], loss), 32, 64)
             assert request.data[0].tokens.tolist() == row.model_input.to_ints()

@@ -1,8 +1,6 @@
 """The service, driven by the official SDK on a tiny model."""
 
-import hashlib
 import itertools
-import math
 
 import httpx
 import numpy as np
@@ -15,7 +13,6 @@ from tinker import types  # noqa: E402
 from tinker.proto.request_conv import forward_backward_request_to_proto  # noqa: E402
 
 from tests.tinker.data import array, datum, tensor  # noqa: E402
-from tests.tinker.served import running  # noqa: E402
 from verl.tinker import routes  # noqa: E402
 
 ADAM = types.AdamParams(learning_rate=1e-2, eps=1e-8)
@@ -33,37 +30,6 @@ def train(trainer, seeds, loss="cross_entropy", num_rows=3):
 
 def equal(one, other):
     return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
-
-
-POLICY = {
-    "importance_sampling": (None, lambda lp, q, a: -math.exp(lp - q) * a),
-    "ppo": (None, lambda lp, q, a: -min(math.exp(lp - q) * a, min(max(math.exp(lp - q), 0.8), 1.2) * a)),
-    "cispo": (
-        {"clip_low_threshold": 0.5, "clip_high_threshold": 3.0},
-        lambda lp, q, a: -min(max(math.exp(lp - q), 0.5), 3.0) * lp * a,
-    ),
-    "dro": ({"beta": 0.2}, lambda lp, q, a: -(lp * a - 0.1 * (lp - q) ** 2)),
-}
-
-
-@pytest.mark.parametrize("loss", POLICY)
-def test_losses_are_sums_over_tokens_of_their_formulas(served, loss):
-    settings, formula = POLICY[loss]
-    rows = [datum(seed, policy=True) for seed in range(7)]
-    trainer = served.trainer()
-    output = trainer.forward_backward(rows, loss, settings).result()
-    expected = math.fsum(
-        formula(*values)
-        for row, result in zip(rows, output.loss_fn_outputs, strict=True)
-        for values in zip(
-            array(result["logprobs"]).tolist(),
-            array(row.loss_fn_inputs["logprobs"]).tolist(),
-            array(row.loss_fn_inputs["advantages"]).tolist(),
-            strict=True,
-        )
-    )
-    assert output.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
-    trainer.optim_step(ADAM).result()
 
 
 def test_training_lowers_the_loss_and_forward_leaves_no_gradient(served):
@@ -88,6 +54,8 @@ def test_several_calls_before_a_step_are_one_batch(served):
         parts.forward_backward(rows[start : start + 2], "cross_entropy")
     norms = [trainer.optim_step(ADAM).result().metrics["grad_norm"] for trainer in (joined, parts)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    one, other = (served.tensors(trainer) for trainer in (joined, parts))
+    assert all((tensor - other[name]).abs().max() < 1e-6 for name, tensor in one.items())
 
 
 def test_a_custom_loss_of_the_client_has_the_gradient_of_autograd(served):
@@ -151,12 +119,14 @@ def test_a_result_that_is_not_there_yet_is_asked_for_again(served, monkeypatch):
     assert waits.json() == {"type": "try_again", "request_id": early, "queue_state": "active"}
 
 
-def test_a_clean_run_and_one_with_lost_answers_train_to_the_same_bits(served):
+@pytest.mark.parametrize("num_steps", [10, pytest.param(150, marks=pytest.mark.slow)])
+def test_a_clean_run_and_one_with_lost_answers_train_to_the_same_bits(served, num_steps):
+    """A step is two requests; 5% of them, and of the questions for results, are answered 408, 429 or 500."""
     clean, faulty = served.trainer(), served.trainer()
-    train(clean, range(20), num_rows=1)
+    train(clean, range(num_steps), num_rows=1)
     served.faults.share, before = 0.05, served.faults.count
     try:
-        train(faulty, range(20), num_rows=1)
+        train(faulty, range(num_steps), num_rows=1)
     finally:
         served.faults.share = 0.0
     assert served.faults.count > before
@@ -185,7 +155,7 @@ def test_log_probs_of_samples_equal_the_log_probs_of_training(served):
     train(trainer, range(3))
     sampler = trainer.save_weights_and_get_sampling_client().result()
     params = types.SamplingParams(max_tokens=8, seed=1, stop=[])
-    answer = sampler.sample(PROMPT, 16, params, include_prompt_logprobs=True, topk_prompt_logprobs=2).result()
+    answer = sampler.sample(PROMPT, 64, params, include_prompt_logprobs=True, topk_prompt_logprobs=2).result()
     assert answer.prompt_logprobs[0] is None
     assert len(answer.topk_prompt_logprobs) == 4
     differences = []
@@ -224,11 +194,14 @@ def test_a_loaded_checkpoint_goes_on_bit_for_bit(served):
     assert sampler.compute_logprobs(PROMPT).result()[1] < 0
 
 
+RANKS = (2, 3, 4, 8)
+
+
 def test_models_in_turn_train_to_the_bits_that_each_gets_by_itself(served):
-    apart = [served.trainer(rank=rank, seed=rank) for rank in (2, 8)]
+    apart = [served.trainer(rank=rank, seed=rank) for rank in RANKS]
     for trainer in apart:
         train(trainer, range(4))
-    together = [served.trainer(rank=rank, seed=rank) for rank in (2, 8)]
+    together = [served.trainer(rank=rank, seed=rank) for rank in RANKS]
     futures = []
     for seed in range(4):
         for trainer in together:
@@ -255,32 +228,3 @@ def test_a_refused_batch_takes_no_number_away_and_a_failed_one_no_step(served):
         step.result()
     assert equal(before, served.tensors(trainer))
     train(trainer, range(1))
-
-
-def test_every_error_has_a_sentence(served):
-    trainer = served.trainer()
-    answers = {
-        404: [httpx.get(f"{served.url}/api/v1/nowhere"), post(served, "get_info", '{"model_id": "x"}'),
-              result(served, "x"), httpx.get(f"{served.url}/api/v1/training_runs/..%2f..%2fetc")],
-        400: [post(served, "optim_step", "{"), post(served, "optim_step", "[]"), post(served, "forward_backward", b"\xff"),
-              post(served, "optim_step", f'{{"model_id": "{trainer.model_id}", "adam_params": {{"beta1": 2}}, "seq_id": 1}}'),
-              post(served, "weights_info", '{"tinker_path": "tinker://a/b/c"}'), post(served, "weights_info", "{"),
-              post(served, "weights_info", "[]"), post(served, "weights_info", '{"tinker_path": 3}')],
-        410: [post(served, "session_heartbeat", '{"session_id": "gone"}')],
-        405: [httpx.get(f"{served.url}/api/v1/asample")],
-    }  # fmt: skip
-    for status, sent in answers.items():
-        for answer in sent:
-            assert answer.status_code == status, answer.text
-            assert answer.json()["detail"]
-    assert httpx.get(f"{served.url}/api/v1/healthz").json() == {"status": "ok"}
-
-
-def test_a_server_with_keys_takes_only_these(bench, tmp_path):
-    with running(bench, tmp_path, frozenset({hashlib.sha256(b"tml-right").hexdigest()})) as served:
-        codes = [
-            httpx.post(f"{served.url}/api/v1/client/config", headers={"x-api-key": key}, content="{}").status_code
-            for key in ("tml-wrong", "tml-right")
-        ]
-        assert codes == [401, 200]
-        assert httpx.get(f"{served.url}/api/v1/healthz").status_code == 200

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import re
 from pathlib import Path
 from typing import Any
 
 from verl.cli.parser import Parser
 from verl.config import PPOConfig, load_config
 from verl.errors import ConfigError, MissingExtraError
+from verl.regular_files import require_regular
 
 _ABOUT = "Serve a base model to clients of the Tinker SDK, who train LoRA adapters on it and sample from them."
 _OPTIONS = {
@@ -20,9 +20,10 @@ _OPTIONS = {
     "port": "port to listen at (default: any that is free)",
     "folder": "folder for models and checkpoints (default: runs/tinker)",
     "rank": "largest rank of an adapter (default: 64)",
-    "keys": "file with SHA-256 sums of API keys, one a line (default: any key is taken)",
+    "keys": "file with SHA-256 sums of API keys, tenants and limits (default: any key is taken)",
+    "tls_cert": "file with the certificate of the server, PEM (default: no TLS)",
+    "tls_key": "file with the key of that certificate, PEM",
 }
-_KEY_HASH = re.compile(r"[0-9a-f]{64}")
 
 
 def run_serve(argv: list[str]) -> int:
@@ -38,16 +39,20 @@ def run_serve(argv: list[str]) -> int:
         raise MissingExtraError("verl serve tinker", "tinker", "tinker")
     from verl.page.launch import listen
     from verl.tinker.server import serve_tinker
+    from verl.tinker.tenants import Tenants, read_tenants
 
     config = serving_config(options["model"], keys, _count("rank", options.get("rank", "64")))
-    hashes = _key_hashes(options["keys"]) if "keys" in options else frozenset()
-    listening = listen(options.get("host", "127.0.0.1"), _count("port", options.get("port", "0")))
+    host, certificate = options.get("host", "127.0.0.1"), _certificate(options)
+    if "keys" not in options and host not in ("127.0.0.1", "::1", "localhost"):
+        raise ConfigError(f"host={host} lets other machines in, so give their API keys with keys=FILE.")
+    tenants = read_tenants(options["keys"]) if "keys" in options else Tenants()
+    listening = listen(host, _count("port", options.get("port", "0")))
     folder = Path(options.get("folder", "runs/tinker")).expanduser()
 
     def say(address: str) -> None:
         print(f"{address}\nSet TINKER_BASE_URL to this address and TINKER_API_KEY to tml-...; Ctrl-C ends.", flush=True)
 
-    serve_tinker(config, listening, folder, [options["name"]] if "name" in options else [], hashes, say)
+    serve_tinker(config, listening, folder, [options["name"]] if "name" in options else [], tenants, say, certificate)
     return 0
 
 
@@ -79,13 +84,11 @@ def _count(name: str, text: str) -> int:
     return int(text)
 
 
-def _key_hashes(path: str) -> frozenset[str]:
-    """The sums in a file, without empty lines and comments."""
-    try:
-        lines = [line.partition("#")[0].strip() for line in Path(path).expanduser().read_text("utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"keys={path} cannot be read: {error}.") from error
-    hashes = [line for line in lines if line]
-    if not hashes or not all(map(_KEY_HASH.fullmatch, hashes)):
-        raise ConfigError(f"keys={path} must have SHA-256 sums, 64 hexadecimal digits, one a line.")
-    return frozenset(hashes)
+def _certificate(options: dict[str, str]) -> tuple[str, str] | None:
+    """The files of the certificate and its key, both or none."""
+    files = [options[name] for name in ("tls_cert", "tls_key") if name in options]
+    if len(files) == 1:
+        raise ConfigError("TLS needs two files: tls_cert=FILE and tls_key=FILE.")
+    for file in files:
+        require_regular(file, "TLS: the file")
+    return (files[0], files[1]) if files else None

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import hmac
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+import sqlite3
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,22 +22,26 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from tinker import types
 
+from verl.tinker.call import ClientCall
 from verl.tinker.codec import MAX_BYTES, decompressed
 from verl.tinker.model_routes import ModelRoutes
 from verl.tinker.queues import RequestFuture
 from verl.tinker.records import RefusedRequest
 from verl.tinker.routes import Routes
 from verl.tinker.service import Service
+from verl.tinker.tenants import Tenant
 
 log = logging.getLogger(__name__)
 
 _SWEEP_S = 30.0
 
-Handler = Callable[[Request], Awaitable[Any]]
+_BODY_S = 60.0  # longest time that the body of a request may take to come
+
+Handler = Callable[[ClientCall], Awaitable[Any]]
 
 
-def application(service: Service, key_hashes: frozenset[str] = frozenset()) -> Starlette:
-    """The application. With `key_hashes`, SHA-256 in hex of keys, every request but healthz needs one of these keys."""
+def application(service: Service) -> Starlette:
+    """The application. Every request but healthz needs the key of a tenant."""
     routes, models, post, get = Routes(service), ModelRoutes(service), ["POST"], ["GET"]
     run, checkpoint = "training_runs/{model_id}", "training_runs/{model_id}/checkpoints/{checkpoint_id:path}"
     table: list[tuple[str, list[str], Handler]] = [
@@ -51,22 +55,26 @@ def application(service: Service, key_hashes: frozenset[str] = frozenset()) -> S
         ("save_weights_for_sampler", post, models.save_weights_for_sampler), ("load_weights", post, models.load_weights),
         ("weights_info", post, routes.weights_info), ("checkpoints", get, routes.list_checkpoints),
         (f"{run}/checkpoints", get, routes.list_checkpoints), (checkpoint, ["DELETE"], routes.delete_checkpoint),
-        (run, get, routes.training_run), ("training_runs", get, routes.training_runs),
+        (f"{checkpoint}/ttl", ["PUT"], routes.set_ttl), (run, get, routes.training_run),
+        ("training_runs", get, routes.training_runs),
         ("create_sampling_session", post, routes.create_sampling_session), ("samplers/{sampler_id}", get, routes.get_sampler),
         ("asample", post, routes.sample), ("retrieve_future", post, routes.retrieve_future),
     ]  # fmt: skip
+    handlers = {path: handler for path, _, handler in table}
     return Starlette(
         routes=[
-            Route(f"/api/v1/{path}", partial(_answer, handler, key_hashes), methods=methods)
+            Route(f"/api/v1/{path}", partial(_answer, service, path, handler), methods=methods)
             for path, methods, handler in table
         ],
         exception_handlers={HTTPException: _http_error},
-        lifespan=lambda app: _lifespan(service),
+        lifespan=lambda app: _lifespan(service, handlers),
     )
 
 
 @contextlib.asynccontextmanager
-async def _lifespan(service: Service) -> AsyncIterator[None]:
+async def _lifespan(service: Service, handlers: Mapping[str, Handler]) -> AsyncIterator[None]:
+    await service.recover(handlers)
+
     async def sweep() -> None:
         while True:
             await asyncio.sleep(_SWEEP_S)
@@ -80,18 +88,25 @@ async def _lifespan(service: Service) -> AsyncIterator[None]:
         await asyncio.to_thread(service.close)
 
 
-async def _answer(handler: Handler, key_hashes: frozenset[str], request: Request) -> Response:
-    """Check key and size, read the body, call the handler; a RefusedRequest becomes its status with a detail."""
+async def _answer(service: Service, route: str, handler: Handler, request: Request) -> Response:
+    """Check key and size, read the body, call the handler, and write the journal; a RefusedRequest becomes its status with a
+    detail."""
     try:
-        if key_hashes and not request.url.path.endswith("/healthz"):
-            _require_key(request.headers.get("x-api-key", ""), key_hashes)
-        request.state.body = decompressed(await _body(request), request.headers.get("content-encoding", ""))
-        request.state.digest = hashlib.sha256(request.state.body).hexdigest()
-        result = await handler(request)
+        try:
+            result = await handler(await _call(service, route, request))
+        finally:
+            if service.journal.is_behind and route != "retrieve_future":
+                await asyncio.to_thread(service.journal.flush)
     except RefusedRequest as error:
-        return JSONResponse({"detail": error.sentence}, error.status)
+        headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
+        if error.status == 413:  # else the rest of the body would be read, and discarded
+            headers["Connection"] = "close"
+        return JSONResponse({"detail": error.sentence}, error.status, headers)
     except ClientDisconnect:
         return Response(status_code=499)
+    except sqlite3.Error as error:  # the request stays in memory, and the repeated one finds it there
+        detail = f"The server's disk does not take its journal ({error}); the request waits for space."
+        return JSONResponse({"detail": detail}, 503, {"Retry-After": "2"})
     except Exception:  # a fault of the server shall not end in a traceback at the client
         log.exception("%s has failed.", request.url.path)
         return JSONResponse({"detail": "A fault in the server; its log has more."}, 500, {"x-should-retry": "false"})
@@ -104,21 +119,31 @@ async def _answer(handler: Handler, key_hashes: frozenset[str], request: Request
     return Response(result.model_dump_json(exclude_none=True), media_type="application/json")
 
 
+async def _call(service: Service, route: str, request: Request) -> ClientCall:
+    is_open = route == "healthz"
+    tenant = Tenant() if is_open else service.tenants.of_key(request.headers.get("x-api-key", ""))
+    try:
+        sent = await asyncio.wait_for(_body(request), _BODY_S)
+    except asyncio.TimeoutError as error:
+        raise RefusedRequest(f"The body did not come within {_BODY_S:.0f} s. Send fewer rows in a request.") from error
+    body = decompressed(sent, request.headers.get("content-encoding", ""))
+    digest = hashlib.sha256(body).hexdigest()
+    return ClientCall(route, body, tenant, digest, request.path_params, request.query_params)
+
+
 async def _body(request: Request) -> bytes:
-    """The body, refused before it is read whole where it is too large."""
+    """The body, refused before it is read where it is too large."""
+    sentence = f"The body has more than {MAX_BYTES >> 20} MiB. Send fewer rows in a request."
+    length = request.headers.get("content-length", "0")
+    if not length.isdigit() or int(length) > MAX_BYTES:
+        raise RefusedRequest(sentence, 413)
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)
         if size > MAX_BYTES:
-            raise RefusedRequest(f"The body has more than {MAX_BYTES >> 20} MiB. Send fewer rows in a request.", 413)
+            raise RefusedRequest(sentence, 413)
         parts.append(part)
     return b"".join(parts)
-
-
-def _require_key(key: str, key_hashes: frozenset[str]) -> None:
-    digest = hashlib.sha256(key.encode()).hexdigest()
-    if not any(hmac.compare_digest(digest, known) for known in key_hashes):
-        raise RefusedRequest("This API key is not one of the server's. Set TINKER_API_KEY.", 401)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

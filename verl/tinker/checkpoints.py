@@ -1,10 +1,12 @@
 """Saved adapters, named tinker://MODEL/KIND/NAME, in folders that peft reads.
 
-    models/MODEL/model.json                                     the model as it was created
+    models/MODEL/{model.json, metrics.jsonl}                    the model as it was created, and its steps: a run folder
     models/MODEL/{weights,sampler_weights}/NAME/
       {adapter_model.safetensors, adapter_config.json}
       optimizer.safetensors                                     of weights
-      state.json                                                rank, optimizer steps, times
+      state.json                                                rank, optimizer steps, times, the request that saved it
+      expires                                                   time when it is removed, where it has one
+    models/MODEL/states/SEQ/                                    the same, of the model after request SEQ, for a restart
       manifest.json                                             size and digest of every file; written last
 
 A save writes a hidden folder, verifies its digests and renames it, so a folder with a name is complete.
@@ -13,25 +15,29 @@ A save writes a hidden folder, verifies its digests and renames it, so a folder 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from verl.checkpoint.files import find_damage, read_document, rename, write_json, write_manifest
+from verl.checkpoint.files import MANIFEST, find_damage, read_document, rename, write_json, write_manifest
 from verl.checkpoint.tensor_files import read_tensors, write_tensors
 from verl.engines.adapters import Adapter, AdapterWeights
 from verl.models.lora import CONFIG_FILE, WEIGHTS_FILE, own_names, peft_names
 from verl.tinker.records import RefusedRequest
-from verl.tracking.files import sync_folder, write_atomically
+from verl.tracking.files import append_rows, sync_folder, truncate_rows, write_atomically
 
 KINDS: dict[str, Literal["training", "sampler"]] = {"weights": "training", "sampler_weights": "sampler"}
+log = logging.getLogger(__name__)
+
+_EXPIRES, _STATES, _METRICS = "expires", "states", "metrics.jsonl"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,127}")
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9:_-]{0,127}")
 
@@ -51,6 +57,17 @@ class SavedAdapter:
         """tinker://MODEL/KIND/NAME."""
         return f"tinker://{self.model_id}/{self.kind}/{self.name}"
 
+    @property
+    def digest(self) -> str:
+        """The digest of the weights."""
+        return str(read_document(self.folder / MANIFEST)["files"][WEIGHTS_FILE]["blake2b"])
+
+    @property
+    def expires(self) -> float | None:
+        """The time when it is removed, if ever."""
+        file = self.folder / _EXPIRES
+        return float(file.read_text("utf-8")) if file.is_file() else None
+
     def num_bytes(self) -> int:
         """Bytes of its files."""
         return sum(file.stat().st_size for file in self.folder.iterdir())
@@ -68,7 +85,9 @@ class Checkpoints:
         self.root.mkdir(parents=True, exist_ok=True)
 
     def register(self, model_id: str, facts: Mapping[str, Any]) -> None:
-        """Write down a model as it was created."""
+        """Write down a model as it was created, once."""
+        if (self._model_folder(model_id) / "model.json").is_file():
+            return
         self._model_folder(model_id).mkdir(parents=True, exist_ok=True)
         write_atomically(self._model_folder(model_id) / "model.json", json.dumps(facts))
 
@@ -77,7 +96,7 @@ class Checkpoints:
         file = self._model_folder(model_id) / "model.json"
         if not file.is_file():
             raise RefusedRequest(f"There is no training run {model_id!r}.", 404)
-        return read_document(file)
+        return {"tenant": "local", **read_document(file)}
 
     def models(self) -> list[str]:
         """All registered models, the newest first."""
@@ -85,13 +104,32 @@ class Checkpoints:
         return [file.parent.name for file in files]
 
     def save(
-        self, model_id: str, kind: str, name: str, adapter: Adapter, *, overwrite: bool, notes: Mapping[str, Any]
+        self,
+        model_id: str,
+        kind: str,
+        name: str,
+        adapter: Adapter,
+        *,
+        overwrite: bool,
+        notes: Mapping[str, Any],
+        ttl_s: int | None = None,
     ) -> SavedAdapter:
-        """Save an adapter, for `weights` with its optimizer. A name that exists is refused unless `overwrite`."""
+        """Save an adapter, for `weights` with its optimizer, for `ttl_s` seconds. A name that exists is refused unless
+        `overwrite`, or unless the same request has saved it before a kill: its id is in the notes."""
         final = self._folder(model_id, kind, name)
         if final.exists() and not overwrite:
-            raise RefusedRequest(f"{kind}/{name} exists already. Choose another name, or set overwrite.")
-        temporary = final.parent / f".{name}.tmp-{os.getpid()}"
+            state = read_document(final / "state.json")
+            if state.get("request") != notes["request"]:
+                raise RefusedRequest(f"{kind}/{name} exists already. Choose another name, or set overwrite.")
+            return SavedAdapter(model_id, kind, name, final, state)
+        state = self._write(final, adapter, notes, optimizer=kind == "weights", ttl_s=ttl_s)
+        return SavedAdapter(model_id, kind, name, final, state)
+
+    def _write(
+        self, final: Path, adapter: Adapter, notes: Mapping[str, Any], *, optimizer: bool, ttl_s: int | None = None
+    ) -> dict[str, Any]:
+        """Write the folder `final`, complete or not at all: the content of its state.json."""
+        temporary = final.parent / f".{final.name}.tmp-{os.getpid()}"
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         try:
@@ -104,19 +142,51 @@ class Checkpoints:
                 ),
                 "state.json": write_json(temporary / "state.json", state, "The state"),
             }
-            if kind == "weights":
+            if optimizer:
                 slots = adapter.optimizer_tensors()
                 records["optimizer.safetensors"] = write_tensors(temporary / "optimizer.safetensors", slots)
+            if ttl_s is not None:
+                write_atomically(temporary / _EXPIRES, repr(time.time() + ttl_s))
             write_manifest(temporary, adapter.num_steps, records)
             if damage := find_damage(temporary):
-                raise RefusedRequest(f"{kind}/{name} was not kept: on reading it back, {damage}.", 507)
+                raise RefusedRequest(f"{final.name} was not saved: on reading it back, {damage}.", 507)
             shutil.rmtree(final, ignore_errors=True)
             rename(temporary, final)
             sync_folder(final.parent)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        return SavedAdapter(model_id, kind, name, final, state)
+        return state
+
+    def save_state(self, model_id: str, seq_id: int, adapter: Adapter) -> None:
+        """Save a model as it is after its request `seq_id`, for a restart of the service."""
+        self._write(self._model_folder(model_id) / _STATES / str(seq_id), adapter, {}, optimizer=True)
+
+    def newest_state(self, model_id: str) -> int | None:
+        """The request after which the newest complete state of a model was saved; None without one."""
+        folders = [f for f in (self._model_folder(model_id) / _STATES).glob("[0-9]*") if find_damage(f) is None]
+        return max((int(folder.name) for folder in folders), default=None)
+
+    def load_state(self, model_id: str, seq_id: int) -> Adapter:
+        """The inverse of `save_state`."""
+        return self._adapter(self._model_folder(model_id) / _STATES / str(seq_id), optimizer=True)
+
+    def add_metrics(self, model_id: str, row: Mapping[str, float]) -> None:
+        """Append the metrics of an optimizer step, for `verl show` and `verl view`; a full disk loses them."""
+        try:
+            append_rows(self._model_folder(model_id) / _METRICS, [row])
+        except OSError as error:
+            log.warning("The metrics of a step of %s are lost: %s", model_id, error)
+
+    def rewind_metrics(self, model_id: str, num_steps: int) -> None:
+        """Drop the metrics of steps after `num_steps`, which the model takes again."""
+        truncate_rows(self._model_folder(model_id) / _METRICS, num_steps)
+
+    def drop_states(self, model_id: str, before: int | None = None) -> None:
+        """Remove the states of a model, or the ones before a request."""
+        for folder in (self._model_folder(model_id) / _STATES).glob("*"):
+            if before is None or not folder.name.isdigit() or int(folder.name) < before:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def get(self, uri: str) -> SavedAdapter:
         """The checkpoint of a tinker:// address."""
@@ -136,11 +206,14 @@ class Checkpoints:
             raise RefusedRequest(f"The checkpoint {uri} is damaged: {damage}. Load another one.")
         if optimizer and saved.kind != "weights":
             raise RefusedRequest(f"{uri} has no optimizer state. Load a checkpoint of save_state.")
-        tensors = own_names(self._read(saved.folder / WEIGHTS_FILE))
-        adapter = Adapter(AdapterWeights(saved.state["rank"], tensors))
+        return self._adapter(saved.folder, optimizer=optimizer)
+
+    def _adapter(self, folder: Path, *, optimizer: bool) -> Adapter:
+        state = read_document(folder / "state.json")
+        adapter = Adapter(AdapterWeights(state["rank"], own_names(self._read(folder / WEIGHTS_FILE))))
         if optimizer:
-            adapter.num_steps = saved.state["num_steps"]
-            for key, value in self._read(saved.folder / "optimizer.safetensors").items():
+            adapter.num_steps = state["num_steps"]
+            for key, value in self._read(folder / "optimizer.safetensors").items():
                 name, _, slot = key.rpartition("/")
                 adapter.slots.setdefault(name, {})[slot] = value
         return adapter
@@ -154,12 +227,30 @@ class Checkpoints:
         files = sorted(self.root.glob(pattern), key=lambda file: file.stat().st_mtime, reverse=True)
         for file in files:
             name, kind, model = (folder.name for folder in list(file.parents)[:3])
-            if not name.startswith("."):
+            if kind in KINDS and not name.startswith("."):
                 yield SavedAdapter(model, kind, name, file.parent, read_document(file))
 
     def delete(self, model_id: str, checkpoint_id: str) -> None:
         """Remove the checkpoint `KIND/NAME` of a model."""
         shutil.rmtree(self.get(f"tinker://{model_id}/{checkpoint_id}").folder)
+
+    def set_expiry(self, saved: SavedAdapter, ttl_s: int | None) -> None:
+        """Remove a checkpoint in `ttl_s` seconds; None: never."""
+        if ttl_s is None:
+            (saved.folder / _EXPIRES).unlink(missing_ok=True)
+        else:
+            write_atomically(saved.folder / _EXPIRES, repr(time.time() + ttl_s))
+
+    def remove_expired(self) -> None:
+        """Remove the checkpoints whose time is over."""
+        for file in self.root.glob(f"*/*/*/{_EXPIRES}"):
+            if not file.parent.name.startswith(".") and float(file.read_text("utf-8")) < time.time():
+                shutil.rmtree(file.parent, ignore_errors=True)
+
+    def stored_bytes(self, tenant: str) -> int:
+        """Bytes of the checkpoints of a tenant."""
+        owners = {name: self.facts(name)["tenant"] == tenant for name in self.models()}
+        return sum(saved.num_bytes() for saved in self.listed() if owners.get(saved.model_id))
 
     def _model_folder(self, model_id: str) -> Path:
         if not _MODEL.fullmatch(model_id):
@@ -173,18 +264,3 @@ class Checkpoints:
                 "or . _ = -."
             )
         return self._model_folder(model_id) / kind / name
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """A model as it was created, for its model.json."""
-
-    model_id: str
-    base_model: str
-    rank: int
-    parts: list[str]
-    created: float
-    user_metadata: dict[str, str] | None = None
-
-    def document(self) -> dict[str, Any]:
-        return asdict(self)

@@ -28,6 +28,7 @@ from verl.tinker.records import (
     TrainingRequest,
 )
 
+PROTOBUF = "application/x-protobuf"
 MAX_BYTES = 64 << 20  # of a request, decompressed
 _MAX_SAMPLES, _MAX_TOP = 1024, 100
 _DTYPES = {wire.DTYPE_FLOAT32: "<f4", wire.DTYPE_INT64: "<i8", wire.DTYPE_INT32: "<i4", wire.DTYPE_BFLOAT16: "<u2"}

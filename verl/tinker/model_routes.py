@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from starlette.requests import Request
 from tinker import types
 
 from verl.engines.adapters import PARTS, Adapter
 from verl.models.optim import AdamStep
-from verl.tinker.checkpoints import ModelFacts, SavedAdapter
-from verl.tinker.codec import training_message, training_request, training_result
-from verl.tinker.messages import as_answer, read_message
-from verl.tinker.queues import RequestFuture, WireAnswer
-from verl.tinker.records import RefusedRequest
-from verl.tinker.service import PROTOBUF, ServedModel, ServedSampler, Service
+from verl.tinker.call import ClientCall, as_answer, read_message
+from verl.tinker.checkpoints import SavedAdapter
+from verl.tinker.codec import PROTOBUF, training_message, training_request, training_result
+from verl.tinker.queues import SLICE_TOKENS, RequestFuture, WireAnswer
+from verl.tinker.records import Datum, RefusedRequest, TrainingOutput, TrainingRequest
+from verl.tinker.routes import check_room, checked_ttl
+from verl.tinker.served import ServedModel, ServedSampler, Work, at_once
+from verl.tinker.service import Service
 
 
 class ModelRoutes:
@@ -28,9 +29,9 @@ class ModelRoutes:
     def __init__(self, service: Service):
         self.service = service
 
-    async def create_model(self, request: Request) -> Any:
-        asked = await read_message(request, types.CreateModelRequest)
-        self.service.touch(asked.session_id)
+    async def create_model(self, call: ClientCall) -> Any:
+        asked = read_message(call, types.CreateModelRequest)
+        self.service.touch(call, asked.session_id)
         lora = asked.lora_config
         if lora is None:
             raise RefusedRequest("Full fine-tuning is not available in this version. Create a LoRA training client.")
@@ -48,30 +49,35 @@ class ModelRoutes:
         model_id = f"{asked.session_id}:train:{asked.model_seq_id}"
         seed = _seed(model_id) if lora.seed is None else lora.seed
         make = partial(self.service.bench.engine.new_adapter, lora.rank, seed, parts)
-        return self._new_model(request, asked, model_id, asked.base_model, lora.rank, parts, make)
+        answer = types.CreateModelResponse(model_id=model_id)
+        return self._new_model(call, asked, asked.base_model, lora.rank, parts, make, answer)
 
     def _new_model(
         self,
-        request: Request,
+        call: ClientCall,
         asked: Any,
-        model_id: str,
         base: str,
         rank: int,
         parts: list[str],
         make: Callable[[], Adapter],
+        answer: Any,
     ) -> RequestFuture:
+        model_id, models = f"{asked.session_id}:train:{asked.model_seq_id}", self.service.models
+        tenant = self.service.sessions[asked.session_id].tenant
+        if model_id not in models:
+            check_room(call, "models", models)
+        if rank > tenant.limits.rank and call.stored is None:
+            raise RefusedRequest(f"The limit of this API key is a rank of {tenant.limits.rank}; the model has {rank}.")
         base = self.service.base_model(base)
         metadata = {str(k): str(v) for k, v in (asked.user_metadata or {}).items()} or None
-        facts = ModelFacts(model_id, base, rank, parts, time.time(), metadata)
-        self.service.checkpoints.register(model_id, facts.document())
-        model = ServedModel(model_id, asked.session_id, base, rank)
-        answer: Any = types.CreateModelResponse(model_id=model_id)
-        if isinstance(asked, types.LoadWeightsRequest):
-            answer = types.LoadWeightsResponse(path=asked.path)
-        return self.service.add_model(model, request.state.digest, make, answer)
+        facts = {"model_id": model_id, "base_model": base, "rank": rank, "parts": parts, "tenant": tenant.name}
+        self.service.checkpoints.register(model_id, {**facts, "created": time.time(), "user_metadata": metadata})
+        model = ServedModel(model_id, asked.session_id, tenant, base, rank)
+        model.unsaved_s = float("inf") if isinstance(asked, types.LoadWeightsRequest) else 0.0
+        return self.service.add_model(call, model, make, as_answer(answer))
 
-    async def get_info(self, request: Request) -> Any:
-        model = self.service.model((await read_message(request, types.GetInfoRequest)).model_id)
+    async def get_info(self, call: ClientCall) -> Any:
+        model = self.service.model(call, read_message(call, types.GetInfoRequest).model_id)
         bench = self.service.bench
         data = types.ModelData(
             arch=bench.architecture, model_name=model.base_model, tokenizer_id=str(self.service.checkpoints.base)
@@ -81,96 +87,135 @@ class ModelRoutes:
             model_name=model.base_model,
         )  # fmt: skip
 
-    async def forward_backward(self, request: Request) -> Any:
-        message = training_message(request.state.body)
-        model, bench = self.service.model(message.model_id), self.service.bench
+    async def forward_backward(self, call: ClientCall) -> Any:
+        message = training_message(call.body)
+        model, bench = self.service.model(call, message.model_id), self.service.bench
 
-        def prepare() -> Callable[[], WireAnswer]:
+        def prepare() -> Work:
             checked = training_request(message, bench.vocabulary, bench.longest)
+            num_tokens = sum(len(datum.tokens) for datum in checked.data)
+            run = partial(self._in_slices, model, checked)
+            return Work(run, not checked.forward_only, num_tokens, model.fail)
 
-            def work() -> WireAnswer:
-                try:
-                    return WireAnswer(training_result(bench.forward_backward(model.trained(), checked)), PROTOBUF)
-                except Exception as error:
-                    model.failed = model.failed or str(error)
-                    raise
+        return self.service.queue(call, model, message.seq_id, prepare)
 
-            return work
+    def _in_slices(self, model: ServedModel, request: TrainingRequest) -> Iterator[WireAnswer | None]:
+        """Compute the rows in slices, which depend on the request only, so that other models need not wait for all of them."""
+        log_probs, metrics, rows, tokens = list[Any](), dict[str, float](), list[Datum](), 0
+        model.num_tokens += 0 if request.forward_only else sum(len(datum.tokens) for datum in request.data)
+        for number, datum in enumerate(request.data, 1):
+            rows, tokens = [*rows, datum], tokens + len(datum.tokens)
+            is_last = number == len(request.data)
+            if is_last or tokens + len(request.data[number].tokens) > SLICE_TOKENS:
+                output = self.service.bench.forward_backward(model.trained(), replace(request, data=rows))
+                log_probs, rows, tokens = log_probs + output.log_probs, [], 0
+                if not request.forward_only:
+                    model.loss += output.metrics["loss:sum"]
+                metrics = {name: metrics.get(name, 0.0) + value for name, value in output.metrics.items()}
+                if not is_last:
+                    yield None
+        yield WireAnswer(training_result(TrainingOutput(log_probs, metrics)), PROTOBUF)
 
-        return self.service.queue(model, message.seq_id, request.state.digest, prepare)
+    async def optim_step(self, call: ClientCall) -> Any:
+        asked = read_message(call, types.OptimStepRequest)
+        model, values = self.service.model(call, asked.model_id), asked.optim_params
 
-    async def optim_step(self, request: Request) -> Any:
-        asked = await read_message(request, types.OptimStepRequest)
-        model, values = self.service.model(asked.model_id), asked.optim_params
+        def prepare() -> Work:
+            run = at_once(partial(self._step, model, _adam_step(values)))
+            return Work(run, changes=True, failed=model.drop_gradients)
 
-        def prepare() -> Callable[[], WireAnswer]:
-            return partial(self._step, model, _adam_step(values))
-
-        return self.service.queue(model, asked.seq_id, request.state.digest, prepare)
+        return self.service.queue(call, model, asked.seq_id, prepare)
 
     def _step(self, model: ServedModel, values: AdamStep) -> WireAnswer:
         adapter = model.trained()
         if model.failed:
-            reason, model.failed = model.failed, ""
-            adapter.discard()
-            raise RefusedRequest(f"A forward_backward of this step failed ({reason}), so no step was taken.")
-        return as_answer(types.OptimStepResponse(metrics=self.service.bench.optim_step(adapter, values)))
+            raise RefusedRequest(f"A forward_backward of this step failed ({model.failed}), so no step was taken.")
+        metrics = self.service.bench.optim_step(adapter, values)
+        row = {"actor/loss": model.loss, "actor/lr": values.learning_rate, "perf/total_num_tokens": model.num_tokens}
+        row |= {"step": adapter.num_steps, "time": time.time(), "actor/grad_norm": metrics["grad_norm"]}
+        self.service.checkpoints.add_metrics(model.model_id, row)
+        model.drop_gradients()
+        return as_answer(types.OptimStepResponse(metrics=metrics))
 
-    async def save_weights(self, request: Request) -> Any:
-        asked = await read_message(request, types.SaveWeightsRequest)
-        model = self.service.model(asked.model_id)
+    async def save_weights(self, call: ClientCall) -> Any:
+        asked = read_message(call, types.SaveWeightsRequest)
+        model = self.service.model(call, asked.model_id)
         name = asked.path or f"step-{asked.seq_id}"
 
         def work() -> WireAnswer:
             saved = self._save(model, "weights", name, asked, overwrite=asked.overwrite)
             return as_answer(types.SaveWeightsResponse(path=saved.uri))
 
-        return self.service.queue(model, asked.seq_id, request.state.digest, lambda: work)
+        return self.service.queue(call, model, asked.seq_id, partial(self._saving, asked, work))
 
-    async def save_weights_for_sampler(self, request: Request) -> Any:
-        asked = await read_message(request, types.SaveWeightsForSamplerRequest)
-        model = self.service.model(asked.model_id)
+    async def save_weights_for_sampler(self, call: ClientCall) -> Any:
+        asked = read_message(call, types.SaveWeightsForSamplerRequest)
+        model = self.service.model(call, asked.model_id)
 
         def work() -> WireAnswer:
             if asked.path is not None:
                 saved = self._save(model, "sampler_weights", asked.path, asked, overwrite=False)
                 return as_answer(types.SaveWeightsForSamplerResponseInternal(path=saved.uri))
-            sampler_id = f"{model.session_id}:sample:{asked.sampling_session_seq_id}"
-            weights = model.trained().snapshot()
-            self.service.samplers[sampler_id] = ServedSampler(sampler_id, model.session_id, model.base_model, weights)
+            sampler_id, snapshots = f"{model.session_id}:sample:{asked.sampling_session_seq_id}", self.service.snapshots
+            with snapshots.lock:
+                digest = snapshots.write(model.trained().weights)
+                self.service.add_sampler(
+                    ServedSampler(sampler_id, model.session_id, model.tenant, model.base_model, digest)
+                )
             return as_answer(types.SaveWeightsForSamplerResponseInternal(sampling_session_id=sampler_id))
 
-        def prepare() -> Callable[[], WireAnswer]:
+        def prepare() -> Work:
             if asked.kind != "snapshot":
                 raise RefusedRequest("Samplers that follow the weights (inflight) are not available. Use snapshots.")
-            return work
+            if asked.path is None:
+                check_room(call, "samplers", self.service.samplers)
+            return self._saving(asked, work)
 
-        return self.service.queue(model, asked.seq_id, request.state.digest, prepare)
+        return self.service.queue(call, model, asked.seq_id, prepare)
+
+    def _saving(self, asked: Any, work: Callable[[], WireAnswer]) -> Work:
+        checked_ttl(asked.ttl_seconds)
+        return Work(at_once(work))
 
     def _save(self, model: ServedModel, kind: str, name: str, asked: Any, *, overwrite: bool) -> SavedAdapter:
-        notes = {"base_model": model.base_model, "user_metadata": asked.user_metadata}
-        return self.service.checkpoints.save(
-            model.model_id, kind, name, model.trained(), overwrite=overwrite, notes=notes
+        checkpoints, most = self.service.checkpoints, model.tenant.limits.bytes
+        request = f"{model.model_id}/{asked.seq_id}"
+        notes = {"base_model": model.base_model, "user_metadata": asked.user_metadata, "request": request}
+        adapter = model.trained()
+        num_bytes = adapter.weights.num_bytes() * (3 if kind == "weights" else 1)
+        if checkpoints.stored_bytes(model.tenant.name) + num_bytes > most:
+            raise RefusedRequest(
+                f"The limit of this API key is {most} bytes of checkpoints. Delete some, and save again."
+            )
+        return checkpoints.save(
+            model.model_id, kind, name, adapter, overwrite=overwrite, notes=notes, ttl_s=asked.ttl_seconds
         )
 
-    async def load_weights(self, request: Request) -> Any:
-        asked = await read_message(request, types.LoadWeightsRequest)
-        checkpoints = self.service.checkpoints
-        saved = await asyncio.to_thread(checkpoints.get, asked.path)
+    async def load_weights(self, call: ClientCall) -> Any:
+        asked = read_message(call, types.LoadWeightsRequest)
+        checkpoints, answer = self.service.checkpoints, types.LoadWeightsResponse(path=asked.path)
         load = partial(checkpoints.load, asked.path, optimizer=asked.optimizer)
         if asked.session_id is not None:
-            self.service.touch(asked.session_id)
-            model_id = f"{asked.session_id}:train:{asked.model_seq_id}"
-            base = asked.base_model or saved.state["base_model"]
-            parts = checkpoints.facts(saved.model_id)["parts"]
-            return self._new_model(request, asked, model_id, base, saved.state["rank"], parts, load)
-        model = self.service.model(asked.model_id or "")
+            self.service.touch(call, asked.session_id)
+            if call.stored is not None:  # the checkpoint may be gone since then
+                facts = checkpoints.facts(call.stored.owner)
+                return self._new_model(call, asked, facts["base_model"], facts["rank"], facts["parts"], load, answer)
+            saved = self.service.saved(call, asked.path)
+            base, parts = asked.base_model or saved.state["base_model"], checkpoints.facts(saved.model_id)["parts"]
+            return self._new_model(call, asked, base, saved.state["rank"], parts, load, answer)
+        model = self.service.model(call, asked.model_id or "")
 
         def work() -> WireAnswer:
-            model.adapter = load()
-            return as_answer(types.LoadWeightsResponse(path=asked.path))
+            model.adapter, model.unsaved_s = load(), float("inf")
+            model.drop_gradients()
+            checkpoints.rewind_metrics(model.model_id, model.adapter.num_steps)
+            return as_answer(answer)
 
-        return self.service.queue(model, asked.seq_id, request.state.digest, lambda: work)
+        def prepare() -> Work:
+            self.service.saved(call, asked.path)
+            return Work(at_once(work), changes=True)
+
+        return self.service.queue(call, model, asked.seq_id, prepare)
 
 
 def _adam_step(values: Any) -> AdamStep:

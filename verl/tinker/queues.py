@@ -7,6 +7,7 @@ A repeated request gets the first one's future, so nothing is computed twice.
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections import OrderedDict, deque
@@ -16,6 +17,8 @@ from typing import Any
 
 from verl.tinker.records import RefusedRequest
 
+SLICE_TOKENS = 8192  # of training between two looks at who is next
+BATCH_TOKENS = 65536  # prompts and longest samples of one batch
 _GATHER_S, _MOST_GATHER_S = 0.02, 0.3  # how long a batch of samples waits for the next request, and for all
 
 
@@ -26,12 +29,17 @@ class WireAnswer:
     body: bytes
     media_type: str = "application/json"
 
+    @property
+    def failure(self) -> str | None:
+        """The reason of a failed request; None for a result."""
+        return str(json.loads(self.body)["error"]) if self.body.startswith(b'{"error"') else None
+
 
 class RequestFuture:
     """The result of a request, when there is one. Made and awaited on the event loop, set from any thread."""
 
-    def __init__(self, request_id: str, digest: str):
-        self.request_id, self.digest = request_id, digest
+    def __init__(self, request_id: str, digest: str, tenant: str, tokens: int):
+        self.request_id, self.digest, self.tenant, self.tokens = request_id, digest, tenant, tokens
         self.answer: WireAnswer | None = None
         self.done_at = 0.0
         self._loop, self._event = asyncio.get_running_loop(), asyncio.Event()
@@ -52,43 +60,51 @@ class RequestFuture:
 
 @dataclass
 class QueuedJob:
-    """A request that waits to be computed; `work` is what a lane's worker reads."""
+    """A request that waits to be computed; `work` is what a lane's worker reads, `cost` the tokens of its next slice."""
 
     future: RequestFuture
     work: Any
+    tenant: str
+    cost: int = 1
+
+
+@dataclass
+class _Turn:
+    """The jobs of a tenant in lanes, and the tokens that it can use before the next tenant; negative after a large job."""
+
+    lanes: OrderedDict[Hashable, deque[QueuedJob]] = field(default_factory=OrderedDict)
+    credit: int = 0
 
 
 class Lanes:
-    """Jobs in lanes that take turns. A lane of samples gives all its jobs at once, another lane one."""
+    """Jobs of tenants in lanes. Tenants take turns by deficit round robin over tokens (Shreedhar and Varghese, 1995), and the
+    lanes of a tenant take turns. A lane of samples gives many jobs at once, another lane one."""
 
     def __init__(self) -> None:
-        self._jobs: OrderedDict[Hashable, deque[QueuedJob]] = OrderedDict()
+        self._turns: OrderedDict[str, _Turn] = OrderedDict()
         self._changed = threading.Condition()
         self._closed = False
 
-    def put(self, lane: Hashable, job: QueuedJob) -> None:
-        """Append a job to a lane."""
+    def put(self, lane: Hashable, job: QueuedJob, *, first: bool = False) -> None:
+        """Append a job to a lane, or put it `first` there."""
         with self._changed:
-            self._jobs.setdefault(lane, deque()).append(job)
+            jobs = self._turns.setdefault(job.tenant, _Turn()).lanes.setdefault(lane, deque())
+            jobs.appendleft(job) if first else jobs.append(job)
             self._changed.notify()
 
     def take(self, is_batch: Callable[[Hashable], bool]) -> tuple[Hashable, list[QueuedJob]] | None:
         """The next lane with its jobs; waits for one. None once closed."""
         with self._changed:
-            while not self._jobs and not self._closed:
+            while not self._closed and not any(turn.lanes for turn in self._turns.values()):
                 self._changed.wait(1.0)
             if self._closed:
                 return None
-            lane = next(iter(self._jobs))
-            if not is_batch(lane):
-                jobs = self._jobs.pop(lane)
-                job = jobs.popleft()
-                if jobs:
-                    self._jobs[lane] = jobs  # behind the others
-                return lane, [job]
-        self._gather(lane)
+            tenant = self._next_tenant()
+            lane, jobs = next(iter(self._turns[tenant].lanes.items()))
+        if is_batch(lane):
+            self._gather(jobs)
         with self._changed:
-            return lane, list(self._jobs.pop(lane))
+            return lane, self._remove(tenant, lane, BATCH_TOKENS if is_batch(lane) else 0)
 
     def close(self) -> None:
         """End `take`."""
@@ -96,11 +112,36 @@ class Lanes:
             self._closed = True
             self._changed.notify_all()
 
-    def _gather(self, lane: Hashable) -> None:
-        """Wait while jobs of `lane` keep coming: a client posts its samples one by one."""
+    def _next_tenant(self) -> str:
+        """The first tenant in turn with credit; every tenant that is passed over gets more."""
+        while True:
+            tenant, turn = next(iter(self._turns.items()))
+            if turn.lanes and turn.credit > 0:
+                return tenant
+            turn.credit += SLICE_TOKENS
+            self._turns.move_to_end(tenant)
+            if not turn.lanes and turn.credit >= 0:
+                del self._turns[tenant]
+
+    def _remove(self, tenant: str, lane: Hashable, most_tokens: int) -> list[QueuedJob]:
+        """The first job of a lane, and more until `most_tokens`; the lane moves behind the tenant's others."""
+        turn = self._turns[tenant]
+        jobs, taken, tokens = turn.lanes.pop(lane), list[QueuedJob](), 0
+        while jobs and (not taken or tokens + jobs[0].cost <= most_tokens):
+            taken.append(jobs.popleft())
+            tokens += taken[-1].cost
+        turn.credit -= tokens
+        if jobs:
+            turn.lanes[lane] = jobs
+        if not turn.lanes and turn.credit >= 0:
+            del self._turns[tenant]
+        return taken
+
+    def _gather(self, jobs: deque[QueuedJob]) -> None:
+        """Wait while more jobs come: a client posts its samples one by one."""
         until, count = time.monotonic() + _MOST_GATHER_S, 0
-        while count < len(self._jobs[lane]) and time.monotonic() < until:
-            count = len(self._jobs[lane])
+        while count < len(jobs) and time.monotonic() < until:
+            count = len(jobs)
             time.sleep(_GATHER_S)
 
 
@@ -109,23 +150,19 @@ class Ordered:
     """The requests of one model by seq_id. A number whose request was refused counts as used."""
 
     next_seq: int = 1
-    futures: dict[int, RequestFuture] = field(default_factory=dict)
     _waiting: dict[int, QueuedJob | None] = field(default_factory=dict)
 
-    def known(self, seq_id: int, digest: str) -> RequestFuture | None:
-        """The future of a request that came before. Raises RefusedRequest for another request under its number."""
-        future = self.futures.get(seq_id)
-        if future is not None and future.digest != digest:
-            raise RefusedRequest(f"seq_id {seq_id} belongs to another request of this model.")
-        if future is None and (seq_id < self.next_seq or seq_id in self._waiting):
+    def require_free(self, seq_id: int | None) -> int:
+        """The number. Raises RefusedRequest for one that was used, or is none."""
+        if seq_id is None or seq_id < 1:
+            raise RefusedRequest("A request of a model needs a seq_id from 1 on.")
+        if seq_id < self.next_seq or seq_id in self._waiting:
             raise RefusedRequest(f"seq_id {seq_id} was used by an earlier request of this model.")
-        return future
+        return seq_id
 
     def add(self, seq_id: int, job: QueuedJob | None) -> list[QueuedJob]:
         """Take a request, None for one that was refused; returns the jobs that can run now, in order."""
         self._waiting[seq_id] = job
-        if job is not None:
-            self.futures[seq_id] = job.future
         released: list[QueuedJob] = []
         while self.next_seq in self._waiting:
             released += filter(None, [self._waiting.pop(self.next_seq)])

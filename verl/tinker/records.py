@@ -13,9 +13,9 @@ from verl.data_proto.samples import Completion, SamplingParams
 class RefusedRequest(Exception):
     """A request that is answered with `status` and a sentence."""
 
-    def __init__(self, sentence: str, status: int = 400):
+    def __init__(self, sentence: str, status: int = 400, retry_after_s: int | None = None):
         super().__init__(sentence)
-        self.sentence, self.status = sentence, status
+        self.sentence, self.status, self.retry_after_s = sentence, status, retry_after_s
 
 
 @dataclass(frozen=True)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
+import uuid
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any
 
 import pydantic
-from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from tinker import types
 
+from verl.models.lora import WEIGHTS_FILE
+from verl.tinker.call import ClientCall, read_message
 from verl.tinker.checkpoints import KINDS, SavedAdapter
 from verl.tinker.codec import sampling_request
-from verl.tinker.messages import read_message
 from verl.tinker.records import RefusedRequest
-from verl.tinker.service import ServedSampler, Service
+from verl.tinker.served import ServedModel, ServedSampler
+from verl.tinker.service import Service
 
 POLL_S = 25.0  # of the 45 s that the client waits
 _LISTED = 20  # runs and checkpoints of a page, unless the client asks for another number
@@ -25,22 +27,26 @@ class _WeightsInfoRequest(pydantic.BaseModel):  # the SDK has no message for it
     tinker_path: str
 
 
+class _TtlRequest(pydantic.BaseModel):  # as above
+    ttl_seconds: int | None
+
+
 class Routes:
     """One method for each route. A method returns a message of the SDK, a dict, a RequestFuture or a Response."""
 
     def __init__(self, service: Service):
         self.service = service
 
-    async def health(self, request: Request) -> Any:
+    async def health(self, call: ClientCall) -> Any:
         return types.HealthResponse(status="ok")
 
-    async def config(self, request: Request) -> Any:
+    async def config(self, call: ClientCall) -> Any:
         return types.ClientConfigResponse(fwdbwd_max_chunk_len=1024, sample_enable_stuck_detection=False)
 
-    async def nothing(self, request: Request) -> Any:
+    async def nothing(self, call: ClientCall) -> Any:
         return {}
 
-    async def capabilities(self, request: Request) -> Any:
+    async def capabilities(self, call: ClientCall) -> Any:
         longest = self.service.bench.longest
         models = [
             types.SupportedModel(model_name=name, max_context_length=longest, trainable=True, sampleable=True)
@@ -48,98 +54,133 @@ class Routes:
         ]
         return types.GetServerCapabilitiesResponse(supported_models=models)
 
-    async def create_session(self, request: Request) -> Any:
-        return types.CreateSessionResponse(session_id=self.service.new_session())
+    async def create_session(self, call: ClientCall) -> Any:
+        read_message(call, types.CreateSessionRequest)
+        session_id = str(uuid.uuid4())
+        self.service.new_session(session_id, call.tenant)
+        return types.CreateSessionResponse(session_id=session_id)
 
-    async def heartbeat(self, request: Request) -> Any:
-        self.service.touch((await read_message(request, types.SessionHeartbeatRequest)).session_id)
+    async def heartbeat(self, call: ClientCall) -> Any:
+        self.service.touch(call, read_message(call, types.SessionHeartbeatRequest).session_id)
         return types.SessionHeartbeatResponse()
 
-    async def finish(self, request: Request) -> Any:
-        self.service.finish(request.path_params["session_id"])
+    async def finish(self, call: ClientCall) -> Any:
+        self.service.touch(call, call.path["session_id"])
+        self.service.finish(call.path["session_id"])
         return Response(status_code=204)
 
-    async def telemetry(self, request: Request) -> Any:
+    async def telemetry(self, call: ClientCall) -> Any:
         return types.TelemetryResponse(status="accepted")
 
-    async def weights_info(self, request: Request) -> Any:
-        saved = self.service.checkpoints.get((await read_message(request, _WeightsInfoRequest)).tinker_path)
-        parts = self.service.checkpoints.facts(saved.model_id)["parts"]
+    async def weights_info(self, call: ClientCall) -> Any:
+        saved = self.service.saved(call, read_message(call, _WeightsInfoRequest).tinker_path)
+        parts = self.service.facts(call, saved.model_id)["parts"]
         return types.WeightsInfoResponse(
             base_model=saved.state["base_model"], is_lora=True, lora_rank=saved.state["rank"],
             train_attn="attention" in parts, train_mlp="mlp" in parts, train_unembed="head" in parts,
         )  # fmt: skip
 
-    async def list_checkpoints(self, request: Request) -> Any:
-        model_id = request.path_params.get("model_id")
+    async def list_checkpoints(self, call: ClientCall) -> Any:
+        model_id = call.path.get("model_id")
         if model_id is not None:
-            self.service.checkpoints.facts(model_id)
-        listed = [_checkpoint(saved) for saved in self.service.checkpoints.listed(model_id)]
+            self.service.facts(call, model_id)
+        owned = set(self._owned(call))
+        listed = [_checkpoint(saved) for saved in self.service.checkpoints.listed(model_id) if saved.model_id in owned]
         if model_id is not None:
             return types.CheckpointsListResponse(checkpoints=listed)
-        page, cursor = _page(request, listed)
+        page, cursor = _page(call, listed)
         return types.CheckpointsListResponse(checkpoints=page, cursor=cursor)
 
-    async def delete_checkpoint(self, request: Request) -> Any:
-        self.service.checkpoints.delete(request.path_params["model_id"], request.path_params["checkpoint_id"])
+    async def delete_checkpoint(self, call: ClientCall) -> Any:
+        self._addressed(call)
+        self.service.checkpoints.delete(call.path["model_id"], call.path["checkpoint_id"])
         return Response(status_code=204)
 
-    async def training_run(self, request: Request) -> Any:
-        return self._run(request.path_params["model_id"])
+    async def set_ttl(self, call: ClientCall) -> Any:
+        ttl_s = read_message(call, _TtlRequest).ttl_seconds
+        self.service.checkpoints.set_expiry(self._addressed(call), checked_ttl(ttl_s))
+        return Response(status_code=204)
 
-    async def training_runs(self, request: Request) -> Any:
-        page, cursor = _page(request, self.service.checkpoints.models())
-        return types.TrainingRunsResponse(training_runs=[self._run(name) for name in page], cursor=cursor)
+    def _addressed(self, call: ClientCall) -> SavedAdapter:
+        return self.service.saved(call, f"tinker://{call.path['model_id']}/{call.path['checkpoint_id']}")
 
-    def _run(self, model_id: str) -> Any:
-        facts = self.service.checkpoints.facts(model_id)
+    def _owned(self, call: ClientCall) -> list[str]:
+        checkpoints = self.service.checkpoints
+        return [name for name in checkpoints.models() if call.tenant.sees(checkpoints.facts(name)["tenant"])]
+
+    async def training_run(self, call: ClientCall) -> Any:
+        return self._run(call, call.path["model_id"])
+
+    async def training_runs(self, call: ClientCall) -> Any:
+        page, cursor = _page(call, self._owned(call))
+        return types.TrainingRunsResponse(training_runs=[self._run(call, name) for name in page], cursor=cursor)
+
+    def _run(self, call: ClientCall, model_id: str) -> Any:
+        facts = self.service.facts(call, model_id)
         live, newest = self.service.models.get(model_id), dict[str, types.Checkpoint]()
         for saved in self.service.checkpoints.listed(model_id):
             newest.setdefault(saved.kind, _checkpoint(saved))
         return types.TrainingRun(
-            training_run_id=model_id, base_model=facts["base_model"], model_owner="local", is_lora=True,
+            training_run_id=model_id, base_model=facts["base_model"], model_owner=facts["tenant"], is_lora=True,
             lora_rank=facts["rank"], last_request_time=_time(live.last_request if live else facts["created"]),
             last_checkpoint=newest.get("weights"), last_sampler_checkpoint=newest.get("sampler_weights"),
             user_metadata=facts["user_metadata"],
         )  # fmt: skip
 
-    async def create_sampling_session(self, request: Request) -> Any:
-        asked = await read_message(request, types.CreateSamplingSessionRequest)
-        self.service.touch(asked.session_id)
-        name, weights = asked.base_model, None
-        if asked.model_path is not None:
-            adapter = await asyncio.to_thread(self.service.checkpoints.load, asked.model_path, optimizer=False)
-            weights, name = adapter.weights, self.service.checkpoints.get(asked.model_path).state["base_model"]
-        base, sampler_id = self.service.base_model(name), f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
-        self.service.samplers[sampler_id] = ServedSampler(sampler_id, asked.session_id, base, weights, asked.model_path)
+    async def create_sampling_session(self, call: ClientCall) -> Any:
+        asked = read_message(call, types.CreateSamplingSessionRequest)
+        self.service.touch(call, asked.session_id)
+        service, sampler_id = self.service, f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
+        tenant = service.sessions[asked.session_id].tenant
+        if sampler_id not in service.samplers:  # a repeated request gets the first one's sampler
+            check_room(call, "samplers", service.samplers)
+            saved = None if asked.model_path is None else service.saved(call, asked.model_path)
+            base = service.base_model(asked.base_model if saved is None else saved.state["base_model"])
+            digest = None if saved is None else saved.digest
+            with service.snapshots.lock:
+                if saved is not None:
+                    service.snapshots.link(saved.folder / WEIGHTS_FILE, saved.digest)
+                service.add_sampler(ServedSampler(sampler_id, asked.session_id, tenant, base, digest, asked.model_path))
         return types.CreateSamplingSessionResponse(sampling_session_id=sampler_id)
 
-    async def get_sampler(self, request: Request) -> Any:
-        sampler = self.service.sampler(request.path_params["sampler_id"])
+    async def get_sampler(self, call: ClientCall) -> Any:
+        sampler = self.service.sampler(call, call.path["sampler_id"])
         return types.GetSamplerResponse(
             sampler_id=sampler.sampler_id, base_model=sampler.base_model, model_path=sampler.model_path
         )
 
-    async def sample(self, request: Request) -> Any:
-        asked = await read_message(request, types.SampleRequest)
-        sampler = self.service.sampler(asked.sampling_session_id or "")
+    async def sample(self, call: ClientCall) -> Any:
+        asked = read_message(call, types.SampleRequest)
+        sampler = self.service.sampler(call, asked.sampling_session_id or "")
         checked = sampling_request(asked, self.service.bench.vocabulary, self.service.bench.longest)
-        future = self.service.queue_sample(sampler, asked.seq_id, request.state.digest, checked)
+        future = self.service.queue_sample(call, sampler, asked.seq_id, checked)
         ids = [f"{future.request_id}:{number}" for number in range(checked.num_samples)]
         return types.UntypedAPIFuture(request_id=future.request_id, sample_sequence_ids=ids)
 
-    async def retrieve_future(self, request: Request) -> Any:
-        asked = await read_message(request, types.FutureRetrieveRequest)
-        future = self.service.futures.get(asked.request_id)
-        if future is None:
-            raise RefusedRequest(
-                f"There is no request {asked.request_id[:80]!r}; it was answered long ago, or never made.", 404
-            )
+    async def retrieve_future(self, call: ClientCall) -> Any:
+        asked = read_message(call, types.FutureRetrieveRequest)
+        future = self.service.future(call, asked.request_id)
         answer = await future.wait(POLL_S)
         if answer is None:
             pending = {"type": "try_again", "request_id": asked.request_id, "queue_state": "active"}
+            if paused := self.service.computer.paused:
+                pending |= {"queue_state": "paused_capacity", "queue_state_reason": paused}
             return JSONResponse(pending, 408)
         return Response(answer.body, media_type=answer.media_type)
+
+
+def checked_ttl(ttl_s: int | None) -> int | None:
+    """Seconds that a checkpoint is to last. Raises RefusedRequest outside of an hour to 10 years."""
+    if ttl_s is not None and not 3600 <= ttl_s <= 10 * 366 * 86400:
+        raise RefusedRequest(f"ttl_seconds is {ttl_s}; give 3600 (an hour) to 10 years, or leave it out.")
+    return ttl_s
+
+
+def check_room(call: ClientCall, name: str, held: Mapping[str, ServedModel | ServedSampler]) -> None:
+    """Raise RefusedRequest where the tenant holds as many `name` as its limit says."""
+    most = getattr(call.tenant.limits, name)
+    if call.stored is None and sum(one.tenant.name == call.tenant.name for one in list(held.values())) >= most:
+        raise RefusedRequest(f"The limit of this API key is {most} {name}, which are in use. End a session first.")
 
 
 def _time(seconds: float) -> datetime:
@@ -150,14 +191,15 @@ def _checkpoint(saved: SavedAdapter) -> Any:
     return types.Checkpoint(
         checkpoint_id=f"{saved.kind}/{saved.name}", checkpoint_type=KINDS[saved.kind], time=_time(saved.state["time"]),
         tinker_path=saved.uri, size_bytes=saved.num_bytes(), user_metadata=saved.state["user_metadata"],
+        expires_at=None if saved.expires is None else _time(saved.expires),
     )  # fmt: skip
 
 
-def _page(request: Request, rows: list[Any]) -> tuple[list[Any], Any]:
+def _page(call: ClientCall, rows: list[Any]) -> tuple[list[Any], Any]:
     """The rows from `offset` on, at most `limit`, and the cursor of the answer."""
     try:
-        limit = int(request.query_params.get("limit", _LISTED))
-        offset = int(request.query_params.get("offset", 0))
+        limit = int(call.query.get("limit", _LISTED))
+        offset = int(call.query.get("offset", 0))
     except ValueError as error:
         raise RefusedRequest("limit and offset are numbers.") from error
     limit, offset = max(0, limit), max(0, offset)

@@ -8,14 +8,44 @@ from collections.abc import Callable
 from pathlib import Path
 
 import uvicorn
+from starlette.applications import Starlette
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from verl.config import PPOConfig
 from verl.tinker.app import application
 from verl.tinker.checkpoints import Checkpoints
+from verl.tinker.journal import RequestJournal
 from verl.tinker.service import Service
+from verl.tinker.tenants import Tenants
 from verl.tinker.workbench import Workbench
 
 _END_S = 2  # for requests that wait for a result when the server ends
+_HEAD_S = 20.0  # longest time that a connection may take for the head of a request
+
+
+class PatientProtocol(H11Protocol):
+    """HTTP/1.1 on a connection that is closed when no whole head of a request comes within _HEAD_S."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.loop.call_later(_HEAD_S, self._look, None)
+
+    def _look(self, last: object) -> None:
+        """Close the connection unless a request is in progress, or was since the last look."""
+        cycle = self.cycle
+        if cycle is last and (cycle is None or cycle.response_complete):
+            self.transport.abort()
+        if not self.transport.is_closing():
+            self.loop.call_later(_HEAD_S, self._look, cycle)
+
+
+def uvicorn_config(app: Starlette, certificate: tuple[str, str] | None = None) -> uvicorn.Config:
+    """The settings of uvicorn, with TLS where there are files of a certificate and its key."""
+    cert, key = certificate or (None, None)
+    return uvicorn.Config(
+        app, http=PatientProtocol, log_level="warning", access_log=False, timeout_graceful_shutdown=_END_S,
+        ssl_certfile=cert, ssl_keyfile=key,
+    )  # fmt: skip
 
 
 def serve_tinker(
@@ -23,21 +53,23 @@ def serve_tinker(
     listening: socket.socket,
     folder: Path,
     names: list[str],
-    key_hashes: frozenset[str],
+    tenants: Tenants,
     say: Callable[[str], None],
+    certificate: tuple[str, str] | None = None,
 ) -> None:
     """Serve the model of `config` on `listening` until the process is interrupted. `names` are further names of the model;
-    `say` gets the address."""
+    `say` gets the address. `certificate`, files of a certificate and its key, turns TLS on."""
     path = config.actor_rollout_ref.model.path
     names = list(dict.fromkeys([path, Path(path).name, *names]))
     bench = Workbench(config)
+    journal = RequestJournal(folder, path)
     checkpoints = Checkpoints(folder, path, bench.engine.device)
 
     async def run() -> None:
-        service = Service(bench, checkpoints, names)
-        server = uvicorn.Server(uvicorn.Config(application(service, key_hashes), log_level="warning", access_log=False))
+        service = Service(bench, checkpoints, journal, names, tenants)
+        server = uvicorn.Server(uvicorn_config(application(service), certificate))
         host, port = listening.getsockname()[:2]
-        say(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+        say(f"http{'s' if certificate else ''}://{f'[{host}]' if ':' in host else host}:{port}")
         await server.serve(sockets=[listening])
 
     asyncio.run(run())

@@ -1,130 +1,152 @@
-"""The state of the service: sessions, models, samplers, futures; and the thread that computes.
+"""The state of the service: sessions, models, samplers and futures, for requests that come on the event loop.
 
-Requests come on the event loop, which checks them and queues jobs. One thread takes the jobs; only it reads adapters and calls
-the workbench. A forward_backward that fails takes the optimizer step after it with it, so that no half batch trains.
+Requests are checked, entered in the journal and queued. The thread of `Computer` takes them; only it reads adapters. After a
+kill, `recover` takes the requests of the journal as if they came again.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
-import threading
 import time
-import uuid
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any
 
-from verl.engines.adapters import Adapter, AdapterWeights
-from verl.errors import VerlError
-from verl.tinker.checkpoints import Checkpoints
-from verl.tinker.codec import sample_result
-from verl.tinker.queues import Lanes, Ordered, QueuedJob, RequestFuture, WireAnswer
+from verl.engines.adapters import Adapter
+from verl.tinker.call import ClientCall
+from verl.tinker.checkpoints import Checkpoints, SavedAdapter
+from verl.tinker.computer import Computer
+from verl.tinker.journal import REFUSED, AcceptedRequest, RequestJournal
+from verl.tinker.queues import SLICE_TOKENS, Lanes, QueuedJob, RequestFuture, WireAnswer
 from verl.tinker.records import RefusedRequest, SamplingRequest
+from verl.tinker.served import ClientSession, ModelJob, SampleLane, ServedModel, ServedSampler, Work, at_once, failing
+from verl.tinker.snapshots import Snapshots
+from verl.tinker.tenants import Tenant, Tenants
 from verl.tinker.workbench import Workbench
 
 log = logging.getLogger(__name__)
 
-Key = TypeVar("Key")
-
-PROTOBUF = "application/x-protobuf"
 KEEP_ANSWERS_S = 900.0  # after an answer is there
 SESSION_S = 1800.0  # without a heartbeat
-_CLOSE_S = 60.0
-
-
-@dataclass
-class ServedModel:
-    """An adapter that trains. `failed` says why a forward_backward since the last optimizer step has failed."""
-
-    model_id: str
-    session_id: str
-    base_model: str
-    rank: int
-    adapter: Adapter | None = None
-    failed: str = ""
-    last_request: float = field(default_factory=time.time)
-    order: Ordered = field(default_factory=Ordered)
-
-    def trained(self) -> Adapter:
-        """The adapter. Raises RefusedRequest where creating it has failed."""
-        if self.adapter is None:
-            raise RefusedRequest(f"The model {self.model_id} was not created, so it cannot be used.", 404)
-        return self.adapter
-
-
-@dataclass(frozen=True)
-class ServedSampler:
-    """A sampling session: weights that never change (None: the base model), and the address that they came from."""
-
-    sampler_id: str
-    session_id: str
-    base_model: str
-    weights: AdapterWeights | None
-    model_path: str | None = None
-
-
-class SampleLane(NamedTuple):
-    """Samples of equal weights and rules, which are computed in one batch."""
-
-    weights: int  # id() of AdapterWeights, which the jobs hold
-    params: Hashable
+IDLE_SAMPLER_S = 6 * 3600.0  # without a request
+RETRY_S = 2
 
 
 class Service:
     """Everything behind the routes. Made on the event loop; `close` ends its thread."""
 
-    def __init__(self, bench: Workbench, checkpoints: Checkpoints, names: list[str]):
-        self.bench, self.checkpoints, self.names = bench, checkpoints, names
-        self.sessions: dict[str, float] = {}  # time of the last sign of life, monotonic
+    def __init__(
+        self,
+        bench: Workbench,
+        checkpoints: Checkpoints,
+        journal: RequestJournal,
+        names: list[str],
+        tenants: Tenants | None = None,
+    ):
+        self.bench, self.checkpoints, self.names, self.journal = bench, checkpoints, names, journal
+        self.tenants = tenants or Tenants()
+        self.snapshots = Snapshots(checkpoints.root.parent, bench.engine.device)
+        self.sessions: dict[str, ClientSession] = {}
         self.models: dict[str, ServedModel] = {}
         self.samplers: dict[str, ServedSampler] = {}
         self.futures: dict[str, RequestFuture] = {}
         self._lanes = Lanes()
-        self._thread = threading.Thread(target=self._compute, name="tinker-compute", daemon=True)
-        self._thread.start()
+        self.computer = Computer(bench, checkpoints, journal, self.snapshots, self._lanes)
 
     def close(self) -> None:
-        """End after the job that is computed now."""
-        self._lanes.close()
-        self._thread.join(_CLOSE_S)
+        """End after the slice that is computed now."""
+        self.computer.close()
+        self.journal.close()
 
-    # -- called on the event loop -----------------------------------------------------------------------------------------
+    # -- sessions ---------------------------------------------------------------------------------------------------------
 
-    def new_session(self) -> str:
-        session_id = str(uuid.uuid4())
-        self.sessions[session_id] = time.monotonic()
-        return session_id
+    def new_session(self, session_id: str, tenant: Tenant) -> None:
+        self.sessions[session_id] = ClientSession(tenant)
+        self.journal.session(session_id, tenant.name)
 
-    def touch(self, session_id: str) -> None:
+    def touch(self, call: ClientCall, session_id: str) -> None:
         """Note that a session lives. Raises RefusedRequest (410) for one that does not."""
-        if session_id not in self.sessions:
+        session = self.sessions.get(session_id)
+        if session is None or not call.tenant.sees(session.tenant.name):
             raise RefusedRequest(f"The session {session_id[:80]!r} has ended or never existed. Create a new one.", 410)
-        self.sessions[session_id] = time.monotonic()
+        session.last_sign = time.monotonic()
 
     def finish(self, session_id: str) -> None:
         """Forget a session with its models and samplers; checkpoints stay."""
         self.sessions.pop(session_id, None)
-        self.models = {n: model for n, model in self.models.items() if model.session_id != session_id}
-        self.samplers = {n: sampler for n, sampler in self.samplers.items() if sampler.session_id != session_id}
+        self.journal.end_session(session_id)
+        for model_id in [n for n, model in self.models.items() if model.session_id == session_id]:
+            del self.models[model_id]
+            self.checkpoints.drop_states(model_id)
+        self._drop_samplers([n for n, sampler in list(self.samplers.items()) if sampler.session_id == session_id])
 
     def sweep(self) -> None:
-        """Forget sessions that no heartbeat comes from, and answers that were there for long."""
+        """Forget sessions without a heartbeat, idle samplers, old answers, and checkpoints whose time is over."""
         now = time.monotonic()
-        for session_id in [s for s, last in self.sessions.items() if now - last > SESSION_S]:
+        for session_id in [s for s, session in self.sessions.items() if now - session.last_sign > SESSION_S]:
             log.info("The session %s has ended without a word; its unsaved models are gone.", session_id)
             self.finish(session_id)
-        self.futures = _recent(self.futures, now)
-        for model in self.models.values():
-            model.order.futures = _recent(model.order.futures, now)
+        self._drop_samplers(
+            [n for n, sampler in list(self.samplers.items()) if now - sampler.last_use > IDLE_SAMPLER_S]
+        )
+        recent = {n: f for n, f in self.futures.items() if f.answer is None or now - f.done_at < KEEP_ANSWERS_S}
+        self.futures = recent
+        self.journal.forget_answers(KEEP_ANSWERS_S)
+        self.checkpoints.remove_expired()
 
-    def model(self, model_id: str) -> ServedModel:
+    def add_sampler(self, sampler: ServedSampler) -> None:
+        """Add a sampler, unless its session has ended. The caller holds the lock of the snapshots."""
+        if sampler.session_id not in self.sessions:
+            return
+        self.samplers[sampler.sampler_id] = sampler
+        self.journal.sampler(
+            sampler.sampler_id, sampler.session_id, sampler.base_model, sampler.digest, sampler.model_path
+        )
+
+    def _drop_samplers(self, names: list[str]) -> None:
+        with self.snapshots.lock:
+            for name in names:
+                del self.samplers[name]
+                self.journal.drop_sampler(name)
+            self.snapshots.remove_unused({sampler.digest or "" for sampler in list(self.samplers.values())})
+
+    # -- lookups: what belongs to another tenant does not exist -----------------------------------------------------------
+
+    def model(self, call: ClientCall, model_id: str) -> ServedModel:
         model = self.models.get(model_id)
-        if model is None:
+        if model is None or not call.tenant.sees(model.tenant.name):
             raise RefusedRequest(f"There is no model {model_id[:200]!r}. Its session may have ended.", 404)
         model.last_request = time.time()
         return model
+
+    def sampler(self, call: ClientCall, sampler_id: str) -> ServedSampler:
+        sampler = self.samplers.get(sampler_id)
+        if sampler is None or not call.tenant.sees(sampler.tenant.name):
+            raise RefusedRequest(f"There is no sampling session {sampler_id[:200]!r}.", 404)
+        sampler.last_use = time.monotonic()
+        return sampler
+
+    def future(self, call: ClientCall, request_id: str) -> RequestFuture:
+        future = self.futures.get(request_id)
+        if future is None or not call.tenant.sees(future.tenant):
+            raise RefusedRequest(
+                f"There is no request {request_id[:80]!r}; it was answered long ago, or never made.", 404
+            )
+        return future
+
+    def facts(self, call: ClientCall, model_id: str) -> dict[str, Any]:
+        """The content of model.json of a model of the tenant."""
+        facts = self.checkpoints.facts(model_id)
+        if not call.tenant.sees(facts["tenant"]):
+            raise RefusedRequest(f"There is no training run {model_id!r}.", 404)
+        return facts
+
+    def saved(self, call: ClientCall, uri: str) -> SavedAdapter:
+        """A checkpoint of a model of the tenant."""
+        saved = self.checkpoints.get(uri)
+        self.facts(call, saved.model_id)
+        return saved
 
     def base_model(self, name: str | None) -> str:
         """The name of a base model. Raises RefusedRequest for a model that is not served."""
@@ -132,112 +154,147 @@ class Service:
             raise RefusedRequest(f"There is no base model {str(name)[:200]!r} here; there is {', '.join(self.names)}.")
         return name
 
-    def sampler(self, sampler_id: str) -> ServedSampler:
-        sampler = self.samplers.get(sampler_id)
-        if sampler is None:
-            raise RefusedRequest(f"There is no sampling session {sampler_id[:200]!r}.", 404)
-        return sampler
+    # -- requests ---------------------------------------------------------------------------------------------------------
 
-    def add_model(self, model: ServedModel, digest: str, make: Callable[[], Adapter], answer: Any) -> RequestFuture:
-        """Create a model, whose adapter `make` gives on the computing thread."""
-        future, is_new = self._future(f"{model.model_id}/create", digest)
-        if is_new:
-            self.models[model.model_id] = model
+    def add_model(
+        self, call: ClientCall, model: ServedModel, make: Callable[[], Adapter], answer: WireAnswer
+    ) -> RequestFuture:
+        """Create a model, whose adapter `make` gives on the computing thread; after a kill, its last state does."""
+        known = self._known(call, model.model_id, 0)
+        if known is not None:
+            return known
+        future = self._future(call, model.model_id, model.session_id, 0)
+        self.models[model.model_id] = model
+        state = self.checkpoints.newest_state(model.model_id)
+        if state is not None:
+            model.state_seq, model.order.next_seq = state, state + 1
+            make = partial(self.checkpoints.load_state, model.model_id, state)
 
-            def create() -> WireAnswer:
-                model.adapter = make()
-                return WireAnswer(answer.model_dump_json().encode())
+        def create() -> WireAnswer:
+            model.adapter = make()
+            self.checkpoints.rewind_metrics(model.model_id, model.adapter.num_steps)
+            return answer
 
-            self._lanes.put(model.model_id, QueuedJob(future, create))
+        self._lanes.put(model.model_id, self._job(model, 0, future, Work(at_once(create), changes=True)))
         return future
 
     def queue(
-        self, model: ServedModel, seq_id: int | None, digest: str, prepare: Callable[[], Callable[[], WireAnswer]]
+        self, call: ClientCall, model: ServedModel, seq_id: int | None, prepare: Callable[[], Work]
     ) -> RequestFuture:
         """Queue a request of a model under its number. `prepare` checks it, and returns what to compute; when it raises, the
         number is used all the same."""
-        if seq_id is None or seq_id < 1:
-            raise RefusedRequest("A request of a model needs a seq_id from 1 on.")
-        known = model.order.known(seq_id, digest)
+        known = self._known(call, model.model_id, seq_id)
         if known is not None:
             return known
+        seq_id = model.order.require_free(seq_id)
         try:
             work = prepare()
-        except RefusedRequest:
-            self._release(model, seq_id, None)
+            self._admit(call, work.tokens, is_next=seq_id == model.order.next_seq)
+        except RefusedRequest as error:
+            if error.retry_after_s is None:
+                self._accept(call, model.model_id, model.session_id, seq_id, REFUSED)
+                self._release(model, seq_id, None)
             raise
-        future, _ = self._future(f"{model.model_id}/{seq_id}", digest)
-        self._release(model, seq_id, QueuedJob(future, work))
+        future = self._future(call, model.model_id, model.session_id, seq_id, work.tokens)
+        self._release(model, seq_id, self._job(model, seq_id, future, work))
         return future
 
     def queue_sample(
-        self, sampler: ServedSampler, seq_id: int | None, digest: str, request: SamplingRequest
+        self, call: ClientCall, sampler: ServedSampler, seq_id: int | None, request: SamplingRequest
     ) -> RequestFuture:
         """Queue a sample request; a repeated one gets the same future."""
-        future, is_new = self._future(f"{sampler.sampler_id}/{seq_id}", digest)
-        if is_new:
-            lane = SampleLane(id(sampler.weights), request.params)
-            self._lanes.put(lane, QueuedJob(future, (sampler.weights, request)))
+        known = self._known(call, sampler.sampler_id, seq_id)
+        if known is not None:
+            return known
+        if seq_id is None or seq_id < 0:
+            raise RefusedRequest("A request of a sampler needs a seq_id from 0 on.")
+        tokens = len(request.tokens) + request.num_samples * request.max_tokens
+        self._admit(call, tokens)
+        future = self._future(call, sampler.sampler_id, sampler.session_id, seq_id, tokens)
+        lane = SampleLane(sampler.tenant.name, sampler.digest, request.params)
+        self._lanes.put(lane, QueuedJob(future, request, sampler.tenant.name, tokens))
         return future
+
+    def _admit(self, call: ClientCall, tokens: int, *, is_next: bool = False) -> None:
+        """Raise RefusedRequest for a request that is too large, or comes while too many of the tenant wait and not for it."""
+        most = call.tenant.limits.tokens
+        if call.stored is not None:
+            return
+        if tokens > most:
+            raise RefusedRequest(
+                f"The request has {tokens} tokens, and one may have {most}. Send fewer rows at a time."
+            )
+        waiting = sum(f.tokens for f in self.futures.values() if f.answer is None and f.tenant == call.tenant.name)
+        if waiting and waiting + tokens > most and not is_next:
+            raise RefusedRequest(f"Requests with {waiting} tokens wait already, and {most} may.", 429, RETRY_S)
+
+    def _job(self, model: ServedModel, seq_id: int, future: RequestFuture, work: Work) -> QueuedJob:
+        failure = future.answer.failure if future.answer is not None else None
+        steps = work.run() if failure is None else failing(failure)  # what has failed before a kill fails again
+        job = ModelJob(model, work, seq_id, steps)
+        return QueuedJob(future, job, model.tenant.name, min(work.tokens, SLICE_TOKENS))
 
     def _release(self, model: ServedModel, seq_id: int, job: QueuedJob | None) -> None:
         for ready in model.order.add(seq_id, job):
             self._lanes.put(model.model_id, ready)
 
-    def _future(self, key: str, digest: str) -> tuple[RequestFuture, bool]:
-        request_id = hashlib.sha256(key.encode()).hexdigest()[:32]
-        known = self.futures.get(request_id)
-        if known is not None:
-            if known.digest != digest:
-                raise RefusedRequest("This number belongs to another request.")
-            return known, False
-        self.futures[request_id] = RequestFuture(request_id, digest)
-        return self.futures[request_id], True
+    def _known(self, call: ClientCall, owner: str, seq_id: int | None) -> RequestFuture | None:
+        """The future of a request that came before. Raises RefusedRequest for another request under its number."""
+        known = self.futures.get(self._request_id(owner, seq_id))
+        if known is not None and known.digest != call.digest:
+            raise RefusedRequest(f"The number {seq_id} belongs to another request.")
+        return known
 
-    # -- the computing thread ---------------------------------------------------------------------------------------------
+    def _future(self, call: ClientCall, owner: str, session_id: str, seq_id: int, tokens: int = 1) -> RequestFuture:
+        request_id = self._request_id(owner, seq_id)
+        future = RequestFuture(request_id, call.digest, self.sessions[session_id].tenant.name, tokens)
+        if call.stored is None:
+            self._accept(call, owner, session_id, seq_id, call.route)
+        elif call.stored.answer is not None:
+            future.set(WireAnswer(call.stored.answer, call.stored.media_type or ""))
+        self.futures[request_id] = future
+        return future
 
-    def _compute(self) -> None:
-        while (taken := self._lanes.take(lambda lane: isinstance(lane, SampleLane))) is not None:
-            lane, jobs = taken
-            if isinstance(lane, SampleLane):
-                self._sample(jobs)
-            else:
-                jobs[0].future.set(_answered(jobs[0].work))
+    def _accept(self, call: ClientCall, owner: str, session_id: str, seq_id: int, route: str) -> None:
+        request_id, tenant = self._request_id(owner, seq_id), self.sessions[session_id].tenant.name
+        body = None if route == REFUSED else call.body
+        self.journal.accept(AcceptedRequest(request_id, session_id, owner, seq_id, route, tenant, call.digest, body))
 
-    def _sample(self, jobs: list[QueuedJob]) -> None:
-        """Compute the samples of `jobs`, in batches in which no two have the same random numbers."""
-        while jobs:
-            batch = list({job.work[1].ordinal: job for job in reversed(jobs)}.values())
-            jobs = [job for job in jobs if job not in batch]
-            failure = None
+    @staticmethod
+    def _request_id(owner: str, seq_id: int | None) -> str:
+        return hashlib.sha256(f"{owner}/{seq_id}".encode()).hexdigest()[:32]
+
+    # -- after a kill -----------------------------------------------------------------------------------------------------
+
+    async def recover(self, handlers: Mapping[str, Callable[[ClientCall], Awaitable[Any]]]) -> None:
+        """Take the requests of the journal, in order. A request with an answer retains it, and is computed again only where its
+        effect on the model is in no saved state."""
+        for session_id, tenant in self.journal.sessions():
+            self.sessions[session_id] = ClientSession(self.tenants.named(tenant))
+        for name, session_id, base, digest, path in self.journal.samplers():
+            if session_id in self.sessions:
+                tenant_of = self.sessions[session_id].tenant
+                self.samplers[name] = ServedSampler(name, session_id, tenant_of, base, digest, path)
+        for request in self.journal.requests():
+            call = ClientCall(
+                request.route, request.body or b"", self.tenants.named(request.tenant), request.digest, stored=request
+            )
             try:
-                outputs = self.bench.sample(batch[0].work[0], [job.work[1] for job in batch])
-                answers = [WireAnswer(sample_result(output), PROTOBUF) for output in outputs]
-            except Exception as error:  # noqa: BLE001  (whatever fails is the answer of its requests)
-                failure = _failure(error)
-            for number, job in enumerate(batch):
-                job.future.set(failure or answers[number])
+                model = self.models.get(request.owner)
+                is_covered = model is not None and 1 <= request.seq_id < model.order.next_seq
+                if request.body is not None and not is_covered:
+                    await handlers[request.route](call)
+                else:
+                    self._restore(call, request)
+            except RefusedRequest as error:
+                log.warning("A request of %s is not repeated: %s", request.owner, error.sentence)
+        for model_id in set(self.checkpoints.models()) - set(self.models):
+            self.checkpoints.drop_states(model_id)
 
-
-def _recent(futures: dict[Key, RequestFuture], now: float) -> dict[Key, RequestFuture]:
-    """The futures that wait, or have been answered lately."""
-    return {key: f for key, f in futures.items() if f.answer is None or now - f.done_at < KEEP_ANSWERS_S}
-
-
-def _answered(work: Callable[[], WireAnswer]) -> WireAnswer:
-    try:
-        return work()
-    except Exception as error:  # noqa: BLE001  (whatever fails is the answer of its request)
-        return _failure(error)
-
-
-def _failure(error: Exception) -> WireAnswer:
-    """The answer of a request that has failed: the sentence, and whether the request or the server is the cause."""
-    if isinstance(error, RefusedRequest):
-        sentence, category = error.sentence, "user"
-    elif isinstance(error, VerlError):
-        sentence, category = str(error), "server"
-    else:
-        log.error("A request has failed.", exc_info=error)
-        sentence, category = f"{type(error).__name__} in the server; its log has more.", "server"
-    return WireAnswer(json.dumps({"error": sentence, "category": category}).encode())
+    def _restore(self, call: ClientCall, request: AcceptedRequest) -> None:
+        """Take the answer of a request that does not run again, and its number."""
+        model = self.models.get(request.owner)
+        if request.answer is not None:
+            self._future(call, request.owner, request.session_id, request.seq_id)
+        if model is not None and request.seq_id >= model.order.next_seq:
+            self._release(model, request.seq_id, None)

@@ -1,0 +1,125 @@
+"""A service in a process of its own that is killed and started again, under a client that notices nothing.
+
+One process loads the model once. It forks a life of the service whenever the last one has died, so a life begins at once.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from verl.page.launch import listen
+
+ROOT = Path(__file__).parents[2]
+MOMENTS = ("before", "after")  # the journal's commit
+
+
+class Lives:
+    """The address of the service, and `kills`, which counts the lives that ended."""
+
+    def __init__(self, url, process):
+        self.url, self.kills, self.pid = url, 0, 0
+        self._process, self._born = process, threading.Event()
+        threading.Thread(target=self._follow, daemon=True).start()
+
+    def _follow(self):
+        for line in self._process.stdout:
+            word, number = line.split()
+            if word == "born":
+                self.pid = int(number)
+                self._born.set()
+            else:
+                self.kills += 1
+
+    def wait(self):
+        assert self._born.wait(60), self._process.poll()
+
+    def kill(self):
+        """End the present life at once."""
+        with suppress(ProcessLookupError):  # it has ended itself
+            os.kill(self.pid, signal.SIGKILL)
+
+
+@contextmanager
+def lives(model, folder, deaths=()):
+    """A service of `model` in `folder`. `deaths` has, for each life that ends itself, the commit of the journal at which it
+    does, and one of MOMENTS."""
+    listening = listen()
+    plan = ",".join(f"{number}{moment}" for number, moment in deaths)
+    command = [sys.executable, "-m", "tests.tinker.lives", str(model), str(folder), str(listening.fileno()), plan]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, pass_fds=(listening.fileno(),), stdout=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    running = Lives(f"http://127.0.0.1:{listening.getsockname()[1]}", process)
+    try:
+        running.wait()
+        yield running
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)
+        listening.close()
+
+
+def main(model, folder, descriptor, plan):
+    """Fork lives until killed, and report births and deaths."""
+    import socket
+
+    import torch
+
+    from verl.cli.serve import serving_config
+    from verl.tinker import computer
+    from verl.tinker.workbench import Workbench
+
+    torch.set_num_threads(1)
+    computer.STATE_S = computer.STATE_SHARE = 0.05
+    bench = Workbench(serving_config(model, ["actor_rollout_ref.actor.fsdp_config.dtype=float32"], rank=8))
+    listening = socket.socket(fileno=int(descriptor))
+    deaths = [entry for entry in plan.split(",") if entry]
+    while True:
+        death = deaths.pop(0) if deaths else ""
+        child = os.fork()
+        if not child:
+            live(bench, Path(folder), model, listening, death)
+        print("born", child, flush=True)
+        os.waitpid(child, 0)
+        print("died", child, flush=True)
+
+
+def live(bench, folder, model, listening, death):
+    """One life, which ends itself at the commit `death` of its journal."""
+    import asyncio
+
+    import uvicorn
+
+    from verl.tinker.app import application
+    from verl.tinker.checkpoints import Checkpoints
+    from verl.tinker.journal import RequestJournal
+    from verl.tinker.service import Service
+
+    class Mortal(RequestJournal):
+        count = 0
+
+        def flush(self):
+            self.count += bool(self._pending)
+            ends = death and self.count == int(death.rstrip("abefort"))
+            if ends and death.endswith("before"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            super().flush()
+            if ends:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    async def serve():
+        service = Service(bench, Checkpoints(folder, model, bench.engine.device), Mortal(folder, model), ["base"])
+        await uvicorn.Server(uvicorn.Config(application(service), log_level="error")).serve(sockets=[listening])
+
+    asyncio.run(serve())
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

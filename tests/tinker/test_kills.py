@@ -1,0 +1,100 @@
+"""A service that is killed and started again: clients of the SDK notice nothing, and train to the same bits."""
+
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+
+tinker = pytest.importorskip("tinker", reason="the extra tinker is not installed")
+
+from safetensors.torch import load_file  # noqa: E402
+from tinker import types  # noqa: E402
+
+from tests.tinker.data import datum  # noqa: E402
+from tests.tinker.lives import MOMENTS, lives  # noqa: E402
+from verl.tracking.files import read_metrics  # noqa: E402
+from verl.tracking.progress import read_progress  # noqa: E402
+
+ADAM = types.AdamParams(learning_rate=1e-2, eps=1e-8)
+SAMPLING = types.SamplingParams(max_tokens=5, seed=3, stop=[])
+
+
+def run(url, num_steps):
+    """A run that trains, samples from snapshots, saves and loads: its last sample, and the address of its last state."""
+    client = tinker.ServiceClient(base_url=url, api_key="tml-test")
+    trainer = client.create_lora_training_client(base_model="base", rank=4, seed=1).result()
+    prompt = types.ModelInput.from_ints([3, 4, 5, 6])
+    first = None
+    for step in range(num_steps):
+        rows = [datum(step * 10 + number) for number in range(3)]
+        futures = [
+            trainer.forward_backward(rows[:2], "cross_entropy"),
+            trainer.forward_backward(rows[2:], "cross_entropy"),
+        ]
+        futures.append(trainer.optim_step(ADAM))
+        if step == 0:
+            first = trainer.save_weights_and_get_sampling_client().result()
+        futures.append(first.sample(prompt, 2, SAMPLING))
+        last = [future.result() for future in futures][-1]
+        if step == num_steps // 2:
+            trainer.load_state_with_optimizer(trainer.save_state("half").result().path).result()
+    return [list(sequence.tokens) for sequence in last.sequences], trainer.save_state("last").result().path
+
+
+def tensors(folder, path):
+    model, kind, name = path.removeprefix("tinker://").split("/")
+    saved = folder / "models" / model / kind / name
+    return {file.name: load_file(file) for file in saved.glob("*.safetensors")}
+
+
+def steps(folder, path):
+    """The metrics of a model's steps, without times: what `verl show` and `verl view` read."""
+    model = folder / "models" / path.split("/")[2]
+    assert read_progress(model).step == len(list(read_metrics(model / "metrics.jsonl")))
+    return [
+        {name: value for name, value in row.items() if name != "time"} for row in read_metrics(model / "metrics.jsonl")
+    ]
+
+
+def compare(folder, first, second):
+    assert first[0] == second[0]
+    first_rows, second_rows = (steps(folder, path) for _, path in (first, second))
+    assert first_rows == second_rows
+    assert [row["step"] for row in first_rows] == list(range(1, len(first_rows) + 1))
+    one, other = (tensors(folder, path) for _, path in (first, second))
+    assert set(one) == {"adapter_model.safetensors", "optimizer.safetensors"}
+    for file, values in one.items():
+        for name, value in values.items():
+            assert np.array_equal(value.numpy(), other[file][name].numpy()), (file, name)
+
+
+def test_a_service_killed_around_its_commits_continues_under_its_client(tiny_llama, tmp_path, monkeypatch):
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    with lives(tiny_llama, tmp_path, [(5, "before"), (7, "after")]) as served:
+        killed = run(served.url, 2)
+        assert served.kills == 2
+        compare(tmp_path, killed, run(served.url, 2))
+
+
+@pytest.mark.slow
+def test_twenty_kills_at_random_moments_change_no_bit(tiny_llama, tmp_path, monkeypatch):
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    chance = random.Random(0)
+    deaths = [(chance.randint(3, 12), chance.choice(MOMENTS)) for _ in range(10)]
+    with lives(tiny_llama, tmp_path, deaths) as served:
+        ended = threading.Event()
+
+        def kill():
+            while served.kills < 20 and not ended.wait(0.3 + chance.random()):
+                served.kill()
+
+        thread = threading.Thread(target=kill)
+        thread.start()
+        start = time.monotonic()
+        killed = run(served.url, 40)
+        ended.set()
+        thread.join(5)
+        assert served.kills >= 20, f"the run took only {time.monotonic() - start:.1f} s"
+        compare(tmp_path, killed, run(served.url, 40))

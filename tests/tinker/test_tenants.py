@@ -1,0 +1,321 @@
+"""Tenants of one service: nothing of one exists for another, limits, turns, and requests that are malformed or hostile."""
+
+import hashlib
+import json
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+
+tinker = pytest.importorskip("tinker", reason="the extra tinker is not installed")
+
+import zstandard  # noqa: E402
+from tinker import types  # noqa: E402
+from tinker.proto import tinker_public_pb2 as wire  # noqa: E402
+from tinker.proto.request_conv import forward_backward_request_to_proto  # noqa: E402
+
+from tests.tinker.data import datum  # noqa: E402
+from tests.tinker.served import running  # noqa: E402
+from verl.tinker import server  # noqa: E402
+from verl.tinker.queues import SLICE_TOKENS, Lanes, QueuedJob  # noqa: E402
+from verl.tinker.tenants import Tenant, TenantLimits, Tenants  # noqa: E402
+
+PROTOBUF = "application/x-protobuf"
+LIMITS = TenantLimits(models=2, rank=4, samplers=3, tokens=200)
+
+
+@pytest.fixture(scope="module")
+def shared(bench, tmp_path_factory):
+    """A service with the tenants ada, bob (with limits) and an admin."""
+    people = {
+        "tml-ada": Tenant("ada"),
+        "tml-bob": Tenant("bob", limits=LIMITS),
+        "tml-ops": Tenant("ops", is_admin=True),
+    }
+    tenants = Tenants({hashlib.sha256(key.encode()).hexdigest(): tenant for key, tenant in people.items()})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TINKER_TELEMETRY", "0")
+        patch.setattr(server, "_HEAD_S", 0.5)
+        with running(bench, tmp_path_factory.mktemp("shared"), tenants) as served:
+            yield served
+
+
+def post(served, route, body, key="tml-ada", media="application/json", method="POST", **headers):
+    content = json.dumps(body) if isinstance(body, dict) else body
+    named = {"content-type": media, "x-api-key": key, **headers}
+    return httpx.request(method, f"{served.url}/api/v1/{route}", content=content, headers=named, timeout=60)
+
+
+def session(served, key):
+    body = {"tags": [], "user_metadata": None, "sdk_version": "0"}
+    return post(served, "create_session", body, key).json()["session_id"]
+
+
+def model_of(served, key, rank=4, number=0):
+    """A model, and the session that it belongs to."""
+    owner = session(served, key)
+    body = {
+        "session_id": owner,
+        "model_seq_id": number,
+        "base_model": served.service.names[0],
+        "lora_config": {"rank": rank},
+    }
+    answer = post(served, "create_model", body, key)
+    assert answer.status_code == 200, answer.text
+    assert result(served, answer, key)["model_id"] == f"{owner}:train:{number}"
+    return f"{owner}:train:{number}", owner
+
+
+def result(served, answer, key="tml-ada"):
+    body = {"request_id": answer.json()["request_id"]}
+    return post(served, "retrieve_future", body, key).json()
+
+
+def rows(model, seq_id, data=None, loss="cross_entropy"):
+    content = types.ForwardBackwardInput(data=data or [datum(seq_id)], loss_fn=loss)
+    request = types.ForwardBackwardRequest(forward_backward_input=content, model_id=model, seq_id=seq_id)
+    return forward_backward_request_to_proto(request).SerializeToString()
+
+
+def test_nothing_of_a_tenant_exists_for_another(shared):
+    model, owner = model_of(shared, "tml-ada")
+    trained = post(shared, "forward_backward", rows(model, 1), media=PROTOBUF)
+    path = result(shared, post(shared, "save_weights", {"model_id": model, "path": "a", "seq_id": 2}))["path"]
+    sampling = {"session_id": owner, "sampling_session_seq_id": 0, "model_path": path}
+    sampler = post(shared, "create_sampling_session", sampling).json()["sampling_session_id"]
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [3, 4]}]}
+    sample = {"sampling_session_id": sampler, "seq_id": 0, "prompt": prompt, "sampling_params": {"max_tokens": 2}}
+    requests = [
+        ("POST", "forward_backward", rows(model, 3), PROTOBUF),
+        ("POST", "optim_step", {"model_id": model, "seq_id": 3, "adam_params": {}}, None),
+        ("POST", "save_weights", {"model_id": model, "seq_id": 3}, None),
+        ("POST", "save_weights_for_sampler", {"model_id": model, "seq_id": 3}, None),
+        ("POST", "load_weights", {"model_id": model, "seq_id": 3, "path": path, "optimizer": False}, None),
+        ("POST", "get_info", {"model_id": model}, None),
+        ("POST", "retrieve_future", {"request_id": trained.json()["request_id"]}, None),
+        ("POST", "weights_info", {"tinker_path": path}, None),
+        ("POST", "asample", sample, None),
+        ("GET", f"samplers/{sampler}", b"", None),
+        ("GET", f"training_runs/{model}", b"", None),
+        ("GET", f"training_runs/{model}/checkpoints", b"", None),
+        ("PUT", f"training_runs/{model}/checkpoints/weights/a/ttl", {"ttl_seconds": 3600}, None),
+        ("DELETE", f"training_runs/{model}/checkpoints/weights/a", b"", None),
+    ]
+    before = len(shared.service.futures)
+    for method, route, body, media in requests:
+        answer = post(shared, route, body, "tml-bob", media or "application/json", method)
+        assert answer.status_code == 404, (route, answer.text)
+        assert "There is no" in answer.json()["detail"]
+    mine = session(shared, "tml-bob")
+    stolen = [{**sampling, "session_id": mine}, {**sampling, "session_id": owner}]
+    assert [post(shared, "create_sampling_session", body, "tml-bob").status_code for body in stolen] == [404, 410]
+    assert post(shared, f"sessions/{owner}/finish", {}, "tml-bob").status_code == 410
+    assert len(shared.service.futures) == before
+    for key, count in (("tml-ada", 1), ("tml-bob", 0), ("tml-ops", 1)):
+        for route, name in (("training_runs", "training_runs"), ("checkpoints", "checkpoints")):
+            answer = post(shared, route, b"", key, method="GET").json()
+            assert len([row for row in answer[name] if model in json.dumps(row)]) == count
+    assert post(shared, "get_info", {"model_id": model}, "tml-ops").status_code == 200
+    assert post(shared, "asample", sample).status_code == 200
+
+
+def test_limits_of_a_tenant_are_sentences(shared):
+    model, owner = model_of(shared, "tml-bob")
+    create = {"session_id": owner, "base_model": shared.service.names[0]}
+    refusals = [
+        (
+            post(shared, "create_model", {**create, "model_seq_id": 7, "lora_config": {"rank": 5}}, "tml-bob"),
+            400,
+            "rank of 4",
+        ),
+        (
+            post(shared, "forward_backward", rows(model, 2, [datum(0, length=60)] * 4), "tml-bob", PROTOBUF),
+            400,
+            "may have 200",
+        ),
+    ]
+    second = post(shared, "create_model", {**create, "model_seq_id": 8, "lora_config": {"rank": 2}}, "tml-bob")
+    assert second.status_code == 200
+    third = post(shared, "create_model", {**create, "model_seq_id": 9, "lora_config": {"rank": 2}}, "tml-bob")
+    waiting = post(shared, "forward_backward", rows(model, 4, [datum(0, length=60)] * 2), "tml-bob", PROTOBUF)
+    assert waiting.status_code == 200  # request 3 has not come, so this one waits
+    busy = post(shared, "forward_backward", rows(model, 5, [datum(0, length=60)] * 2), "tml-bob", PROTOBUF)
+    assert busy.headers["retry-after"]
+    refusals += [(third, 400, "2 models"), (busy, 429, "wait already")]
+    for answer, status, sentence in refusals:
+        assert answer.status_code == status, answer.text
+        assert sentence in answer.json()["detail"]
+    first = post(shared, "forward_backward", rows(model, 1), "tml-bob", PROTOBUF)  # the next in order is never refused
+    assert "error" not in first.json()
+
+
+def test_a_small_tenant_waits_for_two_slices_at_most():
+    lanes = Lanes()
+    for number in range(200):
+        lanes.put("large", QueuedJob(None, number, "large", SLICE_TOKENS))
+    taken = [lanes.take(lambda lane: False)[0] for _ in range(20)]
+    for number in range(2):
+        lanes.put("small", QueuedJob(None, number, "small", 100))
+    taken = [lanes.take(lambda lane: False)[0] for _ in range(4)]
+    assert taken.index("small") <= 2
+    assert taken.count("small") == 2
+
+
+def test_tenants_get_equal_shares_of_tokens():
+    lanes, used = Lanes(), {"long": 0, "short": 0}
+    for number in range(400):
+        lanes.put("long", QueuedJob(None, number, "long", SLICE_TOKENS))
+        for _ in range(8):
+            lanes.put("short", QueuedJob(None, number, "short", SLICE_TOKENS // 8))
+    for _ in range(900):
+        tenant, (job,) = lanes.take(lambda lane: False)
+        used[tenant] += job.cost
+    assert abs(used["long"] - used["short"]) <= 2 * SLICE_TOKENS
+
+
+def sample(**changes):
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [3, 4]}]}
+    return {"sampling_session_id": "S", "seq_id": 0, "prompt": prompt, "sampling_params": {"max_tokens": 2}, **changes}
+
+
+def chunk(**fields):
+    return {"chunks": [{"type": "encoded_text", **fields}]}
+
+
+def protobuf(change):
+    def build(model):
+        message = wire.ForwardBackwardRequest.FromString(rows(model, 2, [datum(0, length=8)]))
+        change(message)
+        return message.SerializeToString()
+
+    return build
+
+
+def weights_of(message):
+    return message.data[0].loss_fn_inputs["weights"]
+
+
+def step(**changes):
+    return lambda model: {"model_id": model, "seq_id": 2, "adam_params": {}, **changes}
+
+
+HOSTILE = {  # route, body with M for the model and S for the sampler, headers
+    "no json": ("optim_step", b"{", {}),
+    "no object": ("optim_step", b"[]", {}),
+    "deep json": ("asample", b"[" * 200_000, {}),
+    "deep object": ("asample", b'{"a":' * 100_000, {}),
+    "huge number": ("optim_step", b'{"model_id": "M", "seq_id": ' + b"9" * 10_000 + b"}", {}),
+    "no utf-8": ("get_info", b'{"model_id": "\xff\xfe"}', {}),
+    "nul in a name": ("get_info", {"model_id": "a\0b"}, {}),
+    "no seq_id": ("optim_step", step(seq_id=None), {}),
+    "seq_id 0": ("optim_step", step(seq_id=0), {}),
+    "negative seq_id": ("optim_step", step(seq_id=-5), {}),
+    "rate": ("optim_step", step(adam_params={"learning_rate": -1}), {}),
+    "rate nan": ("optim_step", b'{"model_id": "M", "seq_id": 2, "adam_params": {"learning_rate": NaN}}', {}),
+    "betas": ("optim_step", step(adam_params={"beta1": 1.0}), {}),
+    "clip": ("optim_step", b'{"model_id": "M", "seq_id": 2, "adam_params": {"grad_clip_norm": Infinity}}', {}),
+    "path up": ("save_weights", step(path="../../etc"), {}),
+    "path slash": ("save_weights", step(path="a/b"), {}),
+    "path long": ("save_weights", step(path="a" * 5000), {}),
+    "path hidden": ("save_weights_for_sampler", step(path=".x"), {}),
+    "ttl": ("save_weights", step(ttl_seconds=1), {}),
+    "inflight": ("save_weights_for_sampler", step(kind="inflight"), {}),
+    "address": ("weights_info", {"tinker_path": "tinker://../../x"}, {}),
+    "state as checkpoint": ("weights_info", {"tinker_path": "tinker://M/states/0"}, {}),
+    "address of a file": ("load_weights", {"path": "file:///etc/passwd", "optimizer": True, "model_id": "M", "seq_id": 2}, {}),
+    "protobuf": ("forward_backward", b"\xff" * 100, {}),
+    "no rows": ("forward_backward", protobuf(lambda m: m.ClearField("data")), {}),
+    "loss": ("forward_backward", protobuf(lambda m: setattr(m, "loss_fn", "gspo")), {}),
+    "tokens": ("forward_backward", protobuf(lambda m: setattr(m.data[0].model_input[0].encoded_text, "tokens", b"abc")), {}),
+    "shape": ("forward_backward", protobuf(lambda m: weights_of(m).shape.extend([1 << 40] * 3)), {}),
+    "nan": ("forward_backward", protobuf(lambda m: setattr(weights_of(m), "dense", b"\0\0\xc0\x7f" * 8)), {}),
+    "bomb": ("forward_backward", zstandard.compress(bytes(65 << 20)), {"content-encoding": "zstd"}),
+    "no zstd": ("forward_backward", b"abc", {"content-encoding": "zstd"}),
+    "gzip": ("forward_backward", b"abc", {"content-encoding": "gzip"}),
+    "brotli": ("forward_backward", b"abc", {"content-encoding": "br"}),
+    "empty prompt": ("asample", sample(prompt=chunk(tokens=[])), {}),
+    "token": ("asample", sample(prompt=chunk(tokens=[1 << 40])), {}),
+    "max_tokens": ("asample", sample(sampling_params={"max_tokens": 1 << 30}), {}),
+    "num_samples": ("asample", sample(num_samples=1 << 30), {}),
+    "top": ("asample", sample(topk_prompt_logprobs=1 << 20), {}),
+    "temperature": ("asample", sample(sampling_params={"max_tokens": 2, "temperature": -1}), {}),
+    "image": ("asample", sample(prompt={"chunks": [{"type": "image", "data": "", "format": "png"}]}), {}),
+    "negative sample": ("asample", sample(seq_id=-1), {}),
+    "rank": ("create_model", {"session_id": "X", "model_seq_id": 1, "base_model": "b", "lora_config": {"rank": 1 << 40}}, {}),
+}  # fmt: skip
+
+
+def test_hostile_requests_are_answered_with_a_sentence_and_train_nothing(shared):
+    assert len(HOSTILE) >= 40
+    for name, (route, body, headers) in HOSTILE.items():
+        model, owner = model_of(shared, "tml-ada")
+        adapter = shared.service.models[model].adapter
+        before = {key: value.clone() for key, value in adapter.weights.tensors.items()}
+        base = {"session_id": owner, "sampling_session_seq_id": 0, "base_model": shared.service.names[0]}
+        sampler = post(shared, "create_sampling_session", base).json()["sampling_session_id"]
+        content = body(model) if callable(body) else body
+        if isinstance(content, dict):
+            content = json.dumps(content).replace('"S"', f'"{sampler}"').replace('"X"', f'"{owner}"').encode()
+        content = content.replace(b'"M"', f'"{model}"'.encode()).replace(b"//M/", f"//{model}/".encode())
+        media = PROTOBUF if route == "forward_backward" else "application/json"
+        answer = post(shared, route, content, media=media, **headers)
+        assert 400 <= answer.status_code < 500, (name, answer.status_code, answer.text)
+        assert answer.json()["detail"].endswith("."), (name, answer.text)
+        assert "Traceback" not in answer.text
+        assert adapter is shared.service.models[model].adapter
+        assert not adapter.gradients
+        assert all((before[key] == value).all() for key, value in adapter.weights.tensors.items())
+        post(shared, f"sessions/{owner}/finish", {"reason": {"type": "success"}})
+    assert httpx.get(f"{shared.url}/api/v1/healthz").json() == {"status": "ok"}
+    assert post(shared, "client/config", {}, "tml-wrong").status_code == 401
+    unknown = [("nowhere", 404), ("asample", 405), ("training_runs/..%2f..%2fetc", 404)]
+    answers = [post(shared, route, b"", method="GET") for route, _ in unknown]
+    assert [answer.status_code for answer in answers] == [status for _, status in unknown]
+    assert all(answer.json()["detail"] for answer in answers)
+
+
+def address(served):
+    host, _, port = served.url.removeprefix("http://").partition(":")
+    return host, int(port)
+
+
+def test_slow_and_endless_bodies_do_no_harm(shared):
+    """Fifty connections whose heads never end, and a body of 1 GB, while a client trains."""
+    slow = [socket.create_connection(address(shared)) for _ in range(50)]
+    for number, connection in enumerate(slow):
+        connection.sendall(b"POST /api/v1/asample HTTP/1.1\r\nhost: a\r\n" if number % 2 else b"POST")
+    endless = socket.create_connection(address(shared))
+    endless.sendall(
+        b"POST /api/v1/asample HTTP/1.1\r\nhost: a\r\nx-api-key: tml-ada\r\ntransfer-encoding: chunked\r\n\r\n"
+    )
+    sent, part = [0], b"100000\r\n" + bytes(1 << 20) + b"\r\n"
+
+    def send():
+        try:
+            while sent[0] < 1 << 30:
+                endless.sendall(part)
+                sent[0] += 1 << 20
+        except OSError:
+            pass
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    model, _ = model_of(shared, "tml-ada")
+    answer = post(shared, "forward_backward", rows(model, 1), media=PROTOBUF)
+    assert answer.status_code == 200
+    announced = socket.create_connection(address(shared))
+    announced.sendall(
+        b"POST /api/v1/asample HTTP/1.1\r\nhost: a\r\nx-api-key: tml-ada\r\ncontent-length: 1073741824\r\n\r\n"
+    )
+    assert announced.recv(1000).startswith(b"HTTP/1.1 413")
+    announced.close()
+    thread.join(30)
+    assert sent[0] < 100 << 20, "the server read on behind its limit"
+    until = time.monotonic() + 10
+    for connection in slow:
+        connection.settimeout(max(0.01, until - time.monotonic()))
+        assert connection.recv(1000) == b"", "the connection is still open"
+        connection.close()
+    endless.close()

@@ -1,0 +1,132 @@
+"""The computation behind the service against plain torch: gradients in float64, AdamW, adapters that take turns."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+pytest.importorskip("tinker", reason="the extra tinker is not installed")
+
+from verl.engines.adapters import ALPHA  # noqa: E402
+from verl.models.optim import AdamStep  # noqa: E402
+from verl.tinker.records import Datum, TrainingRequest  # noqa: E402
+
+SETTINGS = {
+    "cross_entropy": {},
+    "importance_sampling": {},
+    "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    "cispo": {"clip_low_threshold": 0.5, "clip_high_threshold": 3.0},
+    "dro": {"beta": 0.2},
+}
+
+
+def loss_of(name, lp, inputs):
+    """The sum of section 3 of the protocol's documents, written as one expression for each loss."""
+    if name == "cross_entropy":
+        return -(lp * inputs["weights"]).sum()
+    q, a = inputs["logprobs"], inputs["advantages"]
+    r, settings = (lp - q).exp(), SETTINGS[name]
+    low, high = (settings.get(f"clip_{side}_threshold", 0.0) for side in ("low", "high"))
+    return {
+        "importance_sampling": lambda: -(r * a).sum(),
+        "ppo": lambda: -torch.minimum(r * a, r.clamp(low, high) * a).sum(),
+        "cispo": lambda: -(r.detach().clamp(low, high) * lp * a).sum(),
+        "dro": lambda: -(lp * a - 0.5 * settings.get("beta", 0.0) * (lp - q) ** 2).sum(),
+    }[name]()
+
+
+def request(loss, count=7):
+    generator, data = np.random.default_rng(0), []
+    for number in range(count):
+        length = 3 + number
+        inputs = {"target_tokens": generator.integers(1, 30, length)}
+        if loss == "cross_entropy":
+            inputs["weights"] = generator.random(length, np.float32)
+        else:
+            inputs["logprobs"] = -3 - generator.random(length, np.float32)
+            inputs["advantages"] = generator.standard_normal(length).astype(np.float32)
+        data.append(Datum(generator.integers(1, 30, length), inputs))
+    return TrainingRequest("m", 1, loss, SETTINGS[loss], data)
+
+
+def new_adapter(bench, seed=0, rank=4):
+    """An adapter whose second factor is not 0, so that both have gradients."""
+    adapter, generator = bench.engine.new_adapter(rank, seed), torch.Generator().manual_seed(seed)
+    for name, tensor in adapter.weights.tensors.items():
+        if name.endswith("lora_B"):
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.05)
+    return adapter
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_llama):
+    return AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float64).requires_grad_(False)
+
+
+@pytest.mark.parametrize("loss", SETTINGS)
+def test_losses_and_gradients_equal_torch_in_float64(bench, reference, loss):
+    adapter, asked = new_adapter(bench), request(loss)
+    value = bench.forward_backward(adapter, asked).metrics["loss:sum"]
+    leaves = {name: tensor.double().requires_grad_() for name, tensor in adapter.weights.tensors.items()}
+    base, scale = dict(reference.named_parameters(remove_duplicate=False)), ALPHA / adapter.weights.rank
+    weights = {
+        f"{layer}.weight": base[f"{layer}.weight"] + scale * leaves[f"{layer}.lora_B"] @ leaves[f"{layer}.lora_A"]
+        for layer in adapter.weights.layers
+    }
+    total = torch.zeros((), dtype=torch.float64)
+    for datum in asked.data:
+        ids = torch.from_numpy(datum.tokens)[None]
+        logits = torch.func.functional_call(reference, weights, (ids,), tie_weights=False).logits[0]
+        targets = torch.from_numpy(datum.inputs["target_tokens"])
+        lp = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+        inputs = {name: torch.from_numpy(values).double() for name, values in datum.inputs.items()}
+        total = total + loss_of(loss, lp, inputs)
+    total.backward()
+    assert value == pytest.approx(total.item(), rel=1e-5)
+    for name, leaf in leaves.items():
+        assert (adapter.gradients[name] - leaf.grad).norm() <= 1e-5 * leaf.grad.norm(), name
+
+
+def test_a_sum_does_not_depend_on_how_rows_are_divided(bench):
+    whole, parts, asked = new_adapter(bench), new_adapter(bench), request("ppo")
+    total = bench.forward_backward(whole, asked).metrics["loss:sum"]
+    sums = [
+        bench.forward_backward(parts, TrainingRequest("m", 1, "ppo", asked.settings, [datum])).metrics["loss:sum"]
+        for datum in asked.data
+    ]
+    assert math.fsum(sums) == pytest.approx(total, rel=1e-6)
+    for adapter in (whole, parts):
+        bench.optim_step(adapter, AdamStep(1e-2, 0.9, 0.95, 1e-8, 0.0, 0.0))
+    for name, tensor in whole.weights.tensors.items():
+        assert (tensor - parts.weights.tensors[name]).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_fifty_steps_equal_the_adamw_of_torch(bench, clip):
+    adapter, asked = new_adapter(bench), request("cross_entropy", 2)
+    parameters = {name: nn.Parameter(tensor.clone()) for name, tensor in adapter.weights.tensors.items()}
+    optimizer = torch.optim.AdamW(parameters.values(), lr=1e-3, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
+    for _ in range(50):
+        bench.forward_backward(adapter, asked)
+        for name, parameter in parameters.items():
+            parameter.grad = adapter.gradients[name].clone()
+        if clip:
+            nn.utils.clip_grad_norm_(parameters.values(), clip)
+        optimizer.step()
+        bench.optim_step(adapter, AdamStep(1e-3, 0.8, 0.9, 1e-6, 0.1, clip))
+    for name, tensor in adapter.weights.tensors.items():
+        assert (tensor - parameters[name]).abs().max() < 1e-6, name
+
+
+def test_an_adapter_costs_its_own_tensors(bench):
+    """Between steps an adapter has its weights and two moments of AdamW, and no gradients."""
+    for rank in (2, 8):
+        adapter = new_adapter(bench, rank=rank)
+        bench.forward_backward(adapter, request("cross_entropy", 2))
+        bench.optim_step(adapter, AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.0, 0.0))
+        moments = sum(t.numel() * t.element_size() for t in adapter.optimizer_tensors().values() if t.ndim)
+        assert moments == 2 * adapter.weights.num_bytes()
+        assert not adapter.gradients

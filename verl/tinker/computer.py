@@ -1,0 +1,144 @@
+"""The thread that computes: jobs of the lanes, one slice at a time; answers in the journal; states of models on the disk."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import sqlite3
+import threading
+import time
+from collections.abc import Hashable
+
+from verl.errors import VerlError, os_error_of
+from verl.tinker.checkpoints import Checkpoints
+from verl.tinker.codec import PROTOBUF, sample_result
+from verl.tinker.journal import RequestJournal
+from verl.tinker.queues import Lanes, QueuedJob, WireAnswer
+from verl.tinker.records import RefusedRequest
+from verl.tinker.served import ModelJob, SampleLane, ServedModel
+from verl.tinker.snapshots import Snapshots
+from verl.tinker.workbench import Workbench
+
+log = logging.getLogger(__name__)
+
+STATE_S = 20.0  # of computing between two states of a model on the disk, which is what a kill repeats
+STATE_SHARE = 20.0  # the least computing time between two, in times that writing one took
+RETRY_S = 1.0
+_CLOSE_S = 60.0
+
+
+class Computer:
+    """Computes the jobs of `lanes` until `close`. `paused` says why answers wait: the disk takes no journal."""
+
+    def __init__(
+        self, bench: Workbench, checkpoints: Checkpoints, journal: RequestJournal, snapshots: Snapshots, lanes: Lanes
+    ):
+        self.bench, self.checkpoints, self.journal, self.snapshots = bench, checkpoints, journal, snapshots
+        self.lanes, self.paused = lanes, ""
+        self._closing, self._state_took_s = threading.Event(), 0.0
+        self._thread = threading.Thread(target=self._run, name="tinker-compute", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End after the slice that is computed now."""
+        self._closing.set()
+        self.lanes.close()
+        self._thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        while (taken := self.lanes.take(lambda lane: isinstance(lane, SampleLane))) is not None:
+            lane, jobs = taken
+            if isinstance(lane, SampleLane):
+                self._sample(lane, jobs)
+            else:
+                self._step(lane, jobs[0], jobs[0].work)
+
+    def _step(self, lane: Hashable, queued: QueuedJob, job: ModelJob) -> None:
+        """Compute a slice of a request of a model; at the end of the request, give the answer."""
+        start = time.perf_counter()
+        try:
+            answer = next(job.steps)
+        except Exception as error:  # noqa: BLE001  (whatever fails is the answer of its request)
+            answer = _failed(error)
+            job.work.failed(answer.failure or "")
+        job.model.unsaved_s += time.perf_counter() - start
+        if answer is None:
+            self.lanes.put(lane, queued, first=True)
+        elif self._give(queued, answer, runs_again=job.work.changes):
+            self._save_state(job.model, job.seq_id)
+
+    def _give(self, queued: QueuedJob, answer: WireAnswer, *, runs_again: bool) -> bool:
+        """Enter an answer in the journal, then give it; waits for the disk. A request that was answered before a kill retains
+        that answer. False when the service ends first."""
+        if queued.future.answer is not None:
+            return True
+        self.journal.answer(queued.future.request_id, answer.body, answer.media_type, runs_again=runs_again)
+        if self._write():
+            queued.future.set(answer)
+        return not self._closing.is_set()
+
+    def _write(self) -> bool:
+        while True:
+            try:
+                self.journal.flush()
+            except sqlite3.Error as error:
+                if not self.paused:
+                    log.error("%s cannot be written (%s). Free some space; answers wait.", self.journal.path, error)
+                self.paused = f"The server's disk does not take its journal: {error}."
+                if self._closing.wait(RETRY_S):
+                    return False
+            else:
+                self.paused = ""
+                return True
+
+    def _save_state(self, model: ServedModel, seq_id: int) -> None:
+        """Save a model between optimizer steps when much was computed since the last time, so that a kill repeats little."""
+        due_s, adapter = max(STATE_S, STATE_SHARE * self._state_took_s), model.adapter
+        if adapter is None or adapter.pending is not None or model.failed or model.unsaved_s < due_s:
+            return
+        if seq_id <= model.state_seq:
+            return
+        start, model.unsaved_s = time.perf_counter(), 0.0
+        try:
+            self.checkpoints.save_state(model.model_id, seq_id, adapter)
+        except (OSError, RefusedRequest) as error:
+            log.warning("The state of %s is not saved, so a kill would repeat more of it: %s", model.model_id, error)
+            return
+        self._state_took_s, model.state_seq = time.perf_counter() - start, seq_id
+        self.journal.cover(model.model_id, seq_id)
+        if self._write():
+            self.checkpoints.drop_states(model.model_id, before=seq_id)
+
+    def _sample(self, lane: SampleLane, jobs: list[QueuedJob]) -> None:
+        """Compute the samples of `jobs`, in batches in which no two have the same random numbers."""
+        while jobs:
+            batch = list({job.work.ordinal: job for job in reversed(jobs)}.values())
+            jobs = [job for job in jobs if job not in batch]
+            failure = None
+            try:
+                weights = None if lane.digest is None else self.snapshots.load(lane.digest)
+                outputs = self.bench.sample(weights, [job.work for job in batch])
+                answers = [WireAnswer(sample_result(output), PROTOBUF) for output in outputs]
+            except Exception as error:  # noqa: BLE001  (whatever fails is the answer of its requests)
+                failure = _failed(error)
+            for number, job in enumerate(batch):
+                self._give(job, failure or answers[number], runs_again=False)
+
+
+def _failed(error: Exception) -> WireAnswer:
+    """The answer of a request that has failed: the sentence, and whether the request or the server is the cause."""
+    system = os_error_of(error)
+    if isinstance(error, RefusedRequest):
+        sentence, category = error.sentence, "user"
+    elif isinstance(error, VerlError):
+        sentence, category = str(error), "server"
+    elif system is not None and system.errno in (errno.ENOSPC, errno.EDQUOT):
+        sentence, category = (
+            "The server's disk is full, so nothing was saved. Delete checkpoints, and save again.",
+            "server",
+        )
+    else:
+        log.error("A request has failed.", exc_info=error)
+        sentence, category = f"{type(error).__name__} in the server; its log has more.", "server"
+    return WireAnswer(json.dumps({"error": sentence, "category": category}).encode())

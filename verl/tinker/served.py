@@ -1,0 +1,119 @@
+"""Records of what the service holds: sessions, models, samplers, and work that is ready to compute."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from verl.engines.adapters import Adapter
+from verl.tinker.queues import Ordered, WireAnswer
+from verl.tinker.records import RefusedRequest
+from verl.tinker.tenants import Tenant
+
+
+@dataclass
+class ClientSession:
+    """A client at work. `last_sign` is the time of its last sign of life, monotonic."""
+
+    tenant: Tenant
+    last_sign: float = field(default_factory=time.monotonic)
+
+
+@dataclass
+class ServedModel:
+    """An adapter that trains. `failed` says why a forward_backward since the last optimizer step has failed, `unsaved_s` how
+    long requests computed since the last state on the disk. `loss` and `num_tokens` are sums since the last step."""
+
+    model_id: str
+    session_id: str
+    tenant: Tenant
+    base_model: str
+    rank: int
+    adapter: Adapter | None = None
+    failed: str = ""
+    loss: float = 0.0
+    num_tokens: int = 0
+    unsaved_s: float = 0.0
+    state_seq: int = -1  # the last request whose effect that state has
+    last_request: float = field(default_factory=time.time)
+    order: Ordered = field(default_factory=Ordered)
+
+    def trained(self) -> Adapter:
+        """The adapter. Raises RefusedRequest where creating it has failed."""
+        if self.adapter is None:
+            raise RefusedRequest(f"The model {self.model_id} was not created, so it cannot be used.", 404)
+        return self.adapter
+
+    def fail(self, reason: str) -> None:
+        """Note that a forward_backward has failed."""
+        self.failed = self.failed or reason
+
+    def drop_gradients(self, _: str = "") -> None:
+        """Begin the next optimizer step."""
+        self.failed, self.loss, self.num_tokens = "", 0.0, 0
+        if self.adapter is not None:
+            self.adapter.discard()
+
+
+@dataclass
+class ServedSampler:
+    """A sampling session: the digest of weights that never change (None: the base model), and the address that they came
+    from."""
+
+    sampler_id: str
+    session_id: str
+    tenant: Tenant
+    base_model: str
+    digest: str | None
+    model_path: str | None = None
+    last_use: float = field(default_factory=time.monotonic)
+
+
+class SampleLane(NamedTuple):
+    """Samples of one tenant with equal weights and rules, which are computed in one batch."""
+
+    tenant: str
+    digest: str | None
+    params: Hashable
+
+
+def no_effect(reason: str) -> None:
+    """The effect of a failed request that leaves its model as it was."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A request of a model that was checked. `run` yields None after each slice but the last, then the answer.
+    A request that `changes` its model runs again after a kill. `failed` gets the reason when it fails."""
+
+    run: Callable[[], Iterator[WireAnswer | None]]
+    changes: bool = False
+    tokens: int = 1
+    failed: Callable[[str], None] = no_effect
+
+
+@dataclass(frozen=True)
+class ModelJob:
+    """Work of a model in progress."""
+
+    model: ServedModel
+    work: Work
+    seq_id: int
+    steps: Iterator[WireAnswer | None]
+
+
+def at_once(compute: Callable[[], WireAnswer]) -> Callable[[], Iterator[WireAnswer | None]]:
+    """The `run` of work in one slice."""
+
+    def run() -> Iterator[WireAnswer | None]:
+        yield compute()
+
+    return run
+
+
+def failing(reason: str) -> Iterator[WireAnswer | None]:
+    """Steps that fail with a reason."""
+    raise RefusedRequest(reason)
+    yield None
