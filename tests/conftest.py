@@ -94,16 +94,6 @@ def quick_disk():
         yield
 
 
-@pytest.fixture(scope="module")
-def no_pictures():
-    """The runs of this process leave out the picture of their learning curve."""
-    from tests import pictures
-
-    with pytest.MonkeyPatch.context() as patch:
-        pictures.leave_out(patch)
-        yield
-
-
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory):
     """Folder of a tiny random Llama with tokenizer and chat template."""

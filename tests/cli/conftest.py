@@ -28,11 +28,6 @@ def write_rows(path, rows):
     return path
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick(no_pictures):
-    """Of many runs none is looked at."""
-
-
 @pytest.fixture
 def task(tmp_path):
     """Folder with train.jsonl (8 rows), val.jsonl (3 rows) and reward.py."""

@@ -34,11 +34,6 @@ def answers(tmp_path):
     return tmp_path
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick(no_pictures):
-    """Of these runs none is looked at."""
-
-
 class TestArguments:
     def test_keys_and_flags(self):
         arguments = Arguments(

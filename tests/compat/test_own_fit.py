@@ -15,7 +15,7 @@ from verl.trainer.main_ppo_v0 import run_ppo
 
 
 @pytest.fixture(autouse=True)
-def quick(no_pictures):
+def quick():
     Runner.trainers.clear()
 
 

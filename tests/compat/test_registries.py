@@ -94,7 +94,7 @@ tools:
 
 
 @pytest.fixture(autouse=True)
-def restored(no_pictures):
+def restored():
     yield
     for registry in REGISTRIES:
         registry.restore()

@@ -95,7 +95,7 @@ def overrides(text, tree):
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in RUNS])
-def test_a_list_trains_two_steps(name, tiny_tree, no_pictures):
+def test_a_list_trains_two_steps(name, tiny_tree):
     from verl.run.host import train
 
     assert train(load_config(overrides(RUNS[name], tiny_tree))) == 0
@@ -115,7 +115,7 @@ def test_a_list_gets_its_sentence(name, tiny_tree):
         load_config(overrides(text, tiny_tree))
 
 
-def test_float16_of_megatron_is_the_dtype_of_the_local_engine(tiny_tree, no_pictures):
+def test_float16_of_megatron_is_the_dtype_of_the_local_engine(tiny_tree):
     from verl.run.host import train
 
     keys = overrides(f"model_engine=megatron {MEGATRON}.dtype=float16 {ROLLOUT}.dtype=float16", tiny_tree)

@@ -11,11 +11,6 @@ from torch.utils.data import RandomSampler, SequentialSampler
 from verl.errors import ConfigError
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick(no_pictures):
-    """Of these runs none is looked at."""
-
-
 def rows_of(tree):
     lines = open(f"{tree['trainer']['default_local_dir']}/metrics.jsonl").read().splitlines()
     return [json.loads(line) for line in lines]

@@ -164,7 +164,7 @@ def test_folders_that_cannot(folder, tmp_path):  # noqa: F811
         engine.map_weights(tmp_path, "tmpfs")
 
 
-def test_a_run_with_a_mapped_reference(tiny_llama, tmp_path, no_pictures):
+def test_a_run_with_a_mapped_reference(tiny_llama, tmp_path):
     from tests.letters_task import overrides, write_task
     from verl.config import load_config
     from verl.run.host import train

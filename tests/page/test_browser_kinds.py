@@ -49,7 +49,7 @@ def pages_of(tab):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_page_of_a_kind(kind, browser, tiny_llama, no_pictures, tmp_path, monkeypatch):
+def test_every_page_of_a_kind(kind, browser, tiny_llama, tmp_path, monkeypatch):
     folder = train_kind(kind, tmp_path, tiny_llama)
     shape = known_shape("Qwen2.5-0.5B")
     work = Workload(num_prompts=8, samples=4, prompt_mean=64, response=Lengths.of(mean=32, longest=64))

@@ -9,13 +9,8 @@ from tests.page.runs import train_kind
 from verl.page.pages import Site
 
 
-@pytest.fixture(scope="module")
-def quiet_pictures(no_pictures):
-    """No pictures: these tests look at no image."""
-
-
 @pytest.fixture
-def site_of(tiny_llama, tmp_path, quiet_pictures):
+def site_of(tiny_llama, tmp_path):
     """`site_of(kind)` is the Site of a run of two steps."""
     sites = []
     yield lambda kind: open_site(train_kind(kind, tmp_path, tiny_llama), tmp_path, sites)

@@ -38,11 +38,6 @@ def train_run(folder, base, changes=(), program="ppo"):
     return Run(folder)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick(no_pictures):
-    """Of many runs none is looked at."""
-
-
 @pytest.fixture(scope="session")
 def tiny_task(tmp_path_factory):
     """Folder with train.jsonl (24 rows), val.jsonl (4 rows) and reward.py."""

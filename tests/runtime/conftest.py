@@ -56,8 +56,8 @@ def assert_same_weights(run, reference, step, rel, role="actor"):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def wide(no_pictures):
-    """Runs in this process use the same norms as runs on ranks, and leave out the picture too."""
+def wide():
+    """Runs in this process use the same norms as runs on ranks."""
     from tests.runtime import wide_norms
 
     with pytest.MonkeyPatch.context() as patch:

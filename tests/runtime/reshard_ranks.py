@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import pictures
 from tests.runtime.ranks import take_port
 from verl.config import load_config
 from verl.engines.base import TrainedEngine
@@ -185,7 +184,6 @@ def watch(patch, fault):
 
 
 def main(file):
-    pictures.leave_out(pytest.MonkeyPatch())
     for number, job in enumerate(json.loads(Path(file).read_text())):
         take_port(f"{file}.port{number}")
         error = ""

@@ -8,9 +8,6 @@ import json
 import sys
 from pathlib import Path
 
-import pytest
-
-from tests import pictures
 from tests.runtime.ranks import take_port
 from verl.config import PPO, SCHEMAS, load_config
 from verl.errors import VerlError
@@ -18,7 +15,6 @@ from verl.run.host import train
 
 
 def main(file):
-    pictures.leave_out(pytest.MonkeyPatch())
     for number, job in enumerate(json.loads(Path(file).read_text())):
         take_port(f"{file}.port{number}")
         try:

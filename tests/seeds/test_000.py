@@ -55,7 +55,7 @@ python -c 'import verl; verl.utils.benchmark_nccl(num_repeats=1)'
 
 
 @pytest.mark.seed("G3", "D2")
-def test_3_2_a_step_and_its_queue(settings, tmp_path, no_pictures):
+def test_3_2_a_step_and_its_queue(settings, tmp_path):
     from verl.trainer.rl_trainer import RLTrainer
 
     ahead = ["rollout_config.prefetch_num=2", "trainer.total_training_steps=3"]
@@ -70,7 +70,7 @@ def test_3_2_a_step_and_its_queue(settings, tmp_path, no_pictures):
 
 
 @pytest.mark.seed("C9")
-def test_3_3_fragments(settings, tmp_path, no_pictures):
+def test_3_3_fragments(settings, tmp_path):
     from verl.config import load_config
     from verl.rollout.cpu.library import kernels
     from verl.run.host import train
@@ -97,7 +97,7 @@ def test_4_4_phases_of_training():
 
 
 @pytest.mark.seed("F2")
-def test_5_2_logs_of_ranks(settings, tmp_path, no_pictures):
+def test_5_2_logs_of_ranks(settings, tmp_path):
     from verl.cli.main import main
     from verl.trainer.logger import RLLogger
 

@@ -33,7 +33,7 @@ def test_3_3_devices_of_roles(capsys):
 
 
 @pytest.mark.seed("E4", "G9")
-def test_4_logs_and_trackers(tiny_llama, tmp_path, no_pictures, caplog):
+def test_4_logs_and_trackers(tiny_llama, tmp_path, caplog):
     """4.2: one sample at a time, ZeRO's second stage, an emptied cache; 4.3: standard logging, and a tracker by its name."""
     import torch
 

@@ -40,7 +40,7 @@ def letters(data_source, solution_str, ground_truth, extra_info=None):
 
 @pytest.mark.slow
 @pytest.mark.seed("G3")
-def test_the_parts_of_a_step_by_their_names(settings, tmp_path, no_pictures):
+def test_the_parts_of_a_step_by_their_names(settings, tmp_path):
     from verl.trainer.rl_trainer import RLTrainer
 
     with RLTrainer([*settings, f"trainer.default_local_dir={tmp_path}"], reward_fn=letters) as trainer:
@@ -143,7 +143,7 @@ def test_log_level(level, shown, monkeypatch, capsys):
 
 
 @pytest.mark.seed("E10")
-def test_the_log_of_a_run_for_debugging(settings, tmp_path, monkeypatch, no_pictures):
+def test_the_log_of_a_run_for_debugging(settings, tmp_path, monkeypatch):
     """LOG_LEVEL=DEBUG: phases with their seconds, calls of roles, optimizer steps, micro-batches, weights, generation."""
     from verl.run.host import train
 
@@ -178,7 +178,7 @@ log.info("after")
 
 
 @pytest.mark.seed("B8")
-def test_the_implementation_that_runs_is_said(settings, tiny_llama, tmp_path, capsys, no_pictures):
+def test_the_implementation_that_runs_is_said(settings, tiny_llama, tmp_path, capsys):
     """Every name of impl_backend is accepted, and the start names the implementation that computes."""
     from verl.run.host import train
 
@@ -194,7 +194,7 @@ def test_the_implementation_that_runs_is_said(settings, tiny_llama, tmp_path, ca
 
 
 @pytest.mark.seed("B8")
-def test_use_fused_kernels_chooses(settings, tiny_llama, tmp_path, capsys, no_pictures):
+def test_use_fused_kernels_chooses(settings, tiny_llama, tmp_path, capsys):
     """Whole logits by torch or chunks of them: the header says which, and a step of training is the same."""
     from verl.run.host import train
 
@@ -232,7 +232,7 @@ def test_the_implementation_of_a_model_that_takes_no_packed_batch(tiny_llama):
 
 
 @pytest.mark.seed("G6")
-def test_loss_kl_and_reward_are_on_every_line(settings, tmp_path, capsys, no_pictures):
+def test_loss_kl_and_reward_are_on_every_line(settings, tmp_path, capsys):
     from verl.run.host import train
 
     pytest.importorskip("tensorboard")

@@ -144,11 +144,6 @@ actor_model:
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick(no_pictures):
-    """Of many runs none is looked at."""
-
-
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
     return write_task(tmp_path_factory.mktemp("task"))

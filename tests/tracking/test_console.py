@@ -14,7 +14,6 @@ from rich.console import Console as RichConsole
 
 from verl.tracking.console import Console
 from verl.tracking.files import append_rows, read_metrics
-from verl.tracking.plot import draw_learning_curve, smooth
 from verl.tracking.run_folder import RunFolder
 from verl.tracking.spans import Spans
 from verl.tracking.summary import Result, Summary, git_revision, versions
@@ -209,54 +208,6 @@ def test_summary_of_a_run_without_steps(tmp_path):
     )  # fmt: skip
     assert written.tokens_per_s is None
     assert written.median_step_s is None
-
-
-@pytest.mark.parametrize("num_steps", [1, 30])
-def test_learning_curve(tmp_path, num_steps):
-    with RunFolder(tmp_path) as folder:
-        folder.write_curves(CURVES)
-        assert draw_learning_curve(folder) is None
-        append_rows(folder.metrics, [{"step": 0, "val/reward": 0.1, "val/greedy": 0.2}])
-        rows = [{"step": i + 1, "critic/score/mean": i / 30, "actor/entropy": None} for i in range(num_steps)]
-        append_rows(folder.metrics, rows)
-        assert draw_learning_curve(folder) == folder.learning_curve
-    assert folder.learning_curve.read_bytes().startswith(b"\x89PNG")
-    assert not list(tmp_path.glob(".learning_curve*"))
-
-
-def test_failure_to_draw_is_only_logged(tmp_path, monkeypatch, caplog):
-    from verl.tracking import plot
-
-    def fail(*args):
-        raise RuntimeError("no fonts")
-
-    monkeypatch.setattr(plot, "_draw", fail)
-    with RunFolder(tmp_path) as folder:
-        folder.write_curves(CURVES)
-        append_rows(folder.metrics, [{"step": 1, "critic/score/mean": 0.5}])
-        assert draw_learning_curve(folder) is None
-        assert not caplog.text  # a single point is no curve
-        append_rows(folder.metrics, [{"step": 2, "critic/score/mean": 0.5}])
-        assert draw_learning_curve(folder) is None
-        assert "no fonts" in caplog.text
-        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-        with caplog.at_level(logging.INFO, "verl"):
-            assert draw_learning_curve(folder) is None
-        assert "install verl[plot]" in caplog.text
-
-
-@pytest.mark.parametrize("curves", [{}, {"loss": {"train/loss": "training", "val/loss": "held-out"}}])
-def test_learning_curve_of_few_or_no_panels(tmp_path, curves):
-    with RunFolder(tmp_path) as folder:
-        folder.write_curves(curves)
-        append_rows(folder.metrics, [{"step": i, "train/loss": 3.0 / (i + 1), "val/loss": 3.0} for i in range(4)])
-        assert draw_learning_curve(folder) == (folder.learning_curve if curves else None)
-
-
-def test_smooth_keeps_constants_and_length():
-    assert smooth([2.0] * 57) == pytest.approx([2.0] * 57)
-    assert smooth([1.0, 4.0, 1.0]) == pytest.approx([2.5, 2.0, 2.5])
-    assert len(smooth([])) == 0
 
 
 def test_the_bar_leaves_the_terminal_to_a_debugger(monkeypatch):

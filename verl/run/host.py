@@ -28,7 +28,6 @@ from verl.run.state import START_FILE, RunState, digest_of_start, is_same_start,
 from verl.runtime.api import Runtime, open_runtime
 from verl.tracking.console import Console
 from verl.tracking.files import read_metrics, write_atomically
-from verl.tracking.plot import draw_learning_curve
 from verl.tracking.run_folder import RunFolder
 from verl.tracking.spans import Spans
 from verl.tracking.summary import Summary
@@ -235,7 +234,7 @@ def _finish(
     folder: RunFolder, tracker: Tracker, console: Console, roles: Roles, program: Program[Any], state: RunState,
     last: dict[str, float],
 ) -> None:  # fmt: skip
-    """Summary, learning curve, closing table."""
+    """Summary and closing table."""
     summary = Summary.of_run(
         results=program.results(state.first_validation, last),
         steps=state.step,
@@ -246,7 +245,6 @@ def _finish(
         metrics_file=folder.metrics,
     )
     tracker.finish(summary)
-    draw_learning_curve(folder)
     console.final(summary)
     for name in list(roles.trained())[:1]:
         trained = folder.root / f"global_step_{state.step}" / name / "huggingface"

@@ -2,7 +2,7 @@
 
 config.yaml  metrics.jsonl  samples/{train,val}/step_000012.jsonl  spans.jsonl  timeline.jsonl  logs/  summary.json
 tokens.jsonl (their texts)  samples/images/ (their images, small)  notes.md (by the user)  plan.json (see verl plan)
-curves.json (metrics worth a curve)  learning_curve.png  global_step_N/ (see verl.checkpoint)
+curves.json (metrics worth a curve)  global_step_N/ (see verl.checkpoint)
 ledger.sqlite (every sample, see verl/tracking/ledger/reader.py)  guards.jsonl (rejected values)  heartbeat.json
 episodes/ (conversations of agents, results of their tools)
 events.jsonl (crashes, written by the supervisor)  role_sizes.json (see verl scale)  start.json (see verl/run/state.py)
@@ -72,7 +72,6 @@ class RunFolder:
         self.logs = self.root / "logs"
         self.summary = self.root / "summary.json"
         self.curves = self.root / "curves.json"
-        self.learning_curve = self.root / "learning_curve.png"
         self.heartbeat = Heartbeat(self.root, rank, writes=rank == 0)
         self._lock = FolderLock(self.root)
         self._log_handlers: list[logging.Handler] = []
@@ -166,7 +165,7 @@ class RunFolder:
         return removed
 
     def write_curves(self, curves: Curves) -> None:
-        """Store the metrics that `verl show` and the learning curve display."""
+        """Store the metrics that `verl show` and the page display."""
         write_atomically(self.curves, json_text(curves))
 
     def read_curves(self) -> dict[str, dict[str, str]]:
@@ -197,7 +196,6 @@ class RunFolder:
             self.guards,
             self.summary,
             self.curves,
-            self.learning_curve,
             self.root / "config.yaml",
             *(self.root / f"{LEDGER}{part}" for part in ("-wal", "-shm", "")),
         )
