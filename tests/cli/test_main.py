@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import io
+import json
 import os
 import subprocess
 import sys
@@ -216,14 +217,28 @@ def test_other_errors_of_the_system_are_bugs(verl, monkeypatch):
     assert "FileNotFoundError" in said
 
 
-@pytest.mark.parametrize("module", COMMANDS)
-def test_commands_of_other_releases_are_verbs(module):
-    verb, *options = COMMANDS[module]
-    command = [sys.executable, "-m", module, *options, "data.train_file=x"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"verl {verb}: ")
-    assert "data.train_files" in done.stderr
+RUN_MODULES = """
+import contextlib, io, json, runpy, sys
+for module, options in json.loads(sys.argv[1]).items():
+    sys.argv[1:] = [*options, "data.train_file=x"]
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            code = end.code
+    print(json.dumps([module, code, said.getvalue()]))
+"""
+
+
+def test_commands_of_other_releases_are_verbs():
+    """As `python -m MODULE` runs them, in one process."""
+    done = fresh_python(RUN_MODULES, json.dumps({module: options for module, (_, *options) in COMMANDS.items()}))
+    said = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [module for module, *_ in said] == list(COMMANDS), done.stderr
+    for module, code, error in said:
+        assert code == 2
+        assert error.startswith(f"verl {COMMANDS[module][0]}: "), error
+        assert "data.train_files" in error
 
 
 def test_the_package_is_a_command():

@@ -36,7 +36,7 @@ def test_enough_of_the_names_import():
 
 
 def test_only_worker_groups_need_ray():
-    """Every other module of the table imports without Ray, vLLM, pandas and Hydra, and starts no CUDA."""
+    """Every other module of the table imports without Ray, vLLM and Hydra, and starts no CUDA. What needs Ray says so."""
     modules = sorted({module for module, *_ in rows() if not module.startswith("verl.single_controller.ray")})
     code = (
         "import importlib, sys\n"
@@ -49,6 +49,17 @@ def test_only_worker_groups_need_ray():
         "        assert error.name.startswith('verl'), f'{name} needs {error.name}'\n"
         "import torch\n"
         "assert not torch.cuda.is_initialized()\n"
+        "from verl.errors import MissingExtraError\n"
+        "from verl.trainer.ppo.ray_trainer import RayPPOTrainer, compute_advantage\n"
+        "from verl.trainer.ppo.reward import compute_reward_async\n"
+        "from verl.single_controller.base import Worker\n"
+        "from verl.single_controller import ray as groups\n"
+        "for use in (lambda: compute_reward_async.remote(None), lambda: groups.RayWorkerGroup):\n"
+        "    try:\n"
+        "        use()\n"
+        "    except MissingExtraError as error:\n"
+        "        print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.count("pip install 'verl[ray]'") == 2, done.stdout

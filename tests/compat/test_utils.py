@@ -3,8 +3,6 @@ torch_dtypes, tracking, checkpoint}: small functions, called as recipes call the
 
 import asyncio
 import json
-import subprocess
-import sys
 import time
 import warnings
 from types import SimpleNamespace
@@ -355,23 +353,3 @@ def test_samples_of_a_validation_go_to_the_open_trackers(tmp_path, monkeypatch):
     assert "file" not in _open
     rows = [json.loads(line) for path in tmp_path.rglob("*.jsonl") for line in path.read_text().splitlines()]
     assert rows == [{"step": 7, "data": {"loss": 1.5}}]
-
-
-def test_without_ray_the_sentence_names_the_extra():
-    """Names that need Ray raise with a sentence; the other names of the same modules are there."""
-    code = (
-        "import sys\n"
-        "sys.modules['ray'] = None\n"
-        "from verl.errors import MissingExtraError\n"
-        "from verl.trainer.ppo.ray_trainer import RayPPOTrainer, compute_advantage\n"
-        "from verl.trainer.ppo.reward import compute_reward_async\n"
-        "from verl.single_controller.base import Worker\n"
-        "from verl.single_controller import ray as groups\n"
-        "for use in (lambda: compute_reward_async.remote(None), lambda: groups.RayWorkerGroup):\n"
-        "    try:\n"
-        "        use()\n"
-        "    except MissingExtraError as error:\n"
-        "        print(error)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.stdout.count("pip install 'verl[ray]'") == 2, done.stdout + done.stderr

@@ -6,6 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.models.reference import make_columns, random_rows, reference_outputs, widen_norms
+from tests.slow import each_value
 from verl.models.forward import packed_outputs
 from verl.models.load import load_causal_lm, load_model
 from verl.models.packed import PackedLayout, PackedSegment, choose_kernel, masked_attention
@@ -64,8 +65,7 @@ def module_of(tiny_folder):
     return get
 
 
-@pytest.mark.parametrize("share", [True, False], ids=["shared", "alone"])
-@pytest.mark.parametrize("family", PACKED)
+@pytest.mark.parametrize(("family", "share"), each_value(PACKED, [True, False]))
 def test_outputs_and_gradients_equal_dense_rows_in_float64(module_of, family, share):
     prompts, responses = random_rows(3, [4, 1, 3], longest_prompt=20, longest_response=24)
     columns = make_columns(prompts, responses, pad_prompt=2, pad_response=3)

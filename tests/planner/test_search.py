@@ -1,6 +1,7 @@
 """The search: placements of HybridFlow, branch and bound, properties, what fits."""
 
 import contextlib
+import functools
 import itertools
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ PAPER = Workload(1024, 1, 1024, Lengths.constant(1024), updates=8)
 MEGATRON = Space(zero=(1,), offload=False, pipelines=(1, 2, 4, 8))
 
 
+@functools.cache
 def seconds(model, devices, groups, even=False):
     """The best step of PPO with four models of this size on A100s with 200 Gbit/s between nodes (HybridFlow, section 8)."""
     shape = known_shape(LLAMA[model])

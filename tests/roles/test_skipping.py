@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.models.reference import make_columns, random_rows
+from tests.slow import each_value
 from verl.algorithms.policy_losses import POLICY_LOSSES
 from verl.algorithms.policy_losses.terms import is_zero_without_advantage
 from verl.algorithms.reduce import LOSS_AGG_MODES
@@ -20,7 +21,7 @@ from verl.roles.objectives.policy import PolicyObjective, all_rows, rows_with_ad
 from verl.roles.updates import MiniBatchSchedule
 
 DECLARED = sorted(n for n in POLICY_LOSSES.built_in if is_zero_without_advantage(POLICY_LOSSES.declared(n)))
-CUTS = [pytest.param(MicroBatching(max_tokens=40), id="tokens"), pytest.param(MicroBatching(max_rows=3), id="rows")]
+CUTS = [MicroBatching(max_tokens=40), MicroBatching(max_rows=3)]
 SIZES = [4, 1, 3, 2, 4]
 SILENT = [0, 1, 2, 3, 5, 9]  # a whole group of four, and single rows
 
@@ -115,8 +116,7 @@ def weights_of(engine):
     return {name: whole(tensor).clone() for name, tensor in engine.state().model.items()}
 
 
-@pytest.mark.parametrize("micro", CUTS)
-@pytest.mark.parametrize("mode", DECLARED)
+@pytest.mark.parametrize(("mode", "micro"), each_value(DECLARED, CUTS))
 def test_gradients_match_all_rows(engine, mode, micro):
     for agg_mode in LOSS_AGG_MODES:
         config, batch = make_config(mode, loss_agg_mode=agg_mode), make_batch()

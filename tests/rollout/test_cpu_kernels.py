@@ -1,6 +1,7 @@
 """The compiled kernels, each instruction set that this processor has, against torch in float64 and against themselves."""
 
 import copy
+import itertools
 import multiprocessing
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 
 from tests.rollout.conftest import make_prompts
 from tests.sanitizer import run_checked
+from tests.slow import each_value, slow
 from verl.data_proto.samples import PromptRequest, SamplingParams
 from verl.errors import ConfigError
 from verl.models.tiny import make_tiny_model
@@ -173,7 +175,7 @@ def assert_same(ours, theirs, atol):
         assert np.allclose(a.log_probs, b.log_probs, atol=atol)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("kernels", "family"), each_value(SETS, FAMILIES), indirect=["kernels"])
 def test_greedy_tokens_match_torch(kernels, family, make_engine, monkeypatch):
     """Over prompts in chunks, rows that end and refill, shared prompts and prompts in the rows' own slots."""
     for n in (1, 3):
@@ -182,14 +184,14 @@ def test_greedy_tokens_match_torch(kernels, family, make_engine, monkeypatch):
         assert_same(generate(engine, n=n), by_torch(monkeypatch, engine, n=n), 1e-5)
 
 
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize(("kernels", "name"), each_value(SETS, list(ODD)), indirect=["kernels"])
 def test_odd_sizes_equal_torch(kernels, name, odd_models, make_engine, monkeypatch):
     engine = make_engine("native", module=odd_models[name], max_num_seqs=4)
     assert type(engine.dense()) is CpuForward
     assert_same(generate(engine, n=2), by_torch(monkeypatch, engine, n=2), 1e-5)
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *ODD])
+@pytest.mark.parametrize(("kernels", "name"), each_value(SETS, [*FAMILIES, *ODD]), indirect=["kernels"])
 def test_bfloat16_is_as_near_to_float64_as_torch(kernels, name, load, odd_models, make_engine, monkeypatch):
     """The first token's log-probs. Both round at the same places, so neither may be nearer by much."""
     source = odd_models[name] if name in ODD else load(name)
@@ -216,7 +218,11 @@ def test_bfloat16_is_as_near_to_float64_as_torch(kernels, name, load, odd_models
     assert error(ours) < 1.5 * error(theirs)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("kernels", "dtype", "family"),
+    [slow(*case, when=number % 5 > 0) for number, case in enumerate(itertools.product(SETS, DTYPES, FAMILIES))],
+    indirect=["kernels", "dtype"],
+)
 def test_samples_do_not_depend_on_slots_neighbours_or_pieces(kernels, dtype, family, load, make_engine):
     module = copy.deepcopy(load(family)).to(dtype)
     lengths = [3 + 5 * (i % 7) for i in range(32)]

@@ -18,6 +18,7 @@ from tests.models.recorded_modes import RecordedModes
 from tests.rollout.conftest import EOS, make_prompts
 from tests.rollout.counted_launches import count
 from tests.rollout.no_waits import WaitError, allowed, guarded, no_waits
+from tests.slow import each_value
 from verl.config import RolloutConfig
 from verl.config.sections.rollout import KVCacheConfig
 from verl.data_proto.samples import SamplingParams, TurnRequest
@@ -97,8 +98,7 @@ def test_samples_are_those_of_the_host_backend(family, case, device, make_engine
 BEYOND = ("mistral", "qwen3_moe", "mixtral", "qwen2_moe", "phi3")  # windows that act, mixtures, joined projections
 
 
-@pytest.mark.parametrize("case", ["greedy", "sampled", "alone"])
-@pytest.mark.parametrize("family", BEYOND)
+@pytest.mark.parametrize(("family", "case"), each_value(BEYOND, ["greedy", "sampled", "alone"]))
 def test_windows_and_experts_give_the_samples_of_the_host_backend(family, case, device, make_engine):
     prompts, params = make_prompts(LENGTHS), CASES[case]
     expected = make_engine("native", family).generate(prompts, params, step=1)
@@ -117,8 +117,10 @@ def test_a_prompt_is_shared_within_the_window(device, make_engine):
     assert_same(ours, make_engine("native", "mistral").generate(prompts, params, step=1))
 
 
-@pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "v_proj", "down_proj")])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen2_moe"])
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    each_value(["llama", "qwen2", "qwen2_moe"], ["all-linear", ("q_proj", "v_proj", "down_proj")]),
+)
 def test_adapters_are_applied_with_their_present_values(family, targets, load, device, make_engine):
     """By the backend of the GPU too, after an update of the adapters that leaves the stores as they are."""
     module = copy.deepcopy(load(family))
@@ -157,9 +159,13 @@ def in_one_wave(make_engine):
     return functools.cache(lambda case: generate(engine, make_prompts(LENGTHS, seed=4), CASES[case])[0])
 
 
-@pytest.mark.parametrize("case", ["sampled", "alone", "stopped early", "one token"])
-@pytest.mark.parametrize(("rows", "budget"), [(1, 8192), (3, 30), (7, 1), (64, 41)])
-def test_rows_and_waves_change_nothing(rows, budget, case, device, in_one_wave):
+@pytest.mark.parametrize(
+    ("room", "case"),
+    each_value([(1, 8192), (3, 30), (7, 1), (64, 41)], ["sampled", "alone", "stopped early", "one token"]),
+)
+def test_rows_and_waves_change_nothing(room, case, device, in_one_wave):
+    """With room for (rows, tokens of a prompt)."""
+    rows, budget = room
     prompts, params = make_prompts(LENGTHS, seed=4), CASES[case]
     ours, stats = generate(device(rows=rows, budget=budget), prompts, params)
     assert_same(ours, in_one_wave(case))

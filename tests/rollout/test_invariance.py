@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.rollout.conftest import make_prompts
-from tests.slow import slow
+from tests.slow import each_value, slow
 from verl.data_proto.samples import SamplingParams
 from verl.errors import ConfigError
 from verl.rollout.cpu.library import kernels
@@ -35,8 +35,7 @@ def engines(make_engine, load, family, dtype, **config):
 
 @pytest.mark.usefixtures("bf16_path")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("n", "prepack"), [(1, True), (2, False), slow(1, False), slow(2, True)])
-@pytest.mark.parametrize("family", ["llama", "gemma"])
+@pytest.mark.parametrize(("family", "n", "prepack"), each_value(["llama", "gemma"], [1, 2], [True, False]))
 def test_bits_do_not_depend_on_the_slots_or_the_engine_says_so(family, n, prepack, dtype, load, make_engine):
     built = engines(make_engine, load, family, dtype, prepack_weights=prepack)
     holds = {engine.invariance().holds for engine in built}
@@ -49,8 +48,7 @@ def test_bits_do_not_depend_on_the_slots_or_the_engine_says_so(family, n, prepac
 
 
 @pytest.mark.skipif(kernels() is None, reason="no compiled kernels here")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize(("dtype", "family"), each_value(DTYPES, ["llama", "qwen3", "mistral"]))
 def test_the_compiled_kernels_are_invariant(family, dtype, load, make_engine):
     built = engines(make_engine, load, family, dtype)
     assert "compiled kernels" in built[0].invariance().why

@@ -131,7 +131,7 @@ def moved(before, after):
     return [n for n in changed if is_of_tower(n)], [n for n in changed if not is_of_tower(n)]
 
 
-@pytest.mark.parametrize("family", WITH_PROCESSOR)
+@pytest.mark.parametrize("family", [slow(family, when=family not in (FAMILY, "qwen3_vl")) for family in WITH_PROCESSOR])
 def test_grpo_trains_and_its_checkpoint_opens(family, grpo, folder_of):
     run = grpo(family, "trainer.save_freq=2", "trainer.test_freq=2")
     rows = run.training_rows()
