@@ -104,7 +104,7 @@ def settings_of(model, task, text):
 
 
 @pytest.mark.parametrize("name", [slow(name, when=name not in QUICK) for name in RUNS])
-def test_a_list_trains_two_steps(name, folder_of, task, tmp_path, no_pictures):
+def test_a_list_trains_two_steps(name, folder_of, task, tmp_path):
     family, text = RUNS[name]
     run = train_run(tmp_path / "run", settings_of(folder_of(family), task, text))
     assert [row["step"] for row in run.training_rows() if row["actor/grad_norm"] > 0] == [1, 2]
@@ -116,7 +116,7 @@ def test_a_list_passes_the_checks(name, folder_of, task):
 
 
 @pytest.mark.slow
-def test_the_list_of_fine_tuning_trains_two_steps(folder_of, task, tmp_path, no_pictures):
+def test_the_list_of_fine_tuning_trains_two_steps(folder_of, task, tmp_path):
     """messages_key, padding, dynamic micro-batches, and keys of a training engine."""
     text = (
         f"data.train_files={task}/sft.jsonl data.train_batch_size=4 data.max_length=300 data.pad_mode=no_padding "
