@@ -1,7 +1,8 @@
-"""Cost of a start against the number of rows: seconds to the first step and memory, at four sizes, with the fitted exponent.
+"""Cost of a run against its size, at four sizes, with the fitted exponent: a start against rows, the ledger against samples.
 
-    python -m benchmarks.scale                      the table of docs/scale.md
+    python -m benchmarks.scale                      the tables of starts in docs/scale.md
     python -m benchmarks.scale --sizes 1000,20000   other sizes
+    python -m benchmarks.scale --ledger             the table of the sample ledger (10 million samples: 3 GB)
 
 Each size has a generated parquet file and a GRPO run of a tiny model, started twice in new run folders: the first start has an
 empty cache. Seconds count from the start of the process to the end of the first step. Memory is the highest sum over the
@@ -19,9 +20,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import psutil
@@ -29,9 +32,16 @@ import pyarrow
 import pyarrow.parquet
 
 from benchmarks.runs import assigned
+from verl.tracking.ledger.reader import Ledger
+from verl.tracking.ledger.records import Prompt, Scored, SegmentRecord
+from verl.tracking.ledger.tracker import SampleTracker, start_ledger
+from verl.tracking.ledger.writer import LedgerWriter
 
 SIZES = (1_000, 20_000, 400_000, 5_000_000)
+SAMPLES = (10_240, 102_400, 1_024_000, 10_240_000)
+_PROMPTS, _SAMPLES, _TOKENS = 128, 8, 16  # of a recorded step
 MODES = {"": (), " with filter_overlong_prompts": ("data.filter_overlong_prompts=True",)}
+Result = TypeVar("Result")
 _RUN_LIMIT_S = 1200.0
 _POLL_S = 0.25
 _ROWS_WRITTEN = 100_000  # at once
@@ -132,46 +142,103 @@ def exponent(sizes: Sequence[int], costs: Sequence[float]) -> float:
     return float(slope)
 
 
-def table(sizes: Sequence[int], starts: dict[str, list[Start]]) -> str:
+def table(sizes: Sequence[int], costs: dict[str, list[float]]) -> str:
     """A Markdown table with a row for each quantity."""
     lines = [
         f"| | {' | '.join(f'{size:,}' for size in sizes)} | exponent |",
         f"|---|{'---|' * (len(sizes) + 1)}",
     ]
-    quantities = {
-        "seconds to the first step": [(name, [s.seconds for s in row]) for name, row in starts.items()],
-        "memory (GB)": [(name, [s.memory_gb for s in row]) for name, row in starts.items()],
-    }
-    for quantity, rows in quantities.items():
-        for name, costs in rows:
-            cells = " | ".join(f"{cost:.1f}" for cost in costs)
-            lines.append(f"| {quantity}, {name} | {cells} | {exponent(sizes, costs):.2f} |")
+    for name, row in costs.items():
+        cells = " | ".join(f"{cost:.3g}" for cost in row)
+        lines.append(f"| {name} | {cells} | {exponent(sizes, row):.2f} |")
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Cost of a start against the number of rows.")
-    parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="numbers of rows, in increasing order")
-    sizes = [int(size) for size in parser.parse_args().sizes.split(",")]
+def measure_starts(sizes: Sequence[int], folder: Path) -> None:
     from verl.models.tiny import make_tiny_model
 
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        model = make_tiny_model(folder / "model")
+    model = make_tiny_model(folder / "model")
+    for size in sizes:
+        write_rows(folder / f"{size}.parquet", size)
+    for mode, keys in MODES.items():
+        seconds: dict[str, list[float]] = {}
+        memory: dict[str, list[float]] = {}
         for size in sizes:
-            write_rows(folder / f"{size}.parquet", size)
-        for mode, keys in MODES.items():
-            starts: dict[str, list[Start]] = {}
-            for size in sizes:
-                changes = (*overrides(model, folder, folder / f"{size}.parquet"), *keys)
-                for attempt in ("first start", "second start"):
-                    run = folder / f"{size}{mode}-{attempt}".replace(" ", "-")
-                    start = measure(run, changes, folder / f"cache-{size}-{len(mode)}")
-                    starts.setdefault(f"{attempt}{mode}", []).append(start)
-                    print(
-                        f"{size:,} rows, {attempt}{mode}: {start.seconds:.1f} s, {start.memory_gb:.2f} GB", flush=True
-                    )
-            print(table(sizes, starts), flush=True)
+            changes = (*overrides(model, folder, folder / f"{size}.parquet"), *keys)
+            for attempt in ("first start", "second start"):
+                run = folder / f"{size}{mode}-{attempt}".replace(" ", "-")
+                start = measure(run, changes, folder / f"cache-{size}-{len(mode)}")
+                seconds.setdefault(f"seconds to the first step, {attempt}{mode}", []).append(start.seconds)
+                memory.setdefault(f"memory (GB), {attempt}{mode}", []).append(start.memory_gb)
+                print(f"{size:,} rows, {attempt}{mode}: {start.seconds:.1f} s, {start.memory_gb:.2f} GB", flush=True)
+        print(table(sizes, seconds | memory), flush=True)
+
+
+def measure_ledger(sizes: Sequence[int], folder: Path) -> None:
+    """One ledger grows through the sizes; a run of small steps recorded it."""
+    path = folder / "ledger.sqlite"
+    tracker = SampleTracker()
+    tracker.start(start_ledger(path), LedgerWriter(path))
+    costs: dict[str, list[float]] = {}
+
+    def timed(name: str, work: Callable[[], Result]) -> Result:
+        start = time.perf_counter()
+        result = work()
+        costs.setdefault(name, []).append(time.perf_counter() - start)
+        return result
+
+    for size in sizes:
+        while tracker.offset.num_trained < size - _PROMPTS * _SAMPLES:
+            record_step(tracker)
+        tracker.commit()
+        timed(
+            f"seconds to record and sync a step of {_PROMPTS * _SAMPLES:,} samples",
+            lambda: (record_step(tracker), tracker.commit()),
+        )
+        record = tracker.commit()
+        record_step(tracker)  # lost by the resume
+        tracker.close()
+        snapshot = timed("seconds to resume", partial(start_ledger, path, folder / "global_step_1", record))
+        with Ledger.open(path) as ledger:
+            counts = timed("seconds to count the outcomes", ledger.counts)
+        if counts.trained != size:
+            raise RuntimeError(f"the ledger has {counts.trained} samples instead of {size}")
+        costs.setdefault("bytes a sample", []).append(path.stat().st_size / size)
+        tracker.start(snapshot, LedgerWriter(path))
+        print(f"{size:,} samples: {', '.join(f'{name} {row[-1]:.3g}' for name, row in costs.items())}", flush=True)
+    tracker.close()
+    print(table(sizes, costs), flush=True)
+
+
+def record_step(tracker: SampleTracker) -> None:
+    """Issue, generate, score and train the samples of a step."""
+    step, first = tracker.offset.step + 1, tracker.cursor
+    ordinals = range(first, first + _PROMPTS)
+    tracker.issue(
+        step, [Prompt(i, 0, i, f"{i:016x}") for i in ordinals], num_samples=_SAMPLES, split="train", limit=_TOKENS
+    )
+    keys = [(ordinal, sample) for ordinal in ordinals for sample in range(_SAMPLES)]
+    tokens = np.arange(_TOKENS, dtype="<i4")
+    log_probs = (-tokens / 7).astype("<f4")
+    tracker.generate(step, [SegmentRecord(*key, tokens, log_probs, step - 1, "stop", 0) for key in keys])
+    tracker.score(step, [Scored(*key, 0.5, {"acc": 0.5}, None) for key in keys])
+    tracker.train(step, keys)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Cost of a run against its size.")
+    parser.add_argument("--sizes", help="numbers of rows or samples, in increasing order")
+    parser.add_argument("--ledger", action="store_true")
+    arguments = parser.parse_args()
+    sizes = (
+        [int(size) for size in arguments.sizes.split(",")]
+        if arguments.sizes
+        else SAMPLES
+        if arguments.ledger
+        else SIZES
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        (measure_ledger if arguments.ledger else measure_starts)(sizes, Path(folder))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.scale import Start, exponent, table, write_rows
+from benchmarks.scale import exponent, measure_ledger, table, write_rows
 from tests.data.rows import config
 from verl.data.dataset import load_dataset
 from verl.models.tiny import make_tokenizer
@@ -25,9 +25,13 @@ def test_exponents(power):
 
 
 def test_the_table_has_a_row_for_each_quantity():
-    lines = table((10, 1000), {"first start": [Start(2.0, 0.5), Start(20.0, 5.0)]}).splitlines()
+    lines = table((10, 1000), {"seconds": [2.0, 20.0], "memory (GB)": [0.5, 5.0]}).splitlines()
     assert lines[0] == "| | 10 | 1,000 | exponent |"
-    assert lines[2:] == [
-        "| seconds to the first step, first start | 2.0 | 20.0 | 0.50 |",
-        "| memory (GB), first start | 0.5 | 5.0 | 0.50 |",
-    ]
+    assert lines[2:] == ["| seconds | 2 | 20 | 0.50 |", "| memory (GB) | 0.5 | 5 | 0.50 |"]
+
+
+def test_a_ledger_grows_through_the_sizes(tmp_path, capsys):
+    measure_ledger((1024, 4096), tmp_path)
+    rows = capsys.readouterr().out.splitlines()
+    assert rows[2].startswith("| | 1,024 | 4,096 |")
+    assert len(rows) == 8

@@ -2,11 +2,13 @@
 
 import logging
 import os
+import re
 import shutil
 import sqlite3
 import tempfile
 import threading
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +26,7 @@ from verl.errors import CheckpointError, DeadlineError
 from verl.foreign_text import valid_utf8
 from verl.tracking.ledger import file as ledger_file
 from verl.tracking.ledger import writer as ledger_writer
-from verl.tracking.ledger.file import NAME, write_open
+from verl.tracking.ledger.file import NAME, holds, write_open
 from verl.tracking.ledger.reader import Ledger, read_counts
 from verl.tracking.ledger.records import ENVIRONMENT, SampleDigest, Scored, SegmentRecord, segments_of
 from verl.tracking.ledger.tracker import IN_CHECKPOINT, SampleTracker
@@ -356,38 +358,88 @@ def test_there_is_nothing_to_read_where_no_run_was(tmp_path):
     assert read_counts(tmp_path) is None
 
 
-def to_format_1(path):
+def to_format_2(path):
     """Make the file one of an earlier version."""
-    with sqlite3.connect(path) as db:
-        columns = "ordinal, sample, attempt, first_token, step, version, tokens, log_probs, finish_reason, rank, digest"
-        db.executescript(
-            f"CREATE TABLE pieces AS SELECT {columns} FROM segments; DROP TABLE segments;"
-            "ALTER TABLE skipped RENAME TO passed; UPDATE about SET value = '1' WHERE name = 'format';"
-        )
-    db.close()
+    with closing(sqlite3.connect(path)) as db:
+        for column in ("dropped", "evicted", "defaulted"):
+            db.execute(f"ALTER TABLE steps DROP COLUMN {column}")
+        db.executescript("DROP INDEX samples_again; UPDATE about SET value = '2' WHERE name = 'format';")
 
 
-def test_a_ledger_of_format_1_is_read_and_continued(path):
+def test_a_ledger_of_format_2_is_read_and_continued(path):
     tracker, _ = open_tracker(path)
     issue(tracker, 1, [1], n=1)
-    tracker.generate(1, [segment(1, 0, count=2, reason="length")])
-    take_step(tracker, 1, [0])
+    take_step(tracker, 1, [0], left_out=[(0, 1)], error="the scorer died")
+    take_step(tracker, 2, [1], n=3)
     record = tracker.commit()
     tracker.close()
-    to_format_1(path)
     with Ledger.open(path) as ledger:
-        assert [s.tokens.tolist() for s in ledger.trained()] == [[0, 1, 2], [10, 11, 12]]
-    again, waiting = resume(path, record)
-    assert [(s.tokens.tolist(), s.source) for s in waiting[0].segments] == [([100, 101], "policy")]
-    again.skip_prompts(2, 2)
-    take_step(again, 2, [2])
+        counts = ledger.counts()
+        assert (counts.trained, counts.dropped, counts.evicted, counts.defaulted) == (4, 1, 1, 2)
+    to_format_2(path)
+    with Ledger.open(path) as ledger:
+        assert ledger.counts() == counts
+    again, _ = resume(path, record)
+    take_step(again, 3, [2], left_out=[(2, 0)])
     again.close()
     with Ledger.open(path) as ledger:
-        assert ledger.counts().trained == 4
-    with sqlite3.connect(path) as db:
-        db.execute("UPDATE about SET value = '3' WHERE name = 'format'")
-    with pytest.raises(CheckpointError, match="has format 3; this version reads formats up to 2"):
+        assert ledger.counts() == replace(counts, steps=3, trained=5, dropped=2)
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("UPDATE about SET value = '4' WHERE name = 'format'")
+        db.commit()
+    with pytest.raises(CheckpointError, match="has format 4; this version reads formats up to 3"):
         resume(path, record)
+
+
+def test_a_resume_compares_the_newest_samples(path):
+    tracker, _ = open_tracker(path)
+    for step in range(1, 6):
+        take_step(tracker, step, [step - 1])
+    offset = tracker.offset
+    tracker.close()
+    for changed, num_verified, agrees in ((1, 10, False), (1, 4, True), (4, 4, False), (5, 1, False)):
+        with closing(sqlite3.connect(path)) as db:
+            (digest,) = db.execute("SELECT digest FROM samples WHERE ended_step = ?", (changed,)).fetchone()
+            db.execute("UPDATE samples SET digest = 'other' WHERE ended_step = ? AND sample = 0", (changed,))
+            db.commit()
+            assert holds(path, offset, num_verified) == agrees
+            db.execute("UPDATE samples SET digest = ? WHERE ended_step = ? AND sample = 0", (digest, changed))
+            db.commit()
+    assert holds(path, offset)
+
+
+def test_the_cost_of_a_resume_does_not_grow_with_the_history(path, monkeypatch):
+    """Counts, rewind and checkpoint reach all rows of samples and segments by an index."""
+    tracker, _ = open_tracker(path)
+    take_step(tracker, 1, [0, 1])
+    issue(tracker, 1, [2])
+    record, statements = tracker.commit(), []
+    tracker.close()
+    connect = ledger_file._open
+
+    def traced(*args):
+        db = connect(*args)
+        db.set_trace_callback(statements.append)
+        return db
+
+    monkeypatch.setattr(ledger_file, "_open", traced)
+    again, _ = resume(path, record)
+    take_step(again, 2, [2])
+    again.close()
+    write_open(path, path.with_name("saved"), again.offset)
+    with Ledger.open(path) as ledger:
+        ledger.counts()
+    monkeypatch.undo()
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("ATTACH ? AS whole", (str(path),))
+        queries = {s for s in statements if s.startswith(("SELECT", "DELETE", "UPDATE", "INSERT"))}
+        plans = {query: [row[3] for row in db.execute(f"EXPLAIN QUERY PLAN {query}")] for query in queries}
+    del plans[next(query for query in plans if query.startswith("INSERT INTO segments SELECT"))]  # of the new file
+    scans = {
+        q: p for q, p in plans.items() if any(re.match(r"SCAN (p|s|samples|segments|again)\b", step) for step in p)
+    }
+    assert len(plans) > 20
+    assert not scans
 
 
 def test_tokens_of_the_environment_have_no_log_probs(path):

@@ -4,7 +4,7 @@ about     run, base: the offset at which this file's history starts (0, unless t
 samples   one row per attempt at a sample, with the steps in which it was issued, scored and ended
 segments  the tokens of a sample in the order in which they were added, and their source: policy or environment
 skipped   prompts that never train, because the run went back to a checkpoint and continued behind them
-steps     the offset at the end of every step
+steps     the offset at the end of every step, and the samples that had ended without training by then
 
 Every change carries the number of its step and overwrites nothing that an earlier step wrote, so the file can be rewound to
 the end of any step.
@@ -14,6 +14,9 @@ WAL with synchronous=NORMAL, where a kill loses no commit and a power failure lo
 integrity. Before a checkpoint is renamed into its place, `LedgerWriter.flush` commits once more under synchronous=FULL,
 which syncs the whole journal. So no checkpoint is ahead of the ledger, and a resumed run rewinds the records after its
 checkpoint.
+
+The cost of a resume, of a checkpoint and of the counts does not grow with the history. What changes after a step is reached by
+the index of `ended_step`, counts are sums per step, and a resume compares the newest _VERIFIED samples with the checkpoint.
 """
 
 from __future__ import annotations
@@ -35,10 +38,12 @@ from verl.tracking.ledger.records import TRAINED, Offset, chained_digest
 log = logging.getLogger(__name__)
 
 NAME = "ledger.sqlite"
-FORMAT = 2  # 1: the table segments had another name and had no source; such files are upgraded when they are opened
+FORMAT = 3  # 2: the table steps had no counts; such files are upgraded when they are opened for writing
 BUSY_S = 30.0  # longest wait for another process that reads or writes the file
+_VERIFIED = 100_000  # newest samples that a resume compares with its checkpoint: about a second
+_CHECKED_BYTES = 1 << 28  # larger files are not read whole to look for damaged pages
 
-SCHEMA = """
+_SAMPLES = """
 CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE samples (
   ordinal INTEGER, sample INTEGER, attempt INTEGER, epoch INTEGER, data_row INTEGER, prompt TEXT,
@@ -52,8 +57,14 @@ CREATE TABLE segments (
   tokens BLOB, log_probs BLOB, finish_reason TEXT, rank INTEGER, digest BLOB, source TEXT NOT NULL,
   PRIMARY KEY (ordinal, sample, attempt, first_token));
 CREATE TABLE skipped (step INTEGER PRIMARY KEY, first_ordinal INTEGER, next_ordinal INTEGER);
-CREATE TABLE steps (step INTEGER PRIMARY KEY, cursor INTEGER, num_trained INTEGER, digest TEXT);
 """
+_COUNTS = """
+CREATE INDEX samples_again ON samples (attempt) WHERE attempt = 1;
+CREATE TABLE steps (step INTEGER PRIMARY KEY, cursor INTEGER, num_trained INTEGER, digest TEXT,
+  dropped INTEGER, evicted INTEGER, defaulted INTEGER);
+"""
+SCHEMA = _SAMPLES + _COUNTS
+_OFFSET = "step, cursor, num_trained, digest"  # columns of steps
 STATEMENTS = {
     "issue": "INSERT INTO samples (ordinal, sample, attempt, epoch, data_row, prompt, issued_step, split, token_limit) "
     "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -62,21 +73,36 @@ STATEMENTS = {
     "WHERE ordinal = ? AND sample = ? AND attempt = ?",
     "end": "UPDATE samples SET ended_step = ?, fate = ?, uses = ? WHERE ordinal = ? AND sample = ? AND attempt = ?",
     "skip": "INSERT OR REPLACE INTO skipped VALUES (?, ?, ?)",
-    "step": "INSERT INTO steps VALUES (?, ?, ?, ?)",
+    "step": "INSERT INTO steps SELECT ?1, ?2, ?3, ?4, coalesce(max(dropped), 0) + (SELECT count(*) {dropped}), "
+    "coalesce(max(evicted), 0) + (SELECT count(*) {evicted}), coalesce(max(defaulted), 0) + (SELECT count(*) {defaulted}) "
+    "FROM (SELECT * FROM steps ORDER BY step DESC LIMIT 1)".format(
+        dropped="FROM samples WHERE ended_step = ?1 AND fate = 'dropped'",
+        evicted="FROM samples WHERE ended_step = ?1 AND fate = 'evicted'",
+        defaulted="FROM samples WHERE ended_step = ?1 AND error IS NOT NULL",
+    ),
 }
+# a sample changes until it ends, so the index of ended_step reaches everything after a step
 _REWIND = """
-DELETE FROM segments WHERE step > {step};
-DELETE FROM samples WHERE issued_step > {step};
-UPDATE samples SET scored_step = NULL, reward = NULL, parts = NULL, error = NULL, digest = NULL WHERE scored_step > {step};
+DELETE FROM segments WHERE step > {step} AND (ordinal, sample, attempt) IN (
+  SELECT ordinal, sample, attempt FROM samples WHERE ended_step IS NULL OR ended_step > {step});
+DELETE FROM samples WHERE issued_step > {step} AND (ended_step IS NULL OR ended_step > {step});
+UPDATE samples SET scored_step = NULL, reward = NULL, parts = NULL, error = NULL, digest = NULL
+  WHERE scored_step > {step} AND (ended_step IS NULL OR ended_step > {step});
 UPDATE samples SET ended_step = NULL, fate = NULL, uses = NULL WHERE ended_step > {step};
 DELETE FROM skipped WHERE step > {step};
 DELETE FROM steps WHERE step > {step};
 """
-_UPGRADE = """
-ALTER TABLE pieces RENAME TO segments;
-ALTER TABLE segments ADD COLUMN source TEXT NOT NULL DEFAULT 'policy';
-ALTER TABLE passed RENAME TO skipped;
-UPDATE about SET value = '2' WHERE name = 'format';
+# the table steps of a file of format 2, with counts
+_COUNTED_STEPS = """
+SELECT step, cursor, num_trained, digest, total(d) OVER before AS dropped, total(e) OVER before AS evicted,
+  total(f) OVER before AS defaulted
+FROM main.steps LEFT JOIN (SELECT ended_step, sum(fate = 'dropped') AS d, sum(fate = 'evicted') AS e,
+  sum(error IS NOT NULL) AS f FROM samples GROUP BY ended_step) ON ended_step = step WINDOW before AS (ORDER BY step)
+"""
+_UPGRADE = f"""
+CREATE TEMP TABLE counted AS {_COUNTED_STEPS};
+DROP TABLE steps; {_COUNTS} INSERT INTO steps SELECT * FROM counted; DROP TABLE counted;
+UPDATE about SET value = '3' WHERE name = 'format';
 """
 FIX = (
     "Move it to another place: the run then continues from the checkpoint's own record, without the history before it."
@@ -99,11 +125,11 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Open for writing, in autocommit, and upgrade a file of format 1. The journal mode is the best that the folder allows:
+    """Open for writing, in autocommit, and upgrade a file of format 2. The journal mode is the best that the folder allows:
     WAL; without shared memory, TRUNCATE; without locks too, TRUNCATE without locking, since a run folder has one writer.
     Raises sqlite3.Error."""
     db = _connect_best(path)
-    if _is_format_1(db):
+    if _is_format_2(db):
         db.executescript(f"BEGIN; {_UPGRADE} COMMIT;")
     return db
 
@@ -153,7 +179,7 @@ def _open(path: Path, options: str) -> sqlite3.Connection:
         db.execute("PRAGMA ignore_check_constraints=ON")  # the tables of a ledger have none
         known = _forms()
         for name, form in _forms_of(db).items():
-            if form != known.get(name):
+            if form not in known.get(name, []):
                 raise sqlite3.DatabaseError(f"its {clean(name)} is not of a ledger")
     except BaseException:
         db.close()
@@ -172,11 +198,13 @@ def _forms_of(db: sqlite3.Connection) -> dict[str, list[str]]:
 
 
 @cache
-def _forms() -> dict[str, list[str]]:
+def _forms() -> dict[str, list[list[str]]]:
+    """The forms that each table or index may have."""
     with closing(sqlite3.connect(":memory:")) as db:
         db.executescript(SCHEMA)
-        forms = _forms_of(db)
-    return {**forms, "pieces": forms["segments"][:-1], "passed": forms["skipped"]}  # the last two are of format 1
+        forms = {name: [form] for name, form in _forms_of(db).items()}
+    forms["steps"].append(forms["steps"][0][:4])  # of format 2
+    return forms
 
 
 def connect_read_only(path: Path) -> sqlite3.Connection:
@@ -185,8 +213,8 @@ def connect_read_only(path: Path) -> sqlite3.Connection:
     for options in ("mode=ro",) if beside else ("mode=ro", "immutable=1"):
         db = _open(path, options)
         try:
-            if _is_format_1(db):
-                db.execute("CREATE TEMP VIEW segments AS SELECT *, 'policy' AS source FROM pieces")
+            if _is_format_2(db):
+                db.execute(f"CREATE TEMP VIEW steps AS {_COUNTED_STEPS}")
             return db
         except sqlite3.Error as error:
             db.close()
@@ -194,8 +222,9 @@ def connect_read_only(path: Path) -> sqlite3.Connection:
     raise failure
 
 
-def _is_format_1(db: sqlite3.Connection) -> bool:
-    return bool(db.execute("SELECT count(*) FROM sqlite_master WHERE name = 'pieces'").fetchone()[0])
+def _is_format_2(db: sqlite3.Connection) -> bool:
+    (columns,) = db.execute("SELECT count(*) FROM pragma_table_info('steps')").fetchone()
+    return columns == 4
 
 
 def is_network_folder(folder: Path) -> bool:
@@ -216,7 +245,9 @@ def create(path: Path, run: str, base: Offset) -> None:
 def run_of(path: Path) -> str:
     """The id of the run that owns the ledger `path`. Raises CheckpointError when it is damaged or of a newer format."""
     with explained(path), closing(connect_read_only(path)) as db:
-        (state,) = db.execute("PRAGMA quick_check(1)").fetchone()
+        state = "ok"
+        if path.stat().st_size <= _CHECKED_BYTES:
+            (state,) = db.execute("PRAGMA quick_check(1)").fetchone()
         if state != "ok":
             raise CheckpointError(f"The sample ledger {path} is damaged ({clean(state)}). {FIX}")
         about = dict(db.execute("SELECT name, value FROM about"))
@@ -229,7 +260,7 @@ def run_of(path: Path) -> str:
 
 def offset_at(db: sqlite3.Connection, step: int) -> Offset | None:
     """The offset at the end of `step`; None when the ledger does not reach it."""
-    row = db.execute("SELECT step, cursor, num_trained, digest FROM steps WHERE step = ?", (step,)).fetchone()
+    row = db.execute(f"SELECT {_OFFSET} FROM steps WHERE step = ?", (step,)).fetchone()
     if row is not None:
         return Offset(*row)
     base = base_of(db)
@@ -238,7 +269,7 @@ def offset_at(db: sqlite3.Connection, step: int) -> Offset | None:
 
 def newest_offset(db: sqlite3.Connection) -> Offset:
     """The end of the last step in the file."""
-    row = db.execute("SELECT step, cursor, num_trained, digest FROM steps ORDER BY step DESC LIMIT 1").fetchone()
+    row = db.execute(f"SELECT {_OFFSET} FROM steps ORDER BY step DESC LIMIT 1").fetchone()
     return base_of(db) if row is None else Offset(*row)
 
 
@@ -247,24 +278,31 @@ def base_of(db: sqlite3.Connection) -> Offset:
     return Offset(**json.loads(db.execute("SELECT value FROM about WHERE name = 'base'").fetchone()[0]))
 
 
-def holds(path: Path, offset: Offset) -> bool:
-    """Whether the ledger, rewound to the step of `offset`, matches the offset, sample by sample."""
+def holds(path: Path, offset: Offset, num_verified: int = _VERIFIED) -> bool:
+    """Whether the ledger, rewound to the step of `offset`, matches the offset. Its newest steps are compared sample by sample,
+    so many steps that they have at least `num_verified` samples."""
     with explained(path), closing(connect_read_only(path)) as db:
         if offset_at(db, offset.step) != offset:
             return False
-        base = base_of(db)
-        digest, num_trained = base.digest, base.num_trained
-        for (step,) in db.execute("SELECT step FROM steps WHERE step <= ? ORDER BY step", (offset.step,)):
+        start = db.execute(
+            f"SELECT {_OFFSET} FROM steps WHERE step <= ? AND num_trained <= ? ORDER BY step DESC LIMIT 1",
+            (offset.step, offset.num_trained - num_verified),
+        ).fetchone()
+        before = base_of(db) if start is None else Offset(*start)
+        digest, num_trained = before.digest, before.num_trained
+        between = (before.step, offset.step)
+        for (step,) in db.execute("SELECT step FROM steps WHERE step > ? AND step <= ? ORDER BY step", between):
             trained = db.execute(
                 "SELECT ordinal, sample, uses, digest FROM samples WHERE ended_step = ? AND fate = ? "
                 "AND max(issued_step, scored_step) <= ended_step ORDER BY ordinal, sample", (step, TRAINED),
             ).fetchall()  # fmt: skip
             digest, num_trained = chained_digest(digest, step, trained), num_trained + len(trained)
+        first = -(1 << 62) if start is None else before.step  # a changed file may name any step
         (counted,) = db.execute(
-            "SELECT count(*) FROM samples WHERE fate = ? AND (ended_step IS NULL OR ended_step <= ?)",
-            (TRAINED, offset.step),
+            "SELECT count(*) FROM samples WHERE fate = ? AND (ended_step IS NULL OR ended_step > ? AND ended_step <= ?)",
+            (TRAINED, first, offset.step),
         ).fetchone()
-        return (digest, num_trained, counted) == (offset.digest, offset.num_trained, num_trained - base.num_trained)
+        return (digest, num_trained, counted) == (offset.digest, offset.num_trained, num_trained - before.num_trained)
 
 
 def rewind(path: Path, step: int) -> None:
@@ -299,7 +337,7 @@ def write_open(path: Path, target: Path, offset: Offset) -> None:
             f"WHERE issued_step <= {step} AND (ended_step IS NULL OR ended_step > {step})"
         )
         db.execute(
-            "INSERT INTO segments SELECT s.* FROM whole.segments s JOIN samples USING (ordinal, sample, attempt)"
+            "INSERT INTO segments SELECT s.* FROM samples CROSS JOIN whole.segments s USING (ordinal, sample, attempt)"
         )
         db.execute("COMMIT")
         db.executescript(f"BEGIN; {_REWIND.format(step=step)} COMMIT;")

@@ -5,7 +5,7 @@ with Ledger.open("checkpoints/my_run") as ledger:
     ledger.trained(step=12)          tokens, log-probs, reward, version of the weights of each
     ledger.multiset_of_trained()     equal for two runs that trained on the same samples
 
-The run may still be writing. Ledgers of format 1 are readable too.
+The run may still be writing.
 """
 
 from __future__ import annotations
@@ -112,21 +112,37 @@ class Ledger:
 
     def counts(self) -> Counts:
         """The number of samples of each fate."""
-        fates = dict(self._rows("SELECT coalesce(fate, ''), count(*) FROM samples GROUP BY fate"))
-        ((defaulted,),) = self._rows("SELECT count(*) FROM samples WHERE error IS NOT NULL")
+        self._db.execute("BEGIN")  # one state of the file, while a run writes
+        try:
+            return self._counts()
+        finally:
+            self._db.execute("COMMIT")
+
+    def _counts(self) -> Counts:
+        offset = self.offset()
+        ((dropped, evicted, defaulted),) = self._rows(
+            "SELECT total(dropped), total(evicted), total(defaulted) FROM (SELECT * FROM steps ORDER BY step DESC LIMIT 1)"
+        )
+        newer = self._rows(
+            "SELECT fate, count(*), sum(error IS NOT NULL) FROM samples WHERE ended_step IS NULL OR ended_step > ? "
+            "GROUP BY fate",
+            offset.step,
+        )
+        fates = Counter({fate: count for fate, count, _ in newer})
         ((twice,),) = self._rows(
-            "SELECT count(*) FROM (SELECT 1 FROM samples WHERE fate = ? GROUP BY ordinal, sample HAVING count(*) > 1)",
+            "SELECT count(*) FROM samples AS again WHERE attempt = 1 AND (SELECT count(*) FROM samples AS s WHERE "
+            "(s.ordinal, s.sample, s.fate) = (again.ordinal, again.sample, ?)) > 1",
             TRAINED,
         )
         with explained(self.path):
             before = base_of(self._db).num_trained
         return Counts(
-            steps=self.offset().step,
-            trained=fates.get(TRAINED, 0),
-            pending=fates.get("", 0),
-            dropped=fates.get(DROPPED, 0),
-            evicted=fates.get(EVICTED, 0),
-            defaulted=defaulted,
+            steps=offset.step,
+            trained=offset.num_trained - before + fates[TRAINED],
+            pending=fates[None],
+            dropped=int(dropped) + fates[DROPPED],
+            evicted=int(evicted) + fates[EVICTED],
+            defaulted=int(defaulted) + sum(errors for _, _, errors in newer),
             twice=twice,
             before=before,
         )
@@ -201,7 +217,7 @@ def read_counts(folder: Path) -> Counts | None:
 
 
 _OPEN_SEGMENTS = (
-    "SELECT p.* FROM segments p JOIN samples s USING (ordinal, sample, attempt) WHERE s.ended_step IS NULL "
+    "SELECT p.* FROM samples s CROSS JOIN segments p USING (ordinal, sample, attempt) WHERE s.ended_step IS NULL "
     "ORDER BY ordinal, sample, attempt, first_token"
 )
 _OPEN_SAMPLES = (
