@@ -6,7 +6,7 @@ import torch
 from tests.models.test_vision import SIZES, cached_log_probs, inputs_of, prompt_of
 from tests.vision_families import CONFIGS, IMAGE, random_model
 from verl.config import RolloutConfig
-from verl.data_proto.samples import PromptRequest, SamplingParams
+from verl.data_proto.samples import PromptRequest, SamplingParams, TurnRequest
 from verl.errors import ConfigError
 from verl.models.load import load_model
 from verl.models.vision import vision_towers
@@ -82,6 +82,29 @@ def test_a_sample_resumes_behind_images(family, module, name):
         (done,) = engine.generate([resumed], GREEDY, step=1)
         whole = cached_log_probs(random_model(family), request.token_ids, request.media, (*response, *done.token_ids))
         assert torch.allclose(torch.tensor(done.log_probs), whole[len(response) :], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_turn_follows_images(family, module, name):
+    """As of an agent: the tokens of an environment follow a kept response, and may have the token of images."""
+    answer = (31, IMAGE, 33)
+    params = SamplingParams(n=1, max_new_tokens=4, ignore_eos=True)
+    generation = engine_of(name, module).open(params, step=1, keep=True)
+    requests = requests_of(family)
+    for request in requests:
+        generation.add(request)
+    turns = {}
+    while done := generation.poll():
+        for one in done:
+            turns.setdefault(one.key, []).append(one)
+            if len(turns[one.key]) == 1:
+                generation.add(TurnRequest(*one.key, answer, 4))
+    generation.close()
+    for request in requests:
+        first, second = turns[request.ordinal, 0]
+        whole = (*first.token_ids, *answer, *second.token_ids)
+        expected = cached_log_probs(random_model(family), request.token_ids, request.media, whole)
+        assert torch.allclose(torch.tensor(second.log_probs), expected[-4:], rtol=0, atol=1e-5)
 
 
 def test_images_of_a_prompt_are_computed_once_for_its_samples(family, module):

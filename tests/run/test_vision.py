@@ -1,7 +1,6 @@
 """Programs on rows with images, from files to checkpoints, on a tiny model of every family."""
 
 import base64
-import functools
 import io
 import json
 
@@ -223,17 +222,12 @@ def test_adapters_train_on_images(grpo):
     assert all(row["actor/grad_norm"] > 0 for row in run.training_rows())
 
 
-@pytest.mark.parametrize(("key", "value"), [
-    ("reward.reward_model.judge_template", "{response}"), ("actor_rollout_ref.rollout.multi_turn.enable", True),
-])  # fmt: skip
-def test_what_reads_text_refuses_images(key, value, folder_of, task):
+def test_a_judge_refuses_images(folder_of, task):
     loaded = load_config(overrides(folder_of(FAMILY), task, "data.max_prompt_length=300")).config
-    section, _, name = key.rpartition(".")
-    change = functools.reduce(getattr, section.split("."), loaded)
     rows = load_dataset(loaded.data.train_files, load_tokenizer(folder_of(FAMILY)), loaded.data)
-    object.__setattr__(change, name, value)
-    object.__setattr__(loaded.reward.reward_model, "enable", True)
-    with pytest.raises(DataError, match=f"images do not work with {key} in this version"):
+    for name, value in (("enable", True), ("judge_template", "{response}")):
+        object.__setattr__(loaded.reward.reward_model, name, value)
+    with pytest.raises(DataError, match="images do not work with reward.reward_model.judge_template"):
         refuse_images(loaded, rows)
 
 
@@ -257,3 +251,23 @@ def test_a_checkpoint_is_exported_and_evaluated_with_its_processor(grpo, folder_
         tmp_path / "exported", task, "data.max_prompt_length=300", f"trainer.default_local_dir={tmp_path}/eval"
     )
     assert main(["eval", *settings]) == 0
+
+
+def test_an_agent_begins_with_images_and_answers_a_user(grpo, task, tmp_path):
+    (tmp_path / "users.yaml").write_text(
+        "interaction: [{name: judge, class_name: tests.agents.loops_of_users.Judge, config: {patience: 2}}]\n"
+    )
+    rows = [json.loads(line) for line in (task / "train.jsonl").read_text().splitlines()]
+    more = {"extra_info": {"interaction_kwargs": {"name": "judge", "want": "a"}}}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({**row, **more}) + "\n" for row in rows))
+    rollout = "actor_rollout_ref.rollout"
+    run = grpo(
+        FAMILY, f"data.train_files={tmp_path}/rows.jsonl", f"{rollout}.multi_turn.enable=True", "data.val_files=null",
+        f"{rollout}.multi_turn.interaction_config_path={tmp_path}/users.yaml", f"{rollout}.calculate_log_probs=True",
+        f"{rollout}.stop_token_ids={list(range(80))}", "data.max_response_length=120", "trainer.total_training_steps=1",
+    )  # fmt: skip
+    (row,) = run.training_rows()
+    assert row["rollout/num_failed_episodes"] == 0
+    assert row["num_turns/max"] == 5
+    assert row["training/rollout_probs_diff_max"] < 1e-5
+    assert row["actor/grad_norm"] > 0

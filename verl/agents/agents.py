@@ -35,6 +35,7 @@ from verl.agents.tool_calls import ToolCalls, ToolResult, ToolSettings
 from verl.config import full_key
 from verl.data.dataset import RLHFDataset
 from verl.data_proto.columns import COLUMNS
+from verl.data_proto.media import media_of
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import SamplingParams
 from verl.data_proto.token_ids import num_embeddings
@@ -197,9 +198,9 @@ class Agents:
         """The tasks of `samples`: (row of `prompts`, sample, trajectory so far)."""
         ordinals = prompts.batch["ordinal"].tolist()
         objects = prompts.non_tensor_batch
-        names = [
-            n for n in objects if n != "prompt_token_ids" and (n not in COLUMNS or COLUMNS[n].producer != "rollout")
-        ]
+        media = media_of(prompts) or [None] * len(prompts)
+        of_task = ("prompt_token_ids", "media")
+        names = [n for n in objects if n not in of_task and (n not in COLUMNS or COLUMNS[n].producer != "rollout")]
         return [
             EpisodeTask(
                 ordinal=ordinals[row],
@@ -214,6 +215,7 @@ class Agents:
                 so_far=so_far,
                 stop_token_ids=self.context.stop_token_ids,
                 vocab_size=num_embeddings(self.tokenizer),
+                media=media[row],
             )
             for row, sample, so_far in samples
         ]

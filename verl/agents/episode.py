@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from verl.agents.journal import EPISODE, FOLDER, PART, read
+from verl.data_proto.media import Media
 from verl.data_proto.samples import Completion, FinishReason, PromptRequest, TurnRequest
 from verl.data_proto.token_ids import token_ids, token_mask
 from verl.data_proto.trajectory import Segment, Status, Trajectory
@@ -60,6 +61,7 @@ class EpisodeTask:
     so_far: Trajectory | None = None
     stop_token_ids: frozenset[int] = frozenset()
     vocab_size: int = 1 << 31
+    media: Media | None = None  # images of the prompt
 
     @property
     def name(self) -> str:
@@ -205,7 +207,8 @@ class Episode:
             request = TurnRequest(self.task.ordinal, branch.number, tuple(new), most)
         else:
             whole = (*branch.tokens, *new)
-            request = PromptRequest(self.task.ordinal, whole, branch.number, len(whole) - branch.num_prompt, 1, most)
+            num_drawn, media = len(whole) - branch.num_prompt, self.task.media
+            request = PromptRequest(self.task.ordinal, whole, branch.number, num_drawn, 1, most, media)
         done = await self._submit(self, request)
         self.generate_s += time.perf_counter() - started_at
         branch.is_kept = True
@@ -236,6 +239,7 @@ class Episode:
             raise EpisodeError(
                 f"its prompt has {len(prompt)} tokens, more than data.max_prompt_length={task.max_prompt_length} allows"
             )
+        self._require_images(prompt)
         first = not self.branches if is_first is None else is_first
         taken = {branch.number for branch in self.branches}
         number, count = task.sample, 0
@@ -246,6 +250,14 @@ class Episode:
             number, first, count = task.sample | ((digest + 1) << SAMPLE_BITS), True, count + 1
         self.branches.append(Branch(number, len(prompt)))
         return self.branches[-1]
+
+    def _require_images(self, prompt: Sequence[int]) -> None:
+        """Raise EpisodeError for a prompt that has not the images of the row at their places."""
+        if self.task.media is not None and tuple(prompt) != self.task.prompt_ids:
+            raise EpisodeError(
+                "its row has images, and its prompt differs from the prompt of the row. Begin with the row's prompt, and let "
+                "later turns follow it"
+            )
 
     def keys(self) -> list[tuple[int, int]]:
         """Names of its branches to the engine."""
@@ -274,6 +286,7 @@ class Episode:
         prompt_ids, response_ids = (
             self._token_ids(ids, name) for name, ids in (("prompt_ids", prompt_ids), ("response_ids", response_ids))
         )
+        self._require_images(prompt_ids)
         whole, start = [*prompt_ids, *response_ids], len(prompt_ids)
         with _as_episode_error():
             mask = token_mask(mask, "response_mask", len(response_ids)).tolist()

@@ -60,14 +60,13 @@ def tokenizer_notices(config: PPOConfig, tokenizer: Any) -> list[str]:
 
 
 def refuse_images(config: PPOConfig, rows: PromptRows) -> None:
-    """Raise DataError where a part of the run would read rows with images as text."""
+    """Raise DataError where a judge would read rows with images as text."""
     model = config.reward.reward_model
-    readers = {
-        "reward.reward_model.judge_template": model.enable and bool(model.judge_template),
-        "actor_rollout_ref.rollout.multi_turn.enable": config.actor_rollout_ref.rollout.multi_turn.enable,
-    }
-    for key in (key for key, reads in readers.items() if reads and rows.has_images):
-        raise DataError(f"Rows with images do not work with {key} in this version: it reads text. Leave the key out.")
+    if model.enable and model.judge_template and rows.has_images:
+        raise DataError(
+            "Rows with images do not work with reward.reward_model.judge_template in this version: a judge reads text. Leave "
+            "the key out."
+        )
 
 
 def load_data(config: PPOConfig, *, train: bool = True) -> PPOData:

@@ -12,14 +12,13 @@ import torch
 
 from verl.agents.agents import Agents
 from verl.agents.episode import EpisodeResult
-from verl.config import RolloutConfig, full_key
+from verl.config import RolloutConfig
 from verl.data_proto.media import media_of
 from verl.data_proto.merge import object_array
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import Completion, PromptRequest, SamplingParams, ScoreRequest
 from verl.data_proto.trajectory import Trajectory, to_columns, trajectory_of
-from verl.errors import DataError
 from verl.parallel.register import Dispatch, Execute, register
 from verl.roles.reward import score_request
 from verl.rollout.api import RolloutEngine
@@ -192,10 +191,6 @@ class RolloutWorker:
         before: Sequence[Trajectory] | None = None,
     ) -> DataProto:
         """Generate episodes: the columns of single turns, and the columns of episodes."""
-        if any(media is not None for media in media_of(prompts) or ()):
-            raise DataError(
-                f"Rows with images do not work with agents. Set {full_key('rollout.multi_turn.enable')}=False."
-            )
         position = {ordinal: i for i, ordinal in enumerate(prompts.batch["ordinal"].tolist())}
 
         def on_finish(done: EpisodeResult) -> None:

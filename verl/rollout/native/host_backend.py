@@ -109,12 +109,13 @@ class HostBackend:
         self.num_bytes = max(self.num_bytes, self.own.num_bytes + self.prefix.num_bytes)
         layout = self._layout(own_lengths, positions, [c for _, c in chunks])
         ids = [self.rows.newest(), *(np.array(g.request.token_ids[c.start : c.end]) for g, c in chunks)]
+        media = self._media(num_rows, chunks) if self.reads_images else []
         if self.reads_images:
             positions = positions + self.rows.shifts()
-        places = [positions, *(np.arange(c.start, c.end) for _, c in chunks)]
+        shifts = (g.shift if c.start else 0 for g, c in chunks)  # of a turn that follows stored keys
+        places = [positions, *(np.arange(c.start, c.end) + s for s, (_, c) in zip(shifts, chunks, strict=True))]
         ends = np.cumsum([num_rows, *(c.end - c.start for _, c in chunks)])[1:] - 1
         completed = [e for (g, c), e in zip(chunks, ends, strict=True) if c.end == g.num_tokens]
-        media = self._media(num_rows, chunks) if self.reads_images else []
         logits = self._logits(ids, places, completed, layout, media)
         self.num_computed += sum(c.end - c.start for _, c in chunks)
         sampled = self._sample(np.arange(num_rows), logits[:num_rows]) if num_rows else None
@@ -218,7 +219,8 @@ class HostBackend:
             if request.media is not None:
                 ids = torch.tensor(request.token_ids[: request.prompt_length], device=self.device)
                 group.shift = prompt_positions(self.module, ids, request.media)[1]
-                placed.append(PlacedMedia(start, request.prompt_length, end, request.media))
+                if not chunk.start:
+                    placed.append(PlacedMedia(start, request.prompt_length, end, request.media))
             start = end
         return placed
 
