@@ -69,6 +69,18 @@ def test_equals_torch_adamw_with_clipping():
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-7)
 
 
+def test_a_parameter_without_a_gradient_steps_as_with_a_gradient_of_zero():
+    ours, theirs = network(), network()
+    optimizers = [MasterOptimizer(net, OptimConfig(lr=1e-2, weight_decay=0.1), torch.float32) for net in (ours, theirs)]
+    for step in range(3):
+        for net, optimizer in zip((ours, theirs), optimizers, strict=True):
+            backward(net, step)
+            if step:
+                net[2].bias.grad = torch.zeros_like(net[2].bias) if net is theirs else None
+            optimizer.step(1e-2)
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
 def test_float32_parameters_are_their_own_masters():
     net = network()
     optimizer = MasterOptimizer(net, OptimConfig(), torch.float32)

@@ -8,6 +8,7 @@ import os
 import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
@@ -21,7 +22,7 @@ def normed(self, x):
 
 
 def widen(patch):
-    for norm in (LlamaRMSNorm, Qwen3RMSNorm, Qwen3MoeRMSNorm):
+    for norm in (LlamaRMSNorm, Qwen2VLRMSNorm, Qwen3RMSNorm, Qwen3MoeRMSNorm):
         patch.setattr(norm, "forward", normed)
 
 

@@ -165,6 +165,9 @@ class MasterOptimizer:
         accepted = accept is None or accept(grad_norm)  # asked on every rank, whatever this one has
         taken = bool(grads) and accepted and math.isfinite(grad_norm)
         if taken:
+            for master in self.masters.values():
+                if master.grad is None:  # of a vision tower in a batch of text; on several ranks it has zeros too
+                    master.grad = torch.zeros_like(master)
             values = {**self.optimizer.defaults, **(lr.group() if isinstance(lr, AdamStep) else {"lr": lr})}
             if clip_grad := lr.clip_grad if isinstance(lr, AdamStep) else self.config.clip_grad:
                 scale = torch.clamp(clip_grad / (norm + 1e-6), max=1.0)
