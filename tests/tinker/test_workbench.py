@@ -13,6 +13,7 @@ pytest.importorskip("tinker", reason="the extra tinker is not installed")
 from verl.engines.adapters import ALPHA  # noqa: E402
 from verl.models.optim import AdamStep  # noqa: E402
 from verl.tinker.records import Datum, TrainingRequest  # noqa: E402
+from verl.tinker.rows import computed_rows  # noqa: E402
 
 SETTINGS = {
     "cross_entropy": {},
@@ -48,7 +49,12 @@ def request(loss, count=7):
         else:
             inputs["logprobs"] = -3 - generator.random(length, np.float32)
             inputs["advantages"] = generator.standard_normal(length).astype(np.float32)
-        data.append(Datum(generator.integers(1, 30, length), inputs))
+        tokens = generator.integers(1, 30, length)
+        if number > 3:  # these are equal before the first token that counts
+            tokens[:4], inputs["target_tokens"][:3] = (5, 6, 7, 8), (6, 7, 8)
+            for name in set(inputs) - {"target_tokens"}:
+                inputs[name][:3] = 0
+        data.append(Datum(tokens, inputs))
     return TrainingRequest("m", 1, loss, SETTINGS[loss], data)
 
 
@@ -69,7 +75,8 @@ def reference(tiny_llama):
 @pytest.mark.parametrize("loss", SETTINGS)
 def test_losses_and_gradients_equal_torch_in_float64(bench, reference, loss):
     adapter, asked = new_adapter(bench), request(loss)
-    value = bench.forward_backward(adapter, asked).metrics["loss:sum"]
+    output = bench.forward_backward(adapter, asked)
+    value, log_probs = output.metrics["loss:sum"], iter(output.log_probs)
     leaves = {name: tensor.double().requires_grad_() for name, tensor in adapter.weights.tensors.items()}
     base, scale = dict(reference.named_parameters(remove_duplicate=False)), ALPHA / adapter.weights.rank
     weights = {
@@ -82,12 +89,20 @@ def test_losses_and_gradients_equal_torch_in_float64(bench, reference, loss):
         logits = torch.func.functional_call(reference, weights, (ids,), tie_weights=False).logits[0]
         targets = torch.from_numpy(datum.inputs["target_tokens"])
         lp = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+        assert np.abs(next(log_probs) - lp.detach().numpy()).max() < 1e-4
         inputs = {name: torch.from_numpy(values).double() for name, values in datum.inputs.items()}
         total = total + loss_of(loss, lp, inputs)
     total.backward()
     assert value == pytest.approx(total.item(), rel=1e-5)
     for name, leaf in leaves.items():
         assert (adapter.gradients[name] - leaf.grad).norm() <= 1e-5 * leaf.grad.norm(), name
+
+
+def test_rows_that_begin_alike_share_a_prompt():
+    for loss, count in (("ppo", 8), ("cross_entropy", 8), ("dro", 7)):
+        rows = computed_rows(request(loss).data, loss)
+        assert len(rows) == count
+        assert sum(len(row.members) > 1 for row in rows) == count - 7
 
 
 def test_a_sum_does_not_depend_on_how_rows_are_divided(bench):

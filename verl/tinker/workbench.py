@@ -29,7 +29,8 @@ from verl.models.tokenizer import eos_token_ids
 from verl.parallel.device import resolve_device
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.requests import vocab_size
-from verl.tinker.records import Datum, SampleOutput, SamplingRequest, TopTokens, TrainingOutput, TrainingRequest
+from verl.tinker.records import SampleOutput, SamplingRequest, TopTokens, TrainingOutput, TrainingRequest
+from verl.tinker.rows import computed_rows, log_probs_of, training_columns
 
 _LOG_PROBS = "candidate_log_probs"
 
@@ -44,7 +45,6 @@ class Workbench:
             "head": "lm",
             "device": resolve_device(config.trainer.device),
             "total_steps": 1,
-            "share_prompts": False,  # rows have one token of prompt
         }
         self.engine = AdapterEngine(model=sections.model, optim=sections.actor.optim, **settings)
         self._scorer = LocalEngine(model=replace(sections.model, lora_rank=0), optim=None, **settings)
@@ -65,7 +65,8 @@ class Workbench:
     def forward_backward(self, adapter: Adapter, request: TrainingRequest) -> TrainingOutput:
         """The sum of the loss over all rows, and the log-probs of their targets; adds the gradient to the adapter's unless
         `forward_only`. Raises NumericsError for a loss that is not finite."""
-        batch = _training_batch(request.data)
+        rows = computed_rows(request.data, request.loss)
+        batch = training_columns(request.data, rows)
         collected: dict[int, np.ndarray] = {}
 
         def loss(
@@ -75,9 +76,9 @@ class Workbench:
             log_probs, columns = outputs[_LOG_PROBS], batch.batch
             for row, number in enumerate(columns["number"].tolist()):
                 collected[number] = log_probs[row].detach().to("cpu", torch.float32).numpy()
-            chosen = SUM_LOSSES[request.loss]
-            inputs = {name: columns[name].to(log_probs) for name in chosen.inputs}
-            return chosen.function(log_probs, **inputs, **request.settings), {}
+            chosen, exists = SUM_LOSSES[request.loss], columns["target_mask"]
+            inputs = {name: columns[name].to(log_probs)[exists] for name in chosen.inputs}
+            return chosen.function(log_probs[exists], **inputs, **request.settings), {}
 
         with self.engine.using(adapter):
             if request.forward_only:
@@ -87,8 +88,7 @@ class Workbench:
                 value = self.engine.forward_backward(batch, loss, (_LOG_PROBS,), self.micro)["loss"].value
         if not np.isfinite(value):
             raise NumericsError(f"The loss is {value}. Look at the log-probs and weights of the data.")
-        log_probs = [_of_targets(collected[number], datum) for number, datum in enumerate(request.data)]
-        return TrainingOutput(log_probs, {"loss:sum": value})
+        return TrainingOutput(log_probs_of(request.data, rows, collected), {"loss:sum": value})
 
     def optim_step(self, adapter: Adapter, values: AdamStep) -> dict[str, float]:
         """One step on the adapter's gradients, which it forgets. Raises NumericsError for gradients that are not finite, which
@@ -142,35 +142,3 @@ class Workbench:
         columns = self._scorer.forward(DataProto.from_dict(token_columns([row])), names, self.micro)
         log_probs, *best = (columns[name][0].numpy() for name in names)
         return log_probs, TopTokens(best[1], best[0]) if top else None
-
-
-def _training_batch(data: Sequence[Datum]) -> DataProto:
-    """The columns of rows [batch, N]: the first token is the prompt, and the last position predicts a token that is no input.
-    Targets are candidate_ids [batch, N, K], and the other inputs float32 columns of that shape."""
-    dummy = np.zeros(1, dtype=np.int64)
-    rows = [(d.tokens[:1], np.concatenate([d.tokens[1:], dummy]), np.ones(len(d.tokens), dtype=bool)) for d in data]
-    columns = token_columns(rows)
-    width = columns["responses"].shape[1]
-    columns["candidate_ids"] = _stacked([d.inputs["target_tokens"] for d in data], width, torch.int64)
-    for name in data[0].inputs:
-        if name != "target_tokens":
-            columns[name] = _stacked([d.inputs[name] for d in data], width, torch.float32)
-    columns["number"] = torch.arange(len(data))
-    return DataProto.from_dict(columns)
-
-
-def _stacked(arrays: Sequence[np.ndarray], width: int, dtype: torch.dtype) -> torch.Tensor:
-    """[batch, width, K] with zeros where an array [N] or [N, K] ends."""
-    most = max(1 if array.ndim == 1 else array.shape[1] for array in arrays)
-    stacked = torch.zeros(len(arrays), width, most, dtype=dtype)
-    for row, array in enumerate(arrays):
-        matrix = torch.from_numpy(array.reshape(len(array), -1))
-        stacked[row, : matrix.shape[0], : matrix.shape[1]] = matrix.to(dtype)
-    return stacked
-
-
-def _of_targets(log_probs: np.ndarray, datum: Datum) -> np.ndarray:
-    """The part of [width, K] in the shape of the datum's targets."""
-    targets = datum.inputs["target_tokens"]
-    part = log_probs[: len(targets)]
-    return part[:, 0] if targets.ndim == 1 else part[:, : targets.shape[1]]
