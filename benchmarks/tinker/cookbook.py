@@ -49,7 +49,7 @@ from tinker_cookbook.recipes.math_rl.train import CLIConfig, cli_main
 model, url, _, log, steps = sys.argv[1:]
 asyncio.run(cli_main(CLIConfig(
     model_name=model, renderer_name="role_colon", env="arithmetic", loss_fn="importance_sampling", base_url=url,
-    log_path=log, max_steps=int(steps), groups_per_batch=8, group_size=8, learning_rate=2e-4, lora_rank=16,
+    log_path=log, max_steps=int(steps), groups_per_batch=8, group_size=8, learning_rate=5e-4, lora_rank=16,
     max_tokens=10,  # the stop string of the renderer takes 3
     eval_every=0, save_every=0, behavior_if_log_dir_exists="delete",
 )))
@@ -122,12 +122,15 @@ def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         start = time.perf_counter()
         environment = {**os.environ, "TINKER_API_KEY": "tml-local", "HF_HUB_OFFLINE": "1", "TINKER_TELEMETRY": "0"}
         command = [arguments.client, "-c", script, arguments.model, url, str(data), str(log), str(arguments.steps)]
-        client = subprocess.run(
-            command, env=environment, timeout=arguments.timeout_s, check=False, text=True, capture_output=True
-        )
+        client = subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        try:
+            output, _ = client.communicate(timeout=arguments.timeout_s)
+            if client.returncode:
+                raise SystemExit(output[-5000:])
+        except subprocess.TimeoutExpired:  # its steps until then count
+            client.kill()
+            client.communicate()
         seconds = time.perf_counter() - start
-    if client.returncode:
-        raise SystemExit(client.stdout[-3000:] + client.stderr[-5000:])
     rows = [json.loads(line) for line in (log / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return {"seconds": round(seconds, 1), **learned(arguments.script, rows)}
 

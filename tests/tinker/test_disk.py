@@ -11,6 +11,7 @@ tinker = pytest.importorskip("tinker", reason="the extra tinker is not installed
 from tinker import types  # noqa: E402
 
 from tests.tinker.data import datum  # noqa: E402
+from verl.cli.main import main  # noqa: E402
 from verl.errors import CheckpointError  # noqa: E402
 from verl.tinker import checkpoints, journal, service  # noqa: E402
 from verl.tinker.journal import COVERED, AcceptedRequest, RequestJournal  # noqa: E402
@@ -80,6 +81,17 @@ def test_a_sampler_outlives_its_checkpoint_and_a_checkpoint_its_time(served, mon
         served.service.samplers[name].last_use -= service.IDLE_SAMPLER_S + 1
     served.service.sweep()
     assert not list(snapshots.root.glob("*.safetensors"))
+
+
+def test_a_model_has_a_run_folder(served, tmp_path, capsys):
+    trainer = served.trainer()
+    for _ in range(2):
+        train(trainer)
+    folder = served.service.checkpoints.root / trainer.model_id
+    assert main(["show", str(folder)]) == 0
+    assert "at step 2" in capsys.readouterr().out
+    assert main(["view", str(folder), "--export", str(tmp_path / "pages")]) == 0
+    assert list((tmp_path / "pages").rglob("*.html"))
 
 
 def accepted(seq_id, route="optim_step"):

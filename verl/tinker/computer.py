@@ -61,7 +61,8 @@ class Computer:
             answer = next(job.steps)
         except Exception as error:  # noqa: BLE001  (whatever fails is the answer of its request)
             answer = _failed(error)
-            job.work.failed(answer.failure or "")
+            if job.work.failed is not None:
+                job.work.failed(answer.failure or "")
         job.model.unsaved_s += time.perf_counter() - start
         if answer is None:
             self.lanes.put(lane, queued, first=True)
@@ -95,9 +96,9 @@ class Computer:
     def _save_state(self, model: ServedModel, seq_id: int) -> None:
         """Save a model between optimizer steps when much was computed since the last time, so that a kill repeats little."""
         due_s, adapter = max(STATE_S, STATE_SHARE * self._state_took_s), model.adapter
-        if adapter is None or adapter.pending is not None or model.failed or model.unsaved_s < due_s:
+        if adapter is None or adapter.pending is not None or model.failed:
             return
-        if seq_id <= model.state_seq:
+        if model.unsaved_s < due_s or seq_id <= model.state_seq:
             return
         start, model.unsaved_s = time.perf_counter(), 0.0
         try:

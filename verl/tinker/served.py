@@ -79,10 +79,6 @@ class SampleLane(NamedTuple):
     params: Hashable
 
 
-def no_effect(reason: str) -> None:
-    """The effect of a failed request that leaves its model as it was."""
-
-
 @dataclass(frozen=True)
 class Work:
     """A request of a model that was checked. `run` yields None after each slice but the last, then the answer.
@@ -91,7 +87,7 @@ class Work:
     run: Callable[[], Iterator[WireAnswer | None]]
     changes: bool = False
     tokens: int = 1
-    failed: Callable[[str], None] = no_effect
+    failed: Callable[[str], None] | None = None
 
 
 @dataclass(frozen=True)

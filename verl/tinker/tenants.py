@@ -56,13 +56,11 @@ class Tenants:
         """The tenant of a key. Raises RefusedRequest (401) for a key that is none."""
         if not self._keys:
             return Tenant()
-        digest, match = hashlib.sha256(key.encode()).hexdigest(), None
-        for known, tenant in self._keys.items():  # all of them, so that the time says nothing
-            if hmac.compare_digest(digest, known):
-                match = tenant
-        if match is None:
+        digest = hashlib.sha256(key.encode()).hexdigest()
+        matches = [tenant for known, tenant in self._keys.items() if hmac.compare_digest(digest, known)]
+        if not matches:
             raise RefusedRequest("This API key is not one of the server's. Set TINKER_API_KEY.", 401)
-        return match
+        return matches[0]
 
     def named(self, name: str) -> Tenant:
         """The tenant of this name, as a user."""
