@@ -1,4 +1,4 @@
-"""Export of a checkpoint's model as a Hugging Face folder in the dtype of serving."""
+"""Export of a checkpoint's model as a Hugging Face folder or a GGUF file in the dtype of serving."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from verl.checkpoint.files import find_damage
 from verl.checkpoint.retention import candidates, missing_newest
 from verl.checkpoint.tensor_files import num_bytes, read_model, set_config_dtype, write_model
 from verl.errors import CheckpointError
+from verl.models.gguf_file import rounded_dtype, write_gguf
 from verl.models.rounding import Rounding
 from verl.parallel.device import parse_dtype
 from verl.tracking.run_folder import RunFolder
@@ -24,21 +25,28 @@ _SECTIONS = {"actor": ("actor_rollout_ref", "actor", "fsdp_config"), "critic": (
 
 
 def export(
-    source: str | Path, out: str | Path, dtype: str = "bfloat16", role: str | None = None, step: int | None = None
+    source: str | Path,
+    out: str | Path,
+    dtype: str = "bfloat16",
+    role: str | None = None,
+    step: int | None = None,
+    *,
+    gguf: bool = False,
 ) -> Path:
-    """Write the model of `role` as a self-contained Hugging Face folder; returns `out`.
+    """Write the model of `role` as a self-contained Hugging Face folder, or as a GGUF file; returns `out`.
 
     Weights are rounded to bfloat16 as in the run (master_rounding of its config.yaml), so the result is the model that was
-    evaluated. `source` is a folder global_step_N, or a run folder with the checkpoint of `step` (None: its newest). `out`
-    must be missing or empty, and appears atomically. Raises CheckpointError, also where the newest checkpoint is damaged.
+    evaluated. `source` is a folder global_step_N, a run folder with the checkpoint of `step` (None: its newest), or a Hugging
+    Face folder. `out` must be missing or empty, and appears atomically. Raises CheckpointError, also where the newest
+    checkpoint is damaged, and the errors of `write_gguf`.
     """
-    target_dtype = parse_dtype(dtype)
-    checkpoint, role, model_folder = _model_folder(source, role, step)
+    target_dtype = parse_dtype(rounded_dtype(dtype) if gguf else dtype)
+    checkpoint, role, model_folder = locate(source, role, step)
     out = Path(out).expanduser()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out} exists and is not empty; remove it or choose another folder.")
+    if out.exists() and (gguf or not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out} exists{'' if gguf else ' and is not empty'}; remove it or choose another name.")
     tensors = read_model(model_folder)
-    rounding = _rounding(checkpoint.parent, role)
+    rounding = _rounding(checkpoint, role)
     tensors = {
         name: rounding.rounded(name, t, target_dtype) if t.is_floating_point() else t for name, t in tensors.items()
     }
@@ -48,24 +56,34 @@ def export(
         raise CheckpointError(
             f"{out} needs {num_bytes(tensors) / 1e9:.2f} GB, and its disk has {free / 1e9:.2f} GB free."
         )
+    if gguf:
+        write_gguf(model_folder, tensors, out, dtype)
+    else:
+        _write_folder(model_folder, tensors, out, target_dtype)
+    log.info("Exported the %s of %s to %s (%s).", role, checkpoint, out, dtype)
+    return out
+
+
+def _write_folder(model_folder: Path, tensors: dict[str, torch.Tensor], out: Path, dtype: torch.dtype) -> None:
+    """The folder `out` with the files of `model_folder`, and `tensors` for its weights."""
     temporary = out.parent / f".{out.name}.tmp-{os.getpid()}"
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.copytree(model_folder, temporary, ignore=shutil.ignore_patterns("model*.safetensors*"))
-        set_config_dtype(temporary / "config.json", target_dtype)
+        set_config_dtype(temporary / "config.json", dtype)
         write_model(temporary, tensors)
         os.replace(temporary, out)
     except OSError as error:
         raise CheckpointError(f"{out} could not be written: {error.strerror or error}.") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    log.info("Exported the %s of %s to %s (%s).", role, checkpoint, out, dtype)
-    return out
 
 
-def _rounding(run: Path, role: str) -> Rounding:
-    """The rounding of the run; the default without its config."""
-    section: Any = RunFolder(run).read_config()
+def _rounding(checkpoint: Path, role: str) -> Rounding:
+    """The rounding of the run; the default without its config, and to nearest for a Hugging Face folder."""
+    if _is_model(checkpoint):
+        return Rounding("nearest")
+    section: Any = RunFolder(checkpoint.parent).read_config()
     try:
         for key in _SECTIONS.get(role, ()):
             section = section[key]
@@ -78,7 +96,7 @@ def _rounding(run: Path, role: str) -> Rounding:
 def compare(source: str | Path, folder: str | Path, role: str | None = None, step: int | None = None) -> int:
     """Check that the Hugging Face `folder` holds the tensors of `role`, rounded to its dtype as in the run; returns their
     number. Raises CheckpointError naming a tensor that differs."""
-    checkpoint, role, model_folder = _model_folder(source, role, step)
+    checkpoint, role, model_folder = locate(source, role, step)
     folder = Path(folder).expanduser()
     if not any(folder.glob("*.safetensors")):
         raise CheckpointError(f"{folder} holds no model (*.safetensors); give the folder that was written.")
@@ -86,7 +104,7 @@ def compare(source: str | Path, folder: str | Path, role: str | None = None, ste
     if different := sorted(ours.keys() ^ theirs.keys()):
         place = model_folder if different[0] in ours else folder
         raise CheckpointError(f"{len(different)} tensors are on one side only, the first {different[0]!r} in {place}.")
-    rounding = _rounding(checkpoint.parent, role)
+    rounding = _rounding(checkpoint, role)
     changed = [
         name
         for name, tensor in ours.items()
@@ -99,9 +117,16 @@ def compare(source: str | Path, folder: str | Path, role: str | None = None, ste
     return len(ours)
 
 
-def _model_folder(source: str | Path, role: str | None, step: int | None) -> tuple[Path, str, Path]:
+def _is_model(folder: Path) -> bool:
+    return (folder / "config.json").is_file()
+
+
+def locate(source: str | Path, role: str | None, step: int | None) -> tuple[Path, str, Path]:
     """(the checkpoint, the role, its Hugging Face folder). Without a `role` the actor, or the single model of fine-tuning."""
-    checkpoint = _checkpoint(Path(source).expanduser(), step)
+    folder = Path(source).expanduser()
+    if _is_model(folder) and role is None and step is None:
+        return folder, "model", folder
+    checkpoint = _checkpoint(folder, step)
     there = sorted(p.parent.name for p in checkpoint.glob("*/huggingface"))
     role = role or (there[0] if len(there) == 1 else "actor")
     if role not in there:

@@ -57,7 +57,7 @@ VERBS = {
         "verl.cli.data:run_data", "prepare data files (GSM8K, reasoning-gym, counting letters, AI preferences)"
     ),
     "convert": Verb("verl.cli.model_folders:run_convert", "turn a GGUF model into a Hugging Face folder"),
-    "export": Verb("verl.cli.model_folders:run_export", "turn a checkpoint into a Hugging Face folder"),
+    "export": Verb("verl.cli.model_folders:run_export", "turn a checkpoint into a Hugging Face folder or GGUF file"),
     "doctor": Verb("verl.cli.doctor:run_doctor", "report this machine's hardware, packages and problems"),
     "completion": Verb("verl.cli.completion:run_completion", "print the completion script of bash, zsh or fish"),
 }

@@ -22,7 +22,10 @@ _REJECTION = "Sample, score, keep the best samples of each prompt, and fine-tune
 _SFT = "Train on conversations or texts. Run the same command again to resume after an interruption."
 _PREFERENCE = "Train on pairs or on labelled completions. Run the same command again to resume after an interruption."
 _RM = "Train a reward model on pairs, ratings or labelled steps. Run the same command again to resume after an interruption."
-_EVAL = "Validate actor_rollout_ref.model.path on data.val_files; metrics go to trainer.default_local_dir/eval."
+_EVAL = (
+    "Validate actor_rollout_ref.model.path on data.val_files; metrics go to trainer.default_local_dir/eval. With "
+    "--tasks=NAME,... SOURCE a model is evaluated on tasks of lm_eval instead."
+)
 _GENERATE = "Sample from actor_rollout_ref.model.path for every prompt of data.val_files, by rollout.*, with scores."
 
 _DRY_RUN = {"--dry-run": {"action": "store_true", "help": "check the config, its model and its data, then stop"}}
@@ -94,7 +97,11 @@ def _started(loaded: LoadedConfig[Any], supervised: bool) -> int:
 
 
 def run_eval(argv: list[str]) -> int:
-    """Validate a model: the exit code."""
+    """Validate a model, with --tasks on tasks of lm_eval: the exit code."""
+    if any(argument.partition("=")[0] == "--tasks" for argument in argv):
+        from verl.cli.tasks import run_tasks
+
+        return run_tasks(argv)
     loaded = parse("eval", _EVAL, argv).load()
     with imports_stay():
         from verl.run.host import evaluate

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from verl.checkpoint.hub import create_repository, push_result
 from verl.config import LoadedConfig
 from verl.config.diff import changed_keys
 from verl.data.prompts import set_template_time
@@ -71,6 +72,8 @@ def open_run(
         timeline = Timeline(folder.timeline, data.num_steps, spans=kind.span_phases) if runtime.is_rank_zero else None
         spans = Spans(folder.spans, on_enter=console.phase, timeline=timeline, heartbeat=folder.heartbeat)
         tracker = _tracker(stack, loaded, folder, runtime, data.tokenizer)
+        if runtime.is_rank_zero and config.trainer.push_to_hub:  # before the hours of work that are to be uploaded
+            create_repository(config.trainer.hub_model_id, config.trainer.hub_private_repo)
         roles = runtime.build_roles(total_steps=data.num_steps, data_sources=data.data_sources)
         stack.callback(roles.close)
         context = RunContext(
@@ -102,7 +105,7 @@ def open_run(
         def finish() -> None:
             if runtime.is_rank_zero:
                 last = loop.last_validation or _last_validation(folder.metrics)
-                _finish(folder, tracker, console, roles, running, state, last)
+                _finish(config.trainer, folder, tracker, console, roles, running, state, last)
 
         yield loop, finish
 
@@ -231,10 +234,10 @@ def _every(freq: int | str) -> str:
 
 
 def _finish(
-    folder: RunFolder, tracker: Tracker, console: Console, roles: Roles, program: Program[Any], state: RunState,
-    last: dict[str, float],
+    trainer: Any, folder: RunFolder, tracker: Tracker, console: Console, roles: Roles, program: Program[Any],
+    state: RunState, last: dict[str, float],
 ) -> None:  # fmt: skip
-    """Summary and closing table."""
+    """Summary, closing table, upload."""
     summary = Summary.of_run(
         results=program.results(state.first_validation, last),
         steps=state.step,
@@ -250,3 +253,5 @@ def _finish(
         trained = folder.root / f"global_step_{state.step}" / name / "huggingface"
         if trained.is_dir():
             log.info("The trained model is %s; `verl show %s` shows the time of each phase.", trained, folder.root)
+        if trainer.push_to_hub:
+            push_result(trained.parents[1], name, trainer.hub_model_id, trainer.hub_private_repo)

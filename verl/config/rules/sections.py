@@ -68,6 +68,7 @@ def _check_trainer(path: str, trainer: TrainerConfig, root: Any) -> Iterator[Pro
             "trainer.default_local_dir",
             f"trainer.default_local_dir={trainer.default_local_dir} {fault}. Set another folder for this run.",
         )
+    yield from _check_push(trainer)
     key, source = "trainer.resume_from_path", trainer.resume_from_path
     if trainer.resume_mode != "resume_path":
         return
@@ -75,6 +76,20 @@ def _check_trainer(path: str, trainer: TrainerConfig, root: Any) -> Iterator[Pro
         yield error(key, f"trainer.resume_mode=resume_path needs {key}, a folder global_step_N.")
     elif "global_step_" not in (folder := Path(source).expanduser()).name or not folder.is_dir():
         yield error(key, f"{key}={source} is not an existing folder named global_step_N.")
+
+
+def _check_push(trainer: TrainerConfig) -> Iterator[Problem]:
+    if not trainer.push_to_hub:
+        return
+    if not trainer.hub_model_id:
+        key = "trainer.hub_model_id"
+        yield error(key, f"trainer.push_to_hub=True needs {key}, the name owner/name of a repository.")
+    if isinstance(trainer.save_freq, int) and trainer.save_freq <= 0:
+        yield error(
+            "trainer.save_freq",
+            "trainer.push_to_hub=True uploads the last checkpoint, and "
+            "without trainer.save_freq there is none. Set that above 0.",
+        )
 
 
 def _fault_of_place(folder: Path) -> str:

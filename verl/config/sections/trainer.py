@@ -118,6 +118,11 @@ class TrainerConfig(Section):
         "step, as scatters on a GPU can be",
     )
     strict_config: bool = used(False, "make errors of the notices about keys that have no effect")
+    push_to_hub: bool = used(
+        False, "upload the trained model to the Hugging Face Hub at the end, in bfloat16 and with a model card"
+    )
+    hub_model_id: str | None = used(None, "repository for push_to_hub, owner/name", when="trainer.push_to_hub")
+    hub_private_repo: bool = used(True, "create that repository as a private one", when="trainer.push_to_hub")
     min_free_disk_gb: float = used(1.0, "stop before the disk has less than this left", ge=0)
     nnodes: int = used(1, "nodes of the run", ge=1, le=10_000)
     n_gpus_per_node: int = used(1, "devices per node; on CPUs, processes per node", ge=0, le=1024)
