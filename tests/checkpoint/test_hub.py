@@ -13,7 +13,7 @@ from verl.cli.main import main
 from verl.errors import ConfigError, UnreachableError
 
 RUN = (
-    "trainer.save_freq=1", "trainer.total_training_steps=1", "data.train_batch_size=2", "trainer.val_before_train=True",
+    "trainer.save_freq=1", "trainer.total_training_steps=1", "trainer.val_before_train=True",
     "trainer.test_freq=1", "trainer.push_to_hub=True", "trainer.hub_model_id=me/letters",
 )  # fmt: skip
 

@@ -41,7 +41,7 @@ def export(
     checkpoint is damaged, and the errors of `write_gguf`.
     """
     target_dtype = parse_dtype(rounded_dtype(dtype) if gguf else dtype)
-    checkpoint, role, model_folder = locate(source, role, step)
+    checkpoint, role, model_folder = checkpoint_model(source, role, step)
     out = Path(out).expanduser()
     if out.exists() and (gguf or not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} exists{'' if gguf else ' and is not empty'}; remove it or choose another name.")
@@ -96,7 +96,7 @@ def _rounding(checkpoint: Path, role: str) -> Rounding:
 def compare(source: str | Path, folder: str | Path, role: str | None = None, step: int | None = None) -> int:
     """Check that the Hugging Face `folder` holds the tensors of `role`, rounded to its dtype as in the run; returns their
     number. Raises CheckpointError naming a tensor that differs."""
-    checkpoint, role, model_folder = locate(source, role, step)
+    checkpoint, role, model_folder = checkpoint_model(source, role, step)
     folder = Path(folder).expanduser()
     if not any(folder.glob("*.safetensors")):
         raise CheckpointError(f"{folder} holds no model (*.safetensors); give the folder that was written.")
@@ -121,7 +121,7 @@ def _is_model(folder: Path) -> bool:
     return (folder / "config.json").is_file()
 
 
-def locate(source: str | Path, role: str | None, step: int | None) -> tuple[Path, str, Path]:
+def checkpoint_model(source: str | Path, role: str | None, step: int | None) -> tuple[Path, str, Path]:
     """(the checkpoint, the role, its Hugging Face folder). Without a `role` the actor, or the single model of fine-tuning."""
     folder = Path(source).expanduser()
     if _is_model(folder) and role is None and step is None:

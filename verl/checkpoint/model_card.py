@@ -7,9 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCardData
-
-from verl.checkpoint.export import locate
+from verl.checkpoint.export import checkpoint_model
 from verl.config.loaded import scalar
 from verl.foreign_text import clean
 from verl.tracking.files import read_json, read_text
@@ -25,19 +23,21 @@ _METHOD_KEYS = ("algorithm.adv_estimator", "preference.loss", "rm.loss", "sft.lo
 
 
 def write_model_card(folder: Path, source: str | Path, step: int | None = None) -> None:
-    """Write README.md into the exported `folder` for the checkpoint `source`, as `export` takes it; keep one that is there
-    where `source` is a Hugging Face folder."""
-    checkpoint = locate(source, None, step)[0]
-    if (checkpoint / "trainer_state.json").is_file() or not (folder / "README.md").exists():
+    """Write README.md into the exported `folder` for the checkpoint `source`, as `export` takes it; nothing where `source` is
+    a Hugging Face folder, of whose training nothing is known."""
+    checkpoint = checkpoint_model(source, None, step)[0]
+    if (checkpoint / "trainer_state.json").is_file():
         (folder / "README.md").write_text(model_card(checkpoint), encoding="utf-8")
 
 
 def model_card(checkpoint: Path) -> str:
     """The card of the model in the folder `checkpoint` of a run. Files of the machine are named without their folders."""
+    from huggingface_hub import ModelCardData  # not above: no run needs it before its end
+
     config = _leaves(RunFolder(checkpoint.parent).read_config())
     command = str(_read(checkpoint / "trainer_state.json").get("command") or "verl train")
     base = next((str(config[key]) for key in _MODEL_KEYS if config.get(key)), "")
-    method = next((str(config[key]) for key in _METHOD_KEYS if config.get(key)), command.split()[-1])
+    method = next((_short(config[key]).strip("[]") for key in _METHOD_KEYS if config.get(key)), command.split()[-1])
     data = ModelCardData(
         base_model=_hub_name(base), library_name="transformers", tags=["verl", command.split()[-1], method]
     )
@@ -46,7 +46,7 @@ def model_card(checkpoint: Path) -> str:
         f"---\n{data.to_yaml()}\n---\n\n# {checkpoint.parent.name}",
         f"{_hub_name(base) or _short(base) or 'A model'} trained with [verl](https://github.com/volcengine/verl) "
         f"({method}), step {checkpoint.name.removeprefix('global_step_')}.",
-        "## Data\n\n" + "\n".join(f"- `{key}`: {_short(config[key])}" for key in _DATA_KEYS if config.get(key)),
+        "\n".join(["## Data\n", *(f"- `{key}`: {_short(config[key])}" for key in _DATA_KEYS if config.get(key))]),
         _results(summary),
         f"## Command\n\n```sh\n{command} {' '.join(_settings(checkpoint.parent / 'config.yaml'))}\n```",
         _versions(summary.get("versions")),
@@ -95,10 +95,10 @@ def _settings(file: Path) -> Iterator[str]:
     for line in lines:
         if not (match := _LINE.fullmatch(line)):
             continue
-        indent, name, _, origin = match.groups()
+        indent, name, written, origin = match.groups()
         parents = [*parents[: len(indent) // 2], name]
         if origin and not (key := ".".join(parents)).startswith("trainer.default_local_dir"):
-            text = _short(values.get(key))
+            text = _short(values[key]) if key in values else str(written)
             yield f"{key}={text}" if re.fullmatch(r"[\w./:,@+=-]*", text) else f"'{key}={text}'"
 
 
