@@ -177,6 +177,8 @@ BROKEN = [
     ("error", "reward.reward_manager.module.path", ["reward.reward_manager.source=importlib"]),
     ("error", "trainer.default_local_dir", ["trainer.default_local_dir=' '"]),
     ("error", "trainer.default_local_dir", [f"trainer.default_local_dir={FIXTURES / 'model'}"]),
+    ("error", "trainer.hub_model_id", ["trainer.push_to_hub=True", "trainer.save_freq=1"]),
+    ("error", "trainer.save_freq", ["trainer.push_to_hub=True", "trainer.hub_model_id=me/model"]),
     ("error", "trainer.resume_from_path", ["trainer.resume_mode=resume_path"]),
     (
         "error",

@@ -66,7 +66,7 @@ def _explained(repo_id: str) -> Iterator[None]:
         if status in (401, 403):
             advice = "Log in with `hf auth login`, or set HF_TOKEN to a token that may write there"
         raise UnreachableError(
-            f"The Hub refused the upload to {repo_id} with status {status}: {clean(error.server_message or 'no reason')}. "
+            f"The Hub refused the upload to {repo_id} with status {status}: {clean(error.server_message or 'no reason').rstrip('.')}. "
             f"{advice}."
         ) from error
     except Exception as error:
