@@ -216,7 +216,7 @@ class TestAdapters:
 
         for field, value in (
             ("lora_dropout", 0.1),
-            ("use_rslora", True),
+            ("rank_pattern", {"q_proj": 2}),
             ("modules_to_save", ["lm_head"]),
             ("bias", "all"),
         ):

@@ -81,13 +81,17 @@ def test_only_adapters_train_and_the_start_is_the_base(plain, folder):
     assert torch.equal(plain(ids).logits, before)
 
 
-def test_outputs_and_gradients_equal_peft(plain, folder, tmp_path):
+KINDS = {"LoRA": {}, "rsLoRA": {"use_rslora": True}, "DoRA": {"use_dora": True}}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_and_gradients_equal_peft(plain, folder, tmp_path, kind):
     """Two trained steps here, read by peft there: the same logits, and the same gradients of the adapters."""
-    trained = train(engine(folder))
+    trained = train(engine(folder, **KINDS[kind]))
     write_adapter(trained.state(), tmp_path / "adapter")
     theirs = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter", is_trainable=True).eval()
     ours = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-    add_adapters(ours, LoRASpec(4, 8, "all-linear"), torch.float32)
+    add_adapters(ours, trained.spec, torch.float32)
     layers = lora_layers(ours)
     for name, layer in lora_layers(trained.module).items():
         layers[name].load_state_dict(layer.state_dict())
@@ -99,13 +103,14 @@ def test_outputs_and_gradients_equal_peft(plain, folder, tmp_path):
     reference.square().sum().backward()
     grads = {n: p.grad for n, p in theirs.named_parameters() if p.grad is not None}
     for name, layer in layers.items():
-        for part in ("lora_A", "lora_B"):
+        for part in ("lora_A", "lora_B", *(["lora_magnitude_vector"] if kind == "DoRA" else [])):
             expected = grads[f"base_model.model.{name}.{part}.default.weight"]
             assert torch.allclose(getattr(layer, part).grad, expected, rtol=1e-3, atol=1e-4)
 
 
-def test_the_merged_model_is_the_adapted_one(plain, folder):
-    trained = train(engine(folder))
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_merged_model_is_the_adapted_one(plain, folder, kind):
+    trained = train(engine(folder, **KINDS[kind]))
     tensors = {name: whole(t) for name, t in trained.state().model.items()}
     weights = dict(trained.gather_weights())
     assert tensors.keys() == weights.keys() == dict(plain.named_parameters()).keys()
@@ -117,8 +122,9 @@ def test_the_merged_model_is_the_adapted_one(plain, folder):
     assert torch.allclose(a, b, atol=1e-4)
 
 
-def test_reference_is_the_base(folder):
-    trained, base = train(engine(folder)), engine(folder, lora_rank=0, trainable=False)
+@pytest.mark.parametrize("kind", KINDS)
+def test_reference_is_the_base(folder, kind):
+    trained, base = train(engine(folder, **KINDS[kind])), engine(folder, lora_rank=0, trainable=False)
     batch = make_batch(5)
     with trained.reference():
         inside = trained.forward(batch, ("log_probs",), ALL)["log_probs"]
@@ -155,6 +161,46 @@ def test_state_goes_on_bit_for_bit(folder, dtype, head):
     assert all(torch.equal(whole(a[n]), whole(b[n])) for n in a)
 
 
+@pytest.mark.usefixtures("bf16_path")
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_starts_at_the_base(folder, kind):
+    """The lengths of rows of DoRA are not rounded, so that their ratio starts at 1."""
+    adapted, base = (engine(folder, dtype="bfloat16", **k) for k in (KINDS[kind], {"lora_rank": 0}))
+    adapted_base = adapted.forward(make_batch(5), ("log_probs",), ALL)["log_probs"]
+    with adapted.reference():
+        inside = adapted.forward(make_batch(5), ("log_probs",), ALL)["log_probs"]
+    assert torch.allclose(adapted_base, inside, atol=0.05)
+    train(adapted)
+    weights = dict(adapted.gather_weights())
+    assert weights.keys() == dict(base.gather_weights()).keys()
+
+
+def test_whole_modules_train_in_addition(folder, tmp_path):
+    """The files are read by peft, whose logits are equal, and continue here bit for bit."""
+    untied = make_tiny_model(tmp_path / "untied", "qwen3", tie_word_embeddings=False)
+    names = {"modules_to_save": ["lm_head", "layers.1.mlp"]}
+    trained = train(engine(untied, **names))
+    state = trained.state()
+    changed = {n.removeprefix("base_model.model.") for n in state.adapter.tensors}
+    assert {"lm_head.weight", "model.layers.1.mlp.up_proj.weight"} <= changed
+    assert not any("layers.1.mlp.up_proj.lora" in name for name in changed)
+    assert state.adapter.config["task_type"] == "CAUSAL_LM"
+    write_adapter(state, tmp_path / "adapter")
+    module = transformers.AutoModelForCausalLM.from_pretrained(untied)
+    theirs = peft.PeftModel.from_pretrained(module, tmp_path / "adapter").eval()
+    merged = transformers.AutoModelForCausalLM.from_pretrained(untied).eval()
+    merged.load_state_dict({name: whole(t) for name, t in state.model.items()})
+    ids = torch.randint(0, 256, (2, 12), generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(merged(ids).logits, theirs(ids).logits, atol=1e-5)
+    again = engine(untied, lora_adapter_path=str(tmp_path / "adapter"), **names)
+    a, b = (e.forward(make_batch(5), ("log_probs",), ALL)["log_probs"] for e in (trained, again))
+    assert torch.equal(a, b)
+    with pytest.raises(ConfigError, match="model.modules_to_save trains whole modules"), trained.reference():
+        pass
+    with pytest.raises(ConfigError, match="lm_head shares its weight with model.embed_tokens.weight"):
+        engine(folder, modules_to_save=["lm_head"])
+
+
 def test_states_with_and_without_adapters_do_not_mix(folder):
     adapted, whole_model = engine(folder), engine(folder, lora_rank=0)
     with pytest.raises(CheckpointError, match="without LoRA"):
@@ -172,6 +218,8 @@ def test_training_starts_from_given_adapters(folder, tmp_path):
     assert torch.equal(a, b)
     with pytest.raises(ModelError, match="rank 4"):
         engine(folder, lora_rank=8, lora_adapter_path=str(tmp_path / "adapter"))
+    with pytest.raises(ModelError, match="trained with use_dora=False; set model.use_dora"):
+        engine(folder, use_dora=True, lora_adapter_path=str(tmp_path / "adapter"))
     with pytest.raises(ModelError, match="do not fit"):
         engine(folder, target_modules=["q_proj"], lora_adapter_path=str(tmp_path / "adapter"))
     with pytest.raises(ModelError, match="holds no adapters"):

@@ -41,7 +41,7 @@ def with_adapters(model: Any, peft_config: Any) -> Any:
     if wrong:
         raise ConfigError(
             f"LoraConfig.{wrong}={getattr(config, wrong)!r} of adapter {name!r} has no meaning for RLRunner, whose adapters "
-            "are y = W x + (lora_alpha / r) B A x. Leave it out."
+            "are LoRA, rsLoRA or DoRA on whole layers. Leave it out."
         )
     return model
 

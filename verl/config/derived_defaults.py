@@ -188,8 +188,8 @@ def _is_missing(package: str | None) -> bool:
 
 
 def _adapter(values: Mapping[str, Any], set_keys: set[str], model: str) -> Derived:
-    """Rank, scale and modules of adapters to start from, as their adapter_config.json has them; nothing where lora_rank is set
-    or there is no such file (which a rule refuses)."""
+    """Rank, scale, kind and modules of adapters to start from, as their adapter_config.json has them;
+    nothing where lora_rank is set or there is no such file (which a rule refuses)."""
     source = f"{model}.lora_adapter_path"
     if not isinstance(values[source], str) or values[f"{model}.lora_rank"] != 0:
         return {}
@@ -198,7 +198,10 @@ def _adapter(values: Mapping[str, Any], set_keys: set[str], model: str) -> Deriv
         saved = dict(json.loads(text))
     except (OSError, ValueError, TypeError):
         return {}
-    names = {"lora_rank": "r", "lora_alpha": "lora_alpha", "target_modules": "target_modules"}
+    names = {
+        "lora_rank": "r",
+        **{n: n for n in ("lora_alpha", "target_modules", "use_rslora", "use_dora", "modules_to_save")},
+    }
     return {
         f"{model}.{ours}": (saved[theirs], f"follows {source}")
         for ours, theirs in names.items()

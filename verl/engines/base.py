@@ -161,8 +161,11 @@ class TrainedEngine(ABC):
     @contextmanager
     def reference(self) -> Iterator[None]:
         """See TrainEngine."""
-        if self.spec is None:
-            raise ConfigError("There are no adapters to leave out; set model.lora_rank, or build a reference policy.")
+        if self.spec is None or self.spec.others:
+            raise ConfigError(
+                "There are no adapters to leave out, or model.modules_to_save trains whole modules too; "
+                "set model.lora_rank, or build a reference policy."
+            )
         with adapters_off(self.module):
             yield
 
@@ -181,7 +184,7 @@ class TrainedEngine(ABC):
         names = list(parameters.named())
         if self.spec is not None:
             names = [name for name in names if name in self._trained.trains]
-            if not all(map(is_adapter, names)):
+            if self.spec.dora or not all(map(is_adapter, names)):
                 return None
             dtype = parameters.named()[names[0]].dtype
         config = self.module.config.get_text_config()

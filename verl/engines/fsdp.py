@@ -91,6 +91,8 @@ class FSDPEngine(TrainedEngine):
         if self.groups.tensor.size() * self.groups.sequence.size() * engine.expert_parallel_size > 1:
             keys = "tensor_parallel_size, ulysses_sequence_parallel_size or expert_parallel_size"
             require_packed(self.module, f"fsdp_config.{keys}")
+        if self.spec is not None and self.spec.dora:  # whose lengths of rows compute in float32, unlike FSDP's units
+            raise ConfigError("model.use_dora trains on one device. Set use_dora=False, or train on one device.")
         if self.groups.tensor.size() > 1:
             keep_fused(self.module, "tensor parallel ranks have parts of the vocabulary")
         self._keep_prompts_apart(forward)

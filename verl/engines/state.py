@@ -125,7 +125,7 @@ class TrainedState:
             value = held[key]
             return self.parameters.whole(key, value, value.dtype)
 
-        return merged(name, part, self.scales)
+        return merged(name, part, self.scales, self.spec is not None and self.spec.dora)
 
     def _model_tensor(self, held: Mapping[str, torch.Tensor], name: str) -> torch.Tensor | Deferred:
         value = held[name]

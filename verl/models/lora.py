@@ -1,4 +1,7 @@
-"""Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): y = W x + (alpha / rank) B A x, W frozen.
+"""Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): y = W x + s B A x, W frozen, s = alpha / rank.
+
+rsLoRA (Kalajdzievski 2023, arXiv:2312.03732) has s = alpha / sqrt(rank). DoRA (Liu et al. 2024, arXiv:2402.09353, equation 5)
+also trains the length m of each row: y = m / |W + s B A| (W + s B A) x, with the norm as a constant for gradients.
 
 Names and files follow the peft library: peft reads files that are saved here, and files of peft are read here.
 """
@@ -27,7 +30,7 @@ from verl.registry import match_all
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 # entries of adapter_config.json, fields of peft's LoraConfig, of adapters that are computed otherwise
 OTHER_KINDS = (
-    "use_rslora", "use_dora", "use_qalora", "lora_bias", "rank_pattern", "alpha_pattern", "fan_in_fan_out",
+    "use_qalora", "lora_bias", "rank_pattern", "alpha_pattern", "fan_in_fan_out",
     "layer_replication", "trainable_token_indices", "target_parameters", "alora_invocation_tokens", "arrow_config",
     "velora_config", "monteclora_config", "use_bdlora", "kasa_config",
 )  # fmt: skip
@@ -38,11 +41,11 @@ log = logging.getLogger(__name__)
 class LoRALinear(nn.Linear):
     """A linear layer that keeps its own names, with `lora_A` [rank, in] and `lora_B` [out, rank]. B starts at zero."""
 
-    def __init__(self, base: nn.Linear, rank: int, alpha: float, generator: torch.Generator, dtype: torch.dtype):
+    def __init__(self, base: nn.Linear, rank: int, scale: float, generator: torch.Generator, dtype: torch.dtype):
         nn.Module.__init__(self)
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.bias = base.weight, base.bias
-        self.scale = alpha / rank
+        self.scale = scale
         self.active = True
         self.lora_A = nn.Parameter(torch.empty(rank, self.in_features, dtype=dtype))
         self.lora_B = nn.Parameter(torch.zeros(self.out_features, rank, dtype=dtype))
@@ -57,10 +60,38 @@ class LoRALinear(nn.Linear):
         return out + F.linear(F.linear(input, self.lora_A), self.lora_B) * self.scale
 
     def merged_weight(self) -> torch.Tensor:
-        """W + (alpha / rank) B A, with a graph; W while the adapter is off."""
+        """W + s B A, with a graph; W while the adapter is off."""
         if not self.active:
             return self.weight
         return torch.addmm(self.weight, self.lora_B, self.lora_A, alpha=self.scale)
+
+
+class DoRALinear(LoRALinear):
+    """A LoRALinear with the lengths of its rows as `lora_magnitude_vector` [out], which starts at the lengths of W's rows."""
+
+    def __init__(self, base: nn.Linear, rank: int, scale: float, generator: torch.Generator, dtype: torch.dtype):
+        super().__init__(base, rank, scale, generator, dtype)
+        self.lora_magnitude_vector = nn.Parameter(self._norms().to(dtype))
+
+    @torch.no_grad()
+    def _norms(self) -> torch.Tensor:
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        adapted = torch.addmm(self.weight.to(wide), self.lora_B.to(wide), self.lora_A.to(wide), alpha=self.scale)
+        return torch.linalg.vector_norm(adapted, dim=1)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out]."""
+        if not self.active:
+            return F.linear(input, self.weight, self.bias)
+        adapted = F.linear(input, self.weight) + F.linear(F.linear(input, self.lora_A), self.lora_B) * self.scale
+        out = (adapted * (self.lora_magnitude_vector / self._norms())).to(input.dtype)
+        return out if self.bias is None else out + self.bias
+
+    def merged_weight(self) -> torch.Tensor:
+        """m / |W + s B A| (W + s B A), with a graph; W while the adapter is off."""
+        if not self.active:
+            return self.weight
+        return super().merged_weight() * (self.lora_magnitude_vector / self._norms()).unsqueeze(1)
 
 
 @dataclass(frozen=True)
@@ -72,6 +103,14 @@ class LoRASpec:
     targets: str | tuple[str, ...]  # "all-linear", a regular expression, or name endings
     exclude: str | tuple[str, ...] = ()
     head: bool = False  # whether the output projection is among the linear layers
+    rslora: bool = False
+    dora: bool = False
+    others: tuple[str, ...] = ()  # names or endings of modules that train as a whole
+
+    @property
+    def scale(self) -> float:
+        """The factor of B A."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     @classmethod
     def of(cls, model: ModelConfig, head: bool = False) -> LoRASpec | None:
@@ -81,17 +120,22 @@ class LoRASpec:
         targets, exclude = (_names(v) for v in (model.target_modules, model.exclude_modules))
         if not targets:
             raise ConfigError("model.target_modules is empty; give names of linear layers, or all-linear.")
-        return cls(model.lora_rank, float(model.lora_alpha), targets, exclude, head)
+        others = tuple(name for name in model.modules_to_save if name != "score")  # a scalar head trains anyway
+        return cls(
+            model.lora_rank, float(model.lora_alpha), targets, exclude, head, model.use_rslora, model.use_dora, others
+        )
 
     def to_json(self, base: str, modules: Sequence[str], others: Sequence[str] = ()) -> dict[str, Any]:
         """The adapter_config.json that peft reads. Modules are named in full, so that a reader adapts the same ones;
         `others` are modules that train as a whole."""
         return {
             "peft_type": "LORA",
-            "task_type": "TOKEN_CLS" if others else "CAUSAL_LM",
+            "task_type": "TOKEN_CLS" if "score" in others else "CAUSAL_LM",
             "base_model_name_or_path": base,
             "r": self.rank,
             "lora_alpha": self.alpha,
+            "use_rslora": self.rslora,
+            "use_dora": self.dora,
             "lora_dropout": 0.0,
             "bias": "none",
             "fan_in_fan_out": False,
@@ -104,13 +148,17 @@ class LoRASpec:
 def add_adapters(module: Any, spec: LoRASpec, dtype: torch.dtype, seed: int = 0) -> list[str]:
     """Freeze `module` and put adapters of `dtype` on its linear layers; returns the names of the adapted ones.
 
-    A value head stays trainable. Raises ConfigError as `adapted_layers` does.
+    A value head and the modules of `spec.others` stay trainable, the latter in `dtype`. Raises ConfigError as
+    `adapted_layers` does.
     """
     module.requires_grad_(False)
-    chosen = adapted_layers(module, spec)
+    chosen, whole = adapted_layers(module, spec), whole_modules(module, spec)
     generator = torch.Generator().manual_seed(seed)
+    kind = DoRALinear if spec.dora else LoRALinear
     for name in chosen:
-        module.set_submodule(name, LoRALinear(module.get_submodule(name), spec.rank, spec.alpha, generator, dtype))
+        module.set_submodule(name, kind(module.get_submodule(name), spec.rank, spec.scale, generator, dtype))
+    for name in whole:
+        module.get_submodule(name).to(dtype).requires_grad_(True)
     if hasattr(module, "score"):
         module.score.requires_grad_(True)
     return chosen
@@ -119,12 +167,17 @@ def add_adapters(module: Any, spec: LoRASpec, dtype: torch.dtype, seed: int = 0)
 def adapted_layers(module: Any, spec: LoRASpec) -> list[str]:
     """The names of the linear layers of `module` that get adapters; the output projection only with `spec.head`.
 
-    Raises ConfigError for an entry of model.target_modules or model.exclude_modules that matches nothing, when no layer is
-    left, and for a rank beyond the sizes of the layers.
+    Raises ConfigError for an entry of model.target_modules, model.exclude_modules or model.modules_to_save that matches
+    nothing, when no layer is left, and for a rank beyond the sizes of the layers.
     """
     modules = dict(module.named_modules())
+    whole = tuple(f"{name}." for name in whole_modules(module, spec))
     head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
-    linear = [n for n, m in modules.items() if type(m) is nn.Linear and (spec.head or m is not head) and n != "score"]
+    linear = [
+        n
+        for n, m in modules.items()
+        if type(m) is nn.Linear and (spec.head or m is not head) and n != "score" and not f"{n}.".startswith(whole)
+    ]
     what = "linear layer that takes an adapter (embeddings and the output head take none)"
     chosen = _chosen("model.target_modules", spec.targets, linear, what)
     excluded = set(_chosen("model.exclude_modules", spec.exclude, [n for n in modules if n], "module"))
@@ -137,6 +190,23 @@ def adapted_layers(module: Any, spec: LoRASpec) -> list[str]:
             f"model.lora_rank={spec.rank} is larger than the adapted layers, whose weights have rank {largest} at most. "
             "Choose a smaller one."
         )
+    return chosen
+
+
+def whole_modules(module: nn.Module, spec: LoRASpec) -> list[str]:
+    """The names of the modules that train as a whole in addition to adapters. Raises ConfigError for a module that shares a
+    parameter with another one, as tied embeddings do."""
+    names = [name for name, _ in module.named_modules() if name]
+    chosen = _chosen("model.modules_to_save", spec.others, names, "module")
+    parameters = list(module.named_parameters(remove_duplicate=False))
+    for name in chosen:
+        mine = {id(parameter) for other, parameter in parameters if other.startswith(f"{name}.")}
+        shared = [other for other, p in parameters if id(p) in mine and not other.startswith(f"{name}.")]
+        if shared:
+            raise ConfigError(
+                f"model.modules_to_save: {name} shares its weight with {shared[0]}, so it cannot train separately. "
+                "Leave it out."
+            )
     return chosen
 
 
@@ -174,30 +244,40 @@ def adapters_off(module: nn.Module) -> Iterator[None]:
 
 def is_adapter(name: str) -> bool:
     """Whether a parameter of that name belongs to an adapter."""
-    return name.rpartition(".")[2] in ("lora_A", "lora_B")
+    return name.rpartition(".")[2] in ("lora_A", "lora_B", "lora_magnitude_vector")
 
 
-def merged(name: str, part: Callable[[str], torch.Tensor], scales: Mapping[str, float]) -> torch.Tensor:
+def merged(
+    name: str, part: Callable[[str], torch.Tensor], scales: Mapping[str, float], dora: bool = False
+) -> torch.Tensor:
     """The weight `name` with its adapter added, in the adapter's dtype. `part` gives whole tensors by name, `scales`
-    the scale of each adapted layer."""
+    the scale of each adapted layer; with `dora` they have lengths of rows."""
     layer = name.removesuffix(".weight")
     weight = part(name)
     if layer == name or layer not in scales:
         return weight
     down, up = part(f"{layer}.lora_A"), part(f"{layer}.lora_B")
     wide = torch.promote_types(weight.dtype, down.dtype)
-    return torch.addmm(weight.to(wide), up.to(wide), down.to(wide), alpha=scales[layer])
+    adapted = torch.addmm(weight.to(wide), up.to(wide), down.to(wide), alpha=scales[layer])
+    if not dora:
+        return adapted
+    lengths = part(f"{layer}.lora_magnitude_vector") / torch.linalg.vector_norm(adapted, dim=1)
+    return adapted * lengths.unsqueeze(1)
 
 
 def peft_names(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """`tensors`, adapters and the parameters that train with them, under the names of peft."""
-    return {f"{_PREFIX}{name}{'.weight' if is_adapter(name) else ''}": value for name, value in tensors.items()}
+    return {f"{_PREFIX}{name}{'.weight' if _is_matrix(name) else ''}": value for name, value in tensors.items()}
 
 
 def own_names(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `peft_names`."""
     bare = {name.removeprefix(_PREFIX): value for name, value in tensors.items()}
-    return {n.removesuffix(".weight") if is_adapter(n.removesuffix(".weight")) else n: v for n, v in bare.items()}
+    return {n.removesuffix(".weight") if _is_matrix(n.removesuffix(".weight")) else n: v for n, v in bare.items()}
+
+
+def _is_matrix(name: str) -> bool:
+    return name.endswith((".lora_A", ".lora_B"))
 
 
 def read_adapter(folder: str | Path, spec: LoRASpec, base: str) -> dict[str, torch.Tensor]:
@@ -213,12 +293,17 @@ def read_adapter(folder: str | Path, spec: LoRASpec, base: str) -> dict[str, tor
             f"The adapters in {path} have rank {quoted(config.get('r'), 40)} and alpha "
             f"{quoted(config.get('lora_alpha'), 40)}; set model.lora_rank and model.lora_alpha to that."
         )
+    for field, value in (("use_rslora", spec.rslora), ("use_dora", spec.dora)):
+        if bool(config.get(field)) != value:
+            raise ModelError(
+                f"The adapters in {path} were trained with {field}={not value}; set model.{field} to that."
+            )
     other = next((name for name in OTHER_KINDS if config.get(name)), None)
     other = other or next((n for n, v in (("peft_type", "LORA"), ("bias", "none")) if config.get(n, v) != v), None)
     if other:
         raise ModelError(
             f"The adapters in {path} are of a kind that verl has not: {other}={quoted(config[other], 80)} in {CONFIG_FILE}. "
-            "They are not computed as y = W x + (alpha / rank) B A x."
+            "They are not computed as LoRA, rsLoRA or DoRA."
         )
     with opened(path / WEIGHTS_FILE) as tensors:
         tensors_by_name = {name: tensors.get_tensor(name) for name in tensors.keys()}
@@ -274,7 +359,7 @@ def merge_adapters(module: Any, rounded: Callable[[str, torch.Tensor], torch.Ten
     weight that is kept."""
     for name, layer in lora_layers(module).items():
         plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
-        weight = merged(f"{name}.weight", module.get_parameter, {name: layer.scale})
+        weight = merged(f"{name}.weight", module.get_parameter, {name: layer.scale}, isinstance(layer, DoRALinear))
         plain.weight, plain.bias = nn.Parameter(rounded(f"{name}.weight", weight)), layer.bias
         module.set_submodule(name, plain)
     module.requires_grad_(False)

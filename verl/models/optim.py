@@ -311,9 +311,9 @@ def _make_master(
     name: str, parameter: nn.Parameter, compute_dtype: torch.dtype, rounding: Rounding, on_host: bool
 ) -> nn.Parameter:
     """Narrow the module's parameter to `compute_dtype`, keeping the wide values as the master, which with `on_host` is in host
-    memory with its gradient. Heads named `score` stay wide."""
+    memory with its gradient. Heads named `score`, and the lengths of rows of DoRA, stay wide."""
     narrower = torch.finfo(compute_dtype).bits < torch.finfo(parameter.dtype).bits
-    if not narrower or name.startswith("score."):
+    if not narrower or name.startswith("score.") or name.endswith(".lora_magnitude_vector"):
         return parameter
     master = nn.Parameter(moved(parameter, "cpu", copy=True) if on_host else parameter.data)
     parameter.data = rounding.rounded(name, parameter.data, compute_dtype)

@@ -152,12 +152,13 @@ def _actor(config: PPOConfig) -> RoleSpec:
 
 def _reference(config: PPOConfig) -> RoleSpec:
     group = config.actor_rollout_ref
+    lends = group.model.lends_its_base
     return RoleSpec(
         "reference",
         "lm",
-        group.model,
+        group.model if lends else replace(group.model, lora_rank=0, lora_adapter_path=None),
         group.ref.fsdp_config,
-        shares="actor" if group.model.lora_rank > 0 else None,
+        shares="actor" if lends else None,
         memory_map=group.ref.memory_map,
         strategy=group.ref.strategy,
         settings=settings_of(group.ref),

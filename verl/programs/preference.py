@@ -274,7 +274,7 @@ def with_margins(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
 
 def _reference(config: PreferenceConfig, model: RoleSpec) -> RoleSpec:
     """A frozen role: the policy without its adapters, or a separate model."""
-    path, adapters = config.ref.model_path, config.model.lora_rank > 0
+    path, adapters = config.ref.model_path, config.model.lends_its_base
     own = replace(config.model, path=path or config.model.path, lora_rank=0, lora_adapter_path=None)
     return replace(
         model,

@@ -131,7 +131,7 @@ def memory_of_fine_tuning(
         "activations": activation_bytes(model, tokens, width, checkpointing=config.model.enable_gradient_checkpointing),
         "processes": PROCESS_BYTES,
     }
-    lends = bool(config.model.lora_rank)  # the model without its adapters is the reference
+    lends = config.model.lends_its_base
     if (
         isinstance(config, PreferenceConfig)
         and has_reference_role(config)

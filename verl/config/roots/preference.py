@@ -120,7 +120,7 @@ def _check_loss(c: PreferenceConfig, set_keys: set[str]) -> Iterator[Problem]:
 
 
 def _check_reference(c: PreferenceConfig, set_keys: set[str]) -> Iterator[Problem]:
-    if c.ref.sync_steps and c.model.lora_rank:
+    if c.ref.sync_steps and c.model.lends_its_base:
         yield error(
             "ref.sync_steps",
             "ref.sync_steps needs a separate reference, and with model.lora_rank it is the model without its adapters. Set "

@@ -220,7 +220,7 @@ def check_online(c: Any, set_keys: set[str]) -> Iterator[Problem]:
             "algorithm.program=online_dpo samples from the weights that it trains. Set "
             f"{ROLLOUT}.prefetch_num=0 and trainer.v1.trainer_mode=sync.",
         )
-    if c.online.sync_steps and c.actor_rollout_ref.model.lora_rank:
+    if c.online.sync_steps and c.actor_rollout_ref.model.lends_its_base:
         yield error(
             "online.sync_steps",
             "online.sync_steps needs a separate reference, and with lora_rank it is the model without its adapters. Set one "

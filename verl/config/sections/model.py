@@ -29,9 +29,17 @@ class ModelConfig(Section):
     lora_alpha: int = used(16, "scale of LoRA adapters", when="lora")
     target_modules: Any = used("all-linear", "modules that get an adapter", when="lora")
     exclude_modules: Any = used(None, "modules that get none", when="lora")
+    use_rslora: bool = used(False, "scale adapters by lora_alpha / sqrt(lora_rank) (rsLoRA)", when="lora")
+    use_dora: bool = used(False, "train the lengths of the weights' rows too (DoRA); on one device", when="lora")
+    modules_to_save: list[str] = used([], "modules that train as a whole in addition to adapters", when="lora")
     lora_adapter_path: str | None = used(
         None, "folder of adapters to start from; without lora_rank they bring their rank and scale", path=True
     )
+
+    @property
+    def lends_its_base(self) -> bool:
+        """Whether the model without its adapters is the one that training has started from."""
+        return self.lora_rank > 0 and not self.modules_to_save
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,8 @@ class DeepSpeedEngine(TrainedEngine):
                 f"optim.optimizer={name} may look at whole matrices, which ZeRO {stage} takes apart. Use AdamW, or "
                 "deepspeed.zero_stage=0."
             )
+        if optim is not None and model.lora_rank > 0 and model.use_dora:
+            raise ConfigError("model.use_dora trains with strategy=fsdp2 on one device, not with DeepSpeed.")
         if stage and optim is not None and model.lora_rank > 0:
             raise ConfigError(
                 f"model.lora_rank with ZeRO {stage}: adapters train with deepspeed.zero_stage=0 or strategy=fsdp2."
