@@ -195,7 +195,7 @@ def test_whole_modules_train_in_addition(folder, tmp_path):
     again = engine(untied, lora_adapter_path=str(tmp_path / "adapter"), **names)
     a, b = (e.forward(make_batch(5), ("log_probs",), ALL)["log_probs"] for e in (trained, again))
     assert torch.equal(a, b)
-    with pytest.raises(ConfigError, match="model.modules_to_save trains whole modules"), trained.reference():
+    with pytest.raises(ConfigError, match="model.modules_to_save trains too"), trained.reference():
         pass
     with pytest.raises(ConfigError, match="lm_head shares its weight with model.embed_tokens.weight"):
         engine(folder, modules_to_save=["lm_head"])

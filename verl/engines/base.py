@@ -162,10 +162,7 @@ class TrainedEngine(ABC):
     def reference(self) -> Iterator[None]:
         """See TrainEngine."""
         if self.spec is None or self.spec.others:
-            raise ConfigError(
-                "There are no adapters to leave out, or model.modules_to_save trains whole modules too; "
-                "set model.lora_rank, or build a reference policy."
-            )
+            raise ConfigError("There are no adapters, or model.modules_to_save trains too; build a reference.")
         with adapters_off(self.module):
             yield
 
