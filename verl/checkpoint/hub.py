@@ -65,9 +65,9 @@ def _explained(repo_id: str) -> Iterator[None]:
         advice = "Upload again later"
         if status in (401, 403):
             advice = "Log in with `hf auth login`, or set HF_TOKEN to a token that may write there"
+        why = clean(error.server_message or "no reason").rstrip(".")
         raise UnreachableError(
-            f"The Hub refused the upload to {repo_id} with status {status}: {clean(error.server_message or 'no reason').rstrip('.')}. "
-            f"{advice}."
+            f"The Hub refused the upload to {repo_id} with status {status}: {why}. {advice}."
         ) from error
     except Exception as error:
         raise UnreachableError(
