@@ -1,10 +1,12 @@
 """The disk of the service: full, cleaned up, shared between checkpoints and samplers, and locked against a second service."""
 
 import errno
+import os
 import time
 
 import httpx
 import pytest
+import torch
 
 tinker = pytest.importorskip("tinker", reason="the extra tinker is not installed")
 
@@ -12,9 +14,12 @@ from tinker import types  # noqa: E402
 
 from tests.tinker.data import datum  # noqa: E402
 from verl.cli.main import main  # noqa: E402
+from verl.engines.adapters import AdapterWeights  # noqa: E402
 from verl.errors import CheckpointError  # noqa: E402
 from verl.tinker import checkpoints, journal, service  # noqa: E402
 from verl.tinker.journal import COVERED, AcceptedRequest, RequestJournal  # noqa: E402
+from verl.tinker.records import RefusedRequest  # noqa: E402
+from verl.tinker.snapshots import Snapshots  # noqa: E402
 
 ADAM = types.AdamParams(learning_rate=1e-2)
 PROMPT = types.ModelInput.from_ints([3, 4, 5, 6])
@@ -92,6 +97,25 @@ def test_a_model_has_a_run_folder(served, tmp_path, capsys):
     assert "at step 2" in capsys.readouterr().out
     assert main(["view", str(folder), "--export", str(tmp_path / "pages")]) == 0
     assert list((tmp_path / "pages").rglob("*.html"))
+
+
+def test_weights_are_shared_with_and_without_links(tmp_path, monkeypatch):
+    store, file = Snapshots(tmp_path, torch.device("cpu")), tmp_path / "adapter"
+    adapter = AdapterWeights(2, {"layer.lora_A": torch.ones(2, 3), "layer.lora_B": torch.ones(4, 2)})
+    digest = store.write(adapter)
+    shared = store.root / f"{digest}.safetensors"
+    file.write_bytes(shared.read_bytes())
+    for number, link in enumerate((os.link, None)):
+        shared.unlink()
+        if link is None:
+            monkeypatch.setattr(os, "link", lambda *names: (_ for _ in ()).throw(OSError(errno.EPERM, "no links")))
+        store.link(file, digest)
+        store._loaded.clear()
+        assert store.load(digest).rank == 2, number
+    store.remove_unused(set())
+    store._loaded.clear()
+    with pytest.raises(RefusedRequest, match="not on the server's disk"):
+        store.load(digest)
 
 
 def accepted(seq_id, route="optim_step"):

@@ -83,6 +83,8 @@ class Checkpoints:
     def __init__(self, root: Path, base: str, device: torch.device):
         self.root, self.base, self.device = root / "models", base, device
         self.root.mkdir(parents=True, exist_ok=True)
+        for folder in self.root.glob("*/*/.*.tmp-*"):  # of a save that a kill ended
+            shutil.rmtree(folder, ignore_errors=True)
 
     def register(self, model_id: str, facts: Mapping[str, Any]) -> None:
         """Write down a model as it was created, once."""

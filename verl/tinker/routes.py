@@ -65,8 +65,11 @@ class Routes:
         return types.SessionHeartbeatResponse()
 
     async def finish(self, call: ClientCall) -> Any:
-        self.service.touch(call, call.path["session_id"])
-        self.service.finish(call.path["session_id"])
+        session = self.service.sessions.get(call.path["session_id"])
+        if session is not None and call.tenant.sees(
+            session.tenant.name
+        ):  # else the answer of the first request was lost
+            self.service.finish(call.path["session_id"])
         return Response(status_code=204)
 
     async def telemetry(self, call: ClientCall) -> Any:

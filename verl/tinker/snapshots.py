@@ -7,6 +7,7 @@ A file is removed when no sampler names it.
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from collections import OrderedDict
 from collections.abc import Collection
@@ -49,7 +50,12 @@ class Snapshots:
     def link(self, file: Path, digest: str) -> None:
         """Share the adapter file of a checkpoint, whose content has this digest."""
         if not self._file(digest).exists():
-            os.link(file, self._file(digest))
+            try:
+                os.link(file, self._file(digest))
+            except OSError:  # a file system without links
+                temporary = self.root / f".{digest}.tmp"
+                shutil.copyfile(file, temporary)
+                os.replace(temporary, self._file(digest))
             sync_folder(self.root)
 
     def load(self, digest: str) -> AdapterWeights:
