@@ -101,7 +101,7 @@ def test_saved_datasets(tmp_path):
 
     datasets.DatasetDict({"train": single, "test": single.select([2])}).save_to_disk(tmp_path / "both")
     assert len(read_rows(f"{tmp_path}/both@test")) == 1
-    with pytest.raises(DataError, match="several splits; write .*both@SPLIT with one of train, test"):
+    with pytest.raises(DataError, match="several splits; write .*both:SPLIT with one of train, test"):
         read_rows(tmp_path / "both")
     with pytest.raises(DataError, match="no split 'dev'"):
         read_rows(f"{tmp_path}/both@dev")

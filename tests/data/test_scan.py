@@ -20,7 +20,7 @@ from tests.data.rows import config, row, write
 from tests.slow import slow
 from verl.config.roots.reward_model import RMDataConfig
 from verl.config.sections.data import PreferenceDataConfig, SFTDataConfig
-from verl.data import files, scan
+from verl.data import scan, tables
 from verl.data.conversations.dataset import ConversationDataset, read_into
 from verl.data.dataset import PromptRows, RLHFDataset, load_dataset
 from verl.data.files import read_rows, write_parquet
@@ -291,8 +291,8 @@ class TestLargeParquet:
         path = tmp_path / "a.parquet"
         write_parquet(path, [row(i, note=None if i % 3 else "n" * i) for i in range(50)])
         whole = list(read_rows(path))
-        monkeypatch.setattr(files, "_MAPPED_BYTES", 0)
-        monkeypatch.setattr(files, "_ROWS_READ", 8)
+        monkeypatch.setattr(tables, "_MAPPED_BYTES", 0)
+        monkeypatch.setattr(tables, "ROWS_READ", 8)
         for _ in range(2):
             rows = read_rows([path, path])
             assert list(rows) == [*whole, *whole]
@@ -305,7 +305,7 @@ class TestLargeParquet:
         monkeypatch.setenv("VERL_DATA_CACHE", str(tmp_path / "cache"))
         path = tmp_path / "a.parquet"
         write_parquet(path, [row(i) for i in range(20)])
-        monkeypatch.setattr(files, "_MAPPED_BYTES", 0)
+        monkeypatch.setattr(tables, "_MAPPED_BYTES", 0)
         whole = list(read_rows(path))
         (copy,) = (tmp_path / "cache").rglob("*.arrow")
         copy.write_bytes(copy.read_bytes()[:-100])
@@ -317,7 +317,7 @@ class TestLargeParquet:
         content = bytearray(path.read_bytes())
         content[content.index(b"quest")] ^= 1
         path.write_bytes(content)
-        monkeypatch.setattr(files, "_MAPPED_BYTES", 0)
+        monkeypatch.setattr(tables, "_MAPPED_BYTES", 0)
         with pytest.raises(DataError, match="cannot be read as parquet"):
             read_rows(path)
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.data.files import Rows, read_rows
+from verl.data.files import Files, read_rows
 from verl.data.images import image_messages
 from verl.data.prompts import PromptEncoder
 from verl.data.row_cache import key_of
 from verl.data.scan import BadRows, Scan, ScanPart, scan_rows
 from verl.data.schema import UNSCORED, Messages, at, check_row, messages_of
+from verl.data.tables import Rows
 from verl.data.template_checks import TemplateChecks
 from verl.errors import ConfigError, DataError
 from verl.registry import load_module, load_object
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEFAULT_SEED = 42
-
-Files = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 def whole_section(config: DataConfig | Mapping[str, Any]) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.data.files import parse_json
+from verl.data.tables import parse_json
 from verl.data.tasks import char_count, gsm8k, reasoning_gym, sentiment, split
 from verl.errors import DataError, VerlError
 from verl.foreign_text import clean

@@ -20,13 +20,14 @@ from verl.data.conversations.tokenized import tokenized
 from verl.data.conversations.tokens import ConversationEncoder, TrainingSequence
 from verl.data.conversations.turn_ends import TurnEnds
 from verl.data.dataset import Files, dataset_class
-from verl.data.files import Rows, read_rows
+from verl.data.files import read_rows
 from verl.data.images import RowImages
 from verl.data.order import PromptOrder
 from verl.data.prompts import control_token_in, control_tokens, identity_of
 from verl.data.row_cache import key_of
 from verl.data.scan import BadRows, ScanPart, scan_rows
 from verl.data.schema import Messages, at
+from verl.data.tables import Rows
 from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
 from verl.data_proto.token_ids import num_embeddings

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.data.files import parse_json
 from verl.data.images import image_messages
 from verl.data.schema import Messages, check_plain, message_of, no_media
+from verl.data.tables import parse_json
 from verl.errors import DataError
 from verl.foreign_text import clean, quoted
 
