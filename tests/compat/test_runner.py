@@ -83,8 +83,17 @@ def steps_of(trainer):
 
 
 @pytest.mark.parametrize(
-    "changes", [slow({}), {"lr_scheduler_type": "cosine", "data_seed": 7, "max_steps": 7}], ids=["linear", "cosine"]
-)
+    "changes",
+    [
+        slow({}),
+        slow({"lr_scheduler_type": "cosine", "data_seed": 7, "max_steps": 7}),
+        {
+            "lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 3, "decay_type": "1-sqrt"},
+            "warmup_steps": 2, "data_seed": 7, "max_steps": 7,
+        },
+    ],
+    ids=["linear", "cosine", "wsd"],
+)  # fmt: skip
 def test_losses_match_trainer(tiny_llama, tokenizer, rows, tmp_path, changes):
     changes = {"eval_strategy": "epoch", **changes}
     theirs_seen, ours_seen = Recorder(), Recorder()

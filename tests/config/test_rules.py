@@ -130,6 +130,12 @@ BROKEN = [
         [f"{CORRECTION}.rollout_is=token", f"{ROLLOUT}.calculate_log_probs=False"],
     ),
     ("error", f"{ACTOR}.optim.override_optimizer_config", [f"+{ACTOR}.optim.override_optimizer_config.eps=1e-5"]),
+    (
+        "error",
+        f"{ACTOR}.optim.lr_scheduler_kwargs",
+        [f"{ACTOR}.optim.lr_scheduler_type=polynomial", f"{ACTOR}.optim.lr_scheduler_kwargs={{num_cycles:2}}"],
+    ),
+    ("error", f"{ACTOR}.optim.lr_scheduler_kwargs", [f"{ACTOR}.optim.lr_scheduler_type=warmup_stable_decay"]),
     ("error", "critic.optim.override_optimizer_config", ["+critic.optim.override_optimizer_config={eps:1e-5}"]),
     (
         "error",

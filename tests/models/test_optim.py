@@ -1,10 +1,13 @@
 """Schedule, masters, clipping and state."""
 
+import inspect
 import math
 
 import pytest
 import torch
 from torch import nn
+from transformers import SchedulerType, get_scheduler
+from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
 from verl.config import OptimConfig
 from verl.errors import CheckpointError, ConfigError
@@ -37,9 +40,57 @@ def test_schedule(settings, step, expected):
     assert lr_at(step, OptimConfig(lr=1.0, **settings), 100) == pytest.approx(expected, abs=1e-12)
 
 
+# (schedule, its arguments, transformers' step -> rate worked by hand), with 4 steps of warm-up of 20 and lr 2
+TRANSFORMERS_SCHEDULES = [
+    ("constant_with_warmup", {}, {1: 0.5, 12: 2.0}),
+    ("linear", {}, {1: 0.5, 12: 1.0}),
+    ("cosine", {}, {1: 0.5, 12: 1.0}),
+    ("cosine_with_restarts", {"num_cycles": 2}, {1: 0.5, 8: 1.0, 12: 2.0}),
+    ("cosine_with_min_lr", {"min_lr_rate": 0.1}, {1: 0.5, 12: 1.1}),
+    ("cosine_with_min_lr", {"min_lr": 0.5}, {12: 1.25}),
+    ("cosine_warmup_with_min_lr", {"min_lr": 0.5}, {0: 0.5, 11: 1.25}),
+    ("polynomial", {"power": 2.0, "lr_end": 0.4}, {12: 0.8, 19: 0.4 + 1.6 / 256}),
+    ("inverse_sqrt", {}, {4: 2.0, 16: 1.0}),
+    ("warmup_stable_decay", {"num_decay_steps": 8, "decay_type": "linear"}, {1: 0.5, 11: 2.0, 16: 1.0, 19: 0.25}),
+]
+
+
+@pytest.mark.parametrize(("kind", "arguments", "rates"), TRANSFORMERS_SCHEDULES)
+def test_schedules_of_transformers(kind, arguments, rates):
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=2.0)
+    schedule = get_scheduler(kind, optimizer, 4, 20, arguments)
+    theirs = []
+    for _ in range(20):
+        theirs += schedule.get_last_lr()
+        optimizer.step()
+        schedule.step()
+    config = OptimConfig(lr=2.0, lr_scheduler_type=kind, lr_scheduler_kwargs=arguments, lr_warmup_steps=4)
+    ours = {step: lr_at(step, config, 20) for step in reversed(range(20))}  # whatever steps were asked for before
+    assert [ours[step] for step in range(20)] == pytest.approx(theirs, abs=1e-12)
+    assert {step: ours[step] for step in rates} == pytest.approx(rates)
+
+
+def test_every_schedule_of_transformers_that_depends_on_the_step():
+    from verl.config.sections.optim import OWN_SCHEDULES, SCHEDULES
+
+    stateful = {"reduce_lr_on_plateau", "greedy"}
+    known = {*OWN_SCHEDULES, *SCHEDULES, *stateful}
+    assert {kind.value for kind in SchedulerType} - known == set()  # an older release lacks some
+    for kind, arguments in SCHEDULES.items():
+        if kind in set(SchedulerType):
+            takes = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(kind)]).parameters
+            assert set(takes) - {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"} == set(arguments)
+
+
 def test_unknown_schedule_is_named():
     with pytest.raises(ConfigError, match="wsd"):
         lr_at(0, OptimConfig(lr_scheduler_type="wsd"), 10)
+
+
+def test_arguments_that_a_schedule_refuses_are_named():
+    config = OptimConfig(lr=1e-5, lr_scheduler_type="polynomial", lr_scheduler_kwargs={"lr_end": 1e-4})
+    with pytest.raises(ConfigError, match=r"lr_scheduler_kwargs does not fit polynomial.*must be smaller"):
+        lr_at(0, config, 10)
 
 
 def network(dtype=torch.float32):

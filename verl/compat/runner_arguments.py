@@ -9,6 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from verl.config.roots.preference import ReferenceConfig
+from verl.config.sections.optim import OWN_SCHEDULES, SCHEDULES
 from verl.config.sections.preference import PreferenceLossConfig
 from verl.errors import ConfigError
 
@@ -21,7 +22,7 @@ _OPTIMIZERS = {
     "adagrad": "Adagrad",
     "rmsprop": "RMSprop",
 }
-_SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "cosine": "cosine", "linear": "linear"}
+_SCHEDULES = (*OWN_SCHEDULES, *SCHEDULES)
 _LOSS_TYPES = {
     "grpo": "seq-mean-token-mean", "bnpo": "token-mean", "dapo": "token-mean", "dr_grpo": "seq-mean-token-sum-norm",
 }  # fmt: skip
@@ -31,7 +32,8 @@ _SCALED = {True: True, "group": True, False: False, "none": False}
 _READ = {
     "output_dir", "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps", "seed",
     "data_seed", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm", "optim",
-    "lr_scheduler_type", "warmup_steps", "warmup_ratio", "logging_strategy", "logging_steps", "logging_first_step",
+    "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "logging_strategy", "logging_steps",
+    "logging_first_step",
     "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "save_strategy", "save_steps", "save_total_limit",
     "report_to", "run_name", "project", "use_cpu", "bf16", "gradient_checkpointing", "neftune_noise_alpha", "fsdp",
     "train_sampling_strategy", "resume_from_checkpoint", "full_determinism", "save_only_model", "per_device_eval_batch_size",
@@ -151,10 +153,22 @@ class Arguments:
         yield f"{prefix}.optimizer", _OPTIMIZERS[kind]
         yield f"{prefix}.weight_decay", args.weight_decay
         yield f"{prefix}.clip_grad", args.max_grad_norm or math.inf
-        yield f"{prefix}.lr_scheduler_type", _SCHEDULES[schedule]
+        yield f"{prefix}.lr_scheduler_type", schedule
+        yield from self._schedule_arguments(prefix, schedule)
         yield f"{prefix}.lr_warmup_steps", 0 if schedule == "constant" else self._warmup_steps()
         if _OPTIMIZERS[kind] == "AdamW":
             yield f"{prefix}.betas", f"[{args.adam_beta1},{args.adam_beta2}]"
+
+    def _schedule_arguments(self, prefix: str, schedule: str) -> Iterator[tuple[str, Any]]:
+        counts = ("num_decay_steps", "num_stable_steps", "timescale")  # in optimizer steps, as warmup_steps
+        arguments = {
+            name: math.ceil(value / self.num_updates) if name in counts and value else value
+            for name, value in (self.args.lr_scheduler_kwargs or {}).items()
+        }
+        if schedule in OWN_SCHEDULES:  # whose arguments are keys
+            yield from ((f"{prefix}.{name}", value) for name, value in arguments.items())
+        elif arguments:
+            yield f"{prefix}.lr_scheduler_kwargs", json.dumps(arguments)
 
     def _warmup_steps(self) -> int:
         steps, ratio = self.args.warmup_steps or 0, getattr(self.args, "warmup_ratio", None) or 0.0

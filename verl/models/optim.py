@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from verl.config import OptimConfig
+from verl.config.sections.optim import OWN_SCHEDULES, SCHEDULES
 from verl.errors import CheckpointError, ConfigError, nearest
 from verl.models.grad_buffers import GradientBuffers
 from verl.models.loss_scale import LossScale
@@ -33,27 +34,47 @@ def lr_at(step: int, config: OptimConfig, total_steps: int) -> float:
     """The learning rate of trainer step `step`, counted from 0.
 
     `constant`, `linear` or `cosine` after a linear warm-up of lr_warmup_steps (when 0 or less: lr_warmup_steps_ratio of
-    all steps). With p the share of the steps after warm-up that are done, linear is lr * (1 - p), and cosine
-    lr * max(min, cos(2 pi num_cycles p) (1 - min) / 2 + (1 + min) / 2). With `zero_indexed_step` the first step has index
-    0, and a warm-up begins at its lowest rate.
+    all steps), or a schedule of `transformers.get_scheduler`. With p the share of the steps after warm-up that are done,
+    linear is lr * (1 - p), and cosine lr * max(min, cos(2 pi num_cycles p) (1 - min) / 2 + (1 + min) / 2). With
+    `zero_indexed_step` the first step has index 0, and a warm-up begins at its lowest rate. Raises ConfigError for an
+    unknown schedule, and for arguments that it does not take.
     """
     if config.total_training_steps > 0:
         total_steps = config.total_training_steps
     warmup = config.lr_warmup_steps if config.lr_warmup_steps > 0 else int(config.lr_warmup_steps_ratio * total_steps)
     index = step if config.zero_indexed_step else step + 1
     kind = config.lr_scheduler_type
+    if kind in SCHEDULES:
+        return config.lr * _factor_of_transformers(index, config, warmup, total_steps)
+    if kind not in OWN_SCHEDULES:
+        raise ConfigError(f"optim.lr_scheduler_type={kind!r} is unknown.{nearest(kind, [*OWN_SCHEDULES, *SCHEDULES])}")
     least = config.min_lr_ratio if kind == "cosine" else 0.0
     if index < warmup:
         return config.lr * (least + (1 - least) * index / warmup)
     if kind == "constant":
         return config.lr
-    if kind not in ("linear", "cosine"):
-        raise ConfigError(f"optim.lr_scheduler_type={kind!r} is unknown; there are constant, linear and cosine.")
     progress = (index - warmup) / max(1, total_steps - warmup)
     if kind == "linear":
         return config.lr * max(0.0, 1 - progress)
     wave = math.cos(2 * math.pi * config.num_cycles * progress)
     return config.lr * max(least, wave * (1 - least) / 2 + (1 + least) / 2)
+
+
+def _factor_of_transformers(index: int, config: OptimConfig, warmup: int, total_steps: int) -> float:
+    """The factor of `config.lr` at step `index`. A schedule of transformers is a function of the step, so nothing is saved."""
+    from transformers import get_scheduler
+
+    stand_in = torch.optim.SGD([torch.zeros(1)], lr=config.lr)  # the schedule reads its rate
+    try:
+        schedule = get_scheduler(
+            config.lr_scheduler_type, stand_in, warmup, total_steps, dict(config.lr_scheduler_kwargs)
+        )
+        return float(schedule.lr_lambdas[0](index))
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ConfigError(
+            f"optim.lr_scheduler_kwargs does not fit {config.lr_scheduler_type}, with {warmup} of {total_steps} steps as "
+            f"warm-up: {error}"
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from verl.config.sections.fsdp import FSDPConfig, SFTEngineConfig
 from verl.config.sections.guards import StepGuardsConfig
 from verl.config.sections.megatron import MegatronConfig
 from verl.config.sections.model import ModelConfig
-from verl.config.sections.optim import OptimConfig
+from verl.config.sections.optim import SCHEDULES, OptimConfig
 from verl.config.sections.rollout import RolloutConfig
 from verl.config.sections.trainer import SeparateAsyncConfig, TrainerConfig
 from verl.errors import ConfigError
@@ -55,6 +55,14 @@ def _check_optim(path: str, optim: OptimConfig, root: Any) -> Iterator[Problem]:
     key = f"{path}.override_optimizer_config"
     for name in sorted(set(optim["override_optimizer_config"] or {}) - _OFFLOAD_SETTINGS)[:1]:
         yield error(key, f"{key}.{name} is not read: only the keys of {path} set this optimizer. Remove it.")
+    kind, key = optim.lr_scheduler_type, f"{path}.lr_scheduler_kwargs"
+    for name in sorted(set(optim.lr_scheduler_kwargs) - set(arguments := SCHEDULES.get(kind, ())))[:1]:
+        if arguments:
+            yield error(key, f"{key}.{name} is no argument of {kind}, which takes {', '.join(arguments)}. Remove it.")
+    if kind == "warmup_stable_decay" and "num_decay_steps" not in optim.lr_scheduler_kwargs:
+        yield error(
+            key, f"{path}.lr_scheduler_type={kind} needs {key}.num_decay_steps, the steps of the decay. Set it."
+        )
 
 
 def _check_trainer(path: str, trainer: TrainerConfig, root: Any) -> Iterator[Problem]:

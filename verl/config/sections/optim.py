@@ -4,9 +4,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from verl.config.keys import Section, used
 
+OWN_SCHEDULES = ("constant", "linear", "cosine")
+# of transformers.get_scheduler: name -> its arguments, as the schedule's function has them
+SCHEDULES = {
+    "constant_with_warmup": (),
+    "cosine_with_restarts": ("num_cycles",),
+    "cosine_with_min_lr": ("min_lr", "min_lr_rate", "num_cycles"),
+    "cosine_warmup_with_min_lr": ("min_lr", "min_lr_rate", "num_cycles", "warmup_lr_rate"),
+    "polynomial": ("lr_end", "power"),
+    "inverse_sqrt": ("timescale",),
+    "warmup_stable_decay": (
+        "num_decay_steps", "num_stable_steps", "warmup_type", "decay_type", "min_lr_ratio", "num_cycles",
+    ),
+}  # fmt: skip
 _MAX_LR = 10.0  # Adam changes each weight by about the learning rate in a step
 
 
@@ -32,5 +46,10 @@ class OptimConfig(Section):
         le=1,
     )
     num_cycles: float = used(0.5, "waves of the cosine; 0.5 falls once", when=".lr_scheduler_type=cosine")
-    lr_scheduler_type: str = used("constant", "schedule after the warm-up", choices=("constant", "linear", "cosine"))
+    lr_scheduler_type: str = used("constant", "schedule after the warm-up", choices=(*OWN_SCHEDULES, *SCHEDULES))
+    lr_scheduler_kwargs: dict[str, Any] = used(
+        {},
+        "further arguments of the schedule, by the names of transformers.get_scheduler",
+        when=f".lr_scheduler_type={'|'.join(name for name, arguments in SCHEDULES.items() if arguments)}",
+    )
     zero_indexed_step: bool = used(True, "whether the first step is step 0 of the schedule")
