@@ -56,7 +56,7 @@ for attempt in 1 2 3; do \
 done
 endef
 
-.PHONY: help venv train test test-fast lint types unit model data letters versions gpu-rehearsal clean
+.PHONY: help venv train test test-fast lint types unit model data letters versions gpu-rehearsal wheels clean
 
 help:
 	@echo "make train   install, fetch the model, make the data, train (CONFIG=$(CONFIG), about eight minutes on two cores)"
@@ -65,6 +65,7 @@ help:
 	@echo "make venv    install only, into $(VENV)"
 	@echo "make versions   the table of docs/versions.md, with an environment for each row (hours, some 60 GB in $(WORK)/versions)"
 	@echo "make gpu-rehearsal   the GPU report with tiny shapes on a CPU, and kills of its runner (KILLS=$(KILLS), about ten minutes)"
+	@echo "make wheels  a wheel in dist/ for each Python from 3.10 to 3.14 on the PATH"
 	@echo "make clean   remove what tests and builds leave; the virtual environment and $(WORK)/ stay"
 
 venv: $(STAMPS)/package
@@ -141,6 +142,14 @@ versions: $(STAMPS)/package
 gpu-rehearsal: $(STAMPS)/package
 	@rm -rf $(WORK)/gpu-rehearsal
 	@$(BIN)/python benchmarks/gpu/rehearse.py --out $(WORK)/gpu-rehearsal --kills $(KILLS)
+
+# compiled kernels are of one version of Python
+wheels:
+	@for version in 10 11 12 13 14; do \
+		python="python3.$$version"; \
+		if $$python -c "" 2>/dev/null; then $$python -m pip wheel --quiet --no-deps --wheel-dir dist . && rm -rf build; \
+		else echo "Not built: $$python is not on the PATH." >&2; fi; \
+	done; ls dist/*.whl
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis outputs
