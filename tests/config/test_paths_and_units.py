@@ -100,8 +100,6 @@ def test_values_of_the_issue_are_sentences():
 NAMES_OF_OTHERS = {  # spelling -> the key in the sentence
     "rollout_backend": "actor_rollout_ref.rollout.name",
     "batch_size_per_gpu": "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
-    "attn_implementation": "actor_rollout_ref.model.path (attention is verl's own",
-    "model.attn_implementation": "actor_rollout_ref.model.path (attention is verl's own",
     "reward_fn": "reward.custom_reward_function.path",
     "optim.learning_rate": "actor_rollout_ref.actor.optim.lr",
 }

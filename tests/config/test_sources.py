@@ -184,7 +184,14 @@ def test_cross_references():
     assert config.data.seed == 42
 
 
+MODEL_CONFIG = "actor_rollout_ref.model.override_config"
 SPELLINGS = [
+    ("attn_implementation=sdpa", MODEL_CONFIG, {"attn_implementation": "sdpa"}),
+    (
+        "actor_rollout_ref.model.attn_implementation=flash_attn_2",
+        MODEL_CONFIG,
+        {"attn_implementation": "flash_attention_2"},
+    ),
     ("custom_reward_function.path=r.py", "reward.custom_reward_function.path", "r.py"),
     ("reward_model.reward_manager=dapo", "reward.reward_manager.name", "dapo"),
     ("reward_model.num_workers=3", "reward.num_workers", 3),

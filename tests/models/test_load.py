@@ -10,14 +10,15 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from tests.models.reference import dense_attention
 from tests.run import families
 from verl.config import ModelConfig
 from verl.errors import ConfigError, ModelError
-from verl.models import quiet
+from verl.models import check, quiet
 from verl.models.attention import ATTENTION_NAME
-from verl.models.check import choose_forward, packed_problem, require_dtype
+from verl.models.check import choose_forward, largest_difference, packed_problem, require_dtype
 from verl.models.load import (
     load_causal_lm,
     load_external,
@@ -205,12 +206,45 @@ def test_override_config(tiny_folder, caplog):
     with pytest.raises(ModelError, match="rms_norm_ep=0.1: LlamaConfig has no such field; did you mean 'rms_norm_eps'"):
         load_causal_lm(tiny_folder("llama"), override_config={"rms_norm_ep": 0.1})
     with caplog.at_level(logging.INFO, logger="verl"):
-        load_causal_lm(tiny_folder("llama"), override_config={"attn_implementation": "flash_attention_2"})
         load_causal_lm(
             tiny_folder("llama"), override_config={"embd_pdrop": 0.0}
         )  # as scripts for several families set it
-    assert "attn_implementation=flash_attention_2 chooses nothing" in caplog.text
     assert "embd_pdrop=0.0 has no effect" in caplog.text
+
+
+@pytest.mark.seed("B8", "G3")
+@pytest.mark.parametrize("head", ["lm", "token_value"])
+@pytest.mark.parametrize(
+    ("attention", "kind", "runs"),
+    [
+        ("verl", "packed", "verl"),
+        ("flash_attention_2", "packed", "verl"),
+        ("sdpa", "padded", "sdpa"),
+        ("eager", "padded", "eager"),
+    ],
+)
+def test_the_attention_of_a_model_is_chosen(tiny_folder, head, attention, kind, runs):
+    chosen = load_model(tiny_folder("llama"), head, override_config={"attn_implementation": attention})
+    assert chosen.forward_kind == kind
+    assert chosen.config._attn_implementation == runs
+    if head == "lm":
+        plain = AutoModelForCausalLM.from_pretrained(tiny_folder("llama"), attn_implementation="eager").eval()
+        assert largest_difference(chosen, plain) < 1e-5
+
+
+def test_flash_attention_of_a_padded_model(tiny_folder, caplog, monkeypatch):
+    """A model whose class takes no packed batch has the attention that is asked for, where it is installed."""
+    module = load_causal_lm(tiny_folder("llama"))
+    with caplog.at_level(logging.INFO, logger="verl"):
+        assert check.own_attention(module, "flash_attention_2") == "sdpa"
+    assert "flash_attention_2 is not installed" in caplog.text
+    monkeypatch.setattr(check, "is_flash_attn_2_available", lambda: True)
+    assert check.own_attention(module, "flash_attention_2") == "flash_attention_2"
+
+
+def test_an_unknown_attention_is_named(tiny_folder):
+    with pytest.raises(ModelError, match=r"attn_implementation=flash is unknown. There are verl and flash_attention_2"):
+        load_causal_lm(tiny_folder("llama"), override_config={"attn_implementation": "flash"})
 
 
 def changed(folder, out, **settings):

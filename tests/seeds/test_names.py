@@ -13,10 +13,11 @@ import torch
 
 import verl
 from tests import letters_task
+from verl import ExperienceBuffer
 from verl.config import load_config
 from verl.errors import ConfigError, ModelError
 from verl.tracking.console import Console
-from verl.worker import ActorRolloutRefWorker, RolloutWorker, init_context
+from verl.worker import ActorRolloutRefWorker, RolloutWorker, UpdateWorker, init_context
 
 SMALL = ["actor_rollout_ref.actor.fsdp_config.dtype=float32", "data.max_response_length=4"]
 
@@ -79,6 +80,25 @@ def test_the_consistency_of_a_loaded_model(tiny_llama):
             check_model_consistency(str(tiny_llama), module)
     with pytest.raises(ModelError, match="the log-probs of a forward pass differ"):
         check_model_consistency(str(tiny_llama), tolerance=0.0 if report["largest_difference"] else -1.0)
+
+
+@pytest.mark.seed("A7")
+def test_the_four_parts_of_a_loop(tiny_llama):
+    """A controller (this test) moves samples of a rollout worker through a buffer to an update worker."""
+    with (
+        ActorRolloutRefWorker(str(tiny_llama), overrides=SMALL) as worker,
+        ExperienceBuffer(max_groups=4, place="process") as buffer,
+    ):
+        assert isinstance(worker.rollout, RolloutWorker)
+        assert isinstance(worker.actor, UpdateWorker)
+        batch = worker.generate_sequences(["2 + 2?"], n=2)
+        batch.union(worker.compute_log_prob(batch)).union(worker.compute_ref_log_prob(batch))
+        batch.batch["advantages"] = batch.batch["response_mask"] * torch.tensor([[1.0], [-1.0]])
+        buffer.put(batch, version=0)
+        before = [parameter.clone() for parameter in worker.actor.engine.module.parameters()]
+        worker.update_actor(buffer.sample(2, version=0))
+        after = list(worker.actor.engine.module.parameters())
+        assert any(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
 @pytest.mark.seed("G7")

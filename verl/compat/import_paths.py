@@ -201,6 +201,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     "verl.worker": {
         "verl.programs.hybrid_worker": "ActorRolloutRefWorker",
         "verl.roles.rollout": "RolloutWorker",
+        "verl.roles.model": "UpdateWorker=ModelRole",
         "verl.compat.models": "init_context",
     },
     "verl.workers.fsdp_workers": _WORKERS,

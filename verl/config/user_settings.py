@@ -93,7 +93,8 @@ class UserSettings:
         if alias is not None and alias.values and isinstance(value, bool | str):
             value = alias.values.get(value, value)
         where = self.schema.locate(path)
-        if alias is not None and where != path and suggest.one_typo_away(self._known(), spelled):
+        by_prefix = alias is not None and spelled not in self.schema.compat.exact
+        if by_prefix and where != path and suggest.one_typo_away(self._known(), spelled):
             where = None  # no entry of a free-form key, but a typo
         if where is None:
             if reason := self.schema.compat.without_effect(spelled, value) or self._only_elsewhere(path):

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from verl.errors import ModelError
 from verl.models.attention import ATTENTION_NAME
@@ -28,6 +29,9 @@ log = logging.getLogger(__name__)
 _PROMPT, _RESPONSES = (1, 2, 3, 4, 9), ((5, 6, 7, 8, 2, 6), (7, 5, 3))
 _PROBED_TOKENS = 128
 _RELATIVE_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.1}
+# choices of model.override_config.attn_implementation besides verl's, which packs
+PADDED = ("sdpa", "eager")
+FLASH = ("flash_attention_2", "flash_attention_3")  # packed batches take FlashAttention on a GPU anyway
 _noticed: set[str] = set()
 
 
@@ -44,21 +48,25 @@ class _NotingLayout(PackedLayout):
 
 
 @torch.no_grad()
-def choose_forward(module: Any) -> None:
+def choose_forward(module: Any, attention: str | None = None) -> None:
     """Set `module.forward_kind` to the first of verl.models.padded.KINDS whose results agree with the model's own forward.
+    `attention` is the user's choice, for the padded ones.
 
     Raises ModelError when none does, when the model is not causal, or when its forward is random.
     """
     name = type(module).__name__
     problem = "its class takes no other attention than its own"
+    if attention in PADDED:
+        problem = f"model.override_config.attn_implementation={attention} asks for it"
     if module.config._attn_implementation == ATTENTION_NAME:
         module.forward_kind = "packed"
         problem = _problem_of(packed_problem, module)
         if not problem:
             return
-        if is_vision_model(module):
-            raise ModelError(f"{name} is not supported: {problem}.")
-        _attending(module).set_attn_implementation(own_attention(module))
+        if not is_vision_model(module):
+            _attending(module).set_attn_implementation(own_attention(module, attention))
+    if is_vision_model(module):
+        raise ModelError(f"{name} is not supported: {problem}.")
     for kind in ("padded", "logits") if _has_logits(module) else ("padded",):
         module.forward_kind = kind
         own_problem = _problem_of(padded_problem, module)
@@ -96,10 +104,29 @@ def require_dtype(module: Any) -> None:
         ) from error
 
 
-def own_attention(module: Any) -> str:
-    """The name of the fastest attention of transformers that the class of `module` has."""
+def own_attention(module: Any, asked: str | None = None) -> str:
+    """The attention of transformers for a padded forward of `module`: `asked`, where it is FlashAttention that can run here,
+    else the fastest one that its class has."""
+    if asked in FLASH and _has_flash(asked):
+        return asked
+    if asked in FLASH:
+        log.info("%s is not installed for a GPU of this machine: a padded forward takes sdpa or eager.", asked)
     decoder = module.get_decoder()
     return "sdpa" if getattr(decoder, "_supports_sdpa", False) else "eager"
+
+
+def check_attention(name: object) -> None:
+    """Raise ModelError for an entry attn_implementation of model.override_config that is unknown."""
+    if name not in (None, ATTENTION_NAME, *PADDED, *FLASH):
+        raise ModelError(
+            f"model.override_config.attn_implementation={name} is unknown. There are {ATTENTION_NAME} and "
+            f"{', '.join(FLASH)} for packed batches, and {' and '.join(PADDED)} for the model's own padded forward."
+        )
+
+
+def _has_flash(name: str) -> bool:
+    has = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
+    return bool(has[name]())
 
 
 def packed_problem(module: Any) -> str:

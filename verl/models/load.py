@@ -19,7 +19,7 @@ from verl.errors import ModelError, is_failure, nearest
 from verl.foreign_text import clean
 from verl.models import folder as files
 from verl.models.attention import ATTENTION_NAME
-from verl.models.check import choose_forward, own_attention
+from verl.models.check import PADDED, check_attention, choose_forward, own_attention
 from verl.models.heads import HEADS, WEIGHT_NAMES, HeadKind, ScalarHeadModel
 from verl.models.padded import ForwardKind
 from verl.models.processor import load_processor
@@ -61,11 +61,12 @@ def load_model(
     """
     kind, folder = HEADS.get(head), files.fetch(path, weights=True)
     config = load_model_config(path, trust_remote_code, override_config)
+    attention = (override_config or {}).get("attn_implementation")
     auto_class = _auto_class(kind, config)
     headers = files.read_headers(folder)
     files.check_counts(folder / "config.json", config.to_dict(), headers)
     with loading(path, config):
-        skeleton = _on_meta(auto_class, config, dtype, trust_remote_code)
+        skeleton = _on_meta(auto_class, config, dtype, trust_remote_code, attention)
     files.check_tensors(folder, headers, skeleton, dtype.itemsize)
     files.check_tied(folder, headers, skeleton)
     with loading(path, config):
@@ -73,7 +74,7 @@ def load_model(
         del skeleton
         if isinstance(module, ScalarHeadModel):
             _restore_head(module, folder)
-    return _ready(module, path, device, gradient_checkpointing)
+    return _ready(module, path, device, gradient_checkpointing, attention)
 
 
 def adopt_model(
@@ -100,7 +101,13 @@ def adopt_model(
         return _ready(torch.nn.Module.to(module, dtype), name, device, gradient_checkpointing)
 
 
-def _ready(module: Any, path: str | Path, device: torch.device | str, gradient_checkpointing: bool) -> Any:
+def _ready(
+    module: Any,
+    path: str | Path,
+    device: torch.device | str,
+    gradient_checkpointing: bool,
+    attention: str | None = None,
+) -> Any:
     """The module on its device, without randomness, with its weights and its forward checked."""
     if rates := _settle(module, gradient_checkpointing):
         shown = ", ".join(f"{key}={value}" for key, value in rates.items())
@@ -109,7 +116,7 @@ def _ready(module: Any, path: str | Path, device: torch.device | str, gradient_c
         )
     module.to(device)
     _require_finite(module, path)
-    choose_forward(module)
+    choose_forward(module, attention)
     dtype = next(module.parameters()).dtype
     described = f"{num_parameters(module) / 1e6:.1f} million parameters, {str(dtype).removeprefix('torch.')}"
     log.info("Loaded %s: %s, %s.", path, type(module).__name__, described)
@@ -210,11 +217,7 @@ def load_model_config(path: str | Path, trust_remote_code: bool, override: dict[
         )
     for key, value in (override or {}).items():
         if key == "attn_implementation":
-            log.info(
-                "model.override_config.attn_implementation=%s chooses nothing: packed batches take FlashAttention-2 on a GPU, "
-                "verl's exact attention on a CPU; models with a padded forward sdpa where their class has it.",
-                value,
-            )
+            check_attention(value)
         elif key == "output_router_logits" and value:
             raise ModelError(
                 "model.override_config.output_router_logits=True asks for the router's balancing loss, which verl does "
@@ -310,9 +313,10 @@ def empty_model(
     if Path(model.path).expanduser() == folder:  # of a hub name, the weights may not be here
         files.check_counts(folder / "config.json", config.to_dict(), files.read_headers(folder))
     with loading(model.path, config):
-        base = _on_meta(_auto_class(kind, config), config, dtype, model.trust_remote_code)
+        attention = (model.override_config or {}).get("attn_implementation")
+        base = _on_meta(_auto_class(kind, config), config, dtype, model.trust_remote_code, attention)
         if forward != "packed" and base.config._attn_implementation == ATTENTION_NAME:
-            base.set_attn_implementation(own_attention(base))
+            base.set_attn_implementation(own_attention(base, attention))
         module = kind.wrap(base)
         _settle(module, gradient_checkpointing)
     module.forward_kind = forward
@@ -329,18 +333,23 @@ def meta_model(model: ModelConfig, dtype: torch.dtype) -> Any:
     return module
 
 
-def _on_meta(auto_class: str, config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> Any:
-    """A model of `auto_class` without values; with verl's attention, or its own where its class takes no other."""
+def _on_meta(
+    auto_class: str, config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool, attention: str | None = None
+) -> Any:
+    """A model of `auto_class` without values; with verl's attention, or with its own where its class takes no other and where
+    `attention` asks for that."""
     factory = getattr(transformers, auto_class)
     settings = {"dtype": dtype, "trust_remote_code": trust_remote_code, **_experts(dtype)}
     with torch.device("meta"):
+        if attention in PADDED:
+            return factory.from_config(config, attn_implementation=attention, **settings)
         try:
             module = factory.from_config(config, attn_implementation=attention_of(config, ATTENTION_NAME), **settings)
             if type(module)._can_set_attn_implementation():
                 return module
         except (ValueError, KeyError):  # a table of attention classes without ours
             return factory.from_config(config, attn_implementation="eager", **settings)
-        return factory.from_config(config, attn_implementation=own_attention(module), **settings)
+        return factory.from_config(config, attn_implementation=own_attention(module, attention), **settings)
 
 
 def _settle(module: Any, gradient_checkpointing: bool) -> dict[str, float]:
