@@ -36,6 +36,7 @@ OUTPUT = {
 SLOW = {
     *("images", "export", "distillation", "reward-models", "rejection-sampling", "agents"),
     *("stages", "algorithms", "sft", "resume", "preferences", "several-gpus", "rewards", "page", "python", "own-loop"),
+    "which-gpu",  # the same command as on the page of the planner
 }
 EXPECTED = {
     "first-run",

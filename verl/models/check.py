@@ -57,7 +57,7 @@ def choose_forward(module: Any, attention: str | None = None) -> None:
     name = type(module).__name__
     problem = "its class takes no other attention than its own"
     if attention in PADDED:
-        problem = f"model.override_config.attn_implementation={attention} asks for it"
+        problem = f"model.override_config.attn_implementation={attention} asks for a padded forward"
     if module.config._attn_implementation == ATTENTION_NAME:
         module.forward_kind = "packed"
         problem = _problem_of(packed_problem, module)

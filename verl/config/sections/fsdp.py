@@ -82,8 +82,8 @@ class FSDPConfig(Section):
     )
     adapt_micro_batches: bool = used(
         False,
-        "let the limit of tokens in a micro-batch follow the memory that is free, from the configured one on, by the measured "
-        "memory of a token; losses stay, and sums round as the split has them",
+        "adapt the tokens of a micro-batch to free memory, beginning with the configured limit; losses stay the same, except "
+        "for rounding",
     )
     use_3d_hybrid: bool = used(False, "divide training work in three dimensions: layers, sequence, batch")
     model_dimension: str = used(
