@@ -210,7 +210,7 @@ def test_llama_cpp_computes_the_same_model(tmp_path, name):
     with torch.no_grad():
         expected = plain_model(folder)(ids).logits[0]
     difference = (logits_of(llama, ids[0].tolist()) - expected).abs().max()
-    tolerance = 2.0**-8 if family == "gemma" else 1e-4  # llama.cpp looks gelu up in a table of float16
+    tolerance = 2.0**-8 if family == "gemma" else 1e-3  # llama.cpp looks gelu up in a table of float16
     assert difference < tolerance * expected.std()
     for text in ("the theme, them and 12 é\n\n them", "then a  hat"):
         tokens = load_tokenizer(folder).encode(text, add_special_tokens=False)
