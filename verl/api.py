@@ -69,7 +69,7 @@ class Trainer(SteppedRun):
         output_dir: str | os.PathLike[str] | None = None,
         callbacks: Callback | Sequence[Callback] = (),
         config: Mapping[str, Any] | Sequence[str] | None = None,
-        **keys: Any,
+        **keys: object,
     ):
         _refuse_import_by_worker()
         self.callbacks = [callbacks] if callable(callbacks) else list(callbacks)
@@ -283,13 +283,13 @@ def _json(row: Row, number: int) -> str:
         ) from error
 
 
-def _as_list(value: Any) -> Any:
+def _as_list(value: object) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"JSON has no form for a {type(value).__name__}")
 
 
-def _no_reward(completions: Sequence[Any], **columns: Any) -> list[float]:
+def _no_reward(completions: Sequence[Any], **columns: object) -> list[float]:
     return [0.0] * len(completions)
 
 
@@ -312,7 +312,7 @@ def _reward_keys(reward: Reward) -> dict[str, Any]:
     return keys | {"reward.debug": True} if any(map(is_in_process, references)) else keys
 
 
-def _holds(values: Any, key: str) -> bool:
+def _holds(values: object, key: str) -> bool:
     """Whether nested or dotted `values` set `key`."""
     if not isinstance(values, Mapping):
         return False

@@ -91,7 +91,7 @@ _IN_PROCESS = "in_process"
 _referenced: dict[str, Any] = {}  # objects by the reference that `reference_to` has made in this process
 
 
-def reference_to(obj: Any) -> str:
+def reference_to(obj: object) -> str:
     """The reference by which `load_object` returns `obj`: "path/to/file.py:name" or "package.module:name", which other
     processes can load too. A lambda, an instance, an object of a notebook or of a function's body gets "in_process:name",
     which only this process can load."""
@@ -113,7 +113,7 @@ def is_in_process(reference: str) -> bool:
     return reference.startswith(f"{_IN_PROCESS}:")
 
 
-def with_references(value: Any) -> Any:
+def with_references(value: object) -> Any:
     """`value` with functions and classes replaced by references, at any depth."""
     if isinstance(value, Mapping):
         return {name: with_references(inner) for name, inner in value.items()}
@@ -166,7 +166,7 @@ def _origin(obj: Any) -> Any:
     return (file, obj.__qualname__) if file and hasattr(obj, "__qualname__") else id(obj)
 
 
-def _names(reference: Any, obj: Any) -> bool:
+def _names(reference: object, obj: object) -> bool:
     """Whether `reference` is the text by which another process has named `obj`, whose module is being imported."""
     path, _, name = reference.rpartition(":") if isinstance(reference, str) else ("", "", "")
     module = getattr(obj, "__module__", "")
@@ -261,7 +261,7 @@ class Registry:
             self._rows[name] = row
         return row
 
-    def set(self, name: str, obj: Any) -> None:
+    def set(self, name: str, obj: object) -> None:
         """Give `name` an object, in the place of any that it had."""
         self._rows[name] = obj
 
@@ -333,5 +333,5 @@ class RegistryMapping(MutableMapping[str, Any]):
         return f"{type(self).__name__}({', '.join(self)})"
 
 
-def _plain(name: Any) -> Any:
+def _plain(name: object) -> Any:
     return getattr(name, "value", name)

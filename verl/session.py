@@ -262,7 +262,7 @@ def _value_columns(rows: Sequence[Row], lengths: Sequence[int], width: int) -> d
     return columns
 
 
-def _numbers(value: Any) -> np.ndarray | None:
+def _numbers(value: object) -> np.ndarray | None:
     """A number or a list of numbers as float64; None for other values."""
     try:
         array = np.asarray(value)

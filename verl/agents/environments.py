@@ -224,7 +224,7 @@ class EnvironmentAgentLoop(ToolAgentLoop):
         return await bounded(function, self.rollout_config.multi_turn.tool_timeout_s, *args, **kwargs)
 
 
-def tools_of(environment: Any) -> list[BaseTool]:
+def tools_of(environment: object) -> list[BaseTool]:
     """The public methods of an environment as tools, except the methods of the contract."""
     classes = [cls for cls in reversed(type(environment).__mro__) if cls is not object]
     names = dict.fromkeys(name for cls in classes for name, value in vars(cls).items() if callable(value))
@@ -237,7 +237,7 @@ def _seeded(environment: Any, row: dict[str, Any], task: EpisodeTask) -> dict[st
     return _accepted(environment.reset, {**row, "seed": seed})
 
 
-def _with_observation(prompt: list[dict[str, Any]], observation: Any) -> list[dict[str, Any]]:
+def _with_observation(prompt: list[dict[str, Any]], observation: object) -> list[dict[str, Any]]:
     """The prompt with what `reset` returned behind its last message, if that was a text."""
     messages = [dict(message) for message in prompt]
     if observation is None or observation == "":
@@ -258,7 +258,7 @@ def _accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[s
     return {name: value for name, value in arguments.items() if name in parameters}
 
 
-def _five(outcome: Any) -> tuple[Any, float, bool, bool, Any]:
+def _five(outcome: object) -> tuple[Any, float, bool, bool, Any]:
     if not isinstance(outcome, tuple) or len(outcome) not in (3, 4, 5):
         raise EpisodeError("its environment's step must return (observation, reward, terminated, truncated, info)")
     observation, reward, terminated, *more = outcome

@@ -37,7 +37,7 @@ class GymnasiumText:
             raise MissingExtraError(f"The game {self.game}", "environments", "gymnasium") from None
         self.env = gymnasium.make(self.game, **self.settings)
 
-    def reset(self, seed: int | None = None, **row: Any) -> tuple[str, dict[str, Any]]:
+    def reset(self, seed: int | None = None, **row: object) -> tuple[str, dict[str, Any]]:
         """Begin the game of a seed."""
         observation, _ = self.env.reset(seed=seed)
         return f"{self.rules}\n\n{self.describe(observation)}", {}
@@ -50,7 +50,7 @@ class GymnasiumText:
         observation, reward, terminated, truncated, _ = self.env.step(self.actions[words[-1]])
         return self.describe(observation), float(reward), bool(terminated), bool(truncated), {}
 
-    def describe(self, observation: Any) -> str:
+    def describe(self, observation: object) -> str:
         """The state of the game in words."""
         return _COLOURS.sub(r"[\2]", str(self.env.render())).strip()
 
@@ -71,7 +71,7 @@ class FrozenLake(GymnasiumText):
 class FrozenLakes(FrozenLake):
     """FrozenLake with a separate map for each seed, whose goal can be reached."""
 
-    def reset(self, seed: int | None = None, **row: Any) -> tuple[str, dict[str, Any]]:
+    def reset(self, seed: int | None = None, **row: object) -> tuple[str, dict[str, Any]]:
         """Begin on the lake of a seed."""
         from gymnasium import make
         from gymnasium.envs.toy_text.frozen_lake import generate_random_map
@@ -124,7 +124,7 @@ class TextArena:
         self.texts: dict[int, str] = {}  # by each player
         self.final_rewards: dict[int, float] = {}  # rewards
 
-    def reset(self, seed: int | None = None, **row: Any) -> tuple[str, dict[str, Any]]:
+    def reset(self, seed: int | None = None, **row: object) -> tuple[str, dict[str, Any]]:
         """Begin the game of a seed."""
         self._begin(row, seed, 1)
         return self._observation()[1], {}
@@ -164,7 +164,7 @@ class TextArenaSelfPlay(TextArena):
 
     num_players: ClassVar[int] = 2
 
-    def reset(self, seed: int | None = None, **row: Any) -> None:  # type: ignore[override]
+    def reset(self, seed: int | None = None, **row: object) -> None:  # type: ignore[override]
         """Begin the game of a seed."""
         self._begin(row, seed, self.num_players)
 

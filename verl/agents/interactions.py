@@ -21,16 +21,16 @@ class BaseInteraction:
         return instance_id or str(uuid4())
 
     async def generate_response(
-        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: object
     ) -> tuple[bool, str, float, dict[str, Any]]:
         """(whether the episode ends, text of the next turn of the user, score of the model's turn, more for the scorer)."""
         return True, "Your current result seems acceptable.", 0.8, {}
 
-    async def calculate_score(self, instance_id: str | None = None, **kwargs: Any) -> float:
+    async def calculate_score(self, instance_id: str | None = None, **kwargs: object) -> float:
         """A score of the episode so far."""
         return 0.0
 
-    async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
+    async def finalize_interaction(self, instance_id: str | None = None, **kwargs: object) -> None:
         """End of the episode."""
 
 

@@ -87,18 +87,18 @@ class DictConfigWrap:
 class AsyncLLMServerManager:
     """The policy, for loops. Tokens depend only on the episode and its tokens so far; `request_id` is ignored."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args: object, **kwargs: object):
         self._warned = False
 
     async def generate(
         self,
-        request_id: Any = None,
+        request_id: object = None,
         *,
         prompt_ids: Sequence[int],
         sampling_params: dict[str, Any] | None = None,
-        image_data: Any = None,
-        video_data: Any = None,
-        **_: Any,
+        image_data: object = None,
+        video_data: object = None,
+        **_: object,
     ) -> TokenOutput:
         """The tokens after `prompt_ids`, sampled as the run samples; of `sampling_params` only max_tokens or max_new_tokens
         counts. Empty when the response of the episode is full."""
@@ -121,10 +121,10 @@ class AgentLoopBase(ABC):
         server_manager: AsyncLLMServerManager,
         tokenizer: Any,
         processor: Any = None,
-        dataset_cls: Any = None,
+        dataset_cls: object = None,
         data_config: DictConfigWrap | None = None,
         hf_model_type: str | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ):
         assert trainer_config.context is not None, "loops are made by a run"
         self.config, self.context = trainer_config.config, trainer_config.context
@@ -141,8 +141,8 @@ class AgentLoopBase(ABC):
         self,
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None = None,
-        images: Any = None,
-        videos: Any = None,
+        images: object = None,
+        videos: object = None,
         remove_system_prompt: bool = False,
     ) -> list[int]:
         """Token ids of messages up to the next turn of the model. With `remove_system_prompt`, the token ids that follow a
@@ -157,7 +157,7 @@ class AgentLoopBase(ABC):
         return self.context.continuity.suffix(messages, last_token, self.stop_token_ids)
 
     @abstractmethod
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+    async def run(self, sampling_params: dict[str, Any], **kwargs: object) -> AgentLoopOutput:
         """Take the turns of an episode. kwargs has the row's fields, and raw_prompt, its messages."""
         raise NotImplementedError
 
@@ -200,7 +200,7 @@ def loop_named(loops: dict[str, Any], name: str, key: str) -> tuple[type[AgentLo
 class SingleTurnAgentLoop(AgentLoopBase):
     """One turn of the model, as without agents."""
 
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+    async def run(self, sampling_params: dict[str, Any], **kwargs: object) -> AgentLoopOutput:
         """See AgentLoopBase."""
         prompt_ids = list(CURRENT.get().task.prompt_ids)
         output = await self.server_manager.generate(prompt_ids=prompt_ids, sampling_params=sampling_params)

@@ -22,7 +22,7 @@ from verl.agents.episode import EpisodeError, EpisodeTask
 Bounded = Callable[..., Awaitable[Any]]  # calls a function of the game, with a time limit
 
 
-def num_players(environment: Any) -> int:
+def num_players(environment: object) -> int:
     """Players of one game of an environment class."""
     return int(getattr(environment, "num_players", 1))
 

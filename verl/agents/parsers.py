@@ -227,7 +227,7 @@ def _typed_call(name: str, pairs: Sequence[tuple[str, str]], tools: Schemas) -> 
     return FunctionCall(name, _dump({k.strip(): _typed(v, properties.get(k.strip())) for k, v in pairs}))
 
 
-def _typed(text: str, schema: Any) -> Any:
+def _typed(text: str, schema: object) -> Any:
     """A text as the type of the schema, else as JSON if it is that. One line end at each side is layout."""
     text = text.removeprefix("\n").removesuffix("\n")
     kind = schema.get("type") if isinstance(schema, dict) else None
@@ -245,5 +245,5 @@ def _typed(text: str, schema: Any) -> Any:
     return text
 
 
-def _dump(value: Any) -> str:
+def _dump(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)

@@ -53,7 +53,7 @@ class SearchTool(BaseTool):
         if self.corpus:
             bm25_index(str(self.corpus))
 
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Answer:
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: object) -> Answer:
         """See BaseTool."""
         queries = parameters["query_list"]
         if not isinstance(queries, list) or not queries or not all(isinstance(query, str) for query in queries):
@@ -80,7 +80,7 @@ class SearchTool(BaseTool):
         return result
 
 
-def _text(document: Any) -> str:
+def _text(document: object) -> str:
     return str(document["document"]["contents"]) if isinstance(document, dict) else str(document)
 
 

@@ -79,7 +79,7 @@ class ToolCalls:
         *,
         names: Sequence[str] | None = None,
         kwargs: Mapping[str, Any] | None = None,
-        agent_data: Any = None,
+        agent_data: object = None,
     ) -> ToolResult:
         """The result of a call, never an exception. `names` are the tools that the row may call; `kwargs` its tools_kwargs."""
         number, context = episode.num_calls, episode.digest()
@@ -110,7 +110,7 @@ class ToolCalls:
         call: FunctionCall,
         names: Sequence[str] | None,
         kwargs: dict[str, Any],
-        agent_data: Any,
+        agent_data: object,
     ) -> ToolResult:
         name = clean(call.name, MAX_NAME)
         known = [n for n in self.tools if names is None or n in names]
@@ -138,7 +138,7 @@ class ToolCalls:
         return self.pool if isinstance(tool, FunctionTool) and tool.path is not None else None
 
     async def _execute(
-        self, episode: Episode, tool: BaseTool, arguments: dict[str, Any], kwargs: dict[str, Any], agent_data: Any
+        self, episode: Episode, tool: BaseTool, arguments: dict[str, Any], kwargs: dict[str, Any], agent_data: object
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
         if isinstance(tool, FunctionTool):
             tool.signature.bind(**arguments)  # TypeError names what does not fit
@@ -161,13 +161,13 @@ def _failed(name: str, why: str) -> ToolResult:
     return ToolResult(name, why, error=why)
 
 
-def _plain(metrics: Any) -> dict[str, Any]:
+def _plain(metrics: object) -> dict[str, Any]:
     """Metrics as JSON can hold them."""
     values: dict[str, Any] = json.loads(json.dumps(metrics, default=str)) if isinstance(metrics, dict) else {}
     return values
 
 
-async def on_thread(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+async def on_thread(function: Callable[..., Any], /, *args: object, **kwargs: object) -> Any:
     """Await an async function; run a plain one on a thread, which is left behind when its time is over."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
@@ -187,7 +187,7 @@ async def on_thread(function: Callable[..., Any], /, *args: Any, **kwargs: Any) 
     return await value if inspect.isawaitable(value) else value
 
 
-async def bounded(function: Callable[..., Any], timeout_s: float, *args: Any, **kwargs: Any) -> Any:
+async def bounded(function: Callable[..., Any], timeout_s: float, *args: object, **kwargs: object) -> Any:
     """`on_thread` for at most `timeout_s` seconds. Raises EpisodeError naming the function."""
     name = getattr(function, "__qualname__", str(function))
     try:
@@ -196,7 +196,7 @@ async def bounded(function: Callable[..., Any], timeout_s: float, *args: Any, **
         raise EpisodeError(f"{name} took longer than multi_turn.tool_timeout_s={timeout_s:g} s") from None
 
 
-def _finish(done: Future[Any], value: Any = None, error: BaseException | None = None) -> None:
+def _finish(done: Future[Any], value: object = None, error: BaseException | None = None) -> None:
     if done.cancelled() or not done.set_running_or_notify_cancel():
         return
     if error is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from verl.errors import ConfigError
 
 
 def filter_groups(
-    metric_values: Tensor | Sequence[float], uids: Any, is_scored: Tensor | Sequence[bool] | None = None
+    metric_values: Tensor | Sequence[float], uids: object, is_scored: Tensor | Sequence[bool] | None = None
 ) -> Tensor:
     """Rows to keep, [batch] bool: a group of two or more rows with one and the same metric is dropped.
 

@@ -27,7 +27,7 @@ _agg_in_force: ContextVar[Aggregate | None] = ContextVar("agg_in_force", default
 class ConfigView:
     """Config section (dataclass, mapping or None) with attributes, `[]` and `.get`, as the older contract reads it."""
 
-    def __init__(self, section: Any, extra: Mapping[str, Any]):
+    def __init__(self, section: object, extra: Mapping[str, Any]):
         self._section = section
         self._extra = dict(extra)
 
@@ -119,5 +119,5 @@ def call_policy_loss(
     return loss, {k.removeprefix("actor/"): _metric(v, mask) for k, v in metrics.items()}
 
 
-def _metric(value: Any, mask: Tensor) -> Metric:
+def _metric(value: object, mask: Tensor) -> Metric:
     return value if isinstance(value, Metric) else Metric.mean(value, mask.sum())

@@ -204,7 +204,7 @@ class BackgroundStore:
             log.info("Checkpoint %d is complete.", step)
 
 
-def _reject(value: Any) -> Any:
+def _reject(value: object) -> Any:
     raise CheckpointError(f"The trainer's state cannot be saved as JSON: it holds a {type(value).__name__}.")
 
 

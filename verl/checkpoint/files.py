@@ -43,7 +43,7 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> FileRecord:
     return FileRecord(size, digest.hexdigest())
 
 
-def write_json(path: Path, value: Any, place: str) -> FileRecord:
+def write_json(path: Path, value: object, place: str) -> FileRecord:
     """Write `value` to a new JSON file. Raises CheckpointError naming `place` when it is not JSON."""
     try:
         text = json.dumps(value, indent=1)

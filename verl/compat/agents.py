@@ -13,7 +13,7 @@ from verl.tools.tool_registry import load_class
 
 
 class _NoManager:
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args: object, **kwargs: object):
         raise ConfigError(
             f"{type(self).__name__} is not used in this version: the rollout worker of each rank runs its episodes. Subclass "
             "AgentLoopBase and declare it in rollout.agent.agent_loop_config_path, or set rollout.agent.runner."

@@ -25,7 +25,7 @@ def settings_of(config: object) -> dict[str, Any]:
     return flat
 
 
-def _as_dict(section: Any) -> dict[str, Any]:
+def _as_dict(section: object) -> dict[str, Any]:
     if section is None:
         return {}
     if isinstance(section, ConfigView):  # a run calls a built-in that is registered under another name
@@ -82,7 +82,7 @@ def older_advantage(name: str, *order: str) -> Callable[..., tuple[Tensor, Tenso
     built_in = ADVANTAGES.declared(name)
     order = order or ("token_level_rewards", "response_mask", "index")
 
-    def estimator(*positional: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
+    def estimator(*positional: object, **keywords: object) -> tuple[Tensor, Tensor]:
         keywords.update(zip(order, positional, strict=False))
         config = keywords.pop("config", None)
         settings = {**settings_of(config), **keywords}

@@ -98,7 +98,7 @@ def compute_rollout_correction_and_rejection_mask(
 
 
 def compute_rollout_correction_and_add_to_batch(
-    batch: DataProto, rollout_corr_config: Any
+    batch: DataProto, rollout_corr_config: object
 ) -> tuple[DataProto, dict[str, float]]:
     """Put `rollout_is_weights` (with `rollout_is`) and the `response_mask` without rejected tokens into the batch, which has
     old_log_probs, rollout_log_probs and response_mask. Returns the batch and metrics rollout_corr/*."""

@@ -90,7 +90,7 @@ def get_policy_loss_fn(name: str) -> Callable[..., tuple[Tensor, dict[str, Any]]
     return POLICY_LOSS_REGISTRY[name]  # type: ignore[no-any-return]
 
 
-def get_kl_controller(kl_ctrl: Any) -> KLController:
+def get_kl_controller(kl_ctrl: object) -> KLController:
     """The controller of a section with type, kl_coef, target_kl and horizon."""
     section = ConfigView(kl_ctrl, {})
     return make_kl_controller(

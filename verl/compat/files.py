@@ -9,7 +9,6 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import Any
 
 from verl.errors import ConfigError
 
@@ -105,17 +104,17 @@ def _remove(path: Path) -> None:
 # -- verl.utils.hdfs_io ------------------------------------------------------------------------------------------------------
 
 
-def makedirs(name: str, mode: int = 0o777, exist_ok: bool = True, **_other: Any) -> None:
+def makedirs(name: str, mode: int = 0o777, exist_ok: bool = True, **_other: object) -> None:
     """Make folder `name` with its parents. Raises ConfigError for a remote path."""
     os.makedirs(os.path.expanduser(_local(name)), mode=mode, exist_ok=exist_ok)
 
 
-def exists(path: str, **_other: Any) -> bool:
+def exists(path: str, **_other: object) -> bool:
     """Whether there is a file or folder at `path`. Raises ConfigError for a remote path."""
     return os.path.exists(os.path.expanduser(_local(path)))
 
 
-def copy(src: str, dst: str, **_other: Any) -> str:
+def copy(src: str, dst: str, **_other: object) -> str:
     """Copy a file or folder `src` into the folder `dst`, or to the name `dst`; returns the new path. Raises ConfigError
     for a remote path.
 

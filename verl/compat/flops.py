@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -31,7 +30,7 @@ class FlopsCounter:
     def __init__(self, config: PreTrainedConfig):
         self.config = getattr(config, "text_config", config)
 
-    def estimate_flops(self, batch_seqlens: Sequence[int], delta_time: float, **_: Any) -> tuple[float, float]:
+    def estimate_flops(self, batch_seqlens: Sequence[int], delta_time: float, **_: object) -> tuple[float, float]:
         """(achieved, peak) in units of 10^12 operations per second, for one pass over sequences of `batch_seqlens` tokens in
         `delta_time` seconds."""
         config = self.config

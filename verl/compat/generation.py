@@ -87,6 +87,6 @@ class Prompts(RLHFDataset):
         }
 
 
-def no_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+def no_score(data_source: str, solution_str: str, ground_truth: object, extra_info: object = None) -> float:
     """The score of every response when nothing is scored."""
     return 0.0

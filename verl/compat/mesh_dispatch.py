@@ -14,7 +14,7 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> Mode:
     """A dispatch mode: DataProtos are cut into one chunk per data-parallel rank of the mesh `mesh_name`, padded where they do
     not divide, and the results of the ranks that answer are joined without the padding. Other arguments go to all ranks."""
 
-    def cut(value: Any, info: list[tuple[int, bool]]) -> list[Any]:
+    def cut(value: object, info: list[tuple[int, bool]]) -> list[Any]:
         if not isinstance(value, DataProto):
             return [value] * len(info)
         padded, _ = pad_dataproto_to_divisor(value, 1 + max(share for share, _ in info))

@@ -54,7 +54,7 @@ def get_generation_config(model: str, trust_remote_code: bool = False) -> Any:
         return None
 
 
-def update_model_config(module_config: Any, override_config_kwargs: Mapping[str, Any]) -> None:
+def update_model_config(module_config: object, override_config_kwargs: Mapping[str, Any]) -> None:
     """Set fields of a transformers config, in place; a mapping sets the fields of the sub-config of that name."""
     for key, value in override_config_kwargs.items():
         if isinstance(value, Mapping) and not isinstance(getattr(module_config, key, None), (dict, type(None))):
@@ -104,7 +104,7 @@ def init_context() -> Any:
     return torch.device("cpu")
 
 
-def get_init_weight_context_manager(use_meta_tensor: bool = True, mesh: Any = None) -> Any:
+def get_init_weight_context_manager(use_meta_tensor: bool = True, mesh: object = None) -> Any:
     """`init_context`, as other releases make it; every rank builds whole tensors here, so that both arguments are ignored."""
     return init_context
 
@@ -152,7 +152,7 @@ def hf_tokenizer(
     correct_pad_token: bool = True,
     correct_gemma2: bool = True,
     trust_remote_code: bool = False,
-    **_other: Any,
+    **_other: object,
 ) -> Any:
     """The tokenizer of a folder or hub name, with a pad token. Raises ModelError."""
     from verl.config import ModelConfig
@@ -161,7 +161,7 @@ def hf_tokenizer(
     return load_tokenizer(ModelConfig(path=name_or_path, trust_remote_code=trust_remote_code))
 
 
-def hf_processor(name_or_path: str, trust_remote_code: bool = False, **settings: Any) -> Any:
+def hf_processor(name_or_path: str, trust_remote_code: bool = False, **settings: object) -> Any:
     """The processor (images, audio) of a folder or hub name; None for a text-only model. Raises ModelError for a missing
     folder."""
     import transformers
@@ -187,7 +187,7 @@ def set_pad_token_id(tokenizer: Any) -> None:
         )
 
 
-def normalize_token_ids(tokenized_output: Any) -> list[int]:
+def normalize_token_ids(tokenized_output: object) -> list[int]:
     """Token ids as a flat list, from any result of `apply_chat_template(tokenize=True)`: a list, an array, a batch of one,
     or a mapping with `input_ids`. Raises TypeError for any other value."""
     ids = tokenized_output

@@ -35,7 +35,7 @@ class ProfilerConfig:
 class DistProfiler:
     """A trace of this rank between `start` and `stop`: `save_path`/{role}_rank_{rank}.json, which Perfetto and Chrome open."""
 
-    def __init__(self, rank: int, config: ProfilerConfig | None = None, tool_config: Any = None, **_: Any):
+    def __init__(self, rank: int, config: ProfilerConfig | None = None, tool_config: object = None, **_: object):
         self.rank, self.config = rank, config or ProfilerConfig()
         self._trace: Any = None
         self._role = "trace"
@@ -46,7 +46,7 @@ class DistProfiler:
     def check_this_rank(self) -> bool:
         return self.config.all_ranks or self.rank in self.config.ranks
 
-    def start(self, *, role: str | None = None, **_: Any) -> None:
+    def start(self, *, role: str | None = None, **_: object) -> None:
         """Start, on a rank that the config names."""
         if self.check_enable() and self.check_this_rank() and self._trace is None:
             self._role = role or "trace"
@@ -66,7 +66,7 @@ class DistProfiler:
             trace.export_chrome_trace(str(folder / f"{self._role}_rank_{self.rank}.json"))
 
     @classmethod
-    def annotate(cls, message: str | None = None, **_: Any) -> Callable[[Callable[..., Any]], Any]:
+    def annotate(cls, message: str | None = None, **_: object) -> Callable[[Callable[..., Any]], Any]:
         """Decorator: calls appear under their name in a trace."""
         return lambda function: torch.profiler.record_function(message or function.__name__)(function)
 
@@ -85,7 +85,7 @@ class DistProfilerExtension:
 
 
 @contextmanager
-def mark_annotate(message: str | None = None, **_: Any) -> Iterator[None]:
+def mark_annotate(message: str | None = None, **_: object) -> Iterator[None]:
     """A block under its name in a trace."""
     with torch.profiler.record_function(message or "block"):
         yield
@@ -112,7 +112,7 @@ class GPUMemoryLogger:
 
     def __call__(self, decorated: F) -> F:
         @functools.wraps(decorated)
-        def call(*arguments: Any, **keywords: Any) -> Any:
+        def call(*arguments: object, **keywords: object) -> Any:
             name = f"{self.role} {decorated.__name__}"
             log_gpu_memory_usage(f"before {name}", self.logger, self.level, self._rank)
             result = decorated(*arguments, **keywords)

@@ -27,7 +27,7 @@ def append_to_dict(data: dict[str, Any], new_data: Mapping[str, Any], prefix: st
         data.setdefault(key if key.startswith(prefix) else f"{prefix}{key}", []).append(value)
 
 
-def convert_to_regular_types(obj: Any) -> Any:
+def convert_to_regular_types(obj: object) -> Any:
     """OmegaConf containers, at any depth, as dicts and lists, with interpolations resolved; tuples become lists."""
     from omegaconf import OmegaConf
 
@@ -77,7 +77,7 @@ def auto_await(func: Callable[..., Any]) -> Callable[..., Any]:
     the call returns the coroutine, to be awaited."""
 
     @functools.wraps(func)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         returned = func(*args, **kwargs)
         if not inspect.iscoroutine(returned):
             return returned
@@ -170,7 +170,7 @@ def deprecated(replacement: str = "") -> Callable[[T], T]:
         called: Any = obj.__init__ if isinstance(obj, type) else obj  # type: ignore[misc]
 
         @functools.wraps(called)
-        def warning(*args: Any, **kwargs: Any) -> Any:
+        def warning(*args: object, **kwargs: object) -> Any:
             warnings.warn(text, FutureWarning, stacklevel=2)
             return called(*args, **kwargs)
 

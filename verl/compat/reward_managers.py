@@ -41,7 +41,7 @@ class AbstractRewardManager(ABC):
         num_examine: int,
         compute_score: RawRewardFn | None,
         reward_fn_key: str = "data_source",
-        **kwargs: Any,
+        **kwargs: object,
     ): ...
 
     @abstractmethod
@@ -130,7 +130,7 @@ class BatchRewardManager(NaiveRewardManager):
         num_examine: int = 0,
         compute_score: RawRewardFn | None = None,
         reward_fn_key: str = "data_source",
-        **reward_kwargs: Any,
+        **reward_kwargs: object,
     ):
         if compute_score is None:
             raise ConfigError("The reward manager batch needs a compute_score function that takes lists.")
@@ -187,6 +187,6 @@ def get_reward_manager_cls(name: str) -> Any:
     return REWARD_MANAGER_REGISTRY[name]
 
 
-def _wait(score: Any) -> Any:
+def _wait(score: object) -> Any:
     """The result of a scorer that may be a coroutine function."""
     return get_event_loop().run_until_complete(score) if inspect.isawaitable(score) else score

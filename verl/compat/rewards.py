@@ -28,7 +28,7 @@ def get_custom_reward_fn(config: object) -> RawRewardFn | None:
     return functools.wraps(function)(functools.partial(function, **kwargs)) if kwargs else function
 
 
-def load_reward_manager(config: object, tokenizer: Any, num_examine: int = 0, **reward_kwargs: Any) -> Any:
+def load_reward_manager(config: object, tokenizer: Any, num_examine: int = 0, **reward_kwargs: object) -> Any:
     """The reward manager of a whole config, to be called as `manager(batch, return_dict=True)`: the class that
     `reward.reward_manager` names, with the config's function and `reward_kwargs`. Raises ConfigError or RewardError."""
     whole = loaded_config(config).config
@@ -71,7 +71,7 @@ class _Remote:
     """`compute_reward_async.remote(data, config, tokenizer)` or `.remote(data, reward_fn=manager)`: `compute_reward` in a
     Ray worker; `ray.get` waits for it."""
 
-    def remote(self, *args: Any, **kwargs: Any) -> Any:
+    def remote(self, *args: object, **kwargs: object) -> Any:
         from verl.runtime.ray_worker_group import remote_function
 
         return remote_function(_score, num_cpus=1).remote(*args, **kwargs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from verl.runtime.user_worker import Worker
 
@@ -79,5 +79,5 @@ def need_critic(config: Tree) -> bool:
     return "values" in requires(str(config.algorithm.adv_estimator)) if enabled is None else bool(enabled)
 
 
-def _maps_roles(mapping: Any) -> bool:
+def _maps_roles(mapping: object) -> bool:
     return isinstance(mapping, Mapping) and any(isinstance(key, Role) for key in mapping)

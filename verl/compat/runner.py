@@ -379,7 +379,7 @@ def _joined(mapped: Sequence[str], own: Sequence[str]) -> list[str]:
     return [*mapped, *own]
 
 
-def _reward_list(functions: Any) -> list[Any]:
+def _reward_list(functions: object) -> list[Any]:
     return [] if functions is None else list(functions) if isinstance(functions, list | tuple) else [functions]
 
 
@@ -388,7 +388,7 @@ def _plain(row: Mapping[str, Any], place: int) -> dict[str, Any]:
     return {name: value.tolist() if hasattr(value, "tolist") else value for name, value in row.items()}
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return json.dumps(value) if isinstance(value, list | dict) else str(value)
 
 

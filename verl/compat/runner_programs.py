@@ -53,7 +53,7 @@ class Script:
 
     current: ClassVar[Script | None] = None
 
-    def call(self, event: str, **values: Any) -> None:
+    def call(self, event: str, **values: object) -> None:
         """Call `event` of every callback; transformers' own callbacks decide which actions are due."""
         self.control = getattr(self.events, event)(self.args, self.state, self.control, **values)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sized
-from typing import Any
 
 from torch.utils.data import Sampler
 
@@ -15,7 +14,7 @@ class AbstractSampler(Sampler[int], ABC):
     """Base of a sampler that `data.sampler.class_path` and `class_name` choose."""
 
     @abstractmethod
-    def __init__(self, data_source: Sized, data_config: Any): ...
+    def __init__(self, data_source: Sized, data_config: object): ...
 
 
 class AbstractCurriculumSampler(AbstractSampler):

@@ -56,7 +56,7 @@ class BaseConfig(Mapping[str, Any]):
     _mutable_fields = set[str]()
     _target_: str = ""
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         """Raises FrozenInstanceError for a field that has a value and is not in `_mutable_fields`."""
         if name in self.__dict__ and name not in self._mutable_fields:
             raise FrozenInstanceError(f"The field {name!r} of {type(self).__name__} is frozen; make a new config.")
@@ -176,7 +176,7 @@ def validate_config(config: object, use_reference_policy: bool = False, use_crit
     loaded_config(config)
 
 
-def _without_targets(tree: Any) -> Any:
+def _without_targets(tree: object) -> Any:
     if isinstance(tree, dict):
         return {key: _without_targets(value) for key, value in tree.items() if key != "_target_"}
     return [_without_targets(value) for value in tree] if isinstance(tree, list) else tree

@@ -17,7 +17,7 @@ class FSDPVLLMShardingManager:
     when weights that train have changed inside the block.
     """
 
-    def __init__(self, worker: Any = None, **parts: Any):
+    def __init__(self, worker: object = None, **parts: object):
         if parts or not isinstance(worker, ActorRolloutRefWorker):
             arguments = ", ".join(parts) or type(worker).__name__
             raise ConfigError(
@@ -33,7 +33,7 @@ class FSDPVLLMShardingManager:
     def __exit__(self, *error: object) -> None:
         self.worker.rollout.end_generation()
 
-    def preprocess_data(self, data: Any) -> Any:
+    def preprocess_data(self, data: object) -> Any:
         """`data` itself: calls divide their rows over ranks."""
         return data
 

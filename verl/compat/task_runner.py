@@ -50,7 +50,7 @@ class BaseTaskRunner:
     def add_critic_worker(self, config: Tree) -> None:
         self._add(Role.Critic, CriticWorker)
 
-    def add_ref_policy_worker(self, config: Tree, ref_policy_cls: Any) -> None:
+    def add_ref_policy_worker(self, config: Tree, ref_policy_cls: object) -> None:
         """Only the config decides whether there is a reference policy; `ref_policy_cls` names a role."""
         self._add(Role.RefPolicy, ref_policy_cls)
 
@@ -71,7 +71,7 @@ class BaseTaskRunner:
         """Train by `config`."""
         raise NotImplementedError(f"{type(self).__name__} defines no run(config).")
 
-    def _add(self, role: Role, worker_class: Any) -> None:
+    def _add(self, role: Role, worker_class: object) -> None:
         self.role_worker_mapping[role], self.mapping[role] = worker_class, "global_pool"
 
 
@@ -87,19 +87,19 @@ class TaskRunner(BaseTaskRunner):
         train(loaded_config(config))
 
 
-def run_ppo(config: object, task_runner_class: Any = None) -> None:
+def run_ppo(config: object, task_runner_class: object = None) -> None:
     """Train by `config` (OmegaConf, a dict or dataclasses of verl.config), on the runtime that it names.
     `task_runner_class` is TaskRunner or a subclass, also one made by `ray.remote`. Raises the errors of `verl train`."""
     runner = undecorated(task_runner_class) if task_runner_class is not None else TaskRunner
     runner().run(config)
 
 
-def undecorated(cls: Any) -> Any:
+def undecorated(cls: object) -> Any:
     """The class that `ray.remote` has wrapped."""
     return getattr(getattr(cls, "__ray_metadata__", None), "modified_class", cls)
 
 
-def refuse_overrides(obj: Any, base: type, hooks: tuple[str, ...]) -> None:
+def refuse_overrides(obj: object, base: type, hooks: tuple[str, ...]) -> None:
     """Raises ConfigError where a subclass of `base` overrides one of `hooks`, which nothing would call."""
     for cls in type(obj).__mro__[: type(obj).__mro__.index(base)]:
         for name in hooks:

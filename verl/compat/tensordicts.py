@@ -27,7 +27,7 @@ def get_tensordict(
     return batch
 
 
-def assign_non_tensor_data(tensor_dict: TensorDict, key: str, val: Any) -> None:
+def assign_non_tensor_data(tensor_dict: TensorDict, key: str, val: object) -> None:
     """Store one value for the whole batch, in place."""
     held: Any = NonTensorData(val, batch_size=tensor_dict.batch_size)
     tensor_dict.set(key, held)
@@ -46,7 +46,7 @@ def assign_non_tensor(tensor_dict: TensorDict, **values: Any) -> None:
         (assign_non_tensor_stack if isinstance(value, list) else assign_non_tensor_data)(tensor_dict, key, value)
 
 
-def unwrap_non_tensor_data(data: Any) -> Any:
+def unwrap_non_tensor_data(data: object) -> Any:
     """The value inside a NonTensorData; any other value unchanged."""
     return data.data if isinstance(data, NonTensorData) else data
 
@@ -62,7 +62,7 @@ def get(tensor_dict: TensorDict, key: str, default: Any = None) -> Any:
 get_non_tensor_data = get
 
 
-def pop(tensor_dict: TensorDict, key: str, default: Any = None) -> Any:
+def pop(tensor_dict: TensorDict, key: str, default: object = None) -> Any:
     """`get`, and remove the column."""
     column = get(tensor_dict, key, default)
     if key in tensor_dict.keys():

@@ -155,27 +155,27 @@ class PrecisionType:
         return [PrecisionType.HALF, PrecisionType.FLOAT, PrecisionType.FULL, PrecisionType.BFLOAT, PrecisionType.MIXED]
 
     @staticmethod
-    def supported_type(precision: Any) -> bool:
+    def supported_type(precision: object) -> bool:
         """Whether `precision` is one of the constants."""
         return precision in PrecisionType.supported_types()
 
     @staticmethod
-    def is_fp16(precision: Any) -> bool:
+    def is_fp16(precision: object) -> bool:
         """Whether it spells float16."""
         return precision in _SPELLINGS[torch.float16]
 
     @staticmethod
-    def is_fp32(precision: Any) -> bool:
+    def is_fp32(precision: object) -> bool:
         """Whether it spells float32."""
         return precision in _SPELLINGS[torch.float32]
 
     @staticmethod
-    def is_bf16(precision: Any) -> bool:
+    def is_bf16(precision: object) -> bool:
         """Whether it spells bfloat16."""
         return precision in _SPELLINGS[torch.bfloat16]
 
     @staticmethod
-    def to_dtype(precision: Any) -> torch.dtype:
+    def to_dtype(precision: object) -> torch.dtype:
         """The torch dtype of a spelling: 16, "fp16", "bf16", "float32", a dtype, ... Raises RuntimeError for another."""
         for dtype, spellings in _SPELLINGS.items():
             if precision in spellings:

@@ -146,7 +146,7 @@ class RolloutTraceConfig:
     """Settings of rollout tracing, without a backend: the run folder's ledger has every sample."""
 
     @classmethod
-    def init(cls, project_name: str, experiment_name: str, backend: str | None, *_: Any, **__: Any) -> None:
+    def init(cls, project_name: str, experiment_name: str, backend: str | None, *_: object, **__: object) -> None:
         """Raises ConfigError for a backend other than None."""
         if backend is not None:
             raise ConfigError(
@@ -165,6 +165,6 @@ def rollout_trace_op(func: F) -> F:
 
 
 @contextmanager
-def rollout_trace_attr(**_: Any) -> Iterator[None]:
+def rollout_trace_attr(**_: object) -> Iterator[None]:
     """A block whose attributes other releases attach to traced calls; no effect here."""
     yield

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from verl.errors import ConfigError
 from verl.runtime.user_worker import Worker
 
@@ -19,7 +17,7 @@ WORKERS = (
 class ActorRolloutRefWorker(Worker):
     """The policy, its sampler and its reference. Making one raises ConfigError; `verl.worker` has a class for own loops."""
 
-    def __init__(self, *_: Any, **__: Any):
+    def __init__(self, *_: object, **__: object):
         raise ConfigError(f"{type(self).__name__} stands for a role of a run and cannot be made. {WORKERS}")
 
 

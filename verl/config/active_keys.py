@@ -85,7 +85,7 @@ def effective_loss(root: Any) -> str:
     return str(root.actor_rollout_ref.actor.policy_loss.loss_mode)
 
 
-def _loss_reads(root: Any, key: str) -> bool:
+def _loss_reads(root: object, key: str) -> bool:
     """Whether the policy loss reads `key`; reinforce, the other loss of bypass_mode, reads none."""
     name = effective_loss(root)
     return name != "reinforce" and POLICY_LOSSES.may_read(name, key)

@@ -33,7 +33,7 @@ class Removed:
     reason: str
     only_off: bool  # only while its value is off; with another value it is an unknown key
 
-    def covers(self, key: str, value: Any) -> bool:
+    def covers(self, key: str, value: object) -> bool:
         same = key.startswith(self.key) if self.key.endswith(".") else key == self.key
         return same and not (self.only_off and value)
 
@@ -49,7 +49,7 @@ class Unavailable:
     unless: tuple[Any, ...] | None = None  # given: every value but these
     hides: tuple[str, ...] = ()  # sections whose unknown keys may be of the feature
 
-    def chosen(self, value: Any) -> bool:
+    def chosen(self, value: object) -> bool:
         if value is None:
             return False
         if self.unless is not None:
@@ -97,7 +97,7 @@ class Compat:
             path, used = row.new + path[len(row.old) :], row
         return path, used
 
-    def without_effect(self, key: str, value: Any) -> str | None:
+    def without_effect(self, key: str, value: object) -> str | None:
         """The reason why the older key `key` with this value changes nothing; None when it is no such key."""
         return next((row.reason for row in self.removed if row.covers(key, value)), None)
 

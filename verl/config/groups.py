@@ -88,7 +88,7 @@ def _sft_files() -> dict[str, str]:
     return texts
 
 
-def _differs(path: str, value: Any) -> bool:
+def _differs(path: str, value: object) -> bool:
     """Whether a key has different defaults for the critic's model and the policy's model."""
     same = f"actor_rollout_ref.model.{path}"
     return same in PPO.leaves and value != _value(PPO, same)

@@ -51,7 +51,7 @@ class Bounds:
         return f"a list of {self.length} numbers, each {text}" if self.length else text
 
 
-def is_in_range(value: Any) -> bool:
+def is_in_range(value: object) -> bool:
     """Whether a number, or each element of a list, is finite and, if it is whole, of 64 bits."""
     if isinstance(value, list):
         return all(map(is_in_range, value))
@@ -136,7 +136,7 @@ def section(
     return field(default_factory=partial(cls, **(defaults or {})), metadata={"key": key})
 
 
-def _leaf(default: Any, key: Key) -> Any:
+def _leaf(default: object, key: Key) -> Any:
     if isinstance(default, list | dict):
         return field(default_factory=partial(type(default), default), metadata={"key": key})
     return field(default=default, metadata={"key": key})

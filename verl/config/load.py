@@ -175,7 +175,7 @@ def _misfit_sentence(setting: Setting, misfit: Misfit) -> str:
     return f"{setting.spelled} must be {misfit}, got {quoted(setting.value)} ({setting.source})."
 
 
-def _choice_problem(leaf: Leaf, value: Any) -> str:
+def _choice_problem(leaf: Leaf, value: object) -> str:
     choices, words = leaf.key.choices, leaf.key.words
     if words and isinstance(value, str) and value not in words:
         return f"must be a whole number or {' or '.join(words)}."
@@ -202,7 +202,7 @@ def _complete(
     return followed
 
 
-def _interpolated(value: Any) -> bool:
+def _interpolated(value: object) -> bool:
     if isinstance(value, str):
         return "${" in value
     if isinstance(value, dict):

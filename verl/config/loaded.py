@@ -71,7 +71,7 @@ class LoadedConfig(Generic[R]):
         return "\n".join(lines) + "\n"
 
 
-def _escaped(value: Any) -> Any:
+def _escaped(value: object) -> Any:
     """A resolved value as a reader resolves it to the same: a `${` that is left is text."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
@@ -80,7 +80,7 @@ def _escaped(value: Any) -> Any:
     return [_escaped(v) for v in value] if isinstance(value, list | tuple) else value
 
 
-def scalar(value: Any) -> str:
+def scalar(value: object) -> str:
     """A value in YAML's flow style."""
     if isinstance(value, bool) or value is None:
         return json.dumps(value)

@@ -149,7 +149,7 @@ class Schema(Generic[R]):
         key, _, text = name.partition("=")
         path, values = key.lstrip("."), (text or "True").split("|")
 
-        def holds(root: Any, node: Any) -> bool:
+        def holds(root: object, node: object) -> bool:
             return str(value_at(node if key.startswith(".") else root, path)) in values
 
         return Condition(holds, f"{path} is not {' or '.join(values)}", f"set {path}={values[0]}")
@@ -196,7 +196,7 @@ class Schema(Generic[R]):
 
 
 @functools.cache
-def _hints(cls: Any) -> dict[str, Any]:
+def _hints(cls: object) -> dict[str, Any]:
     """The evaluated annotations of a section."""
     return typing.get_type_hints(cls)
 
@@ -231,7 +231,7 @@ def _fill(node: Any, prefix: str, values: Mapping[str, Any]) -> Any:
     return dataclasses.replace(node, **changes)
 
 
-def value_at(root: Any, path: str) -> Any:
+def value_at(root: object, path: str) -> Any:
     """The value or section at a dotted path, through free-form mappings too; None where there is none. "" is `root`."""
     for name in path.split(".") if path else ():
         root = root.get(name) if hasattr(root, "get") else None

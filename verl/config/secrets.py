@@ -85,7 +85,7 @@ def is_secret_name(name: str) -> bool:
     return not _SECRET_WORDS.isdisjoint(words)
 
 
-def remember_secrets(values: Any = None) -> None:
+def remember_secrets(values: object = None) -> None:
     """Make `hide` mask the secrets of the environment, and of `values`: a config section, mapping or list."""
     secrets = {secret for name, value in os.environ.items() for secret in _secrets_in(value, is_secret_name(name))}
     secrets |= set(_secrets_in(values, False))
@@ -95,7 +95,7 @@ def remember_secrets(values: Any = None) -> None:
     _known[:] = sorted((secret for secret in secrets if len(secret) >= MIN_LENGTH), key=len, reverse=True)
 
 
-def _secrets_in(value: Any, named_so: bool) -> Iterator[str]:
+def _secrets_in(value: object, named_so: bool) -> Iterator[str]:
     if isinstance(value, str):
         if named_so and not value.startswith("${") and value != MASK:
             yield value
@@ -105,7 +105,7 @@ def _secrets_in(value: Any, named_so: bool) -> Iterator[str]:
         yield from _secrets_in(inner, named_so or is_secret_name(name))
 
 
-def _entries(value: Any) -> Iterator[tuple[str, Any]]:
+def _entries(value: object) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping) or hasattr(value, "items"):
         yield from ((str(name), inner) for name, inner in value.items())
     elif isinstance(value, list | tuple):
@@ -120,14 +120,14 @@ def hide(text: str) -> str:
     return text
 
 
-def holds_mask(value: Any) -> bool:
+def holds_mask(value: object) -> bool:
     """Whether MASK stands where a secret was, as in the config that a run has written."""
     if isinstance(value, str):
         return MASK in value
     return any(holds_mask(inner) for _, inner in _entries(value))
 
 
-def hide_values(values: Any, name: str = "") -> Any:
+def hide_values(values: object, name: str = "") -> Any:
     """A copy of plain values (dicts, lists, text, numbers) for others to read: without secrets, those too short for `hide`
     among them."""
     if isinstance(values, Mapping):

@@ -20,7 +20,7 @@ class Misfit(Exception):
     """The value cannot become the declared type; the message names the expected type."""
 
 
-def convert(value: Any, annotation: Any, text: str | None = None) -> Any:
+def convert(value: object, annotation: object, text: str | None = None) -> Any:
     """`value` as `annotation` wants it. `text` is how the user wrote it, kept for keys that hold text.
 
     Raises Misfit when there is no such value.
@@ -43,7 +43,7 @@ def convert(value: Any, annotation: Any, text: str | None = None) -> Any:
     raise Misfit(expected(annotation))
 
 
-def expected(annotation: Any) -> str:
+def expected(annotation: object) -> str:
     """Values that an annotation allows, in words."""
     words = []
     for option in _options(annotation):
@@ -59,17 +59,17 @@ def expected(annotation: Any) -> str:
     return " or ".join(words)
 
 
-def _options(annotation: Any) -> tuple[Any, ...]:
+def _options(annotation: object) -> tuple[Any, ...]:
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
         return typing.get_args(annotation)
     return (annotation,)
 
 
-def _is_exactly(value: Any, option: Any) -> bool:
+def _is_exactly(value: object, option: object) -> bool:
     return type(value) is (typing.get_origin(option) or option)
 
 
-def _convert_one(value: Any, option: Any, text: str | None) -> Any:
+def _convert_one(value: object, option: object, text: str | None) -> Any:
     origin = typing.get_origin(option) or option
     if origin is list:
         (inner,) = typing.get_args(option) or (Any,)
@@ -109,7 +109,7 @@ def _scalar(value: Any, kind: type, text: str | None) -> Any:
     return int(value) if isinstance(value, int) else int(number)
 
 
-def unusable_text(value: Any) -> str | None:
+def unusable_text(value: object) -> str | None:
     """The first text in `value`, of entries too, that no file or name can hold: with half a character or a NUL; or None."""
     waiting = [value]
     while waiting:
@@ -156,7 +156,7 @@ def escape_path(value: Any) -> Any:
     return re.sub(r"\$(?=[$A-Za-z_])", "$$", value) if _is_path(value) else value
 
 
-def _is_path(value: Any) -> bool:
+def _is_path(value: object) -> bool:
     """Whether a value of a key of paths is one: templates are given as text too, and an agent as `command: ...`."""
     if not isinstance(value, str) or value.startswith("command:"):
         return False
@@ -171,7 +171,7 @@ def _variable(match: re.Match[str]) -> str:
     return os.environ[match[2]]
 
 
-def merge(base: Any, update: Any) -> Any:
+def merge(base: object, update: object) -> Any:
     """`update` over `base`; mappings are merged key by key, everything else is replaced."""
     if isinstance(base, dict) and isinstance(update, dict):
         return {**base, **{k: merge(base.get(k), v) for k, v in update.items()}}

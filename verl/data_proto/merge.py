@@ -22,7 +22,7 @@ def object_array(values: Iterable[Any]) -> np.ndarray:
     return array
 
 
-def same_value(a: Any, b: Any) -> bool:
+def same_value(a: object, b: object) -> bool:
     """Deep equality of column values: NaN equals NaN, arrays and tensors compare by shape and content."""
     if a is b:
         return True

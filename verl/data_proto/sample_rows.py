@@ -75,7 +75,7 @@ def sample_rows(batch: DataProto, tokenizer: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def _token_values(columns: dict[str, list[Any]], version: Any) -> dict[str, list[Any]]:
+def _token_values(columns: dict[str, list[Any]], version: object) -> dict[str, list[Any]]:
     """Remove columns without information: a mask of all tokens, token versions equal to the sample's, and values that were
     computed for no token. NaN becomes None."""
     if set(columns.get("token_versions", ())) <= {version}:

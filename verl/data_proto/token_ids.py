@@ -22,7 +22,7 @@ def num_embeddings(tokenizer: Any) -> int:
     return getattr(tokenizer, "num_embeddings", None) or _MAX_IDS
 
 
-def token_ids(value: Any, field: str, limit: int = _MAX_IDS) -> np.ndarray:
+def token_ids(value: object, field: str, limit: int = _MAX_IDS) -> np.ndarray:
     """The token ids in `value`, int32 [tokens]. Raises DataError unless it is a list of whole numbers from 0 to `limit` - 1."""
     items = _list(value, field, "token ids")
     if _are_whole(items) and (not items or (min(items) >= 0 and max(items) < limit)):
@@ -34,7 +34,7 @@ def token_ids(value: Any, field: str, limit: int = _MAX_IDS) -> np.ndarray:
     )
 
 
-def token_mask(value: Any, field: str, length: int) -> np.ndarray:
+def token_mask(value: object, field: str, length: int) -> np.ndarray:
     """The mask in `value`, bool [tokens]. Raises DataError unless it is a list of `length` entries that are 0 or 1, or false or
     true."""
     items = _list(value, field, "0 and 1")
@@ -46,7 +46,7 @@ def token_mask(value: Any, field: str, length: int) -> np.ndarray:
     return np.array(items, dtype=np.bool_)
 
 
-def label_mask(value: Any, field: str, ids: np.ndarray) -> np.ndarray:
+def label_mask(value: object, field: str, ids: np.ndarray) -> np.ndarray:
     """True where the labels in `value` train, bool [tokens]. Raises DataError unless each is -100 or the id of `ids` [tokens]
     at its place."""
     items = _list(value, field, "labels")
@@ -61,7 +61,7 @@ def label_mask(value: Any, field: str, ids: np.ndarray) -> np.ndarray:
     return np.array(items) != IGNORED if items else np.zeros(0, dtype=np.bool_)
 
 
-def _list(value: Any, field: str, what: str) -> list[Any]:
+def _list(value: object, field: str, what: str) -> list[Any]:
     items = value.tolist() if hasattr(value, "tolist") else value  # of numpy and torch
     if not isinstance(items, list | tuple):
         raise DataError(f"field {field!r} must be a list of {what}, but it is {quoted(value, 80)}.")

@@ -92,7 +92,7 @@ def zero_unused_gradients(units: Iterable[Any]) -> None:
         unit.register_forward_hook(partial(_anchor, places), prepend=True)  # before FSDP frees the gathered parameters
 
 
-def _anchor(places: list[tuple[nn.Module, str]], unit: nn.Module, inputs: Any, output: Any) -> Any:
+def _anchor(places: list[tuple[nn.Module, str]], unit: nn.Module, inputs: object, output: object) -> Any:
     parameters = [p for part, name in places if (p := part._parameters[name]) is not None and p.requires_grad]
     leaves, structure = tree_flatten(output)
     differentiable = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]

@@ -32,7 +32,7 @@ from verl.registry import load_object, match_all
 
 def shard_model(
     module: Any,
-    source: Any,
+    source: object,
     groups: ProcessGroups,
     config: FSDPConfig,
     compute_dtype: torch.dtype,

@@ -44,7 +44,7 @@ def verl_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **_: Any,
+    **_: object,
 ) -> tuple[torch.Tensor, None]:
     """The function that transformers calls in each layer; see AttentionLayout for shapes."""
     if layout is None:

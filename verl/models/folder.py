@@ -368,7 +368,7 @@ def _counts(config: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, A
             yield f"{place}{key}", value
 
 
-def _json_kind(value: Any) -> str:
+def _json_kind(value: object) -> str:
     kinds = {
         bool: "a truth value",
         str: "text",

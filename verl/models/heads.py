@@ -61,7 +61,7 @@ class ScalarHeadModel(nn.Module):
         """[tokens, hidden_size] -> [tokens]."""
         return self.score(hidden.to(self.score.weight.dtype)).squeeze(-1)
 
-    def gradient_checkpointing_enable(self, **kwargs: Any) -> None:
+    def gradient_checkpointing_enable(self, **kwargs: object) -> None:
         self.get_decoder().gradient_checkpointing_enable(**kwargs)
 
     def load_head(self, folder: Path) -> bool:

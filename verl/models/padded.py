@@ -106,7 +106,7 @@ def _logits(output: Any) -> torch.Tensor:
     return logits
 
 
-def _accepted(model: Any, **settings: Any) -> dict[str, Any]:
+def _accepted(model: Any, **settings: object) -> dict[str, Any]:
     """Entries of `settings` that the forward of `model` takes; a user's module may take only token ids."""
     parameters = inspect.signature(model.forward).parameters
     any_name = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())

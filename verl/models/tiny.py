@@ -62,7 +62,7 @@ def make_tokenizer() -> Any:
     return tokenizer
 
 
-def make_tiny_model(folder: str | Path, family: str = "llama", seed: int = 0, **overrides: Any) -> Path:
+def make_tiny_model(folder: str | Path, family: str = "llama", seed: int = 0, **overrides: object) -> Path:
     """Write a random model of 2 layers, hidden size 64, 4 heads, 2 KV heads, 264 tokens; returns the folder.
 
     `family` is one of llama, qwen2, qwen3, mistral, gemma, gemma2, gemma3_text, qwen3_moe,

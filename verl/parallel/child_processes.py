@@ -15,7 +15,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 # operations of prctl, from linux/prctl.h
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
@@ -87,7 +86,7 @@ def end_descendants() -> int:
     return len(killed - _spared)
 
 
-def prctl(operation: int, value: int, argument: Any = None) -> bool:
+def prctl(operation: int, value: int, argument: object = None) -> bool:
     """Whether the kernel has set this attribute of the process; never on other systems than Linux."""
     if sys.platform != "linux":
         return False

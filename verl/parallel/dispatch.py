@@ -122,7 +122,7 @@ def _dp_compute_proto(group: GroupShape, args: tuple[Any, ...], kwargs: dict[str
     size = group.world_size
     padding = 0
 
-    def cut(value: Any) -> list[Any]:
+    def cut(value: object) -> list[Any]:
         nonlocal padding
         if not isinstance(value, DataProto):
             raise ValueError(f"This call takes DataProtos, not a {type(value).__name__}.")

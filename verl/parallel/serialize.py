@@ -43,7 +43,7 @@ for _cls in (SamplingParams, PromptRequest, Completion, Score, Media):
     record(_cls)
 
 
-def encode(value: Any) -> tuple[bytes, list[np.ndarray]]:
+def encode(value: object) -> tuple[bytes, list[np.ndarray]]:
     """(document, buffers as 1-d uint8 arrays; the buffers of contiguous CPU tensors are views)."""
     buffers: list[np.ndarray] = []
     document = _pack(value, buffers, "the value")
@@ -55,7 +55,7 @@ def decode(document: bytes, buffers: Sequence[np.ndarray]) -> Any:
     return _unpack(json.loads(document), buffers)
 
 
-def to_bytes(value: Any) -> bytes:
+def to_bytes(value: object) -> bytes:
     """`encode` as one buffer: sizes, document, buffers."""
     document, buffers = encode(value)
     sizes = [len(document), *(len(b) for b in buffers)]
@@ -75,7 +75,7 @@ def from_bytes(data: bytes | bytearray | memoryview) -> Any:
     return decode(bytes(parts[0]), [np.frombuffer(p, dtype=np.uint8) for p in parts[1:]])
 
 
-def _pack(value: Any, buffers: list[np.ndarray], place: str) -> Any:
+def _pack(value: object, buffers: list[np.ndarray], place: str) -> Any:
     if value is None or isinstance(value, _PLAIN):
         return value if not isinstance(value, np.generic) else value.item()
     if isinstance(value, float):
@@ -165,7 +165,7 @@ _PACKERS: tuple[tuple[Any, Any], ...] = (
 )
 
 
-def _unpack(packed: Any, buffers: Sequence[np.ndarray]) -> Any:
+def _unpack(packed: object, buffers: Sequence[np.ndarray]) -> Any:
     if isinstance(packed, list):
         return [_unpack(v, buffers) for v in packed]
     if not isinstance(packed, dict):

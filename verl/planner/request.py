@@ -70,7 +70,7 @@ class PlanRequest:
             request._set(override.key.removeprefix("plan.").split("."), override.value, override.key)
         return request
 
-    def _set(self, names: list[str], value: Any, path: str) -> None:
+    def _set(self, names: list[str], value: object, path: str) -> None:
         target: Any = self
         for name in names[:-1]:
             target = getattr(target, _known(target, name, path))
@@ -99,7 +99,7 @@ def _known(target: Any, name: str, path: str) -> str:
     return name
 
 
-def _check(path: str, name: str, value: Any) -> None:
+def _check(path: str, name: str, value: object) -> None:
     if name in ("gpu", "samples", *_CHOICES):
         fits = isinstance(value, str)
     elif name == "apply":

@@ -147,7 +147,7 @@ class Program(ABC, Generic[C]):
         only the roles that `validate` uses, frozen."""
 
     @abstractmethod
-    def __init__(self, config: C, data: Any, roles: Roles, run: RunContext): ...
+    def __init__(self, config: C, data: object, roles: Roles, run: RunContext): ...
 
     @abstractmethod
     def step(self, step: int) -> StepResult:

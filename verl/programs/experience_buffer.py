@@ -100,7 +100,7 @@ class ExperienceBuffer:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _call(self, method: str, *arguments: Any) -> Any:
+    def _call(self, method: str, *arguments: object) -> Any:
         if self._process is not None:
             return self._process.call(method, *arguments)
         return self._calls[method](*arguments)

@@ -72,7 +72,7 @@ class GivenRowsProgram(Program[G]):
     @classmethod
     @abstractmethod
     def load_rows(
-        cls, config: G, files: Any, tokenizer: Any, *, max_samples: int, seed: int | None, keep_going: bool = False
+        cls, config: G, files: object, tokenizer: Any, *, max_samples: int, seed: int | None, keep_going: bool = False
     ) -> Any:
         """The data set of `files`: `max_samples` rows that `seed` selects (-1: all; None: the first ones). With `keep_going`
         bad rows are counted, for `verl check`."""

@@ -93,8 +93,8 @@ class ActorRolloutRefWorker:
     def _build_model_optimizer(
         self,
         model_path: str,
-        fsdp_config: Any,
-        optim_config: Any,
+        fsdp_config: object,
+        optim_config: object,
         override_model_config: dict[str, Any],
         role: str = "actor",
     ) -> Any:

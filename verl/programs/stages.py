@@ -26,7 +26,7 @@ class Stage:
     changed or further columns. They do not return rows twice, nor rows of earlier steps.
     """
 
-    def __init__(self, **settings: Any):
+    def __init__(self, **settings: object):
         """`settings` are the entries of the config other than `path`."""
         if settings:
             raise TypeError(f"{type(self).__name__} takes no settings, but got {', '.join(settings)}")
@@ -95,7 +95,7 @@ class _Function(Stage):
         self.scored = function  # type: ignore[method-assign]
 
 
-def _named(entry: Any) -> tuple[str, dict[str, Any]]:
+def _named(entry: object) -> tuple[str, dict[str, Any]]:
     """(path, settings) of an entry of the config."""
     if isinstance(entry, str):
         return entry, {}
@@ -122,7 +122,7 @@ def _make(name: str, settings: dict[str, Any]) -> Stage:
     return _Function(stage)
 
 
-def _check(name: str, point: str, batch: Any, before: DataProto) -> None:
+def _check(name: str, point: str, batch: object, before: DataProto) -> None:
     if not isinstance(batch, DataProto):
         raise ConfigError(
             f"algorithm.stages: {name} ({point}) returned {type(batch).__name__}; it must return the DataProto."

@@ -88,7 +88,9 @@ def _by_position(function: RewardFunction) -> RewardFunction:
     else:
         return function
 
-    def call(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **kwargs: Any) -> Any:
+    def call(
+        data_source: str, solution_str: str, ground_truth: object, extra_info: object = None, **kwargs: object
+    ) -> Any:
         return function(data_source, solution_str, ground_truth, **kwargs)
 
     try:

@@ -18,17 +18,17 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _PART = re.compile(r"^(judge/\w+): (-?\d+(?:\.\d+)?)$", re.MULTILINE)
 
 
-def model_score(*, reward_model_score: float, **_: Any) -> dict[str, Any]:
+def model_score(*, reward_model_score: float, **_: object) -> dict[str, Any]:
     """The classifier's score."""
     return {"score": reward_model_score}
 
 
-def model_scores(*, reward_model_scores: list[float], **_: Any) -> list[dict[str, Any]]:
+def model_scores(*, reward_model_scores: list[float], **_: object) -> list[dict[str, Any]]:
     """`model_score` for the manager `batch`."""
     return [{"score": score} for score in reward_model_scores]
 
 
-def last_number(*, reward_model_reply: str, **_: Any) -> dict[str, Any]:
+def last_number(*, reward_model_reply: str, **_: object) -> dict[str, Any]:
     """The last number of the judge's reply ("I give it 7 of 10. Score: 7" is 7). Lines `judge/NAME: number`, which a rubric or
     a comparison has, are parts of the score.
 
@@ -40,7 +40,7 @@ def last_number(*, reward_model_reply: str, **_: Any) -> dict[str, Any]:
     return result
 
 
-def last_numbers(*, reward_model_replies: list[str], **_: Any) -> list[dict[str, Any]]:
+def last_numbers(*, reward_model_replies: list[str], **_: object) -> list[dict[str, Any]]:
     """`last_number` for the manager `batch`; a reply without a number gets NaN, which costs only its own sample."""
     return [_score_of(reply) for reply in reward_model_replies]
 

@@ -25,7 +25,7 @@ class RefusedResult(Exception):
     """Completes "the reward function ..."."""
 
 
-def outcome(result: Any, limits: Limits) -> Outcome:
+def outcome(result: object, limits: Limits) -> Outcome:
     """Convert the result of a reward function to {"score", "parts"} or {"error"}.
 
     A number or bool is its own part "acc"; of a dict the entry "score" is the score and the others are the parts.
@@ -47,7 +47,7 @@ def outcome(result: Any, limits: Limits) -> Outcome:
         return {"error": clean(refused, _MAX_ERROR)}
 
 
-def checked_outcome(answer: Any, limits: Limits) -> Outcome | None:
+def checked_outcome(answer: object, limits: Limits) -> Outcome | None:
     """The outcome that a worker sent, checked once more; None for something that no worker of ours sends."""
     if not isinstance(answer, dict):
         return None
@@ -67,7 +67,7 @@ def _too_large(limits: Limits) -> str:
     return f"returned more than reward.max_result_kb={limits.max_result_kb} allows for a sample"
 
 
-def _score(value: Any, limits: Limits) -> float:
+def _score(value: object, limits: Limits) -> float:
     plain = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(plain, (bool, int, float)):
         kind = "None" if value is None else f"a {type(value).__name__}"
@@ -93,7 +93,7 @@ def _entries(mapping: dict[Any, Any], limits: Limits, depth: int) -> Iterator[tu
         yield name, _part(value, name, limits, depth)
 
 
-def _part(value: Any, name: str, limits: Limits, depth: int) -> Any:
+def _part(value: object, name: str, limits: Limits, depth: int) -> Any:
     """The plain form of a value: of numpy's and of torch's, of sets and tuples; text as valid UTF-8."""
     if hasattr(value, "tolist"):
         value = value.tolist()

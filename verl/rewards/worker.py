@@ -98,7 +98,7 @@ class Caller:
             return [self._failure(error)] * len(samples)
         return [self._outcome(result) for result in results]
 
-    def _outcome(self, result: Any) -> Outcome:
+    def _outcome(self, result: object) -> Outcome:
         try:
             return outcome(result, self.limits)
         except BaseException as error:  # noqa: BLE001 - a result may be an object of any class

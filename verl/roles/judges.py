@@ -199,5 +199,5 @@ def _as_in_its_files(
     )  # fmt: skip
 
 
-def _refuse(path: str, *arguments: Any) -> Any:
+def _refuse(path: str, *arguments: object) -> Any:
     raise ModelError(f"The judge has the weights of {path}, which a run does not update.")

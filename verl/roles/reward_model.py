@@ -38,7 +38,7 @@ PLACE = "a conversation for the reward model"
 
 def build_reward_model(
     config: RewardModelConfig,
-    policy_tokenizer: Any,
+    policy_tokenizer: object,
     device: torch.device,
     *,
     start_timeout_s: float = 300.0,
@@ -87,7 +87,7 @@ class RewardModelWorker:
         self,
         module: ScalarHeadModel,
         tokenizer: Any,
-        policy_tokenizer: Any,
+        policy_tokenizer: object,
         *,
         max_tokens: int,
         batch_size: int | None = None,
@@ -169,7 +169,7 @@ class JudgeWorker:
     """Asks a generative model, which replies greedily, so that equal responses get equal replies. A rubric is asked criterion
     by criterion, a template with {first} and {second} about the response and the ground truth, in both orders."""
 
-    def __init__(self, judge: Judge, policy_tokenizer: Any, config: RewardModelConfig, *, template: str):
+    def __init__(self, judge: Judge, policy_tokenizer: object, config: RewardModelConfig, *, template: str):
         self.judge, self.policy_tokenizer, self.template = judge, policy_tokenizer, template
         self.batch_size, self.max_reply_tokens = config.reward_batch_size, config.rollout.response_length
         self.rubric = None if config.rubric is None else read_rubric(config.rubric)

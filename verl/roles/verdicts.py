@@ -14,7 +14,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from verl.config.sources import read_limited
 from verl.errors import ConfigError
@@ -177,7 +176,7 @@ def rubric_scores(
     return scored
 
 
-def _criterion(row: Any, place: str) -> Criterion:
+def _criterion(row: object, place: str) -> Criterion:
     if not isinstance(row, Mapping) or not {"name", "question"} <= set(row) <= {"name", "question", "weight"}:
         raise ConfigError(f"{place} must have a name and a question, and may have a weight; it is {quoted(row, 80)}.")
     weight = row.get("weight", 1.0)

@@ -170,7 +170,7 @@ def _cache_is_exact(view: Any) -> bool:
     return bool((ours - theirs).norm() < 1e-3 * theirs.norm())
 
 
-def _generate_without_cache(view: Any, batch: _Batch, ids: torch.Tensor) -> None:
+def _generate_without_cache(view: object, batch: _Batch, ids: torch.Tensor) -> None:
     """Sample `batch`, whose prompts are `ids` [rows, tokens], by a forward over all tokens for each new one."""
     for _ in range(batch.max_new_tokens):
         tokens = batch.sample(own_logits(view, ids)[:, -1])
@@ -239,5 +239,5 @@ class _Stopper(StoppingCriteria):
     def __init__(self, batch: _Batch):
         self.batch = batch
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+    def __call__(self, input_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
         return torch.from_numpy(self.batch.end_rows()).to(input_ids.device)

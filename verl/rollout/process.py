@@ -122,7 +122,7 @@ class EngineProcess:
         """Whether calls have no answer any more: it was closed, here or because it was lost."""
         return self._child.log.closed
 
-    def call(self, method: str, *arguments: Any) -> Any:
+    def call(self, method: str, *arguments: object) -> Any:
         """The result of a method of the engine; arguments and result are values of verl.parallel.serialize. Raises the error of
         the method, WorkerLostError or DeadlineError."""
         return self._exchange([method, list(arguments)], method, self.call_timeout_s)

@@ -82,7 +82,7 @@ class OpenSamples:
         self.longest_response = max(self.longest_response, len(token_ids))
         return Completion(*key, list(token_ids), list(log_probs), reason, version)
 
-    def stats(self, num_computed: int, num_steps: int, max_running: int, **more: Any) -> dict[str, Any]:
+    def stats(self, num_computed: int, num_steps: int, max_running: int, **more: object) -> dict[str, Any]:
         """The statistics of RolloutEngine.stats: prompt tokens computed, decode steps, samples side by side."""
         return {
             "num_prompt_tokens": self.num_prompt_tokens,

@@ -92,7 +92,7 @@ class PassiveRollout(BaseRollout):
 
     holds_weights = True
 
-    def __init__(self, module: Any, *args: Any, **settings: Any):
+    def __init__(self, module: Any, *args: object, **settings: object):
         self.module = module
         self.weight_version = 0
         self._stats = {}

@@ -163,7 +163,7 @@ def _add_tokenizer(digests: dict[str, str], role: str, model: ModelConfig) -> No
 # -- code and settings --------------------------------------------------------------------------------------------------
 
 
-def _named_files(key: str, value: Any) -> dict[Path, None]:
+def _named_files(key: str, value: object) -> dict[Path, None]:
     """The files that the value of `key` names, in order. Lists and mappings are searched, and so are the files found."""
     files: dict[Path, None] = {}
     waiting = [(key, value)]

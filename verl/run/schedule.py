@@ -45,7 +45,7 @@ class DynamicConfigScheduler:
         self._phases = sorted(((p["from_step"], dict(p["changes"])) for p in phases), key=lambda phase: phase[0])
         self._set: dict[str, Any] = {}
 
-    def set(self, changes: Mapping[str, Any] | None = None, **named: Any) -> None:
+    def set(self, changes: Mapping[str, Any] | None = None, **named: object) -> None:
         """Other values from the next step on, whatever the phases say; not remembered by a run that resumes."""
         merged = {**(changes or {}), **named}
         _check_changes(merged)
@@ -145,7 +145,7 @@ def _check_changes(changes: Mapping[str, Any]) -> None:
     check_change({key.rpartition(".")[2]: value for key, value in changes.items()})
 
 
-def _check_phase(number: int, phase: Any) -> None:
+def _check_phase(number: int, phase: object) -> None:
     place = f"trainer.dynamic_config[{number}]"
     if not isinstance(phase, Mapping) or set(phase) != {"from_step", "changes"}:
         raise ConfigError(f"{place} must be {{from_step: N, changes: {{key: value}}}}, not {phase!r}.")

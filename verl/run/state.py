@@ -89,7 +89,7 @@ def _value(file: Path, name: str, check: Check) -> Any:
         return None
 
 
-def _is_time(value: Any) -> bool:
+def _is_time(value: object) -> bool:
     try:
         return isinstance(value, str) and bool(datetime.fromisoformat(value))
     except ValueError:

@@ -31,7 +31,7 @@ class Runtime(Protocol):
         """Whether the flag is set in at least one of the processes that run the program; all get the same answer."""
         ...
 
-    def broadcast(self, value: Any) -> Any:
+    def broadcast(self, value: object) -> Any:
         """Rank 0's `value`, in all processes that run the program."""
         ...
 

@@ -39,7 +39,7 @@ class Flow:
     groups: Mapping[str, Any]
     steps: tuple[Step, ...] = ()
 
-    def broadcast(self, value: Any) -> Flow:
+    def broadcast(self, value: object) -> Flow:
         """Begin with `value`, the same for everybody."""
         return self._then(lambda _: value() if callable(value) else value)
 
@@ -105,7 +105,7 @@ def _reduced(reduction: Callable[[torch.Tensor], torch.Tensor], outputs: Any) ->
 class Controller(Flow):
     """The beginning of a chain over the roles of a run, and over other groups."""
 
-    def __init__(self, roles: Roles | None = None, **groups: Any):
+    def __init__(self, roles: Roles | None = None, **groups: object):
         super().__init__({**(_groups_of(roles) if roles is not None else {}), **groups})
 
 

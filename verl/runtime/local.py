@@ -38,7 +38,7 @@ class LocalRuntime:
     def any(self, flag: bool) -> bool:
         return flag
 
-    def broadcast(self, value: Any) -> Any:
+    def broadcast(self, value: object) -> Any:
         return value
 
     def close(self) -> None:

@@ -118,7 +118,7 @@ class RayRuntime:
     def any(self, flag: bool) -> bool:
         return flag
 
-    def broadcast(self, value: Any) -> Any:
+    def broadcast(self, value: object) -> Any:
         return value
 
     def close(self) -> None:
@@ -155,7 +155,7 @@ class RayRuntime:
         process.roles, process.watched_by = roles, _WATCHING
         process.log_file = self.run.log_folder / f"rank_{process.rank}.log"
 
-    def everywhere(self, call: str, method: str, *arguments: Any, starts: bool = False) -> list[Any]:
+    def everywhere(self, call: str, method: str, *arguments: object, starts: bool = False) -> list[Any]:
         """A method of every process, and all results in rank order. What `starts` a run has the deadline of a start."""
         refs = [(p, getattr(p.handle, method).remote(*arguments)) for p in self.processes]
         start_s = self.cluster.request.timeout_s

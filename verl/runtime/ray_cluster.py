@@ -162,7 +162,7 @@ class RayCluster:
 
     def _actor(
         self, cls: type, arguments: tuple[Any, ...], environment: Mapping[str, str], share: float, beside: Sequence[str],
-        **place: Any,
+        **place: object,
     ) -> Any:  # fmt: skip
         remote: Any = ray.remote
         actor = remote(concurrency_groups=dict.fromkeys(beside, 1))(cls) if beside else remote(cls)

@@ -43,7 +43,7 @@ def apart_from_signals(services: Any) -> Iterator[None]:
     class Apart(plain):  # type: ignore[misc, valid-type]
         """A process in its own session, which only SIGKILL ends."""
 
-        def __init__(self, *arguments: Any, **options: Any):
+        def __init__(self, *arguments: object, **options: object):
             super().__init__(*arguments, start_new_session=True, **options)
 
         def terminate(self) -> None:

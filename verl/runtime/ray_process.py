@@ -42,7 +42,7 @@ class Process:
         return f"rank {self.rank} ({self.roles}; {place})"
 
 
-def open_answer(answer: Any, place: str) -> Any:
+def open_answer(answer: object, place: str) -> Any:
     """The packed result of a process, or its error raised here with its place."""
     if not isinstance(answer, dict) or "error" not in answer:
         return answer
@@ -68,7 +68,7 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
-def pack(value: Any) -> Packed:
+def pack(value: object) -> Packed:
     """A value as Ray carries it."""
     document, buffers = encode(value)
     return [document, *buffers]

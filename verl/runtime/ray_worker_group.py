@@ -51,7 +51,7 @@ _WATCHING = "watching"  # the thread that reports the stack of a call that hangs
 class ResourcePool:
     """`process_on_nodes[i]` processes on node i, each with its own device; `max_colocate_count` groups may share them."""
 
-    def __init__(self, process_on_nodes: Sequence[int] | None = None, max_colocate_count: int = 10, **_: Any):
+    def __init__(self, process_on_nodes: Sequence[int] | None = None, max_colocate_count: int = 10, **_: object):
         self.process_on_nodes = list(process_on_nodes or [1])
         self.max_colocate_count = max_colocate_count
 
@@ -101,7 +101,7 @@ class RayClassWithInitArgs:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
 
-    def __init__(self, cls: Any, *args: Any, **kwargs: Any):
+    def __init__(self, cls: object, *args: object, **kwargs: object):
         metadata = getattr(cls, "__ray_metadata__", None)  # of the actor class that ray.remote(cls) made
         self.cls = getattr(metadata, "modified_class", cls)
         self.args, self.kwargs = args, kwargs
@@ -134,7 +134,7 @@ class ResourcePoolManager:
         for name, nodes in self.resource_pool_spec.items():
             self.resource_pool_dict[name] = RayResourcePool(nodes, self.use_gpu, name)
 
-    def get_resource_pool(self, role: Any) -> RayResourcePool:
+    def get_resource_pool(self, role: object) -> RayResourcePool:
         name = self.mapping.get(role)
         if name not in self.resource_pool_dict:
             raise ConfigError(
@@ -156,7 +156,7 @@ class RayWorkerGroup(WorkerGroup):
         *,
         name_prefix: str = "",
         timeout_s: float = _CALL_TIMEOUT_S,
-        **_: Any,
+        **_: object,
     ):
         colocated = isinstance(ray_cls_with_init, ColocatedClasses)
         self.classes: dict[str, RayClassWithInitArgs] = (
@@ -179,19 +179,19 @@ class RayWorkerGroup(WorkerGroup):
             if name in prefix_set
         }
 
-    def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+    def execute_all_sync(self, method_name: str, *args: object, **kwargs: object) -> list[Any]:
         """A method on all ranks with the same arguments; its results in rank order."""
         return self.execute_all_async(method_name, *args, **kwargs).get()
 
-    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> Pending:
+    def execute_all_async(self, method_name: str, *args: object, **kwargs: object) -> Pending:
         plan = CallPlan([(args, kwargs)] * self.world_size, list(range(self.world_size)), list)
         return self._send("", method_name, plan, False)
 
-    def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+    def execute_rank_zero_sync(self, method_name: str, *args: object, **kwargs: object) -> Any:
         """A method on the first rank."""
         return self.execute_rank_zero_async(method_name, *args, **kwargs).get()
 
-    def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Pending:
+    def execute_rank_zero_async(self, method_name: str, *args: object, **kwargs: object) -> Pending:
         calls: list[Any] = [(args, kwargs), *[None] * (self.world_size - 1)]
         return self._send("", method_name, CallPlan(calls, [0], lambda results: results[0]), False)
 

@@ -58,7 +58,7 @@ class SpmdRuntime:
         with self.comm.doing("agreeing whether to stop"):
             return self.comm.any(flag)
 
-    def broadcast(self, value: Any) -> Any:
+    def broadcast(self, value: object) -> Any:
         with self.comm.doing("receiving a decision of rank 0"):
             return from_bytes(self.comm.broadcast(to_bytes(value) if self.is_rank_zero else None, 0))
 

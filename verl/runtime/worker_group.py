@@ -61,7 +61,7 @@ class WorkerGroup:
         """Ranks of the group."""
         return self.mesh.size
 
-    def _call(self, method: str, declared: Registered, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, method: str, declared: Registered, *args: object, **kwargs: object) -> Any:
         if declared.materialize_futures:
             args, kwargs = tuple(map(resolve, args)), {k: resolve(v) for k, v in kwargs.items()}
         plan = plan_call(declared, self, args, kwargs)
@@ -69,7 +69,7 @@ class WorkerGroup:
         return self._runner(self, method, plan, declared.blocking)
 
 
-def resolve(argument: Any) -> Any:
+def resolve(argument: object) -> Any:
     """The argument of a call, or the result of the future that it is. Users' own workers may be given any future with `get` and
     `ready`."""
     return argument.get() if hasattr(argument, "get") and hasattr(argument, "ready") else argument

@@ -32,14 +32,14 @@ class BaseTool:
         return instance_id or str(uuid4()), ToolResponse()
 
     async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: object
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
         """(answer, reward of the call, metrics). kwargs has agent_data, and execute_kwargs of the row."""
         return ToolResponse(text="Updated the tool state."), 0.0, {}
 
-    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+    async def calc_reward(self, instance_id: str, **kwargs: object) -> float:
         """The reward of the state that the episode has reached."""
         return 0.0
 
-    async def release(self, instance_id: str, **kwargs: Any) -> None:
+    async def release(self, instance_id: str, **kwargs: object) -> None:
         """End of the episode."""

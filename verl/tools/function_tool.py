@@ -44,7 +44,7 @@ def function_tool(function: Any = None, /, *, name: str | None = None, schema: A
 class FunctionTool(BaseTool):
     """A function as a tool. `path` is the file that it was loaded from, so that a sandboxed process can load it too."""
 
-    def __init__(self, function: Callable[..., Any], name: str | None = None, schema: Any = None):
+    def __init__(self, function: Callable[..., Any], name: str | None = None, schema: object = None):
         self.function, self.config, self._schema = function, {}, schema
         self.path: str | None = None
         self._given_name = name
@@ -58,14 +58,14 @@ class FunctionTool(BaseTool):
         self.name = schema.function.name
         return schema
 
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Answer:
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: object) -> Answer:
         """Call the function, here."""
         returned = self.function(**parameters)
         return answer_of(await returned if inspect.isawaitable(returned) else returned)
 
 
 def function_schema(
-    function: Callable[..., Any], name: str | None = None, schema: Any = None
+    function: Callable[..., Any], name: str | None = None, schema: object = None
 ) -> OpenAIFunctionToolSchema:
     """The schema of a function. Raises ConfigError for one whose arguments cannot be described."""
     label = name or getattr(function, "__name__", str(function))
@@ -93,7 +93,7 @@ def function_schema(
     return validated
 
 
-def answer_of(answer: Any) -> Answer:
+def answer_of(answer: object) -> Answer:
     """The result of a function as (answer, reward, metrics): a text, an object, a ToolResponse, or one of them with a reward
     and metrics. Raises ValueError for a reward or metrics of another type."""
     reward: Any = 0.0

@@ -17,7 +17,7 @@ class Record:
     """A dataclass that reads and writes plain objects."""
 
     @classmethod
-    def model_validate(cls: type[R], values: Any) -> R:
+    def model_validate(cls: type[R], values: object) -> R:
         """The record of an object; fields that it does not know are left out. Raises ValueError for anything else."""
         if isinstance(values, cls):
             return values
@@ -29,7 +29,7 @@ class Record:
         except TypeError as error:
             raise ValueError(f"{cls.__name__}: {error}") from error
 
-    def model_dump(self, *, exclude_none: bool = False, exclude_unset: bool = False, **_: Any) -> dict[str, Any]:
+    def model_dump(self, *, exclude_none: bool = False, exclude_unset: bool = False, **_: object) -> dict[str, Any]:
         """As an object. `exclude_unset` also leaves out None, since the fields that were set are not recorded."""
         values = dataclasses.asdict(self)  # type: ignore[call-overload]
         return _without_none(values) if exclude_none or exclude_unset else values
@@ -39,7 +39,7 @@ class Record:
         return json.dumps(self.model_dump(**settings), ensure_ascii=False)
 
 
-def _without_none(value: Any) -> Any:
+def _without_none(value: object) -> Any:
     if isinstance(value, dict):
         return {name: _without_none(inner) for name, inner in value.items() if inner is not None}
     return [_without_none(inner) for inner in value] if isinstance(value, list) else value

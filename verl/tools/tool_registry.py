@@ -113,7 +113,7 @@ def read_list(path: str, key: str) -> list[dict[str, Any]]:
     return rows
 
 
-def load_class(name: Any, place: str) -> Any:
+def load_class(name: object, place: str) -> Any:
     """The class `package.module.Class`. Raises ConfigError with `place`."""
     if not isinstance(name, str) or "." not in name:
         raise ConfigError(f"{place} names no class: give it as package.module.Class, not {name!r}.")

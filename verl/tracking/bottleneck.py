@@ -51,7 +51,7 @@ class _Facts:
     utilisation: Mapping[str, float]
     exchanging: float = 0.0  # share of the time in exchanges with other processes
 
-    def key(self, path: str, default: Any = None) -> Any:
+    def key(self, path: str, default: object = None) -> Any:
         node: Any = self.config
         for name in path.split("."):
             if not isinstance(node, Mapping) or name not in node:

@@ -229,7 +229,7 @@ def _step_line(step: int, total: int, shown: list[tuple[str, str]]) -> Text:
     return line
 
 
-def _fact(value: Any) -> str:
+def _fact(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else clean(value, limit=_MAX_CHARS)
 
 

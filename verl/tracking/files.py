@@ -36,7 +36,7 @@ Check = Callable[[Any], bool]
 NETWORK_FILE_SYSTEMS = tuple("nfs cifs smb 9p afs ceph lustre gpfs beegfs glusterfs sshfs".split())
 
 
-def json_text(value: Any, indent: int | None = None) -> str:
+def json_text(value: object, indent: int | None = None) -> str:
     """`value` as strict JSON in valid UTF-8: NaN and infinities become null, numpy and torch values become plain ones, others
     text. Known secrets are masked."""
     try:
@@ -46,13 +46,13 @@ def json_text(value: Any, indent: int | None = None) -> str:
     return valid_utf8(hide(text))
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     if hasattr(value, "tolist"):  # numpy and torch, scalars and arrays
         return value.tolist()
     return list(value) if isinstance(value, set | frozenset) else str(value)
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> Any:
     if isinstance(value, float):
         return value if isfinite(value) else None
     if isinstance(value, Mapping):
@@ -151,7 +151,7 @@ def _checked(text: str, check: Check) -> Any:
     return content
 
 
-def is_count(value: Any) -> bool:
+def is_count(value: object) -> bool:
     """A whole number from 0 on."""
     return type(value) is int and 0 <= value <= _MAX_WHOLE
 
@@ -161,7 +161,7 @@ def is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= 1e308
 
 
-def is_text(value: Any) -> bool:
+def is_text(value: object) -> bool:
     return isinstance(value, str)
 
 

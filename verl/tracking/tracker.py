@@ -119,7 +119,7 @@ class NullOutput:
         return lambda *_, **__: None
 
 
-def _printable(value: Any) -> Any:
+def _printable(value: object) -> Any:
     return printable(value) if isinstance(value, str) else value
 
 

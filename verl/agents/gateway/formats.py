@@ -191,7 +191,7 @@ def responses_request(body: Mapping[str, Any]) -> ChatRequest:
     return ChatRequest(_joined(messages), tools, _limit(body, "max_output_tokens"))
 
 
-def _of_item(item: Any) -> list[dict[str, Any]]:
+def _of_item(item: object) -> list[dict[str, Any]]:
     if not isinstance(item, Mapping):
         raise RequestError("`input` must be a text or a list of objects")
     kind = item.get("type", "message")
@@ -308,7 +308,7 @@ def _of_blocks(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [*results, *([{"role": role, "content": text}] if text or not results else [])]
 
 
-def _text(content: Any) -> str:
+def _text(content: object) -> str:
     """The text of a content: a text, or a list of parts."""
     if content is None or isinstance(content, str):
         return content or ""

@@ -106,7 +106,7 @@ class EndpointAgentLoop(AgentLoopBase):
         assert self.context.limits is not None
         return self.context.limits
 
-    def _output(self, episode: Episode, session: EndpointSession, returned: Any) -> AgentLoopOutput:
+    def _output(self, episode: Episode, session: EndpointSession, returned: object) -> AgentLoopOutput:
         reward, info = _reward(returned, session)
         branch = longest(episode)
         start, end = branch.num_prompt, len(branch.tokens)
@@ -171,7 +171,7 @@ def longest(episode: Episode) -> Branch:
     return max(episode.branches, key=lambda b: (sum(b.sampled), [-token for token in b.tokens]))
 
 
-def _reward(returned: Any, session: EndpointSession) -> tuple[float | None, dict[str, Any]]:
+def _reward(returned: object, session: EndpointSession) -> tuple[float | None, dict[str, Any]]:
     info = dict(session.info)
     if isinstance(returned, Mapping):
         info |= {k: v for k, v in returned.items() if k != "reward"}
@@ -185,7 +185,7 @@ def _reward(returned: Any, session: EndpointSession) -> tuple[float | None, dict
     return float(returned), info
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """A value as JSON can hold it."""
     return json.loads(json.dumps(value, default=lambda v: v.tolist() if hasattr(v, "tolist") else str(v)))
 

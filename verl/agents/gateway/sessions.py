@@ -57,7 +57,7 @@ class EndpointSession:
     last_call_at: float = field(default_factory=time.monotonic)
     _known: dict[str, list[int]] = field(default_factory=dict)  # canonical messages, the answer included -> tokens
 
-    async def chat(self, messages: Any, tools: Any, max_tokens: int | None) -> ModelTurn:
+    async def chat(self, messages: object, tools: object, max_tokens: int | None) -> ModelTurn:
         """The next turn of a conversation. Raises RequestError when the conversation cannot be rendered or does not fit."""
         said, schemas = _messages(messages), _tools(tools)
         prompt_ids, is_first = await self._prompt(said, schemas)
@@ -121,7 +121,7 @@ def canonical(messages: Messages, tools: Sequence[dict[str, Any]]) -> str:
     return json.dumps([rows, [tool["function"]["name"] for tool in tools]], sort_keys=True)
 
 
-def arguments_of(written: Any) -> Any:
+def arguments_of(written: object) -> Any:
     """The arguments of a call: what its JSON holds; {"arguments": text} for a text that is none."""
     if not isinstance(written, str):
         return written
@@ -150,7 +150,7 @@ def _for_template(messages: Messages) -> Messages:
     return rendered
 
 
-def _messages(messages: Any) -> Messages:
+def _messages(messages: object) -> Messages:
     if not isinstance(messages, list) or not messages or len(messages) > MAX_MESSAGES:
         raise RequestError("`messages` must be a list of messages {role, content}")
     conversation = []

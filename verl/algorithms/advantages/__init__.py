@@ -40,7 +40,7 @@ COLUMN_ARGUMENTS = (
 )
 
 
-def register_adv_est(name: Any) -> Callable[[F], F]:
+def register_adv_est(name: object) -> Callable[[F], F]:
     """Decorator: register an estimator under `name` (a string or an enum member).
 
     It is called by keyword with the arguments of its signature, `config` (the `algorithm` section) among them; with
@@ -65,7 +65,7 @@ def compute_advantage(
     *,
     config: object = None,
     estimator: Callable[..., Any] | None = None,
-    **settings: Any,
+    **settings: object,
 ) -> tuple[Tensor, Tensor]:
     """(advantages, returns) of the estimator `name`, each [batch, response]; `estimator` replaces the registry's function.
 
@@ -132,7 +132,7 @@ def _missing(name: str, argument: str) -> ConfigError:
     return ConfigError(f"The advantage estimator '{name}' needs {what}, which this batch does not have.")
 
 
-def _checked(name: str, pair: Any, rewards: Tensor | None) -> tuple[Tensor, Tensor]:
+def _checked(name: str, pair: object, rewards: Tensor | None) -> tuple[Tensor, Tensor]:
     shape = None if rewards is None else rewards.shape
     if not (isinstance(pair, tuple) and len(pair) == 2 and all(getattr(x, "shape", None) == shape for x in pair)):
         raise ConfigError(

@@ -30,7 +30,7 @@ def grpo(
     token_level_rewards: Tensor,
     response_mask: Tensor,
     *,
-    index: Any,
+    index: object,
     norm_adv_by_std_in_grpo: bool = True,
     epsilon: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
@@ -49,7 +49,7 @@ def gdpo(
     token_level_rewards: Tensor,
     response_mask: Tensor,
     *,
-    index: Any,
+    index: object,
     reward_parts: Mapping[str, Tensor] | Sequence[Mapping[str, Any]],
     gdpo_reward_keys: Sequence[str] | None = None,
     gdpo_reward_weights: Sequence[float] | None = None,
@@ -113,7 +113,7 @@ def grpo_passk(
     token_level_rewards: Tensor,
     response_mask: Tensor,
     *,
-    index: Any,
+    index: object,
     norm_adv_by_std_in_grpo: bool = True,
     epsilon: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
@@ -137,7 +137,7 @@ def grpo_passk(
 
 
 def reinforce_plus_plus_baseline(
-    token_level_rewards: Tensor, response_mask: Tensor, *, index: Any
+    token_level_rewards: Tensor, response_mask: Tensor, *, index: object
 ) -> tuple[Tensor, Tensor]:
     """REINFORCE++ with a group baseline (2501.03262): R_i - mu (R_i in a group of one), whitened over the tokens."""
     scores = token_level_rewards.sum(-1)
@@ -146,7 +146,7 @@ def reinforce_plus_plus_baseline(
     return advantages, advantages
 
 
-def rloo(token_level_rewards: Tensor, response_mask: Tensor, *, index: Any) -> tuple[Tensor, Tensor]:
+def rloo(token_level_rewards: Tensor, response_mask: Tensor, *, index: object) -> tuple[Tensor, Tensor]:
     """Leave-one-out (2402.14740): (R_i - mu) G / (G - 1), which is R_i minus the mean of the other rewards.
 
     A group of one keeps R_i (baseline 0), as `rloo` and as `rloo_vectorized`.
@@ -159,7 +159,7 @@ def rloo(token_level_rewards: Tensor, response_mask: Tensor, *, index: Any) -> t
     return advantages, advantages
 
 
-def opo(token_level_rewards: Tensor, response_mask: Tensor, *, index: Any) -> tuple[Tensor, Tensor]:
+def opo(token_level_rewards: Tensor, response_mask: Tensor, *, index: object) -> tuple[Tensor, Tensor]:
     """On-policy RL with the optimal reward baseline (2505.23585): R_i - sum_j len_j R_j / sum_j len_j over the group.
 
     len is the number of trained tokens; a group of one keeps R_i.
@@ -173,7 +173,7 @@ def opo(token_level_rewards: Tensor, response_mask: Tensor, *, index: Any) -> tu
 
 
 def gpg(
-    token_level_rewards: Tensor, response_mask: Tensor, *, index: Any, f_norm: float = 1.0
+    token_level_rewards: Tensor, response_mask: Tensor, *, index: object, f_norm: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Group policy gradient (2504.02546): alpha (R_i - mu) / f_norm with alpha = batch / max(1, number of nonzero rewards),
     both over the rows with a trained token.

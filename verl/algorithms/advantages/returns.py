@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -73,7 +71,7 @@ def optimal_token_baseline(
     token_level_rewards: Tensor,
     response_mask: Tensor,
     *,
-    index: Any,
+    index: object,
     old_log_probs: Tensor,
     sum_pi_squared: Tensor,
     rollout_is_weights: Tensor | None = None,
@@ -107,7 +105,7 @@ def tir_optimal_token_baseline(
     token_level_rewards: Tensor,
     response_mask: Tensor,
     *,
-    index: Any,
+    index: object,
     old_log_probs: Tensor,
     sum_pi_squared: Tensor,
     rollout_is_weights: Tensor | None = None,

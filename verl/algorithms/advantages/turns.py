@@ -53,7 +53,7 @@ def turn_grpo(
     token_level_rewards: Tensor,
     response_mask: Tensor,
     *,
-    index: Any,
+    index: object,
     turn_ids: Tensor,
     gamma: float = 1.0,
     norm_adv_by_std_in_grpo: bool = True,
@@ -74,7 +74,7 @@ def gigpo(
     token_level_rewards: Tensor,
     response_mask: Tensor,
     *,
-    index: Any,
+    index: object,
     turn_ids: Tensor,
     responses: Tensor,
     gamma: float = 1.0,
@@ -142,7 +142,7 @@ def _compared(turn_values: Tensor, turn_ids: Tensor, labels: list[list[Any]], by
     return relative
 
 
-def _states(responses: Tensor, turn_ids: Tensor, index: Any) -> list[list[Any]]:
+def _states(responses: Tensor, turn_ids: Tensor, index: object) -> list[list[Any]]:
     """For each row and turn a label of its group and of the tokens since the turn before it."""
     states: list[list[Any]] = []
     for group, tokens, numbers in zip(labels_of(index), responses.tolist(), turn_ids.tolist(), strict=True):

@@ -138,6 +138,6 @@ def _on(values: Mapping[str, Any], name: str) -> Any:
     return (values.get(name) or {}).get("enabled")
 
 
-def _is_auto(value: Any) -> bool:
+def _is_auto(value: object) -> bool:
     """Whether every value of a section is "auto"."""
     return isinstance(value, dict) and all(v == "auto" for v in (value.get("params") or {}).values())

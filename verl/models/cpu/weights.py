@@ -141,7 +141,7 @@ def _is_plain(decoder: nn.Module) -> bool:
     return all(type(p) is nn.Parameter and not p.is_meta for p in decoder.parameters())
 
 
-def _changes_results(hook: Any) -> bool:
+def _changes_results(hook: object) -> bool:
     """Gradient checkpointing marks the embeddings as requiring gradients by a hook; that changes nothing here."""
     return getattr(hook, "__name__", "") != "make_inputs_require_grads"
 

@@ -38,13 +38,13 @@ def differentiate(op: OpOverload, backward: Callable[..., Any], save: Callable[.
 
 
 def _on_gpu(by_torch: Callable[..., Any], by_triton: str) -> Callable[..., Any]:
-    def launch(first: torch.Tensor, *others: Any) -> Any:
+    def launch(first: torch.Tensor, *others: object) -> Any:
         with torch.cuda.device_of(first):
             return load(by_triton)(first, *others)
 
     kernel_or_torch = with_fallback(launch, by_torch, by_triton)
 
-    def call(first: torch.Tensor, *others: Any) -> Any:
+    def call(first: torch.Tensor, *others: object) -> Any:
         has_kernel = first.dtype != torch.float64 and has_triton()
         return (kernel_or_torch if has_kernel else by_torch)(first, *others)
 
@@ -57,7 +57,7 @@ def with_fallback(compiled: Callable[..., Any], plain: Callable[..., Any], name:
     has_failed = False
 
     @functools.wraps(plain)
-    def call(*args: Any) -> Any:
+    def call(*args: object) -> Any:
         nonlocal has_failed
         if not has_failed:
             try:

@@ -9,12 +9,12 @@ from verl.rewards.scorers.math_answers import last_boxed
 from verl.rewards.scorers.route import Scorer
 
 
-def compute_score(solution_str: str, ground_truth: Any, **_other: Any) -> float:
+def compute_score(solution_str: str, ground_truth: object, **_other: object) -> float:
     r"""1 when the last \boxed{} of the reply is the reference count, else 0."""
     return float(same_number(last_boxed(solution_str) or "", str(ground_truth)))
 
 
-def _reference(ground_truth: Any, extra_info: dict[str, Any]) -> str:
+def _reference(ground_truth: object, extra_info: dict[str, Any]) -> str:
     return f"\\boxed{{{ground_truth}}}"
 
 

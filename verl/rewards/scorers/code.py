@@ -59,10 +59,10 @@ def program_in(reply: str) -> str:
 
 def compute_score(
     solution_str: str,
-    ground_truth: Any,
+    ground_truth: object,
     time_limit_s: float = 5.0,
     memory_limit_mb: int = 1024,
-    **_sample: Any,
+    **_sample: object,
 ) -> dict[str, Any]:
     """{"score": share of the tests that pass, "acc", "num_tests", "num_passed"}; the score is 1 only when all of them do.
 
@@ -93,7 +93,7 @@ def compute_score(
     }
 
 
-def _tests(ground_truth: Any) -> Iterator[Test]:
+def _tests(ground_truth: object) -> Iterator[Test]:
     truth = _parsed(ground_truth)
     if isinstance(truth, str):
         truth = {"assert_case": [truth]}
@@ -114,7 +114,7 @@ def _tests(ground_truth: Any) -> Iterator[Test]:
             yield partial(_print, _text(stdin), _text(expected))
 
 
-def _parsed(value: Any) -> Any:
+def _parsed(value: object) -> Any:
     if not isinstance(value, str):
         return value
     try:
@@ -123,7 +123,7 @@ def _parsed(value: Any) -> Any:
         return value
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return value if isinstance(value, str) else "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
@@ -132,7 +132,7 @@ def _print(stdin: str, expected: str, program: str, limits: ProgramLimits) -> st
     return _wrong(output) or ("" if same_text(output.stdout, expected) else "printed something else")
 
 
-def _call(name: str, inputs: Any, expected: Any, program: str, limits: ProgramLimits) -> str:
+def _call(name: str, inputs: object, expected: object, program: str, limits: ProgramLimits) -> str:
     arguments = [_parsed(line) for line in inputs.splitlines()] if isinstance(inputs, str) else inputs
     call = {"solution": program, "name": name, "arguments": arguments}
     output = run_program(_CALL_FUNCTION, json.dumps(call), limits)

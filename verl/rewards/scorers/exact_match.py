@@ -34,7 +34,7 @@ def same_number(first: str, second: str) -> bool:
 
 
 def compute_score(
-    solution_str: str, ground_truth: Any, format_score: float = 0.0, score: float = 1.0, **_other: Any
+    solution_str: str, ground_truth: object, format_score: float = 0.0, score: float = 1.0, **_other: object
 ) -> float:
     """`score` for an accepted answer, up to case, punctuation, articles and spacing; `format_score` for another one. Two
     numerals are compared by value.
@@ -47,7 +47,7 @@ def compute_score(
     return score if any(_same(answer, target) for target in _targets(ground_truth)) else format_score
 
 
-def _targets(ground_truth: Any) -> list[str]:
+def _targets(ground_truth: object) -> list[str]:
     if isinstance(ground_truth, dict):
         ground_truth = ground_truth["target"]
     return [str(t) for t in ground_truth] if isinstance(ground_truth, list) else [str(ground_truth)]
@@ -62,7 +62,7 @@ def _normal(text: str) -> str:
     return " ".join(_ARTICLE.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
-def _reference(ground_truth: Any, extra_info: dict[str, Any]) -> str:
+def _reference(ground_truth: object, extra_info: dict[str, Any]) -> str:
     return f"<answer>{_targets(ground_truth)[0]}</answer>"
 
 

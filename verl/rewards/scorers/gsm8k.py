@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Literal
 
 from verl.rewards.scorers.exact_match import same_number
 from verl.rewards.scorers.route import Scorer
@@ -27,12 +27,12 @@ def extract_solution(
 
 def compute_score(
     solution_str: str,
-    ground_truth: Any,
+    ground_truth: object,
     method: Literal["strict", "flexible"] = "strict",
     format_score: float = 0.0,
     score: float = 1.0,
     legacy: bool = False,
-    **_other: Any,
+    **_other: object,
 ) -> float:
     """`score` when the extracted number equals the reference, `format_score` for another number, 0 without one. `legacy`: the
     rule of existing releases, which compare the numbers as text and see the last 300 characters of the reply only."""

@@ -41,7 +41,7 @@ _REWRITES = (
 )
 
 
-def score_boxed(solution_str: str, ground_truth: Any, **_other: Any) -> float:
+def score_boxed(solution_str: str, ground_truth: object, **_other: object) -> float:
     r"""Score of MATH (Hendrycks et al. 2021), Numina and Geometry3K: 1 when the last \boxed{} equals the reference, else 0.
 
     `ground_truth` may be a list of accepted answers, each boxed or not.
@@ -53,7 +53,9 @@ def score_boxed(solution_str: str, ground_truth: Any, **_other: Any) -> float:
     return float(any(math_equal(last_boxed(str(gold)) or str(gold), answer) for gold in accepted))
 
 
-def score_answer_line(solution_str: str, ground_truth: Any, legacy: bool = False, **_other: Any) -> dict[str, Any]:
+def score_answer_line(
+    solution_str: str, ground_truth: object, legacy: bool = False, **_other: object
+) -> dict[str, Any]:
     """Score of DAPO (Yu et al. 2025, arXiv:2503.14476) and AIME, whose replies have a line "Answer: X".
 
     {"score": 1.0 or -1.0, "acc": bool, "pred": the rest of the line after the last "Answer:"}. `legacy`: as existing releases,
@@ -65,7 +67,9 @@ def score_answer_line(solution_str: str, ground_truth: Any, legacy: bool = False
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": answer or "[none]"}
 
 
-def score_tagged(solution_str: str, ground_truth: Any, format_weight: float = 0.1, **_other: Any) -> dict[str, Any]:
+def score_tagged(
+    solution_str: str, ground_truth: object, format_weight: float = 0.1, **_other: object
+) -> dict[str, Any]:
     """Score of Open-R1-Multimodal for <think>...</think> <answer>...</answer>: mathematics and multiple choice.
 
     {"score": (1 - format_weight) accuracy + format_weight format, "acc", "format"}. Accuracy is 1 when <answer>, or the
@@ -160,7 +164,7 @@ def normalize_final_answer(final_answer: str) -> str:
     return answer.strip()
 
 
-def _boxed_reference(ground_truth: Any, extra_info: dict[str, Any]) -> str:
+def _boxed_reference(ground_truth: object, extra_info: dict[str, Any]) -> str:
     gold = str(ground_truth[0] if isinstance(ground_truth, list) else ground_truth)
     return f"\\boxed{{{last_boxed(gold) or gold}}}"
 

@@ -37,7 +37,11 @@ def extract_answer(reply: str, reference: str | None) -> str:
 
 
 def compute_score(
-    solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None, data_source: str = "", **_other: Any
+    solution_str: str,
+    ground_truth: object,
+    extra_info: dict[str, Any] | None = None,
+    data_source: str = "",
+    **_other: object,
 ) -> float:
     """1 when the task's scorer gives exactly 1 to the extracted answer, else 0.
 
@@ -74,20 +78,20 @@ def task_scorer(task: str) -> Callable[[str, dict[str, Any]], float]:
     return get_score_answer_fn(task)  # type: ignore[no-any-return]
 
 
-def _item(ground_truth: Any, extra: dict[str, Any]) -> dict[str, Any]:
+def _item(ground_truth: object, extra: dict[str, Any]) -> dict[str, Any]:
     metadata = extra.get("metadata") or {}
     if isinstance(metadata, str):
         metadata = json.loads(metadata)
     return {"question": extra.get("question", ""), "answer": extra.get("answer", ground_truth), "metadata": metadata}
 
 
-def _as_tuples(value: Any) -> Any:
+def _as_tuples(value: object) -> Any:
     if isinstance(value, dict):
         return {k: _as_tuples(v) for k, v in value.items()}
     return tuple(_as_tuples(v) for v in value) if isinstance(value, list) else value
 
 
-def _reference(ground_truth: Any, extra_info: dict[str, Any]) -> str | None:
+def _reference(ground_truth: object, extra_info: dict[str, Any]) -> str | None:
     answer = extra_info.get("answer", ground_truth)
     return None if answer is None else str(answer)
 

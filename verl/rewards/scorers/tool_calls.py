@@ -18,7 +18,7 @@ _MAX_MATCHED = 6  # calls of a reply that are matched in every order; more are m
 Call = dict[str, Any]
 
 
-def compute_score(solution_str: str, ground_truth: Any, **_other: Any) -> dict[str, Any]:
+def compute_score(solution_str: str, ground_truth: object, **_other: object) -> dict[str, Any]:
     """{"score": format + correctness, "format": 0 or 1, "correctness": -3 to 3}."""
     reference = str(ground_truth)
     form, correct = format_score(solution_str, reference), correctness(solution_str, reference)

@@ -51,7 +51,7 @@ class DistillationObjective(PolicyObjective):
             self.outputs = (*self.outputs, "candidate_log_probs", *own)
 
     def _first_term(
-        self, outputs: dict[str, torch.Tensor], columns: Any, mask: torch.Tensor, old: torch.Tensor, agg: Aggregate
+        self, outputs: dict[str, torch.Tensor], columns: object, mask: torch.Tensor, old: torch.Tensor, agg: Aggregate
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
         """See PolicyObjective."""
         distance, metrics = self._distance(outputs, columns, mask)

@@ -31,7 +31,7 @@ class SGLangServer:
     DeadlineError when the server is not ready after `transfer.start_timeout_s`.
     """
 
-    def __init__(self, config: RolloutConfig, transfer: WeightTransfer, skeleton: Any):
+    def __init__(self, config: RolloutConfig, transfer: WeightTransfer, skeleton: object):
         if importlib.util.find_spec("sglang") is None:
             raise MissingExtraError(
                 f"{full_key('rollout.name')}=sglang",
@@ -89,7 +89,7 @@ class SGLangServer:
         return True
 
 
-def arguments(config: RolloutConfig, transfer: WeightTransfer, skeleton: Any, port: int) -> list[str]:
+def arguments(config: RolloutConfig, transfer: WeightTransfer, skeleton: object, port: int) -> list[str]:
     """The arguments of sglang.launch_server. Entries of rollout.engine_kwargs.sglang go before all others."""
     model = transfer.model
     sleeps = config.free_cache_engine and transfer.device.type == "cuda"

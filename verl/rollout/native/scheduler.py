@@ -255,7 +255,7 @@ class Scheduler:
         self._remove(row)
         self._ended.append(done)
 
-    def _save(self, key: SampleKey, saved: Any, num_tokens: int) -> None:
+    def _save(self, key: SampleKey, saved: object, num_tokens: int) -> None:
         """Keep keys and values for the next turn, within the budget."""
         self._saved[key] = (saved, num_tokens)
         self._num_saved_bytes += num_bytes_of(saved)

@@ -139,7 +139,7 @@ class Core:
             else:
                 self._llm.llm_engine.engine_core.shutdown()
 
-    def _on_workers(self, method: str, *args: Any) -> None:
+    def _on_workers(self, method: str, *args: object) -> None:
         errors = [answer["error"] for answer in self._llm.collective_rpc(method, args=args) if "error" in answer]
         if errors:
             raise ModelError(min(errors, key=lambda error: error == ELSEWHERE))  # the worker that knows more

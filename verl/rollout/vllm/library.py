@@ -56,7 +56,7 @@ class Sampler(LogitsProcessor, SlotProcessor):
     """The sampling of verl.rollout.vllm.sample as vLLM makes it, with either model runner:
     `LLM(logits_processors=["verl.rollout.vllm.library:Sampler"])`."""
 
-    def __init__(self, vllm_config: Any, where: Any, *is_pin_memory: bool):
+    def __init__(self, vllm_config: Any, where: object, *is_pin_memory: bool):
         """The first runner gives a device as `where`, and whether memory is pinned; the second one the state of requests."""
         if is_pin_memory and vllm_config.scheduler_config.async_scheduling:
             raise ValueError(
@@ -72,7 +72,7 @@ class Sampler(LogitsProcessor, SlotProcessor):
         """See BatchSampler."""
         self._sampler.update_state(batch_update)
 
-    def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+    def add_request(self, req_idx: int, sampling_params: object) -> bool:
         """See SlotSampler."""
         return bool(self._sampler.add_request(req_idx, sampling_params))
 
@@ -80,7 +80,7 @@ class Sampler(LogitsProcessor, SlotProcessor):
         """See SlotSampler."""
         self._sampler.apply_staged_writes()
 
-    def apply(self, logits: torch.Tensor, *context: Any) -> torch.Tensor:
+    def apply(self, logits: torch.Tensor, *context: object) -> torch.Tensor:
         """See BatchSampler and SlotSampler."""
         sampled: torch.Tensor = self._sampler.apply(logits, *context)
         return sampled

@@ -161,7 +161,7 @@ class RestartingCore:
 
     # -- restarts
 
-    def _call(self, method: str, *arguments: Any) -> Any:
+    def _call(self, method: str, *arguments: object) -> Any:
         """Call the process, or a new process that was brought to the lost process's state before this call."""
         is_lost = False
         while True:

@@ -135,7 +135,7 @@ class SlotSampler:
         self._on_device = torch.from_numpy(self._slots)
         self._changed = True
 
-    def add_request(self, slot: int, params: Any) -> bool:
+    def add_request(self, slot: int, params: object) -> bool:
         """A request comes into `slot`; returns whether it is sampled here."""
         key, num_drawn, rule = self._rules.read(params)
         self._slots[:, slot] = key, num_drawn - int(self._prompt_len[slot]), rule

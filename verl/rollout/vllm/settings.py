@@ -23,7 +23,12 @@ _MOST_OF_MEMORY = 8  # at most one part in so many of the free memory of a CPU m
 
 
 def make_setup(
-    config: RolloutConfig, transfer: WeightTransfer, skeleton: Any, *, eos_token_ids: tuple[int, ...], vocab_size: int
+    config: RolloutConfig,
+    transfer: WeightTransfer,
+    skeleton: object,
+    *,
+    eos_token_ids: tuple[int, ...],
+    vocab_size: int,
 ) -> Setup:
     """`skeleton` is a meta-device model. Entries of rollout.engine_kwargs.vllm go before all others."""
     on_cpu = transfer.device.type == "cpu"

@@ -167,7 +167,7 @@ class Ledger:
         """(ordinal, sample) of the samples that were issued and have not ended."""
         return self._rows("SELECT ordinal, sample FROM samples WHERE fate IS NULL ORDER BY ordinal, sample")
 
-    def _rows(self, query: str, *values: Any) -> list[Any]:
+    def _rows(self, query: str, *values: object) -> list[Any]:
         with explained(self.path):
             return self._db.execute(query, values).fetchall()
 

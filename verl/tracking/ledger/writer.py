@@ -131,7 +131,7 @@ class LedgerWriter:
         return item is not None
 
 
-def _storable(value: Any) -> Any:
+def _storable(value: object) -> Any:
     return valid_utf8(value) if isinstance(value, str) else value
 
 

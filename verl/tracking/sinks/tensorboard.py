@@ -45,5 +45,5 @@ class TensorBoardSink(Sink):
         return self._writer
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     return str(value).replace("|", "\\|").replace("\n", "<br>")
