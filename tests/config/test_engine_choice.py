@@ -40,9 +40,7 @@ def test_the_engine_group_of_fine_tuning():
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["context_parallel_size=2"], "sequence_parallel with tensor_model_parallel_size"),
         (["use_megatron_fsdp=True"], "use_megatron_fsdp"),
-        (["override_transformer_config.num_layers=3"], "num_layers is not read"),
         (["virtual_pipeline_model_parallel_size=2"], "needs pipeline_model_parallel_size of at least 3"),
     ],
 )
@@ -50,6 +48,14 @@ def test_what_the_megatron_engine_does_not_do_is_refused(overrides, words):
     keys = [f"+{ACTOR}.megatron.{override}" for override in overrides]
     with pytest.raises(ConfigError, match=words):
         load_config([*BASE, "data.train_files=x", "data.val_files=x", f"{ACTOR}.strategy=megatron", *keys])
+
+
+def test_settings_of_layers_that_do_not_act_are_one_notice():
+    layers = f"+{ACTOR}.megatron.override_transformer_config"
+    keys = [f"{layers}.moe_aux_loss_coeff=0.001", f"{layers}.num_layers=3", f"{layers}.apply_rope_fusion=True"]
+    loaded = load_config([*BASE, "data.train_files=x", "data.val_files=x", "model_engine=megatron", *keys])
+    (notice,) = [notice for notice in loaded.notices if "override_transformer_config" in notice]
+    assert "{moe_aux_loss_coeff, num_layers}" in notice
 
 
 @pytest.mark.parametrize(("engine", "package"), [("megatron", "megatron-core"), ("deepspeed", "deepspeed")])

@@ -9,7 +9,7 @@ import pytest
 from verl.config import PPO, load_config
 from verl.config.checks import check_config
 from verl.config.keys import Bounds
-from verl.config.rules import distillation, ppo, sections
+from verl.config.rules import distillation, ppo, routing, sections
 
 from .helpers import ACTOR, FIXTURES, GRPO, ROLLOUT, load, problems, refused
 
@@ -29,7 +29,24 @@ DISTILLATION = "distillation"
 LOSS, TEACHERS = f"{DISTILLATION}.distillation_loss", f"{DISTILLATION}.teacher_models"
 TAUGHT = [f"{DISTILLATION}.enabled=True", f"{TEACHERS}.teacher_model.model_path=t"]
 
+REPLAY, R3 = f"{ACTOR}.router_replay.mode", f"{ACTOR}.router_replay.mode=R3"
+
 BROKEN = [
+    (
+        "error",
+        f"{ROLLOUT}.enable_rollout_routing_replay",
+        [f"{REPLAY}=R2", f"{ROLLOUT}.enable_rollout_routing_replay=True"],
+    ),
+    ("error", REPLAY, [R3, f"{ACTOR}.strategy=megatron"]),
+    ("error", REPLAY, [f"{REPLAY}=R2", f"{CORRECTION}.bypass_mode=True"]),
+    ("error", REPLAY, [R3, f"{ROLLOUT}.name=hf"]),
+    ("error", REPLAY, [R3, f"{ROLLOUT}.multi_turn.enable=True"]),
+    ("error", REPLAY, [R3, f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.stop=[x]"]),
+    (
+        "notice",
+        f"{ACTOR}.megatron",
+        ["model_engine=megatron", f"+{ACTOR}.megatron.override_transformer_config.num_layers=3"],
+    ),
     ("error", "algorithm.program", ["algorithm.program=rejection"]),
     ("error", "rejection.keep", [*REJECTION, "rejection.keep=5"]),
     ("warning", "rejection.keep", [*REJECTION, "rejection.keep=4"]),
@@ -58,7 +75,7 @@ BROKEN = [
     ("error", f"{ACTOR}.strategy", [f"{ACTOR}.strategy=fsdp3"]),
     ("error", f"{ACTOR}.deepspeed.config", [f"{ACTOR}.strategy=deepspeed", f"{ACTOR}.deepspeed.config=missing.json"]),
     ("error", f"{ACTOR}.deepspeed.config", [f"{ACTOR}.strategy=deepspeed", f"{ACTOR}.deepspeed.offload_param=True"]),
-    ("error", f"{ACTOR}.megatron", ["model_engine=megatron", f"{ACTOR}.megatron.context_parallel_size=2"]),
+    ("error", f"{ACTOR}.megatron", ["model_engine=megatron", f"{ACTOR}.megatron.use_megatron_fsdp=True"]),
     ("error", f"{ROLLOUT}.dtype", [f"{ROLLOUT}.dtype=float16"]),
     ("error", f"{ACTOR}.fsdp_config.model_dtype", [f"{ACTOR}.fsdp_config.model_dtype=fp16"]),
     ("error", SYNC_STEP, [*SEPARATE, f"{SYNC_STEP}=2"]),
@@ -221,7 +238,7 @@ def test_names_of_rejection_sampling_stand_for_keys():
 
 def test_every_rule_has_a_row():
     """Each `yield` of a problem in the rules is reached by a row above."""
-    modules = (distillation, ppo, sections)
+    modules = (distillation, ppo, routing, sections)
     problems = {
         (module.__file__, node.lineno)
         for module in modules

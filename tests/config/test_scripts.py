@@ -75,7 +75,6 @@ ROWS = [
     ([f"+{ACTOR}.optim.min_lr=1e-7"], "min_lr"),
     ([f"+{ACTOR}.optim.lr_decay_steps=1000"], "lr_decay_steps"),
     ([f"+{ACTOR}.optim.lr_warmup_init=1e-8"], "lr_warmup_init"),
-    ([f"{ACTOR}.profiler.enable=True", f"{ACTOR}.profiler.all_ranks=True"], "profiler.all_ranks"),
 ]
 
 

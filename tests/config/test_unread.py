@@ -171,8 +171,8 @@ def test_missing_features_are_said_once():
 
 def test_a_notice_names_every_key_that_was_given():
     """Of a mapping too, each on its own: profilers are set by many keys."""
-    overrides = [f"{ACTOR}.profiler.{name}=1" for name in ("enable", "all_ranks", "tool_config.npu.level")]
-    overrides += ["global_profiler.tool=npu", "global_profiler.steps=[1,2]"]
+    overrides = [f"{ACTOR}.profiler.tool_config.{name}=1" for name in ("npu.level", "nsys.discrete")]
+    overrides += ["global_profiler.tool=npu", f"{ACTOR}.profiler.tool=npu"]
     (notice,) = load(*overrides).notices
     assert all(override.partition("=")[0] in notice for override in overrides), notice
 

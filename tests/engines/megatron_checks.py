@@ -24,10 +24,11 @@ from verl.engines.local import LocalEngine
 from verl.engines.megatron.engine import MegatronEngine
 from verl.parallel.mesh import Mesh
 from verl.reshard.hf_sharding import decoder_tensors
-from verl.reshard.megatron_layout import MegatronLayout
+from verl.reshard.megatron_layout import MegatronLayout, replicas
 
 MICRO = MicroBatching(max_tokens=24)
 LOSSES = {"lm": policy_loss, "token_value": value_loss}
+CONTEXT = "context_parallel_size"
 TENSOR, PIPELINE, EXPERT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 
 
@@ -62,7 +63,7 @@ def summed(engine, metric):
 
 
 def batch_of(seed):
-    """A batch in which the padding token is sampled, whose embedding gets no gradient."""
+    """A batch in which the padding token is sampled."""
     batch = make_batch(seed, (3, 1, 4, 2))
     batch.batch["responses"][seed::4, 0] = 256
     return batch
@@ -119,7 +120,12 @@ check_pipeline = comparison((2,), **{PIPELINE: 2})
 check_pipeline_untied = comparison((2,), model={"tie_word_embeddings": False}, **{PIPELINE: 2})
 check_value = comparison((2,), head="token_value", **{PIPELINE: 2})
 check_value_tensor = comparison((2,), head="token_value", **{TENSOR: 2})
+check_context = comparison((2,), "qwen3", **{CONTEXT: 2})
+check_context_experts = comparison((2,), "qwen3_moe", **{CONTEXT: 2, EXPERT: 2})
 check_experts = comparison((2,), "qwen3_moe", **{EXPERT: 2})
+check_experts_glm = comparison((2,), "glm4_moe", **{EXPERT: 2})
+check_experts_glm_pipeline = comparison((2,), "glm4_moe", **{PIPELINE: 2})
+check_experts_glm_tensor = comparison((2,), "glm4_moe", **{TENSOR: 2})
 check_experts_tensor = comparison((2,), "mixtral", **{TENSOR: 2})
 check_experts_apart = comparison((2,), "qwen3_moe", expert_tensor_parallel_size=1, **{TENSOR: 2, EXPERT: 2})
 check_tensor_pipeline = comparison((4,), **{TENSOR: 2, PIPELINE: 2})
@@ -127,6 +133,9 @@ check_pipeline_data = comparison((4,), **{PIPELINE: 2})
 check_interleaved = comparison(
     (4,), model={"num_hidden_layers": 8}, virtual_pipeline_model_parallel_size=2, **{PIPELINE: 4}
 )
+check_context_tensor = comparison((4,), "qwen2", **{CONTEXT: 2, TENSOR: 2})
+check_context_pipeline = comparison((4,), checkpointing=True, **{CONTEXT: 2, PIPELINE: 2})
+check_context_data = comparison((4,), "qwen3_moe", use_distributed_optimizer=False, **{CONTEXT: 2, EXPERT: 2})
 check_expert_tensor = comparison((4,), "qwen3_moe", **{EXPERT: 2, TENSOR: 2})
 check_expert_pipeline = comparison((4,), "mixtral", **{EXPERT: 2, PIPELINE: 2})
 
@@ -171,14 +180,16 @@ def check_rounding(folder):
 def check_declared_weights(folder):
     """Each rank's part is where the layout of a weight sync says, is no copy, and a snapshot brings it back."""
     path, different = model_folder(folder, "qwen3_moe", num_hidden_layers=4), {}
-    for number, section in enumerate(({TENSOR: 2}, {PIPELINE: 2}, {EXPERT: 2, "expert_tensor_parallel_size": 1})):
+    for number, section in enumerate(
+        ({TENSOR: 2}, {PIPELINE: 2}, {CONTEXT: 2, EXPERT: 2}, {EXPERT: 2, "expert_tensor_parallel_size": 1})
+    ):
         many = make(MegatronEngine, path, dtype="bfloat16", **section)
         step(many, 0)
         declared, held = many.weight_layout(), many.local_weights()
         counts = {"num_layers": declared.num_layers, "num_heads": declared.num_heads}
         size = dist.get_world_size()
         layout = MegatronLayout(
-            Mesh.grid(range(size), **many.section.sizes(size)),
+            replicas(Mesh.grid(range(size), **many.section.sizes(size))),
             many.section.expert_model_parallel_size,
             many.section.layers_per_stage(4),
             expert_tensor_parallel=many.section.expert_tensor_size(),

@@ -19,6 +19,7 @@ from verl.checkpoint.store import CheckpointStore, RoleCheckpoint
 from verl.config import ActorConfig, FSDPConfig, ModelConfig, OptimConfig, RolloutCorrectionConfig
 from verl.config.sections.distillation import DistillationLossConfig
 from verl.config.sections.fsdp import WrapPolicyConfig
+from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
 from verl.engines.api import MicroBatching, whole
 from verl.engines.fsdp import FSDPEngine
@@ -290,6 +291,33 @@ check_value_sequence = comparison((4,), "qwen3", head="token_value", ulysses_seq
 check_tensor_gemma = comparison((2,), "gemma2", model={"vocab_size": 265}, tensor_parallel_size=2, checkpointing=True)
 check_moe_fsdp = comparison((2,), "qwen3_moe", model={"moe_intermediate_size": 16})
 check_experts = comparison((2,), "qwen3_moe", model={"moe_intermediate_size": 16}, expert_parallel_size=2)
+
+
+@on(2)
+def check_routing(folder):
+    """Ranks that have parts of the tokens and of the experts record what one device does, and replay choices of others."""
+    path, batch, micro = (
+        model_folder(folder, "qwen3_moe", moe_intermediate_size=16),
+        make_batch(0, (3, 2)),
+        MicroBatching(),
+    )
+    layout = {"expert_parallel_size": 2, "ulysses_sequence_parallel_size": 2}
+    records, steps, engines = [], [], [make(LocalEngine, path), make(FSDPEngine, path, **layout)]
+    for engine in engines:
+        engine.routing.follow(engine.module)
+        with engine.routing.recording() as record:
+            engine.forward(batch, ("log_probs",), MicroBatching(max_rows=3), 1.2)
+        records.append(record)
+        others = object_array([(record[row] + 1) % 4 for row in range(len(batch))])
+        replay = DataProto(batch.batch, {**batch.non_tensor_batch, "routed_experts": others})
+        outputs = engine.forward(replay, ("log_probs",), micro, 1.2)["log_probs"]
+        steps.append((outputs, step(engine, replay, MicroBatching(max_rows=2), "lm")))
+    (one, expected), (many, actual) = steps
+    assert all((records[0][row] == records[1][row]).all() for row in range(len(batch)))
+    assert (one - engines[0].forward(batch, ("log_probs",), micro, 1.2)["log_probs"]).abs().max() > 0.01
+    gaps = {name: abs(actual[name] / expected[name] - 1) for name in ("loss", "grad_norm")}
+    weights = largest_gap(dict(engines[1].gather_weights()), dict(engines[0].gather_weights()))
+    return {**gaps, "outputs": float((one - many).abs().max()), "weights": weights}
 
 
 @on(2)

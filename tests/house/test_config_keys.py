@@ -16,9 +16,8 @@ WORKED_OUT_IN_CONFIG = {
     "trainer.strict_config",
     "trainer.engine_fallback",
     *(  # MegatronConfig.contradictions
-        f"{role}.megatron.{key}"
+        f"{role}.megatron.use_megatron_fsdp"
         for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "engine")
-        for key in ("use_megatron_fsdp", "context_parallel_size")
     ),
     "trainer.v1.trainer_mode",
     "trainer.v1.colocate_async.num_warmup_batches",

@@ -13,6 +13,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from verl.parallel.trace import Trace
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 log = logging.getLogger(__name__)
@@ -37,8 +39,7 @@ class DistProfiler:
 
     def __init__(self, rank: int, config: ProfilerConfig | None = None, tool_config: object = None, **_: object):
         self.rank, self.config = rank, config or ProfilerConfig()
-        self._trace: Any = None
-        self._role = "trace"
+        self._trace = Trace()
 
     def check_enable(self) -> bool:
         return self.config.enable
@@ -48,22 +49,13 @@ class DistProfiler:
 
     def start(self, *, role: str | None = None, **_: object) -> None:
         """Start, on a rank that the config names."""
-        if self.check_enable() and self.check_this_rank() and self._trace is None:
-            self._role = role or "trace"
-            activities = [torch.profiler.ProfilerActivity.CPU]
-            if torch.cuda.is_available():
-                activities.append(torch.profiler.ProfilerActivity.CUDA)
-            self._trace = torch.profiler.profile(activities=activities)
-            self._trace.start()
+        if self.check_enable() and self.check_this_rank():
+            folder = Path(self.config.save_path or "outputs/profile")
+            self._trace.start(folder / f"{role or 'trace'}_rank_{self.rank}.json")
 
     def stop(self) -> None:
         """Write the file."""
-        if self._trace is not None:
-            trace, self._trace = self._trace, None
-            trace.stop()
-            folder = Path(self.config.save_path or "outputs/profile")
-            folder.mkdir(parents=True, exist_ok=True)
-            trace.export_chrome_trace(str(folder / f"{self._role}_rank_{self.rank}.json"))
+        self._trace.stop()
 
     @classmethod
     def annotate(cls, message: str | None = None, **_: object) -> Callable[[Callable[..., Any]], Any]:

@@ -129,8 +129,11 @@ def _fixed_bsz(use_dynamic: str) -> Condition:
 
 def _judge(*engines: str) -> Condition:
     def holds(root: Any, node: Any) -> bool:
-        model = root.reward.reward_model
-        return bool(model.judge_template) and model.rollout.name in engines
+        model, own = (
+            root.reward.reward_model,
+            root.reward.custom_reward_function.path,
+        )  # which may ask the service itself
+        return bool(model.judge_template or own) and model.rollout.name in engines
 
     return Condition(
         holds,

@@ -28,7 +28,8 @@ def _same(section: str, source: str, names: str) -> tuple[tuple[str, str], ...]:
 
 # (key, the key it follows); a followed key stands above its followers
 _MEGATRON = (  # what roles share, since they share process groups
-    "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size expert_model_parallel_size "
+    "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size context_parallel_size "
+    "expert_model_parallel_size "
     "expert_tensor_parallel_size sequence_parallel param_offload override_transformer_config"
 )
 PPO_FOLLOWS: tuple[tuple[str, str], ...] = (
@@ -119,7 +120,7 @@ def derive_ppo(values: Mapping[str, Any], set_keys: set[str]) -> Derived:
     temperature = values[f"{val}.temperature"]
     if f"{val}.do_sample" not in set_keys and isinstance(temperature, int | float) and temperature > 0:
         derived[f"{val}.do_sample"] = (True, f"follows {val}.temperature")
-    derived |= _agent_loop(values, set_keys)
+    derived |= _agent_loop(values, set_keys) | _routing(values, set_keys)
     turn_rewards = f"{_ROLLOUT}.agent.turn_rewards"
     if turn_rewards not in set_keys and values["algorithm.adv_estimator"] in ADVANTAGES.reading("turn_ids"):
         derived[turn_rewards] = (True, "follows algorithm.adv_estimator")
@@ -149,6 +150,16 @@ def _agent_loop(values: Mapping[str, Any], set_keys: set[str]) -> Derived:
     ):
         if key not in set_keys and values[source] not in (None, False):
             return {key: (loop, f"follows {source}")}
+    return {}
+
+
+def _routing(values: Mapping[str, Any], set_keys: set[str]) -> Derived:
+    """Records of rollout's experts and their replay, each of which asks for the other."""
+    record, mode = f"{_ROLLOUT}.enable_rollout_routing_replay", f"{_ACTOR}.router_replay.mode"
+    if mode not in set_keys and values[record] is True:
+        return {mode: ("R3", f"follows {record}")}
+    if record not in set_keys and values[mode] == "R3":
+        return {record: (True, f"follows {mode}")}
     return {}
 
 

@@ -50,6 +50,12 @@ COLUMNS: dict[str, Column] = {
         "rollout",
         "log-prob of each sampled token under the sampler, at its temperature (float64 of such a model)",
     ),
+    "routed_experts": Column(
+        _B,
+        "object",
+        "rollout or actor",
+        "experts of each token but the last in each layer, [tokens, layers, k] of small integers, for routing replay",
+    ),
     "weight_version": Column(_B, "int64", "rollout", "oldest version of the weights that made a token of the sample"),
     "rollout_rank": Column(_B, "int64", "rollout", "which of the ranks that generate made the sample"),
     "token_weight_version": Column(

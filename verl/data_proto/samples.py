@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from verl.data_proto.media import Media
+
+if TYPE_CHECKING:
+    import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
 SampleKey = tuple[int, int]  # (prompt index, sample)
@@ -77,6 +80,7 @@ class Completion:
     log_probs: list[float]  # same length as token_ids, see SamplingParams
     finish_reason: FinishReason
     weight_version: int  # version of the weights that made it
+    experts: np.ndarray | None = None  # [tokens, layers, k] of prompt and response but the last token, if recorded
 
     @property
     def key(self) -> SampleKey:

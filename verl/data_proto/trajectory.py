@@ -52,12 +52,16 @@ class Trajectory:
     segments: list[Segment] = field(default_factory=list)
     status: Status = "open"
     messages: list[dict[str, Any]] = field(default_factory=list)  # of a conversation, in the format of chat templates
+    experts: np.ndarray | None = None  # [tokens, layers, k] that computed its tokens but the last one, if recorded
 
     def extended(self, done: Completion, dtype: type[np.floating[Any]] = np.float32) -> Trajectory:
         """A trajectory that continues with the tokens that an engine sampled, their log-probs in `dtype`."""
         tokens, log_probs = np.asarray(done.token_ids, dtype=np.int32), np.asarray(done.log_probs, dtype=dtype)
         segments = [*self.segments, Segment(tokens, log_probs, done.weight_version)]
-        return replace(self, segments=segments, status=done.finish_reason)
+        experts = done.experts
+        if experts is not None and self.experts is not None:  # earlier tokens were sampled with the earlier choices
+            experts = np.concatenate([self.experts, experts[len(self.experts) :]])
+        return replace(self, segments=segments, status=done.finish_reason, experts=experts)
 
     def answered(self, token_ids: Sequence[int], weight_version: int) -> Trajectory:
         """An open trajectory that continues with tokens that no policy sampled."""

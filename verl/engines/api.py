@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from verl.data_proto.metrics import Metric
     from verl.data_proto.proto import DataProto
+    from verl.engines.routing import EngineRouting
     from verl.models.optim import AdamStep
 
 _LIBRARIES = {
@@ -92,6 +93,7 @@ class TrainEngine(Protocol):
     module: Any  # torch.nn.Module, shared with rollout
     head: str  # a row of verl.models.heads.HEADS
     compute_dtype: torch.dtype
+    routing: EngineRouting  # the experts of its forwards, in a mixture of experts
 
     def forward(
         self, batch: DataProto, outputs: Sequence[str], micro: MicroBatching, temperature: float = 1.0

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -21,6 +21,7 @@ from verl.engines.api import BatchTotals, EngineState, LossFn, MicroBatching, St
 from verl.engines.headroom import Headroom
 from verl.engines.hybrid_3d import Dimensions, check_change, require_3d_hybrid
 from verl.engines.micro_batches import batch_totals, images_of, plan_micro_batches, rows_of, select_rows, sizes_of
+from verl.engines.routing import EngineRouting, RequestedOutputs
 from verl.engines.shards import local
 from verl.engines.state import TrainedState
 from verl.engines.step_check import PendingGradients, random_state, restore_random_state, whole_batch_metrics
@@ -37,14 +38,6 @@ from verl.parallel.balance import unit_ids
 from verl.parallel.device import compute_dtype, moved
 
 log = logging.getLogger(__name__)
-
-
-class RequestedOutputs(NamedTuple):
-    """Outputs that a call asks of a forward pass, and the positions that it reads for them."""
-
-    outputs: Sequence[str]
-    reads: Reads
-    temperature: float
 
 
 class TrainedEngine(ABC):
@@ -82,7 +75,7 @@ class TrainedEngine(ABC):
         self.neftune_alpha = model.neftune_alpha or 0.0 if isinstance(model, SFTModelConfig) else 0.0
         self.share_prompts = share_prompts and not self.neftune_alpha
         self.headroom = Headroom(device) if engine.adapt_micro_batches and self.optim is not None else None
-        self.pads, self.num_lr_steps = False, 0
+        self.pads, self.num_lr_steps, self.routing = False, 0, EngineRouting()
         self._pending: PendingGradients | None = None
 
     def _keep_prompts_apart(self, forward: ForwardKind) -> None:
@@ -289,8 +282,9 @@ class TrainedEngine(ABC):
     ) -> list[list[int]]:
         """Row indices of each micro-batch; as many on each rank, the last ones may be empty."""
         plan = plan_micro_batches(
-            rows_of(batch, rows, reads), micro, self.share_prompts, unit_ids(batch, unit), pads=self.pads
-        )
+            rows_of(batch, rows, reads, self.routing.experts(batch)),
+            micro, self.share_prompts, unit_ids(batch, unit), pads=self.pads,
+        )  # fmt: skip
         count = int(self._largest_of_ranks(torch.tensor([len(plan)])))
         log.debug("Micro-batches of %s rows; %d on the rank with most", [len(part) for part in plan], count)
         return plan + [[] for _ in range(count - len(plan))]
@@ -303,6 +297,7 @@ class TrainedEngine(ABC):
             chunk_tokens=self.dimensions.chunk_tokens,
             reads=reads,
             media=images_of(part, self.module, self.computes_images),
+            experts=self.routing.experts(part),
         )
 
     def _computed(
@@ -311,8 +306,11 @@ class TrainedEngine(ABC):
         """The named outputs of each micro-batch of `plan`, in its order."""
         for number, rows in enumerate(plan):
             self._before_micro_batch(number, len(plan), trains=False)
-            packed = self._pack(select_rows(batch, rows), requested.reads)
+            part = select_rows(batch, rows)
+            packed = self._pack(part, requested.reads)
+            self.routing.begin(packed)
             yield self._outputs(packed, requested.outputs, requested.temperature)
+            self.routing.end(packed, part, rows, requested.reads, self.share_prompts)
 
     def _gradients(
         self,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from verl.data_proto.media import Media, media_of
 from verl.data_proto.proto import DataProto
 from verl.engines.api import BatchTotals, MicroBatching
@@ -27,9 +29,11 @@ def sizes_of(batch: DataProto, rows: Sequence[int] | None, unit: str = "row") ->
     ]
 
 
-def rows_of(batch: DataProto, rows: Sequence[int] | None, reads: Reads) -> list[PackedRow]:
-    """The rows `rows` of a batch (None: all) without their padding."""
-    return unpadded_rows(batch.batch, rows, reads, media_of(batch))
+def rows_of(
+    batch: DataProto, rows: Sequence[int] | None, reads: Reads, experts: Sequence[np.ndarray | None] | None = None
+) -> list[PackedRow]:
+    """The rows `rows` of a batch (None: all) without their padding; `experts`: see verl.models.routing."""
+    return unpadded_rows(batch.batch, rows, reads, media_of(batch), experts)
 
 
 def images_of(batch: DataProto, module: Any, computes_images: bool) -> list[Media | None] | None:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from verl.models import compiled
 from verl.models.compiled_attention import CompiledPlan, compiled_attention, compiled_attention_backward
 from verl.models.cuda.varlen import VarlenPlan, flash_runs, varlen_attention
+from verl.models.routing import Routing
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -60,12 +61,14 @@ class PackedLayout:
     """The tokens that each token sees; passed to the model as `layout=`. Segments lie back to back and cover all tokens.
 
     With `chunk_tokens`, attention that needs memory for each pair of tokens takes so many queries at a time, and computes
-    them again in the backward; flash kernels need no such memory.
+    them again in the backward; flash kernels need no such memory. `routing` is of the tokens in a mixture of experts.
     """
 
-    def __init__(self, segments: Sequence[PackedSegment], chunk_tokens: int | None = None):
+    def __init__(
+        self, segments: Sequence[PackedSegment], chunk_tokens: int | None = None, routing: Routing | None = None
+    ):
         self.segments = tuple(segments)
-        self.chunk_tokens = chunk_tokens
+        self.chunk_tokens, self.routing = chunk_tokens, routing
         self.causal_runs = tuple(_causal_runs(self.segments))
         self.prefix_runs = tuple(_prefix_runs(self.segments))
         self.longest = max((s.prefix_length + s.length for s in self.segments), default=0)

@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from verl.data_proto.media import Media
 from verl.errors import DataError
 from verl.models.packed import PackedLayout, PackedSegment
+from verl.models.routing import replayed
 from verl.models.vision import PlacedMedia
 from verl.parallel.device import to_device
 
@@ -42,11 +44,13 @@ class PackedRow:
     num_inputs: int
     trains: bool
     media: Media | None = None  # images of the prompt
+    experts: np.ndarray | None = field(default=None, compare=False)  # [tokens, layers, k], see verl.models.routing
 
     @property
     def origin(self) -> object:
-        """The prompt with its images: rows of equal origin may share it."""
-        return self.prompt if self.media is None else (self.prompt, self.media)
+        """The prompt with its images, and the experts that compute it: rows of equal origin may share it."""
+        experts = None if self.experts is None else self.experts[: len(self.prompt)].tobytes()
+        return self.prompt if self.media is None and experts is None else (self.prompt, self.media, experts)
 
 
 @dataclass(frozen=True)
@@ -91,8 +95,10 @@ def unpadded_rows(
     chosen: Sequence[int] | None = None,
     reads: Reads | None = None,
     media: Sequence[Media | None] | None = None,
+    experts: Sequence[np.ndarray | None] | None = None,
 ) -> list[PackedRow]:
-    """The rows `chosen` (default: all) of the columns prompts, prompt_mask, response_mask and `media` (None: no images).
+    """The rows `chosen` (default: all) of the columns prompts, prompt_mask, response_mask, `media` (None: no images) and
+    `experts` (None: routers choose).
 
     Raises DataError for a row that trains on its very first token, which nothing predicts.
     """
@@ -110,7 +116,8 @@ def unpadded_rows(
                 "Set response_mask to false there."
             )
         num_inputs = needed if reads.last_token else max(needed - 1, 0)
-        rows.append(PackedRow(index, ids, num_inputs, needed > 0, None if media is None else media[index]))
+        of_row = (None if media is None else media[index], None if experts is None else experts[index])
+        rows.append(PackedRow(index, ids, num_inputs, needed > 0, *of_row))
     return rows
 
 
@@ -137,14 +144,16 @@ def pack_rows(
     chunk_tokens: int | None = None,
     reads: Reads = _PREDICTIONS,
     media: Sequence[Media | None] | None = None,
+    experts: Sequence[np.ndarray | None] | None = None,
 ) -> PackedBatch:
-    """Lay out the columns prompts, prompt_mask [batch, prompt], responses, response_mask [batch, response], media [batch].
+    """Lay out the columns prompts, prompt_mask [batch, prompt], responses, response_mask [batch, response], media and experts
+    [batch].
     A layer computes `chunk_tokens` tokens at a time, where it can; None: all.
 
     A response is contiguous from column 0 up to its last trained token; holes in response_mask (user turns, tool output)
     are ordinary inputs that nothing predicts. A prompt may be empty if response_mask is false at the first token.
     """
-    groups = group_rows(unpadded_rows(columns, reads=reads, media=media), share_prompts)
+    groups = group_rows(unpadded_rows(columns, None, reads, media, experts), share_prompts)
     trained, responses = columns["response_mask"].cpu().bool(), columns["responses"].cpu()
     ids: list[torch.Tensor] = []
     positions: list[torch.Tensor] = []
@@ -156,8 +165,7 @@ def pack_rows(
     for group in groups:
         prompt_length = len(group[0].prompt)
         ids += [torch.tensor(group[0].prompt, dtype=torch.int64), *(responses[r.index, : r.num_inputs] for r in group)]
-        positions.append(torch.arange(prompt_length))
-        positions.extend(torch.arange(prompt_length, prompt_length + row.num_inputs) for row in group)
+        positions += [torch.arange(prompt_length), *(torch.arange(r.num_inputs) + prompt_length for r in group)]
         segments.extend(_segments(start, prompt_length, [row.num_inputs for row in group]))
         first = start + prompt_length
         for row in group:
@@ -168,8 +176,7 @@ def pack_rows(
             first += row.num_inputs
             last.append((first - 1, row.index, row.num_inputs - 1))
         start = first
-    num_last = len(last) if reads.last_token else 0
-    if num_last:
+    if num_last := len(last) if reads.last_token else 0:
         position, *of = torch.tensor(last).unbind(1)
         index, where = [*index, position], [*where, torch.stack(of)]
     row_index, column = torch.cat(where, dim=1) if where else torch.empty(2, 0, dtype=torch.int64)
@@ -178,7 +185,7 @@ def pack_rows(
     return PackedBatch(
         input_ids=_joined(ids, device).unsqueeze(0),
         position_ids=_joined(positions, device).unsqueeze(0),
-        layout=PackedLayout(segments, chunk_tokens),
+        layout=PackedLayout(segments, chunk_tokens, replayed(groups, device)),
         hidden_index=_joined(index, device),
         targets=to_device(targets, device),
         row=to_device(row_index, device),

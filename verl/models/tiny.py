@@ -39,6 +39,17 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "moe_intermediate_size": 32,
     },
+    "glm4_moe": {
+        "head_dim": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 32,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "routed_scaling_factor": 1.5,
+    },
     "bloom": {},  # whose attention takes no packed batches
     "phi3": {"sliding_window": None},
     "mixtral": {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -66,7 +77,7 @@ def make_tiny_model(folder: str | Path, family: str = "llama", seed: int = 0, **
     """Write a random model of 2 layers, hidden size 64, 4 heads, 2 KV heads, 264 tokens; returns the folder.
 
     `family` is one of llama, qwen2, qwen3, mistral, gemma, gemma2, gemma3_text, qwen3_moe,
-    qwen2_moe, deepseek_v3, bloom, phi3, mixtral; `overrides` go to its config.
+    qwen2_moe, deepseek_v3, glm4_moe, bloom, phi3, mixtral; `overrides` go to its config.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

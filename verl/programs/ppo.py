@@ -34,6 +34,7 @@ from verl.data_proto.future import Future
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.token_values import add_observed
+from verl.models.routing import COLUMN
 from verl.programs.api import RunContext
 from verl.programs.collect import Collector
 from verl.programs.distillation import RowResponses, Teachers
@@ -90,15 +91,16 @@ class PPO(PPOProgram):
         """Compute log-probs and values under the weights that made the samples. Roles on separate devices work at the same
         time: all calls start before the first result is waited for."""
         batch, reference, values, taught = result.batch, None, None, None
+        others = _without_experts(batch)
         if self.teachers is not None:
             with self.spans("teacher"):
-                taught = self.teachers.start(batch)
+                taught = self.teachers.start(others)
         if self.reference is not None:
             with self.spans("ref"):
-                reference = self.reference.forward(batch, {"log_probs": "ref_log_prob"})
+                reference = self.reference.forward(others, {"log_probs": "ref_log_prob"})
         if self.critic is not None:
             with self.spans("values"):
-                values = self.critic.forward(batch, {"values": "values"})
+                values = self.critic.forward(others, {"values": "values"})
         if self.old_log_probs == "recompute" and self.actor is not None:
             outputs = {"log_probs": "old_log_probs", "entropy": "entropys"}
             outputs |= {"sum_pi_squared": "sum_pi_squared"} if self.needs.sum_pi_squared else {}
@@ -178,7 +180,7 @@ class PPO(PPOProgram):
         critic: Future[Updates] | None = None
         if self.critic is not None:
             with self.spans("update_critic"):
-                critic = self.critic.update(batch, step)
+                critic = self.critic.update(_without_experts(batch), step)
         if self.actor is not None and step > self.config.trainer.critic_warmup:
             with self.spans("update_actor"):
                 updates = self.actor.update(batch, step).get()
@@ -195,3 +197,9 @@ class PPO(PPOProgram):
         with self.spans("update_weights"):
             self.weight_version += 1
             self.send_weights(step)
+
+
+def _without_experts(batch: DataProto) -> DataProto:
+    """The batch for models other than the policy, whose routers choose by themselves."""
+    objects = {name: values for name, values in batch.non_tensor_batch.items() if name != COLUMN}
+    return DataProto(batch.batch, objects, batch.meta_info)

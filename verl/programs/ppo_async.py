@@ -121,6 +121,7 @@ class AheadCollector(Collector):
             depth=rollout.prefetch_num + 1,
             partial=rollout.partial_rollout,
             agents_folder=run.folder if runs_agents(config) else None,
+            records_experts=rollout.enable_rollout_routing_replay,
         )
         self.max_age = config.trainer.v1.sampler.max_off_policy_threshold
         self.version = self.num_steps = self.num_evicted = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
@@ -24,6 +25,7 @@ from verl.programs.ppo_display import CONSOLE_METRICS, CURVES, SPAN_PHASES, gree
 from verl.programs.ppo_roles import PPORoles, ppo_roles
 from verl.programs.samples import open_samples, start_samples
 from verl.programs.stages import Stages
+from verl.programs.traces import Traces
 from verl.programs.validation import Validator
 from verl.roles.api import Roles, RoleSpecs
 from verl.roles.rollout import sampling_params
@@ -70,6 +72,8 @@ class PPOProgram(Program[PPOConfig]):
         self.run = run
         self.roles_of_run = PPORoles.of(roles)
         self.samples = SampleTracker()
+        steps = config.global_profiler.steps
+        self.traces = Traces(config.global_profiler, list(roles.models.values())) if steps else None
         self.stages = Stages(config.algorithm.stages) if config.algorithm.stages else None
         self.weight_version = 0
         self.kl_controller = make_kl_controller(**asdict(config.algorithm.kl_ctrl))
@@ -96,7 +100,8 @@ class PPOProgram(Program[PPOConfig]):
         controller, version = self.kl_controller.state_dict(), self.weight_version
         stages = deepcopy(self.stages.state_dict()) if self.stages is not None else []
         try:
-            result = self.train(step)
+            with nullcontext() if self.traces is None else self.traces.of(step):
+                result = self.train(step)
         except BaseException:
             self.kl_controller.load_state_dict(controller)
             self.weight_version = version

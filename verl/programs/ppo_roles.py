@@ -13,6 +13,7 @@ from verl.config.active_keys import uses_critic, uses_reference, uses_rewards
 from verl.config.sections.distillation import TeacherConfig
 from verl.engines.api import MicroBatching
 from verl.programs.specs import placement_of, ppo_run_spec, reward_spec, rollout_spec
+from verl.programs.traces import trace_spec
 from verl.roles.api import ModelHandle, RewardHandle, Roles, RoleSpec, RoleSpecs, RolloutHandle, WeightSync, settings_of
 from verl.roles.objectives.distillation import DistillationObjective
 from verl.roles.objectives.policy import PolicyObjective, all_rows, rows_with_advantage, skips_zero_advantages
@@ -73,6 +74,8 @@ def old_log_prob_source(config: PPOConfig, needs: Needs, *, sampler_is_exact: bo
     num_updates = actor.ppo_epochs * -(-rows_per_step // (actor.ppo_mini_batch_size * rollout.n))
     if num_updates == 1 and not config.algorithm.use_kl_in_reward:
         return "update"
+    if actor.router_replay.mode == "R2":  # which this pass records
+        return "recompute"
     return "rollout" if sampler_is_exact and rollout.calculate_log_probs else "recompute"
 
 
@@ -146,6 +149,8 @@ def _actor(config: PPOConfig) -> RoleSpec:
         checkpoints_to_keep=config.trainer.max_actor_ckpt_to_keep,
         guards=config.trainer.guards,
         freezes_vision_tower=actor.freeze_vision_tower,
+        router_replay=actor.router_replay.mode,
+        trace=trace_spec(actor.profiler, config.global_profiler),
         measure_every=config.trainer.test_freq,
     )
 
@@ -163,6 +168,7 @@ def _reference(config: PPOConfig) -> RoleSpec:
         strategy=group.ref.strategy,
         settings=settings_of(group.ref),
         engine_keys=("actor_rollout_ref.ref.fsdp_config",),
+        trace=trace_spec(group.ref.profiler, config.global_profiler),
         forward_micro=micro_batching(group.ref, "log_prob_"),
         temperature=group.rollout.temperature or 1.0,
     )
@@ -216,6 +222,7 @@ def _critic(config: PPOConfig) -> RoleSpec:
         strategy=critic.strategy,
         settings=settings_of(critic),
         engine_keys=("critic.fsdp", "critic.fsdp_config"),
+        trace=trace_spec(critic.profiler, config.global_profiler),
         micro=micro_batching(critic, "ppo_"),
         forward_micro=MicroBatching(max_tokens=critic.forward_max_token_len_per_gpu)
         if by_tokens

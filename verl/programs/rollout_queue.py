@@ -106,9 +106,10 @@ class RolloutQueue:
         depth: int,
         partial: bool,
         agents_folder: Path | None = None,
+        records_experts: bool = False,
     ):
         self.samples = samples
-        self.agents_folder = agents_folder
+        self.agents_folder, self.records_experts = agents_folder, records_experts
         self.rollout = rollout
         self.loader = loader
         self.params = params
@@ -250,7 +251,10 @@ class RolloutQueue:
         return len({(sample.step, sample.split) for samples in groups for sample in samples}) == 1
 
     def _rows(self, samples: Sequence[OpenSample], prompts: DataProto) -> DataProto:
-        """The rollout's columns as they were, see RolloutWorker. Raises LookupError when the journal of agents lacks one."""
+        """The rollout's columns as they were, see RolloutWorker. Raises LookupError when the journal of agents lacks one, and
+        where experts are needed, which the ledger does not hold."""
+        if self.records_experts:
+            raise LookupError("The sample ledger has no experts for routing replay")
         ids = prompts.repeat(self.params.n, interleave=True).non_tensor_batch["prompt_token_ids"]
         trajectories = [_trajectory(sample, prompt_ids) for sample, prompt_ids in zip(samples, ids, strict=True)]
         episodes: dict[str, np.ndarray] = {}

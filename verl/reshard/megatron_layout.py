@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verl.parallel.mesh import Mesh
 from verl.reshard.layout import Tensor, TrainingLayout, part_of, stages_of_layers
 from verl.reshard.slices import Part, Span, chunk_span, even_span
+
+
+def replicas(mesh: Mesh) -> Mesh:
+    """`mesh` with the axes pp, replicate, tp: ranks that share the tokens of a micro-batch have the same weights."""
+    sizes = dict(mesh.axes)
+    num_copies = mesh.size // (sizes["pp"] * sizes["tp"])
+    return Mesh.grid(mesh.ranks, pp=sizes["pp"], replicate=num_copies, tp=sizes["tp"])
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from verl.errors import RewardError, VerlError, nearest
@@ -42,6 +44,7 @@ class RewardFunctionSpec:
     from_model: str | None = None
     parts: tuple[str, ...] = ()
     by_position: bool = False
+    tokenizer: str | None = None  # folder or hub name of the tokenizer that it gets as reward_model_tokenizer
 
     @property
     def builtin(self) -> bool:
@@ -75,6 +78,10 @@ def load_reward_function(spec: RewardFunctionSpec) -> RewardFunction:
         if spec.by_position:
             function = _by_position(function)
     check_signature(function, spec)
+    if spec.tokenizer is not None:
+        from transformers import AutoTokenizer
+
+        function = partial(function, **{_OF_A_SERVICE[1]: AutoTokenizer.from_pretrained(spec.tokenizer)})
     return function
 
 
@@ -107,6 +114,7 @@ def check_signature(function: RewardFunction, spec: RewardFunctionSpec) -> None:
     except (TypeError, ValueError):  # some callables written in C have no signature to look at
         return
     names = [*(BATCH_ARGUMENTS if spec.batched else SAMPLE_ARGUMENTS), *([spec.from_model] if spec.from_model else [])]
+    names += [_OF_A_SERVICE[1]] if spec.tokenizer else []
     try:
         signature.bind(**dict.fromkeys(names), **spec.kwargs)
     except TypeError as error:
@@ -118,9 +126,8 @@ def check_signature(function: RewardFunction, spec: RewardFunctionSpec) -> None:
             ) from error
         if served := next((name for name in _OF_A_SERVICE if repr(name) in str(error)), None):
             raise RewardError(
-                f"The reward function {spec.label} asks for {served}, of a reward model that other releases serve. Serve it "
-                "yourself, set reward.network=True, and give both by reward.custom_reward_function.reward_kwargs; or let a "
-                "judge answer here: reward.reward_model.judge_template."
+                f"The reward function {spec.label} asks for {served}, of a reward model that is served. Set "
+                "reward.reward_model.enable=True, rollout.name=http and rollout.service.url there, and reward.network=True."
             ) from error
         needed = BATCH_SIGNATURE if spec.batched else SIGNATURE
         extra = f" and the reward_kwargs {sorted(spec.kwargs)}" if spec.kwargs else ""
@@ -128,6 +135,25 @@ def check_signature(function: RewardFunction, spec: RewardFunctionSpec) -> None:
             f"The reward function {spec.label} has the signature {signature}, but it is called by keyword as "
             f"{spec.name}{needed}{extra}: {error}."
         ) from error
+
+
+def service_arguments(path: str, name: str) -> set[str]:
+    """The parameters among reward_router_address and reward_model_tokenizer of the function `name` of a .py file, which is read
+    and not run."""
+    if not path.endswith(".py"):
+        return set()
+    try:
+        tree = ast.parse(user_file(path.removeprefix("file://")).read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError, VerlError):
+        return set()  # as loading it will say
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return {
+        argument.arg
+        for function in functions
+        if function.name == name
+        for argument in (*function.args.args, *function.args.kwonlyargs)
+        if argument.arg in _OF_A_SERVICE
+    }
 
 
 def _load_user_function(path: str, name: str) -> RewardFunction:

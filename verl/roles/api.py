@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from verl.engines.api import MicroBatching
@@ -67,6 +68,14 @@ class Objective:
 
 
 @dataclass(frozen=True)
+class TraceSpec:
+    """Traces of torch.profiler in `folder`, written by `ranks` of a role, counted from 0; None: by all."""
+
+    folder: Path
+    ranks: tuple[int, ...] | None = (0,)
+
+
+@dataclass(frozen=True)
 class RoleSpec:
     """One model of a run. `name` is also its folder in a checkpoint, whose `huggingface/` opens with `from_pretrained`.
 
@@ -100,6 +109,8 @@ class RoleSpec:
     build: Callable[[], Any] | None = None  # builds a user's model, in place of the model folder's; on one device
     freezes_vision_tower: bool = False  # its vision tower keeps its weights; on one device
     memory_map: bool = False  # a frozen role's weights are in a file, mapped into memory (verl/engines/mapped.py)
+    router_replay: str = "disabled"  # or R2, or R3: the experts with which it trains (verl/models/routing.py)
+    trace: TraceSpec | None = None  # the traces of its ranks
     measure_every: int = 0  # steps from one visible_update_ratio to the next; the last step is always measured
 
     @property
@@ -213,6 +224,14 @@ class ModelHandle(Protocol):
         ...
 
     def reconfigure(self, changes: Mapping[str, Any]) -> Any: ...
+
+    def start_trace(self, name: str) -> Any:
+        """Start the traces `name`, on the ranks of the role's TraceSpec."""
+        ...
+
+    def stop_trace(self) -> Any:
+        """Write the traces that were started."""
+        ...
 
 
 class RolloutHandle(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,17 @@ from verl.checkpoint.background import RoleSave, write_and_report
 from verl.checkpoint.files import FileRecord
 from verl.checkpoint.role import RoleCheckpoint, read_role
 from verl.config import CheckpointConfig, StepGuardsConfig
+from verl.data_proto.merge import object_array
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.engines.api import TrainEngine
 from verl.errors import CheckpointError
+from verl.models.routing import COLUMN
 from verl.parallel.device import most_memory_allocated
 from verl.parallel.process_settings import give_back_holes
 from verl.parallel.register import Dispatch, Execute, register
 from verl.parallel.serialize import record
+from verl.parallel.trace import OF_PROCESS
 from verl.parallel.traffic import TRAFFIC
 from verl.registry import load_object
 from verl.roles.api import RoleSpec
@@ -42,8 +45,8 @@ record(FileRecord)
 class ModelRole:
     """The worker of a RoleSpec; see ModelHandle for its calls. `hf_files` writes into a folder the files that
     `from_pretrained` needs in addition to the weights. `writes` is true on one rank of the role, which writes the role's part
-    of a checkpoint. `followed` is the engine of the role that it follows. `utilization` counts operations where the device's
-    peak is known."""
+    of a checkpoint; `number` counts the ranks of the role. `followed` is the engine of the role that it follows. `utilization`
+    counts operations where the device's peak is known."""
 
     def __init__(
         self,
@@ -52,6 +55,7 @@ class ModelRole:
         hf_files: Callable[[Path], None],
         *,
         writes: bool = True,
+        number: int = 0,
         total_steps: int = 0,
         followed: TrainEngine | None = None,
         utilization: Utilization | None = None,
@@ -62,21 +66,30 @@ class ModelRole:
         self.objective = spec.objective(self.guard) if spec.objective is not None and spec.trains else None
         self.schedule = schedule_of(spec)
         self._hf_files = hf_files
-        self._writes = writes
+        self._writes, self._number = writes, number
         self._total_steps = total_steps
         self._followed = followed
         self._utilization = utilization
         self._saving: RoleSave | None = None
 
-    @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, blocking=False, objects=("media",))
+    @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, blocking=False, objects=("media", COLUMN))
     def forward(self, batch: DataProto, outputs: Mapping[str, str]) -> DataProto:
         """Columns of model outputs without gradient, float32: `outputs` maps an output of verl/engines/api.py to the name of
-        its column. A role that shares an engine computes without its adapters."""
-        with self.engine.reference() if self.spec.shares else nullcontext():
+        its column. A role that shares an engine computes without its adapters. With router_replay=R2 the experts are
+        recorded in the column `routed_experts`."""
+        records: dict[int, np.ndarray] = {}
+        with ExitStack() as stack:
+            if self.spec.shares:
+                stack.enter_context(self.engine.reference())
+            if self.spec.router_replay == "R2":
+                records = stack.enter_context(self.engine.routing.recording())
             columns = self.engine.forward(batch, tuple(outputs), self.spec.forward_micro, self.spec.temperature)
-        return DataProto.from_dict({column: columns[output] for output, column in outputs.items()})
+        named = {column: columns[output] for output, column in outputs.items()}
+        if self.spec.router_replay != "R2":
+            return DataProto.from_dict(named)
+        return DataProto.from_dict(named, {COLUMN: object_array([records.get(row) for row in range(len(batch))])})
 
-    @register(dispatch_mode=Dispatch.ND_MINI_BATCHES, blocking=False, objects=("media",))
+    @register(dispatch_mode=Dispatch.ND_MINI_BATCHES, blocking=False, objects=("media", COLUMN))
     def update(self, batch: DataProto, step: int, mini_batches: Sequence[Sequence[int]] | None = None) -> Updates:
         """All optimizer steps on `batch`; advances the learning-rate schedule by one, unless guards have refused all steps.
 
@@ -96,7 +109,7 @@ class ModelRole:
             device |= self._utilization.take(self.spec.name, time.perf_counter() - start)
         return Updates(self.spec.name, steps, rate, observed, findings, device)
 
-    @register(dispatch_mode=Dispatch.ND_MINI_BATCHES, blocking=False, objects=("media",))
+    @register(dispatch_mode=Dispatch.ND_MINI_BATCHES, blocking=False, objects=("media", COLUMN))
     def forward_backward(
         self,
         batch: DataProto,
@@ -178,6 +191,18 @@ class ModelRole:
     def reconfigure(self, changes: dict[str, Any]) -> None:
         """See TrainEngine."""
         self.engine.reconfigure(changes)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def start_trace(self, name: str) -> None:
+        """See ModelHandle."""
+        trace = self.spec.trace
+        if trace is not None and (trace.ranks is None or self._number in trace.ranks):
+            OF_PROCESS.start(trace.folder / f"{name}_rank_{self._number}.json")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def stop_trace(self) -> None:
+        """See ModelHandle."""
+        OF_PROCESS.stop()
 
     @property
     def _checkpoint_config(self) -> CheckpointConfig:

@@ -12,13 +12,15 @@ import torch
 
 from verl.agents.agents import Agents
 from verl.agents.episode import EpisodeResult
-from verl.config import RolloutConfig
+from verl.config import RolloutConfig, full_key
 from verl.data_proto.media import media_of
 from verl.data_proto.merge import object_array
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import Completion, PromptRequest, SamplingParams, ScoreRequest
 from verl.data_proto.trajectory import Trajectory, to_columns, trajectory_of
+from verl.errors import ModelError
+from verl.models.routing import COLUMN, experts_of
 from verl.parallel.register import Dispatch, Execute, register
 from verl.roles.reward import score_request
 from verl.rollout.api import RolloutEngine
@@ -44,7 +46,7 @@ class RolloutWorker:
     `replica` is None when the engine generates with the training module itself, else the copy that takes the weights of each
     update. Ranks that share one do the same work, and one of them answers and has a `score_stream`. `rank` is this worker's
     among all that generate. `on_generation_end` is called after `end_generation`, before anything trains, and returns metrics.
-    With `agents` each sample is an episode.
+    With `agents` each sample is an episode. With `records_experts` the engine's records are the column `routed_experts`.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class RolloutWorker:
         rank: int = 0,
         on_generation_end: Callable[[], dict[str, float]] = _nothing,
         agents: Agents | None = None,
+        records_experts: bool = False,
     ):
         self.engine = engine
         self.tokenizer = tokenizer
@@ -71,6 +74,7 @@ class RolloutWorker:
         self.rank = rank
         self.on_generation_end = on_generation_end
         self.agents = agents
+        self.records_experts = records_experts
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def exact_log_probs(self) -> bool:
@@ -127,6 +131,8 @@ class RolloutWorker:
             trajectory_of(rows.batch, i, ordinal=ordinal, status="open", prompt_ids=_prompt(rows, i))
             for i, ordinal in enumerate(rows.batch["ordinal"].tolist())
         ]
+        for trajectory_before, experts in zip(before, experts_of(rows) or [], strict=False):
+            trajectory_before.experts = experts
         params = replace(self.params, n=1, max_new_tokens=max_new_tokens)
         if self.agents is not None:
             return self._episodes(self.agents, rows, params, step, split, limit, before)
@@ -234,7 +240,20 @@ class RolloutWorker:
             dtype=torch.float64 if self._dtype() == torch.float64 else torch.float32,
         )
         columns["rollout_rank"] = torch.full((len(trajectories),), self.rank)
-        return DataProto.from_dict(columns, sample_names(trajectories, split))
+        objects = sample_names(trajectories, split)
+        if self.records_experts:
+            require_experts(trajectories)
+            objects[COLUMN] = object_array([trajectory.experts for trajectory in trajectories])
+        return DataProto.from_dict(columns, objects)
+
+
+def require_experts(trajectories: Sequence[Trajectory]) -> None:
+    """Raise ModelError for a sample without a record of its experts."""
+    if any(trajectory.experts is None for trajectory in trajectories):
+        raise ModelError(
+            "The rollout engine returned no experts of a sample, which actor.router_replay.mode=R3 needs. Set "
+            f"{full_key('rollout.name')}=native, or the mode to R2."
+        )
 
 
 def _prompt(rows: DataProto, row: int) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from verl.models.routing import Routing
 from verl.rollout.native.decode_attention import DecodeRows
 from verl.rollout.native.kv_cache import SlotStore
 from verl.rollout.native.partial_attention import Scoring, additive_mask, attend_plain
@@ -34,6 +35,7 @@ class StepLayout:
 
     def __init__(self, rows: DecodeRows | None, prefix: SlotStore, chunks: list[Chunk]):
         self._rows, self._prefix, self._pieces = rows, prefix, chunks
+        self.routing: Routing | None = None  # of the tokens, where experts are recorded
 
     def attend(
         self,

@@ -65,7 +65,13 @@ class OpenSamples:
         return replace(prompt, num_samples=num_samples)
 
     def finish(
-        self, key: SampleKey, token_ids: Sequence[int], log_probs: Sequence[float], reason: FinishReason, version: int
+        self,
+        key: SampleKey,
+        token_ids: Sequence[int],
+        log_probs: Sequence[float],
+        reason: FinishReason,
+        version: int,
+        experts: np.ndarray | None = None,
     ) -> Completion:
         """A sample has ended. Raises NumericsError when one of its log-probs is not finite."""
         if not len(token_ids) or not np.isfinite(log_probs).all():
@@ -80,7 +86,7 @@ class OpenSamples:
             self._kept[key] = replace(request, token_ids=whole, num_drawn=num_drawn, first_sample=key[1], num_samples=1)
         self.num_generated += len(token_ids)
         self.longest_response = max(self.longest_response, len(token_ids))
-        return Completion(*key, list(token_ids), list(log_probs), reason, version)
+        return Completion(*key, list(token_ids), list(log_probs), reason, version, experts)
 
     def stats(self, num_computed: int, num_steps: int, max_running: int, **more: object) -> dict[str, Any]:
         """The statistics of RolloutEngine.stats: prompt tokens computed, decode steps, samples side by side."""

@@ -23,6 +23,7 @@ from verl.models.load import load_tokenizer
 from verl.models.padded import forward_kind
 from verl.models.tokenizer import check_vocabulary, eos_token_ids
 from verl.rewards.managers import build_reward_manager
+from verl.rewards.managers.build import asks_service
 from verl.rewards.scorers.route import find_scorer
 from verl.roles.api import RoleSpec
 from verl.roles.model import ModelRole
@@ -65,6 +66,8 @@ def build_models(context: RankContext) -> dict[str, ModelRole]:
             _join_groups(context, spec)
             continue
         engine = models[spec.shares].engine if spec.shares is not None else _engine(context, spec)
+        if spec.router_replay != "disabled":
+            engine.routing.follow(engine.module)
         writes = context.rank == context.ranks(spec.name)[0]
         hf_files = partial(_hf_files, engine.module, spec.model)
         followed = models[spec.follows].engine if spec.follows is not None else None
@@ -73,6 +76,7 @@ def build_models(context: RankContext) -> dict[str, ModelRole]:
         models[spec.name] = ModelRole(
             spec, engine, hf_files,
             writes=writes,
+            number=context.ranks(spec.name).index(context.rank),
             total_steps=context.total_steps,
             followed=followed,
             utilization=Utilization.of(engine.module, context.device, num_devices) if spec.trains else None,
@@ -164,7 +168,7 @@ def build_reward(context: RankContext, spec: RewardSpec) -> RewardWorker:
     manager.start(sources)
     try:
         model = None
-        if spec.section.reward_model.enable:
+        if spec.section.reward_model.enable and not asks_service(spec.section):
             model = build_reward_model(
                 spec.section.reward_model,
                 tokenizer,
@@ -253,6 +257,7 @@ def build_rollout(
         rank=devices["rollout"].index(context.rank),
         on_generation_end=weights.end_generation,
         agents=agents,
+        records_experts=rollout.enable_rollout_routing_replay,
     )
 
 

@@ -19,7 +19,7 @@ from verl.parallel.mesh import Mesh
 from verl.parallel.placement import Placement
 from verl.reshard.grouping import interval_engines
 from verl.reshard.layout import TrainingLayout
-from verl.reshard.megatron_layout import MegatronLayout
+from verl.reshard.megatron_layout import MegatronLayout, replicas
 from verl.roles.api import RoleSpec, RoleSpecs
 from verl.rollout.api import holds_weights
 from verl.specs import RolloutSpec
@@ -77,7 +77,7 @@ class RankContext:
             return TrainingLayout(mesh, spec.engine.expert_parallel_size)
         model = load_model_config(spec.model.path, spec.model.trust_remote_code, spec.model.override_config)
         return MegatronLayout(
-            mesh,
+            replicas(mesh),
             spec.settings.expert_model_parallel_size,
             spec.settings.layers_per_stage(model.get_text_config().num_hidden_layers),
             expert_tensor_parallel=spec.settings.expert_tensor_size(),

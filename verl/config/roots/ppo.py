@@ -16,6 +16,7 @@ from verl.config.sections.data import DataConfig
 from verl.config.sections.distillation import DistillationConfig
 from verl.config.sections.model import ModelConfig
 from verl.config.sections.preference import PreferenceLossConfig
+from verl.config.sections.profiler import GlobalProfilerConfig
 from verl.config.sections.reward import RewardConfig
 from verl.config.sections.rollout import RolloutConfig
 from verl.config.sections.trainer import PPOTrainerConfig, RayKwargsConfig
@@ -48,6 +49,7 @@ class PPOConfig(Section):
     )
     trainer: PPOTrainerConfig = section(PPOTrainerConfig, "length, logging, saving, devices")
     ray_kwargs: RayKwargsConfig = section(RayKwargsConfig, "Ray")
+    global_profiler: GlobalProfilerConfig = section(GlobalProfilerConfig, "traces of chosen steps")
     model_engine: str = used("dp", "family of training engines: dp (PyTorch-native)")
 
 

@@ -15,6 +15,7 @@ from verl.config.active_keys import (
 )
 from verl.config.rules.agents import check_agents
 from verl.config.rules.distillation import check_distillation
+from verl.config.rules.routing import check_routing
 from verl.config.schema import Problem, error, value_at, warning
 from verl.families import ADVANTAGES, REWARD_MANAGERS, ROLLOUT_RS
 
@@ -333,6 +334,7 @@ def check_sampling(c: Any, set_keys: set[str]) -> Iterator[Problem]:
 def check_rewards(c: Any, set_keys: set[str]) -> Iterator[Problem]:
     """Reward manager and reward model."""
     reward, manager, model = c.reward, c.reward.reward_manager, c.reward.reward_model
+    own_function = reward.custom_reward_function.path  # which may ask a service itself
     own = manager.source != "register" or ":" in manager.name or c.actor_rollout_ref.model.external_lib is not None
     if not own and manager.name not in REWARD_MANAGERS:
         yield error(
@@ -367,7 +369,7 @@ def check_rewards(c: Any, set_keys: set[str]) -> Iterator[Problem]:
             "reward.reward_model.model_path",
             "reward.reward_model.enable=True needs reward.reward_model.model_path, a folder or hub name.",
         )
-    if model.enable and model.rollout.name == "http" and not model.judge_template:
+    if model.enable and model.rollout.name == "http" and not (model.judge_template or own_function):
         yield error(
             "reward.reward_model.rollout.name",
             "reward.reward_model.rollout.name=http asks a service in words, and a classifier runs in the scoring "
@@ -389,4 +391,5 @@ RULES = (
     check_correction,
     check_sampling,
     check_rewards,
+    check_routing,
 )

@@ -193,6 +193,22 @@ def _check_megatron(path: str, megatron: MegatronConfig, root: Any) -> Iterator[
     role = value_at(root, path.rpartition(".")[0])
     if role.strategy == "megatron":
         yield from (error(path, f"{path}: {sentence}") for sentence in megatron.contradictions())
+        if (unread := megatron.unread_settings()) and not _follows_actor(path, megatron, root):
+            names = f"{path}.override_transformer_config.{{{', '.join(unread)}}}"
+            yield Problem(
+                "notice",
+                path,
+                f"No effect: {names} (the model's config decides what its layers compute, as in every engine)",
+            )
+
+
+def _follows_actor(path: str, megatron: MegatronConfig, root: Any) -> bool:
+    """Whether the settings of layers are the actor's, whose notice names what does not act."""
+    first = "actor_rollout_ref.actor.megatron"
+    if path == first or not hasattr(root, "actor_rollout_ref"):
+        return False
+    of_actor = value_at(root, first)
+    return bool(of_actor.override_transformer_config == megatron.override_transformer_config)
 
 
 def _check_fsdp(path: str, engine: FSDPConfig, root: Any) -> Iterator[Problem]:

@@ -11,6 +11,7 @@ from verl.config.sections.fsdp import STRATEGIES, FSDPConfig
 from verl.config.sections.megatron import MegatronConfig
 from verl.config.sections.model import ModelConfig
 from verl.config.sections.optim import OptimConfig
+from verl.config.sections.profiler import ProfilerConfig
 from verl.families import KL_KINDS, LOSS_AGG_MODES, POLICY_LOSSES
 
 KL_LOSS = "actor_rollout_ref.actor.use_kl_loss"
@@ -43,6 +44,15 @@ class CheckpointConfig(Section):
     load_contents: list[str] = used(["model", "optimizer", "extra"], "parts that a resumed run reads", family=_PARTS)
     async_save: bool = used(False, "write checkpoints in the background, from a copy in the node's memory", sizing=True)
     save_lora_only: bool = used(False, "with LoRA, save only the adapters, without the merged model", sizing=True)
+
+
+@dataclass(frozen=True)
+class RouterReplayConfig(Section):
+    mode: str = used(
+        "disabled",
+        "experts with which a mixture trains: of the pass for old log-probs (R2), or of rollout (R3)",
+        choices=("disabled", "R2", "R3"),
+    )
 
 
 @dataclass(frozen=True)
@@ -89,6 +99,8 @@ class ActorConfig(Section):
     kl_loss_coef: float = used(0.001, "weight of that term", when=KL_LOSS, neutral=(0.0,), ge=0)
     kl_loss_type: str = used("low_var_kl", "KL estimator of that term", when=KL_LOSS, choices=KL_KINDS)
     freeze_vision_tower: bool = used(False, "do not train the vision tower of a vision-language model")
+    profiler: ProfilerConfig = section(ProfilerConfig, "traces of the actor's ranks")
+    router_replay: RouterReplayConfig = section(RouterReplayConfig, "experts of an earlier forward")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "parts of a checkpoint")
 
 
@@ -113,6 +125,7 @@ class RefConfig(Section):
     log_prob_max_token_len_per_gpu: int = used(
         16384, "tokens per forward pass when cut by token count", sizing=True, ge=1
     )
+    profiler: ProfilerConfig = section(ProfilerConfig, "traces of the reference's ranks")
 
 
 @dataclass(frozen=True)
@@ -152,6 +165,7 @@ class CriticConfig(Section):
     ppo_epochs: int = used(1, "passes over each batch", when="critic", ge=1)
     shuffle: bool = used(False, "shuffle the batch before each pass", when="critic")
     data_loader_seed: int = used(42, "seed of that shuffle", when="critic")
+    profiler: ProfilerConfig = section(ProfilerConfig, "traces of the critic's ranks")
     cliprange_value: float = used(0.5, "clip range of the value around the old one", when="critic", ge=0)
     loss_agg_mode: str = used("token-mean", "how token losses become one number", when="critic", choices=LOSS_AGG_MODES)
     loss_scale_factor: float | None = used(

@@ -9,7 +9,7 @@ from typing import Any
 from verl.config.keys import Section, used
 from verl.errors import ConfigError
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "glm4_moe")
 _RECOMPUTE = ("recompute_granularity", "recompute_modules", "recompute_method", "recompute_num_layers")
 _STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 # how layers are computed and not what: kernels of Transformer Engine and Apex, and orders that cost or save memory
@@ -33,7 +33,9 @@ class MegatronConfig(Section):
     expert_tensor_parallel_size: int | None = used(
         None, "devices that share one expert; null: tensor_model_parallel_size", ge=1
     )
-    context_parallel_size: int = used(1, "only 1: tokens of a sequence are divided only by sequence_parallel", ge=1)
+    context_parallel_size: int = used(
+        1, "devices that share the tokens of a micro-batch; attention exchanges them for heads", ge=1
+    )
     use_megatron_fsdp: bool = used(False, "only False: Megatron's own FSDP")
     sequence_parallel: bool = used(True, "with tensor parallelism: split activations along the sequence", sizing=True)
     use_distributed_optimizer: bool = used(
@@ -49,9 +51,11 @@ class MegatronConfig(Section):
     def sizes(self, num_ranks: int) -> dict[str, int]:
         """Axes of the mesh, as Megatron numbers its ranks. Raises ConfigError where they do not divide."""
         tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
-        if num_ranks % (tensor * pipeline):
+        context = self.context_parallel_size
+        if num_ranks % (tensor * context * pipeline):
+            contexts = f"context_parallel_size={context} x " if context > 1 else ""
             raise ConfigError(
-                f"{num_ranks} devices do not divide into megatron.tensor_model_parallel_size={tensor} x "
+                f"{num_ranks} devices do not divide into megatron.tensor_model_parallel_size={tensor} x {contexts}"
                 f"pipeline_model_parallel_size={pipeline}. Change the sizes, or the number of devices."
             )
         experts = self.expert_model_parallel_size * self.expert_tensor_size()
@@ -60,7 +64,8 @@ class MegatronConfig(Section):
                 f"megatron.expert_model_parallel_size={self.expert_model_parallel_size} x expert_tensor_parallel_size="
                 f"{self.expert_tensor_size()} does not divide the {num_ranks // pipeline} devices of a stage. Change one."
             )
-        return {"pp": pipeline, "replicate": num_ranks // tensor // pipeline, "tp": tensor}
+        num_copies = num_ranks // (tensor * context * pipeline)
+        return {"pp": pipeline, "replicate": num_copies, "sp": context, "tp": tensor}
 
     def expert_tensor_size(self) -> int:
         """Devices that share one expert."""
@@ -71,6 +76,7 @@ class MegatronConfig(Section):
         return {
             "tensor_model_parallel_size": self.tensor_model_parallel_size,
             "pipeline_model_parallel_size": self.pipeline_model_parallel_size,
+            "context_parallel_size": self.context_parallel_size,
             "virtual_pipeline_model_parallel_size": self.virtual_pipeline_model_parallel_size,
             "expert_model_parallel_size": self.expert_model_parallel_size,
             "expert_tensor_parallel_size": self.expert_tensor_size(),
@@ -126,12 +132,16 @@ class MegatronConfig(Section):
             model.model_type == "llama" and getattr(model, "attention_bias", False)
         ):
             yield "strategy=megatron has no biases of the projections after attention and MLP. Set strategy=fsdp2."
+        if model.model_type == "glm4_moe" and (model.n_group > 1 or not model.norm_topk_prob):
+            yield "strategy=megatron has no groups of experts, and no experts without norm_topk_prob. Set strategy=fsdp2."
         heads = {
             "attention heads": model.num_attention_heads,
             "key-value heads": getattr(model, "num_key_value_heads", None) or model.num_attention_heads,
             "columns of an MLP": model.intermediate_size,
         }
         for what, count in heads.items():
+            if count % tensor == 0 and what != "columns of an MLP":
+                yield from self._context_misfits(count // tensor, what)
             if count % tensor:
                 yield f"megatron.tensor_model_parallel_size={tensor} does not divide the model's {count} {what}. Change it."
         counts = self.layers_per_stage(model.num_hidden_layers)
@@ -156,33 +166,35 @@ class MegatronConfig(Section):
         if experts and tensor > 1 and not self.sequence_parallel:
             yield "megatron.sequence_parallel=False: Megatron needs it for experts with tensor parallelism. Set it to True."
 
+    def _context_misfits(self, count: int, what: str) -> Iterator[str]:
+        context = self.context_parallel_size
+        if count % context and (what == "attention heads" or context % count):
+            yield (
+                f"megatron.context_parallel_size={context} does not divide the {count} {what} of a device, for which attention "
+                "exchanges tokens. Choose a divisor."
+            )
+
     def contradictions(self) -> Iterator[str]:
         """Sentences about settings that exclude one another, whatever the model is."""
-        if self.context_parallel_size > 1:
-            yield (
-                f"context_parallel_size={self.context_parallel_size} is not available. Remove it; sequence_parallel with "
-                "tensor_model_parallel_size divides activations, and strategy=fsdp2 has ulysses_sequence_parallel_size."
-            )
         if self.use_megatron_fsdp:
             yield "use_megatron_fsdp=True is not available. Remove it, or set strategy=fsdp2."
         virtual, pipeline = self.virtual_pipeline_model_parallel_size, self.pipeline_model_parallel_size
         if virtual and pipeline < 3:  # with two ranks, several messages between the same two would mix
             yield f"virtual_pipeline_model_parallel_size={virtual} needs pipeline_model_parallel_size of at least 3. Remove it."
-        for name, value in self.override_transformer_config.items():
-            if name in (*_RECOMPUTE, *_STAGES, *_KERNELS):
-                continue
-            if name in _BALANCING and value in (None, 0, 0.0, "none", False):
-                continue
-            yield (
-                f"override_transformer_config.{name} is not read: the model's config decides what its layers compute. Remove "
-                f"it; {', '.join((*_RECOMPUTE, *_STAGES))} act."
-            )
+
+    def unread_settings(self) -> list[str]:
+        """The keys of override_transformer_config that would change what layers compute, which the model's config decides."""
+        known = (*_RECOMPUTE, *_STAGES, *_KERNELS)
+        neutral = (None, 0, 0.0, "none", False)
+        settings = self.override_transformer_config.items()
+        return [name for name, v in settings if name not in known and not (name in _BALANCING and v in neutral)]
 
     def describe(self) -> str:
         """The layout, for the header of a run."""
         sizes = {
             "tensor": self.tensor_model_parallel_size,
             "pipeline": self.pipeline_model_parallel_size,
+            "context": self.context_parallel_size,
             "expert": self.expert_model_parallel_size,
         }
         parts = [f"{name} parallel {size}" for name, size in sizes.items() if size > 1]

@@ -383,5 +383,7 @@ class RolloutConfig(Section):
     engine_kwargs: EngineKwargsConfig = section(EngineKwargsConfig, "further settings by engine")
     prometheus: PrometheusConfig = section(PrometheusConfig, "metrics for Prometheus")
     checkpoint_engine: CheckpointEngineConfig = section(CheckpointEngineConfig, "how weights reach the engine")
-    enable_rollout_routing_replay: bool = used(False, "train with the experts that rollout chose")
+    enable_rollout_routing_replay: bool = used(
+        False, "record the experts that rollout chooses, for actor.router_replay.mode=R3"
+    )
     quantization: str | None = used(None, "quantised weights in the engine")

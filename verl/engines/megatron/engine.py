@@ -16,11 +16,12 @@ from verl.config.sections.megatron import MegatronConfig
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.engines.api import BatchTotals, EngineState, LossFn, WeightLayout, require_library
-from verl.engines.base import RequestedOutputs, TrainedEngine
+from verl.engines.base import TrainedEngine
 from verl.engines.loading import build_module, build_skeleton
 from verl.engines.megatron.groups import broadcast_value, computing, use_groups
-from verl.engines.megatron.placement import Grid, Placed, place
+from verl.engines.megatron.placement import Grid, Placed, place, router_biases
 from verl.engines.micro_batches import select_rows
+from verl.engines.routing import RequestedOutputs
 from verl.engines.state import TrainedState
 from verl.errors import ConfigError, ModelError, VerlError
 from verl.models.forward import keep_fused
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from verl.engines.megatron.library import TransformerConfig
 
 log = logging.getLogger(__name__)
+
+_ROUTER_BIAS = "e_score_correction_bias"  # by which a router chooses experts; not trained
 
 Part = tuple[DataProto, PackedBatch]  # the rows of a micro-batch, and their layout
 
@@ -126,7 +129,7 @@ class MegatronEngine(TrainedEngine):
         )
         self.coordinates = {
             "tensor": self.grid.tensor_rank,
-            "data": self.data.rank(),
+            "data": groups.get_data_parallel_group(with_context_parallel=True).rank(),
             "expert_data": groups.get_expert_data_parallel_group().rank(),
         }
 
@@ -154,7 +157,7 @@ class MegatronEngine(TrainedEngine):
         placed = place(self.stages, shapes, self.grid, prefix=prefix, tied=tied)
         self.placed = {p.name: p for p in placed if not p.is_copy}
         self.has_copies = tied and self.pipeline.size() > 1
-        masters = self._fill(model, placed, shapes, wide)
+        masters = self._fill(model, placed, shapes, wide, prefix)
         self.chunks: list[Any] = list(self.stages)
         if self.section.override_transformer_config:
             log.info("Settings of Megatron's layers that act: %s.", self.section.transformer_settings() or "none")
@@ -172,6 +175,7 @@ class MegatronEngine(TrainedEngine):
             self.optimizer.round_masters()
             self.optimizer.restart_measure()
         divides = self.grid.tensor if self.section.divides_sequence() else 1
+        divides *= self.section.context_parallel_size
         self.schedule = PipelineSchedule(self.chunks, self.stages, self.pipeline, divides, self.device)
         parameters = MegatronParameters(shares, shapes, self.optimizer, self.device, narrow)
         self._trained = TrainedState(self.module, parameters, self.optimizer, None, model.path, self.rounding)
@@ -201,7 +205,12 @@ class MegatronEngine(TrainedEngine):
 
     @torch.no_grad()
     def _fill(
-        self, model: ModelConfig, placed: list[Placed], shapes: Mapping[str, tuple[int, ...]], wide: torch.dtype
+        self,
+        model: ModelConfig,
+        placed: list[Placed],
+        shapes: Mapping[str, tuple[int, ...]],
+        wide: torch.dtype,
+        prefix: str,
     ) -> dict[str, torch.Tensor]:
         """Weights from the first rank, tensor by tensor; returns this rank's parts in `wide` where they compute in less."""
         trains = self.optim is not None
@@ -209,15 +218,24 @@ class MegatronEngine(TrainedEngine):
         for part in placed:
             here.setdefault(part.name, []).append(part)
         source, error = {}, ""
+        biases = router_biases(self.stages, prefix)
         if dist.get_rank() == 0:
             try:
                 cpu = torch.device("cpu")
                 module = build_module(model, self.head, cpu, self.compute_dtype, self.rounding, trains=trains)
-                source = dict(module.named_parameters())
+                source = {**dict(module.named_parameters()), **dict(module.named_buffers())}
             except VerlError as caught:
                 error = str(caught)
         if said := broadcast_value(error, 0, None, self.device):
             raise ModelError(said)
+        for name, buffer in self.module.named_buffers():
+            if name.endswith(_ROUTER_BIAS):
+                sent = torch.empty(buffer.shape, dtype=torch.float32, device=self.device)
+                if source:
+                    sent.copy_(source.pop(name))
+                dist.broadcast(sent, src=0)
+                if name in biases:
+                    biases[name].copy_(sent)
         masters: dict[str, torch.Tensor] = {}
         for name, shape in shapes.items():
             sent = torch.empty(shape, dtype=wide, device=self.device)

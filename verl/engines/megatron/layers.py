@@ -19,13 +19,14 @@ from verl.engines.megatron.library import (
     get_gpt_layer_local_spec,
 )
 from verl.models.packed import PackedLayout
+from verl.models.parallel.sequence import SequenceLayout
 
 
 @dataclass
 class PackedTokens(PackedSeqParams):
     """A packed batch on its way through the layers, recomputation included."""
 
-    layout: PackedLayout | None = None
+    layout: PackedLayout | SequenceLayout | None = None
 
 
 class RMSNorm(nn.Module):
@@ -110,10 +111,24 @@ class Experts(MegatronModule):
         return torch.cat(parts), None
 
 
-def block_spec(config: TransformerConfig, num_layers: int) -> TransformerBlockSubmodules:
-    """The specification of `num_layers` layers of one stage."""
+def block_spec(config: TransformerConfig, layers: range) -> TransformerBlockSubmodules:
+    """The specification of the layers of one stage, numbered from 0."""
+    mixed = {layer: layer_has_experts(config, layer) for layer in layers}
+    specs = {has_experts: _layer_spec(config, has_experts) for has_experts in set(mixed.values())}
+    return TransformerBlockSubmodules(layer_specs=[specs[mixed[layer]] for layer in layers], layer_norm=RMSNorm)
+
+
+def layer_has_experts(config: TransformerConfig, layer: int) -> bool:
+    """Whether a layer has experts in place of a dense MLP."""
+    pattern = config.moe_layer_freq
+    return bool(config.num_moe_experts) and (not isinstance(pattern, list) or bool(pattern[layer]))
+
+
+def _layer_spec(config: TransformerConfig, has_experts: bool) -> Any:
     spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+        num_experts=config.num_moe_experts if has_experts else None,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
     )
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
@@ -121,6 +136,6 @@ def block_spec(config: TransformerConfig, num_layers: int) -> TransformerBlockSu
     attention = layer.self_attention.submodules
     attention.core_attention = PackedAttention
     attention.q_layernorm = attention.k_layernorm = RMSNorm if config.qk_layernorm else None
-    if config.num_moe_experts:
+    if has_experts:
         layer.mlp.submodules.experts = ModuleSpec(module=Experts)
-    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=RMSNorm)
+    return spec

@@ -27,6 +27,7 @@ with warnings.catch_warnings():
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 if not hasattr(moe_utils, "te_general_gemm"):  # undefined in 0.16 without Transformer Engine
     moe_utils.te_general_gemm = None
@@ -47,6 +48,7 @@ __all__ = [
     "get_forward_backward_func",
     "get_gpt_layer_local_spec",
     "get_num_layers_to_build",
+    "get_transformer_layer_offset",
     "mappings",
     "moe_utils",
     "parallel_state",

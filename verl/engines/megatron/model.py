@@ -17,30 +17,21 @@ from verl.engines.megatron.library import (
     TransformerConfig,
     gather_from_sequence_parallel_region,
     get_num_layers_to_build,
+    get_transformer_layer_offset,
     parallel_state,
 )
 from verl.models.forward import head_transform
 from verl.models.log_probs import TokenStats, token_log_probs
 from verl.models.outputs import HeadInputs, output_kind, statistics_wanted
 from verl.models.packing import PackedBatch
+from verl.models.parallel.sequence import TokenSlice, take_slice
 from verl.models.parallel.vocabulary import parallel_log_probs
 
 
 def transformer_config(hf: Any, section: MegatronConfig, dtype: torch.dtype, recomputes: bool) -> TransformerConfig:
     """Megatron's configuration of the decoder that the transformers config `hf` describes. Its kernels that need CUDA
     extensions are off."""
-    experts = getattr(hf, "num_local_experts", None) or getattr(hf, "num_experts", None)
-    settings: dict[str, Any] = {}
-    if experts:
-        settings = {
-            "num_moe_experts": experts,
-            "moe_router_topk": hf.num_experts_per_tok,
-            "moe_ffn_hidden_size": getattr(hf, "moe_intermediate_size", None) or hf.intermediate_size,
-            "moe_router_pre_softmax": not getattr(hf, "norm_topk_prob", True),
-            "moe_router_load_balancing_type": "none",
-            "expert_model_parallel_size": section.expert_model_parallel_size,
-            "expert_tensor_parallel_size": section.expert_tensor_size(),
-        }
+    settings = _mixture(hf, section)
     if recomputes:
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     config = TransformerConfig(
@@ -53,9 +44,10 @@ def transformer_config(hf: Any, section: MegatronConfig, dtype: torch.dtype, rec
         activation_func=F.silu,
         layernorm_epsilon=hf.rms_norm_eps,
         add_qkv_bias=hf.model_type == "qwen2" or bool(getattr(hf, "attention_bias", False)),
-        qk_layernorm=hf.model_type in ("qwen3", "qwen3_moe"),
+        qk_layernorm=hf.model_type in ("qwen3", "qwen3_moe") or bool(getattr(hf, "use_qk_norm", False)),
         tensor_model_parallel_size=section.tensor_model_parallel_size,
         pipeline_model_parallel_size=section.pipeline_model_parallel_size,
+        context_parallel_size=section.context_parallel_size,
         virtual_pipeline_model_parallel_size=section.virtual_pipeline_model_parallel_size,
         sequence_parallel=section.divides_sequence(),
         params_dtype=dtype,
@@ -84,6 +76,33 @@ def transformer_config(hf: Any, section: MegatronConfig, dtype: torch.dtype, rec
     return config
 
 
+def _mixture(hf: Any, section: MegatronConfig) -> dict[str, Any]:
+    """The part of the configuration that is of experts; nothing for a dense model."""
+    experts = getattr(hf, "num_local_experts", None) or getattr(hf, "num_experts", None)
+    if not experts:
+        return {}
+    settings: dict[str, Any] = {
+        "num_moe_experts": experts,
+        "moe_router_topk": hf.num_experts_per_tok,
+        "moe_ffn_hidden_size": getattr(hf, "moe_intermediate_size", None) or hf.intermediate_size,
+        "moe_router_pre_softmax": not getattr(hf, "norm_topk_prob", True),
+        "moe_router_load_balancing_type": "none",
+        "expert_model_parallel_size": section.expert_model_parallel_size,
+        "expert_tensor_parallel_size": section.expert_tensor_size(),
+    }
+    if hf.model_type == "glm4_moe":
+        settings |= {
+            "moe_layer_freq": [int(layer >= hf.first_k_dense_replace) for layer in range(hf.num_hidden_layers)],
+            "moe_shared_expert_intermediate_size": hf.moe_intermediate_size * hf.n_shared_experts,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
+            "moe_router_dtype": "fp32",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_bias_update_rate": 0.0,  # balancing is not trained, as in every engine here
+        }
+    return settings
+
+
 class DecoderStage(GPTModel):
     """The part of a model on one stage of the pipeline. It takes packed batches, and the last stage returns hidden states
     [tokens of this rank, 1, hidden_size] that `outputs` reads."""
@@ -93,12 +112,14 @@ class DecoderStage(GPTModel):
     ):
         tp = parallel_state.get_tensor_model_parallel_world_size()
         tied = head == "lm" and bool(hf.tie_word_embeddings)
-        num_layers = get_num_layers_to_build(
-            config, vp_stage=vp, pp_rank=parallel_state.get_pipeline_model_parallel_rank()
+        place = {"vp_stage": vp, "pp_rank": parallel_state.get_pipeline_model_parallel_rank()}
+        num_layers, first_layer = (
+            get_num_layers_to_build(config, **place),
+            get_transformer_layer_offset(config, **place),
         )
         super().__init__(
             config,
-            block_spec(config, num_layers),
+            block_spec(config, range(first_layer, first_layer + num_layers)),
             vocab_size=-(-hf.vocab_size // tp) * tp,
             max_sequence_length=hf.max_position_embeddings,
             pre_process=first,
@@ -118,17 +139,9 @@ class DecoderStage(GPTModel):
     def _preprocess(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **_: Any) -> tuple[Any, ...]:
         embedded = None
         if self.pre_process:
-            embedded = self._without_padding_gradient(self.embedding(input_ids, position_ids), input_ids)
+            embedded = self.embedding(input_ids, position_ids)
         angles = torch.outer(position_ids[0].to(self.inv_freq.dtype), self.inv_freq)
         return embedded, torch.cat([angles, angles], dim=-1)[:, None, None, :], None, None, None, None
-
-    def _without_padding_gradient(self, embedded: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
-        """transformers gives the embedding of the padding token no gradient, also where the token is sampled. Its weights are
-        zeros at the start, of which a norm makes very large gradients."""
-        is_padding = input_ids[0] == (-1 if self.hf.pad_token_id is None else self.hf.pad_token_id)
-        if self.config.sequence_parallel:
-            is_padding = is_padding.chunk(self.pg_collection.tp.size())[self.pg_collection.tp.rank()]
-        return embedded.where(~is_padding[:, None, None], embedded.detach())
 
     def _postprocess(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
         return hidden_states
@@ -143,30 +156,31 @@ class DecoderStage(GPTModel):
         """The named outputs of hidden states, of the last stage; every rank of a tensor parallel group has all of them."""
         if self.config.sequence_parallel:
             states = gather_from_sequence_parallel_region(states, tensor_parallel_output_grad=False)
-        hidden = states[:, 0].index_select(0, packed.hidden_index)
-        statistics = partial(self._statistics, hidden, packed, names, temperature)
-        inputs = HeadInputs(self, hidden, packed.targets, temperature, statistics)
+        part = take_slice(packed, parallel_state.get_context_parallel_group())
+        hidden = states[:, 0].index_select(0, part.hidden_index)
+        statistics = partial(self._statistics, hidden, part, names, temperature)
+        inputs = HeadInputs(self, hidden, part.targets, temperature, statistics)
         kinds = {name: output_kind(name) for name in names}
-        outputs = {name: kind.scatter(packed, kind.compute(inputs)) for name, kind in kinds.items()}
+        outputs = {name: kind.scatter(packed, part.whole(kind.compute(inputs))) for name, kind in kinds.items()}
         anchor = states.sum() * 0  # a graph even where nothing is predicted
         return {name: value + anchor if value.is_floating_point() else value for name, value in outputs.items()}
 
     def _statistics(
-        self, hidden: torch.Tensor, packed: PackedBatch, names: Sequence[str], temperature: float
+        self, hidden: torch.Tensor, part: TokenSlice, names: Sequence[str], temperature: float
     ) -> TokenStats:
         group, vocabulary = self.pg_collection.tp, self.hf.vocab_size
         options: dict[str, Any] = {
-            **statistics_wanted(names, packed.columns, vocabulary),
+            **statistics_wanted(names, part.columns, vocabulary),
             **head_transform(self.hf),
         }
         shares = self.share_embeddings_and_output_weights
         own: Any = self.output_layer
         weight = self.shared_embedding_or_output_weight() if shares else own.weight
         if group.size() == 1:
-            return token_log_probs(hidden, weight[:vocabulary], packed.targets, temperature, **options)
+            return token_log_probs(hidden, weight[:vocabulary], part.targets, temperature, **options)
         first = group.rank() * len(weight)
         rows = weight[: min(len(weight), vocabulary - first)]  # the rest is padding
-        return parallel_log_probs(hidden, rows, packed.targets, temperature, group, first, **options)
+        return parallel_log_probs(hidden, rows, part.targets, temperature, group, first, **options)
 
 
 def build_stages(config: TransformerConfig, hf: Any, head: str, rotary: Any) -> list[DecoderStage]:
@@ -182,10 +196,11 @@ def build_stages(config: TransformerConfig, hf: Any, head: str, rotary: Any) -> 
 
 
 def stage_inputs(packed: PackedBatch) -> dict[str, Any]:
-    """The arguments of a stage for a packed batch."""
+    """The arguments of a stage for this rank's tokens of a packed batch."""
+    part = take_slice(packed, parallel_state.get_context_parallel_group())
     return {
-        "input_ids": packed.input_ids,
-        "position_ids": packed.position_ids,
+        "input_ids": part.input_ids,
+        "position_ids": part.position_ids,
         "attention_mask": None,
-        "packed_seq_params": PackedTokens(qkv_format="sbhd", layout=packed.layout),
+        "packed_seq_params": PackedTokens(qkv_format="sbhd", layout=part.layout),
     }

@@ -32,6 +32,11 @@ _LAYER = {  # Megatron's name below a layer -> names in transformers, in the ord
     "mlp.linear_fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "mlp.linear_fc2.weight": ("mlp.down_proj.weight",),
     "mlp.router.weight": ("mlp.gate.weight",),
+    "mlp.shared_experts.linear_fc1.weight": (
+        "mlp.shared_experts.gate_proj.weight",
+        "mlp.shared_experts.up_proj.weight",
+    ),
+    "mlp.shared_experts.linear_fc2.weight": ("mlp.shared_experts.down_proj.weight",),
     "mlp.experts.gate_up_proj": ("mlp.experts.gate_up_proj",),
     "mlp.experts.down_proj": ("mlp.experts.down_proj",),
 }
@@ -158,6 +163,16 @@ def place(
                 parts.append(part)
             assert first == len(parameter) or "embed" in name or "output_layer" in name, name
     return parts
+
+
+def router_biases(stages: Sequence[Any], prefix: str) -> dict[str, torch.Tensor]:
+    """The biases with which routers of this rank choose experts, which are not trained, by Hugging Face name."""
+    return {
+        f"{prefix}layers.{layer.layer_number - 1}.mlp.gate.e_score_correction_bias": layer.mlp.router.expert_bias
+        for stage in stages
+        for layer in stage.decoder.layers
+        if getattr(getattr(layer.mlp, "router", None), "expert_bias", None) is not None
+    }
 
 
 def _names(stage: Any, name: str, prefix: str) -> list[str]:

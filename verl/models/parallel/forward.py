@@ -44,6 +44,8 @@ class ParallelModel(nn.Module):
             hidden = vision_states(self.model, packed).index_select(0, part.hidden_index)
         else:
             hidden = decoder_states(self.model.get_decoder(), part).index_select(0, part.hidden_index)
+            if packed.layout.routing is not None and part.layout is not packed.layout:
+                packed.layout.routing.gather(part.layout.routing, packed.num_tokens, self.sequence)
         statistics = partial(self._statistics, hidden, part, outputs, temperature)
         inputs = HeadInputs(self.model, hidden, part.targets, temperature, statistics)
         kinds = {name: output_kind(name) for name in outputs}

@@ -39,6 +39,7 @@ class SequenceLayout:
 
     def __init__(self, whole: PackedLayout, num_tokens: int, num_local: int, group: dist.ProcessGroup):
         self.whole, self.num_tokens, self.num_local, self.group = whole, num_tokens, num_local, group
+        self.routing = None if whole.routing is None else whole.routing.part(num_local, group)
 
     def attend(
         self,

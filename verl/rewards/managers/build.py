@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from verl.errors import ConfigError
 from verl.families import REWARD_MANAGERS
 from verl.registry import load_object
 from verl.rewards.debug import DebugPool
-from verl.rewards.functions import MODEL_REPLY, MODEL_SCORE, RewardFunctionSpec
+from verl.rewards.functions import MODEL_REPLY, MODEL_SCORE, RewardFunctionSpec, service_arguments
 from verl.rewards.managers.api import RewardManager
 from verl.rewards.pool import RewardPool
 from verl.rewards.sandbox.limits import Limits
@@ -79,13 +80,36 @@ def function_spec(config: RewardConfig, *, batched: bool = False) -> RewardFunct
     custom, model = config.custom_reward_function, config.reward_model
     argument = (MODEL_REPLY if model.judge_template else MODEL_SCORE)[batched] if model.enable else None
     if custom.path:
-        name = custom.name or "compute_score"
-        return RewardFunctionSpec(custom.path, name, _plain(custom.reward_kwargs or {}), batched, argument)
+        name, kwargs = custom.name or "compute_score", _plain(custom.reward_kwargs or {})
+        if model.enable and (asked := service_arguments(custom.path, name) - set(kwargs)):
+            return _served(config, RewardFunctionSpec(custom.path, name, kwargs, batched), asked)
+        return RewardFunctionSpec(custom.path, name, kwargs, batched, argument)
     if model.enable:
         name = ("last_number" if model.judge_template else "model_score") + ("s" if batched else "")
         return RewardFunctionSpec("verl.rewards.model_score", name, batched=batched, from_model=argument)
     sandbox = {"sandbox_fusion_url": config.sandbox_fusion.url} if config.sandbox_fusion.url else {}
     return RewardFunctionSpec(None, kwargs=sandbox, batched=batched)
+
+
+def _served(config: RewardConfig, spec: RewardFunctionSpec, asked: set[str]) -> RewardFunctionSpec:
+    """A function that asks the service of the reward model itself, with the arguments `asked` that name it. Raises ConfigError
+    where it cannot reach one."""
+    model = config.reward_model
+    if model.rollout.name not in ("http", "sglang") or not config.network:
+        raise ConfigError(
+            f"The reward function {spec.label} has the parameter {min(asked)}: it asks a service of the reward model itself. "
+            "Set reward.reward_model.rollout.name=http, reward.reward_model.rollout.service.url to its address, and "
+            "reward.network=True."
+        )
+    address = model.rollout.service.url.rstrip("/").removesuffix("/v1").partition("://")[2]
+    kwargs = {**spec.kwargs, **({"reward_router_address": address} if "reward_router_address" in asked else {})}
+    return replace(spec, kwargs=kwargs, tokenizer=model.model_path if "reward_model_tokenizer" in asked else None)
+
+
+def asks_service(config: RewardConfig) -> bool:
+    """Whether the reward function asks the service of the reward model itself, so that no reward model runs here."""
+    custom = config.custom_reward_function
+    return bool(custom.path) and bool(service_arguments(str(custom.path), custom.name or "compute_score"))
 
 
 def is_called(manager: Any) -> bool:

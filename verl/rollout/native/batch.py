@@ -37,6 +37,7 @@ class Group:
     logits: torch.Tensor | None = field(
         default=None, repr=False
     )  # [vocab], after the last token, while samples are pending
+    experts: list[np.ndarray] = field(default_factory=list, repr=False)  # of its tokens, see ExpertRecords
     shift: int = 0  # of positions behind a prompt with images, against the count of tokens
 
     @property

@@ -19,12 +19,14 @@ from verl.data_proto.samples import Completion, PromptRequest, SampleKey, Sampli
 from verl.errors import ConfigError, ModelError
 from verl.models.cuda.varlen import FLASH, VarlenKernel
 from verl.models.randomness import eval_mode
+from verl.models.routing import follow_routing
 from verl.rollout.api import BaseRollout, Invariance, Stats
 from verl.rollout.cpu.forward import CpuForward
 from verl.rollout.cpu.paged_store import PagedStore
 from verl.rollout.cpu.store import BlockStore
 from verl.rollout.cuda.backend import DeviceBackend
 from verl.rollout.native.batch_invariance import examine
+from verl.rollout.native.experts import ExpertRecords
 from verl.rollout.native.forward import DenseForward
 from verl.rollout.native.host_backend import HostBackend
 from verl.rollout.native.kv_cache import SlotStore, rounded
@@ -72,6 +74,8 @@ class NativeRollout(BaseRollout):
         self._has_rested = self._has_trained = False  # weights of another version came after a `release`
         self._open: NativeGeneration | None = None
         self._invariance: Invariance | None = None
+        if config.enable_rollout_routing_replay:
+            follow_routing(module)
         if config.batch_invariant == "require":
             self.invariance()
 
@@ -165,6 +169,8 @@ class NativeGeneration:
             shared=params.n > 1 and not keep,
             max_saved_bytes=_kept_bytes(config) if keep else None,
         )
+        if config.enable_rollout_routing_replay and not keep:  # episodes are not recorded
+            self.scheduler.experts = ExpertRecords(module.config)
         self.is_closed = False
         self._backend: HostBackend | DeviceBackend | None = None
         self._mode = contextlib.ExitStack()
@@ -225,6 +231,8 @@ class NativeGeneration:
         cache, paging = engine.config.kv_cache_config, None
         if engine.paged(on_device):
             paging = Paging(self.scheduler, cache.block_size, cache.max_tokens)
+        # the device drives steps without the family's own forward, in which routers are recorded
+        on_device = on_device and self.scheduler.experts is None
         if on_device and (paging is None or engine.device.reads_pages):
             engine.device.open(self.scheduler, longest, paging)
             self._backend = engine.device

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from verl.models.routing import Routing
 from verl.models.vision import PlacedMedia, is_vision_model, prompt_positions, vision_inputs
 from verl.rollout.cpu.forward import CpuForward
 from verl.rollout.cpu.paged_store import PagedStore
@@ -108,6 +109,9 @@ class HostBackend:
             self._keep()
         self.num_bytes = max(self.num_bytes, self.own.num_bytes + self.prefix.num_bytes)
         layout = self._layout(own_lengths, positions, [c for _, c in chunks])
+        recorder = self.scheduler.experts
+        if recorder is not None and isinstance(layout, StepLayout):
+            layout.routing = Routing()
         ids = [self.rows.newest(), *(np.array(g.request.token_ids[c.start : c.end]) for g, c in chunks)]
         media = self._media(num_rows, chunks) if self.reads_images else []
         if self.reads_images:
@@ -117,6 +121,8 @@ class HostBackend:
         ends = np.cumsum([num_rows, *(c.end - c.start for _, c in chunks)])[1:] - 1
         completed = [e for (g, c), e in zip(chunks, ends, strict=True) if c.end == g.num_tokens]
         logits = self._logits(ids, places, completed, layout, media)
+        if recorder is not None and isinstance(layout, StepLayout) and layout.routing is not None:
+            recorder.add(layout.routing, self.rows, chunks)
         self.num_computed += sum(c.end - c.start for _, c in chunks)
         sampled = self._sample(np.arange(num_rows), logits[:num_rows]) if num_rows else None
         return sampled, logits[num_rows:].clone() if completed else logits[:0]  # the next forward overwrites them

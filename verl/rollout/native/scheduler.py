@@ -18,6 +18,7 @@ import torch
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey
 from verl.rollout.layout import Chunk
 from verl.rollout.native.batch import BatchRows, Group, Prompts
+from verl.rollout.native.experts import ExpertRecords
 from verl.rollout.requests import OpenSamples, StopRules
 from verl.rollout.uniforms import sample_keys
 
@@ -102,6 +103,7 @@ class Scheduler:
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_saved_bytes = max_saved_bytes
         self.chunk_tokens: int | None = None
+        self.experts: ExpertRecords | None = None  # where they are recorded
         self.backend: Backend
         self.prompts, self.rows = Prompts(), BatchRows(self.params.max_new_tokens)
         self.longest_prompt = self.num_decode_steps = self.num_row_steps = self.max_running = self.num_preempted = 0
@@ -199,7 +201,7 @@ class Scheduler:
             begun = [g for g in (*self.prompts.ready, *self.prompts.prefilling) if g.num_live == len(g.pending)]
             if begun and (len(begun) > 1 or self.rows.num_running):
                 self.prompts.drop(begun[-1])
-                begun[-1].num_computed, begun[-1].logits = 0, None
+                begun[-1].num_computed, begun[-1].logits, begun[-1].experts = 0, None, []
                 self._free_prefix(begun[-1])
                 self.prompts.waiting.appendleft(begun[-1])
             else:
@@ -249,7 +251,8 @@ class Scheduler:
         assert group is not None
         key = self._key(group, number)
         tokens, log_probs = self.rows.tokens[row, :length].tolist(), self.rows.log_probs[row, :length].tolist()
-        done = self.samples.finish(key, tokens, log_probs, StopRules.reason(stopped), self.weight_version)
+        experts = None if self.experts is None else self.experts.of(key, group)
+        done = self.samples.finish(key, tokens, log_probs, StopRules.reason(stopped), self.weight_version, experts)
         if self.samples.keep:
             self._save(key, self.backend.save(row), int(self.rows.prompt_length[row]) + length - 1)
         self._remove(row)
@@ -271,6 +274,8 @@ class Scheduler:
     def _remove(self, row: int) -> None:
         group = self.rows.groups[row]
         assert group is not None
+        if self.experts is not None:
+            self.experts.drop(self._key(group, int(self.rows.sample[row])))
         self.rows.remove(row)
         for rows, _ in self._flight:
             rows[rows == row] = -1

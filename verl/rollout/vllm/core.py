@@ -236,7 +236,8 @@ class _Generation:
         sample = self.running.pop(name)
         self._num_cached += getattr(output, "num_cached_tokens", None) or 0
         key = (sample.request.ordinal, sample.request.first_sample)
-        self._ended.append(Completion(*key, sample.token_ids, sample.log_probs, reason, -1))
+        experts = getattr(output.outputs[0], "routed_experts", None)
+        self._ended.append(Completion(*key, sample.token_ids, sample.log_probs, reason, -1, experts))
 
 
 def request_arguments(params: SamplingParams, stop: StopRules, extra: dict[str, Any]) -> dict[str, Any]:

@@ -138,7 +138,8 @@ class VLLMGeneration:
             limits = [limit for limit in (left_s, self._poll_s) if limit is not None]
             ended = self.core.poll(min(limits, default=None))
             completions = [
-                self.samples.finish(d.key, d.token_ids, d.log_probs, d.finish_reason, self._version) for d in ended
+                self.samples.finish(d.key, d.token_ids, d.log_probs, d.finish_reason, self._version, d.experts)
+                for d in ended
             ]
             if completions or left_s == 0.0:
                 return completions

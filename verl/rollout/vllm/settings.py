@@ -55,6 +55,8 @@ def make_setup(
         "logits_processors": [_DRAW],
         "worker_extension_cls": _RECEIVER,
     }
+    if config.enable_rollout_routing_replay:
+        arguments["enable_return_routed_experts"] = True
     if on_cpu:
         arguments["kv_cache_memory_bytes"] = _cache_bytes(config, longest, skeleton, transfer.dtype)
     else:

@@ -1,0 +1,67 @@
+"""The experts of an engine's forwards: replayed from a batch, or recorded for it (verl/models/routing.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from verl.engines.micro_batches import rows_of
+from verl.models.packing import Reads, group_rows
+from verl.models.padded import require_packed
+from verl.models.routing import Routing, by_row, experts_of, follow_routing
+
+if TYPE_CHECKING:
+    from verl.data_proto.proto import DataProto
+    from verl.models.packing import PackedBatch
+
+
+class RequestedOutputs(NamedTuple):
+    """Outputs that a call asks of a forward pass, and the positions that it reads for them."""
+
+    outputs: Sequence[str]
+    reads: Reads
+    temperature: float
+
+
+class EngineRouting:
+    """Of one engine. Until `follow` its routers choose the experts of every token, whatever the batch has."""
+
+    def __init__(self) -> None:
+        self._config: Any = None  # of the model, after `follow`
+        self._records: dict[int, np.ndarray] | None = None
+
+    def follow(self, module: Any) -> None:
+        """From now on the routers of `module` choose the experts in the column `routed_experts`, where a batch has it. Raises
+        ConfigError for a model without experts, or whose forward takes no packed batches."""
+        require_packed(module, "actor.router_replay.mode")
+        follow_routing(module)
+        self._config = module.config
+
+    @contextmanager
+    def recording(self) -> Iterator[dict[int, np.ndarray]]:
+        """Inside, forwards record the experts of each row of their batch [tokens, layers, k], by row, in place of a replay."""
+        assert self._config is not None, "follow a module first"
+        self._records = {}
+        try:
+            yield self._records
+        finally:
+            self._records = None
+
+    def experts(self, batch: DataProto) -> list[np.ndarray | None] | None:
+        """The experts that a forward of `batch` is to choose."""
+        return None if self._config is None or self._records is not None else experts_of(batch)
+
+    def begin(self, packed: PackedBatch) -> None:
+        """Called before a forward without gradient."""
+        if self._records is not None:
+            packed.layout.routing = Routing()
+
+    def end(self, packed: PackedBatch, part: DataProto, rows: Sequence[int], reads: Reads, share: bool) -> None:
+        """Called after it: `part`, the rows `rows` of the batch, was packed for `reads`, with or without shared prompts."""
+        if self._records is not None and packed.layout.routing is not None and packed.num_tokens:
+            record = packed.layout.routing.recorded(self._config).cpu().numpy()
+            groups = group_rows(rows_of(part, None, reads), share)
+            self._records.update({rows[row]: experts for row, experts in by_row(groups, record).items()})

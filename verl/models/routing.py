@@ -1,0 +1,186 @@
+"""Routing replay: experts that the routers of a mixture chose in one forward are chosen again in another.
+
+    recording   router -> top-k experts ---------------> record [tokens, layers, k]
+    replaying   router -> experts of the record -------> their weights from the scores of this forward, with gradients
+
+A router near a tie chooses another expert after a rounding error, and then log-probs of sampler and trainer differ by far more
+than rounding. "R3" replays the choices of rollout (Ma et al. 2025, arXiv:2510.11370), "R2" the choices of the pass that
+computes old log-probs (Zheng et al. 2025, arXiv:2507.18071 and 2512.01374). A Routing travels on the layout of a forward,
+so that a layer which is computed again in the backward makes the same choices.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedConfig
+
+from verl.errors import ConfigError
+from verl.models.parallel.collectives import gather_into
+from verl.models.parallel.experts import is_experts
+
+if TYPE_CHECKING:
+    from verl.data_proto.proto import DataProto
+    from verl.models.packing import PackedRow
+
+COLUMN = "routed_experts"  # of a batch: the record of each row, or None
+_TOP_K = (torch.topk, torch.Tensor.topk)
+_UNKNOWN = -1  # in a record: the router chooses
+
+
+class Routing:
+    """The choices of one forward: of `replayed` [tokens, layers, k], int64, -1 where the router chooses; None: the forward
+    records its own. Layers without a router have choices without meaning."""
+
+    def __init__(self, replayed: torch.Tensor | None = None):
+        self.replayed = replayed
+        self._recorded: dict[int, torch.Tensor] = {}
+
+    def choose(self, layer: int, chosen: torch.Tensor) -> torch.Tensor:
+        """The experts [tokens, k] of a layer whose router chose `chosen`."""
+        if self.replayed is None:
+            self._recorded[layer] = chosen
+            return chosen
+        past = self.replayed[:, layer]
+        return torch.where(past == _UNKNOWN, chosen, past)
+
+    def part(self, num_local: int, group: dist.ProcessGroup) -> Routing:
+        """The choices of this rank's `num_local` tokens, one of equal slices over the ranks of `group`."""
+        routing = Routing()
+        if self.replayed is not None:
+            spare = num_local * group.size() - len(self.replayed)
+            padded = F.pad(self.replayed, (0, 0, 0, 0, 0, spare), value=_UNKNOWN)
+            routing.replayed = padded[num_local * group.rank() :][:num_local]
+        return routing
+
+    def gather(self, part: Routing, num_tokens: int, group: dist.ProcessGroup) -> None:
+        """Take over what the ranks of `group` recorded for their parts of `num_tokens` tokens."""
+        for layer, chosen in part._recorded.items():
+            whole = chosen.new_empty(len(chosen) * group.size(), chosen.shape[1])
+            gather_into(whole, chosen.contiguous(), group=group)
+            self._recorded[layer] = whole[:num_tokens]
+
+    def recorded(self, config: PreTrainedConfig) -> torch.Tensor:
+        """[tokens, layers, k], in the smallest dtype that holds the experts of a model with `config`."""
+        num_experts, _ = expert_counts(config)
+        some = next(iter(self._recorded.values()))
+        nothing = torch.zeros_like(some)
+        layers = range(config.get_text_config().num_hidden_layers)
+        record = torch.stack([self._recorded.get(layer, nothing) for layer in layers], dim=1)
+        return record.to(torch.uint8 if num_experts <= 256 else torch.int16)
+
+
+def expert_counts(config: PreTrainedConfig) -> tuple[int, int]:
+    """(experts of a layer, experts of a token) of a model. Raises ConfigError for a model without experts."""
+    config = config.get_text_config()
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    num_experts = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
+    if num_experts is None:
+        raise ConfigError(
+            f"Routing replay is for mixtures of experts, and {config.model_type} has none. Set "
+            "actor_rollout_ref.actor.router_replay.mode=disabled."
+        )
+    return int(num_experts), int(config.num_experts_per_tok)
+
+
+def follow_routing(module: Any) -> None:
+    """Let the routers of `module`, a causal language model, follow the Routing of their layout, if it has one. May be called
+    again. Raises ConfigError for a model without experts, or with experts in a form that is not known."""
+    sizes = expert_counts(module.config)
+    names = [name for name, part in module.named_modules() if is_experts(part)]
+    if not names:
+        raise ConfigError(
+            f"Routing replay does not find the experts of {type(module).__name__}, whose layers have none with joined weights. "
+            "Set actor_rollout_ref.actor.router_replay.mode=disabled."
+        )
+    for name in names:
+        block, layer = module.get_submodule(name.rpartition(".")[0]), re.match(r".*\.(\d+)(?=\.)", name)
+        assert layer is not None, name
+        if not isinstance(block.forward, _RoutedForward):
+            block.forward = _RoutedForward(block.forward, int(layer[1]), sizes)
+            module.get_submodule(layer[0]).register_forward_pre_hook(block.forward.enter, with_kwargs=True)
+
+
+class _RoutedForward:
+    """The forward of the part of a layer that has its router and experts."""
+
+    def __init__(self, forward: Any, layer: int, sizes: tuple[int, int]):
+        self.forward, self.layer, self.sizes = forward, layer, sizes
+        self.routing: Routing | None = None
+
+    def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take the Routing with which the layer is called."""
+        self.routing = getattr(kwargs.get("layout"), "routing", None)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.routing is None:
+            return self.forward(*args, **kwargs)
+        with _Choice(self.routing, self.layer, self.sizes):
+            return self.forward(*args, **kwargs)
+
+
+class _Choice(TorchFunctionMode):
+    """Inside, the top-k of scores [tokens, experts] has the indices of `routing`. A router's other top-k, such as of groups of
+    experts, has other sizes."""
+
+    def __init__(self, routing: Routing, layer: int, sizes: tuple[int, int]):
+        super().__init__()
+        self.routing, self.layer, self.sizes = routing, layer, sizes
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in _TOP_K:
+            return result
+        scores = args[0] if args else (kwargs or {})["input"]
+        if scores.dim() != 2 or (scores.shape[1], result.indices.shape[1]) != self.sizes:
+            return result
+        experts = self.routing.choose(self.layer, result.indices)
+        if experts is result.indices:
+            return result
+        return torch.return_types.topk((scores.gather(1, experts), experts))
+
+
+def experts_of(batch: DataProto) -> list[np.ndarray | None] | None:
+    """The column COLUMN of a batch; None where the batch has no such column."""
+    column = batch.non_tensor_batch.get(COLUMN)
+    return None if column is None else list(column)
+
+
+def replayed(groups: Sequence[Sequence[PackedRow]], device: torch.device | str) -> Routing | None:
+    """The Routing of a packed forward of `groups`; None where no row has a record."""
+    shape = next((row.experts.shape[1:] for group in groups for row in group if row.experts is not None), None)
+    if shape is None:
+        return None
+    parts = [part for group in groups for part in _parts(group, shape)]
+    return Routing(torch.from_numpy(np.concatenate(parts)).to(device))
+
+
+def _parts(group: Sequence[PackedRow], shape: tuple[int, ...]) -> Iterator[np.ndarray]:
+    """The records of a prompt, then of the responses to it; of the experts that are not in a record, -1."""
+    num_prompt = len(group[0].prompt)
+    spans = [(group[0], 0, num_prompt), *((row, num_prompt, num_prompt + row.num_inputs) for row in group)]
+    for row, start, end in spans:
+        part = np.full((end - start, *shape), _UNKNOWN, dtype=np.int64)
+        known = None if row.experts is None else row.experts[start:end]
+        if known is not None:
+            part[: len(known)] = known
+        yield part
+
+
+def by_row(groups: Sequence[Sequence[PackedRow]], record: np.ndarray) -> Mapping[int, np.ndarray]:
+    """Row index -> its record [tokens, layers, k], of the record of a packed forward of `groups`."""
+    rows, start = {}, 0
+    for group in groups:
+        prompt = record[start : start + len(group[0].prompt)]
+        start += len(prompt)
+        for row in group:
+            rows[row.index] = np.concatenate([prompt, record[start : start + row.num_inputs]])
+            start += row.num_inputs
+    return rows
