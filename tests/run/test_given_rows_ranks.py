@@ -1,0 +1,134 @@
+"""Fine-tuning, preference optimization and reward models on two ranks: losses and validation equal the values of one process in
+every arrangement."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.run.conftest import Run
+from tests.run.test_rm import KINDS, ROWS
+from tests.runtime.ranks import ROOT, environment, run
+
+REWARD_MODELS = ("sigmoid", "regression", "process")
+LOSSES = {
+    "sft": ["trainer.save_freq=after_each_epoch"],
+    **{kind: KINDS[kind][1:] for kind in REWARD_MODELS},
+    "dpo": ["preference.loss=[sigmoid,aot_unpaired,sft]", "preference.ld_alpha=0.5", "preference.use_weighting=True"],
+    "kto": ["preference.loss=kto"],
+    "orpo": ["preference.loss=orpo"],
+    "reference": ["ref.precompute=False"],
+    "moving": ["ref.sync_steps=2"],
+}
+# as long as two completions; one completion at a time would be cheaper, and a pair on each rank better balanced
+SMALL = ["data.use_dynamic_bsz=False", "data.micro_batch_size_per_gpu=1"]
+WAYS = {
+    "fsdp2": ["engine.strategy=fsdp2"],
+    "tensor2": ["engine.tensor_parallel_size=2"],
+    "sequence2": ["engine.ulysses_sequence_parallel_size=2"],
+    "small": SMALL,
+}
+RAY = ["trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_cpus=4"]
+SPMD = [
+    *((loss, way) for loss in ("sft", "sigmoid") for way in WAYS),
+    *((loss, way) for loss in ("dpo", "process") for way in ("fsdp2", "tensor2")),
+    *((loss, "fsdp2") for loss in ("kto", "orpo", "moving", "regression")),
+    ("dpo", "small"),
+    ("reference", "tensor2"),
+]
+METRICS = (
+    "train/loss", "train/grad_norm", "train/global_tokens", "train/token_accuracy", "train/entropy", "train/rewards/chosen",
+    "train/rewards/margins", "train/kl", "train/accuracy", "train/margin", "train/mean_reward", "train/min_reward",
+    "train/max_reward", "val/loss", "val/margin",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("ranks")
+
+
+def program_of(loss):
+    return loss if loss == "sft" else "rm" if loss in REWARD_MODELS else "preference"
+
+
+@pytest.fixture(scope="module")
+def job(tiny_llama, folder):
+    """`job(loss, name, *changes)`: two epochs of 11 rows in batches of 5, in float64: nothing divides by 2, and the completions
+    of a pair differ much in length."""
+    pairs = [
+        {"prompt": f"{i}?", "chosen": "ab" * (i % 5 + 1), "rejected": "c" * (1 if i % 2 else 30)} for i in range(11)
+    ]
+    files = {"preference": pairs, **{kind: ROWS[KINDS[kind][0]](11) for kind in REWARD_MODELS}}
+    files["sft"] = [{"prompt": f"{i}?", "completion": "ab" * (i % 5 + 1)} for i in range(11)]
+    for name, rows in files.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common = [
+        f"model.path={tiny_llama}",
+        "model.external_lib=tests.runtime.wide_norms",
+        "data.train_batch_size=5",
+        "engine.dtype=float64",
+        "optim.lr=0.0002",
+        "trainer.logger=[file]",
+        "trainer.total_epochs=2",
+        "trainer.test_freq=after_each_epoch",
+    ]
+
+    def make(loss, name, *changes):
+        rows = folder / f"{loss if loss in files else 'preference'}.jsonl"
+        places = [f"data.train_files={rows}", f"data.val_files={rows}"]
+        places.append(f"trainer.default_local_dir={folder / loss / name}")
+        return {"program": program_of(loss), "overrides": [*common, *places, *LOSSES[loss], *changes]}
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def alone(job, folder):
+    """The rows of metrics of one process, by loss."""
+    from tests.runtime.wide_norms import widen
+    from verl.config import SCHEMAS, load_config
+    from verl.run.host import train
+
+    with pytest.MonkeyPatch.context() as patch:
+        widen(patch)
+        for loss in LOSSES:
+            program = program_of(loss)
+            assert train(load_config(job(loss, "alone")["overrides"], schema=SCHEMAS[program]), program) == 0
+    return {loss: Run(folder / loss / "alone").rows for loss in LOSSES}
+
+
+def write(folder, name, jobs):
+    file = folder / f"{name}.json"
+    file.write_text(json.dumps(jobs))
+    return file
+
+
+def assert_same(loss, rows, expected):
+    last = 8 if loss == "kto" else 4  # a pair is two completions
+    assert [row["step"] for row in rows] == [row["step"] for row in expected] == list(range(1, last + 1))
+    for row, expected_row in zip(rows, expected, strict=True):
+        values, compared = ({name: r[name] for name in METRICS if name in r} for r in (row, expected_row))
+        assert values == pytest.approx(compared, rel=1e-6, abs=1e-9), (loss, row["step"])
+
+
+@pytest.mark.slow
+def test_two_ranks_under_torchrun_are_one_process(alone, job, folder):
+    jobs = [job(loss, way, *WAYS[way]) for loss, way in SPMD]
+    run(2, "tests.runtime.several_runs", write(folder, "spmd", jobs), timeout_s=300)
+    for loss, way in SPMD:
+        assert_same(loss, Run(folder / loss / way).rows, alone[loss])
+
+
+@pytest.mark.slow
+def test_two_actors_on_ray_are_one_process(alone, job, folder):
+    pytest.importorskip("ray")
+    file = write(folder, "ray", [job(loss, "ray", *RAY) for loss in ("sft", "sigmoid")])
+    command = [sys.executable, "-m", "tests.runtime.several_runs", str(file)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(RAY_AUTH_MODE="disabled"), capture_output=True, text=True, timeout=280
+    )
+    assert not done.returncode, (done.stdout + done.stderr)[-3000:]
+    for loss in ("sft", "sigmoid"):
+        assert_same(loss, Run(folder / loss / "ray").rows, alone[loss])
