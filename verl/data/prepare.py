@@ -1,4 +1,4 @@
-"""Commands that make training data: `python -m verl.data.prepare {gsm8k,reasoning_gym,char_count,sentiment,split} ...`."""
+"""Commands that make training data: `python -m verl.data.prepare {gsm8k,reasoning_gym,char_count,...} ...`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.data.tables import parse_json
-from verl.data.tasks import char_count, gsm8k, reasoning_gym, sentiment, split
+from verl.data.tasks import char_count, gsm8k, reasoning_gym, sentiment, shapes, split
 from verl.errors import DataError, VerlError
 from verl.foreign_text import clean
 
@@ -59,6 +59,12 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--source", type=Path, required=True, help="source archive of vaderSentiment 3.3.2 (.tar.gz)")
     command.add_argument("--output", type=Path, required=True, help="folder to write to")
     _add_counts(command, train=2000, test=200)
+    command = commands.add_parser("shapes", help="questions about pictures, for SFT and for RL")
+    command.add_argument(
+        "--source", type=Path, required=True, help="wheel of scikit-learn, which has the digits (.whl)"
+    )
+    command.add_argument("--output", type=Path, required=True, help="folder to write to")
+    _add_counts(command, train=4000, test=200)
     command = commands.add_parser("split", help="rows of your own divided by their prompts, a share held out")
     command.add_argument("--source", type=Path, required=True, help="file of rows")
     command.add_argument("--output", type=Path, required=True, help="folder to write to")
@@ -123,6 +129,9 @@ _PREPARE: dict[str, Callable[[argparse.Namespace], list[str]]] = {
     "reasoning_gym": _reasoning_gym,
     "char_count": _char_count,
     "sentiment": lambda args: sentiment.prepare(
+        args.source, args.output, num_train=args.train, num_test=args.test, seed=args.seed
+    ),
+    "shapes": lambda args: shapes.prepare(
         args.source, args.output, num_train=args.train, num_test=args.test, seed=args.seed
     ),
     "split": lambda args: split.prepare(
