@@ -1,5 +1,6 @@
 """The pages in a browser: contents, live updates, the keyboard, hostile text. See tests/page/browsing.py."""
 
+import math
 import os
 import statistics
 import time
@@ -181,7 +182,9 @@ def test_a_large_difference_is_three_clicks_away(tab):
     three_clicks(tab, "largest sampler/trainer difference")
     assert "h7" in tab.get_attribute("#tokens .k >> nth=0", "class")
     assert "token 1 of 6" in tab.inner_text("#token-info")
-    assert "trainer − sampler −2.5" in tab.inner_text("#token-info")
+    log_prob = sample(8, 2, step=3)["log_probs"][0]
+    gap = math.exp(log_prob - 2.5) - math.exp(log_prob)
+    assert f"trainer − sampler p −{-gap:.4g}" in tab.inner_text("#token-info")
     tab.focus("#tokens")
     tab.keyboard.press("End")
     tab.keyboard.press("x")

@@ -1,12 +1,14 @@
 """Search over samples, and two runs side by side."""
 
+import math
+
 import pytest
 
 from tests.page.folders import make_run, sample, write_samples
 from verl.page import compare, search
 from verl.page.index import SampleIndex
 from verl.page.pages import Site
-from verl.page.summaries import final_answer, last_message
+from verl.page.summaries import final_answer, largest_gap, last_message
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +94,15 @@ def test_two_runs(tmp_path):
         assert "one" in site.page("/compare", {"a": "nobody"})
     finally:
         site.close()
+
+
+@pytest.mark.parametrize(
+    ("sampled", "trained", "gap"),
+    [([-1.0, -9.0], [-0.5, -20.0], math.exp(-0.5) - math.exp(-1)), ([-1.0, None], [-0.5, "x"], math.exp(-0.5) - math.exp(-1)),
+     ([0.0], [1e300], 0.0), ([], [], None), (None, [-1.0], None)],
+)  # fmt: skip
+def test_the_gap_of_a_sample_is_one_of_probabilities(sampled, trained, gap):
+    assert largest_gap({"log_probs": sampled, "train_log_probs": trained}) == (gap and pytest.approx(gap))
 
 
 def test_rows_are_read_without_the_numbers_that_no_summary_needs():

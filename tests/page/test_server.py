@@ -2,6 +2,7 @@
 
 import html
 import json
+import math
 import random
 import re
 from collections import Counter
@@ -204,7 +205,10 @@ def test_a_sample_shows_reward_tokens_and_neighbours(get):
     text = get("/run/run/train/1/s/1").text
     data = json.loads(re.search(r'id="tokens-data">(.*?)</script>', text, re.DOTALL).group(1))
     assert data["texts"][:3] == ["The", " answer", " is"]
-    assert data["columns"]["gap"] == pytest.approx([-0.01] * 6)
+    columns = data["columns"]
+    assert columns["log_ratio"] == pytest.approx([-0.01] * 6)
+    differences = [math.exp(a) - math.exp(b) for a, b in zip(columns["trainer"], columns["log_prob"], strict=True)]
+    assert columns["gap"] == pytest.approx(differences)
     assert data["columns"]["advantage"] == [0.5] * 6
     assert 'rel="prev" href="/run/run/train/1/s/0"' in text
     assert 'rel="next" href="/run/run/train/1/s/2"' in text

@@ -25,7 +25,7 @@ from verl.regular_files import open_regular
 
 log = logging.getLogger(__name__)
 
-FORMAT = "2"
+FORMAT = "3"
 _FILE = re.compile(r"step_(\d{6,15})\.jsonl")
 _BATCH = 500  # rows between two commits, so that a reader sees a large file grow
 _SHOWN = 400  # characters of prompt and response in a list
@@ -124,6 +124,11 @@ class SampleIndex:
                         if match := _FILE.fullmatch(entry.name):
                             files[split.name, int(match.group(1))] = Path(entry.path)
         return files
+
+    def num_unread(self) -> int:
+        """Samples files of the folder that are not indexed yet."""
+        done = {(row["split"], row["step"]) for row in self.rows("SELECT split, step FROM files WHERE complete = 1")}
+        return len(self.files().keys() - done)
 
     def file(self, split: str, step: int) -> Path | None:
         """The samples file of a step."""

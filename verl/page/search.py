@@ -62,14 +62,13 @@ def search_context(index: SampleIndex, query: Mapping[str, str]) -> dict[str, An
         rows, more = samples[:PER_PAGE], len(samples) > PER_PAGE
     except sqlite3.Error as error:
         problem = f"The samples could not be searched: {clean(error)}."
-    num_files = len(index.files())
-    done = index.rows("SELECT count(*) AS files, sum(rows) AS samples FROM files WHERE complete = 1")[0]
+    done = index.rows("SELECT sum(rows) AS samples FROM files WHERE complete = 1")[0]
     return {
         "q": text, "rows": rows, "more": more, "page": page, "flags": {n: label for n, (label, _) in _FLAGS.items()},
         "questions": QUESTIONS, "asked": {name: value for name, value in query.items() if value and name != "page"},
         "chosen": flags, "tags": list(map(visible, tags)), "splits": list(map(visible, splits)), "sorts": list(_SORTS),
         "problem": problem,
-        "num_files": num_files, "num_indexed": done["files"], "num_samples": done["samples"] or 0,
+        "num_unread": index.num_unread(), "num_samples": done["samples"] or 0,
         "filters": {name: query.get(name, "") for name in _NUMBERS},
     }  # fmt: skip
 

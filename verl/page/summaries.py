@@ -38,7 +38,7 @@ class SampleSummary(NamedTuple):
     tag: str
     version: int | None
     advantage: float | None
-    gap: float | None  # largest |trainer - sampler log-prob| of its tokens
+    gap: float | None  # largest |trainer - sampler probability| of its tokens
     chosen: int | None
     answer: str
     prompt: str
@@ -139,18 +139,24 @@ def trainer_log_probs(row: Mapping[str, Any]) -> Sequence[Any]:
     return []
 
 
+def probability(log_prob: float) -> float:
+    """exp of a log-prob; 1 for numbers above 0, which damaged files have."""
+    return math.exp(min(log_prob, 0.0))
+
+
 def largest_gap(row: Mapping[str, Any]) -> float | None:
-    """Largest |trainer - sampler log-prob|; None where one of the two is missing."""
+    """Largest |trainer - sampler probability|, as training/rollout_probs_diff_max; None where one of the two is missing."""
     sampled, trained, mask = row.get("log_probs"), trainer_log_probs(row), row.get("response_mask")
     if not isinstance(sampled, list):
         return None
     used = mask if isinstance(mask, list) else itertools.repeat(True)
-    with suppress(TypeError):  # a value that is no number; else this is the fast way for most rows
-        largest = max(map(abs, itertools.compress(map(operator.sub, trained, sampled), used)), default=None)
+    with suppress(TypeError, OverflowError):  # no number, or no log-prob; else this is the fast way for most rows
+        gaps = map(operator.sub, map(math.exp, trained), map(math.exp, sampled))
+        largest = max(map(abs, itertools.compress(gaps, used)), default=None)
         if largest is None or is_number(largest):
             return largest
-    gaps = [abs(a - b) for a, b, m in zip(trained, sampled, used, strict=False) if m and is_number(a) and is_number(b)]
-    return max(gaps, default=None)
+    pairs = ((a, b) for a, b, m in zip(trained, sampled, used, strict=False) if m and is_number(a) and is_number(b))
+    return max((abs(probability(a) - probability(b)) for a, b in pairs), default=None)
 
 
 def final_answer(response: str) -> str:

@@ -55,6 +55,7 @@ def run_context(run: RunReader, index: SampleIndex) -> dict[str, Any]:
         "headline": _headline(run),
         "columns": list(_COLUMNS[run.kind]),
         "splits": splits,
+        "num_unread": index.num_unread(),
         "recent": _recent(run, rows.get("train", [])),
         "files": {split: max(step for s, step in index.files() if s == split) for split, _ in index.files()},
     }

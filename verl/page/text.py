@@ -11,7 +11,7 @@ from typing import Any
 from markupsafe import Markup, escape
 
 from verl.foreign_text import valid_utf8
-from verl.page.summaries import trainer_log_probs
+from verl.page.summaries import probability, trainer_log_probs
 from verl.tracking.files import is_count, is_number
 
 MAX_TEXT = 200_000  # characters of one text on a page
@@ -89,10 +89,12 @@ def _columns(row: Mapping[str, Any], count: int) -> dict[str, list[float | None]
     columns: dict[str, list[float | None]] = {}
     sampled = _numbers(row.get("log_probs"), count)
     trained = _numbers(list(trainer_log_probs(row)), count)
+    pairs = [(b, a) if a is not None and b is not None else None for a, b in zip(sampled, trained, strict=False)]
     named = {
         "log_prob": sampled or trained,
         "trainer": trained,
-        "gap": [b - a if a is not None and b is not None else None for a, b in zip(sampled, trained, strict=False)],
+        "gap": [None if pair is None else probability(pair[0]) - probability(pair[1]) for pair in pairs],
+        "log_ratio": [None if pair is None else pair[0] - pair[1] for pair in pairs],
         "entropy": _numbers(row.get("entropy"), count),
         "advantage": _numbers(row.get("advantages"), count),
         "reference": _numbers(row.get("ref_log_probs"), count),

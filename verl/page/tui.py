@@ -30,7 +30,7 @@ _INDEX_S = 10.0  # at most, before the samples of a step are shown as far as the
 _LIMIT = 200  # rows of a search
 _MODES = {  # mode of the tokens -> column, and the value from which a token is marked, weakly and strongly
     "log-prob": ("log_prob", (1.0, 3.0)),
-    "trainer − sampler": ("gap", (0.1, 0.5)),
+    "trainer − sampler": ("gap", (0.05, 0.1)),
     "entropy": ("entropy", (1.0, 3.0)),
     "plain": ("", (0.0, 0.0)),
 }
@@ -204,8 +204,8 @@ class StepScreen(TableScreen):
 def _cells(row: Mapping[str, Any], response: str) -> list[Any]:
     """Score, advantage, length, flags and the beginning of the response of a sample."""
     flags = [name for name, is_set in (("cut", row["finish"] == "length"), ("scorer failed", row["error"])) if is_set]
-    if row["gap"] is not None and row["gap"] > 0.5:
-        flags.append(f"Δ {row['gap']:.2g}")
+    if row["gap"] is not None and row["gap"] > 0.1:
+        flags.append(f"Δp {row['gap']:.2g}")
     return [
         tables.number(row["score"], 3), tables.number(row["advantage"], 3), str(row["length"]),
         Text(", ".join(flags), style="red"), clean(response, 120),
@@ -266,9 +266,8 @@ class SearchScreen(TableScreen):
 
     def head(self) -> Text:
         label = next((label for label, name in FILTERS.values() if name == self.flag), "")
-        num_files = len(self.app.index.files())
-        indexed = self.app.index.rows("SELECT count(*) AS n FROM files WHERE complete = 1")[0]["n"]
-        rest = "" if indexed >= num_files else f"; {indexed} of {num_files} files are read so far"
+        unread = self.app.index.num_unread()
+        rest = f"; {unread} files are not read yet" if unread else ""
         return Text(f"Samples{f': {label}' if label else ''}, the newest first{rest}")
 
     def rows(self) -> Rows:

@@ -105,6 +105,7 @@
     if (log) return [low / 1.2, high * 1.2];
     if (ordered.some((s) => s.style === "stack")) low = 0;
     // a range within the rounding of its values has no ticks that differ
+    if (low === 0 && high === 0) return [0, 1];
     const room = (high - low > 1e-9 * Math.abs(high) ? high - low : Math.abs(high) || 1) * 0.06;
     return [low >= 0 && low - room < 0 ? 0 : low - room, high + room];
   }

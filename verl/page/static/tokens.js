@@ -3,9 +3,9 @@
   "use strict";
   const MODES = [ // name, label, values of token i, kind of scale
     ["none", "plain"],
-    ["log_prob", "log-prob", "low", "Dark: improbable under the sampler"],
-    ["gap", "trainer − sampler", "signed", "Blue: the trainer gives less, orange: more"],
-    ["ratio", "ratio", "signed", "Probability by the trainer over that by the sampler, as its logarithm"],
+    ["log_prob", "log-prob", "low", "Dark: improbable"],
+    ["gap", "trainer − sampler", "signed", "Difference of probabilities. Blue: the trainer gives less, orange: more"],
+    ["log_ratio", "ratio", "signed", "Probability by the trainer over that by the sampler, as its logarithm"],
     ["entropy", "entropy", "high", "Dark: the policy was undecided"],
     ["advantage", "advantage", "signed", "Blue: made less likely, orange: more likely"],
     ["reference", "reference log-prob", "low", "Dark: improbable under the reference"],
@@ -14,7 +14,7 @@
   ];
   let tokens = null, spans = [], at = -1, mode = "none";
 
-  function values(name) { return tokens.columns[name === "ratio" ? "gap" : name]; }
+  function values(name) { return tokens.columns[name]; }
 
   function paint(name) {
     mode = name;
@@ -83,7 +83,8 @@
     const n = (v) => String(+v.toPrecision(4)).replace("-", "−");
     if (c("log_prob") !== null) part("log-prob", `${n(c("log_prob"))} (p ${n(Math.exp(c("log_prob")))})`);
     if (c("trainer") !== null) part("trainer", n(c("trainer")));
-    if (c("gap") !== null) { part("trainer − sampler", n(c("gap"))); part("ratio", n(Math.exp(c("gap")))); }
+    if (c("gap") !== null) part("trainer − sampler", `p ${n(c("gap"))}`);
+    if (c("log_ratio") !== null) part("ratio", n(Math.exp(c("log_ratio"))));
     if (c("entropy") !== null) part("entropy", n(c("entropy")));
     if (c("advantage") !== null) part("advantage", n(c("advantage")));
     if (c("reference") !== null) part("reference", n(c("reference")));
