@@ -9,6 +9,14 @@ from verl.tracking.lock import FolderLock
 
 VOCABULARY = dict(enumerate(["<|end|>", "The", " answer", " is", " 7", " 8", ".", "\n", " so", "ß"]))
 
+_CALL = {"total": 2.0, "bound": "matmul", "matmul": 1.5, "head": 0.5}
+PLAN = {
+    "run": "grpo", "model": "Small-1B", "device": {"name": "H100", "bytes": 80e9}, "step_s": 9.5, "gpu_hours": 0.04,
+    "weight_sync_s": 0.0, "overrides": ["trainer.nnodes=2"],
+    "placement": [{"roles": ["actor"], "devices": 16, "peak_bytes": 40e9, "choices": {
+        "actor": {"text": "dp 16, ZeRO-3", "seconds": {"train": _CALL}, "bytes": {"train": {"weights": 8e9, "kv": 0.0}}}}}],
+}  # fmt: skip
+
 
 def sample(ordinal, index, *, step=1, score=None, response=None, **more):
     rng = random.Random(f"{ordinal} {index} {step}")

@@ -7,21 +7,13 @@ import json
 import pytest
 from PIL import Image
 
-from tests.page.folders import make_run, sample
+from tests.page.folders import PLAN, make_run, sample
 from verl.cli.main import main
 from verl.page.pages import NotFound, Site
 from verl.page.text import collapsed
 from verl.tracking.pictures import SIDE, stored_images, thumbnail
 from verl.tracking.run_folder import RunFolder
 from verl.tracking.tracker import Tracker
-
-CALL = {"total": 2.0, "bound": "matmul", "matmul": 1.5, "head": 0.5}
-PLAN = {
-    "run": "grpo", "model": "Small-1B", "device": {"name": "H100", "bytes": 80e9}, "step_s": 9.5, "gpu_hours": 0.04,
-    "weight_sync_s": 0.0, "overrides": ["trainer.nnodes=2"],
-    "placement": [{"roles": ["actor"], "devices": 16, "peak_bytes": 40e9, "choices": {
-        "actor": {"text": "dp 16, ZeRO-3", "seconds": {"train": CALL}, "bytes": {"train": {"weights": 8e9, "kv": 0.0}}}}}],
-}  # fmt: skip
 
 
 def picture(size, color="red"):

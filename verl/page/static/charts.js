@@ -7,6 +7,7 @@
 
   function css(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }
   function color(i) { return css("--s" + (i % 8)); }
+  const DASHES = [[], [7, 3], [2, 3], [9, 3, 2, 3]];
   // as in the timeline of a step
   const PHASES = { rollout: 0, training: 1, reward: 2, communication: 3, validation: 5, saving: 6, other: 7 };
   function phaseColor(name, number) { return color(name in PHASES ? PHASES[name] : number); }
@@ -76,7 +77,7 @@
       if (s.style === "band") return { stroke: "transparent", points: { show: false }, spanGaps: true };
       const c = s.style === "stack" ? phaseColor(s.label, panel.series.indexOf(s)) : color(s.run === null || s.run === undefined ? next++ : s.run);
       s.color = c;
-      const dash = s.run === null || s.run === undefined ? undefined : [[], [7, 3], [2, 3], [9, 3, 2, 3]][(seen[s.run] = (seen[s.run] ?? -1) + 1) % 4];
+      const dash = s.run === null || s.run === undefined ? undefined : DASHES[((seen[s.run] = (seen[s.run] ?? -1) + 1) + Math.floor(s.run / 8)) % 4];  // colours repeat after 8 runs
       if (s.style === "dots") return { stroke: c, width: 1, dash: dash || [3, 3], points: { show: true, size: 6, fill: c }, spanGaps: true };
       if (s.style === "stack") return { stroke: c, width: 1, fill: c, points: { show: panel.x.length < 2 } };
       return { stroke: c, width: 1.6, dash, points: { show: panel.x.length < 40, size: 4, fill: c }, spanGaps: true };
