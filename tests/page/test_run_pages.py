@@ -10,7 +10,7 @@ from verl.page import compare, panels
 from verl.page.log_records import log_context
 from verl.page.pages import Site
 from verl.page.steps import gantt
-from verl.page.tables import polyline
+from verl.page.tables import number, polyline
 
 
 @pytest.fixture
@@ -41,6 +41,15 @@ def test_home_has_kind_model_start_and_duration(site):
 )
 def test_a_sparkline_lies_between_its_extremes(values, points):
     assert polyline(values) == points
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(3593.9, "3,594"), (-3593.9, "−3,594"), (93.94, "93.9"), (0.00123456, "0.00123"), (3.0, "3"), (2.5e7, "2.5e+07"),
+     (None, "–")],
+)  # fmt: skip
+def test_a_number_is_written_as_people_do(value, text):
+    assert number(value, 3) == text
 
 
 def test_a_sparkline_of_many_values_ends_with_the_newest():

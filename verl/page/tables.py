@@ -32,11 +32,13 @@ def time_text(seconds: float | None) -> str:
 
 
 def number(value: Any, digits: int = 4) -> str:
-    """A number with `digits` significant digits; "–" for none."""
+    """A number with `digits` significant digits, or all before the point; "–" for none."""
     if value is None:
         return "–"
     if isinstance(value, int) or (isinstance(value, float) and value.is_integer() and abs(value) < 1e6):
         return f"{int(value):,}"
+    if 10**digits <= abs(value) < 1e6:
+        return f"{value:,.0f}".replace("-", "−")
     return f"{value:.{digits}g}".replace("-", "−")
 
 
