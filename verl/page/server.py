@@ -163,7 +163,7 @@ def _failed(site: Site) -> Any:
 
 
 async def _changes(site: Site, request: Request) -> AsyncIterator[ServerSentEvent]:
-    """A comment once the runs have been looked at, then an event for each change of one: its key and step."""
+    """The state of each run, its key and step; a comment then; and an event for each change of one."""
     last_sent: dict[str, tuple[int, str]] = {}
     is_first = True
     while not await request.is_disconnected():
@@ -173,9 +173,10 @@ async def _changes(site: Site, request: Request) -> AsyncIterator[ServerSentEven
             if last_sent.get(key) != (version, status):
                 if key in last_sent:
                     view.watch()
-                    yield ServerSentEvent(
-                        event="change", data=json.dumps(_change(key, view.run), separators=(",", ":"))
-                    )
+                yield ServerSentEvent(
+                    event="change" if key in last_sent else "state",
+                    data=json.dumps(_change(key, view.run), separators=(",", ":")),
+                )
                 last_sent[key] = (version, status)
         if is_first:
             yield ServerSentEvent(comment="watching")

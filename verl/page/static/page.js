@@ -20,10 +20,10 @@
     next.scrollIntoView({ block: "nearest" });
   }
 
-  function follow(rel) { const link = $(`a[rel="${rel}"]`); if (link) location.href = link.href; }
+  function go(rel) { const link = $(`a[rel="${rel}"]`); if (link) location.href = link.href; }
 
   const KEYS = {
-    j: () => move(1), k: () => move(-1), u: () => follow("up"), "[": () => follow("prev"), "]": () => follow("next"),
+    j: () => move(1), k: () => move(-1), u: () => go("up"), "[": () => go("prev"), "]": () => go("next"),
     c: () => window.verlCharts && window.verlCharts.first(), t: () => window.verlTokens && window.verlTokens.focus(),
     d: toggleTheme, "?": () => $("#help").showModal(),
     "/": () => {
@@ -49,8 +49,14 @@
     const showLive = (live) => { if (sign) sign.hidden = !live; };
     source.addEventListener("open", () => showLive("live" in document.body.dataset));
     source.addEventListener("error", () => showLive(false));
-    source.addEventListener("change", (event) => {
-      const change = JSON.parse(event.data);
+    source.addEventListener("change", (event) => follow(JSON.parse(event.data)));
+    // what changed between the making of this page and the connection
+    source.addEventListener("state", (event) => {
+      const state = JSON.parse(event.data);
+      const body = document.body.dataset;
+      if (run && (String(state.step) !== body.step || state.live !== ("live" in body))) follow(state);
+    });
+    function follow(change) {
       if (run && change.run !== run) return;
       if (run) {
         showLive(change.live);
@@ -60,7 +66,7 @@
       document.body.dispatchEvent(new CustomEvent("verlchange", { detail: change }));
       if (pending) { waiting = true; return; }
       refresh();
-    });
+    }
     async function refresh() {
       if (!run || !$("#charts") || !window.verlCharts) return;
       pending = true;
