@@ -573,6 +573,7 @@ MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
 LISTS_OF_NAMES = {
     f"{MODEL}.target_modules": (["q_proj"], LORA),
     f"{MODEL}.exclude_modules": (["q_proj"], LORA),
+    f"{MODEL}.modules_to_save": (["norm"], LORA),
     f"{MODEL}.external_lib": (["json"], {}),
     f"{ACTOR}.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap": (
         ["LlamaDecoderLayer"],
@@ -589,6 +590,8 @@ LISTS_OF_NAMES = {
 # other keys with lists, and where an entry that means nothing is refused
 OTHER_LISTS = {
     "betas": "numbers",
+    "ranks": "numbers",
+    "steps": "numbers",
     "loss_weights": "numbers, as many as losses",
     "gdpo_reward_weights": "numbers, as many as keys",
     "gdpo_reward_keys": "known when the reward function returns: tests/algorithms/test_advantages.py",

@@ -290,9 +290,16 @@ def test_a_malformed_row_of_fine_tuning_is_one_sentence(name, tokenizer, tmp_pat
     assert "rows.jsonl, row 0" in str(caught.value)
 
 
-@pytest.mark.parametrize("content", ["<image>A?", [{"type": "image", "image": "a.png"}]])
-def test_preferences_refuse_images(content, tokenizer, tmp_path):
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("<image><image>A?", "'images' has 1 images, and .* 2 places"),
+        ([{"type": "image", "image": "a.png"}], "a.png does not exist"),
+    ],
+)
+def test_a_malformed_preference_is_one_sentence(content, words, tokenizer, tmp_path):
     bad = {"prompt": [{"role": "user", "content": content}], "chosen": "a", "rejected": "b"}
     images = {"images": [data_url(encoded())]} if isinstance(content, str) else {}
-    with pytest.raises(DataError, match="images .* cannot be read"):
+    with pytest.raises(DataError, match=words) as caught:
         load_preferences(written(tmp_path, bad | images), tokenizer, PreferenceDataConfig())
+    assert "rows.jsonl, row 0" in str(caught.value)

@@ -34,14 +34,13 @@ from verl.data_proto.future import Future
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.token_values import add_observed
-from verl.models.routing import COLUMN
 from verl.programs.api import RunContext
 from verl.programs.collect import Collector
 from verl.programs.distillation import RowResponses, Teachers
 from verl.programs.guards import StepBatch
 from verl.programs.ppo_data import PPOData
 from verl.programs.ppo_program import PPOProgram
-from verl.programs.ppo_roles import Needs, old_log_prob_source
+from verl.programs.ppo_roles import Needs, old_log_prob_source, without_experts
 from verl.roles.api import Roles
 from verl.roles.updates import Updates
 from verl.tracking.ledger.records import keys_of
@@ -91,7 +90,7 @@ class PPO(PPOProgram):
         """Compute log-probs and values under the weights that made the samples. Roles on separate devices work at the same
         time: all calls start before the first result is waited for."""
         batch, reference, values, taught = result.batch, None, None, None
-        others = _without_experts(batch)
+        others = without_experts(batch)
         if self.teachers is not None:
             with self.spans("teacher"):
                 taught = self.teachers.start(others)
@@ -180,7 +179,7 @@ class PPO(PPOProgram):
         critic: Future[Updates] | None = None
         if self.critic is not None:
             with self.spans("update_critic"):
-                critic = self.critic.update(_without_experts(batch), step)
+                critic = self.critic.update(without_experts(batch), step)
         if self.actor is not None and step > self.config.trainer.critic_warmup:
             with self.spans("update_actor"):
                 updates = self.actor.update(batch, step).get()
@@ -197,9 +196,3 @@ class PPO(PPOProgram):
         with self.spans("update_weights"):
             self.weight_version += 1
             self.send_weights(step)
-
-
-def _without_experts(batch: DataProto) -> DataProto:
-    """The batch for models other than the policy, whose routers choose by themselves."""
-    objects = {name: values for name, values in batch.non_tensor_batch.items() if name != COLUMN}
-    return DataProto(batch.batch, objects, batch.meta_info)

@@ -13,7 +13,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoint.hub import create_repository, push_result
 from verl.config import LoadedConfig
 from verl.config.diff import changed_keys
 from verl.data.prompts import set_template_time
@@ -73,6 +72,8 @@ def open_run(
         spans = Spans(folder.spans, on_enter=console.phase, timeline=timeline, heartbeat=folder.heartbeat)
         tracker = _tracker(stack, loaded, folder, runtime, data.tokenizer)
         if runtime.is_rank_zero and config.trainer.push_to_hub:  # before the hours of work that are to be uploaded
+            from verl.checkpoint.hub import create_repository
+
             create_repository(config.trainer.hub_model_id, config.trainer.hub_private_repo)
         roles = runtime.build_roles(total_steps=data.num_steps, data_sources=data.data_sources)
         stack.callback(roles.close)
@@ -254,4 +255,6 @@ def _finish(
         if trained.is_dir():
             log.info("The trained model is %s; `verl show %s` shows the time of each phase.", trained, folder.root)
         if trainer.push_to_hub:
+            from verl.checkpoint.hub import push_result
+
             push_result(trained.parents[1], name, trainer.hub_model_id, trainer.hub_private_repo)
