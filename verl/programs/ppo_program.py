@@ -17,7 +17,9 @@ from verl.config import PPOConfig
 from verl.config.active_keys import uses_rewards
 from verl.data_proto.batch_metrics import data_metrics, span_tokens
 from verl.data_proto.metrics import metric_values
+from verl.data_proto.proto import DataProto
 from verl.data_proto.sample_rows import sample_rows
+from verl.models.routing import COLUMN as ROUTED_EXPERTS
 from verl.programs.api import Program, RollBack, RunContext, StepResult
 from verl.programs.guards import Guards, RollBackPrompts, StepBatch
 from verl.programs.ppo_data import PPOData, load_data
@@ -250,3 +252,9 @@ class SignalWatch:
             "All samples of a prompt score the same: read some in samples/ of the run folder, and see whether the prompt asks "
             "for the form that the reward function looks for, and whether the model can solve the task at times."
         )
+
+
+def without_experts(batch: DataProto) -> DataProto:
+    """The batch for models other than the policy, whose routers choose by themselves."""
+    objects = {name: values for name, values in batch.non_tensor_batch.items() if name != ROUTED_EXPERTS}
+    return DataProto(batch.batch, objects, batch.meta_info)

@@ -11,9 +11,7 @@ from verl.algorithms.advantages import requires
 from verl.config import ModelConfig, PPOConfig
 from verl.config.active_keys import uses_critic, uses_reference, uses_rewards
 from verl.config.sections.distillation import TeacherConfig
-from verl.data_proto.proto import DataProto
 from verl.engines.api import MicroBatching
-from verl.models.routing import COLUMN as ROUTED_EXPERTS
 from verl.programs.specs import placement_of, ppo_run_spec, reward_spec, rollout_spec
 from verl.programs.traces import trace_spec
 from verl.roles.api import ModelHandle, RewardHandle, Roles, RoleSpec, RoleSpecs, RolloutHandle, WeightSync, settings_of
@@ -254,9 +252,3 @@ def micro_batching(section: Any, prefix: str = "") -> MicroBatching:
     if dynamic or rows is None:
         return MicroBatching(max_tokens=getattr(section, f"{prefix}max_token_len_per_gpu"))
     return MicroBatching(max_rows=rows)
-
-
-def without_experts(batch: DataProto) -> DataProto:
-    """The batch for models other than the policy, whose routers choose by themselves."""
-    objects = {name: values for name, values in batch.non_tensor_batch.items() if name != ROUTED_EXPERTS}
-    return DataProto(batch.batch, objects, batch.meta_info)

@@ -71,10 +71,8 @@ def open_run(
         timeline = Timeline(folder.timeline, data.num_steps, spans=kind.span_phases) if runtime.is_rank_zero else None
         spans = Spans(folder.spans, on_enter=console.phase, timeline=timeline, heartbeat=folder.heartbeat)
         tracker = _tracker(stack, loaded, folder, runtime, data.tokenizer)
-        if runtime.is_rank_zero and config.trainer.push_to_hub:  # before the hours of work that are to be uploaded
-            from verl.checkpoint.hub import create_repository
-
-            create_repository(config.trainer.hub_model_id, config.trainer.hub_private_repo)
+        if runtime.is_rank_zero and config.trainer.push_to_hub:
+            _create_repository(config.trainer.hub_model_id, config.trainer.hub_private_repo)
         roles = runtime.build_roles(total_steps=data.num_steps, data_sources=data.data_sources)
         stack.callback(roles.close)
         context = RunContext(
@@ -153,6 +151,13 @@ def _checkpoints(
         trainer, folder=folder, broadcast=runtime.broadcast, state_schema=kind.state_schema, state=state, store=store
     )
     return store, resume, state
+
+
+def _create_repository(repo_id: str, private: bool) -> None:
+    """Fail before the hours of work that are to be uploaded, not after them."""
+    from verl.checkpoint.hub import create_repository
+
+    create_repository(repo_id, private)
 
 
 def _console(runtime: Runtime, steps: bool = True) -> Any:
