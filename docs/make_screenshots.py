@@ -1,7 +1,8 @@
 """The pictures of docs/page.md: `python docs/make_screenshots.py RUN OTHER [MORE ...]` (playwright, pillow, chromium).
 
 They show the step of RUN whose groups differ most, its first group, and of that the sample with the best score; the answers
-to common questions in three clicks (wrong rewards are looked for in OTHER); and RUN compared with OTHER.
+to common questions in three clicks (wrong rewards are looked for in OTHER); the plan of OTHER (`verl plan --beside OTHER`); and
+RUN compared with OTHER.
 MORE are runs of other kinds, of which a step is shown, or the conversation of an agent.
 """
 
@@ -39,7 +40,7 @@ def main(folders: list[Path]) -> None:
     address = address_of(listening, token)
     with sync_playwright() as driver:
         browser = driver.chromium.launch(
-            executable_path=shutil.which("chromium") or "/usr/bin/chromium", args=["--no-sandbox"]
+            executable_path=shutil.which("chromium") or shutil.which("chromium-headless-shell"), args=["--no-sandbox"]
         )
         tab = browser.new_page(viewport={"width": 1280, "height": 860})
         tab.goto(address)
@@ -52,6 +53,7 @@ def main(folders: list[Path]) -> None:
 def _views(tab: Any, base: str, keys: list[str]) -> Iterator[str]:
     """Opens one view after the other; yields the name of each."""
     run, other = (f"{base}/run/{key}" for key in keys[:2])
+    yield "runs"
     tab.goto(run)
     step = _best_step(tab.inner_text(".steps tbody"))
     yield "run"
@@ -70,7 +72,7 @@ def _views(tab: Any, base: str, keys: list[str]) -> Iterator[str]:
             tab.click("a.item >> nth=0")
             tab.wait_for_url("**/s/*")
         yield f"found-{name}"
-    for name in ("metrics", "config", "log"):
+    for name in ("metrics", "config", "log", "plan"):
         tab.goto(f"{other}/{name}")
         yield name
     tab.goto(f"{base}/compare?a={keys[0]}&b={keys[1]}")
@@ -87,6 +89,9 @@ def _views(tab: Any, base: str, keys: list[str]) -> Iterator[str]:
     tab.emulate_media(color_scheme="dark")
     tab.goto(run)
     yield "dark"
+    tab.set_viewport_size({"width": 420, "height": 860})
+    tab.goto(f"{run}/train/{step}")
+    yield "narrow"
 
 
 def _open_next(tab: Any, kind: str) -> None:
