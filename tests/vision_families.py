@@ -1,5 +1,6 @@
 """Tiny random vision-language models of transformers' families, and folders of them with tokenizer and image processor."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -195,6 +196,11 @@ def vision_tokenizer(family, template=TEMPLATE):
     mark = names[2] + names[0] + names[3] if family in PATCHES else names[0]
     tokenizer.chat_template = template.replace("IMAGE", mark)
     return tokenizer
+
+
+def vision_folders(tmp_path_factory):
+    """family -> its `vision_folder`, made when it is first asked for."""
+    return functools.cache(lambda family: vision_folder(tmp_path_factory.mktemp(family), family))
 
 
 def vision_folder(folder, family, seed=0):

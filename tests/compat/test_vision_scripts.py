@@ -9,7 +9,7 @@ from tests.letters_task import REWARD, merge, overrides
 from tests.run.conftest import train_run
 from tests.run.test_vision import dots
 from tests.slow import slow
-from tests.vision_families import vision_folder
+from tests.vision_families import vision_folders
 from verl.config import PPO, SFT, load_config
 from verl.errors import ConfigError, ModelError
 
@@ -69,14 +69,7 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
-    folders = {}
-
-    def of(family):
-        if family not in folders:
-            folders[family] = vision_folder(tmp_path_factory.mktemp(family), family)
-        return folders[family]
-
-    return of
+    return vision_folders(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from tests.letters_task import REWARD, overrides
 from tests.run.conftest import Run
 from tests.slow import slow
-from tests.vision_families import CONFIGS, vision_folder
+from tests.vision_families import CONFIGS, vision_folders
 from verl.cli.main import main
 from verl.config import SFT, load_config
 from verl.data.dataset import load_dataset
@@ -56,14 +56,7 @@ def task(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
-    folders = {}
-
-    def of(family):
-        if family not in folders:
-            folders[family] = vision_folder(tmp_path_factory.mktemp(family), family)
-        return folders[family]
-
-    return of
+    return vision_folders(tmp_path_factory)
 
 
 def has_processor(family):

@@ -10,11 +10,9 @@ from typing import Any
 from verl.checkpoint.export import checkpoint_model
 from verl.config.loaded import scalar
 from verl.foreign_text import clean
-from verl.tracking.files import read_json, read_text
+from verl.tracking.files import read_json
 from verl.tracking.run_folder import RunFolder
 
-_MAX_BYTES = 4 << 20
-_LINE = re.compile(r"( *)([\w.-]+):(?: (.*?))??(?:  # (command line|file )[^\"]*)?")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_CACHE = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 _MODEL_KEYS = ("model.path", "actor_rollout_ref.model.path")
@@ -34,7 +32,8 @@ def model_card(checkpoint: Path) -> str:
     """The card of the model in the folder `checkpoint` of a run. Files of the machine are named without their folders."""
     from huggingface_hub import ModelCardData  # not above: no run needs it before its end
 
-    config = _leaves(RunFolder(checkpoint.parent).read_config())
+    run = RunFolder(checkpoint.parent)
+    config = _leaves(run.read_config())
     command = str(_read(checkpoint / "trainer_state.json").get("command") or "verl train")
     base = next((str(config[key]) for key in _MODEL_KEYS if config.get(key)), "")
     method = next((_short(config[key]).strip("[]") for key in _METHOD_KEYS if config.get(key)), command.split()[-1])
@@ -44,11 +43,11 @@ def model_card(checkpoint: Path) -> str:
     summary = _read(checkpoint.parent / "summary.json")
     sections = [
         f"---\n{data.to_yaml()}\n---\n\n# {checkpoint.parent.name}",
-        f"{_hub_name(base) or _short(base) or 'A model'} trained with [verl](https://github.com/volcengine/verl) "
+        f"{_hub_name(base) or _short(base) or 'A model'} trained with verl "
         f"({method}), step {checkpoint.name.removeprefix('global_step_')}.",
         "\n".join(["## Data\n", *(f"- `{key}`: {_short(config[key])}" for key in _DATA_KEYS if config.get(key))]),
         _results(summary),
-        f"## Command\n\n```sh\n{command} {' '.join(_settings(checkpoint.parent / 'config.yaml'))}\n```",
+        f"## Command\n\n```sh\n{command} {' '.join(_settings(run, config))}\n```",
         _versions(summary.get("versions")),
     ]
     return "\n\n".join(filter(None, sections)) + "\n"
@@ -84,21 +83,11 @@ def _short(value: Any) -> str:
     return clean(Path(text).name if text.startswith(("/", "~", ".")) else text, 400)
 
 
-def _settings(file: Path) -> Iterator[str]:
-    """key=value of each key in config.yaml that the user set."""
-    try:
-        lines = read_text(file, _MAX_BYTES).splitlines()
-    except (OSError, ValueError):
-        return
-    values = _leaves(RunFolder(file.parent).read_config())
-    parents: list[str] = []
-    for line in lines:
-        if not (match := _LINE.fullmatch(line)):
-            continue
-        indent, name, written, origin = match.groups()
-        parents = [*parents[: len(indent) // 2], name]
-        if origin and not (key := ".".join(parents)).startswith("trainer.default_local_dir"):
-            text = _short(values[key]) if key in values else str(written)
+def _settings(run: RunFolder, values: Mapping[str, Any]) -> Iterator[str]:
+    """key=value of each key of `run` that differs from its default by the user's choice; `values` are all values by key."""
+    for key, written, origin in run.read_keys():
+        if origin and not origin.startswith("follows ") and not key.startswith("trainer.default_local_dir"):
+            text = _short(values.get(key, written))
             yield f"{key}={text}" if re.fullmatch(r"[\w./:,@+=-]*", text) else f"'{key}={text}'"
 
 

@@ -129,10 +129,8 @@ def _fixed_bsz(use_dynamic: str) -> Condition:
 
 def _judge(*engines: str) -> Condition:
     def holds(root: Any, node: Any) -> bool:
-        model, own = (
-            root.reward.reward_model,
-            root.reward.custom_reward_function.path,
-        )  # which may ask the service itself
+        model = root.reward.reward_model
+        own = root.reward.custom_reward_function.path  # which may ask the service itself
         return bool(model.judge_template or own) and model.rollout.name in engines
 
     return Condition(

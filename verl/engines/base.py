@@ -21,7 +21,7 @@ from verl.engines.api import BatchTotals, EngineState, LossFn, MicroBatching, St
 from verl.engines.headroom import Headroom
 from verl.engines.hybrid_3d import Dimensions, check_change, require_3d_hybrid
 from verl.engines.micro_batches import batch_totals, images_of, plan_micro_batches, rows_of, select_rows, sizes_of
-from verl.engines.routing import EngineRouting, RequestedOutputs
+from verl.engines.routing import EngineRouting
 from verl.engines.shards import local
 from verl.engines.state import TrainedState
 from verl.engines.step_check import PendingGradients, random_state, restore_random_state, whole_batch_metrics
@@ -29,7 +29,7 @@ from verl.errors import ConfigError
 from verl.models.lora import LoRASpec, adapters_off, is_adapter
 from verl.models.neftune import with_noise
 from verl.models.optim import AdamStep, MasterOptimizer, lr_at
-from verl.models.outputs import positions_read
+from verl.models.outputs import RequestedOutputs
 from verl.models.packing import PackedBatch, Reads, pack_rows
 from verl.models.padded import ForwardKind
 from verl.models.rounding import Rounding
@@ -88,7 +88,7 @@ class TrainedEngine(ABC):
         self, batch: DataProto, outputs: Sequence[str], micro: MicroBatching, temperature: float = 1.0
     ) -> dict[str, torch.Tensor]:
         """See TrainEngine."""
-        requested = RequestedOutputs(outputs, positions_read(outputs, self.head), temperature)
+        requested = RequestedOutputs.of(outputs, self.head, temperature)
         columns: dict[str, torch.Tensor] = {}
         with self._ready():
             plan = self._plan(batch, micro, requested.reads)
@@ -324,7 +324,7 @@ class TrainedEngine(ABC):
     ) -> tuple[list[dict[str, Metric]], BatchTotals]:
         """Add the gradients of a batch to the existing ones; returns metrics of micro-batches, and sizes over all ranks."""
         assert self.optimizer is not None, "a frozen model cannot be trained"
-        requested = RequestedOutputs(outputs, positions_read(outputs, self.head), temperature)
+        requested = RequestedOutputs.of(outputs, self.head, temperature)
         totals = batch_totals(self._sum_over_ranks(torch.tensor(sizes_of(batch, rows, unit))).tolist())
         metrics: list[dict[str, Metric]] = [{"loss": Metric.sum(0.0)}]
         micro = micro if self.headroom is None else self.headroom.adapted(micro)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,14 +16,6 @@ from verl.models.routing import Routing, by_row, experts_of, follow_routing
 if TYPE_CHECKING:
     from verl.data_proto.proto import DataProto
     from verl.models.packing import PackedBatch
-
-
-class RequestedOutputs(NamedTuple):
-    """Outputs that a call asks of a forward pass, and the positions that it reads for them."""
-
-    outputs: Sequence[str]
-    reads: Reads
-    temperature: float
 
 
 class EngineRouting:

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -99,16 +99,25 @@ def output_kind(name: str) -> OutputKind:
     return replace(kind, count=int(count)) if count else kind
 
 
-def positions_read(outputs: Sequence[str], head: str) -> Reads:
-    """Positions that `outputs` of a model with `head` need. Raises ModelError for an output that it does not have."""
-    for name in outputs:
-        base = name.partition("@")[0]
-        if base not in OUTPUTS or head not in OUTPUTS.get(base).heads:
-            known = ", ".join(other for other in OUTPUTS if head in OUTPUTS.get(other).heads)
-            raise ModelError(f"A model with head {head!r} has no output {name!r}; it has {known}.")
-    kinds = [output_kind(name) for name in outputs]
-    per, columns = {kind.per for kind in kinds}, dict.fromkeys(kind.column for kind in kinds if kind.column)
-    return Reads(predictions="token" in per, last_token="row" in per, columns=tuple(columns))
+class RequestedOutputs(NamedTuple):
+    """Outputs that a call asks of a forward pass, and the positions that it reads for them."""
+
+    outputs: Sequence[str]
+    reads: Reads
+    temperature: float
+
+    @classmethod
+    def of(cls, outputs: Sequence[str], head: str, temperature: float) -> RequestedOutputs:
+        """`outputs` of a model with `head`. Raises ModelError for an output that it does not have."""
+        for name in outputs:
+            base = name.partition("@")[0]
+            if base not in OUTPUTS or head not in OUTPUTS.get(base).heads:
+                known = ", ".join(other for other in OUTPUTS if head in OUTPUTS.get(other).heads)
+                raise ModelError(f"A model with head {head!r} has no output {name!r}; it has {known}.")
+        kinds = [output_kind(name) for name in outputs]
+        per, columns = {kind.per for kind in kinds}, dict.fromkeys(kind.column for kind in kinds if kind.column)
+        reads = Reads(predictions="token" in per, last_token="row" in per, columns=tuple(columns))
+        return cls(outputs, reads, temperature)
 
 
 def statistics_wanted(outputs: Sequence[str], columns: Mapping[str, torch.Tensor], vocabulary: int) -> dict[str, Any]:

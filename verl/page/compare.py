@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from verl.page import panels
-from verl.page.tables import config_rows
 from verl.page.text import whole_number
+from verl.tracking.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from verl.page.pages import View
@@ -46,7 +46,7 @@ def _steps(view: View) -> list[int]:
 
 def different_keys(one: View, other: View) -> list[tuple[str, str, str]]:
     """(key, value here, value there) of the keys that differ."""
-    values = [{row["key"]: row["value"] for row in config_rows(view.run.folder)} for view in (one, other)]
+    values = [{row.key: row.value for row in RunFolder(view.run.folder).read_keys()} for view in (one, other)]
     return [
         (key, values[0].get(key, "–"), values[1].get(key, "–"))
         for key in sorted(values[0].keys() | values[1].keys())

@@ -26,6 +26,7 @@ from verl.page.index import SampleIndex
 from verl.page.plan import plan_context
 from verl.page.reader import RunReader
 from verl.page.text import collapsed, shown, visible, whole_number
+from verl.tracking.run_folder import RunFolder
 
 _READ_S = 1.0  # seconds of a request that may go into reading the records of a run
 _UNSAFE = re.compile(r"[^\w.-]+")
@@ -141,7 +142,7 @@ class Site:
                 charts = panels.charts_json(panels.all_metrics(view.run), view.run.marks())
                 return self._render("metrics.html", path, **common, charts=charts)
             case ["config"]:
-                return self._render("config.html", path, **common, keys=tables.config_rows(view.run.folder))
+                return self._render("config.html", path, **common, keys=RunFolder(view.run.folder).read_keys())
             case ["plan"] if (plan := plan_context(view.run.folder)) is not None:
                 return self._render("plan_page.html", path, **common, **plan)
             case ["log"]:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from verl.page.index import SampleIndex
 from verl.page.reader import RunReader
-from verl.regular_files import read_text
 from verl.tracking.ledger.reader import read_counts
-
-_KEY_LINE = re.compile(r"^( *)([^\s:#][^:]*):(?: (.*?))?(?:  # (.*))?$")
 
 
 def time_text(seconds: float | None) -> str:
@@ -125,26 +120,3 @@ def polyline(values: Sequence[float], num: int = 60) -> str:
     return " ".join(
         f"{100 * i / max(len(ends) - 1, 1):.1f},{19 - 18 * (v - low) / room:.1f}" for i, v in enumerate(ends)
     )
-
-
-def config_rows(folder: Path) -> list[dict[str, str]]:
-    """The keys of config.yaml with value and origin; none without a readable file."""
-    try:
-        lines = read_text(folder / "config.yaml", 4 << 20).splitlines()
-    except (OSError, ValueError):
-        return []
-    stack: list[tuple[int, str]] = []
-    rows = []
-    for line in lines:
-        match = _KEY_LINE.match(line)
-        if match is None:
-            continue
-        indent, name, value, origin = match.groups()
-        while stack and stack[-1][0] >= len(indent):
-            stack.pop()
-        path = ".".join([*(part for _, part in stack), name.strip()])
-        if value is None or value == "":
-            stack.append((len(indent), name.strip()))
-        else:
-            rows.append({"key": path, "value": value, "origin": origin or ""})
-    return rows

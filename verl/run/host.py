@@ -15,6 +15,7 @@ from typing import Any
 
 from verl.config import LoadedConfig
 from verl.config.diff import changed_keys
+from verl.config.sections.trainer import TrainerConfig
 from verl.data.prompts import set_template_time
 from verl.errors import ConfigError
 from verl.programs.api import PROGRAMS, Program, ProgramData, ProgramSpecs, RunContext, load_plugins
@@ -72,7 +73,7 @@ def open_run(
         spans = Spans(folder.spans, on_enter=console.phase, timeline=timeline, heartbeat=folder.heartbeat)
         tracker = _tracker(stack, loaded, folder, runtime, data.tokenizer)
         if runtime.is_rank_zero and config.trainer.push_to_hub:
-            _create_repository(config.trainer.hub_model_id, config.trainer.hub_private_repo)
+            _create_repository(config.trainer)
         roles = runtime.build_roles(total_steps=data.num_steps, data_sources=data.data_sources)
         stack.callback(roles.close)
         context = RunContext(
@@ -153,11 +154,11 @@ def _checkpoints(
     return store, resume, state
 
 
-def _create_repository(repo_id: str, private: bool) -> None:
+def _create_repository(trainer: TrainerConfig) -> None:
     """Fail before the hours of work that are to be uploaded, not after them."""
     from verl.checkpoint.hub import create_repository
 
-    create_repository(repo_id, private)
+    create_repository(str(trainer.hub_model_id), trainer.hub_private_repo)
 
 
 def _console(runtime: Runtime, steps: bool = True) -> Any:
@@ -240,7 +241,7 @@ def _every(freq: int | str) -> str:
 
 
 def _finish(
-    trainer: Any, folder: RunFolder, tracker: Tracker, console: Console, roles: Roles, program: Program[Any],
+    trainer: TrainerConfig, folder: RunFolder, tracker: Tracker, console: Console, roles: Roles, program: Program[Any],
     state: RunState, last: dict[str, float],
 ) -> None:  # fmt: skip
     """Summary, closing table, upload."""
@@ -262,4 +263,4 @@ def _finish(
         if trainer.push_to_hub:
             from verl.checkpoint.hub import push_result
 
-            push_result(trained.parents[1], name, trainer.hub_model_id, trainer.hub_private_repo)
+            push_result(trained.parents[1], name, str(trainer.hub_model_id), trainer.hub_private_repo)

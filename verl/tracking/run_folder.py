@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -47,11 +47,20 @@ from verl.tracking.token_texts import NAME as TOKENS
 log = logging.getLogger(__name__)
 
 _MAX_CONFIG_BYTES = 4 << 20
+_KEY_LINE = re.compile(r"^( *)([^\s:#][^:]*):(?: (.*?))?(?:  # (.*))?$")  # of config.yaml
 _SAMPLE_FILE = re.compile(r"step_(\d{6,15})\.jsonl")
 # system errors that a change of the folder by others causes; the command line explains errors of disks and permissions
 _CHANGED = (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO)
 
 Curves = Mapping[str, Mapping[str, str]]  # title of a panel -> metric -> label; the most important panel first
+
+
+class WrittenKey(NamedTuple):
+    """A key of config.yaml: its value as YAML, and the origin of the value; "" for a default."""
+
+    key: str
+    value: str
+    origin: str
 
 
 class RunFolder:
@@ -183,6 +192,25 @@ class RunFolder:
         except (OSError, ValueError, RecursionError, yaml.YAMLError):
             return {}
         return config if isinstance(config, Mapping) else {}
+
+    def read_keys(self) -> list[WrittenKey]:
+        """The keys of config.yaml; none without a readable file."""
+        try:
+            lines = read_text(self.root / "config.yaml", _MAX_CONFIG_BYTES).splitlines()
+        except (OSError, ValueError):
+            return []
+        parents: list[tuple[int, str]] = []
+        keys = []
+        for match in filter(None, map(_KEY_LINE.match, lines)):
+            indent, name, value, origin = match.groups()
+            while parents and parents[-1][0] >= len(indent):
+                parents.pop()
+            if value:
+                path = ".".join([*(parent for _, parent in parents), name.strip()])
+                keys.append(WrittenKey(path, value, origin or ""))
+            else:
+                parents.append((len(indent), name.strip()))
+        return keys
 
     def _set_aside(self, same_run: bool) -> int:
         """Move the records of an earlier run, or of an earlier start of this one, into a new folder; returns the number of

@@ -21,12 +21,12 @@ from verl.engines.loading import build_module, build_skeleton
 from verl.engines.megatron.groups import broadcast_value, computing, use_groups
 from verl.engines.megatron.placement import Grid, Placed, place, router_biases
 from verl.engines.micro_batches import select_rows
-from verl.engines.routing import RequestedOutputs
 from verl.engines.state import TrainedState
 from verl.errors import ConfigError, ModelError, VerlError
 from verl.models.forward import keep_fused
 from verl.models.load import load_external, load_model_config
 from verl.models.optim import ELEMENTWISE
+from verl.models.outputs import RequestedOutputs
 from verl.models.packing import PackedBatch, Reads
 from verl.parallel.mesh import Mesh
 
