@@ -7,12 +7,14 @@ import subprocess
 import sys
 import textwrap
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from tests.rewards.attacks import ATTACKS, SIX, chain_of_scorer, processes_of
 from tests.rewards.test_pool import request, wait_until
+from verl.rewards.sandbox import launch
 from verl.rewards.sandbox.limits import Limits
 
 # {attack of the first sample, whose effects remain: later sample, whose score they must not change}
@@ -34,6 +36,14 @@ def test_what_a_sample_leaves_behind_costs_no_later_one(attacked, first, tmp_pat
     pool.score_all([request(first)])
     later = pool.score_all([request(LEFT_BEHIND[first], key=str(i), extra_info=info) for i in range(2)])
     assert [(s.score, s.error) for s in later] == [(0.5, None)] * 2
+
+
+def test_processes_of_the_tick_in_which_a_call_begins_may_be_of_an_earlier_sample(monkeypatch):
+    """/proc counts starts in hundredths of a second."""
+    monkeypatch.setattr(launch, "start_ticks", lambda folders: [6, 7, 7, 7])
+    sandbox = SimpleNamespace(limits=Limits(max_processes=2), _num_own=1, _processes=lambda most: [])
+    assert launch.Sandbox.has_too_many_since(sandbox, 6)
+    assert not launch.Sandbox.has_too_many_since(sandbox, 7)
 
 
 def test_prints_are_limited_for_each_sample_and_clean(attacked, tmp_path):

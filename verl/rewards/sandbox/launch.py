@@ -229,10 +229,11 @@ class Sandbox:
         return sum(0 < start <= tick for start in start_ticks(self._processes())) > self._num_own_tasks
 
     def has_too_many_since(self, tick: int) -> bool:
-        """Whether more processes than the limit allows were started in clock tick `tick` or after it."""
+        """Whether more processes than the limit allows were started after clock tick `tick`, in which an earlier sample may
+        have started some too."""
         most = self.limits.max_processes
         paths = self._processes(math.inf if most is None else 2 * (most + self._num_own))  # half of them may be older
-        return most is not None and sum(start >= tick for start in start_ticks(paths)) > most
+        return most is not None and sum(start > tick for start in start_ticks(paths)) > most
 
     def cpu_seconds(self) -> float:
         """Processor seconds of all processes so far."""
