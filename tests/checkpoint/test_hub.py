@@ -10,6 +10,7 @@ from tests.checkpoint.hub_double import serving
 from tests.letters_task import overrides, write_task
 from tests.run.conftest import train_run
 from verl.checkpoint.hub import create_repository, push
+from verl.checkpoint.model_card import model_card
 from verl.cli.main import main
 from verl.errors import ConfigError, UnreachableError
 
@@ -52,6 +53,15 @@ def test_a_run_uploads_its_model_with_a_card(run, tiny_llama):
         assert number is None or f"| {number:.4g} " in card
     assert f"torch {summary['versions']['torch']}" in card
     assert str(tiny_llama.parent) not in card
+
+
+def test_a_card_has_the_keys_that_the_user_chose(tmp_path):
+    (tmp_path / "config.yaml").write_text(
+        "data:\n  train_batch_size: 16  # config grpo_smollm2\n  gen_batch_size: 16  # follows data.train_batch_size\n"
+        "  shuffle: true\ntrainer:\n  logger: [file]  # command line\n  save_freq: 5  # file job.yaml\n"
+    )
+    command = "verl train data.train_batch_size=16 'trainer.logger=[file]' trainer.save_freq=5\n"
+    assert command in model_card(tmp_path / "global_step_3")
 
 
 def test_export_uploads_when_asked(run, hub, tmp_path, capsys):
