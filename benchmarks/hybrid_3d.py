@@ -22,8 +22,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import multiprocessing
 import sys
 import tempfile
 import time
@@ -33,9 +31,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from ranks import launch
 from report import Report, Series, number, ratio
 
-_LIMIT_S = 600.0
 PLAIN, ALONE = "plain FSDP", "only computing"
 _ON = {"use_3d_hybrid": True}
 SIDES: dict[str, dict[str, Any]] = {
@@ -56,9 +54,9 @@ SIDES: dict[str, dict[str, Any]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     with tempfile.TemporaryDirectory(prefix="verl-3d-") as scratch:
-        ranks = launch(arguments, Path(scratch))
+        measured = run(arguments, Path(scratch))
     report = Report("Three dimensions of training work", facts=_facts(arguments))
-    is_right = fill(report, ranks)
+    is_right = fill(report, measured)
     report.finish(arguments.json)
     return 0 if is_right else 1
 
@@ -73,6 +71,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--chunk-size", type=int, default=128, help="tokens of a chunk of the sequence")
     parser.add_argument("--micro-batches", type=int, default=8, help="of a step, on each rank")
     parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.set_defaults(device="cpu")
     arguments = parser.parse_args(argv)
     if (
         min(arguments.rounds, arguments.layers, arguments.micro_batches, arguments.ranks - 1) < 1
@@ -93,53 +92,26 @@ def _facts(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def launch(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+def run(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Run all ranks; returns the result of each."""
     from verl.models.tiny import make_tiny_model
-    from verl.parallel.collectives import free_port
 
     model = make_tiny_model(
         folder / "model", hidden_size=arguments.hidden, intermediate_size=3 * arguments.hidden, vocab_size=4096,
         num_hidden_layers=arguments.layers, num_attention_heads=8, num_key_value_heads=4, head_dim=arguments.hidden // 8,
     )  # fmt: skip
-    context, port = multiprocessing.get_context("spawn"), free_port()
-    ranks = [
-        context.Process(target=serve, args=(rank, port, str(model), arguments, str(folder)), daemon=True)
-        for rank in range(arguments.ranks)
-    ]
-    for process in ranks:
-        process.start()
-    until = time.monotonic() + _LIMIT_S
-    for process in ranks:
-        process.join(max(0.0, until - time.monotonic()))
-    if any(process.exitcode != 0 for process in ranks):
-        for process in ranks:
-            process.kill()
-        raise SystemExit(f"The ranks ended with {[p.exitcode for p in ranks]} within {_LIMIT_S:.0f} s; see above.")
-    return [json.loads((folder / f"measures-{rank}.json").read_text()) for rank in range(arguments.ranks)]
+    return launch(measure, arguments.ranks, folder, arguments, str(model))
 
 
-def serve(rank: int, port: int, model: str, arguments: argparse.Namespace, folder: str) -> None:
+def measure(comm: Any, arguments: argparse.Namespace, model: str) -> dict[str, Any]:
     """One rank: every side in turns."""
-    from verl.parallel.process_settings import keep_freed_memory
-
-    keep_freed_memory()  # as every process of a run does
-    import torch
-
-    from verl.parallel.collectives import Collectives, Peer
-
-    torch.set_num_threads(1)
-    comm = Collectives.start(
-        Peer(rank, arguments.ranks, "127.0.0.1", port), device_type="cpu", timeout_s=_LIMIT_S, start_timeout_s=120.0,
-        call_timeout_s=_LIMIT_S,
-    )  # fmt: skip
     sides: dict[str, dict[str, Any] | None] = {**SIDES, ALONE: None}
     engines = {
         name: build(model, keys and {**keys, "chunk_size": arguments.chunk_size}) for name, keys in sides.items()
     }
     measures: dict[str, dict[str, Any]] = {name: {"seconds": [], "waits": []} for name in engines}
     for round_, (name, engine) in itertools.product(range(arguments.rounds + 1), engines.items()):
-        batch = rows(arguments, seed=1000 * round_ + rank)
+        batch = rows(arguments, seed=1000 * round_ + comm.rank)
         comm.barrier("the same start")
         taken = timed(engine, batch, arguments.tokens)
         if round_:
@@ -149,11 +121,9 @@ def serve(rank: int, port: int, model: str, arguments: argparse.Namespace, folde
     for name, engine in engines.items():
         comm.barrier("the same start")
         measures[name]["peak"] = peak_bytes(
-            lambda engine=engine: timed(engine, rows(arguments, rank), arguments.tokens)
+            lambda engine=engine: timed(engine, rows(arguments, comm.rank), arguments.tokens)
         )
-    (Path(folder) / f"measures-{rank}.json").write_text(json.dumps(measures))
-    comm.barrier("the end")
-    comm.close()
+    return measures
 
 
 def build(model: str, keys: dict[str, Any] | None) -> Any:
@@ -221,17 +191,21 @@ def peak_bytes(run: Any) -> int:
     return max(itertools.accumulate(sizes), default=0)
 
 
-def fill(report: Report, ranks: list[dict[str, Any]]) -> bool:
+def fill(report: Report, measured: list[dict[str, Any]]) -> bool:
     """The table and results; returns whether losses agree."""
-    steps = {name: Series(tuple(map(max, zip(*(r[name]["seconds"] for r in ranks), strict=True)))) for name in ranks[0]}
-    waits = {name: Series(tuple(map(max, zip(*(r[name]["waits"] for r in ranks), strict=True)))) for name in ranks[0]}
-    plain_bytes = max(r[PLAIN]["sent"] for r in ranks)
+    steps = {
+        name: Series(tuple(map(max, zip(*(r[name]["seconds"] for r in measured), strict=True)))) for name in measured[0]
+    }
+    waits = {
+        name: Series(tuple(map(max, zip(*(r[name]["waits"] for r in measured), strict=True)))) for name in measured[0]
+    }
+    plain_bytes = max(r[PLAIN]["sent"] for r in measured)
     lines, is_right = [], True
     for name in SIDES:
-        peak, sent = max(r[name]["peak"] for r in ranks), max(r[name]["sent"] for r in ranks)
+        peak, sent = max(r[name]["peak"] for r in measured), max(r[name]["sent"] for r in measured)
         exchange = waits[PLAIN].median * sent / plain_bytes
         hidden = max(0.0, 1 - waits[name].median / exchange) if exchange else 0.0
-        is_right &= all(abs(r[name]["loss"] - r[PLAIN]["loss"]) < 1e-5 * abs(r[PLAIN]["loss"]) for r in ranks)
+        is_right &= all(abs(r[name]["loss"] - r[PLAIN]["loss"]) < 1e-5 * abs(r[PLAIN]["loss"]) for r in measured)
         lines.append(
             [
                 name, steps[name].text("s"), f"{ratio(steps[PLAIN], steps[name]):.2f}", f"{sent / 1e6:.1f} MB",

@@ -24,8 +24,6 @@ once, without exchange or checksums. Exit code 1: the bytes sent differed from t
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
 import sys
 import tempfile
 import time
@@ -35,10 +33,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from ranks import LIMIT_S, launch
 from report import Report, Series, number, ratio
 from reshard_pairs import MEGATRON_PAIRS, PAIRS, Pair, build_engine
 
-_LIMIT_S = 600.0
 _FORMATS = ("bfloat16", "float32")  # of the copies
 _MOE = {"num_experts": 8, "moe_intermediate_size": 256, "num_experts_per_tok": 2}
 
@@ -49,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         models = make_models(Path(scratch), arguments)
         measured: dict[str, list[dict[str, Any]]] = {}
         for num_ranks in sorted({pair.num_ranks for pair in pairs_of(arguments)}):
-            measured |= launch(num_ranks, models, arguments, Path(scratch))
+            files = launch(measure_pairs, num_ranks, Path(scratch), arguments, models)
+            measured |= {name: [file[name] for file in files] for name in files[0]}
     report = Report("Weights by plan against gathering them whole", facts=_facts(arguments))
     is_right = fill(report, measured)
     report.finish(arguments.json)
@@ -121,60 +120,23 @@ def make_models(folder: Path, arguments: argparse.Namespace) -> dict[bool, str]:
     }
 
 
-def launch(
-    num_ranks: int, models: dict[bool, str], arguments: argparse.Namespace, folder: Path
-) -> dict[str, list[dict[str, Any]]]:
-    """Pair and format -> what each rank found, for all pairs on so many ranks."""
-    from verl.parallel.collectives import free_port
-
-    context, port = multiprocessing.get_context("spawn"), free_port()
-    ranks = [
-        context.Process(target=serve, args=(rank, num_ranks, port, models, arguments, str(folder)), daemon=True)
-        for rank in range(num_ranks)
-    ]
-    for process in ranks:
-        process.start()
-    until = time.monotonic() + _LIMIT_S
-    for process in ranks:
-        process.join(max(0.0, until - time.monotonic()))
-    if any(process.exitcode != 0 for process in ranks):
-        for process in ranks:
-            process.kill()
-        raise SystemExit(f"The ranks ended with {[p.exitcode for p in ranks]} within {_LIMIT_S:.0f} s; see above.")
-    files = [json.loads((folder / f"measures-{num_ranks}-{rank}.json").read_text()) for rank in range(num_ranks)]
-    return {name: [file[name] for file in files] for name in files[0]}
-
-
-def serve(
-    rank: int, num_ranks: int, port: int, models: dict[bool, str], arguments: argparse.Namespace, folder: str
-) -> None:
-    """One rank: all pairs on so many ranks, one after the other."""
-    from verl.parallel.process_settings import keep_freed_memory
-
-    keep_freed_memory()  # as every process of a run does
+def measure_pairs(comm: Any, arguments: argparse.Namespace, models: dict[bool, str]) -> dict[str, dict[str, Any]]:
+    """Pair and format -> results of this rank, for all pairs on as many ranks as there are."""
     import torch
 
-    from verl.parallel.collectives import Collectives, Peer
     from verl.reshard.update import PlannedUpdate
 
-    torch.set_num_threads(1)
     if arguments.messages:
         PlannedUpdate._share_memory = lambda self: None  # type: ignore[assignment, method-assign, return-value]
-    peer = Peer(rank, num_ranks, "127.0.0.1", port)
-    limits = {"timeout_s": _LIMIT_S, "start_timeout_s": 120.0, "call_timeout_s": _LIMIT_S}
-    comm = Collectives.start(peer, device_type=arguments.device, **limits)
-    device = torch.device(arguments.device, rank) if arguments.device == "cuda" else torch.device("cpu")
+    device = torch.device(arguments.device, comm.rank) if arguments.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    pairs = [pair for pair in pairs_of(arguments) if pair.num_ranks == num_ranks]
-    measured = {
+    return {
         f"{pair.name}, {dtype}": measure(pair, models[pair.is_mixture], dtype, arguments.rounds, comm, device)
         for dtype in _FORMATS
-        for pair in pairs
+        for pair in pairs_of(arguments)
+        if pair.num_ranks == comm.world_size
     }
-    (Path(folder) / f"measures-{num_ranks}-{rank}.json").write_text(json.dumps(measured))
-    comm.barrier("the end")
-    comm.close()
 
 
 def measure(pair: Pair, model: str, dtype: str, rounds: int, comm: Any, device: Any) -> dict[str, Any]:
@@ -259,7 +221,7 @@ def build(pair: Pair, model: str, dtype: str, device: Any) -> tuple[Any, Any, An
     else:
         engines = consecutive_engines(ranks, pair.size)
     order = [rank for copy in engines for stage in copy for rank in stage]
-    group = copy_group(Mesh.grid(order, replicate=len(order) // pair.size, tp=pair.size), _LIMIT_S)
+    group = copy_group(Mesh.grid(order, replicate=len(order) // pair.size, tp=pair.size), LIMIT_S)
     modules = [load_causal_lm(model, device=device, dtype=getattr(torch, dtype)) for _ in range(2)]
     rollout = RolloutLayout(engines, expert_groups=tuple(stage for copy in engines for stage in copy))
     return engine, [Replica(module.requires_grad_(False), group) for module in modules], training, rollout
@@ -296,27 +258,27 @@ def timed(way: Any, comm: Any) -> tuple[float, float]:
 def fill(report: Report, measured: dict[str, list[dict[str, Any]]]) -> bool:
     """Tables and results; returns whether bytes and copies were right."""
     moved, taken, is_right = [], [], True
-    for name, ranks in measured.items():
-        total = {key: sum(rank[key] for rank in ranks) for key in ("sent", "plan", "bound", "gathered")}
+    for name, parts in measured.items():
+        total = {key: sum(rank[key] for rank in parts) for key in ("sent", "plan", "bound", "gathered")}
         slowest = {
-            way: Series(tuple(map(max, zip(*(rank["seconds"][way] for rank in ranks), strict=True))))
+            way: Series(tuple(map(max, zip(*(rank["seconds"][way] for rank in parts), strict=True))))
             for way in ("plan", "gather", "floor")
         }
         worked = {
-            way: Series(tuple(map(sum, zip(*(rank["processor"][way] for rank in ranks), strict=True))))
+            way: Series(tuple(map(sum, zip(*(rank["processor"][way] for rank in parts), strict=True))))
             for way in ("plan", "gather")
         }
-        staging, whole = (max(rank[key] for rank in ranks) for key in ("staging", "whole"))
+        staging, whole = (max(rank[key] for rank in parts) for key in ("staging", "whole"))
         share, of_floor = ratio(slowest["plan"], slowest["gather"]), ratio(slowest["plan"], slowest["floor"])
         of_work = ratio(worked["plan"], worked["gather"])
         moved.append([name, *(megabytes(total[key]) for key in total), percent(total["sent"], total["gathered"])])
         row = [name, slowest["plan"].text("s"), slowest["gather"].text("s"), *map(number, (share, of_work, of_floor))]
-        taken.append([*row, megabytes(staging), megabytes(whole), percent(staging, ranks[0]["model"])])
-        is_right &= total["sent"] == total["plan"] == total["bound"] and all(rank["is_same"] for rank in ranks)
+        taken.append([*row, megabytes(staging), megabytes(whole), percent(staging, parts[0]["model"])])
+        is_right &= total["sent"] == total["plan"] == total["bound"] and all(rank["is_same"] for rank in parts)
         report.results[name] = {
             **total, "seconds": {way: s.to_json() for way, s in slowest.items()}, "plan of gather": share,
             "plan of floor": of_floor, "processor": {way: s.to_json() for way, s in worked.items()},
-            "staging": staging, "largest whole tensor": whole, "copies": ranks[0]["model"],
+            "staging": staging, "largest whole tensor": whole, "copies": parts[0]["model"],
         }  # fmt: skip
     report.add_table(["bytes", "sent", "plan", "bound", "gather", "of gather"], moved)
     columns = ["seconds and staging", "plan", "gather", "of gather", "of its work", "of floor"]

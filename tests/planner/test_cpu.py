@@ -1,4 +1,4 @@
-"""The device `cpu`: constants of calls from runs, float32, and prompts that are computed once."""
+"""The device `cpu`: float32, and prompts that are computed once."""
 
 from dataclasses import replace
 
@@ -13,40 +13,11 @@ from verl.planner import (
     known_shape,
     memory,
     time_forward,
-    time_train,
 )
-from verl.planner.cpu import CallMeasured, calibrated, fit_call, measure_cpu
-from verl.planner.kernels import CallFit, matmul_time
+from verl.planner.cpu import measure_cpu
+from verl.planner.kernels import matmul_time
 
 SHAPE, LAYOUT, BATCH = known_shape("Qwen2.5-0.5B"), ParallelLayout(zero=0), SequenceBatch.equal(8, 512)
-
-
-def calls(factor, layer_s, call_s):
-    sizes = [(0.01, 2, 48), (0.1, 8, 48), (0.3, 3, 96), (0.05, 4, 40)]
-    return [CallMeasured(k, n, p, factor * k + p * (call_s + n * layer_s)) for k, n, p in sizes]
-
-
-@pytest.mark.parametrize("constants", [(1.5, 2e-5, 1e-3), (1.0, 0.0, 5e-4), (0.8, 1e-4, 0.0)])
-def test_calls_are_fitted_exactly_where_they_follow_the_form(constants):
-    fit = fit_call(calls(*constants))
-    assert (fit.factor, fit.layer_s, fit.call_s) == pytest.approx(constants, abs=1e-12)
-
-
-def test_no_constant_is_negative():
-    """Runs that grow faster than their kernels would ask for a negative time of a step."""
-    fit = fit_call([CallMeasured(k, 2, 1, 2 * k - 0.01) for k in (0.02, 0.1, 0.5)])
-    assert fit.call_s == fit.layer_s == 0
-    assert 1.5 < fit.factor < 2
-
-
-def test_a_calibrated_device_adds_the_time_outside_its_kernels():
-    plain = Cluster.of("h100_sxm", 1)
-    host = calibrated(plain, {"train": CallFit(2.0, 1e-3, 5e-3)})
-    kernels = time_train(SHAPE, LAYOUT, plain, BATCH).seconds
-    timing = time_train(SHAPE, LAYOUT, host, BATCH)
-    assert timing.seconds == pytest.approx(2 * kernels + SHAPE.num_layers * 1e-3 + 5e-3)
-    assert timing.seconds == pytest.approx(sum(timing.parts.values()))
-    assert time_forward(SHAPE, LAYOUT, host, BATCH) == time_forward(SHAPE, LAYOUT, plain, BATCH)
 
 
 def test_float32_state_is_16_bytes_a_parameter_and_activations_are_doubled():

@@ -1,61 +1,24 @@
 """The constants of this machine's processor, by a micro-benchmark of about ten seconds: the device `cpu` of the planner.
 
-    cluster = measure_cpu(memory=16e9)                     only kernels, in float32
-    calibrated(cluster, {"train": CallFit(...)})           with the overhead of runs, by kind of call
+    cluster = measure_cpu(memory=16e9)
 
-Kernels: the rate of matmuls at a short and at a long inner size, the memory's rate at a matrix that no cache holds, attention,
-and operations on elements. A benchmark of single operations cannot measure the engine's overhead by layer and by step.
-`fit_call` solves for this overhead from the runs of benchmarks/planner/planner.py.
+Kernels in float32: the rate of matmuls at a short and at a long inner size, the memory's rate at a matrix that no cache holds,
+attention, and operations on elements. The engine's overhead by layer and by step is left out.
 """
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
-
-import numpy as np
+from collections.abc import Callable
+from typing import Any
 
 from verl.planner.cluster import Cluster
-from verl.planner.kernels import CallFit, DecodeFit, Device, ExpertsFit, KernelFits, MatmulFit, PrefillFit
+from verl.planner.kernels import DecodeFit, Device, ExpertsFit, KernelFits, MatmulFit, PrefillFit
 
 _LONG_S = 0.3  # of a measurement
 _WIDTH = 4  # float32, as runs on a processor compute
 _ROWS, _SHORT, _LONG = 2048, 128, 1024  # of the matmuls
 _TILE, _BLOCK = 8, 32  # rows that a matmul computes at once; queries of attention
-
-
-class CallMeasured(NamedTuple):
-    """A call of a run: seconds of its kernels by the cost model, its layers, its passes (of generation: steps of decoding), and
-    the seconds that it took."""
-
-    kernels_s: float
-    layers: int
-    passes: float
-    seconds: float
-
-
-def fit_call(calls: Sequence[CallMeasured]) -> CallFit:
-    """The constants, none below 0, with the least sum of squared relative errors: factor kernels + passes (call_s + layers
-    layer_s) = seconds. Needs calls of models of several sizes; a term that they do not need is 0."""
-    rows = np.array([(c.kernels_s, c.passes * c.layers, c.passes) for c in calls]) / [[c.seconds] for c in calls]
-    best, least = np.zeros(3), np.inf
-    for size in (1, 2, 3):
-        for used in map(list, itertools.combinations(range(3), size)):
-            solution = np.linalg.lstsq(rows[:, used], np.ones(len(calls)), rcond=None)[0]
-            error = float(np.square(rows[:, used] @ solution - 1).sum())
-            if (solution >= 0).all() and error < least - 1e-12:
-                best, least = np.zeros(3), error
-                best[used] = solution
-    return CallFit(*best.tolist())
-
-
-def calibrated(cluster: Cluster, calls: Mapping[str, CallFit]) -> Cluster:
-    """`cluster` with constants of calls: "generate", "forward", "train"."""
-    kernels = replace(cluster.device.kernels, calls=dict(calls))
-    return replace(cluster, device=replace(cluster.device, kernels=kernels))
 
 
 def measure_cpu(memory: float, threads: int | None = None) -> Cluster:
@@ -90,7 +53,7 @@ def _measure(torch: Any, memory: float) -> Cluster:
         ExpertsFit(latency_us, 1.0, 1.0, 1.0, 6.0),
         {},
         elementwise=moved / bandwidth,
-        launch_us=0.0,  # in the time of a layer, by `fit_call`
+        launch_us=0.0,
         step_host_s=0.0,
     )
     return Cluster(Device("cpu", peak, bandwidth, memory, 1, kernels, _WIDTH), 1, 1, 1, 1e9, bandwidth)

@@ -17,7 +17,7 @@ from verl.planner.cluster import Cluster
 from verl.planner.layout import EngineLayout, ParallelLayout
 from verl.planner.memory import WEIGHT, Bytes, forward_memory, kv_bytes_per_token, rollout_weights
 from verl.planner.shapes import ModelShape
-from verl.planner.step_time import Time, layer_matmuls, mlp_matmuls, time_pass, with_host
+from verl.planner.step_time import Time, layer_matmuls, mlp_matmuls, time_pass
 from verl.planner.workload import SequenceBatch, Workload
 
 _SMALL_KERNELS = 5  # of a layer in the graph: norms, rotation, cache, activation
@@ -96,12 +96,12 @@ def time_generate(shape: ModelShape, layout: EngineLayout, cluster: Cluster, wor
         SequenceBatch.equal(prompts, workload.prompt_mean),
         backward=False,
     )
-    total, num_steps = Time.of(prefill=prefill.seconds), 0.0
+    total = Time.of(prefill=prefill.seconds)
     for segment in workload.response.profile(samples, layout.slots):
         context = workload.prompt_mean + segment.context
         step = decode_step(shape, layout.tensor, layout.pipeline, cluster, round(segment.active, 1), round(context))
-        total, num_steps = total + step.times(segment.steps), num_steps + segment.steps
-    return with_host(total, "generate", shape, cluster, num_steps)
+        total += step.times(segment.steps)
+    return total
 
 
 def _experts(shape: ModelShape, layout: EngineLayout) -> int:

@@ -21,7 +21,6 @@ benchmarks/planner/fit_kernels.py fits them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,20 +89,10 @@ class CollectiveFit:
 
 
 @dataclass(frozen=True)
-class CallFit:
-    """Time of a call, calibrated by runs: `factor` times the kernels' time, plus `layer_s` for each layer and `call_s` for
-    each pass (of generation: each decode step)."""
-
-    factor: float = 1.0
-    layer_s: float = 0.0
-    call_s: float = 0.0
-
-
-@dataclass(frozen=True)
 class KernelFits:
     """The fitted constants of a device. `elementwise` is the share of the bandwidth that normalisations, activations and
     optimizers reach; `launch_us` the time between two kernels that the host launches one by one; `step_host_s` the host's
-    scheduling and sampling of a decode step, in addition to its graph; `calls` the calibration by runs, by kind of call."""
+    scheduling and sampling of a decode step, in addition to its graph."""
 
     matmul: MatmulFit
     prefill: PrefillFit
@@ -113,7 +102,6 @@ class KernelFits:
     elementwise: float = 0.8
     launch_us: float = 5.0
     step_host_s: float = 1e-3
-    calls: Mapping[str, CallFit] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)

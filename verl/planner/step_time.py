@@ -60,15 +60,6 @@ class Time:
 ZERO = Time(0.0)
 
 
-def with_host(kernels_: Time, kind: str, shape: ModelShape, cluster: Cluster, num_passes: float = 1.0) -> Time:
-    """The time of a call: the time of its kernels, and the host's time where runs have calibrated the device."""
-    fit = cluster.device.kernels.calls.get(kind)
-    if fit is None:
-        return kernels_
-    host = num_passes * (fit.call_s + shape.num_layers * fit.layer_s)
-    return kernels_.times(fit.factor) + Time.of(host=host)
-
-
 def layer_matmuls(shape: ModelShape, tensor: int) -> list[tuple[float, float]]:
     """(columns, inner size) of the matmuls of a dense layer's attention on one tensor parallel rank."""
     h, t = shape.hidden, tensor
@@ -299,10 +290,10 @@ def time_train(
     """Seconds of `updates` optimizer steps that together train once on `batch`."""
     part = SequenceBatch(batch.num / updates, batch.mean, batch.square)
     one = time_pass(shape, layout, cluster, part, backward=True) + _update(shape, layout, cluster)
-    return with_host(one, "train", shape, cluster).times(updates)
+    return one.times(updates)
 
 
 @lru_cache(maxsize=1 << 16)
 def time_forward(shape: ModelShape, layout: ParallelLayout, cluster: Cluster, batch: SequenceBatch) -> Time:
     """Seconds of a forward pass over `batch` that keeps nothing: log-probabilities, values, scores."""
-    return with_host(time_pass(shape, layout, cluster, batch, backward=False), "forward", shape, cluster)
+    return time_pass(shape, layout, cluster, batch, backward=False)
