@@ -11,74 +11,41 @@ import signal
 import sys
 from pathlib import Path
 
+from benchmarks.chaos.chaos_engine import NativeCore
+from verl.rollout.vllm.core import Setup
 
-class StandIn:
-    """The methods of verl.rollout.vllm.core.Core."""
 
+class StandIn(NativeCore):
     def __init__(self, setup):
-        import torch
-
-        from verl.config import RolloutConfig
-        from verl.models.load import load_causal_lm
-        from verl.rollout.api import ENGINES
-        from verl.rollout.vllm.core import _tokenizer
-
         if "VERL_TEST_STARTS" in os.environ:
             size = setup.llm["tensor_parallel_size"]
             with Path(os.environ["VERL_TEST_STARTS"]).open("a") as file:
                 file.write(json.dumps({"parent": os.getppid(), "tensor_parallel_size": size}) + "\n")
-        self.module = load_causal_lm(setup.llm["model"], dtype=getattr(torch, setup.llm["dtype"])).requires_grad_(False)
-        self.native = ENGINES.get("native")(
-            self.module, _tokenizer(setup), RolloutConfig(max_num_seqs=4), eos_token_ids=setup.eos_token_ids
-        )
+        super().__init__(setup)
         self.counts, self.num_ended = {"generate": 0, "update": 0}, 0
 
     def open(self, params, step):
         self.counts["generate"] += 1
-        self.generation = self.native.open(params, step=step)
-
-    def add(self, requests):
-        for request in requests:
-            self.generation.add(request)
+        super().open(params, step)
 
     def poll(self, timeout_s):
-        ended = self.generation.poll(timeout_s)
+        ended = super().poll(timeout_s)
         if self.num_ended:  # the first samples have been returned
             self._perhaps_die("generate")
         self.num_ended += len(ended)
         return ended
 
-    def abort(self, keys):
-        self.generation.abort(keys)
-
     def close_generation(self):
         self.num_ended = 0
-        return self.generation.close()
+        return super().close_generation()
 
     def begin_update(self):
-        from verl.rollout.vllm.weights import Manifest
-
         self.counts["update"] += 1
-        self.manifest, self.left = Manifest(), dict(self.module.named_parameters())
+        super().begin_update()
 
     def update(self, bucket):
-        from verl.reshard.shared_memory import read_shared_bucket
-
-        for name, tensor in read_shared_bucket(bucket):
-            self.left.pop(name).copy_(tensor)
-        self.manifest.add(bucket)
+        super().update(bucket)
         self._perhaps_die("update")
-
-    def finish_update(self, manifest):
-        assert manifest == self.manifest.digest
-        assert not self.left
-        self.native.publish(self.counts["update"])
-
-    def abandon_update(self):
-        pass
-
-    def sleep(self, discards=False):
-        self.native.release()
 
     def _perhaps_die(self, what):
         moment, number, file = os.environ.get("VERL_TEST_LOST", "never 0 .").split(" ", 2)
@@ -88,8 +55,6 @@ class StandIn:
 
 
 def start(setup):
-    from verl.rollout.vllm.core import Setup
-
     return StandIn(Setup(**setup))
 
 

@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.rollout.conftest import EOS, make_prompts
 from tests.rollout.simulated import transfer_of_run, weight_transfer
+from tests.rollout.test_vllm_restart import Processes, SimulatedProcess
 from verl.config import RolloutConfig
-from verl.data_proto.samples import Completion, SamplingParams
+from verl.data_proto.samples import SamplingParams
 from verl.errors import MissingExtraError, ModelError
 from verl.parallel import memory
 from verl.reshard.shared_memory import read_shared_bucket
@@ -26,7 +27,7 @@ from verl.rollout.vllm.core import Core, request_arguments
 from verl.rollout.vllm.sample import BatchSampler, SlotSampler, draw_arguments
 from verl.rollout.vllm.settings import make_setup
 from verl.rollout.vllm.weight_check import HeldWeights, _explained
-from verl.rollout.vllm.weights import _READERS, Manifest, WeightReceiver, _tied
+from verl.rollout.vllm.weights import _READERS, WeightReceiver, _tied
 
 pytestmark = pytest.mark.seed("B5")
 
@@ -34,50 +35,21 @@ VOCABULARY = 300
 SHORT = SamplingParams(max_new_tokens=4)
 
 
-class FakeCore:
-    """Receives as WeightReceiver does, and "generates" the end of each prompt."""
+class FakeCore(SimulatedProcess):
+    """The same with new weights that arrive damaged: `damage` changes a bucket on its way, or loses it (None)."""
 
     def __init__(self, setup):
-        self.setup, self.held, self.calls = setup, {}, []
-        self.manifest = Manifest()
+        super().__init__(Processes())
         self.damage = lambda bucket: bucket
 
-    def begin_update(self):
-        self.calls.append("begin")
-        self.manifest = Manifest()
+    @property
+    def calls(self):
+        return [call for call in self.processes.calls if call != "update"]
 
     def update(self, bucket):
         bucket = self.damage(bucket)
         if bucket is not None:
-            self.held |= {name: tensor.clone() for name, tensor in read_shared_bucket(bucket)}
-            self.manifest.add(bucket)
-
-    def finish_update(self, manifest):
-        if manifest != self.manifest.digest:
-            raise ModelError("did not receive the tensors that were sent")
-        self.calls.append("finish")
-
-    def abandon_update(self):
-        self.calls.append("abandon")
-
-    def sleep(self, discards=False):
-        self.calls.append("sleep")
-
-    def close(self):
-        self.calls.append("close")
-
-    def open(self, params, step):
-        self.requests = []
-
-    def add(self, requests):
-        self.requests += requests
-
-    def poll(self, timeout_s):
-        asked, self.requests = self.requests[::-1], []
-        return [Completion(r.ordinal, r.first_sample, [r.token_ids[-1]], [-1.0], "length", -1) for r in asked]
-
-    def close_generation(self):
-        return {"num_decode_steps": 7}
+            super().update(bucket)
 
 
 @pytest.fixture
@@ -108,7 +80,7 @@ def test_samples_come_in_the_order_that_was_asked_for(make):
     completions = rollout.generate(prompts, SamplingParams(n=2, max_new_tokens=4), step=1, on_finish=ended.append)
     assert [(c.ordinal, c.sample) for c in completions] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert [(c.ordinal, c.sample) for c in ended] == [(1, 1), (1, 0), (0, 1), (0, 0)]
-    assert (rollout.stats()["num_decode_steps"], rollout.stats()["num_generated_tokens"]) == (7, 4)
+    assert (rollout.stats()["num_decode_steps"], rollout.stats()["num_generated_tokens"]) == (2, 8)
     with pytest.raises(ModelError, match="exceeds rollout.max_model_len"):
         rollout.generate(make_prompts([63]), SamplingParams(max_new_tokens=4), step=1)
 
@@ -118,7 +90,7 @@ def test_weights_arrive_and_samples_carry_their_version(make, load):
     rollout.load(weights_of(module))
     rollout.publish(7)
     assert rollout.core.calls == ["begin", "finish"]
-    assert all(torch.equal(rollout.core.held[name], p) for name, p in weights_of(module))
+    assert all(torch.equal(rollout.core.weights[name], p) for name, p in weights_of(module))
     assert {c.weight_version for c in rollout.generate(make_prompts([3]), SHORT, step=0)} == {7}
     with pytest.raises(ModelError, match="no new weights have come since version 7"):
         rollout.publish(8)
