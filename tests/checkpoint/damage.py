@@ -22,43 +22,43 @@ def _files(folder: Path) -> list[Path]:
     return sorted(p for p in folder.rglob("*") if p.is_file())
 
 
-def _one(rng, folder: Path, suffix: str = "") -> Path:
-    return rng.choice([p for p in _files(folder) if p.name.endswith(suffix)])
+def one_file(rng, folder: Path, suffix: str = "") -> Path:
+    return rng.choice([p for p in _files(folder) if p.name.endswith(suffix) and not p.is_symlink()])
 
 
 def flip_bit(rng, folder):
-    file = _one(rng, folder)
-    content = bytearray(file.read_bytes())
+    file = one_file(rng, folder)
+    content = bytearray(file.read_bytes()) or bytearray(1)
     content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
     file.write_bytes(content)
 
 
 def truncate(rng, folder):
-    file = _one(rng, folder)
-    file.write_bytes(file.read_bytes()[: rng.randrange(file.stat().st_size)])
+    file = one_file(rng, folder)
+    file.write_bytes(file.read_bytes()[: rng.randrange(file.stat().st_size or 1)])
 
 
 def append(rng, folder):
-    with _one(rng, folder).open("ab") as file:
-        file.write(rng.choice([b"\0", b"\n", b" ", rng.randbytes(100)]))
+    with one_file(rng, folder).open("ab") as file:
+        file.write(rng.choice([b"\0", b"\n\n", b" ", b"{", b"\xff\xfe", rng.randbytes(100)]))
 
 
 def zero_block(rng, folder):
     """A block that never reached the disk."""
-    file = _one(rng, folder)
+    file = one_file(rng, folder)
     content = bytearray(file.read_bytes())
-    begin = rng.randrange(len(content))
+    begin = rng.randrange(len(content) + 1)
     end = min(len(content), begin + rng.choice([16, 512]))
     content[begin:end] = bytes(end - begin)
     file.write_bytes(content)
 
 
 def delete(rng, folder):
-    _one(rng, folder).unlink()
+    one_file(rng, folder).unlink()
 
 
 def rename(rng, folder):
-    file = _one(rng, folder)
+    file = one_file(rng, folder)
     file.rename(
         file.with_name(rng.choice([f"{file.name}.bak", "model-00002.safetensors", f"x{file.name}", f".{file.name}"]))
     )
@@ -73,12 +73,12 @@ def swap(rng, folder):
 
 def mix(rng, folder):
     """A file of the checkpoint before it."""
-    file = _one(rng, folder)
+    file = one_file(rng, folder)
     shutil.copy(folder.with_name("global_step_1") / file.relative_to(folder), file)
 
 
 def edit_json(rng, folder):
-    file = _one(rng, folder, ".json")
+    file = one_file(rng, folder, ".json")
     document = json.loads(file.read_bytes())
     place, key = None, None
     while isinstance(document if place is None else place[key], dict) and (document if place is None else place[key]):
@@ -96,7 +96,7 @@ def edit_json(rng, folder):
 
 
 def break_json(rng, folder):
-    _one(rng, folder, ".json").write_text(
+    one_file(rng, folder, ".json").write_text(
         rng.choice(["", "{", "null", "[" * 100_000, "\0" * 10, '{"step": 2}', "NaN", "[]"])
     )
 
@@ -108,12 +108,12 @@ def break_manifest(rng, folder):
 
 
 def not_a_file(rng, folder):
-    file = _one(rng, folder)
+    file = one_file(rng, folder)
     file.unlink()
     put_no_file(rng, file, folder)
 
 
-def put_no_file(rng, file, root, other=_one):
+def put_no_file(rng, file, root):
     """Put no separate regular file at `file`, but a folder, a pipe, a device, or a link that leads nowhere or elsewhere."""
     kind = rng.choice(["folder", "pipe", "loop", "nowhere", "other", "device"])
     if kind == "folder":
@@ -121,7 +121,7 @@ def put_no_file(rng, file, root, other=_one):
     elif kind == "pipe":
         os.mkfifo(file)
     else:
-        others = {"loop": file, "nowhere": root / "nowhere", "other": other(rng, root), "device": "/dev/zero"}
+        others = {"loop": file, "nowhere": root / "nowhere", "other": one_file(rng, root), "device": "/dev/zero"}
         file.symlink_to(others[kind])
 
 
@@ -131,7 +131,7 @@ def add_file(rng, folder):
          "critic/huggingface/config.json", "actor/huggingface/model_new.safetensors"]
     )  # fmt: skip
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy(_one(rng, folder, Path(name).suffix), folder / name)
+    shutil.copy(one_file(rng, folder, Path(name).suffix), folder / name)
 
 
 def drop_role(rng, folder):
@@ -152,7 +152,7 @@ def other_step(rng, folder):
 
 def wrong_tensors(rng, folder):
     """A file as another program writes it: other shapes or dtypes in as many bytes."""
-    file = _one(rng, folder, ".safetensors")
+    file = one_file(rng, folder, ".safetensors")
     content = file.read_bytes()
     size = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + size])
@@ -172,7 +172,7 @@ def harmless(rng, folder):
     """Damage that people and tools do to good checkpoints."""
     kind = rng.choice(["touch", "note", "hidden", "moved", "link"])
     if kind == "touch":
-        os.utime(_one(rng, folder))
+        os.utime(one_file(rng, folder))
     elif kind == "note":
         (folder / "NOTES.md").write_text("the good one")
     elif kind == "hidden":
@@ -183,7 +183,7 @@ def harmless(rng, folder):
         folder.rename(elsewhere)
         folder.symlink_to(elsewhere)
     else:
-        file = _one(rng, folder)
+        file = one_file(rng, folder)
         file.rename(folder / "kept")
         file.symlink_to(folder / "kept")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tests.checkpoint.damage import put_no_file
+from tests.checkpoint.damage import append, delete, flip_bit, one_file, put_no_file, swap, truncate, zero_block
 from tests.tracking.sample_lives import issue, open_tracker, segment, take_step
 from verl.checkpoint.files import MANIFEST, record_of, write_manifest
 from verl.checkpoint.store import CheckpointStore
@@ -163,49 +163,8 @@ _ODD = [
 ]
 
 
-def _one(rng, root: Path) -> Path:
-    return rng.choice(sorted(p for p in root.rglob("*") if p.is_file() and not p.is_symlink()))
-
-
-def flip_bit(rng, root):
-    file = _one(rng, root)
-    content = bytearray(file.read_bytes())
-    if content:
-        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
-        file.write_bytes(content)
-
-
-def truncate(rng, root):
-    file = _one(rng, root)
-    file.write_bytes(file.read_bytes()[: rng.randrange(file.stat().st_size + 1)])
-
-
-def append(rng, root):
-    with _one(rng, root).open("ab") as file:
-        file.write(rng.choice([b"\0", b"\n\n", b"{", b"\xff\xfe", rng.randbytes(100)]))
-
-
-def zero_block(rng, root):
-    file = _one(rng, root)
-    content = bytearray(file.read_bytes())
-    begin = rng.randrange(len(content) + 1)
-    content[begin : begin + 512] = bytes(len(content[begin : begin + 512]))
-    file.write_bytes(content)
-
-
 def replace(rng, root):
-    _one(rng, root).write_text(rng.choice(_ODD))
-
-
-def delete(rng, root):
-    _one(rng, root).unlink()
-
-
-def swap(rng, root):
-    one, other = _one(rng, root), _one(rng, root)
-    content = one.read_bytes()
-    one.write_bytes(other.read_bytes())
-    other.write_bytes(content)
+    one_file(rng, root).write_text(rng.choice(_ODD))
 
 
 def not_a_file(rng, root):
@@ -215,11 +174,11 @@ def not_a_file(rng, root):
         "summary.json", "samples/train/step_000009.jsonl", "logs/rank_1.log", "global_step_9", ".global_step_3.tmp-1",
         "latest_checkpointed_iteration.txt", f".metrics.jsonl.{os.getpid()}.tmp",
     ]  # fmt: skip
-    file = root / rng.choice(new) if rng.random() < 0.4 else _one(rng, root)
+    file = root / rng.choice(new) if rng.random() < 0.4 else one_file(rng, root)
     if file.is_dir():
         shutil.rmtree(file)
     file.unlink(missing_ok=True)
-    put_no_file(rng, file, root, _one)
+    put_no_file(rng, file, root)
 
 
 def edit_value(rng, root):
