@@ -13,9 +13,11 @@ import pytest
 from tests.house.source import ROOT
 from tests.slow import slow
 from verl.cli.doctor import facts
+from verl.cli.machine import packages
 from verl.cli.machine.findings import findings
 from verl.cli.machine.host import host, output_of, usable_cores
 from verl.cli.machine.packages import installed_version, probe
+from verl.cli.machine.probes import PROBES
 from verl.cli.machine.requirements import _fits, unmet_requirements
 from verl.cli.main import main
 from verl.parallel.memory import available_memory, memory_limit
@@ -178,7 +180,11 @@ def test_a_program_that_is_not_there_says_nothing():
     assert output_of("no-such-program-at-all") == ""
 
 
-def test_doctor_end_to_end(verl):
+@pytest.mark.parametrize("fresh", [False, slow(True)])
+def test_doctor_end_to_end(verl, monkeypatch, fresh):
+    """`fresh`: heavy packages are imported in separate processes, as elsewhere."""
+    if not fresh:
+        monkeypatch.setattr(packages, "probe", lambda module, name: PROBES[name]())
     code, said = verl("doctor", "--json")
     assert code == 0, said
     report = json.loads(said)
