@@ -341,12 +341,6 @@ def test_generate_replaces_its_file_only_when_it_is_whole(verl, overrides, task)
     assert output.read_text() == "samples of yesterday\n"
 
 
-def test_generate_into_a_folder(verl, overrides, task):
-    code, said = verl("generate", "--output", task, *overrides())
-    assert code == 2
-    assert f"{task} is a folder" in said
-
-
 def test_export_of_a_damaged_run_makes_nothing(verl, earlier, task):
     for step in (1, 2):
         damage(earlier.folder, step)
@@ -364,11 +358,4 @@ def test_export_of_a_step_or_role_that_is_not_there(verl, earlier, task):
     code, said = verl("export", earlier.folder, task / "out", "--role", "critic")
     assert code == 6
     assert "critic" in said
-    assert not (task / "out").exists()
-
-
-def test_convert_of_what_is_not_gguf(verl, task):
-    code, said = verl("convert", task / "reward.py", task / "out")
-    assert code == 4
-    assert "not a GGUF file" in said
     assert not (task / "out").exists()

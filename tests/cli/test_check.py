@@ -378,28 +378,21 @@ def test_generate_replaces_neither_its_prompts_nor_a_device(verl, overrides, tas
     assert (task / "val.jsonl").read_bytes() == prompts
 
 
-def test_generate_needs_an_output(verl):
-    code, said = verl("generate")
-    assert code == 2
-    assert "--output" in said
-
-
-def test_convert_of_nothing(verl, task):
-    code, said = verl("convert", task / "none.gguf", task / "out")
-    assert code == 4
-    assert "none.gguf" in said
-
-
-def test_export_of_nothing(verl, task):
-    code, said = verl("export", task, task / "out")
-    assert code == 6
-    assert "holds no checkpoint" in said
-
-
-def test_data_of_nothing(verl, task):
-    code, said = verl("data", "gsm8k", "--source", task / "none", "--output", task / "out")
-    assert code == 3
-    assert "none" in said
+@pytest.mark.parametrize(
+    ("arguments", "expected_code", "words"),
+    [
+        ("generate", 2, "--output"),
+        ("convert {task}/none.gguf {task}/out", 4, "none.gguf"),
+        ("convert {task}/reward.py {task}/out", 4, "not a GGUF file"),
+        ("export {task} {task}/out", 6, "holds no checkpoint"),
+        ("data gsm8k --source {task}/none --output {task}/out", 3, "none"),
+    ],
+)
+def test_a_verb_of_nothing_makes_nothing(arguments, expected_code, words, verl, task):
+    code, said = verl(*arguments.format(task=task).split())
+    assert code == expected_code
+    assert words in said
+    assert not (task / "out").exists()
 
 
 # -- fine-tuning -------------------------------------------------------------------------------------------------------------
