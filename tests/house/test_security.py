@@ -21,6 +21,14 @@ LISTENERS: dict[tuple[str, str], str] = {
     ("verl/agents/gateway/loopback.py", "listening.bind"): "at the loopback of a sandbox, which no other process has",
     ("verl/parallel/collectives.py", "dist.TCPStore"): "listens to other machines only where the ranks are on several",
 }
+# files that name sys.executable for another reason than to start a Python process -> the reason
+STARTERS = {
+    "verl/__init__.py": "a message",
+    "verl/parallel/child_processes.py": "the one place",
+    "verl/rewards/programs.py": "a program of a model, in a new folder",
+    "verl/agents/gateway/loopback.py": "python -I",
+    "verl/cli/machine/packages.py": "a fact of the doctor",
+}
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 SERVERS = (
     "HTTPServer",
@@ -134,3 +142,13 @@ def test_the_page_on_security_names_every_limit():
     returned = ("max_output_kb", "max_result_kb", "max_parts", "max_abs_score", "process_per_sample")
     assert [key for key in (*named, *returned) if f"`reward.{key}`" not in text] == []
     assert (PACKAGE / "rewards" / "sandbox" / "launch.py").exists()
+
+
+def test_every_python_process_is_started_by_one_function():
+    starters = {
+        relative(path)
+        for path in files().values()
+        for node in nodes(path)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.executable"
+    }
+    assert starters == set(STARTERS)
