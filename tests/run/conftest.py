@@ -1,5 +1,6 @@
 """A tiny training run in this process: `tiny_run("key=value", ...)`."""
 
+import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,17 @@ def tiny_overrides(tiny_llama, tiny_task):
 @pytest.fixture
 def tiny_run(tiny_overrides, tmp_path):
     return lambda *changes, folder="run": train_run(tmp_path / folder, tiny_overrides, changes)
+
+
+@pytest.fixture(scope="module")
+def shared_run(tmp_path_factory):
+    """`shared_run(base, *changes)`: the Run of a program that tests of a module only read; equal ones are trained once."""
+
+    @functools.cache
+    def trained(base, changes, program):
+        return train_run(tmp_path_factory.mktemp("shared") / "run", base, changes, program)
+
+    return lambda base, *changes, program="ppo": trained(tuple(base), changes, program)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.run.conftest import Run
 from tests.run.test_resume import weights
 from tests.slow import slow
 from verl.data_proto.future import Finished
@@ -27,6 +26,12 @@ PREFETCH = "actor_rollout_ref.rollout.prefetch_num"
 PARTIAL = "actor_rollout_ref.rollout.partial_rollout=True"
 STALENESS = "training/off_policy/trajectory_staleness"
 STEPS = "trainer.total_training_steps=5"
+
+
+@pytest.fixture
+def in_parts(shared_run, tiny_overrides):
+    """A run of five steps whose samples are made two ahead, in parts."""
+    return shared_run(tiny_overrides, f"{PREFETCH}=2", PARTIAL, STEPS, "trainer.save_freq=1")
 
 
 def tokens(batch):
@@ -148,10 +153,10 @@ def test_sampled_log_probs_of_parts_match_their_weights(tiny_run, batches, monke
 
 
 @pytest.mark.parametrize("partial", [slow(False), True])
-def test_a_resumed_run_equals_the_unbroken_one(tiny_run, ends_after, partial):
+def test_a_resumed_run_equals_the_unbroken_one(tiny_run, shared_run, tiny_overrides, ends_after, partial):
     """The queue is part of the checkpoint: what older weights made cannot be made again."""
     settings = (f"{PREFETCH}=2", f"actor_rollout_ref.rollout.partial_rollout={partial}", "trainer.save_freq=1")
-    unbroken = tiny_run(*settings, STEPS, folder="unbroken")
+    unbroken = shared_run(tiny_overrides, *settings[:2], STEPS, settings[2])
     ends_after(3)
     tiny_run(*settings, STEPS, folder="broken")
     resumed = tiny_run(*settings, STEPS, folder="broken")
@@ -160,9 +165,8 @@ def test_a_resumed_run_equals_the_unbroken_one(tiny_run, ends_after, partial):
     assert (resumed.folder / "global_step_3/samples/ledger.sqlite").is_file()
 
 
-def test_a_step_that_was_abandoned_is_taken_again_alike(tiny_run, monkeypatch):
+def test_a_step_that_was_abandoned_is_taken_again_alike(tiny_run, in_parts, monkeypatch):
     settings = (f"{PREFETCH}=2", PARTIAL, STEPS, "trainer.save_freq=5")
-    unbroken = tiny_run(*settings, folder="unbroken")
     original = PPO.annotate
 
     def stop_in_step_3(self, result):
@@ -181,10 +185,10 @@ def test_a_step_that_was_abandoned_is_taken_again_alike(tiny_run, monkeypatch):
         tiny_run(*settings, folder="broken")
     resumed = tiny_run(*settings, folder="broken")
     assert stopped
-    for ours, theirs in zip(resumed.repeatable, unbroken.repeatable, strict=True):
+    for ours, theirs in zip(resumed.repeatable, in_parts.repeatable, strict=True):
         differing = {k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k)}
         assert all(k.startswith("rollout/") for k in differing), differing  # metrics of what this process generated
-    assert weights(resumed, 5) == weights(unbroken, 5)
+    assert weights(resumed, 5) == weights(in_parts, 5)
 
 
 def test_nothing_is_generated_that_does_not_train(tiny_run, batches):
@@ -294,10 +298,8 @@ def test_ages_count_versions():
     }  # fmt: skip
 
 
-def test_a_slow_rollout_changes_no_sample(tiny_run, monkeypatch):
+def test_a_slow_rollout_changes_no_sample(tiny_run, in_parts, monkeypatch):
     """Answers that come late, as from separate devices: the same samples train in the same steps."""
-    settings = (f"{PREFETCH}=2", PARTIAL, STEPS, "trainer.save_freq=5")
-    at_once = tiny_run(*settings, folder="at once")
 
     class Later(Finished):
         waited = False
@@ -310,8 +312,7 @@ def test_a_slow_rollout_changes_no_sample(tiny_run, monkeypatch):
             return self.value
 
     monkeypatch.setattr(local, "Finished", Later)
-    late = tiny_run(*settings, folder="late")
-    assert late.repeatable == at_once.repeatable
-    assert weights(late, 5) == weights(at_once, 5)
-    assert isinstance(at_once, Run)
-    assert json.loads((at_once.folder / "timeline.jsonl").read_text().splitlines()[0])["of"] == 5
+    late = tiny_run(f"{PREFETCH}=2", PARTIAL, STEPS, "trainer.save_freq=5")
+    assert late.repeatable == in_parts.repeatable
+    assert weights(late, 5) == weights(in_parts, 5)
+    assert json.loads((in_parts.folder / "timeline.jsonl").read_text().splitlines()[0])["of"] == 5

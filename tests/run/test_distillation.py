@@ -21,13 +21,14 @@ def teachers(tmp_path_factory):
 
 
 @pytest.fixture
-def distill(tiny_run, teachers):
-    """A run of three steps whose only teacher is the first one."""
+def distill(tiny_run, shared_run, tiny_overrides, teachers):
+    """A run of three steps whose only teacher is the first one; `shared`: a run that tests only read."""
 
-    def run(*changes, folder="run", teacher=True):
+    def run(*changes, folder="run", teacher=True, shared=False):
         one = (f"{TEACHERS}.teacher_model.model_path={teachers[0]}",) if teacher else ()
         settings = ("distillation.enabled=True", f"{TEACHERS}.teacher_model.inference.dtype=float32", *one)
-        return tiny_run(*settings, "trainer.total_training_steps=3", *changes, folder=folder)
+        settings = (*settings, "trainer.total_training_steps=3", *changes)
+        return shared_run(tiny_overrides, *settings) if shared else tiny_run(*settings, folder=folder)
 
     return run
 
@@ -104,7 +105,7 @@ def test_policy_gradient_is_the_loss_of_the_distance_as_advantage(distill):
 )
 def test_micro_batches_and_padding_change_nothing(distill, change):
     loss = (f"{LOSS}.loss_mode=jsd", f"{LOSS}.topk=6", *ALONE)
-    for one, other in zip(values(distill(*loss, folder="a")), values(distill(*loss, *change, folder="b")), strict=True):
+    for one, other in zip(values(distill(*loss, shared=True)), values(distill(*loss, *change)), strict=True):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-7)
 
 

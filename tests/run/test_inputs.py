@@ -1,5 +1,6 @@
 """A resumed run compares the content of everything that it reads with what its checkpoint was trained on."""
 
+import functools
 import json
 import logging
 import shutil
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.run.conftest import merge
+from tests import letters_task
 from verl.checkpoint.files import find_damage
 from verl.cli.main import main
 from verl.config import PPO, PREFERENCE, RM, SFT, load_config
@@ -104,12 +105,11 @@ def preference_rows():
     return "".join(json.dumps(row) + "\n" for row in pairs)
 
 
-@pytest.fixture
-def make_inputs(tiny_llama, tiny_task, preference_rows, tmp_path):
-    """`make_inputs(program)` copies all that a run of it reads to a new folder."""
+@pytest.fixture(scope="module")
+def copy_inputs(tiny_llama, tiny_task, preference_rows):
+    """`copy_inputs(program, folder)` copies all that a run of it reads to the new `folder`."""
 
-    def make(program="ppo", name="inputs"):
-        folder = tmp_path / name
+    def copy(program, folder):
         shutil.copytree(tiny_task, folder)
         shutil.copytree(tiny_llama, folder / "model")
         for split in ("train", "val") if program in ("preference", "rm") else ():
@@ -120,21 +120,41 @@ def make_inputs(tiny_llama, tiny_task, preference_rows, tmp_path):
                 (folder / f"{split}.jsonl").write_text("\n".join(rows) + "\n")
         return folder
 
-    return make
+    return copy
 
 
 @pytest.fixture
-def overrides_of(tiny_overrides):
-    def overrides(program, inputs, *changes):
+def make_inputs(copy_inputs, tmp_path):
+    return lambda program="ppo", name="inputs": copy_inputs(program, tmp_path / name)
+
+
+@pytest.fixture(scope="module")
+def overrides_of(tiny_llama, tiny_task):
+    def of(program, inputs, *changes):
         files = (f"data.train_files={inputs}/train.jsonl", f"data.val_files={inputs}/val.jsonl")
         if program == "ppo":
             model = f"actor_rollout_ref.model.path={inputs}/model"
             reward = f"reward.custom_reward_function.path={inputs}/reward.py"
-            return merge(tiny_overrides, (*files, model, reward, *changes))
+            return letters_task.overrides(tiny_llama, tiny_task, *files, model, reward, *changes)
         base = ["data.train_batch_size=4", "engine.dtype=float32", "trainer.logger=[file]", *files]
-        return merge([*base, f"model.path={inputs}/model"], changes)
+        return letters_task.merge([*base, f"model.path={inputs}/model"], changes)
 
-    return overrides
+    return of
+
+
+@pytest.fixture(scope="module")
+def start_run(copy_inputs, overrides_of, tmp_path_factory):
+    """`start_run(folder, program, *settings)` makes the folder of a run of one step; equal runs are trained once."""
+
+    @functools.cache
+    def trained(program, *settings):
+        root = tmp_path_factory.mktemp("started")
+        folder = f"trainer.default_local_dir={root / 'run'}"
+        changes = overrides_of(program, copy_inputs(program, root / "inputs"), *settings, *SHORT, folder)
+        assert train(load_config(changes, schema=PROGRAMS_OF[program]), program) == 0
+        return root / "run"
+
+    return lambda folder, program, *settings: shutil.copytree(trained(program, *settings), folder)
 
 
 REFUSED, LISTED = "refused", "listed"
@@ -163,7 +183,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_changed_input_is_refused_or_listed(name, make_inputs, overrides_of, tmp_path, caplog):
+def test_a_changed_input_is_refused_or_listed(name, make_inputs, start_run, overrides_of, tmp_path, caplog):
     program, settings, change, effect, words = CHANGES[name]
     schema = PROGRAMS_OF[program]
 
@@ -171,7 +191,7 @@ def test_a_changed_input_is_refused_or_listed(name, make_inputs, overrides_of, t
         folder = f"trainer.default_local_dir={tmp_path / 'run'}"
         train(load_config(overrides_of(program, inputs, *settings, *SHORT, folder, *more), schema=schema), program)
 
-    run(make_inputs(program))
+    start_run(tmp_path / "run", program, *settings)
     moved = make_inputs(program, "moved")
     change(moved)
     with caplog.at_level(logging.WARNING, logger="verl"):
@@ -207,17 +227,12 @@ def test_check_says_what_the_run_would_say(make_inputs, overrides_of, tmp_path, 
 @pytest.mark.parametrize(
     ("first", "second"), [("ppo", "sft"), ("sft", "preference"), ("preference", "rm"), ("rm", "ppo")]
 )
-def test_the_folder_of_another_program_names_both(first, second, make_inputs, overrides_of, tmp_path):
-    def run(program):
-        schema = PROGRAMS_OF[program]
-        folder = f"trainer.default_local_dir={tmp_path / 'run'}"
-        overrides = overrides_of(program, make_inputs(program, f"inputs of {program}"), *SHORT, folder)
-        train(load_config(overrides, schema=schema), program)
-
-    run(first)
+def test_the_folder_of_another_program_names_both(first, second, make_inputs, start_run, overrides_of, tmp_path):
+    start_run(tmp_path / "run", first)
+    changes = overrides_of(second, make_inputs(second), *SHORT, f"trainer.default_local_dir={tmp_path / 'run'}")
     words = f"belongs to a run of {PROGRAMS_OF[first].command}, and this is a run of {PROGRAMS_OF[second].command}"
     with pytest.raises(CheckpointError, match=words):
-        run(second)
+        train(load_config(changes, schema=PROGRAMS_OF[second]), second)
 
 
 def test_changed_keys_are_compared_with_the_run_that_saved(tiny_run, caplog):
@@ -247,10 +262,9 @@ def test_a_start_is_compared_where_the_saved_config_has_a_masked_secret(tmp_path
      ("run/global_step_1/inner/run", "is in the checkpoint"), ("link/run", "is in the checkpoint")],
 )  # fmt: skip
 def test_a_folder_that_is_something_else_is_refused_before_anything_is_written(
-    place, words, make_inputs, overrides_of, tmp_path
+    place, words, make_inputs, start_run, overrides_of, tmp_path
 ):
-    inputs, run = make_inputs(), tmp_path / "run"
-    train(load_config(overrides_of("ppo", inputs, *SHORT, f"trainer.default_local_dir={run}")))
+    inputs, run = make_inputs(), start_run(tmp_path / "run", "ppo")
     (tmp_path / "link").symlink_to(run / "global_step_1")
     with pytest.raises(ConfigError, match=rf"trainer\.default_local_dir={tmp_path}/{place} {words}"):
         load_config(overrides_of("ppo", inputs, f"trainer.default_local_dir={tmp_path / place}"))

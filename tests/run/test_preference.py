@@ -6,11 +6,15 @@ import os
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.run.conftest import train_run
 from tests.slow import slow
 from verl.config.active_keys import LABELLED_LOSSES
+from verl.errors import DataError
 from verl.families import PREFERENCE_LOSSES
+from verl.models.tiny import make_tiny_model
 
 pytestmark = pytest.mark.seed("A9")
 
@@ -76,8 +80,6 @@ def loss_settings(name):
 class TestLosses:
     def test_dpo_is_the_formula_on_plain_log_probs(self, preference_run, tiny_llama, rows):
         """The first two steps against Hugging Face's forward, one completion at a time."""
-        from transformers import AutoModelForCausalLM
-
         run = preference_run("trainer.total_training_steps=2", "data.shuffle=False", "trainer.save_freq=1")
         lines = [json.loads(line) for line in (rows / "pairs_train.jsonl").read_text().splitlines()]
         start = AutoModelForCausalLM.from_pretrained(tiny_llama)
@@ -100,10 +102,13 @@ class TestLosses:
         assert run.training_rows()[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-6)
 
     def test_it_learns_the_preferences(self, preference_run):
-        run = preference_run("trainer.total_epochs=4", "trainer.test_freq=20")
-        last = run.rows[-1]
+        """Validation compares with the start: before training there is no margin."""
+        run = preference_run("trainer.total_epochs=4", "trainer.test_freq=20", "trainer.val_before_train=True")
+        first, last = run.rows[0], run.rows[-1]
+        assert first["val/rewards/margins"] == pytest.approx(0.0, abs=1e-6)
         assert last["val/rewards/accuracies"] == 1.0
         assert last["val/loss"] < 0.4
+        assert last["val/rewards/margins"] > 1
         assert last["val/rewards/margins"] == pytest.approx(last["val/rewards/chosen"] - last["val/rewards/rejected"])
 
     def test_kto_learns_from_labels(self, preference_run):
@@ -161,38 +166,33 @@ class TestLaws:
 
 
 class TestReference:
-    def test_kept_log_probs_match_a_second_model(self, preference_run):
-        stored = preference_run("trainer.test_freq=5", folder="kept")
-        each = preference_run("trainer.test_freq=5", "ref.precompute=False", folder="each")
-        assert_close(stored, each, rel=1e-5)
-        assert (stored.folder / "reference_log_probs.safetensors").exists()
-        assert not (each.folder / "reference_log_probs.safetensors").exists()
+    @pytest.fixture
+    def kept_and_computed(self, preference_run):
+        """Metrics of runs whose reference's log-probabilities are kept, and computed in each step, which agree."""
 
-    def test_an_evaluation_after_training_compares_with_the_start(self, preference_run):
-        run = preference_run("trainer.total_epochs=4", "trainer.test_freq=20", "trainer.val_before_train=True")
-        assert run.rows[0]["val/rewards/margins"] == pytest.approx(0.0, abs=1e-6)
-        assert run.rows[-1]["val/rewards/margins"] > 1
+        def runs(*changes, rel=1e-5):
+            stored, each = (
+                preference_run(*changes, f"ref.precompute={precompute}", folder=f"run-{precompute}")
+                for precompute in (True, False)
+            )
+            assert_close(stored, each, rel=rel)
+            assert [(run.folder / TestKeptReference.FILE).exists() for run in (stored, each)] == [True, False]
+            return stored.training_rows()
 
-    def test_another_model_can_be_the_reference(self, preference_run, tiny_llama, tmp_path):
-        from verl.models.tiny import make_tiny_model
+        return runs
 
+    def test_kept_log_probs_match_a_second_model(self, kept_and_computed):
+        kept_and_computed("trainer.test_freq=5")
+
+    def test_another_model_can_be_the_reference(self, kept_and_computed, tmp_path):
         other = make_tiny_model(tmp_path / "other", "llama", seed=7)
-        one_step = "trainer.total_training_steps=1"
-        stored = preference_run(one_step, f"ref.model_path={other}", folder="kept")
-        each = preference_run(one_step, f"ref.model_path={other}", "ref.precompute=False", folder="each")
-        assert_close(stored, each, rel=1e-5)
-        assert stored.training_rows()[0]["train/loss"] != pytest.approx(math.log(2), abs=1e-3)
+        first, *_ = kept_and_computed("trainer.total_training_steps=1", f"ref.model_path={other}")
+        assert first["train/loss"] != pytest.approx(math.log(2), abs=1e-3)
 
-    def test_the_model_without_adapters_is_the_reference_of_lora(self, preference_run):
-        settings = ("model.lora_rank=4", "optim.lr=0.02")
-        stored = preference_run(*settings, folder="kept")
-        each = preference_run(*settings, "ref.precompute=False", folder="each")
-        assert_close(stored, each, rel=1e-4)
-        assert stored.training_rows()[-1]["train/loss"] < 0.6
+    def test_the_model_without_adapters_is_the_reference_of_lora(self, kept_and_computed):
+        assert kept_and_computed("model.lora_rank=4", "optim.lr=0.02", rel=1e-4)[-1]["train/loss"] < 0.6
 
     def test_rows_that_were_added_are_refused_on_resume(self, preference_run, rows, tmp_path):
-        from verl.errors import DataError
-
         preference_run("trainer.save_freq=1", "trainer.total_training_steps=1")
         lines = (rows / "pairs_train.jsonl").read_text().replace("train", "other")
         (tmp_path / "other.jsonl").write_text(lines)
@@ -211,10 +211,6 @@ class TestKeptReference:
 
     @pytest.mark.parametrize("damage", ["values", "tensors", "text", "gone", "fifo"])
     def test_another_file_is_refused(self, preference_run, damage):
-        from safetensors.torch import load_file, save_file
-
-        from verl.errors import DataError
-
         file = preference_run(*self.SETTINGS, "trainer.total_training_steps=1").folder / self.FILE
         tensors = load_file(file)
         file.unlink()
@@ -261,8 +257,6 @@ class TestResuming:
 
 
 def logp(model, tokenizer_folder, prompt, completion):
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     first = tokenizer(prompt)["input_ids"]
     ids = tokenizer(prompt + completion + tokenizer.eos_token)["input_ids"]

@@ -43,8 +43,8 @@ def weights(run: Run, step: int = STEPS) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def unbroken(tiny_run):
-    return tiny_run(*SETTINGS, folder="unbroken")
+def unbroken(shared_run, tiny_overrides):
+    return shared_run(tiny_overrides, *SETTINGS)
 
 
 @pytest.mark.parametrize("in_background", [False, True])

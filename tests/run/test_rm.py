@@ -182,10 +182,11 @@ class TestLoss:
     @pytest.mark.parametrize(
         "micro", [("data.max_token_len_per_gpu=16",), ("data.use_dynamic_bsz=False", "data.micro_batch_size_per_gpu=1")]
     )
-    def test_does_not_depend_on_micro_batches(self, kind, micro, rm_run):
+    def test_does_not_depend_on_micro_batches(self, kind, micro, rm_run, shared_run, rm_overrides):
         """A pair is above the limit of a micro-batch, and stays in one."""
         settings = ("trainer.total_training_steps=3", "trainer.test_freq=3")
-        whole, parts = rm_run(kind, *settings, folder="whole"), rm_run(kind, *settings, *micro, folder="parts")
+        whole = shared_run(rm_overrides(kind), *settings, program="rm")
+        parts = rm_run(kind, *settings, *micro)
         names = [name for name in whole.rows[0] if name.startswith("train/")]
         for one, other in zip(whole.rows, parts.rows, strict=True):
             for name in names:

@@ -130,8 +130,8 @@ class TestLoss:
             ("data.use_dynamic_bsz=False", "data.micro_batch_size_per_gpu=3"),
         ],
     )
-    def test_does_not_depend_on_micro_batches(self, sft_run, micro):
-        whole, parts = sft_run(folder="whole"), sft_run(*micro, folder="parts")
+    def test_does_not_depend_on_micro_batches(self, sft_run, shared_run, sft_overrides, micro):
+        whole, parts = shared_run(sft_overrides, program="sft"), sft_run(*micro)
         for one, other in zip(trained(whole), trained(parts), strict=True):
             assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
 

@@ -83,6 +83,11 @@ def grpo(folder_of, task, tmp_path):
 
 
 @pytest.fixture
+def plain(shared_run, folder_of, task):
+    return shared_run(overrides(folder_of(FAMILY), task, "data.max_prompt_length=300"))
+
+
+@pytest.fixture
 def sft(folder_of, task, tmp_path):
     def run(family, *changes, folder="run"):
         settings = [
@@ -169,16 +174,16 @@ def test_a_resumed_run_equals_the_unbroken_one(family, grpo):
     ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",),
     ("actor_rollout_ref.actor.use_dynamic_bsz=True", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=350"),
 ])  # fmt: skip
-def test_micro_batches_change_no_loss(changes, grpo):
-    whole, divided = grpo(FAMILY, folder="whole"), grpo(FAMILY, *changes, folder="divided")
-    for one, other in zip(whole.training_rows(), divided.training_rows(), strict=True):
+def test_micro_batches_change_no_loss(changes, grpo, plain):
+    divided = grpo(FAMILY, *changes)
+    for one, other in zip(plain.training_rows(), divided.training_rows(), strict=True):
         assert one["actor/pg_loss"] == pytest.approx(other["actor/pg_loss"], abs=1e-6)
         assert one["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=1e-4)
 
 
-def test_hf_and_native_rollout_train_alike(grpo):
-    native, hf = grpo(FAMILY, folder="native"), grpo(FAMILY, "actor_rollout_ref.rollout.name=hf", folder="hf")
-    for one, other in zip(native.training_rows(), hf.training_rows(), strict=True):
+def test_hf_and_native_rollout_train_alike(grpo, plain):
+    hf = grpo(FAMILY, "actor_rollout_ref.rollout.name=hf")
+    for one, other in zip(plain.training_rows(), hf.training_rows(), strict=True):
         assert one["critic/score/mean"] == pytest.approx(other["critic/score/mean"])
         assert one["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=1e-3)
 
