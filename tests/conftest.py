@@ -94,6 +94,15 @@ def quick_disk():
         yield
 
 
+@pytest.fixture
+def forked_engines(monkeypatch):
+    """Engine processes are forks of this process, which has torch in its memory."""
+    from tests.forked import fork_instead
+    from verl.rollout import process
+
+    monkeypatch.setattr(process.subprocess, "Popen", fork_instead(process.subprocess.Popen))
+
+
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory):
     """Folder of a tiny random Llama with tokenizer and chat template."""

@@ -7,6 +7,7 @@ in WARM and has run nothing; what a process sets is its own. Its command line is
 from __future__ import annotations
 
 import atexit
+import importlib
 import multiprocessing
 import os
 import runpy
@@ -14,7 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -101,6 +102,29 @@ def run_forked(what: str | Path, *arguments: object, timeout_s: float, **more) -
         process.kill()
         raise
     return process.returncode, said
+
+
+def fork_instead(popen: type[subprocess.Popen]) -> Callable[..., subprocess.Popen]:
+    """`popen` for commands of `python_command`, which runs their module in the fork that it makes, and never a program."""
+
+    def start(command: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int], **more) -> subprocess.Popen:
+        def run() -> None:
+            code = 70
+            try:
+                open_fds = sorted({0, 1, 2, *pass_fds})
+                for low, high in zip(open_fds, [*open_fds[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
+                    os.closerange(low + 1, high)  # with the pipe by whose end the parent knows of a start
+                sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
+                os.environ.clear()
+                os.environ.update(env)
+                sys.argv = list(command[2:])
+                code = importlib.import_module(command[2]).main()
+            finally:
+                os._exit(code)
+
+        return popen(command, env=env, pass_fds=pass_fds, preexec_fn=run, **more)
+
+    return start
 
 
 def _run(is_file: bool, command: Sequence[str], env: dict[str, str], cwd: str, output: Connection) -> None:

@@ -20,6 +20,7 @@ from tests.slow import slow
 from verl.models.tiny import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
+COMMAND = re.compile(r"verl (\\\n|[^\n|&;<>()#$*?`])+\n")  # one by itself, which no shell has to read
 BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PAGES = sorted(
     page
@@ -107,9 +108,15 @@ def run(kind, code, folder):
         "MODEL": str(folder / "model"),
         "HF_HUB_OFFLINE": "1",
     }
+    forked, code = None, code.replace("$MODEL", environment["MODEL"])
     if kind == "python":
         (folder / "block.py").write_text(code)
-        exit_code, output = run_forked(folder / "block.py", cwd=folder, env=environment, timeout_s=300)
+        forked = [folder / "block.py"]
+    elif COMMAND.fullmatch(code):
+        _, verb, *arguments = shlex.split(code.replace("\\\n", " "))
+        forked = ["verl", verb, *arguments, *TINY.get(verb, "").split()]
+    if forked:
+        exit_code, output = run_forked(*forked, cwd=folder, env=environment, timeout_s=300)
         assert exit_code == 0, f"{code}\n{output[-5000:]}"
         return output
     command = ["sh", "-ec", code]

@@ -30,6 +30,7 @@ def has_ended(pid):
         return True
 
 
+@pytest.mark.usefixtures("forked_engines")
 def test_calls_errors_and_silence():
     """A SIGTERM for every process of a run leaves the engine."""
     engine = process(call_timeout_s=1.6)
@@ -49,6 +50,7 @@ def test_calls_errors_and_silence():
         engine.call("add", 1, 1)
 
 
+@pytest.mark.usefixtures("forked_engines")
 @pytest.mark.parametrize(
     ("method", "words"),
     [("die", "SIGKILL .last line of its log: the last thing that was said. during 'die'"), ("stumble", "a bug")],
@@ -62,6 +64,7 @@ def test_an_engine_that_dies_is_named_at_once(method, words):
     assert has_ended(engine.pid)
 
 
+@pytest.mark.usefixtures("forked_engines")
 def test_an_engine_that_is_closed_has_ended_and_what_hinders_the_start_is_said():
     engine = process()
     engine.close()

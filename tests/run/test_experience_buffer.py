@@ -11,7 +11,7 @@ from verl import ExperienceBuffer
 from verl.data_proto.proto import DataProto
 from verl.errors import ConfigError, DataError, WorkerLostError
 
-pytestmark = pytest.mark.seed("A7")
+pytestmark = [pytest.mark.seed("A7"), pytest.mark.usefixtures("forked_engines")]
 
 
 def rows(*names, n=2):
