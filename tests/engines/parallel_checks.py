@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -88,24 +89,35 @@ def step(engine, batch, micro, head):
     return {k: m.value for k, m in engine.train_batch(batch, loss, OUTPUTS[head], micro, 1.2).items()}
 
 
+@functools.cache
+def steps_of_one_device(path, head, dtype, micro, sizes, lora, bf16_path):
+    """(outputs, metrics) of three steps, and the weights after them. `bf16_path`: its value in the environment."""
+    one, steps = make(LocalEngine, path, head=head, dtype=dtype, lora=lora), []
+    for seed in range(3):
+        batch = make_batch(seed, sizes)
+        outputs = one.forward(batch, OUTPUTS[head], micro, 1.2)
+        steps.append((outputs, step(one, batch, micro, head)))
+    return steps, dict(one.gather_weights())
+
+
 def compare(path, *, head="lm", dtype="float64", micro=None, sizes=(3, 1, 4, 2), lora=0, **engine):
     """Largest relative differences of loss, norm, outputs and weights over three steps."""
     micro = micro or MicroBatching(max_tokens=24)
-    one = make(LocalEngine, path, head=head, dtype=dtype, lora=lora)
+    steps, weights = steps_of_one_device(path, head, dtype, micro, sizes, lora, os.environ.get(CPU_BF16))
     many = make(FSDPEngine, path, head=head, dtype=dtype, lora=lora, **engine)
     gaps = {"loss": 0.0, "grad_norm": 0.0, "outputs": 0.0}
-    for seed in range(3):
+    for seed, (a, expected) in enumerate(steps):
         batch = make_batch(seed, sizes)
         share = batch.select_idxs(rows_of(many, len(batch)))
-        a, b = one.forward(batch, OUTPUTS[head], micro, 1.2), many.forward(share, OUTPUTS[head], micro, 1.2)
+        b = many.forward(share, OUTPUTS[head], micro, 1.2)
         for name in b:
             gap = (a[name][rows_of(many, len(batch))] - b[name]).abs()
             gaps["outputs"] = max(gaps["outputs"], *gap.flatten().tolist(), 0.0)
-        expected, actual = step(one, batch, micro, head), step(many, share, micro, head)
+        actual = step(many, share, micro, head)
         loss = many.groups.over_data_(torch.tensor(actual["loss"], dtype=torch.float64)).item()
         gaps["loss"] = max(gaps["loss"], abs(loss / expected["loss"] - 1))
         gaps["grad_norm"] = max(gaps["grad_norm"], abs(actual["grad_norm"] / expected["grad_norm"] - 1))
-    gaps["weights"] = largest_gap(dict(many.gather_weights()), dict(one.gather_weights()))
+    gaps["weights"] = largest_gap(dict(many.gather_weights()), weights)
     return gaps
 
 

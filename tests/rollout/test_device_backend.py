@@ -199,13 +199,25 @@ def pages(max_tokens, block_size=16):
     return KVCacheConfig(enable_paged_attention=True, block_size=block_size, max_tokens=max_tokens)
 
 
+@pytest.fixture(scope="module")
+def in_slots(make_engine):
+    """Samples and statistics of a case without pages."""
+
+    @functools.cache
+    def of(case):
+        engine = make_engine("device", max_num_seqs=64, kv_cache_config=SLOTS)
+        return generate(engine, make_prompts(LENGTHS), CASES[case])
+
+    return of
+
+
 @pytest.mark.seed("C9")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("max_tokens", [None, 256, 192])
-def test_pages_change_nothing(max_tokens, case, device):
+def test_pages_change_nothing(max_tokens, case, device, in_slots):
     """Nor do preempted samples, which are computed again."""
     prompts, params = make_prompts(LENGTHS), CASES[case]
-    expected, before = generate(device(kv_cache_config=SLOTS), prompts, params)
+    expected, before = in_slots(case)
     ours, stats = generate(device(kv_cache_config=pages(max_tokens)), prompts, params)
     assert_same(ours, expected)
     assert "kv_fragmentation" not in before
