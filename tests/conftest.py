@@ -19,21 +19,23 @@ settings.load_profile("verl")
 
 # Files that take longest, the longest first: begun early they leave no core without work at the end.
 LONGEST = [
+    "runtime/test_ray.py",
     "engines/test_fsdp.py",
     "rollout/test_contract.py",
+    "examples/test_pages.py",
     "runtime/test_reshard_runs.py",
     "runtime/test_spmd.py",
-    "rollout/test_process.py",
-    "runtime/test_ray.py",
-    "examples/test_pages.py",
     "rollout/test_device_backend.py",
-    "rewards/test_pool.py",
-    "rollout/test_cpu_kernels.py",
-    "rollout/test_invariance.py",
-    "run/test_inputs.py",
     "engines/test_contract.py",
-    "run/test_distillation.py",
+    "run/test_preference.py",
+    "rewards/test_innocent.py",
+    "rewards/test_pool.py",
+    "cli/test_supervise.py",
     "run/test_vision.py",
+    "reshard/test_update.py",
+    "run/test_distillation.py",
+    "run/test_async.py",
+    "run/test_inputs.py",
 ]
 
 

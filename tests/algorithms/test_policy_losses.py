@@ -67,18 +67,9 @@ def totals_of(mask, dp_size=1):
 
 
 def run(name, inputs, agg, weighted=False, generator=None):
-    old, new, advantages, mask, weights = inputs
-    return policy_loss(
-        name.partition("/")[0],
-        old_log_prob=old,
-        log_prob=new,
-        advantages=advantages,
-        response_mask=mask,
-        agg=agg,
-        rollout_is_weights=weights if weighted else None,
-        params=TABLE[name].params,
-        generator=generator,
-    )
+    weights, params = inputs[4] if weighted else None, TABLE[name].params
+    kind = name.partition("/")[0]
+    return policy_loss(kind, **named(inputs), agg=agg, rollout_is_weights=weights, params=params, generator=generator)
 
 
 def value_and_gradient(name, inputs, agg, weighted=False):
@@ -130,6 +121,11 @@ def test_value_and_gradient_equal_the_loop_reference(name, weighted, seed, mode,
     close(loss, expected(new.tolist()), 1e-7)
     close(gradient, difference_quotients(expected, new.tolist()), 1e-6)
     assert not gradient[~mask].any()
+
+
+def named(inputs):
+    """Arguments of a loss without weights."""
+    return dict(zip(("old_log_prob", "log_prob", "advantages", "response_mask"), inputs))
 
 
 @losses
@@ -274,25 +270,20 @@ def test_vanilla_metrics():
 
 
 def test_clip_cov_draws_only_from_its_generator():
-    old, new, advantages, mask, _ = policy_inputs(7, batch=40, width=20)
+    inputs = policy_inputs(7, batch=40, width=20)
     params = {"clip_cov_ratio": 0.05, "clip_cov_lb": -10.0, "clip_cov_ub": 10.0}
 
     def dropped(seed):
+        generator = torch.Generator().manual_seed(seed)
         loss, metrics = policy_loss(
-            "clip_cov",
-            old_log_prob=old,
-            log_prob=new,
-            advantages=advantages,
-            response_mask=mask,
-            agg=binder("token-mean"),
-            params=params,
-            generator=torch.Generator().manual_seed(seed),
+            "clip_cov", **named(inputs), agg=binder("token-mean"), params=params, generator=generator
         )
-        return float(loss), metrics["pg_clipfrac"].value * int(mask.sum())
+        return float(loss), metrics["pg_clipfrac"].value * num_tokens
 
+    num_tokens = int(inputs[3].sum())
     assert dropped(1) == dropped(1)
     assert dropped(1)[0] != dropped(2)[0]
-    assert dropped(1)[1] == pytest.approx(int(0.05 * int(mask.sum())))
+    assert dropped(1)[1] == pytest.approx(int(0.05 * num_tokens))
 
 
 @pytest.mark.parametrize(
@@ -307,17 +298,8 @@ def test_clip_cov_draws_only_from_its_generator():
     ],
 )
 def test_bad_settings_are_named(name, params, match):
-    old, new, advantages, mask, _ = policy_inputs(8)
     with pytest.raises(ConfigError, match=match):
-        policy_loss(
-            name,
-            old_log_prob=old,
-            log_prob=new,
-            advantages=advantages,
-            response_mask=mask,
-            agg=binder("token-mean"),
-            params=params,
-        )
+        policy_loss(name, **named(policy_inputs(8)), agg=binder("token-mean"), params=params)
 
 
 def test_weights_that_a_loss_cannot_take_are_refused():
@@ -354,16 +336,10 @@ class TestUsersLosses:
         self.define(name, with_info)
         inputs = policy_inputs(10)
         for mode in LOSS_AGG_MODES:
-            call = partial(
-                policy_loss,
-                name,
-                agg=binder(mode, **totals_of(inputs[3])),
-                params={"loss_agg_mode": mode},
-                config={"clip_ratio": 0.2},
-            )
-            keys = ("old_log_prob", "log_prob", "advantages", "response_mask")
-            whole, metrics = call(**dict(zip(keys, inputs)))
-            parts = [call(**dict(zip(keys, rows(inputs, s))))[0] for s in ([0, 1], [2, 3, 4])]
+            settings_ = {"params": {"loss_agg_mode": mode}, "config": {"clip_ratio": 0.2}}
+            call = partial(policy_loss, name, agg=binder(mode, **totals_of(inputs[3])), **settings_)
+            whole, metrics = call(**named(inputs))
+            parts = [call(**named(rows(inputs, s)))[0] for s in ([0, 1], [2, 3, 4])]
             close(sum(parts), whole)
             old, new, advantages, mask, _ = inputs
             matrix = -advantages * (new - old).exp().clamp(0.8, 1.2)
@@ -371,15 +347,8 @@ class TestUsersLosses:
             assert metric_values(metrics) == {"pg_clipfrac": 0.25, "mine": 2.0}
 
     def test_wrong_results_are_named(self):
-        old, new, advantages, mask, weights = policy_inputs(11)
-        call = partial(
-            policy_loss,
-            old_log_prob=old,
-            log_prob=new,
-            advantages=advantages,
-            response_mask=mask,
-            agg=binder("token-mean"),
-        )
+        inputs = policy_inputs(11)
+        call = partial(policy_loss, **named(inputs), agg=binder("token-mean"))
 
         @register_policy_loss("test_no_metrics")
         def no_metrics(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config):
@@ -394,4 +363,4 @@ class TestUsersLosses:
         with pytest.raises(ConfigError, match="scalar tensor"):
             call("test_no_scalar")
         with pytest.raises(ConfigError, match="no argument rollout_is_weights"):
-            call("test_no_scalar", rollout_is_weights=weights)
+            call("test_no_scalar", rollout_is_weights=inputs[4])
