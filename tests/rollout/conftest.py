@@ -65,7 +65,7 @@ def make_engine(load, tokenizer):
 
         def make(name, family="llama", module=None, **config):
             module = module or load(family)
-            settings = {"eos_token_ids": [EOS], "pad_token_id": 256}
+            settings = {"eos_token_ids": [EOS]}
             if name == "vllm":
                 return SimulatedVLLM(module, tokenizer, RolloutConfig(**config), transfer=weight_transfer(), **settings)
             if name == "http":

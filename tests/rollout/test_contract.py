@@ -513,6 +513,6 @@ def test_greedy_equals_generate_on_smollm2(name):
         PromptRequest(i, tuple(tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=False)))
         for i, c in enumerate(chats)
     ]
-    engine = ENGINES.get(name)(module, tokenizer, RolloutConfig(), eos_token_ids=[2], pad_token_id=2)
+    engine = ENGINES.get(name)(module, tokenizer, RolloutConfig(), eos_token_ids=[2])
     for c in engine.generate(prompts, SamplingParams(n=2, temperature=0, max_new_tokens=32), step=0):
         assert c.token_ids == hf_greedy(plain, prompts[c.ordinal], 32, eos=2)

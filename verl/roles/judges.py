@@ -69,9 +69,8 @@ def build_judge(
             config.model_path, device=device, dtype=dtype, trust_remote_code=config.trust_remote_code
         ).requires_grad_(False)
         engine = ENGINES.get("native" if forward_kind(module) == "packed" else "hf")(
-            module, tokenizer, _settings(config, module), eos_token_ids=eos_token_ids(module, tokenizer),
-            pad_token_id=tokenizer.pad_token_id,
-        )  # fmt: skip
+            module, tokenizer, _settings(config, module), eos_token_ids=eos_token_ids(module, tokenizer)
+        )
     return EngineJudge(engine, tokenizer, config)
 
 

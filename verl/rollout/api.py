@@ -103,7 +103,7 @@ class Generation(Protocol):
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """Generates samples from prompts. Constructed as `Engine(module, tokenizer, config, eos_token_ids=..., pad_token_id=...)`
+    """Generates samples from prompts. Constructed as `Engine(module, tokenizer, config, eos_token_ids=...)`
     where `module` is the training module itself (weights are shared, never copied) and `config` a RolloutConfig. An engine that
     `holds_weights` gets a meta-device model as `module`. BaseRollout has what most engines share.
     """

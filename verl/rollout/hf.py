@@ -32,20 +32,11 @@ class HFRollout(BaseRollout):
 
     reads_images = True
 
-    def __init__(
-        self,
-        module: Any,
-        tokenizer: Any,
-        config: RolloutConfig,
-        *,
-        eos_token_ids: Sequence[int],
-        pad_token_id: int | None = None,
-    ):
+    def __init__(self, module: Any, tokenizer: Any, config: RolloutConfig, *, eos_token_ids: Sequence[int]):
         self.module = module
         self.tokenizer = tokenizer
         self.config = config
         self.eos_token_ids = tuple(eos_token_ids)
-        self.pad_token_id = 0 if pad_token_id is None else pad_token_id
         self.weight_version = 0
         self.is_padded = forward_kind(module) != "packed"
         self.view = own_view(module) if self.is_padded else eager_view(module)
@@ -113,10 +104,10 @@ class HFGeneration:
         return chosen
 
     def _generate(self, batch: _Batch) -> None:
-        view, pad = self.engine.view, self.engine.pad_token_id
+        view = self.engine.view
         device = next(view.parameters()).device
         width = max(len(r.token_ids) for r in batch.requests)
-        ids = torch.full((len(batch.requests), width), pad)
+        ids = torch.zeros(len(batch.requests), width, dtype=torch.int64)
         mask = torch.zeros_like(ids)
         for row, request in enumerate(batch.requests):
             ids[row, width - len(request.token_ids) :] = torch.tensor(request.token_ids)
@@ -124,7 +115,7 @@ class HFGeneration:
         if not self.engine.caches:
             _generate_without_cache(view, batch, ids.to(device))
             return
-        config = GenerationConfig(max_new_tokens=batch.max_new_tokens, do_sample=False, pad_token_id=pad)
+        config = GenerationConfig(max_new_tokens=batch.max_new_tokens, do_sample=False, pad_token_id=0)
         num_drawn = torch.tensor([r.num_drawn for r in batch.requests])
         in_prompt = mask.bool() & (torch.arange(width) < width - num_drawn[:, None])
         with padded_inputs(view, ids.to(device), in_prompt.to(device), batch.requests[0].media) as inputs:

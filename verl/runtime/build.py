@@ -233,14 +233,7 @@ def build_rollout(
     if rollout.name == "native" and build_engine is not PassiveRollout and forward_kind(module) != "packed":
         build_engine = ROLLOUT_ENGINES.get("hf")  # as the notice of loading says
     stop_ids = _stop_ids(module, tokenizer, rollout)
-    engine = build_engine(
-        module,
-        tokenizer,
-        rollout,
-        eos_token_ids=stop_ids,
-        pad_token_id=tokenizer.pad_token_id,
-        **settings,
-    )
+    engine = build_engine(module, tokenizer, rollout, eos_token_ids=stop_ids, **settings)
     agents = None
     if spec.agents is not None and build_engine is not PassiveRollout:
         stops = (*stop_ids, *rollout.stop_token_ids)

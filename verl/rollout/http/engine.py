@@ -54,10 +54,8 @@ class HTTPRollout(BaseRollout):
         config: RolloutConfig,
         *,
         eos_token_ids: Sequence[int],
-        pad_token_id: int | None = None,
         transfer: WeightTransfer,
     ):
-        del pad_token_id
         self.tokenizer = tokenizer  # for stop strings, which are looked for here
         self.module, self.config, self.transfer, service = module, config, transfer, config.service
         self.eos_token_ids = tuple(eos_token_ids)

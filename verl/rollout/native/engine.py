@@ -56,10 +56,8 @@ class NativeRollout(BaseRollout):
         config: RolloutConfig,
         *,
         eos_token_ids: Sequence[int],
-        pad_token_id: int | None = None,
         device_kernel: VarlenKernel = FLASH,
     ):
-        del pad_token_id  # nothing is padded
         self.module = module
         self.tokenizer = tokenizer
         self.config = config

@@ -40,10 +40,9 @@ class VLLMRollout(BaseRollout):
         config: RolloutConfig,
         *,
         eos_token_ids: Sequence[int],
-        pad_token_id: int | None = None,
         transfer: WeightTransfer,
     ):
-        del tokenizer, pad_token_id  # nothing is padded, and stop strings are looked for where vLLM is
+        del tokenizer  # stop strings are looked for where vLLM is
         self.module, self.config, self.transfer = module, config, transfer
         self.state = CopyState()
         self.longest = longest_sequence(config, module)
