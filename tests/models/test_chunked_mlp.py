@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.models.reference import make_columns, random_rows, widen_norms
+from verl.models.attention import Scoring
 from verl.models.chunked_mlp import chunked_feed_forward
 from verl.models.cpu import decoder
 from verl.models.forward import packed_outputs
@@ -106,10 +107,10 @@ def test_attention_in_chunks_of_queries(window, softcap):
     shapes = [(1, 4, 23, 8), (1, 2, 23, 8), (1, 2, 23, 8)]
     qkv = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
     d_out = torch.randn(1, 23, 4, 8, generator=generator, dtype=torch.float64)
-    whole = masked_attention(*qkv, segments, None, window, softcap)
+    whole = masked_attention(*qkv, segments, Scoring(0.3, window, softcap))
     expected = torch.autograd.grad(whole, qkv, d_out)
     for size in (1, 2, 5, 100):
-        ours = masked_attention(*qkv, segments, None, window, softcap, size)
+        ours = masked_attention(*qkv, segments, Scoring(0.3, window, softcap), size)
         torch.testing.assert_close(ours, whole, rtol=1e-12, atol=1e-12)
         for gradient, reference in zip(torch.autograd.grad(ours, qkv, d_out), expected, strict=True):
             torch.testing.assert_close(gradient, reference, rtol=1e-10, atol=1e-12)
@@ -122,7 +123,7 @@ def test_capped_scores_of_a_chunk_are_all_that_is_held():
     held = {}
     for size in (None, 16):
         with saved_bytes() as storages:
-            masked_attention(*qkv, [PackedSegment(0, length)], None, None, 5.0, size)
+            masked_attention(*qkv, [PackedSegment(0, length)], Scoring(0.3, None, 5.0), size)
         held[size] = sum(storages.values())
     assert held[None] > 4 * 2 * length * length
     assert held[16] < 0.2 * held[None]

@@ -13,6 +13,7 @@ from tests.models.test_packed import relative
 from tests.sanitizer import run_checked
 from verl.errors import ConfigError
 from verl.models import compiled
+from verl.models.attention import Scoring
 from verl.models.compiled_attention import CompiledPlan, compiled_attention, compiled_attention_backward
 from verl.models.cpu.pointwise import Rotary, inverse_rms, rms_norm, rms_norm_backward_, swiglu, swiglu_backward_
 from verl.models.forward import packed_outputs
@@ -57,10 +58,11 @@ def segments_of(groups):
 def attention(segments, qkv, upstream, dtype, scale=None):
     """Output and gradients; in float64 by dense operations."""
     leaves = [x.to(dtype).requires_grad_() for x in qkv]
+    scoring = Scoring(qkv[0].shape[-1] ** -0.5 if scale is None else scale)
     if dtype == torch.float64:
-        out = masked_attention(*leaves, segments, scale, None, None)
+        out = masked_attention(*leaves, segments, scoring)
     else:
-        out = PackedLayout(segments).attend(0, *leaves, scale=scale)
+        out = PackedLayout(segments).attend(0, *leaves, scoring)
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(dtype))]
 
 

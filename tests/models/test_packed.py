@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from tests.models.reference import make_columns, random_rows, reference_outputs, widen_norms
 from tests.slow import each_value
+from verl.models.attention import Scoring
 from verl.models.forward import packed_outputs
 from verl.models.load import load_causal_lm, load_model
 from verl.models.packed import PackedLayout, PackedSegment, choose_kernel, masked_attention
@@ -166,9 +167,9 @@ def attention_case(dtype, *, value_dim=8, seed=0):
 )
 def test_flash_parts_equal_masked_segments(dtype, tolerance, value_dim):
     layout, qkv = attention_case(dtype, value_dim=value_dim)
-    assert choose_kernel(qkv[0], None, None) == "flash_cpu"
-    flash = layout.attend(0, *qkv, scale=0.3)
-    masked = masked_attention(*qkv, layout.segments, 0.3, None, None)
+    assert choose_kernel(qkv[0], Scoring(0.3)) == "flash_cpu"
+    flash = layout.attend(0, *qkv, Scoring(0.3))
+    masked = masked_attention(*qkv, layout.segments, Scoring(0.3))
     upstream = torch.randn_like(flash)
     assert relative(flash, masked) < tolerance
     theirs = torch.autograd.grad(masked, qkv, upstream)
@@ -186,6 +187,6 @@ def test_equal_segments_are_computed_in_one_call():
 
 def test_a_window_as_long_as_every_row_is_no_window():
     layout, qkv = attention_case(torch.float64)
-    plain = layout.attend(0, *qkv)
-    assert torch.equal(layout.attend(0, *qkv, sliding_window=11), plain)
-    assert not torch.allclose(layout.attend(0, *qkv, sliding_window=10), plain)
+    plain = layout.attend(0, *qkv, Scoring(0.3))
+    assert torch.equal(layout.attend(0, *qkv, Scoring(0.3, 11)), plain)
+    assert not torch.allclose(layout.attend(0, *qkv, Scoring(0.3, 10)), plain)

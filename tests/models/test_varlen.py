@@ -12,6 +12,7 @@ from tests.models.plain_attention import PLAIN
 from tests.models.recorded_modes import RecordedModes
 from tests.models.reference import make_columns, random_rows
 from verl.models import packed as packed_module
+from verl.models.attention import Scoring
 from verl.models.cuda import varlen
 from verl.models.cuda.varlen import FLASH, TokenSpans, VarlenPlan, flash_runs, spans_of, varlen_attention
 from verl.models.forward import packed_outputs
@@ -155,7 +156,7 @@ def test_packed_parts_equal_masked_segments(layout, dims, seed, window):
     known = PackedLayout(segments)
     plan = VarlenPlan(known.segments, known.prefix_runs, CPU, window)
     ours = varlen_attention(plan, *qkv, 0.3, PLAIN)
-    theirs = masked_attention(*qkv, segments, 0.3, window, None)
+    theirs = masked_attention(*qkv, segments, Scoring(0.3, window))
     assert relative(ours, theirs) < 1e-13
     upstream = torch.randn_like(theirs)
     references = torch.autograd.grad(theirs, qkv, upstream)
@@ -195,12 +196,15 @@ def test_what_goes_to_a_device_is_the_same_there():
 
 def test_which_kernel_computes_a_layer(monkeypatch):
     half = torch.empty(1, 4, 3, 64, dtype=torch.bfloat16, device="meta")
-    assert choose_kernel(half, None, None) == "masked"
-    assert choose_kernel(torch.empty(1, 4, 3, 64), None, None) == "flash_cpu"
-    assert choose_kernel(torch.empty(1, 4, 3, 64), 2, None) == "masked"
+    assert choose_kernel(half, Scoring(1.0)) == "masked"
+    assert choose_kernel(torch.empty(1, 4, 3, 64), Scoring(1.0)) == "flash_cpu"
+    assert choose_kernel(torch.empty(1, 4, 3, 64), Scoring(1.0, 2)) == "masked"
     with monkeypatch.context() as patch:
         patch.setattr(packed_module, "flash_runs", lambda *_: True)
-        assert [choose_kernel(half, 2, None), choose_kernel(half, None, 30.0)] == ["varlen", "masked"]
+        assert [choose_kernel(half, Scoring(1.0, 2)), choose_kernel(half, Scoring(1.0, None, 30.0))] == [
+            "varlen",
+            "masked",
+        ]
     assert not flash_runs(CPU, torch.bfloat16, 64)
     assert not flash_runs(torch.device("cuda:0"), torch.float32, 64)
     assert not flash_runs(torch.device("cuda:0"), torch.bfloat16, 320)
@@ -343,16 +347,16 @@ class TestOnACard:
         layout = PackedLayout(segments)
         flat = random_qkv(160, 160, heads=14, dim=64, value_dim=64, dtype=torch.bfloat16, device="cuda")
         qkv = [heads_first(x).unsqueeze(0).requires_grad_() for x in flat]
-        layout.attend(0, *qkv).sum().backward()  # the first call makes everything that is made once
+        layout.attend(0, *qkv, Scoring(0.125)).sum().backward()  # the first call makes everything that is made once
         torch.cuda.set_sync_debug_mode("error")
         try:
-            out = layout.attend(0, *qkv)
+            out = layout.attend(0, *qkv, Scoring(0.125))
             upstream = torch.ones_like(out)
             gradients = torch.autograd.grad(out, qkv, upstream)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         wide = [x.detach().double().requires_grad_() for x in qkv]
-        expected = masked_attention(*wide, segments, None, None, None)
+        expected = masked_attention(*wide, segments, Scoring(0.125))
         assert relative(out, expected) < 1e-2
         for a, b in zip(gradients, torch.autograd.grad(expected, wide, upstream.double()), strict=True):
             assert relative(a, b) < 2e-2

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.rollout.conftest import make_prompts
+from verl.models.attention import Scoring
 from verl.rollout.layout import Chunk, StepLayout
 from verl.rollout.native.batch import BatchRows, Group, Prompts
 from verl.rollout.native.decode_attention import DecodeRows, Members, length_blocks
@@ -50,7 +51,7 @@ def test_attention_over_prefix_and_own_part(window, softcap, shared):
     own, prefix = SlotStore(keys_as_columns=True), SlotStore()
     lengths, row_slot = [4, 9, 1], [1, 0, 1, 1, 2] if shared else [0, 1, 2]
     history = [([], []) for _ in lengths]  # keys and values of each prompt
-    args = {"scale": 0.3, "sliding_window": window, "softcap": softcap}
+    scoring = Scoring(0.3, window, softcap)
 
     def check(out, q, at, keys, values, position):
         expected = dense(q[0, :, at], torch.stack(keys), torch.stack(values), position, 0.3, window, softcap)
@@ -64,7 +65,7 @@ def test_attention_over_prefix_and_own_part(window, softcap, shared):
         prefix.reserve(3, 9, 9)
         q, k, v = qkv(sum(p.end - p.start for p in chunks), generator)
         layout = StepLayout(None, prefix, chunks)
-        out, at = layout.attend(0, q, k, v, **args), 0
+        out, at = layout.attend(0, q, k, v, scoring), 0
         for chunk in chunks:
             for position in range(chunk.start, chunk.end):
                 remember(history[chunk.slot], k, v, at)
@@ -95,7 +96,7 @@ def test_attention_over_prefix_and_own_part(window, softcap, shared):
         q, k, v = qkv(len(row_slot) + 2, generator)
         decoding.advance(own_lengths, positions)
         layout = StepLayout(decoding, prefix, [chunk])
-        out = layout.attend(0, q, k, v, **args)
+        out = layout.attend(0, q, k, v, scoring)
         assert out.shape == (1, len(row_slot) + 2, HEADS, WIDTH)
         for row in range(len(row_slot)):
             remember(rows[row], k, v, row)
@@ -117,7 +118,7 @@ def test_rows_of_very_different_lengths(seed):
     decoding = DecodeRows(own, SlotStore(), 40, None, torch.device("cpu"))
     decoding.advance(lengths, lengths)
     layout = StepLayout(decoding, SlotStore(), [])
-    out = layout.attend(0, q, k, v, scale=None, sliding_window=None, softcap=None)
+    out = layout.attend(0, q, k, v, Scoring(WIDTH**-0.5))
     for row, length in enumerate(lengths):
         past = [t[row, :, : length + 1].transpose(0, 1) for t in (keys.transpose(2, 3), values)]
         expected = dense(q[0, :, row], *past, int(length), WIDTH**-0.5, None, None)

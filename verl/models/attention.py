@@ -8,33 +8,33 @@ patched.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
+from torch import nn
 from transformers import AttentionInterface
 
 ATTENTION_NAME = "verl"
 
 
+class Scoring(NamedTuple):
+    """The scores of a layer: q.k * scale, capped to softcap * tanh(score / softcap), the newest `window`
+    tokens only."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
 class AttentionLayout(Protocol):
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        scale: float | None,
-        sliding_window: int | None,
-        softcap: float | None,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         """q [1, heads, tokens, head_dim], k and v [1, kv_heads, tokens, head_dim], rotary embedding applied.
         Returns [1, tokens, heads, head_dim]."""
         ...
 
 
 def verl_attention(
-    module: Any,
+    module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -55,10 +55,8 @@ def verl_attention(
         )
     if sliding_window is None:  # some families keep it on the module only
         sliding_window = getattr(module, "sliding_window", None)
-    out = layout.attend(
-        module.layer_idx, query, key, value, scale=scaling, sliding_window=sliding_window, softcap=softcap
-    )
-    return out, None
+    scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
+    return layout.attend(module.layer_idx, query, key, value, scoring), None
 
 
 AttentionInterface.register(ATTENTION_NAME, verl_attention)

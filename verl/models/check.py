@@ -14,7 +14,7 @@ import torch
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from verl.errors import ModelError
-from verl.models.attention import ATTENTION_NAME
+from verl.models.attention import ATTENTION_NAME, Scoring
 from verl.models.folder import reason
 from verl.models.forward import hidden_states, packed_outputs
 from verl.models.packed import PackedLayout
@@ -42,9 +42,9 @@ class _NotingLayout(PackedLayout):
         super().__init__(layout.segments)
         self.layers: list[int] = []
 
-    def attend(self, layer: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         self.layers.append(layer)
-        return super().attend(layer, *args, **kwargs)
+        return super().attend(layer, q, k, v, scoring)
 
 
 @torch.no_grad()

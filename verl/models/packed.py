@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from verl.models import compiled
+from verl.models.attention import Scoring
 from verl.models.compiled_attention import CompiledPlan, compiled_attention, compiled_attention_backward
 from verl.models.cuda.varlen import VarlenPlan, flash_runs, varlen_attention
 from verl.models.routing import Routing
@@ -75,31 +76,24 @@ class PackedLayout:
         self._plans: dict[int | None, VarlenPlan] = {}  # by window
         self._compiled_plan: CompiledPlan | None = None
 
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        scale: float | None = None,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         """q [1, heads, tokens, head_dim], k [1, kv_heads, tokens, head_dim], v [1, kv_heads, tokens, value_dim].
 
         Returns [1, tokens, heads, value_dim].
         """
-        if sliding_window is not None and sliding_window >= self.longest:
-            sliding_window = None
-        kernel = choose_kernel(q, sliding_window, softcap)
+        scoring = self.without_idle_window(scoring)
+        kernel = choose_kernel(q, scoring)
         if kernel == "varlen":
-            return varlen_attention(self._varlen_plan(q.device, sliding_window), q, k, v, scale)
+            return varlen_attention(self._varlen_plan(q.device, scoring.window), q, k, v, scoring.scale)
         if kernel == "flash_cpu":
             padding = q.shape[-1] - v.shape[-1]
-            out = _FlashParts.apply(q, k, F.pad(v, (0, padding)) if padding else v, self, scale)
+            out = _FlashParts.apply(q, k, F.pad(v, (0, padding)) if padding else v, self, scoring.scale)
             return out[..., : v.shape[-1]] if padding else out
-        return masked_attention(q, k, v, self.segments, scale, sliding_window, softcap, self.chunk_tokens)
+        return masked_attention(q, k, v, self.segments, scoring, self.chunk_tokens)
+
+    def without_idle_window(self, scoring: Scoring) -> Scoring:
+        """`scoring` without a window that is as long as every row, which hides no token."""
+        return scoring if scoring.window is None or scoring.window < self.longest else scoring._replace(window=None)
 
     def _varlen_plan(self, device: torch.device, window: int | None) -> VarlenPlan:
         if window not in self._plans:
@@ -114,12 +108,12 @@ class PackedLayout:
         return self._compiled_plan
 
 
-def choose_kernel(q: torch.Tensor, sliding_window: int | None, softcap: float | None) -> str:
+def choose_kernel(q: torch.Tensor, scoring: Scoring) -> str:
     """The one place that decides which code computes a layer: "varlen" (flash attention on CUDA), "flash_cpu" or
     "masked"."""
-    if softcap is None and flash_runs(q.device, q.dtype, q.shape[-1]):
+    if scoring.softcap is None and flash_runs(q.device, q.dtype, q.shape[-1]):
         return "varlen"
-    if sliding_window is not None or softcap is not None:
+    if scoring.window is not None or scoring.softcap is not None:
         return "masked"
     return "flash_cpu" if q.device.type == "cpu" else "masked"
 
@@ -148,7 +142,7 @@ class _FlashParts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PackedLayout, scale: float | None
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PackedLayout, scale: float
     ) -> torch.Tensor:
         _, heads, tokens, head_dim = q.shape
         out = q.new_empty(1, tokens, heads, head_dim).transpose(1, 2)
@@ -166,18 +160,12 @@ class _FlashParts(torch.autograd.Function):
 
 
 def flash_forward(
-    layout: PackedLayout,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    scale: float | None,
+    layout: PackedLayout, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """Attention of all parts into `out`, shaped as `q` [1, heads, tokens, head_dim]; returns the log-sum-exp
     [1, heads, tokens], float32 or wider."""
-    _, heads, tokens, head_dim = q.shape
+    _, heads, tokens, _ = q.shape
     if compiled.usable(q, k, v):
-        scale = head_dim**-0.5 if scale is None else scale
         return compiled_attention(layout.compiled_plan, q, k, v, out, scale)
     wide = torch.promote_types(q.dtype, torch.float32)
     lse = torch.empty(1, tokens, heads, dtype=wide, device=q.device).transpose(1, 2)
@@ -200,12 +188,11 @@ def flash_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    scale: float | None,
+    scale: float,
     into: Sequence[torch.Tensor],
 ) -> None:
     """Writes the gradients of q, k and v into the three tensors `into`, given what flash_forward took and gave."""
     if compiled.usable(q, k, v):
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
         compiled_attention_backward(layout.compiled_plan, d_out, q, k, v, out, lse, scale, into)
         return
     dq, dk, dv = into
@@ -243,9 +230,7 @@ def masked_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     segments: Sequence[PackedSegment],
-    scale: float | None,
-    sliding_window: int | None,
-    softcap: float | None,
+    scoring: Scoring,
     chunk_tokens: int | None = None,
 ) -> torch.Tensor:
     """PackedSegment by segment in plain differentiable operations, for layers with a window or a cap, and for other devices.
@@ -258,11 +243,11 @@ def masked_attention(
         size = max(1, min(chunk_tokens or segment.length, segment.length))
         for first in range(0, segment.length, size):
             queries = (first, min(size, segment.length - first))
-            part = partial(_attend_part, segment=segment, queries=queries, window=sliding_window)
+            part = partial(_attend_part, segment=segment, queries=queries, scoring=scoring)
             if size < segment.length and torch.is_grad_enabled():
-                out = checkpoint(part, q, k, v, scale, softcap, use_reentrant=False, preserve_rng_state=False)
+                out = checkpoint(part, q, k, v, use_reentrant=False, preserve_rng_state=False)
             else:
-                out = part(q, k, v, scale, softcap)
+                out = part(q, k, v)
             outs.append(out.transpose(1, 2))
     return torch.cat(outs, dim=1)
 
@@ -271,15 +256,13 @@ def _attend_part(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    scale: float | None,
-    softcap: float | None,
     *,
     segment: PackedSegment,
     queries: tuple[int, int],
-    window: int | None,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """`queries` are (first, count) within the segment; before them lie its prefix and its own first tokens."""
-    first, count = queries
+    (first, count), window = queries, scoring.window
     # a window that begins inside what lies before hides the head of that from every query
     hidden = 0 if window is None else max(0, segment.prefix_length + first - window + 1)
     of_prefix, of_own = min(hidden, segment.prefix_length), max(0, hidden - segment.prefix_length)
@@ -288,9 +271,9 @@ def _attend_part(
     in_prefix, num_before = segment.prefix_length > of_prefix, segment.prefix_length + first - hidden
     keys, values = (torch.cat([prefix(x), own(x)], dim=2) if in_prefix else own(x) for x in (k, v))
     mask = None
-    if num_before or window is not None or softcap is not None:
+    if num_before or window is not None or scoring.softcap is not None:
         mask = _visible(count, num_before, window, q.device)
-    return _attend_dense(_tokens(segment.start + first, count)(q), keys, values, mask, scale, softcap)
+    return _attend_dense(_tokens(segment.start + first, count)(q), keys, values, mask, scoring)
 
 
 def _visible(length: int, num_before: int, sliding_window: int | None, device: torch.device) -> torch.Tensor:
@@ -302,19 +285,15 @@ def _visible(length: int, num_before: int, sliding_window: int | None, device: t
 
 
 def _attend_dense(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float | None,
-    softcap: float | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring
 ) -> torch.Tensor:
+    scale, _, softcap = scoring
     if softcap is None:
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=True)
     assert mask is not None
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = q @ k.transpose(-1, -2) * scale
     scores = softcap * torch.tanh(scores / softcap)
     wide = torch.promote_types(q.dtype, torch.float32)
     weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1, dtype=wide)

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from verl.models.attention import Scoring
 from verl.models.routing import Routing
 from verl.rollout.native.decode_attention import DecodeRows
 from verl.rollout.native.kv_cache import SlotStore
-from verl.rollout.native.partial_attention import Scoring, additive_mask, attend_plain
+from verl.rollout.native.partial_attention import additive_mask, attend_plain
 
 
 @dataclass(frozen=True)
@@ -37,19 +38,8 @@ class StepLayout:
         self._rows, self._prefix, self._pieces = rows, prefix, chunks
         self.routing: Routing | None = None  # of the tokens, where experts are recorded
 
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        scale: float | None,
-        sliding_window: int | None,
-        softcap: float | None,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         """See AttentionLayout: q [1, heads, tokens, head_dim] -> [1, tokens, heads, head_dim]. Stores k and v."""
-        scoring = Scoring(q.shape[-1] ** -0.5 if scale is None else scale, sliding_window, softcap)
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
         return self.attend_tokens(layer, q, k, v, scoring).unsqueeze(0)
 

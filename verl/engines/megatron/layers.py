@@ -18,6 +18,7 @@ from verl.engines.megatron.library import (
     TransformerConfig,
     get_gpt_layer_local_spec,
 )
+from verl.models.attention import Scoring
 from verl.models.packed import PackedLayout
 from verl.models.parallel.sequence import SequenceLayout
 
@@ -79,9 +80,8 @@ class PackedAttention(MegatronModule):
     ) -> torch.Tensor:
         """query [tokens, 1, heads, size], key and value [tokens, 1, groups, size] -> [tokens, 1, heads * size]."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        out = packed_seq_params.layout.attend(
-            self.layer, q, k, v, scale=None, sliding_window=self.config.sliding_windows[self.layer], softcap=None
-        )
+        scoring = Scoring(q.shape[-1] ** -0.5, self.config.sliding_windows[self.layer])
+        out = packed_seq_params.layout.attend(self.layer, q, k, v, scoring)
         return out.flatten(2).transpose(0, 1)
 
 

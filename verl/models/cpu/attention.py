@@ -7,12 +7,12 @@ layout's differentiable `attend` on separate leaf tensors, and keeps the small g
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from verl.models.attention import Scoring
 from verl.models.matmul import Matmul
-from verl.models.packed import choose_kernel, flash_backward, flash_forward
+from verl.models.packed import PackedLayout, choose_kernel, flash_backward, flash_forward
 
 
 @dataclass(frozen=True)
@@ -33,27 +33,25 @@ class Attended:
     graph: tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None = None
 
 
-def attend(
-    layout: Any, index: int, heads: HeadViews, scale: float, window: int | None, by: Matmul, keep: bool
-) -> Attended:
+def attend(layout: PackedLayout, index: int, heads: HeadViews, scoring: Scoring, by: Matmul, keep: bool) -> Attended:
     """Attention of layer `index`; with `keep`, fit for `attend_backward`."""
     q, k, v = heads.q, heads.k, heads.v
-    if _is_flash(layout, q, window):
+    if choose_kernel(q, layout.without_idle_window(scoring)) == "flash_cpu":
         _, num_heads, tokens, head_dim = q.shape
         q, k, v = by.operand(q), by.operand(k), by.operand(v)
         out = q.new_empty(tokens, num_heads, head_dim)
-        lse = flash_forward(layout, q, k, v, _as_heads(out), scale)
+        lse = flash_forward(layout, q, k, v, _as_heads(out), scoring.scale)
         return Attended(out.flatten(1).to(heads.q.dtype), lse if keep else None)
     if not keep:
-        return Attended(layout.attend(index, q, k, v, scale=scale, sliding_window=window, softcap=None)[0].flatten(1))
+        return Attended(layout.attend(index, q, k, v, scoring)[0].flatten(1))
     leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
     with torch.enable_grad():
-        attended = layout.attend(index, *leaves, scale=scale, sliding_window=window, softcap=None)
+        attended = layout.attend(index, *leaves, scoring)
     return Attended(attended.detach()[0].flatten(1), graph=(attended, leaves))
 
 
 def attend_backward(
-    layout: Any,
+    layout: PackedLayout,
     heads: HeadViews,
     attended: Attended,
     d_out: torch.Tensor,
@@ -73,12 +71,6 @@ def attend_backward(
     out, d_out = (by.operand(_as_heads(x.view(shape))) for x in (attended.out, d_out))
     q, k, v = by.operand(heads.q), by.operand(heads.k), by.operand(heads.v)
     flash_backward(layout, d_out, q, k, v, out, attended.lse, scale, (into.q, into.k, into.v))
-
-
-def _is_flash(layout: Any, q: torch.Tensor, window: int | None) -> bool:
-    if window is not None and window >= layout.longest:
-        window = None
-    return choose_kernel(q, window, None) == "flash_cpu"
 
 
 def _as_heads(x: torch.Tensor) -> torch.Tensor:

@@ -9,11 +9,12 @@ computed again, which costs less than keeping them. The backward overwrites the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
 
+from verl.models.attention import Scoring
 from verl.models.cpu.attention import Attended, HeadViews, attend, attend_backward
 from verl.models.cpu.pointwise import (
     Rotary,
@@ -26,6 +27,7 @@ from verl.models.cpu.pointwise import (
 from verl.models.cpu.weights import DenseDecoder, DenseLayer, Norm, Projection
 from verl.models.grad_buffers import GradientBuffers
 from verl.models.matmul import Matmul
+from verl.models.packed import PackedLayout
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Pass:
     """State that all layers of one pass share."""
 
     decoder: DenseDecoder
-    layout: Any
+    layout: PackedLayout
     rotary: Rotary
     matmul: Matmul
 
@@ -67,7 +69,7 @@ def forward(run: Pass, index: int, x: torch.Tensor, keep: bool) -> tuple[torch.T
     x_scale = inverse_rms(x, layer.input_norm)
     qkv = matmul.linear(rms_norm(x, layer.input_norm, x_scale), layer.qkv.weight, layer.qkv.bias)
     heads = _heads(run, layer, qkv)
-    attended = attend(run.layout, index, heads, run.decoder.scale, layer.sliding_window, matmul, keep)
+    attended = attend(run.layout, index, heads, Scoring(run.decoder.scale, layer.sliding_window), matmul, keep)
     middle = matmul.linear(attended.out, layer.o.weight, layer.o.bias, residual=x)
     middle_scale = inverse_rms(middle, layer.post_norm)
     size = run.layout.chunk_tokens

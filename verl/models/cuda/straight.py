@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from verl.models.attention import AttentionLayout, Scoring
 from verl.models.cpu.weights import DenseDecoder, Norm, Projection
 from verl.models.cuda.pointwise import add_norm, rms_norm, rotated, swiglu
 from verl.models.packing import PackedBatch
@@ -35,7 +36,7 @@ def straight_states(decoder: DenseDecoder, packed: PackedBatch, checkpointing: b
 
 
 def _layer(
-    decoder: DenseDecoder, index: int, layout: Any, cos: torch.Tensor, sin: torch.Tensor, x: torch.Tensor
+    decoder: DenseDecoder, index: int, layout: AttentionLayout, cos: torch.Tensor, sin: torch.Tensor, x: torch.Tensor
 ) -> torch.Tensor:
     layer, heads, kv_heads = decoder.layers[index], decoder.num_heads, decoder.num_kv_heads
     qkv = _linear(_normed(x, layer.input_norm), layer.qkv).unflatten(-1, (heads + 2 * kv_heads, -1))
@@ -43,7 +44,7 @@ def _layer(
     if layer.q_norm is not None and layer.k_norm is not None:
         q, k = _normed(q, layer.q_norm), _normed(k, layer.k_norm)
     heads_first = (t.transpose(0, 1).unsqueeze(0) for t in (rotated(q, cos, sin), rotated(k, cos, sin), v))
-    attended = layout.attend(index, *heads_first, scale=decoder.scale, sliding_window=layer.sliding_window)
+    attended = layout.attend(index, *heads_first, Scoring(decoder.scale, layer.sliding_window))
     out = _linear(attended[0].flatten(1), layer.o)
     middle, normed = add_norm(x, out, layer.post_norm.weight, layer.post_norm.eps)
     return middle + _linear(swiglu(_linear(normed, layer.gate_up)), layer.down)

@@ -212,12 +212,11 @@ def varlen_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    scale: float | None,
+    scale: float,
     kernel: VarlenKernel = FLASH,
 ) -> torch.Tensor:
     """q [1, heads, tokens, head_dim], k and v [1, kv_heads, tokens, ...] -> [1, tokens, heads, value_dim];
     differentiable in all three."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     tokens_first = [x[0].transpose(0, 1) for x in (q, k, v)]
     return _VarlenParts.apply(*tokens_first, plan, scale, kernel).unsqueeze(0)
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedConfig
 
 from verl.errors import ConfigError
+from verl.models.attention import Scoring
 from verl.models.packed import PackedLayout
 from verl.models.packing import PackedBatch
 from verl.models.parallel.collectives import exchange_rows, gather_rows_with_grad
@@ -41,23 +42,13 @@ class SequenceLayout:
         self.whole, self.num_tokens, self.num_local, self.group = whole, num_tokens, num_local, group
         self.routing = None if whole.routing is None else whole.routing.part(num_local, group)
 
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        scale: float | None = None,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         """As AttentionLayout.attend, with `num_local` tokens in and out."""
         ranks = self.group.size()
         if k.shape[1] % ranks:  # fewer key-value heads than ranks: each rank gets a copy of the one it needs
             k, v = (x.repeat_interleave(ranks // x.shape[1], dim=1) for x in (k, v))
         q, k, v = (self._all_tokens(x) for x in (q, k, v))
-        out = self.whole.attend(layer, q, k, v, scale=scale, sliding_window=sliding_window, softcap=softcap)
+        out = self.whole.attend(layer, q, k, v, scoring)
         return self._all_heads(out)
 
     def _all_tokens(self, x: torch.Tensor) -> torch.Tensor:

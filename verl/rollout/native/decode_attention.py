@@ -22,10 +22,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from verl.models.attention import Scoring
 from verl.rollout.native.kv_cache import SlotStore, rounded
 from verl.rollout.native.partial_attention import (
     OwnPart,
-    Scoring,
     additive_mask,
     attend_part,
     own_rows_alike,

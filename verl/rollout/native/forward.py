@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from verl.models.attention import Scoring
 from verl.models.cpu.weights import DenseDecoder, DenseLayer, Norm, Projection
 from verl.models.forward import head_transform
 from verl.parallel.device import multiplies_bf16_tiles
 from verl.rollout.cpu.forward import CpuForward
 from verl.rollout.cpu.library import Kernels, kernels
 from verl.rollout.layout import StepLayout
-from verl.rollout.native.partial_attention import Scoring
 from verl.rollout.native.prepacked_linear import Product, num_copied_bytes, product
 
 _PLAIN_LOGITS = {"softcap": None, "logit_scale": 1.0}
@@ -41,7 +41,7 @@ class DenseForward:
         self._layers = [
             _Layer(
                 layer,
-                Scoring(decoder.scale, layer.sliding_window, None),
+                Scoring(decoder.scale, layer.sliding_window),
                 *(
                     product(p, prepack=prepack, invariant=invariant)
                     for p in (layer.qkv, layer.o, layer.gate_up, layer.down)

@@ -9,20 +9,12 @@ attention 16 to 19, pages of 16 tokens gathered 39, only reading 10).
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import torch
 
+from verl.models.attention import Scoring
+
 _FLASH = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-
-
-class Scoring(NamedTuple):
-    """The scores of a layer: q.k * scale, capped to softcap * tanh(score / softcap), the newest `window`
-    tokens only."""
-
-    scale: float
-    window: int | None
-    softcap: float | None
 
 
 def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -199,7 +191,7 @@ def prompts_alike(
     def attended(slots: int, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = (x.new_zeros(slots, kv_heads, capacity, x.shape[-1]) for x in (k, v))
         keys[:, :, :length], values[:, :, :length] = k, v
-        scoring = Scoring(1.0, None, None)
+        scoring = Scoring(1.0)
         return attend_part(q.repeat(slots, 1, 1, 1), keys[:, :, :length], values[:, :, :length], None, scoring)
 
     pairs = zip(attended(1, length), attended(slots, capacity), strict=True)
