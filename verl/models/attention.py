@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import nn
 from transformers import AttentionInterface
 
 ATTENTION_NAME = "verl"
@@ -33,8 +32,14 @@ class AttentionLayout(Protocol):
         ...
 
 
+class AttentionModule(Protocol):
+    """An attention layer of transformers."""
+
+    layer_idx: int
+
+
 def verl_attention(
-    module: nn.Module,
+    module: AttentionModule,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
