@@ -42,7 +42,6 @@ class Gsm8kTool(BaseTool):
     async def create(
         self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
     ) -> tuple[str, ToolResponse]:
-        """See BaseTool."""
         instance, response = await super().create(instance_id)
         truth = ground_truth if ground_truth is not None else (kwargs.get("create_kwargs") or {}).get("ground_truth")
         if truth is None:
@@ -70,11 +69,9 @@ class Gsm8kTool(BaseTool):
         )
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
-        """See BaseTool."""
         return self._best[instance_id]
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        """See BaseTool."""
         self._truths.pop(instance_id, None)
         self._best.pop(instance_id, None)
 
@@ -89,7 +86,6 @@ class Gsm8kInteraction(BaseInteraction):
     async def start_interaction(
         self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
     ) -> str:
-        """See BaseInteraction."""
         instance = await super().start_interaction(instance_id)
         self._truths[instance] = str(ground_truth)
         return instance
@@ -97,7 +93,6 @@ class Gsm8kInteraction(BaseInteraction):
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
-        """See BaseInteraction."""
         said = next((str(m.get("content") or "") for m in reversed(messages) if m["role"] == "assistant"), "")
         text = said if said.startswith("#### ") else f"#### {said}"
         reward = compute_score(text, self._truths[instance_id], "flexible")
@@ -106,5 +101,4 @@ class Gsm8kInteraction(BaseInteraction):
         return False, "Your response is incorrect! You need to reflect on your answer and try again.", 0.0, {}
 
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
-        """See BaseInteraction."""
         self._truths.pop(str(instance_id), None)

@@ -201,7 +201,6 @@ class SingleTurnAgentLoop(AgentLoopBase):
     """One turn of the model, as without agents."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: object) -> AgentLoopOutput:
-        """See AgentLoopBase."""
         prompt_ids = list(CURRENT.get().task.prompt_ids)
         output = await self.server_manager.generate(prompt_ids=prompt_ids, sampling_params=sampling_params)
         ids = output.token_ids

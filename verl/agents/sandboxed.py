@@ -36,7 +36,6 @@ class SandboxedFunctions:
         self.pool, self._numbers = pool, itertools.count()
 
     def submit(self, path: str, name: str, arguments: Mapping[str, Any]) -> Future[dict[str, Any]]:
-        """See FunctionPool."""
         request = ScoreRequest(
             f"tool/{next(self._numbers)}", name, "", None, {"path": path, "arguments": dict(arguments)}
         )

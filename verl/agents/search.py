@@ -54,7 +54,6 @@ class SearchTool(BaseTool):
             bm25_index(str(self.corpus))
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: object) -> Answer:
-        """See BaseTool."""
         queries = parameters["query_list"]
         if not isinstance(queries, list) or not queries or not all(isinstance(query, str) for query in queries):
             raise ValueError("query_list must be a list of texts")

@@ -55,7 +55,6 @@ class ToolAgentLoop(AgentLoopBase):
     """See above."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        """See AgentLoopBase."""
         episode = CURRENT.get()
         extra = kwargs.get("extra_info") or {}
         selection = extra.get("tool_selection")

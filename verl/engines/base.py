@@ -87,7 +87,6 @@ class TrainedEngine(ABC):
     def forward(
         self, batch: DataProto, outputs: Sequence[str], micro: MicroBatching, temperature: float = 1.0
     ) -> dict[str, torch.Tensor]:
-        """See TrainEngine."""
         requested = RequestedOutputs.of(outputs, self.head, temperature)
         columns: dict[str, torch.Tensor] = {}
         with self._ready():
@@ -123,7 +122,6 @@ class TrainedEngine(ABC):
     def forward_backward(
         self, batch: DataProto, loss: LossFn, outputs: Sequence[str], micro: MicroBatching, temperature: float = 1.0
     ) -> dict[str, Metric]:
-        """See TrainEngine."""
         if self._pending is None:
             self._pending = PendingGradients(random_state(self.device))
         elif not self.accumulates_calls:
@@ -137,7 +135,6 @@ class TrainedEngine(ABC):
         return merge_metrics(metrics)
 
     def optim_step(self, learning_rate: float | AdamStep | None = None) -> dict[str, Metric]:
-        """See TrainEngine."""
         if self._pending is None:
             raise ConfigError("There are no gradients to step on. Call forward_backward before optim_step.")
         pending, self._pending = self._pending, None
@@ -146,30 +143,25 @@ class TrainedEngine(ABC):
             return self._step([{}], None, pending.random_state, learning_rate)
 
     def end_step(self, *, advance: bool = True) -> float:
-        """See TrainEngine."""
         rate = self._learning_rate()
         self.num_lr_steps += int(advance)
         return rate
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """See TrainEngine."""
         if self.spec is None or self.spec.others:
             raise ConfigError("There are no adapters, or model.modules_to_save trains too; build a reference.")
         with adapters_off(self.module):
             yield
 
     def gather_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See TrainEngine."""
         return self._trained.weights(self.compute_dtype)
 
     @property
     def num_steps(self) -> int:
-        """See TrainEngine."""
         return 0 if self.optimizer is None else self.optimizer.num_steps
 
     def weight_layout(self) -> WeightLayout | None:
-        """See TrainEngine."""
         parameters, scales, dtype = self._trained.parameters, self._trained.scales, self.compute_dtype
         names = list(parameters.named())
         if self.spec is not None:
@@ -196,38 +188,32 @@ class TrainedEngine(ABC):
 
     @torch.no_grad()
     def trained_weights(self) -> dict[str, torch.Tensor]:
-        """See TrainEngine."""
         parameters = {} if self.optimizer is None else self.optimizer.parameters
         return {name: local(p).detach() for name, p in parameters.items()}
 
     @torch.no_grad()
     def snapshot(self) -> dict[str, torch.Tensor]:
-        """See TrainEngine."""
         masters = {} if self.optimizer is None else self.optimizer.masters
         return {name: moved(local(p), "cpu", copy=True) for name, p in masters.items()}
 
     @torch.no_grad()
     def restore(self, snapshot: Mapping[str, torch.Tensor]) -> None:
-        """See TrainEngine."""
         assert self.optimizer is not None, "a frozen model has no snapshot"
         for name, saved in snapshot.items():
             local(self.optimizer.masters[name]).detach().copy_(saved)
         self.optimizer.round_masters()
 
     def reconfigure(self, changes: Mapping[str, Any]) -> None:
-        """See TrainEngine."""
         check_change(changes)
         require_3d_hybrid(self.config, changes)
         self.config = replace(self.config, **changes)
         self.dimensions = Dimensions.of(self.config)
 
     def visible_update_ratio(self) -> float | None:
-        """See TrainEngine."""
         sums = self.optimizer.movement() if self.optimizer is not None else {}
         return ratio(self._sum_over_parameters(sums)) if sums else None
 
     def free_cached_memory(self) -> None:
-        """See TrainEngine."""
         if self.optimizer is not None:
             self.optimizer.gradients.release()
 

@@ -123,7 +123,6 @@ class FSDPEngine(TrainedEngine):
 
     @torch.no_grad()  # a local part is then had without a graph, which takes a tenth of the time
     def local_weights(self) -> dict[str, torch.Tensor]:
-        """See TrainEngine."""
         if self.spec is not None:
             return {name: local(shard.parameter).detach() for name, shard in self.shards.items()}
         return {name: shard.computing for name, shard in self.shards.items()}
@@ -165,7 +164,6 @@ class FSDPEngine(TrainedEngine):
         return self.groups.over_data_(numbers.to(self.device), dist.ReduceOp.MAX)
 
     def free_cached_memory(self) -> None:
-        """See TrainEngine."""
         super().free_cached_memory()
         self._free_gathered()
 

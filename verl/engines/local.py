@@ -84,7 +84,6 @@ class LocalEngine(TrainedEngine):
             self._streamed = StreamedWeights(self.module, self.device)
 
     def local_weights(self) -> dict[str, torch.Tensor]:
-        """See TrainEngine."""
         masters = self.optimizer.masters if self.optimizer is not None and self.spec is not None else {}
         return {name: masters.get(name, p).detach() for name, p in self.module.named_parameters()}
 

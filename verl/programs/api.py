@@ -211,13 +211,11 @@ class ProgramSpecs:
     config: RunConfig
 
     def specs(self, *, train: bool = True) -> RoleSpecs:
-        """See SpecSource."""
         program = load_object(self.program) if isinstance(self.program, str) else self.program
         specs: RoleSpecs = program.roles(self.config, train=train)
         return specs
 
     def recipe(self) -> tuple[Any, ...]:
-        """See SpecSource."""
         assert not isinstance(self.program, str)
         schema, name = schema_of(self.config), f"{self.program.__module__}:{self.program.__qualname__}"
         registered = {place: registry.own_rows() for place, registry in _OPEN.items()}

@@ -93,7 +93,6 @@ class AsyncPPO(PPO):
         self.rollout_queue.drain()
 
     def restore(self, waiting: Sequence[OpenSample]) -> None:
-        """See PPO."""
         self.rollout_queue.restore(waiting)
 
 
@@ -127,7 +126,6 @@ class AheadCollector(Collector):
         self.version = self.num_steps = self.num_evicted = 0
 
     def collect(self, step: int, ordinal: int) -> tuple[DataProto, dict[str, Metric], int]:
-        """See Collector."""
         self.num_evicted = 0
         with self.spans("gen"):
             self.queue.advance(ordinal, step, num_left=max(1, self.num_steps - step + 1))
@@ -135,7 +133,6 @@ class AheadCollector(Collector):
         return super().collect(step, ordinal)
 
     def sample(self, step: int, ordinal: int, count: int) -> tuple[DataProto, DataProto]:
-        """See Collector."""
         with self.spans("rollout_wait"):
             prompts, batch, num_evicted = self.queue.take(ordinal, step, self.version, self.max_age)
         self.num_evicted += num_evicted

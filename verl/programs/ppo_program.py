@@ -60,12 +60,10 @@ class PPOProgram(Program[PPOConfig]):
 
     @classmethod
     def load_data(cls, config: PPOConfig, *, train: bool = True) -> PPOData:
-        """See Program."""
         return load_data(config, train=train)
 
     @classmethod
     def roles(cls, config: PPOConfig, *, train: bool = True) -> RoleSpecs:
-        """See Program."""
         return ppo_roles(config, train=train)
 
     def __init__(self, config: PPOConfig, data: PPOData, roles: Roles, run: RunContext):
@@ -98,7 +96,6 @@ class PPOProgram(Program[PPOConfig]):
         """Resume from a checkpoint, at which these samples were open."""
 
     def step(self, step: int) -> StepResult:
-        """See Program."""
         controller, version = self.kl_controller.state_dict(), self.weight_version
         stages = deepcopy(self.stages.state_dict()) if self.stages is not None else []
         try:
@@ -133,7 +130,6 @@ class PPOProgram(Program[PPOConfig]):
         )
 
     def validate(self, step: int) -> dict[str, float]:
-        """See Program."""
         return self.validator.run(step)
 
     def state_dict(self) -> dict[str, Any]:
@@ -179,12 +175,10 @@ class PPOProgram(Program[PPOConfig]):
         return open_samples(self.samples)
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See Program."""
         if uses_rewards(self.config):
             self.signal.record(step, metrics)
 
     def header(self) -> dict[str, Any]:
-        """See Program."""
         group, algorithm, data = self.config.actor_rollout_ref, self.config.algorithm, self.data
         roles = self.roles_of_run
         models = {"actor": roles.actor, "critic": roles.critic, "reference": roles.reference, **roles.teachers}
@@ -209,7 +203,6 @@ class PPOProgram(Program[PPOConfig]):
         )
 
     def close(self) -> None:
-        """See Program."""
         self.samples.close()
 
 

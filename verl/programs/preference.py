@@ -112,7 +112,6 @@ class PreferenceOptimization(GivenRowsProgram[PreferenceConfig]):
     # -- the columns of a batch --------------------------------------------------------------------------------------
 
     def batch(self, number: int) -> DataProto:
-        """See GivenRowsProgram."""
         assert self.data.train is not None
         (batch,) = self._batches(self.data.train.dataset, [self.data.train.rows(number)])
         return batch

@@ -75,14 +75,12 @@ class RewardModelProgram(GivenRowsProgram[RMConfig]):
 
     @classmethod
     def objective(cls, config: RMConfig) -> Callable[[StepGuard], Objective]:
-        """See GivenRowsProgram."""
         if config.rm.loss in ("regression", "process"):
             return RatingObjective if config.rm.loss == "regression" else StepObjective
         return partial(PairObjective, config.rm.loss, config.rm.center_rewards_coefficient)
 
     @classmethod
     def load_rows(cls, config: RMConfig, files: Any, tokenizer: Any, **chosen: Any) -> ConversationDataset:
-        """See GivenRowsProgram."""
         rule = config.rm
         chosen["stop_token_ids"] = eos_token_ids_of(config.model, tokenizer)
         if rule.loss == "regression":
@@ -93,7 +91,6 @@ class RewardModelProgram(GivenRowsProgram[RMConfig]):
         return load_preferences(files, tokenizer, config.data, **chosen)
 
     def loss_name(self) -> str:
-        """See GivenRowsProgram."""
         unit = {"regression": "{} rows", "process": "steps of {} rows"}.get(self.config.rm.loss, "{} pairs")
         return f"{self.config.rm.loss}, mean over the {unit.format(self.config.data.train_batch_size)}"
 

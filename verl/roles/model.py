@@ -118,7 +118,6 @@ class ModelRole:
         outputs: Sequence[str] = ("log_probs",),
         mini_batches: Sequence[Sequence[int]] | None = None,
     ) -> Updates:
-        """See ModelHandle."""
         function, metrics = FunctionLoss(load_object(loss)), []
         for rows in _mini_batches(batch, [range(len(batch))] if mini_batches is None else mini_batches):
             metrics.append(
@@ -128,7 +127,6 @@ class ModelRole:
 
     @register(dispatch_mode=Dispatch.ALL_REDUCE)
     def optim_step(self, learning_rate: float | None = None) -> dict[str, Metric]:
-        """See ModelHandle."""
         metrics = self.engine.optim_step(learning_rate)
         rate = self.engine.end_step()
         return {**metrics, "lr": Metric.last(rate if learning_rate is None else learning_rate)}
@@ -194,14 +192,12 @@ class ModelRole:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def start_trace(self, name: str) -> None:
-        """See ModelHandle."""
         trace = self.spec.trace
         if trace is not None and (trace.ranks is None or self._number in trace.ranks):
             OF_PROCESS.start(trace.folder / f"{name}_rank_{self._number}.json")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def stop_trace(self) -> None:
-        """See ModelHandle."""
         OF_PROCESS.stop()
 
     @property

@@ -95,7 +95,6 @@ class StepGuard:
 
     @property
     def names(self) -> Mapping[str, str]:
-        """See StepCheck."""
         return {"loss": "sum", **{_PREFIX + name: MONITORS[name].over for name in self.limits if name in MONITORS}}
 
     def start_mini_batch(self, mini_batch: int, num_rows: int) -> None:
@@ -122,7 +121,6 @@ class StepGuard:
         return {_PREFIX + name: monitor_metric(name, values, mask) for name, values in signs.items()}
 
     def __call__(self, figures: Mapping[str, float]) -> bool:
-        """See StepCheck."""
         findings = self._nonfinite(figures) or [
             self._finding(name, name, value, limit, *self._beyond(name, limit))
             for name, limit in self.limits.items()

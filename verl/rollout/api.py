@@ -124,9 +124,7 @@ class RolloutEngine(Protocol):
 
     def generate(
         self, prompts: Sequence[PromptRequest], params: SamplingParams, *, step: int, on_finish: OnFinish | None = None
-    ) -> list[Completion]:
-        """See BaseRollout."""
-        ...
+    ) -> list[Completion]: ...
 
     def load(self, weights: Weights) -> None:
         """Take all weights of the model, of an update. Nothing where `module` has them already."""

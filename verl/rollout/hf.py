@@ -44,11 +44,9 @@ class HFRollout(BaseRollout):
         self._stats = {}
 
     def open(self, params: SamplingParams, *, step: int, keep: bool = False) -> HFGeneration:
-        """See RolloutEngine."""
         return HFGeneration(self, params, step, keep=keep)
 
     def publish(self, version: int) -> None:
-        """See RolloutEngine."""
         self.weight_version = version
 
     def release(self) -> None:
@@ -66,11 +64,9 @@ class HFGeneration:
         self._num_computed = self._num_steps = self._max_running = 0
 
     def add(self, request: PromptRequest | TurnRequest) -> None:
-        """See Generation."""
         self._waiting.extend(one_by_one(self.samples.admit(request)))
 
     def poll(self, timeout_s: float | None = None) -> list[Completion]:
-        """See Generation."""
         chosen = self._next_batch()
         if not chosen:
             return []
@@ -83,12 +79,10 @@ class HFGeneration:
         return batch.finished
 
     def abort(self, keys: Iterable[SampleKey]) -> None:
-        """See Generation."""
         dropped = self.samples.drop(keys)
         self._waiting = [r for r in self._waiting if (r.ordinal, r.first_sample) not in dropped]
 
     def close(self) -> Stats:
-        """See Generation."""
         self._waiting = []
         return self.samples.stats(self._num_computed, self._num_steps, self._max_running)
 

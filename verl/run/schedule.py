@@ -52,7 +52,6 @@ class DynamicConfigScheduler:
         self._set.update(merged)
 
     def values(self, step: int) -> dict[str, Any]:
-        """See Scheduler."""
         values: dict[str, Any] = {}
         for from_step, changes in self._phases:
             if from_step <= step:

@@ -59,7 +59,6 @@ class RayWeightSync:
         self._runtime = runtime
 
     def sync(self, version: int) -> None:
-        """See WeightSync."""
         scaling = self._runtime.scaling
         if scaling is not None:
             scaling.wait_all()
@@ -95,7 +94,6 @@ class RayRuntime:
         self.scaling: RoleScaling | None = None
 
     def build_roles(self, *, total_steps: int, data_sources: list[str], train: bool = True) -> Roles:
-        """See Runtime."""
         specs = self.source.specs(train=train)
         context = RankContext(specs, self.placement, -1, self.device, total_steps, data_sources)
         self._start_processes()

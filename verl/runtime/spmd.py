@@ -46,7 +46,6 @@ class SpmdRuntime:
         self._workers: RankWorkers | None = None
 
     def build_roles(self, *, total_steps: int, data_sources: list[str], train: bool = True) -> Roles:
-        """See Runtime."""
         specs = self.source.specs(train=train)
         context = RankContext(specs, self.placement, self.rank, self.device, total_steps, data_sources)
         with self.comm.doing("building the roles"):

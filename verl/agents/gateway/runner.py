@@ -71,7 +71,6 @@ class EndpointAgentLoop(AgentLoopBase):
     """See above."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        """See AgentLoopBase."""
         episode, runner = CURRENT.get(), self.context.runner
         assert runner is not None
         parser = ToolParser.get_tool_parser(self.rollout_config.multi_turn.format, self.tokenizer)

@@ -64,7 +64,6 @@ class PreferenceSummary(FileSummary):
     num_completions_cut: int = 0
 
     def sentences(self) -> list[str]:
-        """See FileSummary."""
         lines = super().sentences()
         if self.num_completions_cut:
             lines.insert(
@@ -116,7 +115,6 @@ class PreferenceDataset(ConversationDataset):
     def sequences_of(
         self, row: Mapping[str, Any], encoder: ConversationEncoder, place: str
     ) -> tuple[str, list[TrainingSequence], Messages]:
-        """See ConversationDataset."""
         assert isinstance(encoder.settings, PreferenceDataConfig)
         with at(place):
             preference = preference_of(row, encoder.settings, images=encoder.images is not None)
@@ -134,11 +132,9 @@ class PreferenceDataset(ConversationDataset):
         return preference.row_format, [*sequences], messages
 
     def image_sources(self, row: Mapping[str, Any], settings: Any) -> list[Any]:
-        """See ConversationDataset."""
         return preference_of(row, settings, images=True).images
 
     def rows_of(self, sequences: list[Any]) -> list[list[Any]]:
-        """See ConversationDataset."""
         if self.trains_prompts:
             sequences = [_with_trained_prompt(s) if s.chosen else s for s in sequences]
         return [sequences] if self.paired else [[sequence] for sequence in sequences]

@@ -48,7 +48,6 @@ class RatedDataset(ConversationDataset):
     def sequences_of(
         self, row: Mapping[str, Any], encoder: ConversationEncoder, place: str
     ) -> tuple[str, list[TrainingSequence], Messages]:
-        """See ConversationDataset."""
         settings = encoder.settings
         assert isinstance(settings, RMDataConfig)
         with at(place):
@@ -60,7 +59,6 @@ class RatedDataset(ConversationDataset):
         return name.replace("label", "rating"), [rated], messages
 
     def image_sources(self, row: Mapping[str, Any], settings: Any) -> list[Any]:
-        """See ConversationDataset."""
         return self._reader.image_sources({**row, settings.label_key: True}, settings)
 
     def batch(self, rows: Sequence[int]) -> DataProto:
@@ -96,7 +94,6 @@ class StepDataset(ConversationDataset):
     def sequences_of(
         self, row: Mapping[str, Any], encoder: ConversationEncoder, place: str
     ) -> tuple[str, list[TrainingSequence], Messages]:
-        """See ConversationDataset."""
         settings, tokenizer = encoder.settings, encoder.tokenizer
         assert isinstance(settings, RMDataConfig)
         with at(place):
@@ -128,7 +125,6 @@ class StepDataset(ConversationDataset):
         return "labelled_steps", images.attached([sequence]), messages
 
     def image_sources(self, row: Mapping[str, Any], settings: Any) -> list[Any]:
-        """See ConversationDataset."""
         return _asked(row, settings, images=True)[1]
 
     def batch(self, rows: Sequence[int]) -> DataProto:

@@ -150,7 +150,6 @@ class DeepSpeedEngine(TrainedEngine):
         return {name: _rows(p) for name, p in self.module.named_parameters()}
 
     def trained_weights(self) -> dict[str, torch.Tensor]:
-        """See TrainEngine."""
         held = self.local_weights()
         return {} if self.optimizer is None else {name: held[name] for name in self.optimizer.parameters}
 

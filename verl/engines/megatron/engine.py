@@ -282,15 +282,12 @@ class MegatronEngine(TrainedEngine):
 
     @torch.no_grad()
     def local_weights(self) -> dict[str, torch.Tensor]:
-        """See TrainEngine."""
         return {name: part.view() for name, part in self.placed.items()}
 
     def trained_weights(self) -> dict[str, torch.Tensor]:
-        """See TrainEngine."""
         return {} if self.optimizer is None else self.local_weights()
 
     def weight_layout(self) -> WeightLayout | None:
-        """See TrainEngine."""
         layout = super().weight_layout()
         assert layout is not None
         return replace(layout, dtype=self.compute_dtype)
@@ -302,7 +299,6 @@ class MegatronEngine(TrainedEngine):
             self._copy_embedding()
 
     def restore(self, snapshot: Mapping[str, torch.Tensor]) -> None:
-        """See TrainEngine."""
         with computing(self.device), self._on_device(trains=True):
             super().restore(snapshot)
 

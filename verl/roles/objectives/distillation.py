@@ -53,7 +53,6 @@ class DistillationObjective(PolicyObjective):
     def _first_term(
         self, outputs: dict[str, torch.Tensor], columns: object, mask: torch.Tensor, old: torch.Tensor, agg: Aggregate
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
-        """See PolicyObjective."""
         distance, metrics = self._distance(outputs, columns, mask)
         if self.teacher.use_policy_gradient:
             loss, policy_metrics = policy_loss(

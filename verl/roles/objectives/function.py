@@ -33,7 +33,6 @@ class FunctionLoss:
     def __call__(
         self, outputs: dict[str, torch.Tensor], batch: DataProto, totals: BatchTotals
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
-        """See LossFn."""
         device = next(iter(outputs.values())).device
         columns = {name: to_device(column, device) for name, column in batch.batch.items()}
         result = self.function(outputs, columns, totals)

@@ -63,7 +63,6 @@ class BlockStore(SlotStore):
         return {i: [t.clone() for t in blocks] for i, blocks in views.items()} if copy else views
 
     def put(self, slot: int, taken: dict[int, list[torch.Tensor]]) -> None:
-        """See SlotStore."""
         self.view()
         for layer, (blocks,) in taken.items():
             self._blocks[layer][slot, :, : blocks.shape[1]] = blocks

@@ -188,7 +188,6 @@ class DeviceBackend:
         self.stores, self._made_for, self._longest_prompt = None, (), 0
 
     def admits(self, group: Group) -> bool:
-        """See Backend."""
         assert self.stores is not None
         sizes = self.stores.sizes
         drawn = 0 if group.drawn is None else len(group.drawn[0])
@@ -196,19 +195,16 @@ class DeviceBackend:
         return fits and (self.paging is None or self.paging.admits(group))
 
     def load(self, group: Group) -> None:
-        """See Backend."""
         assert self.stores is not None
         self._keep()
         self.stores.prefix.put(group.slot, group.saved)
 
     def save(self, row: int) -> torch.Tensor:
-        """See Backend."""
         assert self.stores is not None
         length = int(self.rows.own_start[row] + self.rows.length[row]) - 1
         return self.stores.own.take(int(self._slots[row]), length).clone()
 
     def start(self, rows: np.ndarray, logits: torch.Tensor) -> Readback:
-        """See Backend."""
         assert self.stores is not None
         self._keep()
         if not self.scheduler.shared:
@@ -250,7 +246,6 @@ class DeviceBackend:
         self._slots[sources], self._slots[targets] = self._slots[targets], self._slots[sources]
 
     def move_prompt(self, source: int, target: int, length: int) -> None:
-        """See Backend."""
         if self.stores is not None:
             self.stores.prefix.move(source, target, length)
 
@@ -259,7 +254,6 @@ class DeviceBackend:
         return self.rows.num_rows if self.paging is None else self.paging.room()
 
     def rows_changed(self) -> None:
-        """See Backend."""
         self._changed = True
 
     def stats(self) -> dict[str, float]:

@@ -44,17 +44,14 @@ class PagedTokenStore(TokenStore):
         self._table = to_device(torch.from_numpy(self._pages), self._data.device).clone()
 
     def starts(self, slots: np.ndarray) -> np.ndarray:
-        """See TokenStore."""
         return slots
 
     def where(self, slot: int, start: int, end: int) -> np.ndarray:
-        """See TokenStore."""
         tokens = np.arange(start, end)
         return self._pages[slot, tokens // self.page_size].astype(np.int64) * self.page_size + tokens % self.page_size
 
     @property
     def pages(self) -> torch.Tensor:
-        """See TokenStore."""
         return self._table
 
     def take(self, slot: int, length: int) -> torch.Tensor:

@@ -159,11 +159,9 @@ class HTTPGeneration:
         self._num_requests = 0
 
     def add(self, request: PromptRequest | TurnRequest) -> None:
-        """See Generation."""
         self._waiting.extend(one_by_one(self.samples.admit(request)))
 
     def poll(self, timeout_s: float | None = None) -> list[Completion]:
-        """See Generation."""
         self._submit()
         until = None if timeout_s is None else time.monotonic() + timeout_s
         ended: list[Completion] = []
@@ -190,7 +188,6 @@ class HTTPGeneration:
         self._waiting = [r for r in self._waiting if (r.ordinal, r.first_sample) in self.samples.running]
 
     def close(self) -> Stats:
-        """See Generation."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.engine.client.cancel()
         num_computed = self.samples.num_prompt_tokens  # as far as is known here
@@ -275,12 +272,10 @@ class SGLangRollout(HTTPRollout):
         self._is_asleep = False
 
     def open(self, params: SamplingParams, *, step: int, keep: bool = False) -> HTTPGeneration:
-        """See HTTPRollout."""
         self._wake()
         return super().open(params, step=step, keep=keep)
 
     def load(self, weights: Weights) -> None:
-        """See HTTPRollout."""
         self._wake()
         super().load(weights)
 

@@ -84,7 +84,6 @@ class NativeRollout(BaseRollout):
         return self._invariance
 
     def open(self, params: SamplingParams, *, step: int, keep: bool = False) -> NativeGeneration:
-        """See RolloutEngine."""
         if self._open is not None and not self._open.is_closed:
             raise ModelError("The rollout engine has an open generation; close it before the next one.")
         self._open = NativeGeneration(self, params, step=step, keep=keep)
@@ -175,11 +174,9 @@ class NativeGeneration:
         self._mode.enter_context(eval_mode(module))
 
     def add(self, request: PromptRequest | TurnRequest) -> None:
-        """See Generation."""
         self.scheduler.add(self.samples.admit(request))
 
     def poll(self, timeout_s: float | None = None) -> list[Completion]:
-        """See Generation."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             # not inference_mode: some rotary embeddings renew their buffers in forward, and training reads them later
@@ -197,7 +194,6 @@ class NativeGeneration:
         return []
 
     def abort(self, keys: Iterable[SampleKey]) -> None:
-        """See Generation."""
         keys = list(keys)
         self.samples.drop(keys)
         self.scheduler.abort(keys)

@@ -73,24 +73,19 @@ class HostBackend:
         return num_rows
 
     def admits(self, group: Group) -> bool:
-        """See Backend."""
         return self.paging is None or self.paging.admits(group)
 
     def room(self) -> int:
-        """See Backend."""
         return self.rows.num_rows if self.paging is None else self.paging.room()
 
     def load(self, group: Group) -> None:
-        """See Backend."""
         self._reserve_prefix()
         self.prefix.put(group.slot, group.saved)
 
     def save(self, row: int) -> Any:
-        """See Backend."""
         return self.own.take(row, int(self.rows.own_start[row] + self.rows.length[row]) - 1, copy=True)
 
     def start(self, rows: np.ndarray, logits: torch.Tensor) -> HostSampled:
-        """See Backend."""
         if not self.scheduler.shared:
             groups = [g for g in (self.rows.groups[r] for r in rows) if g is not None]
             self._reserve_own(max(g.num_tokens for g in groups) + 1)
@@ -99,7 +94,6 @@ class HostBackend:
         return self._sample(rows, logits)
 
     def step(self, chunks: list[tuple[Group, Chunk]]) -> tuple[HostSampled | None, torch.Tensor]:
-        """See Backend."""
         num_rows = self.rows.end
         own_lengths, positions = self.rows.own_lengths(), self.rows.positions()
         if num_rows:
@@ -128,15 +122,12 @@ class HostBackend:
         return sampled, logits[num_rows:].clone() if completed else logits[:0]  # the next forward overwrites them
 
     def move_rows(self, sources: list[int], targets: list[int]) -> None:
-        """See Backend."""
         self.own.move(sources, targets, int(self.rows.own_lengths()[targets].max()))
 
     def move_prompt(self, source: int, target: int, length: int) -> None:
-        """See Backend."""
         self.prefix.move([source], [target], length)
 
     def rows_changed(self) -> None:
-        """See Backend."""
         self._decoding = None
 
     def stats(self) -> dict[str, float]:

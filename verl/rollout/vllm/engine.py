@@ -124,13 +124,11 @@ class VLLMGeneration:
         self.core.open(params, step)
 
     def add(self, request: PromptRequest | TurnRequest) -> None:
-        """See Generation."""
         requests = one_by_one(self.samples.admit(request))
         self._num_requests += len(requests)
         self.core.add(requests)
 
     def poll(self, timeout_s: float | None = None) -> list[Completion]:
-        """See Generation."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while self.samples.running:
             left_s = None if until is None else max(0.0, until - time.monotonic())
@@ -145,12 +143,10 @@ class VLLMGeneration:
         return []
 
     def abort(self, keys: Iterable[SampleKey]) -> None:
-        """See Generation."""
         if running := self.samples.drop(keys):
             self.core.abort(running)
 
     def close(self) -> Stats:
-        """See Generation."""
         if not self._is_closed:
             self._is_closed = True
             try:
