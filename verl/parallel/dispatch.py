@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -20,7 +20,23 @@ from verl.parallel.balance import Rows, TokenCost, balanced_shares, contiguous_s
 from verl.parallel.mesh import Mesh
 from verl.parallel.register import Execute, Registered
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+class Call(NamedTuple):
+    """Arguments of a method."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def batch(self) -> DataProto:
+        """The first argument. Raises ValueError when it is no DataProto."""
+        if not self.args or not isinstance(self.args[0], DataProto):
+            raise ValueError("The first argument of this call is the DataProto whose rows are shared out.")
+        return self.args[0]
+
+    def with_batch(self, batch: DataProto, **more: object) -> Call:
+        """The call with another first argument, and `more` keywords."""
+        return Call((batch, *self.args[1:]), {**self.kwargs, **more})
 
 
 class GroupShape(Protocol):
@@ -58,7 +74,7 @@ class CallPlan:
     """`calls[i]` is the call of the rank at index i (None: no call). Ranks of one model-parallel group share the object, so
     that a driver sends it once. `collect` takes the results of the ranks `answering`, in that order."""
 
-    calls: list[Arguments | None]
+    calls: Sequence[Call | None]
     answering: list[int]
     collect: Callable[[list[Any]], Any]
     rows: list[Rows] = field(default_factory=list)  # of the ND modes: the rows of each share
@@ -70,34 +86,31 @@ class CallPlan:
 
 def plan_call(declared: Registered, group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
     """The calls of one method call on a group. Raises ValueError when arguments do not fit the mode."""
-    mode = declared.dispatch_mode
+    mode, call = declared.dispatch_mode, Call(args, kwargs)
     if mode.dispatch_fn is not None and mode.collect_fn is not None:
-        plan = _plan_custom(mode.dispatch_fn, mode.collect_fn, group, args, kwargs)
+        plan = _plan_custom(mode.dispatch_fn, mode.collect_fn, group, call)
     elif mode.name in _ND:
-        return _ND[mode.name](declared, group, args, kwargs)
+        return _ND[mode.name](declared, group, call)
     elif mode.name in _FLAT:
-        plan = _FLAT[mode.name](group, args, kwargs)
+        plan = _FLAT[mode.name](group, call)
     else:
         raise ValueError(f"A method declared Dispatch.{mode.name} cannot be called on a group; call it on its ranks.")
-    if declared.execute_mode == Execute.RANK_ZERO:
-        alone = [plan.calls[0], *[None] * (group.world_size - 1)]
-        return CallPlan(alone, [0], lambda results: results[0])
-    return plan
+    return _rank_zero(group, plan.calls[0]) if declared.execute_mode == Execute.RANK_ZERO else plan
 
 
 # -- modes that do not know about rows ---------------------------------------------------------------------------------
 
 
-def _rank_zero(group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
-    return CallPlan([(args, kwargs), *[None] * (group.world_size - 1)], [0], lambda results: results[0])
+def _rank_zero(group: GroupShape, call: Call | None) -> CallPlan:
+    return CallPlan([call, *[None] * (group.world_size - 1)], [0], lambda results: results[0])
 
 
-def _one_to_all(group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
-    return CallPlan([(args, kwargs)] * group.world_size, list(range(group.world_size)), list)
+def _one_to_all(group: GroupShape, call: Call) -> CallPlan:
+    return CallPlan([call] * group.world_size, list(range(group.world_size)), list)
 
 
-def _all_reduce(group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
-    return CallPlan([(args, kwargs)] * group.world_size, group.mesh.collectors(), _reduced)
+def _all_reduce(group: GroupShape, call: Call) -> CallPlan:
+    return CallPlan([call] * group.world_size, group.mesh.collectors(), _reduced)
 
 
 def _reduced(results: list[Any]) -> Any:
@@ -106,63 +119,58 @@ def _reduced(results: list[Any]) -> Any:
     return merge_metrics(results) if isinstance(results[0], dict) else sum(results)
 
 
-def _all_to_all(group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
+def _all_to_all(group: GroupShape, call: Call) -> CallPlan:
     size = group.world_size
-    for value in (*args, *kwargs.values()):
+    for value in (*call.args, *call.kwargs.values()):
         if not isinstance(value, (list, tuple)) or len(value) != size:
             raise ValueError(f"Every argument of this call is a list with one value for each of the {size} ranks.")
-    calls: list[Arguments | None] = [
-        (tuple(a[i] for a in args), {k: v[i] for k, v in kwargs.items()}) for i in range(size)
-    ]
+    calls = [Call(tuple(a[i] for a in call.args), {k: v[i] for k, v in call.kwargs.items()}) for i in range(size)]
     return CallPlan(calls, list(range(size)), list)
 
 
-def _dp_compute_proto(group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
+def _dp_compute_proto(group: GroupShape, call: Call) -> CallPlan:
     """Equal chunks, the last ones padded when the batch asks for it, and exactly the padding removed from the results."""
-    size = group.world_size
     padding = 0
 
-    def cut(value: object) -> list[Any]:
+    def cut(value: object) -> list[DataProto]:
         nonlocal padding
         if not isinstance(value, DataProto):
             raise ValueError(f"This call takes DataProtos, not a {type(value).__name__}.")
         if value.is_padding_enabled() and len(value):
-            value, padding = pad_dataproto_to_divisor(value, size)
-        return value.chunk(size)
+            value, padding = pad_dataproto_to_divisor(value, group.world_size)
+        return value.chunk(group.world_size)
 
-    positional, named = [cut(a) for a in args], {k: cut(v) for k, v in kwargs.items()}
-    calls: list[Arguments | None] = [
-        (tuple(a[i] for a in positional), {k: v[i] for k, v in named.items()}) for i in range(size)
-    ]
-    return CallPlan(calls, list(range(size)), lambda results: _without_padding(DataProto.concat(results), padding))
+    chunks = Call(tuple(cut(a) for a in call.args), {k: cut(v) for k, v in call.kwargs.items()})
+    plan = _all_to_all(group, chunks)
+    return CallPlan(plan.calls, plan.answering, lambda results: _without_padding(DataProto.concat(results), padding))
 
 
 def _without_padding(batch: DataProto, padding: int) -> DataProto:
     return batch.slice(0, len(batch) - padding) if padding else batch
 
 
-def _dp_compute_with_func(group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
-    if not args or not callable(args[0]):
+def _dp_compute_with_func(group: GroupShape, call: Call) -> CallPlan:
+    if not call.args or not callable(call.args[0]):
         raise ValueError("The first argument of this call is the function that every rank runs.")
-    plan = _dp_compute_proto(group, args[1:], kwargs)
-    calls: list[Arguments | None] = [((args[0], *call[0]), call[1]) for call in plan.calls if call is not None]
+    function, *batches = call.args
+    plan = _dp_compute_proto(group, Call(tuple(batches), call.kwargs))
+    calls = [part._replace(args=(function, *part.args)) for part in plan.calls if part is not None]
     return CallPlan(calls, plan.answering, plan.collect)
 
 
-def _dp_compute_metric(group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
-    plan = _dp_compute_proto(group, args, kwargs)
+def _dp_compute_metric(group: GroupShape, call: Call) -> CallPlan:
+    plan = _dp_compute_proto(group, call)
     return CallPlan(plan.calls, plan.answering, list)
 
 
 def _plan_custom(
-    dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any], group: GroupShape, args: Any, kwargs: Any
+    dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any], group: GroupShape, call: Call
 ) -> CallPlan:
-    args, kwargs = dispatch_fn(group, *args, **kwargs)
-    plan = _all_to_all(group, args, kwargs)
+    plan = _all_to_all(group, Call(*dispatch_fn(group, *call.args, **call.kwargs)))
     return CallPlan(plan.calls, plan.answering, lambda results: collect_fn(group, results))
 
 
-_FLAT: dict[str, Callable[[GroupShape, tuple[Any, ...], dict[str, Any]], CallPlan]] = {
+_FLAT: dict[str, Callable[[GroupShape, Call], CallPlan]] = {
     "RANK_ZERO": _rank_zero,
     "ONE_TO_ALL": _one_to_all,
     "ALL_REDUCE": _all_reduce,
@@ -177,41 +185,35 @@ _FLAT: dict[str, Callable[[GroupShape, tuple[Any, ...], dict[str, Any]], CallPla
 # -- modes that share rows out over the data axes of a mesh --------------------------------------------------------------
 
 
-def _nd_compute(declared: Registered, group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
-    batch = _first_batch(args)
-    shares = balanced_shares(batch, group.mesh.dp_size, group.cost)
+def _nd_compute(declared: Registered, group: GroupShape, call: Call) -> CallPlan:
+    shares = balanced_shares(call.batch, group.mesh.dp_size, group.cost)
     # a rank without rows runs one row all the same: the ranks of a sharded model compute together. Its result is dropped
-    filled = [rows or [0] for rows in shares] if len(batch) else shares
-    return _scattered(declared, group, batch, filled, args, kwargs, row_counts=[len(rows) for rows in shares])
+    filled = [rows or [0] for rows in shares] if len(call.batch) else shares
+    return _scattered(declared, group, call, filled, row_counts=[len(rows) for rows in shares])
 
 
-def _nd_scatter(declared: Registered, group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
-    batch = _first_batch(args)
-    return _scattered(declared, group, batch, contiguous_shares(len(batch), group.mesh.dp_size), args, kwargs)
+def _nd_scatter(declared: Registered, group: GroupShape, call: Call) -> CallPlan:
+    return _scattered(declared, group, call, contiguous_shares(len(call.batch), group.mesh.dp_size))
 
 
-def _nd_expected(declared: Registered, group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
-    batch = _first_batch(args)
-    shares = shares_by_cost(batch.batch["expected_tokens"].tolist(), group.mesh.dp_size)
-    return _scattered(declared, group, batch, shares, args, kwargs)
+def _nd_expected(declared: Registered, group: GroupShape, call: Call) -> CallPlan:
+    expected = call.batch.batch["expected_tokens"].tolist()
+    return _scattered(declared, group, call, shares_by_cost(expected, group.mesh.dp_size))
 
 
-def _nd_owner(declared: Registered, group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
+def _nd_owner(declared: Registered, group: GroupShape, call: Call) -> CallPlan:
     if not group.beside_rollout:
-        return _nd_scatter(declared, group, args, kwargs)
-    batch = _first_batch(args)
+        return _nd_scatter(declared, group, call)
     # rows of a rank that the group has no longer are scored by another
-    owner = (batch.batch["rollout_rank"] % group.mesh.dp_size).tolist()
+    owner = (call.batch.batch["rollout_rank"] % group.mesh.dp_size).tolist()
     shares: list[Rows] = [[i for i, rank in enumerate(owner) if rank == part] for part in range(group.mesh.dp_size)]
-    return _scattered(declared, group, batch, shares, args, kwargs)
+    return _scattered(declared, group, call, shares)
 
 
-def _nd_mini_batches(
-    declared: Registered, group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> CallPlan:
+def _nd_mini_batches(declared: Registered, group: GroupShape, call: Call) -> CallPlan:
     """`method(batch, step)` becomes `method(share, step, mini_batches=[rows of the share, ...])`."""
     assert group.schedule is not None, "a group with training calls has a schedule"
-    batch, step = _first_batch(args), args[1]
+    batch, step = call.batch, call.args[1]
     cost, parts, unit = group.cost, group.mesh.dp_size, group.schedule.unit
     computed = set(group.schedule.computed(batch))
     cut = [
@@ -219,31 +221,19 @@ def _nd_mini_batches(
     ]
     shares: list[Rows] = [sorted({row for mini in cut for row in mini[part]}) for part in range(parts)]
     sent = _lean(batch, declared.objects)
-    calls: list[Arguments] = []
+    calls: list[Call] = []
     for part, rows in enumerate(shares):
         position = {row: i for i, row in enumerate(rows)}
         minis = [[position[row] for row in mini[part]] for mini in cut]
-        calls.append(((_select(sent, rows), *args[1:]), {**kwargs, "mini_batches": minis}))
+        calls.append(call.with_batch(_select(sent, rows), mini_batches=minis))
     return _replicated(group, calls, shares, lambda results: results[0].merge(results[1:]))
 
 
-def _first_batch(args: tuple[Any, ...]) -> DataProto:
-    if not args or not isinstance(args[0], DataProto):
-        raise ValueError("The first argument of this call is the DataProto whose rows are shared out.")
-    return args[0]
-
-
 def _scattered(
-    declared: Registered,
-    group: GroupShape,
-    batch: DataProto,
-    shares: list[Rows],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    row_counts: list[int] | None = None,
+    declared: Registered, group: GroupShape, call: Call, shares: list[Rows], row_counts: list[int] | None = None
 ) -> CallPlan:
-    sent = _lean(batch, declared.objects)
-    calls: list[Arguments] = [((_select(sent, rows), *args[1:]), kwargs) for rows in shares]
+    sent = _lean(call.batch, declared.objects)
+    calls = [call.with_batch(_select(sent, rows)) for rows in shares]
     counts = row_counts if row_counts is not None else [len(rows) for rows in shares]
 
     def collect(results: list[Any]) -> Any:
@@ -253,7 +243,7 @@ def _scattered(
 
 
 def _replicated(
-    group: GroupShape, calls: list[Arguments], shares: list[Rows], collect: Callable[[list[Any]], Any]
+    group: GroupShape, calls: list[Call], shares: list[Rows], collect: Callable[[list[Any]], Any]
 ) -> CallPlan:
     """The call of a share for every rank of its model-parallel group."""
     mesh = group.mesh
@@ -295,7 +285,7 @@ def _join_batches(results: list[DataProto], shares: Sequence[Rows]) -> DataProto
     return joined.select_idxs((back[:, None] * factor + np.arange(factor)).reshape(-1))
 
 
-_ND: dict[str, Callable[[Registered, GroupShape, tuple[Any, ...], dict[str, Any]], CallPlan]] = {
+_ND: dict[str, Callable[[Registered, GroupShape, Call], CallPlan]] = {
     "ND_COMPUTE_PROTO": _nd_compute,
     "ND_SCATTER_PROTO": _nd_scatter,
     "ND_EXPECTED_PROTO": _nd_expected,
