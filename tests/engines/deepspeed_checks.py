@@ -27,11 +27,10 @@ def make(cls, path, *, head="lm", dtype="float32", trainable=True, **section):
     return cls(
         model=ModelConfig(path=str(path), enable_gradient_checkpointing=False),
         engine=FSDPConfig(dtype=dtype),
-        optim=OptimConfig(lr=1e-2),
+        optim=OptimConfig(lr=1e-2) if trainable else None,
         head=head,
         device=torch.device("cpu"),
         total_steps=10,
-        trainable=trainable,
         **settings,
     )
 

@@ -37,11 +37,10 @@ def make(cls, path, *, head="lm", dtype="float32", trainable=True, checkpointing
     return cls(
         model=ModelConfig(path=str(path), enable_gradient_checkpointing=checkpointing),
         engine=FSDPConfig(dtype=dtype),
-        optim=OptimConfig(lr=1e-3),  # small: Adam scales noise of gradients near zero to it
+        optim=OptimConfig(lr=1e-3) if trainable else None,  # small: Adam scales noise of gradients near zero to it
         head=head,
         device=torch.device("cpu"),
         total_steps=10,
-        trainable=trainable,
         **settings,
     )
 

@@ -88,7 +88,6 @@ def make(request, folder):
             head=head,
             device=torch.device("cpu"),
             total_steps=10,
-            trainable=trainable,
             share_prompts=share_prompts,
             **settings,
         )

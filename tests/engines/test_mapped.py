@@ -45,7 +45,7 @@ def resident(kind):
 
 engine = ENGINES.get("fsdp" if int(num_ranks) > 1 else "local")(
     model=ModelConfig(path=model), engine=FSDPConfig(dtype="float32", offload_policy=on_host == "True"), optim=None,
-    head="lm", device=torch.device("cpu"), total_steps=1, trainable=False, memory_map=True,
+    head="lm", device=torch.device("cpu"), total_steps=1, memory_map=True,
 )
 
 
@@ -67,7 +67,7 @@ if int(num_ranks) > 1:
 def engine_of(folder, dtype, device="cpu"):  # noqa: F811
     return ENGINES.get("local")(
         model=ModelConfig(path=str(folder)), engine=FSDPConfig(dtype=dtype), optim=None, head="lm",
-        device=torch.device(device), total_steps=1, trainable=False, memory_map=True,
+        device=torch.device(device), total_steps=1, memory_map=True,
     )  # fmt: skip
 
 

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 class TrainedEngine(ABC):
     """A TrainEngine without its device layout. Subclasses set the attributes that are declared here.
 
-    `head` is a row of verl.models.heads.HEADS. A frozen model (`trainable=False` or no `optim`) is held only in the compute
+    `head` is a row of verl.models.heads.HEADS. A frozen model (no `optim`) is held only in the compute
     dtype. With model.neftune_alpha no prompt is shared, since each row has its own noise.
     """
 
@@ -63,12 +63,11 @@ class TrainedEngine(ABC):
         head: str,
         device: torch.device,
         total_steps: int,
-        trainable: bool = True,
         share_prompts: bool = True,
     ):
         self.head, self.device, self.total_steps = head, device, total_steps
         self.config, self.dimensions = engine, Dimensions.of(engine)
-        self.optim = optim if trainable else None
+        self.model_config, self.optim = model, optim
         self.compute_dtype = compute_dtype(engine.dtype, device)
         self.rounding = Rounding(engine.master_rounding)
         self.spec = LoRASpec.of(model, self.adapts_head) if self.optim is not None else None

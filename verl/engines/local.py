@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from verl.config import ModelConfig
 from verl.engines.base import TrainedEngine
 from verl.engines.loading import build_module
 from verl.engines.mapped import MappedWeights, check_place
@@ -38,7 +37,6 @@ class LocalEngine(TrainedEngine):
     def __init__(
         self,
         *,
-        model: ModelConfig,
         build: Callable[[], Any] | None = None,
         memory_map: bool = False,
         freezes_vision_tower: bool = False,
@@ -46,8 +44,8 @@ class LocalEngine(TrainedEngine):
     ):
         """Settings: see TrainedEngine. `build` makes the model in place of the folder's. With `memory_map`, map_weights
         follows."""
-        super().__init__(model=model, **settings)
-        narrow, rounding, trains = self.compute_dtype, self.rounding, self.optim is not None
+        super().__init__(**settings)
+        model, narrow, rounding, trains = self.model_config, self.compute_dtype, self.rounding, self.optim is not None
         self.optimizer: MasterOptimizer | None = None
         at_first = torch.device("cpu") if memory_map or self._offloads else self.device
         self.module = build_module(

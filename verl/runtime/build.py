@@ -108,7 +108,6 @@ def _engine(context: RankContext, spec: RoleSpec) -> TrainEngine:
         "head": spec.head,
         "device": context.device,
         "total_steps": context.total_steps,
-        "trainable": spec.trains,
         **({"memory_map": True} if spec.memory_map else {}),
     }
     if mesh is None:

@@ -45,21 +45,18 @@ class DeepSpeedEngine(TrainedEngine):
 
     def __init__(
         self,
-        *,
-        model: ModelConfig,
-        engine: FSDPConfig,
-        device: torch.device,
         section: DeepSpeedConfig | None = None,
         mesh: Mesh | None = None,
         timeout_s: float | None = None,
         **settings: Any,
     ):
         """Other settings: see TrainedEngine. Waits end with the timeout of the default group."""
-        super().__init__(model=model, engine=engine, device=device, **settings)
+        super().__init__(**settings)
+        model, device = self.model_config, self.device
         self.section = section or DeepSpeedConfig()
         self.stage, self.num_ranks = self.section.stage(), dist.get_world_size()
         self.accumulates_calls = self.stage == 0  # ZeRO sums gradients over ranks with the last micro-batch of a call
-        self.check_role(model, engine, self.optim, self.section, self.num_ranks)
+        self.check_role(model, self.config, self.optim, self.section, self.num_ranks)
         if mesh is not None and len(mesh.ranks) != self.num_ranks:
             raise ConfigError(
                 f"The DeepSpeed engine takes all {self.num_ranks} devices of a run, and this role is placed on "

@@ -54,22 +54,19 @@ class MegatronEngine(TrainedEngine):
 
     def __init__(
         self,
-        *,
-        model: ModelConfig,
-        engine: FSDPConfig,
-        device: torch.device,
         section: MegatronConfig | None = None,
         mesh: Mesh | None = None,
         timeout_s: float | None = None,
         **settings: Any,
     ):
         """Other settings: see TrainedEngine."""
-        super().__init__(model=model, engine=engine, device=device, **settings)
+        super().__init__(**settings)
+        model, device = self.model_config, self.device
         self.section = section or MegatronConfig()
         self.checkpointing = model.enable_gradient_checkpointing
         load_external(model.external_lib)
         num_ranks = dist.get_world_size()
-        self.check_role(model, engine, self.optim, self.section, num_ranks)
+        self.check_role(model, self.config, self.optim, self.section, num_ranks)
         if mesh is not None and tuple(mesh.ranks) != tuple(range(num_ranks)):
             raise ConfigError(
                 f"The Megatron engine takes all {num_ranks} devices of a run, and this role is placed on {len(mesh.ranks)}. "
