@@ -33,42 +33,19 @@ _COMMON_PPO = (
     "trainer.default_local_dir",
     "trainer.logger",
 )
+_ROWS = (
+    "model.path", "data.train_files", "data.val_files", "data.train_batch_size", "data.max_length", "data.truncation",
+)  # fmt: skip
+_SCHEDULE = (
+    "trainer.total_epochs", "trainer.save_freq", "trainer.test_freq", "trainer.default_local_dir", "trainer.logger",
+)  # fmt: skip
 _COMMON_SFT = (
-    "model.path",
-    "data.train_files",
-    "data.val_files",
-    "data.train_batch_size",
-    "data.max_length",
-    "data.truncation",
-    "optim.lr",
-    "optim.lr_scheduler_type",
-    "engine.ulysses_sequence_parallel_size",
-    "sft.loss",
-    "trainer.total_epochs",
-    "trainer.save_freq",
-    "trainer.test_freq",
-    "trainer.default_local_dir",
-    "trainer.logger",
-)
+    *_ROWS, "optim.lr", "optim.lr_scheduler_type", "engine.ulysses_sequence_parallel_size", "sft.loss", *_SCHEDULE,
+)  # fmt: skip
 _COMMON_PREFERENCE = (
-    "model.path",
-    "data.train_files",
-    "data.val_files",
-    "data.train_batch_size",
-    "data.max_length",
-    "data.truncation",
-    "preference.loss",
-    "preference.beta",
-    "ref.model_path",
-    "ref.precompute",
-    "model.lora_rank",
-    "optim.lr",
-    "trainer.total_epochs",
-    "trainer.save_freq",
-    "trainer.test_freq",
-    "trainer.default_local_dir",
-    "trainer.logger",
-)
+    *_ROWS, "preference.loss", "preference.beta", "ref.model_path", "ref.precompute", "model.lora_rank", "optim.lr",
+    *_SCHEDULE,
+)  # fmt: skip
 _COMMON_RM = (*(key for key in _COMMON_SFT if key != "sft.loss"), "rm.loss", "rm.center_rewards_coefficient")
 COMMON_KEYS = {"ppo": _COMMON_PPO, "sft": _COMMON_SFT, "preference": _COMMON_PREFERENCE, "rm": _COMMON_RM}
 _SUBSECTIONS = tuple(f"actor_rollout_ref.{name}" for name in ("model", "actor", "rollout", "ref"))  # shown by --help

@@ -207,13 +207,7 @@ class RowResponses:
         return bool(random.random() < self.config.distillation.on_policy_share)
 
     def generate(
-        self,
-        prompts: DataProto,
-        *,
-        step: int,
-        split: str = "train",
-        params: SamplingParams | None = None,
-        limit: int | None = None,
+        self, prompts: DataProto, *, step: int, params: SamplingParams, split: str = "train", limit: int | None = None
     ) -> Future[DataProto]:
         """See RolloutHandle. Responses longer than rollout.response_length are cut, as samples are."""
         if split != "train" or self.is_on_policy(step):

@@ -238,13 +238,7 @@ class RolloutHandle(Protocol):
     """The role that generates (verl/roles/rollout.py)."""
 
     def generate(
-        self,
-        prompts: DataProto,
-        *,
-        step: int,
-        split: str = "train",
-        params: SamplingParams | None = None,
-        limit: int | None = None,
+        self, prompts: DataProto, *, step: int, params: SamplingParams, split: str = "train", limit: int | None = None
     ) -> Future[DataProto]:
         """`params.n` rows per prompt, samples of a prompt adjacent."""
         ...

@@ -83,20 +83,13 @@ class RolloutWorker:
 
     @register(dispatch_mode=Dispatch.ND_SCATTER_PROTO, blocking=False)
     def generate(
-        self,
-        prompts: DataProto,
-        *,
-        step: int,
-        split: str = "train",
-        params: SamplingParams | None = None,
-        limit: int | None = None,
+        self, prompts: DataProto, *, step: int, params: SamplingParams, split: str = "train", limit: int | None = None
     ) -> DataProto:
         """`params.n` rows per prompt (samples of a prompt adjacent) with the columns that the table names under rollout.
 
         With a `limit` above params.max_new_tokens the samples that reach the latter are unfinished and not scored yet.
         `resume_generation` continues them up to `limit` tokens, which is then the width of the columns.
         """
-        params = params or self.params
         limit = limit or params.max_new_tokens
         if self.agents is not None:
             return self._episodes(self.agents, prompts, params, step, split, limit)

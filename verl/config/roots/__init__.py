@@ -29,20 +29,3 @@ def full_key(ending: str) -> str:
             if f".{path}".endswith(f".{ending}"):
                 return path
     raise KeyError(ending)
-
-
-__all__ = [
-    "PPO",
-    "PREFERENCE",
-    "RM",
-    "SCHEMAS",
-    "SFT",
-    "GivenRowsConfig",
-    "PPOConfig",
-    "PreferenceConfig",
-    "RMConfig",
-    "RunConfig",
-    "SFTConfig",
-    "full_key",
-    "schema_of",
-]
