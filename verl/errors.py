@@ -120,9 +120,9 @@ class InterruptedRun(VerlError):
     exit_code = 130
 
 
-def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
     """A clause "; did you mean 'a' or 'b'?" for an unknown name, or "" when nothing is close."""
-    close = difflib.get_close_matches(name, list(known), n=count, cutoff=0.6)
+    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
     if not close:
         return ""
     return "; did you mean " + " or ".join(repr(c) for c in close) + "?"

@@ -7,15 +7,15 @@ from collections.abc import Iterable
 from os.path import commonprefix
 
 
-def nearest_keys(known: Iterable[str], spelled: str, path: str | None = None, count: int = 3) -> list[str]:
-    """Full names of the `known` keys closest to an unknown key, the likeliest first. `path` is `spelled` with its older
-    spellings replaced, if it has any.
+def nearest_keys(known: Iterable[str], spelled: str, path: str | None = None) -> list[str]:
+    """Full names of at most three `known` keys closest to an unknown key, the likeliest first. `path` is `spelled`
+    with its older spellings replaced, if it has any.
 
     Keys that are one typo away, if any; else keys with the same last name elsewhere in the tree, or a similar full name.
     """
     known = list(known)
     typos = [key for text in dict.fromkeys((spelled, path or spelled)) for key in one_typo_away(known, text)]
-    return list(dict.fromkeys(typos or _similar(known, path or spelled)))[:count]
+    return list(dict.fromkeys(typos or _similar(known, path or spelled)))[:3]
 
 
 def one_typo_away(known: Iterable[str], path: str) -> list[str]:

@@ -52,12 +52,12 @@ class Bytes:
         return Bytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
-def parameters_per_device(shape: ModelShape, layout: ParallelLayout, *, embeddings: bool = True) -> tuple[float, float]:
+def parameters_per_device(shape: ModelShape, layout: ParallelLayout) -> tuple[float, float]:
     """(parameters that every data parallel rank repeats, routed experts) of one device, before ZeRO divides them. The largest
     stage of a pipeline counts: it has ceil(layers / stages) layers, and an embedding."""
     stage = math.ceil(shape.num_layers / layout.pipeline) / shape.num_layers
     ends = 1 if shape.tied or layout.pipeline > 1 else 2
-    embedding = ends * shape.vocab * shape.hidden if embeddings else 0
+    embedding = ends * shape.vocab * shape.hidden
     experts = stage * shape.routed_parameters / layout.expert
     return (stage * shape.block_parameters + embedding) / layout.tensor, experts
 

@@ -190,9 +190,8 @@ def _option(
     return Option(role, grid, round_up(resident), round_up(peak), layout, None, times, parts)
 
 
-_FROZEN_SHARE = (
-    0.75  # of a LoRA step to a full one: of three matmuls a layer, gradients of weights are left out; adapters add some
-)
+# of a LoRA step to a full one: of three matmuls a layer, gradients of weights are left out; adapters add some
+_FROZEN_SHARE = 0.75
 
 
 def _rollouts(flow: Dataflow, cluster: Cluster, workload: Workload, space: Space) -> Iterator[Option]:

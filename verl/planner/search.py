@@ -17,6 +17,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from verl.errors import ConfigError
@@ -169,7 +170,8 @@ def _best_of(
         counts.placements += 1
         fronts = []
         for roles, n in zip(groups, devices, strict=True):
-            shared = _shared(flow, roles, (ROLLOUT,) in groups, cluster.with_devices(n), workload, rules.space)
+            alone = (ROLLOUT,) in groups and "actor" in roles
+            shared = _shared(flow, roles, alone, cluster.with_devices(n), workload, rules.space)
             fronts.append(shared)
             if not shared:
                 break
@@ -184,9 +186,8 @@ def _best_of(
     return best_plan
 
 
-_KEPT = (
-    3.0  # a placement is dropped when it is this many times slower than the best: what remains is shown as runner-up
-)
+# a placement is dropped when it is this many times slower than the best: what remains is shown as runner-up
+_KEPT = 3.0
 
 
 def _lower_bound(fronts: Sequence[Sequence[Shared]], groups: Groups) -> float:
@@ -240,25 +241,12 @@ def _sync(
     return time_transition(flow.shapes["actor"], train, rollout, cluster, colocated=False)
 
 
+@lru_cache(maxsize=4096)
 def _shared(
     flow: Dataflow, roles: tuple[str, ...], alone: bool, cluster: Cluster, workload: Workload, space: Space
 ) -> tuple[Shared, ...]:
-    """The front of choices for `roles` that share all devices of `cluster`: what stays of all, and the largest peak, fit."""
-    key = (flow, roles, alone and "actor" in roles, cluster, workload, space)
-    if key not in _CACHE:
-        if len(_CACHE) > 4096:
-            _CACHE.clear()
-        _CACHE[key] = tuple(_combinations(*key))
-    return _CACHE[key]
-
-
-_CACHE: dict[tuple, tuple[Shared, ...]] = {}
-
-
-def _combinations(
-    flow: Dataflow, roles: tuple[str, ...], alone: bool, cluster: Cluster, workload: Workload, space: Space
-) -> list[Shared]:
-    """Choices of one option for each role that no other choice dominates."""
+    """Choices of one option for each of `roles`, which share all devices of `cluster`, that no other choice dominates: what
+    stays of all, and the largest peak, fit."""
     every = [options(flow, role, cluster, workload, space, alone) for role in roles]
     if not space.same_sizes:
         partial = _partial(every, cluster, len(flow.stages))
@@ -268,7 +256,7 @@ def _combinations(
             alike = [[option for option in role_options if option.group_sizes == sizes] for role_options in every]
             partial += _partial(alike, cluster, len(flow.stages))
         partial.sort(key=_order)
-    return [Shared(partial[i][0], partial[i][3]) for i in undominated([p[0] for p in partial])]
+    return tuple(Shared(partial[i][0], partial[i][3]) for i in undominated([p[0] for p in partial]))
 
 
 Partial = tuple[tuple[float, ...], float, float, tuple[Option, ...]]  # seconds by stage, bytes that stay, peak, chosen

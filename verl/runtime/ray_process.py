@@ -55,11 +55,11 @@ def open_answer(answer: object, place: str) -> Any:
     raise RuntimeError(f"{place} failed:\n{text}")
 
 
-def last_lines(process: Process, count: int = 3) -> str:
+def last_lines(process: Process) -> str:
     """The end of its log, as a part of an error; "" without one."""
     if process.log_file is None or not process.log_file.exists():
         return ""
-    lines = process.log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-count:]
+    lines = process.log_file.read_text(encoding="utf-8", errors="replace").splitlines()[-3:]
     return f"The end of its log: {' | '.join(lines)}. " if lines else ""
 
 

@@ -61,8 +61,8 @@ class _Facts:
             return default
         return node
 
-    def metric(self, name: str, default: float = 0.0) -> float:
-        return self.metrics.get(name, default)
+    def metric(self, name: str) -> float:
+        return self.metrics.get(name, 0.0)
 
 
 def find_bottleneck(

@@ -25,6 +25,7 @@ from verl.tracking.timeline import PLANNED, read_timeline
 
 _LOG_BYTES = 1 << 16  # looked at from the end of a log
 _LINE_CHARS = 1000
+_NUM_COMPLAINTS = 5
 EVENT = has(
     time=lambda value: is_number(value) and 0 <= value < 1e11, event=is_text, cause=is_text, step=maybe(is_count),
     phase=maybe(is_text), **{"from": maybe(is_text)},
@@ -65,7 +66,7 @@ class Progress:
     planned: str | None = None  # the measured step next to the step of `verl plan`, where there is a plan
 
 
-def read_progress(folder: Path, num_complaints: int = 5) -> Progress:
+def read_progress(folder: Path) -> Progress:
     """Read the progress of the run in `folder`. Raises ConfigError when it is not a run folder."""
     if not (folder / "config.yaml").is_file() and not (folder / "metrics.jsonl").is_file():
         raise ConfigError(
@@ -91,7 +92,7 @@ def read_progress(folder: Path, num_complaints: int = 5) -> Progress:
         last_written_s=time.time() - metrics[-1]["time"] if metrics and "time" in metrics[-1] else None,
         bottleneck=find_bottleneck(timeline, metrics, RunFolder(folder).read_config()),
         curves=_curves(metrics, RunFolder(folder).read_curves()),
-        complaints=last_complaints(folder / "logs", num_complaints),
+        complaints=last_complaints(folder / "logs", _NUM_COMPLAINTS),
         doing=beat.phase if beat else "",
         doing_s=time.time() - beat.since if beat else None,
         crashes=[{name: clean(v) if isinstance(v, str) else v for name, v in row.items()} for row in events],
