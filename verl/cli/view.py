@@ -27,7 +27,11 @@ def run_view(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     if arguments.steps < 1:
         raise ConfigError(f"--steps={arguments.steps} leaves no step to export. Give a number from 1 on.")
-    folders = [_run_folder(name) for name in arguments.runs]
+    from verl.tracking.run_folder import require_run_folder
+
+    folders = [Path(name).expanduser() for name in arguments.runs]
+    for folder in folders:
+        require_run_folder(folder)
     if arguments.export is not None:
         return _export(folders, Path(arguments.export).expanduser(), arguments.steps)
     from verl.page.launch import address_of, listen, new_token
@@ -45,18 +49,6 @@ def _export(folders: list[Path], out: Path, num_steps: int) -> int:
     count = export_pages(folders, out, num_steps=num_steps, say=lambda text: print(text, file=sys.stderr, flush=True))
     print(f"{count} pages; open {out / 'index.html'}")
     return 0
-
-
-def _run_folder(name: str) -> Path:
-    folder = Path(name).expanduser()
-    if not any(
-        (folder / part).exists() for part in ("config.yaml", "metrics.jsonl", "samples", "run.lock", "plan.json")
-    ):
-        raise ConfigError(
-            f"{folder} is not a run folder: it has neither config.yaml nor metrics.jsonl. Give the folder that "
-            "trainer.default_local_dir named."
-        )
-    return folder
 
 
 @contextmanager

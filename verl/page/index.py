@@ -184,7 +184,7 @@ class SampleIndex:
         num_rows = num_damaged = 0
         batch: list[_Line] = []
         for line, start, content in _lines(path):
-            row = _row(without_arrays(content)) or _row(content)
+            row = parsed_row(without_arrays(content)) or parsed_row(content)
             if row is None:
                 num_damaged += 1
                 continue
@@ -226,7 +226,7 @@ class SampleIndex:
         with suppress(OSError):
             for number, _, content in _lines(path):
                 if number == line:
-                    return _row(content)
+                    return parsed_row(content)
         return None
 
     @staticmethod
@@ -236,7 +236,7 @@ class SampleIndex:
             if path is not None:
                 with os.fdopen(open_regular(path), "rb") as stream:
                     stream.seek(start)
-                    return _row(stream.read(size))
+                    return parsed_row(stream.read(size))
         return None
 
     def is_complete(self, split: str, step: int) -> bool:
@@ -248,7 +248,7 @@ class SampleIndex:
         path, samples = self.file(split, step), []
         with suppress(OSError):
             for line, _, content in _lines(path) if path is not None else ():
-                row = _row(content)
+                row = parsed_row(content)
                 if row is not None:
                     samples.append({"line": line, **summary_of(row, line)._asdict()})
                 if line + 1 >= count:
@@ -311,7 +311,8 @@ def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
             line, start = line + 1, start + len(content)
 
 
-def _row(content: bytes) -> dict[str, Any] | None:
+def parsed_row(content: bytes | str) -> dict[str, Any] | None:
+    """The row in a line of a samples file; None where there is none."""
     try:
         row = json.loads(content)
     except (ValueError, RecursionError):

@@ -10,7 +10,6 @@ run.model_path       the trained model, for from_pretrained
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -18,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from verl.errors import CheckpointError, ConfigError, MissingExtraError
-from verl.page.index import SampleIndex
+from verl.errors import CheckpointError, MissingExtraError
+from verl.page.index import SampleIndex, parsed_row
 from verl.page.reader import RunReader
 from verl.page.text import whole_number
 from verl.regular_files import open_regular
 from verl.tracking.ledger.file import NAME as LEDGER
 from verl.tracking.ledger.file import connect_read_only, explained
+from verl.tracking.run_folder import require_run_folder
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -42,11 +42,7 @@ class Run:
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder).expanduser()
-        if not (self.folder / "config.yaml").is_file() and not (self.folder / "metrics.jsonl").is_file():
-            raise ConfigError(
-                f"{self.folder} is not a run folder: it has neither config.yaml nor metrics.jsonl. Give the folder that "
-                "trainer.default_local_dir named."
-            )
+        require_run_folder(self.folder)
         self._reader = RunReader(self.folder, self.folder.resolve().name)
 
     def metrics(self) -> pd.DataFrame:
@@ -62,7 +58,7 @@ class Run:
         for name, number in sorted(files):
             if name == split and step in (None, number):
                 with open(open_regular(files[name, number]), encoding="utf-8", errors="replace") as stream:
-                    rows += [row for line in stream if (row := _row(line)) is not None]
+                    rows += [row for line in stream if (row := parsed_row(line)) is not None]
         return _pandas().DataFrame(rows)
 
     def timeline(self) -> pd.DataFrame:
@@ -138,14 +134,6 @@ def _sparkline(values: Any) -> Markup:
     return Markup('<svg width="122" height="30"><polyline points="{}" fill="none" stroke="#0b57b7"/></svg>').format(
         line
     )
-
-
-def _row(line: str) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None
 
 
 def _pandas() -> Any:

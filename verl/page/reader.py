@@ -14,6 +14,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from verl.config.schema import value_at
 from verl.foreign_text import clean
 from verl.page.follow import Follower
 from verl.page.plan import plan_context
@@ -159,12 +160,8 @@ class RunReader:
         return self._config[1]
 
     def config_value(self, path: str, default: Any = None) -> Any:
-        node: Any = self.config
-        for name in path.split("."):
-            if not isinstance(node, Mapping) or name not in node:
-                return default
-            node = node[name]
-        return default if node is None else node
+        value = value_at(self.config, path)
+        return default if value is None else value
 
     @property
     def kind(self) -> str:

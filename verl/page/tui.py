@@ -9,12 +9,13 @@ from typing import Any
 
 from rich.text import Text
 
-from verl.errors import ConfigError, MissingExtraError
+from verl.errors import MissingExtraError
 from verl.foreign_text import clean, printable
 from verl.page import search, steps, tables
 from verl.page.index import SampleIndex
 from verl.page.reader import RunReader
 from verl.page.text import Tokens, tokens_of
+from verl.tracking.run_folder import require_run_folder
 
 try:
     from textual.app import App, ComposeResult
@@ -42,8 +43,7 @@ Rows = list[tuple[str, list[Any]]]  # (key, cells)
 
 def browse(folder: Path) -> int:
     """Show the run in `folder` until the user leaves: the exit code. Raises ConfigError when it is no run folder."""
-    if not any((folder / part).exists() for part in ("config.yaml", "metrics.jsonl", "samples", "run.lock")):
-        raise ConfigError(f"{folder} is not a run folder: it has neither config.yaml nor metrics.jsonl.")
+    require_run_folder(folder)
     RunApp(folder).run()
     return 0
 

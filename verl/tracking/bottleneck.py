@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verl.config.schema import value_at
 from verl.tracking.files import is_number
 
 NAMES = {
@@ -52,14 +53,8 @@ class _Facts:
     exchanging: float = 0.0  # share of the time in exchanges with other processes
 
     def key(self, path: str, default: object = None) -> Any:
-        node: Any = self.config
-        for name in path.split("."):
-            if not isinstance(node, Mapping) or name not in node:
-                return default
-            node = node[name]
-        if node is None or (is_number(default) and not is_number(node)):
-            return default
-        return node
+        value = value_at(self.config, path)
+        return default if value is None or (is_number(default) and not is_number(value)) else value
 
     def metric(self, name: str) -> float:
         return self.metrics.get(name, 0.0)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verl.errors import ConfigError
 from verl.foreign_text import clean
 from verl.regular_files import open_regular
 from verl.tracking.bottleneck import Bottleneck, beside_plan, find_bottleneck
@@ -20,7 +19,7 @@ from verl.tracking.files import has, is_count, is_number, is_text, maybe, read_j
 from verl.tracking.heartbeat import EVENTS, read_beat
 from verl.tracking.ledger.reader import Counts, read_counts
 from verl.tracking.lock import holder_of
-from verl.tracking.run_folder import Curves, RunFolder
+from verl.tracking.run_folder import Curves, RunFolder, require_run_folder
 from verl.tracking.timeline import PLANNED, read_timeline
 
 _LOG_BYTES = 1 << 16  # looked at from the end of a log
@@ -68,11 +67,7 @@ class Progress:
 
 def read_progress(folder: Path) -> Progress:
     """Read the progress of the run in `folder`. Raises ConfigError when it is not a run folder."""
-    if not (folder / "config.yaml").is_file() and not (folder / "metrics.jsonl").is_file():
-        raise ConfigError(
-            f"{folder} is not a run folder: it has neither config.yaml nor metrics.jsonl. Give the folder that "
-            "trainer.default_local_dir named."
-        )
+    require_run_folder(folder)
     timeline, metrics = list(read_timeline(folder / "timeline.jsonl")), list(read_metrics(folder / "metrics.jsonl"))
     total = next((row["of"] for row in reversed(timeline) if row.get("of")), None)
     step = max((int(row["step"]) for row in metrics), default=0)

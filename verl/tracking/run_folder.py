@@ -47,6 +47,7 @@ from verl.tracking.token_texts import NAME as TOKENS
 log = logging.getLogger(__name__)
 
 _MAX_CONFIG_BYTES = 4 << 20
+_PARTS = ("config.yaml", "metrics.jsonl", "samples", "run.lock", "plan.json")  # one of which every run folder has
 _KEY_LINE = re.compile(r"^( *)([^\s:#][^:]*):(?: (.*?))?(?:  # (.*))?$")  # of config.yaml
 _SAMPLE_FILE = re.compile(r"step_(\d{6,15})\.jsonl")
 # system errors that a change of the folder by others causes; the command line explains errors of disks and permissions
@@ -240,6 +241,15 @@ class RunFolder:
             of = "its last start" if same_run else "an earlier one in this folder"
             log.info("This run starts from its first step: the records of %s are now in %s.", of, aside)
         return num_rows
+
+
+def require_run_folder(folder: Path) -> None:
+    """Raise ConfigError where `folder` has nothing of a run."""
+    if not any((folder / part).exists() for part in _PARTS):
+        raise ConfigError(
+            f"{folder} is not a run folder: it has neither config.yaml nor metrics.jsonl. Give the folder that "
+            "trainer.default_local_dir named."
+        )
 
 
 def _step_of(file: Path) -> int:
