@@ -6,6 +6,7 @@ Where rewards train, rows without a usable score (column is_scored) lose their r
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import compress
 
 import numpy as np
@@ -40,27 +41,21 @@ def prompts_per_generation(config: PPOConfig) -> int:
     )
 
 
+@dataclass(eq=False)
 class Collector:
     """Turns prompts into scored samples, and records each in `samples`. Checks for a stop after every round."""
 
-    def __init__(
-        self,
-        config: PPOConfig,
-        roles: PPORoles,
-        loader: PromptLoader,
-        run: RunContext,
-        samples: SampleTracker,
-        stages: Stages | None = None,
-    ):
-        self.config = config
-        self.stages = stages
-        self.samples = samples
-        self.roles = roles
-        self.loader = loader
-        self.spans = run.spans
-        self.check_stop = run.check_stop
-        self.params = sampling_params(config.actor_rollout_ref.rollout)
-        self.needs = Needs.of(config)
+    config: PPOConfig
+    roles: PPORoles
+    loader: PromptLoader
+    run: RunContext
+    samples: SampleTracker
+    stages: Stages | None = None
+
+    def __post_init__(self) -> None:
+        self.spans, self.check_stop = self.run.spans, self.run.check_stop
+        self.params = sampling_params(self.config.actor_rollout_ref.rollout)
+        self.needs = Needs.of(self.config)
         self.num_unscored = _MOST_UNSCORED - 1  # rounds in a row without a score; none may be before the first score
 
     def collect(self, step: int, ordinal: int) -> tuple[DataProto, dict[str, Metric], int]:

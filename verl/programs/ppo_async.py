@@ -20,13 +20,13 @@ are on unless the config says otherwise, and old log-probs are computed under th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from verl.config import PPOConfig
 from verl.config.active_keys import runs_agents
-from verl.data.loader import PromptLoader
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.programs.api import PROGRAMS, Program, RunContext
@@ -34,12 +34,10 @@ from verl.programs.collect import Collector, prompts_per_generation, rollout_met
 from verl.programs.guards import StepBatch
 from verl.programs.ppo import PPO
 from verl.programs.ppo_data import PPOData
-from verl.programs.ppo_roles import PPORoles, old_log_prob_source
+from verl.programs.ppo_roles import old_log_prob_source
 from verl.programs.rollout_queue import RolloutQueue
-from verl.programs.stages import Stages
 from verl.roles.api import Roles
 from verl.tracking.ledger.records import OpenSample
-from verl.tracking.ledger.tracker import SampleTracker
 
 
 class AsyncPPO(PPO):
@@ -96,30 +94,23 @@ class AsyncPPO(PPO):
         self.rollout_queue.restore(waiting)
 
 
+@dataclass(eq=False)
 class AheadCollector(Collector):
     """A Collector that takes its rounds from the queue. `version` is the version of the weights that will train on them,
     `num_steps` the last step of the run."""
 
-    def __init__(
-        self,
-        config: PPOConfig,
-        roles: PPORoles,
-        loader: PromptLoader,
-        run: RunContext,
-        samples: SampleTracker,
-        stages: Stages | None = None,
-    ):
-        super().__init__(config, roles, loader, run, samples, stages)
-        rollout = config.actor_rollout_ref.rollout
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        config, rollout = self.config, self.config.actor_rollout_ref.rollout
         self.queue = RolloutQueue(
-            roles.rollout,
-            loader,
+            self.roles.rollout,
+            self.loader,
             self.params,
-            samples,
+            self.samples,
             count=prompts_per_generation(config),
             depth=rollout.prefetch_num + 1,
             partial=rollout.partial_rollout,
-            agents_folder=run.folder if runs_agents(config) else None,
+            agents_folder=self.run.folder if runs_agents(config) else None,
             records_experts=rollout.enable_rollout_routing_replay,
         )
         self.max_age = config.trainer.v1.sampler.max_off_policy_threshold

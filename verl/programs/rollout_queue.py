@@ -90,33 +90,25 @@ class Batch:
         return np.flatnonzero((rows.non_tensor_batch["finish_reason"] == "length") & (lengths < limit))
 
 
+@dataclass(eq=False)
 class RolloutQueue:
     """Holds `depth` batches of `count` prompts after `advance`, of which the oldest is about to train, and fewer before the
     run ends. With `partial`, responses are made in `depth` parts. `agents_folder`: of the run, where samples are episodes of
     agents."""
 
-    def __init__(
-        self,
-        rollout: RolloutHandle,
-        loader: PromptLoader,
-        params: SamplingParams,
-        samples: SampleTracker,
-        *,
-        count: int,
-        depth: int,
-        partial: bool,
-        agents_folder: Path | None = None,
-        records_experts: bool = False,
-    ):
-        self.samples = samples
-        self.agents_folder, self.records_experts = agents_folder, records_experts
-        self.rollout = rollout
-        self.loader = loader
-        self.params = params
-        self.count = count
-        self.depth = depth
-        self.limit = params.max_new_tokens
-        self.part = -(-self.limit // depth) if partial else self.limit
+    rollout: RolloutHandle
+    loader: PromptLoader
+    params: SamplingParams
+    samples: SampleTracker
+    count: int
+    depth: int
+    partial: bool
+    agents_folder: Path | None = None
+    records_experts: bool = False
+
+    def __post_init__(self) -> None:
+        self.limit = self.params.max_new_tokens
+        self.part = -(-self.limit // self.depth) if self.partial else self.limit
         self.metrics: Future[dict[str, Metric]] = Finished({})  # of the last generation
         self._batches: list[Batch] = []
 

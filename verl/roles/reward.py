@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +25,7 @@ class RewardModel(Protocol):
         """End the processes of the model."""
 
 
+@dataclass(eq=False)
 class RewardWorker:
     """With a reward `model`, samples wait for their whole batch, which the model reads at once in `collect`.
 
@@ -34,23 +35,14 @@ class RewardWorker:
     of episodes are rewarded at their ends, see `_reward_turns`.
     """
 
-    def __init__(
-        self,
-        manager: RewardManager,
-        model: RewardModel | None = None,
-        tokenizer: Any = None,
-        default_score: float | None = None,
-        needs_answer: bool = False,
-        turn_rewards: bool = False,
-    ):
-        self.manager = manager
-        self.needs_answer = needs_answer
-        self.turn_rewards = turn_rewards
-        self.default_score = default_score
-        self.model = model
-        self.tokenizer = tokenizer
-        self._submitted: set[str] = set()
-        self._waiting: dict[str, ScoreRequest] = {}
+    manager: RewardManager
+    model: RewardModel | None = None
+    tokenizer: Any = None
+    default_score: float | None = None
+    needs_answer: bool = False
+    turn_rewards: bool = False
+    _submitted: set[str] = field(default_factory=set)
+    _waiting: dict[str, ScoreRequest] = field(default_factory=dict)
 
     def submit(self, request: ScoreRequest) -> None:
         """Start to score one sample; returns at once."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,7 @@ def _nothing() -> dict[str, float]:
     return {}
 
 
+@dataclass(eq=False)
 class RolloutWorker:
     """`score_stream` receives a ScoreRequest for every sample as it ends, while others are still being generated.
 
@@ -49,32 +50,17 @@ class RolloutWorker:
     With `agents` each sample is an episode. With `records_experts` the engine's records are the column `routed_experts`.
     """
 
-    def __init__(
-        self,
-        engine: RolloutEngine,
-        tokenizer: Any,
-        params: SamplingParams,
-        *,
-        max_prompt_length: int,
-        free_cache: bool,
-        score_stream: ScoreStream | None = None,
-        replica: Replica | None = None,
-        rank: int = 0,
-        on_generation_end: Callable[[], dict[str, float]] = _nothing,
-        agents: Agents | None = None,
-        records_experts: bool = False,
-    ):
-        self.engine = engine
-        self.tokenizer = tokenizer
-        self.params = params
-        self.max_prompt_length = max_prompt_length
-        self.free_cache = free_cache
-        self.score_stream = score_stream
-        self.replica = replica
-        self.rank = rank
-        self.on_generation_end = on_generation_end
-        self.agents = agents
-        self.records_experts = records_experts
+    engine: RolloutEngine
+    tokenizer: Any
+    params: SamplingParams
+    max_prompt_length: int
+    free_cache: bool
+    score_stream: ScoreStream | None = None
+    replica: Replica | None = None
+    rank: int = 0
+    on_generation_end: Callable[[], dict[str, float]] = _nothing
+    agents: Agents | None = None
+    records_experts: bool = False
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def exact_log_probs(self) -> bool:

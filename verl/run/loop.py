@@ -9,10 +9,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from verl.config import TrainerConfig
 from verl.errors import CheckpointError, DeadlineError, FolderLostError, InterruptedRun, VerlError
 from verl.parallel.process_settings import give_back_holes
 from verl.parallel.stack_dump import all_stacks
@@ -110,49 +112,33 @@ class StopSignal:
             raise StopRequested
 
 
+@dataclass(eq=False)
 class Loop:
     """Runs `program` from `state` to the last step of `data`. `trainer` is the config section; `write_config` writes the whole
     config to a folder."""
 
-    def __init__(
-        self,
-        trainer: Any,
-        *,
-        program: Program[Any],
-        data: ProgramData,
-        roles: Roles,
-        state: RunState,
-        folder: RunFolder,
-        write_config: Callable[[Path], Any],
-        store: Store,
-        tracker: Tracker,
-        console: Console,
-        spans: Spans,
-        stop: StopSignal,
-        broadcast: Broadcast,
-        is_rank_zero: bool,
-        resume: Resume,
-        phases: Phases | None = None,
-    ):
-        self.trainer = trainer
-        self.program = program
-        self.data = data
-        self.roles = roles
-        self.state = state
-        self.folder = folder
-        self.write_config = write_config
-        self.store = store
-        self.tracker = tracker
-        self.console = console
-        self.spans = spans
-        self.stop = stop
-        self.broadcast = broadcast
-        self.is_rank_zero = is_rank_zero
-        self.resume = resume
-        self.phases = phases
+    trainer: TrainerConfig
+    _: KW_ONLY
+    program: Program[Any]
+    data: ProgramData
+    roles: Roles
+    state: RunState
+    folder: RunFolder
+    write_config: Callable[[Path], object]
+    store: Store
+    tracker: Tracker
+    console: Console
+    spans: Spans
+    stop: StopSignal
+    broadcast: Broadcast
+    is_rank_zero: bool
+    resume: Resume
+    phases: Phases | None = None
+
+    def __post_init__(self) -> None:
         self.metrics: dict[str, float] = {}  # of the newest step
         self.last_validation: dict[str, float] = {}  # after a step: the one before training is in the state
-        self.saved_step = state.step
+        self.saved_step = self.state.step
         self._hidden: set[str] = set()  # roles that were warned of
 
     def run(self) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from verl.checkpoint.retention import step_of
 from verl.checkpoint.store import trainer_state
+from verl.config import TrainerConfig
 from verl.errors import CheckpointError, NumericsError
 from verl.foreign_text import clean
 from verl.programs.api import Program, RollBack
@@ -17,30 +19,28 @@ from verl.run.inputs import changed_inputs
 from verl.run.saving import Broadcast, Store
 from verl.run.state import RunState
 from verl.tracking.files import Check
+from verl.tracking.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Resume:
     """Resumption of a run. Until `start`, `state` has the inputs of this run and is fresh otherwise. Afterwards `state`, the
     roles, the program and the records of the run folder are as the checkpoint has them. `trainer` is the config section,
     `state_schema` the schema of the program's state. Every rank that runs the program makes the same calls."""
 
-    roles: Roles
-    program: Program[Any]
-
-    def __init__(
-        self, trainer: Any, *, folder: Any, broadcast: Broadcast, state_schema: Mapping[str, Check], state: RunState,
-        store: Store,
-    ):  # fmt: skip
-        self.trainer = trainer
-        self.folder = folder
-        self.broadcast = broadcast
-        self.state_schema = state_schema
-        self.state = state
-        self.store = store
-        self._saved: tuple[str, dict[str, Any]] | None = None
-        self._first_step = 0
+    trainer: TrainerConfig
+    _: KW_ONLY
+    folder: RunFolder
+    broadcast: Broadcast
+    state_schema: Mapping[str, Check]
+    state: RunState
+    store: Store
+    roles: Roles = field(init=False)
+    program: Program[Any] = field(init=False)
+    _saved: tuple[str, dict[str, Any]] | None = field(default=None, init=False)
+    _first_step: int = field(default=0, init=False)
 
     def find(self) -> None:
         """Choose the checkpoint of `trainer.resume_mode`, if there is one, before any model is built. Raises CheckpointError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -69,28 +70,24 @@ class TokenStore:
         return self._data[layer]
 
 
+@dataclass(eq=False)
 class PromptAttention:
     """Chunks of prompts, back to back: stored at `where`; each token attends to the tokens before it in its slot (`spans`),
     within the window that `windows` has for the layer."""
 
-    def __init__(
-        self,
-        store: TokenStore,
-        where: torch.Tensor,
-        spans: TokenSpans,
-        kernel: VarlenKernel,
-        scale: float,
-        windows: Sequence[int | None],
-    ):
-        self._store, self._where, self._spans, self._kernel, self._scale = store, where, spans, kernel, scale
-        self._windows = windows
+    store: TokenStore
+    where: torch.Tensor
+    spans: TokenSpans
+    kernel: VarlenKernel
+    scale: float
+    windows: Sequence[int | None]
 
     def __call__(
         self, layer: int, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, norms: HeadNorms
     ) -> torch.Tensor:
-        store = self._store.layer(layer)
-        q = write_kv(qkv, cos, sin, norms, store, self._where)
-        out, _ = self._kernel.forward(q, *store, self._spans._replace(window=self._windows[layer]), True, self._scale)
+        store = self.store.layer(layer)
+        q = write_kv(qkv, cos, sin, norms, store, self.where)
+        out, _ = self.kernel.forward(q, *store, self.spans._replace(window=self.windows[layer]), True, self.scale)
         return out
 
 
@@ -102,27 +99,23 @@ class SharedPrompts(NamedTuple):
     place: torch.Tensor
 
 
+@dataclass(eq=False)
 class DecodeAttention:
     """One new token a row: it is stored behind its row's tokens (`slots`), and sees them and then, if prompts are stored apart,
     its prompt. A window of the layer that acts (one of `windows`) hides tokens of a row that has a copy of its prompt."""
 
-    def __init__(
-        self,
-        own: TokenStore,
-        slots: Slots,
-        prefix: TokenStore,
-        shared: SharedPrompts | None,
-        scale: float,
-        windows: Sequence[int | None],
-    ):
-        self._own, self._slots, self._prefix, self._shared = own, slots, prefix, shared
-        self._scale, self._windows = scale, windows
+    own: TokenStore
+    slots: Slots
+    prefix: TokenStore
+    shared: SharedPrompts | None
+    scale: float
+    windows: Sequence[int | None]
 
     def __call__(
         self, layer: int, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, norms: HeadNorms
     ) -> torch.Tensor:
-        window, store = self._windows[layer], self._own.layer(layer)
-        q, out, lse = attend_own(qkv, cos, sin, norms, store, self._slots, window, self._scale)
-        if self._shared is not None:
-            attend_prompts(q, out, lse, self._prefix.layer(layer), *self._shared, self._scale)
+        window, store = self.windows[layer], self.own.layer(layer)
+        q, out, lse = attend_own(qkv, cos, sin, norms, store, self.slots, window, self.scale)
+        if self.shared is not None:
+            attend_prompts(q, out, lse, self.prefix.layer(layer), *self.shared, self.scale)
         return out
