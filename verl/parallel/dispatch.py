@@ -21,7 +21,7 @@ from verl.parallel.mesh import Mesh
 from verl.parallel.register import Execute, Registered
 
 
-class Call(NamedTuple):
+class MethodCall(NamedTuple):
     """Arguments of a method."""
 
     args: tuple[Any, ...]
@@ -34,9 +34,9 @@ class Call(NamedTuple):
             raise ValueError("The first argument of this call is the DataProto whose rows are shared out.")
         return self.args[0]
 
-    def with_batch(self, batch: DataProto, **more: object) -> Call:
+    def with_batch(self, batch: DataProto, **more: object) -> MethodCall:
         """The call with another first argument, and `more` keywords."""
-        return Call((batch, *self.args[1:]), {**self.kwargs, **more})
+        return MethodCall((batch, *self.args[1:]), {**self.kwargs, **more})
 
 
 class GroupShape(Protocol):
@@ -74,7 +74,7 @@ class CallPlan:
     """`calls[i]` is the call of the rank at index i (None: no call). Ranks of one model-parallel group share the object, so
     that a driver sends it once. `collect` takes the results of the ranks `answering`, in that order."""
 
-    calls: Sequence[Call | None]
+    calls: Sequence[MethodCall | None]
     answering: list[int]
     collect: Callable[[list[Any]], Any]
     rows: list[Rows] = field(default_factory=list)  # of the ND modes: the rows of each share
@@ -86,7 +86,7 @@ class CallPlan:
 
 def plan_call(declared: Registered, group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
     """The calls of one method call on a group. Raises ValueError when arguments do not fit the mode."""
-    mode, call = declared.dispatch_mode, Call(args, kwargs)
+    mode, call = declared.dispatch_mode, MethodCall(args, kwargs)
     if mode.dispatch_fn is not None and mode.collect_fn is not None:
         plan = _plan_custom(mode.dispatch_fn, mode.collect_fn, group, call)
     elif mode.name in _ND:
@@ -101,15 +101,15 @@ def plan_call(declared: Registered, group: GroupShape, args: tuple[Any, ...], kw
 # -- modes that do not know about rows ---------------------------------------------------------------------------------
 
 
-def _rank_zero(group: GroupShape, call: Call | None) -> CallPlan:
+def _rank_zero(group: GroupShape, call: MethodCall | None) -> CallPlan:
     return CallPlan([call, *[None] * (group.world_size - 1)], [0], lambda results: results[0])
 
 
-def _one_to_all(group: GroupShape, call: Call) -> CallPlan:
+def _one_to_all(group: GroupShape, call: MethodCall) -> CallPlan:
     return CallPlan([call] * group.world_size, list(range(group.world_size)), list)
 
 
-def _all_reduce(group: GroupShape, call: Call) -> CallPlan:
+def _all_reduce(group: GroupShape, call: MethodCall) -> CallPlan:
     return CallPlan([call] * group.world_size, group.mesh.collectors(), _reduced)
 
 
@@ -119,16 +119,16 @@ def _reduced(results: list[Any]) -> Any:
     return merge_metrics(results) if isinstance(results[0], dict) else sum(results)
 
 
-def _all_to_all(group: GroupShape, call: Call) -> CallPlan:
+def _all_to_all(group: GroupShape, call: MethodCall) -> CallPlan:
     size = group.world_size
     for value in (*call.args, *call.kwargs.values()):
         if not isinstance(value, (list, tuple)) or len(value) != size:
             raise ValueError(f"Every argument of this call is a list with one value for each of the {size} ranks.")
-    calls = [Call(tuple(a[i] for a in call.args), {k: v[i] for k, v in call.kwargs.items()}) for i in range(size)]
+    calls = [MethodCall(tuple(a[i] for a in call.args), {k: v[i] for k, v in call.kwargs.items()}) for i in range(size)]
     return CallPlan(calls, list(range(size)), list)
 
 
-def _dp_compute_proto(group: GroupShape, call: Call) -> CallPlan:
+def _dp_compute_proto(group: GroupShape, call: MethodCall) -> CallPlan:
     """Equal chunks, the last ones padded when the batch asks for it, and exactly the padding removed from the results."""
     padding = 0
 
@@ -140,7 +140,7 @@ def _dp_compute_proto(group: GroupShape, call: Call) -> CallPlan:
             value, padding = pad_dataproto_to_divisor(value, group.world_size)
         return value.chunk(group.world_size)
 
-    chunks = Call(tuple(cut(a) for a in call.args), {k: cut(v) for k, v in call.kwargs.items()})
+    chunks = MethodCall(tuple(cut(a) for a in call.args), {k: cut(v) for k, v in call.kwargs.items()})
     plan = _all_to_all(group, chunks)
     return CallPlan(plan.calls, plan.answering, lambda results: _without_padding(DataProto.concat(results), padding))
 
@@ -149,28 +149,28 @@ def _without_padding(batch: DataProto, padding: int) -> DataProto:
     return batch.slice(0, len(batch) - padding) if padding else batch
 
 
-def _dp_compute_with_func(group: GroupShape, call: Call) -> CallPlan:
+def _dp_compute_with_func(group: GroupShape, call: MethodCall) -> CallPlan:
     if not call.args or not callable(call.args[0]):
         raise ValueError("The first argument of this call is the function that every rank runs.")
     function, *batches = call.args
-    plan = _dp_compute_proto(group, Call(tuple(batches), call.kwargs))
+    plan = _dp_compute_proto(group, MethodCall(tuple(batches), call.kwargs))
     calls = [part._replace(args=(function, *part.args)) for part in plan.calls if part is not None]
     return CallPlan(calls, plan.answering, plan.collect)
 
 
-def _dp_compute_metric(group: GroupShape, call: Call) -> CallPlan:
+def _dp_compute_metric(group: GroupShape, call: MethodCall) -> CallPlan:
     plan = _dp_compute_proto(group, call)
     return CallPlan(plan.calls, plan.answering, list)
 
 
 def _plan_custom(
-    dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any], group: GroupShape, call: Call
+    dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any], group: GroupShape, call: MethodCall
 ) -> CallPlan:
-    plan = _all_to_all(group, Call(*dispatch_fn(group, *call.args, **call.kwargs)))
+    plan = _all_to_all(group, MethodCall(*dispatch_fn(group, *call.args, **call.kwargs)))
     return CallPlan(plan.calls, plan.answering, lambda results: collect_fn(group, results))
 
 
-_FLAT: dict[str, Callable[[GroupShape, Call], CallPlan]] = {
+_FLAT: dict[str, Callable[[GroupShape, MethodCall], CallPlan]] = {
     "RANK_ZERO": _rank_zero,
     "ONE_TO_ALL": _one_to_all,
     "ALL_REDUCE": _all_reduce,
@@ -185,23 +185,23 @@ _FLAT: dict[str, Callable[[GroupShape, Call], CallPlan]] = {
 # -- modes that share rows out over the data axes of a mesh --------------------------------------------------------------
 
 
-def _nd_compute(declared: Registered, group: GroupShape, call: Call) -> CallPlan:
+def _nd_compute(declared: Registered, group: GroupShape, call: MethodCall) -> CallPlan:
     shares = balanced_shares(call.batch, group.mesh.dp_size, group.cost)
     # a rank without rows runs one row all the same: the ranks of a sharded model compute together. Its result is dropped
     filled = [rows or [0] for rows in shares] if len(call.batch) else shares
     return _scattered(declared, group, call, filled, row_counts=[len(rows) for rows in shares])
 
 
-def _nd_scatter(declared: Registered, group: GroupShape, call: Call) -> CallPlan:
+def _nd_scatter(declared: Registered, group: GroupShape, call: MethodCall) -> CallPlan:
     return _scattered(declared, group, call, contiguous_shares(len(call.batch), group.mesh.dp_size))
 
 
-def _nd_expected(declared: Registered, group: GroupShape, call: Call) -> CallPlan:
+def _nd_expected(declared: Registered, group: GroupShape, call: MethodCall) -> CallPlan:
     expected = call.batch.batch["expected_tokens"].tolist()
     return _scattered(declared, group, call, shares_by_cost(expected, group.mesh.dp_size))
 
 
-def _nd_owner(declared: Registered, group: GroupShape, call: Call) -> CallPlan:
+def _nd_owner(declared: Registered, group: GroupShape, call: MethodCall) -> CallPlan:
     if not group.beside_rollout:
         return _nd_scatter(declared, group, call)
     # rows of a rank that the group has no longer are scored by another
@@ -210,7 +210,7 @@ def _nd_owner(declared: Registered, group: GroupShape, call: Call) -> CallPlan:
     return _scattered(declared, group, call, shares)
 
 
-def _nd_mini_batches(declared: Registered, group: GroupShape, call: Call) -> CallPlan:
+def _nd_mini_batches(declared: Registered, group: GroupShape, call: MethodCall) -> CallPlan:
     """`method(batch, step)` becomes `method(share, step, mini_batches=[rows of the share, ...])`."""
     assert group.schedule is not None, "a group with training calls has a schedule"
     batch, step = call.batch, call.args[1]
@@ -221,7 +221,7 @@ def _nd_mini_batches(declared: Registered, group: GroupShape, call: Call) -> Cal
     ]
     shares: list[Rows] = [sorted({row for mini in cut for row in mini[part]}) for part in range(parts)]
     sent = _lean(batch, declared.objects)
-    calls: list[Call] = []
+    calls: list[MethodCall] = []
     for part, rows in enumerate(shares):
         position = {row: i for i, row in enumerate(rows)}
         minis = [[position[row] for row in mini[part]] for mini in cut]
@@ -230,7 +230,7 @@ def _nd_mini_batches(declared: Registered, group: GroupShape, call: Call) -> Cal
 
 
 def _scattered(
-    declared: Registered, group: GroupShape, call: Call, shares: list[Rows], row_counts: list[int] | None = None
+    declared: Registered, group: GroupShape, call: MethodCall, shares: list[Rows], row_counts: list[int] | None = None
 ) -> CallPlan:
     sent = _lean(call.batch, declared.objects)
     calls = [call.with_batch(_select(sent, rows)) for rows in shares]
@@ -243,7 +243,7 @@ def _scattered(
 
 
 def _replicated(
-    group: GroupShape, calls: list[Call], shares: list[Rows], collect: Callable[[list[Any]], Any]
+    group: GroupShape, calls: list[MethodCall], shares: list[Rows], collect: Callable[[list[Any]], Any]
 ) -> CallPlan:
     """The call of a share for every rank of its model-parallel group."""
     mesh = group.mesh
@@ -285,7 +285,7 @@ def _join_batches(results: list[DataProto], shares: Sequence[Rows]) -> DataProto
     return joined.select_idxs((back[:, None] * factor + np.arange(factor)).reshape(-1))
 
 
-_ND: dict[str, Callable[[Registered, GroupShape, Call], CallPlan]] = {
+_ND: dict[str, Callable[[Registered, GroupShape, MethodCall], CallPlan]] = {
     "ND_COMPUTE_PROTO": _nd_compute,
     "ND_SCATTER_PROTO": _nd_scatter,
     "ND_EXPECTED_PROTO": _nd_expected,

@@ -19,7 +19,7 @@ from typing import Any
 from verl.errors import ConfigError, MissingExtraError
 from verl.parallel.child_processes import unblock_sigterm
 from verl.parallel.collectives import free_port
-from verl.parallel.dispatch import Call, CallPlan
+from verl.parallel.dispatch import CallPlan, MethodCall
 from verl.parallel.mesh import Mesh
 from verl.parallel.stack_dump import calls, longest_call
 from verl.runtime.worker_group import WorkerGroup
@@ -184,7 +184,7 @@ class RayWorkerGroup(WorkerGroup):
         return self.execute_all_async(method_name, *args, **kwargs).get()
 
     def execute_all_async(self, method_name: str, *args: object, **kwargs: object) -> Pending:
-        plan = CallPlan([Call(args, kwargs)] * self.world_size, list(range(self.world_size)), list)
+        plan = CallPlan([MethodCall(args, kwargs)] * self.world_size, list(range(self.world_size)), list)
         return self._send("", method_name, plan, False)
 
     def execute_rank_zero_sync(self, method_name: str, *args: object, **kwargs: object) -> Any:
@@ -192,7 +192,7 @@ class RayWorkerGroup(WorkerGroup):
         return self.execute_rank_zero_async(method_name, *args, **kwargs).get()
 
     def execute_rank_zero_async(self, method_name: str, *args: object, **kwargs: object) -> Pending:
-        calls = [Call(args, kwargs), *[None] * (self.world_size - 1)]
+        calls = [MethodCall(args, kwargs), *[None] * (self.world_size - 1)]
         return self._send("", method_name, CallPlan(calls, [0], lambda results: results[0]), False)
 
     def close(self) -> None:

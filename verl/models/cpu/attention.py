@@ -44,10 +44,10 @@ def attend(layout: PackedLayout, index: int, heads: HeadViews, scoring: Scoring,
         return Attended(out.flatten(1).to(heads.q.dtype), lse if keep else None)
     if not keep:
         return Attended(layout.attend(index, q, k, v, scoring)[0].flatten(1))
-    leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     with torch.enable_grad():
-        attended = layout.attend(index, *leaves, scoring)
-    return Attended(attended.detach()[0].flatten(1), graph=(attended, leaves))
+        attended = layout.attend(index, q, k, v, scoring)
+    return Attended(attended.detach()[0].flatten(1), graph=(attended, (q, k, v)))
 
 
 def attend_backward(

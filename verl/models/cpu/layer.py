@@ -111,7 +111,8 @@ def _feed_forward_backward_(
     run: Pass, layer: DenseLayer, saved: Saved, d_out: torch.Tensor, gradients: GradientBuffers
 ) -> torch.Tensor:
     """Turns `d_out` into the gradient of `middle`, in chunks where the forward went in chunks."""
-    matmul, size = run.matmul, run.layout.chunk_tokens if saved.gate_up is None else len(d_out)
+    matmul, chunk = run.matmul, run.layout.chunk_tokens if saved.gate_up is None else None
+    size = chunk or len(d_out)
     for start in range(0, len(d_out), size):
         part = slice(start, start + size)
         middle, scale, d_part = saved.middle[part], saved.middle_scale[part], d_out[part]

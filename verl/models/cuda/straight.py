@@ -43,8 +43,8 @@ def _layer(
     q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
     if layer.q_norm is not None and layer.k_norm is not None:
         q, k = _normed(q, layer.q_norm), _normed(k, layer.k_norm)
-    heads_first = (t.transpose(0, 1).unsqueeze(0) for t in (rotated(q, cos, sin), rotated(k, cos, sin), v))
-    attended = layout.attend(index, *heads_first, Scoring(decoder.scale, layer.sliding_window))
+    q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (rotated(q, cos, sin), rotated(k, cos, sin), v))
+    attended = layout.attend(index, q, k, v, Scoring(decoder.scale, layer.sliding_window))
     out = _linear(attended[0].flatten(1), layer.o)
     middle, normed = add_norm(x, out, layer.post_norm.weight, layer.post_norm.eps)
     return middle + _linear(swiglu(_linear(normed, layer.gate_up)), layer.down)
