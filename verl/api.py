@@ -289,7 +289,7 @@ def _as_list(value: object) -> Any:
     raise TypeError(f"JSON has no form for a {type(value).__name__}")
 
 
-def _no_reward(completions: Sequence[Any], **columns: object) -> list[float]:
+def _no_reward(completions: Sequence[object], **columns: object) -> list[float]:
     return [0.0] * len(completions)
 
 

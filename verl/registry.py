@@ -143,7 +143,7 @@ def load_object(reference: str) -> Any:
     return getattr(module, name)
 
 
-def require_call(label: str, function: Callable[..., Any], *positional: str, keywords: Iterable[str] = ()) -> None:
+def require_call(label: str, function: Callable[..., object], *positional: str, keywords: Iterable[str] = ()) -> None:
     """Raises ConfigError, which begins with `label`, where `function` does not take these arguments, given by their names."""
     try:
         signature = inspect.signature(function)

@@ -15,7 +15,7 @@ def labels_of(index: Sequence[Any] | Any) -> list[Any]:
     return index.tolist() if hasattr(index, "tolist") else list(index)
 
 
-def without_missing(labels: Sequence[Any] | Any, is_scored: Sequence[bool] | Any) -> list[Any]:
+def without_missing(labels: Sequence[object] | object, is_scored: Sequence[bool] | object) -> list[Any]:
     """Labels that put each row without a score into a separate group, outside the statistics of its group."""
     return [
         label if has_score else ("missing", row)

@@ -21,7 +21,6 @@ import inspect
 import math
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -256,7 +255,7 @@ def reads(name: str) -> frozenset[str]:
     return frozenset(inspect.signature(PREFERENCE_LOSSES.get(name)).parameters)
 
 
-def preference_loss(name: str, terms: Mapping[str, Any]) -> Tensor:
+def preference_loss(name: str, terms: Mapping[str, object]) -> Tensor:
     """The loss `name` of each pair or completion; `terms` has tensors and settings by argument, more than it reads."""
     names = reads(name)
     return PREFERENCE_LOSSES.get(name)(**{argument: value for argument, value in terms.items() if argument in names})

@@ -80,11 +80,11 @@ def agg_loss(
 
 def call_policy_loss(
     name: str,
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[..., object],
     inputs: Mapping[str, Tensor],
     agg: Aggregate,
     rollout_is_weights: Tensor | None,
-    settings: Mapping[str, Any],
+    settings: Mapping[str, object],
     config: object,
 ) -> tuple[Tensor, dict[str, Metric]]:
     """Call a user's loss of the older contract.

@@ -22,7 +22,7 @@ def validation_metrics(
     data_sources: Sequence[str],
     uids: Sequence[str],
     values: Mapping[str, Sequence[float] | np.ndarray],
-    predictions: Sequence[Any] | None = None,
+    predictions: Sequence[object] | None = None,
 ) -> dict[str, float]:
     """`val-core/{source}/{variable}/{metric}` and `val-aux/...`, averaged over the prompts of each source.
 
@@ -47,7 +47,7 @@ def metrics_per_source(
     data_sources: Sequence[str],
     uids: Sequence[str],
     values: Mapping[str, Sequence[float] | np.ndarray],
-    predictions: Sequence[Any] | None = None,
+    predictions: Sequence[object] | None = None,
     seed: int = SEED,
 ) -> dict[str, dict[str, Metrics]]:
     """source -> variable -> metric -> mean over prompts. A prompt counts for a variable only if all its samples have it
@@ -134,7 +134,7 @@ def _majority(block: np.ndarray, labels: np.ndarray, draws: np.ndarray) -> np.nd
     return result
 
 
-def _labels(predictions: Sequence[Any]) -> np.ndarray:
+def _labels(predictions: Sequence[object]) -> np.ndarray:
     """int [samples]: equal answers get equal labels."""
     number: dict[Any, int] = {}
     return np.array([number.setdefault(str(p) if not isinstance(p, str) else p, len(number)) for p in predictions])

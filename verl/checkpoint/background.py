@@ -186,7 +186,7 @@ class BackgroundStore:
         num_bytes: int,
         awaited: list[str],
         records: dict[str, dict[str, FileRecord]],
-        state: dict[str, Any],
+        state: Mapping[str, object],
     ) -> None:
         _lower_priority()
         try:

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -131,7 +131,7 @@ def find_damage(folder: Path, *, sizes_only: bool = False) -> str | None:
         return f"{MANIFEST} cannot be read"
 
 
-def _unlisted(folder: Path, files: dict[str, Any]) -> str | None:
+def _unlisted(folder: Path, files: Mapping[str, object]) -> str | None:
     """A file that loaders look for and that the save did not write."""
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -141,7 +141,7 @@ def _unlisted(folder: Path, files: dict[str, Any]) -> str | None:
     return None
 
 
-def _manifest_text(manifest: dict[str, Any]) -> str:
+def _manifest_text(manifest: Mapping[str, object]) -> str:
     """One line of JSON that ends with the digest of the rest, so that any changed byte is detected."""
     bare = {key: value for key, value in manifest.items() if key != "blake2b"}
     digest = hashlib.blake2b(json.dumps(bare).encode(), digest_size=32).hexdigest()

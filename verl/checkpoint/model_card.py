@@ -61,7 +61,7 @@ def _read(file: Path) -> Mapping[str, Any]:
         return {}
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _leaves(tree: Mapping[str, object], prefix: str = "") -> dict[str, Any]:
     leaves: dict[str, Any] = {}
     for name, value in tree.items():
         leaves |= _leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
@@ -75,7 +75,7 @@ def _hub_name(path: str) -> str | None:
     return path if _HUB_NAME.fullmatch(path) and not Path(path).exists() else None
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     """A value without the folders of this machine."""
     if isinstance(value, list):
         return "[" + ",".join(map(_short, value)) + "]"
@@ -83,7 +83,7 @@ def _short(value: Any) -> str:
     return clean(Path(text).name if text.startswith(("/", "~", ".")) else text, 400)
 
 
-def _settings(run: RunFolder, values: Mapping[str, Any]) -> Iterator[str]:
+def _settings(run: RunFolder, values: Mapping[str, object]) -> Iterator[str]:
     """key=value of each key of `run` that differs from its default by the user's choice; `values` are all values by key."""
     for key, written, origin in run.read_keys():
         if origin and not origin.startswith("follows ") and not key.startswith("trainer.default_local_dir"):
@@ -91,7 +91,7 @@ def _settings(run: RunFolder, values: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key}={text}" if re.fullmatch(r"[\w./:,@+=-]*", text) else f"'{key}={text}'"
 
 
-def _results(summary: Mapping[str, Any]) -> str:
+def _results(summary: Mapping[str, object]) -> str:
     """A table of the results on held-out rows; "" for a run without validation."""
     names = [name.removesuffix("_after") for name in summary if name.endswith("_after")]
     rows = [(name, summary.get(f"{name}_before"), summary.get(f"{name}_after")) for name in names]
@@ -105,7 +105,7 @@ def _results(summary: Mapping[str, Any]) -> str:
     return "## Results\n\n" + "\n".join([*table, *(f"| {row} |" for row in shown)])
 
 
-def _versions(versions: Any) -> str:
+def _versions(versions: object) -> str:
     if not isinstance(versions, Mapping):
         return ""
     return "## Versions\n\n" + ", ".join(f"{name} {version}" for name, version in versions.items() if version)

@@ -153,7 +153,7 @@ class CheckpointStore:
         temporary: Path,
         step: int,
         records: Mapping[str, Mapping[str, FileRecord]],
-        trainer_state: Mapping[str, Any],
+        trainer_state: Mapping[str, object],
     ) -> Path:
         """Turn the folder of `open`, with the files of all roles, into the newest checkpoint: complete, verify and rename it.
         Raises CheckpointError when it does not verify, OSError when the disk fails."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from verl.cli.parser import Parser
@@ -109,7 +109,7 @@ def _torch(torch: dict[str, Any]) -> str:
     return f"{torch['version']}, built with {build}; {torch['num_threads']} threads; CPU GFLOP/s: {speed}"
 
 
-def _decoder(probe: dict[str, Any]) -> str:
+def _decoder(probe: Mapping[str, object]) -> str:
     return f"compiled kernels for {probe['name']}, batch-invariant" if probe.get("name") else "torch"
 
 

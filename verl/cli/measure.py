@@ -224,7 +224,7 @@ def _output(command: Sequence[str], timeout_s: float) -> str:
     return ended.stdout
 
 
-def _show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+def _show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -23,10 +23,10 @@ except ImportError:  # `verl doctor` says so, and needs the standard library onl
         def __init__(self, **settings: Any):
             pass
 
-        def print(self, text: object, **settings: Any) -> None:
+        def print(self, text: object, **settings: object) -> None:
             print(text)
 
-    def Text(text: str, **settings: Any) -> str:  # type: ignore[no-redef]
+    def Text(text: str, **settings: object) -> str:  # type: ignore[no-redef]
         return text
 
 

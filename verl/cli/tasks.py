@@ -80,7 +80,7 @@ def _evaluate(folder: Path, arguments: Any) -> dict[str, Any]:
     return dict(results)
 
 
-def _table(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+def _table(results: Mapping[str, Mapping[str, object]]) -> Iterator[str]:
     """Lines of task, metric, value and standard error; names of metrics have their filter behind a comma."""
     for task, metrics in results.items():
         for name, value in metrics.items():

@@ -80,14 +80,14 @@ SFT_FOLLOWS: tuple[tuple[str, str], ...] = (
 COMPOSED_FOLDER = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
 
 
-def _folder(values: Mapping[str, Any], set_keys: set[str]) -> Derived:
+def _folder(values: Mapping[str, object], set_keys: set[str]) -> Derived:
     if "trainer.default_local_dir" in set_keys:
         return {}
     folder = f"checkpoints/{values['trainer.project_name']}/{values['trainer.experiment_name']}"
     return {"trainer.default_local_dir": (folder, "follows trainer.project_name and trainer.experiment_name")}
 
 
-def derive_sft(values: Mapping[str, Any], set_keys: set[str]) -> Derived:
+def derive_sft(values: Mapping[str, object], set_keys: set[str]) -> Derived:
     """Keys of `verl sft` that are worked out from several others, or from the launcher. `set_keys`: keys the user set."""
     return (
         _folder(values, set_keys)
@@ -140,7 +140,7 @@ def derive_ppo(values: Mapping[str, Any], set_keys: set[str]) -> Derived:
     return derived
 
 
-def _agent_loop(values: Mapping[str, Any], set_keys: set[str]) -> Derived:
+def _agent_loop(values: Mapping[str, object], set_keys: set[str]) -> Derived:
     """The default agent loop for an environment, a runner or multi_turn."""
     key = f"{_ROLLOUT}.agent.default_agent_loop"
     for source, loop in (
@@ -153,7 +153,7 @@ def _agent_loop(values: Mapping[str, Any], set_keys: set[str]) -> Derived:
     return {}
 
 
-def _routing(values: Mapping[str, Any], set_keys: set[str]) -> Derived:
+def _routing(values: Mapping[str, object], set_keys: set[str]) -> Derived:
     """Records of rollout's experts and their replay, each of which asks for the other."""
     record, mode = f"{_ROLLOUT}.enable_rollout_routing_replay", f"{_ACTOR}.router_replay.mode"
     if mode not in set_keys and values[record] is True:
@@ -220,7 +220,7 @@ def _adapter(values: Mapping[str, Any], set_keys: set[str], model: str) -> Deriv
     }
 
 
-def _ahead(values: Mapping[str, Any], set_keys: set[str]) -> Derived:
+def _ahead(values: Mapping[str, object], set_keys: set[str]) -> Derived:
     """Depth of prefetching, and the correction that the age of samples asks for."""
     derived: Derived = {}
     key, mode = f"{_ROLLOUT}.prefetch_num", values["trainer.v1.trainer_mode"]

@@ -114,7 +114,7 @@ def _older_spellings(schema: Schema[Any]) -> dict[str, Any]:
     return {path: value for path, value in older.items() if path not in leaves and not _is_section(path, older, leaves)}
 
 
-def _is_section(path: str, *known: Mapping[str, Any]) -> bool:
+def _is_section(path: str, *known: Mapping[str, object]) -> bool:
     return any(other.startswith(path + ".") for keys in known for other in keys)
 
 
@@ -137,7 +137,7 @@ class _Section(dict[str, Any]):
     """A section, as against a key that holds a mapping."""
 
 
-def _lines(node: dict[str, Any], depth: int) -> list[str]:
+def _lines(node: Mapping[str, object], depth: int) -> list[str]:
     lines = []
     for name, value in node.items():
         if isinstance(value, _Section):

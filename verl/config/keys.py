@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -158,7 +158,7 @@ def read_yaml(file: Path) -> Any:
 _inert_classes: dict[int, type] = {}
 
 
-def _declare(cls: type, rows: dict[str, Any], why: str, refused: str) -> None:
+def _declare(cls: type, rows: Mapping[str, object], why: str, refused: str) -> None:
     """Add the fields of one group of inert_keys.yaml to a class that becomes a dataclass."""
     for name, row in rows.items():
         kind: Any = Section

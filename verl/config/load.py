@@ -58,7 +58,7 @@ def _user_settings(
     overrides: Sequence[str],
     config_path: str | None,
     config_name: str | None,
-    values: Mapping[str, Any] | Sequence[Mapping[str, Any]] = (),
+    values: Mapping[str, object] | Sequence[Mapping[str, object]] = (),
 ) -> UserSettings:
     user = UserSettings(schema)
     file = sources.find(schema, config_path, config_name)
@@ -257,7 +257,7 @@ def _select(tree: Any, leaf: Leaf, value: Any) -> Any:
     return merge(leaf.default, converted) if leaf.free else converted
 
 
-def _nested(values: dict[str, Any]) -> dict[str, Any]:
+def _nested(values: Mapping[str, object]) -> dict[str, Any]:
     root: dict[str, Any] = {}
     for path, value in values.items():
         *parents, name = path.split(".")

@@ -154,7 +154,7 @@ class Schema(Generic[R]):
 
         return Condition(holds, f"{path} is not {' or '.join(values)}", f"set {path}={values[0]}")
 
-    def build(self, values: Mapping[str, Any]) -> R:
+    def build(self, values: Mapping[str, object]) -> R:
         """The typed tree of a value for every key."""
         return _fill(self.root(), "", values)
 

@@ -126,7 +126,7 @@ def _parse(file: Path) -> dict[str, Any]:
     return {str(k): v for k, v in tree.items()}
 
 
-def read_limited(file: Path, load: Callable[[str], Any] | None = None, kind: str = "config file") -> Any:
+def read_limited(file: Path, load: Callable[[str], object] | None = None, kind: str = "config file") -> Any:
     """The content of a user's YAML file, read by `load` (plain values without it). Raises ConfigError for a file that is
     missing, unreadable, too large or nested too deep, or whose aliases stand for too many values."""
     import yaml

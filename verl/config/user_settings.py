@@ -30,7 +30,7 @@ class Setting:
             return self.source
         return f"{self.source}, renamed from {self.spelled}"
 
-    def shown(self, leaf: Leaf, value: Any) -> str:
+    def shown(self, leaf: Leaf, value: object) -> str:
         """The key as it was written, with its value; entries of a free-form key by their own names."""
         return self.spelled if leaf.free and self.spelled != self.path else f"{self.spelled}={value}"
 
@@ -45,7 +45,7 @@ class UserSettings:
     faults: list[Problem] = field(default_factory=list)
     without_effect: list[tuple[str, str]] = field(default_factory=list)  # (key=value, reason)
 
-    def add_file(self, source: str, tree: dict[str, Any]) -> None:
+    def add_file(self, source: str, tree: Mapping[str, object]) -> None:
         for spelled, value in self._flatten(tree, ""):
             self._add(spelled, value, source, None)
 
@@ -74,7 +74,7 @@ class UserSettings:
                 for spelled, value in self._flatten(override.value, key):
                     self._add(spelled, value, _COMMAND_LINE, override.text)
 
-    def _choose(self, group: str, option: str, options: Mapping[str, Mapping[str, Any]]) -> None:
+    def _choose(self, group: str, option: str, options: Mapping[str, Mapping[str, object]]) -> None:
         """Take the keys that an option of a Hydra config group stands for."""
         if option not in options:
             self._fault(group, f"{group}={option}: there is no such option; there are {', '.join(options)}.")
@@ -86,7 +86,7 @@ class UserSettings:
         """Every spelling of a single key, for suggestions."""
         return (*self.schema.leaves, *self.schema.compat.exact)
 
-    def _add(self, spelled: str, value: Any, source: str, text: str | None) -> None:
+    def _add(self, spelled: str, value: object, source: str, text: str | None) -> None:
         path, alias = self.schema.resolve(spelled)
         if alias is not None and value in alias.ignore:
             return
@@ -139,7 +139,7 @@ class UserSettings:
                     problems.append(error(setting.path, sentence))
         return problems
 
-    def _flatten(self, value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    def _flatten(self, value: object, prefix: str) -> Iterator[tuple[str, Any]]:
         """(key as written, value); mappings are entered down to keys of the tree, and not into free-form ones."""
         path = self.schema.resolve(prefix)[0] if prefix else ""
         if not isinstance(value, dict) or not value or path in self.schema.leaves:
@@ -164,7 +164,7 @@ class UserSettings:
         return f"There is no key {spelled!r} ({source}){suggest.clause(self._known(), spelled, path)}"
 
 
-def _clash(one: Any, other: Any) -> bool:
+def _clash(one: object, other: object) -> bool:
     if isinstance(one, dict) and isinstance(other, dict):
         return any(_clash(one[name], other[name]) for name in one.keys() & other.keys())
     return bool(one != other)

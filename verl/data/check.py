@@ -13,6 +13,7 @@ from verl.data.dataset import Files, PromptRows, RLHFDataset, dataset_class
 from verl.data.prompts import PromptEncoder, control_token_in, control_tokens
 from verl.data.scan import BadRows, batches_of
 from verl.data.template_checks import TemplateChecks
+from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import UnavailableRowError
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class DataReport:
 
 def check_rows(
     files: Files,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     config: DataConfig,
     max_samples: int = -1,
     agents: Collection[str] = (),
@@ -97,7 +98,9 @@ def check_rows(
     return report
 
 
-def check_data(config: DataConfig, tokenizer: Any, agents: Collection[str] = (), scored: bool = True) -> DataReport:
+def check_data(
+    config: DataConfig, tokenizer: Tokenizer, agents: Collection[str] = (), scored: bool = True
+) -> DataReport:
     """`check_rows` of the training and of the validation files, and how many validation prompts occur in both."""
     train = validation = None
     if config.train_files:
@@ -108,7 +111,7 @@ def check_data(config: DataConfig, tokenizer: Any, agents: Collection[str] = (),
     return DataReport(train, validation, shared)
 
 
-def _unfiltered(files: Files, tokenizer: Any, config: DataConfig, max_samples: int) -> Any:
+def _unfiltered(files: Files, tokenizer: Tokenizer, config: DataConfig, max_samples: int) -> Any:
     """The data set with its overlong rows in it, so that they are counted and a bad row does not stop the reading."""
     cls = dataset_class(config)
     if cls is RLHFDataset:
@@ -118,7 +121,7 @@ def _unfiltered(files: Files, tokenizer: Any, config: DataConfig, max_samples: i
 
 
 class _Unfiltered(RLHFDataset):
-    def maybe_filter_out_long_prompts(self, dataframe: Any) -> Any:
+    def maybe_filter_out_long_prompts(self, dataframe: object) -> Any:
         return dataframe
 
 

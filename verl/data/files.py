@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from verl.data.data_sets import names_builder, open_data_set
 from verl.data.tables import JsonTable, ParquetTable, Rows, Table
@@ -51,7 +50,7 @@ def _open_file(path: Path) -> Table:
     raise DataError(f"The data file {path} is of an unknown kind; use one of {', '.join(SUFFIXES)}.")
 
 
-def write_parquet(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+def write_parquet(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     """Write `path` whole or not at all; makes its folder. A field that a row lacks is null in it. Raises DataError for values
     that parquet cannot hold."""
     import pyarrow

@@ -24,6 +24,7 @@ import numpy as np
 
 from verl.data.schema import IMAGE_PARTS, Messages
 from verl.data_proto.media import Media
+from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError, DataError, MissingExtraError, nearest
 from verl.foreign_text import clean, quoted
 from verl.regular_files import require_regular
@@ -41,7 +42,7 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 _SOURCES = ("image", "bytes", "path", "url", "image_url")  # fields that hold an image, or lead to it
 
 
-def image_messages(messages: Messages, images: Any, key: str) -> tuple[Messages, list[Any]]:
+def image_messages(messages: Messages, images: object, key: str) -> tuple[Messages, list[Any]]:
     """Messages with parts of content wherever a row has images, and the sources of these images in the order of the parts.
 
     A placeholder in a text, and a part without a source, take the next of `images`, the field `key` of the row. Messages
@@ -69,7 +70,7 @@ def image_messages(messages: Messages, images: Any, key: str) -> tuple[Messages,
     return placed, sources
 
 
-def _listed(images: Any) -> list[Any]:
+def _listed(images: object) -> list[Any]:
     if images is None:
         return []
     return list(images) if isinstance(images, list | tuple | np.ndarray) else [images]
@@ -89,7 +90,7 @@ def _parts(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         )
 
 
-def image_encoder(tokenizer: Any, settings: DataConfig | TextDataConfig) -> ImageEncoder | None:
+def image_encoder(tokenizer: Tokenizer, settings: DataConfig | TextDataConfig) -> ImageEncoder | None:
     """The encoder of the images of rows by the section `data`; None for a model that reads text."""
     processor = getattr(tokenizer, "processor", None)
     return None if processor is None else ImageEncoder(processor, settings.mm_processor_kwargs)
@@ -176,7 +177,7 @@ class PromptImages:
             )
 
 
-def read_image(source: Any, place: str) -> Any:
+def read_image(source: object, place: str) -> Any:
     """The picture at `source` as a PIL image in RGB. Raises DataError, which begins with `place`, for an unknown source, a
     file that is no image or is damaged, and a file or picture beyond MAX_BYTES and MAX_PIXELS."""
     try:
@@ -217,7 +218,7 @@ def image_text(source: Any, place: str) -> str:
     return "data:;base64," + base64.b64encode(_content(source, place)).decode()
 
 
-def _innermost(source: Any, place: str) -> Any:
+def _innermost(source: object, place: str) -> Any:
     """The path, URL, bytes or picture to which an object leads."""
     while isinstance(source, Mapping):
         entries = {name: source[name] for name in _SOURCES if source.get(name) is not None}
@@ -227,7 +228,7 @@ def _innermost(source: Any, place: str) -> Any:
     return source
 
 
-def _content(source: Any, place: str) -> bytes:
+def _content(source: object, place: str) -> bytes:
     """The bytes of an image file."""
     source = _innermost(source, place)
     if isinstance(source, str):

@@ -98,7 +98,7 @@ class PromptLoader:
         """The state of a user's sampler when prompt index `cursor` is next to train, as JSON; {} without one."""
         return self.order.state_dict(cursor) if isinstance(self.order, SamplerOrder) else {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Take the state of a checkpoint."""
         if isinstance(self.order, SamplerOrder) and state:
             self.order.load_state_dict(state)

@@ -12,6 +12,7 @@ from verl.data.row_cache import digest_of_tokenizer
 from verl.data.schema import Messages
 from verl.data_proto.media import Media
 from verl.data_proto.token_ids import num_embeddings
+from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError, DataError, is_failure
 from verl.foreign_text import clean, quoted
 from verl.tools.tool_registry import load_all_tools
@@ -56,7 +57,7 @@ class PromptEncoder:
         """Token ids of a prompt without images; see `encode_row`."""
         return self.encode_row(prompt, place).ids
 
-    def encode_row(self, prompt: Messages | str, place: str, images: Sequence[Any] = ()) -> EncodedPrompt:
+    def encode_row(self, prompt: Messages | str, place: str, images: Sequence[object] = ()) -> EncodedPrompt:
         """Tokens of a prompt, at most max_prompt_length of them, ending where the answer begins, and its images, which its
         messages have at the places of `images` (sources, see verl.data.images).
 
@@ -143,7 +144,7 @@ def template_time() -> str:
     return _time[0].isoformat()
 
 
-def identity_of(tokenizer: Any) -> list[Any]:
+def identity_of(tokenizer: Tokenizer) -> list[Any]:
     """The values that decide what a tokenizer makes of messages, for a key of the cache; with None when they are not known."""
     template = str(getattr(tokenizer, "chat_template", None))
     return [digest_of_tokenizer(tokenizer), template_time() if "strftime_now" in template else ""]
@@ -169,7 +170,7 @@ def encode_text(tokenizer: Any, text: str, place: str, **settings: bool) -> list
     return ids
 
 
-def render_chat(tokenizer: Any, messages: Messages, place: str, **template_kwargs: Any) -> str:
+def render_chat(tokenizer: Tokenizer, messages: Messages, place: str, **template_kwargs: object) -> str:
     """The chat template applied to `messages`, as text, at the time of the run. Raises DataError naming `place` when the
     template fails."""
     try:
@@ -200,7 +201,7 @@ def at_time_of_run(template_kwargs: dict[str, Any]) -> dict[str, Any]:
     return {"strftime_now": lambda form: datetime.fromisoformat(template_time()).strftime(form), **template_kwargs}
 
 
-def control_tokens(tokenizer: Any) -> re.Pattern[str] | None:
+def control_tokens(tokenizer: Tokenizer) -> re.Pattern[str] | None:
     """A pattern of the texts that the tokenizer reads as control tokens, such as <|im_end|>; None when it has none."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     texts = {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)} - {""}

@@ -32,7 +32,7 @@ _CLAIM_S = 3600.0
 _ALIGNED = 8  # bytes
 
 
-def key_of(*parts: Any) -> str | None:
+def key_of(*parts: object) -> str | None:
     """A key from values that JSON can hold; None when one of them is None, since what is not known cannot be compared."""
     if any(part is None for part in parts):
         return None
@@ -97,7 +97,7 @@ def new_entry(path: Path) -> Iterator[Path]:
                 entry.unlink()
 
 
-def write_arrays(file: IO[bytes], arrays: Mapping[str, Sequence[np.ndarray]], facts: Any) -> None:
+def write_arrays(file: IO[bytes], arrays: Mapping[str, Sequence[np.ndarray]], facts: object) -> None:
     """Append 1-d arrays, each as its parts, and a value that JSON can hold: the bytes of a header, the header, the arrays."""
     sizes = {name: [parts[0].dtype.str, sum(map(len, parts))] for name, parts in arrays.items()}
     header = json.dumps({"arrays": sizes, "facts": facts}).encode()
@@ -140,7 +140,7 @@ def load_arrays(key: str | None) -> tuple[dict[str, np.ndarray], Any] | None:
         return None
 
 
-def save_arrays(key: str | None, arrays: Mapping[str, Sequence[np.ndarray]], facts: Any) -> None:
+def save_arrays(key: str | None, arrays: Mapping[str, Sequence[np.ndarray]], facts: object) -> None:
     """Cache arrays, each as its parts, as `key`; nothing where the cache cannot be written."""
     path = cached_path(f"{key}.arrays") if key else None
     with contextlib.suppress(OSError):

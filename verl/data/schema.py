@@ -39,7 +39,7 @@ def at(place: str) -> Iterator[None]:
         raise DataError(f"{place}: {error}") from error
 
 
-def messages_of(row: Mapping[str, Any], prompt_key: str, *, images: bool = False) -> Messages:
+def messages_of(row: Mapping[str, object], prompt_key: str, *, images: bool = False) -> Messages:
     """The chat messages of a row; a plain text becomes one user message. `images`: contents may have them, see message_of.
     Raises DataError."""
     if prompt_key not in row:
@@ -61,7 +61,7 @@ def messages_of(row: Mapping[str, Any], prompt_key: str, *, images: bool = False
     return [message_of(message, f"field '{prompt_key}[{i}]'", images=images) for i, message in enumerate(prompt)]
 
 
-def message_of(message: Any, place: str, *, images: bool = False) -> dict[str, Any]:
+def message_of(message: object, place: str, *, images: bool = False) -> dict[str, Any]:
     """A checked message without the fields that are None; parts of text are joined. With `images` the content may have parts of
     IMAGE_PARTS, and is then a list of parts. Raises DataError with `place`."""
     if not isinstance(message, Mapping):
@@ -120,7 +120,7 @@ def no_media(media: str, where: str) -> str:
 
 
 def check_row(
-    row: Mapping[str, Any], config: DataConfig, agents: Collection[str] = (), *, images: bool = False
+    row: Mapping[str, object], config: DataConfig, agents: Collection[str] = (), *, images: bool = False
 ) -> None:
     """Check all fields except the prompt: scorer, reference answer, extra_info, no media but `images`, no agent outside
     `agents`. Raises DataError."""
@@ -146,7 +146,7 @@ def check_row(
     check_plain(extra, "extra_info")
 
 
-def _check_features(row: Mapping[str, Any], config: DataConfig, agents: Collection[str], images: bool) -> None:
+def _check_features(row: Mapping[str, object], config: DataConfig, agents: Collection[str], images: bool) -> None:
     """Raise UnavailableRowError for a feature that a row needs and that is not available; empty columns are fine."""
     for key, media in ((config.image_key, "images"), (config.video_key, "videos"), (config.audio_key, "audio")):
         if not _is_nothing(row.get(key)) and not (images and media == "images"):
@@ -177,14 +177,14 @@ def _check_features(row: Mapping[str, Any], config: DataConfig, agents: Collecti
                 )
 
 
-def _is_nothing(value: Any, depth: int = 0) -> bool:
+def _is_nothing(value: object, depth: int = 0) -> bool:
     """Whether a value is None, empty, or an object of only such values, as a parquet file fills in missing fields."""
     if isinstance(value, Mapping):
         return depth < MAX_DEPTH and all(_is_nothing(inner, depth + 1) for inner in value.values())
     return value is None or (hasattr(value, "__len__") and len(value) == 0)
 
 
-def _check_reward_model(row: Mapping[str, Any]) -> None:
+def _check_reward_model(row: Mapping[str, object]) -> None:
     reward = row.get("reward_model")
     if not isinstance(reward, Mapping):
         kind = "missing" if reward is None else f"a {type(reward).__name__}"
@@ -203,7 +203,7 @@ def _check_reward_model(row: Mapping[str, Any]) -> None:
         )
 
 
-def check_plain(value: Any, field: str, depth: int = 0) -> None:
+def check_plain(value: object, field: str, depth: int = 0) -> None:
     """Check a value for reward functions and the run's records: text that UTF-8 can hold, numbers, True, False, null,
     and lists and objects of them, at most MAX_DEPTH inside each other. Raises DataError naming the field."""
     if isinstance(value, str):
@@ -231,7 +231,7 @@ def check_plain(value: Any, field: str, depth: int = 0) -> None:
         )
 
 
-def number_in(value: Any, field: str) -> float:
+def number_in(value: object, field: str) -> float:
     """A number of a row. Raises DataError unless it is finite and of at most MAX_NUMBER in size."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not abs(value) <= MAX_NUMBER:
         raise DataError(

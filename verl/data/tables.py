@@ -31,7 +31,7 @@ def parse_json(text: str) -> Any:
         raise ValueError("it is nested too deep") from None
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: Sequence[tuple[str, object]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) < len(pairs):
         twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
@@ -131,7 +131,7 @@ class ParquetTable(ArrowTable):
         return digest_of_files([self.path])
 
 
-def mapped_rows(key: str | None, schema: Any, batches: Iterable[Any]) -> Any:
+def mapped_rows(key: str | None, schema: object, batches: Iterable[object]) -> Any:
     """A memory map of the cache's entry for `key`; a missing entry is written from `batches`. Raises OSError for a cache that
     cannot be written, and ArrowException for an entry that cannot be read."""
     import pyarrow.ipc

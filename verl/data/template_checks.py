@@ -37,7 +37,7 @@ class TemplateChecks:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             self.check_chat(messages, place, tools_matter=False, add_generation_prompt=True, **template_kwargs)
 
-    def passes_prompt(self, prompt: Messages | str, template_kwargs: Mapping[str, Any]) -> bool:
+    def passes_prompt(self, prompt: Messages | str, template_kwargs: Mapping[str, object]) -> bool:
         """Whether `check_prompt` passes."""
         try:
             self.check_prompt(prompt, "", template_kwargs)
@@ -71,7 +71,7 @@ class TemplateChecks:
         *,
         first: int = 0,
         tools_matter: bool = True,
-        **template_kwargs: Any,
+        **template_kwargs: object,
     ) -> None:
         """Raises DataError when renderings of `messages` differ, or when a field of the messages from number
         `first` on does not change the model's input. With `tools_matter` the tools in `template_kwargs` must change it, too."""
@@ -94,7 +94,7 @@ class TemplateChecks:
                 raise DataError(f"{place}: {_loss(what, all(other == text for other in texts))}")
             self.shapes.add((kind, shape))
 
-    def _rendered(self, messages: Messages, place: str, **settings: Any) -> str | None:
+    def _rendered(self, messages: Messages, place: str, **settings: object) -> str | None:
         """The rendering; None where the template refuses the messages, which it can only do if it reads them."""
         try:
             return render_chat(self.tokenizer, messages, place, **{k: v for k, v in settings.items() if v is not None})
@@ -138,7 +138,7 @@ def _parts(messages: Messages, first: int, tools: Any) -> Iterator[tuple[Any, st
                 yield ("arguments", *shape), f"the arguments of {whose}", partial(_with_bare_calls, messages, number)
 
 
-def _says_something(value: Any) -> bool:
+def _says_something(value: object) -> bool:
     return bool(value.strip()) if isinstance(value, str) else bool(value)
 
 
@@ -154,7 +154,7 @@ def _with_bare_calls(messages: Messages, number: int) -> list[tuple[Messages, di
     return [(_replaced(messages, number, "tool_calls", bare), {})]
 
 
-def _replaced(messages: Messages, number: int, name: str, value: Any) -> Messages:
+def _replaced(messages: Messages, number: int, name: str, value: object) -> Messages:
     message = {**messages[number], name: value}
     if value is None:
         del message[name]
@@ -162,7 +162,7 @@ def _replaced(messages: Messages, number: int, name: str, value: Any) -> Message
     return [*messages[:number], message, *messages[number + 1 :]]
 
 
-def _arguments(call: Any) -> Any:
+def _arguments(call: object) -> Any:
     return (call.get("function", call) if isinstance(call, Mapping) else {}).get("arguments")
 
 

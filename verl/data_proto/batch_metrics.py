@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -95,7 +95,7 @@ def _part_means(batch: DataProto, scored: torch.Tensor) -> dict[str, float]:
     return {f"reward/{name}/mean": float(np.nanmean(values)) for name, values in parts.items()}
 
 
-def number_parts(parts: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
+def number_parts(parts: Sequence[Mapping[str, object]]) -> dict[str, np.ndarray]:
     """The parts of rewards that are numbers, float64 [rows] by name, NaN where a row has none; the MAX_PARTS most frequent."""
     names = Counter(name for row in parts for name, value in row.items() if isinstance(value, (int, float)))
     return {

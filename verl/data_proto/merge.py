@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 
 
-def object_array(values: Iterable[Any]) -> np.ndarray:
+def object_array(values: Iterable[object]) -> np.ndarray:
     """A 1-d object array, one element per row, whatever the elements are.
 
     `np.array(values, dtype=object)` would make a matrix out of lists of equal length.
@@ -75,7 +75,7 @@ def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str
     return tensor_dict1
 
 
-def union_meta_info(first: dict[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+def union_meta_info(first: Mapping[str, object], second: Mapping[str, object]) -> dict[str, Any]:
     """The keys of both in a new dict; raises ValueError when a key of both differs in value."""
     merged = dict(first)
     for key, value in second.items():
@@ -100,7 +100,7 @@ def concat_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def _dict_of_lists(dicts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+def _dict_of_lists(dicts: Sequence[Mapping[str, object]]) -> dict[str, list[Any]]:
     lists: dict[str, list[Any]] = {}
     for entries in dicts:
         for key, value in entries.items():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -100,7 +100,7 @@ class DataProto:
         return cls(batch=batch, non_tensor_batch=objects, meta_info=meta)
 
     @classmethod
-    def from_tensordict(cls, tensor_dict: TensorDict, meta_info: dict[str, Any] | None = None) -> DataProto:
+    def from_tensordict(cls, tensor_dict: TensorDict, meta_info: Mapping[str, object] | None = None) -> DataProto:
         """Inverse of `to_tensordict`: stacks of non-tensors become object columns, single non-tensors meta_info."""
         tensors: dict[str, torch.Tensor] = {}
         objects, meta = {}, {}

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.data_proto.batch_metrics import scored_rows
 from verl.data_proto.media import media_of
+from verl.data_proto.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from verl.data_proto.proto import DataProto
@@ -36,7 +37,7 @@ _PER_TOKEN = {
 }
 
 
-def sample_rows(batch: DataProto, tokenizer: Any) -> list[dict[str, Any]]:
+def sample_rows(batch: DataProto, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """One dict per row of `batch`: prompt and response as text and token ids, log-probs per response token, score (None where
     there is no usable one), reward parts, weight version, finish reason, small pictures of its images, and other columns that
     are present. The response text has no special tokens, as the scorer gets it."""

@@ -45,7 +45,7 @@ def _jsonable(value: object, place: str) -> Any:
 
 
 def save_columns(
-    path: Path, tensors: Mapping[str, torch.Tensor], objects: Mapping[str, np.ndarray], meta_info: Mapping[str, Any]
+    path: Path, tensors: Mapping[str, torch.Tensor], objects: Mapping[str, np.ndarray], meta_info: Mapping[str, object]
 ) -> None:
     """Write `path` whole or not at all. Raises ValueError naming what JSON cannot hold, before anything is written."""
     nested = [name for name, tensor in tensors.items() if tensor.is_nested]

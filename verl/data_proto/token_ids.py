@@ -6,6 +6,7 @@ Errors name the field and the entry; the caller adds file and row, or the episod
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -68,5 +69,5 @@ def _list(value: object, field: str, what: str) -> list[Any]:
     return list(items)
 
 
-def _are_whole(items: list[Any]) -> bool:
+def _are_whole(items: Sequence[object]) -> bool:
     return all(issubclass(kind, int | np.integer) and kind is not bool for kind in set(map(type, items)))

@@ -151,7 +151,7 @@ class TrainEngine(Protocol):
         engine with its own weights. Collective: every rank takes every tensor, in the same order."""
         ...
 
-    def reconfigure(self, changes: Mapping[str, Any]) -> None:
+    def reconfigure(self, changes: Mapping[str, object]) -> None:
         """Other values for keys of the engine's config that may change between two steps (verl/engines/hybrid_3d.py): they
         change memory and communication, and no loss. Raises ConfigError for another key or a wrong value."""
         ...

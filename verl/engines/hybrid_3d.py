@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from verl.config import FSDPConfig
 from verl.errors import ConfigError, nearest
@@ -44,7 +43,7 @@ class Dimensions:
         return cls(config.layer_per_group, chunk_tokens, config.batch_group_size)
 
 
-def check_change(changes: Mapping[str, Any]) -> None:
+def check_change(changes: Mapping[str, object]) -> None:
     """Raise ConfigError for a key that cannot change while training runs, or a value that is not of its type."""
     for name, value in changes.items():
         if name == "layer_per_group":
@@ -61,7 +60,7 @@ def check_change(changes: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name}={value!r} must be {words}.")
 
 
-def require_3d_hybrid(config: FSDPConfig, changes: Mapping[str, Any]) -> None:
+def require_3d_hybrid(config: FSDPConfig, changes: Mapping[str, object]) -> None:
     """Raise ConfigError for `changes` of an engine that does not divide its work in three dimensions."""
     if not config.use_3d_hybrid:
         raise ConfigError(

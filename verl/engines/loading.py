@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from verl.config import ModelConfig
 from verl.models.load import adopt_model, empty_model, load_external, load_model, load_model_config
@@ -74,7 +75,7 @@ def build_skeleton(
 
 
 @torch.no_grad()
-def _make_uniform(module: Any, dtype: torch.dtype) -> None:
+def _make_uniform(module: nn.Module, dtype: torch.dtype) -> None:
     """Give `dtype` to parameters that a family makes in another one, such as the routers of DeepSeek V3 in float32: masters are
     rounded whatever the family makes, and FSDP gathers parameters of one dtype together. A scalar head stays wide."""
     for name, parameter in module.named_parameters():
@@ -82,7 +83,7 @@ def _make_uniform(module: Any, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def _adapt(module: Any, model: ModelConfig, spec: LoRASpec | None, wide: torch.dtype) -> None:
+def _adapt(module: nn.Module, model: ModelConfig, spec: LoRASpec | None, wide: torch.dtype) -> None:
     if spec is not None:
         add_adapters(module, spec, wide)
 

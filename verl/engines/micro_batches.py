@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
+from torch import nn
 
 from verl.data_proto.media import Media, media_of
 from verl.data_proto.proto import DataProto
@@ -36,7 +36,7 @@ def rows_of(
     return unpadded_rows(batch.batch, rows, reads, media_of(batch), experts)
 
 
-def images_of(batch: DataProto, module: Any, computes_images: bool) -> list[Media | None] | None:
+def images_of(batch: DataProto, module: nn.Module, computes_images: bool) -> list[Media | None] | None:
     """The images of a batch for `module`. Raises ModelError where it reads none, ConfigError where the engine does not."""
     media = media_of(batch)
     if media is None or not any(media):

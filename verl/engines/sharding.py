@@ -31,7 +31,7 @@ from verl.registry import load_object, match_all
 
 
 def shard_model(
-    module: Any,
+    module: nn.Module,
     source: object,
     groups: ProcessGroups,
     config: FSDPConfig,
@@ -78,7 +78,7 @@ def shard_model(
     return model, gather_rounded(placed, sharded_units(model), groups, rounding)
 
 
-def from_first(groups: ProcessGroups, device: torch.device, build: Callable[[], Any]) -> Any:
+def from_first(groups: ProcessGroups, device: torch.device, build: Callable[[], object]) -> Any:
     """`build()` on the first rank, None on the others. When it fails, all ranks raise its error."""
     built, error, text = None, None, b""
     if groups.is_first:

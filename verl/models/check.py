@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from verl.errors import ModelError
@@ -157,7 +158,7 @@ def packed_problem(module: Any) -> str:
     return problem
 
 
-def padded_problem(module: Any) -> str:
+def padded_problem(module: nn.Module) -> str:
     """The reason why padded rows do not give what each token gets from a forward over the tokens before it; "" where they
     do."""
     packed = pack_rows(_columns(), device=next(module.parameters()).device)
@@ -166,7 +167,7 @@ def padded_problem(module: Any) -> str:
     return _difference(module, ours, _by_prefixes(module), "padded")
 
 
-def _require_backward(module: Any, packed: PackedBatch) -> None:
+def _require_backward(module: nn.Module, packed: PackedBatch) -> None:
     """Run the backward for the gradient of only the model's first parameter. Some models have their own backward, which may
     raise any error."""
     first = next(module.parameters())  # mostly the embedding
@@ -185,7 +186,7 @@ def _problem_of(find: Any, module: Any) -> str:
     return problem
 
 
-def _difference(module: Any, ours: torch.Tensor, theirs: torch.Tensor, kind: str) -> str:
+def _difference(module: nn.Module, ours: torch.Tensor, theirs: torch.Tensor, kind: str) -> str:
     if not theirs.isfinite().all():
         raise ModelError(
             f"{type(module).__name__} computes NaN or infinities on a few tokens, so its weights or an entry of its "
@@ -207,11 +208,11 @@ def _distance(values: torch.Tensor, reference: torch.Tensor) -> float:
     return float((values - reference).norm() / reference.norm())
 
 
-def _has_logits(module: Any) -> bool:
+def _has_logits(module: nn.Module) -> bool:
     return hasattr(module, "get_output_embeddings")
 
 
-def _describe(module: Any, packed: PackedBatch) -> torch.Tensor:
+def _describe(module: nn.Module, packed: PackedBatch) -> torch.Tensor:
     """The compared values: log-probs of a policy, hidden states of a value model; float32 [predictions, ...]."""
     if _has_logits(module):
         return packed_outputs(module, packed, ("log_probs",))["log_probs"][packed.row, packed.column].float()
@@ -219,7 +220,7 @@ def _describe(module: Any, packed: PackedBatch) -> torch.Tensor:
 
 
 @contextmanager
-def _eager_attention(module: Any) -> Iterator[None]:
+def _eager_attention(module: nn.Module) -> Iterator[None]:
     """The model's own eager attention within the block."""
     model = _attending(module)
     model.set_attn_implementation("eager")
@@ -230,7 +231,7 @@ def _eager_attention(module: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _rounded_embeddings(module: Any) -> Iterator[None]:
+def _rounded_embeddings(module: nn.Module) -> Iterator[None]:
     """Embeddings that are rounded once more within the block: each moves by one unit in its last place, up or down."""
     draws = torch.Generator().manual_seed(0)
 
@@ -245,7 +246,7 @@ def _rounded_embeddings(module: Any) -> Iterator[None]:
         hook.remove()
 
 
-def _in_rows(module: Any) -> torch.Tensor:
+def _in_rows(module: nn.Module) -> torch.Tensor:
     """The compared values by the model's own forward, one row at a time."""
     rows = []
     for response in _RESPONSES:
@@ -254,7 +255,7 @@ def _in_rows(module: Any) -> torch.Tensor:
     return torch.cat(rows)
 
 
-def _by_prefixes(module: Any) -> torch.Tensor:
+def _by_prefixes(module: nn.Module) -> torch.Tensor:
     """The compared values by the definition of a causal model: each token from a forward over only the tokens before it."""
     rows = []
     for response in _RESPONSES:
@@ -277,7 +278,7 @@ def _own(module: Any, tokens: tuple[int, ...]) -> torch.Tensor:
     return states
 
 
-def _at(module: Any, values: torch.Tensor, response: tuple[int, ...]) -> torch.Tensor:
+def _at(module: nn.Module, values: torch.Tensor, response: tuple[int, ...]) -> torch.Tensor:
     if not _has_logits(module):
         return values
     chosen = torch.tensor(response, device=values.device).unsqueeze(1)

@@ -12,13 +12,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from verl.models.parallel.experts import is_experts
 
 
 @contextmanager
-def chunked_feed_forward(module: Any, chunk_tokens: int | None) -> Iterator[None]:
+def chunked_feed_forward(module: nn.Module, chunk_tokens: int | None) -> Iterator[None]:
     """Inside, forward and backward of `module` (a causal language model or a value model) compute the feed-forward of each
     layer over `chunk_tokens` tokens at a time; None: as always. Mixtures of experts, which choose among tokens, stay whole."""
     parts = _feed_forwards(module) if chunk_tokens is not None else []

@@ -166,7 +166,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def check_acting_entries(file: Path, entries: Mapping[str, Any], kind: type[PreTrainedConfig]) -> None:
+def check_acting_entries(file: Path, entries: Mapping[str, object], kind: type[PreTrainedConfig]) -> None:
     """Raise ModelError for an entry of a config.json that should change the forward, if `kind`, the family's config class,
     does not have it: the family's modules would ignore it."""
     longest = entries.get("max_position_embeddings")
@@ -220,7 +220,7 @@ def _are_equal(folder: Path, headers: Mapping[str, TensorHeader], one: str, othe
         return all(bool((a[i : i + _COMPARED_ROWS] == b[i : i + _COMPARED_ROWS]).all()) for i in rows)
 
 
-def check_eos(folder: Path, config: Mapping[str, Any]) -> None:
+def check_eos(folder: Path, config: Mapping[str, object]) -> None:
     """Raise ModelError for an eos_token_id, in config.json (`config`) or generation_config.json, that transformers would
     ignore or fail on."""
     file = folder / "generation_config.json"
@@ -264,7 +264,7 @@ def opened(file: Path) -> Iterator[Any]:
         raise ModelError(f"The weight file {file} is damaged: {reason(error)}. {_AGAIN}") from error
 
 
-def check_counts(source: Path, config: Mapping[str, Any], headers: Mapping[str, TensorHeader]) -> None:
+def check_counts(source: Path, config: Mapping[str, object], headers: Mapping[str, TensorHeader]) -> None:
     """Raise ModelError for counts in the config of `source` that the weights cannot have: building the model would not end."""
     elements = sum(prod(header.shape) for header in headers.values())
     largest = max((max(header.shape, default=0) for header in headers.values()), default=0)
@@ -359,7 +359,7 @@ def _kind(path: Path) -> str | None:
         raise ModelError(f"{clean(path)} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
 
 
-def _counts(config: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
+def _counts(config: Mapping[str, object], place: str = "") -> Iterator[tuple[str, Any]]:
     """Entries that count something, by dotted name, including entries of nested objects (text_config)."""
     for key, value in config.items():
         if isinstance(value, dict) and key.endswith("_config"):

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig
 
 from verl.models.cpu.decoder import dense_hidden_states
@@ -60,22 +61,22 @@ def decoder_states(decoder: Any, inputs: Any) -> torch.Tensor:
     return output.last_hidden_state[0]
 
 
-def fused_decoder(module: Any, device: torch.device) -> DenseDecoder | None:
+def fused_decoder(module: nn.Module, device: torch.device) -> DenseDecoder | None:
     """The weights with which verl.models.cpu computes `module` on `device`; None where its own forward does."""
     return _dense(module, _FUSED_DTYPES) if device.type in _FUSED_DEVICES else None
 
 
-def straight_decoder(module: Any, device: torch.device) -> DenseDecoder | None:
+def straight_decoder(module: nn.Module, device: torch.device) -> DenseDecoder | None:
     """The weights with which verl.models.cuda.straight computes `module` on `device`; None where its own forward does."""
     return _dense(module, _FUSED_DTYPES | {torch.float16}) if device.type in _STRAIGHT_DEVICES else None
 
 
-def _dense(module: Any, dtypes: set[torch.dtype]) -> DenseDecoder | None:
+def _dense(module: nn.Module, dtypes: set[torch.dtype]) -> DenseDecoder | None:
     dense = DenseDecoder.of(module)
     return dense if dense is not None and dense.embed.dtype in dtypes else None
 
 
-def computed_by(module: Any, device: torch.device) -> str:
+def computed_by(module: nn.Module, device: torch.device) -> str:
     """The implementation that computes `module` on `device`, for people."""
     kind = forward_kind(module)
     if kind == "logits":

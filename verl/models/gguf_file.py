@@ -71,7 +71,7 @@ def write_gguf(folder: Path, tensors: Mapping[str, torch.Tensor], out: Path, dty
         temporary.unlink(missing_ok=True)
 
 
-def _architecture(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> str:
+def _architecture(config: Mapping[str, object], tensors: Mapping[str, torch.Tensor]) -> str:
     """llama.cpp's name for the model. Raises ModelError for other families, heads and scaled rotary embeddings."""
     family = config.get("model_type")
     if family not in _ARCHITECTURES:

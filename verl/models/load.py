@@ -78,7 +78,7 @@ def load_model(
 
 
 def adopt_model(
-    module: Any,
+    module: nn.Module,
     head: str = "lm",
     *,
     device: torch.device | str,
@@ -102,7 +102,7 @@ def adopt_model(
 
 
 def _ready(
-    module: Any,
+    module: nn.Module,
     path: str | Path,
     device: torch.device | str,
     gradient_checkpointing: bool,
@@ -292,7 +292,7 @@ def _is_weight(name: str) -> bool:
     return name not in WEIGHT_NAMES and not re.search(r"inv_freq$|\.masked_bias$|\.attn\.bias$", name)
 
 
-def _require_finite(module: Any, folder: str | Path) -> None:
+def _require_finite(module: nn.Module, folder: str | Path) -> None:
     for name, parameter in module.named_parameters():
         # one pass over the memory; a sum that overflows is looked at again
         if not parameter.detach().sum(dtype=torch.float32).isfinite() and not parameter.isfinite().all():
@@ -367,7 +367,7 @@ def _settle(module: Any, gradient_checkpointing: bool) -> dict[str, float]:
     return turn_off(module)
 
 
-def _part(module: Any, getter: str) -> Any:
+def _part(module: nn.Module, getter: str) -> Any:
     try:
         return getattr(module, getter)()
     except (AttributeError, NotImplementedError):  # a module of a user's with a forward and nothing else

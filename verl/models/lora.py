@@ -265,12 +265,12 @@ def merged(
     return adapted * lengths.unsqueeze(1)
 
 
-def peft_names(tensors: Mapping[str, Any]) -> dict[str, Any]:
+def peft_names(tensors: Mapping[str, object]) -> dict[str, Any]:
     """`tensors`, adapters and the parameters that train with them, under the names of peft."""
     return {f"{_PREFIX}{name}{'.weight' if _is_matrix(name) else ''}": value for name, value in tensors.items()}
 
 
-def own_names(tensors: Mapping[str, Any]) -> dict[str, Any]:
+def own_names(tensors: Mapping[str, object]) -> dict[str, Any]:
     """The inverse of `peft_names`."""
     bare = {name.removeprefix(_PREFIX): value for name, value in tensors.items()}
     return {n.removesuffix(".weight") if _is_matrix(n.removesuffix(".weight")) else n: v for n, v in bare.items()}
@@ -316,7 +316,7 @@ def read_adapter(folder: str | Path, spec: LoRASpec, base: str) -> dict[str, tor
     return tensors_by_name
 
 
-def _check_origin(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Any], base: str) -> None:
+def _check_origin(path: Path, config: Mapping[str, object], tensors: Mapping[str, object], base: str) -> None:
     """Compare the training that adapter_config.json in `path` describes with the use of the adapters here. Raises ModelError
     for adapters of layers that the config leaves out."""
     trained_on = config.get("base_model_name_or_path")
@@ -354,7 +354,7 @@ def load_adapter(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None
 
 
 @torch.no_grad()
-def merge_adapters(module: Any, rounded: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+def merge_adapters(module: nn.Module, rounded: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
     """Replace the adapted layers of `module` by plain ones with frozen merged weights; `rounded` (name, wide weight) gives the
     weight that is kept."""
     for name, layer in lora_layers(module).items():

@@ -15,6 +15,7 @@ import inspect
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from verl.errors import ConfigError
@@ -30,7 +31,7 @@ def forward_kind(module: Any) -> ForwardKind:
     return kind
 
 
-def require_packed(module: Any, keys: str) -> None:
+def require_packed(module: nn.Module, keys: str) -> None:
     """Raise ConfigError where the layout that `keys` ask for needs packed batches and `module` takes none."""
     if forward_kind(module) != "packed":
         raise ConfigError(
@@ -46,7 +47,7 @@ def padded_states(module: Any, packed: PackedBatch) -> torch.Tensor:
     return rows.read(output[0] if states is None else states)
 
 
-def padded_logits(module: Any, packed: PackedBatch) -> torch.Tensor:
+def padded_logits(module: nn.Module, packed: PackedBatch) -> torch.Tensor:
     """[positions, vocabulary] at `packed.hidden_index`, by the own forward of `module`."""
     rows = PaddedRows(packed)
     return rows.read(_logits(rows.through(module, module)))

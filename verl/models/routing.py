@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 
@@ -115,7 +116,7 @@ class _RoutedForward:
         self.forward, self.layer, self.sizes = forward, layer, sizes
         self.routing: Routing | None = None
 
-    def enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Take the Routing with which the layer is called."""
         self.routing = getattr(kwargs.get("layout"), "routing", None)
 

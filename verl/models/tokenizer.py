@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from verl.config import ModelConfig
+from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError, ModelError
 from verl.foreign_text import clean, quoted
 from verl.models.folder import fetch, read_json_object
@@ -97,7 +98,7 @@ def eos_token_ids(module: Any, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted(token for token in stops if token < size))
 
 
-def check_vocabulary(size: int, tokenizer: Any, stop_token_ids: Sequence[int]) -> str:
+def check_vocabulary(size: int, tokenizer: Tokenizer, stop_token_ids: Sequence[int]) -> str:
     """A warning where many of the `size` token ids of a model have no text in its tokenizer; "" where few have none, as in
     vocabularies that are padded. Raises ConfigError for one of rollout.stop_token_ids that is not a token id of the model."""
     outside = [token for token in stop_token_ids if not 0 <= token < size]
@@ -127,14 +128,14 @@ def count_as_text(tokenizer: Any, names: Sequence[str]) -> None:
     tokenizer._tokenizer = type(tokenizer.backend_tokenizer).from_str(json.dumps(state))
 
 
-def hidden_tags(tokenizer: Any) -> list[str]:
+def hidden_tags(tokenizer: Tokenizer) -> list[str]:
     """Special tokens that come as an opening and a closing tag (<think>, </think>): decoding for scorers leaves them out."""
     added = {token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if token.special}
     opening = [name for name in sorted(added) if re.fullmatch(r"<[A-Za-z_]{2,}>", name) and f"</{name[1:]}" in added]
     return [tag for name in opening for tag in (name, f"</{name[1:]}")]
 
 
-def _vocabulary(file: Path, content: dict[str, Any]) -> list[tuple[Any, Any]]:
+def _vocabulary(file: Path, content: Mapping[str, object]) -> list[tuple[Any, Any]]:
     """(token, id) of the vocabulary. Raises ModelError where it is of no known form."""
     model = content.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
@@ -147,7 +148,7 @@ def _vocabulary(file: Path, content: dict[str, Any]) -> list[tuple[Any, Any]]:
     raise ModelError(f"{clean(file)} has no model.vocab of tokens. Download or convert the model again.")
 
 
-def _added(file: Path, content: dict[str, Any]) -> list[tuple[Any, Any]]:
+def _added(file: Path, content: Mapping[str, object]) -> list[tuple[Any, Any]]:
     """(token, id) of the added tokens. Raises ModelError where they are none, or more than any tokenizer has."""
     tokens = content.get("added_tokens") or []
     if not isinstance(tokens, list) or not all(isinstance(token, dict) for token in tokens):

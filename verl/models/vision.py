@@ -74,7 +74,7 @@ def attention_of(config: PreTrainedConfig, name: str) -> str | dict[str, str]:
     return {"": name, **{key: name if key == "text_config" else "sdpa" for key in config.sub_configs}}
 
 
-def require_vision(module: Any) -> None:
+def require_vision(module: nn.Module) -> None:
     """Raise ModelError where `module` is to compute images and reads none."""
     if not is_vision_model(module):
         kind = getattr(module.config, "model_type", type(module).__name__)
@@ -97,7 +97,7 @@ def vision_towers(module: Any) -> list[nn.Module]:
     return [part for part in module.modules() if getattr(part, "config", None) is config]
 
 
-def freeze_towers(module: Any) -> None:
+def freeze_towers(module: nn.Module) -> None:
     """Keep the weights of vision towers as they are. Raises ModelError for a model without one."""
     if not is_vision_model(module):
         raise ModelError(
@@ -107,7 +107,7 @@ def freeze_towers(module: Any) -> None:
         tower.requires_grad_(False)
 
 
-def prompt_positions(module: Any, prompt_ids: torch.Tensor, media: Media) -> tuple[torch.Tensor, int]:
+def prompt_positions(module: nn.Module, prompt_ids: torch.Tensor, media: Media) -> tuple[torch.Tensor, int]:
     """Positions [axes, tokens] of a prompt with images, and the number by which positions of later tokens differ from their
     count: axes are time, height and width where the family has them, else one axis of counted tokens."""
     body = body_of(module)
@@ -148,7 +148,7 @@ def vision_inputs(
 
 @contextmanager
 def padded_inputs(
-    module: Any, ids: torch.Tensor, in_prompt: torch.Tensor, media: Media | None
+    module: nn.Module, ids: torch.Tensor, in_prompt: torch.Tensor, media: Media | None
 ) -> Iterator[dict[str, Any]]:
     """Arguments of `generate` for token ids [rows, tokens] whose rows have the same images, in the tokens `in_prompt`."""
     if media is None:
@@ -162,7 +162,7 @@ def padded_inputs(
 
 
 def _tokens_of_images(
-    module: Any, ids: torch.Tensor, in_prompt: torch.Tensor
+    module: nn.Module, ids: torch.Tensor, in_prompt: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Token ids with another token at each placeholder that stands for no image, and marks of the other placeholders, under
     the names that the family's forward reads."""
@@ -218,7 +218,7 @@ def vision_states(module: Any, packed: Any) -> torch.Tensor:
 
 
 def _placed_positions(
-    module: Any, ids: torch.Tensor, counted: torch.Tensor, placed: Sequence[PlacedMedia]
+    module: nn.Module, ids: torch.Tensor, counted: torch.Tensor, placed: Sequence[PlacedMedia]
 ) -> torch.Tensor:
     """[1, tokens], or [axes, 1, tokens] where a prompt has positions in its images."""
     if not placed or not hasattr(body_of(module), "get_rope_index"):
@@ -238,7 +238,7 @@ def _placeholder(module: Any) -> int:
     return int(config.image_token_index if token is None else token)
 
 
-def _other_token(module: Any) -> int:
+def _other_token(module: nn.Module) -> int:
     """A token id that stands for no medium."""
     names = ("image_token_id", "image_token_index", "video_token_id")
     media = {getattr(module.config, name, None) for name in names}

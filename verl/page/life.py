@@ -16,7 +16,7 @@ from verl.tracking.files import is_count
 from verl.tracking.ledger.file import NAME, connect_read_only
 
 
-def life_of(folder: Path, row: Mapping[str, Any], split: str, step: int) -> dict[str, Any] | None:
+def life_of(folder: Path, row: Mapping[str, object], split: str, step: int) -> dict[str, Any] | None:
     """{events: [(step, text)], problem} of the sample in a row of samples/train; None where the ledger has nothing to say:
     validation samples are not in it, and other programs than PPO have none."""
     ordinal, sample = row.get("ordinal"), row.get("sample_index")
@@ -66,7 +66,7 @@ def _events(attempt: sqlite3.Row, segments: list[sqlite3.Row]) -> list[tuple[int
     return events
 
 
-def episode_of(folder: Path, row: Mapping[str, Any], split: str, step: int) -> dict[str, Any] | None:
+def episode_of(folder: Path, row: Mapping[str, object], split: str, step: int) -> dict[str, Any] | None:
     """{messages, calls, error} of the episode that a sample of an agent is: `calls` are the results of its tools, with
     name, arguments, seconds and error. None where the run has no journal (`episodes/`), or the sample is not in it.
 

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote, unquote, urlencode
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -172,10 +171,10 @@ class Site:
         """A page with one sentence."""
         return self._render("message.html", path, text=printable(text))
 
-    def _render(self, template: str, path: str, **context: Any) -> str:
+    def _render(self, template: str, path: str, **context: object) -> str:
         depth = len([part for part in path.strip("/").split("/") if part])
 
-        def link(target: str, **query: Any) -> str:
+        def link(target: str, **query: object) -> str:
             if not self.static:
                 left = {name: value for name, value in query.items() if value not in (None, "")}
                 return target + (f"?{urlencode(left)}" if left else "")
@@ -185,7 +184,7 @@ class Site:
         return self.env.get_template(template).render(**{"run": None, **base, **context})
 
 
-def segment(text: Any) -> str:
+def segment(text: object) -> str:
     """One part of a path."""
     return quote(str(text), safe="")
 
@@ -201,7 +200,7 @@ def relative(target: str, depth: int) -> str:
     return "../" * depth + quote(file_of(target))
 
 
-def _data(value: Any) -> Markup:
+def _data(value: object) -> Markup:
     """JSON inside a script element: no character can end the element."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))

@@ -168,7 +168,7 @@ def all_metrics(run: RunReader) -> list[Panel]:
     ]
 
 
-def charts_json(charts: Iterable[Panel], marks: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+def charts_json(charts: Iterable[Panel], marks: Sequence[Mapping[str, object]] = ()) -> dict[str, Any]:
     """The panels for the browser: one axis of steps and aligned columns each, with null where a line has no point."""
     return {"panels": [_aligned(panel) for panel in charts], "marks": list(marks)}
 

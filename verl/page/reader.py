@@ -159,7 +159,7 @@ class RunReader:
             self._config = (changed, RunFolder(self.folder).read_config())
         return self._config[1]
 
-    def config_value(self, path: str, default: Any = None) -> Any:
+    def config_value(self, path: str, default: object = None) -> Any:
         value = value_at(self.config, path)
         return default if value is None else value
 

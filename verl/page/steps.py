@@ -250,7 +250,7 @@ def group_context(at: Place, unit: str, query: Mapping[str, str]) -> dict[str, A
     }
 
 
-def _images(at: Place, row: Mapping[str, Any]) -> list[str] | None:
+def _images(at: Place, row: Mapping[str, object]) -> list[str] | None:
     """Data URLs of the images of a sample, "" for one that cannot be shown; None where Pillow is not installed."""
     try:
         return stored_images(row, at.run.folder / "samples" / IMAGES)
@@ -328,7 +328,7 @@ def sample_context(at: Place, line: int) -> dict[str, Any] | None:
     }
 
 
-def turns_of(row: Mapping[str, Any], tokens: Tokens | None) -> list[dict[str, Any]]:
+def turns_of(row: Mapping[str, object], tokens: Tokens | None) -> list[dict[str, Any]]:
     """The response as turns: {source, first, texts} of the policy and the environment in turn."""
     if tokens is None:
         return []
@@ -338,7 +338,7 @@ def turns_of(row: Mapping[str, Any], tokens: Tokens | None) -> list[dict[str, An
     ]
 
 
-def _facts(row: Mapping[str, Any]) -> dict[str, Any]:
+def _facts(row: Mapping[str, object]) -> dict[str, Any]:
     """Sums over the tokens of a response, by name."""
     facts: dict[str, Any] = {}
     log_probs = row.get("log_probs")

@@ -89,7 +89,7 @@ def without_arrays(content: bytes) -> bytes:
     return b"".join([*chunks, content[at:]])
 
 
-def _unit(row: Mapping[str, Any], line: int) -> str:
+def _unit(row: Mapping[str, object], line: int) -> str:
     for name in ("ordinal", "uid"):
         value = row.get(name)
         if is_count(value) or (isinstance(value, str) and value):
@@ -117,7 +117,7 @@ def hash_of(text: str) -> str:
     return xxhash.xxh3_64_hexdigest(text.encode())
 
 
-def text_of(row: Mapping[str, Any], name: str) -> str:
+def text_of(row: Mapping[str, object], name: str) -> str:
     """The text in a column; "" for anything else."""
     value = row.get(name)
     return valid_utf8(value) if isinstance(value, str) else ""
@@ -144,7 +144,7 @@ def probability(log_prob: float) -> float:
     return math.exp(min(log_prob, 0.0))
 
 
-def largest_gap(row: Mapping[str, Any]) -> float | None:
+def largest_gap(row: Mapping[str, object]) -> float | None:
     """Largest |trainer - sampler probability|, as training/rollout_probs_diff_max; None where one of the two is missing."""
     sampled, trained, mask = row.get("log_probs"), trainer_log_probs(row), row.get("response_mask")
     if not isinstance(sampled, list):

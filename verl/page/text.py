@@ -21,7 +21,7 @@ _REPEATED = re.compile(r"(<[^<>\s]{1,40}>)\1{3,}")
 _VISIBLE = {"\t": "\t", "\n": "\n"}
 
 
-def visible(value: Any) -> Any:
+def visible(value: object) -> Any:
     """A value as templates write it: control characters and marks of direction of a text become code points; HTML stays."""
     if not isinstance(value, str) or isinstance(value, Markup) or (value.isascii() and value.isprintable()):
         return value
@@ -33,7 +33,7 @@ def is_visible(character: str) -> bool:
     return character in _VISIBLE or unicodedata.category(character) not in ("Cc", "Cf", "Zl", "Zp")
 
 
-def shown(text: Any, limit: int = MAX_TEXT) -> Markup:
+def shown(text: object, limit: int = MAX_TEXT) -> Markup:
     """`text` as HTML: escaped, with control characters and marks of direction as their visible code points."""
     whole = valid_utf8(text if isinstance(text, str) else "" if text is None else str(text))
     parts: list[Any] = []
@@ -50,7 +50,7 @@ def shown(text: Any, limit: int = MAX_TEXT) -> Markup:
     return Markup("").join(parts)
 
 
-def collapsed(text: Any) -> str:
+def collapsed(text: object) -> str:
     """A prompt in which a mark that repeats, as of an image, stands once with its count: "<|image_pad|> × 96"."""
     whole = text if isinstance(text, str) else ""
     return _REPEATED.sub(lambda match: f"{match[1]} × {len(match[0]) // len(match[1]):,} ", whole)
@@ -72,7 +72,9 @@ class Tokens:
         return {"texts": self.texts, "ids": self.ids, "columns": self.columns}
 
 
-def tokens_of(row: Mapping[str, Any], known: Mapping[int, tuple[str, bool]], which: str = "response") -> Tokens | None:
+def tokens_of(
+    row: Mapping[str, object], known: Mapping[int, tuple[str, bool]], which: str = "response"
+) -> Tokens | None:
     """The tokens of a row; None when the row has no ids or the run has not kept the texts of its tokens."""
     ids = row.get(f"{which}_ids")
     if not isinstance(ids, list) or not ids or not known or not all(map(is_count, ids)):
@@ -114,7 +116,7 @@ def whole_number(text: str) -> int | None:
     return int(text) if re.fullmatch("[0-9]{1,15}", text) else None
 
 
-def _numbers(values: Any, count: int) -> list[float | None]:
+def _numbers(values: object, count: int) -> list[float | None]:
     if not isinstance(values, list):
         return []
     return [float(value) if is_number(value) else None for value in values[:count]]

@@ -6,6 +6,7 @@ import json
 import socket
 import struct
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from verl.errors import RewardError
@@ -38,7 +39,7 @@ def to_jsonable(value: object) -> Any:
     )
 
 
-def encode_frame(message: dict[str, Any]) -> bytes:
+def encode_frame(message: Mapping[str, object]) -> bytes:
     """JSON bytes of a message; numpy values become plain. Keys of dicts become text. Raises RewardError
     (to_jsonable)."""
     try:

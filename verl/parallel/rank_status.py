@@ -13,7 +13,7 @@ import contextlib
 import json
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -31,7 +31,7 @@ class RankStatus:
         # a daemon: a process must be able to end while the store is silent
         threading.Thread(target=self._work, name="rank-status", daemon=True).start()
 
-    def post(self, topic: str, row: dict[str, Any], *, wait: bool = False) -> None:
+    def post(self, topic: str, row: Mapping[str, object], *, wait: bool = False) -> None:
         """Write this rank's row; with `wait` it is in the store on return, if that answers within LIMIT_S."""
         text = json.dumps(row)
         done = self._ask(lambda: self._store.set(f"{topic}/{self._rank}", text))

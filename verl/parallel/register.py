@@ -124,7 +124,7 @@ class Registered:
 
 
 def register(
-    dispatch_mode: Mode | Mapping[str, Callable[..., Any]] | None = None,
+    dispatch_mode: Mode | Mapping[str, Callable[..., object]] | None = None,
     execute_mode: str = Execute.ALL,
     blocking: bool = True,
     materialize_futures: bool = True,
@@ -148,7 +148,7 @@ def register(
     return mark
 
 
-def _mode(mode: Mode | Mapping[str, Callable[..., Any]] | None) -> Mode:
+def _mode(mode: Mode | Mapping[str, Callable[..., object]] | None) -> Mode:
     if mode is None:
         return Dispatch.ALL_TO_ALL
     if isinstance(mode, Mode):
@@ -164,13 +164,13 @@ def registered(worker_class: type) -> dict[str, Registered]:
     return {name: declared for name, declared in declarations.items() if isinstance(declared, Registered)}
 
 
-def register_dispatch_mode(name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]) -> Mode:
+def register_dispatch_mode(name: str, dispatch_fn: Callable[..., object], collect_fn: Callable[..., object]) -> Mode:
     """A new mode under `Dispatch.<name>`, with functions as `Mode` describes them."""
     Dispatch.register(name)
     return update_dispatch_mode(Dispatch[name], dispatch_fn, collect_fn)
 
 
-def update_dispatch_mode(mode: Mode, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]) -> Mode:
+def update_dispatch_mode(mode: Mode, dispatch_fn: Callable[..., object], collect_fn: Callable[..., object]) -> Mode:
     """Give functions to a mode that exists, built-in ones too, for all calls from now on."""
     DISPATCH_MODE_FN_REGISTRY[mode] = {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
     return mode

@@ -101,11 +101,11 @@ def _pack_items(items: dict[Any, Any], buffers: list[np.ndarray], place: str) ->
     return [[_pack(k, buffers, f"a key of {place}"), _pack(v, buffers, f"{place}.{k}")] for k, v in items.items()]
 
 
-def _pack_dict(value: dict[Any, Any], buffers: list[np.ndarray], place: str) -> Any:
+def _pack_dict(value: dict[object, object], buffers: list[np.ndarray], place: str) -> Any:
     return {"!": "dict", "v": _pack_items(value, buffers, place)}
 
 
-def _pack_tuple(value: tuple[Any, ...], buffers: list[np.ndarray], place: str) -> Any:
+def _pack_tuple(value: tuple[object, ...], buffers: list[np.ndarray], place: str) -> Any:
     return {"!": "tuple", "v": [_pack(v, buffers, f"{place}[{i}]") for i, v in enumerate(value)]}
 
 

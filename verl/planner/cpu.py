@@ -72,7 +72,7 @@ def _attention_flops(torch: Any) -> float:
     return 2 * 8 * heads * dim * length * (length + _BLOCK) / seconds
 
 
-def _seconds(run: Callable[[], Any]) -> float:
+def _seconds(run: Callable[[], object]) -> float:
     """Seconds of the fastest call, after a warm-up call; the calls take `_LONG_S` together. With one thread only the time on
     a core counts, since a call may wait for a core that another process uses."""
     import torch

@@ -37,7 +37,7 @@ def overrides(plan: RunPlan, engine: str, config: RunConfig | None = None) -> li
     return [*texts, *(_contradicted(config, plan) if isinstance(config, PPOConfig) else [])]
 
 
-def _needed(settings: Iterable[tuple[str, Any]], config: RunConfig | None) -> list[str]:
+def _needed(settings: Iterable[tuple[str, object]], config: RunConfig | None) -> list[str]:
     """`key=value` for settings that differ from the default or from `config`."""
     texts = []
     for key, value in settings:

@@ -63,7 +63,9 @@ class ModelShape:
         return cls(num_layers, hidden, heads, heads, hidden // heads, 4 * hidden, vocab, True, False, name=name)
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any] | PreTrainedConfig, name: str = "", counted: int = 0) -> ModelShape:
+    def from_config(
+        cls, config: Mapping[str, object] | PreTrainedConfig, name: str = "", counted: int = 0
+    ) -> ModelShape:
         """From a Hugging Face config of a decoder, a mapping or an object; `counted` are its parameters, where they are known.
         Raises ConfigError when a size is missing."""
         mapping = _as_mapping(config)
@@ -209,7 +211,7 @@ def _expert_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _latent_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+def _latent_sizes(config: Mapping[str, object]) -> dict[str, Any]:
     if not config.get("kv_lora_rank"):
         return {}
     rope = config.get("qk_rope_head_dim") or 0

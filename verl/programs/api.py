@@ -166,7 +166,7 @@ class Program(ABC, Generic[C]):
         return {}
 
     def load_state_dict(
-        self, state: Mapping[str, Any] | None, checkpoint: Path | None, rolled_back: RollBack | None = None
+        self, state: Mapping[str, object] | None, checkpoint: Path | None, rolled_back: RollBack | None = None
     ) -> None:
         """Start, or start again: called once before the first step, and after each RollBack. The weights of the roles are in
         place. `state` holds all keys of trainer_state.json of the folder `checkpoint`; both are None for a fresh run."""
@@ -229,7 +229,7 @@ _OPEN = {
 
 
 def specs_of_recipe(
-    program: str, schema: str, values: Mapping[str, Any], registered: Mapping[str, Mapping[str, str]]
+    program: str, schema: str, values: Mapping[str, object], registered: Mapping[str, Mapping[str, str]]
 ) -> ProgramSpecs:
     """The ProgramSpecs of a recipe, in another process. Logs do not show secrets of the config from here on."""
     config = SCHEMAS[schema].build(values)

@@ -88,7 +88,7 @@ def _vocabulary_size(config: PPOConfig, path: str | None) -> int:
     return int(teacher_config.get_text_config().vocab_size)
 
 
-def _response_ids(row: Mapping[str, Any], key: str, ends: TurnEnds, place: str) -> list[int]:
+def _response_ids(row: Mapping[str, object], key: str, ends: TurnEnds, place: str) -> list[int]:
     """The response of a row: token ids unchanged, or the tokens of a text and the token that ends it."""
     response = row.get(key)
     if isinstance(response, str) and response:

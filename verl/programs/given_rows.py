@@ -26,6 +26,7 @@ from verl.data_proto.metrics import Metric, metric_values
 from verl.data_proto.proto import DataProto
 from verl.data_proto.sample_rows import sample_rows
 from verl.data_proto.token_values import add_token_columns
+from verl.data_proto.tokenizer import Tokenizer
 from verl.engines.api import MicroBatching
 from verl.models.load import load_tokenizer
 from verl.parallel.placement import Placement
@@ -72,7 +73,14 @@ class GivenRowsProgram(Program[G]):
     @classmethod
     @abstractmethod
     def load_rows(
-        cls, config: G, files: object, tokenizer: Any, *, max_samples: int, seed: int | None, keep_going: bool = False
+        cls,
+        config: G,
+        files: object,
+        tokenizer: Tokenizer,
+        *,
+        max_samples: int,
+        seed: int | None,
+        keep_going: bool = False,
     ) -> Any:
         """The data set of `files`: `max_samples` rows that `seed` selects (-1: all; None: the first ones). With `keep_going`
         bad rows are counted, for `verl check`."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -248,7 +248,7 @@ def _written(value: object) -> Any:
     return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _plain(sample: dict[str, Any]) -> dict[str, Any]:
+def _plain(sample: Mapping[str, object]) -> dict[str, Any]:
     return {name: _written(value) for name, value in sample.items()}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -95,7 +95,7 @@ class ActorRolloutRefWorker:
         model_path: str,
         fsdp_config: object,
         optim_config: object,
-        override_model_config: dict[str, Any],
+        override_model_config: Mapping[str, object],
         role: str = "actor",
     ) -> Any:
         """The model of `role` (actor or ref). A subclass returns its own model here, in place of the folder's: a Hugging Face

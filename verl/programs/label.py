@@ -176,7 +176,7 @@ def _judge_config(options: argparse.Namespace) -> RewardModelConfig:
     return RewardModelConfig(enable=True, model_path=None if at_service else options.judge, rollout=rollout)
 
 
-def _write(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def _write(file: Path, rows: Sequence[Mapping[str, object]]) -> None:
     if file.suffix == ".parquet":
         write_parquet(file, [dict(row) for row in rows])
         return

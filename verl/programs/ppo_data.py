@@ -15,6 +15,7 @@ from verl.data.loader import PromptLoader, ValidationLoader
 from verl.data.order import PromptOrder
 from verl.data.prompts import PromptEncoder
 from verl.data.sampler_order import SamplerOrder, load_sampler
+from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError, DataError
 from verl.models.load import eos_token_ids_of, load_model_config, load_tokenizer
 from verl.models.tokenizer import hidden_tags
@@ -40,7 +41,7 @@ class PPOData:
         return self.validation is not None
 
 
-def tokenizer_notices(config: PPOConfig, tokenizer: Any) -> list[str]:
+def tokenizer_notices(config: PPOConfig, tokenizer: Tokenizer) -> list[str]:
     """Notices about special tokens that scorers do not see, and about a model without a token that ends responses."""
     rollout, model, notices = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model, []
     if tags := hidden_tags(tokenizer):

@@ -162,7 +162,7 @@ class PPOProgram(Program[PPOConfig]):
     def _sampler_state(self) -> dict[str, Any]:
         return self.data.train.state_dict(self.samples.cursor) if self.data.train is not None else {}
 
-    def _load_stages(self, states: Sequence[Mapping[str, Any]]) -> None:
+    def _load_stages(self, states: Sequence[Mapping[str, object]]) -> None:
         if self.stages is not None and states:
             self.stages.load_state_dict(states)
 

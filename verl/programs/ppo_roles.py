@@ -245,7 +245,7 @@ def _schedule(config: PPOConfig, section: Any, needed: Any = None) -> MiniBatchS
     )
 
 
-def micro_batching(section: Any, prefix: str = "") -> MicroBatching:
+def micro_batching(section: object, prefix: str = "") -> MicroBatching:
     """By tokens when the section sets use_dynamic_bsz or gives no row count, else by rows."""
     rows = getattr(section, f"{prefix}micro_batch_size_per_gpu") or getattr(section, f"{prefix}micro_batch_size")
     dynamic = getattr(section, f"{prefix}use_dynamic_bsz", getattr(section, "use_dynamic_bsz", False))

@@ -137,7 +137,7 @@ class PreferenceOptimization(GivenRowsProgram[PreferenceConfig]):
             self._match(batches)
         return batches
 
-    def _kl(self, dataset: Any, chunks: Sequence[Sequence[int]]) -> float:
+    def _kl(self, dataset: object, chunks: Sequence[Sequence[int]]) -> float:
         """The mean of log pi - log pi_ref over completions of other prompts, not below 0 (KTO's z)."""
         total = count = 0.0
         for batch, sequences in self._mismatched(dataset, chunks):

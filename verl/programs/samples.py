@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from verl.checkpoint.files import FileRecord, record_of
 from verl.parallel.serialize import record
@@ -22,7 +21,7 @@ for _cls in (Offset, SegmentRecord, OpenSample, Snapshot):
 
 
 def start_samples(
-    samples: SampleTracker, run: RunContext, checkpoint: Path | None, saved: Mapping[str, Any] | None
+    samples: SampleTracker, run: RunContext, checkpoint: Path | None, saved: Mapping[str, object] | None
 ) -> list[OpenSample]:
     """Samples and ledger of the run folder continue from what `checkpoint` recorded (`saved`), or start empty; may be called
     again to go back. Returns the samples that were open there. Raises CheckpointError as `start_ledger` does."""

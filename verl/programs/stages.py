@@ -43,7 +43,7 @@ class Stage:
         """State that a resumed run needs, as JSON."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Take the state of a checkpoint; called before the first step of a resumed run."""
 
 
@@ -77,7 +77,7 @@ class Stages:
         """One entry per stage, in order."""
         return [stage.state_dict() for _, stage in self._stages]
 
-    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+    def load_state_dict(self, states: Sequence[Mapping[str, object]]) -> None:
         """Raises ConfigError when the checkpoint was saved with another number of stages."""
         if len(states) != len(self._stages):
             raise ConfigError(

@@ -69,7 +69,7 @@ class ReferenceReport:
         return all(s.level != "fail" for s in self.sources)
 
 
-def check_references(rows: Iterable[Mapping[str, Any]], config: RewardConfig) -> ReferenceReport:
+def check_references(rows: Iterable[Mapping[str, object]], config: RewardConfig) -> ReferenceReport:
     """Score the reference answer of every row (`data_source`, `reward_model.ground_truth`, `extra_info`).
 
     One report per data_source. The answer has the form that the built-in scorer reads ("#### 18", "\\boxed{18}"); without

@@ -21,8 +21,8 @@ Sample = tuple[str, str, Any, Mapping[str, Any]]  # data source, response, refer
 def score_lists(
     data_sources: Sequence[str],
     solution_strs: Sequence[str],
-    ground_truths: Sequence[Any],
-    extra_infos: Sequence[Mapping[str, Any]],
+    ground_truths: Sequence[object],
+    extra_infos: Sequence[Mapping[str, object]],
     *,
     functions: Sequence[str],
     weights: Sequence[float] = (),
@@ -78,7 +78,7 @@ def name_of(function: RewardFunction) -> str:
 
 
 def results_of(
-    function: RewardFunction, samples: Sequence[Sample], further: Mapping[str, Any] | None = None
+    function: RewardFunction, samples: Sequence[Sample], further: Mapping[str, object] | None = None
 ) -> list[Any]:
     """One result for each of `samples`, in order. `further` are arguments that a function of TRL's form gets if it takes them.
 

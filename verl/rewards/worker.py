@@ -20,6 +20,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl.errors import RewardError
@@ -84,7 +85,7 @@ class Caller:
             return self._failure(error)
         return self._outcome(result)
 
-    def _score_batch(self, samples: list[list[Any]]) -> list[Outcome]:
+    def _score_batch(self, samples: Sequence[Sequence[object]]) -> list[Outcome]:
         *columns, from_model = [list(column) for column in zip(*samples, strict=True)]
         arguments = {
             many: [row[one] for row in from_model] for one, many in (MODEL_SCORE, MODEL_REPLY) if one in from_model[0]
@@ -143,7 +144,7 @@ def enter_limits(message: dict[str, Any]) -> Limits:
     return limits
 
 
-def _explain_refusal(event: str, arguments: tuple[Any, ...]) -> None:
+def _explain_refusal(event: str, arguments: tuple[object, ...]) -> None:
     """Name the config key to Python code that tries to reach the network; the kernel is what refuses it."""
     if event in _NETWORK_EVENTS:
         raise PermissionError(errno.EACCES, _NO_NETWORK)
@@ -200,7 +201,11 @@ def answer(caller: Caller, request: bytes) -> bytes:
 
 
 def _reply(
-    message: dict[str, Any], outcomes: list[Outcome], limits: Limits, seconds: float = 0.0, was_limited: bool = False
+    message: Mapping[str, object],
+    outcomes: list[Outcome],
+    limits: Limits,
+    seconds: float = 0.0,
+    was_limited: bool = False,
 ) -> bytes:
     reply = {"id": message["id"], "outcomes": outcomes, "seconds": seconds, "was_limited": was_limited}
     encoded = encode_frame(reply)

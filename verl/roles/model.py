@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -186,7 +185,7 @@ class ModelRole:
         self.engine.load_state(read_role(folder, self._checkpoint_config.load_contents))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def reconfigure(self, changes: dict[str, Any]) -> None:
+    def reconfigure(self, changes: Mapping[str, object]) -> None:
         """See TrainEngine."""
         self.engine.reconfigure(changes)
 

@@ -12,6 +12,7 @@ from verl.algorithms.advantages.turns import turn_numbers
 from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import Score, ScoreRequest
+from verl.data_proto.tokenizer import Tokenizer
 from verl.parallel.register import Dispatch, register
 from verl.rewards.managers import RewardManager
 
@@ -167,8 +168,8 @@ def score_request(
     row: int,
     key: str,
     token_ids: Sequence[int],
-    tokenizer: Any,
-    episode: Mapping[str, Any] | None = None,
+    tokenizer: Tokenizer,
+    episode: Mapping[str, object] | None = None,
 ) -> ScoreRequest:
     """The request for a response of `token_ids` to the prompt of `row`; data_source, reward_model and extra_info are object
     columns of `rows`. `episode` is what an agent adds to extra_info, else the column episode_extra."""

@@ -12,6 +12,7 @@ import torch
 from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import Score, ScoreRequest
+from verl.data_proto.tokenizer import Tokenizer
 from verl.data_proto.trajectory import token_columns
 from verl.errors import RewardError
 from verl.rewards.functions import load_reward_function
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from verl.specs import RewardSpec
 
 
-def called_manager(spec: RewardSpec, tokenizer: Any) -> CalledManager | None:
+def called_manager(spec: RewardSpec, tokenizer: Tokenizer) -> CalledManager | None:
     """The manager of a script, where `reward.reward_manager` names a class with `__call__(batch, return_dict)`; None for a
     manager with workers. Raises RewardError where it cannot be made."""
     own = manager_class(spec.section)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from verl.config import RolloutConfig
@@ -122,7 +123,7 @@ class HFGeneration:
             )
 
 
-def eager_view(module: Any) -> Any:
+def eager_view(module: nn.Module) -> Any:
     """A second module over the very same parameters and buffers, with Hugging Face's eager attention and a generation
     config that changes no logits."""
     view = own_view(module)

@@ -32,7 +32,7 @@ def serve(channel: socket.socket) -> None:
         _answered(channel, partial(getattr(engine, method), *arguments))
 
 
-def _answered(channel: socket.socket, call: Callable[[], Any], *, shown: bool = True) -> Any:
+def _answered(channel: socket.socket, call: Callable[[], object], *, shown: bool = True) -> Any:
     """The result of `call`, sent to the parent as [result, None], or [None, [kind, sentence]] for an error."""
     try:
         result = call()

@@ -112,7 +112,7 @@ class _WholeVocabulary:
     def __init__(self, sizes: list[int], group: dist.ProcessGroup):
         self.sizes, self.group = sizes, group
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], out: torch.Tensor) -> torch.Tensor:
+    def __call__(self, module: nn.Module, args: tuple[object, ...], out: torch.Tensor) -> torch.Tensor:
         """[..., own tokens] -> [..., vocabulary]"""
         if out.numel() == 0:
             return out.new_empty(*out.shape[:-1], sum(self.sizes))

@@ -113,7 +113,7 @@ class Phases:
             for name, value in values.items()
         }
 
-    def _require_changeable(self, role: str, names: Mapping[str, Any]) -> None:
+    def _require_changeable(self, role: str, names: Mapping[str, object]) -> None:
         spec = self._specs[role]
         if spec.shares is not None:
             raise ConfigError(
@@ -123,7 +123,7 @@ class Phases:
         require_3d_hybrid(spec.engine, names)
 
 
-def by_role(values: Mapping[str, Any], specs: Sequence[RoleSpec]) -> dict[str, dict[str, Any]]:
+def by_role(values: Mapping[str, object], specs: Sequence[RoleSpec]) -> dict[str, dict[str, Any]]:
     """Role -> its changes, under the short names. Raises ConfigError for a key of no role of the run, a key that cannot change,
     or a wrong value."""
     places = {f"{key}." if key else "": spec.name for spec in specs for key in spec.engine_keys}
@@ -139,7 +139,7 @@ def by_role(values: Mapping[str, Any], specs: Sequence[RoleSpec]) -> dict[str, d
     return changes
 
 
-def _check_changes(changes: Mapping[str, Any]) -> None:
+def _check_changes(changes: Mapping[str, object]) -> None:
     """Raise ConfigError for a key that cannot change in any role, or a wrong value."""
     check_change({key.rpartition(".")[2]: value for key, value in changes.items()})
 

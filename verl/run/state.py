@@ -45,7 +45,7 @@ class RunState:
         """As JSON."""
         return asdict(self)
 
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+    def load_state_dict(self, saved: Mapping[str, object]) -> None:
         """Continue where `state_dict` was taken."""
         for name in ("step", "seconds", "num_tokens", "first_validation"):
             setattr(self, name, saved[name])

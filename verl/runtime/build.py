@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from verl.agents.agents import Agents
 from verl.config import ModelConfig, RolloutConfig, full_key
+from verl.data_proto.tokenizer import Tokenizer
 from verl.engines.api import ENGINES as TRAIN_ENGINES
 from verl.engines.api import TrainEngine
 from verl.engines.groups import ProcessGroups
@@ -195,7 +197,7 @@ def rollout_group(context: RankContext) -> dist.ProcessGroup | None:
     return None if context.has_own_weights else copy_group(context.rollout_mesh(), timeout_s)
 
 
-def _stop_ids(module: Any, tokenizer: Any, rollout: RolloutConfig) -> tuple[int, ...]:
+def _stop_ids(module: nn.Module, tokenizer: Tokenizer, rollout: RolloutConfig) -> tuple[int, ...]:
     """The model's own token ids that end a response. Raises ConfigError for a rollout.stop_token_ids beyond its vocabulary."""
     ids = eos_token_ids(module, tokenizer)
     if warning := check_vocabulary(vocab_size(module), tokenizer, rollout.stop_token_ids):

@@ -132,7 +132,7 @@ class RayCluster:
         self,
         cls: type,
         environment: Mapping[str, str],
-        arguments: Callable[[int], tuple[Any, ...]],
+        arguments: Callable[[int], tuple[object, ...]],
         share: float = 1.0,
         beside: Sequence[str] = (),
     ) -> list[Process]:
@@ -161,7 +161,7 @@ class RayCluster:
         return Process(rank, self._actor(cls, arguments, environment, 1.0, beside), is_added=True)
 
     def _actor(
-        self, cls: type, arguments: tuple[Any, ...], environment: Mapping[str, str], share: float, beside: Sequence[str],
+        self, cls: type, arguments: tuple[object, ...], environment: Mapping[str, str], share: float, beside: Sequence[str],
         **place: object,
     ) -> Any:  # fmt: skip
         remote: Any = ray.remote
@@ -287,7 +287,7 @@ class Pending:
         except RayTaskError as error:
             raise RuntimeError(f"{process} failed in {self.call}:\n{error}") from error
 
-    def _root_cause(self, waiting: dict[Any, Process], noticed: VerlError) -> VerlError:
+    def _root_cause(self, waiting: dict[object, Process], noticed: VerlError) -> VerlError:
         """The error to raise: a rank that lost its peer answers before Ray notices the dead peer, which is the one to name."""
         until = time.monotonic() + _ROOT_CAUSE_S
         while waiting and time.monotonic() < until:

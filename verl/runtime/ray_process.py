@@ -79,7 +79,7 @@ def unpack(packed: Packed) -> Any:
     return decode(packed[0], [np.asarray(b) for b in packed[1:]])
 
 
-def answer_call(run: Callable[[], Any]) -> Any:
+def answer_call(run: Callable[[], object]) -> Any:
     """The packed result of `run`, or its error: VerlError as it is, others with their traceback."""
     unblock_sigterm()  # Ray runs calls on several threads
     try:

@@ -272,7 +272,7 @@ class UserProcess:
         """Nothing to end."""
 
 
-def _answer(run: Callable[[], Any]) -> Any:
+def _answer(run: Callable[[], object]) -> Any:
     unblock_sigterm()
     try:
         return run()

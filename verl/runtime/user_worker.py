@@ -41,11 +41,11 @@ class Worker:
         return getattr(self, "_meshes", {}).get(mesh_name, (self.rank, True))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
-    def execute_with_func_generator(self, func: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+    def execute_with_func_generator(self, func: Callable[..., object], *args: object, **kwargs: object) -> Any:
         """`func(self, ...)` on this rank's share."""
         return func(self, *args, **kwargs)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
-    def execute_func_rank_zero(self, func: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+    def execute_func_rank_zero(self, func: Callable[..., object], *args: object, **kwargs: object) -> Any:
         """`func(...)` on the first rank."""
         return func(*args, **kwargs)

@@ -89,7 +89,7 @@ def find_bottleneck(
     )
 
 
-def beside_plan(timeline: Sequence[Mapping[str, Any]], planned: Sequence[Mapping[str, Any]]) -> str | None:
+def beside_plan(timeline: Sequence[Mapping[str, object]], planned: Sequence[Mapping[str, object]]) -> str | None:
     """The measured step next to the step that `verl plan` predicted, and the phase that differs most; None without either.
     The first step of each is left out where there are more: it includes warm-up, and nothing is made ahead of it."""
     if not timeline or not planned:

@@ -118,7 +118,7 @@ class Console:
         self._progress.start()
         sys.addaudithook(self._step_aside)
 
-    def _step_aside(self, event: str, arguments: tuple[Any, ...]) -> None:
+    def _step_aside(self, event: str, arguments: tuple[object, ...]) -> None:
         """Take the bar from the terminal for a debugger; the next step brings it back."""
         if event in ("builtins.breakpoint", "pdb.Pdb") and self._progress is not None:
             self._progress.stop()

@@ -62,7 +62,7 @@ def _finite(value: object) -> Any:
     return value if value is None or isinstance(value, str | int) else _finite(_plain(value))
 
 
-def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+def append_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
     """Append one line per row and sync, so that a later checkpoint is never ahead of the rows. All rows or none are written,
     unless the process is killed; a line that a kill cut short is ended first."""
     lines = "".join(json_text(row) + "\n" for row in rows).encode()

@@ -14,6 +14,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,7 @@ class FolderLock:
         self._folder = self._file = -1
         self._holder = {}
 
-    def _in_use(self, holder: dict[str, Any] | None) -> str:
+    def _in_use(self, holder: Mapping[str, object] | None) -> str:
         is_here = holder is None or holder["host"] == socket.gethostname()
         fix = "Wait for it, stop it, or set trainer.default_local_dir to another folder."
         if not is_here:
@@ -150,7 +151,7 @@ def holder_of(folder: Path) -> str | None:
     return None if holder is None or _is_dead(holder) else _named(holder)
 
 
-def _named(holder: dict[str, Any] | None) -> str:
+def _named(holder: Mapping[str, object] | None) -> str:
     return "another process" if holder is None else f"process {holder['pid']} on {clean(holder['host'])}"
 
 
@@ -163,7 +164,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     return holder
 
 
-def _is_dead(holder: dict[str, Any]) -> bool:
+def _is_dead(holder: Mapping[str, object]) -> bool:
     if holder["host"] != socket.gethostname():
         return False
     try:

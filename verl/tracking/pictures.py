@@ -53,7 +53,7 @@ def _stored(content: bytes, folder: Path) -> str:
     return file.name
 
 
-def stored_images(row: Mapping[str, Any], folder: Path) -> list[str]:
+def stored_images(row: Mapping[str, object], folder: Path) -> list[str]:
     """Data URLs of the images of a stored row, for a browser; "" for an image that cannot be shown. A copied folder may hold
     any file, so each is decoded and encoded again. Raises ImportError where Pillow is not installed."""
     names = row.get("images")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -87,7 +87,7 @@ class Tracker:
         if split == "val" and self.log_val_generations > 0:
             self.validation_table(step, rows)
 
-    def validation_table(self, step: int, rows: list[dict[str, Any]]) -> None:
+    def validation_table(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
         """Send some validation samples to the trackers: the same prompts at every step, chosen with a fixed seed."""
         ordered = sorted(rows, key=lambda row: str(row.get("prompt")))
         random.Random(42).shuffle(ordered)

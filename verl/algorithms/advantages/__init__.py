@@ -119,7 +119,7 @@ def _without_missing(
     return columns
 
 
-def _column(columns: Mapping[str, Any], argument: str) -> Any:
+def _column(columns: Mapping[str, object], argument: str) -> Any:
     # a data file may have its own column `index`, so that `uid` takes precedence
     values = columns.get(_COLUMN_OF.get(argument, argument))
     return columns.get(argument) if values is None else values

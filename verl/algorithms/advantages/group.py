@@ -50,7 +50,7 @@ def gdpo(
     response_mask: Tensor,
     *,
     index: object,
-    reward_parts: Mapping[str, Tensor] | Sequence[Mapping[str, Any]],
+    reward_parts: Mapping[str, Tensor] | Sequence[Mapping[str, object]],
     gdpo_reward_keys: Sequence[str] | None = None,
     gdpo_reward_weights: Sequence[float] | None = None,
     norm_adv_by_std_in_grpo: bool = True,
@@ -79,7 +79,7 @@ def gdpo(
 
 
 def _reward_columns(
-    parts: Mapping[str, Tensor] | Sequence[Mapping[str, Any]], keys: Sequence[str] | None, scores: Tensor
+    parts: Mapping[str, Tensor] | Sequence[Mapping[str, object]], keys: Sequence[str] | None, scores: Tensor
 ) -> list[Tensor]:
     if isinstance(parts, Mapping):
         missing = [k for k in keys or () if k not in parts]

@@ -6,6 +6,7 @@ rewards of turn k, those on tool output behind it included; G_k = r_k + gamma G_
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -127,7 +128,9 @@ def _to_tokens(per_turn: Tensor, turn_ids: Tensor, response_mask: Tensor) -> Ten
     return torch.where(response_mask.bool(), per_turn.gather(1, turn_ids.clamp(min=0)), 0.0)
 
 
-def _compared(turn_values: Tensor, turn_ids: Tensor, labels: list[list[Any]], by_std: bool, epsilon: float) -> Tensor:
+def _compared(
+    turn_values: Tensor, turn_ids: Tensor, labels: Sequence[Sequence[object]], by_std: bool, epsilon: float
+) -> Tensor:
     """(x - mean) [/ (std + epsilon)] of `turn_values` [batch, turns] among the turns with equal labels; 0 for a single one."""
     num_turns = (turn_ids.max(1).values + 1).tolist()
     rows = [row for row, count in enumerate(num_turns) for _ in range(count)]

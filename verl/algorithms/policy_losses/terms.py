@@ -24,7 +24,7 @@ def zero_without_advantage(loss: F) -> F:
     return loss
 
 
-def is_zero_without_advantage(loss: Callable[..., Any]) -> bool:
+def is_zero_without_advantage(loss: Callable[..., object]) -> bool:
     """Whether `loss` itself has the declaration; a function that wraps a declared one may add terms."""
     return loss in _zero_without_advantage
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.cli.checklist import Subject
 from verl.cli.report import Line, fail, info, passed, skip, warn
+from verl.data_proto.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from verl.data.conversations.dataset import ConversationDataset
@@ -33,7 +34,7 @@ def check_conversations(subject: Subject) -> Iterator[Line]:
 
 
 def _files(
-    subject: Subject, name: str, key: str, files: Any, max_samples: int
+    subject: Subject, name: str, key: str, files: object, max_samples: int
 ) -> Generator[Line, None, ConversationDataset | None]:
     from verl.programs.api import PROGRAMS
 
@@ -55,7 +56,7 @@ def _files(
     return dataset
 
 
-def _first_row(dataset: ConversationDataset, tokenizer: Any) -> str:
+def _first_row(dataset: ConversationDataset, tokenizer: Tokenizer) -> str:
     """The text of the first sequence, with its trained segments in [[ ]]."""
     sequence = dataset[0][0]
     ids, mask = sequence.input_ids.tolist(), sequence.loss_mask.tolist()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.cli.checklist import Subject
 from verl.cli.report import Line, fail, info, passed, warn
@@ -12,6 +12,9 @@ from verl.config import ModelConfig
 from verl.config.active_keys import runs_on_several_devices, uses_critic
 from verl.errors import ModelError
 from verl.planner.shapes import ModelShape
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def check_model_files(subject: Subject) -> Iterator[Line]:
@@ -86,7 +89,7 @@ def _described(shape: ModelShape) -> str:
     return f"{shape.num_parameters / 1e6:,.1f} million parameters in {shape.num_layers} layers"
 
 
-def _weights(path: str, module: Any) -> Line:
+def _weights(path: str, module: nn.Module) -> Line:
     from verl.models.folder import check_tied, read_headers
 
     folder = Path(path).expanduser()

@@ -25,7 +25,7 @@ VAL = f"{ROLLOUT}.val_kwargs"
 CORRECTION = "algorithm.rollout_correction"
 
 
-def check_micro_batches(c: Any, set_keys: set[str]) -> Iterator[Problem]:
+def check_micro_batches(c: object, set_keys: set[str]) -> Iterator[Problem]:
     """Micro-batch sizes that are given under both of their names."""
     for section, name in (
         (ACTOR, "ppo_micro_batch_size"),
@@ -245,7 +245,7 @@ def check_loss(c: Any, set_keys: set[str]) -> Iterator[Problem]:
         )
 
 
-def _is_interval(value: Any) -> bool:
+def _is_interval(value: object) -> bool:
     """Whether `value` is a number above 0, or 'low_high'."""
     try:
         bounds = [float(part) for part in str(value).split("_")]

@@ -35,7 +35,7 @@ _FLOAT16 = ("float16", "fp16", "half")
 _MAX_LAYERS, _MAX_COUNT = 10_000, 2**31  # in a model's config.json: of layers, of anything
 
 
-def _check_model(path: str, model: ModelConfig, root: Any) -> Iterator[Problem]:
+def _check_model(path: str, model: ModelConfig, root: object) -> Iterator[Problem]:
     key = f"{path}.lora_adapter_path"
     read = path != "critic.model" or uses_critic(root)
     if model.lora_adapter_path and model.lora_rank <= 0 and read:  # adapters bring their rank (derived_defaults.py)
@@ -51,7 +51,7 @@ def _check_model(path: str, model: ModelConfig, root: Any) -> Iterator[Problem]:
             yield error(key, f"{key}.{name}={value} is more than any model has; it is at most {most:,}.")
 
 
-def _check_optim(path: str, optim: OptimConfig, root: Any) -> Iterator[Problem]:
+def _check_optim(path: str, optim: OptimConfig, root: object) -> Iterator[Problem]:
     key = f"{path}.override_optimizer_config"
     for name in sorted(set(optim["override_optimizer_config"] or {}) - _OFFLOAD_SETTINGS)[:1]:
         yield error(key, f"{key}.{name} is not read: only the keys of {path} set this optimizer. Remove it.")
@@ -65,7 +65,7 @@ def _check_optim(path: str, optim: OptimConfig, root: Any) -> Iterator[Problem]:
         )
 
 
-def _check_trainer(path: str, trainer: TrainerConfig, root: Any) -> Iterator[Problem]:
+def _check_trainer(path: str, trainer: TrainerConfig, root: object) -> Iterator[Problem]:
     if not trainer.default_local_dir.strip():
         yield error(
             "trainer.default_local_dir",
@@ -171,7 +171,7 @@ def _check_separate_async(path: str, separate: SeparateAsyncConfig, root: Any) -
         )
 
 
-def _check_deepspeed(path: str, deepspeed: DeepSpeedConfig, root: Any) -> Iterator[Problem]:
+def _check_deepspeed(path: str, deepspeed: DeepSpeedConfig, root: object) -> Iterator[Problem]:
     role = value_at(root, path.rpartition(".")[0])
     if role.strategy != "deepspeed":
         return
@@ -189,7 +189,7 @@ def _check_deepspeed(path: str, deepspeed: DeepSpeedConfig, root: Any) -> Iterat
         yield error(f"{path}.config", str(caught))
 
 
-def _check_megatron(path: str, megatron: MegatronConfig, root: Any) -> Iterator[Problem]:
+def _check_megatron(path: str, megatron: MegatronConfig, root: object) -> Iterator[Problem]:
     role = value_at(root, path.rpartition(".")[0])
     if role.strategy == "megatron":
         yield from (error(path, f"{path}: {sentence}") for sentence in megatron.contradictions())
@@ -202,7 +202,7 @@ def _check_megatron(path: str, megatron: MegatronConfig, root: Any) -> Iterator[
             )
 
 
-def _follows_actor(path: str, megatron: MegatronConfig, root: Any) -> bool:
+def _follows_actor(path: str, megatron: MegatronConfig, root: object) -> bool:
     """Whether the settings of layers are the actor's, whose notice names what does not act."""
     first = "actor_rollout_ref.actor.megatron"
     if path == first or not hasattr(root, "actor_rollout_ref"):
@@ -211,7 +211,7 @@ def _follows_actor(path: str, megatron: MegatronConfig, root: Any) -> bool:
     return bool(of_actor.override_transformer_config == megatron.override_transformer_config)
 
 
-def _check_fsdp(path: str, engine: FSDPConfig, root: Any) -> Iterator[Problem]:
+def _check_fsdp(path: str, engine: FSDPConfig, root: object) -> Iterator[Problem]:
     key, dtype = f"{path}.model_dtype", engine["model_dtype"]
     if dtype in _FLOAT16:
         yield error(
@@ -221,7 +221,7 @@ def _check_fsdp(path: str, engine: FSDPConfig, root: Any) -> Iterator[Problem]:
         )
 
 
-def _check_rollout(path: str, rollout: RolloutConfig, root: Any) -> Iterator[Problem]:
+def _check_rollout(path: str, rollout: RolloutConfig, root: object) -> Iterator[Problem]:
     key, dtype = f"{path}.dtype", rollout["dtype"]
     trained = f"{path.rpartition('.')[0]}.actor.fsdp_config.dtype"
     if dtype in _FLOAT16 and value_at(root, trained) not in _FLOAT16:

@@ -116,7 +116,7 @@ class MegatronConfig(Section):
             counts[-1] = last
         return tuple(counts)
 
-    def check_model(self, model: Any) -> None:
+    def check_model(self, model: object) -> None:
         """Raise ConfigError for sizes that the shape of `model`, a transformers config, forbids."""
         problem = next(self._misfits(model), None)
         if problem:

@@ -31,6 +31,7 @@ from verl.data.tables import Rows
 from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
 from verl.data_proto.token_ids import num_embeddings
+from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import DataError
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class ConversationDataset:
         self._sources: list[tuple[Source, np.ndarray, np.ndarray]] = []  # with numbers of rows, and which have images
 
     def sequences_of(
-        self, row: Mapping[str, Any], encoder: ConversationEncoder, place: str
+        self, row: Mapping[str, object], encoder: ConversationEncoder, place: str
     ) -> tuple[str, list[TrainingSequence], Messages]:
         """Format of a row of a file, its sequences whole, and its messages. Raises DataError."""
         assert isinstance(encoder.settings, SFTDataConfig)
@@ -214,7 +215,7 @@ def load_conversations(files: Files, tokenizer: Any, settings: SFTDataConfig, **
 def read_into(
     dataset: DatasetT,
     files: Files,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     settings: SFTDataConfig | PreferenceDataConfig,
     *,
     max_samples: int = -1,
@@ -243,7 +244,7 @@ def read_into(
 def _sources(
     dataset: ConversationDataset,
     names: Sequence[str | os.PathLike[str]],
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     settings: SFTDataConfig | PreferenceDataConfig,
     max_samples: int,
     seed: int | None,

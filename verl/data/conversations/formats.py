@@ -57,7 +57,7 @@ class Example:
         )
 
 
-def format_of(row: Mapping[str, Any], settings: SFTDataConfig) -> str:
+def format_of(row: Mapping[str, object], settings: SFTDataConfig) -> str:
     """Name of the row's format. Raises DataError when its columns fit no format or several, or not the requested one."""
     needed = _columns(settings)
     has = {str(name) for name, value in row.items() if value is not None}
@@ -82,7 +82,7 @@ def format_of(row: Mapping[str, Any], settings: SFTDataConfig) -> str:
     )
 
 
-def example_of(row: Mapping[str, Any], settings: SFTDataConfig, *, images: bool = False) -> Example:
+def example_of(row: Mapping[str, object], settings: SFTDataConfig, *, images: bool = False) -> Example:
     """The row in the one form that is turned into tokens; `images`: the model reads them. Raises DataError naming the field
     that cannot be used."""
     row_format = format_of(row, settings)
@@ -110,7 +110,7 @@ def example_of(row: Mapping[str, Any], settings: SFTDataConfig, *, images: bool 
     )
 
 
-def refuse_media(row: Mapping[str, Any], settings: TextDataConfig, *, images: bool = False) -> None:
+def refuse_media(row: Mapping[str, object], settings: TextDataConfig, *, images: bool = False) -> None:
     """Raises DataError for a row with videos, or with images where the program or its model does not read `images`."""
     for key, kind in ((settings.image_key, "images"), (settings.video_key, "videos")):
         media = row.get(key)
@@ -143,15 +143,15 @@ def named(names: Any) -> str:
     return ", ".join(repr(name) for name in names) or "nothing"
 
 
-def _messages_row(row: Mapping[str, Any], settings: SFTDataConfig, images: bool) -> tuple[Messages, Messages]:
+def _messages_row(row: Mapping[str, object], settings: SFTDataConfig, images: bool) -> tuple[Messages, Messages]:
     return [], messages_in(row[settings.messages_key], settings.messages_key, images=images)
 
 
-def _conversations_row(row: Mapping[str, Any], settings: SFTDataConfig, images: bool) -> tuple[Messages, Messages]:
+def _conversations_row(row: Mapping[str, object], settings: SFTDataConfig, images: bool) -> tuple[Messages, Messages]:
     return [], [*system_message(row), *messages_in(row["conversations"], "conversations", images=images)]
 
 
-def _prompt_completion_row(row: Mapping[str, Any], settings: SFTDataConfig, images: bool) -> tuple[Any, Any]:
+def _prompt_completion_row(row: Mapping[str, object], settings: SFTDataConfig, images: bool) -> tuple[Any, Any]:
     prompt, completion = (
         text_in(row[name], name) if isinstance(row[name], str) else messages_in(row[name], name, images=images)
         for name in ("prompt", "completion")
@@ -159,11 +159,11 @@ def _prompt_completion_row(row: Mapping[str, Any], settings: SFTDataConfig, imag
     return prompt, completion
 
 
-def _text_row(row: Mapping[str, Any], settings: SFTDataConfig, images: bool) -> tuple[str, str]:
+def _text_row(row: Mapping[str, object], settings: SFTDataConfig, images: bool) -> tuple[str, str]:
     return "", text_in(row[settings.text_key], settings.text_key)
 
 
-def alpaca_prompt(row: Mapping[str, Any]) -> Messages:
+def alpaca_prompt(row: Mapping[str, object]) -> Messages:
     """The messages before the answer of a row with `instruction`, and `input`, `history` and `system` where it has them."""
     question, more = text_in(row["instruction"], "instruction"), row.get("input")
     if more:
@@ -176,12 +176,12 @@ def alpaca_prompt(row: Mapping[str, Any]) -> Messages:
     return [*messages, {"role": "user", "content": question}]
 
 
-def _alpaca_row(row: Mapping[str, Any], settings: SFTDataConfig, images: bool) -> tuple[Messages, Messages]:
+def _alpaca_row(row: Mapping[str, object], settings: SFTDataConfig, images: bool) -> tuple[Messages, Messages]:
     answer = {"role": "assistant", "content": text_in(row["output"], "output")}
     return [], [*alpaca_prompt(row), answer]
 
 
-def _prompt_response_row(row: Mapping[str, Any], settings: SFTDataConfig, images: bool) -> tuple[Messages, str]:
+def _prompt_response_row(row: Mapping[str, object], settings: SFTDataConfig, images: bool) -> tuple[Messages, str]:
     prompt = _inner(row, str(settings.prompt_key), settings.prompt_dict_keys)
     response = _inner(row, str(settings.response_key), settings.response_dict_keys)
     return [{"role": "user", "content": prompt}], response
@@ -197,7 +197,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any], SFTDataConfig, bool], tuple[Any
 }
 
 
-def text_in(value: Any, field_name: str) -> str:
+def text_in(value: object, field_name: str) -> str:
     """The text of a field, checked."""
     if not isinstance(value, str) or not value:
         raise DataError(
@@ -207,7 +207,7 @@ def text_in(value: Any, field_name: str) -> str:
     return value
 
 
-def _inner(row: Mapping[str, Any], key: str, dict_keys: Sequence[str]) -> str:
+def _inner(row: Mapping[str, object], key: str, dict_keys: Sequence[str]) -> str:
     """A text, `dict_keys` deep inside the column `key`."""
     value, path = row[key], key
     for name in dict_keys:
@@ -223,18 +223,18 @@ def _question_and_answer(question: str, answer: str) -> Messages:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
-def system_message(row: Mapping[str, Any]) -> Messages:
+def system_message(row: Mapping[str, object]) -> Messages:
     """The message of a `system` column, which some collections have; none where it is empty."""
     return [{"role": "system", "content": text_in(row["system"], "system")}] if row.get("system") else []
 
 
-def _list(value: Any, field_name: str) -> list[Any]:
+def _list(value: object, field_name: str) -> list[Any]:
     if not isinstance(value, list | tuple | np.ndarray):
         raise DataError(f"field {field_name!r} must be a list, but it is a {type(value).__name__}.")
     return list(value)
 
 
-def messages_in(value: Any, field_name: str, *, images: bool = False) -> Messages:
+def messages_in(value: object, field_name: str, *, images: bool = False) -> Messages:
     """Checked messages of either spelling; the marks `loss_mask` and `train` are still in them. `images`: see message_of."""
     messages = _list(value, field_name)
     if not messages:
@@ -242,7 +242,7 @@ def messages_in(value: Any, field_name: str, *, images: bool = False) -> Message
     return [_message(message, f"{field_name}[{number}]", images) for number, message in enumerate(messages)]
 
 
-def _message(message: Any, place: str, images: bool) -> dict[str, Any]:
+def _message(message: object, place: str, images: bool) -> dict[str, Any]:
     if isinstance(message, Mapping) and message.get("role") is None and message.get("from") is not None:
         message = _from_sharegpt(message, place)
     checked = message_of(message, f"field {place!r}", images=images)
@@ -255,7 +255,7 @@ def _message(message: Any, place: str, images: bool) -> dict[str, Any]:
     return checked
 
 
-def _from_sharegpt(message: Mapping[str, Any], place: str) -> dict[str, Any]:
+def _from_sharegpt(message: Mapping[str, object], place: str) -> dict[str, Any]:
     speaker, value = message["from"], message.get("value")
     if not isinstance(speaker, str) or speaker not in SPEAKERS:
         raise DataError(f"field '{place}.from' is {quoted(speaker, 80)}; it can be {', '.join(SPEAKERS)}.")
@@ -280,14 +280,14 @@ def _tool_call(call: Any, place: str) -> dict[str, Any]:
     return {"type": "function", **outer, "function": {**function, "arguments": {} if arguments is None else arguments}}
 
 
-def _pruned(value: Any) -> Any:
+def _pruned(value: object) -> Any:
     """The value without fields that are None: parquet gives every object of a column the fields of all of them."""
     if isinstance(value, Mapping):
         return {key: _pruned(inner) for key, inner in value.items() if inner is not None}
     return [_pruned(inner) for inner in value] if isinstance(value, list | tuple | np.ndarray) else value
 
 
-def _json(value: Any, field_name: str) -> Any:
+def _json(value: object, field_name: str) -> Any:
     """The value, read from JSON when it is a text: columns of objects of many shapes are often stored so."""
     if isinstance(value, str):
         try:
@@ -298,12 +298,12 @@ def _json(value: Any, field_name: str) -> Any:
     return value
 
 
-def _json_list(value: Any, field_name: str) -> list[Any]:
+def _json_list(value: object, field_name: str) -> list[Any]:
     parsed = _json(value, field_name)
     return [] if parsed is None else _list(parsed, field_name)
 
 
-def tools_in(value: Any, field_name: str) -> list[dict[str, Any]] | None:
+def tools_in(value: object, field_name: str) -> list[dict[str, Any]] | None:
     """The JSON schemas of a column of tools; None where it is empty."""
     tools = [_pruned(_json(tool, field_name)) for tool in _json_list(value, field_name)]
     if wrong := [tool for tool in tools if not isinstance(tool, dict)]:
@@ -311,7 +311,7 @@ def tools_in(value: Any, field_name: str) -> list[dict[str, Any]] | None:
     return tools or None
 
 
-def template_kwargs_of(row: Mapping[str, Any], settings: TextDataConfig) -> dict[str, Any]:
+def template_kwargs_of(row: Mapping[str, object], settings: TextDataConfig) -> dict[str, Any]:
     """`data.apply_chat_template_kwargs`, and enable_thinking where the row or the settings have a value for it."""
     thinking = row.get(settings.enable_thinking_key)
     thinking = settings.enable_thinking_default if thinking is None else thinking
@@ -324,7 +324,7 @@ def template_kwargs_of(row: Mapping[str, Any], settings: TextDataConfig) -> dict
     return {**settings.apply_chat_template_kwargs, "enable_thinking": bool(thinking)}
 
 
-def _says_it_trains(message: Mapping[str, Any], number: int) -> bool | None:
+def _says_it_trains(message: Mapping[str, object], number: int) -> bool | None:
     marks = [message[key] for key in ("loss_mask", "train") if key in message]
     if wrong := [mark for mark in marks if mark not in (0, 1)]:  # 0.0, 1.0, False and True are equal to these
         raise DataError(f"message {number} has {quoted(wrong[0], 80)} as loss_mask or train; write 0 or 1.")

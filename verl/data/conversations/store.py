@@ -14,7 +14,7 @@ _NUMBERS = {"num_behind": np.int64, "chosen": np.bool_, "margin": np.float64, "r
 _Columns = Mapping[str, np.ndarray]
 
 
-def columns_of(kind: type[Any], rows: Sequence[Sequence[Any]]) -> dict[str, np.ndarray]:
+def columns_of(kind: type[object], rows: Sequence[Sequence[object]]) -> dict[str, np.ndarray]:
     """The sequences of `rows`, of the dataclass `kind`, as columns: num_sequences [rows], and for each field its values
     [sequences], or its arrays end to end with NAME_sizes [sequences]."""
     sequences = [sequence for row in rows for sequence in row]

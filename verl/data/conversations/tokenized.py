@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from verl.data.conversations.tokens import TrainingSequence
 from verl.data.schema import at
@@ -13,7 +12,7 @@ from verl.errors import DataError
 _COLUMNS = ("input_ids", "loss_mask", "labels", "attention_mask")
 
 
-def tokenized(row: Mapping[str, Any], place: str, vocab_size: int) -> TrainingSequence:
+def tokenized(row: Mapping[str, object], place: str, vocab_size: int) -> TrainingSequence:
     """The sequence of a row with input_ids [tokens] below `vocab_size`, and loss_mask or labels (-100: does not train)
     [tokens]; attention_mask where they are padded. Raises DataError naming `place`."""
     columns = {name: row[name] for name in _COLUMNS if row.get(name) is not None}

@@ -390,7 +390,7 @@ class _Joined:
         self._ids, self._mask, self._num_behind = [], [], 0
 
 
-def _first_difference(first: Sequence[Any], second: Sequence[Any]) -> int:
+def _first_difference(first: Sequence[object], second: Sequence[object]) -> int:
     for number, (one, other) in enumerate(zip(first, second, strict=False)):
         if one != other:
             return number

@@ -113,7 +113,7 @@ class PreferenceDataset(ConversationDataset):
         self.paired, self.trains_prompts = paired, trains_prompts
 
     def sequences_of(
-        self, row: Mapping[str, Any], encoder: ConversationEncoder, place: str
+        self, row: Mapping[str, object], encoder: ConversationEncoder, place: str
     ) -> tuple[str, list[TrainingSequence], Messages]:
         assert isinstance(encoder.settings, PreferenceDataConfig)
         with at(place):

@@ -59,7 +59,7 @@ class Preference:
     images: list[Any] = field(default_factory=list)  # sources, in the order of the parts of the prompt
 
 
-def preference_of(row: Mapping[str, Any], settings: PreferenceDataConfig, *, images: bool = False) -> Preference:
+def preference_of(row: Mapping[str, object], settings: PreferenceDataConfig, *, images: bool = False) -> Preference:
     """The row in the one form that is turned into tokens; `images`: the model reads them. Raises DataError naming the field
     that cannot be used."""
     refuse_media(row, settings, images=images)
@@ -97,7 +97,7 @@ def preference_of(row: Mapping[str, Any], settings: PreferenceDataConfig, *, ima
 
 
 def _placed(
-    prompt: Text, completions: tuple[Text, ...], row: Mapping[str, Any], settings: PreferenceDataConfig
+    prompt: Text, completions: tuple[Text, ...], row: Mapping[str, object], settings: PreferenceDataConfig
 ) -> tuple[Text, tuple[Text, ...], list[Any]]:
     """Prompt and completions with parts of content where the row has images, and the sources of these images."""
     asked = prompt if isinstance(prompt, list) else []
@@ -112,7 +112,7 @@ def _placed(
 
 
 def _pair(
-    row: Mapping[str, Any], has: set[str], settings: PreferenceDataConfig, images: bool
+    row: Mapping[str, object], has: set[str], settings: PreferenceDataConfig, images: bool
 ) -> tuple[str, Text, tuple[Text, ...]]:
     """Format, prompt, and the chosen and rejected completion."""
     keys = (settings.chosen_key, settings.rejected_key)
@@ -137,7 +137,7 @@ def _pair(
 
 
 def _labelled(
-    row: Mapping[str, Any], has: set[str], settings: PreferenceDataConfig, images: bool
+    row: Mapping[str, object], has: set[str], settings: PreferenceDataConfig, images: bool
 ) -> tuple[str, Text, tuple[Text, ...]]:
     """Format, prompt and the completion."""
     if has.issuperset((settings.prompt_key, settings.completion_key)):
@@ -161,7 +161,7 @@ def _labelled(
     )
 
 
-def _text_or_messages(value: Any, key: str, images: bool) -> Text:
+def _text_or_messages(value: object, key: str, images: bool) -> Text:
     """A text, which may be empty, or checked messages; a single message may stand without a list."""
     if isinstance(value, str):
         check_plain(value, key)
@@ -169,11 +169,11 @@ def _text_or_messages(value: Any, key: str, images: bool) -> Text:
     return messages_in([value] if isinstance(value, Mapping) else value, key, images=images)
 
 
-def _conversation(row: Mapping[str, Any], key: str, images: bool) -> Messages:
+def _conversation(row: Mapping[str, object], key: str, images: bool) -> Messages:
     return [*system_message(row), *messages_in(row[key], key, images=images)]
 
 
-def _asked(prompt: Text, row: Mapping[str, Any]) -> Messages:
+def _asked(prompt: Text, row: Mapping[str, object]) -> Messages:
     if not isinstance(prompt, str):
         return prompt
     return [*system_message(row), {"role": "user", "content": prompt}]
@@ -198,7 +198,7 @@ def _split(chosen: Any, rejected: Any, keys: Sequence[str]) -> tuple[Text, tuple
     return prompt, rest
 
 
-def _label(value: Any, key: str) -> bool:
+def _label(value: object, key: str) -> bool:
     if isinstance(value, bool | np.bool_) or value in (0, 1):
         return bool(value)
     raise DataError(f"field {key!r} must be true (desirable) or false, but it is {quoted(value, 80)}.")

@@ -46,7 +46,7 @@ class RatedDataset(ConversationDataset):
         self._reader = PreferenceDataset(paired=False)
 
     def sequences_of(
-        self, row: Mapping[str, Any], encoder: ConversationEncoder, place: str
+        self, row: Mapping[str, object], encoder: ConversationEncoder, place: str
     ) -> tuple[str, list[TrainingSequence], Messages]:
         settings = encoder.settings
         assert isinstance(settings, RMDataConfig)
@@ -92,7 +92,7 @@ class StepDataset(ConversationDataset):
         self.separator, self.last_step_only = separator, last_step_only
 
     def sequences_of(
-        self, row: Mapping[str, Any], encoder: ConversationEncoder, place: str
+        self, row: Mapping[str, object], encoder: ConversationEncoder, place: str
     ) -> tuple[str, list[TrainingSequence], Messages]:
         settings, tokenizer = encoder.settings, encoder.tokenizer
         assert isinstance(settings, RMDataConfig)
@@ -139,7 +139,7 @@ class StepDataset(ConversationDataset):
         return batch
 
 
-def _asked(row: Mapping[str, Any], settings: RMDataConfig, *, images: bool) -> tuple[Messages, list[Any]]:
+def _asked(row: Mapping[str, object], settings: RMDataConfig, *, images: bool) -> tuple[Messages, list[Any]]:
     """The messages of the prompt, and the sources of their images. Raises DataError."""
     messages = messages_in(row.get(settings.prompt_key), settings.prompt_key, images=images)
     return image_messages(messages, row.get(settings.image_key), settings.image_key) if images else (messages, [])

@@ -25,7 +25,7 @@ def computing(device: torch.device) -> contextlib.AbstractContextManager[None]:
     return cpu_as_device()
 
 
-def use_groups(engine: Any, sizes: dict[str, int | None], timeout_s: float | None) -> None:
+def use_groups(engine: object, sizes: dict[str, int | None], timeout_s: float | None) -> None:
     """Make Megatron's process groups, on all ranks of the default group together; they live in the process. Raises ConfigError
     where another engine of the process uses them in other sizes."""
     from verl.engines.megatron.library import parallel_state, random_tracker

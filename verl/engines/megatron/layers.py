@@ -48,7 +48,7 @@ class OrderedSelfAttention(SelfAttention):
     """Attention whose projection has this rank's rows [queries | keys | values], each a block of the checkpoint's tensor.
     Megatron's interleaves them by group, which would take a copy in every weight sync."""
 
-    def get_query_key_value_tensors(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def get_query_key_value_tensors(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> Any:
         mixed, _ = self.linear_qkv(hidden_states)
         size, groups = self.hidden_size_per_attention_head, self.num_query_groups_per_partition
         heads = self.num_attention_heads_per_partition

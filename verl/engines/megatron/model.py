@@ -136,14 +136,14 @@ class DecoderStage(GPTModel):
                 wide = torch.promote_types(config.params_dtype, torch.float32)
                 self.score = nn.Linear(hf.hidden_size, 1, bias=head == "token_value", dtype=wide)
 
-    def _preprocess(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **_: Any) -> tuple[Any, ...]:
+    def _preprocess(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **_: object) -> tuple[Any, ...]:
         embedded = None
         if self.pre_process:
             embedded = self.embedding(input_ids, position_ids)
         angles = torch.outer(position_ids[0].to(self.inv_freq.dtype), self.inv_freq)
         return embedded, torch.cat([angles, angles], dim=-1)[:, None, None, :], None, None, None, None
 
-    def _postprocess(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+    def _postprocess(self, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
         return hidden_states
 
     def value(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -183,7 +183,7 @@ class DecoderStage(GPTModel):
         return parallel_log_probs(hidden, rows, part.targets, temperature, group, first, **options)
 
 
-def build_stages(config: TransformerConfig, hf: Any, head: str, rotary: Any) -> list[DecoderStage]:
+def build_stages(config: TransformerConfig, hf: object, head: str, rotary: object) -> list[DecoderStage]:
     """The stages of this rank: one, or as many as there are interleaved ones."""
     virtual = config.virtual_pipeline_model_parallel_size
     stages = []

@@ -183,7 +183,7 @@ def _layer(layer: Any) -> DenseLayer:
     )
 
 
-def _sliding_window(attention: Any) -> int | None:
+def _sliding_window(attention: nn.Module) -> int | None:
     window = getattr(attention, "sliding_window", None)
     of_config = ("MistralAttention", "MixtralAttention", "Phi3Attention")  # which read it there
     if window is None and type(attention).__name__ in of_config:

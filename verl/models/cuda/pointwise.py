@@ -136,7 +136,7 @@ def write_kv(
     return result
 
 
-def _save_norm(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save_norm(ctx: Any, inputs: tuple[object, ...], output: torch.Tensor) -> None:
     x, weight, ctx.eps = inputs
     ctx.save_for_backward(x, weight)
 
@@ -145,7 +145,7 @@ def _norm_gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, 
     return (*_RMS_NORM_BACKWARD(grad, *ctx.saved_tensors, ctx.eps, None), None)
 
 
-def _save_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save_sum(ctx: Any, inputs: tuple[object, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     ctx.save_for_backward(output[0], inputs[2])
     ctx.eps = inputs[3]
 
@@ -155,7 +155,7 @@ def _sum_gradients(ctx: Any, through: torch.Tensor, grad: torch.Tensor) -> tuple
     return d_x, d_x, d_weight, None
 
 
-def _save_gate(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save_gate(ctx: Any, inputs: tuple[object, ...], output: torch.Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 

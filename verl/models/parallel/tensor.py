@@ -57,7 +57,7 @@ def check_divisible(config: PreTrainedConfig, size: int) -> None:
             )
 
 
-def divide(module: Any, group: dist.ProcessGroup) -> Division:
+def divide(module: nn.Module, group: dist.ProcessGroup) -> Division:
     """Cut `module` (on the meta device or with weights) down to this rank's part, in place, and put the sums in.
 
     Tied weights stay tied. The module's forward is then to be called with equal inputs by all ranks of `group`.

@@ -112,7 +112,7 @@ def asks_service(config: RewardConfig) -> bool:
     return bool(custom.path) and bool(service_arguments(str(custom.path), custom.name or "compute_score"))
 
 
-def is_called(manager: Any) -> bool:
+def is_called(manager: object) -> bool:
     """Whether a manager is of other releases' contract: `manager(batch, return_dict)`."""
     return "__call__" in dir(manager) and not hasattr(manager, "submit")
 
@@ -139,7 +139,7 @@ def manager_class(config: RewardConfig) -> Any:
     return manager
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Config containers as plain dicts and lists, since they travel to the workers as JSON."""
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -164,7 +165,7 @@ def normalize_final_answer(final_answer: str) -> str:
     return answer.strip()
 
 
-def _boxed_reference(ground_truth: object, extra_info: dict[str, Any]) -> str:
+def _boxed_reference(ground_truth: object, extra_info: Mapping[str, object]) -> str:
     gold = str(ground_truth[0] if isinstance(ground_truth, list) else ground_truth)
     return f"\\boxed{{{last_boxed(gold) or gold}}}"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from verl.errors import RewardError
@@ -39,7 +39,7 @@ def extract_answer(reply: str, reference: str | None) -> str:
 def compute_score(
     solution_str: str,
     ground_truth: object,
-    extra_info: dict[str, Any] | None = None,
+    extra_info: Mapping[str, object] | None = None,
     data_source: str = "",
     **_other: object,
 ) -> float:
@@ -78,7 +78,7 @@ def task_scorer(task: str) -> Callable[[str, dict[str, Any]], float]:
     return get_score_answer_fn(task)  # type: ignore[no-any-return]
 
 
-def _item(ground_truth: object, extra: dict[str, Any]) -> dict[str, Any]:
+def _item(ground_truth: object, extra: Mapping[str, object]) -> dict[str, Any]:
     metadata = extra.get("metadata") or {}
     if isinstance(metadata, str):
         metadata = json.loads(metadata)

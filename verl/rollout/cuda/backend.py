@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from verl.config import full_key
 from verl.errors import ModelError
@@ -63,7 +64,7 @@ class DeviceBackend:
         self._longest_prompt = 0  # that the stores can hold
 
     @staticmethod
-    def fits(module: Any) -> bool:
+    def fits(module: nn.Module) -> bool:
         """Whether the flash kernels run on the module's device, and the model has a hand-written forward."""
         weight = next(module.parameters())
         if weight.device.type != "cuda":

@@ -28,7 +28,7 @@ _VECTORS = 64  # elements: torch computes the rest of a share, below this number
 _CHECKED_ROWS = (1, 3, 8, 65)
 
 
-def examine(module: Any, config: RolloutConfig) -> Invariance:
+def examine(module: nn.Module, config: RolloutConfig) -> Invariance:
     """Whether samples of `module` under this RolloutConfig are batch-invariant. Raises ConfigError when they are not, and
     batch_invariant=require."""
     invariance = _examined(module, config)

@@ -68,7 +68,7 @@ class Sampler(LogitsProcessor, SlotProcessor):
         """False: it decides which token is the maximum, and is called in greedy decoding."""
         return False
 
-    def update_state(self, batch_update: Any | None) -> None:
+    def update_state(self, batch_update: object) -> None:
         """See BatchSampler."""
         self._sampler.update_state(batch_update)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from verl.errors import ModelError
 
@@ -77,10 +78,10 @@ class HeldWeights:
             vars(method).pop(_HOOK, None)
         self._hooked = []
 
-    def _watch(self, prefix: str, layer: Any, method: Any) -> None:
+    def _watch(self, prefix: str, layer: nn.Module, method: object) -> None:
         process = getattr(method, _HOOK)
 
-        def look_and_process(this: Any) -> None:
+        def look_and_process(this: object) -> None:
             if this is layer:
                 for name, p in layer.named_parameters(recurse=False):
                     self._seen[f"{prefix}.{name}"] = word_sum(p)

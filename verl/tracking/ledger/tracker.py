@@ -218,7 +218,7 @@ class SampleTracker:
             "fault of the program; stop the run and report it."
         )
 
-    def _write(self, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
+    def _write(self, statement: str, rows: Sequence[tuple[object, ...]]) -> None:
         if self._writer is not None and rows:
             self._writer.write(statement, rows)
 

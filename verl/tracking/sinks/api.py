@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ class Sink:
             self.run.finish()
 
 
-def columns_and_cells(rows: list[dict[str, Any]]) -> tuple[list[Any], list[list[Any]]]:
+def columns_and_cells(rows: Sequence[Mapping[str, object]]) -> tuple[list[Any], list[list[Any]]]:
     """The columns of samples and their values by rows, for a table: numbers, texts and None."""
     cells = [[v if isinstance(v, int | float | str) or v is None else str(v) for v in row.values()] for row in rows]
     return list(rows[0]) if rows else [], cells

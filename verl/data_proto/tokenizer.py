@@ -1,0 +1,45 @@
+"""The part of a Hugging Face tokenizer that verl uses, for annotations. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+
+class Tokenizer(Protocol):
+    """A tokenizer of transformers, or another class with these members."""
+
+    eos_token: str | None
+    eos_token_id: int | None
+    pad_token_id: int | None
+    chat_template: str | None
+
+    @property
+    def all_special_ids(self) -> list[int]: ...
+
+    @property
+    def all_special_tokens(self) -> list[str]: ...
+
+    def __call__(self, text: str, **settings: object) -> Mapping[str, Any]:
+        """input_ids, and what `settings` ask for."""
+        ...
+
+    def __len__(self) -> int:
+        """Entries of the vocabulary, added tokens included."""
+        ...
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int] | int, skip_special_tokens: bool = False) -> str: ...
+
+    def batch_decode(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool = False) -> list[str]: ...
+
+    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str | None]: ...
+
+    def get_vocab(self) -> dict[str, int]: ...
+
+    def apply_chat_template(self, conversation: Sequence[Mapping[str, Any]], **settings: object) -> Any:
+        """The conversation as text, or with tokenize=True as token ids."""
+        ...
+
+    def save_pretrained(self, save_directory: Any) -> Any: ...
