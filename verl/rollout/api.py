@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
-from verl.config import ModelConfig, full_key
+from verl.config import ModelConfig, RolloutConfig, full_key
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.errors import ConfigError
 from verl.families import ROLLOUT_ENGINES as ENGINES
@@ -152,12 +152,21 @@ class RolloutEngine(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class BaseRollout:
-    """`generate` and `stats` in terms of `open`, and defaults of engines that share the module's weights and process."""
+    """`generate` and `stats` in terms of `open`, and defaults of engines that share the module's weights and process.
+
+    The fields are the arguments of an engine. A subclass that is a dataclass begins its work in `__post_init__`.
+    """
 
     holds_weights: ClassVar[bool] = False
     reads_images: ClassVar[bool] = False
-    _stats: Stats
+    module: Any  # torch.nn.Module
+    tokenizer: Any  # for stop strings; None without any
+    config: RolloutConfig
+    _: KW_ONLY
+    eos_token_ids: Sequence[int]
+    _stats: Stats = field(default_factory=dict, init=False)
 
     def open(self, params: SamplingParams, *, step: int, keep: bool = False) -> Generation:
         """See RolloutEngine."""

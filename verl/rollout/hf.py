@@ -9,7 +9,8 @@ family can be padded on the left; one whose cache does not give what its forward
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,6 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from verl.config import RolloutConfig
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.models.padded import forward_kind, own_logits
 from verl.models.randomness import eval_mode
@@ -28,21 +28,17 @@ from verl.rollout.sampling import sample
 from verl.rollout.uniforms import sample_keys, uniforms_at
 
 
+@dataclass(eq=False)
 class HFRollout(BaseRollout):
     """See RolloutEngine. Reads max_num_seqs (samples in one `generate`) and max_model_len of `config`."""
 
     reads_images = True
 
-    def __init__(self, module: Any, tokenizer: Any, config: RolloutConfig, *, eos_token_ids: Sequence[int]):
-        self.module = module
-        self.tokenizer = tokenizer
-        self.config = config
-        self.eos_token_ids = tuple(eos_token_ids)
+    def __post_init__(self) -> None:
         self.weight_version = 0
-        self.is_padded = forward_kind(module) != "packed"
-        self.view = own_view(module) if self.is_padded else eager_view(module)
+        self.is_padded = forward_kind(self.module) != "packed"
+        self.view = own_view(self.module) if self.is_padded else eager_view(self.module)
         self.caches = not self.is_padded or _cache_is_exact(self.view)
-        self._stats = {}
 
     def open(self, params: SamplingParams, *, step: int, keep: bool = False) -> HFGeneration:
         return HFGeneration(self, params, step, keep=keep)

@@ -6,18 +6,17 @@ import logging
 import queue
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from verl.config import RolloutConfig, full_key
+from verl.config import full_key
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.errors import ConfigError, ModelError, UnreachableError, WorkerLostError
 from verl.rollout.api import BaseRollout, Stats, Weights, WeightTransfer
@@ -37,6 +36,7 @@ _IDLE_S = 30  # for its server to end what was dropped
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class HTTPRollout(BaseRollout):
     """See RolloutEngine. `module` is a meta-device model.
 
@@ -46,19 +46,11 @@ class HTTPRollout(BaseRollout):
 
     holds_weights = True
     api = ""  # "" for the value of service.api
+    _: KW_ONLY
+    transfer: WeightTransfer
 
-    def __init__(
-        self,
-        module: Any,
-        tokenizer: Any,
-        config: RolloutConfig,
-        *,
-        eos_token_ids: Sequence[int],
-        transfer: WeightTransfer,
-    ):
-        self.tokenizer = tokenizer  # for stop strings, which are looked for here
-        self.module, self.config, self.transfer, service = module, config, transfer, config.service
-        self.eos_token_ids = tuple(eos_token_ids)
+    def __post_init__(self) -> None:
+        config, service = self.config, self.config.service
         self.state = CopyState()
         self.client = Client(
             service.url or _URL,
@@ -74,10 +66,10 @@ class HTTPRollout(BaseRollout):
                 "vLLM's server with verl's sampler (service.api=vllm)."
             )
         self.dialect: Dialect = DIALECTS[api]()
-        self.dialect.check(self.client, transfer.model.path, service.served_model_name, vocab_size(module))
+        path, size = self.transfer.model.path, vocab_size(self.module)
+        self.dialect.check(self.client, path, service.served_model_name, size)
         self._labelled: str | None = None  # the weight version that the service must report
         self._num_updates = 0
-        self._stats = {}
 
     @property
     def weight_version(self) -> int:
@@ -252,20 +244,21 @@ def _first_end(token_ids: list[int], searched: int, rules: StopRules) -> int | N
     return next(ends, None)
 
 
+@dataclass(eq=False)
 class SGLangRollout(HTTPRollout):
     """A service of SGLang (`rollout.name=sglang`), or without `service.url` a server that is started only for this engine.
     Raises the errors of SGLangServer and HTTPRollout, and WorkerLostError when that server dies."""
 
     api = "sglang"
 
-    def __init__(self, module: Any, tokenizer: Any, config: RolloutConfig, *, transfer: WeightTransfer, **tokens: Any):
+    def __post_init__(self) -> None:
         self.server: SGLangServer | None = None
-        if config.service.url is None:
-            self.server = SGLangServer(config, transfer, module)
-            service = replace(config.service, url=self.server.url, weights_dir=self.server.weights_dir)
-            config = replace(config, service=service)
+        if self.config.service.url is None:
+            self.server = SGLangServer(self.config, self.transfer, self.module)
+            service = replace(self.config.service, url=self.server.url, weights_dir=self.server.weights_dir)
+            self.config = replace(self.config, service=service)
         try:
-            super().__init__(module, tokenizer, config, transfer=transfer, **tokens)
+            super().__post_init__()
         except BaseException:
             self.close()
             raise

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 
@@ -35,6 +35,7 @@ from verl.rollout.native.scheduler import Scheduler
 from verl.rollout.requests import OpenSamples, StopRules, vocab_size
 
 
+@dataclass(eq=False)
 class NativeRollout(BaseRollout):
     """See RolloutEngine. `module` is a Hugging Face causal language model built with attn_implementation="verl", or a part of
     one (verl.rollout.rollout_model); then all ranks of its group make the same calls, and their own forward computes.
@@ -48,33 +49,22 @@ class NativeRollout(BaseRollout):
     """
 
     reads_images = True
+    _: KW_ONLY
+    device_kernel: VarlenKernel = FLASH
 
-    def __init__(
-        self,
-        module: Any,
-        tokenizer: Any,
-        config: RolloutConfig,
-        *,
-        eos_token_ids: Sequence[int],
-        device_kernel: VarlenKernel = FLASH,
-    ):
-        self.module = module
-        self.tokenizer = tokenizer
-        self.config = config
-        self.eos_token_ids = tuple(eos_token_ids)
+    def __post_init__(self) -> None:
         self.weight_version = 0
         self.own: SlotStore = SlotStore(keys_as_columns=True)
         self.prefix: SlotStore = SlotStore()
-        self.device = DeviceBackend(module, device_kernel, eager=config.enforce_eager)
+        self.device = DeviceBackend(self.module, self.device_kernel, eager=self.config.enforce_eager)
         self._dense: DenseForward | CpuForward | None = None
         self._dense_of = -1
-        self._stats = {}
         self._has_rested = self._has_trained = False  # weights of another version came after a `release`
         self._open: NativeGeneration | None = None
         self._invariance: Invariance | None = None
-        if config.enable_rollout_routing_replay:
-            follow_routing(module)
-        if config.batch_invariant == "require":
+        if self.config.enable_rollout_routing_replay:
+            follow_routing(self.module)
+        if self.config.batch_invariant == "require":
             self.invariance()
 
     def invariance(self) -> Invariance:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
 
-from verl.config import RolloutConfig
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.errors import VerlError
 from verl.rollout.api import BaseRollout, Stats, Weights, WeightTransfer
@@ -21,6 +21,7 @@ from verl.rollout.weight_version import CopyState, checked
 _POLL_S = 1.0  # of a call of the process, which must answer well before its deadline
 
 
+@dataclass(eq=False)
 class VLLMRollout(BaseRollout):
     """See RolloutEngine. `module` is a meta-device model.
 
@@ -32,22 +33,14 @@ class VLLMRollout(BaseRollout):
 
     holds_weights = True
     factory = FACTORY  # makes the Core in a separate process
+    _: KW_ONLY
+    transfer: WeightTransfer
 
-    def __init__(
-        self,
-        module: Any,
-        tokenizer: Any,
-        config: RolloutConfig,
-        *,
-        eos_token_ids: Sequence[int],
-        transfer: WeightTransfer,
-    ):
-        del tokenizer  # stop strings are looked for where vLLM is
-        self.module, self.config, self.transfer = module, config, transfer
+    def __post_init__(self) -> None:
         self.state = CopyState()
-        self.longest = longest_sequence(config, module)
-        self._stats = {}
-        setup = make_setup(config, transfer, module, eos_token_ids=tuple(eos_token_ids), vocab_size=vocab_size(module))
+        self.longest = longest_sequence(self.config, self.module)
+        ends, size = tuple(self.eos_token_ids), vocab_size(self.module)
+        setup = make_setup(self.config, self.transfer, self.module, eos_token_ids=ends, vocab_size=size)
         if self.factory == FACTORY:
             require_vllm()
         self.core = self._start(setup)
