@@ -1,8 +1,10 @@
-"""Cost of a run against its size, at four sizes, with the fitted exponent: a start against rows, the ledger against samples.
+"""Cost of a run against its size, with the fitted exponent: a start against rows, the ledger against samples, records against
+steps.
 
     python -m benchmarks.scale                      the tables of starts in docs/scale.md
     python -m benchmarks.scale --sizes 1000,20000   other sizes
     python -m benchmarks.scale --ledger             the table of the sample ledger (10 million samples: 3 GB)
+    python -m benchmarks.scale --steps              the table of the records of steps (a million steps: 4 GB)
 
 Each size has a generated parquet file and a GRPO run of a tiny model, started twice in new run folders: the first start has an
 empty cache. Seconds count from the start of the process to the end of the first step. Memory is the highest sum over the
@@ -16,6 +18,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -32,13 +35,17 @@ import pyarrow
 import pyarrow.parquet
 
 from benchmarks.runs import assigned
+from verl.tracking.files import read_json_rows
 from verl.tracking.ledger.reader import Ledger
 from verl.tracking.ledger.records import Prompt, Scored, SegmentRecord
 from verl.tracking.ledger.tracker import SampleTracker, start_ledger
 from verl.tracking.ledger.writer import LedgerWriter
+from verl.tracking.progress import read_progress
+from verl.tracking.run_folder import RunFolder
 
 SIZES = (1_000, 20_000, 400_000, 5_000_000)
 SAMPLES = (10_240, 102_400, 1_024_000, 10_240_000)
+STEPS = (1_000, 10_000, 100_000, 1_000_000)
 _PROMPTS, _SAMPLES, _TOKENS = 128, 8, 16  # of a recorded step
 MODES = {"": (), " with filter_overlong_prompts": ("data.filter_overlong_prompts=True",)}
 Result = TypeVar("Result")
@@ -181,7 +188,7 @@ def measure_ledger(sizes: Sequence[int], folder: Path) -> None:
     tracker.start(start_ledger(path), LedgerWriter(path))
     costs: dict[str, list[float]] = {}
 
-    def timed(name: str, work: Callable[[], Result]) -> Result:
+    def recorded(name: str, work: Callable[[], Result]) -> Result:
         start = time.perf_counter()
         result = work()
         costs.setdefault(name, []).append(time.perf_counter() - start)
@@ -191,16 +198,16 @@ def measure_ledger(sizes: Sequence[int], folder: Path) -> None:
         while tracker.offset.num_trained < size - _PROMPTS * _SAMPLES:
             record_step(tracker)
         tracker.commit()
-        timed(
+        recorded(
             f"seconds to record and sync a step of {_PROMPTS * _SAMPLES:,} samples",
             lambda: (record_step(tracker), tracker.commit()),
         )
         record = tracker.commit()
         record_step(tracker)  # lost by the resume
         tracker.close()
-        snapshot = timed("seconds to resume", partial(start_ledger, path, folder / "global_step_1", record))
+        snapshot = recorded("seconds to resume", partial(start_ledger, path, folder / "global_step_1", record))
         with Ledger.open(path) as ledger:
-            counts = timed("seconds to count the outcomes", ledger.counts)
+            counts = recorded("seconds to count the outcomes", ledger.counts)
         if counts.trained != size:
             raise RuntimeError(f"the ledger has {counts.trained} samples instead of {size}")
         costs.setdefault("bytes a sample", []).append(path.stat().st_size / size)
@@ -208,6 +215,58 @@ def measure_ledger(sizes: Sequence[int], folder: Path) -> None:
         print(f"{size:,} samples: {', '.join(f'{name} {row[-1]:.3g}' for name, row in costs.items())}", flush=True)
     tracker.close()
     print(table(sizes, costs), flush=True)
+
+
+def measure_steps(sizes: Sequence[int], folder: Path) -> None:
+    """Runs of many steps: records of the second step of a tiny run, repeated. A resume removes the last step."""
+    from verl.models.tiny import make_tiny_model
+    from verl.page.pages import Site
+
+    write_rows(folder / "rows.parquet", 100)
+    measure(folder / "run", overrides(make_tiny_model(folder / "model"), folder, folder / "rows.parquet"), folder)
+    costs: dict[str, list[float]] = {}
+    for size in sizes:
+        run = folder / str(size)
+        run.mkdir()
+        for name in ("config.yaml", "curves.json"):
+            shutil.copy(folder / "run" / name, run)
+        for name in ("metrics.jsonl", "timeline.jsonl", "spans.jsonl"):
+            repeat_step(folder / "run" / name, run / name, size)
+        num_bytes = sum(file.stat().st_size for file in run.iterdir())
+
+        def page(run: Path = run) -> str:
+            site = Site([run])
+            try:
+                return site.page(f"/run/{run.name}")
+            finally:
+                site.close()
+
+        def resume(run: Path = run, size: int = size) -> int:
+            with RunFolder(run) as records:
+                return records.truncate_after(size - 1)
+
+        row = {"`verl show`": timed(lambda run=run: read_progress(run)), "the page's first view": timed(page)}
+        row |= {"a resume": timed(resume), "bytes a step": num_bytes / size}
+        for name, cost in row.items():
+            costs.setdefault(name, []).append(cost)
+        print(f"{size:,} steps: {row}", flush=True)
+        shutil.rmtree(run)
+    print(table(sizes, costs), flush=True)
+
+
+def repeat_step(source: Path, target: Path, num_steps: int) -> None:
+    """The rows of step 2 in `source`, for each step from 1 on."""
+    rows = [row for row in read_json_rows(source) if row["step"] == 2]
+    text = "".join(json.dumps({"step": "STEP", **{n: v for n, v in row.items() if n != "step"}}) + "\n" for row in rows)
+    with target.open("w", encoding="utf-8") as file:
+        file.writelines(text.replace('"STEP"', str(step)) for step in range(1, num_steps + 1))
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds of one call."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
 
 
 def record_step(tracker: SampleTracker) -> None:
@@ -229,16 +288,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Cost of a run against its size.")
     parser.add_argument("--sizes", help="numbers of rows or samples, in increasing order")
     parser.add_argument("--ledger", action="store_true")
+    parser.add_argument("--steps", action="store_true")
     arguments = parser.parse_args()
-    sizes = (
-        [int(size) for size in arguments.sizes.split(",")]
-        if arguments.sizes
-        else SAMPLES
+    work, sizes = (
+        (measure_ledger, SAMPLES)
         if arguments.ledger
-        else SIZES
+        else (measure_steps, STEPS)
+        if arguments.steps
+        else (measure_starts, SIZES)
     )
+    if arguments.sizes:
+        sizes = tuple(int(size) for size in arguments.sizes.split(","))
     with tempfile.TemporaryDirectory() as folder:
-        (measure_ledger if arguments.ledger else measure_starts)(sizes, Path(folder))
+        work(sizes, Path(folder))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """Reading of run folders: files that grow, are replaced, or are damaged."""
 
+import itertools
 import json
 import shutil
 
 import pytest
 
 from tests.page.folders import add_step, append, make_run, sample, write_samples
-from verl.page import follow, life, panels, steps
+from verl.page import life, panels, steps
 from verl.page.index import SampleIndex
 from verl.page.reader import RunReader
 
@@ -34,23 +35,21 @@ def test_rows_arrive_as_they_are_written(run_folder):
     assert [span["name"] for span in run.spans[4]] == ["gen", "reward", "update_actor"]
 
 
-def test_a_large_file_is_read_in_parts(run_folder, monkeypatch):
-    """The first page does not wait for all of it."""
-    monkeypatch.setattr(follow, "_CHUNK_BYTES", 1000)
-    for step in range(4, 2000):
+def test_a_long_file_is_read_at_evenly_spaced_places(run_folder):
+    """The first page and its memory do not grow with the run; later rows are all read."""
+    for step in range(4, 5000):
         append(run_folder / "metrics.jsonl", {"step": step, "time": 1.0, "x": step})
     run = RunReader(run_folder, "run")
-    clock = iter(range(100_000))
-    monkeypatch.setattr(follow.time, "monotonic", lambda: next(clock))
-    run.read_within_s = 500
+    run.max_bytes = 50_000
     run.refresh(0)
-    assert 0 < run.step < 1999
-    assert any("Still reading metrics.jsonl" in problem for problem in run.problems)
-    for _ in range(10):
-        run.refresh(0)
-    assert run.step == 1999
-    assert list(run.metrics["x"].values) == list(range(4, 2000))
-    assert not any("Still reading" in problem for problem in run.problems)
+    steps = list(run.metrics["x"].steps)
+    assert 500 < len(steps) < 2000
+    assert (steps[0], steps[-1], sorted(set(steps))) == (4, 4999, steps)
+    assert max(later - step for step, later in itertools.pairwise(steps)) < 100
+    assert any("evenly spaced steps" in problem for problem in run.problems)
+    append(run_folder / "metrics.jsonl", {"step": 5000, "time": 1.0, "x": 5000})
+    run.refresh(0)
+    assert list(run.metrics["x"].steps) == [*steps, 5000]
 
 
 def test_half_a_line_is_read_when_it_is_whole(run_folder):

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import multiprocessing
 import os
@@ -268,6 +269,26 @@ def test_truncate_after_removes_what_will_be_taken_again(tmp_path):
         append_rows(folder.metrics, [{"step": 4}])
         assert [row["step"] for row in read_json_rows(folder.metrics)] == [0, 1, 2, 3, 4]
         assert folder.truncate_after(4) == 0
+
+
+@pytest.mark.parametrize("step", [2, 500, 990, 1000])
+def test_the_end_of_a_long_file_is_cut(tmp_path, monkeypatch, caplog, step):
+    """A resume after many steps reads the last bytes; an earlier checkpoint needs the whole file."""
+    rows = [{"step": i // 2 + 1, "x": i} for i in range(2000)]
+    append_rows(tmp_path / "rows.jsonl", rows)
+    monkeypatch.setattr(files, "_CHECKED_BYTES", 1000)
+    assert files.truncate_rows(tmp_path / "rows.jsonl", step, complete=True) == 2000 - 2 * step
+    assert list(read_json_rows(tmp_path / "rows.jsonl")) == rows[: 2 * step]
+    assert not caplog.records
+    assert (tmp_path / "rows.jsonl").read_bytes().endswith(b"}\n")
+
+
+def test_a_long_file_is_read_at_evenly_spaced_places(tmp_path):
+    append_rows(tmp_path / "rows.jsonl", ({"step": i, "x": "y" * (i % 7)} for i in range(1, 5001)))
+    steps = [row["step"] for row in read_json_rows(tmp_path / "rows.jsonl", limit=20_000)]
+    assert (steps[0], steps[-1], sorted(set(steps))) == (1, 5000, steps)
+    assert 300 < len(steps) < 1200
+    assert max(later - step for step, later in itertools.pairwise(steps)) < 120
 
 
 def test_a_truncated_row_takes_no_other_with_it(tmp_path):

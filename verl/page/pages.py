@@ -25,9 +25,9 @@ from verl.page.index import SampleIndex
 from verl.page.plan import plan_context
 from verl.page.reader import RunReader
 from verl.page.text import collapsed, shown, visible, whole_number
+from verl.tracking.files import SHOWN_BYTES
 from verl.tracking.run_folder import RunFolder
 
-_READ_S = 1.0  # seconds of a request that may go into reading the records of a run
 _UNSAFE = re.compile(r"[^\w.-]+")
 
 
@@ -80,7 +80,7 @@ class Site:
             key = self._key(folder)
             self.views[key] = View(folder, key, cache)
             if not static:
-                self.views[key].run.read_within_s = _READ_S
+                self.views[key].run.max_bytes = SHOWN_BYTES
         self.env = Environment(loader=PackageLoader("verl.page"), autoescape=True, undefined=StrictUndefined,
                                trim_blocks=True, lstrip_blocks=True, finalize=visible)  # fmt: skip
         self.env.filters.update(

@@ -6,11 +6,11 @@ Reading never raises because of the content of the folder: `problems` has a sent
 from __future__ import annotations
 
 import re
+import sys
 import threading
 import time
 from array import array
 from collections.abc import Mapping
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +65,7 @@ class RunReader:
         self._checked = 0.0
         self._config: tuple[float, Mapping[str, Any]] = (-1.0, {})
         self.index_problem = ""
-        self.read_within_s = inf  # of one `refresh`; the next one reads on
-        self._deadline = inf
+        self.max_bytes = sys.maxsize  # read from a file at once; of a larger one the page has evenly spaced rows
         self._start()
 
     def _start(self) -> None:
@@ -90,12 +89,12 @@ class RunReader:
             now = time.monotonic()
             if now - self._checked < at_most_every_s:
                 return self.version
-            self._checked, self._deadline = now, now + self.read_within_s
+            self._checked = now
             self.version += any([self._read_metrics(), self._read_timeline(), self._read_rest()])
             return self.version
 
     def _read_metrics(self) -> bool:
-        rows = self._metrics_file.read(self._deadline)
+        rows = self._metrics_file.read(self.max_bytes)
         if self._metrics_file.is_replaced:
             self.metrics, self.times = {}, {}
         for row in rows:
@@ -108,11 +107,11 @@ class RunReader:
         return bool(rows)
 
     def _read_timeline(self) -> bool:
-        rows = self._timeline_file.read(self._deadline)
+        rows = self._timeline_file.read(self.max_bytes)
         self.timeline = rows if self._timeline_file.is_replaced else self.timeline + rows
-        planned = self._planned_file.read(self._deadline)
+        planned = self._planned_file.read(self.max_bytes)
         self.planned = planned if self._planned_file.is_replaced else self.planned + planned
-        spans = self._spans_file.read(self._deadline)
+        spans = self._spans_file.read(self.max_bytes)
         if self._spans_file.is_replaced:
             self.spans = {}
         for span in spans:
@@ -120,9 +119,9 @@ class RunReader:
         return bool(rows)
 
     def _read_rest(self) -> bool:
-        rows = self._events_file.read(self._deadline)
+        rows = self._events_file.read(self.max_bytes)
         self.events = rows if self._events_file.is_replaced else self.events + rows
-        tokens = self._tokens_file.read(self._deadline)
+        tokens = self._tokens_file.read(self.max_bytes)
         if self._tokens_file.is_replaced:
             self.tokens = {}
         self.tokens.update((row["id"], (row["text"], row.get("special") is True)) for row in tokens)
@@ -136,8 +135,10 @@ class RunReader:
         if not self.folder.is_dir():
             return [f"There is no folder {clean(self.folder)} yet. It appears here when the run starts."]
         sentences = [self.index_problem] if self.index_problem else []
-        if (share := self._metrics_file.share_read) < 1:
-            sentences.append(f"Still reading metrics.jsonl: {share:.0%} so far. Load the page again for more.")
+        if self._metrics_file.is_partial:
+            sentences.append(
+                "metrics.jsonl is long: the curves and the tables have evenly spaced steps, not every step."
+            )
         if not self.metrics and not self.is_running:
             sentences.append("No step has been written to metrics.jsonl.")
         for file in (

@@ -13,10 +13,11 @@ import errno
 import json
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import psutil
 
@@ -27,6 +28,9 @@ from verl.regular_files import MAX_BYTES, open_regular, read_text
 log = logging.getLogger(__name__)
 
 _MAX_ROW_BYTES = 16 << 20
+_NUM_SEGMENTS = 64
+SHOWN_BYTES = 16 << 20  # of a longer file, people see rows at evenly spaced places
+_CHECKED_BYTES = 64 << 20  # of a longer file the end, so that a resume after a million steps takes seconds
 _MAX_WHOLE = 1 << 53  # above, JSON readers that count in float64 lose digits
 # errors of file systems that cannot sync a folder (CIFS, 9p and many in user space)
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EISDIR)
@@ -107,16 +111,32 @@ def read_json(path: Path, check: Check, max_bytes: int = MAX_BYTES) -> Any:
     return _checked(read_text(path, max_bytes), check)
 
 
-def read_lines(path: Path, check: Check) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+def read_lines(path: Path, check: Check, limit: int = sys.maxsize) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     """The lines of a file of `append_rows` with their rows; None for a line that is truncated or fails `check`. No lines when
-    the file is missing. Raises OSError."""
-    try:
-        descriptor = open_regular(path)
-    except FileNotFoundError:
-        return
-    with os.fdopen(descriptor, "rb") as file:
-        while line := file.readline(_MAX_ROW_BYTES):
+    the file is missing; of one above `limit` bytes the lines at evenly spaced places. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError), os.fdopen(open_regular(path), "rb") as file:
+        for line, _ in lines_of(file, even_segments(0, os.fstat(file.fileno()).st_size, limit)):
             yield line, parse_line(line, check)
+
+
+def lines_of(file: BinaryIO, segments: Iterable[tuple[int, int]]) -> Iterator[tuple[bytes, int]]:
+    """The lines that begin in segments (from, to) of a file, and the place at which each ends."""
+    for start, end in segments:
+        file.seek(max(start - 1, 0))
+        if start:
+            file.readline()  # the end of the line before
+        while file.tell() < end and (line := file.readline(_MAX_ROW_BYTES)):
+            yield line, file.tell()
+
+
+def even_segments(start: int, end: int, limit: int) -> list[tuple[int, int]]:
+    """Segments for `lines_of` from `start` to the end of a file, which is at `end`. Where that is more than `limit` bytes, they
+    have evenly spaced parts of it, among them the first and the last."""
+    if end - start <= limit:
+        return [(start, sys.maxsize)]
+    length = limit // _NUM_SEGMENTS
+    starts = [start + (end - length - start) * i // (_NUM_SEGMENTS - 1) for i in range(_NUM_SEGMENTS)]
+    return [(start, start + length) for start in starts]
 
 
 def parse_line(line: bytes, check: Check) -> dict[str, Any] | None:
@@ -128,15 +148,16 @@ def parse_line(line: bytes, check: Check) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
-def read_json_rows(path: Path, check: Check | None = None) -> Iterator[dict[str, Any]]:
-    """The rows of a file of `append_rows`; none when it is missing or no file. Lines that fail `check` are left out."""
+def read_json_rows(path: Path, check: Check | None = None, limit: int = sys.maxsize) -> Iterator[dict[str, Any]]:
+    """The rows of a file of `append_rows`; none when it is missing or no file. Lines that fail `check` are left out.
+    `limit` as in `read_lines`."""
     with contextlib.suppress(OSError):
-        yield from (row for _, row in read_lines(path, check or has()) if row is not None)
+        yield from (row for _, row in read_lines(path, check or has(), limit) if row is not None)
 
 
-def read_metrics(path: Path) -> Iterator[dict[str, float]]:
-    """The rows of metrics.jsonl: step, time, and the metrics that are finite numbers."""
-    for row in read_json_rows(path, is_metrics_row):
+def read_metrics(path: Path, limit: int = sys.maxsize) -> Iterator[dict[str, float]]:
+    """The rows of metrics.jsonl: step, time, and the metrics that are finite numbers. `limit` as in `read_lines`."""
+    for row in read_json_rows(path, is_metrics_row, limit):
         yield {name: value for name, value in row.items() if is_number(value)}
 
 
@@ -191,29 +212,45 @@ OF_STEP = has(step=is_count)  # a row of spans.jsonl, guards.jsonl
 def truncate_rows(path: Path, step: int, check: Check = OF_STEP, *, complete: bool = False) -> int:
     """Leave only the rows up to `step` in a file of `append_rows`, as they are, if there is one; returns the number of removed
     rows. Damage is logged, lines that fail `check` too; a file is `complete` when every step from its first on must have a
-    row."""
-    if not path.exists() and not complete:
-        return 0
+    row. Of a file above 64 MiB the end is read, and cut in place."""
+    if not path.exists():
+        if not complete:
+            return 0
+        path.touch()
     remaining, steps, last, num_removed, num_damaged = bytearray(), set(), 0, 0, 0
-    for line, row in read_lines(path, check):
-        if row is None:
-            num_damaged += line.endswith(b"\n")  # a kill leaves a line without its end
-            continue
-        num_damaged += row["step"] < last
-        last = row["step"]
-        if last > step:
-            num_removed += 1
-        else:
-            remaining += line.removesuffix(b"\n") + b"\n"
-            steps.add(last)
+    with os.fdopen(open_regular(path), "rb") as file:
+        start = cut = _start_of_check(file, step, check)
+        for line, end in lines_of(file, [(start, sys.maxsize)]):
+            if (row := parse_line(line, check)) is None:
+                num_damaged += line.endswith(b"\n")  # a kill leaves a line without its end
+                continue
+            num_damaged += row["step"] < last
+            last = row["step"]
+            if last > step:
+                num_removed += 1
+            else:
+                remaining += line.removesuffix(b"\n") + b"\n"
+                steps.add(last)
+                cut = end
     num_missing = step + 1 - max(min(steps, default=step), 1) - len(steps - {0}) if complete else 0
     if num_damaged or num_missing:
         log.warning(
             "%s is damaged: %d lines are wrong, and %d steps before step %d have no row.",
             path, num_damaged, num_missing, step + 1,
         )  # fmt: skip
-    write_atomically(path, remaining.decode())
+    if start:
+        os.truncate(path, cut)
+    else:
+        write_atomically(path, remaining.decode())
     return num_removed
+
+
+def _start_of_check(file: BinaryIO, step: int, check: Check) -> int:
+    """The place from which `truncate_rows` reads: 0, unless the end of a large file has rows up to `step`."""
+    start = max(os.fstat(file.fileno()).st_size - _CHECKED_BYTES, 0)
+    rows = (parse_line(line, check) for line, _ in lines_of(file, [(start, sys.maxsize)]))
+    first = next((row for row in rows if row is not None), None)
+    return start if first is not None and first["step"] <= step else 0
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from verl.foreign_text import clean
 from verl.regular_files import open_regular
 from verl.tracking.bottleneck import Bottleneck, beside_plan, find_bottleneck
-from verl.tracking.files import has, is_count, is_number, is_text, maybe, read_json_rows, read_metrics
+from verl.tracking.files import SHOWN_BYTES, has, is_count, is_number, is_text, maybe, read_json_rows, read_metrics
 from verl.tracking.heartbeat import EVENTS, read_beat
 from verl.tracking.ledger.reader import Counts, read_counts
 from verl.tracking.lock import holder_of
@@ -34,8 +34,8 @@ _RECORD = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ (WARNING|ERROR|CRITIC
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric over the steps. First and last are means over a tenth of the points each (at least one). The best value is
-    the lowest of a loss, and the highest of other metrics."""
+    """One metric over the steps; of a very long run, over evenly spread ones. First and last are means over a tenth of the
+    points each (at least one). The best value is the lowest of a loss, and the highest of other metrics."""
 
     meaning: str
     first: float
@@ -68,7 +68,8 @@ class Progress:
 def read_progress(folder: Path) -> Progress:
     """Read the progress of the run in `folder`. Raises ConfigError when it is not a run folder."""
     require_run_folder(folder)
-    timeline, metrics = list(read_timeline(folder / "timeline.jsonl")), list(read_metrics(folder / "metrics.jsonl"))
+    timeline = list(read_timeline(folder / "timeline.jsonl", SHOWN_BYTES))
+    metrics = list(read_metrics(folder / "metrics.jsonl", SHOWN_BYTES))
     total = next((row["of"] for row in reversed(timeline) if row.get("of")), None)
     step = max((int(row["step"]) for row in metrics), default=0)
     process = holder_of(folder)

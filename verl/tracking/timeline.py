@@ -12,6 +12,7 @@ step's time starts at the end of the step before, so validation and saving count
 from __future__ import annotations
 
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.parallel.traffic import TRAFFIC, Traffic
-from verl.tracking.files import append_rows, each, has, is_count, is_number, maybe, read_json_rows
+from verl.tracking.files import SHOWN_BYTES, append_rows, each, has, is_count, is_number, maybe, read_json_rows
 
 PLAN = "plan.json"  # `verl plan --json`, in a run folder
 PLANNED = "planned.jsonl"  # steps as `verl plan` has simulated them, in a run folder, with the rows of timeline.jsonl
@@ -73,16 +74,16 @@ class Timeline:
         append_rows(self._path, [row])
 
 
-def read_timeline(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of timeline.jsonl."""
-    return read_json_rows(path, ROW)
+def read_timeline(path: Path, limit: int = sys.maxsize) -> Iterator[dict[str, Any]]:
+    """The rows of timeline.jsonl; `limit` as in `read_lines`."""
+    return read_json_rows(path, ROW, limit)
 
 
 def expected_step_s(folder: Path) -> float | None:
     """Median seconds of the newest steps in a run folder, or of the steps that `verl plan` has simulated for it; None without
     either."""
     for name in ("timeline.jsonl", PLANNED):
-        if rows := list(read_timeline(folder / name))[-_NUM_NEWEST:]:
+        if rows := list(read_timeline(folder / name, SHOWN_BYTES))[-_NUM_NEWEST:]:
             return statistics.median(row["seconds"] for row in rows)
     return None
 
