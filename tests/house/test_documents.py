@@ -57,6 +57,16 @@ def test_the_features_of_the_seed_documents_are_shown():
     assert read("docs/seed_features.md") == generator.page(), "run: python docs/make_seed_features.py"
 
 
+@pytest.mark.parametrize(
+    ("model", "gpu"), [("Qwen2.5-0.5B", "h100_sxm"), ("Qwen2.5-7B", "a100_sxm"), ("Qwen2.5-32B", "b200_sxm")]
+)
+def test_the_table_of_gpus_is_the_planners(model, gpu):
+    generator = load_module(str(ROOT / "docs" / "make_which_gpu.py"))
+    (row,) = [line for line in read("docs/which-gpu.md").splitlines() if line.startswith(f"| {model} ")]
+    column = 2 + list(generator.GPUS).index(gpu)
+    assert row.split("|")[column].strip() == generator.cell(model, gpu), "run: python docs/make_which_gpu.py"
+
+
 def test_the_table_of_versions_is_current():
     generator = load_module(str(ROOT / "benchmarks" / "versions.py"))
     assert read("docs/versions.md") == generator.page(), "run: python benchmarks/versions.py"

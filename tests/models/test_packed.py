@@ -15,7 +15,12 @@ from verl.models.packing import pack_rows
 from verl.models.tiny import _FAMILIES
 
 PACKED = [family for family in _FAMILIES if family != "bloom"]
-_FLOAT32_ROUTERS = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")  # they choose experts in float32, whatever the model is
+_FLOAT32_ROUTERS = (
+    "qwen3_moe",
+    "mixtral",
+    "deepseek_v3",
+    "glm4_moe",
+)  # they choose experts in float32, whatever the model is
 
 OUTPUTS = ("log_probs", "entropy", "sum_pi_squared")
 
