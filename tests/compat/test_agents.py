@@ -10,7 +10,12 @@ from verl.experimental.agent_loop import AgentLoopManager, AgentLoopWorker
 from verl.experimental.agent_loop.agent_loop import get_trajectory_info
 from verl.interactions.gsm8k_interaction import Gsm8kInteraction
 from verl.tools.gsm8k_tool import Gsm8kTool
-from verl.tools.schemas import OpenAIFunctionCallSchema, OpenAIFunctionParsedSchema, OpenAIFunctionToolCall
+from verl.tools.schemas import (
+    OpenAIFunctionCallSchema,
+    OpenAIFunctionParsedSchema,
+    OpenAIFunctionToolCall,
+    ToolResponse,
+)
 
 
 @pytest.mark.parametrize("base", [AgentLoopManager, AgentLoopWorker])
@@ -44,6 +49,36 @@ def test_classes_are_found_by_name():
     assert get_interaction_class("verl.interactions.gsm8k_interaction.Gsm8kInteraction") is Gsm8kInteraction
     with pytest.raises(ConfigError, match="Gsm8kTol"):
         get_tool_class("verl.tools.gsm8k_tool.Gsm8kTol")
+
+
+def test_programs_run_here_in_place_of_a_service():
+    from verl.tools.sandbox_fusion_tools import SandboxFusionTool
+
+    class Mine(SandboxFusionTool):
+        async def execute(self, instance_id, parameters, **kwargs):
+            code, timeout = parameters["code"], self.default_timeout
+            text = await self.execution_pool.execute.remote(
+                self.execute_code, instance_id, code, timeout, self.default_language
+            )
+            return ToolResponse(text=text), None, None
+
+    config = {"sandbox_fusion_url": "https://x/run_code", "num_workers": 2, "default_timeout": 5}
+    for tool in (SandboxFusionTool(config), Mine(config)):
+        answer, *_ = asyncio.run(tool.execute("1", {"code": "print(6 * 7)"}))
+        assert answer.text.strip() == "42"
+    assert "ZeroDivisionError" in tool.execute_code("1", "1 / 0")
+    with pytest.raises(ValueError, match="programs are Python here"):
+        tool.execute_code("1", "", language="bash")
+
+
+def test_answers_of_geometry_are_scored_as_calls():
+    from verl.tools.geo3k_tool import Geo3kTool
+
+    tool = Geo3kTool({})
+    assert tool.name == "calc_geo3k_reward"
+    instance, _ = asyncio.run(tool.create(create_kwargs={"ground_truth": "\\frac{1}{2}"}))
+    assert [asyncio.run(tool.execute(instance, {"answer": answer}))[1] for answer in ("3", "0.5")] == [-0.05, 0.0]
+    assert asyncio.run(tool.calc_reward(instance)) == 1.0
 
 
 def test_texts_of_gpt_oss_and_paths(tmp_path):

@@ -4,14 +4,17 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
 
 from tests.compat.recipes.dynamic_sampling import DynamicSamplingTrainer, Runner
+from verl import DataProto
 from verl.compat.sections import loaded_config
 from verl.errors import ConfigError, InterruptedRun
 from verl.trainer.main_ppo_v0 import run_ppo
+from verl.utils import hf_tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -133,6 +136,46 @@ class TestDynamicSampling:
             assert metrics(two)[step]["actor/grad_norm"] == pytest.approx(
                 metrics(one)[step]["actor/grad_norm"], rel=1e-4
             )
+
+
+def test_a_fit_of_earlier_releases(tree, caplog):
+    """It takes tokens out of the prompts for generation, and calls worker groups and a reward function."""
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer, compute_advantage
+    from verl.trainer.ppo.reward import load_reward_manager
+    from verl.utils.rollout_skip import RolloutSkip
+
+    trained = []
+
+    class Earlier(RayPPOTrainer):
+        def fit(self):
+            for columns in self.train_dataloader:
+                self.global_steps += 1
+                batch = DataProto.from_single_dict(columns)
+                batch.non_tensor_batch["uid"] = np.arange(len(batch)).astype(object)
+                names = ["input_ids", "attention_mask", "position_ids"]
+                prompts = batch.pop(batch_keys=names, non_tensor_batch_keys=["raw_prompt_ids"])
+                assert [len(ids) for ids in prompts.non_tensor_batch["raw_prompt_ids"]] == prompts.batch[
+                    "attention_mask"
+                ].sum(-1).tolist()
+                samples = self.actor_rollout_wg.generate_sequences(prompts.repeat(2, interleave=True))
+                batch = batch.repeat(2, interleave=True).union(samples)
+                batch.batch["token_level_rewards"] = self.reward_fn(batch, return_dict=True)["reward_tensor"]
+                batch = batch.union(self.actor_rollout_wg.compute_log_prob(batch))
+                batch = compute_advantage(batch, adv_estimator="grpo", num_repeat=2)
+                trained.append(self.actor_rollout_wg.update_actor(batch).meta_info["metrics"])
+                if self.global_steps == 2:
+                    return
+
+    config = OmegaConf.create(
+        {**tree, "algorithm": {"adv_estimator": "grpo"}, "data": {**tree["data"], "val_files": None}}
+    )
+    manager = load_reward_manager(config, hf_tokenizer(tree["actor_rollout_ref"]["model"]["path"]))
+    trainer = Earlier(config, reward_fn=manager)
+    trainer.fit()
+    assert len(trained) == 2
+    assert all(row["actor/grad_norm"] > 0 for row in trained)
+    RolloutSkip(config, trainer).wrap_generate_sequences()
+    assert "rollout.skip_rollout has no effect" in caplog.text
 
 
 class TestRoles:

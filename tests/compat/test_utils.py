@@ -3,6 +3,7 @@ torch_dtypes, tracking, checkpoint}: small functions, called as recipes call the
 
 import asyncio
 import json
+import os
 import time
 import warnings
 from types import SimpleNamespace
@@ -207,6 +208,27 @@ class TestContainers:
 
         assert reduce_metrics({"kl": Metric.mean(1.0, 1).merge(Metric.mean(4.0, 2))}) == {"kl": 3.0}
 
+    def test_metrics_of_ranks(self):
+        from verl.utils.metric import AggregationType, Metric, reduce_metrics
+
+        metric = Metric("sum", torch.tensor(1.0))
+        metric.extend([2, torch.tensor([3.0])])
+        assert (metric.aggregation, metric.values, metric.aggregate()) == (AggregationType.SUM, [1.0, 2, 3.0], 6.0)
+        ranks = [metric, Metric("sum", 5.0)]
+        with pytest.raises(ValueError, match="same count"):
+            Metric.aggregate_dp(ranks)
+        ranks[1].extend([0.0, 1.0])
+        assert Metric.aggregate_dp(ranks) == 6.0
+        assert Metric.aggregate_dp([Metric("max", 1), Metric("max", 4)]) == 4.0
+        assert reduce_metrics({"loss": metric, "n": [3]}) == {"loss": 6.0, "n": 3}
+        assert metric.init_list().values == []
+        assert Metric.from_dict({"a": 1}, "mean")["a"].values == [1]
+        for other in (torch.ones(2), "1", Metric("mean", 1)):
+            with pytest.raises(ValueError, match="one number|takes numbers|do not join"):
+                metric.append(other)
+        with pytest.raises(ValueError, match="median"):
+            Metric("median")
+
     def test_regular_types(self):
         from verl.utils.py_functional import convert_to_regular_types
 
@@ -215,6 +237,14 @@ class TestContainers:
         assert converted == {"x": {"a": [1, {"b": 2}], "c": 2}, "y": [[1, {"b": 2}], None]}
         assert type(converted["x"]) is dict
         assert type(converted["x"]["a"]) is list
+
+    def test_an_environment_variable_for_a_while(self, monkeypatch):
+        from verl.utils.py_functional import temp_env_var
+
+        monkeypatch.setenv("VERL_TEST_A", "1")
+        with temp_env_var("VERL_TEST_A", "2"), temp_env_var("VERL_TEST_B", "3"):
+            assert (os.environ["VERL_TEST_A"], os.environ["VERL_TEST_B"]) == ("2", "3")
+        assert (os.environ["VERL_TEST_A"], os.environ.get("VERL_TEST_B")) == ("1", None)
 
     def test_dicts(self):
         from verl.utils.py_functional import list_of_dict_to_dict_of_list, union_two_dict

@@ -176,6 +176,11 @@ def test_the_window_of_existing_releases_is_an_option():
     for source, reply, lowest in (("openai/gsm8k", "#### 7", 0.0), ("math_dapo", "Answer: 7", -1.0)):
         assert value(default_compute_score(source, reply + after, "7")) == 1.0
         assert value(default_compute_score(source, reply + after, "7", legacy=True)) == lowest
+    strict = {"strict_box_verify": True}
+    assert [value(default_compute_score("math_dapo", text, "7", **strict)) for text in ("Answer: 7", r"\boxed{7}")] == [
+        -1,
+        1,
+    ]
     assert default_compute_score("openai/gsm8k", "#### 1234", "1234.0") == 1.0
     assert default_compute_score("openai/gsm8k", "#### 1234", "1234.0", legacy=True) == 0.0
 

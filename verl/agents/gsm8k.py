@@ -6,11 +6,12 @@ from typing import Any
 
 from verl.agents.interactions import BaseInteraction
 from verl.rewards.scorers.gsm8k import compute_score
+from verl.rewards.scorers.math_answers import score_boxed
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import Answer
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
-SCHEMA = {
+SCHEMA: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "calc_gsm8k_reward",
@@ -45,7 +46,7 @@ class Gsm8kTool(BaseTool):
         instance, response = await super().create(instance_id)
         truth = ground_truth if ground_truth is not None else (kwargs.get("create_kwargs") or {}).get("ground_truth")
         if truth is None:
-            raise ValueError("the row has no tools_kwargs.calc_gsm8k_reward.create_kwargs.ground_truth")
+            raise ValueError(f"the row has no tools_kwargs.{self.name}.create_kwargs.ground_truth")
         self._truths[instance], self._best[instance] = str(truth), 0.0
         return instance, response
 
@@ -53,14 +54,12 @@ class Gsm8kTool(BaseTool):
         """See BaseTool. The reward is 0 for a better answer than before in the episode, else -0.05."""
         answer = parameters.get("answer", "")
         text = answer if isinstance(answer, str) else str(answer)
-        reward = compute_score(
-            text if text.startswith("#### ") else f"#### {text}", self._truths[instance_id], "flexible"
-        )
+        reward = self._score(text, self._truths[instance_id])
         # of the episode, since an instance is of one call
         extra = getattr(kwargs.get("agent_data"), "extra_fields", None)
-        best = self._best[instance_id] if extra is None else extra.get("gsm8k_best", 0.0)
+        best = self._best[instance_id] if extra is None else extra.get(f"{self.name}_best", 0.0)
         if extra is not None:
-            extra["gsm8k_best"] = max(best, reward)
+            extra[f"{self.name}_best"] = max(best, reward)
         self._best[instance_id] = max(best, reward)
         return (
             ToolResponse(text=f"Current parsed answer={text!r} reward={reward!r}"),
@@ -74,6 +73,24 @@ class Gsm8kTool(BaseTool):
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         self._truths.pop(instance_id, None)
         self._best.pop(instance_id, None)
+
+    @staticmethod
+    def _score(answer: str, truth: str) -> float:
+        return compute_score(answer if answer.startswith("#### ") else f"#### {answer}", truth, "flexible")
+
+
+class Geo3kTool(Gsm8kTool):
+    """The same for geometry: tools_kwargs.calc_geo3k_reward.create_kwargs."""
+
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None):
+        function = {**SCHEMA["function"], "name": "calc_geo3k_reward"}
+        super().__init__(
+            config, tool_schema or OpenAIFunctionToolSchema.model_validate({**SCHEMA, "function": function})
+        )
+
+    @staticmethod
+    def _score(answer: str, truth: str) -> float:
+        return score_boxed(answer if "\\boxed" in answer else f"\\boxed{{{answer}}}", truth)
 
 
 class Gsm8kInteraction(BaseInteraction):

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from verl.agents.tools.python import program_output
 from verl.errors import ConfigError
 from verl.families import AGENT_LOOPS
 from verl.registry import RegistryMapping, user_file
+from verl.rewards.programs import ProgramLimits
+from verl.tools.base_tool import BaseTool
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.tools.tool_registry import load_class
 
 
@@ -26,6 +32,52 @@ class AgentLoopManager(_NoManager):
 
 class AgentLoopWorker(_NoManager):
     """See _NoManager."""
+
+
+class SandboxFusionTool(BaseTool):
+    """Python programs as calls of a model. They run on this machine in processes with limits (verl/rewards/programs.py), not at
+    `sandbox_fusion_url`. Of `config`, default_timeout (seconds), default_language and memory_limit_mb (MiB) act.
+
+    Subclasses call `await self.execution_pool.execute.remote(function, *arguments)`, which runs it in a thread.
+    """
+
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None):
+        super().__init__(config, tool_schema or OpenAIFunctionToolSchema.model_validate(_CODE_SCHEMA))
+        self.default_timeout = config.get("default_timeout", 30)
+        self.default_language = config.get("default_language", "python")
+        self.memory_limit_mb = int(config.get("memory_limit_mb", 1024))
+        self.execution_pool = SimpleNamespace(execute=SimpleNamespace(remote=asyncio.to_thread))
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: object
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        """See BaseTool."""
+        timeout = parameters.get("timeout", self.default_timeout)
+        language = parameters.get("language", self.default_language)
+        text = await asyncio.to_thread(
+            self.execute_code, instance_id, str(parameters.get("code", "")), timeout, language
+        )
+        return ToolResponse(text=text), 0.0, {}
+
+    def execute_code(self, instance_id: str, code: str, timeout: float = 30, language: str = "python") -> str:
+        """Prints and errors of the program. `timeout`: seconds. Raises ValueError for another language than Python."""
+        if language != "python":
+            raise ValueError(f"the language is {language}, and programs are Python here")
+        return program_output(code, ProgramLimits(time_s=float(timeout), memory_mb=self.memory_limit_mb))
+
+
+_CODE_SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "code_interpreter",
+        "description": "Runs a Python program and returns what it prints.",
+        "parameters": {
+            "type": "object",
+            "properties": {"code": {"type": "string", "description": "the program"}},
+            "required": ["code"],
+        },
+    },
+}
 
 
 async def get_trajectory_info(step: int, index: list[Any], validate: bool) -> list[dict[str, Any]]:

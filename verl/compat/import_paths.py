@@ -7,7 +7,7 @@ from __future__ import annotations
 
 _WORKER_GROUPS = "verl.runtime.ray_worker_group"
 _REGISTER = "Dispatch Execute register register_dispatch_mode update_dispatch_mode"
-_ROLES = "Role WorkerType need_critic need_reference_policy need_reward_model"
+_ROLES = "Role WorkerType need_critic need_reference_policy need_reward_model need_teacher_policy"
 _DATASETS = "create_rl_dataset create_rl_sampler"
 _PROFILER = {
     "verl.compat.profiler": "DistProfiler DistProfilerExtension GPUMemoryLogger ProfilerConfig log_gpu_memory_usage "
@@ -36,7 +36,8 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     "verl.experimental.agent_loop.single_turn_agent_loop": {"verl.agents.loops": "SingleTurnAgentLoop"},
     "verl.experimental.agent_loop.tool_agent_loop": {"verl.agents.tool_agent": "AgentData AgentState ToolAgentLoop"},
     "verl.experimental.agent_loop.tool_parser": {
-        "verl.agents.parsers": "GptOssToolParser HermesToolParser ToolParser",
+        "verl.agents.parsers": "Gemma4ToolParser=GemmaToolParser GptOssToolParser HermesToolParser "
+        "Qwen3XMLToolParser=QwenCoderToolParser ToolParser",
         "verl.tools.schemas": "FunctionCall",
     },
     "verl.experimental.agent_loop.utils": {
@@ -69,7 +70,9 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     "verl.single_controller.ray.base": {
         _WORKER_GROUPS: "RayClassWithInitArgs RayResourcePool RayWorkerGroup create_colocated_worker_cls",
     },
+    "verl.tools.geo3k_tool": {"verl.agents.gsm8k": "Geo3kTool"},
     "verl.tools.gsm8k_tool": {"verl.agents.gsm8k": "Gsm8kTool"},
+    "verl.tools.sandbox_fusion_tools": {"verl.compat.agents": "SandboxFusionTool"},
     "verl.tools.search_tool": {"verl.agents.search": "SearchTool"},
     "verl.tools.utils.tool_registry": {
         "verl.compat.agents": "get_tool_class",
@@ -99,7 +102,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
         "compute_policy_loss_sapo compute_policy_loss_vanilla compute_reinforce_plus_plus_baseline_outcome_advantage "
         "compute_reinforce_plus_plus_outcome_advantage compute_remax_outcome_advantage compute_rloo_outcome_advantage "
         "compute_rloo_vectorized_outcome_advantage compute_value_loss get_adv_estimator_fn get_kl_controller "
-        "get_policy_loss_fn kl_penalty register_adv_est register_policy_loss",
+        "get_policy_loss_fn kl_penalty kl_penalty_forward=kl_penalty register_adv_est register_policy_loss",
     },
     "verl.trainer.ppo.metric_utils": {
         "verl.compat.metrics": "_compute_response_info=compute_response_info bootstrap_metric calc_maj_val "
@@ -142,14 +145,16 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
         "get_visible_devices_keyword is_cuda_available is_npu_available set_expandable_segments",
     },
     "verl.utils.flops_counter": {"verl.compat.flops": "FlopsCounter get_device_flops"},
-    "verl.utils.fs": {"verl.compat.files": "copy_local_path_from_hdfs copy_to_local is_non_local local_mkdir_safe"},
+    "verl.utils.fs": {
+        "verl.compat.files": "_is_non_local=is_non_local copy_local_path_from_hdfs copy_to_local is_non_local local_mkdir_safe"
+    },
     "verl.utils.hdfs_io": {"verl.compat.files": "copy exists makedirs"},
     "verl.utils.import_utils": {
         "verl.compat.python": "deprecated import_external_libs is_megatron_core_available is_nvtx_available "
         "is_sglang_available is_trl_available is_vllm_available load_class_from_fqn load_extern_object load_extern_type",
     },
     "verl.utils.memory_utils": {"verl.compat.devices": "aggressive_empty_cache"},
-    "verl.utils.metric": {"verl.compat.metrics": "reduce_metrics"},
+    "verl.utils.metric": {"verl.compat.metrics": "AggregationType Metric=MetricValues reduce_metrics"},
     "verl.utils.model": {
         "verl.compat.models": "compute_position_id_with_mask convert_weight_keys extract_multi_modal_inputs "
         "get_generation_config get_model_size print_model_size update_model_config",
@@ -158,10 +163,14 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     "verl.utils.profiler": _PROFILER,
     "verl.utils.profiler.performance": _PROFILER,
     "verl.utils.py_functional": {
-        "verl.compat.python": "append_to_dict convert_to_regular_types list_of_dict_to_dict_of_list union_two_dict",
+        "verl.compat.python": "append_to_dict convert_to_regular_types list_of_dict_to_dict_of_list temp_env_var "
+        "union_two_dict",
     },
     "verl.utils.ray_utils": {"verl.compat.python": "auto_await get_event_loop"},
-    "verl.utils.reward_score": {"verl.rewards.scorers.route": "default_compute_score"},
+    "verl.utils.reward_score": {
+        "verl.rewards.scorers.route": "_default_compute_score=default_compute_score default_compute_score",
+    },
+    "verl.utils.reward_score.geo3k": {"verl.rewards.scorers.math_answers": "compute_score=score_boxed"},
     "verl.utils.reward_score.gsm8k": {"verl.rewards.scorers.gsm8k": "compute_score extract_solution"},
     "verl.utils.reward_score.math": _MATH_SCORER,
     "verl.utils.reward_score.math_dapo": {
@@ -169,16 +178,19 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     },
     "verl.utils.reward_score.math_reward": _MATH_SCORER,
     "verl.utils.reward_score.openr1mm": {"verl.rewards.scorers.math_answers": "compute_score=score_tagged"},
+    "verl.utils.reward_score.search_r1_like_qa_em": {"verl.rewards.scorers.exact_match": "compute_score"},
     "verl.utils.reward_score.rlla": {"verl.rewards.scorers.tool_calls": "compute_score"},
+    "verl.utils.rollout_skip": {"verl.compat.ray_trainer": "RolloutSkip"},
     "verl.utils.rollout_trace": {"verl.compat.tracking": "RolloutTraceConfig rollout_trace_attr rollout_trace_op"},
     "verl.utils.seqlen_balancing": {
         "verl.compat.seqlen_balancing": "get_reverse_idx get_seqlen_balanced_partitions log_seqlen_unbalance "
         "prepare_dynamic_batch rearrange_micro_batches restore_dynamic_batch",
     },
     "verl.utils.tensordict_utils": {
-        "verl.compat.tensordicts": "assign_non_tensor assign_non_tensor_data assign_non_tensor_stack chunk_tensordict "
-        "concat_tensordict get get_keys get_non_tensor_data get_tensordict index_select_tensor_dict make_iterator pop "
-        "pop_keys union_tensor_dict unwrap_non_tensor_data",
+        "verl.compat.tensordicts": "assert_tensordict_eq assign_non_tensor assign_non_tensor_data assign_non_tensor_stack "
+        "chunk_tensordict concat_nested_tensors concat_tensordict contiguous get get_keys get_non_tensor_data get_tensordict "
+        "index_select_tensor_dict list_of_dict_to_tensordict make_iterator pad_to_divisor pop pop_keys union_tensor_dict unpad "
+        "unwrap_non_tensor_data",
     },
     "verl.utils.tokenizer": {
         "verl.compat.models": "hf_processor hf_tokenizer normalize_token_ids set_pad_token_id",
@@ -197,7 +209,10 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
         "get_ulysses_sequence_parallel_rank get_ulysses_sequence_parallel_world_size "
         "set_ulysses_sequence_parallel_group slice_input_tensor ulysses_pad ulysses_pad_and_slice_inputs",
     },
-    "verl.utils.fsdp_utils": {"verl.compat.models": "get_init_weight_context_manager init_context"},
+    "verl.utils.fsdp_utils": {
+        "verl.compat.models": "get_init_weight_context_manager init_context",
+        "torch.distributed.fsdp": "CPUOffloadPolicy MixedPrecisionPolicy",
+    },
     "verl.worker": {
         "verl.programs.hybrid_worker": "ActorRolloutRefWorker",
         "verl.roles.rollout": "RolloutWorker",

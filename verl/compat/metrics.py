@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 import numpy as np
+import torch
 
 from verl.algorithms.validation_metrics import NUM_DRAWS, SEED, Metrics, metrics_per_source
 from verl.data_proto.batch_metrics import data_metrics, span_tokens
@@ -21,10 +23,78 @@ def reduce_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
     for name, values in metrics.items():
         if isinstance(values, Metric):
             metrics[name] = values.value
+        elif isinstance(values, MetricValues):
+            metrics[name] = values.aggregate()
         else:
             reduce: Any = np.max if "max" in name else np.min if "min" in name else np.mean
             metrics[name] = reduce(values)
     return metrics
+
+
+class AggregationType(Enum):
+    """Ways to make one number of several."""
+
+    MEAN = "mean"
+    SUM = "sum"
+    MIN = "min"
+    MAX = "max"
+
+
+class MetricValues:
+    """Numbers of one quantity and their aggregation, `verl.utils.metric.Metric`. Raises ValueError for a value that is not one
+    number, and for metrics of another aggregation."""
+
+    def __init__(self, aggregation: str | AggregationType, value: Any = None):
+        self.aggregation = AggregationType(aggregation)
+        self.values: list[float] = []
+        if value is not None:
+            self.append(value)
+
+    def append(self, value: Any) -> None:
+        """Add a number, a tensor of one element, or the numbers of a metric."""
+        if isinstance(value, MetricValues):
+            self.extend(value)
+            return
+        if isinstance(value, torch.Tensor | np.ndarray) and len(value.reshape(-1)) != 1:
+            raise ValueError(f"A metric takes one number at a time, and this has {len(value.reshape(-1))}.")
+        number = value.item() if hasattr(value, "item") else value
+        if not isinstance(number, int | float):
+            raise ValueError(f"A metric takes numbers, and this is a {type(value).__name__}.")
+        self.values.append(number)
+
+    def extend(self, values: MetricValues | Sequence[Any]) -> None:
+        """Append each number."""
+        if isinstance(values, MetricValues):
+            if values.aggregation != self.aggregation:
+                raise ValueError(f"Metrics of {values.aggregation.value} and {self.aggregation.value} do not join.")
+            values = values.values
+        for value in list(values):
+            self.append(value)
+
+    def aggregate(self) -> float:
+        """One number of all."""
+        return float(getattr(np, self.aggregation.value)(self.values))
+
+    @classmethod
+    def aggregate_dp(cls, metric_lists: Sequence[MetricValues]) -> float:
+        """One number of the metrics of data-parallel ranks: sums and means are of the ranks' mean. Raises ValueError for none,
+        and for ranks with different counts of numbers."""
+        if len({len(metric.values) for metric in metric_lists}) != 1:
+            raise ValueError("Metrics of ranks need the same count of numbers.")
+        joined = cls(metric_lists[0].aggregation)
+        ranks = np.array([metric.values for metric in metric_lists])
+        averages = joined.aggregation in (AggregationType.MEAN, AggregationType.SUM)
+        joined.extend((ranks.mean(axis=0) if averages else ranks.ravel()).tolist())
+        return joined.aggregate()
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], aggregation: str | AggregationType) -> dict[str, MetricValues]:
+        """A metric of each value."""
+        return {name: cls(aggregation, value) for name, value in data.items()}
+
+    def init_list(self) -> MetricValues:
+        """A metric of the same aggregation without numbers."""
+        return MetricValues(self.aggregation)
 
 
 def calculate_debug_metrics(data: DataProto) -> dict[str, float]:

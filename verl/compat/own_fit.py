@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
+
+import torch
 
 from verl.compat import tracking
 from verl.compat.models import compute_position_id_with_mask
@@ -55,6 +57,7 @@ class FitRun:
         self.step = self.loop.state.step
         self._is_synced, self._began = True, time.perf_counter()
         self._rollout_metrics: dict[str, float] = {}
+        self.prompt_batch = DataProto()  # the newest of PromptBatches
         self.forward_s = 0.0  # of the last forward
         self._stack.enter_context(tracking.followed_by(self._log))
 
@@ -89,6 +92,8 @@ class FitRun:
         self.loop.stop.check()
         self.sync()
         self.loop.spans.begin_step(step)
+        if "ordinal" not in batch.batch.keys():
+            batch = self._whole_rows(batch)
         ordinals = batch.batch["ordinal"].tolist()
         first = {ordinal: row for row, ordinal in reversed(list(enumerate(ordinals)))}
         counts = set(Counter(ordinals).values())
@@ -115,7 +120,14 @@ class FitRun:
         for ordinal in ordinals:
             rows.append(place[ordinal] * params.n + used[ordinal])
             used[ordinal] += 1
-        return _outward(samples.select_idxs(rows), set(batch.non_tensor_batch), seconds)
+        return _outward(samples.select_idxs(rows), set(batch.non_tensor_batch) - {"media"}, seconds)
+
+    def _whole_rows(self, batch: DataProto) -> DataProto:
+        """The prompts of a batch that a script has taken tokens out of, as fits of earlier releases do."""
+        number = {ordinal: row for row, ordinal in enumerate(self.prompt_batch.batch["ordinal"].tolist())}
+        rows = self.prompt_batch.select_idxs([number[ids.ordinal] for ids in batch.non_tensor_batch["raw_prompt_ids"]])
+        rows.meta_info = batch.meta_info
+        return rows
 
     def end_generation(self) -> None:
         """Free the KV cache until the next generation."""
@@ -209,7 +221,8 @@ class FitRun:
 
 class PromptBatches:
     """`for columns in batches`: the rest of an epoch, in batches of data.gen_batch_size prompts with a group filter, else of
-    data.train_batch_size. `columns` has ordinal, row_index, prompt_token_ids and the fields of the rows."""
+    data.train_batch_size. `columns` has ordinal, row_index, prompt_token_ids, the fields of the rows, and input_ids,
+    attention_mask, position_ids [batch, data.max_prompt_length] and raw_prompt_ids, which fits of earlier releases read."""
 
     def __init__(self, run: FitRun):
         self._run, self._next = run, 0
@@ -225,13 +238,32 @@ class PromptBatches:
         self._next = max(self._next, self._run.program.samples.cursor)
         end = (self._next // per_epoch + 1) * per_epoch
         while self._next < end:
-            batch = loader.take(self._next, self.batch_size)
+            batch = self._run.prompt_batch = loader.take(self._next, self.batch_size)
             self._next += self.batch_size
-            yield {**dict(batch.batch.items()), **batch.non_tensor_batch}
+            yield {**dict(batch.batch.items()), **batch.non_tensor_batch, **self._tokens(batch)}
+
+    def _tokens(self, batch: DataProto) -> dict[str, Any]:
+        """The prompts' tokens as datasets of earlier releases have them, padded on the left to data.max_prompt_length."""
+        ids = list(map(PromptIds, batch.non_tensor_batch["prompt_token_ids"], batch.batch["ordinal"].tolist()))
+        input_ids = torch.zeros(len(ids), self._run.config.data.max_prompt_length, dtype=torch.long)
+        mask = torch.zeros_like(input_ids)
+        for row, tokens in enumerate(ids):
+            start = input_ids.shape[1] - len(tokens)
+            input_ids[row, start:], mask[row, start:] = torch.tensor(tokens), 1
+        columns = {"input_ids": input_ids, "attention_mask": mask, "position_ids": compute_position_id_with_mask(mask)}
+        return {**columns, "raw_prompt_ids": object_array(ids)}
+
+
+class PromptIds(list[int]):
+    """The tokens of a prompt, which know its number."""
+
+    def __init__(self, ids: Sequence[int], ordinal: int):
+        super().__init__(ids)
+        self.ordinal = ordinal
 
 
 def _outward(samples: DataProto, prompt_columns: set[str], seconds: float) -> DataProto:
-    """Samples as the existing trainer's rollout returns them. `prompt_columns` are object columns of the prompts."""
+    """Samples as the existing trainer's rollout returns them. `prompt_columns`: object columns that the script has already."""
     columns = dict(samples.batch.items())
     columns["rm_scores"] = columns.pop("token_level_scores")
     columns |= {name: columns[name].long() for name in _MASKS if name in columns}

@@ -8,8 +8,10 @@ import functools
 import importlib.util
 import inspect
 import ipaddress
+import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from verl.errors import ConfigError, NameConfigError
@@ -180,3 +182,16 @@ def deprecated(replacement: str = "") -> Callable[[T], T]:
         return warning  # type: ignore[return-value]
 
     return mark
+
+
+@contextmanager
+def temp_env_var(key: str, value: str) -> Iterator[None]:
+    """An environment variable with another value within the block."""
+    before = os.environ.get(key)
+    os.environ[key] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(key, None)
+        if before is not None:
+            os.environ[key] = before

@@ -7,6 +7,7 @@ phases, and calls the roles of a run through the methods here (verl/compat/own_f
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -25,6 +26,8 @@ from verl.data_proto.proto import DataProto
 from verl.errors import ConfigError
 from verl.models.load import load_model_config
 
+log = logging.getLogger(__name__)
+_PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")
 _REWARD_COLUMNS = ("data_source", "reward_model", "extra_info", "uid")
 
 
@@ -37,6 +40,8 @@ class RayPPOTrainer:
 
     config: the tree that was given, completed by the defaults. global_steps: the step in progress, which a `fit` counts.
     """
+
+    async_rollout_mode, ref_in_actor = True, False  # either choice of a fit leads to the same calls
 
     def __init__(
         self,
@@ -182,9 +187,10 @@ class RayPPOTrainer:
         return self._run.validate()
 
     def _get_gen_batch(self, batch: DataProto) -> DataProto:
-        """The batch for generation. `batch` keeps its tensors, and the columns that rewards read."""
+        """The batch for generation. `batch` keeps its other tensors, and the columns that rewards read."""
         names = [name for name in batch.non_tensor_batch if name not in _REWARD_COLUMNS]
-        popped = batch.pop(non_tensor_batch_keys=names).non_tensor_batch
+        tokens = [name for name in _PROMPT_COLUMNS if name in batch.batch.keys()]
+        popped = batch.pop(batch_keys=tokens, non_tensor_batch_keys=names).non_tensor_batch
         return DataProto.from_dict(dict(batch.batch.items()), {**popped, **batch.non_tensor_batch})
 
     def _generate(self, batch: DataProto) -> DataProto:
@@ -275,6 +281,17 @@ class RayPPOTrainer:
                 raise ConfigError(
                     f"The rows of {type(dataset).__name__} would not be used. Set data.custom_cls.path and .name to it."
                 )
+
+
+class RolloutSkip:
+    """Samples of a former run in place of new ones, which a fit asks for by rollout.skip_rollout. Each step makes its samples
+    here, and a warning says so."""
+
+    def __init__(self, *_: object):
+        log.warning("rollout.skip_rollout has no effect: samples are never taken from a former run.")
+
+    def wrap_generate_sequences(self) -> None:
+        """No effect."""
 
 
 def _closing(fit: Callable[..., Any]) -> Callable[..., Any]:

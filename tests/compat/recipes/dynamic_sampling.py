@@ -7,6 +7,7 @@ many prompts with differing rewards as it trains on. It uses the names of the ex
 import os
 import uuid
 from collections import defaultdict
+from dataclasses import asdict
 
 import numpy as np
 import torch
@@ -223,7 +224,7 @@ class Runner(BaseTaskRunner):
 def main(arguments):
     from verl.config import load_config
 
-    run_ppo(load_config(arguments), task_runner_class=Runner)
+    run_ppo(OmegaConf.create(asdict(load_config(arguments).config)), task_runner_class=Runner)
 
 
 assert AdvantageEstimator.GRPO == "grpo"

@@ -17,6 +17,11 @@ def python(code: str) -> str:
     Args:
         code: the program
     """
-    done = run_program(code, limits=LIMITS)
+    return program_output(code, LIMITS)
+
+
+def program_output(code: str, limits: ProgramLimits) -> str:
+    """The prints of a program, with the end of its errors and the reason when it fails."""
+    done = run_program(code, limits=limits)
     text = done.stdout[:MAX_OUTPUT]
     return text if done.ok else f"{text}\n{done.stderr[-MAX_OUTPUT:]}\nThe program {done.failure}.".strip()

@@ -55,14 +55,15 @@ def score_boxed(solution_str: str, ground_truth: object, **_other: object) -> fl
 
 
 def score_answer_line(
-    solution_str: str, ground_truth: object, legacy: bool = False, **_other: object
+    solution_str: str, ground_truth: object, strict_box_verify: bool = False, legacy: bool = False, **_other: object
 ) -> dict[str, Any]:
-    """Score of DAPO (Yu et al. 2025, arXiv:2503.14476) and AIME, whose replies have a line "Answer: X".
+    r"""Score of DAPO (Yu et al. 2025, arXiv:2503.14476) and AIME, whose replies have a line "Answer: X".
 
-    {"score": 1.0 or -1.0, "acc": bool, "pred": the rest of the line after the last "Answer:"}. `legacy`: as existing releases,
-    only among the last 300 characters of the reply.
+    {"score": 1.0 or -1.0, "acc": bool, "pred": the rest of the line after the last "Answer:"}. `strict_box_verify`: the last
+    \boxed{} in place of that line. `legacy`: as existing releases, only among the last 300 characters of the reply.
     """
-    answers = _ANSWER.findall(solution_str[-LEGACY_WINDOW:] if legacy else solution_str)
+    reply = solution_str[-LEGACY_WINDOW:] if legacy else solution_str
+    answers = [last_boxed(reply) or ""] if strict_box_verify else _ANSWER.findall(reply)
     answer = _plain(answers[-1]) if answers else ""
     correct = bool(answer) and math_equal(_plain(str(ground_truth)), answer)
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": answer or "[none]"}
