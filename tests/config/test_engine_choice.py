@@ -41,6 +41,7 @@ def test_the_engine_group_of_fine_tuning():
     ("overrides", "words"),
     [
         (["use_megatron_fsdp=True"], "use_megatron_fsdp"),
+        (["override_transformer_config.fp8=hybrid"], "training in FP8 is not available"),
         (["virtual_pipeline_model_parallel_size=2"], "needs pipeline_model_parallel_size of at least 3"),
     ],
 )
@@ -73,6 +74,14 @@ def test_an_engine_that_is_not_built_falls_back_to_fsdp(caplog):
     assert actor(f"{ACTOR}.strategy=veomni", "trainer.engine_fallback=fsdp").strategy == "fsdp2"
     assert "veomni is not available: fsdp2 instead." in caplog.text
     assert actor(f"{ACTOR}.strategy=veomni").strategy == "veomni"  # which checks refuse
+
+
+def test_a_kind_of_device_that_is_not_there_falls_back_to_auto(caplog):
+    chosen = load_config([*BASE, "trainer.device=npu", "trainer.engine_fallback=fsdp"], check=False).config.trainer
+    assert chosen.device == "auto"
+    assert "trainer.device=npu is not available: auto instead." in caplog.text
+    other = load_config([*BASE, "trainer.device=cpu", "trainer.engine_fallback=fsdp"], check=False).config.trainer
+    assert other.device == "cpu"
 
 
 WHOLE = [*BASE, "data.train_files=x", "data.val_files=x", "algorithm.adv_estimator=grpo"]

@@ -34,10 +34,10 @@ def composed(*overrides):
     return tree
 
 
-def by_hydra(*overrides):
+def by_hydra(*overrides, name="ppo_trainer"):
     hydra = pytest.importorskip("hydra", reason="needs the extra 'scripts'")
     with hydra.initialize_config_module("verl.trainer.config", version_base=None):
-        return hydra.compose("ppo_trainer", overrides=list(overrides))
+        return hydra.compose(name, overrides=list(overrides))
 
 
 def test_the_files_are_current():
@@ -64,6 +64,17 @@ def test_overrides_on_top_are_what_was_given(compose):
     loaded = load_composed(OmegaConf.to_container(compose(*overrides), resolve=True))
     assert loaded.config == load(*overrides).config
     assert verdicts(loaded).keys() == verdicts(load(*overrides)).keys()
+
+
+@pytest.mark.parametrize(("name", "chosen"), [("ppo_trainer", ["model_engine=megatron"]), ("ppo_megatron_trainer", [])])
+def test_megatron_is_chosen_by_group_or_by_name(name, chosen):
+    sizes = [
+        f"{ACTOR}.megatron.tensor_model_parallel_size=2",
+        f"+{ACTOR}.megatron.override_transformer_config.fp8=null",
+    ]
+    tree = by_hydra(*GRPO, *chosen, *sizes, name=name)
+    ours = load(*GRPO, "model_engine=megatron", *sizes)
+    assert load_composed(OmegaConf.to_container(tree, resolve=True)).config == ours.config
 
 
 def test_every_key_is_there():

@@ -40,7 +40,7 @@ PATHS = {
 # level, key of the problem, and overrides that cause it
 BROKEN = """
 error    ROLLOUT.enable_rollout_routing_replay  ACTOR.router_replay.mode=R2  ROLLOUT.enable_rollout_routing_replay=True
-error    ACTOR.router_replay.mode  ACTOR.router_replay.mode=R3  ACTOR.strategy=megatron
+error    ACTOR.router_replay.mode  ACTOR.router_replay.mode=R3  ACTOR.strategy=megatron  trainer.n_gpus_per_node=2
 error    ACTOR.router_replay.mode  ACTOR.router_replay.mode=R2  CORRECTION.bypass_mode=True
 error    ACTOR.router_replay.mode  ACTOR.router_replay.mode=R3  ROLLOUT.name=hf
 error    ACTOR.router_replay.mode  ACTOR.router_replay.mode=R3  ROLLOUT.multi_turn.enable=True
@@ -119,6 +119,7 @@ error    CORRECTION.rollout_rs_threshold  CORRECTION.rollout_rs=token_k1,seq_max
         CORRECTION.rollout_rs_threshold='1,2'
 error    CORRECTION.rollout_is_threshold  CORRECTION.rollout_is=token  CORRECTION.rollout_is_threshold=2_1
 error    ROLLOUT.calculate_log_probs  CORRECTION.rollout_is=token  ROLLOUT.calculate_log_probs=False
+error    ACTOR.optim.min_lr  ACTOR.optim.lr_scheduler_type=cosine  ACTOR.optim.min_lr=1e-3
 error    ACTOR.optim.override_optimizer_config  +ACTOR.optim.override_optimizer_config.eps=1e-5
 error    ACTOR.optim.lr_scheduler_kwargs  ACTOR.optim.lr_scheduler_type=polynomial
         ACTOR.optim.lr_scheduler_kwargs={num_cycles:2}

@@ -128,9 +128,21 @@ def test_the_engine_of_a_defaults_list(tmp_path):
 
 
 def test_keys_of_the_megatron_engine_are_noticed_for_another_one():
-    notices = load("+engine.tensor_model_parallel_size=2", "optim.lr_decay_style=cosine").notices
+    notices = load("+engine.tensor_model_parallel_size=2", "optim.lr_decay_steps=9").notices
     assert len(notices) == 2
     assert "engine.strategy" in notices[0] or "strategy is not megatron" in notices[0]
+
+
+def test_a_schedule_as_megatron_names_it():
+    loaded = load("engine=megatron", "optim.lr=1e-5", "optim.lr_decay_style=cosine", "optim.min_lr=1e-6")
+    assert (loaded.config.optim.lr_scheduler_type, loaded.config.optim.min_lr) == ("cosine", 1e-6)
+    assert not [notice for notice in loaded.notices if "optim" in notice]
+    refused(
+        "optim.lr=1e-5",
+        "optim.lr_scheduler_type=cosine",
+        "optim.min_lr=1e-4",
+        match="min_lr=0.0001 is above optim.lr=1e-05",
+    )
 
 
 OLDER = [

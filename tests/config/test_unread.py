@@ -45,7 +45,6 @@ UNREAD_THERE_TOO = [
     (f"{ACTOR}.optim.num_cycles=1.5",),
     (f"{ACTOR}.optim.min_lr_ratio=0.1",),
     (f"{ACTOR}.optim.lr_warmup_steps=10", f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1"),
-    (f"+{ACTOR}.optim.lr_decay_style=cosine",),
     (f"+{ACTOR}.optim.lr_decay_steps=100",),
     (f"+{ACTOR}.optim.lr_warmup_init=1e-8",),
     (f"+{ACTOR}.optim.min_lr=1e-7",),

@@ -30,6 +30,7 @@ from verl.models.rounding import Rounding
         ({"lr_scheduler_type": "cosine"}, 50, 0.5),
         ({"lr_scheduler_type": "cosine"}, 100, 0.0),
         ({"lr_scheduler_type": "cosine", "min_lr_ratio": 0.2}, 100, 0.2),
+        ({"lr_scheduler_type": "cosine", "min_lr": 0.5}, 100, 0.5),
         ({"lr_scheduler_type": "cosine", "min_lr_ratio": 0.2}, 25, 0.4 * math.cos(math.pi / 4) + 0.6),
         ({"lr_scheduler_type": "cosine", "num_cycles": 1.0}, 100, 1.0),
         ({"lr_scheduler_type": "cosine", "lr_warmup_steps": 20}, 60, 0.5),

@@ -49,6 +49,7 @@ def check_config(loaded: LoadedConfig[Any]) -> list[Problem]:
     for fault in [p for p in faults if _hidden(loaded, replaced, p) and p.key not in loaded.misfits]:
         faults.remove(fault)
         unread.append(fault.key)
+    faults = [p for p in faults if p.key not in replaced]
     problems = [
         *sorted(refused, key=lambda p: p.key not in missing),
         *(p for p in faults if p.key not in loaded.misfits or _is_fault(loaded, by_key, p.key)),

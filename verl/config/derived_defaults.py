@@ -94,6 +94,7 @@ def derive_sft(values: Mapping[str, object], set_keys: set[str]) -> Derived:
         | _launched(set_keys)
         | _adapter(values, set_keys, "model")
         | _fallback(values, "engine.strategy", "")
+        | _device(values)
     )
 
 
@@ -124,7 +125,7 @@ def derive_ppo(values: Mapping[str, Any], set_keys: set[str]) -> Derived:
     turn_rewards = f"{_ROLLOUT}.agent.turn_rewards"
     if turn_rewards not in set_keys and values["algorithm.adv_estimator"] in ADVANTAGES.reading("turn_ids"):
         derived[turn_rewards] = (True, "follows algorithm.adv_estimator")
-    derived |= _ahead(values, set_keys)
+    derived |= _ahead(values, set_keys) | _device(values)
     for model in (_MODEL, "critic.model"):
         derived |= _adapter(values, set_keys, model)
     strategies = {f"{_ACTOR}.strategy": "fsdp_config", f"{_REF}.strategy": "fsdp_config", "critic.strategy": "fsdp"}
@@ -164,6 +165,7 @@ def _routing(values: Mapping[str, object], set_keys: set[str]) -> Derived:
 
 
 ELSEWHERE = ("fsdp_turbo", "veomni", "torchtitan", "automodel", "mindspeed", "mlite")  # engines that are not built
+DEVICES_ELSEWHERE = ("npu", "xpu", "hpu", "mps", "tpu", "xla", "mlu", "musa", "rocm", "hip")
 FALLS_BACK = "falls back from "  # begins the origin of a key that a fallback has set
 _PACKAGES = {"megatron": "megatron.core", "deepspeed": "deepspeed"}
 _SIZES = {  # of Megatron -> of FSDP2
@@ -189,6 +191,17 @@ def _fallback(values: Mapping[str, Any], key: str, section: str) -> Derived:
         key: ("fsdp2", origin),
         **{f"{place}.{_SIZES[name]}": (size, origin) for name, size in sizes.items()},
     }
+
+
+def _device(values: Mapping[str, Any]) -> Derived:
+    """The device that there is in place of a kind that is not available, where trainer.engine_fallback asks for it."""
+    asked = values["trainer.device"]
+    if values["trainer.engine_fallback"] != "fsdp" or not isinstance(asked, str):
+        return {}
+    if asked.partition(":")[0] not in DEVICES_ELSEWHERE:
+        return {}
+    log.warning("trainer.device=%s is not available: auto instead.", asked)
+    return {"trainer.device": ("auto", f"{FALLS_BACK}{asked}")}
 
 
 def _is_missing(package: str | None) -> bool:

@@ -54,7 +54,12 @@ def files() -> dict[str, str]:
 def _ppo_files() -> dict[str, str]:
     values = {path: _value(PPO, path) for path in PPO.leaves}
     older = _older_spellings(PPO)
-    texts: dict[str, str] = {"model_engine/dp.yaml": f"# @package _global_\n{HEADER}model_engine: dp\n"}
+    engines = ("dp", "megatron")
+    texts = {f"model_engine/{name}.yaml": f"# @package _global_\n{HEADER}model_engine: {name}\n" for name in engines}
+    for role in ("actor", "ref", "critic"):  # model_engine chooses the strategy
+        texts[f"{role}/megatron_{role}.yaml"] = f"{HEADER}defaults:\n  - dp_{role}\n  - _self_\n"
+    names = ["ppo_trainer", "_self_", "override model_engine: megatron"]
+    texts["ppo_megatron_trainer.yaml"] = "\n".join([f"{HEADER}defaults:", *(f"  - {name}" for name in names), ""])
     for group, name, section in GROUPS:
         own = _taken(values, section) | _taken(older, section)
         if section == "critic":

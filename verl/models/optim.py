@@ -48,7 +48,7 @@ def lr_at(step: int, config: OptimConfig, total_steps: int) -> float:
         return config.lr * _factor_of_transformers(index, config, warmup, total_steps)
     if kind not in OWN_SCHEDULES:
         raise ConfigError(f"optim.lr_scheduler_type={kind!r} is unknown.{nearest(kind, [*OWN_SCHEDULES, *SCHEDULES])}")
-    least = config.min_lr_ratio if kind == "cosine" else 0.0
+    least = max(config.min_lr_ratio, config.min_lr / config.lr) if kind == "cosine" else 0.0
     if index < warmup:
         return config.lr * (least + (1 - least) * index / warmup)
     if kind == "constant":

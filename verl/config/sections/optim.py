@@ -45,6 +45,13 @@ class OptimConfig(Section):
         ge=0,
         le=1,
     )
+    min_lr: float = used(
+        0.0,
+        "lowest learning rate of the cosine, in place of min_lr_ratio",
+        when=".lr_scheduler_type=cosine",
+        neutral=(0.0,),
+        ge=0,
+    )
     num_cycles: float = used(0.5, "waves of the cosine; 0.5 falls once", when=".lr_scheduler_type=cosine")
     lr_scheduler_type: str = used("constant", "schedule after the warm-up", choices=(*OWN_SCHEDULES, *SCHEDULES))
     lr_scheduler_kwargs: dict[str, Any] = used(

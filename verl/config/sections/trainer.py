@@ -108,7 +108,7 @@ class TrainerConfig(Section):
     engine_fallback: str | None = used(
         None,
         "fsdp: where a training engine is not available or not installed, use FSDP2 with its tensor, sequence and expert "
-        "parallel sizes; stages of a pipeline become data-parallel shards",
+        "parallel sizes; stages of a pipeline become data-parallel shards. Where the kind of device is not available, use auto",
         choices=(None, "fsdp"),
     )
     deterministic: bool = used(
