@@ -192,8 +192,15 @@ from verl.models.transformers.qwen2 import qwen2_flash_attn_forward
 class RecipeTrainer(RayPPOTrainer):
     def fit(self):
         self._load_checkpoint()
+        self.total = self.config.trainer.total_epochs + self.global_steps
+        for columns in self.train_dataloader:
+            self.own(self.total, self.rollout_buffer)
+
+    def own(self, total, buffer): ...
+
+class RecipeWorker(ActorRolloutRefWorker): ...
 """,
-        ["no_such_loss", "verl.models.transformers.qwen2"],
+        ["no_such_loss", "verl.models.transformers.qwen2", "'rollout_buffer'", "RecipeWorker would not be used"],
     ),
     "a reward file": (
         """
@@ -210,6 +217,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, rewa
         """
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, register
 from verl.experimental.agent_loop.utils import resolve_config_path
+from verl.tools.image_zoom_in_tool import ImageZoomInTool
 from verl.tools.sandbox_fusion_tools import SandboxFusionTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
@@ -217,7 +225,7 @@ class CustomTool(SandboxFusionTool):
     async def execute(self, instance_id, parameters, **kwargs):
         return ToolResponse(text="1"), 0.0, {}
 """,
-        ["verl.tools.sandbox_fusion_tools"],
+        ["verl.tools.image_zoom_in_tool"],
     ),
 }
 

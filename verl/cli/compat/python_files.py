@@ -14,6 +14,7 @@ from verl.rewards.functions import BATCH_ARGUMENTS, MODEL_REPLY, MODEL_SCORE, SA
 
 EXTRA = {name: name for name in ("datasets", "pandas", "hydra")}  # package -> the extra of verl that brings it
 _DATASET_ARGUMENTS = ("data_files", "tokenizer", "config", "processor", "max_samples")
+_WORKERS = {"ActorRolloutRefWorker", "AsyncActorRolloutRefWorker", "CriticWorker", "RewardModelWorker"}
 _GIVEN = {*SAMPLE_ARGUMENTS, *BATCH_ARGUMENTS, *MODEL_SCORE, *MODEL_REPLY}
 
 
@@ -28,8 +29,14 @@ def examine_file(file: Path) -> Iterator[Line]:
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("compute_score"):
             yield _reward_function(node)
-        elif isinstance(node, ast.ClassDef) and any(_last_name(base) == "RLHFDataset" for base in node.bases):
-            yield from _dataset_class(node)
+        elif isinstance(node, ast.ClassDef):
+            bases = {_last_name(base) for base in node.bases}
+            if "RLHFDataset" in bases:
+                yield from _dataset_class(node)
+            if "RayPPOTrainer" in bases:
+                yield from _trainer_class(node)
+            if bases & _WORKERS:
+                yield _worker_class(node)
 
 
 def _imports(tree: ast.Module, folder: Path) -> Iterator[Line]:
@@ -120,6 +127,38 @@ def _dataset_class(node: ast.ClassDef) -> Iterator[Line]:
                 f"line {init.lineno}: {node.name}.__init__ takes no {', '.join(lacking)}; it is called by keyword with "
                 f"{', '.join(_DATASET_ARGUMENTS)}. Add **kwargs"
             )
+
+
+def _trainer_class(node: ast.ClassDef) -> Iterator[Line]:
+    """Attributes that methods of a RayPPOTrainer read, and neither they nor the class here have."""
+    spec = importlib.util.find_spec("verl.compat.ray_trainer")
+    assert spec is not None
+    assert spec.origin is not None
+    here = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    known = {name for cls in here.body if isinstance(cls, ast.ClassDef) for name in _own_attributes(cls)[0]}
+    own, read = _own_attributes(node)
+    for name, line in read.items():
+        if name not in own | known and not name.startswith("__"):
+            yield fail(f"line {line}: RayPPOTrainer has no {name!r} here{nearest(name, known)}")
+
+
+def _own_attributes(node: ast.ClassDef) -> tuple[set[str], dict[str, int]]:
+    """(names that a class defines or sets on self, name that it reads of self -> first line)."""
+    own = {item.name for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)}
+    read: dict[str, int] = {}
+    for item in ast.walk(node):
+        if isinstance(item, ast.Name) and isinstance(item.ctx, ast.Store):
+            own.add(item.id)  # of the class; the names of a function's variables do no harm
+        elif isinstance(item, ast.Attribute) and isinstance(item.value, ast.Name) and item.value.id == "self":
+            if isinstance(item.ctx, ast.Load):
+                read.setdefault(item.attr, item.lineno)
+            else:
+                own.add(item.attr)
+    return own, read
+
+
+def _worker_class(node: ast.ClassDef) -> Line:
+    return fail(f"line {node.lineno}: {node.name} would not be used: engines compute here, not workers of a script")
 
 
 def _last_name(node: ast.expr) -> str:
