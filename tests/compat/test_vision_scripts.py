@@ -1,64 +1,19 @@
-"""Override lists of launch scripts for vision-language models: each trains two steps on a tiny model of its family, or gets its
-sentence. Paths, counts, devices and the rollout engine are changed, nothing else."""
+"""Override lists for vision-language models (vision_lists.py): each trains two steps on a tiny model of its family, or gets its
+sentence."""
 
 import json
 
 import pytest
 
+from tests.compat.recipes import dynamic_sampling
+from tests.compat.vision_lists import FINE_TUNING, GEO3K, QUICK, ROLLOUT, RUNS
 from tests.letters_task import REWARD, merge, overrides
-from tests.run.conftest import train_run
+from tests.run.conftest import Run, train_run
 from tests.run.test_vision import dots
 from tests.slow import slow
 from tests.vision_families import vision_folders
 from verl.config import PPO, SFT, load_config
 from verl.errors import ConfigError, ModelError
-
-ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
-GEO3K = (
-    "algorithm.use_kl_in_reward=False data.image_key=images data.filter_overlong_prompts=True data.truncation=error "
-    f"{MODEL}.use_remove_padding=True {MODEL}.enable_gradient_checkpointing=True {ACTOR}.use_kl_loss=True "
-    f"{ACTOR}.kl_loss_coef=0.01 {ACTOR}.kl_loss_type=low_var_kl {ACTOR}.entropy_coeff=0 "
-    f"{ACTOR}.fsdp_config.param_offload=False {ACTOR}.fsdp_config.optimizer_offload=False "
-    "actor_rollout_ref.ref.fsdp_config.param_offload=True trainer.critic_warmup=0"
-)
-MICRO = (
-    f"{ACTOR}.ppo_micro_batch_size_per_gpu=2 {ROLLOUT}.log_prob_micro_batch_size_per_gpu=4 "
-    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4"
-)
-DYNAMIC = (
-    f"{ACTOR}.use_dynamic_bsz=True {ACTOR}.ppo_max_token_len_per_gpu=4096 {ROLLOUT}.log_prob_use_dynamic_bsz=True "
-    f"{ROLLOUT}.log_prob_max_token_len_per_gpu=4096 actor_rollout_ref.ref.log_prob_use_dynamic_bsz=True "
-    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=4096 trainer.balance_batch=True"
-)
-EAGER = f"{ROLLOUT}.enable_chunked_prefill=False {ROLLOUT}.enforce_eager=False {ROLLOUT}.free_cache_engine=True"
-CACHES = (
-    f"+{ROLLOUT}.engine_kwargs.vllm.disable_mm_preprocessor_cache=True",
-    f"+{ROLLOUT}.engine_kwargs.vllm.mm_processor_cache_gb=0",
-)
-MEGATRON = (
-    f"{ACTOR}.megatron.param_offload=True {ACTOR}.megatron.optimizer_offload=True {ACTOR}.megatron.grad_offload=True "
-    "actor_rollout_ref.ref.megatron.param_offload=True"
-)
-
-# name -> (family, overrides)
-RUNS = {
-    "qwen2.5-vl": ("qwen2_5_vl", f"{GEO3K} {MICRO} {EAGER} {CACHES[0]}"),
-    "qwen2.5-vl fsdp2": ("qwen2_5_vl", f"{GEO3K} {DYNAMIC} {ACTOR}.strategy=fsdp2 {MODEL}.use_fused_kernels=True "
-                         f"{ROLLOUT}.multi_stage_wake_up=True"),
-    "qwen2.5-vl lora": ("qwen2_5_vl", f"{GEO3K} {MICRO} {EAGER} {MODEL}.lora_rank=4 {MODEL}.lora_alpha=8 "
-                        f"{MODEL}.target_modules=all-linear {MODEL}.exclude_modules=.*visual.*"),
-    "qwen2.5-vl frozen tower": ("qwen2_5_vl", f"{GEO3K} {MICRO} {ACTOR}.freeze_vision_tower=True"),
-    "qwen2.5-vl megatron": ("qwen2_5_vl", f"data.image_key=images {DYNAMIC} model_engine=megatron {MEGATRON} "
-                            f"{ACTOR}.megatron.use_mbridge=True {ACTOR}.use_kl_loss=True"),
-    "qwen2-vl dapo": ("qwen2_vl", f"data.image_key=images {ACTOR}.clip_ratio_low=0.2 {ACTOR}.clip_ratio_high=0.28 "
-                      f"{ACTOR}.loss_agg_mode=token-mean"),
-    "qwen3-vl": ("qwen3_vl", f"{GEO3K} {DYNAMIC} {EAGER} {CACHES[1]}"),
-    "qwen3-vl moe": ("qwen3_vl_moe", f"{GEO3K} {DYNAMIC}"),
-    "glm-4.1v": ("glm4v", f"{GEO3K} {MICRO} {EAGER}"),
-    "internvl": ("internvl", f"{GEO3K} {DYNAMIC} {ACTOR}.strategy=fsdp2 data.trust_remote_code=True "
-                 f"{MODEL}.trust_remote_code=True {MODEL}.use_fused_kernels=False"),
-}  # fmt: skip
-QUICK = ("qwen2.5-vl lora",)
 
 # name -> (family, overrides, error, its sentence)
 REFUSED = {
@@ -89,41 +44,50 @@ def task(tmp_path_factory):
     for name, written in (("train", rows), ("val", rows[:2]), ("sft", sft)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
     (folder / "reward.py").write_text(REWARD)
+    (folder / "tools.yaml").write_text(
+        "tools:\n- {class_name: verl.tools.geo3k_tool.Geo3kTool, config: {type: native}}\n"
+    )
     return folder
 
 
-def settings_of(model, task, text):
-    return merge(overrides(model, task, "data.max_prompt_length=300"), text.split())
+def settings_of(model, task, text, out=""):
+    places = {"model": model, "tools": f"{task}/tools.yaml", "out": out}
+    return merge(overrides(model, task, "data.max_prompt_length=300"), text.format(**places).split())
 
 
 @pytest.mark.parametrize("name", [slow(name, when=name not in QUICK) for name in RUNS])
 def test_a_list_trains_two_steps(name, folder_of, task, tmp_path):
     family, text = RUNS[name]
-    run = train_run(tmp_path / "run", settings_of(folder_of(family), task, text))
+    run = train_run(tmp_path / "run", settings_of(folder_of(family), task, text, tmp_path))
     assert [row["step"] for row in run.training_rows() if row["actor/grad_norm"] > 0] == [1, 2]
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_a_list_passes_the_checks(name, folder_of, task):
-    load_config(settings_of(folder_of("qwen2_vl"), task, RUNS[name][1]), schema=PPO)
+def test_the_lists_pass_the_checks(folder_of, task):
+    model = folder_of("qwen2_vl")
+    for _, text in RUNS.values():
+        load_config(settings_of(model, task, text), schema=PPO)
+    for _, text in FINE_TUNING.values():
+        loaded = load_config([f"model.path={model}", *text.format(task=task).split()], schema=SFT)
+        assert loaded.config.data.image_key == "images"
+
+
+@pytest.mark.parametrize("name", [slow(name) for name in FINE_TUNING])
+def test_a_list_of_fine_tuning_trains_two_steps(name, folder_of, task, tmp_path):
+    family, text = FINE_TUNING[name]
+    settings = [f"model.path={folder_of(family)}", *text.format(task=task).split()]
+    run = train_run(tmp_path / "run", settings, program="sft")
+    assert [row["step"] for row in run.training_rows() if row["train/grad_norm"] > 0] == [1, 2]
 
 
 @pytest.mark.slow
-def test_the_list_of_fine_tuning_trains_two_steps(folder_of, task, tmp_path):
-    """messages_key, padding, dynamic micro-batches, and keys of a training engine."""
-    text = (
-        f"data.train_files={task}/sft.jsonl data.train_batch_size=4 data.max_length=300 data.pad_mode=no_padding "
-        "data.truncation=error data.use_dynamic_bsz=True data.max_token_len_per_gpu=1024 data.messages_key=messages "
-        "data.ignore_input_ids_mismatch=True model.use_remove_padding=True optim.lr=2e-3 optim.lr_warmup_steps_ratio=0.01 "
-        "optim.weight_decay=0.1 optim.betas=[0.9,0.95] optim.clip_grad=1.0 optim.lr_scheduler_type=cosine engine=fsdp "
-        "trainer.logger=[file] trainer.total_training_steps=2 engine.dtype=float32"
-    )
-    run = train_run(tmp_path / "run", [f"model.path={folder_of('qwen3_vl')}", *text.split()], program="sft")
-    assert [row["step"] for row in run.training_rows() if row["train/grad_norm"] > 0] == [1, 2]
-    assert (
-        load_config([f"model.path={folder_of('qwen3_vl')}", *text.split()], schema=SFT).config.data.image_key
-        == "images"
-    )
+def test_the_fit_of_a_recipe_trains_on_images(folder_of, task, tmp_path):
+    text = f"{GEO3K} algorithm.filter_groups.enable=True algorithm.filter_groups.metric=seq_reward"
+    settings = settings_of(folder_of("qwen2_5_vl"), task, text)
+    ours = train_run(tmp_path / "ours", settings)
+    dynamic_sampling.main([*settings, f"trainer.default_local_dir={tmp_path}/theirs"])
+    assert all("media" in batch.non_tensor_batch for _, batch in dynamic_sampling.Runner.trainers[-1].trained)
+    for own, row in zip(ours.training_rows(), Run(tmp_path / "theirs").training_rows(), strict=True):
+        assert row["actor/grad_norm"] == pytest.approx(own["actor/grad_norm"], rel=1e-4)
 
 
 @pytest.mark.parametrize("name", REFUSED)
