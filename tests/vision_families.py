@@ -156,6 +156,16 @@ def random_images(family, sizes=((2, 2),), seed=0):
     return {"pixel_values": pixels[None] if FAMILIES[family] else pixels}, counts
 
 
+def one_by_one(family, tensors):
+    """The inputs of `random_images` for each image."""
+    if family in PATCHES:
+        grids = tensors["image_grid_thw"]
+        parts = tensors["pixel_values"].split(grids.prod(1).tolist())
+        return [{"pixel_values": part, "image_grid_thw": grid[None]} for part, grid in zip(parts, grids, strict=True)]
+    axis = FAMILIES[family]
+    return [{"pixel_values": part} for part in tensors["pixel_values"].split(1, dim=axis)]
+
+
 # tokens IMAGE, VIDEO, VISION_START and VISION_END of each family
 _QWEN_NAMES = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 _IDEFICS_NAMES = ("<image>", "<video>", "<fake_token_around_image>", "<end_of_utterance>")

@@ -33,6 +33,7 @@ class Scripted:
     samples."""
 
     weight_version = 4
+    reads_images = False
 
     def __init__(self, tokenizer):
         self.tokenizer, self.sampled, self.prompts = tokenizer, {}, {}

@@ -3,8 +3,17 @@
 import pytest
 import torch
 
-from tests.vision_families import CONFIGS, IMAGE, PATCHES, VISION_END, VISION_START, random_images, random_model
-from verl.data_proto.media import Media
+from tests.vision_families import (
+    CONFIGS,
+    IMAGE,
+    PATCHES,
+    VISION_END,
+    VISION_START,
+    one_by_one,
+    random_images,
+    random_model,
+)
+from verl.data_proto.media import Media, MediaSpan
 from verl.errors import ModelError
 from verl.models.forward import packed_outputs
 from verl.models.load import load_model
@@ -99,6 +108,47 @@ def test_log_probs_and_gradients_equal_the_own_forward(family, folder, share_pro
     towers = [p for tower in vision_towers(ours) for p in tower.parameters()]
     assert towers
     assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in towers)
+
+
+def episode_of(family, number, sizes=((2, 2), (2, 4), (4, 2))):
+    """(prompt, response, mask of trained tokens, spans, all images) with an image in the prompt and one in each later turn."""
+    tensors, counts = random_images(family, sizes, seed=number)
+    images = [Media(f"{number}/{i}", one) for i, one in enumerate(one_by_one(family, tensors))]
+    prompt = (5, 6 + number, VISION_START, *[IMAGE] * counts[0], VISION_END, 8)
+    spans, response, mask = [MediaSpan(3 - len(prompt), counts[0], images[0])], [11, 12], [1, 1]
+    for image, count in zip(images[1:], counts[1:], strict=True):
+        response += [9, VISION_START]
+        spans.append(MediaSpan(len(response), count, image))
+        response += [*[IMAGE] * count, VISION_END, 21, 22, 23]
+        mask += [0] * (len(response) - len(mask) - 3) + [1, 1, 1]
+    return prompt, tuple(response), mask, tuple(spans), Media(str(number), tensors)
+
+
+@pytest.mark.parametrize("share_prompts", [True, False])
+def test_images_of_later_turns_equal_the_own_forward(family, folder, share_prompts):
+    """A whole episode, and one of the same prompt in which nothing trains behind its first image."""
+    prompt, response, mask, spans, media = episode_of(family, 0)
+    columns = {
+        "prompts": torch.tensor([prompt] * 2),
+        "prompt_mask": torch.ones(2, len(prompt), dtype=torch.bool),
+        "responses": torch.tensor([response] * 2),
+        "response_mask": torch.tensor([mask, [1, 1] + [0] * (len(mask) - 2)]).bool(),
+    }
+    ours, theirs = load_model(folder), random_model(family)
+    packed = pack_rows(columns, share_prompts=share_prompts, media=[spans] * 2)
+    assert len(packed.media) == (3 if share_prompts else 4)
+    log_probs = packed_outputs(ours, packed, ("log_probs",))["log_probs"]
+    expected = own_log_probs(theirs, prompt, media, response)
+    for values, trains in zip(log_probs, columns["response_mask"], strict=True):
+        assert torch.allclose(values[trains], expected[trains], rtol=0, atol=TOLERANCE)
+    trains = columns["response_mask"][0]
+    log_probs[0].sum().backward()
+    expected[trains].sum().backward()
+    scale = max(float(p.grad.abs().max()) for p in theirs.parameters() if p.grad is not None)
+    gradients = {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}
+    for name, parameter in theirs.named_parameters():
+        if parameter.grad is not None:
+            assert torch.allclose(gradients[name], parameter.grad, rtol=0, atol=TOLERANCE * scale), name
 
 
 @torch.no_grad()

@@ -1,17 +1,29 @@
 """Generation from prompts with images: both engines give the greedy tokens of transformers' `generate`."""
 
+import base64
+import io
+from types import SimpleNamespace
+
 import pytest
 import torch
+from PIL import Image
 
-from tests.models.test_vision import SIZES, cached_log_probs, inputs_of, prompt_of
-from tests.vision_families import CONFIGS, IMAGE, random_model
-from verl.config import RolloutConfig
+from tests.agents.pictures import picture
+from tests.models.test_vision import SIZES, cached_log_probs, episode_of, inputs_of, own_log_probs, prompt_of
+from tests.vision_families import CONFIGS, IMAGE, random_model, vision_folder
+from verl.config import DataConfig, RolloutConfig
+from verl.data.images import image_messages
+from verl.data.prompts import PromptEncoder
+from verl.data_proto.media import MediaSpan
 from verl.data_proto.samples import PromptRequest, SamplingParams, TurnRequest
-from verl.errors import ConfigError
-from verl.models.load import load_model
+from verl.errors import ConfigError, ModelError
+from verl.models.load import load_model, load_tokenizer
 from verl.models.vision import vision_towers
 from verl.rollout.hf import HFRollout
+from verl.rollout.http.answers import Answer, SampleRequest
+from verl.rollout.http.dialects import SGLang
 from verl.rollout.native.engine import NativeRollout
+from verl.rollout.requests import with_files
 
 LENGTH = 6
 ENGINES = {"native": NativeRollout, "hf": HFRollout}
@@ -107,6 +119,32 @@ def test_a_turn_follows_images(family, module, name):
         assert torch.allclose(torch.tensor(second.log_probs), expected[-4:], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("continues", [True, False])
+def test_a_turn_has_images(family, module, name, continues):
+    """Of a kept sample as a turn, and of a resumed one within its history."""
+    prompt, response, _, spans, media = episode_of(family, 0)
+    spans = tuple(span.moved(len(prompt)) for span in spans)
+    generation = engine_of(name, module).open(SamplingParams(n=1, max_new_tokens=4, ignore_eos=True), step=1, keep=True)
+    if continues:
+        generation.add(PromptRequest(0, prompt, spans=spans[:1]))
+        ids = [*prompt]
+        for number, span in enumerate(spans[1:]):
+            (done,) = generation.poll()
+            ids += done.token_ids
+            turn = (9, *prompt[2:3], *[IMAGE] * span.length, 7 + number)
+            generation.add(TurnRequest(0, 0, turn, 4, (MediaSpan(2, span.length, span.media),)))
+            ids += turn
+    else:
+        ids = [*prompt, *response, 11]
+        generation.add(PromptRequest(0, tuple(ids), num_drawn=len(response) + 1, spans=spans))
+    (done,) = generation.poll()
+    generation.close()
+    theirs = random_model(family)
+    expected = own_log_probs(theirs, tuple(ids), media, tuple(done.token_ids))
+    assert torch.allclose(torch.tensor(done.log_probs), expected, rtol=0, atol=1e-5)
+
+
 def test_images_of_a_prompt_are_computed_once_for_its_samples(family, module):
     calls = []
     tower = vision_towers(module)[0]
@@ -127,3 +165,33 @@ def test_an_engine_without_images_refuses_them(family, module):
     engine = Other(module, None, RolloutConfig(), eos_token_ids=[258])
     with pytest.raises(ConfigError, match="reads no images"):
         engine.generate(requests_of(family), GREEDY, step=1)
+
+
+def test_services_get_a_token_and_a_file_for_each_image(tmp_path):
+    """Of a prompt with two images, and of a later turn."""
+    tokenizer = load_tokenizer(vision_folder(tmp_path, "internvl"))
+    tokenizer.processor.keeps_files = True
+    pictures = [picture(seed) for seed in range(3)]
+    encoder = PromptEncoder(tokenizer, DataConfig())
+    messages = image_messages([{"role": "user", "content": "<image>A<image>?"}], pictures[:2], "images")[0]
+    prompt = encoder.encode_row(messages, "row", pictures[:2])
+    shown = encoder.images.read(pictures[2:], "row").media
+    turn = tokenizer.encode(f"B{shown.texts[0]}?", add_special_tokens=False)
+    ids = (*prompt.ids, 11, *turn)
+    span = MediaSpan(ids.index(IMAGE, len(prompt.ids)), turn.count(IMAGE), shown)
+    request = PromptRequest(0, ids, num_drawn=1 + len(turn), media=prompt.media, spans=(span,))
+    read, files = with_files(request, tokenizer)
+    text = tokenizer.decode(read.token_ids)
+    mark = tokenizer.processor.token
+    assert text == tokenizer.decode(ids).replace(shown.texts[0], mark)
+    assert text.count(mark) == 3
+    assert [Image.open(io.BytesIO(file)).tobytes() for file in files] == [picture.tobytes() for picture in pictures]
+
+    sent = []
+    client = SimpleNamespace(post=lambda path, body, num_tokens: sent.append(body) or Answer("url", path, {}))
+    with pytest.raises(ModelError):  # of an answer without a sample
+        SGLang().sample(client, SampleRequest(read.token_ids, GREEDY, [], 1, 0, 272, images=files))
+    assert sent[0]["input_ids"] == list(read.token_ids)
+    assert [base64.b64decode(url.removeprefix("data:image/png;base64,")) for url in sent[0]["image_data"]] == list(
+        files
+    )

@@ -18,6 +18,7 @@ from verl.agents.environments import load_environments, players_of_games
 from verl.agents.episode import Episode, EpisodeError, EpisodeResult, EpisodeTask, in_dtype, untrained
 from verl.agents.gateway.app import Gateway
 from verl.agents.gateway.runner import command_limits, load_runner, plain
+from verl.agents.images import EpisodeImages, content_text
 from verl.agents.interactions import load_interactions
 from verl.agents.journal import EPISODE, FOLDER, MAX_TEXT, PART, Journal
 from verl.agents.loops import (
@@ -34,6 +35,7 @@ from verl.agents.sandboxed import SandboxedFunctions
 from verl.agents.tool_calls import ToolCalls, ToolResult, ToolSettings
 from verl.config import full_key
 from verl.data.dataset import RLHFDataset
+from verl.data.images import image_encoder
 from verl.data_proto.columns import COLUMNS
 from verl.data_proto.media import media_of
 from verl.data_proto.proto import DataProto
@@ -43,7 +45,7 @@ from verl.data_proto.trajectory import Status, Trajectory
 from verl.errors import ConfigError
 from verl.rewards.outcome import RefusedResult, checked_number
 from verl.rewards.sandbox.limits import Limits
-from verl.rollout.api import RolloutEngine, Stats
+from verl.rollout.api import RolloutEngine, Stats, require_reads
 from verl.specs import AgentSpec
 from verl.tools.function_tool import FunctionTool
 from verl.tools.schemas import Record
@@ -89,18 +91,23 @@ class Agents:
         runner = load_runner(agent.runner)  # its file may register a parser
         ToolParser.get_tool_parser(multi_turn.format, tokenizer)
         most = rollout.prompt_length + rollout.response_length
-        continuity = ChatContinuity(tokenizer, spec.data.apply_chat_template_kwargs, max_tokens=most)
+        encoder = image_encoder(tokenizer, spec.data) if engine.reads_images else None
+        self.images = EpisodeImages(encoder, None if folder is None else folder / FOLDER)
+        token = self.images.token
+        continuity = ChatContinuity(
+            tokenizer, spec.data.apply_chat_template_kwargs, most, None if token is None else token[0]
+        )
         self.journal = Journal(None if folder is None else folder / FOLDER, rank)
         self.pool = self._tool_pool(tools, None if folder is None else folder / "logs" / f"tools_rank_{rank}")
         settings = ToolSettings(
             multi_turn.tool_timeout_s, multi_turn.max_tool_response_length, multi_turn.tool_response_truncate_side
         )
-        self.server_manager = AsyncLLMServerManager()
+        self.server_manager = AsyncLLMServerManager(self.images)
         self.events = EventLoop()
         self.context = AgentContext(
             spec,
             continuity,
-            ToolCalls(tools, settings, self.journal, self.pool),
+            ToolCalls(tools, settings, self.journal, self.pool, self.images),
             frozenset(stop_token_ids),
             Matches(),
             environments,
@@ -199,6 +206,7 @@ class Agents:
         ordinals = prompts.batch["ordinal"].tolist()
         objects = prompts.non_tensor_batch
         media = media_of(prompts) or [None] * len(prompts)
+        require_reads(self.engine, any(media))
         of_task = ("prompt_token_ids", "media")
         names = [n for n in objects if n not in of_task and (n not in COLUMNS or COLUMNS[n].producer != "rollout")]
         return [
@@ -216,6 +224,7 @@ class Agents:
                 stop_token_ids=self.context.stop_token_ids,
                 vocab_size=num_embeddings(self.tokenizer),
                 media=media[row],
+                image_token=self.images.token,
             )
             for row, sample, so_far in samples
         ]
@@ -326,11 +335,13 @@ class Agents:
 
     def _write(self, result: EpisodeResult) -> None:
         task, own = result.task, tuple(result.trajectory.prompt_ids)
-        prompt = {} if own == task.prompt_ids else {"prompt_ids": list(own)}
+        prompt: dict[str, Any] = {} if own == task.prompt_ids else {"prompt_ids": list(own)}
+        if media := [[s.start, s.length, s.media.digest] for s in result.trajectory.media]:
+            prompt["media"] = media
         if is_paused(result):
             self.journal.write(PART, split=task.split, episode=task.name, **prompt)
             return
-        messages = [{**m, "content": str(m.get("content"))[:MAX_TEXT]} for m in result.trajectory.messages]
+        messages = [{**m, "content": content_text(m.get("content"))[:MAX_TEXT]} for m in result.trajectory.messages]
         self.journal.write(
             EPISODE,
             split=task.split,

@@ -15,9 +15,10 @@ import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from verl.config import full_key
+from verl.data.images import expanded
 from verl.data.prompts import control_tokens, encode_text, render_chat
 from verl.data.schema import Messages
 from verl.errors import ConfigError, DataError
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 MARK = "\ue000"  # a private-use character: the content of the synthetic turn
 BREAK = "\u200b"  # a zero-width space, put into control tokens of foreign texts
 PLACE = "a turn of an episode"
+Content: TypeAlias = "str | list[dict[str, Any]]"
 _PROBE = 1 << 16  # characters that are encoded at once to learn whether a text is too long
 _SLACK = 2  # times `max_tokens`: parts of a text have a few more tokens than the whole
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
@@ -43,12 +45,18 @@ class Rewriting:
 class ChatContinuity:
     """Token ids of new messages behind a sampled turn, with one tokenizer, its chat template and `template_kwargs`. A text that
     cannot have at most `max_tokens` tokens is refused before it is encoded (None: no limit), since the event loop of all
-    episodes waits for the encoding.
+    episodes waits for the encoding. `image_token` stands for an image in rendered messages.
 
     Raises ConfigError when there is no chat template, or it cannot render a turn that follows another.
     """
 
-    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None, max_tokens: int | None = None):
+    def __init__(
+        self,
+        tokenizer: Any,
+        template_kwargs: Mapping[str, Any] | None = None,
+        max_tokens: int | None = None,
+        image_token: str | None = None,
+    ):
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigError(
                 "Episodes of several turns need a chat template, and the tokenizer has none. Set "
@@ -59,29 +67,38 @@ class ChatContinuity:
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special_ids = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
         self._control: re.Pattern[str] | None = control_tokens(tokenizer)
-        self.max_tokens = max_tokens
+        self.max_tokens, self.image_token = max_tokens, image_token
         # most characters of `max_tokens` tokens; a longer text is not even rendered
         self.max_chars = None if max_tokens is None else max(_PROBE, _SLACK * max_tokens * _longest_token(tokenizer))
         self.tool_role_as_user = not self._renders_tools()
         self._split({"role": "user", "content": "x"})
 
     def prompt(
-        self, messages: Messages, tools: Sequence[dict[str, Any]] | None = None, place: str = PLACE
+        self, messages: Messages, tools: Sequence[dict[str, Any]] | None = None, images: Sequence[str] = ()
     ) -> list[int]:
-        """Token ids of a conversation up to the beginning of the next turn of the assistant. Raises DataError."""
+        """Token ids of a conversation up to the beginning of the next turn of the assistant; `images` are the texts that stand
+        for its images. Raises DataError."""
         self._require_short(messages)
         kwargs = {**self.template_kwargs, **({"tools": list(tools)} if tools else {})}
-        text = render_chat(self.tokenizer, self._fitted(messages), place, add_generation_prompt=True, **kwargs)
-        return self.encode(text, place)
+        text = render_chat(self.tokenizer, self._fitted(messages), PLACE, add_generation_prompt=True, **kwargs)
+        return self.encode(self._with_images(text, images))
 
-    def suffix(self, messages: Messages, last_token: int | None, stop_ids: Collection[int] = ()) -> list[int]:
+    def suffix(
+        self,
+        messages: Messages,
+        last_token: int | None,
+        stop_ids: Collection[int] = (),
+        images: Sequence[str] = (),
+    ) -> list[int]:
         """Token ids of `messages` and of the beginning of the next turn, to follow a sampled turn whose last token is
         `last_token`. Where that is a stop token the turn has ended, else the suffix ends it. Control tokens in the texts of the
-        messages are broken. Raises DataError."""
+        messages are broken. `images` are the texts that stand for their images. Raises DataError."""
         self._require_short(messages)
-        safe = [{**m, "content": self.neutral(str(m.get("content") or ""))} for m in messages]
+        safe = [{**m, "content": self._neutral_content(m.get("content"))} for m in messages]
         between, end = self._split(*safe)
-        ids = self.encode(between)  # begins with a special token, so no tokenizer takes it for the start of a text
+        ids = self.encode(
+            self._with_images(between, images)
+        )  # begins with a special token, so no tokenizer takes it for the start of a text
         if end is None:
             return ids
         return ids[1:] if last_token == end or last_token in stop_ids else ids
@@ -97,6 +114,16 @@ class ChatContinuity:
                 if (num_tokens := num_tokens + len(part)) > _SLACK * self.max_tokens:
                     raise self._too_long(len(text))
         return encode_text(self.tokenizer, text, place, add_special_tokens=add_special_tokens)
+
+    def _with_images(self, text: str, images: Sequence[str]) -> str:
+        if self.image_token is None:
+            return text
+        return expanded(text, self.image_token, images, PLACE)
+
+    def _neutral_content(self, content: Any) -> Any:
+        if not isinstance(content, list):
+            return self.neutral(str(content or ""))
+        return [{**p, "text": self.neutral(p["text"])} if p["type"] == "text" else p for p in content]
 
     def _require_short(self, messages: Messages) -> None:
         num_chars = sum(len(str(message.get("content") or "")) for message in messages)
@@ -200,11 +227,11 @@ class ChatContinuity:
         fitted: Messages = []
         for message in messages:
             if message["role"] == "tool":
-                text = f"<tool_response>\n{message['content']}\n</tool_response>"
-                if fitted and fitted[-1].get("answers"):
-                    fitted[-1]["content"] += f"\n{text}"  # templates of two roles want them in turn
+                content = joined_contents("<tool_response>\n", message.get("content") or "", "\n</tool_response>")
+                if fitted and fitted[-1].get("answers"):  # templates of two roles want them in turn
+                    fitted[-1]["content"] = joined_contents(fitted[-1]["content"], "\n", content)
                 else:
-                    fitted.append({"role": "user", "content": text, "answers": True})
+                    fitted.append({"role": "user", "content": content, "answers": True})
             else:
                 fitted.append(message)
         return [{k: v for k, v in message.items() if k != "answers"} for message in fitted]
@@ -221,6 +248,14 @@ class ChatContinuity:
             "The chat template leaves out the content of an earlier turn of the assistant, so an episode of several turns "
             f"cannot be rendered with it. Use another one ({full_key('model.custom_chat_template')})."
         )
+
+
+def joined_contents(*contents: Content) -> Content:
+    """Contents behind each other: a text, or parts where one of them has parts."""
+    if all(isinstance(content, str) for content in contents):
+        return "".join(map(str, contents))
+    parts = [[{"type": "text", "text": content}] if isinstance(content, str) else content for content in contents]
+    return [part for content in parts for part in content]
 
 
 def _longest_token(tokenizer: Any) -> int:

@@ -329,8 +329,8 @@ def _merged(asked: list[_Asked]) -> list[tuple[PromptRequest | TurnRequest, list
         if (
             isinstance(last, PromptRequest)
             and isinstance(request, PromptRequest)
-            and (last.ordinal, last.token_ids, last.max_new_tokens)
-            == (request.ordinal, request.token_ids, request.max_new_tokens)
+            and (last.ordinal, last.token_ids, last.max_new_tokens, last.spans)
+            == (request.ordinal, request.token_ids, request.max_new_tokens, request.spans)
             and request.first_sample == last.first_sample + (last.num_samples or 1)
         ):
             merged[-1] = (replace(last, num_samples=(last.num_samples or 1) + 1), [*merged[-1][1], one])

@@ -27,14 +27,17 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from verl.agents.continuity import Content, joined_contents
 from verl.agents.episode import CURRENT, EpisodeError, EpisodeTask
+from verl.agents.images import message_content, text_and_images
 from verl.agents.journal import Journal
 from verl.agents.loops import AgentLoopOutput
 from verl.agents.matches import Match, num_players
 from verl.agents.tool_agent import AgentData, ToolAgentLoop
 from verl.agents.tool_calls import ToolCalls, ToolResult, bounded, truncated
 from verl.config import full_key
-from verl.errors import ConfigError
+from verl.data_proto.media import Media, images_in
+from verl.errors import ConfigError, DataError
 from verl.registry import load_object, require_call
 from verl.specs import AgentSpec
 from verl.tools.base_tool import BaseTool
@@ -119,12 +122,9 @@ class EnvironmentAgentLoop(ToolAgentLoop):
         """TRL's kind."""
         first = await self._bounded(environment.reset, **row)
         # results change with the state of the environment, so that none can stand for a call: no journal
-        self.tool_calls = ToolCalls(tools_of(environment), self.tool_calls.settings, Journal(None))
-        messages = _with_observation(kwargs["raw_prompt"], first)
-        episode = CURRENT.get()
-        data = AgentData(messages, episode.task.name)
-        episode.messages = messages
-        data.prompt_ids = await self.apply_chat_template(messages, self.tool_calls.schemas())
+        tools, images = tools_of(environment), self.tool_calls.images
+        self.tool_calls = ToolCalls(tools, self.tool_calls.settings, Journal(None), images=images)
+        data = await self._begun(kwargs["raw_prompt"], first, self.tool_calls.schemas())
         await self._turns(data, sampling_params, None, None, {})
         output = self._output(data)
         if callable(getattr(environment, "get_reward", None)):
@@ -137,25 +137,23 @@ class EnvironmentAgentLoop(ToolAgentLoop):
         """Gymnasium's kind."""
         episode, discount = CURRENT.get(), self.rollout_config.agent.turn_discount
         first = await self._bounded(environment.reset, **_seeded(environment, row, episode.task))
-        messages = _with_observation(prompt, first[0] if isinstance(first, tuple) else first)
-        data = AgentData(messages, episode.task.name)
-        episode.messages = messages
-        data.prompt_ids = await self.apply_chat_template(messages)
+        data = await self._begun(prompt, first[0] if isinstance(first, tuple) else first)
+        messages = data.messages
         while await self._turn(data, sampling_params, None) and not self._is_cut(data):
             started_at = time.perf_counter()
             outcome = await self._bounded(environment.step, str(messages[-1]["content"]))
             observation, reward, terminated, is_truncated, info = _five(outcome)
             seconds = time.perf_counter() - started_at
             data.metrics.tool_calls += seconds
-            answer = self._answer(observation)
+            answer, media = await self._answer(observation)
             data.turn_rewards[-1] = reward * discount ** len(data.turn_scores)
             data.turn_scores.append(reward)
             data.is_finished = terminated
             data.extra_fields.update(info if isinstance(info, dict) else {})
-            episode.tool_results.append(ToolResult("step", answer, reward, seconds=seconds))
+            episode.tool_results.append(ToolResult("step", answer, media, reward, seconds=seconds))
             if terminated or is_truncated or not self._may_continue(data):
                 break
-            if not self._append(data, [{"role": "user", "content": answer}]):
+            if not self._append(data, [{"role": "user", "content": message_content(answer, len(media))}], media):
                 break
         output = self._output(data)
         output.reward_score = sum(data.turn_rewards)
@@ -194,16 +192,14 @@ class EnvironmentAgentLoop(ToolAgentLoop):
         self, match: Match, player: int, sampling_params: dict[str, Any], prompt: list[dict[str, Any]]
     ) -> AgentData:
         """The turns of a player. Raises EpisodeError when the game ends before the first."""
-        episode = CURRENT.get()
         data: AgentData | None = None
         while (observation := await match.turn(player)) is not None:
             if data is None:
-                data = AgentData(_with_observation(prompt, observation), episode.task.name)
-                episode.messages = data.messages
-                data.prompt_ids = await self.apply_chat_template(data.messages)
+                data = await self._begun(prompt, observation)
             else:
-                answer = {"role": "user", "content": self._answer(observation)}
-                if not self._may_continue(data) or not self._append(data, [answer]):
+                text, media = await self._answer(observation)
+                answer = {"role": "user", "content": message_content(text, len(media))}
+                if not self._may_continue(data) or not self._append(data, [answer], media):
                     match.cut()
                     break
             if not await self._turn(data, sampling_params, None) or self._is_cut(data):
@@ -216,9 +212,30 @@ class EnvironmentAgentLoop(ToolAgentLoop):
             raise EpisodeError("its game ended before its first turn")
         return data
 
-    def _answer(self, observation: Any) -> str:
+    async def _begun(
+        self, prompt: list[dict[str, Any]], observation: Any, tools: list[dict[str, Any]] | None = None
+    ) -> AgentData:
+        """The conversation that begins with the prompt, and the first observation behind its last message."""
+        episode = CURRENT.get()
+        text, media = ("", []) if observation is None else await self._observed(observation)
+        messages = _with_observation(prompt, message_content(text, len(media)))
+        data = AgentData(messages, episode.task.name, media=[*images_in(episode.task.media), *media])
+        episode.messages = messages
+        data.prompt_ids = await self.apply_chat_template(messages, tools, data.media)
+        return data
+
+    async def _answer(self, observation: Any) -> tuple[str, list[Media]]:
         settings = self.rollout_config.multi_turn
-        return truncated(str(observation), settings.max_tool_response_length, settings.tool_response_truncate_side)
+        text, media = await self._observed(observation)
+        return truncated(text, settings.max_tool_response_length, settings.tool_response_truncate_side), media
+
+    async def _observed(self, observation: Any) -> tuple[str, list[Media]]:
+        """The text of an observation, and its images."""
+        try:
+            text, sources = text_and_images(observation)
+            return text, await self.tool_calls.images.read(sources, "an observation of its environment")
+        except (DataError, ValueError) as error:
+            raise EpisodeError(str(error).removesuffix(".")) from error
 
     async def _bounded(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return await bounded(function, self.rollout_config.multi_turn.tool_timeout_s, *args, **kwargs)
@@ -237,16 +254,16 @@ def _seeded(environment: Any, row: dict[str, Any], task: EpisodeTask) -> dict[st
     return _accepted(environment.reset, {**row, "seed": seed})
 
 
-def _with_observation(prompt: list[dict[str, Any]], observation: object) -> list[dict[str, Any]]:
-    """The prompt with what `reset` returned behind its last message, if that was a text."""
+def _with_observation(prompt: list[dict[str, Any]], observation: Content) -> list[dict[str, Any]]:
+    """The prompt with what `reset` returned behind its last message."""
     messages = [dict(message) for message in prompt]
-    if observation is None or observation == "":
+    if not observation:
         return messages
     if messages and messages[-1]["role"] == "user":
         content = messages[-1].get("content") or ""
-        messages[-1]["content"] = f"{content}\n\n{observation}" if content else str(observation)
+        messages[-1]["content"] = joined_contents(content, "\n\n", observation) if content else observation
     else:
-        messages.append({"role": "user", "content": str(observation)})
+        messages.append({"role": "user", "content": observation})
     return messages
 
 

@@ -18,13 +18,11 @@ import hashlib
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from verl.agents.journal import EPISODE, FOLDER, PART, read
-from verl.data_proto.media import Media
+from verl.data_proto.media import Media, MediaSpan, Spans, images_in
 from verl.data_proto.samples import Completion, FinishReason, PromptRequest, TurnRequest
 from verl.data_proto.token_ids import token_ids, token_mask
 from verl.data_proto.trajectory import Segment, Status, Trajectory
@@ -62,6 +60,7 @@ class EpisodeTask:
     stop_token_ids: frozenset[int] = frozenset()
     vocab_size: int = 1 << 31
     media: Media | None = None  # images of the prompt
+    image_token: tuple[str, int] | None = None  # that stands for a part of an image: text and id
 
     @property
     def name(self) -> str:
@@ -81,6 +80,7 @@ class Branch:
     versions: list[int] = field(default_factory=list)  # -1 where not sampled
     is_kept: bool = False  # the engine can continue it; else it gets all of its tokens again
     is_busy: bool = False
+    spans: Spans = ()  # its images, at places from its first token
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> Branch:
@@ -138,18 +138,26 @@ class Episode:
         self._past = None if task.so_far is None else Branch.of(task.so_far)
 
     async def generate(
-        self, prompt_ids: Sequence[int], max_new_tokens: int | None = None, *, is_first: bool | None = None
+        self,
+        prompt_ids: Sequence[int],
+        max_new_tokens: int | None = None,
+        *,
+        is_first: bool | None = None,
+        media: Sequence[Media] | None = None,
     ) -> Completion | None:
-        """Sample the tokens after `prompt_ids`; None when the response of the episode is full. `is_first`: whether a
-        new branch has the random numbers of the sample itself (None: the first one has). Raises EpisodeError for a prompt that
-        is too long, ModelError for tokens that the model does not know. Does not return where the episode pauses."""
+        """Sample the tokens after `prompt_ids`, in which `media` stand in this order (None: the images of the row); None when
+        the response of the episode is full. `is_first`: whether a new branch has the random numbers of the sample itself (None:
+        the first one has). Raises EpisodeError for a prompt that is too long or has other images, ModelError for tokens that
+        the model does not know. Does not return where the episode pauses."""
         prompt = self._token_ids(prompt_ids, "prompt_ids")
-        branch = self._continued(prompt) or self._begin(prompt, is_first)
+        media = images_in(self.task.media) if media is None else media
+        branch = self._continued(prompt, media) or self._begin(prompt, is_first, media)
         room = self.task.limit - (len(prompt) - branch.num_prompt)
         room -= max(0, branch.num_prompt - self.task.max_prompt_length)
         if room <= 0:
             return None
         most = min(room, max_new_tokens or room)
+        branch.spans += self._placed(prompt, len(branch.tokens), media[len(branch.spans) :])
         branch.is_busy = True
         if len(self.branches) > 1 or (branch.tokens and len(prompt) == len(branch.tokens)):
             # tokens show the turns only in a single branch, with other tokens between the turns
@@ -204,11 +212,13 @@ class Episode:
         started_at = time.perf_counter()
         request: PromptRequest | TurnRequest
         if branch.is_kept:
-            request = TurnRequest(self.task.ordinal, branch.number, tuple(new), most)
+            start = len(branch.tokens)
+            spans = tuple(span.moved(-start) for span in branch.spans if span.start >= start)
+            request = TurnRequest(self.task.ordinal, branch.number, tuple(new), most, spans)
         else:
             whole = (*branch.tokens, *new)
-            num_drawn, media = len(whole) - branch.num_prompt, self.task.media
-            request = PromptRequest(self.task.ordinal, whole, branch.number, num_drawn, 1, most, media)
+            num_drawn = len(whole) - branch.num_prompt
+            request = PromptRequest(self.task.ordinal, whole, branch.number, num_drawn, 1, most, spans=branch.spans)
         done = await self._submit(self, request)
         self.generate_s += time.perf_counter() - started_at
         branch.is_kept = True
@@ -218,9 +228,16 @@ class Episode:
             self._num_left -= len(done.token_ids)
         return done
 
-    def _continued(self, prompt: list[int]) -> Branch | None:
-        """The longest branch whose tokens are the beginning of a prompt."""
-        fitting = [b for b in self.branches if b.tokens and not b.is_busy and prompt[: len(b.tokens)] == b.tokens]
+    def _continued(self, prompt: list[int], media: Sequence[Media]) -> Branch | None:
+        """The longest branch whose tokens and images are the beginning of a prompt."""
+        fitting = [
+            b
+            for b in self.branches
+            if b.tokens
+            and not b.is_busy
+            and prompt[: len(b.tokens)] == b.tokens
+            and [span.media for span in b.spans] == list(media[: len(b.spans)])
+        ]
         return max(fitting, key=lambda b: len(b.tokens), default=None)
 
     def _token_ids(self, ids: Sequence[int], name: str) -> list[int]:
@@ -229,7 +246,24 @@ class Episode:
             checked: list[int] = token_ids(ids, name, self.task.vocab_size).tolist()
         return checked
 
-    def _begin(self, prompt: list[int], is_first: bool | None) -> Branch:
+    def _placed(self, prompt: list[int], start: int, media: Sequence[Media]) -> Spans:
+        """The images `media` at the tokens from `start` on that stand for them, in order. Raises EpisodeError where these are
+        more or fewer."""
+        text, token = self.task.image_token or ("", -1)
+        places = [at for at in range(start, len(prompt)) if prompt[at] == token]
+        counts = [sum(own.count(text) for own in images.texts) for images in media]
+        if sum(counts) != len(places):
+            raise EpisodeError(
+                f"its prompt has {len(places)} new tokens that stand for parts of images, and its new images have "
+                f"{sum(counts)}. Render messages with apply_chat_template, and give generate all images up to them"
+            )
+        ends = np.cumsum([0, *counts])
+        return tuple(
+            MediaSpan(places[first], places[end - 1] + 1 - places[first], images)
+            for images, first, end in zip(media, ends[:-1].tolist(), ends[1:].tolist(), strict=True)
+        )
+
+    def _begin(self, prompt: list[int], is_first: bool | None, media: Sequence[Media]) -> Branch:
         task = self.task
         if not prompt:
             raise EpisodeError("it asked for tokens after an empty prompt")
@@ -239,25 +273,17 @@ class Episode:
             raise EpisodeError(
                 f"its prompt has {len(prompt)} tokens, more than data.max_prompt_length={task.max_prompt_length} allows"
             )
-        self._require_images(prompt)
         first = not self.branches if is_first is None else is_first
         taken = {branch.number for branch in self.branches}
         number, count = task.sample, 0
         while not first or number in taken:
             # of the prompt and not of the order of the calls, which may depend on time
             content = np.asarray([count, *prompt], dtype="<i8").tobytes()
+            content += "".join(images.digest for images in media).encode()
             digest = int.from_bytes(hashlib.blake2b(content, digest_size=5).digest(), "little")
             number, first, count = task.sample | ((digest + 1) << SAMPLE_BITS), True, count + 1
         self.branches.append(Branch(number, len(prompt)))
         return self.branches[-1]
-
-    def _require_images(self, prompt: Sequence[int]) -> None:
-        """Raise EpisodeError for a prompt that has not the images of the row at their places."""
-        if self.task.media is not None and tuple(prompt) != self.task.prompt_ids:
-            raise EpisodeError(
-                "its row has images, and its prompt differs from the prompt of the row. Begin with the row's prompt, and let "
-                "later turns follow it"
-            )
 
     def keys(self) -> list[tuple[int, int]]:
         """Names of its branches to the engine."""
@@ -268,6 +294,7 @@ class Episode:
         state = hashlib.blake2b(digest_size=12)
         for branch in sorted(self.branches, key=lambda b: b.number):
             state.update(np.asarray([branch.number, *branch.tokens], dtype="<i8").tobytes())
+            state.update("".join(span.media.digest for span in branch.spans).encode())
         return state.hexdigest()
 
     # -- what trains
@@ -286,7 +313,6 @@ class Episode:
         prompt_ids, response_ids = (
             self._token_ids(ids, name) for name, ids in (("prompt_ids", prompt_ids), ("response_ids", response_ids))
         )
-        self._require_images(prompt_ids)
         whole, start = [*prompt_ids, *response_ids], len(prompt_ids)
         with _as_episode_error():
             mask = token_mask(mask, "response_mask", len(response_ids)).tolist()
@@ -300,7 +326,8 @@ class Episode:
                 "has changed or tokenized again what the model wrote. Return the token ids of generate, and mask 0 elsewhere"
             )
         end = min(len(whole), start + self.task.limit)
-        result = Trajectory(self.task.ordinal, self.task.sample, tuple(prompt_ids), status=status)
+        media = tuple(s.moved(-start) for s in branch.spans if s.start + s.length <= min(length, end))
+        result = Trajectory(self.task.ordinal, self.task.sample, tuple(prompt_ids), status=status, media=media)
         at, newest = start, next((v for v in branch.versions if v >= 0), 0)
         while at < end:
             kind = (bool(mask[at - start]), branch.versions[at] if at < length and mask[at - start] else -1)
@@ -358,26 +385,3 @@ def in_dtype(result: EpisodeResult, dtype: type[np.floating[Any]]) -> EpisodeRes
         for s in result.trajectory.segments
     ]
     return replace(result, trajectory=replace(result.trajectory, segments=segments))
-
-
-def recorded(folder: Path, ledger: Sequence[Trajectory], *, step: int, split: str, limit: int) -> list[EpisodeResult]:
-    """The episodes of `ledger`, completed from the journal: prompts, rewards, errors, inputs of the reward function.
-    They began in `step`; `folder` is the run folder. Raises LookupError when an episode is not recorded."""
-    newest = {}
-    for file in sorted((folder / FOLDER).glob(f"step_{step:06d}.rank*.jsonl")):
-        for record in read(file):
-            if record["kind"] in (EPISODE, PART) and record.get("split") == split:
-                newest[record["episode"], record["kind"]] = record
-    results = []
-    for one in ledger:
-        task = EpisodeTask(one.ordinal, one.sample, step, split, tuple(one.prompt_ids), {}, limit, len(one.prompt_ids))
-        kind = PART if one.can_resume(limit) else EPISODE
-        if (task.name, kind) not in newest:
-            raise LookupError(f"The folder {FOLDER} of the run has no record of the episode {task.name} of step {step}")
-        record = newest[task.name, kind]
-        own = replace(one, prompt_ids=tuple(record.get("prompt_ids") or one.prompt_ids))
-        if record.get("error") is not None:
-            own = untrained(own)
-        more = {name: record[name] for name in ("reward", "extra", "num_turns", "metrics", "error") if name in record}
-        results.append(EpisodeResult(task, own, **more))
-    return results

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from verl.agents.episode import CURRENT
+from verl.agents.images import EpisodeImages
+from verl.data_proto.media import Media, images_in, texts_of
 from verl.errors import ConfigError, nearest
 from verl.families import AGENT_LOOPS
 from verl.tools.schemas import Record
@@ -87,8 +89,8 @@ class DictConfigWrap:
 class AsyncLLMServerManager:
     """The policy, for loops. Tokens depend only on the episode and its tokens so far; `request_id` is ignored."""
 
-    def __init__(self, *args: object, **kwargs: object):
-        self._warned = False
+    def __init__(self, images: EpisodeImages):
+        self.images = images
 
     async def generate(
         self,
@@ -96,20 +98,30 @@ class AsyncLLMServerManager:
         *,
         prompt_ids: Sequence[int],
         sampling_params: dict[str, Any] | None = None,
-        image_data: object = None,
+        image_data: Sequence[Any] | None = None,
         video_data: object = None,
         **_: object,
     ) -> TokenOutput:
         """The tokens after `prompt_ids`, sampled as the run samples; of `sampling_params` only max_tokens or max_new_tokens
-        counts. Empty when the response of the episode is full."""
-        if image_data is not None or video_data is not None:
-            raise ValueError("images and videos are not supported in this version")
+        counts. `image_data` are all images of the prompt in order, first the row's. Empty when the response of the episode is
+        full."""
+        if video_data is not None:
+            raise ValueError("videos are not supported in this version")
         params = dict(sampling_params or {})
         most = params.get("max_tokens", params.get("max_new_tokens"))
-        done = await CURRENT.get().generate(prompt_ids, most)
+        done = await CURRENT.get().generate(prompt_ids, most, media=await read_images(self.images, image_data))
         if done is None:
             return TokenOutput([], [], stop_reason="length")
         return TokenOutput(done.token_ids, done.log_probs, stop_reason=done.finish_reason)
+
+
+async def read_images(images: EpisodeImages, sources: Sequence[Any] | None) -> list[Media]:
+    """All images of a conversation of this episode: the row's, which were read with it, and those of `sources` behind them."""
+    row = images_in(CURRENT.get().task.media)
+    if sources is None or list(sources[: len(row)]) == row:
+        return await images.read(row if sources is None else sources, "an episode")
+    num_of_row = sum(len(own.texts) for own in row)
+    return [*row, *await images.read(sources[num_of_row:], "an episode")]
 
 
 class AgentLoopBase(ABC):
@@ -141,20 +153,23 @@ class AgentLoopBase(ABC):
         self,
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None = None,
-        images: object = None,
+        images: Sequence[Any] | None = None,
         videos: object = None,
         remove_system_prompt: bool = False,
     ) -> list[int]:
-        """Token ids of messages up to the next turn of the model. With `remove_system_prompt`, the token ids that follow a
-        sampled turn, see ChatContinuity.suffix."""
+        """Token ids of messages up to the next turn of the model, with `images` (None: the row's) for their image parts.
+        With `remove_system_prompt`, the token ids that follow a sampled turn, see ChatContinuity.suffix."""
         if remove_system_prompt:
             branches = CURRENT.get().branches
-            return self.suffix(messages, branches[-1].tokens[-1] if branches and branches[-1].tokens else None)
-        return self.context.continuity.prompt(messages, tools)
+            last = branches[-1].tokens[-1] if branches and branches[-1].tokens else None
+            media = await self.tool_calls.images.read(images or (), "an episode")
+            return self.suffix(messages, last, media)
+        media = await read_images(self.tool_calls.images, images)
+        return self.context.continuity.prompt(messages, tools, texts_of(media))
 
-    def suffix(self, messages: list[dict[str, Any]], last_token: int | None) -> list[int]:
-        """Token ids of messages behind a sampled turn; control tokens in their texts are broken."""
-        return self.context.continuity.suffix(messages, last_token, self.stop_token_ids)
+    def suffix(self, messages: list[dict[str, Any]], last_token: int | None, media: Sequence[Media] = ()) -> list[int]:
+        """Token ids of messages with their images behind a sampled turn; control tokens in their texts are broken."""
+        return self.context.continuity.suffix(messages, last_token, self.stop_token_ids, texts_of(media))
 
     @abstractmethod
     async def run(self, sampling_params: dict[str, Any], **kwargs: object) -> AgentLoopOutput:

@@ -11,6 +11,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl.agents.images import text_and_images
+from verl.data.images import image_text
 from verl.data_proto.samples import Score, ScoreRequest
 from verl.rewards.functions import RewardFunctionSpec
 from verl.rewards.managers.build import build_pool
@@ -65,7 +67,7 @@ def _answer(score: Score) -> dict[str, Any]:
     parts = score.parts
     if "failure" in parts:
         return {"error": parts["failure"]}
-    return {"text": parts["text"], "reward": score.score, "metrics": parts["metrics"]}
+    return {"text": parts["text"], "images": parts["images"], "reward": score.score, "metrics": parts["metrics"]}
 
 
 def call_tool(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, Any]:
@@ -80,12 +82,13 @@ def call_tool(data_source: str, solution_str: str, ground_truth: Any, extra_info
         if inspect.isawaitable(returned):
             returned = asyncio.run(_wait(returned))
         response, reward, metrics = answer_of(returned)
+        text, sources = text_and_images(response)
+        images = [image_text(source, f"image {number}") for number, source in enumerate(sources)]
     except Exception as error:  # noqa: BLE001 - the model gets the error
         return {"score": 0.0, "failure": f"{error}"[:500] or type(error).__name__}
-    text = response.text or ""
     if len(text) > MAX_TEXT:
         text = f"{text[: MAX_TEXT // 2]}{text[-MAX_TEXT // 2 :]}"
-    return {"score": reward, "text": text, "metrics": metrics}
+    return {"score": reward, "text": text, "images": images, "metrics": metrics}
 
 
 async def _wait(work: Any) -> Any:

@@ -9,14 +9,17 @@ from __future__ import annotations
 import asyncio
 import enum
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from verl.agents.episode import CURRENT, EpisodeError
+from verl.agents.images import message_content
 from verl.agents.interactions import BaseInteraction
 from verl.agents.loops import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 from verl.agents.parsers import ToolParser
 from verl.agents.tool_calls import on_thread
+from verl.data_proto.media import Media, images_in
 from verl.tools.schemas import FunctionCall
 
 
@@ -49,6 +52,7 @@ class AgentData:
     assistant_turns: int = 0
     tool_calls: list[FunctionCall] = field(default_factory=list)
     metrics: AgentLoopMetrics = field(default_factory=AgentLoopMetrics)
+    media: list[Media] = field(default_factory=list)  # all images of the messages, in order
 
 
 class ToolAgentLoop(AgentLoopBase):
@@ -60,7 +64,10 @@ class ToolAgentLoop(AgentLoopBase):
         selection = extra.get("tool_selection")
         names = None if selection is None else list(selection)
         data = AgentData(
-            [dict(m) for m in kwargs["raw_prompt"]], episode.task.name, dict(extra.get("tools_kwargs") or {})
+            [dict(m) for m in kwargs["raw_prompt"]],
+            episode.task.name,
+            dict(extra.get("tools_kwargs") or {}),
+            media=images_in(episode.task.media),
         )
         episode.messages = data.messages
         data.prompt_ids = list(episode.task.prompt_ids)
@@ -91,17 +98,21 @@ class ToolAgentLoop(AgentLoopBase):
             if not self._may_continue(data):
                 return
             if data.tool_calls:
-                answers = await self._call_tools(data, names)
+                answers, media = await self._call_tools(data, names)
             else:
                 assert user is not None
+                media = []
                 answers, data.is_finished = await self._ask_user(data, user, user_kwargs)
-            if not self._append(data, answers) or data.is_finished:
+            if not self._append(data, answers, media) or data.is_finished:
                 return
 
     async def _turn(self, data: AgentData, sampling_params: dict[str, Any], names: list[str] | None) -> bool:
         """Sample a turn and read it; False when the response is full."""
         output = await self.server_manager.generate(
-            data.request_id, prompt_ids=[*data.prompt_ids, *data.response_ids], sampling_params=sampling_params
+            data.request_id,
+            prompt_ids=[*data.prompt_ids, *data.response_ids],
+            sampling_params=sampling_params,
+            image_data=data.media,
         )
         if not output.token_ids:
             return False
@@ -126,15 +137,16 @@ class ToolAgentLoop(AgentLoopBase):
         """Whether the response was full before the model had ended its turn, so that it is no action."""
         return len(data.response_ids) >= self.response_length and data.response_ids[-1] not in self.stop_token_ids
 
-    def _append(self, data: AgentData, answers: list[dict[str, Any]]) -> bool:
-        """Append messages; False when no turn could follow them: then they are left out."""
-        suffix = self.suffix(answers, data.response_ids[-1])
+    def _append(self, data: AgentData, answers: list[dict[str, Any]], media: Sequence[Media] = ()) -> bool:
+        """Append messages with their images; False when no turn could follow them: then they are left out."""
+        suffix = self.suffix(answers, data.response_ids[-1], media)
         data.user_turns += 1
         data.messages += answers
         if len(data.response_ids) + len(suffix) >= self.response_length:
             return False
         data.response_ids += suffix
         data.response_mask += [0] * len(suffix)
+        data.media += media
         return True
 
     def _output(self, data: AgentData) -> AgentLoopOutput:
@@ -172,8 +184,8 @@ class ToolAgentLoop(AgentLoopBase):
             ]
         return message
 
-    async def _call_tools(self, data: AgentData, names: list[str] | None) -> list[dict[str, Any]]:
-        """The messages of the tools; the first max_parallel_calls calls run at the same time."""
+    async def _call_tools(self, data: AgentData, names: list[str] | None) -> tuple[list[dict[str, Any]], list[Media]]:
+        """The messages of the tools, and their images; the first max_parallel_calls calls run at the same time."""
         calls, started_at = data.tool_calls[: self.rollout_config.multi_turn.max_parallel_calls], time.perf_counter()
         episode = CURRENT.get()
         results = await asyncio.gather(
@@ -188,14 +200,15 @@ class ToolAgentLoop(AgentLoopBase):
         data.tool_rewards += [result.reward for result in results]
         data.turn_rewards[-1] += sum(result.reward for result in results)
         episode.tool_results += results
-        return [
+        answers = [
             {
                 "role": "tool",
-                "content": result.text,
+                "content": message_content(result.text, len(result.media)),
                 **({"tool_call_id": call.id, "name": call.name} if call.id else {}),
             }
             for call, result in zip(calls, results, strict=True)
         ]
+        return answers, [images for result in results for images in result.media]
 
     def _user(self, extra: dict[str, Any]) -> tuple[BaseInteraction | None, dict[str, Any]]:
         """The interaction that the row names, and its arguments."""

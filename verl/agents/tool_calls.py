@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from verl.agents.episode import Episode, EpisodeError
+from verl.agents.images import EpisodeImages, text_and_images
 from verl.agents.journal import TOOL, Journal, call_digest
+from verl.data_proto.media import Media
 from verl.foreign_text import clean
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import FunctionTool, answer_of
@@ -40,6 +42,7 @@ class ToolResult:
 
     name: str
     text: str
+    media: list[Media] = field(default_factory=list)  # images
     reward: float = 0.0
     metrics: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
@@ -51,7 +54,7 @@ class FunctionPool(Protocol):
     """Runs functions in sandboxed processes."""
 
     def submit(self, path: str, name: str, arguments: Mapping[str, Any]) -> Future[dict[str, Any]]:
-        """The future of the function's result: {"text", "reward", "metrics"}, or {"error"}."""
+        """The future of the function's result: {"text", "images", "reward", "metrics"}, or {"error"}."""
         ...
 
 
@@ -64,9 +67,11 @@ class ToolCalls:
         settings: ToolSettings,
         journal: Journal | None = None,
         pool: FunctionPool | None = None,
+        images: EpisodeImages | None = None,
     ):
         self.tools = {tool.name: tool for tool in tools}
         self.settings, self.journal, self.pool = settings, journal or Journal(None), pool
+        self.images = images or EpisodeImages(None, None)
 
     def schemas(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """The tools (with `names`, only the named tools) as chat templates read them."""
@@ -88,7 +93,8 @@ class ToolCalls:
         records = not task.split.startswith("val")  # every validation has the same step number
         known = self.journal.result(task.split, task.name, number, digest) if records else None
         if known is not None:
-            return ToolResult(**{**known["result"], "replayed": True})
+            media = await self.images.stored(known["result"].get("media") or [])
+            return ToolResult(**{**known["result"], "media": media, "replayed": True})
         started_at = time.perf_counter()
         outcome = await self._called(episode, call, names, dict(kwargs or {}), agent_data)
         outcome.seconds = time.perf_counter() - started_at
@@ -98,6 +104,7 @@ class ToolCalls:
         if records:
             result = {"name": outcome.name, "text": outcome.text, "reward": outcome.reward, "metrics": outcome.metrics}
             result |= {"error": outcome.error, "seconds": outcome.seconds}
+            result |= {"media": [images.digest for images in outcome.media]} if outcome.media else {}
             self.journal.write(
                 TOOL, split=task.split, episode=task.name, call=number, digest=digest, result=result,
                 arguments=call.arguments[:2000],
@@ -128,11 +135,13 @@ class ToolCalls:
             # the pool has the limit of a call itself: here it would count the time that the call waits for a process
             limit_s = self.settings.timeout_s if self._pool_of(tool) is None else None
             response, reward, metrics = await asyncio.wait_for(work, limit_s)
+            text, sources = text_and_images(response)
+            media = await self.images.read(sources, "its answer")
         except asyncio.TimeoutError:
             return _failed(name, f"Error executing tool '{name}': it took longer than {self.settings.timeout_s:g} s")
         except (Exception, SystemExit) as error:  # noqa: BLE001 - tools are code of the user's, which may raise anything
             return _failed(name, f"Error executing tool '{name}': {clean(error, 300) or type(error).__name__}")
-        return ToolResult(name, response.text or "", reward, _plain(metrics))
+        return ToolResult(name, text, media, reward, _plain(metrics))
 
     def _pool_of(self, tool: BaseTool) -> FunctionPool | None:
         return self.pool if isinstance(tool, FunctionTool) and tool.path is not None else None
@@ -146,7 +155,7 @@ class ToolCalls:
                 done = await asyncio.wrap_future(pool.submit(str(tool.path), tool.name, arguments))
                 if "error" in done:
                     raise RuntimeError(done["error"])
-                return ToolResponse(text=done["text"]), done["reward"], done["metrics"]
+                return ToolResponse(done["text"], done["images"] or None), done["reward"], done["metrics"]
             return answer_of(await on_thread(tool.function, **arguments))
         instance_id, _ = await on_thread(tool.create, create_kwargs=kwargs.get("create_kwargs", {}))
         try:

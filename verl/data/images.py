@@ -23,7 +23,7 @@ from urllib.parse import unquote, urlparse
 import numpy as np
 
 from verl.data.schema import IMAGE_PARTS, Messages
-from verl.data_proto.media import Media
+from verl.data_proto.media import ImageFiles, Media
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError, DataError, MissingExtraError, nearest
 from verl.foreign_text import clean, quoted
@@ -48,13 +48,13 @@ def image_messages(messages: Messages, images: object, key: str) -> tuple[Messag
     A placeholder in a text, and a part without a source, take the next of `images`, the field `key` of the row. Messages
     without an image stay as they are. Raises DataError where placeholders and images differ in number.
     """
-    listed = _listed(images)
+    images = listed(images)
     has_parts = any(isinstance(message.get("content"), list) for message in messages)
-    if not listed and not has_parts:
+    if not images and not has_parts:
         return messages, []
     placed = [{**message, "content": list(_parts(message))} for message in messages]
     sources: list[Any] = []
-    waiting = iter(listed)
+    waiting = iter(images)
     num_open = 0
     for part in (part for message in placed for part in message["content"] if part["type"] == "image"):
         source = part.pop("source", None)
@@ -62,15 +62,16 @@ def image_messages(messages: Messages, images: object, key: str) -> tuple[Messag
             num_open += 1
             source = next(waiting, None)
         sources.append(source)
-    if num_open != len(listed):
+    if num_open != len(images):
         raise DataError(
-            f"field {key!r} has {len(listed)} images, and the messages have {num_open} places for them ({PLACEHOLDER} in a "
+            f"field {key!r} has {len(images)} images, and the messages have {num_open} places for them ({PLACEHOLDER} in a "
             "text, or a part of type image). Give each image one place."
         )
     return placed, sources
 
 
-def _listed(images: object) -> list[Any]:
+def listed(images: object) -> list[Any]:
+    """The images of a field, which has one image or several."""
     if images is None:
         return []
     return list(images) if isinstance(images, list | tuple | np.ndarray) else [images]
@@ -119,11 +120,15 @@ class ImageEncoder:
 
     def read(self, sources: Sequence[Any], place: str) -> PromptImages:
         """The images at `sources`. Raises DataError naming `place` and the image."""
-        pictures, digest = [], hashlib.sha256(self._settings_digest)
-        for number, source in enumerate(sources):
-            picture = read_image(source, f"{place}: image {number}")
+        return self.encode(
+            [read_image(source, f"{place}: image {number}") for number, source in enumerate(sources)], place
+        )
+
+    def encode(self, pictures: Sequence[Any], place: str) -> PromptImages:
+        """The images of PIL pictures in RGB. Raises DataError naming `place`."""
+        digest = hashlib.sha256(self._settings_digest)
+        for picture in pictures:
             digest.update(f"{picture.size}".encode() + picture.tobytes())
-            pictures.append(picture)
         try:
             tensors, texts = self.processor.read(pictures, self.settings)
         except Exception as error:  # of a family's processor, for a size that it does not take or an unknown argument
@@ -131,8 +136,9 @@ class ImageEncoder:
                 f"{place}: the model's processor cannot read the row's images ({type(error).__name__}: {clean(error)}). Change "
                 "the images, or data.mm_processor_kwargs."
             ) from error
-        media = Media(digest.hexdigest(), tensors, tuple(map(thumbnail, pictures)))
-        return PromptImages(media, texts, self.processor, place)
+        files = ImageFiles(tuple(map(png, pictures)), self.settings) if self.processor.keeps_files else None
+        media = Media(digest.hexdigest(), tensors, tuple(map(thumbnail, pictures)), tuple(texts), files)
+        return PromptImages(media, self.processor, place)
 
 
 @dataclass(frozen=True)
@@ -149,23 +155,16 @@ class RowImages:
 
 
 class PromptImages:
-    """The images of one row: `media` for the model, and the text that stands for each in rendered messages."""
+    """The images of one row in its rendered messages."""
 
-    def __init__(self, media: Media, texts: Sequence[str], processor: ImageProcessor, place: str):
-        self.media, self.texts, self.place = media, list(texts), place
+    def __init__(self, media: Media, processor: ImageProcessor, place: str):
+        self.media, self.place = media, place
         self.token, self.token_id = processor.token, processor.token_id
 
     def expanded(self, text: str, *, whole: bool = True) -> str:
         """Rendered messages with the text of its image in place of each token; with `whole`, they have all images of the row.
         Raises DataError where the text has other tokens of images than the row has images."""
-        pieces = text.split(self.token)
-        num_tokens = len(pieces) - 1
-        if num_tokens > len(self.texts) or (whole and num_tokens < len(self.texts)):
-            raise DataError(
-                f"{self.place}: the rendered messages have {num_tokens} times {quoted(self.token)}, and the row has "
-                f"{len(self.texts)} images. Remove that token from the row's texts, or use the chat template of the model."
-            )
-        return pieces[0] + "".join(image + piece for image, piece in zip(self.texts, pieces[1:], strict=False))
+        return expanded(text, self.token, self.media.texts, self.place, whole=whole)
 
     def check(self, ids: Sequence[int], text: str) -> None:
         """Raise DataError unless the tokens `ids` of an expanded text have as many parts of images as the text."""
@@ -175,6 +174,18 @@ class PromptImages:
                 f"{self.place}: the tokenizer gives {num_ids} tokens for {num_parts} times {quoted(self.token)}. Use the "
                 "tokenizer files of the model."
             )
+
+
+def expanded(text: str, token: str, texts: Sequence[str], place: str, *, whole: bool = True) -> str:
+    """See PromptImages.expanded, for the `texts` of images that stand in place of `token`."""
+    pieces = text.split(token)
+    num_tokens = len(pieces) - 1
+    if num_tokens > len(texts) or (whole and num_tokens < len(texts)):
+        raise DataError(
+            f"{place}: the rendered messages have {num_tokens} times {quoted(token)}, and there are {len(texts)} images. "
+            "Remove that token from the texts, or use the chat template of the model."
+        )
+    return pieces[0] + "".join(image + piece for image, piece in zip(texts, pieces[1:], strict=False))
 
 
 def read_image(source: object, place: str) -> Any:
@@ -212,10 +223,15 @@ def image_text(source: Any, place: str) -> str:
     if isinstance(source, str):
         return source
     if hasattr(source, "save"):  # a picture of PIL
-        file = io.BytesIO()
-        source.convert("RGB").save(file, "PNG")
-        source = file.getvalue()
+        source = png(source.convert("RGB"))
     return "data:;base64," + base64.b64encode(_content(source, place)).decode()
+
+
+def png(picture: Any) -> bytes:
+    """The file of a PIL picture."""
+    file = io.BytesIO()
+    picture.save(file, "PNG", compress_level=1)
+    return file.getvalue()
 
 
 def _innermost(source: object, place: str) -> Any:

@@ -74,7 +74,7 @@ class PromptLoader:
         self.num_steps_per_epoch = self.order.rows_per_epoch // batch_size
         pad = getattr(encoder.tokenizer, "pad_token_id", None)
         self.pad_token_id = pad if pad is not None else 0  # as the rollout pads
-        self.max_prompt_length = encoder.max_length
+        self.max_prompt_length, self.image_encoder = encoder.max_length, encoder.images
 
     def take(self, ordinal_start: int, count: int) -> DataProto:
         """The prompts of ordinals `ordinal_start` to `ordinal_start + count - 1`; the first of a run has ordinal 0.

@@ -30,6 +30,9 @@ COLUMNS: dict[str, Column] = {
     "media": Column(
         _B, "object", "image processor", "images of the prompt as Media, or None; its samples share the object"
     ),
+    "episode_media": Column(
+        _B, "object", "rollout", "images of an episode at places from its first response token, tuple of MediaSpan"
+    ),
     "raw_prompt": Column(_B, "object", "data", "chat messages, list[{role, content}]"),
     "data_source": Column(_B, "object", "data", "name of the task; selects the scorer"),
     "reward_model": Column(_B, "object", "data", "{style, ground_truth} of the row"),

@@ -1,9 +1,17 @@
-"""The images of a prompt as a model reads them: one object, which all samples of the prompt share."""
+"""Images as a model reads them, and their places among tokens.
+
+    prompt                          response
+    5 [img] [img] 7   |   11 12   8 [img] [img] 9   13        Media in tokens 1-2, and in 2-5 of the response
+
+Images of a data row are one object, which all samples of its prompt share. An episode can have further ones, in its own prompt
+and between its turns.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     import torch
@@ -11,18 +19,29 @@ if TYPE_CHECKING:
     from verl.data_proto.proto import DataProto
 
 
+@dataclass(frozen=True)
+class ImageFiles:
+    """The images themselves as PNG files, for an engine that has an image processor, and `arguments` of that processor."""
+
+    contents: tuple[bytes, ...]
+    arguments: dict[str, Any]
+
+
 @dataclass(frozen=True, eq=False)
 class Media:
-    """Images of one prompt. `tensors` are the inputs of the model's forward that its family's processor made, by name, such as
-    pixel_values and image_grid_thw. `digest` names the images and the settings of the processor: Media of one digest are equal.
-    `thumbnails` are small pictures of them as data URLs, for people.
+    """Images that stand together. `tensors` are inputs of the model's forward by name, such as pixel_values and image_grid_thw,
+    as its family's processor made them. `digest` names images and settings of the processor: Media of one digest are equal.
+    `texts` stand for each in rendered messages, `thumbnails` are small pictures of them as data URLs, for people. `files` are
+    the images themselves, where the rollout engine reads them.
 
-        Media("9f2c...", {"pixel_values": [64, 1176], "image_grid_thw": [1, 3]})
+        Media("9f2c...", {"pixel_values": [64, 1176], "image_grid_thw": [1, 3]}, texts=("<|image_pad|>...",))
     """
 
     digest: str
     tensors: dict[str, torch.Tensor]
     thumbnails: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
+    files: ImageFiles | None = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Media) and self.digest == other.digest
@@ -31,7 +50,53 @@ class Media:
         return hash(self.digest)
 
 
+@dataclass(frozen=True)
+class MediaSpan:
+    """Images in `length` tokens from `start` on. In a batch, places count from the first token of the response: below 0 they
+    are in the prompt. In a request, they count from its first token."""
+
+    start: int
+    length: int
+    media: Media
+
+    def moved(self, by: int) -> MediaSpan:
+        """The span `by` tokens later."""
+        return MediaSpan(self.start + by, self.length, self.media)
+
+
+Spans: TypeAlias = tuple[MediaSpan, ...]
+RowMedia: TypeAlias = Media | Spans | None  # of a row: images somewhere in its prompt, or at their places
+MEDIA_COLUMNS = ("media", "episode_media")
+
+
+def row_media_of(batch: DataProto) -> list[RowMedia] | None:
+    """The images that each row's tokens have: those of its episode, else those of its data row. None where the batch has no
+    such column."""
+    episodes = batch.non_tensor_batch.get("episode_media")
+    media = media_of(batch) if episodes is None else list(episodes)
+    return None if media is None else list(media)
+
+
+def images_in(media: RowMedia) -> list[Media]:
+    """The images of a row in the order of its tokens."""
+    if isinstance(media, tuple):
+        return [span.media for span in media]
+    return [] if media is None else [media]
+
+
+def texts_of(media: Sequence[Media]) -> list[str]:
+    """The texts that stand for images in rendered messages."""
+    return [text for images in media for text in images.texts]
+
+
+def placed_in(media: RowMedia, prompt_length: int) -> Spans:
+    """The images of a row with their places; images of a data row are in the whole prompt."""
+    if isinstance(media, tuple):
+        return media
+    return () if media is None else (MediaSpan(-prompt_length, prompt_length, media),)
+
+
 def media_of(batch: DataProto) -> list[Media | None] | None:
-    """The column `media` of a batch, a value for each row; None where the batch has no such column."""
+    """The column `media` of a batch, the images of each data row; None where the batch has no such column."""
     column = batch.non_tensor_batch.get("media")
     return None if column is None else list(column)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from verl.data_proto.batch_metrics import scored_rows
-from verl.data_proto.media import media_of
+from verl.data_proto.media import images_in, row_media_of
 from verl.data_proto.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -52,15 +52,15 @@ def sample_rows(batch: DataProto, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     responses = tokenizer.batch_decode(response_ids, skip_special_tokens=True)
     copied = {name: _column(batch, name) for name in _COPIED}
     per_token = {name: tensors[column].tolist() for name, column in _PER_TOKEN.items() if column in tensors.keys()}
-    media = media_of(batch)
+    media = row_media_of(batch)
     scored = scored_rows(batch).tolist()
     scores = tensors["token_level_scores"].sum(dim=1).tolist() if "token_level_scores" in tensors.keys() else None
     rows = []
     for i, length in enumerate(lengths):
         row = {name: values[i] for name, values in copied.items() if values is not None}
         row |= {"prompt": prompts[i], "response": responses[i]}
-        if media is not None and (images := media[i]):
-            row["images"] = list(images.thumbnails)
+        if media is not None and (images := images_in(media[i])):
+            row["images"] = [small for own in images for small in own.thumbnails]
         if "reward_model" in objects:
             row["ground_truth"] = (objects["reward_model"][i] or {}).get("ground_truth")
         if scores is not None:

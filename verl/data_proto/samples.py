@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from verl.data_proto.media import Media
+from verl.data_proto.media import Media, MediaSpan, Spans
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,6 +51,12 @@ class PromptRequest:
     num_samples: int | None = None  # None: SamplingParams.n
     max_new_tokens: int | None = None  # of this request, at most SamplingParams.max_new_tokens; None: the same
     media: Media | None = None  # images of the prompt
+    spans: Spans = ()  # images at their places, of an episode
+
+    @property
+    def placed(self) -> Spans:
+        """All images at their places."""
+        return self.spans if self.media is None else (MediaSpan(0, self.prompt_length, self.media), *self.spans)
 
     @property
     def prompt_length(self) -> int:
@@ -61,12 +67,13 @@ class PromptRequest:
 @dataclass(frozen=True)
 class TurnRequest:
     """Another turn of a sample that finished and was kept. `token_ids`, the answer of an environment, follow its response; the
-    policy continues after them. They count as positions of the response."""
+    policy continues after them. They count as positions of the response. Places of `spans` count from the first of them."""
 
     ordinal: int
     sample: int
     token_ids: tuple[int, ...]
     max_new_tokens: int | None = None  # of this turn, as in PromptRequest
+    spans: Spans = ()
 
 
 @dataclass

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
+from verl.data_proto.media import Spans
 from verl.data_proto.samples import Completion
 
 Source = Literal["policy", "environment"]
@@ -52,6 +53,7 @@ class Trajectory:
     segments: list[Segment] = field(default_factory=list)
     status: Status = "open"
     messages: list[dict[str, Any]] = field(default_factory=list)  # of a conversation, in the format of chat templates
+    media: Spans = ()  # of an episode, at places from the first token of the response
     experts: np.ndarray | None = None  # [tokens, layers, k] that computed its tokens but the last one, if recorded
 
     def extended(self, done: Completion, dtype: type[np.floating[Any]] = np.float32) -> Trajectory:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from torch import nn
 
-from verl.data_proto.media import Media, media_of
+from verl.data_proto.media import RowMedia, row_media_of
 from verl.data_proto.proto import DataProto
 from verl.engines.api import BatchTotals, MicroBatching
 from verl.errors import ConfigError
@@ -33,12 +33,12 @@ def rows_of(
     batch: DataProto, rows: Sequence[int] | None, reads: Reads, experts: Sequence[np.ndarray | None] | None = None
 ) -> list[PackedRow]:
     """The rows `rows` of a batch (None: all) without their padding; `experts`: see verl.models.routing."""
-    return unpadded_rows(batch.batch, rows, reads, media_of(batch), experts)
+    return unpadded_rows(batch.batch, rows, reads, row_media_of(batch), experts)
 
 
-def images_of(batch: DataProto, module: nn.Module, computes_images: bool) -> list[Media | None] | None:
+def images_of(batch: DataProto, module: nn.Module, computes_images: bool) -> list[RowMedia] | None:
     """The images of a batch for `module`. Raises ModelError where it reads none, ConfigError where the engine does not."""
-    media = media_of(batch)
+    media = row_media_of(batch)
     if media is None or not any(media):
         return None
     require_vision(module)

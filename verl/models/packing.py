@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from verl.data_proto.media import Media
+from verl.data_proto.media import RowMedia, Spans, placed_in
 from verl.errors import DataError
 from verl.models.packed import PackedLayout, PackedSegment
 from verl.models.routing import replayed
@@ -43,14 +43,15 @@ class PackedRow:
     prompt: tuple[int, ...]
     num_inputs: int
     trains: bool
-    media: Media | None = None  # images of the prompt
+    media: Spans = ()
     experts: np.ndarray | None = field(default=None, compare=False)  # [tokens, layers, k], see verl.models.routing
 
     @property
     def origin(self) -> object:
         """The prompt with its images, and the experts that compute it: rows of equal origin may share it."""
         experts = None if self.experts is None else self.experts[: len(self.prompt)].tobytes()
-        return self.prompt if self.media is None and experts is None else (self.prompt, self.media, experts)
+        media = tuple(span for span in self.media if span.start < 0)
+        return (self.prompt, media, experts) if media or experts else self.prompt
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class PackedBatch:
     num_last: int = 0
     noise: torch.Tensor | None = None  # [tokens, hidden_size], added to the embeddings
     columns: dict[str, torch.Tensor] = field(default_factory=dict)  # [positions, ...], of Reads.columns
-    media: tuple[PlacedMedia, ...] = ()  # images of prompts, in the order of tokens
+    media: tuple[PlacedMedia, ...] = ()  # in the order of tokens
 
     @property
     def num_tokens(self) -> int:
@@ -94,7 +95,7 @@ def unpadded_rows(
     columns: Mapping[str, torch.Tensor],
     chosen: Sequence[int] | None = None,
     reads: Reads | None = None,
-    media: Sequence[Media | None] | None = None,
+    media: Sequence[RowMedia] | None = None,
     experts: Sequence[np.ndarray | None] | None = None,
 ) -> list[PackedRow]:
     """The rows `chosen` (default: all) of the columns prompts, prompt_mask, response_mask, `media` (None: no images) and
@@ -116,8 +117,9 @@ def unpadded_rows(
                 "Set response_mask to false there."
             )
         num_inputs = needed if reads.last_token else max(needed - 1, 0)
-        of_row = (None if media is None else media[index], None if experts is None else experts[index])
-        rows.append(PackedRow(index, ids, num_inputs, needed > 0, *of_row))
+        images = () if media is None else placed_in(media[index], len(ids))
+        of_row = None if experts is None else experts[index]
+        rows.append(PackedRow(index, ids, num_inputs, needed > 0, images, of_row))
     return rows
 
 
@@ -143,7 +145,7 @@ def pack_rows(
     device: torch.device | str = "cpu",
     chunk_tokens: int | None = None,
     reads: Reads = _PREDICTIONS,
-    media: Sequence[Media | None] | None = None,
+    media: Sequence[RowMedia] | None = None,
     experts: Sequence[np.ndarray | None] | None = None,
 ) -> PackedBatch:
     """Lay out the columns prompts, prompt_mask [batch, prompt], responses, response_mask [batch, response], media and experts
@@ -202,14 +204,19 @@ def _joined(parts: list[torch.Tensor], device: torch.device | str) -> torch.Tens
 
 
 def _placed(groups: Sequence[Sequence[PackedRow]]) -> Iterator[PlacedMedia]:
-    """The images of the groups' prompts, which lie back to back, each with its responses."""
+    """The images of the groups' prompts and responses, which lie back to back. Behind its last input a row has none."""
     start = 0
     for group in groups:
-        length = len(group[0].prompt)
-        end = start + length + sum(row.num_inputs for row in group)
-        if group[0].media is not None:
-            yield PlacedMedia(start, length, end, group[0].media)
-        start = end
+        first = start + len(group[0].prompt)
+        start = first + sum(row.num_inputs for row in group)
+        for image in group[0].media:
+            if image.start < 0:
+                yield PlacedMedia(first + image.start, image.length, start, image.media)
+        for row in group:
+            for image in row.media:
+                if 0 <= image.start < row.num_inputs:
+                    yield PlacedMedia(first + image.start, image.length, first + row.num_inputs, image.media)
+            first += row.num_inputs
 
 
 def _segments(start: int, prompt_length: int, inputs: list[int]) -> Iterator[PackedSegment]:

@@ -28,10 +28,12 @@ _OF_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids"
 
 class ImageProcessor:
     """`processor` of transformers, whose files lie in `folder`. `token` stands for an image in rendered messages.
-    `reads_only_parts`: the chat template passes over contents that are texts, and reads lists of parts."""
+    `reads_only_parts`: the chat template passes over contents that are texts, and reads lists of parts. `keeps_files`: Media
+    have the images as files, for a rollout engine that reads them."""
 
     def __init__(self, processor: Any, folder: Path):
         self.processor, self.folder = processor, folder
+        self.keeps_files = False
         self.reads_only_parts = not _reads_texts(processor.tokenizer)
         self.token: str = processor.image_token
         self.token_id: int = processor.image_token_id

@@ -7,7 +7,7 @@ of a prompt are computed once, and each of its responses sees the tokens that th
     token ids     5 6 [img] [img] [img] [img] 7   11 12 13   21 22
     positions     0 1  2    2     3     3     4   5  6  7    5  6     of a family with positions in a picture
 
-Positions of a response follow the last position of the prompt. Where a family counts tokens, that is the number of its tokens.
+Positions of tokens behind images follow the last position of the images. Where a family counts tokens, that is their number.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ REFUSED = {
 
 @dataclass(frozen=True)
 class PlacedMedia:
-    """Images of the prompt that lies at `start` of a row of tokens and has `length` tokens. Tokens up to `end` continue it."""
+    """Images in the `length` tokens from `start` of a row of tokens. Tokens up to `end` continue them."""
 
     start: int
     length: int
@@ -107,16 +107,16 @@ def freeze_towers(module: nn.Module) -> None:
         tower.requires_grad_(False)
 
 
-def prompt_positions(module: nn.Module, prompt_ids: torch.Tensor, media: Media) -> tuple[torch.Tensor, int]:
-    """Positions [axes, tokens] of a prompt with images, and the number by which positions of later tokens differ from their
-    count: axes are time, height and width where the family has them, else one axis of counted tokens."""
+def positions_within(module: nn.Module, ids: torch.Tensor, media: Media) -> tuple[torch.Tensor, int]:
+    """Positions [axes, tokens] of tokens with images, counted from the first, and the number by which positions of later
+    tokens differ from their count: axes are time, height and width where the family has them, else one of counted tokens."""
     body = body_of(module)
-    count = torch.arange(len(prompt_ids), device=prompt_ids.device)
+    count = torch.arange(len(ids), device=ids.device)
     if not hasattr(body, "get_rope_index"):
         return count[None], 0
     grids = {name: value for name, value in media.tensors.items() if name.endswith("_thw")}
-    ids, kinds = prompt_ids[None], (prompt_ids == _placeholder(module))[None].int()
-    placed, delta = body.get_rope_index(ids, **_accepted(body.get_rope_index, mm_token_type_ids=kinds, **grids))
+    kinds = (ids == _placeholder(module))[None].int()
+    placed, delta = body.get_rope_index(ids[None], **_accepted(body.get_rope_index, mm_token_type_ids=kinds, **grids))
     return placed[:, 0], int(delta.flatten()[0])
 
 
@@ -130,14 +130,14 @@ def vision_inputs(
 ) -> Iterator[dict[str, Any]]:
     """Inputs of the forward of `module`, called within the block, for token ids and counted positions [1, tokens].
 
-    A response may have sampled the token that stands for images in a prompt: there it is a token like any other. `noise`
+    Behind the images of `placed`, the token that stands for an image is a token like any other, which was sampled. `noise`
     [tokens, hidden_size] is added to the embeddings of tokens. Raises ModelError where images and tokens do not agree.
     """
     require_vision(module)
-    in_prompt = torch.zeros_like(ids, dtype=torch.bool)
+    in_images = torch.zeros_like(ids, dtype=torch.bool)
     for item in placed:
-        in_prompt[0, item.start : item.start + item.length] = True
-    tokens, kinds = _tokens_of_images(module, ids, in_prompt)
+        in_images[0, item.start : item.start + item.length] = True
+    tokens, kinds = _tokens_of_images(module, ids, in_images)
     inputs = {"input_ids": tokens, "position_ids": _placed_positions(module, ids, counted, placed)}
     if placed:
         axis = FAMILIES[module.config.model_type]
@@ -148,28 +148,30 @@ def vision_inputs(
 
 @contextmanager
 def padded_inputs(
-    module: nn.Module, ids: torch.Tensor, in_prompt: torch.Tensor, media: Media | None
+    module: nn.Module, ids: torch.Tensor, in_images: torch.Tensor, media: Sequence[Media]
 ) -> Iterator[dict[str, Any]]:
-    """Arguments of `generate` for token ids [rows, tokens] whose rows have the same images, in the tokens `in_prompt`."""
-    if media is None:
+    """Arguments of `generate` for token ids [rows, tokens] whose rows have the same images, in the tokens `in_images`."""
+    if not media:
         yield {"inputs": ids}
         return
     require_vision(module)
-    tokens, kinds = _tokens_of_images(module, ids, in_prompt)
-    pixels = {name: torch.cat([value] * len(ids)).to(ids.device) for name, value in media.tensors.items()}
+    tokens, kinds = _tokens_of_images(module, ids, in_images)
+    config: Any = module.config
+    of_row = joined(media, FAMILIES[config.model_type], ids.device)
+    pixels = {name: torch.cat([value] * len(ids)) for name, value in of_row.items()}
     with _embedding(module, ids, tokens):
         yield {"inputs": tokens, **pixels, **kinds}
 
 
 def _tokens_of_images(
-    module: nn.Module, ids: torch.Tensor, in_prompt: torch.Tensor
+    module: nn.Module, ids: torch.Tensor, in_images: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Token ids with another token at each placeholder that stands for no image, and marks of the other placeholders, under
     the names that the family's forward reads."""
     is_placeholder = ids == _placeholder(module)
-    marks = (is_placeholder & in_prompt).long()
+    marks = (is_placeholder & in_images).long()
     kinds = _accepted(body_of(module).forward, mm_token_type_ids=marks, token_type_ids=marks)
-    return ids.masked_fill(is_placeholder & ~in_prompt, _other_token(module)), kinds
+    return ids.masked_fill(is_placeholder & ~in_images, _other_token(module)), kinds
 
 
 @contextmanager
@@ -220,13 +222,14 @@ def vision_states(module: Any, packed: Any) -> torch.Tensor:
 def _placed_positions(
     module: nn.Module, ids: torch.Tensor, counted: torch.Tensor, placed: Sequence[PlacedMedia]
 ) -> torch.Tensor:
-    """[1, tokens], or [axes, 1, tokens] where a prompt has positions in its images."""
+    """[1, tokens], or [axes, 1, tokens] where the family has positions in images."""
     if not placed or not hasattr(body_of(module), "get_rope_index"):
         return counted
     result = counted.expand(3, *counted.shape).clone()
     for item in placed:
         last = item.start + item.length
-        result[:, 0, item.start : last], shift = prompt_positions(module, ids[0, item.start : last], item.media)
+        positions, shift = positions_within(module, ids[0, item.start : last], item.media)
+        result[:, 0, item.start : last] = positions + result[:, 0, item.start : item.start + 1]
         result[:, 0, last : item.end] += shift
     return result
 

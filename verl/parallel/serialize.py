@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from verl.data_proto.media import Media
+from verl.data_proto.media import ImageFiles, Media, MediaSpan
 from verl.data_proto.merge import object_array
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
@@ -39,7 +39,7 @@ def record(cls: C) -> C:
     return cls
 
 
-for _cls in (SamplingParams, PromptRequest, Completion, Score, Media):
+for _cls in (SamplingParams, PromptRequest, Completion, Score, ImageFiles, Media, MediaSpan):
     record(_cls)
 
 

@@ -21,6 +21,7 @@ from verl.models.load import eos_token_ids_of, load_model_config, load_tokenizer
 from verl.models.tokenizer import hidden_tags
 from verl.programs.distillation import check_teachers
 from verl.programs.specs import rollout_spec
+from verl.rollout.api import holds_weights
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +78,8 @@ def load_data(config: PPOConfig, *, train: bool = True) -> PPOData:
     """
     data = config.data
     tokenizer = load_tokenizer(config.actor_rollout_ref.model)
+    if tokenizer.processor is not None:
+        tokenizer.processor.keeps_files = holds_weights(config.actor_rollout_ref.rollout.name)
     for sentence in tokenizer_notices(config, tokenizer):
         log.warning(sentence)
     encoder = PromptEncoder(tokenizer, data)

@@ -23,7 +23,9 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from verl.agents.episode import recorded
+from verl.agents.images import EpisodeImages
+from verl.agents.journal import FOLDER
+from verl.agents.recorded import recorded
 from verl.data.loader import PromptLoader
 from verl.data_proto.future import Finished, Future
 from verl.data_proto.media import media_of
@@ -251,10 +253,17 @@ class RolloutQueue:
         trajectories = [_trajectory(sample, prompt_ids) for sample, prompt_ids in zip(samples, ids, strict=True)]
         episodes: dict[str, np.ndarray] = {}
         if self.agents_folder is not None:
+            images = EpisodeImages(self.loader.image_encoder, self.agents_folder / FOLDER)
+            of_rows = {media.digest: media for media in media_of(prompts) or () if media is not None}
             known = recorded(
-                self.agents_folder, trajectories, step=samples[0].step, split=samples[0].split, limit=self.limit
+                self.agents_folder,
+                trajectories,
+                step=samples[0].step,
+                split=samples[0].split,
+                limit=self.limit,
+                images=lambda digest: of_rows.get(digest) or images.of_journal(digest),
             )
-            trajectories, episodes = [done.trajectory for done in known], episode_columns(known)
+            trajectories, episodes = [done.trajectory for done in known], episode_columns(known, images)
         sampled = (s.log_probs for sample in samples for s in sample.segments if s.log_probs is not None)
         log_probs = next(sampled, np.empty(0, np.float32))
         columns = to_columns(

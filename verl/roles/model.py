@@ -17,6 +17,7 @@ from verl.checkpoint.background import RoleSave, write_and_report
 from verl.checkpoint.files import FileRecord
 from verl.checkpoint.role import RoleCheckpoint, read_role
 from verl.config import CheckpointConfig, StepGuardsConfig
+from verl.data_proto.media import MEDIA_COLUMNS
 from verl.data_proto.merge import object_array
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
@@ -71,7 +72,7 @@ class ModelRole:
         self._utilization = utilization
         self._saving: RoleSave | None = None
 
-    @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, blocking=False, objects=("media", COLUMN))
+    @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, blocking=False, objects=(*MEDIA_COLUMNS, COLUMN))
     def forward(self, batch: DataProto, outputs: Mapping[str, str]) -> DataProto:
         """Columns of model outputs without gradient, float32: `outputs` maps an output of verl/engines/api.py to the name of
         its column. A role that shares an engine computes without its adapters. With router_replay=R2 the experts are
@@ -88,7 +89,7 @@ class ModelRole:
             return DataProto.from_dict(named)
         return DataProto.from_dict(named, {COLUMN: object_array([records.get(row) for row in range(len(batch))])})
 
-    @register(dispatch_mode=Dispatch.ND_MINI_BATCHES, blocking=False, objects=("media", COLUMN))
+    @register(dispatch_mode=Dispatch.ND_MINI_BATCHES, blocking=False, objects=(*MEDIA_COLUMNS, COLUMN))
     def update(self, batch: DataProto, step: int, mini_batches: Sequence[Sequence[int]] | None = None) -> Updates:
         """All optimizer steps on `batch`; advances the learning-rate schedule by one, unless guards have refused all steps.
 
@@ -108,7 +109,7 @@ class ModelRole:
             device |= self._utilization.take(self.spec.name, time.perf_counter() - start)
         return Updates(self.spec.name, steps, rate, observed, findings, device)
 
-    @register(dispatch_mode=Dispatch.ND_MINI_BATCHES, blocking=False, objects=("media", COLUMN))
+    @register(dispatch_mode=Dispatch.ND_MINI_BATCHES, blocking=False, objects=(*MEDIA_COLUMNS, COLUMN))
     def forward_backward(
         self,
         batch: DataProto,

@@ -16,7 +16,7 @@ from verl.config import RewardModelConfig
 from verl.config.roots.reward_model import RMDataConfig
 from verl.data.conversations.formats import Example
 from verl.data.conversations.tokens import ConversationEncoder
-from verl.data_proto.media import media_of
+from verl.data_proto.media import MEDIA_COLUMNS, media_of
 from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
 from verl.errors import ConfigError, ModelError, NumericsError
@@ -108,7 +108,7 @@ class RewardModelWorker:
         self.encoder = ConversationEncoder(tokenizer, settings, stops, checks=False)
         self.left_out = stops if scores_steps else frozenset()
 
-    @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, objects=("raw_prompt", "uid", "media"))
+    @register(dispatch_mode=Dispatch.ND_COMPUTE_PROTO, objects=("raw_prompt", "uid", *MEDIA_COLUMNS))
     def score(self, batch: DataProto) -> DataProto:
         """Column reward_model_score [batch]. Raises NumericsError for a score that is not finite, ConfigError for images that
         another template would leave out, ModelError for a model that reads none."""
@@ -145,6 +145,12 @@ class RewardModelWorker:
                 raise ConfigError(
                     "Rows have images, and the reward model's tokenizer or chat template differs from the policy's. Train it "
                     "from the policy's model, or set reward.reward_model.enable=False."
+                )
+        for spans in batch.non_tensor_batch.get("episode_media", ()):
+            if any(span.start >= 0 for span in spans):
+                raise ConfigError(
+                    "Episodes have images in later turns, and a reward model reads those of the prompt only. Set "
+                    "reward.reward_model.enable=False."
                 )
         return [
             None if images is None else PromptMedia(images, prompt[:-1])

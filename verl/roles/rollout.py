@@ -12,6 +12,7 @@ import torch
 
 from verl.agents.agents import Agents
 from verl.agents.episode import EpisodeResult
+from verl.agents.images import EpisodeImages
 from verl.config import RolloutConfig, full_key
 from verl.data_proto.media import media_of
 from verl.data_proto.merge import object_array
@@ -195,7 +196,7 @@ class RolloutWorker:
             before=before,
         )
         columns = self._columns([done.trajectory for done in results], split, limit)
-        return columns.union(DataProto.from_dict({}, episode_columns(results)))
+        return columns.union(DataProto.from_dict({}, episode_columns(results, agents.images)))
 
     def _dtype(self) -> torch.dtype | None:
         """The dtype of the weights that generate; None where they are out of reach."""
@@ -248,9 +249,11 @@ def sample_names(trajectories: Sequence[Trajectory], split: str) -> dict[str, np
     }
 
 
-def episode_columns(episodes: Sequence[EpisodeResult]) -> dict[str, np.ndarray]:
-    """The object columns of episodes."""
+def episode_columns(episodes: Sequence[EpisodeResult], images: EpisodeImages) -> dict[str, np.ndarray]:
+    """The object columns of episodes; `images` are the images that they can have."""
+    media = [done.trajectory.media for done in episodes]
     return {
+        **({} if images.token is None else {"episode_media": object_array(media)}),
         "__num_turns__": object_array([done.num_turns for done in episodes]),
         "tool_call_counts": object_array([int(done.metrics.get("num_tool_calls", 0)) for done in episodes]),
         "episode_times": object_array([done.metrics for done in episodes]),

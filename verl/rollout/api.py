@@ -152,6 +152,14 @@ class RolloutEngine(Protocol):
         ...
 
 
+def require_reads(engine: RolloutEngine | BaseRollout, has_images: bool) -> None:
+    """Raise ConfigError for images that a rollout engine does not read."""
+    if has_images and not engine.reads_images:
+        raise ConfigError(
+            f"The rollout engine {type(engine).__name__} reads no images. Set {full_key('rollout.name')}=native."
+        )
+
+
 @dataclass(eq=False)
 class BaseRollout:
     """`generate` and `stats` in terms of `open`, and defaults of engines that share the module's weights and process.
@@ -179,10 +187,7 @@ class BaseRollout:
         as soon as it ends, in order of ending. Raises what Generation raises, for a bad request before any token is made."""
         if not prompts:
             return []
-        if not self.reads_images and any(prompt.media is not None for prompt in prompts):
-            raise ConfigError(
-                f"The rollout engine {type(self).__name__} reads no images. Set {full_key('rollout.name')}=native."
-            )
+        require_reads(self, any(prompt.placed for prompt in prompts))
         completions: dict[SampleKey, Completion] = {}
         generation = self.open(params, step=step)
         try:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
+from verl.data_proto.media import Media
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.models.padded import forward_kind, own_logits
 from verl.models.randomness import eval_mode
@@ -86,7 +87,7 @@ class HFGeneration:
     def _next_batch(self) -> list[PromptRequest]:
         """At most max_num_seqs waiting samples of equal images, and of equal prompt length where the model is not to be padded
         on the left."""
-        pool = [r for r in self._waiting if r.media == self._waiting[0].media]
+        pool = [r for r in self._waiting if _images(r) == _images(self._waiting[0])]
         if self.engine.is_padded:
             pool = [r for r in pool if len(r.token_ids) == len(pool[0].token_ids)]
         chosen = pool[: self.engine.config.max_num_seqs]
@@ -99,17 +100,19 @@ class HFGeneration:
         device = next(view.parameters()).device
         width = max(len(r.token_ids) for r in batch.requests)
         ids = torch.zeros(len(batch.requests), width, dtype=torch.int64)
-        mask = torch.zeros_like(ids)
+        mask, in_images = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
         for row, request in enumerate(batch.requests):
-            ids[row, width - len(request.token_ids) :] = torch.tensor(request.token_ids)
-            mask[row, width - len(request.token_ids) :] = 1
+            first = width - len(request.token_ids)
+            ids[row, first:] = torch.tensor(request.token_ids)
+            mask[row, first:] = 1
+            for span in request.placed:
+                in_images[row, first + span.start : first + span.start + span.length] = True
         if not self.engine.caches:
             _generate_without_cache(view, batch, ids.to(device))
             return
         config = GenerationConfig(max_new_tokens=batch.max_new_tokens, do_sample=False, pad_token_id=0)
-        num_drawn = torch.tensor([r.num_drawn for r in batch.requests])
-        in_prompt = mask.bool() & (torch.arange(width) < width - num_drawn[:, None])
-        with padded_inputs(view, ids.to(device), in_prompt.to(device), batch.requests[0].media) as inputs:
+        images = _images(batch.requests[0])
+        with padded_inputs(view, ids.to(device), in_images.to(device), images) as inputs:
             view.generate(
                 **inputs,
                 attention_mask=mask.to(device),
@@ -117,6 +120,10 @@ class HFGeneration:
                 logits_processor=LogitsProcessorList([_Sampler(batch)]),
                 stopping_criteria=StoppingCriteriaList([_Stopper(batch)]),
             )
+
+
+def _images(request: PromptRequest) -> list[Media]:
+    return [span.media for span in request.placed]
 
 
 def eager_view(module: nn.Module) -> Any:

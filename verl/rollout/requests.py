@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl.config import full_key
+from verl.data_proto.media import ImageFiles, Media
 from verl.data_proto.samples import Completion, FinishReason, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.errors import ConfigError, ModelError, NumericsError
 
@@ -123,6 +125,7 @@ class OpenSamples:
             token_ids=whole,
             num_drawn=history.num_drawn + len(turn.token_ids),
             max_new_tokens=turn.max_new_tokens,
+            spans=(*history.spans, *(span.moved(len(history.token_ids)) for span in turn.spans)),
         )
 
     def limit_of(self, request: PromptRequest) -> int:
@@ -153,6 +156,31 @@ def one_by_one(request: PromptRequest) -> list[PromptRequest]:
     """A request for each sample of a request."""
     numbers = range(request.num_samples or 1)
     return [replace(request, first_sample=request.first_sample + i, num_samples=1) for i in numbers]
+
+
+def with_files(request: PromptRequest, tokenizer: Any) -> tuple[PromptRequest, tuple[bytes, ...]]:
+    """The request as engines take it that have an image processor: one token stands for each image, `media` has all images,
+    which are also returned as PNG files. Raises ModelError where the tokens of an image are not the tokenizer's."""
+    if not request.placed:
+        return request, ()
+    ids, token, read, at = request.token_ids, tokenizer.processor.token_id, [], 0
+    files = [span.media.files for span in request.placed]
+    for span in request.placed:
+        for text in span.media.texts:
+            part = tuple(tokenizer.encode(text, add_special_tokens=False))
+            first = max(at, span.start - len(part))
+            start = next((i for i in range(first, len(ids) - len(part) + 1) if ids[i : i + len(part)] == part), None)
+            if start is None:
+                raise ModelError(
+                    f"Prompt {request.ordinal} has other tokens for an image than the tokenizer gives. Use "
+                    f"{full_key('rollout.name')}=native."
+                )
+            read += [*ids[at:start], token]
+            at = start + len(part)
+    contents = tuple(content for own in files if own is not None for content in own.contents)
+    arguments = next((own.arguments for own in files if own is not None), {})
+    media = Media("", {}, files=ImageFiles(contents, arguments))
+    return replace(request, token_ids=(*read, *ids[at:]), media=media, spans=()), contents
 
 
 def _check_params(params: SamplingParams) -> None:

@@ -35,7 +35,7 @@ from verl.roles.reward_model import build_reward_model
 from verl.roles.rollout import RolloutWorker, sampling_params
 from verl.roles.utilization import Utilization
 from verl.rollout.api import ENGINES as ROLLOUT_ENGINES
-from verl.rollout.api import RolloutEngine
+from verl.rollout.api import RolloutEngine, holds_weights
 from verl.rollout.requests import vocab_size
 from verl.rollout.rollout_model import copy_group
 from verl.rollout.weight_version import PassiveRollout
@@ -219,6 +219,8 @@ def build_rollout(
     """The engine generates with the policy's own module where that is whole and here: then there is one copy of the weights."""
     spec, run, devices = context.rollout, context.specs.run, context.placement.devices
     rollout, tokenizer = spec.section, load_tokenizer(spec.model)
+    if tokenizer.processor is not None:
+        tokenizer.processor.keeps_files = holds_weights(rollout.name)
     replica, settings = None, {}
     build_engine: Callable[..., RolloutEngine] = PassiveRollout
     if context.engine_plan.runs_engine(context.rank):

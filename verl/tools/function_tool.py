@@ -94,8 +94,8 @@ def function_schema(
 
 
 def answer_of(answer: object) -> Answer:
-    """The result of a function as (answer, reward, metrics): a text, an object, a ToolResponse, or one of them with a reward
-    and metrics. Raises ValueError for a reward or metrics of another type."""
+    """The result of a function as (answer, reward, metrics): a text, a picture, an object, a ToolResponse, or one of them with
+    a reward and metrics. Raises ValueError for a reward or metrics of another type."""
     reward: Any = 0.0
     metrics: Any = {}
     if isinstance(answer, tuple):
@@ -106,9 +106,9 @@ def answer_of(answer: object) -> Answer:
         answer = answer[0]
     if not isinstance(reward, int | float) or not isinstance(metrics, dict):
         raise ValueError("its second value must be a number, the reward, and its third a dict of metrics")
+    if hasattr(answer, "convert"):  # a picture of PIL
+        answer = ToolResponse(image=[answer])
     if not isinstance(answer, ToolResponse):
         text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
         answer = ToolResponse(text=text)
-    if answer.image or answer.video:
-        raise ValueError("it returned images or videos, which are not supported in this version")
     return answer, float(reward), metrics

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.agents.continuity import Content, joined_contents
 from verl.agents.gateway.sessions import ModelTurn, RequestError, arguments_of, as_message_call
 from verl.config import full_key
 
@@ -200,23 +201,23 @@ def _of_item(item: object) -> list[dict[str, Any]]:
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         return [{"role": "assistant", "content": "", "tool_calls": [call]}]
     if kind == "function_call_output":
-        return [{"role": "tool", "tool_call_id": item.get("call_id"), "content": _text(item.get("output"))}]
+        return [{"role": "tool", "tool_call_id": item.get("call_id"), "content": _content(item.get("output"))}]
     if kind == "message":
-        return [{"role": item.get("role"), "content": _text(item.get("content"))}]
+        return [{"role": item.get("role"), "content": _content(item.get("content"))}]
     return []
 
 
 def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Text and calls of one turn as one message."""
-    joined: list[dict[str, Any]] = []
+    turns: list[dict[str, Any]] = []
     for message in messages:
-        if joined and message["role"] == joined[-1]["role"] == "assistant":
-            last = joined[-1]
-            last["content"] = f"{last['content'] or ''}{message['content'] or ''}"
+        if turns and message["role"] == turns[-1]["role"] == "assistant":
+            last = turns[-1]
+            last["content"] = joined_contents(last["content"] or "", message["content"] or "")
             last["tool_calls"] = [*last.get("tool_calls", []), *message.get("tool_calls", [])]
         else:
-            joined.append(dict(message))
-    return joined
+            turns.append(dict(message))
+    return turns
 
 
 def responses_response(answer: ModelTurn, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -286,14 +287,12 @@ def _of_blocks(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     blocks = [block for block in _list(message, "content") if isinstance(block, Mapping)]
-    if any(block.get("type") in ("image", "document") for block in blocks):
-        raise RequestError("only parts with text are available; images and files are not")
     results = [
-        {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": _text(block.get("content"))}
+        {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": _content(block.get("content"))}
         for block in blocks
         if block.get("type") == "tool_result"
     ]
-    text = "".join(str(block.get("text", "")) for block in blocks if block.get("type") == "text")
+    said = _content([block for block in blocks if block.get("type") in ("text", "image", "document")])
     calls = [
         {
             "id": b.get("id"),
@@ -304,22 +303,38 @@ def _of_blocks(message: Mapping[str, Any]) -> list[dict[str, Any]]:
         if b.get("type") == "tool_use"
     ]
     if calls:
-        return [{"role": role, "content": text, "tool_calls": calls}]
-    return [*results, *([{"role": role, "content": text}] if text or not results else [])]
+        return [{"role": role, "content": said, "tool_calls": calls}]
+    return [*results, *([{"role": role, "content": said}] if said or not results else [])]
 
 
-def _text(content: object) -> str:
-    """The text of a content: a text, or a list of parts."""
+def _content(content: object) -> Content:
+    """A content as chat completions have it: a text, or a list of parts where some are images."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise RequestError("content must be a text or a list of text parts")
-    parts = []
-    for part in content:
-        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
-            raise RequestError("only parts with text are available; images and files are not")
-        parts.append(part["text"])
-    return "".join(parts)
+        raise RequestError("content must be a text or a list of parts")
+    return joined_contents(*(_part(part) for part in content))
+
+
+def _part(part: object) -> Content:
+    if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(part, Mapping) or kind not in ("image", "input_image", "image_url"):
+        raise RequestError("only parts with text and images are available; files are not")
+    source, url = part.get("source"), part.get("image_url")
+    if isinstance(source, Mapping):
+        if source.get("type") != "base64":
+            raise RequestError("the source of an image must be base64: nothing is downloaded")
+        url = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    return [{"type": "image_url", "image_url": url}]
+
+
+def _text(content: object) -> str:
+    """The text of a content that can have no image."""
+    if not isinstance(said := _content(content), str):
+        raise RequestError("the system prompt has an image; put it into a message of the user")
+    return said
 
 
 def anthropic_response(answer: ModelTurn, body: Mapping[str, Any]) -> dict[str, Any]:

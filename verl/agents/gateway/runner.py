@@ -31,6 +31,7 @@ from verl.agents.episode import CURRENT, AgentKilled, Branch, Episode, EpisodeEr
 from verl.agents.gateway import loopback
 from verl.agents.gateway.formats import MODEL
 from verl.agents.gateway.sessions import EndpointSession, canonical
+from verl.agents.images import content_text
 from verl.agents.loops import AgentLoopBase, AgentLoopOutput
 from verl.agents.parsers import ToolParser
 from verl.agents.tool_calls import on_thread
@@ -76,15 +77,16 @@ class EndpointAgentLoop(AgentLoopBase):
         parser = ToolParser.get_tool_parser(self.rollout_config.multi_turn.format, self.tokenizer)
         first = canonical([dict(message) for message in kwargs["raw_prompt"]], [])
         session = EndpointSession(
-            secrets.token_urlsafe(16), episode, self.context.continuity, parser, self.stop_token_ids, first
-        )
+            secrets.token_urlsafe(16), episode, self.context.continuity, parser, self.stop_token_ids, first,
+            self.tool_calls.images,
+        )  # fmt: skip
         row = {name: value for name, value in kwargs.items() if name != "agent_name"}
-        task = plain({"prompt": row["raw_prompt"], **row})
+        task = plain({**row, "prompt": row["raw_prompt"]})
         returned: Any = None
         self.gateway.sessions.add(session)
         try:
             if isinstance(runner, list):
-                said = str(kwargs["raw_prompt"][-1].get("content") or "")
+                said = content_text(kwargs["raw_prompt"][-1].get("content"))
                 words = [word.replace(PROMPT, said) for word in runner]
                 await self._command(words, task, session)
             else:

@@ -7,6 +7,7 @@ the original only in ids and in the formatting of JSON.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 import time
@@ -16,8 +17,10 @@ from typing import Any
 
 from verl.agents.continuity import ChatContinuity
 from verl.agents.episode import Episode, EpisodeError
+from verl.agents.images import EpisodeImages
 from verl.agents.parsers import ToolParser
-from verl.data.schema import Messages, message_of
+from verl.data.schema import IMAGE_PARTS, Messages, message_of
+from verl.data_proto.media import Media, images_in, texts_of
 from verl.errors import DataError, VerlError
 from verl.tools.schemas import FunctionCall
 
@@ -51,6 +54,7 @@ class EndpointSession:
     parser: ToolParser
     stop_token_ids: frozenset[int]
     first_messages: str  # messages of the row, canonical
+    images: EpisodeImages
     reward: float | None = None
     info: dict[str, Any] = field(default_factory=dict)
     num_turns: int = 0
@@ -59,9 +63,10 @@ class EndpointSession:
 
     async def chat(self, messages: object, tools: object, max_tokens: int | None) -> ModelTurn:
         """The next turn of a conversation. Raises RequestError when the conversation cannot be rendered or does not fit."""
-        said, schemas = _messages(messages), _tools(tools)
-        prompt_ids, is_first = await self._prompt(said, schemas)
-        answer = await self.complete(prompt_ids, max_tokens, is_first=is_first)
+        (said, sources), schemas = _placed(_messages(messages)), _tools(tools)
+        media = await self._media(sources)
+        prompt_ids, is_first = self._prompt(said, schemas, texts_of(media))
+        answer = await self.complete(prompt_ids, max_tokens, is_first=is_first, media=media)
         text, calls = await self.parser.extract_tool_calls(answer.token_ids, schemas)
         answer.text, answer.calls = (text, calls) if schemas else (answer.raw_text, [])
         for call in answer.calls:
@@ -75,12 +80,18 @@ class EndpointSession:
         return answer
 
     async def complete(
-        self, prompt_ids: Sequence[int], max_tokens: int | None, *, is_first: bool | None = None
+        self,
+        prompt_ids: Sequence[int],
+        max_tokens: int | None,
+        *,
+        is_first: bool | None = None,
+        media: Sequence[Media] | None = None,
     ) -> ModelTurn:
-        """The tokens after others. Raises RequestError when the prompt is too long or unknown to the model."""
+        """The tokens after others, which have the images `media` (None: the row's). Raises RequestError when the prompt is too
+        long or unknown to the model."""
         self.last_call_at = time.monotonic()
         try:
-            done = await self.episode.generate(prompt_ids, max_tokens, is_first=is_first)
+            done = await self.episode.generate(prompt_ids, max_tokens, is_first=is_first, media=media)
         except (EpisodeError, VerlError) as error:
             raise RequestError(str(error)) from error
         if done is None:
@@ -95,15 +106,35 @@ class EndpointSession:
         reason = "stop" if done.finish_reason == "stop" else "length"
         return ModelTurn(text, [], reason, list(prompt_ids), ids, list(done.log_probs), text)
 
-    async def _prompt(self, messages: Messages, tools: list[dict[str, Any]]) -> tuple[list[int], bool | None]:
+    async def _media(self, sources: Sequence[str | None]) -> list[Media]:
+        """The images of a conversation. Raises RequestError."""
+        row = images_in(self.episode.task.media)
+        num_of_row = len(texts_of(row)) if None in sources else 0
+        if None in sources and (None in sources[num_of_row:] or any(sources[:num_of_row]) or not num_of_row):
+            raise RequestError(
+                f"an image part without image_url stands for an image of the row, which has {len(texts_of(row))}: send all "
+                "of them, before other images"
+            )
+        try:
+            return [*(row if num_of_row else []), *await self.images.read(sources[num_of_row:], "`messages`")]
+        except DataError as error:
+            raise RequestError(str(error)) from error
+
+    def _prompt(
+        self, messages: Messages, tools: list[dict[str, Any]], images: Sequence[str]
+    ) -> tuple[list[int], bool | None]:
         """(token ids, whether the conversation has the random numbers of the sample itself)."""
         try:
             for end in range(len(messages) - 1, 0, -1):
                 if messages[end - 1]["role"] != "assistant":
                     continue
                 if tokens := self._known.get(canonical(messages[:end], tools)):
-                    return [*tokens, *self.continuity.suffix(messages[end:], tokens[-1], self.stop_token_ids)], False
-            prompt_ids = self.continuity.prompt(_for_template(messages), tools)
+                    new = images[num_images(messages[:end]) :]
+                    return [
+                        *tokens,
+                        *self.continuity.suffix(messages[end:], tokens[-1], self.stop_token_ids, new),
+                    ], False
+            prompt_ids = self.continuity.prompt(_for_template(messages), tools, images)
         except DataError as error:
             raise RequestError(str(error)) from error
         return prompt_ids, canonical(messages, []) == self.first_messages
@@ -156,7 +187,7 @@ def _messages(messages: object) -> Messages:
     conversation = []
     for number, message in enumerate(messages):
         try:
-            checked = message_of(message, f"messages[{number}]")
+            checked = message_of(message, f"messages[{number}]", images=True)
         except DataError as error:
             raise RequestError(str(error)) from error
         checked["role"] = "system" if checked["role"] == "developer" else checked["role"]
@@ -170,6 +201,35 @@ def _messages(messages: object) -> Messages:
                 raise RequestError(f"messages[{number}].tool_calls has an entry without function.name")
         conversation.append(checked)
     return conversation
+
+
+def _placed(messages: Messages) -> tuple[Messages, list[str | None]]:
+    """Messages whose image parts have the digest of their image, and the data URLs of the images, None for an image of the row.
+    Raises RequestError for an image that would be read from this machine or the network."""
+    urls: list[str | None] = []
+    placed = []
+    for message in messages:
+        if isinstance(message["content"], list):
+            parts = [dict(part) for part in message["content"]]
+            for part in (part for part in parts if part["type"] in IMAGE_PARTS):
+                source = part.pop("image_url", None)
+                url = source.get("url") if isinstance(source, Mapping) else source
+                if url is not None and (not isinstance(url, str) or not url.startswith("data:")):
+                    raise RequestError("image_url must be a data URL in base64: nothing else is read")
+                part.clear()
+                part["type"] = "image"
+                if url is not None:
+                    part["digest"] = hashlib.sha256(url.encode()).hexdigest()
+                urls.append(url)
+            message = {**message, "content": parts}
+        placed.append(message)
+    return placed, urls
+
+
+def num_images(messages: Messages) -> int:
+    """Image parts of messages."""
+    contents = (message["content"] for message in messages if isinstance(message["content"], list))
+    return sum(part["type"] == "image" for content in contents for part in content)
 
 
 def _tools(tools: Any) -> list[dict[str, Any]]:

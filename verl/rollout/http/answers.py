@@ -34,6 +34,7 @@ class SampleRequest:
     num_drawn: int
     vocab_size: int  # of the model
     name: str = "a sample"  # for errors
+    images: tuple[bytes, ...] = ()  # PNG files, for each a token of the prompt
 
     @property
     def num_tokens(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import math
@@ -207,6 +208,8 @@ class SGLang:
                 "skip_special_tokens": False,
             },
         }
+        if request.images:
+            body["image_data"] = [f"data:image/png;base64,{base64.b64encode(file).decode()}" for file in request.images]
         answer = client.post("/generate", body, num_tokens=request.num_tokens)
         rows = answer.at(list, "meta_info", "output_token_logprobs")
         if not all(type(row) is list and len(row) > 1 for row in rows):

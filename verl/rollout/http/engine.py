@@ -24,7 +24,7 @@ from verl.rollout.http.answers import SampleReply, SampleRequest
 from verl.rollout.http.client import Client
 from verl.rollout.http.dialects import DIALECTS, Dialect
 from verl.rollout.http.server import SGLangServer
-from verl.rollout.requests import OpenSamples, StopRules, one_by_one, vocab_size
+from verl.rollout.requests import OpenSamples, StopRules, one_by_one, vocab_size, with_files
 from verl.rollout.uniforms import sample_keys
 from verl.rollout.weight_version import CopyState, checked
 
@@ -195,7 +195,10 @@ class HTTPGeneration:
             name = f"sample {request.first_sample} of prompt {request.ordinal}"
             size = vocab_size(self.engine.module)
             params = replace(self.params, max_new_tokens=self.samples.limit_of(request))
-            asked = SampleRequest(request.token_ids, params, self.rules.token_ids, key, request.num_drawn, size, name)
+            read, images = with_files(request, self.engine.tokenizer)
+            asked = SampleRequest(
+                read.token_ids, params, self.rules.token_ids, key, request.num_drawn, size, name, images
+            )
             self._asked[request.ordinal, request.first_sample] = request
             self._num_requests += 1
             future = self._pool.submit(sample_by_rules, self.engine.sample, asked, self.rules)
@@ -250,6 +253,7 @@ class SGLangRollout(HTTPRollout):
     Raises the errors of SGLangServer and HTTPRollout, and WorkerLostError when that server dies."""
 
     api = "sglang"
+    reads_images = True
 
     def __post_init__(self) -> None:
         self.server: SGLangServer | None = None

@@ -38,7 +38,7 @@ class Group:
         default=None, repr=False
     )  # [vocab], after the last token, while samples are pending
     experts: list[np.ndarray] = field(default_factory=list, repr=False)  # of its tokens, see ExpertRecords
-    shift: int = 0  # of positions behind a prompt with images, against the count of tokens
+    shift: int = 0  # of positions behind its images, against the count of tokens
 
     @property
     def num_tokens(self) -> int:
@@ -84,7 +84,7 @@ class Prompts:
         while self.prefilling and budget > 0:
             group = self.prefilling[0]
             end = min(group.num_tokens, group.num_computed + (chunk_tokens or budget))
-            if group.request.media is not None:  # a prompt with images is computed at once
+            if group.request.placed:  # images are computed at once
                 end = group.num_tokens
             if chunks and end - group.num_computed > budget:
                 break
@@ -221,5 +221,5 @@ class BatchRows:
         return self.prompt_length[: self.end] + self.length[: self.end] - 1
 
     def shifts(self) -> np.ndarray:
-        """int64 [rows]: the difference of a row's positions to their count, behind images of its prompt."""
+        """int64 [rows]: the difference of a row's positions to their count, behind images."""
         return np.array([0 if g is None else g.shift for g in self.groups[: self.end]], dtype=np.int64)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from verl.models.routing import Routing
-from verl.models.vision import PlacedMedia, is_vision_model, prompt_positions, vision_inputs
+from verl.models.vision import PlacedMedia, is_vision_model, positions_within, vision_inputs
 from verl.rollout.cpu.forward import CpuForward
 from verl.rollout.cpu.paged_store import PagedStore
 from verl.rollout.cpu.store import BlockStore
@@ -107,10 +107,9 @@ class HostBackend:
         if recorder is not None and isinstance(layout, StepLayout):
             layout.routing = Routing()
         ids = [self.rows.newest(), *(np.array(g.request.token_ids[c.start : c.end]) for g, c in chunks)]
-        media = self._media(num_rows, chunks) if self.reads_images else []
+        media, shifts = self._media(num_rows, chunks) if self.reads_images else ([], [0] * len(chunks))
         if self.reads_images:
             positions = positions + self.rows.shifts()
-        shifts = (g.shift if c.start else 0 for g, c in chunks)  # of a turn that follows stored keys
         places = [positions, *(np.arange(c.start, c.end) + s for s, (_, c) in zip(shifts, chunks, strict=True))]
         ends = np.cumsum([num_rows, *(c.end - c.start for _, c in chunks)])[1:] - 1
         completed = [e for (g, c), e in zip(chunks, ends, strict=True) if c.end == g.num_tokens]
@@ -208,18 +207,24 @@ class HostBackend:
             logits = self.module(**inputs, **settings).logits
         return logits[0]
 
-    def _media(self, num_rows: int, chunks: list[tuple[Group, Chunk]]) -> list[PlacedMedia]:
-        """Images of the prompts in `chunks`, at their places behind the tokens of the rows; sets the shifts of their groups."""
-        placed, start = [], num_rows
+    def _media(self, num_rows: int, chunks: list[tuple[Group, Chunk]]) -> tuple[list[PlacedMedia], list[int]]:
+        """Images in `chunks`, at their places behind the tokens of the rows, and the shift of positions where each chunk
+        starts, behind images whose keys are stored; sets the shifts of the groups."""
+        placed, shifts, start = [], [], num_rows
         for group, chunk in chunks:
-            request, end = group.request, start + chunk.end - chunk.start
-            if request.media is not None:
-                ids = torch.tensor(request.token_ids[: request.prompt_length], device=self.device)
-                group.shift = prompt_positions(self.module, ids, request.media)[1]
-                if not chunk.start:
-                    placed.append(PlacedMedia(start, request.prompt_length, end, request.media))
+            end = start + chunk.end - chunk.start
+            group.shift = before = 0
+            for span in group.request.placed:
+                ids = torch.tensor(group.request.token_ids[span.start : span.start + span.length], device=self.device)
+                shift = positions_within(self.module, ids, span.media)[1]
+                group.shift += shift
+                if span.start < chunk.start:
+                    before += shift
+                else:
+                    placed.append(PlacedMedia(start + span.start - chunk.start, span.length, end, span.media))
+            shifts.append(before)
             start = end
-        return placed
+        return placed, shifts
 
     def _sample(self, rows: np.ndarray, logits: torch.Tensor) -> HostSampled:
         """The next tokens of `rows` from `logits` [rows, vocab]."""

@@ -1,0 +1,45 @@
+"""Episodes that the run folder has: the ledger's tokens with the records of the journal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from verl.agents.episode import EpisodeResult, EpisodeTask, untrained
+from verl.agents.journal import EPISODE, FOLDER, PART, read
+from verl.data_proto.media import Media, MediaSpan
+from verl.data_proto.trajectory import Trajectory
+
+
+def recorded(
+    folder: Path,
+    ledger: Sequence[Trajectory],
+    *,
+    step: int,
+    split: str,
+    limit: int,
+    images: Callable[[str], Media],
+) -> list[EpisodeResult]:
+    """The episodes of `ledger`, completed from the journal: prompts, rewards, errors, inputs of the reward function, images.
+    They began in `step`; `folder` is the run folder; `images` reads an image by its digest. Raises LookupError when an episode
+    is not recorded."""
+    newest = {}
+    for file in sorted((folder / FOLDER).glob(f"step_{step:06d}.rank*.jsonl")):
+        for record in read(file):
+            if record["kind"] in (EPISODE, PART) and record.get("split") == split:
+                newest[record["episode"], record["kind"]] = record
+    results = []
+    for one in ledger:
+        task = EpisodeTask(one.ordinal, one.sample, step, split, tuple(one.prompt_ids), {}, limit, len(one.prompt_ids))
+        kind = PART if one.can_resume(limit) else EPISODE
+        if (task.name, kind) not in newest:
+            raise LookupError(f"The folder {FOLDER} of the run has no record of the episode {task.name} of step {step}")
+        record = newest[task.name, kind]
+        media = tuple(MediaSpan(start, length, images(name)) for start, length, name in record.get("media") or ())
+        own = replace(one, prompt_ids=tuple(record.get("prompt_ids") or one.prompt_ids), media=media)
+        if record.get("error") is not None:
+            own = untrained(own)
+        more = {name: record[name] for name in ("reward", "extra", "num_turns", "metrics", "error") if name in record}
+        results.append(EpisodeResult(task, own, **more))
+    return results
