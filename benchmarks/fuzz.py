@@ -38,6 +38,7 @@ SECTIONS = {
     "commands": Section("tests.cli.commands:cases", 2_000, "command lines of every verb"),
     "rows": Section("tests.data.mutations:cases", 10_000, "mutated data rows"),
     "token-rows": Section("tests.data.token_rows:cases", 10_000, "mutated rows of token ids"),
+    "media": Section("tests.data.media_rows:cases", None, "malformed rows with images, in runs of two programs"),
     "files": Section("tests.data.damage:cases", 2_000, "damaged data files"),
     "texts": Section(
         "tests.test_foreign_text:cases", 10_000, "foreign texts in rows, configs, templates, errors and logs"

@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from tests.data import damage
+from tests.data import damage, media_rows
 from tests.data.mutations import CONFIG, base_rows, cases, is_valid, read
 from tests.data.rows import row
 from verl.data.check import check_rows
@@ -39,6 +39,10 @@ def test_ten_thousand_mutated_rows(tmp_path):
 def test_damaged_files(tmp_path):
     outcomes = Counter(damage.cases(random.Random(0), 80, tmp_path))
     assert {"not_a_file", "twice"} <= {kind for kind, what in outcomes if what == "refused"}
+
+
+def test_runs_refuse_malformed_images(tmp_path):
+    assert sum(Counter(media_rows.cases(random.Random(0), 3, tmp_path)).values()) == 3
 
 
 def test_rows_that_are_right_are_accepted(tmp_path):

@@ -1,14 +1,19 @@
 """Rows with images: the forms that they are read in, and one sentence for each malformed row."""
 
-import base64
-import io
-import json
-import os
-
 import numpy as np
 import pytest
-from PIL import Image
 
+from tests.data.media_rows import (
+    MALFORMED,
+    SFT_MALFORMED,
+    UNREADABLE,
+    data_url,
+    encoded,
+    picture,
+    row,
+    sft_row,
+    written,
+)
 from tests.vision_families import IMAGE, vision_folder
 from verl.config import DataConfig
 from verl.config.sections.data import PreferenceDataConfig, SFTDataConfig
@@ -24,35 +29,9 @@ from verl.errors import ConfigError, DataError
 from verl.models.load import load_tokenizer
 
 
-def picture(width=40, height=30, color=(200, 30, 90)):
-    return Image.new("RGB", (width, height), color)
-
-
-def encoded(image=None, kind="PNG", **settings):
-    buffer = io.BytesIO()
-    (image or picture()).save(buffer, kind, **settings)
-    return buffer.getvalue()
-
-
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     return load_tokenizer(vision_folder(tmp_path_factory.mktemp("qwen"), "qwen2_vl"))
-
-
-def row(content="<image>How many?", **fields):
-    reward = {"style": "rule", "ground_truth": "4"}
-    prompt = [{"role": "user", "content": content}]
-    return {"prompt": prompt, "data_source": "dots", "reward_model": reward, **fields}
-
-
-def written(folder, *rows):
-    file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    return str(file)
-
-
-def data_url(content):
-    return "data:image/png;base64," + base64.b64encode(content).decode()
 
 
 FORMS = {
@@ -80,44 +59,6 @@ def test_every_form_gives_the_same_pixels(form, tmp_path):
     assert np.array_equal(np.asarray(image), np.asarray(picture()))
 
 
-def bomb():
-    return encoded(Image.new("1", (9000, 9000)))
-
-
-UNREADABLE = {
-    "a number": (lambda p: 7, "is 7, a int"),
-    "null": (lambda p: None, "NoneType"),
-    "an empty object": (lambda p: {}, "without image, bytes, path or url"),
-    "other fields": (lambda p: {"picture": "a.png"}, "without image, bytes, path or url"),
-    "no bytes": (lambda p: b"", "is empty"),
-    "text bytes": (lambda p: b"hello", "no image that can be read"),
-    "a truncated PNG": (lambda p: encoded(picture(300, 300))[:-200], "is damaged"),
-    "a truncated JPEG": (lambda p: encoded(Image.effect_noise((300, 300), 50), "JPEG")[:600], "is damaged"),
-    "a bomb": (lambda p: bomb(), "9000 x 9000 pixels"),
-    "two frames": (
-        lambda p: encoded(picture(), "GIF", save_all=True, append_images=[picture(color=(0, 0, 0))]),
-        "2 frames",
-    ),
-    "vector graphics": (lambda p: b"%!PS-Adobe-3.0 EPSF-3.0\n", "no image that can be read"),
-    "a missing file": (lambda p: str(p / "none.png"), "does not exist"),
-    "a folder": (lambda p: str(p), "is a folder"),
-    "an empty name": (lambda p: "", "an empty name"),
-    "a pipe": (lambda p: pipe(p), "is a pipe"),
-    "a web address": (lambda p: "https://example.org/a.png", "nothing is downloaded"),
-    "a bucket": (lambda p: {"url": "s3://bucket/a.png"}, "nothing is downloaded"),
-    "a missing file URL": (lambda p: (p / "none.png").as_uri(), "does not exist"),
-    "a data URL of text": (lambda p: "data:image/png,hello", "without base64"),
-    "damaged base64": (lambda p: "data:image/png;base64,####", "base64 is damaged"),
-    "base64 of nothing": (lambda p: "data:image/png;base64,", "is empty"),
-    "base64 of text": (lambda p: data_url(b"hello"), "no image that can be read"),
-}
-
-
-def pipe(folder):
-    os.mkfifo(folder / "pipe")
-    return str(folder / "pipe")
-
-
 @pytest.mark.parametrize("name", UNREADABLE)
 def test_an_image_that_cannot_be_read_is_one_sentence(name, tmp_path):
     make, words = UNREADABLE[name]
@@ -134,30 +75,6 @@ def test_a_file_beyond_the_limit_of_bytes_is_refused(tmp_path, monkeypatch):
     for source in (str(file), file.read_bytes()):
         with pytest.raises(DataError, match="more than 100 bytes"):
             read_image(source, "row 0: image 0")
-
-
-TEXT = {"type": "text", "text": "How many?"}
-MALFORMED = {
-    "more images than places": (
-        row("How many?", images=[data_url(encoded())]),
-        "'images' has 1 images, and .* 0 places",
-    ),
-    "more places than images": (row("<image><image>", images=[data_url(encoded())]), "has 1 images, and .* 2 places"),
-    "a part without an image": (row([{"type": "image"}, TEXT]), "has 0 images, and .* 1 places"),
-    "a token of images without an image": (row("<|image_pad|>?"), "has no images, and its text has '<.image_pad.>'"),
-    "an unreadable image": (row(images=["none.png"]), "image 0: the file none.png does not exist"),
-    "the token of images in a text": (
-        row("<image> and <|image_pad|>?", images=[data_url(encoded())]),
-        "2 times '<|image_pad|>', and the row has 1 images",
-    ),
-    "a video part": (row([{"type": "video", "video": "a.mp4"}, TEXT]), "videos .* not available"),
-    "a video field": (row("What?", videos=["a.mp4"]), "videos .* not available"),
-    "audio": (row([{"type": "audio", "audio": "a.wav"}, TEXT]), "audio .* not available"),
-    "an unknown part": (row([{"type": "table"}, TEXT]), "content other than text and images"),
-    "a part that is no object": (row(["text", TEXT]), "content other than text and images"),
-    "a text part without text": (row([{"type": "text"}]), "content other than text and images"),
-    "too long": (row("<image>" + "x" * 600, images=[data_url(encoded())]), "more than data.max_prompt_length=512"),
-}
 
 
 @pytest.mark.parametrize("name", MALFORMED)
@@ -252,11 +169,6 @@ def test_long_prompts_with_images_are_left_out_but_never_cut(tokenizer, tmp_path
         load_dataset(file, tokenizer, DataConfig(truncation="left"))
 
 
-def sft_row(*contents, **fields):
-    roles = ("user", "assistant") * len(contents)
-    return {"messages": [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)], **fields}
-
-
 def test_rows_of_fine_tuning_have_their_images_before_the_answer(tokenizer, tmp_path):
     images = [data_url(encoded()), data_url(encoded(picture(80, 30)))]
     rows = [sft_row("<image>A<image>?", "4", images=images), sft_row("Plain?", "5")]
@@ -266,20 +178,6 @@ def test_rows_of_fine_tuning_have_their_images_before_the_answer(tokenizer, tmp_
     assert media[1] is None
     assert int((batch.batch["prompts"][0] == IMAGE).sum()) == 4
     assert not (batch.batch["responses"] == IMAGE).any()
-
-
-SFT_MALFORMED = {
-    "an image behind an answer": (
-        sft_row("A?", "4", "<image>B?", "5", images=[data_url(encoded())]),
-        "follows the first token",
-    ),
-    "a token without an image": (sft_row("<|image_pad|>?", "4"), "has no images, and its text has"),
-    "no place": (sft_row("A?", "4", images=[data_url(encoded())]), "'images' has 1 images, and .* 0 places"),
-    "a bad image": (sft_row("<image>?", "4", images=["none.png"]), "none.png does not exist"),
-    "videos": (sft_row("A?", "4", videos=["a.mp4"]), "videos .* not available"),
-    "too long": (sft_row("<image>?", "x" * 2000, images=[data_url(encoded())]), "more than data.max_length=1024"),
-    "a text row": ({"text": "<image>A", "images": [data_url(encoded())]}, "'images' has 1 images, and .* 0 places"),
-}
 
 
 @pytest.mark.parametrize("name", SFT_MALFORMED)
