@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 
-def labels_of(index: Sequence[Any] | Any) -> list[Any]:
+def labels_of(index: Sequence[Any] | Any) -> list[object]:
     """The labels of groups in a list, an array or a tensor, as Python's own values."""
     return index.tolist() if hasattr(index, "tolist") else list(index)
 
 
-def without_missing(labels: Sequence[object] | object, is_scored: Sequence[bool] | object) -> list[Any]:
+def without_missing(labels: Sequence[object] | object, is_scored: Sequence[bool] | object) -> list[object]:
     """Labels that put each row without a score into a separate group, outside the statistics of its group."""
     return [
         label if has_score else ("missing", row)

@@ -55,7 +55,7 @@ class ConfigView:
     def __contains__(self, key: str) -> bool:
         return self.get(key, _ABSENT) is not _ABSENT
 
-    def unwrap(self) -> tuple[Any, dict[str, Any]]:
+    def unwrap(self) -> tuple[object, dict[str, object]]:
         """The section, and the values that override it."""
         return self._section, dict(self._extra)
 

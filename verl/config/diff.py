@@ -46,7 +46,7 @@ def changed_keys(loaded: LoadedConfig[Any], folder: Path) -> list[str]:
     return changes
 
 
-def settings_of_work(loaded: LoadedConfig[Any]) -> dict[str, Any]:
+def settings_of_work(loaded: LoadedConfig[Any]) -> dict[str, object]:
     """The values of the keys that a run's results depend on: all but sizes, keys without effect, and keys of its start."""
     return {
         path: value_at(loaded.config, path)

@@ -105,7 +105,7 @@ def _value(schema: Schema[Any], path: str) -> Any:
     return _COMPUTED.get(path) or (f"${{{source}}}" if source else schema.leaves[path].default)
 
 
-def _older_spellings(schema: Schema[Any]) -> dict[str, Any]:
+def _older_spellings(schema: Schema[Any]) -> dict[str, object]:
     """Other spellings of keys, at values with which they ask for nothing."""
     older: dict[str, Any] = {}
     aliases, leaves = schema.compat.aliases, schema.leaves
@@ -123,7 +123,7 @@ def _is_section(path: str, *known: Mapping[str, object]) -> bool:
     return any(other.startswith(path + ".") for keys in known for other in keys)
 
 
-def _taken(values: dict[str, Any], section: str) -> dict[str, Any]:
+def _taken(values: dict[str, Any], section: str) -> dict[str, object]:
     return {path[len(section) + 1 :]: value for path, value in values.items() if path.startswith(section + ".")}
 
 

@@ -187,7 +187,7 @@ def _choice_problem(leaf: Leaf, value: object) -> str:
 
 def _complete(
     schema: Schema[Any], values: dict[str, Any], origins: dict[str, str], settings: dict[str, Setting]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Fill in keys that follow others (also where null was given); returns what given keys would have been."""
     for path, (value, origin) in schema.derive(values, set(settings)).items():
         values[path], origins[path] = value, origin
@@ -257,7 +257,7 @@ def _select(tree: Any, leaf: Leaf, value: Any) -> Any:
     return merge(leaf.default, converted) if leaf.free else converted
 
 
-def _nested(values: Mapping[str, object]) -> dict[str, Any]:
+def _nested(values: Mapping[str, object]) -> dict[str, object]:
     root: dict[str, Any] = {}
     for path, value in values.items():
         *parents, name = path.split(".")

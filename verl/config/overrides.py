@@ -71,7 +71,7 @@ def _word(text: str) -> Any:
     return text
 
 
-def _entry(part: str, place: str) -> tuple[Any, Any]:
+def _entry(part: str, place: str) -> tuple[object, object]:
     parts = _split(part, ":", place, limit=1)
     if len(parts) != 2:
         raise ConfigError(f"In {place!r}, the entry {part.strip()!r} is not of the form name:value.")

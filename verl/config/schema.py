@@ -158,7 +158,7 @@ class Schema(Generic[R]):
         """The typed tree of a value for every key."""
         return _fill(self.root(), "", values)
 
-    def flatten(self, config: R) -> dict[str, Any]:
+    def flatten(self, config: R) -> dict[str, object]:
         """The value of every key; the inverse of `build`."""
         return {path: value_at(config, path) for path in self.leaves}
 
@@ -196,7 +196,7 @@ class Schema(Generic[R]):
 
 
 @functools.cache
-def _hints(cls: object) -> dict[str, Any]:
+def _hints(cls: object) -> dict[str, object]:
     """The evaluated annotations of a section."""
     return typing.get_type_hints(cls)
 

@@ -105,7 +105,7 @@ def _secrets_in(value: object, named_so: bool) -> Iterator[str]:
         yield from _secrets_in(inner, named_so or is_secret_name(name))
 
 
-def _entries(value: object) -> Iterator[tuple[str, Any]]:
+def _entries(value: object) -> Iterator[tuple[str, object]]:
     if isinstance(value, Mapping) or hasattr(value, "items"):
         yield from ((str(name), inner) for name, inner in value.items())
     elif isinstance(value, list | tuple):

@@ -84,7 +84,7 @@ def _existing(file: Path) -> Path:
 
 def read_tree(
     schema: Schema[Any], file: Path, notices: list[str], above: tuple[Path, ...] = ()
-) -> Iterator[tuple[Path, dict[str, Any]]]:
+) -> Iterator[tuple[Path, dict[str, object]]]:
     """(file, tree) of `file` and of the files that its `defaults:` list names, in the order in which they apply. `above`
     are the files that name this one."""
     if file in above:
@@ -117,7 +117,7 @@ def read_tree(
             notices.append(f"defaults: {entry!r} in {file} has no effect: no such file lies in its folder.")
 
 
-def _parse(file: Path) -> dict[str, Any]:
+def _parse(file: Path) -> dict[str, object]:
     from omegaconf import OmegaConf
 
     tree = read_limited(file, lambda text: OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False))

@@ -139,7 +139,7 @@ class UserSettings:
                     problems.append(error(setting.path, sentence))
         return problems
 
-    def _flatten(self, value: object, prefix: str) -> Iterator[tuple[str, Any]]:
+    def _flatten(self, value: object, prefix: str) -> Iterator[tuple[str, object]]:
         """(key as written, value); mappings are entered down to keys of the tree, and not into free-form ones."""
         path = self.schema.resolve(prefix)[0] if prefix else ""
         if not isinstance(value, dict) or not value or path in self.schema.leaves:

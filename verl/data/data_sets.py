@@ -84,7 +84,7 @@ def _load(name: str, stream: str | None, path: str, arguments: dict[str, Any], s
     return _Stream(mapped_rows(key_of("stream", digest), features.arrow_schema, batches), f"data set {name}", digest)
 
 
-def _batches(rows: Any, schema: Any) -> Iterator[Any]:
+def _batches(rows: Any, schema: Any) -> Iterator[object]:
     for batch in rows.iter(ROWS_READ):
         yield batch.select(schema.names).cast(schema)
 

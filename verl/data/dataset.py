@@ -19,6 +19,7 @@ from verl.data.scan import BadRows, Scan, ScanPart, scan_rows
 from verl.data.schema import UNSCORED, Messages, at, check_row, messages_of
 from verl.data.tables import Rows
 from verl.data.template_checks import TemplateChecks
+from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError, DataError
 from verl.registry import load_module, load_object
 
@@ -131,7 +132,7 @@ class RLHFDataset:
         """Chat messages of a row."""
         return messages_of(example, self.prompt_key, images=self.processor is not None)
 
-    def _placed(self, row: Mapping[str, Any]) -> tuple[Messages, list[Any]]:
+    def _placed(self, row: Mapping[str, Any]) -> tuple[Messages, list[object]]:
         """See image_messages; a model without a processor reads text."""
         messages = messages_of(row, self.prompt_key, images=self.processor is not None)
         if self.processor is None:
@@ -154,7 +155,7 @@ class RLHFDataset:
         """`self[item]` of each. Raises DataError, which may not name the row."""
         return [self._with_fields(row) for row in self.dataframe.batch(items)]
 
-    def _with_fields(self, row: dict[str, Any]) -> dict[str, Any]:
+    def _with_fields(self, row: dict[str, Any]) -> dict[str, object]:
         import torch
 
         row["raw_prompt"] = self._build_messages(row)
@@ -167,7 +168,7 @@ class RLHFDataset:
         return row
 
 
-def collate_fn(data_list: list[dict[str, Any]]) -> dict[str, Any]:
+def collate_fn(data_list: list[dict[str, Any]]) -> dict[str, object]:
     """Rows to columns: tensors are stacked, everything else becomes a 1-d object array (None where a row lacks it)."""
     import torch
 
@@ -266,7 +267,7 @@ class PromptRows:
             rows = [None] * len(items)
         return [self._outcome(item, row) for item, row in zip(items, rows, strict=True)]
 
-    def _outcome(self, item: int, row: dict[str, Any] | None) -> dict[str, Any] | DataError:
+    def _outcome(self, item: int, row: dict[str, Any] | None) -> dict[str, object] | DataError:
         if row is not None:
             with contextlib.suppress(DataError):
                 return self._checked(row)
@@ -328,7 +329,7 @@ class PromptRows:
         )
         self._scan = scan if scan.runs else None
 
-    def _rules(self) -> list[Any]:
+    def _rules(self) -> list[object]:
         """The settings that decide which rows are right."""
         names = (
             "prompt_key",
@@ -348,7 +349,7 @@ class PromptRows:
             self._scan.poll()
             self._scan = self._scan if self._scan.runs else None
 
-    def as_written(self, item: int) -> dict[str, Any]:
+    def as_written(self, item: int) -> dict[str, object]:
         """The row as its file has it; of a data set class without `dataframe`, as the class gives it."""
         return dict(getattr(self.dataset, "dataframe", self.dataset)[item])
 
@@ -373,7 +374,7 @@ def dataset_class(config: DataConfig | SFTDataConfig) -> Any:
 
 def load_dataset(
     files: Files,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     config: DataConfig,
     *,
     max_samples: int = -1,

@@ -42,7 +42,7 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 _SOURCES = ("image", "bytes", "path", "url", "image_url")  # fields that hold an image, or lead to it
 
 
-def image_messages(messages: Messages, images: object, key: str) -> tuple[Messages, list[Any]]:
+def image_messages(messages: Messages, images: object, key: str) -> tuple[Messages, list[object]]:
     """Messages with parts of content wherever a row has images, and the sources of these images in the order of the parts.
 
     A placeholder in a text, and a part without a source, take the next of `images`, the field `key` of the row. Messages

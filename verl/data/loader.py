@@ -94,7 +94,7 @@ class PromptLoader:
         if isinstance(self.order, SamplerOrder):
             self.order.update(batch)
 
-    def state_dict(self, cursor: int) -> dict[str, Any]:
+    def state_dict(self, cursor: int) -> dict[str, object]:
         """The state of a user's sampler when prompt index `cursor` is next to train, as JSON; {} without one."""
         return self.order.state_dict(cursor) if isinstance(self.order, SamplerOrder) else {}
 

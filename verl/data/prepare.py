@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from verl.data.tables import parse_json
 from verl.data.tasks import char_count, gsm8k, reasoning_gym, sentiment, shapes, split
@@ -14,7 +13,7 @@ from verl.errors import DataError, VerlError
 from verl.foreign_text import clean
 
 
-def parse_task(text: str) -> tuple[str, dict[str, Any]]:
+def parse_task(text: str) -> tuple[str, dict[str, object]]:
     """`name` or `name:{json settings}`. Raises DataError when the settings are not a JSON object."""
     name, _, settings = text.partition(":")
     try:

@@ -144,7 +144,7 @@ def template_time() -> str:
     return _time[0].isoformat()
 
 
-def identity_of(tokenizer: Tokenizer) -> list[Any]:
+def identity_of(tokenizer: Tokenizer) -> list[object]:
     """The values that decide what a tokenizer makes of messages, for a key of the cache; with None when they are not known."""
     template = str(getattr(tokenizer, "chat_template", None))
     return [digest_of_tokenizer(tokenizer), template_time() if "strftime_now" in template else ""]
@@ -191,12 +191,12 @@ def _readable(tokenizer: Any, messages: Messages) -> Messages:
     return messages if processor is None or not processor.reads_only_parts else [_in_parts(m) for m in messages]
 
 
-def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+def _in_parts(message: dict[str, Any]) -> dict[str, object]:
     content = message.get("content")
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
-def at_time_of_run(template_kwargs: dict[str, Any]) -> dict[str, Any]:
+def at_time_of_run(template_kwargs: dict[str, Any]) -> dict[str, object]:
     """Arguments of a chat template with the function that replaces transformers' `strftime_now`."""
     return {"strftime_now": lambda form: datetime.fromisoformat(template_time()).strftime(form), **template_kwargs}
 

@@ -128,7 +128,7 @@ def read_arrays(file: IO[bytes]) -> Iterator[tuple[dict[str, np.ndarray], Any]]:
         yield arrays, header["facts"]
 
 
-def load_arrays(key: str | None) -> tuple[dict[str, np.ndarray], Any] | None:
+def load_arrays(key: str | None) -> tuple[dict[str, np.ndarray], object] | None:
     """The cached arrays of `key` and their facts; None without them."""
     path = cached_path(f"{key}.arrays") if key else None
     if path is None or not mark_used(path):

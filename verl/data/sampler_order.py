@@ -48,7 +48,7 @@ class SamplerOrder:
         if hasattr(self.sampler, "update"):
             self.sampler.update(batch)
 
-    def state_dict(self, cursor: int) -> dict[str, Any]:
+    def state_dict(self, cursor: int) -> dict[str, object]:
         """JSON: the rows from prompt `cursor` on that were read already, and the sampler's own `state_dict()` if it has one."""
         own = self.sampler.state_dict() if hasattr(self.sampler, "state_dict") else None
         return {"first": cursor, "rows": self._rows[cursor - self._first :], "sampler": own}

@@ -231,7 +231,7 @@ class Scan:
         self._bad.add(part.bad)
         self._parts[number] = part
 
-    def _joined(self) -> tuple[dict[str, list[np.ndarray]], list[Any]]:
+    def _joined(self) -> tuple[dict[str, list[np.ndarray]], list[object]]:
         """The parts of each array, and the facts, in the order of the batches."""
         parts = [self._parts[number] for number in range(len(self.batches))]
         return {name: [part.arrays[name] for part in parts] for name in parts[0].arrays}, [part.facts for part in parts]

@@ -86,13 +86,13 @@ def message_of(message: object, place: str, *, images: bool = False) -> dict[str
     raise DataError(f"{place} has no text 'content' (it is {type(content).__name__}).")
 
 
-def _content_parts(content: Any) -> list[dict[str, Any]]:
+def _content_parts(content: Any) -> list[dict[str, object]]:
     """Parts of a content without the fields that are None; {} for a part that is no object."""
     objects = [part if isinstance(part, Mapping) else {} for part in content]
     return [{name: value for name, value in part.items() if value is not None} for part in objects]
 
 
-def _checked_parts(parts: list[dict[str, Any]], place: str, images: bool) -> str | list[dict[str, Any]]:
+def _checked_parts(parts: list[dict[str, Any]], place: str, images: bool) -> str | list[dict[str, object]]:
     others = [p for p in parts if not (p.get("type") == "text" and isinstance(p.get("text"), str))]
     if not others:
         return "".join(part["text"] for part in parts)

@@ -31,7 +31,7 @@ def parse_json(text: str) -> Any:
         raise ValueError("it is nested too deep") from None
 
 
-def _object(pairs: Sequence[tuple[str, object]]) -> dict[str, Any]:
+def _object(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
     entries = dict(pairs)
     if len(entries) < len(pairs):
         twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)

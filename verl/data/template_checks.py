@@ -142,14 +142,14 @@ def _says_something(value: object) -> bool:
     return bool(value.strip()) if isinstance(value, str) else bool(value)
 
 
-def _with_others(messages: Messages, number: int, name: str) -> list[tuple[Messages, dict[str, Any]]]:
+def _with_others(messages: Messages, number: int, name: str) -> list[tuple[Messages, dict[str, object]]]:
     """With other values of a field: none, and for a text a longer one, since a template may have a default for an empty one."""
     value = messages[number][name]
     others = ["", f"{value} x"] if isinstance(value, str) else [None]
     return [(_replaced(messages, number, name, other), {}) for other in others]
 
 
-def _with_bare_calls(messages: Messages, number: int) -> list[tuple[Messages, dict[str, Any]]]:
+def _with_bare_calls(messages: Messages, number: int) -> list[tuple[Messages, dict[str, object]]]:
     bare = [_without_arguments(call) for call in messages[number]["tool_calls"]]
     return [(_replaced(messages, number, "tool_calls", bare), {})]
 
@@ -166,7 +166,7 @@ def _arguments(call: object) -> Any:
     return (call.get("function", call) if isinstance(call, Mapping) else {}).get("arguments")
 
 
-def _without_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+def _without_arguments(call: Mapping[str, Any]) -> dict[str, object]:
     if "function" in call:
         return {**call, "function": {**call["function"], "arguments": {}}}
     return {**call, "arguments": {}}

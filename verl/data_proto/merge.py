@@ -75,7 +75,7 @@ def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str
     return tensor_dict1
 
 
-def union_meta_info(first: Mapping[str, object], second: Mapping[str, object]) -> dict[str, Any]:
+def union_meta_info(first: Mapping[str, object], second: Mapping[str, object]) -> dict[str, object]:
     """The keys of both in a new dict; raises ValueError when a key of both differs in value."""
     merged = dict(first)
     for key, value in second.items():
@@ -85,7 +85,7 @@ def union_meta_info(first: Mapping[str, object], second: Mapping[str, object]) -
     return merged
 
 
-def concat_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def concat_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, object]:
     """meta_info of concatenated batches: `metrics` (a dict or a list of dicts in each part) become one dict of lists in
     the order of the parts, every other key must be equal wherever it occurs (ValueError)."""
     merged: dict[str, Any] = {}
@@ -100,7 +100,7 @@ def concat_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def _dict_of_lists(dicts: Sequence[Mapping[str, object]]) -> dict[str, list[Any]]:
+def _dict_of_lists(dicts: Sequence[Mapping[str, object]]) -> dict[str, list[object]]:
     lists: dict[str, list[Any]] = {}
     for entries in dicts:
         for key, value in entries.items():

@@ -37,7 +37,7 @@ _PER_TOKEN = {
 }
 
 
-def sample_rows(batch: DataProto, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+def sample_rows(batch: DataProto, tokenizer: Tokenizer) -> list[dict[str, object]]:
     """One dict per row of `batch`: prompt and response as text and token ids, log-probs per response token, score (None where
     there is no usable one), reward parts, weight version, finish reason, small pictures of its images, and other columns that
     are present. The response text has no special tokens, as the scorer gets it."""
@@ -76,7 +76,7 @@ def sample_rows(batch: DataProto, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     return rows
 
 
-def _token_values(columns: dict[str, list[Any]], version: object) -> dict[str, list[Any]]:
+def _token_values(columns: dict[str, list[Any]], version: object) -> dict[str, list[object]]:
     """Remove columns without information: a mask of all tokens, token versions equal to the sample's, and values that were
     computed for no token. NaN becomes None."""
     if set(columns.get("token_versions", ())) <= {version}:

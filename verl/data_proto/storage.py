@@ -70,7 +70,7 @@ def save_columns(
         temporary.unlink(missing_ok=True)
 
 
-def load_columns(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, np.ndarray], dict[str, Any]]:
+def load_columns(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, np.ndarray], dict[str, object]]:
     """(tensors, object columns, meta_info) of a file of `save_columns`; raises ValueError when it is none."""
     try:
         tensors = load_file(path)
@@ -111,7 +111,7 @@ def deserialize_single_tensor(record: tuple[str, Any, Any]) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(tuple(shape))
 
 
-def serialize_tensordict(batch: TensorDict) -> tuple[tuple[int, ...], str | None, dict[str, Any]]:
+def serialize_tensordict(batch: TensorDict) -> tuple[tuple[int, ...], str | None, dict[str, object]]:
     """(batch size, device, columns): a column is a TensorRecord, or (layout, list of records) for a nested tensor."""
     columns: dict[str, Any] = {}
     for name in map(str, batch.keys()):

@@ -123,7 +123,7 @@ def sharded_units(model: nn.Module) -> list[FSDPModule]:
     return [part for part in model.modules() if isinstance(part, FSDPModule)]
 
 
-def shard_places(model: nn.Module) -> list[tuple[Any, str]]:
+def shard_places(model: nn.Module) -> list[tuple[object, str]]:
     """The attributes (object, name) that hold this rank's part of each parameter: padded, as FSDP gathers it, and as the
     parameter shows it."""
     places: list[tuple[Any, str]] = []

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from verl.models.hf_module import HFModule
+
 
 class StreamedWeights:
     """Hooks of the layers of `module`, whose parameters are on the host; its buffers move to `device` and stay there."""
@@ -53,7 +55,7 @@ class StreamedWeights:
                 p.data = self._on_host.pop(p)
 
 
-def decoder_layers(module: Any) -> list[nn.Module]:
+def decoder_layers(module: HFModule) -> list[nn.Module]:
     """The layers of a causal language model, in order."""
     decoder = module.get_decoder()
     lists = [part for part in decoder.modules() if isinstance(part, nn.ModuleList)]

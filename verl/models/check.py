@@ -18,6 +18,7 @@ from verl.errors import ModelError
 from verl.models.attention import ATTENTION_NAME, Scoring
 from verl.models.folder import reason
 from verl.models.forward import hidden_states, packed_outputs
+from verl.models.hf_module import HFModule
 from verl.models.packed import PackedLayout
 from verl.models.packing import PackedBatch, pack_rows
 from verl.models.padded import forward_kind, own_logits
@@ -78,7 +79,7 @@ def choose_forward(module: Any, attention: str | None = None) -> None:
 
 
 @torch.no_grad()
-def largest_difference(module: Any, other: Any) -> float:
+def largest_difference(module: HFModule, other: Any) -> float:
     """Largest difference of the log-probs of a few tokens: of `module` by its chosen forward, of `other`, a causal language
     model of transformers, by its own."""
     ours = _describe(module, pack_rows(_columns(), device=next(module.parameters()).device))
@@ -86,7 +87,7 @@ def largest_difference(module: Any, other: Any) -> float:
 
 
 @torch.no_grad()
-def require_dtype(module: Any) -> None:
+def require_dtype(module: HFModule) -> None:
     """Raise ModelError where the own forward of `module`, chosen in a wider dtype, fails in the dtype that it has now: some
     families multiply tensors of two dtypes."""
     if forward_kind(module) == "packed" or next(module.parameters()).dtype == torch.float32:
@@ -105,7 +106,7 @@ def require_dtype(module: Any) -> None:
         ) from error
 
 
-def own_attention(module: Any, asked: str | None = None) -> str:
+def own_attention(module: HFModule, asked: str | None = None) -> str:
     """The attention of transformers for a padded forward of `module`: `asked`, where it is FlashAttention that can run here,
     else the fastest one that its class has."""
     if asked in FLASH and _has_flash(asked):
@@ -130,7 +131,7 @@ def _has_flash(name: str) -> bool:
     return bool(has[name]())
 
 
-def packed_problem(module: Any) -> str:
+def packed_problem(module: HFModule) -> str:
     """The reason why packed batches differ from single rows in the model's own eager attention (sinks, biases, state other
     than keys and values); "" where they agree."""
     if "position_ids" not in inspect.signature(module.get_decoder().forward).parameters:
@@ -176,7 +177,7 @@ def _require_backward(module: nn.Module, packed: PackedBatch) -> None:
             torch.autograd.grad(_describe(module, packed).sum(), first, allow_unused=True)
 
 
-def _problem_of(find: Any, module: Any) -> str:
+def _problem_of(find: Any, module: HFModule) -> str:
     try:
         problem: str = find(module)
     except ModelError:

@@ -28,6 +28,8 @@ from verl.regular_files import kind_of
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from verl.models.hf_module import HFModule
+
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _AGAIN = "Download or convert the model again."
 _READ = (".json", ".safetensors", ".jinja", ".model", ".txt", ".tiktoken", ".py")  # files that loading may open
@@ -284,7 +286,7 @@ def check_counts(source: Path, config: Mapping[str, object], headers: Mapping[st
             )
 
 
-def check_tensors(folder: Path, headers: Mapping[str, TensorHeader], skeleton: Any, itemsize: int) -> None:
+def check_tensors(folder: Path, headers: Mapping[str, TensorHeader], skeleton: HFModule, itemsize: int) -> None:
     """Raise ModelError unless the tensors have the shapes and kinds of dtype of `skeleton` (on the meta device), and memory
     for them with elements of `itemsize` bytes is free."""
     expected, prefix = skeleton.state_dict(), skeleton.base_model_prefix

@@ -15,6 +15,7 @@ from verl.models.cpu.decoder import dense_hidden_states
 from verl.models.cpu.weights import DenseDecoder
 from verl.models.cuda.straight import straight_states
 from verl.models.grad_buffers import GradientBuffers
+from verl.models.hf_module import HFModule
 from verl.models.log_probs import TokenStats, logit_statistics, token_log_probs
 from verl.models.lora import LoRALinear
 from verl.models.outputs import HeadInputs, output_kind, statistics_wanted
@@ -145,7 +146,7 @@ def packed_outputs(
 
 
 def logit_outputs(
-    module: Any, packed: PackedBatch, outputs: Sequence[str], temperature: float
+    module: HFModule, packed: PackedBatch, outputs: Sequence[str], temperature: float
 ) -> dict[str, torch.Tensor]:
     """The outputs of `packed_outputs` from the logits of the module's own forward, which then all exist at once."""
     logits = padded_logits(module, packed)

@@ -21,6 +21,7 @@ from verl.models import folder as files
 from verl.models.attention import ATTENTION_NAME
 from verl.models.check import PADDED, check_attention, choose_forward, own_attention
 from verl.models.heads import HEADS, WEIGHT_NAMES, HeadKind, ScalarHeadModel
+from verl.models.hf_module import HFModule
 from verl.models.padded import ForwardKind
 from verl.models.processor import load_processor
 from verl.models.quiet import loading, quiet
@@ -255,7 +256,9 @@ def _require_known_vision(path: str | Path, config: PreTrainedConfig) -> None:
         )
 
 
-def _filled(auto_class: str, folder: Path, config: PreTrainedConfig, skeleton: Any, trust_remote_code: bool) -> Any:
+def _filled(
+    auto_class: str, folder: Path, config: PreTrainedConfig, skeleton: HFModule, trust_remote_code: bool
+) -> Any:
     """`skeleton`, a model on the meta device, with the weights of `folder`."""
     # below a scalar head, transformers takes "model.visual" of Qwen2-VL for a part of the language model
     below_head = {"key_mapping": {r"^model\.visual": "visual"}} if auto_class == "AutoModel" else {}

@@ -25,6 +25,7 @@ from verl.config import ModelConfig
 from verl.errors import ConfigError, ModelError
 from verl.foreign_text import clean, quoted
 from verl.models.folder import opened, read_json_object
+from verl.models.hf_module import HFModule
 from verl.registry import match_all
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
@@ -164,7 +165,7 @@ def add_adapters(module: Any, spec: LoRASpec, dtype: torch.dtype, seed: int = 0)
     return chosen
 
 
-def adapted_layers(module: Any, spec: LoRASpec) -> list[str]:
+def adapted_layers(module: HFModule, spec: LoRASpec) -> list[str]:
     """The names of the linear layers of `module` that get adapters; the output projection only with `spec.head`.
 
     Raises ConfigError for an entry of model.target_modules, model.exclude_modules or model.modules_to_save that matches

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from verl.errors import ConfigError
+from verl.models.hf_module import HFModule
 from verl.models.packing import PackedBatch
 
 ForwardKind = Literal["packed", "padded", "logits"]
@@ -39,7 +40,7 @@ def require_packed(module: nn.Module, keys: str) -> None:
         )
 
 
-def padded_states(module: Any, packed: PackedBatch) -> torch.Tensor:
+def padded_states(module: HFModule, packed: PackedBatch) -> torch.Tensor:
     """[positions, hidden_size] at `packed.hidden_index`, by the own forward of the decoder of `module`."""
     rows = PaddedRows(packed)
     output = rows.through(module.get_decoder(), module)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import transformers
 
+from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ModelError
 from verl.models.folder import read_json_object, reason
 from verl.models.vision import FAMILIES
@@ -89,7 +90,7 @@ def load_processor(folder: Path, model_type: str, tokenizer: Any, trust_remote_c
     return ImageProcessor(processor, folder)
 
 
-def _reads_texts(tokenizer: Any) -> bool:
+def _reads_texts(tokenizer: Tokenizer) -> bool:
     text = "question"
     try:
         return text in tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False)
@@ -97,7 +98,7 @@ def _reads_texts(tokenizer: Any) -> bool:
         return False
 
 
-def _build(folder: Path, model_type: str, tokenizer: Any, trust_remote_code: bool) -> Any:
+def _build(folder: Path, model_type: str, tokenizer: Tokenizer, trust_remote_code: bool) -> Any:
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     kind = getattr(transformers, PROCESSOR_MAPPING_NAMES[model_type])

@@ -74,7 +74,7 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
             part.training = training
 
 
-def _configs(config: object) -> Iterator[Any]:
+def _configs(config: object) -> Iterator[object]:
     """A config and those inside it."""
     if hasattr(config, "to_dict"):
         yield config

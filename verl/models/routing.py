@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 
 from verl.errors import ConfigError
+from verl.models.hf_module import HFModule
 from verl.models.parallel.collectives import gather_into
 from verl.models.parallel.experts import is_experts
 
@@ -91,7 +92,7 @@ def expert_counts(config: PreTrainedConfig) -> tuple[int, int]:
     return int(num_experts), int(config.num_experts_per_tok)
 
 
-def follow_routing(module: Any) -> None:
+def follow_routing(module: HFModule) -> None:
     """Let the routers of `module`, a causal language model, follow the Routing of their layout, if it has one. May be called
     again. Raises ConfigError for a model without experts, or with experts in a form that is not known."""
     sizes = expert_counts(module.config)

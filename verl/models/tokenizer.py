@@ -42,7 +42,7 @@ def model_type_of(model: ModelConfig) -> str:
     return str(_config_of(model).get("model_type", ""))
 
 
-def _config_of(model: ModelConfig) -> dict[str, Any]:
+def _config_of(model: ModelConfig) -> dict[str, object]:
     try:
         return read_json_object(fetch(model.path, weights=False) / "config.json")
     except ModelError:
@@ -135,7 +135,7 @@ def hidden_tags(tokenizer: Tokenizer) -> list[str]:
     return [tag for name in opening for tag in (name, f"</{name[1:]}")]
 
 
-def _vocabulary(file: Path, content: Mapping[str, object]) -> list[tuple[Any, Any]]:
+def _vocabulary(file: Path, content: Mapping[str, object]) -> list[tuple[object, object]]:
     """(token, id) of the vocabulary. Raises ModelError where it is of no known form."""
     model = content.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
@@ -148,7 +148,7 @@ def _vocabulary(file: Path, content: Mapping[str, object]) -> list[tuple[Any, An
     raise ModelError(f"{clean(file)} has no model.vocab of tokens. Download or convert the model again.")
 
 
-def _added(file: Path, content: Mapping[str, object]) -> list[tuple[Any, Any]]:
+def _added(file: Path, content: Mapping[str, object]) -> list[tuple[object, object]]:
     """(token, id) of the added tokens. Raises ModelError where they are none, or more than any tokenizer has."""
     tokens = content.get("added_tokens") or []
     if not isinstance(tokens, list) or not all(isinstance(token, dict) for token in tokens):

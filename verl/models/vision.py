@@ -26,6 +26,7 @@ from transformers import PreTrainedConfig
 from verl.data_proto.media import Media
 from verl.errors import ModelError
 from verl.models.attention import ATTENTION_NAME
+from verl.models.hf_module import HFModule
 
 # model_type -> the axis of pixel tensors along which images of several prompts are joined
 FAMILIES = {
@@ -122,7 +123,7 @@ def positions_within(module: nn.Module, ids: torch.Tensor, media: Media) -> tupl
 
 @contextmanager
 def vision_inputs(
-    module: Any,
+    module: HFModule,
     ids: torch.Tensor,
     counted: torch.Tensor,
     placed: Sequence[PlacedMedia],
@@ -149,7 +150,7 @@ def vision_inputs(
 @contextmanager
 def padded_inputs(
     module: nn.Module, ids: torch.Tensor, in_images: torch.Tensor, media: Sequence[Media]
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[dict[str, object]]:
     """Arguments of `generate` for token ids [rows, tokens] whose rows have the same images, in the tokens `in_images`."""
     if not media:
         yield {"inputs": ids}
@@ -211,7 +212,7 @@ def _alike(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [F.pad(value, (0, width - value.shape[-1], 0, height - value.shape[-2])) for value in values]
 
 
-def vision_states(module: Any, packed: Any) -> torch.Tensor:
+def vision_states(module: HFModule, packed: Any) -> torch.Tensor:
     """[tokens, hidden_size]: last hidden states of the tokens of a PackedBatch."""
     with vision_inputs(module, packed.input_ids, packed.position_ids, packed.media, packed.noise) as inputs:
         output = body_of(module)(**inputs, use_cache=False, layout=packed.layout)

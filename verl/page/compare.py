@@ -17,7 +17,7 @@ _MAX_RUNS = 20
 _HIDDEN = ("trainer.default_local_dir", "trainer.experiment_name")
 
 
-def compare_context(views: Mapping[str, View], query: Mapping[str, str]) -> dict[str, Any]:
+def compare_context(views: Mapping[str, View], query: Mapping[str, str]) -> dict[str, object]:
     """The curves of `runs` in the query, by default of all up to 20; and the runs `a` and `b`, by default the first two."""
     keys = list(views)
     a = query.get("a") if query.get("a") in views else keys[0]
@@ -54,7 +54,7 @@ def different_keys(one: View, other: View) -> list[tuple[str, str, str]]:
     ]
 
 
-def charts(*views: View) -> dict[str, Any]:
+def charts(*views: View) -> dict[str, object]:
     """The panels of the runs over each other: the lines of each panel carry the names of their runs."""
     merged: dict[str, panels.Panel] = {}
     for number, view in enumerate(views):
@@ -74,7 +74,7 @@ def charts(*views: View) -> dict[str, Any]:
     return panels.charts_json(merged.values())
 
 
-def same_prompts(one: View, other: View, step: int) -> list[dict[str, Any]]:
+def same_prompts(one: View, other: View, step: int) -> list[dict[str, object]]:
     """The prompts that both runs trained on at `step`, with the group of each; the largest difference in mean reward first."""
     a, b = _groups(one, step), _groups(other, step)
     shared: list[dict[str, Any]] = [

@@ -311,7 +311,7 @@ def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
             line, start = line + 1, start + len(content)
 
 
-def parsed_row(content: bytes | str) -> dict[str, Any] | None:
+def parsed_row(content: bytes | str) -> dict[str, object] | None:
     """The row in a line of a samples file; None where there is none."""
     try:
         row = json.loads(content)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from verl.page.reader import RunReader
 from verl.tracking.progress import read_tail
@@ -34,7 +34,7 @@ def read_log(file: Path) -> list[LogLine]:
     return records
 
 
-def log_context(run: RunReader, query: Mapping[str, str]) -> dict[str, Any]:
+def log_context(run: RunReader, query: Mapping[str, str]) -> dict[str, object]:
     """Events of the supervisor, newest first, and the newest records that match `rank`, `level` (this one and graver ones)
     and `q`, a text in any case."""
     files = {file.stem: file for file in sorted((run.folder / "logs").glob("*.log"))}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from verl.page.index import SampleIndex
 from verl.page.reader import RunReader, Series
@@ -168,12 +167,12 @@ def all_metrics(run: RunReader) -> list[Panel]:
     ]
 
 
-def charts_json(charts: Iterable[Panel], marks: Sequence[Mapping[str, object]] = ()) -> dict[str, Any]:
+def charts_json(charts: Iterable[Panel], marks: Sequence[Mapping[str, object]] = ()) -> dict[str, object]:
     """The panels for the browser: one axis of steps and aligned columns each, with null where a line has no point."""
     return {"panels": [_aligned(panel) for panel in charts], "marks": list(marks)}
 
 
-def _aligned(panel: Panel) -> dict[str, Any]:
+def _aligned(panel: Panel) -> dict[str, object]:
     thinned = [thin(line.steps, line.values) for line in panel.lines]
     x = sorted({step for points in thinned for step in points})
     series = [

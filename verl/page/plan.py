@@ -35,7 +35,7 @@ class Bar(NamedTuple):
     note: str
 
 
-def plan_context(folder: Path) -> dict[str, Any] | None:
+def plan_context(folder: Path) -> dict[str, object] | None:
     """The best plan and the runner-up of the run in `folder`; None without a readable plan."""
     try:
         plans = read_json(folder / PLAN, _PLANS)

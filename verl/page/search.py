@@ -46,7 +46,7 @@ _CONFLICTS = """WITH conflicting AS (SELECT s.id FROM samples s JOIN (
   GROUP BY file, unit, answer HAVING max(score) > min(score)) c USING (file, unit, answer)) """
 
 
-def search_context(index: SampleIndex, query: Mapping[str, str]) -> dict[str, Any]:
+def search_context(index: SampleIndex, query: Mapping[str, str]) -> dict[str, object]:
     """The samples that fit the query's words and filters, and the possible values of the filters."""
     text = query.get("q", "").strip()
     flags = [name for name in _FLAGS if query.get(name)]
@@ -126,7 +126,7 @@ def _ids(index: SampleIndex, query: Mapping[str, str], among: Set[int] | None, l
     return [row["id"] for row in rows]
 
 
-def _with_excerpts(index: SampleIndex, rows: Sequence[sqlite3.Row], text: str) -> list[dict[str, Any]]:
+def _with_excerpts(index: SampleIndex, rows: Sequence[sqlite3.Row], text: str) -> list[dict[str, object]]:
     if not text:
         return [{**dict(row), "excerpt": []} for row in rows]
     files = index.files()
@@ -155,7 +155,7 @@ def excerpt_of(whole: str, text: str) -> list[tuple[str, bool]]:
     return [(part, is_hit) for part, is_hit in ((before, False), (match.group(), True), (after, False)) if part]
 
 
-def _conditions(query: Mapping[str, str]) -> tuple[list[str], list[Any]]:
+def _conditions(query: Mapping[str, str]) -> tuple[list[str], list[object]]:
     conditions = [condition for name, (_, condition) in _FLAGS.items() if query.get(name)]
     values: list[Any] = []
     for name, condition in _NUMBERS.items():

@@ -86,7 +86,7 @@ _SHORT = {
 }  # fmt: skip
 
 
-def _headline(run: RunReader) -> list[dict[str, Any]]:
+def _headline(run: RunReader) -> list[dict[str, object]]:
     """The newest values of the few metrics that matter most, with the first ones."""
     rows = []
     for name in _HEADLINES[run.kind]:
@@ -97,7 +97,7 @@ def _headline(run: RunReader) -> list[dict[str, Any]]:
     return rows
 
 
-def _recent(run: RunReader, files: list[Any]) -> list[dict[str, Any]]:
+def _recent(run: RunReader, files: list[Any]) -> list[dict[str, object]]:
     """The newest steps, with their rows in the index."""
     known = {row["step"]: row for row in files}
     columns = _COLUMNS[run.kind]

@@ -33,11 +33,11 @@ class Mode:
     own: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 
     @property
-    def dispatch_fn(self) -> Callable[..., Any] | None:
+    def dispatch_fn(self) -> Callable[..., object] | None:
         return self.own[0] if self.own else DISPATCH_MODE_FN_REGISTRY.get(self, {}).get("dispatch_fn")
 
     @property
-    def collect_fn(self) -> Callable[..., Any] | None:
+    def collect_fn(self) -> Callable[..., object] | None:
         return self.own[1] if self.own else DISPATCH_MODE_FN_REGISTRY.get(self, {}).get("collect_fn")
 
 

@@ -97,7 +97,7 @@ def _pack(value: object, buffers: list[np.ndarray], place: str) -> Any:
     )
 
 
-def _pack_items(items: dict[Any, Any], buffers: list[np.ndarray], place: str) -> list[Any]:
+def _pack_items(items: dict[Any, Any], buffers: list[np.ndarray], place: str) -> list[object]:
     return [[_pack(k, buffers, f"a key of {place}"), _pack(v, buffers, f"{place}.{k}")] for k, v in items.items()]
 
 

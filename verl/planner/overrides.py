@@ -85,7 +85,7 @@ def _rollout(plan: RunPlan) -> Iterator[str]:
     yield f"{_GROUP}.rollout.max_num_seqs={option.rollout.slots}"
 
 
-def _one_engine(layout: ParallelLayout, engine: str, shape: ModelShape) -> Iterator[tuple[str, Any]]:
+def _one_engine(layout: ParallelLayout, engine: str, shape: ModelShape) -> Iterator[tuple[str, object]]:
     """Settings of a program that trains on given rows."""
     yield from _sizes("", layout, engine, shape)
     yield "data.use_dynamic_bsz", "True"
@@ -93,7 +93,7 @@ def _one_engine(layout: ParallelLayout, engine: str, shape: ModelShape) -> Itera
     yield "model.enable_gradient_checkpointing", str(layout.recompute == "full")
 
 
-def _sizes(role: str, layout: ParallelLayout, engine: str, shape: ModelShape) -> Iterator[tuple[str, Any]]:
+def _sizes(role: str, layout: ParallelLayout, engine: str, shape: ModelShape) -> Iterator[tuple[str, object]]:
     """Sizes and offload of a role; "" is the only engine of a program."""
     section, fsdp = _ENGINE.get(role, "engine"), _FSDP.get(role, "engine")
     yield f"{section}.strategy", engine

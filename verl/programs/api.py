@@ -160,7 +160,7 @@ class Program(ABC, Generic[C]):
     def drain(self) -> None:
         """Return when nothing is in flight. Called before a checkpoint."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """The state that a resumed run needs in addition to the weights, as JSON. trainer_state.json has it next to the host's
         keys (step, seconds, num_tokens, first_validation), which it must not use."""
         return {}
@@ -215,7 +215,7 @@ class ProgramSpecs:
         specs: RoleSpecs = program.roles(self.config, train=train)
         return specs
 
-    def recipe(self) -> tuple[Any, ...]:
+    def recipe(self) -> tuple[object, ...]:
         assert not isinstance(self.program, str)
         schema, name = schema_of(self.config), f"{self.program.__module__}:{self.program.__qualname__}"
         registered = {place: registry.own_rows() for place, registry in _OPEN.items()}

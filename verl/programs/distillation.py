@@ -19,6 +19,7 @@ from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import SamplingParams
 from verl.data_proto.token_ids import num_embeddings, token_ids
+from verl.data_proto.tokenizer import Tokenizer
 from verl.data_proto.trajectory import Segment, Trajectory, response_lengths, to_columns
 from verl.errors import ConfigError, DataError
 from verl.foreign_text import quoted
@@ -33,7 +34,7 @@ STORED = ("teacher_ids", "teacher_log_probs")  # fields of a row, [response][k]
 _ROUNDING = 0.01  # of probabilities that add up to 1, in bfloat16
 
 
-def check_teachers(config: PPOConfig, tokenizer: Any, rows: Any = None) -> None:
+def check_teachers(config: PPOConfig, tokenizer: Tokenizer, rows: Any = None) -> None:
     """Raise ConfigError for a teacher that splits text into other tokens than the student, and DataError for a row without a
     teacher or without the response and outputs that it is to have."""
     distillation = config.distillation

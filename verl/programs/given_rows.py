@@ -22,6 +22,7 @@ import torch
 
 from verl.config import GivenRowsConfig
 from verl.data.conversations.dataset import ConversationDataset, ConversationLoader
+from verl.data.files import Files
 from verl.data_proto.metrics import Metric, metric_values
 from verl.data_proto.proto import DataProto
 from verl.data_proto.sample_rows import sample_rows
@@ -75,13 +76,13 @@ class GivenRowsProgram(Program[G]):
     def load_rows(
         cls,
         config: G,
-        files: object,
+        files: Files,
         tokenizer: Tokenizer,
         *,
         max_samples: int,
         seed: int | None,
         keep_going: bool = False,
-    ) -> Any:
+    ) -> ConversationDataset:
         """The data set of `files`: `max_samples` rows that `seed` selects (-1: all; None: the first ones). With `keep_going`
         bad rows are counted, for `verl check`."""
 
@@ -148,7 +149,7 @@ class GivenRowsProgram(Program[G]):
             skipped=result.skipped,
         )
 
-    def logged_rows(self, batch: DataProto, observed: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
+    def logged_rows(self, batch: DataProto, observed: Sequence[torch.Tensor]) -> list[dict[str, object]]:
         """The rows for samples/train: the few whose tokens the objective has observed (see FirstRows)."""
         if not observed:
             return []
@@ -157,11 +158,11 @@ class GivenRowsProgram(Program[G]):
         observed_rows = (~batch.batch["train_log_probs"].isnan()).any(dim=1).nonzero().flatten()
         return self.row_facts(batch.select_idxs(observed_rows))
 
-    def row_facts(self, batch: DataProto) -> list[dict[str, Any]]:
+    def row_facts(self, batch: DataProto) -> list[dict[str, object]]:
         """The rows of a batch for samples/."""
         return sample_rows(batch, self.data.tokenizer)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         assert self.data.train is not None
         return {
             "num_rows": len(self.data.train.dataset),

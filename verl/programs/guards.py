@@ -248,7 +248,7 @@ def _written(value: object) -> Any:
     return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _plain(sample: Mapping[str, object]) -> dict[str, Any]:
+def _plain(sample: Mapping[str, object]) -> dict[str, object]:
     return {name: _written(value) for name, value in sample.items()}
 
 

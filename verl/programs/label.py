@@ -141,7 +141,7 @@ def graded(
     return gaps, [f"Mean score: {mean:.3f}; responses without one: {len(scores) - len(usable):,} of {len(scores):,}."]
 
 
-def preferences(candidates: Candidates, gaps: Gaps, pairs: str) -> Iterator[dict[str, Any]]:
+def preferences(candidates: Candidates, gaps: Gaps, pairs: str) -> Iterator[dict[str, object]]:
     """Rows for the best and the worst response by their mean gap to the others (`best_worst`), for the first and the last one
     (`first_last`), or for every pair with a winner (`all`). Ties and unknown gaps make no row."""
     known = {pair: gap for pair, gap in gaps.items() if gap == gap}

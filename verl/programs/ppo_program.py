@@ -132,7 +132,7 @@ class PPOProgram(Program[PPOConfig]):
     def validate(self, step: int) -> dict[str, float]:
         return self.validator.run(step)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """See Program. The ledger is on the disk before the checkpoint, so that no checkpoint knows more than the ledger."""
         return {
             "weight_version": self.weight_version,
@@ -159,7 +159,7 @@ class PPOProgram(Program[PPOConfig]):
             log.warning("Prompt %d is next.", self.samples.cursor)
         self.restore(waiting)
 
-    def _sampler_state(self) -> dict[str, Any]:
+    def _sampler_state(self) -> dict[str, object]:
         return self.data.train.state_dict(self.samples.cursor) if self.data.train is not None else {}
 
     def _load_stages(self, states: Sequence[Mapping[str, object]]) -> None:

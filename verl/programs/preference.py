@@ -20,9 +20,11 @@ import torch
 
 from verl.algorithms.preference_losses import is_paired, match_ranks
 from verl.config.roots.preference import PreferenceConfig, has_reference_role
+from verl.data.files import Files
 from verl.data.preferences.dataset import PreferenceDataset, load_preferences, partners_of, sequence_batch
 from verl.data_proto.metrics import Metric, merge_metrics, metric_values
 from verl.data_proto.proto import DataProto
+from verl.data_proto.tokenizer import Tokenizer
 from verl.engines.api import BatchTotals
 from verl.models.load import eos_token_ids_of
 from verl.parallel.balance import unit_ids
@@ -64,7 +66,9 @@ class PreferenceOptimization(GivenRowsProgram[PreferenceConfig]):
     }  # fmt: skip
 
     @classmethod
-    def load_rows(cls, config: PreferenceConfig, files: Any, tokenizer: Any, **selects: Any) -> PreferenceDataset:
+    def load_rows(
+        cls, config: PreferenceConfig, files: Files, tokenizer: Tokenizer, **selects: Any
+    ) -> PreferenceDataset:
         losses = config.preference.losses
         paired, trains_prompts = all(map(is_paired, losses)), "orpo" in losses
         return load_preferences(
@@ -178,7 +182,7 @@ class PreferenceOptimization(GivenRowsProgram[PreferenceConfig]):
             self.reference.model.follow(ref.mixup_alpha)
         return replace(result, metrics=with_margins(result.metrics, "train/"))
 
-    def row_facts(self, batch: DataProto) -> list[dict[str, Any]]:
+    def row_facts(self, batch: DataProto) -> list[dict[str, object]]:
         """The rows with their side, and as score the implicit reward beta (log pi - log pi_ref), or without a reference
         beta log pi."""
         columns, rows = batch.batch, super().row_facts(batch)
@@ -241,7 +245,7 @@ class PreferenceOptimization(GivenRowsProgram[PreferenceConfig]):
                     if self.partners:
                         yield from self._mismatched(rows, [chunk])
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         rewards = {"num_rewards": self.num_rewards, "mean_reward": self.mean_reward}
         return {**super().state_dict(), **rewards, "reference": self.reference.digest}
 

@@ -21,10 +21,12 @@ import torch.nn.functional as F
 from verl.algorithms.reward_losses import calibration_error, correlation, pair_loss, pair_measures, spread
 from verl.config.roots.reward_model import RMConfig
 from verl.data.conversations.dataset import ConversationDataset, read_into
+from verl.data.files import Files
 from verl.data.preferences.dataset import load_preferences
 from verl.data.preferences.scored import RatedDataset, StepDataset
 from verl.data_proto.proto import DataProto
 from verl.data_proto.sample_rows import sample_rows
+from verl.data_proto.tokenizer import Tokenizer
 from verl.models.load import eos_token_ids_of
 from verl.programs.given_rows import GivenRowsProgram, model_spec, specs_of
 from verl.roles.api import Objective, RoleSpecs
@@ -80,7 +82,7 @@ class RewardModelProgram(GivenRowsProgram[RMConfig]):
         return partial(PairObjective, config.rm.loss, config.rm.center_rewards_coefficient)
 
     @classmethod
-    def load_rows(cls, config: RMConfig, files: Any, tokenizer: Any, **chosen: Any) -> ConversationDataset:
+    def load_rows(cls, config: RMConfig, files: Files, tokenizer: Tokenizer, **chosen: Any) -> ConversationDataset:
         rule = config.rm
         chosen["stop_token_ids"] = eos_token_ids_of(config.model, tokenizer)
         if rule.loss == "regression":
@@ -168,7 +170,7 @@ class RewardModelProgram(GivenRowsProgram[RMConfig]):
         return {"loss": float(losses.mean()), **pair_measures(**sides_of_pairs)}
 
 
-def _shown(batch: DataProto, scores: torch.Tensor) -> list[dict[str, Any]]:
+def _shown(batch: DataProto, scores: torch.Tensor) -> list[dict[str, object]]:
     """The score of each row with its `rating` or `chosen` column, or the scores of its steps with their labels."""
     columns = batch.batch
     if "step_labels" in columns.keys():

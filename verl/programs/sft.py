@@ -7,7 +7,9 @@ from functools import partial
 from typing import Any, ClassVar
 
 from verl.config.roots.sft import SFTConfig
-from verl.data.conversations.dataset import load_conversations
+from verl.data.conversations.dataset import ConversationDataset, load_conversations
+from verl.data.files import Files
+from verl.data_proto.tokenizer import Tokenizer
 from verl.models.load import eos_token_ids_of
 from verl.programs.given_rows import GivenRowsProgram
 from verl.roles.api import Objective
@@ -36,7 +38,7 @@ class SFT(GivenRowsProgram[SFTConfig]):
     }
 
     @classmethod
-    def load_rows(cls, config: SFTConfig, files: Any, tokenizer: Any, **selects: Any) -> Any:
+    def load_rows(cls, config: SFTConfig, files: Files, tokenizer: Tokenizer, **selects: Any) -> ConversationDataset:
         stops = eos_token_ids_of(config.model, tokenizer)
         return load_conversations(files, tokenizer, config.data, stop_token_ids=stops, **selects)
 

@@ -39,7 +39,7 @@ class Stage:
         """Called once a step, after advantages and before the update."""
         return batch
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """State that a resumed run needs, as JSON."""
         return {}
 
@@ -73,7 +73,7 @@ class Stages:
             _check(name, point, batch, before)
         return batch
 
-    def state_dict(self) -> list[dict[str, Any]]:
+    def state_dict(self) -> list[dict[str, object]]:
         """One entry per stage, in order."""
         return [stage.state_dict() for _, stage in self._stages]
 
@@ -95,7 +95,7 @@ class _Function(Stage):
         self.scored = function  # type: ignore[method-assign]
 
 
-def _named(entry: object) -> tuple[str, dict[str, Any]]:
+def _named(entry: object) -> tuple[str, dict[str, object]]:
     """(path, settings) of an entry of the config."""
     if isinstance(entry, str):
         return entry, {}
@@ -138,5 +138,5 @@ def _check(name: str, point: str, batch: object, before: DataProto) -> None:
         )
 
 
-def _keys(batch: DataProto) -> list[Any]:
+def _keys(batch: DataProto) -> list[object]:
     return list(batch.non_tensor_batch["sample_key"])

@@ -14,7 +14,6 @@ import logging
 import math
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -223,7 +222,7 @@ def _local_weights(engine: TrainEngine | None) -> Held:
     return {} if engine is None else engine.local_weights()
 
 
-def _layout_to_send(engine: TrainEngine | None) -> dict[str, Any] | None:
+def _layout_to_send(engine: TrainEngine | None) -> dict[str, object] | None:
     """The WeightLayout of `engine` in types that `to_bytes` takes."""
     layout = None if engine is None else engine.weight_layout()
     if layout is None:

@@ -26,7 +26,7 @@ def score_lists(
     *,
     functions: Sequence[str],
     weights: Sequence[float] = (),
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """The weighted sum of all `functions` (references, see verl/registry.py) for each sample as "score"; with several functions
     each of them is a part under its name. A function that returns None for a sample is left out of its sum.
 
@@ -43,7 +43,7 @@ def score_lists(
     return [_sum(list(results), row, weights or [1.0] * len(results)) for row in rows]
 
 
-def _sum(names: Sequence[str], values: Sequence[Any], weights: Sequence[float]) -> dict[str, Any]:
+def _sum(names: Sequence[str], values: Sequence[Any], weights: Sequence[float]) -> dict[str, object]:
     if len(names) == 1:
         value = values[0]
         parts = value if isinstance(value, Mapping) else {"score": value}

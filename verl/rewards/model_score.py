@@ -18,12 +18,12 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _PART = re.compile(r"^(judge/\w+): (-?\d+(?:\.\d+)?)$", re.MULTILINE)
 
 
-def model_score(*, reward_model_score: float, **_: object) -> dict[str, Any]:
+def model_score(*, reward_model_score: float, **_: object) -> dict[str, object]:
     """The classifier's score."""
     return {"score": reward_model_score}
 
 
-def model_scores(*, reward_model_scores: list[float], **_: object) -> list[dict[str, Any]]:
+def model_scores(*, reward_model_scores: list[float], **_: object) -> list[dict[str, object]]:
     """`model_score` for the manager `batch`."""
     return [{"score": score} for score in reward_model_scores]
 
@@ -40,7 +40,7 @@ def last_number(*, reward_model_reply: str, **_: object) -> dict[str, Any]:
     return result
 
 
-def last_numbers(*, reward_model_replies: list[str], **_: object) -> list[dict[str, Any]]:
+def last_numbers(*, reward_model_replies: list[str], **_: object) -> list[dict[str, object]]:
     """`last_number` for the manager `batch`; a reply without a number gets NaN, which costs only its own sample."""
     return [_score_of(reply) for reply in reward_model_replies]
 

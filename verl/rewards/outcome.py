@@ -87,7 +87,7 @@ def checked_number(value: float, name: str, limits: Limits) -> float:
     return value
 
 
-def _entries(mapping: dict[object, object], limits: Limits, depth: int) -> Iterator[tuple[str, Any]]:
+def _entries(mapping: dict[object, object], limits: Limits, depth: int) -> Iterator[tuple[str, object]]:
     for key, value in mapping.items():
         name = clean(key, _MAX_NAME)
         yield name, _part(value, name, limits, depth)

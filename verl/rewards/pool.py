@@ -12,7 +12,6 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any
 
 from verl.config.secrets import hide, hide_values
 from verl.data_proto.samples import Score, ScoreRequest
@@ -287,7 +286,7 @@ class RewardPool:
             process.close()
 
 
-def samples_of(requests: Sequence[ScoreRequest]) -> list[list[Any]]:
+def samples_of(requests: Sequence[ScoreRequest]) -> list[list[object]]:
     """Arguments of a call, as Caller.score takes them."""
     return [[r.data_source, r.solution_str, r.ground_truth, r.extra_info, r.from_model] for r in requests]
 

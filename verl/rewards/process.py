@@ -162,7 +162,7 @@ class WorkerProcess:
 
     def _exchange(
         self, message: bytes, message_id: str, timeout_s: float, max_bytes: int, *, watched: bool = True
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Send a message and return the answer to it. Raises WorkerLost, the process being dead then."""
         received_bytes = self._transfer(frame(message), timeout_s, max_bytes, watched)
         try:

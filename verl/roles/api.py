@@ -175,7 +175,7 @@ class SpecSource(Protocol):
         """The roles to build. Without `train`: only the roles that an evaluation uses, frozen."""
         ...
 
-    def recipe(self) -> tuple[Any, ...]:
+    def recipe(self) -> tuple[object, ...]:
         """("module:function", arguments ...), from which another process makes its SpecSource."""
         ...
 
@@ -261,7 +261,7 @@ class RolloutHandle(Protocol):
 class RewardHandle(Protocol):
     """The role that scores samples (verl/roles/reward.py)."""
 
-    def start_scoring(self, batch: DataProto) -> Future[Any]:
+    def start_scoring(self, batch: DataProto) -> Future[object]:
         """Start to score the rows that are not being scored yet."""
         ...
 

@@ -21,6 +21,7 @@ from verl.data.prompts import render_chat
 from verl.data_proto.samples import PromptRequest, SamplingParams
 from verl.errors import ModelError
 from verl.foreign_text import valid_utf8
+from verl.models.hf_module import HFModule
 from verl.models.load import load_causal_lm, load_tokenizer, meta_model
 from verl.models.padded import forward_kind
 from verl.models.tokenizer import eos_token_ids
@@ -161,7 +162,7 @@ class ServiceJudge:
         return valid_utf8(answer.get(str, *message, "content") or "")
 
 
-def _settings(config: RewardModelConfig, module: Any) -> RolloutConfig:
+def _settings(config: RewardModelConfig, module: HFModule) -> RolloutConfig:
     """`module` says how long a sequence may be where the config does not."""
     rollout, plain = config.rollout, RolloutConfig()
     longest = rollout.max_model_len or getattr(module.config.get_text_config(), "max_position_embeddings", None)

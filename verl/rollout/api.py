@@ -16,6 +16,8 @@ from verl.families import ROLLOUT_ENGINES as ENGINES
 if TYPE_CHECKING:
     import torch
 
+    from verl.models.hf_module import HFModule
+
 OnFinish = Callable[[Completion], None]
 Stats = dict[str, Any]
 Weights: TypeAlias = "Iterable[tuple[str, torch.Tensor]]"  # by name, whole
@@ -110,7 +112,7 @@ class RolloutEngine(Protocol):
 
     holds_weights: ClassVar[bool]
     reads_images: ClassVar[bool]  # whether a PromptRequest may have media
-    module: Any  # torch.nn.Module
+    module: HFModule
 
     @property
     def weight_version(self) -> int:
@@ -169,7 +171,7 @@ class BaseRollout:
 
     holds_weights: ClassVar[bool] = False
     reads_images: ClassVar[bool] = False
-    module: Any  # torch.nn.Module
+    module: HFModule
     tokenizer: Any  # for stop strings; None without any
     config: RolloutConfig
     _: KW_ONLY

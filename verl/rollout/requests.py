@@ -8,23 +8,22 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from verl.config import full_key
 from verl.data_proto.media import ImageFiles, Media
 from verl.data_proto.samples import Completion, FinishReason, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.errors import ConfigError, ModelError, NumericsError
+from verl.models.hf_module import HFModule
 
 _MARGIN = 8  # tokens decoded beyond the longest stop string, for tokenizers that treat the start of a text differently
 
 
-def vocab_size(module: torch.nn.Module) -> int:
+def vocab_size(module: HFModule) -> int:
     """Number of tokens that the module can read, over all ranks if its embedding is divided."""
     try:
-        return int(module.get_input_embeddings().num_embeddings)  # type: ignore[operator]
+        return int(module.get_input_embeddings().num_embeddings)
     except (AttributeError, NotImplementedError):  # a user's module that has only a forward
-        config: Any = module.config
-        return int(config.get_text_config().vocab_size)
+        return int(module.config.get_text_config().vocab_size)
 
 
 class OpenSamples:
@@ -34,10 +33,9 @@ class OpenSamples:
     config's.
     """
 
-    def __init__(self, params: SamplingParams, module: torch.nn.Module, max_model_len: int | None, *, keep: bool):
+    def __init__(self, params: SamplingParams, module: HFModule, max_model_len: int | None, *, keep: bool):
         _check_params(params)
-        config: Any = module.config
-        positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+        positions = getattr(module.config.get_text_config(), "max_position_embeddings", None)
         limits = ((max_model_len, "rollout.max_model_len"), (positions, "the model's max_position_embeddings"))
         self.params, self.keep = params, keep
         self._limits = [(limit, name) for limit, name in limits if limit is not None]
@@ -90,7 +88,7 @@ class OpenSamples:
         self.longest_response = max(self.longest_response, len(token_ids))
         return Completion(*key, list(token_ids), list(log_probs), reason, version, experts)
 
-    def stats(self, num_computed: int, num_steps: int, max_running: int, **more: object) -> dict[str, Any]:
+    def stats(self, num_computed: int, num_steps: int, max_running: int, **more: object) -> dict[str, object]:
         """The statistics of RolloutEngine.stats: prompt tokens computed, decode steps, samples side by side."""
         return {
             "num_prompt_tokens": self.num_prompt_tokens,

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from verl.models.hf_module import HFModule
 from verl.models.parallel.collectives import even_sizes, gather_into, own_range
 from verl.models.parallel.tensor import divide
 from verl.models.rounding import Region
@@ -94,7 +95,7 @@ class Replica:
         dim = self._dims[name]
         return whole.narrow(dim, *own_range(whole.shape[dim], self._group))
 
-    def _cut(self, module: Any, group: dist.ProcessGroup) -> None:
+    def _cut(self, module: HFModule, group: dist.ProcessGroup) -> None:
         head = module.get_output_embeddings()
         num_tokens = len(head.weight)
         cut = divide(module, group).dims | divide_own_experts(module, group)

@@ -17,6 +17,7 @@ from verl.config import LoadedConfig
 from verl.config.diff import changed_keys
 from verl.config.sections.trainer import TrainerConfig
 from verl.data.prompts import set_template_time
+from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError
 from verl.programs.api import PROGRAMS, Program, ProgramData, ProgramSpecs, RunContext, load_plugins
 from verl.roles.api import Roles
@@ -165,7 +166,7 @@ def _console(runtime: Runtime, steps: bool = True) -> Any:
     return Console(steps=steps) if runtime.is_rank_zero else NullOutput()
 
 
-def _tracker(stack: ExitStack, loaded: LoadedConfig, folder: Any, runtime: Runtime, tokenizer: Any) -> Any:
+def _tracker(stack: ExitStack, loaded: LoadedConfig, folder: Any, runtime: Runtime, tokenizer: Tokenizer) -> Any:
     if not runtime.is_rank_zero:
         return NullOutput()
     trainer = loaded.config.trainer

@@ -123,7 +123,7 @@ class Phases:
         require_3d_hybrid(spec.engine, names)
 
 
-def by_role(values: Mapping[str, object], specs: Sequence[RoleSpec]) -> dict[str, dict[str, Any]]:
+def by_role(values: Mapping[str, object], specs: Sequence[RoleSpec]) -> dict[str, dict[str, object]]:
     """Role -> its changes, under the short names. Raises ConfigError for a key of no role of the run, a key that cannot change,
     or a wrong value."""
     places = {f"{key}." if key else "": spec.name for spec in specs for key in spec.engine_keys}

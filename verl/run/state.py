@@ -41,7 +41,7 @@ class RunState:
         "started_at": lambda value: value is None or _is_time(value),
     }
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """As JSON."""
         return asdict(self)
 

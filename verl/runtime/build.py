@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from verl.agents.agents import Agents
 from verl.config import ModelConfig, RolloutConfig, full_key
@@ -21,6 +20,7 @@ from verl.engines.api import ENGINES as TRAIN_ENGINES
 from verl.engines.api import TrainEngine
 from verl.engines.groups import ProcessGroups
 from verl.errors import ConfigError
+from verl.models.hf_module import HFModule
 from verl.models.load import load_tokenizer
 from verl.models.padded import forward_kind
 from verl.models.tokenizer import check_vocabulary, eos_token_ids
@@ -140,7 +140,7 @@ def _require_fsdp(spec: RoleSpec) -> None:
         )
 
 
-def _hf_files(module: Any, model: ModelConfig, folder: Path) -> None:
+def _hf_files(module: HFModule, model: ModelConfig, folder: Path) -> None:
     """Write the config, generation config, tokenizer and image processor, which `from_pretrained` needs with the weights."""
     module.config.save_pretrained(folder)
     generation_config = getattr(module, "generation_config", None)
@@ -197,7 +197,7 @@ def rollout_group(context: RankContext) -> dist.ProcessGroup | None:
     return None if context.has_own_weights else copy_group(context.rollout_mesh(), timeout_s)
 
 
-def _stop_ids(module: nn.Module, tokenizer: Tokenizer, rollout: RolloutConfig) -> tuple[int, ...]:
+def _stop_ids(module: HFModule, tokenizer: Tokenizer, rollout: RolloutConfig) -> tuple[int, ...]:
     """The model's own token ids that end a response. Raises ConfigError for a rollout.stop_token_ids beyond its vocabulary."""
     ids = eos_token_ids(module, tokenizer)
     if warning := check_vocabulary(vocab_size(module), tokenizer, rollout.stop_token_ids):

@@ -109,7 +109,7 @@ class Controller(Flow):
         super().__init__({**(_groups_of(roles) if roles is not None else {}), **groups})
 
 
-def _groups_of(roles: Roles) -> dict[str, Any]:
+def _groups_of(roles: Roles) -> dict[str, object]:
     """Groups under their names in a chain: {role}_group, and update_group for the actor."""
     models = {f"{name}_group": handle for name, handle in roles.models.items()}
     groups = {"rollout_group": roles.rollout, "update_group": models.get("actor_group"), **models}

@@ -104,7 +104,7 @@ def _generation_facts(engine: RolloutEngine) -> dict[str, str]:
     return {"batch_invariant": f"{engine.invariance()} ({dtype})"}
 
 
-def _module_facts(engine: TrainEngine | RolloutEngine, device: torch.device) -> dict[str, Any]:
+def _module_facts(engine: TrainEngine | RolloutEngine, device: torch.device) -> dict[str, object]:
     """Device, dtype, size and threads of a run, by one of its engines."""
     module = engine.module
     return {

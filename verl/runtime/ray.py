@@ -178,7 +178,7 @@ class RayRuntime:
 
         first = self.processes[group.mesh.ranks[0]]
 
-        def retry(number: int) -> tuple[Process, Any]:
+        def retry(number: int) -> tuple[Process, object]:
             """On the first rank. Metrics and counts of a process are lost with it."""
             if not plan.rows:
                 return first, store_value(pack(None))

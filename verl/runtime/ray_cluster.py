@@ -248,7 +248,7 @@ class Pending:
             self._value, self._done = self.collect(self._wait()), True
         return self._value
 
-    def _wait(self) -> list[Any]:
+    def _wait(self) -> list[object]:
         results: dict[int, Any] = {}
         waiting = {ref: index for index, (_, ref) in enumerate(self.refs)}
         while waiting:

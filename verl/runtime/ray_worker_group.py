@@ -221,7 +221,7 @@ class RayWorkerGroup(WorkerGroup):
         Pending("the constructor", refs, self.timeout_s, list).get()
         return processes
 
-    def _runner_of(self, role: str) -> Callable[[WorkerGroup, str, CallPlan, bool], Any]:
+    def _runner_of(self, role: str) -> Callable[[WorkerGroup, str, CallPlan, bool], object]:
         return lambda group, method, plan, blocking: self._send(role, method, plan, blocking)
 
     def _send(self, role: str, method: str, plan: CallPlan, blocking: bool) -> Any:

@@ -81,12 +81,12 @@ class KeptBuckets:
         return self._buckets[index].write(some)
 
 
-def _in_turns(bucket_bytes: int) -> Callable[[int, Sequence[Named]], dict[str, Any]]:
+def _in_turns(bucket_bytes: int) -> Callable[[int, Sequence[Named]], dict[str, object]]:
     buckets = SharedBuckets(bucket_bytes)
     return lambda index, some: buckets.write(some)
 
 
-def write_folder(folder: Path, number: int, weights: Weights, bucket_bytes: int) -> dict[str, Any]:
+def write_folder(folder: Path, number: int, weights: Weights, bucket_bytes: int) -> dict[str, object]:
     """Write update `number` under `folder`; the result is what `read_folder` takes, with an entry for each tensor."""
     place = write_files(folder, number, weights, bucket_bytes)
     manifest = json.loads((place / MANIFEST).read_text(encoding="utf-8"))

@@ -10,7 +10,6 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 
@@ -129,7 +128,7 @@ class RankWeightSync:
         assert self.comm is not None
         self.comm.broadcast(to_bytes(bucket) if self.comm.rank == source else None, source)
 
-    def _doing(self, call: str) -> AbstractContextManager[Any]:
+    def _doing(self, call: str) -> AbstractContextManager[object]:
         return nullcontext() if self.comm is None else self.comm.doing(call)
 
 

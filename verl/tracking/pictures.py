@@ -36,7 +36,7 @@ def thumbnail(picture: Image) -> str:
     return _HEAD + base64.b64encode(buffer.getvalue()).decode()
 
 
-def with_stored_images(row: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+def with_stored_images(row: Mapping[str, Any], folder: Path) -> Mapping[str, object]:
     """A row of samples whose `images` are names of files in `folder`, which are written where they are missing."""
     if not row.get("images"):
         return row

@@ -93,7 +93,7 @@ def summarise(
     seconds: float,
     elsewhere: Mapping[str, float] | None = None,
     span_phases: SpanPhases = _HOST_SPANS,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """`seconds`, `phases` and `roles` of a time with these spans (a span with a parent counts in its parent) and the busy
     seconds of roles that worked `elsewhere`. Spans without a phase count as "other"."""
     phases: dict[str, float] = {}

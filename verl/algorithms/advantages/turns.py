@@ -145,7 +145,7 @@ def _compared(
     return relative
 
 
-def _states(responses: Tensor, turn_ids: Tensor, index: object) -> list[list[Any]]:
+def _states(responses: Tensor, turn_ids: Tensor, index: object) -> list[list[object]]:
     """For each row and turn a label of its group and of the tokens since the turn before it."""
     states: list[list[Any]] = []
     for group, tokens, numbers in zip(labels_of(index), responses.tolist(), turn_ids.tolist(), strict=True):

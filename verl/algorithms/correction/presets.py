@@ -43,7 +43,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def preset(name: str, **overrides: object) -> dict[str, Any]:
+def preset(name: str, **overrides: object) -> dict[str, object]:
     """Settings of the preset `name`, updated by `overrides`. Raises ConfigError for an unknown preset."""
     if name not in PRESETS:
         hint = nearest(name, PRESETS) or "; there are " + ", ".join(PRESETS)

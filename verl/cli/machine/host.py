@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from verl.parallel.memory import CGROUP, available_memory, content_of, memory_limit, system_memory
 
@@ -21,7 +20,7 @@ _VARIABLES = (
 _LIMITS = ("RLIMIT_NOFILE", "RLIMIT_NPROC", "RLIMIT_AS", "RLIMIT_MEMLOCK", "RLIMIT_STACK")
 
 
-def host() -> dict[str, Any]:
+def host() -> dict[str, object]:
     """Facts by name; sizes in bytes, None if unknown."""
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -92,7 +91,7 @@ def output_of(*command: str, timeout_s: float = 10.0) -> str:
         return ""
 
 
-def _file_system(path: str) -> dict[str, Any]:
+def _file_system(path: str) -> dict[str, object]:
     """Kind of the file system, reasons why it cannot hold checkpoints, and its limitations."""
     try:
         from verl.checkpoint.filesystem import examine_folder

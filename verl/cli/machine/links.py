@@ -26,7 +26,7 @@ _PREFIXES = ("NCCL_", "GLOO_", "CUDA_DEVICE_MAX_CONNECTIONS")
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def links() -> dict[str, Any]:
+def links() -> dict[str, object]:
     """Facts by name; what cannot be read is empty, and nothing follows from it."""
     return {
         "gpu_links": parse_topology(output_of("nvidia-smi", "topo", "-m")),

@@ -43,7 +43,7 @@ _IMPORT_TIMEOUT_S = 120.0
 COMPANIONS = ("torchvision", "torchaudio")
 
 
-def packages() -> dict[str, Any]:
+def packages() -> dict[str, object]:
     """Facts by name. The value of a probe is a version and more, or `error`."""
     companions = [name for name in COMPANIONS if importlib.util.find_spec(name) is not None]
     probed_names = [*PROBES, *companions]
@@ -66,7 +66,7 @@ def packages() -> dict[str, Any]:
     }
 
 
-def probe(module: str, *arguments: str, timeout_s: float = _IMPORT_TIMEOUT_S) -> dict[str, Any]:
+def probe(module: str, *arguments: str, timeout_s: float = _IMPORT_TIMEOUT_S) -> dict[str, object]:
     """Run `module` in a fresh Python and read the JSON on its last line; {"error": sentence} when there is none."""
     try:
         done = subprocess.run(python_command(module, *arguments), capture_output=True, text=True, timeout=timeout_s)
@@ -104,7 +104,7 @@ def other_pythons() -> list[str]:
     return sorted(interpreters.values())
 
 
-def driver() -> dict[str, Any] | None:
+def driver() -> dict[str, object] | None:
     """GPUs and newest CUDA version of the NVIDIA driver, without torch; None without a driver."""
     rows = output_of("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader").splitlines()
     if not rows:

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 
-def torch_facts() -> dict[str, Any]:
+def torch_facts() -> dict[str, object]:
     """Version, build, devices and speed of torch."""
     import torch
 
@@ -40,7 +40,7 @@ def torch_facts() -> dict[str, Any]:
     return facts
 
 
-def transformers_facts() -> dict[str, Any]:
+def transformers_facts() -> dict[str, object]:
     """The version of a transformers whose models can be imported."""
     import transformers
     from transformers import AutoTokenizer, LlamaForCausalLM  # noqa: F401
@@ -48,7 +48,7 @@ def transformers_facts() -> dict[str, Any]:
     return {"version": transformers.__version__}
 
 
-def decoder_facts() -> dict[str, Any]:
+def decoder_facts() -> dict[str, object]:
     """State of the compiled kernels for decoding."""
     from verl.rollout.cpu.library import state
 

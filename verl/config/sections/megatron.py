@@ -96,7 +96,7 @@ class MegatronConfig(Section):
         """Whether activations are split along the sequence."""
         return self.sequence_parallel and self.tensor_model_parallel_size > 1
 
-    def transformer_settings(self) -> dict[str, Any]:
+    def transformer_settings(self) -> dict[str, object]:
         """The keys of override_transformer_config that have an effect, with their values."""
         return {
             k: v for k, v in self.override_transformer_config.items() if k in (*_RECOMPUTE, *_STAGES) and v is not None

@@ -100,7 +100,7 @@ class ConversationDataset:
         messages = [m for part in (example.prompt, example.completion) if isinstance(part, list) for m in part]
         return example.row_format, encoder.encode(example, place), messages
 
-    def image_sources(self, row: Mapping[str, Any], settings: Any) -> list[Any]:
+    def image_sources(self, row: Mapping[str, Any], settings: Any) -> list[object]:
         """The sources of the images of a row whose sequences have some."""
         return example_of(row, settings, images=True).images
 
@@ -207,7 +207,9 @@ def _check_length(sequences: Sequence[TrainingSequence], settings: TextDataConfi
 DatasetT = TypeVar("DatasetT", bound=ConversationDataset)
 
 
-def load_conversations(files: Files, tokenizer: Any, settings: SFTDataConfig, **selects: Any) -> ConversationDataset:
+def load_conversations(
+    files: Files, tokenizer: Tokenizer, settings: SFTDataConfig, **selects: Any
+) -> ConversationDataset:
     """Read, tokenize and cut every row of `files`, or of the class of `data.custom_cls` on them; see `read_into`."""
     return read_into(ConversationDataset(), files, tokenizer, settings, **selects)
 

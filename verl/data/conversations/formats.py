@@ -151,7 +151,7 @@ def _conversations_row(row: Mapping[str, object], settings: SFTDataConfig, image
     return [], [*system_message(row), *messages_in(row["conversations"], "conversations", images=images)]
 
 
-def _prompt_completion_row(row: Mapping[str, object], settings: SFTDataConfig, images: bool) -> tuple[Any, Any]:
+def _prompt_completion_row(row: Mapping[str, object], settings: SFTDataConfig, images: bool) -> tuple[object, object]:
     prompt, completion = (
         text_in(row[name], name) if isinstance(row[name], str) else messages_in(row[name], name, images=images)
         for name in ("prompt", "completion")
@@ -242,7 +242,7 @@ def messages_in(value: object, field_name: str, *, images: bool = False) -> Mess
     return [_message(message, f"{field_name}[{number}]", images) for number, message in enumerate(messages)]
 
 
-def _message(message: object, place: str, images: bool) -> dict[str, Any]:
+def _message(message: object, place: str, images: bool) -> dict[str, object]:
     if isinstance(message, Mapping) and message.get("role") is None and message.get("from") is not None:
         message = _from_sharegpt(message, place)
     checked = message_of(message, f"field {place!r}", images=images)
@@ -255,7 +255,7 @@ def _message(message: object, place: str, images: bool) -> dict[str, Any]:
     return checked
 
 
-def _from_sharegpt(message: Mapping[str, object], place: str) -> dict[str, Any]:
+def _from_sharegpt(message: Mapping[str, object], place: str) -> dict[str, object]:
     speaker, value = message["from"], message.get("value")
     if not isinstance(speaker, str) or speaker not in SPEAKERS:
         raise DataError(f"field '{place}.from' is {quoted(speaker, 80)}; it can be {', '.join(SPEAKERS)}.")
@@ -266,7 +266,7 @@ def _from_sharegpt(message: Mapping[str, object], place: str) -> dict[str, Any]:
     return {"role": "assistant", "content": "", "tool_calls": calls if isinstance(calls, list) else [calls], **marks}
 
 
-def _tool_call(call: Any, place: str) -> dict[str, Any]:
+def _tool_call(call: Any, place: str) -> dict[str, object]:
     """A call as chat templates expect it: {"type": "function", "function": {"name", "arguments"}}, arguments parsed.
 
     Templates write arguments as JSON, so that a text, which the API of OpenAI has there, would be quoted twice.
@@ -298,7 +298,7 @@ def _json(value: object, field_name: str) -> Any:
     return value
 
 
-def _json_list(value: object, field_name: str) -> list[Any]:
+def _json_list(value: object, field_name: str) -> list[object]:
     parsed = _json(value, field_name)
     return [] if parsed is None else _list(parsed, field_name)
 

@@ -22,6 +22,7 @@ from verl.data.conversations.tokens import ConversationEncoder, TrainingSequence
 from verl.data.order import PromptOrder
 from verl.data.preferences.formats import Preference, preference_of
 from verl.data.schema import Messages, at
+from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import DataError
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ class PreferenceDataset(ConversationDataset):
         sequences = [_encoded(preference, index, encoder, place) for index in range(len(preference.completions))]
         return preference.row_format, [*sequences], messages
 
-    def image_sources(self, row: Mapping[str, Any], settings: Any) -> list[Any]:
+    def image_sources(self, row: Mapping[str, Any], settings: Any) -> list[object]:
         return preference_of(row, settings, images=True).images
 
     def rows_of(self, sequences: list[Any]) -> list[list[Any]]:
@@ -216,7 +217,7 @@ def _with_trained_prompt(sequence: PreferenceSequence) -> PreferenceSequence:
 
 def load_preferences(
     files: Files,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     settings: PreferenceDataConfig,
     *,
     paired: bool = True,

@@ -98,7 +98,7 @@ def preference_of(row: Mapping[str, object], settings: PreferenceDataConfig, *, 
 
 def _placed(
     prompt: Text, completions: tuple[Text, ...], row: Mapping[str, object], settings: PreferenceDataConfig
-) -> tuple[Text, tuple[Text, ...], list[Any]]:
+) -> tuple[Text, tuple[Text, ...], list[object]]:
     """Prompt and completions with parts of content where the row has images, and the sources of these images."""
     asked = prompt if isinstance(prompt, list) else []
     sources: list[Any] = []

@@ -58,7 +58,7 @@ class RatedDataset(ConversationDataset):
         )
         return name.replace("label", "rating"), [rated], messages
 
-    def image_sources(self, row: Mapping[str, Any], settings: Any) -> list[Any]:
+    def image_sources(self, row: Mapping[str, Any], settings: Any) -> list[object]:
         return self._reader.image_sources({**row, settings.label_key: True}, settings)
 
     def batch(self, rows: Sequence[int]) -> DataProto:
@@ -124,7 +124,7 @@ class StepDataset(ConversationDataset):
         sequence = StepSequence(whole, mask, np.array(labels[first:], dtype=np.bool_))
         return "labelled_steps", images.attached([sequence]), messages
 
-    def image_sources(self, row: Mapping[str, Any], settings: Any) -> list[Any]:
+    def image_sources(self, row: Mapping[str, Any], settings: Any) -> list[object]:
         return _asked(row, settings, images=True)[1]
 
     def batch(self, rows: Sequence[int]) -> DataProto:

@@ -62,7 +62,7 @@ def read_archive(source: Path) -> tuple[list[Sentence], dict[str, float]]:
     return [sentence for sentence in sentences if 0 < len(sentence.text) <= MAX_CHARACTERS], words
 
 
-def pairs_of(sentences: list[Sentence], count: int, rng: random.Random) -> list[dict[str, Any]]:
+def pairs_of(sentences: list[Sentence], count: int, rng: random.Random) -> list[dict[str, object]]:
     """`count` rows {prompt, chosen, rejected, margin}; both sentences of a row are of one kind."""
     by_kind = {kind: [s for s in sentences if s.kind == kind] for kind in KINDS}
     rows: list[dict[str, Any]] = []

@@ -27,7 +27,7 @@ def turns(text: str, first: str) -> list[dict[str, str]]:
     return [{"role": role, "content": content} for role, content in said if content]
 
 
-def as_chat(row: Mapping[str, object], key: str) -> dict[str, Any]:
+def as_chat(row: Mapping[str, object], key: str) -> dict[str, object]:
     """The row with its texts as messages: the prompt, field `key`, begins with the user, an answer with the assistant."""
     first = {key: "user", **dict.fromkeys(ANSWERS, "assistant")}
     return {name: turns(v, first[name]) if name in first and isinstance(v, str) else v for name, v in row.items()}

@@ -58,7 +58,7 @@ def cpu_as_device() -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def _replacements() -> Iterator[tuple[Any, str, Any]]:
+def _replacements() -> Iterator[tuple[object, str, object]]:
     from verl.engines.megatron.library import P2PCommunicator, mappings
     from verl.engines.megatron.library import random_tracker as tracker
     from verl.engines.megatron.library import token_dispatcher as dispatcher

@@ -76,7 +76,7 @@ def transformer_config(hf: Any, section: MegatronConfig, dtype: torch.dtype, rec
     return config
 
 
-def _mixture(hf: Any, section: MegatronConfig) -> dict[str, Any]:
+def _mixture(hf: Any, section: MegatronConfig) -> dict[str, object]:
     """The part of the configuration that is of experts; nothing for a dense model."""
     experts = getattr(hf, "num_local_experts", None) or getattr(hf, "num_experts", None)
     if not experts:
@@ -136,7 +136,7 @@ class DecoderStage(GPTModel):
                 wide = torch.promote_types(config.params_dtype, torch.float32)
                 self.score = nn.Linear(hf.hidden_size, 1, bias=head == "token_value", dtype=wide)
 
-    def _preprocess(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **_: object) -> tuple[Any, ...]:
+    def _preprocess(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **_: object) -> tuple[object, ...]:
         embedded = None
         if self.pre_process:
             embedded = self.embedding(input_ids, position_ids)
@@ -195,7 +195,7 @@ def build_stages(config: TransformerConfig, hf: object, head: str, rotary: objec
     return stages
 
 
-def stage_inputs(packed: PackedBatch) -> dict[str, Any]:
+def stage_inputs(packed: PackedBatch) -> dict[str, object]:
     """The arguments of a stage for this rank's tokens of a packed batch."""
     part = take_slice(packed, parallel_state.get_context_parallel_group())
     return {

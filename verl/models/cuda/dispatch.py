@@ -37,7 +37,7 @@ def differentiate(op: OpOverload, backward: Callable[..., object], save: Callabl
     torch.library.register_autograd(op, backward, setup_context=save, lib=_LIBRARY)
 
 
-def _on_gpu(by_torch: Callable[..., object], by_triton: str) -> Callable[..., Any]:
+def _on_gpu(by_torch: Callable[..., object], by_triton: str) -> Callable[..., object]:
     def launch(first: torch.Tensor, *others: object) -> Any:
         with torch.cuda.device_of(first):
             return load(by_triton)(first, *others)
@@ -51,7 +51,7 @@ def _on_gpu(by_torch: Callable[..., object], by_triton: str) -> Callable[..., An
     return call
 
 
-def with_fallback(compiled: Callable[..., object], plain: Callable[..., object], name: str) -> Callable[..., Any]:
+def with_fallback(compiled: Callable[..., object], plain: Callable[..., object], name: str) -> Callable[..., object]:
     """A function that calls `compiled` until it fails, and then `plain`. Raises OutOfMemoryError of the former, and its
     errors while a CUDA graph is captured."""
     has_failed = False

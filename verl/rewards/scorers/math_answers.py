@@ -9,7 +9,6 @@ import logging
 import re
 from collections.abc import Mapping
 from types import ModuleType
-from typing import Any
 
 from verl.rewards.scorers.exact_match import last_answer, same_number
 from verl.rewards.scorers.route import Scorer
@@ -56,7 +55,7 @@ def score_boxed(solution_str: str, ground_truth: object, **_other: object) -> fl
 
 def score_answer_line(
     solution_str: str, ground_truth: object, strict_box_verify: bool = False, legacy: bool = False, **_other: object
-) -> dict[str, Any]:
+) -> dict[str, object]:
     r"""Score of DAPO (Yu et al. 2025, arXiv:2503.14476) and AIME, whose replies have a line "Answer: X".
 
     {"score": 1.0 or -1.0, "acc": bool, "pred": the rest of the line after the last "Answer:"}. `strict_box_verify`: the last
@@ -71,7 +70,7 @@ def score_answer_line(
 
 def score_tagged(
     solution_str: str, ground_truth: object, format_weight: float = 0.1, **_other: object
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Score of Open-R1-Multimodal for <think>...</think> <answer>...</answer>: mathematics and multiple choice.
 
     {"score": (1 - format_weight) accuracy + format_weight format, "acc", "format"}. Accuracy is 1 when <answer>, or the

@@ -109,7 +109,7 @@ def default_compute_scores(
     ground_truths: list[Any],
     extra_infos: list[dict[str, Any]],
     **kwargs: Any,
-) -> list[float | dict[str, Any]]:
+) -> list[float | dict[str, object]]:
     """default_compute_score over a batch, for the manager `batch` without a function of the user's."""
     rows = zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True)
     return [default_compute_score(*row, **kwargs) for row in rows]

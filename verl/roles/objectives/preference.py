@@ -94,7 +94,7 @@ class PreferenceObjective(Objective):
 
     def _terms(
         self, sums: Tensor, log_probs: Tensor, columns: dict[str, Tensor], totals: BatchTotals
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Arguments of the losses; see verl/algorithms/preference_losses.py."""
         terms: dict[str, Any] = {"desirable": columns["chosen"]}
         if self.has_reference:
@@ -105,7 +105,7 @@ class PreferenceObjective(Objective):
 
     def _pair_terms(
         self, terms: dict[str, Any], sums: Tensor, log_probs: Tensor, columns: dict[str, Tensor], totals: BatchTotals
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         chosen, rejected = columns[_CHOSEN], columns[_REJECTED]
         means = sums / mask_of(columns).sum(1).clamp(min=1)
 

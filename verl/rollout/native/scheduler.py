@@ -266,7 +266,7 @@ class Scheduler:
             self._drop_saved(next(iter(self._saved)))
             self.num_evicted += 1
 
-    def _drop_saved(self, key: SampleKey) -> tuple[Any, int]:
+    def _drop_saved(self, key: SampleKey) -> tuple[object, int]:
         saved, num_tokens = self._saved.pop(key, (None, 0))
         self._num_saved_bytes -= num_bytes_of(saved)
         return saved, num_tokens

@@ -240,7 +240,7 @@ class _Generation:
         self._ended.append(Completion(*key, sample.token_ids, sample.log_probs, reason, -1, experts))
 
 
-def request_arguments(params: SamplingParams, stop: StopRules, extra: dict[str, Any]) -> dict[str, Any]:
+def request_arguments(params: SamplingParams, stop: StopRules, extra: dict[str, Any]) -> dict[str, object]:
     """Arguments of vllm.SamplingParams for a sample. vLLM's own sampling is the greedy one (see sample.py), and its own rules
     of stopping are off: end-of-sequence tokens are stop tokens like others."""
     return {

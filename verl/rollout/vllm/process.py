@@ -46,7 +46,7 @@ class RemoteCore:
             call_timeout_s=call_timeout_s,
         )
 
-    def __getattr__(self, method: str) -> Callable[..., Any]:
+    def __getattr__(self, method: str) -> Callable[..., object]:
         return partial(self.process.call, method)
 
     def close(self) -> None:
@@ -77,7 +77,7 @@ class RestartingCore:
         self._running: set[SampleKey] = set()
         self.core = start()
 
-    def __getattr__(self, method: str) -> Callable[..., Any]:
+    def __getattr__(self, method: str) -> Callable[..., object]:
         return partial(self._call, method)
 
     # -- generation

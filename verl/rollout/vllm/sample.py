@@ -29,7 +29,7 @@ _NO_RULE = -1  # of a row that is not sampled here
 Rule = tuple[float, int, float, float]  # temperature, top_k, top_p, min_p
 
 
-def draw_arguments(key: int, num_drawn: int, params: SamplingParams) -> dict[str, Any]:
+def draw_arguments(key: int, num_drawn: int, params: SamplingParams) -> dict[str, object]:
     """The `extra_args` of a request that is sampled under `params`: its key, and how many of its tokens are in the prompt."""
     return {_ENTRY: [key, num_drawn, params.temperature, params.top_k, params.top_p, params.min_p]}
 

@@ -237,7 +237,7 @@ def snapshot(path: Path) -> Snapshot:
         return Snapshot(run, newest_offset(db), waiting)
 
 
-def open_rows(path: Path) -> list[tuple[Any, ...]]:
+def open_rows(path: Path) -> list[tuple[object, ...]]:
     """All columns of the open samples and their segments; equal for two ledgers that continue with the same samples."""
     with explained(path), closing(connect_read_only(path)) as db:
         return [*db.execute(_OPEN_SAMPLES), *db.execute(_OPEN_SEGMENTS)]

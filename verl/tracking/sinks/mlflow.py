@@ -35,7 +35,7 @@ class MlflowSink(Sink):
             self.run.end_run()
 
 
-def _leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     """("trainer.save_freq", 20), ... of a nested config."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
