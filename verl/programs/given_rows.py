@@ -60,6 +60,22 @@ class GivenRows:
         return self.validation is not None
 
 
+def line_of_step(measures: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """`console_metrics` with loss, `measures` (metric of training -> short name), gradient norm and learning rate."""
+    shown = {f"train/{name}": (label, "{:.3f}") for name, label in measures.items()}
+    return {
+        "train/loss": ("loss", "{:.4f}"),
+        **shown,
+        "train/grad_norm": ("grad", "{:.2f}"),
+        "train/lr": ("lr", "{:.2g}"),
+    }
+
+
+def with_held_out(name: str) -> dict[str, str]:
+    """A panel of `curves`: the metric `name` in training and in validation."""
+    return {f"train/{name}": "training", f"val/{name}": "held-out"}
+
+
 class GivenRowsProgram(Program[G]):
     """Training of a model on given rows. Subclasses define `load_rows`, `objective`, `validate` and `loss_name`.
 

@@ -26,7 +26,7 @@ from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.programs.guards import SkipBatch, StepBatch
 from verl.programs.ppo import PPO
-from verl.programs.ppo_display import CURVES
+from verl.programs.ppo_display import curves_of
 from verl.programs.reference_log_probs import completion_log_probs
 from verl.roles.api import RoleSpecs
 from verl.roles.objectives.preference import PreferenceObjective
@@ -47,13 +47,7 @@ class OnlinePreference(PPO):
         "actor/rewards/accuracies": ("accuracy", "{:.3f}"),
         "actor/grad_norm": ("grad", "{:.2f}"),
     }
-    curves = {
-        **CURVES,
-        "mean reward": {
-            "objective/scores": "training",
-            **{name: label for name, label in CURVES["mean reward"].items() if name.startswith("val/")},
-        },
-    }
+    curves = curves_of({"objective/scores": "training"})
 
     @classmethod
     def roles(cls, config: PPOConfig, *, train: bool = True) -> RoleSpecs:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from verl.tracking.console import StepMetrics
 from verl.tracking.run_folder import Curves
 from verl.tracking.timeline import SpanPhases
@@ -21,23 +23,22 @@ CONSOLE_METRICS: StepMetrics = {
     "critic/vf_explained_var": ("explained", "{:.2f}"),
 }
 
-CURVES: Curves = {
-    "mean reward": {
-        "critic/score/mean": "training",
-        "val/reward": "held-out, sampled",
-        "val/greedy": "held-out, greedy",
-    },
-    "response length (tokens)": {"response_length/mean": ""},
-    "turns of an episode": {"num_turns/mean": ""},
-    "entropy (nats)": {"actor/entropy": ""},
-    "distance to the teacher": {"distillation/loss": ""},
-    "KL": {
-        "actor/ppo_kl": "to the old policy",
-        "actor/kl_loss": "to the reference",
-        "actor/reward_kl_penalty": "to the reference, in the reward",
-    },
-    "age of the samples (weight versions)": {"training/off_policy/trajectory_staleness/mean": ""},
-}
+
+def curves_of(scores: Mapping[str, str]) -> Curves:
+    """`curves` of a program that samples; `scores` (metric -> label) are those of the samples of a step."""
+    return {
+        "mean reward": {**scores, "val/reward": "held-out, sampled", "val/greedy": "held-out, greedy"},
+        "response length (tokens)": {"response_length/mean": ""},
+        "turns of an episode": {"num_turns/mean": ""},
+        "entropy (nats)": {"actor/entropy": ""},
+        "distance to the teacher": {"distillation/loss": ""},
+        "KL": {
+            "actor/ppo_kl": "to the old policy",
+            "actor/kl_loss": "to the reference",
+            "actor/reward_kl_penalty": "to the reference, in the reward",
+        },
+        "age of the samples (weight versions)": {"training/off_policy/trajectory_staleness/mean": ""},
+    }
 
 
 def greedy_curves(curves: Curves) -> Curves:

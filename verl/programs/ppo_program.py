@@ -23,7 +23,7 @@ from verl.models.routing import COLUMN as ROUTED_EXPERTS
 from verl.programs.api import Program, RollBack, RunContext, StepResult
 from verl.programs.guards import Guards, RollBackPrompts, StepBatch
 from verl.programs.ppo_data import PPOData, load_data
-from verl.programs.ppo_display import CONSOLE_METRICS, CURVES, SPAN_PHASES, greedy_curves
+from verl.programs.ppo_display import CONSOLE_METRICS, SPAN_PHASES, curves_of, greedy_curves
 from verl.programs.ppo_roles import PPORoles, ppo_roles
 from verl.programs.samples import open_samples, start_samples
 from verl.programs.stages import Stages
@@ -48,7 +48,7 @@ class PPOProgram(Program[PPOConfig]):
     starts."""
 
     console_metrics = CONSOLE_METRICS
-    curves = CURVES
+    curves = curves_of({"critic/score/mean": "training"})
     span_phases = SPAN_PHASES
     state_schema = {
         "weight_version": is_count,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -29,7 +29,7 @@ from verl.engines.api import BatchTotals
 from verl.models.load import eos_token_ids_of
 from verl.parallel.balance import unit_ids
 from verl.programs.api import RollBack, RunContext, StepResult
-from verl.programs.given_rows import GivenRows, GivenRowsProgram, model_spec, specs_of
+from verl.programs.given_rows import GivenRows, GivenRowsProgram, line_of_step, model_spec, specs_of, with_held_out
 from verl.programs.reference_log_probs import FILE, ReferenceLogProbs, completion_log_probs
 from verl.roles.api import Objective, Roles, RoleSpec, RoleSpecs
 from verl.roles.objectives.preference import PreferenceObjective
@@ -44,21 +44,13 @@ class PreferenceOptimization(GivenRowsProgram[PreferenceConfig]):
     """Metrics in addition to GivenRowsProgram's: train/* of PreferenceObjective, under TRL's names. A validation has val/loss
     and val/* of the objective, over all validation rows."""
 
-    console_metrics: ClassVar[Mapping[str, tuple[str, str]]] = {
-        "train/loss": ("loss", "{:.4f}"),
-        "train/rewards/accuracies": ("accuracy", "{:.3f}"),
-        "train/rewards/margins": ("margin", "{:.3f}"),
-        "train/grad_norm": ("grad", "{:.2f}"),
-        "train/lr": ("lr", "{:.2g}"),
-    }
+    console_metrics = line_of_step({"rewards/accuracies": "accuracy", "rewards/margins": "margin"})
     curves = {
-        "loss": {"train/loss": "training", "val/loss": "held-out"},
-        "pairs ranked as labelled": {
-            "train/rewards/accuracies": "training", "val/rewards/accuracies": "held-out"
-        },
-        "reward margin": {"train/rewards/margins": "training", "val/rewards/margins": "held-out"},
+        "loss": with_held_out("loss"),
+        "pairs ranked as labelled": with_held_out("rewards/accuracies"),
+        "reward margin": with_held_out("rewards/margins"),
         "learning rate": {"train/lr": ""},
-    }  # fmt: skip
+    }
     span_phases = {**GivenRowsProgram.span_phases, "reference": ("training", REFERENCE)}
 
     state_schema = {

@@ -29,7 +29,7 @@ from verl.programs.api import RollBack, RunContext
 from verl.programs.guards import SkipBatch, StepBatch
 from verl.programs.ppo import PPO
 from verl.programs.ppo_data import PPOData
-from verl.programs.ppo_display import CURVES
+from verl.programs.ppo_display import curves_of
 from verl.roles.api import Roles, RoleSpecs
 from verl.roles.objectives.nll import TokenObjective
 from verl.roles.updates import MiniBatchSchedule
@@ -53,14 +53,7 @@ class RejectionSampling(PPO):
         "actor/loss": ("loss", "{:.4f}"),
         "actor/grad_norm": ("grad", "{:.2f}"),
     }
-    curves = {
-        **CURVES,
-        "mean reward": {
-            "rejection/score/mean": "training",
-            "rejection/score/kept_mean": "kept",
-            **{name: label for name, label in CURVES["mean reward"].items() if name.startswith("val/")},
-        },
-    }
+    curves = curves_of({"rejection/score/mean": "training", "rejection/score/kept_mean": "kept"})
 
     @classmethod
     def roles(cls, config: PPOConfig, *, train: bool = True) -> RoleSpecs:

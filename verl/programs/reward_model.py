@@ -13,7 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,7 @@ from verl.data_proto.proto import DataProto
 from verl.data_proto.sample_rows import sample_rows
 from verl.data_proto.tokenizer import Tokenizer
 from verl.models.load import eos_token_ids_of
-from verl.programs.given_rows import GivenRowsProgram, model_spec, specs_of
+from verl.programs.given_rows import GivenRowsProgram, line_of_step, model_spec, specs_of, with_held_out
 from verl.roles.api import Objective, RoleSpecs
 from verl.roles.objectives.reward import PairObjective, RatingObjective, StepObjective, sides
 from verl.roles.step_guard import StepGuard
@@ -54,18 +54,11 @@ class RewardModelProgram(GivenRowsProgram[RMConfig]):
     process: accuracy, calibration_error.
     """
 
-    console_metrics: ClassVar[Mapping[str, tuple[str, str]]] = {
-        "train/loss": ("loss", "{:.4f}"),
-        "train/accuracy": ("accuracy", "{:.3f}"),
-        "train/margin": ("margin", "{:.3f}"),
-        "train/absolute_error": ("error", "{:.3f}"),
-        "train/grad_norm": ("grad", "{:.2f}"),
-        "train/lr": ("lr", "{:.2g}"),
-    }
+    console_metrics = line_of_step({"accuracy": "accuracy", "margin": "margin", "absolute_error": "error"})
     curves = {
-        "accuracy": {"train/accuracy": "training", "val/accuracy": "held-out"},
-        "loss": {"train/loss": "training", "val/loss": "held-out"},
-        "mean score": {"train/mean_reward": "training", "val/mean_reward": "held-out"},
+        "accuracy": with_held_out("accuracy"),
+        "loss": with_held_out("loss"),
+        "mean score": with_held_out("mean_reward"),
         "bias": {"val/length_correlation": "correlation with length", "val/calibration_error": "calibration error"},
     }
 

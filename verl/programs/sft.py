@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from verl.config.roots.sft import SFTConfig
 from verl.data.conversations.dataset import ConversationDataset, load_conversations
 from verl.data.files import Files
 from verl.data_proto.tokenizer import Tokenizer
 from verl.models.load import eos_token_ids_of
-from verl.programs.given_rows import GivenRowsProgram
+from verl.programs.given_rows import GivenRowsProgram, line_of_step, with_held_out
 from verl.roles.api import Objective
 from verl.roles.objectives.nll import TokenObjective
 from verl.roles.step_guard import StepGuard
@@ -24,16 +24,11 @@ class SFT(GivenRowsProgram[SFTConfig]):
     """Metrics in addition to GivenRowsProgram's: train/{token_accuracy,entropy}. A validation has
     val/{loss,token_accuracy,entropy}, means over the trained tokens of all validation rows."""
 
-    console_metrics: ClassVar[Mapping[str, tuple[str, str]]] = {
-        "train/loss": ("loss", "{:.4f}"),
-        "train/token_accuracy": ("accuracy", "{:.3f}"),
-        "train/grad_norm": ("grad", "{:.2f}"),
-        "train/lr": ("lr", "{:.2g}"),
-    }
+    console_metrics = line_of_step({"token_accuracy": "accuracy"})
     curves = {
-        "loss": {"train/loss": "training", "val/loss": "held-out"},
-        "token accuracy": {"train/token_accuracy": "training", "val/token_accuracy": "held-out"},
-        "entropy (nats)": {"train/entropy": "training", "val/entropy": "held-out"},
+        "loss": with_held_out("loss"),
+        "token accuracy": with_held_out("token_accuracy"),
+        "entropy (nats)": with_held_out("entropy"),
         "learning rate": {"train/lr": ""},
     }
 
