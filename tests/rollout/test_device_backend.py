@@ -138,9 +138,9 @@ def test_adapters_are_applied_with_their_present_values(family, targets, load, d
         assert ([c.token_ids for c in ours] == [c.token_ids for c in plain]) == (scale == 0)
         assert held is None or engine.device.stores is held
         held = engine.device.stores
-    lora = DenseDecoder.of(module, adapters_and_experts=True)
+    lora = DenseDecoder.of(module, adapters=True, experts=True)
     merge_adapters(module, lambda name, weight: weight)
-    assert DenseDecoder.of(module, adapters_and_experts=True) is not lora
+    assert DenseDecoder.of(module, adapters=True, experts=True) is not lora
     assert_same(generate(engine, prompts, params)[0], ours)
 
 

@@ -14,8 +14,8 @@ from tinker import types  # noqa: E402
 
 from tests.tinker.data import datum  # noqa: E402
 from verl.cli.main import main  # noqa: E402
-from verl.engines.adapters import AdapterWeights  # noqa: E402
 from verl.errors import CheckpointError  # noqa: E402
+from verl.models.adapter_weights import AdapterWeights  # noqa: E402
 from verl.tinker import checkpoints, journal, service  # noqa: E402
 from verl.tinker.journal import COVERED, AcceptedRequest, RequestJournal  # noqa: E402
 from verl.tinker.records import RefusedRequest  # noqa: E402

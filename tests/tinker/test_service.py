@@ -13,7 +13,7 @@ from tinker import types  # noqa: E402
 from tinker.proto.request_conv import forward_backward_request_to_proto  # noqa: E402
 
 from tests.tinker.data import array, datum, tensor  # noqa: E402
-from verl.tinker import routes  # noqa: E402
+from verl.tinker import queues, routes  # noqa: E402
 
 ADAM = types.AdamParams(learning_rate=1e-2, eps=1e-8)
 PROMPT = types.ModelInput.from_ints([3, 4, 5, 6])
@@ -148,6 +148,59 @@ def test_a_snapshot_stays_as_it_is_while_training_goes_on(served):
     tokens = [[list(sequence.tokens) for sequence in answer.sequences] for answer in sampled]
     assert tokens[0] == tokens[1] == tokens[2]
     assert tokens[0][0] != tokens[0][1]
+
+
+@pytest.fixture
+def patient(served, monkeypatch):
+    """Batches wait for all requests of a test; returns the number of weights in each batch."""
+    monkeypatch.setattr(queues, "_GATHER_S", 0.2)
+    monkeypatch.setattr(queues, "_MOST_GATHER_S", 5.0)
+    batches, sample = [], served.service.bench.sample
+
+    def counted(requests):
+        batches.append(len({weights for weights, _ in requests}))
+        return sample(requests)
+
+    monkeypatch.setattr(served.service.bench, "sample", counted)
+    return batches
+
+
+def samplers_of(served):
+    """Samplers of two models, which differ, and of the base model."""
+    trainers = [served.trainer(seed=seed) for seed in (3, 4)]
+    for seed, trainer in enumerate(trainers):
+        train(trainer, [seed])
+    return [
+        *(trainer.save_weights_and_get_sampling_client().result() for trainer in trainers),
+        served.client().create_sampling_client(base_model=served.service.names[0]),
+    ], trainers
+
+
+def sampled(future):
+    return [(list(sequence.tokens), list(sequence.logprobs)) for sequence in future.result().sequences]
+
+
+def test_samplers_of_several_models_share_a_batch_and_each_has_its_samples(served, patient):
+    samplers, _ = samplers_of(served)
+    params = types.SamplingParams(max_tokens=6, seed=5)
+    apart = [sampled(sampler.sample(PROMPT, 2, params)) for sampler in samplers]
+    del patient[:]
+    futures = [sampler.sample(PROMPT, 2, params) for sampler in samplers]
+    assert [sampled(future) for future in futures] == apart
+    assert patient == [3]
+    assert len(set(map(str, apart))) == 3
+
+
+def test_broken_weights_fail_their_own_samples_only(served, patient):
+    (fine, *_), (_, broken) = samplers_of(served)
+    for name, weight in served.tensors(broken).items():
+        weight.fill_(float("nan") if name.endswith("lora_B") else 1.0)
+    params, failing = types.SamplingParams(max_tokens=2), broken.save_weights_and_get_sampling_client().result()
+    futures = [sampler.sample(PROMPT, 1, params) for sampler in (fine, failing)]
+    assert len(futures[0].result().sequences[0].tokens) <= 2
+    with pytest.raises(tinker.RequestFailedError, match="not finite"):
+        futures[1].result()
+    assert patient[0] == 2
 
 
 def test_log_probs_of_samples_equal_the_log_probs_of_training(served):

@@ -1,5 +1,6 @@
 """The computation behind the service against plain torch: gradients in float64, AdamW, adapters that take turns."""
 
+import gc
 import math
 
 import numpy as np
@@ -10,9 +11,10 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("tinker", reason="the extra tinker is not installed")
 
-from verl.engines.adapters import ALPHA  # noqa: E402
+from verl.data_proto.samples import SamplingParams  # noqa: E402
+from verl.models.adapter_weights import ALPHA  # noqa: E402
 from verl.models.optim import AdamStep  # noqa: E402
-from verl.tinker.records import Datum, TrainingRequest  # noqa: E402
+from verl.tinker.records import Datum, SamplingRequest, TrainingRequest  # noqa: E402
 from verl.tinker.rows import computed_rows  # noqa: E402
 
 SETTINGS = {
@@ -136,12 +138,29 @@ def test_fifty_steps_equal_the_adamw_of_torch(bench, clip):
         assert (tensor - parameters[name]).abs().max() < 1e-6, name
 
 
-def test_an_adapter_costs_its_own_tensors(bench):
-    """Between steps an adapter has its weights and two moments of AdamW, and no gradients."""
-    for rank in (2, 8):
-        adapter = new_adapter(bench, rank=rank)
+def held_bytes():
+    """Bytes of the tensors of this process, each storage once."""
+    gc.collect()
+    storages = [t.untyped_storage() for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def test_ten_adapters_add_their_own_tensors_and_share_the_base(bench):
+    """Between steps an adapter has its weights and two moments of AdamW, and no gradients; samplers share the base too."""
+    ask = SamplingRequest((1, 2, 3), 1, 2, SamplingParams(), 0)
+    shown = new_adapter(bench, rank=8)  # whose tensors the module has until another one's replace them
+    bench.forward_backward(shown, request("cross_entropy", 2))
+    bench.sample([(None, ask)] * 10)
+    before = held_bytes()
+    adapters = [new_adapter(bench, seed, rank=8) for seed in range(10)]
+    own = sum(adapter.weights.num_bytes() for adapter in adapters)
+    for adapter in adapters:
         bench.forward_backward(adapter, request("cross_entropy", 2))
         bench.optim_step(adapter, AdamStep(1e-3, 0.9, 0.95, 1e-8, 0.0, 0.0))
-        moments = sum(t.numel() * t.element_size() for t in adapter.optimizer_tensors().values() if t.ndim)
-        assert moments == 2 * adapter.weights.num_bytes()
         assert not adapter.gradients
+    assert 3 * own <= held_bytes() - before < 3.1 * own
+    snapshots = [adapter.snapshot() for adapter in adapters]
+    bench.sample([(weights, ask) for weights in snapshots])
+    assert held_bytes() - before < 10 * own
+    del snapshots
+    assert held_bytes() - before < 3.1 * own

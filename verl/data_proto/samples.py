@@ -52,6 +52,8 @@ class PromptRequest:
     max_new_tokens: int | None = None  # of this request, at most SamplingParams.max_new_tokens; None: the same
     media: Media | None = None  # images of the prompt
     spans: Spans = ()  # images at their places, of an episode
+    adapter: str | None = None  # name of one of NativeRollout.adapters
+    random_ordinal: int | None = None  # keys the random numbers in place of `ordinal`
 
     @property
     def placed(self) -> Spans:

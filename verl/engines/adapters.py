@@ -8,7 +8,7 @@ train. Their results do not depend on the other adapters.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,32 +20,10 @@ from verl.config import ModelConfig
 from verl.engines.local import LocalEngine
 from verl.engines.step_check import PendingGradients
 from verl.errors import ConfigError
-from verl.models.lora import LoRASpec, lora_layers, merged
+from verl.models.adapter_weights import ALPHA, AdapterWeights
+from verl.models.lora import lora_layers
 
-ALPHA = 32  # of every adapter, whatever its rank: y = W x + (ALPHA / rank) B A x
 PARTS = ("attention", "mlp", "head")
-
-
-@dataclass(frozen=True)
-class AdapterWeights:
-    """The weights of an adapter: `lora_A` [rank, in] and `lora_B` [out, rank] of each of its layers, by parameter name."""
-
-    rank: int
-    tensors: Mapping[str, torch.Tensor]
-
-    @property
-    def layers(self) -> list[str]:
-        """The names of the adapted layers."""
-        return [name.removesuffix(".lora_A") for name in self.tensors if name.endswith(".lora_A")]
-
-    @property
-    def spec(self) -> LoRASpec:
-        """Rank and alpha, as the adapter's files have them."""
-        return LoRASpec(self.rank, ALPHA, tuple(self.layers))
-
-    def num_bytes(self) -> int:
-        """Memory of the weights."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
 @dataclass
@@ -115,11 +93,8 @@ class AdapterEngine(LocalEngine):
         assert self.optimizer is not None
         masters, slots = self.optimizer.masters, self.optimizer.optimizer.state
         present = {name: masters[name] for name in adapter.weights.tensors}
-        layers = set(adapter.weights.layers)
-        for name, layer in self._layers.items():
-            layer.active, layer.scale = name in layers, ALPHA / adapter.weights.rank
+        self.show(adapter.weights)
         for name, master in present.items():
-            self._place(name, adapter.weights.tensors[name])
             master.grad = adapter.gradients.get(name)
             if name in adapter.slots:
                 slots[master] = adapter.slots[name]
@@ -133,6 +108,17 @@ class AdapterEngine(LocalEngine):
             for master in present.values():
                 master.grad = None
 
+    def show(self, weights: AdapterWeights | None) -> None:
+        """Let the module compute with `weights` (None: as the base model) until something else is shown or used."""
+        layers = set() if weights is None else set(weights.layers)
+        for name, layer in self._layers.items():
+            layer.active = name in layers
+        if weights is not None:
+            for name in layers:
+                self._layers[name].scale = weights.scale
+            for name, tensor in weights.tensors.items():
+                self._place(name, tensor)
+
     def _place(self, name: str, tensor: torch.Tensor) -> None:
         """Let the parameter `name` be `tensor`, and where it computes in a narrower dtype its rounded values."""
         assert self.optimizer is not None
@@ -145,31 +131,3 @@ class AdapterEngine(LocalEngine):
         if self._layers[name] is self._head:
             return "head"
         return "attention" if "attn" in name or "attention" in name else "mlp"
-
-
-class MergedWeights:
-    """A plain module that computes as the base model with one adapter merged in, or as the base itself.
-
-    module: the same model as `engine` has, without adapters, whose output projection is not tied to its embeddings.
-    """
-
-    def __init__(self, module: Any, engine: AdapterEngine):
-        self.module, self.engine = module, engine
-        head, embeddings = module.get_output_embeddings(), module.get_input_embeddings()
-        if head.weight is embeddings.weight:
-            head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
-        self._merged: list[str] = []
-
-    @torch.no_grad()
-    def show(self, weights: AdapterWeights | None) -> None:
-        """Compute with `weights` from now on; None: with the base model."""
-        layers = [] if weights is None else weights.layers
-        for name in {*self._merged, *layers}:
-            target = self.module.get_submodule(name).weight
-            base = self.engine.module.get_submodule(name).weight
-            wide = base
-            if weights is not None and name in layers:
-                tensors = {f"{name}.weight": base, **weights.tensors}
-                wide = merged(f"{name}.weight", tensors.__getitem__, {name: ALPHA / weights.rank})
-            target.copy_(self.engine.rounding.rounded(f"{name}.weight", wide, target.dtype))
-        self._merged = layers

@@ -29,7 +29,8 @@ import torch
 
 from verl.checkpoint.files import MANIFEST, find_damage, read_document, rename, write_json, write_manifest
 from verl.checkpoint.tensor_files import read_tensors, write_tensors
-from verl.engines.adapters import Adapter, AdapterWeights
+from verl.engines.adapters import Adapter
+from verl.models.adapter_weights import AdapterWeights
 from verl.models.lora import CONFIG_FILE, WEIGHTS_FILE, own_names, peft_names
 from verl.tinker.records import RefusedRequest
 from verl.tracking.files import append_rows, sync_folder, truncate_rows, write_atomically

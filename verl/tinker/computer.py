@@ -11,6 +11,7 @@ import time
 from collections.abc import Hashable
 
 from verl.errors import VerlError, os_error_of
+from verl.models.adapter_weights import AdapterWeights
 from verl.tinker.checkpoints import Checkpoints
 from verl.tinker.codec import PROTOBUF, sample_result
 from verl.tinker.journal import RequestJournal
@@ -50,7 +51,7 @@ class Computer:
         while (taken := self.lanes.take(lambda lane: isinstance(lane, SampleLane))) is not None:
             lane, jobs = taken
             if isinstance(lane, SampleLane):
-                self._sample(lane, jobs)
+                self._sample(jobs)
             else:
                 self._step(lane, jobs[0], jobs[0].work)
 
@@ -111,20 +112,24 @@ class Computer:
         if self._write():
             self.checkpoints.drop_states(model.model_id, before=seq_id)
 
-    def _sample(self, lane: SampleLane, jobs: list[QueuedJob]) -> None:
-        """Compute the samples of `jobs`, in batches in which no two have the same random numbers."""
-        while jobs:
-            batch = list({job.work.ordinal: job for job in reversed(jobs)}.values())
-            jobs = [job for job in jobs if job not in batch]
-            failure = None
-            try:
-                weights = None if lane.digest is None else self.snapshots.load(lane.digest)
-                outputs = self.bench.sample(weights, [job.work for job in batch])
-                answers = [WireAnswer(sample_result(output), PROTOBUF) for output in outputs]
-            except Exception as error:  # noqa: BLE001  (whatever fails is the answer of its requests)
-                failure = _failed(error)
-            for number, job in enumerate(batch):
-                self._give(job, failure or answers[number], runs_again=False)
+    def _sample(self, jobs: list[QueuedJob]) -> None:
+        """Compute the samples of `jobs` in one batch. Where it fails, each sampler gets a separate batch, so that one with
+        broken weights fails no other."""
+        try:
+            outputs = self.bench.sample([(self._weights(job.work.digest), job.work.request) for job in jobs])
+            answers = [WireAnswer(sample_result(output), PROTOBUF) for output in outputs]
+        except Exception as error:  # noqa: BLE001  (whatever fails is the answer of its requests)
+            digests = list(dict.fromkeys(job.work.digest for job in jobs))
+            if len(digests) > 1:
+                for digest in digests:
+                    self._sample([job for job in jobs if job.work.digest == digest])
+                return
+            answers = [_failed(error)] * len(jobs)
+        for job, answer in zip(jobs, answers, strict=True):
+            self._give(job, answer, runs_again=False)
+
+    def _weights(self, digest: str | None) -> AdapterWeights | None:
+        return None if digest is None else self.snapshots.load(digest)
 
 
 def _failed(error: Exception) -> WireAnswer:

@@ -124,17 +124,21 @@ class Lanes:
                 del self._turns[tenant]
 
     def _remove(self, tenant: str, lane: Hashable, most_tokens: int) -> list[QueuedJob]:
-        """The first job of a lane, and more until `most_tokens`; the lane moves behind the tenant's others."""
-        turn = self._turns[tenant]
-        jobs, taken, tokens = turn.lanes.pop(lane), list[QueuedJob](), 0
-        while jobs and (not taken or tokens + jobs[0].cost <= most_tokens):
-            taken.append(jobs.popleft())
-            tokens += taken[-1].cost
-        turn.credit -= tokens
-        if jobs:
-            turn.lanes[lane] = jobs
-        if not turn.lanes and turn.credit >= 0:
-            del self._turns[tenant]
+        """The first job of a lane, and more until `most_tokens`; the lane moves behind the tenant's others. Jobs of other
+        tenants join a batch of less than a slice."""
+        taken = list[QueuedJob]()
+        for name in [tenant, *(name for name in self._turns if name != tenant)]:
+            turn, before = self._turns[name], sum(job.cost for job in taken)
+            jobs, tokens = turn.lanes.pop(lane, deque()), before
+            while jobs and (not taken or tokens + jobs[0].cost <= most_tokens):
+                taken.append(jobs.popleft())
+                tokens += taken[-1].cost
+            turn.credit -= tokens - before
+            if jobs:
+                turn.lanes[lane] = jobs
+            if not turn.lanes and turn.credit >= 0:
+                del self._turns[name]
+            most_tokens = min(most_tokens, SLICE_TOKENS)
         return taken
 
     def _gather(self, jobs: deque[QueuedJob]) -> None:

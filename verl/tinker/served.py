@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from verl.engines.adapters import Adapter
 from verl.tinker.queues import Ordered, WireAnswer
-from verl.tinker.records import RefusedRequest
+from verl.tinker.records import RefusedRequest, SamplingRequest
 from verl.tinker.tenants import Tenant
 
 
@@ -72,11 +72,16 @@ class ServedSampler:
 
 
 class SampleLane(NamedTuple):
-    """Samples of one tenant with equal weights and rules, which are computed in one batch."""
+    """Samples with equal rules, which are computed in one batch."""
 
-    tenant: str
-    digest: str | None
     params: Hashable
+
+
+class SampleJob(NamedTuple):
+    """A sample request with the digest of its weights (None: the base model)."""
+
+    digest: str | None
+    request: SamplingRequest
 
 
 @dataclass(frozen=True)

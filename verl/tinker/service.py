@@ -20,7 +20,17 @@ from verl.tinker.computer import Computer
 from verl.tinker.journal import REFUSED, AcceptedRequest, RequestJournal
 from verl.tinker.queues import SLICE_TOKENS, Lanes, QueuedJob, RequestFuture, WireAnswer
 from verl.tinker.records import RefusedRequest, SamplingRequest
-from verl.tinker.served import ClientSession, ModelJob, SampleLane, ServedModel, ServedSampler, Work, at_once, failing
+from verl.tinker.served import (
+    ClientSession,
+    ModelJob,
+    SampleJob,
+    SampleLane,
+    ServedModel,
+    ServedSampler,
+    Work,
+    at_once,
+    failing,
+)
 from verl.tinker.snapshots import Snapshots
 from verl.tinker.tenants import Tenant, Tenants
 from verl.tinker.workbench import Workbench
@@ -211,8 +221,8 @@ class Service:
         tokens = len(request.tokens) + request.num_samples * request.max_tokens
         self._admit(call, tokens)
         future = self._future(call, sampler.sampler_id, sampler.session_id, seq_id, tokens)
-        lane = SampleLane(sampler.tenant.name, sampler.digest, request.params)
-        self._lanes.put(lane, QueuedJob(future, request, sampler.tenant.name, tokens))
+        job = QueuedJob(future, SampleJob(sampler.digest, request), sampler.tenant.name, tokens)
+        self._lanes.put(SampleLane(request.params), job)
         return future
 
     def _admit(self, call: ClientCall, tokens: int, *, is_next: bool = False) -> None:

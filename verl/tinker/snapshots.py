@@ -17,7 +17,7 @@ import torch
 
 from verl.checkpoint.files import record_of
 from verl.checkpoint.tensor_files import read_tensors, write_tensors
-from verl.engines.adapters import AdapterWeights
+from verl.models.adapter_weights import AdapterWeights
 from verl.models.lora import own_names, peft_names
 from verl.tinker.records import RefusedRequest
 from verl.tracking.files import sync_folder

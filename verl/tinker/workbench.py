@@ -1,7 +1,7 @@
 """The computation behind the service: passes, optimizer steps and samples of many adapters on one base model.
 
-Training computes on a module with adapters, sampling and scoring on a second one with the sampler's adapter merged in. Only one
-thread may call it.
+Training, sampling and scoring compute on one module. Samples of several adapters share decode steps where the hand-written
+decoders read the model. Only one thread may call it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from verl.algorithms.sum_losses import SUM_LOSSES
 from verl.config import PPOConfig
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
-from verl.data_proto.samples import PromptRequest
+from verl.data_proto.samples import Completion, PromptRequest
 from verl.data_proto.trajectory import token_columns
-from verl.engines.adapters import Adapter, AdapterEngine, AdapterWeights, MergedWeights
+from verl.engines.adapters import Adapter, AdapterEngine
 from verl.engines.api import BatchTotals, MicroBatching
-from verl.engines.local import LocalEngine
 from verl.errors import NumericsError
+from verl.models.adapter_weights import AdapterWeights
 from verl.models.load import load_tokenizer
 from verl.models.optim import AdamStep
 from verl.models.tokenizer import eos_token_ids
@@ -47,17 +47,14 @@ class Workbench:
             "total_steps": 1,
         }
         self.engine = AdapterEngine(model=sections.model, optim=sections.actor.optim, **settings)
-        self._scorer = LocalEngine(model=replace(sections.model, lora_rank=0), optim=None, **settings)
-        self._merged = MergedWeights(self._scorer.module, self.engine)
-        self._shown: AdapterWeights | None = None
         self.micro = MicroBatching(max_tokens=sections.actor.ppo_max_token_len_per_gpu)
         self.tokenizer = load_tokenizer(sections.model)
-        self.eos_token_ids = eos_token_ids(self._scorer.module, self.tokenizer)
-        self._rollout = NativeRollout(
-            self._scorer.module, self.tokenizer, sections.rollout, eos_token_ids=self.eos_token_ids
-        )
-        self.vocabulary = vocab_size(self._scorer.module)
-        model = self._scorer.module.config.get_text_config()
+        module = self.engine.module
+        self.eos_token_ids = eos_token_ids(module, self.tokenizer)
+        self._rollout = NativeRollout(module, self.tokenizer, sections.rollout, eos_token_ids=self.eos_token_ids)
+        self._rollout.adapters = {}
+        self.vocabulary = vocab_size(module)
+        model = module.config.get_text_config()
         self.architecture = str(model.model_type)
         limits = (sections.rollout.max_model_len, getattr(model, "max_position_embeddings", None))
         self.longest = min((limit for limit in limits if limit is not None), default=1 << 20)
@@ -100,24 +97,43 @@ class Workbench:
             raise NumericsError(f"The gradient norm is {norm}; the step was not taken, and no weight changed.")
         return {"grad_norm": norm}
 
-    def sample(self, weights: AdapterWeights | None, requests: Sequence[SamplingRequest]) -> list[SampleOutput]:
-        """The samples of requests with equal `params` and different ordinals under `weights` (None: the base model)."""
-        self._show(weights)
-        params = replace(requests[0].params, max_new_tokens=max(request.max_tokens for request in requests))
+    def sample(self, requests: Sequence[tuple[AdapterWeights | None, SamplingRequest]]) -> list[SampleOutput]:
+        """The samples of requests with equal `params`, each under its weights (None: the base model)."""
+        if self._rollout.mixes_adapters():
+            completions = self._completions(requests)
+        else:
+            completions = [[] for _ in requests]
+            for weights in dict.fromkeys(weights for weights, _ in requests):
+                self.engine.show(weights)
+                places = [place for place, (other, _) in enumerate(requests) if other is weights]
+                ended = self._completions([(None, requests[place][1]) for place in places])
+                for place, samples in zip(places, ended, strict=True):
+                    completions[place] = samples
+        return [self._output(*pair, samples) for pair, samples in zip(requests, completions, strict=True)]
+
+    def _completions(self, requests: Sequence[tuple[AdapterWeights | None, SamplingRequest]]) -> list[list[Completion]]:
+        """The samples of each request, all of which decode together."""
+        most = max(request.max_tokens for _, request in requests)
+        names = {weights: str(number) for number, (weights, _) in enumerate(requests) if weights is not None}
         prompts = [
-            PromptRequest(r.ordinal, r.tokens, num_samples=r.num_samples, max_new_tokens=r.max_tokens) for r in requests
-        ]
+            PromptRequest(
+                place, r.tokens, num_samples=r.num_samples, max_new_tokens=r.max_tokens, random_ordinal=r.ordinal,
+                adapter=None if weights is None else names[weights],
+            )
+            for place, (weights, r) in enumerate(requests)
+        ]  # fmt: skip
+        self._rollout.adapters = {name: weights for weights, name in names.items()}
+        params = replace(requests[0][1].params, max_new_tokens=most)
         completions = iter(self._rollout.generate(prompts, params, step=0))
-        return [self._output(r, [next(completions) for _ in range(r.num_samples)]) for r in requests]
+        self._rollout.adapters = {}  # their arranged copies go with them
+        return [[next(completions) for _ in range(r.num_samples)] for _, r in requests]
 
-    def _show(self, weights: AdapterWeights | None) -> None:
-        if weights is not self._shown:
-            self._merged.show(weights)
-            self._shown = weights
-            self._rollout.publish(self._rollout.weight_version + 1)
-
-    def _output(self, request: SamplingRequest, completions: list[Any]) -> SampleOutput:
+    def _output(
+        self, weights: AdapterWeights | None, request: SamplingRequest, completions: list[Completion]
+    ) -> SampleOutput:
         log_probs, top, tops = None, None, []
+        if request.prompt_log_probs or request.top_of_prompt or request.top_of_samples:
+            self.engine.show(weights)
         if request.prompt_log_probs or request.top_of_prompt:
             log_probs, top = self._scores(request.tokens[:1], request.tokens[1:], request.top_of_prompt)
             unscored = len(request.tokens) - (request.last_tokens or len(request.tokens))
@@ -139,6 +155,6 @@ class Workbench:
             return np.zeros(0, np.float32), TopTokens(np.zeros((0, top)), np.zeros((0, top))) if top else None
         row = (np.asarray(start), np.asarray(end), np.ones(len(end), dtype=bool))
         names = ("log_probs", *((f"top_log_probs@{top}", f"top_ids@{top}") if top else ()))
-        columns = self._scorer.forward(DataProto.from_dict(token_columns([row])), names, self.micro)
+        columns = self.engine.forward(DataProto.from_dict(token_columns([row])), names, self.micro)
         log_probs, *best = (columns[name][0].numpy() for name in names)
         return log_probs, TopTokens(best[1], best[0]) if top else None

@@ -24,7 +24,7 @@ from verl.models.lora import LoRALinear
 from verl.models.vision import is_vision_model
 
 _DECODERS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
-# read for callers that compute adapters and experts; Phi-3's own projections are joined already
+# read for callers that compute experts; Phi-3's own projections are joined already
 _FOR_SAMPLING = ("MixtralModel", "Qwen2MoeModel", "Qwen3MoeModel", "Phi3Model")
 
 
@@ -91,18 +91,18 @@ class DenseDecoder:
     scale: float
 
     @classmethod
-    def of(cls, module: Any, *, adapters_and_experts: bool = False) -> DenseDecoder | None:
+    def of(cls, module: Any, *, adapters: bool = False, experts: bool = False) -> DenseDecoder | None:
         """The dense reading of `module` (a causal language model, a value model, or a bare decoder), or None when its
-        own forward must be used. Kept from call to call while the module stays as it is. Adapted layers and mixtures of
-        experts are read for a caller that asks for them."""
+        own forward must be used. Kept from call to call while the module stays as it is. Adapted layers, mixtures of
+        experts and Phi-3 are read for a caller that asks for them."""
         decoder = module.get_decoder() if hasattr(module, "get_decoder") else module
         if not _is_plain(decoder) or is_vision_model(module):
             _known.pop(decoder, None)
             return None
         parts = set(decoder.modules())
-        if not adapters_and_experts and (
-            type(decoder).__name__ in _FOR_SAMPLING or any(type(part) is LoRALinear for part in parts)
-        ):
+        if not experts and type(decoder).__name__ in _FOR_SAMPLING:
+            return None
+        if not adapters and any(type(part) is LoRALinear for part in parts):
             return None
         known = _known.get(decoder)
         if known is None or not all(p.is_joined and parts.issuperset(p.parts) for p in known.projections()):

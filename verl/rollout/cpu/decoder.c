@@ -68,6 +68,8 @@ const struct kernels *kernels_for(const char *name)
     return 0;
 }
 
+/* Of the structures in decoder.h, which a caller compares with its own */
+int decoder_revision(void) { return REVISION; }
 const char *kernels_name(const struct kernels *k) { return k->name; }
 int kernels_panel(const struct kernels *k) { return k->panel; }
 
@@ -82,8 +84,8 @@ struct forward {
     int kind;
     int64_t x_stride, qkv_stride, gate_stride; /* floats */
     int64_t a_stride, att_stride, h_stride;    /* bytes */
-    int64_t scratch_bytes, scores_stride;
-    float *x, *qkv, *gate_up;
+    int64_t scratch_bytes, scores_stride, low_stride; /* low_stride: floats */
+    float *x, *qkv, *gate_up, *low;
     char *q, *att, *a, *h, *scratch;
     int64_t clock;
 };
@@ -103,7 +105,8 @@ static int64_t fence(char *work, int64_t end)
 /* Lay the buffers of a step out from `work` on; returns their bytes. */
 static int64_t lay_out(struct forward *f, const struct kernels *k, const struct model *m, const struct step *s, char *work)
 {
-    const int64_t tokens = round_up(s->tokens, 8), chunk = tokens < CHUNK ? tokens : CHUNK, dim = padded_head(m);
+    /* a tile of 8 rows may begin at any row, where the tokens of an adapter do */
+    const int64_t tokens = round_up(s->tokens, 8) + 8, chunk = tokens < CHUNK + 8 ? tokens : CHUNK + 8, dim = padded_head(m);
     const int64_t queries = s->max_tile * (m->heads / m->kv_heads);
     int64_t used = 0;
     f->kernels = k, f->model = m, f->step = s;
@@ -115,6 +118,7 @@ static int64_t lay_out(struct forward *f, const struct kernels *k, const struct 
     f->att_stride = row_bytes(m->heads * m->head_dim, f->kind);
     f->h_stride = row_bytes(m->inner, f->kind);
     f->scores_stride = round_up(s->max_seen, BLOCK) + 3 * BLOCK;
+    f->low_stride = round_up(s->max_rank, k->panel);
 #define TAKE(field, bytes) f->field = (void *)(work + used), used = fence(work, used + round_up(bytes, 64))
     TAKE(x, tokens * f->x_stride * 4);
     TAKE(q, tokens * m->heads * dim * item(f->kind));
@@ -123,6 +127,7 @@ static int64_t lay_out(struct forward *f, const struct kernels *k, const struct 
     TAKE(qkv, chunk * f->qkv_stride * 4);
     TAKE(gate_up, chunk * 2 * f->gate_stride * 4);
     TAKE(h, chunk * f->h_stride);
+    TAKE(low, chunk * f->low_stride * 4);
     f->scratch_bytes = round_up(queries * (f->scores_stride + 2 * dim) * 4, 64) + 64;
     TAKE(scratch, s->threads * f->scratch_bytes);
 #undef TAKE
@@ -156,6 +161,61 @@ static void multiply(const struct forward *f, const struct team *team, int threa
     f->kernels->gemm(&g, units * thread / team->size, units * (thread + 1) / team->size);
 }
 
+/* The rows of a run among those of a product that begins at token `first`: their number, from row *begin on */
+static int64_t run_rows(const int64_t *ends, int64_t run, int64_t first, int64_t rows, int64_t *begin)
+{
+    int64_t start = run ? ends[run - 1] - first : -first, end = ends[run] - first;
+    *begin = start > 0 ? start : 0;
+    return (end < rows ? end : rows) - *begin;
+}
+
+/* The down (or up) products of the adapters of a projection's tokens */
+static void low_rank_products(const struct forward *f, const struct team *team, int thread, const struct gemm *g, int64_t first, int64_t number,
+                              const int64_t *ends, int64_t inputs, int64_t outputs, int up)
+{
+    const struct step *s = f->step;
+    for (int64_t run = 0; run < s->num_runs; run++) {
+        const struct low_rank *low = s->run_adapters[run] ? s->run_adapters[run] + number : 0;
+        int64_t begin, rows = run_rows(ends, run, first, g->rows, &begin);
+        if (!low || !low->rank || rows <= 0)
+            continue;
+        char *a = (char *)(f->low + begin * f->low_stride);
+        if (up) {
+            struct gemm product = {.add = 1, .a = a, .a_stride = f->low_stride * 4, .b = low->up, .out = g->out + begin * g->out_stride, .out_stride = g->out_stride, .rows = rows};
+            multiply(f, team, thread, product, low->rank, outputs);
+        } else {
+            struct gemm product = {.a = g->a + begin * g->a_stride, .a_stride = g->a_stride, .b = low->down, .out = (float *)a, .out_stride = f->low_stride, .rows = rows};
+            multiply(f, team, thread, product, inputs, low->rank);
+        }
+    }
+}
+
+/* Floats that hold bfloat16 values, as operands of a product in pairs, in place */
+static void narrow(const struct forward *f, const struct team *team, int thread, int64_t rows)
+{
+    for (int64_t r = rows * thread / team->size; r < rows * (thread + 1) / team->size; r++) {
+        char *row = (char *)(f->low + r * f->low_stride);
+        for (int64_t i = 0; i < f->low_stride; i++)
+            memcpy(row + 2 * i, row + 4 * i + 2, 2);
+    }
+}
+
+/* A product with the adapters of its tokens, which begin at token `first` of the `ends` of runs */
+static void multiply_adapted(const struct forward *f, struct team *team, int thread, struct gemm g, int64_t first, int64_t number, const int64_t *ends,
+                             int64_t inputs, int64_t outputs)
+{
+    multiply(f, team, thread, g, inputs, outputs);
+    if (!f->step->num_runs)
+        return;
+    low_rank_products(f, team, thread, &g, first, number, ends, inputs, outputs, 0);
+    barrier(team);
+    if (f->kind == PAIRS) {
+        narrow(f, team, thread, g.rows);
+        barrier(team);
+    }
+    low_rank_products(f, team, thread, &g, first, number, ends, inputs, outputs, 1);
+}
+
 static void normalise(const struct forward *f, const struct team *team, int thread, int64_t first, int64_t rows, const float *weight, float eps)
 {
     const struct model *m = f->model;
@@ -174,7 +234,7 @@ static void project(struct forward *f, struct team *team, int thread, int64_t la
         normalise(f, team, thread, first, rows, w->input_norm, w->input_eps);
         end_stage(f, team, thread, NORM);
         struct gemm g = {.a = f->a, .a_stride = f->a_stride, .b = w->qkv, .bias = w->qkv_bias, .out = f->qkv, .out_stride = f->qkv_stride, .rows = rows};
-        multiply(f, team, thread, g, m->hidden, (m->heads + 2 * m->kv_heads) * m->head_dim);
+        multiply_adapted(f, team, thread, g, first, 4 * layer, f->step->run_ends, m->hidden, (m->heads + 2 * m->kv_heads) * m->head_dim);
         end_stage(f, team, thread, QKV);
         for (int64_t r = rows * thread / team->size; r < rows * (thread + 1) / team->size; r++)
             f->kernels->heads(m, f->step, layer, first + r, f->qkv + r * f->qkv_stride,
@@ -206,16 +266,17 @@ static void feed_forward(struct forward *f, struct team *team, int thread, int64
 {
     const struct model *m = f->model;
     const struct layer *w = m->layer + layer;
+    const int64_t *ends = layer + 1 < m->layers ? f->step->run_ends : f->step->kept_ends;
     for (int64_t first = 0; first < tokens; first += CHUNK) {
         int64_t rows = tokens - first < CHUNK ? tokens - first : CHUNK;
         float *x = f->x + first * f->x_stride;
         struct gemm o = {.add = 1, .a = f->att + first * f->att_stride, .a_stride = f->att_stride, .b = w->o, .bias = w->o_bias, .out = x, .out_stride = f->x_stride, .rows = rows};
-        multiply(f, team, thread, o, m->heads * m->head_dim, m->hidden);
+        multiply_adapted(f, team, thread, o, first, 4 * layer + 1, ends, m->heads * m->head_dim, m->hidden);
         end_stage(f, team, thread, OUTPUT);
         normalise(f, team, thread, first, rows, w->post_norm, w->post_eps);
         end_stage(f, team, thread, NORM);
         struct gemm up = {.a = f->a, .a_stride = f->a_stride, .b = w->gate_up, .bias = w->gate_up_bias, .out = f->gate_up, .out_stride = 2 * f->gate_stride, .rows = rows};
-        multiply(f, team, thread, up, m->hidden, 2 * f->gate_stride);
+        multiply_adapted(f, team, thread, up, first, 4 * layer + 2, ends, m->hidden, 2 * f->gate_stride);
         end_stage(f, team, thread, GATE_UP);
         for (int64_t r = rows * thread / team->size; r < rows * (thread + 1) / team->size; r++) {
             const float *gate = f->gate_up + 2 * r * f->gate_stride;
@@ -223,7 +284,7 @@ static void feed_forward(struct forward *f, struct team *team, int thread, int64
         }
         end_stage(f, team, thread, SWIGLU);
         struct gemm down = {.add = 1, .a = f->h, .a_stride = f->h_stride, .b = w->down, .bias = w->down_bias, .out = x, .out_stride = f->x_stride, .rows = rows};
-        multiply(f, team, thread, down, m->inner, m->hidden);
+        multiply_adapted(f, team, thread, down, first, 4 * layer + 3, ends, m->inner, m->hidden);
         end_stage(f, team, thread, DOWN);
     }
 }
@@ -260,7 +321,7 @@ static void forward_job(struct team *team, int thread)
         normalise(f, team, thread, first, rows, m->final_norm, m->final_eps);
         end_stage(f, team, thread, NORM);
         struct gemm g = {.a = f->a, .a_stride = f->a_stride, .b = m->head, .bias = m->head_bias, .out = s->logits + first * stride, .out_stride = stride, .rows = rows};
-        multiply(f, team, thread, g, m->hidden, m->vocab);
+        multiply_adapted(f, team, thread, g, first, 4 * m->layers, s->kept_ends, m->hidden, m->vocab);
         end_stage(f, team, thread, LOGITS);
     }
 }
@@ -373,6 +434,7 @@ void decoder_large_pages(char *memory, int64_t bytes)
 
 #else
 
+int decoder_revision(void) { return REVISION; }
 const struct kernels *kernels_for(const char *name) { (void)name; return 0; }
 
 #endif

@@ -5,6 +5,7 @@
 
 #include <stdint.h>
 
+enum { REVISION = 2 };          /* counts up when a structure changes */
 enum { BLOCK = 16 };            /* tokens of a block of stored keys and values */
 enum { CHUNK = 256 };           /* tokens that pass together from one matrix product to the next */
 enum { MAX_HEAD_DIM = 256 };
@@ -30,6 +31,13 @@ struct model {
     const void *head;
 };
 
+/* The adapters of a projection's parts as one: y += up (down x), both packed; rank 0 for none. An adapter has one for each
+   product: four of each layer (qkv, o, gate_up, down), then the head's. */
+struct low_rank {
+    const void *down, *up;
+    int64_t rank;
+};
+
 /* Keys and values of one kind: per layer [slots][kv_heads][capacity / BLOCK] blocks. A block holds its keys as
    [padded head_dim / 2][BLOCK][2] (float32: [padded head_dim][BLOCK]), then its values as [BLOCK][padded head_dim]. */
 struct store {
@@ -39,13 +47,17 @@ struct store {
 
 /* One forward. Each token sees prefix_end tokens of a slot of `prefix`, then own_end tokens of a slot of `own`; the last of
    them is itself, and its keys and values are written there. own_slot or prefix_slot may be -1. Tile i computes the attention
-   of tokens order[tiles[i]] ... order[tiles[i + 1] - 1], which share their prefix slot. */
+   of tokens order[tiles[i]] ... order[tiles[i + 1] - 1], which share their prefix slot. Run i of neighbours ends before token
+   run_ends[i], and before kept token kept_ends[i]; its tokens have the adapter run_adapters[i], or NULL. */
 struct step {
     int64_t tokens, num_tiles, max_tile, max_seen, num_kept, threads;
+    int64_t num_runs, max_rank;
     const void *x;          /* [tokens][hidden], embeddings */
     const float *cos, *sin; /* [tokens][head_dim] */
     const int64_t *position, *prefix_slot, *prefix_end, *own_slot, *own_end, *order, *tiles;
     const int64_t *keep;    /* tokens whose logits are asked for, ascending */
+    const int64_t *run_ends, *kept_ends;
+    const struct low_rank *const *run_adapters;
     struct store prefix, own;
     float *logits;          /* [num_kept][padded vocab] */
     char *work;             /* workspace() bytes, 64-aligned */

@@ -7,15 +7,18 @@ are the same bits with any neighbours, in any chunk of its prompt, and as a prom
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from verl.models.cpu.weights import DenseDecoder, DenseLayer, Norm, Projection
+from verl.rollout.cpu.adapters import AdapterRuns, PackedAdapter
 from verl.rollout.cpu.library import MAX_HEAD_DIM, STAGES, Kernels, Layer, Model, Step, buffer
 from verl.rollout.cpu.store import Shape
 from verl.rollout.cpu.tokens import DecodeTiles, StepTokens
+from verl.rollout.native.adapters import ArrangedAdapters, TokenAdapters
 
 _MAX_TILE_QUERIES = 32  # of an attention task; their scores with thousands of keys stay in the level-2 cache
 
@@ -25,7 +28,8 @@ class CpuForward:
 
     is_batch_invariant = True
 
-    def __init__(self, kernels: Kernels, decoder: DenseDecoder, head: Projection):
+    def __init__(self, kernels: Kernels, module: torch.nn.Module, decoder: DenseDecoder, head: Projection):
+        self._adapters = ArrangedAdapters(module, [*decoder.projections(), head], partial(PackedAdapter, kernels))
         self.decoder, self._kernels = decoder, kernels
         self.dtype = decoder.embed.dtype
         self.max_tile = max(1, min(8, _MAX_TILE_QUERIES // (decoder.num_heads // decoder.num_kv_heads)))
@@ -76,14 +80,20 @@ class CpuForward:
         """Seconds since the start by stage of the layers."""
         return dict(zip(STAGES, (self._nanoseconds / 1e9).tolist(), strict=True))
 
-    def tiles(self, num_rows: int, slots: np.ndarray | None, lengths: np.ndarray | None) -> DecodeTiles:
-        return DecodeTiles(num_rows, slots, lengths, self.max_tile)
+    def tiles(self, rows: np.ndarray, slots: np.ndarray | None, lengths: np.ndarray | None) -> DecodeTiles:
+        return DecodeTiles(rows, slots, lengths, self.max_tile)
 
     def logits(
-        self, ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None, tokens: StepTokens
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        keep: torch.Tensor | None,
+        tokens: StepTokens,
+        adapters: TokenAdapters | None = None,
     ) -> torch.Tensor:
         """float32 [len(keep), vocab], which the next call overwrites: the logits after the tokens whose indices `keep` holds
-        (ascending), or after all. `ids` and `positions` are int64 [tokens]."""
+        (ascending), or after all. `ids` and `positions` are int64 [tokens]. Tokens with equal `adapters` are best
+        neighbours."""
         x = F.embedding(ids, self.decoder.embed.detach())
         cos, sin = (t[0].float().contiguous() for t in self.decoder.rotary(x.unsqueeze(0), positions.unsqueeze(0)))
         keep = torch.arange(len(ids)) if keep is None else keep
@@ -94,10 +104,12 @@ class CpuForward:
             np.ascontiguousarray(getattr(tokens, name), dtype=np.int64)
             for name in ("position", "prefix_slot", "prefix_end", "own_slot", "own_end", "order", "tiles")
         ]
+        runs = AdapterRuns(adapters, self._adapters, keep.numpy())
         step = Step(
             len(ids), len(tokens.tiles) - 1, self.max_tile, int(tokens.position.max()) + 1, num_logits,
-            torch.get_num_threads(), x.data_ptr(), cos.data_ptr(), sin.data_ptr(), *(a.ctypes.data for a in arrays),
-            keep.data_ptr(), tokens.prefix.view(), tokens.own.view(), self._logits.data_ptr(),
+            torch.get_num_threads(), len(runs.ends), runs.max_rank, x.data_ptr(), cos.data_ptr(), sin.data_ptr(),
+            *(a.ctypes.data for a in arrays), keep.data_ptr(), runs.ends.ctypes.data, runs.kept_ends.ctypes.data,
+            ctypes.addressof(runs.pointers), tokens.prefix.view(), tokens.own.view(), self._logits.data_ptr(),
             nanoseconds=self._nanoseconds.ctypes.data,
         )  # fmt: skip
         needed = self._kernels.workspace(self._model, step)
@@ -112,7 +124,7 @@ class CpuForward:
         return Layer(
             qkv=self._packed(layer.qkv.weight),
             o=self._packed(layer.o.weight),
-            gate_up=self._packed_halves(layer.gate_up.weight),
+            gate_up=self._keep(self._kernels.pack_halves(layer.gate_up.weight)),
             down=self._packed(layer.down.weight),
             qkv_bias=self._bias(layer.qkv.bias),
             o_bias=self._bias(layer.o.bias),
@@ -131,14 +143,6 @@ class CpuForward:
 
     def _packed(self, weight: torch.Tensor) -> int:
         return self._keep(self._kernels.pack(weight))
-
-    def _packed_halves(self, weight: torch.Tensor) -> int:
-        """Both halves padded to whole panels, so that gate and up stand at one distance."""
-        gate, up = weight.chunk(2)
-        packed = buffer(2 * self._kernels.packed_bytes(gate))
-        self._kernels.pack(gate, packed[: len(packed) // 2])
-        self._kernels.pack(up, packed[len(packed) // 2 :])
-        return self._keep(packed)
 
     def _bias(self, bias: torch.Tensor | None, parts: int = 1) -> int | None:
         if bias is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 
@@ -12,6 +13,9 @@ import torch
 from verl.parallel.compiled import choose_kernels, open_library
 from verl.parallel.device import native_bf16
 
+log = logging.getLogger(__name__)
+
+REVISION = 2  # of the structures, see decoder.h
 STAGES = ("norm", "qkv", "heads", "attention", "output", "gate_up", "swiglu", "down", "logits")
 BLOCK = 16  # tokens of a block of stored keys and values
 MAX_HEAD_DIM = 256
@@ -36,6 +40,10 @@ class Model(Structure):
     )
 
 
+class PackedLowRank(Structure):
+    _fields_ = (("down", c_void_p), ("up", c_void_p), ("rank", c_int64))
+
+
 class Store(Structure):
     _fields_ = (("layer", POINTER(c_void_p)), ("slot_stride", c_int64), ("head_stride", c_int64))
 
@@ -43,9 +51,11 @@ class Store(Structure):
 class Step(Structure):
     _fields_ = (
         [(name, c_int64) for name in ("tokens", "num_tiles", "max_tile", "max_seen", "num_kept", "threads")]
+        + [(name, c_int64) for name in ("num_runs", "max_rank")]
         + [(name, c_void_p) for name in ("x", "cos", "sin")]
         + [(n, c_void_p) for n in ("position", "prefix_slot", "prefix_end", "own_slot", "own_end", "order", "tiles")]
-        + [("keep", c_void_p), ("prefix", Store), ("own", Store)]
+        + [(name, c_void_p) for name in ("keep", "run_ends", "kept_ends", "run_adapters")]
+        + [("prefix", Store), ("own", Store)]
         + [(name, c_void_p) for name in ("logits", "work", "nanoseconds")]
     )
 
@@ -77,6 +87,14 @@ class Kernels:
         self._library.decoder_pack(
             self._handle, is_bf16, packed.data_ptr(), weight.data_ptr(), outputs, inputs, threads
         )
+        return packed
+
+    def pack_halves(self, weight: torch.Tensor) -> torch.Tensor:
+        """`pack` of both halves, each padded to whole panels, so that gate and up stand at one distance."""
+        gate, up = weight.chunk(2)
+        packed = buffer(2 * self.packed_bytes(gate))
+        self.pack(gate, packed[: len(packed) // 2])
+        self.pack(up, packed[len(packed) // 2 :])
         return packed
 
     def packed_bytes(self, weight: torch.Tensor) -> int:
@@ -146,6 +164,9 @@ def _kernels(name: str | None) -> Kernels | None:
 def _library() -> ctypes.CDLL | None:
     """The compiled library next to this file. An installation without a compiler lacks it."""
     library = open_library(Path(__file__).with_name("_decoder"))
+    if library is not None and getattr(library, "decoder_revision", int)() != REVISION:
+        log.warning("The compiled decoder is of another version of verl, so torch computes. Install verl again.")
+        return None
     return None if library is None else declare(library)
 
 

@@ -16,13 +16,14 @@ class DecodeTiles:
     """The decode rows of a forward in the order of their prompts, whose keys are then read once for several rows. Valid until
     a sample starts or ends.
 
-    `slots` and `lengths` (int64 [rows]) locate each row's prompt in the prefix store. They are None when each row has its
-    prompt in its own slot.
+    `rows` are their slots of the own store. `slots` and `lengths` (int64 [rows]) locate each row's prompt in the prefix store.
+    They are None when each row has its prompt in its own slot.
     """
 
-    def __init__(self, num_rows: int, slots: np.ndarray | None, lengths: np.ndarray | None, max_tile: int):
-        self.slots = np.full(num_rows, -1) if slots is None else slots
-        self.lengths = np.zeros(num_rows, dtype=np.int64) if lengths is None else lengths
+    def __init__(self, rows: np.ndarray, slots: np.ndarray | None, lengths: np.ndarray | None, max_tile: int):
+        self.rows = rows
+        self.slots = np.full(len(rows), -1) if slots is None else slots
+        self.lengths = np.zeros(len(rows), dtype=np.int64) if lengths is None else lengths
         self.order = np.argsort(self.slots, kind="stable")
         self.starts = _starts(self.slots[self.order], 1 if slots is None else max_tile)
 
@@ -65,7 +66,7 @@ class StepTokens:
                 [rows.slots, *(np.full(len(n), p.slot) for n, p in zip(new, chunks, strict=True))]
             ),
             prefix_end=np.concatenate([rows.lengths, *(n + 1 for n in new)]),
-            own_slot=np.concatenate([np.arange(num_rows), np.full(num_new, -1)]),
+            own_slot=np.concatenate([rows.rows, np.full(num_new, -1)]),
             own_end=np.concatenate([own_lengths + 1, np.zeros(num_new, dtype=np.int64)]),
             order=np.concatenate([rows.order, np.arange(num_rows, ends[-1])]),
             tiles=np.concatenate([rows.starts, *of_chunks, ends[-1:]]),

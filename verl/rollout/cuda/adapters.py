@@ -1,45 +1,32 @@
-"""LoRA adapters in a step whose addresses are fixed: one pair of matrices for all layers that a projection joins.
-
-y = x [W_q, W_k, W_v] + (x [A_q, A_v]) [B_q  0   0 ]      k without an adapter
-                                       [ 0   0  B_v]
-"""
+"""LoRA adapters in a step whose addresses are fixed: one pair of matrices for all layers that a projection joins."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
+from verl.models.adapter_weights import LowRank, join_own
 from verl.models.cpu.weights import Projection
-from verl.models.lora import LoRALinear
 
 
 class JoinedAdapters:
     """Copies of the adapters of `projection`; `refresh` copies them again after they have changed."""
 
-    def __init__(self, projection: Projection):
-        weight, row, column = projection.weight, 0, 0
-        self._parts: list[tuple[LoRALinear, slice, slice]] = []
-        for part in projection.parts:
-            if isinstance(part, LoRALinear):
-                rank = len(part.lora_A)
-                self._parts.append((part, slice(row, row + part.out_features), slice(column, column + rank)))
-                column += rank
-            row += part.out_features
-        self._down = weight.new_zeros(column, weight.shape[1])
-        self._up = weight.new_zeros(row, column)
-        self.refresh()
+    def __init__(self, projection: Projection, present: LowRank):
+        self._projection, (self._down, self._up) = projection, present
 
     @classmethod
     def of(cls, projection: Projection) -> JoinedAdapters | None:
         """None for a projection whose layers have no adapters."""
-        return cls(projection) if any(isinstance(part, LoRALinear) for part in projection.parts) else None
+        present = join_own(projection.parts, projection.weight.dtype)
+        return None if present is None else cls(projection, present)
 
-    @torch.no_grad()
     def refresh(self) -> None:
         """Copy the present values."""
-        for part, rows, columns in self._parts:
-            self._down[columns].copy_(part.lora_A)
-            torch.mul(part.lora_B, part.scale, out=self._up[rows, columns])
+        present = join_own(self._projection.parts, self._down.dtype)
+        assert present is not None
+        self._down.copy_(present.down)
+        self._up.copy_(present.up)
 
     def add_(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Adds the adapters' product with `x` [tokens, inputs] to `y` [tokens, outputs]."""

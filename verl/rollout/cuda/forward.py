@@ -102,7 +102,7 @@ def _head_norms(layer: DenseLayer) -> HeadNorms:
 def readable(module: Any) -> DenseDecoder | None:
     """The decoder of `module` as StraightForward reads it. The family's own module computes experts, in one grouped product; by
     another implementation the host may wait for the experts that tokens chose."""
-    decoder = DenseDecoder.of(module, adapters_and_experts=True)
+    decoder = DenseDecoder.of(module, adapters=True, experts=True)
     if decoder is not None and any(layer.experts is not None for layer in decoder.layers):
         return decoder if module.config._experts_implementation == "grouped_mm" else None
     return decoder

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 
 import torch
@@ -17,7 +17,9 @@ import torch
 from verl.config import RolloutConfig, full_key
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.errors import ConfigError, ModelError
+from verl.models.adapter_weights import AdapterWeights
 from verl.models.cuda.varlen import FLASH, VarlenKernel
+from verl.models.lora import is_adapter
 from verl.models.randomness import eval_mode
 from verl.models.routing import follow_routing
 from verl.rollout.api import BaseRollout, Invariance, Stats
@@ -43,6 +45,8 @@ class NativeRollout(BaseRollout):
     Reads from `config`: max_num_seqs (rows), max_num_batched_tokens (tokens of one forward while prompts are computed),
     max_model_len, kv_cache_config (pages), prepack_weights (whether a copy of the weights may be kept that multiplies
     faster, until `publish` or `release`), batch_invariant and, on a GPU, enforce_eager (no CUDA graphs, nothing compiled).
+    `adapters`, where set, are the LoRA adapters that requests name, and requests without a name get the base model; samples of
+    different adapters share steps. Else the module's own adapters apply.
     Where `invariance` holds, samples do not depend on max_num_seqs nor on each other; elsewhere but for the rounding of matmuls
     of other shapes. Raises ConfigError when batch_invariant=require cannot be kept. `device_kernel` is the attention of the GPU
     backend.
@@ -54,6 +58,7 @@ class NativeRollout(BaseRollout):
 
     def __post_init__(self) -> None:
         self.weight_version = 0
+        self.adapters: Mapping[str, AdapterWeights] | None = None
         self.own: SlotStore = SlotStore(keys_as_columns=True)
         self.prefix: SlotStore = SlotStore()
         self.device = DeviceBackend(self.module, self.device_kernel, eager=self.config.enforce_eager)
@@ -120,10 +125,14 @@ class NativeRollout(BaseRollout):
                 f"{full_key('rollout.name')}=vllm, which always pages its cache."
             )
 
+    def mixes_adapters(self) -> bool:
+        """Whether a generation may have requests of several `adapters`."""
+        return self.dense() is not None
+
     def dense(self) -> DenseForward | CpuForward | None:
         """The hand-written forward of the module as it is now, or None when the module's own must be called."""
         # an optimizer that writes in place counts up the versions; `publish` covers every other way to change weights
-        now = sum(p._version for p in self.module.parameters())
+        now = _version_of(self.module)
         if self._dense is None or self._dense_of != now:
             self._dense = None  # before the next copy is made
             self._dense = DenseForward.of(
@@ -132,8 +141,16 @@ class NativeRollout(BaseRollout):
                 invariant=self.invariance().holds,
                 required=self.config.batch_invariant == "require",
             )
-            self._dense_of = sum(p._version for p in self.module.parameters())
+            self._dense_of = _version_of(self.module)
         return self._dense
+
+    def named_adapters(self) -> dict[str | None, AdapterWeights | None]:
+        """The adapters of a generation by name, with None for requests that name none."""
+        if self.adapters is not None:
+            named: list[tuple[str | None, AdapterWeights | None]] = [(None, None), *self.adapters.items()]
+            return dict(named)
+        own = AdapterWeights.of(self.module)
+        return {} if own is None else {None: own}
 
 
 class NativeGeneration:
@@ -164,7 +181,19 @@ class NativeGeneration:
         self._mode.enter_context(eval_mode(module))
 
     def add(self, request: PromptRequest | TurnRequest) -> None:
-        self.scheduler.add(self.samples.admit(request))
+        """See Generation. Raises ModelError for an adapter that the engine has not, or cannot mix with others, too."""
+        admitted = self.samples.admit(request)
+        if admitted.adapter is not None:
+            self._require_adapter(admitted.adapter)
+        self.scheduler.add(admitted)
+
+    def _require_adapter(self, name: str) -> None:
+        if name not in (self.engine.adapters or {}):
+            raise ModelError(f"There is no adapter {name!r}. Add it to the rollout engine's `adapters` first.")
+        if not self.engine.mixes_adapters():
+            raise ModelError(
+                f"{type(self.engine.module).__name__} is computed by its own modules, which have one adapter at a time."
+            )
 
     def poll(self, timeout_s: float | None = None) -> list[Completion]:
         until = None if timeout_s is None else time.monotonic() + timeout_s
@@ -211,7 +240,7 @@ class NativeGeneration:
         longest = rounded(self.scheduler.longest_prompt + self.params.max_new_tokens)
         if self.samples.keep or engine.config.max_model_len is not None:
             longest = self.samples.longest_sequence
-        on_device = engine.device.fits(engine.module)
+        on_device = engine.adapters is None and engine.device.fits(engine.module)
         cache, paging = engine.config.kv_cache_config, None
         if engine.paged(on_device):
             paging = Paging(self.scheduler, cache.block_size, cache.max_tokens)
@@ -226,9 +255,15 @@ class NativeGeneration:
                 engine.require_pages(dense)
             invariant, stores = engine.invariance().holds, engine.stores(dense)
             self._backend = HostBackend(
-                self.scheduler, engine.module, dense, stores, invariant=invariant, paging=paging
-            )
+                self.scheduler, engine.module, dense, stores, invariant=invariant, paging=paging,
+                adapters=None if dense is None else engine.named_adapters(),
+            )  # fmt: skip
         self.scheduler.backend = self._backend
+
+
+def _version_of(module: torch.nn.Module) -> int:
+    """A number that grows when an optimizer writes into weights that a copy has: all but adapters."""
+    return sum(p._version for name, p in module.named_parameters() if not is_adapter(name))
 
 
 def _kept_bytes(config: RolloutConfig) -> int | None:

@@ -6,19 +6,24 @@ gradients.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from verl.models.adapter_weights import LowRank
 from verl.models.attention import Scoring
 from verl.models.cpu.weights import DenseDecoder, DenseLayer, Norm, Projection
 from verl.models.forward import head_transform
+from verl.models.lora import LoRALinear
 from verl.parallel.device import multiplies_bf16_tiles
 from verl.rollout.cpu.forward import CpuForward
 from verl.rollout.cpu.library import Kernels, kernels
 from verl.rollout.layout import StepLayout
+from verl.rollout.native.adapters import ArrangedAdapters, TokenAdapters
 from verl.rollout.native.prepacked_linear import Product, num_copied_bytes, product
 
 _PLAIN_LOGITS = {"softcap": None, "logit_scale": 1.0}
@@ -36,8 +41,12 @@ class _Layer(NamedTuple):
 class DenseForward:
     """Made by `of`. The matmuls may hold a copy of the weights, so it serves while the weights stay as they are."""
 
-    def __init__(self, decoder: DenseDecoder, head: Projection, *, prepack: bool, invariant: bool = False):
+    def __init__(
+        self, module: nn.Module, decoder: DenseDecoder, head: Projection, *, prepack: bool, invariant: bool = False
+    ):
         self.decoder = decoder
+        arrange = partial(_products, invariant)
+        self._adapters = ArrangedAdapters(module, [*decoder.projections(), head], arrange)
         self._layers = [
             _Layer(
                 layer,
@@ -57,8 +66,8 @@ class DenseForward:
     ) -> DenseForward | CpuForward | None:
         """The fused forward of a causal language model, or None when the model's own forward must be called. With `prepack` it
         uses the compiled kernels where `compiled` gives them."""
-        decoder, head = DenseDecoder.of(module), module.get_output_embeddings()
-        is_plain = type(module).__module__.startswith("transformers.models.") and type(head) is nn.Linear
+        decoder, head = DenseDecoder.of(module, adapters=True), module.get_output_embeddings()
+        is_plain = type(module).__module__.startswith("transformers.models.") and type(head) in (nn.Linear, LoRALinear)
         if decoder is None or not is_plain or head._forward_hooks or head._forward_pre_hooks:
             return None
         if head_transform(module.config) != _PLAIN_LOGITS:
@@ -66,8 +75,8 @@ class DenseForward:
         bias = None if head.bias is None else head.bias.detach()
         projection = Projection(head.weight.detach(), bias, (head,))
         if (kernels := compiled(decoder, projection, prepack=prepack, required=required)) is not None:
-            return CpuForward(kernels, decoder, projection)
-        return cls(decoder, projection, prepack=prepack, invariant=invariant)
+            return CpuForward(kernels, module, decoder, projection)
+        return cls(module, decoder, projection, prepack=prepack, invariant=invariant)
 
     @property
     def products(self) -> list[Product]:
@@ -81,25 +90,50 @@ class DenseForward:
         return num_copied_bytes(self.products)
 
     def logits(
-        self, ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None, layout: StepLayout
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        keep: torch.Tensor | None,
+        layout: StepLayout,
+        adapters: TokenAdapters | None = None,
     ) -> torch.Tensor:
         """[kept, vocab]: the logits after the tokens whose indices `keep` holds, or after all. `ids` and `positions` are
-        int64 [tokens]; `layout` has the same tokens."""
+        int64 [tokens]; `layout` and `adapters` have the same tokens."""
         decoder = self.decoder
         x = F.embedding(ids, decoder.embed)
         cos, sin = decoder.rotary(x.unsqueeze(0), positions.unsqueeze(0))
         rotation = _Rotation(cos[0], sin[0])
-        last = len(self._layers) - 1
+        last, add = len(self._layers) - 1, self._adding(adapters, x.device)
         for index, layer in enumerate(self._layers):
-            qkv = layer.qkv(_normed(x, layer.weights.input_norm))
-            q, k, v = self._heads(qkv, layer.weights, rotation)
+            normed = _normed(x, layer.weights.input_norm)
+            q, k, v = self._heads(add(4 * index, normed, layer.qkv(normed)), layer.weights, rotation)
             attended = layout.attend_tokens(index, q, k, v, layer.scoring).flatten(1)
             if index == last and keep is not None:
                 x, attended = x.index_select(0, keep), attended.index_select(0, keep)
-            x.add_(layer.o(attended))
-            gate, up = layer.gate_up(_normed(x, layer.weights.post_norm)).chunk(2, dim=1)
-            x.add_(layer.down(F.silu(gate).mul_(up)))
-        return self._head(_normed(x, decoder.final_norm))
+                add = self._adding(adapters, x.device, keep)
+            x.add_(add(4 * index + 1, attended, layer.o(attended)))
+            normed = _normed(x, layer.weights.post_norm)
+            gate, up = add(4 * index + 2, normed, layer.gate_up(normed)).chunk(2, dim=1)
+            inner = F.silu(gate).mul_(up)
+            x.add_(add(4 * index + 3, inner, layer.down(inner)))
+        normed = _normed(x, decoder.final_norm)
+        return add(4 * last + 4, normed, self._head(normed))
+
+    def _adding(
+        self, adapters: TokenAdapters | None, device: torch.device, keep: torch.Tensor | None = None
+    ) -> Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]:
+        """(number, x, y) -> y, the result of a product with `x`, plus the products of the tokens' adapters."""
+        groups = [] if adapters is None else adapters.groups(keep)
+        arranged = [(self._adapters.of(adapter), rows.to(device)) for adapter, rows in groups]
+
+        def add(number: int, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            for products, rows in arranged:
+                if (pair := products[number]) is not None:
+                    down, up = pair
+                    y.index_add_(0, rows, up(down(x.index_select(0, rows))))
+            return y
+
+        return add
 
     def _heads(
         self, qkv: torch.Tensor, layer: DenseLayer, rotation: _Rotation
@@ -123,6 +157,15 @@ def compiled(decoder: DenseDecoder, head: Projection, *, prepack: bool, required
     if not prepack or (torch_is_faster and not required) or not CpuForward.fits(decoder, head):
         return None
     return kernels()
+
+
+def _products(invariant: bool, joined: list[LowRank | None]) -> list[tuple[Product, Product] | None]:
+    """The products of an adapter, each down and up."""
+
+    def of(weight: torch.Tensor) -> Product:
+        return product(Projection(weight, None, ()), prepack=False, invariant=invariant)
+
+    return [None if pair is None else (of(pair.down), of(pair.up)) for pair in joined]
 
 
 class _Rotation:

@@ -6,11 +6,13 @@ the unpatched module. The layout (verl.rollout.layout) stores keys and values an
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from verl.models.adapter_weights import AdapterWeights
 from verl.models.routing import Routing
 from verl.models.vision import PlacedMedia, is_vision_model, positions_within, vision_inputs
 from verl.rollout.cpu.forward import CpuForward
@@ -18,6 +20,7 @@ from verl.rollout.cpu.paged_store import PagedStore
 from verl.rollout.cpu.store import BlockStore
 from verl.rollout.cpu.tokens import DecodeTiles, StepTokens
 from verl.rollout.layout import Chunk, StepLayout
+from verl.rollout.native.adapters import TokenAdapters
 from verl.rollout.native.batch import Group
 from verl.rollout.native.decode_attention import DecodeRows, Members
 from verl.rollout.native.forward import DenseForward
@@ -37,11 +40,16 @@ class HostSampled(NamedTuple):
     def wait(self) -> tuple[np.ndarray, np.ndarray]:
         return self.tokens, self.log_probs
 
+    def in_place(self, rows: np.ndarray) -> HostSampled:
+        """The tokens of `rows`, all of them in some order, by row."""
+        place = np.argsort(rows)
+        return HostSampled(self.tokens[place], self.log_probs[place])
+
 
 class HostBackend:
     """See Backend. `dense` is the hand-written forward of `module`, or None when the module's own is called; `stores` are the
     own and the prefix store, which outlive a generation; `paging` bounds what both hold. With `invariant`, rows and prompts are
-    computed so that their bits do not depend on each other."""
+    computed so that their bits do not depend on each other. `adapters` are the adapters of requests by name."""
 
     lag = 0
 
@@ -54,14 +62,17 @@ class HostBackend:
         *,
         invariant: bool,
         paging: Paging | None = None,
+        adapters: Mapping[str | None, AdapterWeights | None] | None = None,
     ):
-        self.paging = paging
+        self.paging, self.adapters = paging, adapters or {}
         self.scheduler, self.rows, self.prompts = scheduler, scheduler.rows, scheduler.prompts
         self.module, self.dense, self.invariant = module, dense, invariant
         self.own, self.prefix = stores
         self.device = next(module.parameters()).device
         self.reads_images = is_vision_model(module)
+        self._numbers = {name: number for number, name in enumerate(self.adapters)}
         self.num_computed = self.num_bytes = 0
+        self._rows: np.ndarray | None = None  # in the order of a step
         self._decoding: DecodeRows | DecodeTiles | None = None  # of the rows as they are
         if invariant and not isinstance(dense, CpuForward):  # the kernels' sums do not depend on where a prompt is cut
             scheduler.chunk_tokens = scheduler.max_num_batched_tokens
@@ -94,30 +105,32 @@ class HostBackend:
         return self._sample(rows, logits)
 
     def step(self, chunks: list[tuple[Group, Chunk]]) -> tuple[HostSampled | None, torch.Tensor]:
-        num_rows = self.rows.end
-        own_lengths, positions = self.rows.own_lengths(), self.rows.positions()
+        if self._rows is None:
+            self._rows = self._by_adapter()
+        num_rows, rows = self.rows.end, self._rows
+        own_lengths, positions = self.rows.own_lengths()[rows], self.rows.positions()[rows]
         if num_rows:
             self._reserve_own(int(own_lengths.max()) + 1)
         self._reserve_prefix()
         if self.paging is not None:
             self._keep()
         self.num_bytes = max(self.num_bytes, self.own.num_bytes + self.prefix.num_bytes)
-        layout = self._layout(own_lengths, positions, [c for _, c in chunks])
+        layout = self._layout(rows, own_lengths, positions, [c for _, c in chunks])
         recorder = self.scheduler.experts
         if recorder is not None and isinstance(layout, StepLayout):
             layout.routing = Routing()
-        ids = [self.rows.newest(), *(np.array(g.request.token_ids[c.start : c.end]) for g, c in chunks)]
+        ids = [self.rows.newest()[rows], *(np.array(g.request.token_ids[c.start : c.end]) for g, c in chunks)]
         media, shifts = self._media(num_rows, chunks) if self.reads_images else ([], [0] * len(chunks))
         if self.reads_images:
             positions = positions + self.rows.shifts()
         places = [positions, *(np.arange(c.start, c.end) + s for s, (_, c) in zip(shifts, chunks, strict=True))]
         ends = np.cumsum([num_rows, *(c.end - c.start for _, c in chunks)])[1:] - 1
         completed = [e for (g, c), e in zip(chunks, ends, strict=True) if c.end == g.num_tokens]
-        logits = self._logits(ids, places, completed, layout, media)
+        logits = self._logits(ids, places, completed, layout, media, self._token_adapters(rows, chunks))
         if recorder is not None and isinstance(layout, StepLayout) and layout.routing is not None:
             recorder.add(layout.routing, self.rows, chunks)
         self.num_computed += sum(c.end - c.start for _, c in chunks)
-        sampled = self._sample(np.arange(num_rows), logits[:num_rows]) if num_rows else None
+        sampled = self._sample(rows, logits[:num_rows]).in_place(rows) if num_rows else None
         return sampled, logits[num_rows:].clone() if completed else logits[:0]  # the next forward overwrites them
 
     def move_rows(self, sources: list[int], targets: list[int]) -> None:
@@ -127,7 +140,7 @@ class HostBackend:
         self.prefix.move([source], [target], length)
 
     def rows_changed(self) -> None:
-        self._decoding = None
+        self._decoding = self._rows = None
 
     def stats(self) -> dict[str, float]:
         """Bytes of the KV cache at its largest, and of the copy of the weights."""
@@ -157,13 +170,32 @@ class HostBackend:
             longest, slots = longest + self.scheduler.params.max_new_tokens, max(slots, self.rows.num_rows)
         self.prefix.reserve(slots, longest, longest)
 
-    def _layout(self, own_lengths: np.ndarray, positions: np.ndarray, chunks: list[Chunk]) -> StepLayout | StepTokens:
+    def _by_adapter(self) -> np.ndarray:
+        """The rows. Where the compiled kernels take them in any order, rows with equal adapters are neighbours."""
+        if not isinstance(self.dense, CpuForward) or len(self.adapters) < 2:
+            return np.arange(self.rows.end)
+        return np.argsort(self._adapter_numbers(self.rows.groups[: self.rows.end]), kind="stable")
+
+    def _token_adapters(self, rows: np.ndarray, chunks: list[tuple[Group, Chunk]]) -> TokenAdapters | None:
+        if not self.adapters:
+            return None
+        of_rows = self._adapter_numbers(self.rows.groups[: self.rows.end])[rows]
+        of_chunks = np.repeat(self._adapter_numbers([g for g, _ in chunks]), [c.end - c.start for _, c in chunks])
+        return TokenAdapters(list(self.adapters.values()), np.concatenate([of_rows, of_chunks]))
+
+    def _adapter_numbers(self, groups: Sequence[Group | None]) -> np.ndarray:
+        return np.array([self._numbers[g.request.adapter] for g in groups if g is not None], dtype=np.int64)
+
+    def _layout(
+        self, rows: np.ndarray, own_lengths: np.ndarray, positions: np.ndarray, chunks: list[Chunk]
+    ) -> StepLayout | StepTokens:
         num_rows, shared = self.rows.end, self.scheduler.shared
         if isinstance(self.dense, CpuForward):
             if not isinstance(self._decoding, DecodeTiles):
                 slots, lengths = self._row_prompts() if shared else (None, None)
+                slots = None if slots is None else slots[rows]
                 of_rows = None if slots is None or lengths is None else lengths[slots]
-                self._decoding = self.dense.tiles(num_rows, slots, of_rows)
+                self._decoding = self.dense.tiles(rows, slots, of_rows)
             assert isinstance(self.own, BlockStore)
             assert isinstance(self.prefix, BlockStore)
             stores, most = (self.own, self.prefix), self.dense.max_tile
@@ -190,6 +222,7 @@ class HostBackend:
         completed: list[int],
         layout: StepLayout | StepTokens,
         media: list[PlacedMedia],
+        adapters: TokenAdapters | None,
     ) -> torch.Tensor:
         """[rows + completed, vocab]: logits after the decode rows and after the tokens at `completed`."""
         tokens = torch.from_numpy(np.concatenate(ids)).to(self.device)
@@ -198,7 +231,7 @@ class HostBackend:
         if len(ids) > 1:
             keep = torch.tensor([*range(len(ids[0])), *completed], dtype=torch.int64, device=self.device)
         if self.dense is not None:
-            return self.dense.logits(tokens, positions, keep, layout)  # type: ignore[arg-type]
+            return self.dense.logits(tokens, positions, keep, layout, adapters)  # type: ignore[arg-type]
         settings = {"layout": layout, "use_cache": False, "logits_to_keep": 0 if keep is None else keep}
         if not self.reads_images:
             logits: torch.Tensor = self.module(input_ids=tokens[None], position_ids=positions[None], **settings).logits

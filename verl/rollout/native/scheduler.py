@@ -221,7 +221,8 @@ class Scheduler:
         self.num_preempted += 1
 
     def _place(self, started: list[tuple[Group, int]]) -> np.ndarray:
-        ordinals = torch.tensor([g.request.ordinal for g, _ in started])
+        requests = [g.request for g, _ in started]
+        ordinals = torch.tensor([r.ordinal if r.random_ordinal is None else r.random_ordinal for r in requests])
         numbers = torch.tensor([g.request.first_sample + s for g, s in started])
         keys = sample_keys(self.params.seed, self.step_number, ordinals, numbers).tolist()
         rows = [
