@@ -60,8 +60,8 @@ class Faults:
 
 
 @contextmanager
-def running(bench, folder, tenants=None):
-    """A service of `bench` on a free port of this machine."""
+def running(bench, folder, tenants=None, certificate=None):
+    """A service of `bench` on a free port of this machine, with TLS where there are files of a certificate and its key."""
     import uvicorn
 
     path = str(bench.engine._trained.base)
@@ -71,8 +71,9 @@ def running(bench, folder, tenants=None):
         checkpoints = Checkpoints(folder, path, bench.engine.device)
         service = Service(bench, checkpoints, RequestJournal(folder, path), [path], tenants)
         faults = Faults(application(service))
-        box["server"] = uvicorn.Server(uvicorn_config(faults))
-        box["served"] = Served(f"http://127.0.0.1:{listening.getsockname()[1]}", service, faults)
+        box["server"] = uvicorn.Server(uvicorn_config(faults, certificate))
+        scheme = "http" if certificate is None else "https"
+        box["served"] = Served(f"{scheme}://127.0.0.1:{listening.getsockname()[1]}", service, faults)
         ready.set()
         await box["server"].serve(sockets=[listening])
 

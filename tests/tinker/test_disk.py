@@ -1,6 +1,7 @@
 """The disk of the service: full, cleaned up, shared between checkpoints and samplers, and locked against a second service."""
 
 import errno
+import json
 import os
 import time
 
@@ -97,6 +98,12 @@ def test_a_model_has_a_run_folder(served, tmp_path, capsys):
     assert "at step 2" in capsys.readouterr().out
     assert main(["view", str(folder), "--export", str(tmp_path / "pages")]) == 0
     assert list((tmp_path / "pages").rglob("*.html"))
+    (row,) = map(json.loads, (folder / "samples/train/step_000002.jsonl").read_text().splitlines())
+    assert len(row["response_ids"]) == len(row["train_log_probs"]) == len(row["weights"])
+    spans = [json.loads(line) for line in (folder / "spans.jsonl").read_text().splitlines()]
+    assert [span["name"] for span in spans if span["step"] == 2] == ["forward_backward", "optim_step"]
+    timeline = [json.loads(line) for line in (folder / "timeline.jsonl").read_text().splitlines()]
+    assert timeline[-1]["phases"]["update"] > 0
 
 
 def test_weights_are_shared_with_and_without_links(tmp_path, monkeypatch):

@@ -54,7 +54,8 @@ def steps(folder, path):
     model = folder / "models" / path.split("/")[2]
     assert read_progress(model).step == len(list(read_metrics(model / "metrics.jsonl")))
     return [
-        {name: value for name, value in row.items() if name != "time"} for row in read_metrics(model / "metrics.jsonl")
+        {name: value for name, value in row.items() if not name.startswith("tim")}
+        for row in read_metrics(model / "metrics.jsonl")
     ]
 
 

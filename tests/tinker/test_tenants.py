@@ -2,9 +2,13 @@
 
 import hashlib
 import json
+import shutil
 import socket
+import ssl
+import subprocess
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -248,8 +252,17 @@ HOSTILE = {  # route, body with M for the model and S for the sampler, headers
 }  # fmt: skip
 
 
+def memory(field):
+    """VmRSS or VmHWM of this process in MiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) >> 10 for line in lines if line.startswith(field))
+
+
 def test_hostile_requests_are_answered_with_a_sentence_and_train_nothing(shared):
+    """Nor do the sizes that they name take memory: the largest body alone has 64 MiB."""
     assert len(HOSTILE) >= 40
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM is VmRSS from here on
+    before_mib = memory("VmRSS")
     model, owner = model_of(shared, "tml-ada")
     adapter = shared.service.models[model].adapter
     before = {key: value.clone() for key, value in adapter.weights.tensors.items()}
@@ -266,6 +279,7 @@ def test_hostile_requests_are_answered_with_a_sentence_and_train_nothing(shared)
         assert 400 <= answer.status_code < 500, (name, answer.status_code, answer.text)
         assert answer.json()["detail"].endswith("."), (name, answer.text)
         assert "Traceback" not in answer.text
+    assert memory("VmHWM") - before_mib < 256
     assert adapter is shared.service.models[model].adapter
     assert not adapter.gradients
     assert all((before[key] == value).all() for key, value in adapter.weights.tensors.items())
@@ -281,6 +295,48 @@ def test_hostile_requests_are_answered_with_a_sentence_and_train_nothing(shared)
     answers = [post(shared, route, b"", method="GET") for route, _ in unknown]
     assert [answer.status_code for answer in answers] == [status for _, status in unknown]
     assert all(answer.json()["detail"] for answer in answers)
+
+
+def test_a_tenant_sees_its_own_queues_and_models(shared):
+    model, _ = model_of(shared, "tml-ada")
+    waits = post(shared, "forward_backward", rows(model, 2, [datum(0, length=9)]), media=PROTOBUF)
+    assert waits.status_code == 200  # until request 1 comes
+    status = {key: post(shared, "status", b"", key, method="GET").json() for key in ("tml-ada", "tml-bob", "tml-ops")}
+    assert status["tml-ada"]["tenants"]["ada"]["waiting_tokens"] >= 9
+    assert {"model_id": model, "tenant": "ada", "rank": 4, "num_steps": 0} in status["tml-ada"]["models"]
+    assert "ada" not in str(status["tml-bob"])
+    assert {"ada", "bob"} >= set(status["tml-ops"]["tenants"]) >= {"ada"}
+    answer = httpx.get(f"{shared.url}/api/v1/metrics", headers={"authorization": "Bearer tml-ada"})
+    assert 'verl_tinker_waiting_requests{tenant="ada"}' in answer.text
+    assert httpx.get(f"{shared.url}/api/v1/metrics").status_code == 401
+    post(shared, "forward_backward", rows(model, 1), media=PROTOBUF)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here, which makes the certificate")
+def test_a_self_signed_certificate_protects_requests(bench, tmp_path):
+    files = tuple(str(tmp_path / name) for name in ("cert.pem", "key.pem"))
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:P-256",
+        "-nodes",
+        "-days",
+        "2",
+    ]
+    names = ["-subj", "/CN=verl", "-addext", "subjectAltName=IP:127.0.0.1", "-out", files[0], "-keyout", files[1]]
+    subprocess.run([*command, *names], check=True, capture_output=True, timeout=30)
+    with running(bench, tmp_path / "served", certificate=files) as served:
+        trusting = ssl.create_default_context(cafile=files[0])
+        url = f"{served.url}/api/v1/healthz"
+        assert httpx.get(url, verify=trusting).json() == {"status": "ok"}
+        with pytest.raises(httpx.ConnectError, match="(?i)certificate"):
+            httpx.get(url)
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(url.replace("https", "http"))
 
 
 def address(served):

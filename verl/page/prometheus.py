@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 def exposition(site: Site, labels: Mapping[str, str]) -> str:
     """verl_{metric}{run="..."} of the newest step that has it, for all runs; also verl_step, verl_total_steps, verl_running
     and verl_seconds_since_step."""
-    samples: dict[str, list[str]] = {}
+    samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
     for key, view in site.views.items():
         run = view.run
         run.refresh()
@@ -31,13 +31,18 @@ def exposition(site: Site, labels: Mapping[str, str]) -> str:
             "seconds_since_step": None if written is None else max(time.time() - written, 0.0),
         }  # fmt: skip
         metrics = {name: series.last for name, series in run.metrics.items()}
-        shown = _labels({"run": key, **labels})
+        shown = {"run": key, **labels}
         for name, value in {**metrics, **facts}.items():
             if value is not None:
-                samples.setdefault(f"verl_{_NAME.sub('_', name)}", []).append(f"{shown} {value!r}")
-    lines = [
-        f"# TYPE {name} gauge\n" + "".join(f"{name}{v}\n" for v in values) for name, values in sorted(samples.items())
-    ]
+                samples.setdefault(name, []).append((shown, value))
+    return gauges(samples)
+
+
+def gauges(samples: Mapping[str, Iterable[tuple[Mapping[str, str], float]]]) -> str:
+    """The text of verl_{name}{labels} value, for all (labels, value) of each name."""
+    lines = []
+    for name, values in sorted((f"verl_{_NAME.sub('_', name)}", values) for name, values in samples.items()):
+        lines += [f"# TYPE {name} gauge\n", *(f"{name}{_labels(labels)} {value!r}\n" for labels, value in values)]
     return "".join(lines)
 
 

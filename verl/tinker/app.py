@@ -46,7 +46,7 @@ def application(service: Service) -> Starlette:
     run, checkpoint = "training_runs/{model_id}", "training_runs/{model_id}/checkpoints/{checkpoint_id:path}"
     table: list[tuple[str, list[str], Handler]] = [
         ("healthz", get, routes.health), ("client/config", post, routes.config),
-        ("client/dynamic_config", post, routes.nothing),
+        ("client/dynamic_config", post, routes.nothing), ("status", get, routes.status), ("metrics", get, routes.metrics),
         ("get_server_capabilities", get, routes.capabilities), ("create_session", post, routes.create_session),
         ("session_heartbeat", post, routes.heartbeat), ("sessions/{session_id}/finish", post, routes.finish),
         ("telemetry", post, routes.telemetry), ("create_model", post, models.create_model),
@@ -121,7 +121,8 @@ async def _answer(service: Service, route: str, handler: Handler, request: Reque
 
 async def _call(service: Service, route: str, request: Request) -> ClientCall:
     is_open = route == "healthz"
-    tenant = Tenant() if is_open else service.tenants.of_key(request.headers.get("x-api-key", ""))
+    bearer = request.headers.get("authorization", "").removeprefix("Bearer ")  # as Prometheus sends a key
+    tenant = Tenant() if is_open else service.tenants.of_key(request.headers.get("x-api-key", bearer))
     try:
         sent = await asyncio.wait_for(_body(request), _BODY_S)
     except asyncio.TimeoutError as error:

@@ -33,12 +33,12 @@ from verl.engines.adapters import Adapter
 from verl.models.adapter_weights import AdapterWeights
 from verl.models.lora import CONFIG_FILE, WEIGHTS_FILE, own_names, peft_names
 from verl.tinker.records import RefusedRequest
-from verl.tracking.files import append_rows, sync_folder, truncate_rows, write_atomically
+from verl.tracking.files import sync_folder, write_atomically
 
 KINDS: dict[str, Literal["training", "sampler"]] = {"weights": "training", "sampler_weights": "sampler"}
 log = logging.getLogger(__name__)
 
-_EXPIRES, _STATES, _METRICS = "expires", "states", "metrics.jsonl"
+_EXPIRES, _STATES = "expires", "states"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,127}")
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9:_-]{0,127}")
 
@@ -89,14 +89,14 @@ class Checkpoints:
 
     def register(self, model_id: str, facts: Mapping[str, Any]) -> None:
         """Write down a model as it was created, once."""
-        if (self._model_folder(model_id) / "model.json").is_file():
+        if (self.run_folder(model_id) / "model.json").is_file():
             return
-        self._model_folder(model_id).mkdir(parents=True, exist_ok=True)
-        write_atomically(self._model_folder(model_id) / "model.json", json.dumps(facts))
+        self.run_folder(model_id).mkdir(parents=True, exist_ok=True)
+        write_atomically(self.run_folder(model_id) / "model.json", json.dumps(facts))
 
     def facts(self, model_id: str) -> dict[str, Any]:
         """The content that `register` wrote."""
-        file = self._model_folder(model_id) / "model.json"
+        file = self.run_folder(model_id) / "model.json"
         if not file.is_file():
             raise RefusedRequest(f"There is no training run {model_id!r}.", 404)
         return {"tenant": "local", **read_document(file)}
@@ -163,31 +163,20 @@ class Checkpoints:
 
     def save_state(self, model_id: str, seq_id: int, adapter: Adapter) -> None:
         """Save a model as it is after its request `seq_id`, for a restart of the service."""
-        self._write(self._model_folder(model_id) / _STATES / str(seq_id), adapter, {}, optimizer=True)
+        self._write(self.run_folder(model_id) / _STATES / str(seq_id), adapter, {}, optimizer=True)
 
     def newest_state(self, model_id: str) -> int | None:
         """The request after which the newest complete state of a model was saved; None without one."""
-        folders = [f for f in (self._model_folder(model_id) / _STATES).glob("[0-9]*") if find_damage(f) is None]
+        folders = [f for f in (self.run_folder(model_id) / _STATES).glob("[0-9]*") if find_damage(f) is None]
         return max((int(folder.name) for folder in folders), default=None)
 
     def load_state(self, model_id: str, seq_id: int) -> Adapter:
         """The inverse of `save_state`."""
-        return self._adapter(self._model_folder(model_id) / _STATES / str(seq_id), optimizer=True)
-
-    def add_metrics(self, model_id: str, row: Mapping[str, float]) -> None:
-        """Append the metrics of an optimizer step, for `verl show` and `verl view`; a full disk loses them."""
-        try:
-            append_rows(self._model_folder(model_id) / _METRICS, [row])
-        except OSError as error:
-            log.warning("The metrics of a step of %s are lost: %s", model_id, error)
-
-    def rewind_metrics(self, model_id: str, num_steps: int) -> None:
-        """Drop the metrics of steps after `num_steps`, which the model takes again."""
-        truncate_rows(self._model_folder(model_id) / _METRICS, num_steps)
+        return self._adapter(self.run_folder(model_id) / _STATES / str(seq_id), optimizer=True)
 
     def drop_states(self, model_id: str, before: int | None = None) -> None:
         """Remove the states of a model, or the ones before a request."""
-        for folder in (self._model_folder(model_id) / _STATES).glob("*"):
+        for folder in (self.run_folder(model_id) / _STATES).glob("*"):
             if before is None or not folder.name.isdigit() or int(folder.name) < before:
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -255,7 +244,8 @@ class Checkpoints:
         owners = {name: self.facts(name)["tenant"] == tenant for name in self.models()}
         return sum(saved.num_bytes() for saved in self.listed() if owners.get(saved.model_id))
 
-    def _model_folder(self, model_id: str) -> Path:
+    def run_folder(self, model_id: str) -> Path:
+        """The folder of a model. Raises RefusedRequest for what is no name of one."""
         if not _MODEL.fullmatch(model_id):
             raise RefusedRequest(f"There is no training run {model_id[:200]!r}.", 404)
         return self.root / model_id
@@ -266,4 +256,4 @@ class Checkpoints:
                 f"{f'{kind}/{name}'[:200]!r} names no checkpoint: give {' or '.join(KINDS)}, a slash, and letters, digits "
                 "or . _ = -."
             )
-        return self._model_folder(model_id) / kind / name
+        return self.run_folder(model_id) / kind / name

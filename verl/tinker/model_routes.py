@@ -16,6 +16,7 @@ from verl.models.optim import AdamStep
 from verl.tinker.call import ClientCall, as_answer, read_message
 from verl.tinker.checkpoints import SavedAdapter
 from verl.tinker.codec import PROTOBUF, training_message, training_request, training_result
+from verl.tinker.model_run import ModelRun
 from verl.tinker.queues import SLICE_TOKENS, RequestFuture, WireAnswer
 from verl.tinker.records import Datum, RefusedRequest, TrainingOutput, TrainingRequest
 from verl.tinker.routes import check_room, checked_ttl
@@ -72,7 +73,8 @@ class ModelRoutes:
         metadata = {str(k): str(v) for k, v in (asked.user_metadata or {}).items()} or None
         facts = {"model_id": model_id, "base_model": base, "rank": rank, "parts": parts, "tenant": tenant.name}
         self.service.checkpoints.register(model_id, {**facts, "created": time.time(), "user_metadata": metadata})
-        model = ServedModel(model_id, asked.session_id, tenant, base, rank)
+        run = ModelRun(self.service.checkpoints.run_folder(model_id), self.service.bench.tokenizer)
+        model = ServedModel(model_id, asked.session_id, tenant, base, rank, run)
         model.unsaved_s = float("inf") if isinstance(asked, types.LoadWeightsRequest) else 0.0
         return self.service.add_model(call, model, make, as_answer(answer))
 
@@ -107,10 +109,12 @@ class ModelRoutes:
             rows, tokens = [*rows, datum], tokens + len(datum.tokens)
             is_last = number == len(request.data)
             if is_last or tokens + len(request.data[number].tokens) > SLICE_TOKENS:
-                output = self.service.bench.forward_backward(model.trained(), replace(request, data=rows))
-                log_probs, rows, tokens = log_probs + output.log_probs, [], 0
+                with model.run.spans("forward" if request.forward_only else "forward_backward"):
+                    output = self.service.bench.forward_backward(model.trained(), replace(request, data=rows))
                 if not request.forward_only:
                     model.loss += output.metrics["loss:sum"]
+                    model.run.add(request.loss, rows, output.log_probs)
+                log_probs, rows, tokens = log_probs + output.log_probs, [], 0
                 metrics = {name: metrics.get(name, 0.0) + value for name, value in output.metrics.items()}
                 if not is_last:
                     yield None
@@ -130,10 +134,11 @@ class ModelRoutes:
         adapter = model.trained()
         if model.failed:
             raise RefusedRequest(f"A forward_backward of this step failed ({model.failed}), so no step was taken.")
-        metrics = self.service.bench.optim_step(adapter, values)
+        with model.run.spans("optim_step"):
+            metrics = self.service.bench.optim_step(adapter, values)
         row = {"actor/loss": model.loss, "actor/lr": values.learning_rate, "perf/total_num_tokens": model.num_tokens}
         row |= {"step": adapter.num_steps, "time": time.time(), "actor/grad_norm": metrics["grad_norm"]}
-        self.service.checkpoints.add_metrics(model.model_id, row)
+        model.run.end_step(adapter.num_steps, row)
         model.drop_gradients()
         return as_answer(types.OptimStepResponse(metrics=metrics))
 
@@ -158,7 +163,8 @@ class ModelRoutes:
                 return as_answer(types.SaveWeightsForSamplerResponseInternal(path=saved.uri))
             sampler_id, snapshots = f"{model.session_id}:sample:{asked.sampling_session_seq_id}", self.service.snapshots
             with snapshots.lock:
-                digest = snapshots.write(model.trained().weights)
+                with model.run.spans("save"):
+                    digest = snapshots.write(model.trained().snapshot())
                 self.service.add_sampler(
                     ServedSampler(sampler_id, model.session_id, model.tenant, model.base_model, digest)
                 )
@@ -187,9 +193,10 @@ class ModelRoutes:
             raise RefusedRequest(
                 f"The limit of this API key is {most} bytes of checkpoints. Delete some, and save again."
             )
-        return checkpoints.save(
-            model.model_id, kind, name, adapter, overwrite=overwrite, notes=notes, ttl_s=asked.ttl_seconds
-        )
+        with model.run.spans("save"):
+            return checkpoints.save(
+                model.model_id, kind, name, adapter, overwrite=overwrite, notes=notes, ttl_s=asked.ttl_seconds
+            )
 
     async def load_weights(self, call: ClientCall) -> Any:
         asked = read_message(call, types.LoadWeightsRequest)
@@ -208,7 +215,7 @@ class ModelRoutes:
         def work() -> WireAnswer:
             model.adapter, model.unsaved_s = load(), float("inf")
             model.drop_gradients()
-            checkpoints.rewind_metrics(model.model_id, model.adapter.num_steps)
+            model.run.rewind(model.adapter.num_steps)
             return as_answer(answer)
 
         def prepare() -> Work:

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from tinker import types
 
 from verl.models.lora import WEIGHTS_FILE
+from verl.page.prometheus import gauges
 from verl.tinker.call import ClientCall, read_message
 from verl.tinker.checkpoints import KINDS, SavedAdapter
 from verl.tinker.codec import sampling_request
@@ -71,6 +72,17 @@ class Routes:
         ):  # else the answer of the first request was lost
             self.service.finish(call.path["session_id"])
         return Response(status_code=204)
+
+    async def status(self, call: ClientCall) -> Any:
+        return self.service.status(call.tenant)
+
+    async def metrics(self, call: ClientCall) -> Any:
+        status, samples = self.service.status(call.tenant), dict[str, list[tuple[dict[str, str], float]]]()
+        for tenant, counts in status["tenants"].items():
+            for name, count in counts.items():
+                samples.setdefault(f"tinker_{name}", []).append(({"tenant": tenant}, count))
+        samples["tinker_paused"] = [({}, int(bool(status["paused"])))]
+        return Response(gauges(samples), media_type="text/plain; version=0.0.4")
 
     async def telemetry(self, call: ClientCall) -> Any:
         return types.TelemetryResponse(status="accepted")

@@ -42,12 +42,12 @@ def computed_rows(data: Sequence[Datum], loss: str) -> list[ComputedRow]:
     """The rows to compute. The last position of a datum predicts a token that is no input: 0 stands in for it."""
     families: dict[tuple[bytes, ...], list[int]] = {}
     for number, datum in enumerate(data):
-        length = _shared_length(datum, loss)
+        length = prompt_length(datum, loss)
         key = [datum.tokens[:length], *(values[: length - 1] for values in datum.inputs.values())]
         families.setdefault(tuple(values.tobytes() for values in key), []).append(number)
     rows = []
     for members in families.values():
-        length = _shared_length(data[members[0]], loss) if len(members) > 1 else 1
+        length = prompt_length(data[members[0]], loss) if len(members) > 1 else 1
         if length > 1:
             tokens = data[members[0]].tokens
             rows.append(ComputedRow(members, 0, tokens[:1], tokens[1:length]))
@@ -57,7 +57,7 @@ def computed_rows(data: Sequence[Datum], loss: str) -> list[ComputedRow]:
     return rows
 
 
-def _shared_length(datum: Datum, loss: str) -> int:
+def prompt_length(datum: Datum, loss: str) -> int:
     """Tokens up to the first that counts; 1 where none does."""
     if loss not in _COUNTS:
         return 1

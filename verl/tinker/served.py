@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from verl.engines.adapters import Adapter
+from verl.tinker.model_run import ModelRun
 from verl.tinker.queues import Ordered, WireAnswer
 from verl.tinker.records import RefusedRequest, SamplingRequest
 from verl.tinker.tenants import Tenant
@@ -31,6 +32,7 @@ class ServedModel:
     tenant: Tenant
     base_model: str
     rank: int
+    run: ModelRun
     adapter: Adapter | None = None
     failed: str = ""
     loss: float = 0.0
@@ -53,6 +55,7 @@ class ServedModel:
     def drop_gradients(self, _: str = "") -> None:
         """Begin the next optimizer step."""
         self.failed, self.loss, self.num_tokens = "", 0.0, 0
+        self.run.discard()
         if self.adapter is not None:
             self.adapter.discard()
 

@@ -41,6 +41,7 @@ KEEP_ANSWERS_S = 900.0  # after an answer is there
 SESSION_S = 1800.0  # without a heartbeat
 IDLE_SAMPLER_S = 6 * 3600.0  # without a request
 RETRY_S = 2
+_COUNTED = ("models", "samplers", "waiting_requests", "waiting_tokens")
 
 
 class Service:
@@ -164,6 +165,30 @@ class Service:
             raise RefusedRequest(f"There is no base model {str(name)[:200]!r} here; there is {', '.join(self.names)}.")
         return name
 
+    def status(self, tenant: Tenant) -> dict[str, Any]:
+        """Tenants that the tenant sees, with their models, samplers and waiting requests, and the models that train. `paused`
+        says why answers wait."""
+        counts: dict[str, dict[str, int]] = {}
+        waiting = [future for future in list(self.futures.values()) if future.answer is None]
+        listed = [
+            *(("models", model.tenant.name, 1) for model in self.models.values()),
+            *(("samplers", sampler.tenant.name, 1) for sampler in list(self.samplers.values())),
+            *(("waiting_requests", future.tenant, 1) for future in waiting),
+            *(("waiting_tokens", future.tenant, future.tokens) for future in waiting),
+        ]
+        for kind, owner, count in listed:
+            row = counts.setdefault(owner, dict.fromkeys(_COUNTED, 0))
+            row[kind] += count
+        models = [
+            {
+                "model_id": model.model_id, "tenant": model.tenant.name, "rank": model.rank,
+                "num_steps": 0 if model.adapter is None else model.adapter.num_steps,
+            }
+            for model in self.models.values() if tenant.sees(model.tenant.name)
+        ]  # fmt: skip
+        owned = {name: row for name, row in sorted(counts.items()) if tenant.sees(name)}
+        return {"tenants": owned, "models": models, "paused": self.computer.paused}
+
     # -- requests ---------------------------------------------------------------------------------------------------------
 
     def add_model(
@@ -182,7 +207,7 @@ class Service:
 
         def create() -> WireAnswer:
             model.adapter = make()
-            self.checkpoints.rewind_metrics(model.model_id, model.adapter.num_steps)
+            model.run.rewind(model.adapter.num_steps)
             return answer
 
         self._lanes.put(model.model_id, self._job(model, 0, future, Work(at_once(create), changes=True)))

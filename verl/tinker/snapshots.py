@@ -36,7 +36,7 @@ class Snapshots:
         self._loaded: OrderedDict[str, AdapterWeights] = OrderedDict()
 
     def write(self, weights: AdapterWeights) -> str:
-        """Save weights: their digest."""
+        """Save weights, which stay as they are from now on: their digest."""
         temporary = self.root / f".{os.getpid()}.tmp"
         temporary.unlink(missing_ok=True)
         try:
@@ -45,6 +45,7 @@ class Snapshots:
         finally:
             temporary.unlink(missing_ok=True)
         sync_folder(self.root)
+        self._remember(digest, self._loaded.get(digest, weights))
         return digest
 
     def link(self, file: Path, digest: str) -> None:
@@ -66,11 +67,15 @@ class Snapshots:
                 raise RefusedRequest("The weights of this sampler are not on the server's disk any more.", 404)
             tensors = {name: tensor.to(self.device) for name, tensor in own_names(read_tensors(file)).items()}
             rank = next(value.shape[0] for name, value in tensors.items() if name.endswith(".lora_A"))
-            self._loaded[digest] = AdapterWeights(rank, tensors)
+            return self._remember(digest, AdapterWeights(rank, tensors))
+        return self._remember(digest, self._loaded[digest])
+
+    def _remember(self, digest: str, weights: AdapterWeights) -> AdapterWeights:
+        self._loaded[digest] = weights
         self._loaded.move_to_end(digest)
         while len(self._loaded) > _MOST_IN_MEMORY:
             self._loaded.popitem(last=False)
-        return self._loaded[digest]
+        return weights
 
     def remove_unused(self, used: Collection[str]) -> None:
         """Remove the files that no sampler of `used` names."""
