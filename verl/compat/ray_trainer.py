@@ -41,7 +41,7 @@ class RayPPOTrainer:
     config: the tree that was given, completed by the defaults. global_steps: the step in progress, which a `fit` counts.
     """
 
-    async_rollout_mode, ref_in_actor = True, False  # either choice of a fit leads to the same calls
+    async_rollout_mode = ref_in_actor = False  # either choice of a fit leads to the same calls
 
     def __init__(
         self,
