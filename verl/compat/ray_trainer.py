@@ -70,6 +70,7 @@ class RayPPOTrainer:
         self._loaded = loaded_config(config)
         self.config = _completed(self._loaded.config, config)
         self.tokenizer, self.processor = tokenizer, processor
+        self.train_dataset, self.val_dataset = train_dataset, val_dataset
         self.reward_fn, self.val_reward_fn = reward_fn, val_reward_fn
         self.role_worker_mapping = role_worker_mapping or {}
         self.device_name = device_name or self._loaded.config.trainer.device
