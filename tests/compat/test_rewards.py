@@ -183,12 +183,13 @@ class TestOfAConfig:
         assert manager(batch).sum(1).tolist() == [1, -1]
 
     def test_scores_of_a_batch(self, batch):
-        from verl.trainer.ppo.reward import extract_reward
+        from verl.trainer.ppo.reward import compute_reward, extract_reward
 
         batch.batch["rm_scores"] = torch.ones(2, 4)
         batch.non_tensor_batch["acc"] = np.array([1, 0], dtype=object)
         batch.meta_info["reward_extra_keys"] = ["acc"]
         scores, extra = extract_reward(batch)
+        assert compute_reward(batch, None)[0] is scores
         assert scores.sum() == 8
         assert list(extra["acc"]) == [1, 0]
 

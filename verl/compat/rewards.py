@@ -49,8 +49,11 @@ def load_reward_manager(config: object, tokenizer: Any, num_examine: int = 0, **
     )
 
 
-def compute_reward(data: DataProto, reward_fn: AbstractRewardManager) -> tuple[torch.Tensor, dict[str, Any]]:
-    """(rewards [batch, response], other results of the function: name -> one value per row)."""
+def compute_reward(data: DataProto, reward_fn: AbstractRewardManager | None) -> tuple[torch.Tensor, dict[str, Any]]:
+    """(rewards [batch, response], other results of the function: name -> one value per row). Without a function: the scores
+    that the batch has."""
+    if reward_fn is None:
+        return extract_reward(data)
     outputs: Any = reward_fn(data, return_dict=True)
     return outputs["reward_tensor"], dict(outputs.get("reward_extra_info", {}))
 
