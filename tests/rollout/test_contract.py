@@ -94,18 +94,25 @@ def test_sampled_log_probs_equal_a_plain_forward(name, family, load, make_engine
         assert torch.allclose(torch.tensor(c.log_probs), expected, atol=1e-4)
 
 
-def test_samples_are_the_native_ones(name, make_engine):
+@pytest.fixture(scope="module")
+def tokens_at_once(make_engine):
+    """`tokens_at_once(name, params, step)`: the samples of an engine that has room for all of them."""
+    return functools.cache(
+        lambda name, params, step: tokens_of(make_engine(name).generate(make_prompts(LENGTHS), params, step=step))
+    )
+
+
+def test_samples_are_the_native_ones(name, make_engine, tokens_at_once):
     """The uniform number is a function of (seed, step, ordinal, sample, weights): not of the engine."""
-    prompts = make_prompts(LENGTHS)
     params = SamplingParams(n=2, temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, max_new_tokens=16)
-    drawn = make_engine(name, max_num_seqs=12).generate(prompts, params, step=5)
-    assert tokens_of(drawn) == tokens_of(make_engine("native").generate(prompts, params, step=5))
+    drawn = make_engine(name, max_num_seqs=12).generate(make_prompts(LENGTHS), params, step=5)
+    assert tokens_of(drawn) == tokens_at_once("native", params, 5)
 
 
-def test_a_sample_does_not_depend_on_the_batch(name, slots, budget, make_engine):
+def test_a_sample_does_not_depend_on_the_batch(name, slots, budget, make_engine, tokens_at_once):
     prompts = make_prompts(LENGTHS)
     params = SamplingParams(n=3, temperature=1.0, max_new_tokens=12)
-    whole = tokens_of(make_engine(name).generate(prompts, params, step=1))
+    whole = tokens_at_once(name, params, 1)
     engine = make_engine(name, max_num_seqs=slots, max_num_batched_tokens=budget)
     assert tokens_of(engine.generate(prompts[::-1], params, step=1)) == whole
     assert tokens_of(engine.generate(prompts[2:4], params, step=1)).items() <= whole.items()
