@@ -88,7 +88,7 @@ def _packaged_module(path: str) -> ModuleType | None:
 
 
 _IN_PROCESS = "in_process"
-_referenced: dict[str, Any] = {}  # objects by the reference that `reference_to` has made in this process
+_referenced: dict[str, object] = {}  # objects by the reference that `reference_to` has made in this process
 
 
 def reference_to(obj: object) -> str:

@@ -74,7 +74,7 @@ def write_and_report(role: RoleCheckpoint, folder: Path) -> None:
     """Write `role` to the new folder `folder`, and its records or its error to a file next to it."""
     try:
         records = role.write(folder)
-        outcome: dict[str, Any] = {"records": {name: asdict(record) for name, record in records.items()}}
+        outcome: dict[str, object] = {"records": {name: asdict(record) for name, record in records.items()}}
     except OSError as error:
         outcome = {"errno": error.errno, "error": error.strerror or str(error)}
     except Exception as error:  # noqa: BLE001 - often no caller waits for this; every error must reach the store

@@ -93,7 +93,7 @@ def remove_tree(path: Path) -> None:
 def read_document(path: Path) -> dict[str, Any]:
     """The JSON object in `path`. Raises CheckpointError when there is none."""
     try:
-        document: dict[str, Any] = read_json(path, has())
+        document: dict[str, object] = read_json(path, has())
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a JSON object"
         raise CheckpointError(f"{path} cannot be read ({reason}). Resume from another checkpoint.") from error

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verl.cli.arguments import ConfigArguments, parse
 from verl.cli.check import PROGRAM, schema_asked
@@ -43,7 +43,7 @@ _BESIDE = {
     "(plan.apply=true does so for the run that it starts)",
 }
 _STEPS = {"type": int, "default": 100, "metavar": "N", "help": "steps to simulate (100)"}
-_OPTIONS: Mapping[str, Mapping[str, Any]] = {"--program": PROGRAM, "--json": _JSON, "--simulate": _SIMULATE,
+_OPTIONS: Mapping[str, Mapping[str, object]] = {"--program": PROGRAM, "--json": _JSON, "--simulate": _SIMULATE,
                                            "--beside": _BESIDE, "--steps": _STEPS}  # fmt: skip
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +19,7 @@ def turn_off(module: nn.Module) -> dict[str, float]:
     configs. Returns the configs' former rates.
     """
     rates: dict[str, float] = {}
-    holders: list[Any] = list(module.modules())
+    holders: list[object] = list(module.modules())
     holders += {id(c): c for part in holders for c in _configs(getattr(part, "config", None))}.values()
     for holder in holders:
         for name, value in list(vars(holder).items()):

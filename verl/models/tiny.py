@@ -10,7 +10,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-_FAMILIES: dict[str, dict[str, Any]] = {
+_FAMILIES: dict[str, dict[str, object]] = {
     "llama": {},
     "qwen2": {},
     "qwen3": {"head_dim": 16},

@@ -42,7 +42,7 @@ class Mode:
 
 
 # mode of a script -> {"dispatch_fn": ..., "collect_fn": ...}
-DISPATCH_MODE_FN_REGISTRY: dict[Mode, dict[str, Callable[..., Any]]] = {}
+DISPATCH_MODE_FN_REGISTRY: dict[Mode, dict[str, Callable[..., object]]] = {}
 
 
 class _Modes(type):

@@ -82,7 +82,7 @@ class RunContext:
     broadcast: Callable[[Any], Any]
     check_stop: Callable[[], None]
     spans: Spans
-    log_samples: Callable[[str, int, list[dict[str, Any]]], None]
+    log_samples: Callable[[str, int, list[dict[str, object]]], None]
     total_steps: int = 1
 
 

@@ -53,7 +53,11 @@ class ExperienceBuffer:
             )
         setup = {"max_groups": max_groups, "max_age": max_age, "by": by, "seed": seed}
         groups = StoredGroups(setup)
-        self._calls: dict[str, Callable[..., Any]] = {"put": groups.put, "qsize": groups.qsize, "sample": groups.sample}
+        self._calls: dict[str, Callable[..., object]] = {
+            "put": groups.put,
+            "qsize": groups.qsize,
+            "sample": groups.sample,
+        }
         self._process: EngineProcess | None = None
         if place == "process":
             self._process = EngineProcess(

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -57,7 +57,7 @@ class Batch:
     pending: Future[DataProto] | None = None  # all rows, or longer versions of the rows `resumed`
     pending_step: int = 0
     resumed: np.ndarray | None = None
-    scoring: Future[Any] | None = None  # of a batch that is scored before its turn
+    scoring: Future[object] | None = None  # of a batch that is scored before its turn
 
     def wait(self) -> DataProto:
         """Wait for the pending result; the rows."""

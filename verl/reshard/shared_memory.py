@@ -221,7 +221,7 @@ def read_bucket(
 
 def _lay_out(tensors: Sequence[Named], bucket_bytes: int) -> tuple[list[list[Any]], int]:
     """Entries of name, dtype, shape, offset and nbytes, and the bytes of head and tensors."""
-    entries: list[list[Any]] = []
+    entries: list[list[object]] = []
     end = HEAD_BYTES
     for name, tensor in tensors:
         first = -(-end // _ALIGNMENT) * _ALIGNMENT

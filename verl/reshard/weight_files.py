@@ -70,7 +70,7 @@ def read_files(folder: Path, version: int) -> Iterator[Named]:
 
 
 def _write(draft: Path, version: int, tensors: Iterable[Named], bucket_bytes: int) -> None:
-    entries: list[dict[str, Any]] = []
+    entries: list[dict[str, object]] = []
     num_bytes = 0
     for number, some in enumerate(bucketed(tensors, bucket_bytes)):
         file = f"model-{number:05d}.safetensors"

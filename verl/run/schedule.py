@@ -43,7 +43,7 @@ class DynamicConfigScheduler:
         for number, phase in enumerate(phases):
             _check_phase(number, phase)
         self._phases = sorted(((p["from_step"], dict(p["changes"])) for p in phases), key=lambda phase: phase[0])
-        self._set: dict[str, Any] = {}
+        self._set: dict[str, object] = {}
 
     def set(self, changes: Mapping[str, Any] | None = None, **named: object) -> None:
         """Other values from the next step on, whatever the phases say; not remembered by a run that resumes."""

@@ -17,7 +17,7 @@ class SteppedRun:
     def __init__(self, loaded: LoadedConfig[Any], program: str = "ppo"):
         self.loaded, self.program_name = loaded, program
         self._stack = ExitStack()
-        self._running: Any = None
+        self._running: object = None
         self._closed = False
 
     def step(self) -> dict[str, float] | None:

@@ -55,7 +55,7 @@ class FolderLock:
         self.folder = folder
         self.path = folder / "run.lock"
         self._folder = self._file = -1  # descriptors
-        self._holder: dict[str, Any] = {}
+        self._holder: dict[str, object] = {}
 
     def acquire(self) -> None:
         """Raises ConfigError when a live run, or one on another host, which cannot be checked, holds the folder; OSError when

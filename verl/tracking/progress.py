@@ -60,7 +60,7 @@ class Progress:
     complaints: list[str] = field(default_factory=list)  # the last warnings and errors of the logs
     doing: str = ""  # current phase, from the heartbeat
     doing_s: float | None = None  # seconds in that phase
-    crashes: list[dict[str, Any]] = field(default_factory=list)  # recorded by the supervisor, oldest first
+    crashes: list[dict[str, object]] = field(default_factory=list)  # recorded by the supervisor, oldest first
     samples: Counts | None = None  # None without a readable ledger
     planned: str | None = None  # the measured step next to the step of `verl plan`, where there is a plan
 

@@ -147,7 +147,7 @@ def _compared(
 
 def _states(responses: Tensor, turn_ids: Tensor, index: object) -> list[list[object]]:
     """For each row and turn a label of its group and of the tokens since the turn before it."""
-    states: list[list[Any]] = []
+    states: list[list[object]] = []
     for group, tokens, numbers in zip(labels_of(index), responses.tolist(), turn_ids.tolist(), strict=True):
         labels: list[Any] = []
         between: list[int] = []

@@ -15,7 +15,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 LOG_RATIO_LIMIT = 20.0  # e**20: keeps a ratio finite in float32 and its square too
 
 
-_zero_without_advantage: set[Callable[..., Any]] = set()
+_zero_without_advantage: set[Callable[..., object]] = set()
 
 
 def zero_without_advantage(loss: F) -> F:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from verl.cli.checklist import Subject
 from verl.cli.report import Level, Line, fail, info, passed, skip, warn
@@ -84,7 +83,7 @@ def check_code(subject: Subject) -> Iterator[Line]:
     config = subject.config
     sampler, rollout = config.data.sampler, config.actor_rollout_ref.rollout
     agent, loop = rollout.agent, "actor_rollout_ref.rollout.agent.default_agent_loop"
-    loaders: list[Callable[[], Any]] = [lambda: Stages(config.algorithm.stages or [])]
+    loaders: list[Callable[[], object]] = [lambda: Stages(config.algorithm.stages or [])]
     if sampler.class_path:
         loaders.append(lambda: sampler_class(sampler.class_path, sampler.class_name))
     if runs_agents(config):

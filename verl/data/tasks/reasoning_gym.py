@@ -20,7 +20,7 @@ from verl.errors import DataError, MissingExtraError, nearest
 Item = dict[str, Any]  # question, answer, metadata
 
 # A 135M-parameter model learns these in minutes: it starts near 0.15, and they have 100 to 363 questions each.
-DEFAULT_TASKS: dict[str, dict[str, Any]] = {
+DEFAULT_TASKS: dict[str, dict[str, object]] = {
     "basic_arithmetic": {
         "min_terms": 2,
         "max_terms": 2,

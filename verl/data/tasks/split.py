@@ -40,7 +40,7 @@ def prepare(source: Path, output: Path, *, share: float, key: str, seed: int, ch
     DataError for a row without a prompt, and for fewer than two prompts.
     """
     rows = read_rows(source)
-    by_prompt: dict[str, list[dict[str, Any]]] = {}
+    by_prompt: dict[str, list[dict[str, object]]] = {}
     for place in range(len(rows)):
         row = rows[place]
         if row.get(key) is None:

@@ -58,4 +58,4 @@ def _forget_groups() -> None:
     _world[:] = [dist.group.WORLD]
 
 
-_world: list[Any] = []  # the default group for which DeepSpeed made its own
+_world: list[object] = []  # the default group for which DeepSpeed made its own

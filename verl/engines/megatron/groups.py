@@ -13,7 +13,7 @@ import torch.distributed as dist
 from verl.errors import ConfigError
 from verl.parallel.serialize import from_bytes, to_bytes
 
-_engines: weakref.WeakSet[Any] = weakref.WeakSet()  # engines that use the process groups
+_engines: weakref.WeakSet[object] = weakref.WeakSet()  # engines that use the process groups
 
 
 def computing(device: torch.device) -> contextlib.AbstractContextManager[None]:
@@ -67,4 +67,4 @@ def broadcast_value(value: Any, source: int, group: Any, device: torch.device) -
 
 
 _sizes: dict[str, int | None] = {}
-_world: list[Any] = []  # the default group for which they were made
+_world: list[object] = []  # the default group for which they were made

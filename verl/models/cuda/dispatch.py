@@ -84,5 +84,5 @@ def has_triton() -> bool:
 def load(path: str) -> Callable[..., Any]:
     """The Triton implementation "file:function"; imports triton."""
     file, _, function = path.partition(":")
-    implementation: Callable[..., Any] = getattr(importlib.import_module(f"verl.models.cuda.{file}"), function)
+    implementation: Callable[..., object] = getattr(importlib.import_module(f"verl.models.cuda.{file}"), function)
     return implementation

@@ -60,7 +60,7 @@ class DeviceBackend:
         self.module, self.kernel, self.eager = module, kernel, eager
         self.num_computed = 0
         self.stores: DeviceRows | None = None
-        self._made_for: tuple[Any, ...] = ()  # the settings that stores and graphs were made for
+        self._made_for: tuple[object, ...] = ()  # the settings that stores and graphs were made for
         self._longest_prompt = 0  # that the stores can hold
 
     @staticmethod

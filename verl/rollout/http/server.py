@@ -8,7 +8,6 @@ import os
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 from verl.config import RolloutConfig, full_key
 from verl.errors import DeadlineError, MissingExtraError, ModelError, UnreachableError
@@ -93,7 +92,7 @@ def arguments(config: RolloutConfig, transfer: WeightTransfer, skeleton: object,
     """The arguments of sglang.launch_server. Entries of rollout.engine_kwargs.sglang go before all others."""
     model = transfer.model
     sleeps = config.free_cache_engine and transfer.device.type == "cuda"
-    defaults: dict[str, Any] = {
+    defaults: dict[str, object] = {
         "model_path": model.path,
         "tokenizer_path": model.tokenizer_path or model.path,
         "trust_remote_code": model.trust_remote_code,

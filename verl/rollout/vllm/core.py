@@ -41,7 +41,7 @@ _MOST_IN_FLIGHT = 3  # steps: two scheduled ahead, and one that tells workers of
 class Setup:
     """Arguments of vLLM; plain values, which can be sent to another process."""
 
-    llm: dict[str, Any]  # arguments of vllm.LLM
+    llm: dict[str, object]  # arguments of vllm.LLM
     environment: dict[str, str]  # of the process while vLLM starts
     eos_token_ids: list[int]
     vocab_size: int

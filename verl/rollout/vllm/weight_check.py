@@ -34,7 +34,7 @@ class HeldWeights:
         self._formats = {name: p.dtype for name, p in model.named_parameters()}
         self._sent: dict[str, dict[int, int]] = {}  # sum of each part of a parameter
         self._seen: dict[str, int] = {}
-        self._hooked: list[Any] = []
+        self._hooked: list[object] = []
         for prefix, layer in model.named_modules():
             method = getattr(layer, "quant_method", None)
             if hasattr(method, _HOOK):
