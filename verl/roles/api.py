@@ -203,7 +203,7 @@ class ModelHandle(Protocol):
         the schedule; returns grad_norm and lr."""
         ...
 
-    def follow(self, share: float) -> Any:
+    def follow(self, share: float) -> object:
         """Move a frozen role's weights towards the weights of the role that it follows: own + share (other - own)."""
         ...
 
@@ -213,23 +213,23 @@ class ModelHandle(Protocol):
         """Write the role into the new folder; returns the records of its files by rank, None for ranks that write nothing."""
         ...
 
-    def start_save(self, folder: str) -> Any:
+    def start_save(self, folder: str) -> object:
         """As `save`, on a thread, from a copy."""
         ...
 
-    def finish_save(self, timeout_s: float) -> Any: ...
+    def finish_save(self, timeout_s: float) -> object: ...
 
-    def load(self, checkpoint: str) -> Any:
+    def load(self, checkpoint: str) -> object:
         """Take the state of the role from the checkpoint folder, bit for bit."""
         ...
 
-    def reconfigure(self, changes: Mapping[str, object]) -> Any: ...
+    def reconfigure(self, changes: Mapping[str, object]) -> object: ...
 
-    def start_trace(self, name: str) -> Any:
+    def start_trace(self, name: str) -> object:
         """Start the traces `name`, on the ranks of the role's TraceSpec."""
         ...
 
-    def stop_trace(self) -> Any:
+    def stop_trace(self) -> object:
         """Write the traces that were started."""
         ...
 

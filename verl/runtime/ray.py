@@ -40,7 +40,7 @@ from verl.runtime.ray_cluster import (
     own_device,
     store_value,
 )
-from verl.runtime.ray_process import Packed, Process, answer_call, open_answer, pack, unpack
+from verl.runtime.ray_process import Packed, PackedAnswer, Process, answer_call, open_answer, pack, unpack
 from verl.runtime.ray_scaling import RoleScaling
 from verl.runtime.role_groups import make_groups
 from verl.runtime.worker_group import WorkerGroup
@@ -224,11 +224,11 @@ class RankProcess:
         self.comm: Collectives | None = None
         self.workers: RankWorkers | None = None
 
-    def place(self) -> Any:
+    def place(self) -> PackedAnswer:
         """(node name, address, a free port, process id)."""
         return answer_call(lambda: (socket.gethostname(), own_address(), free_port(), os.getpid()))
 
-    def join(self, meeting: Packed) -> Any:
+    def join(self, meeting: Packed) -> PackedAnswer:
         """Meet the other ranks at the address of the first."""
         return answer_call(lambda: self._join(*unpack(meeting)))
 
@@ -242,14 +242,14 @@ class RankProcess:
             call_timeout_s=max(run.collective_timeout_s, run.call_timeout_s),
         )
 
-    def build(self, task: Packed) -> Any:
+    def build(self, task: Packed) -> PackedAnswer:
         """Make the workers; the facts of the model."""
         return answer_call(lambda: self._build(**unpack(task)))
 
-    def build_added(self, task: Packed) -> Any:
+    def build_added(self, task: Packed) -> PackedAnswer:
         """`build` for a process that meets no other; (node name, process id)."""
 
-        def run() -> Any:
+        def run() -> tuple[str, int]:
             log.info("This process joins a running run.")
             self._build(**unpack(task))
             return socket.gethostname(), os.getpid()
@@ -268,23 +268,23 @@ class RankProcess:
             self.workers = RankWorkers(context, self.comm)
         return self.workers.facts()
 
-    def call(self, role: str, method: str, arguments: Packed, answers: bool) -> Any:
+    def call(self, role: str, method: str, arguments: Packed, answers: bool) -> PackedAnswer:
         """Run a method of a worker; the result of a rank that does not answer for others stays here."""
         assert self.workers is not None
         workers = self.workers
 
-        def run() -> Any:
+        def run() -> object:
             result = workers.call(role, method, *unpack(arguments))
             return result if answers else None
 
         return answer_call(run)
 
-    def score(self, role: str, method: str, arguments: Packed, answers: bool) -> Any:
+    def score(self, role: str, method: str, arguments: Packed, answers: bool) -> PackedAnswer:
         """`call` of a role that exchanges nothing with other ranks, in parallel with a call of another role."""
         assert self.workers is not None
         worker = self.workers.worker(role)
 
-        def run() -> Any:
+        def run() -> object:
             args, kwargs = unpack(arguments)
             with calls(f"{role}.{method}"):
                 result = getattr(worker, method)(*args, **kwargs)
@@ -292,14 +292,14 @@ class RankProcess:
 
         return answer_call(run)
 
-    def sync_weights(self, version: int) -> Any:
+    def sync_weights(self, version: int) -> PackedAnswer:
         """See WeightSync."""
         assert self.workers is not None
         assert self.workers.weights is not None
         weights = self.workers.weights
         return answer_call(lambda: weights.sync(version))
 
-    def rollout_weights(self) -> Any:
+    def rollout_weights(self) -> PackedAnswer:
         """[(name, tensor), ...] that this process generates with, for `load`."""
 
         def run() -> list[tuple[str, torch.Tensor]]:
@@ -311,7 +311,7 @@ class RankProcess:
 
         return answer_call(run)
 
-    def load(self, version: int, place: int, weights: Packed) -> Any:
+    def load(self, version: int, place: int, weights: Packed) -> PackedAnswer:
         """Load `weights` of `version` into an added process, and set its place among the processes that generate."""
 
         def run() -> None:
@@ -328,7 +328,7 @@ class RankProcess:
         log.info("A call is late. The stacks of this process:\n%s", all_stacks())
         return longest_call()
 
-    def end(self) -> Any:
+    def end(self) -> PackedAnswer:
         """End the children of this process."""
         if self.workers is not None:
             self.workers.close()

@@ -19,6 +19,7 @@ from verl.parallel.serialize import decode, encode
 log = logging.getLogger(__name__)
 
 Packed = list[Any]  # the document and the buffers of verl/parallel/serialize.py, which Ray carries without copying
+PackedAnswer = Packed | dict[str, str]  # a packed result, or the class and the text of an error
 
 
 @dataclass
@@ -79,7 +80,7 @@ def unpack(packed: Packed) -> Any:
     return decode(packed[0], [np.asarray(b) for b in packed[1:]])
 
 
-def answer_call(run: Callable[[], object]) -> Any:
+def answer_call(run: Callable[[], object]) -> PackedAnswer:
     """The packed result of `run`, or its error: VerlError as it is, others with their traceback."""
     unblock_sigterm()  # Ray runs calls on several threads
     try:
