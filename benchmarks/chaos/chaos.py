@@ -6,6 +6,7 @@
     python benchmarks/chaos/chaos.py --kills 12 --runtimes ray-scaled --kills-per-run 12   see chaos_scale.py
     python benchmarks/chaos/chaos.py --kills 16 --kills-per-run 3 --before-first-checkpoint 0.34
     python benchmarks/chaos/chaos.py --kills 12 --program preference     DPO; reward_model: a reward model
+    python benchmarks/chaos/chaos.py --kills 12 --program images --runtimes local     prompts with pictures
     python benchmarks/chaos/chaos.py --kills 0 --pressure 24     full disks and lack of memory, see chaos_pressure.py
 
 Each run gets several SIGKILLs; the seed determines their moments and kinds of processes (chaos_task.py). A kill counts when it

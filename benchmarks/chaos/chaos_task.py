@@ -132,6 +132,8 @@ class Program:
 
 PROGRAMS = {
     "ppo": Program("verl.trainer.main_ppo", "actor", PHASES, has_ledger=True, runtimes=tuple(RUNTIMES)),
+    # rows with images; not with agents, since the bits of such a model depend on the rows of a batch
+    "images": Program("verl.trainer.main_ppo", "actor", PHASES, has_ledger=True),
     "preference": Program("verl.trainer.preference_trainer", "model"),
     "reward_model": Program("verl.trainer.rm_trainer", "model"),
 }
@@ -178,12 +180,13 @@ def make_task(
     """Write the files of the task, and the keys that name them."""
     folder.mkdir(parents=True, exist_ok=True)
     if model is None:
-        from verl.models.tiny import make_tiny_model
-
-        model = str(make_tiny_model(folder / "model"))
-    rows = _prompts() if program == "ppo" else _pairs()
+        model = str(_model(folder / "model", program))
+    is_ppo = PROGRAMS[program].has_ledger
+    rows = _prompts() if is_ppo else _pairs()
+    if program == "images":
+        rows = [_with_image(row, i) for i, row in enumerate(rows)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    keys = _ppo_keys(folder, model, dtype) if program == "ppo" else _pair_keys(model, dtype)
+    keys = _ppo_keys(folder, model, dtype) if is_ppo else _pair_keys(model, dtype)
     common = (
         f"data.train_files={folder}/train.jsonl",
         f"data.train_batch_size={PROMPTS}",
@@ -195,6 +198,33 @@ def make_task(
         "trainer.restart_backoff_s=0.05",
     )
     return Task(folder, Path(model), (*keys, *common), steps, warm, PROGRAMS[program])
+
+
+def _model(folder: Path, program: str) -> Path:
+    """A tiny random model."""
+    from verl.models.tiny import make_tiny_model
+
+    if program != "images":
+        return make_tiny_model(folder)
+    sys.path.append(str(Path(__file__).parents[2]))
+    from tests.vision_families import vision_folder
+
+    return vision_folder(folder, "qwen2_vl")
+
+
+def _with_image(row: dict[str, Any], number: int) -> dict[str, Any]:
+    """The row with a picture of its color."""
+    from PIL import Image
+
+    from verl.data.images import image_text
+
+    (message,) = row["prompt"]
+    picture = Image.new("RGB", (56, 28), (10 * number, 99, 255 - 10 * number))
+    return {
+        **row,
+        "prompt": [{**message, "content": f"<image>{message['content']}"}],
+        "images": [image_text(picture, "")],
+    }
 
 
 def _prompts() -> list[dict[str, Any]]:

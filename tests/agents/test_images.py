@@ -12,7 +12,6 @@ from tests.agents.pictures import data_url, picture
 from tests.agents.test_ahead import AHEAD
 from tests.agents.test_exactness import objects
 from tests.agents.test_runs import episodes
-from tests.agents.test_ways import digest
 from tests.letters_task import overrides, write_task
 from tests.models.test_vision import own_log_probs
 from tests.run.conftest import train_run
@@ -141,18 +140,29 @@ def test_log_probs_equal_the_own_forward(family, folder_of, tmp_path):
     assert num_compared >= 3
 
 
+def trained_samples(run):
+    """Tokens, log-probs and score of every sample that trained."""
+    files = sorted(run.folder.glob("samples/train/step_*.jsonl"))
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return sorted((row["ordinal"], row["sample_index"], row["response_ids"], row["log_probs"]) for row in rows)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["tools", "environment", "endpoint"])
 def test_a_resumed_run_has_the_images_of_its_episodes(way, agent_run, ends_after):
-    """Episodes that had paused or waited at the checkpoint."""
-    changes = (*AHEAD, *WAYS[way], "trainer.save_freq=1")
+    """Episodes that had paused or waited at the checkpoint. The bits of a vision model depend on the other rows of a batch, and
+    turns join as tools answer; so tokens are equal, and log-probs within rounding."""
+    parts = f"{ROLLOUT}.partial_rollout={way != 'endpoint'}"
+    changes = (*AHEAD, *WAYS[way], parts, "trainer.save_freq=1")
     whole = agent_run(*changes)
     ends_after(2)
     agent_run(*changes, folder="cut")
     cut = agent_run(*changes, folder="cut")
-    assert digest(cut) == digest(whole)
-    weights = [next(run.folder.glob("global_step_4/actor/**/model.safetensors")).read_bytes() for run in (whole, cut)]
-    assert weights[0] == weights[1]
+    samples = list(zip(trained_samples(cut), trained_samples(whole), strict=True))
+    assert len(samples) == 4 * 12
+    for ours, theirs in samples:
+        assert ours[:3] == theirs[:3]
+        np.testing.assert_allclose(ours[3], theirs[3], rtol=0, atol=1e-4)
 
 
 SENTENCES = {
