@@ -90,12 +90,12 @@ def decode(model: str) -> dict[str, Any]:
     for number in range(ROUNDS + 1):
         for name, weights in batches.items():
             start = time.perf_counter()
-            outputs = bench.sample([(w, prompt(place, 16, 32)) for place, w in enumerate(weights)])
+            outputs = bench.sample([(w, prompt(place, 16, 8)) for place, w in enumerate(weights)])
             count = sum(len(c.token_ids) for output in outputs for c in output.completions)
             if number:  # the first packs the adapters
                 rates[name].append(count / (time.perf_counter() - start))
-    separate = [bench.sample([(w, prompt(place, 16, 32))])[0] for place, w in enumerate(adapters)]
-    together = bench.sample([(w, prompt(place, 16, 32)) for place, w in enumerate(adapters)])
+    separate = [bench.sample([(w, prompt(place, 16, 8))])[0] for place, w in enumerate(adapters)]
+    together = bench.sample([(w, prompt(place, 16, 8)) for place, w in enumerate(adapters)])
     medians = {name: statistics.median(values) for name, values in rates.items()}
     equal = [[(c.token_ids, c.log_probs) for o in outputs for c in o.completions] for outputs in (separate, together)]
     return {
