@@ -17,10 +17,10 @@ import transformers
 import trl
 from child import Channel, run_held
 from datasets import Dataset
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import AutoProcessor, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from weight_probe import WeightProbe
-from workload import Workload, digest, reward_of
+from workload import PLAIN_TEMPLATE, Workload, digest, picture_in, reward_of
 
 
 def config_of(work: Workload, micro_batch: int, settings: dict[str, Any], output: str) -> GRPOConfig:
@@ -48,8 +48,27 @@ def config_of(work: Workload, micro_batch: int, settings: dict[str, Any], output
     )
 
 
-def reward(completions: list[str], **_: Any) -> list[float]:
-    return [reward_of(text) for text in completions]
+def reward(completions: list[Any], **_: Any) -> list[float]:
+    return [reward_of(reply if isinstance(reply, str) else reply[0]["content"]) for reply in completions]
+
+
+def rows_of(work: Workload) -> list[dict[str, Any]]:
+    """A row for each prompt; TRL wants messages where there are pictures."""
+    if not work.images:
+        return [{"prompt": text} for text in work.prompts]
+    return [
+        {"prompt": [{"role": "user", "content": text}], "image": picture_in(url)}
+        for text, url in zip(work.prompts, work.images, strict=True)
+    ]
+
+
+def processor_of(work: Workload) -> Any:
+    """The tokenizer, or with pictures the processor around it and the template of our side."""
+    if not work.images:
+        return AutoTokenizer.from_pretrained(work.model, padding_side="left")
+    processor = AutoProcessor.from_pretrained(work.model, padding_side="left")
+    processor.chat_template = processor.tokenizer.chat_template = PLAIN_TEMPLATE
+    return processor
 
 
 class Gate(TrainerCallback):
@@ -109,8 +128,8 @@ class TimedTrainer:
             model=work.model,
             reward_funcs=reward,
             args=config_of(work, micro_batch, settings, folder),
-            train_dataset=Dataset.from_list([{"prompt": text} for text in work.prompts]),
-            processing_class=AutoTokenizer.from_pretrained(work.model, padding_side="left"),
+            train_dataset=Dataset.from_list(rows_of(work)),
+            processing_class=processor_of(work),
         )
 
     def take(self, step_s: float) -> dict[str, Any]:

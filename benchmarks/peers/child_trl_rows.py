@@ -17,8 +17,9 @@ import trl
 from child import Channel, run_held
 from datasets import Dataset
 from torch.utils.data import SequentialSampler
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import AutoProcessor, AutoTokenizer, TrainerCallback
 from weight_probe import WeightProbe
+from workload import picture_in
 
 FACTS = (
     *("gradient_accumulation_steps", "gradient_checkpointing", "packing", "max_length", "loss_type"),
@@ -72,6 +73,9 @@ class Gate(TrainerCallback):
 def build(work: dict[str, Any], micro_batch: int, settings: dict[str, Any], folder: str) -> Any:
     """A trainer on the rows of `work`; what `settings` does not name and the job does not fix is TRL's default."""
     rows = [json.loads(line) for line in Path(work["file"]).read_text().splitlines()]
+    for row in (row for row in rows if "images" in row):
+        row["images"] = [picture_in(url) for url in row["images"]]
+        row["prompt"][0]["content"] = row["prompt"][0]["content"].removeprefix("<image>")  # TRL writes it
     steps_micro_batches = max(1, work["rows_per_step"] // micro_batch)
     chosen = {
         "output_dir": folder,
@@ -93,7 +97,7 @@ def build(work: dict[str, Any], micro_batch: int, settings: dict[str, Any], fold
         model=work["model"],
         args=getattr(trl, f"{work['trainer']}Config")(**chosen),
         train_dataset=Dataset.from_list(rows),
-        processing_class=AutoTokenizer.from_pretrained(work["model"]),
+        processing_class=(AutoProcessor if "images" in rows[0] else AutoTokenizer).from_pretrained(work["model"]),
     )
 
 

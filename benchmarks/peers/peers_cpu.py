@@ -2,6 +2,7 @@
 
     python benchmarks/peers/peers_cpu.py                          # 8 prompts x 8 samples, 64 + 64 tokens, float32
     python benchmarks/peers/peers_cpu.py --prompt-tokens 256 --trl shipped best --json results.json
+    python benchmarks/peers/peers_cpu.py --images --model work/models/SmolLM2-135M-shapes   # of `make train CONFIG=sft_shapes`
 
 Every side is a process that builds its trainer once, takes one step to warm up, and then one per round while the others
 wait. A run is refused when a side got other prompts, made samples of another length, or did not change its weights.
@@ -15,7 +16,7 @@ import os
 import sys
 import tempfile
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from peer import Peer
 from peer_env import default_folder, ensure, python_of
 from report import Report, Series, gigabytes, number, ratio, series_of
-from workload import DEFAULT_MODEL, Workload, make_prompts, prepare_model
+from workload import DEFAULT_MODEL, Workload, draw_pictures, make_prompts, prepare_model
 
 PHASES = ("generate_s", "train_s", "step_s")
 OURS = "verl"
@@ -58,6 +59,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_workload_options(parser)
     add_trl_options(parser)
+    parser.add_argument("--images", action="store_true", help="a picture in each prompt, of 64 x 64 pixels")
     parser.add_argument("--ours", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of our config")
     return parser.parse_args(argv)
 
@@ -220,6 +222,8 @@ def main(argv: list[str] | None = None) -> Report:
     if options.trl:
         ensure("trl", options.trl_env)
     work = make_workload(options, num_steps=options.rounds + 1)
+    if options.images:
+        work = replace(work, images=tuple(row["images"][0] for row in draw_pictures(len(work.prompts), work.seed)))
     report = Report("GRPO step on identical work")
     with ExitStack() as stack:
         logs = options.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="peers-")))
@@ -239,7 +243,8 @@ def describe(work: Workload) -> str:
     """One line that says what every side did."""
     return (
         f"{Path(work.model).name} {work.dtype}, {work.num_prompts} prompts x {work.num_samples} samples, "
-        f"{work.prompt_tokens} + {work.response_tokens} tokens, one optimizer update, lr {work.learning_rate:g}"
+        f"{'a picture and ' if work.images else ''}{work.prompt_tokens} + {work.response_tokens} tokens, "
+        f"one optimizer update, lr {work.learning_rate:g}"
     )
 
 

@@ -29,7 +29,7 @@ from peer import Peer
 from peer_env import default_folder, ensure, python_of
 from peers_cpu import OURS, TUNED_MALLOC, Unequal, add_run_options, peak_bytes, shares
 from report import Report, gigabytes, number, ratio, series_of
-from workload import prepare_model
+from workload import draw_pictures, prepare_model
 
 MAX_LOSS_GAP = 1e-3  # relative, of a step's loss between the sides that train on the same rows
 
@@ -55,6 +55,7 @@ TRL_FORMS = {
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_common_arguments(parser, TRL_FORMS, rows=16)
+    parser.add_argument("--images", action="store_true", help="a picture in each row, of 64 x 64 pixels")
     parser.add_argument("--letters", type=int, nargs=2, default=(4, 80), help="shortest and longest word of a row")
     return parser.parse_args(argv)
 
@@ -76,9 +77,18 @@ def make_work(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from verl.data.tasks.char_count import row_of, sample_word
 
     rng, num_steps = random.Random(17), options.rounds + 1
-    rows = [row_of(*sample_word(rng, *options.letters), "train", i) for i in range(2 * num_steps * options.rows)]
+    count = 2 * num_steps * options.rows
+    rows = (
+        draw_pictures(count, 17)
+        if options.images
+        else [row_of(*sample_word(rng, *options.letters), "train", i) for i in range(count)]
+    )
     file = folder / "rows.jsonl"
-    pairs = [{"prompt": row["messages"][:1], "completion": row["messages"][1:]} for row in rows]
+    images = ["images"] if options.images else []
+    pairs = [
+        {"prompt": row["messages"][:1], "completion": row["messages"][1:], **{n: row[n] for n in images}}
+        for row in rows
+    ]
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     return {

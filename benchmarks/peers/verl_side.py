@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from weight_probe import WeightProbe
-from workload import Workload, digest
+from workload import PLAIN_TEMPLATE, Workload, digest
 
 from verl.config import PPOConfig, load_config
 from verl.data_proto.proto import DataProto
@@ -22,9 +22,8 @@ from verl.roles.rollout import sampling_params
 from verl.runtime.local import LocalRuntime
 from verl.tracking.spans import Spans
 
-# The prompt's text is the prompt: a template around it would make the two sides' tokens differ.
-PLAIN_TEMPLATE = "{{ messages[0]['content'] }}"
 TEMPLATE_FILE, PROMPTS_FILE = "template.jinja", "prompts.jsonl"
+MAX_IMAGE_TOKENS = 64  # of a picture of 64 x 64 pixels, with its marks
 
 
 def overrides_of(work: Workload, folder: Path, extra: Sequence[str] = ()) -> list[str]:
@@ -48,7 +47,7 @@ def overrides_of(work: Workload, folder: Path, extra: Sequence[str] = ()) -> lis
         "data.val_files": "[]",
         "data.shuffle": False,
         "data.train_batch_size": work.num_prompts,
-        "data.max_prompt_length": work.prompt_tokens,
+        "data.max_prompt_length": work.prompt_tokens + (MAX_IMAGE_TOKENS if work.images else 0),
         "data.max_response_length": work.response_tokens,
         "reward.custom_reward_function.path": Path(__file__).with_name("workload.py"),
         "reward.num_workers": 1,
@@ -64,10 +63,11 @@ def write_prompts(work: Workload, folder: Path) -> None:
     rows = [
         {
             "data_source": "benchmark",
-            "prompt": [{"role": "user", "content": text}],
+            "prompt": [{"role": "user", "content": "<image>" * len(images) + text}],
+            "images": images,
             "reward_model": {"style": "rule", "ground_truth": ""},
         }
-        for text in work.prompts
+        for text, images in zip(work.prompts, [[url] for url in work.images] or [[]] * len(work.prompts), strict=True)
     ]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / TEMPLATE_FILE).write_text(PLAIN_TEMPLATE)
@@ -90,7 +90,7 @@ class VerlSide:
         context = RunContext(folder, False, lambda value: value, lambda: None, self.spans, lambda *_: None)
         self.program = PPO(self.config, data, self.roles, context)
         self.num_steps = 0
-        self.program.weights.sync(0)
+        self.roles.weights.sync(0)
         assert runtime.workers is not None
         assert runtime.workers.rollout is not None
         self.actor, self.rollout = runtime.workers.models["actor"], runtime.workers.rollout

