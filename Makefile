@@ -128,7 +128,7 @@ $(SHAPES)/sft_train.parquet: | $(STAMPS)/package
 
 # the processor's file is written last
 $(VISION)/processor_config.json: | $(SHAPES)/sft_train.parquet $(MODEL)/config.json
-	@echo "Training a small vision tower (two and a half minutes)."
+	@echo "Training a small vision tower (about two minutes)."
 	@$(BIN)/python examples/shapes/make_model.py $(MODEL) $(SHAPES)/scikit_learn-*.whl $(VISION)
 
 train: $(STAMPS)/package $(MODEL)/config.json $(DATASET)

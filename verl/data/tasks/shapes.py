@@ -71,7 +71,7 @@ def picture_of(task: str, digits: Sequence[tuple[int, bytes]], rng: random.Rando
 def _digit(digit: int, values: bytes, rng: random.Random) -> Picture:
     from PIL import Image
 
-    side = rng.randint(40, 56)
+    side = rng.randint(56, SIDE)
     small = Image.frombytes("L", (8, 8), values).resize((side, side), Image.Resampling.BILINEAR)
     image = Image.new("RGB", (SIDE, SIDE), "white")
     image.paste(small.convert("RGB"), (rng.randint(0, SIDE - side), rng.randint(0, SIDE - side)))
