@@ -79,7 +79,7 @@ ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
         (
             {f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.mode": "sync", f"{ROLLOUT}.tensor_model_parallel_size": 2},
             "16 replicas of vllm on 2 devices each (tensor parallel 2): devices 0-1 of node 0 ... devices 6-7 of node 3; each "
-            "runs in its ranks",
+            "runs in the processes that train",
         ),
         (
             {f"{ROLLOUT}.name": "sglang", f"{ROLLOUT}.tensor_model_parallel_size": 4},

@@ -47,7 +47,8 @@ def _open_file(path: Path) -> Table:
         return ParquetTable(path)
     if path.name.endswith(SUFFIXES):
         return JsonTable(path)
-    raise DataError(f"The data file {path} is of an unknown kind; use one of {', '.join(SUFFIXES)}.")
+    convert = " pandas converts it: pandas.read_csv(path).to_parquet(new_path)." if path.suffix == ".csv" else ""
+    raise DataError(f"The data file {path} is of an unknown kind; use one of {', '.join(SUFFIXES)}.{convert}")
 
 
 def write_parquet(path: Path, rows: Sequence[Mapping[str, object]]) -> None:

@@ -127,9 +127,10 @@ def check_row(
     _check_features(row, config, agents, images)
     source = row.get(config.reward_fn_key)
     if not isinstance(source, str) or not source:
+        shown = "missing" if source is None else quoted(source)
         raise DataError(
-            f"field {config.reward_fn_key!r} must be a text that names the task, but it is {quoted(source)}; "
-            "it selects the scorer (data.reward_fn_key names the field). With a reward function of your own any name will do."
+            f"field {config.reward_fn_key!r} must be a text that names the task, but it is {shown}; it selects the built-in "
+            "scorer. With a reward function of your own any name will do. data.reward_fn_key names the field."
         )
     check_plain(source, config.reward_fn_key)
     if not source.isprintable() or len(source) > MAX_SOURCE:
@@ -188,7 +189,10 @@ def _check_reward_model(row: Mapping[str, object]) -> None:
     reward = row.get("reward_model")
     if not isinstance(reward, Mapping):
         kind = "missing" if reward is None else f"a {type(reward).__name__}"
-        raise DataError(f"field 'reward_model' is {kind}; it must be an object {{style, ground_truth}}.")
+        raise DataError(
+            f"field 'reward_model' is {kind}; it must be an object with the reference answer, such as "
+            '{"ground_truth": "5"}.'
+        )
     if reward.get("style") != "model" and reward.get("ground_truth") is None:
         raise DataError(
             "field 'reward_model.ground_truth' is missing; give the reference answer, or set "

@@ -100,10 +100,15 @@ def fetch(path: str | Path, *, weights: bool) -> Path:
             patterns = [f"*{ending}" for ending in _READ if weights or ending != ".safetensors"]
             folder = Path(huggingface_hub.snapshot_download(source, allow_patterns=patterns, ignore_patterns=["*/*"]))
         except Exception as error:  # of the network, the hub's answers or the cache, from several libraries
-            offline = (
-                " (HF_HUB_OFFLINE is set, so only folders and the local cache are looked at)" if _offline() else ""
+            siblings = [entry.name for entry in folder.parent.iterdir()] if folder.parent.is_dir() else []
+            missing = f"There is no model folder {clean(source)}{nearest(folder.name, siblings) or '.'}"
+            cause = (
+                "The hub's local cache does not have it, and HF_HUB_OFFLINE is set. Correct the path, or unset HF_HUB_OFFLINE "
+                "to download it."
+                if _offline()
+                else f"Loading it from the hub failed: {reason(error)}."
             )
-            raise ModelError(f"{clean(source)} could not be loaded from the hub{offline}: {reason(error)}.") from error
+            raise ModelError(f"{missing} {cause}") from error
     try:
         entries = sorted(entry.path for entry in os.scandir(folder) if entry.name.endswith(_READ))
     except OSError as error:

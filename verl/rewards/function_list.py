@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from verl.errors import RewardError
+from verl.errors import RewardError, nearest
 from verl.registry import load_object
 
 RewardFunction = Callable[..., Any]
@@ -105,6 +105,15 @@ def results_of(
     arguments = {**columns, **(further or {}), "prompts": prompts, "completions": completions}
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         arguments = {key: value for key, value in arguments.items() if key in parameters}
+    required = [
+        key
+        for key, p in parameters.items()
+        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
+    for key in required:
+        if key not in arguments:
+            hint = nearest(key, columns) or f"; they have {', '.join(sorted(columns)) or 'none'}."
+            raise RewardError(f"The reward function {name} takes {key!r}, and the rows have no such column{hint}")
     returned = _finished(function(**arguments))
     if isinstance(returned, str | Mapping) or not hasattr(returned, "__iter__"):
         raise RewardError(

@@ -131,9 +131,14 @@ def check_signature(function: RewardFunction, spec: RewardFunctionSpec) -> None:
             ) from error
         needed = BATCH_SIGNATURE if spec.batched else SIGNATURE
         extra = f" and the reward_kwargs {sorted(spec.kwargs)}" if spec.kwargs else ""
+        trl = (
+            "; a function of completions, as in TRL, goes to verl.train in Python"
+            if "'completions'" in str(error)
+            else ""
+        )
         raise RewardError(
             f"The reward function {spec.label} has the signature {signature}, but it is called by keyword as "
-            f"{spec.name}{needed}{extra}: {error}."
+            f"{spec.name}{needed}{extra}: {error}. Change its parameters{trl}."
         ) from error
 
 
@@ -168,11 +173,11 @@ def _load_user_function(path: str, name: str) -> RewardFunction:
         public = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         hint = (
             nearest(name, public)
-            or f"; it has {', '.join(public[:8]) or 'no functions'}. Set custom_reward_function.name."
+            or f"; it has {', '.join(public[:8]) or 'no functions'}. Set reward.custom_reward_function.name."
         )
         raise RewardError(f"The file {path} has no reward function {name!r}{hint}")
     if not callable(function):
         raise RewardError(
-            f"{name!r} in {path} is a {type(function).__name__}, not a function; set custom_reward_function.name."
+            f"{name!r} in {path} is a {type(function).__name__}, not a function; set reward.custom_reward_function.name."
         )
     return function  # type: ignore[no-any-return]

@@ -126,7 +126,10 @@ WRONG = {
     "no answer": ({"chosen": QA, "rejected": ASK}, "field 'rejected' ends where the common beginning"),
     "a text beside a conversation": ({"chosen": "a", "rejected": QB}, "both be texts or both be lists"),
     "a wrong role": ({"prompt": "q", "chosen": [{"role": "asistant", "content": "a"}], "rejected": B}, "assistant"),
-    "a number": ({"prompt": "q", "chosen": 3, "rejected": "b"}, "field 'chosen' must be a list"),
+    "a number": (
+        {"prompt": "q", "chosen": 3, "rejected": "b"},
+        "field 'chosen' must be a text or a list of messages, but it is 3",
+    ),
     "a label that is none": ({"prompt": "q", "completion": "a", "label": "good"}, "must be true .desirable. or false"),
     "a label alone": ({"prompt": "q", "label": True}, "has a label, but no completion"),
     "no answer at the end": ({"messages": chat("q", "a", "r"), "label": True}, "must be the assistant's answer"),

@@ -28,7 +28,10 @@ def check_conversations(subject: Subject) -> Iterator[Line]:
     subject.num_rows = len(train)
     yield info(f"first row, trained text in [[ ]]: {_first_row(train, subject.tokenizer)!r}")
     if len(train) < config.train_batch_size:
-        yield fail(f"data.train_batch_size={config.train_batch_size} is more than the {len(train)} usable rows")
+        yield fail(
+            f"data.train_batch_size={config.train_batch_size} is more than the {len(train)} usable rows. "
+            "Lower it or give more data."
+        )
     else:
         yield passed(f"{subject.num_steps:,} steps of {config.train_batch_size} rows")
 

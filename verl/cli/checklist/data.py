@@ -137,7 +137,8 @@ def _rows(subject: Subject) -> Iterator[dict[str, Any]]:
 def _rows_lines(name: str, rows: RowsReport, config: DataConfig) -> Iterator[Line]:
     sources = ", ".join(f"{source} {count:,}" for source, count in rows.data_sources.most_common(6))
     lengths = f"prompts of {rows.mean_length:.0f} tokens on average, {rows.max_length} at most"
-    yield Line("fail" if rows.num_problems else "pass", f"{rows.num_rows:,} {name} rows ({sources}); {lengths}")
+    shown = f"{rows.num_rows:,} {name} rows ({sources}); {lengths}" if sources else f"no {name} row can be used"
+    yield Line("fail" if rows.num_problems else "pass", shown)
     for problem in rows.problems[:_NUM_SHOWN]:
         yield fail(problem)
     if rows.num_problems > _NUM_SHOWN:
@@ -160,6 +161,9 @@ def _batches(subject: Subject, train: RowsReport) -> Line:
     config = subject.config.data
     usable = subject.num_rows = train.num_rows - (train.num_overlong if config.filter_overlong_prompts else 0)
     if usable < config.train_batch_size:
-        return fail(f"data.train_batch_size={config.train_batch_size} is more than the {usable} usable rows")
+        return fail(
+            f"data.train_batch_size={config.train_batch_size} is more than the {usable} usable rows. "
+            "Lower it or give more data."
+        )
     n = subject.config.actor_rollout_ref.rollout.n
     return passed(f"{subject.num_steps:,} steps of {config.train_batch_size} prompts x {n} samples")

@@ -166,6 +166,8 @@ def _text_or_messages(value: object, key: str, images: bool) -> Text:
     if isinstance(value, str):
         check_plain(value, key)
         return value
+    if isinstance(value, bool | int | float):
+        raise DataError(f"field {key!r} must be a text or a list of messages, but it is {value}. Write it as a text.")
     return messages_in([value] if isinstance(value, Mapping) else value, key, images=images)
 
 
