@@ -41,7 +41,7 @@ def events():
 
 def engine_of(module, cls=NativeRollout, *, slots=8, kv_cache_mb=100):
     config = RolloutConfig(max_num_seqs=slots, agent=AgentConfig(kv_cache_mb=kv_cache_mb), batch_invariant="auto")
-    return cls(module, make_tokenizer(), config, eos_token_ids=[258], pad_token_id=256)
+    return cls(module, make_tokenizer(), config, eos_token_ids=[258])
 
 
 def tasks(count=6, n=3):

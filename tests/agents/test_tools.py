@@ -123,7 +123,7 @@ def test_results_are_replayed_for_the_same_call_after_the_same_tokens(tools, tmp
         journal = Journal(tmp_path)
         journal.begin(2)
         episode = Episode(TASK, None)
-        episode._begin([*tokens], None)
+        episode._begin([*tokens], None, [])
         answer = asyncio.run(ToolCalls(tools, ToolSettings(), journal).call(episode, FunctionCall("echo", text)))
         journal.close()
         return answer

@@ -25,6 +25,7 @@ def loop_in_c():
 
 
 def fork_bomb():
+    time.sleep(0.02)  # processes of the clock tick in which a call begins may be of an earlier sample
     while True:
         os.fork()
 

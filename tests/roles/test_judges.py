@@ -133,6 +133,7 @@ def test_a_judge_on_vllm_has_the_weights_of_its_files(tmp_path, monkeypatch):
     class Process(FakeCore):
         def __init__(self, setup, *, start_timeout_s, call_timeout_s, factory):
             super().__init__(setup)
+            self.setup = setup
             self.waits = (start_timeout_s, call_timeout_s)
             cores.append(self)
 
@@ -149,9 +150,10 @@ def test_a_judge_on_vllm_has_the_weights_of_its_files(tmp_path, monkeypatch):
     assert (arguments["model"], arguments["dtype"], arguments["max_model_len"]) == (str(path), "float32", 1024)
     assert (arguments["max_num_seqs"], arguments["block_size"]) == (3, 32)
     last = worker.judge.tokenizer("<|im_start|>assistant\n")["input_ids"][-1]
-    assert set(replies(worker)) == {worker.judge.tokenizer.decode([last], skip_special_tokens=True)}
+    assert set(replies(worker)) == {worker.judge.tokenizer.decode([last, 0], skip_special_tokens=True)}
     worker.close()
-    assert core.calls == ["sleep", "close"]
+    assert core.calls[-1] == "sleep"  # after its replies
+    assert core.has_ended
     with pytest.raises(ModelError, match="does not update"):
         worker.judge.engine.load([])
 
