@@ -151,11 +151,11 @@ def test_a_judge_on_vllm_has_the_weights_of_its_files(tmp_path, monkeypatch):
     assert (arguments["max_num_seqs"], arguments["block_size"]) == (3, 32)
     last = worker.judge.tokenizer("<|im_start|>assistant\n")["input_ids"][-1]
     assert set(replies(worker)) == {worker.judge.tokenizer.decode([last, 0], skip_special_tokens=True)}
-    worker.close()
     assert core.calls[-1] == "sleep"  # after its replies
-    assert core.has_ended
     with pytest.raises(ModelError, match="does not update"):
         worker.judge.engine.load([])
+    worker.close()
+    assert core.has_ended
 
 
 def test_vllm_that_is_not_installed_is_named_by_the_judges_key(tmp_path, monkeypatch):
