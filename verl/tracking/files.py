@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 _MAX_ROW_BYTES = 16 << 20
 _NUM_SEGMENTS = 64
 SHOWN_BYTES = 16 << 20  # of a longer file, people see rows at evenly spaced places
-_CHECKED_BYTES = 64 << 20  # of a longer file the end, so that a resume after a million steps takes seconds
+_CHECKED_BYTES = 32 << 20  # of a longer file the end, so that a resume after a million steps takes seconds
 _MAX_WHOLE = 1 << 53  # above, JSON readers that count in float64 lose digits
 # errors of file systems that cannot sync a folder (CIFS, 9p and many in user space)
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EISDIR)
@@ -212,7 +212,7 @@ OF_STEP = has(step=is_count)  # a row of spans.jsonl, guards.jsonl
 def truncate_rows(path: Path, step: int, check: Check = OF_STEP, *, complete: bool = False) -> int:
     """Leave only the rows up to `step` in a file of `append_rows`, as they are, if there is one; returns the number of removed
     rows. Damage is logged, lines that fail `check` too; a file is `complete` when every step from its first on must have a
-    row. Of a file above 64 MiB the end is read, and cut in place."""
+    row. Of a file above 32 MiB the end is read, and cut in place."""
     if not path.exists():
         if not complete:
             return 0
