@@ -189,9 +189,8 @@ def measure_ledger(sizes: Sequence[int], folder: Path) -> None:
     costs: dict[str, list[float]] = {}
 
     def recorded(name: str, work: Callable[[], Result]) -> Result:
-        start = time.perf_counter()
-        result = work()
-        costs.setdefault(name, []).append(time.perf_counter() - start)
+        seconds, result = timed(work)
+        costs.setdefault(name, []).append(seconds)
         return result
 
     for size in sizes:
@@ -245,8 +244,8 @@ def measure_steps(sizes: Sequence[int], folder: Path) -> None:
             with RunFolder(run) as records:
                 return records.truncate_after(size - 1)
 
-        row = {"`verl show`": timed(lambda run=run: read_progress(run)), "the page's first view": timed(page)}
-        row |= {"a resume": timed(resume), "bytes a step": num_bytes / size}
+        row = {"`verl show`": timed(lambda run=run: read_progress(run))[0], "the page's first view": timed(page)[0]}
+        row |= {"a resume": timed(resume)[0], "bytes a step": num_bytes / size}
         for name, cost in row.items():
             costs.setdefault(name, []).append(cost)
         print(f"{size:,} steps: {row}", flush=True)
@@ -262,11 +261,11 @@ def repeat_step(source: Path, target: Path, num_steps: int) -> None:
         file.writelines(text.replace('"STEP"', str(step)) for step in range(1, num_steps + 1))
 
 
-def timed(work: Callable[[], object]) -> float:
-    """Seconds of one call."""
+def timed(work: Callable[[], Result]) -> tuple[float, Result]:
+    """Seconds of one call, and its result."""
     start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+    result = work()
+    return time.perf_counter() - start, result
 
 
 def record_step(tracker: SampleTracker) -> None:
