@@ -96,9 +96,8 @@ class ChatContinuity:
         self._require_short(messages)
         safe = [{**m, "content": self._neutral_content(m.get("content"))} for m in messages]
         between, end = self._split(*safe)
-        ids = self.encode(
-            self._with_images(between, images)
-        )  # begins with a special token, so no tokenizer takes it for the start of a text
+        # begins with a special token, so no tokenizer takes it for the start of a text
+        ids = self.encode(self._with_images(between, images))
         if end is None:
             return ids
         return ids[1:] if last_token == end or last_token in stop_ids else ids

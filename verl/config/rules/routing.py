@@ -22,9 +22,8 @@ def check_routing(c: Any, set_keys: set[str]) -> Iterator[Problem]:
         yield error(_RECORD, f"{_RECORD}=True records experts for {_MODE}=R3, and the mode is {mode}. Set one of them.")
     if mode == "disabled":
         return
-    one_device = (
-        c.trainer.nnodes * c.trainer.n_gpus_per_node == 1
-    )  # where the local engine trains, whatever the strategy
+    # there the local engine trains, whatever the strategy
+    one_device = c.trainer.nnodes * c.trainer.n_gpus_per_node == 1
     if actor.strategy not in _FOLLOWING and not one_device:
         yield error(
             _MODE,
