@@ -25,6 +25,7 @@ def test_a_snippet_runs(bench, tmp_path, number):
             "TINKER_BASE_URL": served.url,
             "TINKER_API_KEY": "tml-any",
             "TINKER_TELEMETRY": "0",
+            "PYTHONFAULTHANDLER": "1",  # an abort of the client names its threads
         }
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", SNIPPETS[number]], env=environment, timeout=120, check=False,

@@ -55,7 +55,7 @@ def _check_optim(path: str, optim: OptimConfig, root: object) -> Iterator[Proble
     key = f"{path}.override_optimizer_config"
     for name in sorted(set(optim["override_optimizer_config"] or {}) - _OFFLOAD_SETTINGS)[:1]:
         yield error(key, f"{key}.{name} is not read: only the keys of {path} set this optimizer. Remove it.")
-    if optim.min_lr > optim.lr:
+    if optim.min_lr > optim.lr > 0:  # a rate of 0 or less is refused by its bound
         yield error(f"{path}.min_lr", f"{path}.min_lr={optim.min_lr} is above {path}.lr={optim.lr}. Lower it.")
     kind, key = optim.lr_scheduler_type, f"{path}.lr_scheduler_kwargs"
     for name in sorted(set(optim.lr_scheduler_kwargs) - set(arguments := SCHEDULES.get(kind, ())))[:1]:
