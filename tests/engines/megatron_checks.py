@@ -22,6 +22,7 @@ from verl.engines.api import MicroBatching, TrainEngine, whole
 from verl.engines.fsdp import FSDPEngine
 from verl.engines.local import LocalEngine
 from verl.engines.megatron.engine import MegatronEngine
+from verl.models.lora import own_names
 from verl.parallel.mesh import Mesh
 from verl.reshard.hf_sharding import decoder_tensors
 from verl.reshard.megatron_layout import MegatronLayout, replicas
@@ -32,10 +33,10 @@ CONTEXT = "context_parallel_size"
 TENSOR, PIPELINE, EXPERT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 
 
-def make(cls, path, *, head="lm", dtype="float32", trainable=True, checkpointing=False, **section):
+def make(cls, path, *, head="lm", dtype="float32", trainable=True, checkpointing=False, lora=0, **section):
     settings = {"section": MegatronConfig(**section)} if cls is MegatronEngine else {}
     return cls(
-        model=ModelConfig(path=str(path), enable_gradient_checkpointing=checkpointing),
+        model=ModelConfig(path=str(path), enable_gradient_checkpointing=checkpointing, lora_rank=lora),
         engine=FSDPConfig(dtype=dtype),
         optim=OptimConfig(lr=1e-3) if trainable else None,  # small: Adam scales noise of gradients near zero to it
         head=head,
@@ -74,11 +75,11 @@ def step(engine, seed, head="lm"):
     return engine.train_batch(share, LOSSES[head], OUTPUTS[head], MICRO, 1.2)
 
 
-def compare(folder, family="llama", head="lm", model=None, checkpointing=False, **section):
+def compare(folder, family="llama", head="lm", model=None, checkpointing=False, lora=0, **section):
     """Largest relative differences of losses, norms and outputs over three steps, and of the states after them."""
     path = model_folder(folder, family, **{"num_hidden_layers": 4, **(model or {})})
-    one = make(LocalEngine, path, head=head)
-    many = make(MegatronEngine, path, head=head, checkpointing=checkpointing, **section)
+    one = make(LocalEngine, path, head=head, lora=lora)
+    many = make(MegatronEngine, path, head=head, checkpointing=checkpointing, lora=lora, **section)
     assert isinstance(many, TrainEngine)
     gaps = {"start": largest_gap(dict(many.gather_weights()), dict(one.gather_weights()))}
     gaps |= {"loss": 0.0, "grad_norm": 0.0, "outputs": 0.0}
@@ -137,6 +138,15 @@ check_context_pipeline = comparison((4,), checkpointing=True, **{CONTEXT: 2, PIP
 check_context_data = comparison((4,), "qwen3_moe", use_distributed_optimizer=False, **{CONTEXT: 2, EXPERT: 2})
 check_expert_tensor = comparison((4,), "qwen3_moe", **{EXPERT: 2, TENSOR: 2})
 check_expert_pipeline = comparison((4,), "mixtral", **{EXPERT: 2, PIPELINE: 2})
+check_lora_data = comparison((2,), "qwen2", lora=4)
+check_lora_tensor = comparison((2,), "qwen2", lora=4, checkpointing=True, **{TENSOR: 2})
+check_lora_tensor_without_sequence = comparison((2,), lora=4, sequence_parallel=False, **{TENSOR: 2})
+check_lora_pipeline = comparison((2,), lora=4, checkpointing=True, **{PIPELINE: 2})
+check_lora_value = comparison((2,), head="token_value", lora=4, **{PIPELINE: 2})
+check_lora_experts = comparison((2,), "glm4_moe", lora=4, **{EXPERT: 2})
+check_lora_context = comparison((2,), "qwen3", lora=4, **{CONTEXT: 2})
+check_lora_tensor_pipeline = comparison((4,), "qwen3", lora=4, **{TENSOR: 2, PIPELINE: 2})
+check_lora_expert_tensor = comparison((4,), "glm4_moe", lora=4, **{EXPERT: 2, TENSOR: 2})
 
 
 @on(2)
@@ -179,9 +189,8 @@ def check_rounding(folder):
 def check_declared_weights(folder):
     """Each rank's part is where the layout of a weight sync says, is no copy, and a snapshot brings it back."""
     path, different = model_folder(folder, "qwen3_moe", num_hidden_layers=4), {}
-    for number, section in enumerate(
-        ({TENSOR: 2}, {PIPELINE: 2}, {CONTEXT: 2, EXPERT: 2}, {EXPERT: 2, "expert_tensor_parallel_size": 1})
-    ):
+    sections = [{TENSOR: 2}, {PIPELINE: 2}, {CONTEXT: 2, EXPERT: 2}, {EXPERT: 2, "expert_tensor_parallel_size": 1}]
+    for number, section in enumerate([*sections, {TENSOR: 2, "lora": 4}, {"lora": 4}]):
         many = make(MegatronEngine, path, dtype="bfloat16", **section)
         step(many, 0)
         declared, held = many.weight_layout(), many.local_weights()
@@ -194,10 +203,11 @@ def check_declared_weights(folder):
             expert_tensor_parallel=many.section.expert_tensor_size(),
         )
         before, wrong = {name: t.clone() for name, t in many.gather_weights()}, 0
+        sent = {name: whole(t) for name, t in own_names(many.state().adapter.tensors).items()} if many.spec else before
         for tensor in decoder_tensors(declared.shapes, num_kv_heads=declared.num_kv_heads, **counts):
             part = layout.part(tensor, dist.get_rank())
             assert (part is None) == (tensor.name not in held), tensor.name
-            expected = before[tensor.name]
+            expected = sent[tensor.name]
             for dim, spans in enumerate(part.spans if part is not None else ()):
                 expected = torch.cat([expected.narrow(dim, a, b - a) for a, b in spans], dim)
             wrong += int(part is not None and not torch.equal(held[tensor.name], expected))
@@ -239,6 +249,29 @@ def check_refused_steps(folder):
         different[number] = num_different(whole_state(ours), whole_state(plain))
         del ours, plain, engine
     return different
+
+
+@on(2)
+def check_checkpoint_of_adapters(folder):
+    """Adapters that were trained with one layout continue bit for bit with it, and with other layouts and engines; without them
+    the model is the frozen one."""
+    path, batch = model_folder(folder, "qwen2", num_hidden_layers=4), make_batch(3)
+    first = make(MegatronEngine, path, lora=4, **{TENSOR: 2})
+    for seed in range(2):
+        step(first, seed)
+    save(first, folder / "adapters", 2)
+    others = (make(MegatronEngine, path, lora=4, **{TENSOR: 2}), make(LocalEngine, path, lora=4))
+    resumed, one = (load(engine, folder / "adapters", 2) for engine in others)
+    differences = {"loaded": num_different(whole_state(resumed), whole_state(first))}
+    differences["local"] = num_different(whole_state(one), whole_state(first))
+    with first.reference():
+        base = first.forward(batch, ("log_probs",), MICRO)["log_probs"]
+    frozen = make(LocalEngine, path, trainable=False).forward(batch, ("log_probs",), MICRO)["log_probs"]
+    differences["reference gap"] = (base - frozen).abs().max().item()
+    losses = [step(engine, 2)["loss"].value for engine in (first, resumed, one)]
+    differences["continued"] = num_different(whole_state(resumed), whole_state(first))
+    differences["gap"] = max(abs(loss / losses[-1] - 1) for loss in losses)
+    return differences
 
 
 @on(2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,11 +14,11 @@ from verl.config import FSDPConfig, ModelConfig, OptimConfig
 from verl.config.sections.megatron import MegatronConfig
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
-from verl.engines.api import BatchTotals, EngineState, LossFn, WeightLayout, require_library
+from verl.engines.api import BatchTotals, EngineState, LossFn, require_library
 from verl.engines.base import TrainedEngine
 from verl.engines.loading import build_module, build_skeleton
 from verl.engines.megatron.groups import broadcast_value, computing, use_groups
-from verl.engines.megatron.placement import Grid, Placed, place, router_biases
+from verl.engines.megatron.placement import Grid, Placed, linears, place, router_biases
 from verl.engines.micro_batches import select_rows
 from verl.engines.state import TrainedState
 from verl.errors import ConfigError, ModelError, VerlError
@@ -90,7 +89,7 @@ class MegatronEngine(TrainedEngine):
         hf_config = load_model_config(model.path, model.trust_remote_code, model.override_config)
         section.check_model(hf_config.get_text_config())
         refused = {
-            "model.lora_rank": optim is not None and model.lora_rank > 0,
+            "model.use_dora": optim is not None and model.lora_rank > 0 and model.use_dora,
             "model.neftune_alpha": bool(getattr(model, "neftune_alpha", None)),
             "fsdp_config.adapt_micro_batches": optim is not None and engine.adapt_micro_batches,
         }
@@ -132,13 +131,17 @@ class MegatronEngine(TrainedEngine):
 
     def _build(self, model: ModelConfig, hf: Any) -> None:
         """Stages on the meta device of names, filled from the first rank, and what trains them."""
+        from verl.engines.megatron.adapters import adapt_linears
         from verl.engines.megatron.model import build_stages, transformer_config
         from verl.engines.megatron.optimizer import MegatronOptimizer, MegatronParameters, shares_of
         from verl.engines.megatron.schedule import PipelineSchedule
 
         trains, narrow = self.optim is not None, self.compute_dtype
         wide = torch.promote_types(narrow, torch.float32)
-        self.module = build_skeleton(model, self.head, narrow, trains=trains).requires_grad_(trains)
+        self.module = build_skeleton(model, self.head, narrow, trains=trains)
+        if not trains:
+            self.module.requires_grad_(False)
+        self.trained = {name for name, p in self.module.named_parameters() if p.requires_grad}
         keep_fused(self.module, "Megatron's ranks may have parts of the vocabulary")
         shapes = {name: tuple(p.shape) for name, p in self.module.named_parameters()}
         prefix = next(name for name in shapes if "embed_tokens" in name).removesuffix("embed_tokens.weight")
@@ -148,12 +151,16 @@ class MegatronEngine(TrainedEngine):
             raise ConfigError("strategy=megatron has no rotary embedding with attention_scaling. Set strategy=fsdp2.")
         config = transformer_config(hf, self.section, narrow, recomputes=self.checkpointing and trains)
         self.stages = build_stages(config, hf, self.head, rotary)
+        if self.spec is not None:
+            adapt_linears(linears(self.stages, self.module, prefix), config)
         for stage in self.stages:
-            stage.to(self.device).train(trains).requires_grad_(trains)
+            stage.to(self.device).train(trains).requires_grad_(False)
         tied = self.head == "lm" and bool(hf.tie_word_embeddings)
         placed = place(self.stages, shapes, self.grid, prefix=prefix, tied=tied)
+        for part in [part for part in placed if part.name in self.trained]:
+            part.parameter.requires_grad_(True)
         self.placed = {p.name: p for p in placed if not p.is_copy}
-        self.has_copies = tied and self.pipeline.size() > 1
+        self.has_copies = tied and self.pipeline.size() > 1 and self.spec is None
         masters = self._fill(model, placed, shapes, wide, prefix)
         self.chunks: list[Any] = list(self.stages)
         if self.section.override_transformer_config:
@@ -163,9 +170,10 @@ class MegatronEngine(TrainedEngine):
         if self.optim is not None:
             self._buffer_gradients(config)
             shares = shares_of(placed, self.chunks, self.coordinates)
-            self.optimizer = MegatronOptimizer(
-                shares, list(shapes), self.optim, self.rounding, self.chunks, self.device
-            )
+            trained = [share for share in shares if share.placed.name in self.trained]
+            self._check_stages(len(trained))
+            names = [name for name in shapes if name in self.trained]
+            self.optimizer = MegatronOptimizer(trained, names, self.optim, self.rounding, self.chunks, self.device)
             for key, share in self.optimizer.by_key.items():
                 if key in masters:
                     self.optimizer.masters[key].detach().copy_(masters[key].reshape(-1)[share.start : share.stop])
@@ -175,8 +183,18 @@ class MegatronEngine(TrainedEngine):
         divides *= self.section.context_parallel_size
         self.schedule = PipelineSchedule(self.chunks, self.stages, self.pipeline, divides, self.device)
         parameters = MegatronParameters(shares, shapes, self.optimizer, self.device, narrow)
-        self._trained = TrainedState(self.module, parameters, self.optimizer, None, model.path, self.rounding)
+        self._trained = TrainedState(self.module, parameters, self.optimizer, self.spec, model.path, self.rounding)
         self._keep_prompts_apart("packed")
+
+    def _check_stages(self, num_trained: int) -> None:
+        """Raise ConfigError, on all ranks, where one of them has nothing that trains."""
+        fewest = torch.tensor([num_trained], device=self.device)
+        dist.all_reduce(fewest, dist.ReduceOp.MIN)
+        if not fewest:
+            raise ConfigError(
+                "A stage of the pipeline has no layer with an adapter, so nothing would train on its devices. Choose "
+                "model.target_modules so that every stage has one."
+            )
 
     def _buffer_gradients(self, config: TransformerConfig) -> None:
         """Put the stages into Megatron's buffers, which sum gradients over ranks once per optimizer step."""
@@ -210,7 +228,6 @@ class MegatronEngine(TrainedEngine):
         prefix: str,
     ) -> dict[str, torch.Tensor]:
         """Weights from the first rank, tensor by tensor; returns this rank's parts in `wide` where they compute in less."""
-        trains = self.optim is not None
         here: dict[str, list[Placed]] = {}
         for part in placed:
             here.setdefault(part.name, []).append(part)
@@ -219,6 +236,7 @@ class MegatronEngine(TrainedEngine):
         if dist.get_rank() == 0:
             try:
                 cpu = torch.device("cpu")
+                trains = self.optim is not None
                 module = build_module(model, self.head, cpu, self.compute_dtype, self.rounding, trains=trains)
                 source = {**dict(module.named_parameters()), **dict(module.named_buffers())}
             except VerlError as caught:
@@ -242,7 +260,7 @@ class MegatronEngine(TrainedEngine):
             for part in here.get(name, []):
                 own = part.take(sent)
                 part.view().copy_(own)
-                if trains and part.parameter.dtype != wide:
+                if name in self.trained and part.parameter.dtype != wide:
                     masters[f"{name}@end" if part.is_copy else name] = own.clone()
         return masters
 
@@ -279,15 +297,18 @@ class MegatronEngine(TrainedEngine):
 
     @torch.no_grad()
     def local_weights(self) -> dict[str, torch.Tensor]:
-        return {name: part.view() for name, part in self.placed.items()}
+        """See TrainEngine. Masters of adapters that compute in a narrower dtype are gathered, by all ranks together."""
+        held, parameters = {name: part.view() for name, part in self.placed.items()}, self._trained.parameters
+        if self.spec is not None and self.compute_dtype == torch.bfloat16:
+            masters = parameters.named()
+            for name in self.optimizer.names:
+                whole = parameters.whole(name, masters[name], masters[name].dtype)
+                if name in held:
+                    held[name] = self.placed[name].take(whole)
+        return held
 
     def trained_weights(self) -> dict[str, torch.Tensor]:
-        return {} if self.optimizer is None else self.local_weights()
-
-    def weight_layout(self) -> WeightLayout | None:
-        layout = super().weight_layout()
-        assert layout is not None
-        return replace(layout, dtype=self.compute_dtype)
+        return {name: part.view() for name, part in self.placed.items() if name in self.trained}
 
     def load_state(self, state: EngineState) -> None:
         """See TrainEngine. The copy of a tied embedding at the end of the pipeline gets the values of the first one."""

@@ -21,6 +21,7 @@ with warnings.catch_warnings():
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+    from megatron.core.tensor_parallel.layers import RowParallelLinear
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
     from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.module import MegatronModule
@@ -40,6 +41,7 @@ __all__ = [
     "ModuleSpec",
     "P2PCommunicator",
     "PackedSeqParams",
+    "RowParallelLinear",
     "SelfAttention",
     "TransformerBlockSubmodules",
     "TransformerConfig",

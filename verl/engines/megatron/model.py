@@ -140,6 +140,8 @@ class DecoderStage(GPTModel):
         embedded = None
         if self.pre_process:
             embedded = self.embedding(input_ids, position_ids)
+            if torch.is_grad_enabled() and not embedded.requires_grad:
+                embedded.requires_grad_()  # frozen: a layer that is computed again has gradients only if its input has one
         angles = torch.outer(position_ids[0].to(self.inv_freq.dtype), self.inv_freq)
         return embedded, torch.cat([angles, angles], dim=-1)[:, None, None, :], None, None, None, None
 

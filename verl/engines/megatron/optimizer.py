@@ -40,7 +40,8 @@ class Share(NamedTuple):
 
 
 def shares_of(placed: list[Placed], ddp: Any, ranks: Mapping[str, int]) -> list[Share]:
-    """The elements that this rank steps. `ranks`: its coordinates `tensor`, `data` and `expert_data`."""
+    """The elements that this rank steps, and all of its part of tensors that are frozen. `ranks`: its coordinates `tensor`,
+    `data` and `expert_data`."""
     if ddp is None or not ddp[0].ddp_config.use_distributed_optimizer:
         return [Share(p, 0, _size(p), _counts(p, ranks, divided=False)) for p in placed]
     owned: dict[nn.Parameter, tuple[int, int]] = {}
@@ -53,6 +54,9 @@ def shares_of(placed: list[Placed], ddp: Any, ranks: Mapping[str, int]) -> list[
                 owned[parameter] = (max(low, begin) - begin, min(low + size, end) - begin)
     shares = []
     for p in placed:
+        if p.parameter not in owned:
+            shares.append(Share(p, 0, _size(p), _counts(p, ranks, divided=False)))
+            continue
         low, high = owned[p.parameter]
         start, stop = max(0, low - p.offset), min(_size(p), high - p.offset)
         shares.append(Share(p, start, max(start, stop), _counts(p, ranks, divided=True)))
@@ -71,7 +75,7 @@ def _counts(placed: Placed, ranks: Mapping[str, int], *, divided: bool) -> bool:
 
 
 class MegatronOptimizer(MasterOptimizer):
-    """Steps the masters of `shares`; gradients come from Megatron's buffers. `names` are all tensors of the model, in an order
+    """Steps the masters of `shares`; gradients come from Megatron's buffers. `names` are all tensors that train, in an order
     that is equal on all ranks."""
 
     def __init__(
@@ -83,8 +87,10 @@ class MegatronOptimizer(MasterOptimizer):
         ddp: list[Any],
         device: torch.device,
     ):
-        self.ddp, self.names, self.device = ddp, names, device
-        self.by_key = {_key(s.placed): s for s in shares if s.stop > s.start}
+        self.ddp, self.names, self.device = ddp, dict.fromkeys(names), device
+        # an empty one where others hold all elements: every rank takes part in the norm
+        steps = [s for s in shares if s.stop > s.start] or shares[:1]
+        self.by_key = {_key(s.placed): s for s in steps}
         masters = {}
         for key, share in self.by_key.items():
             held = share.of(share.placed.parameter.detach())
@@ -124,7 +130,7 @@ class MegatronOptimizer(MasterOptimizer):
         """See MasterOptimizer, of the elements for which this rank speaks."""
         for key, share in self.by_key.items():
             weights = share.of(share.placed.parameter.detach())
-            if share.counts and weights.dtype != self.masters[key].dtype:
+            if share.counts and weights.numel() and weights.dtype != self.masters[key].dtype:
                 yield Rounded(key, weights, self.masters[key].detach(), None)
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -197,14 +203,13 @@ class MegatronParameters(Parameters):
         return {name: self._held(name) for name in self.shapes}
 
     def _held(self, name: str) -> torch.Tensor:
-        masters = self.optimizer.masters if self.optimizer is not None else {}
-        if name in masters:
-            return masters[name].detach()
-        dtype = self.dtype
-        if self.optimizer is not None or name.startswith("score."):
-            dtype = torch.promote_types(dtype, torch.float32)
-        if name in self.shares and self.optimizer is None:
+        if self.optimizer is not None and name in self.optimizer.masters:
+            return self.optimizer.masters[name].detach()
+        trains = self.optimizer is not None and name in self.optimizer.names
+        if name in self.shares and not trains:
             return self.computing(name)
+        is_wide = trains or name.startswith("score.")
+        dtype = torch.promote_types(self.dtype, torch.float32) if is_wide else self.dtype
         return torch.empty(0, dtype=dtype, device=self.device)
 
     def computing(self, name: str) -> torch.Tensor:

@@ -175,19 +175,32 @@ def router_biases(stages: Sequence[Any], prefix: str) -> dict[str, torch.Tensor]
     }
 
 
+def linears(stages: Sequence[Any], module: nn.Module, prefix: str) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
+    """Each module of the stages' layers that has a weight, with the modules of `module`, the checkpoint's model, in it."""
+    for layer in itertools.chain.from_iterable(stage.decoder.layers for stage in stages):
+        for name, part in list(layer.named_modules()):
+            leaves = [leaf.removesuffix(".weight") for leaf in _LAYER.get(f"{name}.weight", ())]
+            if leaves:
+                yield part, [module.get_submodule(f"{prefix}layers.{layer.layer_number - 1}.{leaf}") for leaf in leaves]
+
+
 def _names(stage: Any, name: str, prefix: str) -> list[str]:
     inside = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
     if not inside:
         return [_OUTSIDE[name].format(prefix=prefix)]
     number = stage.decoder.layers[int(inside[1])].layer_number - 1
-    return [f"{prefix}layers.{number}.{leaf}" for leaf in _LAYER[inside[2]]]
+    linear, _, adapter = inside[2].partition(".adapters.")
+    if not adapter:
+        return [f"{prefix}layers.{number}.{leaf}" for leaf in _LAYER[linear]]
+    block, leaf = adapter.split(".")
+    return [f"{prefix}layers.{number}.{_LAYER[f'{linear}.weight'][int(block)].removesuffix('weight')}{leaf}"]
 
 
 def _placed(
     name: str, shape: tuple[int, ...], parameter: nn.Parameter, first: int, grid: Grid, is_copy: bool
 ) -> Placed:
     spans: list[tuple[Span, ...]] = [((0, size),) for size in shape]
-    is_expert, module = ".experts." in name, name.split(".")[-2]
+    is_expert, (module, leaf) = ".experts." in name, name.split(".")[-2:]
     divided = None
     if is_expert:
         spans[0] = (_equal(shape[0], grid.expert, grid.expert_rank),)
@@ -198,9 +211,9 @@ def _placed(
         whole = (a, b) == (0, half)
         spans[divided] = ((0, shape[divided]),) if whole else tuple((i * half + a, i * half + b) for i in range(halves))
     elif module in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"):
-        divided = 0
+        divided = None if leaf == "lora_A" else 0
     elif module in ("o_proj", "down_proj"):
-        divided = 1
+        divided = None if leaf == "lora_B" else 1
     if divided is not None and not is_expert:
         spans[divided] = (_equal(shape[divided], grid.tensor, grid.tensor_rank),)
     return Placed(name, shape, tuple(spans), parameter, first, is_expert, divided is not None, is_copy)
