@@ -15,10 +15,11 @@ from tests.vision_families import (
 )
 from verl.data_proto.media import Media, MediaSpan
 from verl.errors import ModelError
-from verl.models.forward import packed_outputs
+from verl.models.forward import hidden_states, packed_outputs
+from verl.models.grad_buffers import GradientBuffers
 from verl.models.load import load_model
 from verl.models.packing import pack_rows
-from verl.models.vision import vision_towers
+from verl.models.vision import freeze_towers, vision_states, vision_towers
 
 pytestmark = pytest.mark.seed("B1")
 TOLERANCE = 1e-5
@@ -108,6 +109,34 @@ def test_log_probs_and_gradients_equal_the_own_forward(family, folder, share_pro
     towers = [p for tower in vision_towers(ours) for p in tower.parameters()]
     assert towers
     assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in towers)
+
+
+@pytest.mark.parametrize("frozen", ["nothing", "towers", "language model"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_equal_the_modules_ones(family, folder, frozen, checkpointing):
+    """Summed in buffers as by a training step, with and without activations kept."""
+    columns, media, _ = batch_of(family, STRAY)
+    packed, gradients = pack_rows(columns, media=media), []
+    for is_fused in (True, False):
+        model = load_model(folder)
+        if frozen == "towers":
+            freeze_towers(model)
+        if frozen == "language model":
+            model.get_decoder().requires_grad_(False)
+        if checkpointing:
+            model.get_decoder().gradient_checkpointing_enable()
+        if is_fused:
+            buffers = GradientBuffers({p: p for p in model.parameters() if p.requires_grad})
+            hidden = hidden_states(model, packed, buffers)
+        else:
+            hidden = vision_states(model, packed).index_select(0, packed.hidden_index)
+        (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None and p.grad.any()})
+    ours, theirs = gradients
+    assert set(ours) == set(theirs)
+    for name, expected in theirs.items():
+        scale = max(1.0, float(expected.abs().max()))
+        assert torch.allclose(ours[name], expected, rtol=0, atol=TOLERANCE * scale), name
 
 
 def episode_of(family, number, sizes=((2, 2), (2, 4), (4, 2))):

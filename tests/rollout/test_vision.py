@@ -1,6 +1,7 @@
 """Generation from prompts with images: both engines give the greedy tokens of transformers' `generate`."""
 
 import base64
+import copy
 import io
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import torch
 from PIL import Image
 
 from tests.agents.pictures import picture
+from tests.models.plain_attention import PLAIN
 from tests.models.test_vision import SIZES, cached_log_probs, episode_of, inputs_of, own_log_probs, prompt_of
 from tests.vision_families import CONFIGS, IMAGE, random_model, vision_folder
 from verl.config import DataConfig, RolloutConfig
@@ -18,15 +20,19 @@ from verl.data_proto.media import MediaSpan
 from verl.data_proto.samples import PromptRequest, SamplingParams, TurnRequest
 from verl.errors import ConfigError, ModelError
 from verl.models.load import load_model, load_tokenizer
+from verl.models.lora import LoRASpec, add_adapters
 from verl.models.vision import vision_towers
+from verl.rollout.cuda.forward import StraightForward
 from verl.rollout.hf import HFRollout
 from verl.rollout.http.answers import Answer, SampleRequest
 from verl.rollout.http.dialects import SGLang
 from verl.rollout.native.engine import NativeRollout
+from verl.rollout.native.forward import DenseForward
 from verl.rollout.requests import with_files
 
 LENGTH = 6
 ENGINES = {"native": NativeRollout, "hf": HFRollout}
+BY_MODULES = ("qwen3_vl_moe", "glm4v")  # whose language models have experts, and norms behind attention
 GREEDY = SamplingParams(n=1, temperature=0.0, max_new_tokens=LENGTH, ignore_eos=True)
 
 
@@ -143,6 +149,81 @@ def test_a_turn_has_images(family, module, name, continues):
     theirs = random_model(family)
     expected = own_log_probs(theirs, tuple(ids), media, tuple(done.token_ids))
     assert torch.allclose(torch.tensor(done.log_probs), expected, rtol=0, atol=1e-5)
+
+
+def bits_of(done):
+    return [(d.key, d.token_ids, d.log_probs) for d in done]
+
+
+def test_the_decoder_computes_plain_language_models(family, module):
+    assert (DenseForward.of(module, prepack=True) is None) == (family in BY_MODULES)
+    assert engine_of("native", module).invariance().holds == (family not in BY_MODULES)
+
+
+def test_the_backend_of_a_gpu_samples_the_same_tokens(family, module):
+    engine = NativeRollout(module, None, RolloutConfig(enforce_eager=True), eos_token_ids=[258], device_kernel=PLAIN)
+    engine.device.fits = StraightForward.reads
+    params = SamplingParams(n=3, max_new_tokens=LENGTH, ignore_eos=True)
+    ours, theirs = (e.generate(requests_of(family), params, step=1) for e in (engine, engine_of("hf", module)))
+    assert (engine.device.stores is None) == (family in BY_MODULES)
+    assert [done.token_ids for done in ours] == [done.token_ids for done in theirs]
+
+
+def test_a_sample_depends_neither_on_its_batch_nor_on_the_time_of_its_images(family, module):
+    """Of prompts, and of turns whose history is computed anew."""
+    if family in BY_MODULES:
+        pytest.skip("its own modules have no such promise")
+    params = SamplingParams(n=2, max_new_tokens=LENGTH, ignore_eos=True)
+    together = bits_of(engine_of("native", module).generate(requests_of(family), params, step=1))
+    apart = [bits_of(engine_of("native", module).generate([r], params, step=1)) for r in requests_of(family)]
+    assert together == sum(apart, [])
+    prompt, response, _, spans, _ = episode_of(family, 0)
+    spans = tuple(span.moved(len(prompt)) for span in spans)
+    turns = SamplingParams(n=1, max_new_tokens=4, ignore_eos=True)
+    generation = engine_of("native", module).open(turns, step=1, keep=True)
+    generation.add(PromptRequest(0, prompt, spans=spans[:1]))
+    (first,) = generation.poll()
+    span = spans[1]
+    turn = (9, *[IMAGE] * span.length, 7)
+    generation.add(TurnRequest(0, 0, turn, 4, (MediaSpan(1, span.length, span.media),)))
+    (kept,) = generation.poll()
+    generation.close()
+    ids = (*prompt, *first.token_ids, *turn)
+    moved = MediaSpan(len(ids) - len(turn) + 1, span.length, span.media)
+    whole = PromptRequest(0, ids, num_drawn=4 + len(turn), spans=(spans[0], moved))
+    (anew,) = engine_of("native", module).generate([whole], turns, step=1)
+    assert bits_of([kept]) == bits_of([anew])
+
+
+def test_adapters_act_behind_images(family, module):
+    adapted = copy.deepcopy(module)
+    add_adapters(adapted, LoRASpec(4, 8.0, "all-linear"), torch.float32)
+    torch.manual_seed(0)
+    for name, parameter in adapted.named_parameters():
+        if name.endswith("lora_B"):
+            torch.nn.init.normal_(parameter, std=0.1)
+    params = SamplingParams(n=2, max_new_tokens=LENGTH, ignore_eos=True)
+    ours, theirs, plain = (
+        engine_of(name, m).generate(requests_of(family), params, step=1)
+        for name, m in (("native", adapted), ("hf", adapted), ("hf", module))
+    )
+    assert [done.token_ids for done in ours] == [done.token_ids for done in theirs]
+    assert [done.token_ids for done in ours] != [done.token_ids for done in plain]
+
+
+def test_bfloat16_is_as_near_to_float32_as_the_modules(family, module):
+    narrow, params = copy.deepcopy(module).bfloat16(), SamplingParams(n=4, max_new_tokens=LENGTH, ignore_eos=True)
+    errors, theirs = {}, random_model(family)
+    with torch.no_grad():
+        for name in ENGINES:
+            done = engine_of(name, narrow).generate(requests_of(family), params, step=1)
+            prompts = [requests_of(family)[d.ordinal] for d in done]
+            exact = [
+                cached_log_probs(theirs, r.token_ids, r.media, tuple(d.token_ids))
+                for r, d in zip(prompts, done, strict=True)
+            ]
+            errors[name] = float((torch.tensor([d.log_probs for d in done]) - torch.stack(exact)).norm())
+    assert 0 < errors["native"] < 1.5 * errors["hf"]
 
 
 def test_images_of_a_prompt_are_computed_once_for_its_samples(family, module):

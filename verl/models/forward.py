@@ -22,7 +22,7 @@ from verl.models.outputs import HeadInputs, output_kind, statistics_wanted
 from verl.models.packed import PackedLayout
 from verl.models.packing import PackedBatch
 from verl.models.padded import forward_kind, padded_logits, padded_states
-from verl.models.vision import is_vision_model, vision_states
+from verl.models.vision import is_vision_model, read_images, vision_states
 
 log = logging.getLogger(__name__)
 
@@ -41,14 +41,16 @@ def hidden_states(module: Any, packed: PackedBatch, gradients: GradientBuffers |
     """
     if forward_kind(module) != "packed":
         return padded_states(module, packed)
-    if is_vision_model(module):
-        return vision_states(module, packed).index_select(0, packed.hidden_index)
     device = packed.input_ids.device
     if type(packed.layout) is PackedLayout:
         if (dense := fused_decoder(module, device)) is not None:
-            return dense_hidden_states(dense, packed, gradients, module.get_decoder().gradient_checkpointing)
+            packed, images = read_images(module, packed)
+            return dense_hidden_states(dense, packed, gradients, module.get_decoder().gradient_checkpointing, images)
         if (dense := straight_decoder(module, device)) is not None:
-            return straight_states(dense, packed, module.get_decoder().gradient_checkpointing)
+            packed, images = read_images(module, packed)
+            return straight_states(dense, packed, module.get_decoder().gradient_checkpointing, images)
+    if is_vision_model(module):
+        return vision_states(module, packed).index_select(0, packed.hidden_index)
     return decoder_states(module.get_decoder(), packed).index_select(0, packed.hidden_index)
 
 
@@ -84,14 +86,14 @@ def computed_by(module: nn.Module, device: torch.device) -> str:
         return "the model's own padded forward, whole logits"
     if kind == "padded":
         forward = "the model's own padded forward"
-    elif is_vision_model(module):
-        forward = "transformers' modules with verl's packed attention and sdpa in the vision tower"
     elif fused_decoder(module, device) is not None:
         forward = "verl's decoder for CPUs"
     elif straight_decoder(module, device) is not None:
         forward = "the forward of verl's sampler, with gradients"
     else:
         forward = "transformers' modules with verl's packed attention"
+    if kind == "packed" and is_vision_model(module):
+        forward += ", images by transformers' modules"
     if not fuses_log_probs(module):
         return f"{forward}; log-probs from whole logits by torch"
     return f"{forward}; log-probs in chunks of torch matmuls, without whole logits"

@@ -1,7 +1,9 @@
-"""Vision-language models: their families, and the inputs with which their own forward computes packed tokens and images.
+"""Vision-language models: their families, and the inputs with which packed tokens and images are computed.
 
-The modules of transformers compute, unpatched: the language model with verl's attention, the vision tower with sdpa. The images
-of a prompt are computed once, and each of its responses sees the tokens that they became.
+Modules of transformers compute the images, unpatched, with sdpa in the vision tower. Their features take the places of tokens'
+embeddings. A language model of a plain family is computed as one without images (verl.models.forward), every other by its own
+modules with verl's attention. The images of a prompt are computed once, and each of its responses sees the tokens that they
+became.
 
                   prompt, images within           responses of it
     token ids     5 6 [img] [img] [img] [img] 7   11 12 13   21 22
@@ -15,13 +17,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from verl.data_proto.media import Media
 from verl.errors import ModelError
@@ -57,6 +60,39 @@ class PlacedMedia:
     media: Media
 
 
+@dataclass(frozen=True)
+class ImageFeatures:
+    """What images become in a row of tokens: `values` [image tokens, hidden_size] are the embeddings of the tokens `index`
+    (int64, ascending), and `deep[i]`, of the same shape, is added to their hidden states behind layer i (Qwen3-VL)."""
+
+    index: torch.Tensor
+    values: torch.Tensor
+    deep: tuple[torch.Tensor, ...] = ()
+
+    @classmethod
+    def joined(cls, parts: Sequence[ImageFeatures]) -> ImageFeatures | None:
+        """The features of several images; None without any."""
+        if not parts:
+            return None
+        deep = zip(*(part.deep for part in parts), strict=True)
+        index, values = torch.cat([part.index for part in parts]), torch.cat([part.values for part in parts])
+        return cls(index, values, tuple(torch.cat(layer) for layer in deep))
+
+    def embedded(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` [tokens, hidden_size] with `values` at their places, differentiable."""
+        return x.index_copy(0, self.index, self.values.to(x.dtype))
+
+    def deepened(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        """The output `x` [tokens, hidden_size] of a layer with the features that are added to it, differentiable."""
+        return x.index_add(0, self.index, self.deep[layer].to(x.dtype)) if layer < len(self.deep) else x
+
+    def among(self, keep: torch.Tensor) -> ImageFeatures:
+        """The features of the tokens that `keep` (ascending) holds, in a row of only these."""
+        here = torch.isin(keep, self.index)
+        place = torch.searchsorted(self.index, keep[here])
+        return ImageFeatures(here.nonzero()[:, 0], self.values[place], tuple(layer[place] for layer in self.deep))
+
+
 def is_vision_config(config: PreTrainedConfig) -> bool:
     """Whether a config describes a model of FAMILIES."""
     return config.model_type in FAMILIES and getattr(config, "vision_config", None) is not None
@@ -73,6 +109,11 @@ def attention_of(config: PreTrainedConfig, name: str) -> str | dict[str, str]:
     if not is_vision_config(config) or name != ATTENTION_NAME:
         return name
     return {"": name, **{key: name if key == "text_config" else "sdpa" for key in config.sub_configs}}
+
+
+def adds_to_layers(module: Any) -> bool:
+    """Whether features of images are added behind layers of the language model, too."""
+    return bool(getattr(getattr(module.config, "vision_config", None), "deepstack_visual_indexes", None))
 
 
 def require_vision(module: nn.Module) -> None:
@@ -121,6 +162,52 @@ def positions_within(module: nn.Module, ids: torch.Tensor, media: Media) -> tupl
     return placed[:, 0], int(delta.flatten()[0])
 
 
+def image_features(module: Any, ids: torch.Tensor, placed: Sequence[PlacedMedia]) -> ImageFeatures | None:
+    """The features of the images `placed` in the token ids [1, tokens], differentiable in the weights of the family's modules
+    before its language model; None without images. Raises ModelError where images and tokens do not agree."""
+    if not placed:
+        return None
+    require_vision(module)
+    where = torch.cat([torch.arange(item.start, item.start + item.length, device=ids.device) for item in placed])
+    spans = ids[:, where]
+    marks = spans == _placeholder(module)
+    kinds = _accepted(body_of(module).forward, mm_token_type_ids=marks.long(), token_type_ids=marks.long())
+    pixels = joined([item.media for item in placed], FAMILIES[module.config.model_type], ids.device)
+    with _front(module) as read:
+        body_of(module)(input_ids=spans, position_ids=where[None], use_cache=False, **pixels, **kinds)
+    return ImageFeatures(
+        where[marks[0]], read["inputs_embeds"][0, marks[0]], tuple(read.get("deepstack_visual_embeds") or ())
+    )
+
+
+@contextmanager
+def _front(module: Any) -> Iterator[dict[str, Any]]:
+    """Within the block a forward ends before the language model, whose inputs are then in the result. Embeddings of tokens are
+    constants: their gradient would be as large as the vocabulary, and no token of an image reads one."""
+    read: dict[str, Any] = {}
+
+    def forward(**inputs: Any) -> BaseModelOutputWithPast:
+        read.update(inputs)
+        return BaseModelOutputWithPast(last_hidden_state=inputs["inputs_embeds"])
+
+    decoder = module.get_decoder()
+    hook = module.get_input_embeddings().register_forward_hook(lambda _, __, output: output.detach())
+    decoder.forward = forward
+    try:
+        yield read
+    finally:
+        del decoder.forward
+        hook.remove()
+
+
+def read_images(module: nn.Module, packed: Any) -> tuple[Any, ImageFeatures | None]:
+    """A PackedBatch with the positions that the family gives its tokens, and the features of its images."""
+    if not packed.media:
+        return packed, None
+    positions = placed_positions(module, packed.input_ids, packed.position_ids, packed.media)
+    return replace(packed, position_ids=positions), image_features(module, packed.input_ids, packed.media)
+
+
 @contextmanager
 def vision_inputs(
     module: HFModule,
@@ -139,7 +226,7 @@ def vision_inputs(
     for item in placed:
         in_images[0, item.start : item.start + item.length] = True
     tokens, kinds = _tokens_of_images(module, ids, in_images)
-    inputs = {"input_ids": tokens, "position_ids": _placed_positions(module, ids, counted, placed)}
+    inputs = {"input_ids": tokens, "position_ids": placed_positions(module, ids, counted, placed)}
     if placed:
         axis = FAMILIES[module.config.model_type]
         inputs |= {**joined([item.media for item in placed], axis, ids.device), **kinds}
@@ -220,10 +307,11 @@ def vision_states(module: HFModule, packed: Any) -> torch.Tensor:
     return states
 
 
-def _placed_positions(
+def placed_positions(
     module: nn.Module, ids: torch.Tensor, counted: torch.Tensor, placed: Sequence[PlacedMedia]
 ) -> torch.Tensor:
-    """[1, tokens], or [axes, 1, tokens] where the family has positions in images."""
+    """The positions of tokens `ids` [1, tokens], counted as `counted` but for their images: [1, tokens], or [axes, 1, tokens]
+    where the family has positions in images."""
     if not placed or not hasattr(body_of(module), "get_rope_index"):
         return counted
     result = counted.expand(3, *counted.shape).clone()

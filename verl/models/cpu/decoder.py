@@ -18,6 +18,7 @@ from verl.models.cpu.weights import DenseDecoder
 from verl.models.grad_buffers import GradientBuffers
 from verl.models.matmul import Matmul
 from verl.models.packing import PackedBatch
+from verl.models.vision import ImageFeatures
 
 
 def dense_hidden_states(
@@ -25,17 +26,21 @@ def dense_hidden_states(
     packed: PackedBatch,
     gradients: GradientBuffers | None = None,
     checkpointing: bool = False,
+    images: ImageFeatures | None = None,
 ) -> torch.Tensor:
     """[predictions, hidden_size]: the normed hidden states at `packed.hidden_index`.
 
-    Differentiable once, in the weights. With `gradients` their gradients are summed there; without, autograd gets
-    them. With `checkpointing` only the layers' inputs are kept, and the rest is computed again in the backward.
+    Differentiable once, in the weights and in the features of `images`. With `gradients` the weights' gradients are summed
+    there; without, autograd gets them. With `checkpointing` only the layers' inputs are kept, and the rest is computed again
+    in the backward.
     """
     trained = [p for p in _parameters(decoder) if p.requires_grad]
-    if not trained or not torch.is_grad_enabled():
+    features = () if images is None else (images.values, *images.deep)
+    if not torch.is_grad_enabled() or not any(x.requires_grad for x in (*trained, *features)):
         with torch.no_grad():
-            return _forward(decoder, packed, None, checkpointing)
-    return _DecoderPass.apply(decoder, packed, gradients, checkpointing, *trained)
+            return _forward(decoder, packed, images, None, checkpointing)
+    index = None if images is None else images.index
+    return _DecoderPass.apply(decoder, packed, gradients, checkpointing, index, len(features), *features, *trained)
 
 
 class _DecoderPass(torch.autograd.Function):
@@ -46,24 +51,26 @@ class _DecoderPass(torch.autograd.Function):
         packed: PackedBatch,
         gradients: GradientBuffers | None,
         checkpointing: bool,
-        *trained: nn.Parameter,
+        index: torch.Tensor | None,
+        num_features: int,
+        *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.tape = tape = _Tape(_lowest_trained(decoder))
-        ctx.args = (decoder, packed, gradients, trained)
-        return _forward(decoder, packed, tape, checkpointing)
+        features, trained = tensors[:num_features], tensors[num_features:]
+        images = None if index is None else ImageFeatures(index, features[0], features[1:])
+        ctx.tape = tape = _Tape(0 if any(x.requires_grad for x in features) else _lowest_trained(decoder))
+        ctx.args = (decoder, packed, images, gradients, trained)
+        return _forward(decoder, packed, images, tape, checkpointing)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.tape is None:
             raise RuntimeError("The activations of this forward are used up: its backward runs once.")
-        decoder, packed, gradients, trained = ctx.args
-        tape, ctx.tape = ctx.tape, None
-        if gradients is not None:
-            _backward(decoder, packed, tape, grads[0], gradients)
-            return (None,) * (4 + len(trained))
-        apart = GradientBuffers.apart(trained)
-        _backward(decoder, packed, tape, grads[0], apart)
-        return (None, None, None, None, *(apart.take(p) for p in trained))
+        decoder, packed, images, gradients, trained = ctx.args
+        tape, ctx.tape, ctx.args = ctx.tape, None, ()
+        into = GradientBuffers.apart(trained) if gradients is None else gradients
+        of_images = _backward(decoder, packed, images, tape, grads[0], into)
+        of_weights = (into.take(p) if gradients is None else None for p in trained)
+        return (*(None,) * 6, *of_images, *of_weights)
 
 
 class _Tape:
@@ -76,10 +83,14 @@ class _Tape:
         self.last: torch.Tensor | None = None  # [predictions, hidden], before the final norm
 
 
-def _forward(decoder: DenseDecoder, packed: PackedBatch, tape: _Tape | None, checkpointing: bool) -> torch.Tensor:
+def _forward(
+    decoder: DenseDecoder, packed: PackedBatch, images: ImageFeatures | None, tape: _Tape | None, checkpointing: bool
+) -> torch.Tensor:
     x = F.embedding(packed.input_ids[0], decoder.embed)
     if packed.noise is not None:
         x = x + packed.noise.to(x)
+    if images is not None:
+        x = images.embedded(x)
     cos, sin = decoder.rotary(x.unsqueeze(0), packed.position_ids)
     run = one_layer.Pass(decoder, packed.layout, Rotary(cos[0], sin[0]), Matmul(x.dtype, x.device))
     for index in range(len(decoder.layers)):
@@ -88,6 +99,8 @@ def _forward(decoder: DenseDecoder, packed: PackedBatch, tape: _Tape | None, che
         x, saved = one_layer.forward(run, index, x, keep and not checkpointing)
         if tape is not None and keep:
             tape.layers[index] = before if saved is None else saved
+        if images is not None:
+            x = images.deepened(index, x)
     last = x.index_select(0, packed.hidden_index)
     if tape is not None:
         tape.run, tape.last = run, last
@@ -95,8 +108,14 @@ def _forward(decoder: DenseDecoder, packed: PackedBatch, tape: _Tape | None, che
 
 
 def _backward(
-    decoder: DenseDecoder, packed: PackedBatch, tape: _Tape, d_hidden: torch.Tensor, gradients: GradientBuffers
-) -> None:
+    decoder: DenseDecoder,
+    packed: PackedBatch,
+    images: ImageFeatures | None,
+    tape: _Tape,
+    d_hidden: torch.Tensor,
+    gradients: GradientBuffers,
+) -> list[torch.Tensor]:
+    """Adds the gradients of the weights, and returns the features' ones."""
     run, last = tape.run, tape.last
     assert run is not None
     assert last is not None
@@ -104,16 +123,23 @@ def _backward(
     d_weight = rms_norm_backward_(d_last, d_hidden.clone(), last, norm, inverse_rms(last, norm))
     gradients.add((norm.weight,), d_weight)
     d_x = last.new_zeros(packed.num_tokens, last.shape[1]).index_add_(0, packed.hidden_index, d_last)
+    deep: list[torch.Tensor] = []
     for index in range(len(decoder.layers) - 1, tape.lowest - 1, -1):
+        if images is not None and index < len(images.deep):
+            deep.append(d_x.index_select(0, images.index))
         left = tape.layers.pop(index)
         saved = one_layer.forward(run, index, left, keep=True)[1] if isinstance(left, torch.Tensor) else left
         assert saved is not None
         d_x = one_layer.backward(run, index, saved, d_x, gradients)
+    of_images = [] if images is None else [d_x.index_select(0, images.index), *reversed(deep)]
+    if images is not None:
+        d_x.index_fill_(0, images.index, 0.0)
     if gradients.wants((decoder.embed,)):
         ids = packed.input_ids[0]
         if decoder.padding_idx is not None:  # an embedding does not learn at its padding token
             d_x.masked_fill_((ids == decoder.padding_idx).unsqueeze(1), 0.0)
         gradients.add_rows(decoder.embed, ids, d_x)
+    return of_images
 
 
 def _lowest_trained(decoder: DenseDecoder) -> int:

@@ -21,9 +21,10 @@ import torch
 from torch import nn
 
 from verl.models.lora import LoRALinear
-from verl.models.vision import is_vision_model
 
 _DECODERS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
+# language models of families with images, in whose positions a token may have several axes
+_DECODERS += ("Qwen2VLTextModel", "Qwen2_5_VLTextModel", "Qwen3VLTextModel")
 # read for callers that compute experts; Phi-3's own projections are joined already
 _FOR_SAMPLING = ("MixtralModel", "Qwen2MoeModel", "Qwen3MoeModel", "Phi3Model")
 
@@ -78,7 +79,7 @@ class DenseLayer:
 @dataclass(frozen=True)
 class DenseDecoder:
     """Everything between token ids and final hidden states. `rotary(x, position_ids)` gives cos and sin
-    [1, tokens, head_dim] in the dtype of `x`."""
+    [1, tokens, head_dim] in the dtype of `x`, for positions [1, tokens], or [axes, 1, tokens] of a family with images."""
 
     embed: nn.Parameter  # [vocabulary, hidden]
     padding_idx: int | None  # whose embedding gets no gradient
@@ -96,7 +97,7 @@ class DenseDecoder:
         own forward must be used. Kept from call to call while the module stays as it is. Adapted layers, mixtures of
         experts and Phi-3 are read for a caller that asks for them."""
         decoder = module.get_decoder() if hasattr(module, "get_decoder") else module
-        if not _is_plain(decoder) or is_vision_model(module):
+        if not _is_plain(decoder):
             _known.pop(decoder, None)
             return None
         parts = set(decoder.modules())

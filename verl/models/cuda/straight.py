@@ -17,14 +17,20 @@ from verl.models.attention import AttentionLayout, Scoring
 from verl.models.cpu.weights import DenseDecoder, Norm, Projection
 from verl.models.cuda.pointwise import add_norm, rms_norm, rotated, swiglu
 from verl.models.packing import PackedBatch
+from verl.models.vision import ImageFeatures
 
 
-def straight_states(decoder: DenseDecoder, packed: PackedBatch, checkpointing: bool = False) -> torch.Tensor:
-    """[predictions, hidden_size]: the normed hidden states at `packed.hidden_index`, differentiable in the weights. With
-    `checkpointing` only the layers' inputs are kept, and the rest is computed again in the backward."""
+def straight_states(
+    decoder: DenseDecoder, packed: PackedBatch, checkpointing: bool = False, images: ImageFeatures | None = None
+) -> torch.Tensor:
+    """[predictions, hidden_size]: the normed hidden states at `packed.hidden_index`, differentiable in the weights and in the
+    features of `images`. With `checkpointing` only the layers' inputs are kept, and the rest is computed again in the
+    backward."""
     x = F.embedding(packed.input_ids[0], decoder.embed, decoder.padding_idx)
     if packed.noise is not None:
         x = x + packed.noise.to(x)
+    if images is not None:
+        x = images.embedded(x)
     cos, sin = decoder.rotary(x.unsqueeze(0), packed.position_ids)
     for index in range(len(decoder.layers)):
         run = partial(_layer, decoder, index, packed.layout, cos[0], sin[0])
@@ -32,6 +38,8 @@ def straight_states(decoder: DenseDecoder, packed: PackedBatch, checkpointing: b
             x = checkpoint(run, x, use_reentrant=False, preserve_rng_state=False)
         else:
             x = run(x)
+        if images is not None:
+            x = images.deepened(index, x)
     return _normed(x.index_select(0, packed.hidden_index), decoder.final_norm)
 
 

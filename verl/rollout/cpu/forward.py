@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from verl.models.cpu.weights import DenseDecoder, DenseLayer, Norm, Projection
+from verl.models.vision import ImageFeatures
 from verl.rollout.cpu.adapters import AdapterRuns, PackedAdapter
 from verl.rollout.cpu.library import MAX_HEAD_DIM, STAGES, Kernels, Layer, Model, Step, buffer
 from verl.rollout.cpu.store import Shape
@@ -90,12 +91,15 @@ class CpuForward:
         keep: torch.Tensor | None,
         tokens: StepTokens,
         adapters: TokenAdapters | None = None,
+        images: ImageFeatures | None = None,
     ) -> torch.Tensor:
         """float32 [len(keep), vocab], which the next call overwrites: the logits after the tokens whose indices `keep` holds
-        (ascending), or after all. `ids` and `positions` are int64 [tokens]. Tokens with equal `adapters` are best
-        neighbours."""
+        (ascending), or after all. `ids` are int64 [tokens], and `positions` [tokens] or [axes, tokens]; `images` have the
+        same tokens. Tokens with equal `adapters` are best neighbours."""
         x = F.embedding(ids, self.decoder.embed.detach())
-        cos, sin = (t[0].float().contiguous() for t in self.decoder.rotary(x.unsqueeze(0), positions.unsqueeze(0)))
+        if images is not None:
+            x = images.embedded(x)
+        cos, sin = (t[0].float().contiguous() for t in self.decoder.rotary(x.unsqueeze(0), positions.unsqueeze(-2)))
         keep = torch.arange(len(ids)) if keep is None else keep
         num_logits, vocab = len(keep), self._model.vocab
         if self._logits.shape[0] < num_logits:

@@ -215,7 +215,7 @@ class DeviceBackend:
                 self.stores.own.put(int(self._slots[row]), self.stores.prefix.take(group.slot, group.num_tokens))
         columns = np.zeros((NUM_COLUMNS, len(rows)), dtype=np.int64)
         again = self.rows.length[rows]  # tokens of a sample that was preempted
-        columns[POSITION] = self.rows.prompt_length[rows] + again
+        columns[POSITION] = self.rows.prompt_length[rows] + again + self.rows.shifts()[rows]
         columns[OWN_START] = self.stores.own.starts(self._slots[rows])
         columns[OWN_LENGTH] = self.rows.own_start[rows] + again
         columns[KEY] = self.rows.key[rows]
@@ -229,7 +229,7 @@ class DeviceBackend:
         logits = torch.empty(0)
         self._keep(counts=True)
         if chunks:
-            logits = stores.prefill(chunks)
+            logits = stores.prefill(self.module, chunks)
             self.num_computed += sum(c.end - c.start for _, c in chunks)
         if not self.rows.end:
             return None, logits

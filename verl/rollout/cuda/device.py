@@ -6,7 +6,7 @@ launched before the host has seen them.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from verl.data_proto.samples import SamplingParams
 from verl.models.cuda.decoding import Slots
 from verl.models.cuda.dispatch import kernel
 from verl.models.cuda.varlen import TokenSpans, VarlenKernel
+from verl.models.vision import placed_positions
 from verl.parallel.device import to_device, write_at
 from verl.rollout.cuda.forward import StraightForward
 from verl.rollout.cuda.graphs import StepGraphs
@@ -22,6 +23,7 @@ from verl.rollout.cuda.pages import PagedTokenStore, PagePool, keep
 from verl.rollout.cuda.store import DecodeAttention, PromptAttention, SharedPrompts, TokenStore
 from verl.rollout.layout import Chunk
 from verl.rollout.native.batch import Group
+from verl.rollout.prompt_images import features_of, place_images
 from verl.rollout.sampling import sample
 from verl.rollout.uniforms import uniforms_at
 
@@ -134,11 +136,12 @@ class DeviceRows:
         assert isinstance(self.prefix, PagedTokenStore)
         keep((self.own, own_lengths), (self.prefix, prefix_lengths))
 
-    def prefill(self, chunks: list[tuple[Group, Chunk]]) -> torch.Tensor:
-        """Compute chunks of prompts and store them in their prefix slots. Returns the logits after each that completes its
-        prompt, float32 [prompts, vocab]."""
+    def prefill(self, module: Any, chunks: list[tuple[Group, Chunk]]) -> torch.Tensor:
+        """Compute chunks of prompts and store them in their prefix slots; `module` computes their images. Returns the logits
+        after each that completes its prompt, float32 [prompts, vocab]."""
         ids = np.concatenate([np.array(g.request.token_ids[c.start : c.end], dtype=np.int64) for g, c in chunks])
-        places = np.concatenate([np.arange(c.start, c.end) for _, c in chunks])
+        media, shifts = place_images(module, chunks, 0, self.device)
+        places = np.concatenate([np.arange(c.start, c.end) + s for s, (_, c) in zip(shifts, chunks, strict=True)])
         lengths = np.array([c.end - c.start for _, c in chunks])
         starts = self.prefix.starts(np.array([c.slot for _, c in chunks]))
         known = np.stack([ids, places, np.concatenate([self.prefix.where(c.slot, c.start, c.end) for _, c in chunks])])
@@ -157,7 +160,9 @@ class DeviceRows:
         attend = PromptAttention(self.prefix, where, spans, self.kernel, scale, windows)
         completed = [i for i, (g, c) in enumerate(chunks) if c.end == g.num_tokens]
         last = to_device(torch.from_numpy(np.cumsum(lengths)[completed] - 1), self.device)
-        return self.forward.logits(self.forward.hidden(tokens, positions, attend)[last])
+        positions = placed_positions(module, tokens[None], positions[None], media).squeeze(-2)
+        images = features_of(module, tokens, media)
+        return self.forward.logits(self.forward.hidden(tokens, positions, attend, images)[last])
 
     def _int32(self, values: np.ndarray) -> torch.Tensor:
         return to_device(torch.from_numpy(values.astype(np.int32)), self.device)

@@ -14,6 +14,7 @@ from verl.models.cpu.weights import DenseDecoder, DenseLayer, Projection
 from verl.models.cuda.pointwise import add_norm, rms_norm, swiglu
 from verl.models.forward import head_transform
 from verl.models.matmul import wide_product
+from verl.models.vision import ImageFeatures
 from verl.rollout.cuda.adapters import JoinedAdapters
 
 _FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")  # others depend on the length of the whole sequence
@@ -61,10 +62,17 @@ class StraightForward:
             and getattr(decoder.rotary, "rope_type", None) in _FIXED_ROTATIONS
         )
 
-    def hidden(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Final hidden states [tokens, hidden] of `tokens` at `positions` (int64 [tokens])."""
-        cos, sin = self._cos[positions], self._sin[positions]
+    def hidden(
+        self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, images: ImageFeatures | None = None
+    ) -> torch.Tensor:
+        """Final hidden states [tokens, hidden] of `tokens` at `positions` (int64 [tokens], or [axes, tokens] with images)."""
         x = F.embedding(tokens, self.decoder.embed)
+        if images is not None:
+            x = images.embedded(x)
+        if positions.dim() == 1:
+            cos, sin = self._cos[positions], self._sin[positions]
+        else:
+            cos, sin = (t[0] for t in self.decoder.rotary(x.unsqueeze(0), positions.unsqueeze(1)))
         first = self.decoder.layers[0].input_norm
         normed = rms_norm(x, first.weight, first.eps)
         layers = self.decoder.layers
@@ -75,6 +83,9 @@ class StraightForward:
             x, normed = add_norm(x, out, layer.post_norm.weight, layer.post_norm.eps)
             out = self._feed_forward(normed, layer)
             x, normed = add_norm(x, out, after.weight, after.eps)
+            if images is not None and number < len(images.deep):
+                x = images.deepened(number, x)
+                normed = rms_norm(x, after.weight, after.eps)
         return normed
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,7 @@ def _examined(module: Any, config: RolloutConfig) -> Invariance:
     decoder, head = forward.decoder, module.get_output_embeddings()
     projection = Projection(head.weight.detach(), head.bias, (head,))
     required = config.batch_invariant == "require"
-    if compiled(decoder, projection, prepack=config.prepack_weights, required=required) is not None:
+    if compiled(module, decoder, projection, prepack=config.prepack_weights, required=required) is not None:
         return Invariance(True, "the compiled kernels add up every row in one order")
     obstacle = _obstacle(decoder, head, config.max_num_batched_tokens + config.max_num_seqs)
     if obstacle is not None:

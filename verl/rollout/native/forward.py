@@ -19,6 +19,7 @@ from verl.models.attention import Scoring
 from verl.models.cpu.weights import DenseDecoder, DenseLayer, Norm, Projection
 from verl.models.forward import head_transform
 from verl.models.lora import LoRALinear
+from verl.models.vision import ImageFeatures, adds_to_layers
 from verl.parallel.device import multiplies_bf16_tiles
 from verl.rollout.cpu.forward import CpuForward
 from verl.rollout.cpu.library import Kernels, kernels
@@ -74,7 +75,7 @@ class DenseForward:
             return None
         bias = None if head.bias is None else head.bias.detach()
         projection = Projection(head.weight.detach(), bias, (head,))
-        if (kernels := compiled(decoder, projection, prepack=prepack, required=required)) is not None:
+        if (kernels := compiled(module, decoder, projection, prepack=prepack, required=required)) is not None:
             return CpuForward(kernels, module, decoder, projection)
         return cls(module, decoder, projection, prepack=prepack, invariant=invariant)
 
@@ -96,12 +97,15 @@ class DenseForward:
         keep: torch.Tensor | None,
         layout: StepLayout,
         adapters: TokenAdapters | None = None,
+        images: ImageFeatures | None = None,
     ) -> torch.Tensor:
-        """[kept, vocab]: the logits after the tokens whose indices `keep` holds, or after all. `ids` and `positions` are
-        int64 [tokens]; `layout` and `adapters` have the same tokens."""
+        """[kept, vocab]: the logits after the tokens whose indices `keep` holds, or after all. `ids` are int64 [tokens], and
+        `positions` [tokens] or [axes, tokens]; `layout`, `adapters` and `images` have the same tokens."""
         decoder = self.decoder
         x = F.embedding(ids, decoder.embed)
-        cos, sin = decoder.rotary(x.unsqueeze(0), positions.unsqueeze(0))
+        if images is not None:
+            x = images.embedded(x)
+        cos, sin = decoder.rotary(x.unsqueeze(0), positions.unsqueeze(-2))
         rotation = _Rotation(cos[0], sin[0])
         last, add = len(self._layers) - 1, self._adding(adapters, x.device)
         for index, layer in enumerate(self._layers):
@@ -111,11 +115,14 @@ class DenseForward:
             if index == last and keep is not None:
                 x, attended = x.index_select(0, keep), attended.index_select(0, keep)
                 add = self._adding(adapters, x.device, keep)
+                images = None if images is None else images.among(keep)
             x.add_(add(4 * index + 1, attended, layer.o(attended)))
             normed = _normed(x, layer.weights.post_norm)
             gate, up = add(4 * index + 2, normed, layer.gate_up(normed)).chunk(2, dim=1)
             inner = F.silu(gate).mul_(up)
             x.add_(add(4 * index + 3, inner, layer.down(inner)))
+            if images is not None:
+                x = images.deepened(index, x)
         normed = _normed(x, decoder.final_norm)
         return add(4 * last + 4, normed, self._head(normed))
 
@@ -151,10 +158,17 @@ class DenseForward:
         return q, k, v
 
 
-def compiled(decoder: DenseDecoder, head: Projection, *, prepack: bool, required: bool) -> Kernels | None:
+def compiled(
+    module: nn.Module, decoder: DenseDecoder, head: Projection, *, prepack: bool, required: bool
+) -> Kernels | None:
     """The compiled kernels where they compute this decoder faster than torch, or where their batch invariance is `required`."""
     torch_is_faster = head.weight.dtype == torch.bfloat16 and multiplies_bf16_tiles()
-    if not prepack or (torch_is_faster and not required) or not CpuForward.fits(decoder, head):
+    if (
+        not prepack
+        or (torch_is_faster and not required)
+        or adds_to_layers(module)
+        or not CpuForward.fits(decoder, head)
+    ):
         return None
     return kernels()
 

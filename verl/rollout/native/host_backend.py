@@ -14,7 +14,7 @@ import torch
 
 from verl.models.adapter_weights import AdapterWeights
 from verl.models.routing import Routing
-from verl.models.vision import PlacedMedia, is_vision_model, positions_within, vision_inputs
+from verl.models.vision import PlacedMedia, is_vision_model, placed_positions, vision_inputs
 from verl.rollout.cpu.forward import CpuForward
 from verl.rollout.cpu.paged_store import PagedStore
 from verl.rollout.cpu.store import BlockStore
@@ -27,6 +27,7 @@ from verl.rollout.native.forward import DenseForward
 from verl.rollout.native.kv_cache import SlotStore
 from verl.rollout.native.paging import Paging
 from verl.rollout.native.scheduler import Scheduler
+from verl.rollout.prompt_images import features_of, place_images
 from verl.rollout.sampling import sample
 from verl.rollout.uniforms import uniforms_at
 
@@ -120,9 +121,9 @@ class HostBackend:
         if recorder is not None and isinstance(layout, StepLayout):
             layout.routing = Routing()
         ids = [self.rows.newest()[rows], *(np.array(g.request.token_ids[c.start : c.end]) for g, c in chunks)]
-        media, shifts = self._media(num_rows, chunks) if self.reads_images else ([], [0] * len(chunks))
+        media, shifts = place_images(self.module, chunks, num_rows, self.device)
         if self.reads_images:
-            positions = positions + self.rows.shifts()
+            positions = positions + self.rows.shifts()[rows]
         places = [positions, *(np.arange(c.start, c.end) + s for s, (_, c) in zip(shifts, chunks, strict=True))]
         ends = np.cumsum([num_rows, *(c.end - c.start for _, c in chunks)])[1:] - 1
         completed = [e for (g, c), e in zip(chunks, ends, strict=True) if c.end == g.num_tokens]
@@ -231,7 +232,9 @@ class HostBackend:
         if len(ids) > 1:
             keep = torch.tensor([*range(len(ids[0])), *completed], dtype=torch.int64, device=self.device)
         if self.dense is not None:
-            return self.dense.logits(tokens, positions, keep, layout, adapters)  # type: ignore[arg-type]
+            places = placed_positions(self.module, tokens[None], positions[None], media).squeeze(-2)
+            images = features_of(self.module, tokens, media)
+            return self.dense.logits(tokens, places, keep, layout, adapters, images)  # type: ignore[arg-type]
         settings = {"layout": layout, "use_cache": False, "logits_to_keep": 0 if keep is None else keep}
         if not self.reads_images:
             logits: torch.Tensor = self.module(input_ids=tokens[None], position_ids=positions[None], **settings).logits
@@ -239,25 +242,6 @@ class HostBackend:
         with vision_inputs(self.module, tokens[None], positions[None], media) as inputs:
             logits = self.module(**inputs, **settings).logits
         return logits[0]
-
-    def _media(self, num_rows: int, chunks: list[tuple[Group, Chunk]]) -> tuple[list[PlacedMedia], list[int]]:
-        """Images in `chunks`, at their places behind the tokens of the rows, and the shift of positions where each chunk
-        starts, behind images whose keys are stored; sets the shifts of the groups."""
-        placed, shifts, start = [], [], num_rows
-        for group, chunk in chunks:
-            end = start + chunk.end - chunk.start
-            group.shift = before = 0
-            for span in group.request.placed:
-                ids = torch.tensor(group.request.token_ids[span.start : span.start + span.length], device=self.device)
-                shift = positions_within(self.module, ids, span.media)[1]
-                group.shift += shift
-                if span.start < chunk.start:
-                    before += shift
-                else:
-                    placed.append(PlacedMedia(start + span.start - chunk.start, span.length, end, span.media))
-            shifts.append(before)
-            start = end
-        return placed, shifts
 
     def _sample(self, rows: np.ndarray, logits: torch.Tensor) -> HostSampled:
         """The next tokens of `rows` from `logits` [rows, vocab]."""
