@@ -132,8 +132,14 @@ class Program:
 
 PROGRAMS = {
     "ppo": Program("verl.trainer.main_ppo", "actor", PHASES, has_ledger=True, runtimes=tuple(RUNTIMES)),
-    # rows with images; not with agents, since the bits of such a model depend on the rows of a batch
-    "images": Program("verl.trainer.main_ppo", "actor", PHASES, has_ledger=True),
+    # rows with images
+    "images": Program(
+        "verl.trainer.main_ppo",
+        "actor",
+        PHASES,
+        has_ledger=True,
+        runtimes=("local", "agents", "agents-ahead", "torchrun", "ray"),
+    ),
     "preference": Program("verl.trainer.preference_trainer", "model"),
     "reward_model": Program("verl.trainer.rm_trainer", "model"),
 }

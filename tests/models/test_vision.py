@@ -19,7 +19,7 @@ from verl.models.forward import hidden_states, packed_outputs
 from verl.models.grad_buffers import GradientBuffers
 from verl.models.load import load_model
 from verl.models.packing import pack_rows
-from verl.models.vision import freeze_towers, vision_states, vision_towers
+from verl.models.vision import freeze_towers, language_model_of, vision_states, vision_towers
 
 pytestmark = pytest.mark.seed("B1")
 TOLERANCE = 1e-5
@@ -111,25 +111,20 @@ def test_log_probs_and_gradients_equal_the_own_forward(family, folder, share_pro
     assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in towers)
 
 
-@pytest.mark.parametrize("frozen", ["nothing", "towers", "language model"])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_gradients_equal_the_modules_ones(family, folder, frozen, checkpointing):
-    """Summed in buffers as by a training step, with and without activations kept."""
+@pytest.mark.parametrize("case", ["", "checkpointing", "frozen towers", "frozen language model", "critic"])
+def test_gradients_equal_the_modules_ones(family, folder, case):
+    """Summed in buffers, as by a training step."""
     columns, media, _ = batch_of(family, STRAY)
     packed, gradients = pack_rows(columns, media=media), []
-    for is_fused in (True, False):
-        model = load_model(folder)
-        if frozen == "towers":
+    for states in (hidden_states, lambda model, *_: vision_states(model, packed)[packed.hidden_index]):
+        model = load_model(folder, "token_value" if case == "critic" else "lm")
+        if case == "frozen towers":
             freeze_towers(model)
-        if frozen == "language model":
-            model.get_decoder().requires_grad_(False)
-        if checkpointing:
-            model.get_decoder().gradient_checkpointing_enable()
-        if is_fused:
-            buffers = GradientBuffers({p: p for p in model.parameters() if p.requires_grad})
-            hidden = hidden_states(model, packed, buffers)
-        else:
-            hidden = vision_states(model, packed).index_select(0, packed.hidden_index)
+        if case == "frozen language model":
+            language_model_of(model).requires_grad_(False)
+        if case == "checkpointing":
+            model.gradient_checkpointing_enable()
+        hidden = states(model, packed, GradientBuffers({p: p for p in model.parameters() if p.requires_grad}))
         (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
         gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None and p.grad.any()})
     ours, theirs = gradients

@@ -22,7 +22,7 @@ from verl.models.outputs import HeadInputs, output_kind, statistics_wanted
 from verl.models.packed import PackedLayout
 from verl.models.packing import PackedBatch
 from verl.models.padded import forward_kind, padded_logits, padded_states
-from verl.models.vision import is_vision_model, read_images, vision_states
+from verl.models.vision import is_vision_model, language_model_of, vision_states, with_features
 
 log = logging.getLogger(__name__)
 
@@ -44,11 +44,12 @@ def hidden_states(module: Any, packed: PackedBatch, gradients: GradientBuffers |
     device = packed.input_ids.device
     if type(packed.layout) is PackedLayout:
         if (dense := fused_decoder(module, device)) is not None:
-            packed, images = read_images(module, packed)
-            return dense_hidden_states(dense, packed, gradients, module.get_decoder().gradient_checkpointing, images)
+            packed, images = with_features(module, packed)
+            checkpointing = language_model_of(module).gradient_checkpointing
+            return dense_hidden_states(dense, packed, gradients, checkpointing, images)
         if (dense := straight_decoder(module, device)) is not None:
-            packed, images = read_images(module, packed)
-            return straight_states(dense, packed, module.get_decoder().gradient_checkpointing, images)
+            packed, images = with_features(module, packed)
+            return straight_states(dense, packed, language_model_of(module).gradient_checkpointing, images)
     if is_vision_model(module):
         return vision_states(module, packed).index_select(0, packed.hidden_index)
     return decoder_states(module.get_decoder(), packed).index_select(0, packed.hidden_index)

@@ -62,8 +62,9 @@ class PlacedMedia:
 
 @dataclass(frozen=True)
 class ImageFeatures:
-    """What images become in a row of tokens: `values` [image tokens, hidden_size] are the embeddings of the tokens `index`
-    (int64, ascending), and `deep[i]`, of the same shape, is added to their hidden states behind layer i (Qwen3-VL)."""
+    """Images in a row of tokens, as its language model reads them: `values` [image tokens, hidden_size] are the embeddings of
+    the tokens `index` (int64, ascending), and `deep[i]`, of the same shape, is added to their hidden states behind layer i
+    (Qwen3-VL)."""
 
     index: torch.Tensor
     values: torch.Tensor
@@ -133,6 +134,12 @@ def body_of(module: Any) -> Any:
     return module.get_decoder() if body is None or body is module else body
 
 
+def language_model_of(module: Any) -> Any:
+    """The module that computes hidden states from embeddings: the decoder of a text model, or the part of a family's body."""
+    decoder = module.get_decoder()
+    return decoder.get_decoder() if is_vision_model(decoder) else decoder
+
+
 def vision_towers(module: Any) -> list[nn.Module]:
     """The parts of `module` that its vision_config describes, from pixels to features of images."""
     config = module.config.vision_config
@@ -190,7 +197,7 @@ def _front(module: Any) -> Iterator[dict[str, Any]]:
         read.update(inputs)
         return BaseModelOutputWithPast(last_hidden_state=inputs["inputs_embeds"])
 
-    decoder = module.get_decoder()
+    decoder = language_model_of(module)
     hook = module.get_input_embeddings().register_forward_hook(lambda _, __, output: output.detach())
     decoder.forward = forward
     try:
@@ -200,7 +207,7 @@ def _front(module: Any) -> Iterator[dict[str, Any]]:
         hook.remove()
 
 
-def read_images(module: nn.Module, packed: Any) -> tuple[Any, ImageFeatures | None]:
+def with_features(module: nn.Module, packed: Any) -> tuple[Any, ImageFeatures | None]:
     """A PackedBatch with the positions that the family gives its tokens, and the features of its images."""
     if not packed.media:
         return packed, None

@@ -21,10 +21,13 @@ import torch
 from torch import nn
 
 from verl.models.lora import LoRALinear
+from verl.models.vision import language_model_of
 
-_DECODERS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
-# language models of families with images, in whose positions a token may have several axes
-_DECODERS += ("Qwen2VLTextModel", "Qwen2_5_VLTextModel", "Qwen3VLTextModel")
+# the last three are of families with images, in whose positions a token may have several axes
+_DECODERS = (
+    "LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model",
+    "Qwen2VLTextModel", "Qwen2_5_VLTextModel", "Qwen3VLTextModel",
+)  # fmt: skip
 # read for callers that compute experts; Phi-3's own projections are joined already
 _FOR_SAMPLING = ("MixtralModel", "Qwen2MoeModel", "Qwen3MoeModel", "Phi3Model")
 
@@ -96,7 +99,7 @@ class DenseDecoder:
         """The dense reading of `module` (a causal language model, a value model, or a bare decoder), or None when its
         own forward must be used. Kept from call to call while the module stays as it is. Adapted layers, mixtures of
         experts and Phi-3 are read for a caller that asks for them."""
-        decoder = module.get_decoder() if hasattr(module, "get_decoder") else module
+        decoder = language_model_of(module) if hasattr(module, "get_decoder") else module
         if not _is_plain(decoder):
             _known.pop(decoder, None)
             return None

@@ -232,9 +232,9 @@ class HostBackend:
         if len(ids) > 1:
             keep = torch.tensor([*range(len(ids[0])), *completed], dtype=torch.int64, device=self.device)
         if self.dense is not None:
-            places = placed_positions(self.module, tokens[None], positions[None], media).squeeze(-2)
+            positions = placed_positions(self.module, tokens[None], positions[None], media).squeeze(-2)
             images = features_of(self.module, tokens, media)
-            return self.dense.logits(tokens, places, keep, layout, adapters, images)  # type: ignore[arg-type]
+            return self.dense.logits(tokens, positions, keep, layout, adapters, images)  # type: ignore[arg-type]
         settings = {"layout": layout, "use_cache": False, "logits_to_keep": 0 if keep is None else keep}
         if not self.reads_images:
             logits: torch.Tensor = self.module(input_ids=tokens[None], position_ids=positions[None], **settings).logits
