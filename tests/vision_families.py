@@ -74,7 +74,7 @@ def _qwen3_vision():
 
 
 def qwen3_vl():
-    text = TEXT | {"head_dim": 16} | mrope([4, 2, 2], mrope_interleaved=True)
+    text = TEXT | {"head_dim": 16, "num_hidden_layers": 3} | mrope([4, 2, 2], mrope_interleaved=True)
     return transformers.Qwen3VLConfig(text_config=text, vision_config=_qwen3_vision(), **_QWEN_TOKENS)
 
 

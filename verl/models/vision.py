@@ -112,9 +112,9 @@ def attention_of(config: PreTrainedConfig, name: str) -> str | dict[str, str]:
     return {"": name, **{key: name if key == "text_config" else "sdpa" for key in config.sub_configs}}
 
 
-def adds_to_layers(module: Any) -> bool:
-    """Whether features of images are added behind layers of the language model, too."""
-    return bool(getattr(getattr(module.config, "vision_config", None), "deepstack_visual_indexes", None))
+def num_deep_layers(module: Any) -> int:
+    """Number of layers of the language model behind which features of images are added."""
+    return len(getattr(getattr(module.config, "vision_config", None), "deepstack_visual_indexes", ()))
 
 
 def require_vision(module: nn.Module) -> None:

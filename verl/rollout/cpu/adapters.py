@@ -30,12 +30,15 @@ class PackedAdapter:
 
 
 class AdapterRuns:
-    """The runs of a forward's tokens, and of those that `keep` holds."""
+    """The runs of a forward's tokens, and of those that `keep` holds, with their adapters from layer `first` on."""
 
-    def __init__(self, tokens: TokenAdapters | None, packed: ArrangedAdapters[PackedAdapter], keep: np.ndarray):
+    def __init__(
+        self, tokens: TokenAdapters | None, packed: ArrangedAdapters[PackedAdapter], keep: np.ndarray, first: int = 0
+    ):
         ends, adapters = (np.zeros(0, np.int64), []) if tokens is None else tokens.runs()
         self.ends, self.kept_ends = ends, np.searchsorted(keep, ends).astype(np.int64)
         self._packed = [None if adapter is None else packed.of(adapter) for adapter in adapters]
         self.max_rank = max((p.rank for p in self._packed if p is not None), default=0)
-        addresses = [None if p is None else ctypes.addressof(p.products) for p in self._packed]
+        skipped = 4 * first * ctypes.sizeof(PackedLowRank)
+        addresses = [None if p is None else ctypes.addressof(p.products) + skipped for p in self._packed]
         self.pointers = (ctypes.c_void_p * len(addresses))(*addresses)

@@ -7,6 +7,7 @@ are the same bits with any neighbours, in any chunk of its prompt, and as a prom
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -22,6 +23,17 @@ from verl.rollout.cpu.tokens import DecodeTiles, StepTokens
 from verl.rollout.native.adapters import ArrangedAdapters, TokenAdapters
 
 _MAX_TILE_QUERIES = 32  # of an attention task; their scores with thousands of keys stay in the level-2 cache
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The tokens of a forward, for all of its layers."""
+
+    cos: torch.Tensor  # [tokens, head_dim]
+    sin: torch.Tensor
+    arrays: list[np.ndarray]
+    tokens: StepTokens
+    adapters: TokenAdapters | None
 
 
 class CpuForward:
@@ -56,6 +68,7 @@ class CpuForward:
             head=self._packed(head.weight),
         )
         self._logits = torch.empty(0, kernels.padded(vocab))
+        self._x_bytes = 4 * kernels.padded(hidden)  # of a token's hidden states
         self._work = buffer(0)
         self._nanoseconds = np.zeros(len(STAGES), dtype=np.int64)
 
@@ -100,28 +113,44 @@ class CpuForward:
         if images is not None:
             x = images.embedded(x)
         cos, sin = (t[0].float().contiguous() for t in self.decoder.rotary(x.unsqueeze(0), positions.unsqueeze(-2)))
-        keep = torch.arange(len(ids)) if keep is None else keep
-        num_logits, vocab = len(keep), self._model.vocab
-        if self._logits.shape[0] < num_logits:
-            self._logits = torch.empty(num_logits, self._logits.shape[1])
+        everything = torch.arange(len(ids))
+        keep = everything if keep is None else keep
         arrays = [
             np.ascontiguousarray(getattr(tokens, name), dtype=np.int64)
             for name in ("position", "prefix_slot", "prefix_end", "own_slot", "own_end", "order", "tiles")
         ]
-        runs = AdapterRuns(adapters, self._adapters, keep.numpy())
+        call = _Call(cos, sin, arrays, tokens, adapters)
+        first = 0
+        while images is not None and first < len(images.deep):
+            self._run(call, x, first, first + 1, everything)
+            # the first buffer of the workspace, see lay_out() in decoder.c; its values are of the model's dtype
+            states = self._work[: len(x) * self._x_bytes].view(torch.float32).view(len(x), -1)
+            x = images.deepened(first, states[:, : x.shape[1]].to(x.dtype))
+            first += 1
+        self._run(call, x, first, len(self._layers), keep)
+        return self._logits[: len(keep), : self._model.vocab]
+
+    def _run(self, call: _Call, x: torch.Tensor, first: int, end: int, keep: torch.Tensor) -> None:
+        """Compute layers [first, end) of hidden states `x` [tokens, hidden], and behind the last one the logits of `keep`."""
+        model, tokens = Model.from_buffer_copy(self._model), call.tokens
+        model.layers, model.layer = end - first, ctypes.addressof(self._layers) + first * ctypes.sizeof(Layer)
+        if end < len(self._layers):
+            model.vocab = 0
+        elif self._logits.shape[0] < len(keep):
+            self._logits = torch.empty(len(keep), self._logits.shape[1])
+        runs = AdapterRuns(call.adapters, self._adapters, keep.numpy(), first)
         step = Step(
-            len(ids), len(tokens.tiles) - 1, self.max_tile, int(tokens.position.max()) + 1, num_logits,
-            torch.get_num_threads(), len(runs.ends), runs.max_rank, x.data_ptr(), cos.data_ptr(), sin.data_ptr(),
-            *(a.ctypes.data for a in arrays), keep.data_ptr(), runs.ends.ctypes.data, runs.kept_ends.ctypes.data,
-            ctypes.addressof(runs.pointers), tokens.prefix.view(), tokens.own.view(), self._logits.data_ptr(),
-            nanoseconds=self._nanoseconds.ctypes.data,
+            len(x), len(tokens.tiles) - 1, self.max_tile, int(tokens.position.max()) + 1, len(keep),
+            torch.get_num_threads(), len(runs.ends), runs.max_rank, x.data_ptr(), call.cos.data_ptr(),
+            call.sin.data_ptr(), *(a.ctypes.data for a in call.arrays), keep.data_ptr(), runs.ends.ctypes.data,
+            runs.kept_ends.ctypes.data, ctypes.addressof(runs.pointers), tokens.prefix.view().behind(first),
+            tokens.own.view().behind(first), self._logits.data_ptr(), nanoseconds=self._nanoseconds.ctypes.data,
         )  # fmt: skip
-        needed = self._kernels.workspace(self._model, step)
+        needed = self._kernels.workspace(model, step)
         if len(self._work) < needed:
             self._work = buffer(needed)
         step.work = self._work.data_ptr()
-        self._kernels.forward(self._model, step)
-        return self._logits[:num_logits, :vocab]
+        self._kernels.forward(model, step)
 
     def _layer(self, layer: DenseLayer) -> Layer:
         q_norm, k_norm = layer.q_norm, layer.k_norm

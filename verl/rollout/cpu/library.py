@@ -47,6 +47,11 @@ class PackedLowRank(Structure):
 class Store(Structure):
     _fields_ = (("layer", POINTER(c_void_p)), ("slot_stride", c_int64), ("head_stride", c_int64))
 
+    def behind(self, layers: int) -> Store:
+        """The store without its first `layers`."""
+        address = ctypes.addressof(self.layer.contents) + layers * ctypes.sizeof(c_void_p)
+        return Store(ctypes.cast(address, POINTER(c_void_p)), self.slot_stride, self.head_stride)
+
 
 class Step(Structure):
     _fields_ = (

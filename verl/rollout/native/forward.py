@@ -19,7 +19,7 @@ from verl.models.attention import Scoring
 from verl.models.cpu.weights import DenseDecoder, DenseLayer, Norm, Projection
 from verl.models.forward import head_transform
 from verl.models.lora import LoRALinear
-from verl.models.vision import ImageFeatures, adds_to_layers
+from verl.models.vision import ImageFeatures, num_deep_layers
 from verl.parallel.device import multiplies_bf16_tiles
 from verl.rollout.cpu.forward import CpuForward
 from verl.rollout.cpu.library import Kernels, kernels
@@ -166,7 +166,7 @@ def compiled(
     if (
         not prepack
         or (torch_is_faster and not required)
-        or adds_to_layers(module)
+        or num_deep_layers(module)
         or not CpuForward.fits(decoder, head)
     ):
         return None
