@@ -14,6 +14,7 @@ from tests.models.plain_attention import PLAIN
 from tests.models.test_vision import SIZES, cached_log_probs, episode_of, inputs_of, own_log_probs, prompt_of
 from tests.vision_families import CONFIGS, IMAGE, random_model, vision_folder
 from verl.config import DataConfig, RolloutConfig
+from verl.config.sections.rollout import KVCacheConfig
 from verl.data.images import image_messages
 from verl.data.prompts import PromptEncoder
 from verl.data_proto.media import MediaSpan
@@ -171,15 +172,19 @@ def test_the_backend_of_a_gpu_samples_the_same_tokens(family, module):
 
 
 def test_a_sample_depends_neither_on_its_batch_nor_on_the_time_of_its_images(family, module):
-    """Of prompts, and of turns whose history is computed again."""
+    """Of prompts, samples that give up their place in memory for a while, and turns whose history is computed again."""
     if family in BY_MODULES:
         pytest.skip("its own modules have no such promise")
-    params = SamplingParams(n=2, max_new_tokens=LENGTH, ignore_eos=True)
+    params = SamplingParams(n=4, max_new_tokens=24, ignore_eos=True)
     together = bits_of(engine_of("native", module).generate(requests_of(family), params, step=1))
     apart = [bits_of(engine_of("native", module).generate([r], params, step=1)) for r in requests_of(family)]
     assert together == sum(apart, [])
     if not isinstance(engine_of("native", module).dense(), CpuForward):
         return  # sums of torch depend on the place where a history is cut
+    cache = KVCacheConfig(enable_paged_attention=True, max_tokens=160)
+    narrow = engine_of("native", module, kv_cache_config=cache)
+    assert bits_of(narrow.generate(requests_of(family), params, step=1)) == together
+    assert narrow.stats()["num_preempted"] > 0
     prompt, _, _, spans, _ = episode_of(family, 0)
     spans = tuple(span.moved(len(prompt)) for span in spans)
     turns = SamplingParams(n=1, max_new_tokens=4, ignore_eos=True)
