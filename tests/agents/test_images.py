@@ -150,19 +150,16 @@ def trained_samples(run):
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["tools", "environment", "endpoint"])
 def test_a_resumed_run_has_the_images_of_its_episodes(way, agent_run, ends_after):
-    """Episodes that had paused or waited at the checkpoint. The bits of a vision model depend on the other rows of a batch, and
-    turns join as tools answer; so tokens are equal, and log-probs within rounding."""
+    """Episodes that had paused or waited at the checkpoint: bits do not depend on the turns that a batch has together."""
     parts = f"{ROLLOUT}.partial_rollout={way != 'endpoint'}"
     changes = (*AHEAD, *WAYS[way], parts, "trainer.save_freq=1")
     whole = agent_run(*changes)
     ends_after(2)
     agent_run(*changes, folder="cut")
     cut = agent_run(*changes, folder="cut")
-    samples = list(zip(trained_samples(cut), trained_samples(whole), strict=True))
+    samples = trained_samples(cut)
     assert len(samples) == 4 * 12
-    for ours, theirs in samples:
-        assert ours[:3] == theirs[:3]
-        np.testing.assert_allclose(ours[3], theirs[3], rtol=0, atol=1e-4)
+    assert samples == trained_samples(whole)
 
 
 SENTENCES = {

@@ -215,7 +215,10 @@ class Scheduler:
         tokens, log_probs = self.rows.tokens[row, :length].copy(), self.rows.log_probs[row, :length].copy()
         prompt = group.request.token_ids[: int(self.rows.prompt_length[row])]
         first = group.request.first_sample + int(self.rows.sample[row])
-        request = replace(group.request, token_ids=(*prompt, *tokens.tolist()), first_sample=first, num_samples=1)
+        tokens_so_far, images = (*prompt, *tokens.tolist()), group.request.placed  # all before the sampled tokens
+        request = replace(
+            group.request, token_ids=tokens_so_far, first_sample=first, num_samples=1, media=None, spans=images
+        )
         self._remove(row)
         self.prompts.waiting.appendleft(Group(request, deque([0]), 1, drawn=(tokens, log_probs)))
         self.num_preempted += 1
