@@ -111,9 +111,11 @@ def test_log_probs_and_gradients_equal_the_own_forward(family, folder, share_pro
     assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in towers)
 
 
-@pytest.mark.parametrize("case", ["", "checkpointing", "frozen towers", "frozen language model", "critic"])
+@pytest.mark.parametrize("case", ["checkpointing", "frozen towers", "frozen language model", "critic"])
 def test_gradients_equal_the_modules_ones(family, folder, case):
-    """Summed in buffers, as by a training step."""
+    """Summed in buffers, as by a training step, where a decoder of ours computes the language model."""
+    if family in ("qwen3_vl_moe", "glm4v"):
+        pytest.skip("its own modules compute it")
     columns, media, _ = batch_of(family, STRAY)
     packed, gradients = pack_rows(columns, media=media), []
     for states in (hidden_states, lambda model, *_: vision_states(model, packed)[packed.hidden_index]):
