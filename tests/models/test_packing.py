@@ -108,3 +108,12 @@ def test_an_empty_response_column():
     columns = {"prompts": torch.ones(2, 3, dtype=torch.int64), "prompt_mask": torch.ones(2, 3).bool()}
     columns |= {"responses": torch.empty(2, 0, dtype=torch.int64), "response_mask": torch.empty(2, 0).bool()}
     assert pack_rows(columns).num_tokens == 0
+
+
+def test_a_response_inside_its_prompt_is_read_there():
+    columns = make_columns([[1, 2, 3], [1, 2, 3]], [[2, 3], [20, 21]])
+    packed = pack_rows({**columns, "response_is_inside": torch.tensor([True, False])})
+    assert packed.input_ids.tolist() == [[1, 2, 3, 20]]
+    assert packed.hidden_index.tolist() == [0, 1, 2, 3]
+    assert packed.targets.tolist() == [2, 3, 20, 21]
+    assert packed.scatter(torch.arange(1.0, 5.0)).tolist() == [[1, 2], [3, 4]]

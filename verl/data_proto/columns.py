@@ -46,6 +46,7 @@ COLUMNS: dict[str, Column] = {
     "response_mask": Column(
         _BR, "bool", "rollout", "true on response tokens that train (false on padding and tool output)"
     ),
+    "response_is_inside": Column(_B, "bool", "training service", "the response is the end of its prompt"),
     "attention_mask": Column(("batch", "prompt+response"), "bool", "rollout", "true on every token that exists"),
     "rollout_log_probs": Column(
         _BR,

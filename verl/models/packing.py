@@ -37,13 +37,15 @@ _PREDICTIONS = Reads()
 
 @dataclass(frozen=True)
 class PackedRow:
-    """One row without its padding; `num_inputs` of its response tokens are fed to the model."""
+    """One row without its padding; `num_inputs` of its response tokens are fed to the model. `is_inside`: the response is the
+    end of the prompt, in which it is read."""
 
     index: int
     prompt: tuple[int, ...]
     num_inputs: int
     trains: bool
     media: Spans = ()
+    is_inside: bool = False
     experts: np.ndarray | None = field(default=None, compare=False)  # [tokens, layers, k], see verl.models.routing
 
     @property
@@ -98,8 +100,8 @@ def unpadded_rows(
     media: Sequence[RowMedia] | None = None,
     experts: Sequence[np.ndarray | None] | None = None,
 ) -> list[PackedRow]:
-    """The rows `chosen` (default: all) of the columns prompts, prompt_mask, response_mask, `media` (None: no images) and
-    `experts` (None: routers choose).
+    """The rows `chosen` (default: all) of the columns prompts, prompt_mask, response_mask, response_is_inside where present,
+    `media` (None: no images) and `experts` (None: routers choose).
 
     Raises DataError for a row that trains on its very first token, which nothing predicts.
     """
@@ -107,6 +109,7 @@ def unpadded_rows(
     prompts, prompt_mask = columns["prompts"].cpu(), columns["prompt_mask"].cpu().bool()
     trained = columns["response_mask"].cpu().bool()
     last = (trained * torch.arange(1, trained.shape[1] + 1)).amax(dim=1).tolist() if trained.shape[1] else []
+    inside = columns["response_is_inside"].tolist() if "response_is_inside" in columns else [False] * len(prompts)
     rows = []
     for index in range(len(prompts)) if chosen is None else chosen:
         needed = last[index] if last else 0
@@ -116,10 +119,10 @@ def unpadded_rows(
                 f"Row {index} of the batch trains on its first token and has no prompt tokens; nothing predicts that token. "
                 "Set response_mask to false there."
             )
-        num_inputs = needed if reads.last_token else max(needed - 1, 0)
+        num_inputs = 0 if inside[index] else needed if reads.last_token else max(needed - 1, 0)
         images = () if media is None else placed_in(media[index], len(ids))
         of_row = None if experts is None else experts[index]
-        rows.append(PackedRow(index, ids, num_inputs, needed > 0, images, of_row))
+        rows.append(PackedRow(index, ids, num_inputs, needed > 0, images, inside[index], of_row))
     return rows
 
 
@@ -157,8 +160,7 @@ def pack_rows(
     """
     groups = group_rows(unpadded_rows(columns, None, reads, media, experts), share_prompts)
     trained, responses = columns["response_mask"].cpu().bool(), columns["responses"].cpu()
-    ids: list[torch.Tensor] = []
-    positions: list[torch.Tensor] = []
+    ids, positions = list[torch.Tensor](), list[torch.Tensor]()
     segments: list[PackedSegment] = []
     index: list[torch.Tensor] = []
     where: list[torch.Tensor] = []
@@ -173,7 +175,8 @@ def pack_rows(
         for row in group:
             if reads.predictions:
                 column = trained[row.index].nonzero().squeeze(1)
-                index.append(torch.where(column == 0, start + prompt_length - 1, first + column - 1))
+                own = start + prompt_length - len(column) if row.is_inside else first
+                index.append(torch.where(column == 0, min(own, start + prompt_length) - 1, own + column - 1))
                 where.append(torch.stack([torch.full_like(column, row.index), column]))
             first += row.num_inputs
             last.append((first - 1, row.index, row.num_inputs - 1))

@@ -1,7 +1,7 @@
 """Rows of a training request as columns of a packed forward, and their log-probs back in the form of the request.
 
 Rows that are equal up to their first token that counts, as the samples of one prompt are, share the computation of these
-tokens. One row has the predictions inside the shared tokens, and each row its rest.
+tokens. The predictions inside the shared tokens are read there for one row, and each row has its rest.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ _COUNTS = {  # loss -> its input that is 0 where a token has no part in the sum;
 
 @dataclass(frozen=True)
 class ComputedRow:
-    """The predictions of `response` after `prompt`, which all data `members` have from position `first` on."""
+    """The predictions of `response` after `prompt`, or of the end of `prompt` where it `is_inside`, which all data `members`
+    have from position `first` on."""
 
     members: list[int]
     first: int
     prompt: np.ndarray
     response: np.ndarray
+    is_inside: bool = False
 
     def part(self, values: np.ndarray) -> np.ndarray:
         """The values [N] or [N, K] of a member at the row's positions, as [response, K]."""
@@ -50,7 +52,7 @@ def computed_rows(data: Sequence[Datum], loss: str) -> list[ComputedRow]:
         length = prompt_length(data[members[0]], loss) if len(members) > 1 else 1
         if length > 1:
             tokens = data[members[0]].tokens
-            rows.append(ComputedRow(members, 0, tokens[:1], tokens[1:length]))
+            rows.append(ComputedRow(members, 0, tokens[:length], tokens[1:length], is_inside=True))
         for member in members:
             tokens = data[member].tokens
             rows.append(ComputedRow([member], length - 1, tokens[:length], np.append(tokens[length:], 0)))
@@ -78,7 +80,7 @@ def training_columns(data: Sequence[Datum], rows: Sequence[ComputedRow]) -> Data
             stacked[number, : part.shape[0], : part.shape[1]] = torch.from_numpy(part)
             exists[number, : part.shape[0], : part.shape[1]] = True
         columns |= {"candidate_ids" if is_target else name: stacked, "target_mask": exists}
-    columns["number"] = torch.arange(len(rows))
+    columns |= {"number": torch.arange(len(rows)), "response_is_inside": torch.tensor([row.is_inside for row in rows])}
     return DataProto.from_dict(columns)
 
 
