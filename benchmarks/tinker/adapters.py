@@ -6,7 +6,8 @@
 
 `memory` counts the bytes of tensors by storage: with the base, with ten adapters that train, and with their samplers.
 `decode` compares the tokens per second of one adapter and of four that share a batch, in turn. `step` takes the same steps of
-reinforcement learning by `verl.train` and by the official SDK. Prints one JSON object.
+reinforcement learning by `verl.train` and by the official SDK, and lists the parts of a step: the seconds that the service
+trained, sampled and wrote its journal, the client's own, and the rest (HTTP, queues). Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -140,15 +141,19 @@ def step(model: str) -> dict[str, Any]:
         by_service(model, Path(name)) as served,
         by_run(model, Path(name)) as run,
     ):
-        seconds: dict[str, list[float]] = {"service": [], "verl.train": []}
+        rows: dict[str, list[dict[str, float]]] = {"service": [], "verl.train": []}
         for number in range(ROUNDS + 1):
             for kind, take in (("service", served), ("verl.train", run)):
                 start = time.perf_counter()
-                take()
+                parts = take()
+                seconds = time.perf_counter() - start
                 if number:
-                    seconds[kind].append(time.perf_counter() - start)
-    medians = {kind: statistics.median(values) for kind, values in seconds.items()}
-    return {"seconds_per_step": medians, "all": seconds, "ratio": medians["service"] / medians["verl.train"]}
+                    rows[kind].append({"step": seconds, **parts, "rest": seconds - sum(parts.values())})
+    medians = {
+        kind: {part: statistics.median(row[part] for row in steps) for part in steps[0]} for kind, steps in rows.items()
+    }
+    ratio = medians["service"]["step"] / medians["verl.train"]["step"]
+    return {"seconds": medians, "steps": {k: [row["step"] for row in v] for k, v in rows.items()}, "ratio": ratio}
 
 
 def questions() -> list[str]:
@@ -168,8 +173,9 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
 
 @contextmanager
 def by_run(model: str, folder: Path) -> Iterator[Any]:
-    """A function that takes a step of GRPO with LoRA by `verl.Trainer`."""
+    """A function that takes a step of GRPO with LoRA by `verl.Trainer`, and returns the seconds of its parts."""
     import verl
+    from verl.tracking.files import read_metrics
 
     rows = [
         {
@@ -196,12 +202,20 @@ def by_run(model: str, folder: Path) -> Iterator[Any]:
         "trainer.test_freq": -1,
     }
     with verl.Trainer(model, rows, compute_score, algorithm="grpo", output_dir=folder / "run", config=keys) as trainer:
-        yield trainer.step
+
+        def take() -> dict[str, float]:
+            trainer.step()
+            *_, row = read_metrics(folder / "run" / "metrics.jsonl")
+            return {"training": row["timing_s/update_actor"], "sampling": row["timing_s/gen"]}
+
+        yield take
 
 
 @contextmanager
 def by_service(model: str, folder: Path) -> Iterator[Any]:
-    """A function that takes the same step by the SDK, from a service in a process of its own."""
+    """A function that takes the same step by the SDK, from a service in a process of its own, and returns the seconds of its
+    parts."""
+    import httpx
     import tinker
     from tinker import types
 
@@ -212,19 +226,34 @@ def by_service(model: str, folder: Path) -> Iterator[Any]:
         service = tinker.ServiceClient(base_url=url, api_key="tml-local")
         trainer = service.create_lora_training_client(base_model=model, rank=RANK, train_unembed=False).result()
         tokenizer = trainer.get_tokenizer()
+        waits: list[float] = []
 
-        def take() -> None:
-            sampler = trainer.save_weights_and_get_sampling_client().result()
+        def result(future: Any) -> Any:
+            start = time.perf_counter()
+            value = future.result()
+            waits.append(time.perf_counter() - start)
+            return value
+
+        def busy() -> dict[str, float]:
+            state = httpx.get(f"{url}/api/v1/status", headers={"x-api-key": "tml-local"}).json()["tenants"]["local"]
+            return {part: state[f"{part}_s"] for part in ("training", "sampling", "journal")}
+
+        def take() -> dict[str, float]:
+            waits.clear()
+            before, start = busy(), time.perf_counter()
+            sampler = result(trainer.save_weights_and_get_sampling_client())
             prompts = [encoded(tokenizer, next(asked)) for _ in range(PROMPTS)]
             params = types.SamplingParams(max_tokens=NEW_TOKENS, temperature=1.0, stop=[])
             sent = [sampler.sample(types.ModelInput.from_ints(ids), SAMPLES, params) for ids in prompts]
             rows = []
             for ids, future in zip(prompts, sent, strict=True):
-                samples = future.result().sequences
+                samples = result(future).sequences
                 rewards = np.array([reward_of(tokenizer.decode(s.tokens)) for s in samples])
                 rows += [datum(ids, s, a) for s, a in zip(samples, advantages(rewards), strict=True)]
             trainer.forward_backward(rows, "importance_sampling")
-            trainer.optim_step(types.AdamParams(learning_rate=1e-4)).result()
+            result(trainer.optim_step(types.AdamParams(learning_rate=1e-4)))
+            client = time.perf_counter() - start - sum(waits)
+            return {"client": client, **{part: seconds - before[part] for part, seconds in busy().items()}}
 
         yield take
 

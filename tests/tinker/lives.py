@@ -96,6 +96,7 @@ def live(bench, folder, model, listening, death):
 
     import uvicorn
 
+    from tests.tinker.served import workers
     from verl.tinker.app import application
     from verl.tinker.checkpoints import Checkpoints
     from verl.tinker.journal import RequestJournal
@@ -114,7 +115,7 @@ def live(bench, folder, model, listening, death):
                 os.kill(os.getpid(), signal.SIGKILL)
 
     async def serve():
-        service = Service(bench, Checkpoints(folder, model, bench.engine.device), Mortal(folder, model), ["base"])
+        service = Service(workers(bench), Checkpoints(folder, model), Mortal(folder, model), ["base"])
         await uvicorn.Server(uvicorn.Config(application(service), log_level="error")).serve(sockets=[listening])
 
     asyncio.run(serve())

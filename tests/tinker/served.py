@@ -10,10 +10,12 @@ import tinker
 
 from verl.page.launch import listen
 from verl.tinker.app import application
+from verl.tinker.bench import Bench
 from verl.tinker.checkpoints import Checkpoints
 from verl.tinker.journal import RequestJournal
 from verl.tinker.server import uvicorn_config
 from verl.tinker.service import Service
+from verl.tinker.worker import BenchWorker
 
 
 class Served:
@@ -31,7 +33,14 @@ class Served:
 
     def tensors(self, trainer):
         """The weights of a training client's model."""
-        return self.service.models[trainer.model_id].adapter.weights.tensors
+        return self.service.bench.training.adapters[trainer.model_id].weights.tensors
+
+
+def workers(bench, training=None, sampling=None):
+    """The workers of a service: `bench` in this process unless others are named."""
+    training = training or BenchWorker(bench)
+    sampling = sampling or training
+    return Bench(training, sampling, training.facts(), bench.tokenizer, is_apart=sampling is not training)
 
 
 class Faults:
@@ -60,16 +69,17 @@ class Faults:
 
 
 @contextmanager
-def running(bench, folder, tenants=None, certificate=None):
-    """A service of `bench` on a free port of this machine, with TLS where there are files of a certificate and its key."""
+def running(bench, folder, tenants=None, certificate=None, apart=()):
+    """A service of `bench` on a free port of this machine, with TLS where there are files of a certificate and its key. The
+    workers `apart` compute in its place."""
     import uvicorn
 
     path = str(bench.engine._trained.base)
     listening, ready, box = listen(), threading.Event(), {}
 
     async def serve():
-        checkpoints = Checkpoints(folder, path, bench.engine.device)
-        service = Service(bench, checkpoints, RequestJournal(folder, path), [path], tenants)
+        computed = workers(bench, *apart)
+        service = Service(computed, Checkpoints(folder, path), RequestJournal(folder, path), [path, "base"], tenants)
         faults = Faults(application(service))
         box["server"] = uvicorn.Server(uvicorn_config(faults, certificate))
         scheme = "http" if certificate is None else "https"

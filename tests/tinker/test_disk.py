@@ -40,9 +40,9 @@ def test_a_request_waits_while_the_disk_takes_no_journal(served):
     try:
         future = trainer.forward_backward([datum(n, length=60) for n in range(200)], "cross_entropy")
         until = time.monotonic() + 20
-        while not served.service.computer.paused and time.monotonic() < until:
+        while not served.service.paused and time.monotonic() < until:
             time.sleep(0.02)
-        assert "full" in served.service.computer.paused
+        assert "full" in served.service.paused
         answer = httpx.post(f"{served.url}/api/v1/create_session", content=b'{"tags": [], "sdk_version": "0"}')
         assert answer.status_code == 503
         assert "waits for space" in answer.json()["detail"]
@@ -80,7 +80,7 @@ def test_a_sampler_outlives_its_checkpoint_and_a_checkpoint_its_time(served, mon
     store.remove_expired()
     assert not list(store.listed(trainer.model_id))
     snapshots = served.service.snapshots
-    snapshots._loaded.clear()
+    served.service.bench.sampling._held.clear()
     assert sampler.compute_logprobs(PROMPT).result() == before
     assert len(list(snapshots.root.glob("*.safetensors"))) >= 1
     for name in list(served.service.samplers):
@@ -107,7 +107,7 @@ def test_a_model_has_a_run_folder(served, tmp_path, capsys):
 
 
 def test_weights_are_shared_with_and_without_links(tmp_path, monkeypatch):
-    store, file = Snapshots(tmp_path, torch.device("cpu")), tmp_path / "adapter"
+    store, file = Snapshots(tmp_path), tmp_path / "adapter"
     adapter = AdapterWeights(2, {"layer.lora_A": torch.ones(2, 3), "layer.lora_B": torch.ones(4, 2)})
     digest = store.write(adapter)
     shared = store.root / f"{digest}.safetensors"
@@ -117,10 +117,8 @@ def test_weights_are_shared_with_and_without_links(tmp_path, monkeypatch):
         if link is None:
             monkeypatch.setattr(os, "link", lambda *names: (_ for _ in ()).throw(OSError(errno.EPERM, "no links")))
         store.link(file, digest)
-        store._loaded.clear()
         assert store.load(digest).rank == 2, number
     store.remove_unused(set())
-    store._loaded.clear()
     with pytest.raises(RefusedRequest, match="not on the server's disk"):
         store.load(digest)
 

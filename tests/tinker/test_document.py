@@ -1,4 +1,4 @@
-"""The snippets of docs/tinker.md run as they stand."""
+"""The snippets of docs/tinker.md run as they stand, and its table of what is not served is true."""
 
 import os
 import re
@@ -11,6 +11,8 @@ import pytest
 pytest.importorskip("tinker", reason="the extra tinker is not installed")
 
 from tests.tinker.served import running  # noqa: E402
+from tests.tinker.test_tenants import PROTOBUF, model_of, post, rows  # noqa: E402
+from verl.cli.main import main  # noqa: E402
 
 TEXT = (Path(__file__).parents[2] / "docs" / "tinker.md").read_text(encoding="utf-8")
 SNIPPETS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
@@ -32,3 +34,56 @@ def test_a_snippet_runs(bench, tmp_path, number):
             capture_output=True, text=True, cwd=tmp_path,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-2000:]
+
+
+def answers(section):
+    """The rows of the table of requests that are not served."""
+    rows = re.findall(r"^\| (.*?) \| (.*?) \|$", section, re.MULTILINE)
+    return {request: answer for request, answer in rows if answer.endswith(".")}
+
+
+REFUSED = answers(TEXT.partition("answered with a sentence:")[2].partition("\n## ")[0])
+STARTS = {
+    "`actor_rollout_ref.rollout.name=vllm`": (["actor_rollout_ref.rollout.name=vllm"], {}),
+    "`trainer.n_gpus_per_node=2`": (["trainer.n_gpus_per_node=2"], {}),
+    "start by torchrun": ([], {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}),
+}
+
+
+def test_each_request_that_is_not_served_has_its_answer(shared):
+    model, owner = model_of(shared, "tml-ada")
+    base = {"session_id": owner, "base_model": shared.service.names[0]}
+    sampler = post(shared, "create_sampling_session", {**base, "sampling_session_seq_id": 0}).json()[
+        "sampling_session_id"
+    ]
+    image = {"chunks": [{"type": "image", "data": "", "format": "png"}]}
+    requests = {
+        "`create_model` without LoRA": ("create_model", {**base, "model_seq_id": 9}),
+        "loss `gspo`": ("forward_backward", rows(model, 1, loss="gspo")),
+        "loss `stable_reinforce`": ("forward_backward", rows(model, 2, loss="stable_reinforce")),
+        "an image in a prompt": (
+            "asample",
+            {"sampling_session_id": sampler, "seq_id": 0, "prompt": image, "sampling_params": {"max_tokens": 2}},
+        ),
+        "a sampler that follows the weights": (
+            "save_weights_for_sampler",
+            {"model_id": model, "seq_id": 3, "kind": "inflight"},
+        ),
+        "`publish`": ("training_runs/M/checkpoints/weights/N/publish", {}),
+        **{f"`{name}`": (name, {}) for name in ("save_weights_external", "create_custom_loss", "copy_weights")},
+    }
+    assert set(REFUSED) == {*requests, *STARTS}
+    for name, (route, body) in requests.items():
+        media = PROTOBUF if route == "forward_backward" else "application/json"
+        answer = post(shared, route, body, media=media)
+        assert 400 <= answer.status_code < 500
+        assert answer.json()["detail"] == REFUSED[name]
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_a_start_that_is_not_possible_is_a_sentence(tiny_llama, tmp_path, monkeypatch, capsys, name):
+    keys, environment = STARTS[name]
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    assert main(["serve", "tinker", f"model={tiny_llama}", f"folder={tmp_path}", *keys]) == 2
+    assert REFUSED[name] in capsys.readouterr().err.replace("\n", " ")

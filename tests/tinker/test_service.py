@@ -72,7 +72,7 @@ def test_a_custom_loss_of_the_client_has_the_gradient_of_autograd(served):
     ]
     own.forward_backward_custom(plain, weighted).result()
     built_in.forward_backward(rows, "cross_entropy").result()
-    gradients = [served.service.models[trainer.model_id].adapter.gradients for trainer in (own, built_in)]
+    gradients = [served.service.bench.training.adapters[trainer.model_id].gradients for trainer in (own, built_in)]
     for name, gradient in gradients[1].items():
         assert (gradients[0][name] - gradient).abs().max() <= 1e-5 * gradient.abs().max()
 
@@ -155,13 +155,13 @@ def patient(served, monkeypatch):
     """Batches wait for all requests of a test; returns the number of weights in each batch."""
     monkeypatch.setattr(queues, "_GATHER_S", 0.2)
     monkeypatch.setattr(queues, "_MOST_GATHER_S", 5.0)
-    batches, sample = [], served.service.bench.sample
+    batches, sample = [], served.service.bench.sampling.bench.sample
 
     def counted(requests):
         batches.append(len({weights for weights, _ in requests}))
         return sample(requests)
 
-    monkeypatch.setattr(served.service.bench, "sample", counted)
+    monkeypatch.setattr(served.service.bench.sampling.bench, "sample", counted)
     return batches
 
 

@@ -1,6 +1,5 @@
 """Tenants of one service: nothing of one exists for another, limits, turns, and requests that are malformed or hostile."""
 
-import hashlib
 import json
 import shutil
 import socket
@@ -22,28 +21,9 @@ from tinker.proto.request_conv import forward_backward_request_to_proto  # noqa:
 
 from tests.tinker.data import datum  # noqa: E402
 from tests.tinker.served import running  # noqa: E402
-from verl.tinker import server  # noqa: E402
 from verl.tinker.queues import SLICE_TOKENS, Lanes, QueuedJob  # noqa: E402
-from verl.tinker.tenants import Tenant, TenantLimits, Tenants  # noqa: E402
 
 PROTOBUF = "application/x-protobuf"
-LIMITS = TenantLimits(models=2, rank=4, samplers=3, tokens=200)
-
-
-@pytest.fixture(scope="module")
-def shared(bench, tmp_path_factory):
-    """A service with the tenants ada, bob (with limits) and an admin."""
-    people = {
-        "tml-ada": Tenant("ada"),
-        "tml-bob": Tenant("bob", limits=LIMITS),
-        "tml-ops": Tenant("ops", is_admin=True),
-    }
-    tenants = Tenants({hashlib.sha256(key.encode()).hexdigest(): tenant for key, tenant in people.items()})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TINKER_TELEMETRY", "0")
-        patch.setattr(server, "_HEAD_S", 0.5)
-        with running(bench, tmp_path_factory.mktemp("shared"), tenants) as served:
-            yield served
 
 
 def post(served, route, body, key="tml-ada", media="application/json", method="POST", **headers):
@@ -264,7 +244,8 @@ def test_hostile_requests_are_answered_with_a_sentence_and_train_nothing(shared)
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM is VmRSS from here on
     before_mib = memory("VmRSS")
     model, owner = model_of(shared, "tml-ada")
-    adapter = shared.service.models[model].adapter
+    adapters = shared.service.bench.training.adapters
+    adapter = adapters[model]
     before = {key: value.clone() for key, value in adapter.weights.tensors.items()}
     base = {"session_id": owner, "sampling_session_seq_id": 0, "base_model": shared.service.names[0]}
     sampler = post(shared, "create_sampling_session", base).json()["sampling_session_id"]
@@ -280,7 +261,7 @@ def test_hostile_requests_are_answered_with_a_sentence_and_train_nothing(shared)
         assert answer.json()["detail"].endswith("."), (name, answer.text)
         assert "Traceback" not in answer.text
     assert memory("VmHWM") - before_mib < 256
-    assert adapter is shared.service.models[model].adapter
+    assert adapter is adapters[model]
     assert not adapter.gradients
     assert all((before[key] == value).all() for key, value in adapter.weights.tensors.items())
     assert httpx.get(f"{shared.url}/api/v1/healthz").json() == {"status": "ok"}
@@ -303,7 +284,9 @@ def test_a_tenant_sees_its_own_queues_and_models(shared):
     assert waits.status_code == 200  # until request 1 comes
     status = {key: post(shared, "status", b"", key, method="GET").json() for key in ("tml-ada", "tml-bob", "tml-ops")}
     assert status["tml-ada"]["tenants"]["ada"]["waiting_tokens"] >= 9
-    assert {"model_id": model, "tenant": "ada", "rank": 4, "num_steps": 0} in status["tml-ada"]["models"]
+    (row,) = [row for row in status["tml-ada"]["models"] if row["model_id"] == model]
+    assert row.items() >= {"tenant": "ada", "rank": 4, "num_steps": 0, "waiting_requests": 1}.items()
+    assert status["tml-ada"]["tenants"]["ada"]["training_s"] > 0
     assert "ada" not in str(status["tml-bob"])
     assert {"ada", "bob"} >= set(status["tml-ops"]["tenants"]) >= {"ada"}
     answer = httpx.get(f"{shared.url}/api/v1/metrics", headers={"authorization": "Bearer tml-ada"})

@@ -41,13 +41,14 @@ def run_serve(argv: list[str]) -> int:
     from verl.tinker.server import serve_tinker
     from verl.tinker.tenants import Tenants, read_tenants
 
+    folder = Path(options.get("folder", "runs/tinker")).expanduser()
+    keys = [f"trainer.default_local_dir={folder}", *keys]
     config = serving_config(options["model"], keys, _count("rank", options.get("rank", "64")))
     host, certificate = options.get("host", "127.0.0.1"), _certificate(options)
     if "keys" not in options and host not in ("127.0.0.1", "::1", "localhost"):
         raise ConfigError(f"host={host} lets other machines in, so give their API keys with keys=FILE.")
     tenants = read_tenants(options["keys"]) if "keys" in options else Tenants()
     listening = listen(host, _count("port", options.get("port", "0")))
-    folder = Path(options.get("folder", "runs/tinker")).expanduser()
 
     def say(address: str) -> None:
         print(f"{address}\nSet TINKER_BASE_URL to this address and TINKER_API_KEY to tml-...; Ctrl-C ends.", flush=True)

@@ -7,7 +7,7 @@ y = x [W_q, W_k, W_v] + (x [A_q, A_v]) [B_q  0   0 ]      k without an adapter
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -60,6 +60,12 @@ class AdapterWeights:
     def spec(self) -> LoRASpec:
         """Rank and alpha, as the adapter's files have them."""
         return LoRASpec(self.rank, self.alpha, tuple(self.layers))
+
+    def to(self, device: torch.device) -> AdapterWeights:
+        """The weights on a device; this object where they are there."""
+        if all(tensor.device == device for tensor in self.tensors.values()):
+            return self
+        return replace(self, tensors={name: tensor.to(device) for name, tensor in self.tensors.items()})
 
     def num_bytes(self) -> int:
         """Memory of the weights."""

@@ -108,7 +108,7 @@ class Site:
         if not parts:
             return self._home(path)
         if parts[0] == "compare" and len(parts) == 1:
-            return self._render("compare.html", path, **compare.compare_context(self.views, query))
+            return self.render("compare.html", path, **compare.compare_context(self.views, query))
         if parts[0] != "run" or len(parts) < 2:
             raise NotFound("There is no such page.")
         view = self.view(parts[1])
@@ -127,27 +127,27 @@ class Site:
     def _home(self, path: str) -> str:
         for view in self.views.values():
             view.run.refresh()
-        return self._render("home.html", path, runs=[view.run for view in self.views.values()])
+        return self.render("home.html", path, runs=[view.run for view in self.views.values()])
 
     def _of_run(self, view: View, rest: list[str], path: str, query: Mapping[str, str]) -> str:
         common = {"view": view, "run": view.run, "query": query}
         match rest:
             case []:
                 charts = panels.charts_json(panels.panels(view.run, view.index), view.run.marks())
-                return self._render(
+                return self.render(
                     "run.html", path, **common, charts=charts, **tables.run_context(view.run, view.index)
                 )
             case ["metrics"]:
                 charts = panels.charts_json(panels.all_metrics(view.run), view.run.marks())
-                return self._render("metrics.html", path, **common, charts=charts)
+                return self.render("metrics.html", path, **common, charts=charts)
             case ["config"]:
-                return self._render("config.html", path, **common, keys=RunFolder(view.run.folder).read_keys())
+                return self.render("config.html", path, **common, keys=RunFolder(view.run.folder).read_keys())
             case ["plan"] if (plan := plan_context(view.run.folder)) is not None:
-                return self._render("plan_page.html", path, **common, **plan)
+                return self.render("plan_page.html", path, **common, **plan)
             case ["log"]:
-                return self._render("log.html", path, **common, **log_records.log_context(view.run, query))
+                return self.render("log.html", path, **common, **log_records.log_context(view.run, query))
             case ["samples"]:
-                return self._render("search.html", path, **common, **search.search_context(view.index, query))
+                return self.render("search.html", path, **common, **search.search_context(view.index, query))
             case [split, step, *inner] if (number := whole_number(step)) is not None:
                 return self._of_step(view, split, number, inner, path, query)
         raise NotFound("There is no such page.")
@@ -165,13 +165,14 @@ class Site:
                 raise NotFound("There is no such page.")
         if context is None:
             raise NotFound(f"Step {step} of {clean(split, 40)} has no such {'sample' if rest else 'file of samples'}.")
-        return self._render(template, path, view=view, run=view.run, query=query, at=at, **context)
+        return self.render(template, path, view=view, run=view.run, query=query, at=at, **context)
 
     def message(self, text: str, path: str = "/") -> str:
         """A page with one sentence."""
-        return self._render("message.html", path, text=printable(text))
+        return self.render("message.html", path, text=printable(text))
 
-    def _render(self, template: str, path: str, **context: object) -> str:
+    def render(self, template: str, path: str, **context: object) -> str:
+        """The HTML of a template for the page at `path`."""
         depth = len([part for part in path.strip("/").split("/") if part])
 
         def link(target: str, **query: object) -> str:

@@ -33,9 +33,9 @@ try:
 except ImportError as error:
     raise MissingExtraError("The page about runs", "page", error.name or "starlette") from error
 
-_STATIC = Path(__file__).parent / "static"
+STATIC = Path(__file__).parent / "static"
 _POLL_S = 0.4  # between two looks at a run whose page is open
-_HEADERS = {
+HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -53,7 +53,7 @@ class Gate:
         self.app = app
         self.token = token
         self.cookie = f"verl_page_{port}"
-        self.names = {"localhost", host.lower(), socket.gethostname().lower()}
+        self.host = host.lower()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -65,7 +65,7 @@ class Gate:
             if message["type"] == "http.response.start":
                 known = {name.lower() for name, _ in message["headers"]}
                 extra = [
-                    (n.lower().encode(), v.encode()) for n, v in _HEADERS.items() if n.lower().encode() not in known
+                    (n.lower().encode(), v.encode()) for n, v in HEADERS.items() if n.lower().encode() not in known
                 ]
                 caching = [] if b"cache-control" in known else [(b"cache-control", b"no-store")]
                 message["headers"] = [*message["headers"], *extra, *caching]
@@ -74,7 +74,7 @@ class Gate:
         await (refusal or self.app)(scope, receive, with_headers)
 
     def _refusal(self, request: Request) -> Response | None:
-        if not self._is_own_name(request.headers.get("host", "")):
+        if not is_own_name(request.headers.get("host", ""), self.host):
             return PlainTextResponse("This address is not one of this page (Host).", 421)
         if request.method not in ("GET", "HEAD"):
             return PlainTextResponse("The page only reads.", 405, {"Allow": "GET, HEAD"})
@@ -94,17 +94,19 @@ class Gate:
     def _is_token(self, token: str) -> bool:
         return hmac.compare_digest(token.encode(), self.token.encode())
 
-    def _is_own_name(self, host: str) -> bool:
-        """A name of this machine, or a number: a page elsewhere can point its own name here, and never a number."""
-        name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
-        name = name.strip("[]").lower()
-        if name in self.names:
-            return True
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return False
+
+def is_own_name(host: str, own: str = "localhost") -> bool:
+    """Whether a Host header has a name of this machine, or a number: a page elsewhere can point its own name here, and never a
+    number. `own` is the address that the server listens at."""
+    name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
+    name = name.strip("[]").lower()
+    if name in ("localhost", own, socket.gethostname().lower()):
         return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def make_app(
@@ -140,7 +142,7 @@ def make_app(
 
     app = Starlette(
         routes=[
-            Mount("/static", StaticFiles(directory=_STATIC)),
+            Mount("/static", StaticFiles(directory=STATIC)),
             Route("/metrics", metrics),
             Route("/live", live),
             Route("/charts/{key}", charts),

@@ -133,6 +133,16 @@ class RoleSpec:
         return ", ".join([*parts, *self.engine.describe_dimensions()])
 
 
+@dataclass(frozen=True)
+class WorkerSpec:
+    """A role whose worker is an object of the program's class: `build(device)` makes it on each of the role's ranks, and
+    `worker_class` registers its calls. Roles with the same `build` share the object where they share a rank."""
+
+    name: str
+    worker_class: type
+    build: Callable[[torch.device], object]
+
+
 def settings_of(section: Any) -> Any:
     """The section of the engine that `section.strategy` names, where it is another one than FSDP."""
     return getattr(section, section.strategy, None) if section.strategy in ENGINES_WITH_SETTINGS else None
@@ -142,8 +152,8 @@ def settings_of(section: Any) -> Any:
 class RoleSpecs:
     """All roles of a run. `models` are built in this order, and the first model that trains is the model of the run.
 
-    `rollout` declares the role that generates, `reward` the role that scores, where there is one. `place(num_devices)` assigns
-    roles to devices; the number is a launcher's, or None.
+    `rollout` declares the role that generates, `reward` the role that scores, where there is one, and `workers` roles of the
+    program's classes. `place(num_devices)` assigns roles to devices; the number is a launcher's, or None.
     """
 
     models: tuple[RoleSpec, ...]
@@ -151,6 +161,7 @@ class RoleSpecs:
     run: RunSpec
     rollout: RolloutSpec | None = None
     reward: RewardSpec | None = None
+    workers: tuple[WorkerSpec, ...] = ()
 
     def model(self, name: str) -> RoleSpec | None:
         return next((spec for spec in self.models if spec.name == name), None)
@@ -158,7 +169,7 @@ class RoleSpecs:
     @property
     def names(self) -> set[str]:
         """Every role of the run."""
-        others = {"rollout": self.rollout, "reward": self.reward}
+        others = {"rollout": self.rollout, "reward": self.reward, **{spec.name: spec for spec in self.workers}}
         return {*(spec.name for spec in self.models), *(name for name, spec in others.items() if spec is not None)}
 
     @property
@@ -291,6 +302,7 @@ class Roles:
     rollout: RolloutHandle | None = None
     reward: RewardHandle | None = None
     weights: WeightSync | None = None
+    workers: dict[str, Any] = field(default_factory=dict)  # groups of WorkerSpecs
     specs: tuple[RoleSpec, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)  # device, dtype, parameters, for the header
     num_devices: int = 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ class RankWorkers:
         self.comm = comm
         self.reward: RewardWorker | None = None
         self.rollout: RolloutWorker | None = None
+        self.own: dict[str, object] = {}  # workers of the program's classes
         self.weights: RankWeightSync | None = None
         make_current(context.device)
         try:
@@ -50,6 +52,8 @@ class RankWorkers:
             # before the models: a wrong reward function costs no model load
             self.reward = build_reward(context, specs.reward)
         self.models = build_models(context)
+        worker_of = cache(lambda build: build(context.device))
+        self.own = {spec.name: worker_of(spec.build) for spec in specs.workers if context.holds(spec.name)}
         if specs.rollout is not None:
             policy, group = self.models.get(POLICY), rollout_group(context)
             weights = self.weights = RankWeightSync(context, self.comm, None if policy is None else policy.engine)
@@ -64,7 +68,7 @@ class RankWorkers:
 
     def worker(self, role: str) -> Any:
         """The worker of `role` on this rank."""
-        return {"reward": self.reward, "rollout": self.rollout}.get(role) or self.models[role]
+        return {"reward": self.reward, "rollout": self.rollout, **self.own}.get(role) or self.models[role]
 
     def doing(self, call: str) -> AbstractContextManager[Any]:
         """Names `call` in errors of other ranks that wait for this one."""

@@ -41,6 +41,10 @@ def make_groups(
             beside_rollout=devices[spec.name] == devices.get("rollout"),
         )
         roles.models[spec.name] = cast(ModelHandle, group)
+    for worker in specs.workers:
+        roles.workers[worker.name] = WorkerGroup(
+            worker.name, worker.worker_class, Mesh.flat(devices[worker.name]), runner
+        )
     if specs.rollout is not None:
         group = WorkerGroup("rollout", RolloutWorker, context.rollout_mesh(), runner, beside_rollout=True)
         roles.rollout = cast(RolloutHandle, group)

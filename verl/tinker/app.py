@@ -7,6 +7,7 @@ POLL_S seconds, which the client repeats. Every 4xx has a JSON `detail`, and so 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import hashlib
 import logging
@@ -19,9 +20,11 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 from tinker import types
 
+from verl.page.server import STATIC, is_own_name
 from verl.tinker.call import ClientCall
 from verl.tinker.codec import MAX_BYTES, decompressed
 from verl.tinker.model_routes import ModelRoutes
@@ -29,11 +32,13 @@ from verl.tinker.queues import RequestFuture
 from verl.tinker.records import RefusedRequest
 from verl.tinker.routes import Routes
 from verl.tinker.service import Service
+from verl.tinker.status import StatusRoutes
 from verl.tinker.tenants import Tenant
 
 log = logging.getLogger(__name__)
 
 _SWEEP_S = 30.0
+_PAGE = "page"  # the route that a browser opens
 
 _BODY_S = 60.0  # longest time that the body of a request may take to come
 
@@ -42,11 +47,11 @@ Handler = Callable[[ClientCall], Awaitable[Any]]
 
 def application(service: Service) -> Starlette:
     """The application. Every request but healthz needs the key of a tenant."""
-    routes, models, post, get = Routes(service), ModelRoutes(service), ["POST"], ["GET"]
+    routes, models, states, post, get = Routes(service), ModelRoutes(service), StatusRoutes(service), ["POST"], ["GET"]
     run, checkpoint = "training_runs/{model_id}", "training_runs/{model_id}/checkpoints/{checkpoint_id:path}"
     table: list[tuple[str, list[str], Handler]] = [
         ("healthz", get, routes.health), ("client/config", post, routes.config),
-        ("client/dynamic_config", post, routes.nothing), ("status", get, routes.status), ("metrics", get, routes.metrics),
+        ("client/dynamic_config", post, routes.nothing), ("status", get, states.status), ("metrics", get, states.metrics),
         ("get_server_capabilities", get, routes.capabilities), ("create_session", post, routes.create_session),
         ("session_heartbeat", post, routes.heartbeat), ("sessions/{session_id}/finish", post, routes.finish),
         ("telemetry", post, routes.telemetry), ("create_model", post, models.create_model),
@@ -65,7 +70,8 @@ def application(service: Service) -> Starlette:
         routes=[
             Route(f"/api/v1/{path}", partial(_answer, service, path, handler), methods=methods)
             for path, methods, handler in table
-        ],
+        ]
+        + [Route("/", partial(_answer, service, _PAGE, states.page)), Mount("/static", StaticFiles(directory=STATIC))],
         exception_handlers={HTTPException: _http_error},
         lifespan=lambda app: _lifespan(service, handlers),
     )
@@ -99,6 +105,8 @@ async def _answer(service: Service, route: str, handler: Handler, request: Reque
                 await asyncio.to_thread(service.journal.flush)
     except RefusedRequest as error:
         headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
+        if error.status == 401 and route == _PAGE:
+            headers["WWW-Authenticate"] = 'Basic realm="verl: any name, and the API key as the password"'
         if error.status == 413:  # else the rest of the body would be read, and discarded
             headers["Connection"] = "close"
         return JSONResponse({"detail": error.sentence}, error.status, headers)
@@ -120,9 +128,7 @@ async def _answer(service: Service, route: str, handler: Handler, request: Reque
 
 
 async def _call(service: Service, route: str, request: Request) -> ClientCall:
-    is_open = route == "healthz"
-    bearer = request.headers.get("authorization", "").removeprefix("Bearer ")  # as Prometheus sends a key
-    tenant = Tenant() if is_open else service.tenants.of_key(request.headers.get("x-api-key", bearer))
+    tenant = Tenant() if route == "healthz" else _tenant(service, request)
     try:
         sent = await asyncio.wait_for(_body(request), _BODY_S)
     except asyncio.TimeoutError as error:
@@ -130,6 +136,18 @@ async def _call(service: Service, route: str, request: Request) -> ClientCall:
     body = decompressed(sent, request.headers.get("content-encoding", ""))
     digest = hashlib.sha256(body).hexdigest()
     return ClientCall(route, body, tenant, digest, request.path_params, request.query_params)
+
+
+def _tenant(service: Service, request: Request) -> Tenant:
+    """The tenant of a request's key: of the SDK, of Prometheus (a bearer token) or of a browser (a password). Without keys the
+    Host must be a name of this machine, since a page elsewhere could point its name here."""
+    if not service.tenants.has_keys and not is_own_name(request.headers.get("host", "")):
+        raise RefusedRequest("This address is not one of this machine (Host). Use 127.0.0.1, or give keys=FILE.", 421)
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "basic":
+        with contextlib.suppress(ValueError):
+            key = base64.b64decode(key, validate=True).decode().partition(":")[2]
+    return service.tenants.of_key(request.headers.get("x-api-key", key))
 
 
 async def _body(request: Request) -> bytes:

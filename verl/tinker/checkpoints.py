@@ -25,8 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from verl.checkpoint.files import MANIFEST, find_damage, read_document, rename, write_json, write_manifest
 from verl.checkpoint.tensor_files import read_tensors, write_tensors
 from verl.engines.adapters import Adapter
@@ -75,14 +73,14 @@ class SavedAdapter:
 
 
 class Checkpoints:
-    """The saved adapters under `root`, of the base model at `base`. Loaded adapters are on `device`.
+    """The saved adapters under `root`, of the base model at `base`. Loaded adapters are on the CPU.
 
     Names come from requests: each is checked before it becomes part of a path. Raises RefusedRequest (404 for a name that
     does not exist).
     """
 
-    def __init__(self, root: Path, base: str, device: torch.device):
-        self.root, self.base, self.device = root / "models", base, device
+    def __init__(self, root: Path, base: str):
+        self.root, self.base = root / "models", base
         self.root.mkdir(parents=True, exist_ok=True)
         for folder in self.root.glob("*/*/.*.tmp-*"):  # of a save that a kill ended
             shutil.rmtree(folder, ignore_errors=True)
@@ -202,16 +200,13 @@ class Checkpoints:
 
     def _adapter(self, folder: Path, *, optimizer: bool) -> Adapter:
         state = read_document(folder / "state.json")
-        adapter = Adapter(AdapterWeights(state["rank"], own_names(self._read(folder / WEIGHTS_FILE))))
+        adapter = Adapter(AdapterWeights(state["rank"], own_names(read_tensors(folder / WEIGHTS_FILE))))
         if optimizer:
             adapter.num_steps = state["num_steps"]
-            for key, value in self._read(folder / "optimizer.safetensors").items():
+            for key, value in read_tensors(folder / "optimizer.safetensors").items():
                 name, _, slot = key.rpartition("/")
                 adapter.slots.setdefault(name, {})[slot] = value
         return adapter
-
-    def _read(self, file: Path) -> dict[str, torch.Tensor]:
-        return {name: tensor.to(self.device) for name, tensor in read_tensors(file).items()}
 
     def listed(self, model_id: str | None = None) -> Iterator[SavedAdapter]:
         """The checkpoints of a model, or of all, the newest first."""

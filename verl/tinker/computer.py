@@ -8,18 +8,18 @@ import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Hashable
+from collections import defaultdict
+from collections.abc import Callable, Hashable
 
-from verl.errors import VerlError, os_error_of
-from verl.models.adapter_weights import AdapterWeights
+from verl.errors import DeadlineError, ModelError, VerlError, WorkerLostError, os_error_of
+from verl.tinker.bench import Bench
 from verl.tinker.checkpoints import Checkpoints
 from verl.tinker.codec import PROTOBUF, sample_result
 from verl.tinker.journal import RequestJournal
 from verl.tinker.queues import Lanes, QueuedJob, WireAnswer
-from verl.tinker.records import RefusedRequest
+from verl.tinker.records import RefusedRequest, SampleOutput
 from verl.tinker.served import ModelJob, SampleLane, ServedModel
 from verl.tinker.snapshots import Snapshots
-from verl.tinker.workbench import Workbench
 
 log = logging.getLogger(__name__)
 
@@ -27,16 +27,25 @@ STATE_S = 20.0  # of computing between two states of a model on the disk, which 
 STATE_SHARE = 20.0  # the least computing time between two, in times that writing one took
 RETRY_S = 1.0
 _CLOSE_S = 60.0
+_LOST = (WorkerLostError, DeadlineError)  # no answer of a request: the next start computes it
 
 
 class Computer:
-    """Computes the jobs of `lanes` until `close`. `paused` says why answers wait: the disk takes no journal."""
+    """Computes the jobs of `lanes` until `close`, or until it cannot, as when a process of `bench` is gone: `on_lost` gets the
+    reason. `paused` says why answers wait: the disk takes no journal. `seconds` counts by tenant and kind of work."""
 
     def __init__(
-        self, bench: Workbench, checkpoints: Checkpoints, journal: RequestJournal, snapshots: Snapshots, lanes: Lanes
+        self,
+        bench: Bench,
+        checkpoints: Checkpoints,
+        journal: RequestJournal,
+        snapshots: Snapshots,
+        lanes: Lanes,
+        on_lost: Callable[[Exception], None],
     ):
         self.bench, self.checkpoints, self.journal, self.snapshots = bench, checkpoints, journal, snapshots
-        self.lanes, self.paused = lanes, ""
+        self.lanes, self.paused, self._on_lost = lanes, "", on_lost
+        self.seconds: dict[tuple[str, str], float] = defaultdict(float)
         self._closing, self._state_took_s = threading.Event(), 0.0
         self._thread = threading.Thread(target=self._run, name="tinker-compute", daemon=True)
         self._thread.start()
@@ -48,23 +57,30 @@ class Computer:
         self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
-        while (taken := self.lanes.take(lambda lane: isinstance(lane, SampleLane))) is not None:
-            lane, jobs = taken
-            if isinstance(lane, SampleLane):
-                self._sample(jobs)
-            else:
-                self._step(lane, jobs[0], jobs[0].work)
+        try:
+            while (taken := self.lanes.take(lambda lane: isinstance(lane, SampleLane))) is not None:
+                lane, jobs = taken
+                if isinstance(lane, SampleLane):
+                    self._sample(jobs)
+                else:
+                    self._step(lane, jobs[0], jobs[0].work)
+        except Exception as error:  # noqa: BLE001  (without this thread requests wait for ever)
+            self._on_lost(error)
 
     def _step(self, lane: Hashable, queued: QueuedJob, job: ModelJob) -> None:
         """Compute a slice of a request of a model; at the end of the request, give the answer."""
         start = time.perf_counter()
         try:
             answer = next(job.steps)
+        except _LOST:
+            raise
         except Exception as error:  # noqa: BLE001  (whatever fails is the answer of its request)
             answer = _failed(error)
             if job.work.failed is not None:
                 job.work.failed(answer.failure or "")
-        job.model.unsaved_s += time.perf_counter() - start
+        took_s = time.perf_counter() - start
+        job.model.unsaved_s += took_s
+        self.seconds[queued.tenant, "training_s"] += took_s
         if answer is None:
             self.lanes.put(lane, queued, first=True)
         elif self._give(queued, answer, runs_again=job.work.changes):
@@ -75,8 +91,11 @@ class Computer:
         that answer. False when the service ends first."""
         if queued.future.answer is not None:
             return True
+        start = time.perf_counter()
         self.journal.answer(queued.future.request_id, answer.body, answer.media_type, runs_again=runs_again)
-        if self._write():
+        is_written = self._write()
+        self.seconds[queued.tenant, "journal_s"] += time.perf_counter() - start
+        if is_written:
             queued.future.set(answer)
         return not self._closing.is_set()
 
@@ -96,15 +115,16 @@ class Computer:
 
     def _save_state(self, model: ServedModel, seq_id: int) -> None:
         """Save a model between optimizer steps when much was computed since the last time, so that a kill repeats little."""
-        due_s, adapter = max(STATE_S, STATE_SHARE * self._state_took_s), model.adapter
-        if adapter is None or adapter.pending is not None or model.failed:
+        due_s = max(STATE_S, STATE_SHARE * self._state_took_s)
+        if model.num_steps is None or model.num_tokens or model.failed:  # or in the middle of a step
             return
         if model.unsaved_s < due_s or seq_id <= model.state_seq:
             return
         start, model.unsaved_s = time.perf_counter(), 0.0
         try:
+            adapter = model.bench.state(model.model_id, optimizer=True)
             self.checkpoints.save_state(model.model_id, seq_id, adapter)
-        except (OSError, RefusedRequest) as error:
+        except (OSError, ModelError, RefusedRequest) as error:
             log.warning("The state of %s is not saved, so a kill would repeat more of it: %s", model.model_id, error)
             return
         self._state_took_s, model.state_seq = time.perf_counter() - start, seq_id
@@ -115,9 +135,11 @@ class Computer:
     def _sample(self, jobs: list[QueuedJob]) -> None:
         """Compute the samples of `jobs` in one batch. Where it fails, each sampler gets a separate batch, so that one with
         broken weights fails no other."""
+        start, tokens = time.perf_counter(), sum(job.cost for job in jobs)
         try:
-            outputs = self.bench.sample([(self._weights(job.work.digest), job.work.request) for job in jobs])
-            answers = [WireAnswer(sample_result(output), PROTOBUF) for output in outputs]
+            answers = [WireAnswer(sample_result(output), PROTOBUF) for output in self._sampled(jobs)]
+        except _LOST:
+            raise
         except Exception as error:  # noqa: BLE001  (whatever fails is the answer of its requests)
             digests = list(dict.fromkeys(job.work.digest for job in jobs))
             if len(digests) > 1:
@@ -125,11 +147,16 @@ class Computer:
                     self._sample([job for job in jobs if job.work.digest == digest])
                 return
             answers = [_failed(error)] * len(jobs)
+        took_s = time.perf_counter() - start
         for job, answer in zip(jobs, answers, strict=True):
+            self.seconds[job.tenant, "sampling_s"] += took_s * job.cost / tokens
             self._give(job, answer, runs_again=False)
 
-    def _weights(self, digest: str | None) -> AdapterWeights | None:
-        return None if digest is None else self.snapshots.load(digest)
+    def _sampled(self, jobs: list[QueuedJob]) -> list[SampleOutput]:
+        """The samples of `jobs`; weights go to the sampling process once."""
+        worker, digests = self.bench.sampling, {job.work.digest for job in jobs if job.work.digest is not None}
+        weights = {digest: self.snapshots.load(digest) for digest in worker.missing(sorted(digests))}
+        return worker.sample([(job.work.digest, job.work.request) for job in jobs], weights)
 
 
 def _failed(error: Exception) -> WireAnswer:
@@ -138,7 +165,7 @@ def _failed(error: Exception) -> WireAnswer:
     if isinstance(error, RefusedRequest):
         sentence, category = error.sentence, "user"
     elif isinstance(error, VerlError):
-        sentence, category = str(error), "server"
+        sentence, category = str(error).partition(" [rank ")[0], "server"  # the process is no matter of a client's
     elif system is not None and system.errno in (errno.ENOSPC, errno.EDQUOT):
         sentence, category = (
             "The server's disk is full, so nothing was saved. Delete checkpoints, and save again.",

@@ -11,7 +11,7 @@ from typing import Any
 
 from tinker import types
 
-from verl.engines.adapters import PARTS, Adapter
+from verl.engines.adapters import PARTS
 from verl.models.optim import AdamStep
 from verl.tinker.call import ClientCall, as_answer, read_message
 from verl.tinker.checkpoints import SavedAdapter
@@ -41,15 +41,12 @@ class ModelRoutes:
             for part, trains in zip(PARTS, (lora.train_attn, lora.train_mlp, lora.train_unembed), strict=True)
             if trains
         ]
-        most = self.service.bench.engine.spec
-        assert most is not None
-        if not 1 <= lora.rank <= most.rank or not parts:
-            raise RefusedRequest(
-                f"A LoRA model has a rank from 1 to {most.rank} and trains at least one kind of layer."
-            )
+        most = self.service.bench.facts.most_rank
+        if not 1 <= lora.rank <= most or not parts:
+            raise RefusedRequest(f"A LoRA model has a rank from 1 to {most} and trains at least one kind of layer.")
         model_id = f"{asked.session_id}:train:{asked.model_seq_id}"
         seed = _seed(model_id) if lora.seed is None else lora.seed
-        make = partial(self.service.bench.engine.new_adapter, lora.rank, seed, parts)
+        make = partial(self.service.bench.training.create, rank=lora.rank, seed=seed, parts=parts)
         answer = types.CreateModelResponse(model_id=model_id)
         return self._new_model(call, asked, asked.base_model, lora.rank, parts, make, answer)
 
@@ -60,7 +57,7 @@ class ModelRoutes:
         base: str,
         rank: int,
         parts: list[str],
-        make: Callable[[], Adapter],
+        make: Callable[[str], int],
         answer: Any,
     ) -> RequestFuture:
         model_id, models = f"{asked.session_id}:train:{asked.model_seq_id}", self.service.models
@@ -74,15 +71,15 @@ class ModelRoutes:
         facts = {"model_id": model_id, "base_model": base, "rank": rank, "parts": parts, "tenant": tenant.name}
         self.service.checkpoints.register(model_id, {**facts, "created": time.time(), "user_metadata": metadata})
         run = ModelRun(self.service.checkpoints.run_folder(model_id), self.service.bench.tokenizer)
-        model = ServedModel(model_id, asked.session_id, tenant, base, rank, run)
+        model = ServedModel(model_id, asked.session_id, tenant, base, rank, run, self.service.bench.training)
         model.unsaved_s = float("inf") if isinstance(asked, types.LoadWeightsRequest) else 0.0
         return self.service.add_model(call, model, make, as_answer(answer))
 
     async def get_info(self, call: ClientCall) -> Any:
         model = self.service.model(call, read_message(call, types.GetInfoRequest).model_id)
-        bench = self.service.bench
+        facts = self.service.bench.facts
         data = types.ModelData(
-            arch=bench.architecture, model_name=model.base_model, tokenizer_id=str(self.service.checkpoints.base)
+            arch=facts.architecture, model_name=model.base_model, tokenizer_id=str(self.service.checkpoints.base)
         )
         return types.GetInfoResponse(
             type="get_info", model_data=data, model_id=model.model_id, is_lora=True, lora_rank=model.rank,
@@ -91,10 +88,10 @@ class ModelRoutes:
 
     async def forward_backward(self, call: ClientCall) -> Any:
         message = training_message(call.body)
-        model, bench = self.service.model(call, message.model_id), self.service.bench
+        model, facts = self.service.model(call, message.model_id), self.service.bench.facts
 
         def prepare() -> Work:
-            checked = training_request(message, bench.vocabulary, bench.longest)
+            checked = training_request(message, facts.vocabulary, facts.longest)
             num_tokens = sum(len(datum.tokens) for datum in checked.data)
             run = partial(self._in_slices, model, checked)
             return Work(run, not checked.forward_only, num_tokens, model.fail)
@@ -110,7 +107,7 @@ class ModelRoutes:
             is_last = number == len(request.data)
             if is_last or tokens + len(request.data[number].tokens) > SLICE_TOKENS:
                 with model.run.spans("forward" if request.forward_only else "forward_backward"):
-                    output = self.service.bench.forward_backward(model.trained(), replace(request, data=rows))
+                    output = model.created().forward_backward(replace(request, data=rows))
                 if not request.forward_only:
                     model.loss += output.metrics["loss:sum"]
                     model.run.add(request.loss, rows, output.log_probs)
@@ -131,14 +128,15 @@ class ModelRoutes:
         return self.service.queue(call, model, asked.seq_id, prepare)
 
     def _step(self, model: ServedModel, values: AdamStep) -> WireAnswer:
-        adapter = model.trained()
+        bench = model.created()
         if model.failed:
             raise RefusedRequest(f"A forward_backward of this step failed ({model.failed}), so no step was taken.")
         with model.run.spans("optim_step"):
-            metrics = self.service.bench.optim_step(adapter, values)
+            metrics = bench.optim_step(model.model_id, values)
+        step = model.num_steps = (model.num_steps or 0) + 1
         row = {"actor/loss": model.loss, "actor/lr": values.learning_rate, "perf/total_num_tokens": model.num_tokens}
-        row |= {"step": adapter.num_steps, "time": time.time(), "actor/grad_norm": metrics["grad_norm"]}
-        model.run.end_step(adapter.num_steps, row)
+        row |= {"step": step, "time": time.time(), "actor/grad_norm": metrics["grad_norm"]}
+        model.run.end_step(step, row)
         model.drop_gradients()
         return as_answer(types.OptimStepResponse(metrics=metrics))
 
@@ -162,9 +160,8 @@ class ModelRoutes:
                 saved = self._save(model, "sampler_weights", asked.path, asked, overwrite=False)
                 return as_answer(types.SaveWeightsForSamplerResponseInternal(path=saved.uri))
             sampler_id, snapshots = f"{model.session_id}:sample:{asked.sampling_session_seq_id}", self.service.snapshots
-            with snapshots.lock:
-                with model.run.spans("save"):
-                    digest = snapshots.write(model.trained().snapshot())
+            with model.run.spans("save"), snapshots.lock:
+                digest = snapshots.write(model.created().state(model.model_id, optimizer=False).weights)
                 self.service.add_sampler(
                     ServedSampler(sampler_id, model.session_id, model.tenant, model.base_model, digest)
                 )
@@ -187,7 +184,7 @@ class ModelRoutes:
         checkpoints, most = self.service.checkpoints, model.tenant.limits.bytes
         request = f"{model.model_id}/{asked.seq_id}"
         notes = {"base_model": model.base_model, "user_metadata": asked.user_metadata, "request": request}
-        adapter = model.trained()
+        adapter = model.created().state(model.model_id, optimizer=kind == "weights")
         num_bytes = adapter.weights.num_bytes() * (3 if kind == "weights" else 1)
         if checkpoints.stored_bytes(model.tenant.name) + num_bytes > most:
             raise RefusedRequest(
@@ -201,7 +198,11 @@ class ModelRoutes:
     async def load_weights(self, call: ClientCall) -> Any:
         asked = read_message(call, types.LoadWeightsRequest)
         checkpoints, answer = self.service.checkpoints, types.LoadWeightsResponse(path=asked.path)
-        load = partial(checkpoints.load, asked.path, optimizer=asked.optimizer)
+        bench = self.service.bench.training
+
+        def load(model_id: str) -> int:
+            return bench.put(model_id, checkpoints.load(asked.path, optimizer=asked.optimizer))
+
         if asked.session_id is not None:
             self.service.touch(call, asked.session_id)
             if call.stored is not None:  # the checkpoint may be gone since then
@@ -213,9 +214,9 @@ class ModelRoutes:
         model = self.service.model(call, asked.model_id or "")
 
         def work() -> WireAnswer:
-            model.adapter, model.unsaved_s = load(), float("inf")
+            model.num_steps, model.unsaved_s = load(model.model_id), float("inf")
             model.drop_gradients()
-            model.run.rewind(model.adapter.num_steps)
+            model.run.rewind(model.num_steps)
             return as_answer(answer)
 
         def prepare() -> Work:

@@ -36,10 +36,11 @@ class WireAnswer:
 
 
 class RequestFuture:
-    """The result of a request, when there is one. Made and awaited on the event loop, set from any thread."""
+    """The result of a request of a model or a sampler, its `owner`, when there is one. Made and awaited on the event loop, set
+    from any thread."""
 
-    def __init__(self, request_id: str, digest: str, tenant: str, tokens: int):
-        self.request_id, self.digest, self.tenant, self.tokens = request_id, digest, tenant, tokens
+    def __init__(self, request_id: str, digest: str, owner: str, tenant: str, tokens: int):
+        self.request_id, self.digest, self.owner, self.tenant, self.tokens = request_id, digest, owner, tenant, tokens
         self.answer: WireAnswer | None = None
         self.done_at = 0.0
         self._loop, self._event = asyncio.get_running_loop(), asyncio.Event()

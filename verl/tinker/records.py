@@ -1,4 +1,4 @@
-"""Typed records of the service: what requests ask for, free of the wire's form."""
+"""Typed records of the service: what requests ask for, free of the wire's form. They cross to the workers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from verl.data_proto.samples import Completion, SamplingParams
+from verl.parallel.serialize import record
 
 
 class RefusedRequest(Exception):
@@ -18,6 +19,7 @@ class RefusedRequest(Exception):
         self.sentence, self.status, self.retry_after_s = sentence, status, retry_after_s
 
 
+@record
 @dataclass(frozen=True)
 class Datum:
     """A sequence `tokens` int64 [N] with the inputs of its loss: target_tokens and others, each [N] or [N, K]. Position i
@@ -27,6 +29,7 @@ class Datum:
     inputs: Mapping[str, np.ndarray]
 
 
+@record
 @dataclass(frozen=True)
 class TrainingRequest:
     """Rows for one forward and, unless `forward_only`, backward pass, summed by the loss `loss`."""
@@ -39,6 +42,7 @@ class TrainingRequest:
     forward_only: bool = False
 
 
+@record
 @dataclass(frozen=True)
 class TrainingOutput:
     """Log-probs of the targets of each datum, [N] or [N, K] float32, and metrics named `name:reduction`."""
@@ -47,6 +51,7 @@ class TrainingOutput:
     metrics: dict[str, float]
 
 
+@record
 @dataclass(frozen=True)
 class SamplingRequest:
     """`num_samples` samples of at most `max_tokens` tokens after `tokens`. `params` is equal for requests that are computed
@@ -63,6 +68,7 @@ class SamplingRequest:
     last_tokens: int | None = None  # of the prompt that are scored; None: all
 
 
+@record
 @dataclass(frozen=True)
 class TopTokens:
     """The K most probable tokens at each position, descending: both [positions, K]."""
@@ -71,6 +77,7 @@ class TopTokens:
     log_probs: np.ndarray
 
 
+@record
 @dataclass(frozen=True)
 class SampleOutput:
     """Samples of one request. `prompt_log_probs` is float32 [prompt], NaN where nothing was scored."""

@@ -12,7 +12,6 @@ from starlette.responses import JSONResponse, Response
 from tinker import types
 
 from verl.models.lora import WEIGHTS_FILE
-from verl.page.prometheus import gauges
 from verl.tinker.call import ClientCall, read_message
 from verl.tinker.checkpoints import KINDS, SavedAdapter
 from verl.tinker.codec import sampling_request
@@ -48,7 +47,7 @@ class Routes:
         return {}
 
     async def capabilities(self, call: ClientCall) -> Any:
-        longest = self.service.bench.longest
+        longest = self.service.bench.facts.longest
         models = [
             types.SupportedModel(model_name=name, max_context_length=longest, trainable=True, sampleable=True)
             for name in self.service.names
@@ -72,17 +71,6 @@ class Routes:
         ):  # else the answer of the first request was lost
             self.service.finish(call.path["session_id"])
         return Response(status_code=204)
-
-    async def status(self, call: ClientCall) -> Any:
-        return self.service.status(call.tenant)
-
-    async def metrics(self, call: ClientCall) -> Any:
-        status, samples = self.service.status(call.tenant), dict[str, list[tuple[dict[str, str], float]]]()
-        for tenant, counts in status["tenants"].items():
-            for name, count in counts.items():
-                samples.setdefault(f"tinker_{name}", []).append(({"tenant": tenant}, count))
-        samples["tinker_paused"] = [({}, int(bool(status["paused"])))]
-        return Response(gauges(samples), media_type="text/plain; version=0.0.4")
 
     async def telemetry(self, call: ClientCall) -> Any:
         return types.TelemetryResponse(status="accepted")
@@ -167,7 +155,8 @@ class Routes:
     async def sample(self, call: ClientCall) -> Any:
         asked = read_message(call, types.SampleRequest)
         sampler = self.service.sampler(call, asked.sampling_session_id or "")
-        checked = sampling_request(asked, self.service.bench.vocabulary, self.service.bench.longest)
+        facts = self.service.bench.facts
+        checked = sampling_request(asked, facts.vocabulary, facts.longest)
         future = self.service.queue_sample(call, sampler, asked.seq_id, checked)
         ids = [f"{future.request_id}:{number}" for number in range(checked.num_samples)]
         return types.UntypedAPIFuture(request_id=future.request_id, sample_sequence_ids=ids)
@@ -178,7 +167,7 @@ class Routes:
         answer = await future.wait(POLL_S)
         if answer is None:
             pending = {"type": "try_again", "request_id": asked.request_id, "queue_state": "active"}
-            if paused := self.service.computer.paused:
+            if paused := self.service.paused:
                 pending |= {"queue_state": "paused_capacity", "queue_state_reason": paused}
             return JSONResponse(pending, 408)
         return Response(answer.body, media_type=answer.media_type)

@@ -7,11 +7,11 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from verl.engines.adapters import Adapter
 from verl.tinker.model_run import ModelRun
 from verl.tinker.queues import Ordered, WireAnswer
 from verl.tinker.records import RefusedRequest, SamplingRequest
 from verl.tinker.tenants import Tenant
+from verl.tinker.worker import BenchWorker
 
 
 @dataclass
@@ -24,8 +24,9 @@ class ClientSession:
 
 @dataclass
 class ServedModel:
-    """An adapter that trains. `failed` says why a forward_backward since the last optimizer step has failed, `unsaved_s` how
-    long requests computed since the last state on the disk. `loss` and `num_tokens` are sums since the last step."""
+    """A model that trains; `bench` has its adapter. `num_steps` is None until it is created. `failed` says why a
+    forward_backward since the last optimizer step has failed, `unsaved_s` how long requests computed since the last state on
+    the disk. `loss` and `num_tokens` are sums since the last step."""
 
     model_id: str
     session_id: str
@@ -33,7 +34,8 @@ class ServedModel:
     base_model: str
     rank: int
     run: ModelRun
-    adapter: Adapter | None = None
+    bench: BenchWorker
+    num_steps: int | None = None
     failed: str = ""
     loss: float = 0.0
     num_tokens: int = 0
@@ -42,11 +44,11 @@ class ServedModel:
     last_request: float = field(default_factory=time.time)
     order: Ordered = field(default_factory=Ordered)
 
-    def trained(self) -> Adapter:
-        """The adapter. Raises RefusedRequest where creating it has failed."""
-        if self.adapter is None:
+    def created(self) -> BenchWorker:
+        """The worker that has the adapter. Raises RefusedRequest where creating it has failed."""
+        if self.num_steps is None:
             raise RefusedRequest(f"The model {self.model_id} was not created, so it cannot be used.", 404)
-        return self.adapter
+        return self.bench
 
     def fail(self, reason: str) -> None:
         """Note that a forward_backward has failed."""
@@ -56,8 +58,7 @@ class ServedModel:
         """Begin the next optimizer step."""
         self.failed, self.loss, self.num_tokens = "", 0.0, 0
         self.run.discard()
-        if self.adapter is not None:
-            self.adapter.discard()
+        self.bench.discard(self.model_id)
 
 
 @dataclass

@@ -1,9 +1,12 @@
-"""The server: the workbench, the routes and uvicorn, in one process."""
+"""The server: the routes and uvicorn in this process, and the workers."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import socket
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,11 +16,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from verl.config import PPOConfig
 from verl.tinker.app import application
+from verl.tinker.bench import Bench, open_bench
 from verl.tinker.checkpoints import Checkpoints
 from verl.tinker.journal import RequestJournal
 from verl.tinker.service import Service
 from verl.tinker.tenants import Tenants
-from verl.tinker.workbench import Workbench
+
+log = logging.getLogger(__name__)
 
 _END_S = 2  # for requests that wait for a result when the server ends
 _HEAD_S = 20.0  # longest time that a connection may take for the head of a request
@@ -58,18 +63,28 @@ def serve_tinker(
     certificate: tuple[str, str] | None = None,
 ) -> None:
     """Serve the model of `config` on `listening` until the process is interrupted. `names` are further names of the model;
-    `say` gets the address. `certificate`, files of a certificate and its key, turns TLS on."""
+    `say` gets the address. `certificate`, files of a certificate and its key, turns TLS on. When a worker is lost, the
+    service starts again under its clients, trainer.max_restarts times."""
     path = config.actor_rollout_ref.model.path
     names = list(dict.fromkeys([path, Path(path).name, *names]))
-    bench = Workbench(config)
-    journal = RequestJournal(folder, path)
-    checkpoints = Checkpoints(folder, path, bench.engine.device)
 
-    async def run() -> None:
-        service = Service(bench, checkpoints, journal, names, tenants)
+    async def run(bench: Bench, is_first: bool) -> Exception | None:
+        service = Service(bench, Checkpoints(folder, path), RequestJournal(folder, path), names, tenants)
         server = uvicorn.Server(uvicorn_config(application(service), certificate))
+        service.on_lost = lambda: setattr(server, "should_exit", True)
         host, port = listening.getsockname()[:2]
-        say(f"http{'s' if certificate else ''}://{f'[{host}]' if ':' in host else host}:{port}")
-        await server.serve(sockets=[listening])
+        if is_first:
+            say(f"http{'s' if certificate else ''}://{f'[{host}]' if ':' in host else host}:{port}")
+        await server.serve(sockets=[listening.dup()])  # which it closes
+        with contextlib.suppress(sqlite3.Error):
+            service.close()  # the application does so unless its start has failed
+        return service.lost
 
-    asyncio.run(run())
+    for life in range(config.trainer.max_restarts + 1):
+        with open_bench(config) as bench:
+            lost = asyncio.run(run(bench, life == 0))
+        if lost is None:
+            return
+        if life == config.trainer.max_restarts:
+            raise lost
+        log.error("%s The service starts again, and continues under its clients.", lost, exc_info=lost)

@@ -1,7 +1,7 @@
 """The state of the service: sessions, models, samplers and futures, for requests that come on the event loop.
 
-Requests are checked, entered in the journal and queued. The thread of `Computer` takes them; only it reads adapters. After a
-kill, `recover` takes the requests of the journal as if they came again.
+Requests are checked, entered in the journal and queued. Threads of `Computer` take them: one, or where processes of their own
+train and sample, one for each. After a kill, `recover` takes the requests of the journal as if they came again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
-from verl.engines.adapters import Adapter
+from verl.tinker.bench import Bench
 from verl.tinker.call import ClientCall
 from verl.tinker.checkpoints import Checkpoints, SavedAdapter
 from verl.tinker.computer import Computer
@@ -33,7 +33,6 @@ from verl.tinker.served import (
 )
 from verl.tinker.snapshots import Snapshots
 from verl.tinker.tenants import Tenant, Tenants
-from verl.tinker.workbench import Workbench
 
 log = logging.getLogger(__name__)
 
@@ -41,15 +40,19 @@ KEEP_ANSWERS_S = 900.0  # after an answer is there
 SESSION_S = 1800.0  # without a heartbeat
 IDLE_SAMPLER_S = 6 * 3600.0  # without a request
 RETRY_S = 2
-_COUNTED = ("models", "samplers", "waiting_requests", "waiting_tokens")
+
+
+def _nothing() -> None:
+    pass
 
 
 class Service:
-    """Everything behind the routes. Made on the event loop; `close` ends its thread."""
+    """Everything behind the routes. Made on the event loop; `close` ends its threads. When these can compute no more, `lost`
+    has the reason, and `on_lost` is called."""
 
     def __init__(
         self,
-        bench: Workbench,
+        bench: Bench,
         checkpoints: Checkpoints,
         journal: RequestJournal,
         names: list[str],
@@ -57,18 +60,33 @@ class Service:
     ):
         self.bench, self.checkpoints, self.names, self.journal = bench, checkpoints, names, journal
         self.tenants = tenants or Tenants()
-        self.snapshots = Snapshots(checkpoints.root.parent, bench.engine.device)
+        self.snapshots = Snapshots(checkpoints.root.parent)
         self.sessions: dict[str, ClientSession] = {}
         self.models: dict[str, ServedModel] = {}
         self.samplers: dict[str, ServedSampler] = {}
         self.futures: dict[str, RequestFuture] = {}
+        self.lost: Exception | None = None
+        self.on_lost: Callable[[], None] = _nothing
         self._lanes = Lanes()
-        self.computer = Computer(bench, checkpoints, journal, self.snapshots, self._lanes)
+        self._sample_lanes = Lanes() if bench.is_apart else self._lanes
+        settings = (bench, checkpoints, journal, self.snapshots)
+        lanes = dict.fromkeys((self._lanes, self._sample_lanes))
+        self.computers = [Computer(*settings, each, self._lose) for each in lanes]
 
     def close(self) -> None:
-        """End after the slice that is computed now."""
-        self.computer.close()
+        """End after the slices that are computed now."""
+        for computer in self.computers:
+            computer.close()
         self.journal.close()
+
+    def _lose(self, error: Exception) -> None:
+        self.lost = self.lost or error
+        self.on_lost()
+
+    @property
+    def paused(self) -> str:
+        """The reason why answers wait; "" while none does."""
+        return next((computer.paused for computer in self.computers if computer.paused), "")
 
     # -- sessions ---------------------------------------------------------------------------------------------------------
 
@@ -89,6 +107,7 @@ class Service:
         self.journal.end_session(session_id)
         for model_id in [n for n, model in self.models.items() if model.session_id == session_id]:
             del self.models[model_id]
+            self.bench.training.drop(model_id)
             self.checkpoints.drop_states(model_id)
         self._drop_samplers([n for n, sampler in list(self.samplers.items()) if sampler.session_id == session_id])
 
@@ -165,36 +184,13 @@ class Service:
             raise RefusedRequest(f"There is no base model {str(name)[:200]!r} here; there is {', '.join(self.names)}.")
         return name
 
-    def status(self, tenant: Tenant) -> dict[str, Any]:
-        """Tenants that the tenant sees, with their models, samplers and waiting requests, and the models that train. `paused`
-        says why answers wait."""
-        counts: dict[str, dict[str, int]] = {}
-        waiting = [future for future in list(self.futures.values()) if future.answer is None]
-        listed = [
-            *(("models", model.tenant.name, 1) for model in self.models.values()),
-            *(("samplers", sampler.tenant.name, 1) for sampler in list(self.samplers.values())),
-            *(("waiting_requests", future.tenant, 1) for future in waiting),
-            *(("waiting_tokens", future.tenant, future.tokens) for future in waiting),
-        ]
-        for kind, owner, count in listed:
-            row = counts.setdefault(owner, dict.fromkeys(_COUNTED, 0))
-            row[kind] += count
-        models = [
-            {
-                "model_id": model.model_id, "tenant": model.tenant.name, "rank": model.rank,
-                "num_steps": 0 if model.adapter is None else model.adapter.num_steps,
-            }
-            for model in self.models.values() if tenant.sees(model.tenant.name)
-        ]  # fmt: skip
-        owned = {name: row for name, row in sorted(counts.items()) if tenant.sees(name)}
-        return {"tenants": owned, "models": models, "paused": self.computer.paused}
-
     # -- requests ---------------------------------------------------------------------------------------------------------
 
     def add_model(
-        self, call: ClientCall, model: ServedModel, make: Callable[[], Adapter], answer: WireAnswer
+        self, call: ClientCall, model: ServedModel, make: Callable[[str], int], answer: WireAnswer
     ) -> RequestFuture:
-        """Create a model, whose adapter `make` gives on the computing thread; after a kill, its last state does."""
+        """Create a model, which `make` does on the computing thread, and after a kill its last state; each returns the
+        optimizer steps of the model."""
         known = self._known(call, model.model_id, 0)
         if known is not None:
             return known
@@ -203,11 +199,11 @@ class Service:
         state = self.checkpoints.newest_state(model.model_id)
         if state is not None:
             model.state_seq, model.order.next_seq = state, state + 1
-            make = partial(self.checkpoints.load_state, model.model_id, state)
+            make = partial(self._load_state, seq_id=state)
 
         def create() -> WireAnswer:
-            model.adapter = make()
-            model.run.rewind(model.adapter.num_steps)
+            model.num_steps = make(model.model_id)
+            model.run.rewind(model.num_steps)
             return answer
 
         self._lanes.put(model.model_id, self._job(model, 0, future, Work(at_once(create), changes=True)))
@@ -247,8 +243,11 @@ class Service:
         self._admit(call, tokens)
         future = self._future(call, sampler.sampler_id, sampler.session_id, seq_id, tokens)
         job = QueuedJob(future, SampleJob(sampler.digest, request), sampler.tenant.name, tokens)
-        self._lanes.put(SampleLane(request.params), job)
+        self._sample_lanes.put(SampleLane(request.params), job)
         return future
+
+    def _load_state(self, model_id: str, seq_id: int) -> int:
+        return self.bench.training.put(model_id, self.checkpoints.load_state(model_id, seq_id))
 
     def _admit(self, call: ClientCall, tokens: int, *, is_next: bool = False) -> None:
         """Raise RefusedRequest for a request that is too large, or comes while too many of the tenant wait and not for it."""
@@ -282,7 +281,7 @@ class Service:
 
     def _future(self, call: ClientCall, owner: str, session_id: str, seq_id: int, tokens: int = 1) -> RequestFuture:
         request_id = self._request_id(owner, seq_id)
-        future = RequestFuture(request_id, call.digest, self.sessions[session_id].tenant.name, tokens)
+        future = RequestFuture(request_id, call.digest, owner, self.sessions[session_id].tenant.name, tokens)
         if call.stored is None:
             self._accept(call, owner, session_id, seq_id, call.route)
         elif call.stored.answer is not None:

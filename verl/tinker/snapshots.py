@@ -9,11 +9,8 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections import OrderedDict
 from collections.abc import Collection
 from pathlib import Path
-
-import torch
 
 from verl.checkpoint.files import record_of
 from verl.checkpoint.tensor_files import read_tensors, write_tensors
@@ -22,21 +19,18 @@ from verl.models.lora import own_names, peft_names
 from verl.tinker.records import RefusedRequest
 from verl.tracking.files import sync_folder
 
-_MOST_IN_MEMORY = 8
-
 
 class Snapshots:
-    """The weights below `root`, loaded to `device`; the last used ones stay in memory. Only the computing thread calls `load`.
-    Hold `lock` from `write` or `link` until a sampler names the digest, and while unused files are removed."""
+    """The weights below `root`. Hold `lock` from `write` or `link` until a sampler names the digest, and while unused files are
+    removed."""
 
-    def __init__(self, root: Path, device: torch.device):
-        self.root, self.device = root / "snapshots", device
+    def __init__(self, root: Path):
+        self.root = root / "snapshots"
         self.root.mkdir(parents=True, exist_ok=True)
         self.lock = threading.Lock()
-        self._loaded: OrderedDict[str, AdapterWeights] = OrderedDict()
 
     def write(self, weights: AdapterWeights) -> str:
-        """Save weights, which stay as they are from now on: their digest."""
+        """Save weights: their digest."""
         temporary = self.root / f".{os.getpid()}.tmp"
         temporary.unlink(missing_ok=True)
         try:
@@ -45,7 +39,6 @@ class Snapshots:
         finally:
             temporary.unlink(missing_ok=True)
         sync_folder(self.root)
-        self._remember(digest, self._loaded.get(digest, weights))
         return digest
 
     def link(self, file: Path, digest: str) -> None:
@@ -61,21 +54,12 @@ class Snapshots:
 
     def load(self, digest: str) -> AdapterWeights:
         """The weights with this digest. Raises RefusedRequest where the file is gone or damaged."""
-        if digest not in self._loaded:
-            file = self._file(digest)
-            if not file.is_file() or record_of(file).blake2b != digest:
-                raise RefusedRequest("The weights of this sampler are not on the server's disk any more.", 404)
-            tensors = {name: tensor.to(self.device) for name, tensor in own_names(read_tensors(file)).items()}
-            rank = next(value.shape[0] for name, value in tensors.items() if name.endswith(".lora_A"))
-            return self._remember(digest, AdapterWeights(rank, tensors))
-        return self._remember(digest, self._loaded[digest])
-
-    def _remember(self, digest: str, weights: AdapterWeights) -> AdapterWeights:
-        self._loaded[digest] = weights
-        self._loaded.move_to_end(digest)
-        while len(self._loaded) > _MOST_IN_MEMORY:
-            self._loaded.popitem(last=False)
-        return weights
+        file = self._file(digest)
+        if not file.is_file() or record_of(file).blake2b != digest:
+            raise RefusedRequest("The weights of this sampler are not on the server's disk any more.", 404)
+        tensors = own_names(read_tensors(file))
+        rank = next(value.shape[0] for name, value in tensors.items() if name.endswith(".lora_A"))
+        return AdapterWeights(rank, tensors)
 
     def remove_unused(self, used: Collection[str]) -> None:
         """Remove the files that no sampler of `used` names."""

@@ -52,6 +52,10 @@ class Tenants:
     def __init__(self, keys: Mapping[str, Tenant] | None = None):
         self._keys = dict(keys or {})
 
+    @property
+    def has_keys(self) -> bool:
+        return bool(self._keys)
+
     def of_key(self, key: str) -> Tenant:
         """The tenant of a key. Raises RefusedRequest (401) for a key that is none."""
         if not self._keys:

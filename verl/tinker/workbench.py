@@ -38,12 +38,12 @@ _LOG_PROBS = "candidate_log_probs"
 class Workbench:
     """The base model of `config` (actor_rollout_ref.model.path), whose `lora_rank` is the largest rank of an adapter."""
 
-    def __init__(self, config: PPOConfig):
+    def __init__(self, config: PPOConfig, device: torch.device | None = None):
         sections = config.actor_rollout_ref
         settings: dict[str, Any] = {
             "engine": sections.actor.fsdp_config,
             "head": "lm",
-            "device": resolve_device(config.trainer.device),
+            "device": device or resolve_device(config.trainer.device),
             "total_steps": 1,
         }
         self.engine = AdapterEngine(model=sections.model, optim=sections.actor.optim, **settings)

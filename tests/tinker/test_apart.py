@@ -1,0 +1,155 @@
+"""Training and sampling on processes of their own: the bits of one process, and processes that are lost."""
+
+import contextlib
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import psutil
+import pytest
+
+tinker = pytest.importorskip("tinker", reason="the extra tinker is not installed")
+
+from tests.runtime.ranks import ROOT, end_tree, environment  # noqa: E402
+from tests.tinker.served import running, workers  # noqa: E402
+from tests.tinker.test_kills import compare, run  # noqa: E402
+from verl.cli.serve import serving_config  # noqa: E402
+from verl.errors import WorkerLostError  # noqa: E402
+from verl.page.launch import listen  # noqa: E402
+from verl.parallel.collectives import free_port  # noqa: E402
+from verl.parallel.mesh import Mesh  # noqa: E402
+from verl.runtime.ray_process import pack, unpack  # noqa: E402
+from verl.runtime.worker_group import WorkerGroup  # noqa: E402
+from verl.tinker import server  # noqa: E402
+from verl.tinker.tenants import Tenants  # noqa: E402
+from verl.tinker.workbench import Workbench  # noqa: E402
+from verl.tinker.worker import BenchWorker  # noqa: E402
+from verl.tracking.files import read_metrics  # noqa: E402
+
+APART = ["trainer.placement={actor:[0],rollout:[1]}", "ray_kwargs.ray_init.num_cpus=2"]
+FLOAT = "actor_rollout_ref.actor.fsdp_config.dtype=float32"
+
+
+def far(worker, on_call=lambda method: None):
+    """A handle of `worker` whose arguments and results cross as between processes. `on_call` gets the names of calls."""
+
+    def runner(group, method, plan, blocking):
+        on_call(method)
+        args, kwargs = unpack(pack(plan.calls[0]))
+        return plan.collect([unpack(pack(getattr(worker, method)(*args, **kwargs)))])
+
+    return WorkerGroup("worker", BenchWorker, Mesh.flat((0,)), runner)
+
+
+@pytest.fixture
+def here(bench, tmp_path, monkeypatch):
+    """The result of a run of as many steps on a service of one process."""
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+
+    def result(num_steps):
+        with running(bench, tmp_path) as served:
+            return run(served.url, num_steps)
+
+    return result
+
+
+def test_workers_apart_take_the_bits_of_one_process(bench, here, tiny_llama, tmp_path):
+    other = Workbench(serving_config(str(tiny_llama), [FLOAT], rank=8))
+    with running(bench, tmp_path, apart=(far(BenchWorker(bench)), far(BenchWorker(other)))) as served:
+        assert len(served.service.computers) == 2
+        result = run(served.url, 2)
+    compare(tmp_path, result, here(2))
+
+
+def test_a_worker_that_is_lost_is_replaced_under_the_clients(bench, here, tiny_llama, tmp_path, monkeypatch):
+    calls, error = [], []
+
+    def on_call(method):
+        calls.append(method)
+        if calls.count("optim_step") == 2 or "end" in calls:
+            calls.append("optim_step")
+            raise WorkerLostError("Rank 0 died.")
+
+    @contextlib.contextmanager
+    def opened(config):
+        yield workers(bench, far(BenchWorker(bench), on_call))
+
+    def serve():
+        with pytest.raises(WorkerLostError) as raised:
+            server.serve_tinker(config, listening, tmp_path, ["base"], Tenants(), lambda address: None)
+        error.append(raised.value)
+
+    config = serving_config(str(tiny_llama), [FLOAT, "trainer.max_restarts=1"], rank=8)
+    monkeypatch.setattr(server, "open_bench", opened)
+    listening = listen()
+    thread = threading.Thread(target=serve)
+    thread.start()
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    result = run(url, 2)
+    assert calls.count("facts") == 2
+    calls.append("end")  # each call is lost from now on, and the service gives up
+    session = result[1].removeprefix("tinker://").partition(":")[0]
+    body = {"session_id": session, "model_seq_id": 9, "base_model": "base", "lora_config": {"rank": 2}}
+    assert httpx.post(f"{url}/api/v1/create_model", json=body).status_code == 200
+    thread.join(30)
+    listening.close()
+    assert error
+    compare(tmp_path, result, here(2))
+
+
+class Service:
+    """`verl serve tinker` with a process for training and one for sampling, on Ray."""
+
+    def __init__(self, model, folder):
+        self.url = ""
+        self.command = [
+            sys.executable, "-m", "verl", "serve", "tinker", f"model={model}", "name=base", f"port={free_port()}",
+            f"folder={folder}", "rank=8", FLOAT, *APART,
+        ]  # fmt: skip
+        self.start()
+
+    def start(self):
+        self.process = subprocess.Popen(self.command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
+        self.url = self.process.stdout.readline().strip()
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        self.ranks = [p for p in family if "RankProcess" in " ".join(p.cmdline())]
+        self.started = [*self.ranks, *(p for p in family if p.name() in ("raylet", "gcs_server"))]
+
+    def kill(self):
+        """End the server at once; its processes end with it. Ray's agents, which only report, take up to a minute."""
+        self.process.kill()
+        self.process.wait(10)
+        _, alive = psutil.wait_procs(self.started, 20)
+        assert not alive
+
+
+@pytest.mark.slow
+def test_processes_of_ray_take_the_bits_of_one_through_kills(here, tiny_llama, tmp_path):
+    service = Service(tiny_llama, tmp_path)
+    try:
+        assert len(service.ranks) == 2
+        box = []
+        client = threading.Thread(target=lambda: box.append(run(service.url, 8)), daemon=True)
+        client.start()
+        for steps, end in (
+            (1, service.kill),
+            (3, lambda: service.ranks[0].kill()),
+            (5, lambda: service.ranks[1].kill()),
+        ):
+            wait_for_steps(tmp_path, steps)
+            end()
+            if end == service.kill:
+                service.start()
+        client.join(120)
+    finally:
+        end_tree(service.process.pid)
+    compare(tmp_path, box[0], here(8))
+
+
+def wait_for_steps(folder, count):
+    until = time.monotonic() + 90
+    while sum(len(list(read_metrics(file))) for file in folder.glob("models/*/metrics.jsonl")) < count:
+        assert time.monotonic() < until
+        time.sleep(0.02)

@@ -1,0 +1,118 @@
+"""The worker that computes for the service: models by their ids, and the weights of samplers by their digests."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl.engines.adapters import Adapter
+from verl.errors import ModelError
+from verl.models.adapter_weights import AdapterWeights
+from verl.models.optim import AdamStep
+from verl.parallel.register import Dispatch, Execute, register
+from verl.parallel.serialize import record
+from verl.tinker.records import SampleOutput, SamplingRequest, TrainingOutput, TrainingRequest
+from verl.tinker.workbench import Workbench
+
+_MOST_HELD = 8  # weights of samplers between two batches
+
+for _cls in (Adapter, AdapterWeights, AdamStep):
+    record(_cls)
+
+_ON_FIRST: dict[str, Any] = {"dispatch_mode": Dispatch.ONE_TO_ALL, "execute_mode": Execute.RANK_ZERO}
+
+
+@record
+@dataclass(frozen=True)
+class BenchFacts:
+    """The base model: the size of its vocabulary, tokens of the longest sequence, family, and the largest rank of an
+    adapter."""
+
+    vocabulary: int
+    longest: int
+    architecture: str
+    most_rank: int
+
+
+class BenchWorker:
+    """A workbench with the models that train on it, and the weights of samplers that were used last."""
+
+    def __init__(self, bench: Workbench):
+        self.bench = bench
+        self.adapters: dict[str, Adapter] = {}
+        self._held: OrderedDict[str, AdapterWeights] = OrderedDict()
+
+    @register(**_ON_FIRST)
+    def facts(self) -> BenchFacts:
+        bench = self.bench
+        assert bench.engine.spec is not None
+        return BenchFacts(bench.vocabulary, bench.longest, bench.architecture, bench.engine.spec.rank)
+
+    @register(**_ON_FIRST)
+    def create(self, model_id: str, rank: int, seed: int, parts: Collection[str]) -> int:
+        """Make a new model; returns its optimizer steps, 0."""
+        self.adapters[model_id] = self.bench.engine.new_adapter(rank, seed, parts)
+        return 0
+
+    @register(**_ON_FIRST)
+    def put(self, model_id: str, adapter: Adapter) -> int:
+        """Let a model be `adapter`; returns its optimizer steps."""
+        device = self.bench.engine.device
+        slots = {n: {s: value.to(device) for s, value in states.items()} for n, states in adapter.slots.items()}
+        self.adapters[model_id] = Adapter(adapter.weights.to(device), adapter.num_steps, slots)
+        return adapter.num_steps
+
+    @register(**_ON_FIRST)
+    def state(self, model_id: str, *, optimizer: bool) -> Adapter:
+        """A model without its gradients, to be read before it trains on; `optimizer` says whether with its slots."""
+        adapter = self._adapter(model_id)
+        return Adapter(adapter.weights, adapter.num_steps, adapter.slots if optimizer else {})
+
+    @register(**_ON_FIRST)
+    def discard(self, model_id: str) -> None:
+        """Forget the gradients of a model, where it exists."""
+        if model_id in self.adapters:
+            self.adapters[model_id].discard()
+
+    @register(**_ON_FIRST, blocking=False)
+    def drop(self, model_id: str) -> None:
+        """Forget a model, after the call that computes now."""
+        self.adapters.pop(model_id, None)
+
+    @register(**_ON_FIRST)
+    def forward_backward(self, request: TrainingRequest) -> TrainingOutput:
+        """See Workbench."""
+        return self.bench.forward_backward(self._adapter(request.model_id), request)
+
+    @register(**_ON_FIRST)
+    def optim_step(self, model_id: str, values: AdamStep) -> dict[str, float]:
+        """See Workbench."""
+        return self.bench.optim_step(self._adapter(model_id), values)
+
+    @register(**_ON_FIRST)
+    def missing(self, digests: Sequence[str]) -> list[str]:
+        """The digests whose weights `sample` needs to be given."""
+        return [digest for digest in digests if digest not in self._held]
+
+    @register(**_ON_FIRST)
+    def sample(
+        self, requests: Sequence[tuple[str | None, SamplingRequest]], weights: dict[str, AdapterWeights]
+    ) -> list[SampleOutput]:
+        """The samples of requests with equal `params`, each under the weights of its digest (None: the base model). `weights`
+        has the ones that are `missing` here; all stay for later calls, up to a number."""
+        device = self.bench.engine.device
+        self._held |= {digest: adapter.to(device) for digest, adapter in weights.items()}
+        used = dict.fromkeys(digest for digest, _ in requests if digest is not None)
+        for digest in used:
+            self._held.move_to_end(digest)
+        pairs = [(None if digest is None else self._held[digest], request) for digest, request in requests]
+        while len(self._held) > _MOST_HELD:
+            self._held.popitem(last=False)
+        return self.bench.sample(pairs)
+
+    def _adapter(self, model_id: str) -> Adapter:
+        if model_id not in self.adapters:
+            raise ModelError(f"The model {model_id} has ended with its session.")
+        return self.adapters[model_id]
