@@ -6,6 +6,7 @@ sample = checked_reply(answer, token_ids, log_probs, reason, request)
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from dataclasses import dataclass
@@ -35,11 +36,22 @@ class SampleRequest:
     vocab_size: int  # of the model
     name: str = "a sample"  # for errors
     images: tuple[bytes, ...] = ()  # PNG files, for each a token of the prompt
+    num_hidden: int = 0  # tokens of the images that are not in the prompt
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt and its images, as the model reads them."""
+        return len(self.token_ids) + self.num_hidden
 
     @property
     def num_tokens(self) -> int:
         """Tokens that an answer can hold: some services repeat the prompt."""
-        return len(self.token_ids) + self.params.max_new_tokens
+        return self.num_prompt_tokens + self.params.max_new_tokens
+
+    @property
+    def image_urls(self) -> list[str]:
+        """The images as data URLs."""
+        return [f"data:image/png;base64,{base64.b64encode(file).decode()}" for file in self.images]
 
 
 @dataclass(frozen=True)

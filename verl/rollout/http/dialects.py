@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import logging
 import math
@@ -20,7 +19,9 @@ from verl.rollout.vllm.weights import Manifest
 
 log = logging.getLogger(__name__)
 
+_GENERATE = "/inference/v1/generate"  # of vLLM from 0.32 on
 _WEIGHT_INFO = "/weight_info"  # of vLLM
+_OF_REQUEST = ("model", "prompt", "return_token_ids")  # fields of a request; its others are sampling parameters
 _SEED_BITS = 31
 _SEED_STEP = 0x9E3779B1  # odd: a sample that resumes gets its own seed
 
@@ -48,7 +49,7 @@ class Dialect(Protocol):
 class OpenAI:
     """`/v1/completions` with token ids in and out, which vLLM's server and others of its kind have. The service samples
     by itself: log-probs must be at the sampling temperature (vLLM: --logprobs-mode processed_logprobs). It takes no
-    weights."""
+    weights. Prompts with images go to vLLM's route for token ids, where one token stands for each image."""
 
     def __init__(self) -> None:
         self._model = ""
@@ -101,6 +102,8 @@ class OpenAI:
         }
 
     def _reply(self, client: Client, body: dict[str, Any], request: SampleRequest) -> SampleReply:
+        if request.images:
+            return self._reply_to_images(client, body, request)
         answer = client.post("/v1/completions", body, num_tokens=request.num_tokens)
         tokens = answer.get(list, "choices", 0, "token_ids")
         if tokens is None:
@@ -109,6 +112,23 @@ class OpenAI:
                 "0.10.2 or newer), or SGLang"
             )
         log_probs = answer.at(list, "choices", 0, "logprobs", "token_logprobs")
+        return checked_reply(answer, tokens, log_probs, answer.at(str, "choices", 0, "finish_reason"), request)
+
+    def _reply_to_images(self, client: Client, body: dict[str, Any], request: SampleRequest) -> SampleReply:
+        names = {"vllm_xargs": "extra_args"}
+        params = {names.get(name, name): v for name, v in body.items() if name not in _OF_REQUEST}
+        parts = [{"type": "image_url", "url": url} for url in request.image_urls]
+        call = {name: body[name] for name in ("model", "return_token_ids")}
+        call |= {"token_ids": body["prompt"], "content_parts": parts, "sampling_params": params}
+        answer = client.post(_GENERATE, call, num_tokens=request.num_tokens)
+        if (num_tokens := len(answer.at(list, "prompt_token_ids"))) != request.num_prompt_tokens:
+            raise answer.unusable(
+                f"has {num_tokens} tokens for the prompt and images of {request.name}, and this run has "
+                f"{request.num_prompt_tokens}: start it with --mm-processor-kwargs as data.mm_processor_kwargs"
+            )
+        tokens = answer.at(list, "choices", 0, "token_ids")
+        rows = answer.at(list, "choices", 0, "logprobs", "content")
+        log_probs = [row.get("logprob") if type(row) is dict else None for row in rows]
         return checked_reply(answer, tokens, log_probs, answer.at(str, "choices", 0, "finish_reason"), request)
 
 
@@ -209,7 +229,7 @@ class SGLang:
             },
         }
         if request.images:
-            body["image_data"] = [f"data:image/png;base64,{base64.b64encode(file).decode()}" for file in request.images]
+            body["image_data"] = request.image_urls
         answer = client.post("/generate", body, num_tokens=request.num_tokens)
         rows = answer.at(list, "meta_info", "output_token_logprobs")
         if not all(type(row) is list and len(row) > 1 for row in rows):

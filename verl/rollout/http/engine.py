@@ -45,6 +45,7 @@ class HTTPRollout(BaseRollout):
     """
 
     holds_weights = True
+    reads_images = True
     api = ""  # "" for the value of service.api
     _: KW_ONLY
     transfer: WeightTransfer
@@ -196,8 +197,9 @@ class HTTPGeneration:
             size = vocab_size(self.engine.module)
             params = replace(self.params, max_new_tokens=self.samples.limit_of(request))
             read, images = with_files(request, self.engine.tokenizer)
+            hidden = len(request.token_ids) - len(read.token_ids)
             asked = SampleRequest(
-                read.token_ids, params, self.rules.token_ids, key, request.num_drawn, size, name, images
+                read.token_ids, params, self.rules.token_ids, key, request.num_drawn, size, name, images, hidden
             )
             self._asked[request.ordinal, request.first_sample] = request
             self._num_requests += 1
@@ -253,7 +255,6 @@ class SGLangRollout(HTTPRollout):
     Raises the errors of SGLangServer and HTTPRollout, and WorkerLostError when that server dies."""
 
     api = "sglang"
-    reads_images = True
 
     def __post_init__(self) -> None:
         self.server: SGLangServer | None = None
