@@ -28,7 +28,7 @@ _FULL = 0.95  # share of the memory from which a plan is called full
 
 _ABOUT = """Plan a run: which roles share devices, how each divides its model, how much memory and how long.
 Takes the keys of verl train (--program: of verl sft, preference or rm), and plan.*: plan.cluster={gpu: h100_sxm, nodes: 4},
-plan.workload={prompt_mean: 300, response: [p10, p50, p90, longest]}, plan.objective=step_s|gpu_hours,
+plan.workload={prompt_mean: 300, image_tokens: 200, response: [p10, p50, p90, longest]}, plan.objective=step_s|gpu_hours,
 plan.async=off|auto|on, plan.engine=fsdp|megatron, plan.apply=true. The model needs a config.json or a published name; its
 weights are not read."""
 _JSON = {"action": "store_true", "help": "print the best plan and the runner-up as one JSON object"}
@@ -135,6 +135,15 @@ def show_plan(plan: RunPlan, second: RunPlan | None, chosen: list[str], console:
         soft_wrap=True,
         markup=False,
     )
+    if tower := plan.flow.shapes["actor"].tower:
+        images = plan.workload.image_tokens
+        per_prompt = f"{images:,.0f} of {plan.workload.prompt_mean:,.0f} tokens of a prompt are of images"
+        console.print(
+            f"vision tower: {tower.num_parameters / 1e6:,.0f} million parameters, {tower.patches} patches a token; "
+            + (per_prompt if images else "no images, set plan.workload.image_tokens"),
+            soft_wrap=True,
+            markup=False,
+        )
     console.print(f"placement: {plan.placement()}", soft_wrap=True, markup=False)
     _show_layouts(plan, console)
     _show_memory(plan, console)

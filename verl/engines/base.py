@@ -267,7 +267,7 @@ class TrainedEngine(ABC):
     ) -> list[list[int]]:
         """Row indices of each micro-batch; as many on each rank, the last ones may be empty."""
         plan = plan_micro_batches(
-            rows_of(batch, rows, reads, self.routing.experts(batch)),
+            rows_of(batch, rows, reads, self.routing.experts(batch), self.module),
             micro, self.share_prompts, unit_ids(batch, unit), pads=self.pads,
         )  # fmt: skip
         count = int(self._largest_of_ranks(torch.tensor([len(plan)])))

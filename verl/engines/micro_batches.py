@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from torch import nn
 
-from verl.data_proto.media import RowMedia, row_media_of
+from verl.data_proto.media import Media, RowMedia, row_media_of
 from verl.data_proto.proto import DataProto
 from verl.engines.api import BatchTotals, MicroBatching
 from verl.errors import ConfigError
 from verl.models.packing import PackedRow, Reads, num_computed, unpadded_rows
-from verl.models.vision import require_vision
+from verl.models.vision import is_vision_model, require_vision, vision_towers
 from verl.parallel.balance import pack_by_tokens, unit_ids
+from verl.planner.layout import ParallelLayout
+from verl.planner.memory import kept_activations, tower_activations
+from verl.planner.shapes import ModelShape
 
 Unit = list[PackedRow]  # rows that stay together
 
@@ -30,10 +35,39 @@ def sizes_of(batch: DataProto, rows: Sequence[int] | None, unit: str = "row") ->
 
 
 def rows_of(
-    batch: DataProto, rows: Sequence[int] | None, reads: Reads, experts: Sequence[np.ndarray | None] | None = None
+    batch: DataProto,
+    rows: Sequence[int] | None,
+    reads: Reads,
+    experts: Sequence[np.ndarray | None] | None = None,
+    module: nn.Module | None = None,
 ) -> list[PackedRow]:
-    """The rows `rows` of a batch (None: all) without their padding; `experts`: see verl.models.routing."""
-    return unpadded_rows(batch.batch, rows, reads, row_media_of(batch), experts)
+    """The rows `rows` of a batch (None: all) without their padding, with the costs of their images for `module`; `experts`: see
+    verl.models.routing."""
+    media = row_media_of(batch)
+    cost_of = None if module is None or media is None or not any(media) else image_costs(module)
+    return unpadded_rows(batch.batch, rows, reads, media, experts, cost_of)
+
+
+def image_costs(module: nn.Module) -> Callable[[Media], int] | None:
+    """The cost of computing images with the tower of `module`, as the number of tokens for which the language model keeps as
+    many activations. None for text models, and for frozen towers, which keep none."""
+    if not is_vision_model(module) or not any(p.requires_grad for t in vision_towers(module) for p in t.parameters()):
+        return None
+    config: Any = module.config
+    shape = ModelShape.from_config(config)
+    if shape.tower is None:
+        return None
+    layout, patch = ParallelLayout(), config.vision_config.patch_size
+    side = int(patch[0] if isinstance(patch, list | tuple) else patch)
+    share = tower_activations(shape, layout, 1 / shape.tower.patches) / kept_activations(shape, layout, 1, 0)
+
+    def cost(media: Media) -> int:
+        pixels = [value for name, value in media.tensors.items() if name.startswith("pixel_values")]
+        # [patches, elements], or [..., height, width]
+        patches = sum(len(p) if p.dim() == 2 else p[..., 0, :, :].numel() // side**2 for p in pixels)
+        return math.ceil(patches * share)
+
+    return cost
 
 
 def images_of(batch: DataProto, module: nn.Module, computes_images: bool) -> list[RowMedia] | None:
@@ -101,7 +135,7 @@ def _by_padded_tokens(units: Sequence[Unit], max_tokens: int) -> list[list[Unit]
     """Units of similar length together: a padded forward computes the length of its longest row for each of its rows."""
 
     def longest(unit: Unit) -> int:
-        return max((len(row.prompt) + row.num_inputs for row in unit if row.trains), default=0)
+        return max((len(row.prompt) + row.costs[0] + row.num_added for row in unit if row.trains), default=0)
 
     planned: list[list[Unit]] = [[]]
     num_rows = 0
@@ -133,7 +167,7 @@ def _fitting(family: Sequence[Unit], max_tokens: int, share_prompts: bool) -> It
     chunk: list[Unit] = []
     cost = 0
     for unit in family:
-        added = sum(row.num_inputs for row in unit)
+        added = sum(row.num_added for row in unit)
         if chunk and cost + added > max_tokens:
             yield cost, chunk
             chunk = []

@@ -7,13 +7,13 @@ not computed, nor are rows without a trained token. The last trained token is an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from verl.data_proto.media import RowMedia, Spans, placed_in
+from verl.data_proto.media import Media, RowMedia, Spans, placed_in
 from verl.errors import DataError
 from verl.models.packed import PackedLayout, PackedSegment
 from verl.models.routing import replayed
@@ -47,6 +47,12 @@ class PackedRow:
     media: Spans = ()
     is_inside: bool = False
     experts: np.ndarray | None = field(default=None, compare=False)  # [tokens, layers, k], see verl.models.routing
+    costs: tuple[int, int] = (0, 0)  # of the images of prompt and response, in tokens
+
+    @property
+    def num_added(self) -> int:
+        """Tokens that the row costs next to its prompt."""
+        return self.num_inputs + self.costs[1]
 
     @property
     def origin(self) -> object:
@@ -99,9 +105,10 @@ def unpadded_rows(
     reads: Reads | None = None,
     media: Sequence[RowMedia] | None = None,
     experts: Sequence[np.ndarray | None] | None = None,
+    cost_of: Callable[[Media], int] | None = None,
 ) -> list[PackedRow]:
     """The rows `chosen` (default: all) of the columns prompts, prompt_mask, response_mask, response_is_inside where present,
-    `media` (None: no images) and `experts` (None: routers choose).
+    `media` (None: no images) and `experts` (None: routers choose). `cost_of` gives the cost of images in tokens (None: 0).
 
     Raises DataError for a row that trains on its very first token, which nothing predicts.
     """
@@ -122,7 +129,12 @@ def unpadded_rows(
         num_inputs = 0 if inside[index] else needed if reads.last_token else max(needed - 1, 0)
         images = () if media is None else placed_in(media[index], len(ids))
         of_row = None if experts is None else experts[index]
-        rows.append(PackedRow(index, ids, num_inputs, needed > 0, images, inside[index], of_row))
+        costs = [0, 0]
+        for span in images:
+            costs[span.start >= 0] += 0 if cost_of is None else cost_of(span.media)
+        rows.append(
+            PackedRow(index, ids, num_inputs, needed > 0, images, inside[index], of_row, (costs[0], costs[1]))
+        )
     return rows
 
 
@@ -136,9 +148,9 @@ def group_rows(rows: Sequence[PackedRow], share_prompts: bool = True) -> list[li
 
 
 def num_computed(rows: Sequence[PackedRow], share_prompts: bool = True) -> int:
-    """Tokens that one forward of `rows` computes: each prompt once, and the inputs of the responses."""
+    """Tokens that one forward of `rows` computes: each prompt once, the inputs of the responses, and the costs of images."""
     groups = group_rows(rows, share_prompts)
-    return sum(len(group[0].prompt) + sum(row.num_inputs for row in group) for group in groups)
+    return sum(len(group[0].prompt) + group[0].costs[0] + sum(row.num_added for row in group) for group in groups)
 
 
 def pack_rows(

@@ -93,10 +93,11 @@ def time_generate(shape: ModelShape, layout: EngineLayout, cluster: Cluster, wor
             micro_batch=_PREFILL_TOKENS,
         ),
         cluster,
-        SequenceBatch.equal(prompts, workload.prompt_mean),
+        SequenceBatch.equal(prompts, workload.prompt_mean)._replace(image_tokens=workload.image_tokens),
         backward=False,
     )
-    total = Time.of(prefill=prefill.seconds)
+    tower = prefill.parts.get("vision tower", 0.0)
+    total = Time.of(prefill=prefill.seconds - tower, vision_tower=tower)
     for segment in workload.response.profile(samples, layout.slots):
         context = workload.prompt_mean + segment.context
         step = decode_step(shape, layout.tensor, layout.pipeline, cluster, round(segment.active, 1), round(context))

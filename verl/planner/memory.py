@@ -59,7 +59,8 @@ def parameters_per_device(shape: ModelShape, layout: ParallelLayout) -> tuple[fl
     ends = 1 if shape.tied or layout.pipeline > 1 else 2
     embedding = ends * shape.vocab * shape.hidden
     experts = stage * shape.routed_parameters / layout.expert
-    return (stage * shape.block_parameters + embedding) / layout.tensor, experts
+    tower = shape.tower.num_parameters if shape.tower else 0  # in the first stage, whole on every tensor parallel rank
+    return (stage * shape.block_parameters + embedding) / layout.tensor + tower, experts
 
 
 def optimizer_bytes(width: int) -> int:
@@ -126,6 +127,14 @@ def kept_activations(shape: ModelShape, layout: ParallelLayout, tokens: float, s
     return layers * tokens / layout.context * activation_bytes_of_layer(shape, layout, sequence)
 
 
+def tower_activations(shape: ModelShape, layout: ParallelLayout, image_tokens: float) -> float:
+    """Bytes that the vision tower keeps for its backward pass over the images that become `image_tokens` tokens."""
+    if shape.tower is None:
+        return 0.0
+    whole = ParallelLayout(recompute=layout.recompute)
+    return kept_activations(shape.tower.shape, whole, image_tokens * shape.tower.patches, 0)
+
+
 def training_buffers(
     shape: ModelShape, layout: ParallelLayout, tokens: float, sequence: float, width: int = WEIGHT
 ) -> float:
@@ -155,14 +164,16 @@ def memory(
     trained: int | None = None,
     width: int = WEIGHT,
     frozen_width: int | None = None,
+    image_tokens: float = 0,
 ) -> Bytes:
     """Memory of a model that trains with micro-batches of `tokens` tokens in sequences of `sequence` tokens. `trained` and
-    `frozen_width` as in `training_state`."""
+    `frozen_width` as in `training_state`. `image_tokens` of a micro-batch come from the tower."""
     state = training_state(shape, layout, trained, width, frozen_width)
     if not tokens:
         return state
     return state + Bytes(
-        activations=kept_activations(shape, layout, tokens, sequence) * width / WEIGHT,
+        activations=(kept_activations(shape, layout, tokens, sequence) + tower_activations(shape, layout, image_tokens))
+        * (width / WEIGHT),
         buffers=training_buffers(shape, layout, tokens, sequence, width),
     )
 

@@ -171,6 +171,7 @@ def _option(
                 trained=trained,
                 width=width,
                 frozen_width=flow.frozen_width,
+                image_tokens=tokens * batch.image_tokens / batch.mean,
             )
             time = time_train(shape, layout, cluster, batch, workload.updates).times(workload.epochs)
             if trained:

@@ -77,6 +77,7 @@ def workload_of(config: RunConfig, asked: WorkloadRequest) -> Workload:
         prompt,
         _lengths(asked, max(longest - prompt, 1.0)),
         shares_prompts=True,
+        image_tokens=asked.image_tokens or 0.0,
     )
 
 
@@ -94,6 +95,7 @@ def _sampled(config: PPOConfig, asked: WorkloadRequest) -> Workload:
         prompt_longest=rollout.prompt_length,
         # a shuffled pass parts the samples of a prompt
         shares_prompts=not (actor.shuffle and updates > 1),
+        image_tokens=asked.image_tokens or 0.0,
     )
 
 

@@ -1,7 +1,7 @@
 """The `plan.*` keys, and their meaning next to a training config: cluster, choices of the search, model shapes.
 
 plan.cluster: {gpu: h100_sxm, nodes: 4, gpus_per_node: 8, hbm_gb, inter_gbps}
-plan.workload: {prompt_mean: 300, response: [200, 800, 2000, 4096]}     or {samples: earlier/run/samples/train/10.jsonl}
+plan.workload: {prompt_mean: 300, image_tokens: 0, response: [200, 800, 2000, 4096]}   or {samples: samples/train/10.jsonl}
 plan.objective: step_s | gpu_hours;  plan.asynchronous: off | auto | on;  plan.engine: fsdp | megatron;  plan.apply: false
 """
 
@@ -45,6 +45,7 @@ class ClusterRequest:
 @dataclass
 class WorkloadRequest:
     prompt_mean: float | None = None
+    image_tokens: float | None = None
     response: list[float] | None = None
     samples: str | None = None
 

@@ -31,6 +31,38 @@ _MODELS = Path(__file__).with_name("models.yaml")
 
 
 @dataclass(frozen=True)
+class Tower:
+    """A vision tower: the sizes of its layers, `patches` of an image for each token that they become, and parameters of the
+    `connector` behind it. Attention sees the whole image, or with a `window` that many patches in all but `whole_layers`
+    layers."""
+
+    num_layers: int
+    hidden: int
+    heads: int
+    intermediate: int
+    gated: bool = False
+    patches: int = 1
+    connector: int = 0
+    window: int = 0
+    whole_layers: int = 0
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        """Its layers as those of a decoder without a vocabulary."""
+        size, heads = self.hidden // self.heads, self.heads
+        return ModelShape(self.num_layers, self.hidden, heads, heads, size, self.intermediate, gated=self.gated)
+
+    @property
+    def num_parameters(self) -> int:
+        return self.shape.block_parameters + self.connector
+
+    def attended(self, patches: float) -> float:
+        """Patches that a patch sees in an image of `patches`, on average over the layers."""
+        share = self.whole_layers / self.num_layers if self.window else 1.0
+        return share * patches + (1 - share) * min(self.window, patches)
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Sizes of a decoder. `intermediate` is a dense layer's MLP size; a mixture has `dense_layers` dense layers before its
     expert layers. With `kv_lora_rank` attention is multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1)."""
@@ -56,6 +88,7 @@ class ModelShape:
     name: str = ""
     max_positions: int | None = None
     counted: int = 0  # parameters of the module, where it was built: with norms and biases
+    tower: Tower | None = None
 
     @classmethod
     def gpt(cls, num_layers: int, hidden: int, heads: int, vocab: int = 0, name: str = "") -> ModelShape:
@@ -69,6 +102,7 @@ class ModelShape:
         """From a Hugging Face config of a decoder, a mapping or an object; `counted` are its parameters, where they are known.
         Raises ConfigError when a size is missing."""
         mapping = _as_mapping(config)
+        vision = _as_mapping(mapping.get("vision_config") or {})
         mapping = {**mapping, **_as_mapping(mapping.get("text_config") or {})}
         for size in _SIZES:
             needed = size in _SIZES[:3]
@@ -78,7 +112,9 @@ class ModelShape:
                     "Give a folder with a config.json, or the name of a published model."
                 )
         sizes = {**_dense_sizes(mapping), **_expert_sizes(mapping), **_latent_sizes(mapping)}
-        return cls(**sizes, name=name, max_positions=mapping.get("max_position_embeddings"), counted=counted)
+        tower = _tower(vision, mapping) if vision else None
+        most = mapping.get("max_position_embeddings")
+        return cls(**sizes, name=name, max_positions=most, counted=counted, tower=tower)
 
     @property
     def is_mixture(self) -> bool:
@@ -159,7 +195,8 @@ class ModelShape:
 
     @cached_property
     def num_parameters(self) -> int:
-        return self.counted or self.block_parameters + self.routed_parameters + self.embedding_parameters
+        tower = self.tower.num_parameters if self.tower else 0
+        return self.counted or self.block_parameters + self.routed_parameters + self.embedding_parameters + tower
 
     @cached_property
     def active_parameters(self) -> int:
@@ -223,6 +260,24 @@ def _latent_sizes(config: Mapping[str, object]) -> dict[str, Any]:
     }
 
 
+def _tower(vision: Mapping[str, Any], config: Mapping[str, Any]) -> Tower | None:
+    """The tower of a vision_config in the `config` of its model, whose families name sizes differently; None without sizes."""
+    hidden = vision.get("embed_dim") or vision.get("hidden_size")  # with embed_dim, hidden_size is the language model's
+    layers = vision.get("depth") or vision.get("num_hidden_layers")
+    heads = vision.get("num_heads") or vision.get("num_attention_heads")
+    if not (isinstance(hidden, int) and isinstance(layers, int) and isinstance(heads, int)):
+        return None
+    merged = vision.get("spatial_merge_size") or config.get("scale_factor") or 1 / (config.get("downsample_ratio") or 1)
+    patches = round(merged) ** 2
+    # of one matrix, or of two where a family has a merger
+    merger = hidden * patches if vision.get("spatial_merge_size") else 0
+    inner = vision.get("intermediate_size") or int(hidden * (vision.get("mlp_ratio") or 4))
+    gated, whole = vision.get("hidden_act") in ("silu", "swish"), len(vision.get("fullatt_block_indexes") or ())
+    window = (vision["window_size"] // vision["patch_size"]) ** 2 if whole and vision.get("window_size") else 0
+    connector = hidden * patches * (merger + config["hidden_size"])
+    return Tower(layers, hidden, heads, inner, gated, patches, connector, window, whole)
+
+
 @cache
 def known_shapes() -> dict[str, ModelShape]:
     """Published models by name."""
@@ -230,6 +285,7 @@ def known_shapes() -> dict[str, ModelShape]:
 
     names = {field.name for field in fields(ModelShape)}
     rows = yaml.safe_load(_MODELS.read_text())["models"]
+    rows = {name: {**row, "tower": Tower(**row["tower"])} if "tower" in row else row for name, row in rows.items()}
     return {name: ModelShape(**{k: v for k, v in row.items() if k in names}, name=name) for name, row in rows.items()}
 
 

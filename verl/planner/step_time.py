@@ -21,7 +21,7 @@ from verl.planner import kernels
 from verl.planner.cluster import Cluster
 from verl.planner.layout import ParallelLayout
 from verl.planner.memory import GRAD, WEIGHT, parameters_per_device
-from verl.planner.shapes import ModelShape
+from verl.planner.shapes import ModelShape, Tower
 from verl.planner.workload import SequenceBatch
 
 _ATTENTION_BACKWARD = 3.0  # 2.5 times the operations, at a lower rate
@@ -247,7 +247,21 @@ def time_pass(
         sends = layout.chunks * (2 if backward else 1) * number
         bubble = once.seconds * (p - 1) / layout.chunks
         total = total + Time.of(bubble=bubble, pipeline_parallel=sends * cluster.send(size, across=across))
+    if shape.tower and batch.image_tokens:
+        total = total + Time.of(vision_tower=_tower_time(shape.tower, layout, cluster, batch, backward=backward))
     return total
+
+
+def _tower_time(
+    tower: Tower, layout: ParallelLayout, cluster: Cluster, batch: SequenceBatch, *, backward: bool
+) -> float:
+    """Seconds of the tower, which every data parallel rank has whole. Its attention sees an image in both directions."""
+    patches = batch.image_tokens * tower.patches
+    number, tokens = _micro_batches(layout, math.ceil(batch.num / layout.data - 1e-9) * batch.mean)
+    own, length = ParallelLayout(zero=0, recompute=layout.recompute), 2 * tower.attended(patches)
+    rows = tokens * patches / batch.mean
+    once = _stage(tower.shape, own, cluster, rows, length, False).seconds
+    return number * (once + (_stage(tower.shape, own, cluster, rows, length, True).seconds if backward else 0.0))
 
 
 def _gathers(
@@ -288,7 +302,7 @@ def time_train(
     shape: ModelShape, layout: ParallelLayout, cluster: Cluster, batch: SequenceBatch, updates: int = 1
 ) -> Time:
     """Seconds of `updates` optimizer steps that together train once on `batch`."""
-    part = SequenceBatch(batch.num / updates, batch.mean, batch.square)
+    part = batch._replace(num=batch.num / updates)
     one = time_pass(shape, layout, cluster, part, backward=True) + _update(shape, layout, cluster)
     return one.times(updates)
 

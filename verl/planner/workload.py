@@ -169,6 +169,7 @@ class Workload:
     epochs: int = 1
     prompt_longest: float = 0.0
     shares_prompts: bool = False
+    image_tokens: float = 0.0  # of a prompt, on average
 
     @property
     def num_samples(self) -> int:
@@ -199,15 +200,17 @@ class Workload:
     def _batch(self, sharing: float) -> SequenceBatch:
         """All sequences, where `sharing` samples have the prompt of one."""
         p, r, share = self.prompt_mean, self.response, 1 / sharing
-        return SequenceBatch(self.num_samples, share * p + r.mean, share * p * p + 2 * p * r.mean + r.mean_square)
+        square = share * p * p + 2 * p * r.mean + r.mean_square
+        return SequenceBatch(self.num_samples, share * p + r.mean, square, share * self.image_tokens)
 
 
 class SequenceBatch(NamedTuple):
-    """`num` sequences of `mean` tokens, whose squares have the mean `square`."""
+    """`num` sequences of `mean` tokens, whose squares have the mean `square`, and with `image_tokens` computed by a tower."""
 
     num: float
     mean: float
     square: float
+    image_tokens: float = 0.0
 
     @classmethod
     def equal(cls, num: float, length: float) -> SequenceBatch:
