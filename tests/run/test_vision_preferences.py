@@ -7,14 +7,16 @@ import pytest
 import torch
 
 from tests.letters_task import REWARD, overrides
+from tests.models.test_vision import episode_of
 from tests.run.conftest import train_run
 from tests.run.test_vision import FAMILY, dots, is_of_tower, weights
 from tests.vision_families import vision_folder
 from verl.config import PREFERENCE, SFT, load_config
 from verl.data.conversations.dataset import load_conversations
 from verl.data.preferences.dataset import load_preferences
+from verl.data_proto.media import MediaSpan
 from verl.errors import DataError
-from verl.models.classifier import PromptMedia, load_reward_model, sequence_scores
+from verl.models.classifier import load_reward_model, sequence_scores
 from verl.models.load import load_model, load_tokenizer
 
 PROMPT = [{"role": "user", "content": "<image>How many?"}]
@@ -145,14 +147,35 @@ def test_scores_depend_on_the_images_and_not_on_neighbours(preferences, model, t
     batch, module = dataset.batch(range(3)), load_reward_model(saved)
     sequences = [tuple(s.input_ids.tolist()) for s in dataset.sequences(range(3))]
     media = [
-        PromptMedia(images, ids[: s.num_prompt_tokens - 1])
-        for images, ids, s in zip(batch.non_tensor_batch["media"], sequences, dataset.sequences(range(3)), strict=True)
+        (MediaSpan(0, s.num_prompt_tokens - 1, images),)
+        for images, s in zip(batch.non_tensor_batch["media"], dataset.sequences(range(3)), strict=True)
     ]
     together = sequence_scores(module, sequences, max_tokens=900, media=media)
     apart = [sequence_scores(module, [ids], max_tokens=900, media=[m]) for ids, m in zip(sequences, media, strict=True)]
     torch.testing.assert_close(together, torch.cat(apart), rtol=0, atol=1e-5)
-    other = sequence_scores(module, sequences[:1], max_tokens=900, media=[replace(media[0], media=media[2].media)])
+    swapped = (replace(media[0][0], media=media[2][0].media),)
+    other = sequence_scores(module, sequences[:1], max_tokens=900, media=[swapped])
     assert abs(float(other - together[0])) > 1e-4
+
+
+@torch.no_grad()
+def test_scores_of_episodes_depend_on_images_of_later_turns(preferences):
+    """Episodes of one prompt, with other images in later turns, and without its last turn; and the images as one block."""
+    module = load_reward_model(preferences("rm").folder / "global_step_2/model/huggingface")
+    prompt, response, _, relative, whole = episode_of(FAMILY, 0)
+    spans = tuple(span.moved(len(prompt)) for span in relative)
+    ids, swapped = (
+        (*prompt, *response),
+        (spans[0], replace(spans[1], media=episode_of(FAMILY, 1)[3][1].media), spans[2]),
+    )
+    episodes = [(ids, spans), (ids, swapped), (ids[: spans[2].start - 2], spans[:2])]
+    sequences, media = [list(part) for part in zip(*episodes, strict=True)]
+    together = sequence_scores(module, sequences, max_tokens=900, media=media)
+    apart = [sequence_scores(module, [i], max_tokens=900, media=[m]) for i, m in episodes]
+    block = sequence_scores(module, [ids], max_tokens=900, media=[(MediaSpan(0, len(ids) - 1, whole),)])
+    torch.testing.assert_close(together, torch.cat(apart), rtol=0, atol=1e-5)
+    torch.testing.assert_close(together[:1], block, rtol=0, atol=1e-5)
+    assert abs(float(together[0] - together[1])) > 1e-4
 
 
 def test_kept_samples_are_rows_with_images(model, policy, tmp_path):

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig
 
-from verl.data_proto.media import Media
+from verl.data_proto.media import Spans
 from verl.errors import ModelError
 from verl.models.folder import fetch
 from verl.models.forward import packed_outputs
@@ -69,10 +70,10 @@ def sequence_scores(
     sequences: Sequence[Tokens],
     *,
     max_tokens: int,
-    media: Sequence[PromptMedia | None] | None = None,
+    media: Sequence[Spans] | None = None,
 ) -> torch.Tensor:
     """float32 (float64 for a float64 model) [sequences] on the CPU: the head's output at the last token of each. `media` are
-    the images of each.
+    the images of each, at places from its first token.
 
     A forward computes at most `max_tokens` tokens, or one sequence. Neighbours that begin alike share that part, so the
     samples of a prompt should be adjacent. Raises ModelError for a sequence that is empty or longer than the model
@@ -81,7 +82,7 @@ def sequence_scores(
     _require_fit(module, sequences)
     device = next(module.parameters()).device
     scores = torch.zeros(len(sequences), dtype=module.score.weight.dtype)
-    images = [None] * len(sequences) if media is None else list(media)
+    images: list[Spans] = [()] * len(sequences) if media is None else list(media)
     families = list(_families(sequences, images, max_tokens))
     for numbers in pack_by_tokens([family.num_computed for family in families], max_tokens):
         members = [(i, families[number].shared) for number in numbers for i in families[number].members]
@@ -89,19 +90,11 @@ def sequence_scores(
             _columns(members, sequences),
             device=device,
             reads=Reads(predictions=False, last_token=True),
-            media=[image.media if (image := images[i]) is not None else None for i, _ in members],
+            media=[tuple(span.moved(-shared) for span in images[i]) for i, shared in members] if any(images) else None,
         )
         outputs = packed_outputs(module, packed, ("sequence_scores",))["sequence_scores"]
         scores[[i for i, _ in members]] = outputs.to("cpu", scores.dtype)
     return scores
-
-
-@dataclass(frozen=True)
-class PromptMedia:
-    """Images in the first tokens of a sequence, the `prompt`, which is shorter than the sequence."""
-
-    media: Media
-    prompt: Tokens
 
 
 @dataclass(frozen=True)
@@ -117,25 +110,30 @@ class _Family:
         return self.num_tokens - (len(self.members) - 1) * self.shared
 
 
-def _families(sequences: Sequence[Tokens], images: Sequence[PromptMedia | None], max_tokens: int) -> Iterator[_Family]:
-    """Neighbours with equal images together as long as that saves tokens and they fit."""
+def _families(sequences: Sequence[Tokens], images: Sequence[Spans], max_tokens: int) -> Iterator[_Family]:
+    """Neighbours together as long as that saves tokens and they fit."""
     family: _Family | None = None
     for i, tokens in enumerate(sequences):
-        joined = family and images[family.members[0]] == images[i] and _joined(family, i, sequences)
+        joined = _joined(family, i, sequences, images) if family else None
         if family and joined and joined.num_computed <= min(max_tokens, family.num_computed + len(tokens) - 1):
             family = joined
             continue
         if family:
             yield family
-        family = _Family((i,), 0 if (image := images[i]) is None else len(image.prompt), len(tokens))
+        family = _Family((i,), 0, len(tokens))
     if family:
         yield family
 
 
-def _joined(family: _Family, i: int, sequences: Sequence[Tokens]) -> _Family:
-    first, tokens = sequences[family.members[0]], sequences[i]
+def _joined(family: _Family, i: int, sequences: Sequence[Tokens], images: Sequence[Spans]) -> _Family:
+    leader = family.members[0]
+    first, tokens = sequences[leader], sequences[i]
     limit = family.shared if len(family.members) > 1 else len(first) - 1
     shared = _common(first, tokens, min(limit, len(tokens) - 1))
+    for own, other in zip_longest(images[leader], images[i]):
+        if own != other or own.start + own.length > shared:  # an image is shared whole, or not at all
+            shared = min(shared, *(span.start for span in (own, other) if span is not None))
+            break
     return _Family((*family.members, i), shared, family.num_tokens + len(tokens))
 
 

@@ -16,11 +16,11 @@ from verl.config import RewardModelConfig
 from verl.config.roots.reward_model import RMDataConfig
 from verl.data.conversations.formats import Example
 from verl.data.conversations.tokens import ConversationEncoder
-from verl.data_proto.media import MEDIA_COLUMNS, media_of
+from verl.data_proto.media import MEDIA_COLUMNS, Spans, placed_in, row_media_of
 from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
 from verl.errors import ConfigError, ModelError, NumericsError
-from verl.models.classifier import PromptMedia, load_reward_model, scores_steps, sequence_scores
+from verl.models.classifier import load_reward_model, scores_steps, sequence_scores
 from verl.models.heads import ScalarHeadModel
 from verl.models.load import load_external, load_model_config, load_tokenizer
 from verl.models.tokenizer import eos_token_ids
@@ -137,8 +137,9 @@ class RewardModelWorker:
             )
         return DataProto.from_dict({"reward_model_score": scores.to(torch.float32)})
 
-    def _images(self, batch: DataProto) -> list[PromptMedia | None]:
-        media = media_of(batch) or [None] * len(batch)
+    def _images(self, batch: DataProto) -> list[Spans]:
+        """The images of each row, at places from its first token."""
+        media = row_media_of(batch) or [None] * len(batch)
         if any(media):
             require_vision(self.module)
             if not self.reads_policy_tokens:
@@ -146,15 +147,10 @@ class RewardModelWorker:
                     "Rows have images, and the reward model's tokenizer or chat template differs from the policy's. Train it "
                     "from the policy's model, or set reward.reward_model.enable=False."
                 )
-        for spans in batch.non_tensor_batch.get("episode_media", ()):
-            if any(span.start >= 0 for span in spans):
-                raise ConfigError(
-                    "Episodes have images in later turns, and a reward model reads those of the prompt only. Set "
-                    "reward.reward_model.enable=False."
-                )
+        lengths = [len(prompt) for prompt in _unpadded(batch)[0]]
         return [
-            None if images is None else PromptMedia(images, prompt[:-1])
-            for images, prompt in zip(media, _unpadded(batch)[0], strict=True)
+            tuple(span.moved(length) for span in placed_in(own, length))
+            for own, length in zip(media, lengths, strict=True)
         ]
 
     def close(self) -> None:
