@@ -178,7 +178,8 @@ NAMES = dict.fromkeys(PATCHES, _QWEN_NAMES) | {
 }
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
-    "{% for p in m['content'] %}{% if p['type'] == 'image' %}IMAGE{% else %}{{ p['text'] }}{% endif %}{% endfor %}"
+    "{% for p in m['content'] %}{% if p['type'] == 'image' %}IMAGE{% elif p['type'] == 'video' %}VIDEO{% else %}"
+    "{{ p['text'] }}{% endif %}{% endfor %}"
     "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _CROP = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
@@ -203,8 +204,8 @@ def vision_tokenizer(family, template=TEMPLATE):
     names = NAMES[family]
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": list(names)})
-    mark = names[2] + names[0] + names[3] if family in PATCHES else names[0]
-    tokenizer.chat_template = template.replace("IMAGE", mark)
+    image, video = (names[2] + name + names[3] if family in PATCHES else name for name in names[:2])
+    tokenizer.chat_template = template.replace("IMAGE", image).replace("VIDEO", video)
     return tokenizer
 
 

@@ -222,7 +222,7 @@ def _with_image(row: dict[str, Any], number: int) -> dict[str, Any]:
     """The row with a picture of its color."""
     from PIL import Image
 
-    from verl.data.images import image_text
+    from verl.data.pictures import image_text
 
     (message,) = row["prompt"]
     picture = Image.new("RGB", (56, 28), (10 * number, 99, 255 - 10 * number))

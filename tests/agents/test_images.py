@@ -20,7 +20,7 @@ from verl.agents.agents import Agents
 from verl.agents.episode import Episode, EpisodeTask
 from verl.agents.gateway.sessions import EndpointSession, RequestError, _messages, _placed
 from verl.agents.images import EpisodeImages
-from verl.config import load_config
+from verl.config import DataConfig, load_config
 from verl.data.images import ImageEncoder, image_messages
 from verl.data.prompts import PromptEncoder
 from verl.data_proto.media import Media
@@ -103,7 +103,7 @@ def test_a_damaged_image_is_a_failed_call(agent_run):
 def rows_of(config, tokenizer):
     """Two prompts as the loader gives them, one of them with a picture."""
     encoder, columns = PromptEncoder(tokenizer, config.data), {"ordinal": torch.arange(2)}
-    asked = [image_messages([{"role": "user", "content": text}], images, "images")
+    asked = [image_messages([{"role": "user", "content": text}], {"images": images}, DataConfig())
              for text, images in (("Look.", []), ("<image>And here?", [picture(3)]))]  # fmt: skip
     encoded = [encoder.encode_row(messages, "a row", images) for messages, images in asked]
     columns |= {"prompt_token_ids": objects([e.ids for e in encoded]), "media": objects([e.media for e in encoded])}

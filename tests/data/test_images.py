@@ -17,12 +17,13 @@ from tests.data.media_rows import (
 from tests.vision_families import IMAGE, vision_folder
 from verl.config import DataConfig
 from verl.config.sections.data import PreferenceDataConfig, SFTDataConfig
-from verl.data import images as images_module
+from verl.data import pictures
 from verl.data.conversations.dataset import load_conversations
 from verl.data.dataset import load_dataset
-from verl.data.images import image_messages, read_image
+from verl.data.images import image_messages
 from verl.data.loader import PromptLoader
 from verl.data.order import PromptOrder
+from verl.data.pictures import read_image
 from verl.data.preferences.dataset import load_preferences
 from verl.data.prompts import PromptEncoder
 from verl.errors import ConfigError, DataError
@@ -69,7 +70,7 @@ def test_an_image_that_cannot_be_read_is_one_sentence(name, tmp_path):
 
 
 def test_a_file_beyond_the_limit_of_bytes_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(images_module, "MAX_BYTES", 100)
+    monkeypatch.setattr(pictures, "MAX_BYTES", 100)
     file = tmp_path / "large.png"
     file.write_bytes(encoded(picture(300, 300)))
     for source in (str(file), file.read_bytes()):
@@ -149,7 +150,7 @@ def test_a_text_row_has_no_media(tokenizer, tmp_path):
 
 def test_settings_of_the_processor_change_images_and_their_digest(tokenizer):
     config = DataConfig(mm_processor_kwargs={"max_pixels": 28 * 28})
-    messages, sources = image_messages(row()["prompt"], [picture(200, 200)], "images")
+    messages, sources = image_messages(row()["prompt"], {"images": [picture(200, 200)]}, config)
     small = PromptEncoder(tokenizer, config).encode_row(messages, "row 0", sources)
     large = PromptEncoder(tokenizer, DataConfig()).encode_row(messages, "row 0", sources)
     assert small.ids.count(IMAGE) == 1 < large.ids.count(IMAGE)

@@ -7,6 +7,7 @@ from tests.vision_families import (
     CONFIGS,
     IMAGE,
     PATCHES,
+    VIDEO,
     VISION_END,
     VISION_START,
     one_by_one,
@@ -51,8 +52,12 @@ def prompt_of(family, sizes, number):
 
 
 def batch_of(family, responses):
-    """Columns and media of every prompt with each response, and (prompt, response, media) of each row."""
-    rows = [(*prompt_of(family, sizes, n), r) for n, sizes in enumerate(SIZES) for r in responses]
+    """`columns_of` every prompt with each response."""
+    return columns_of([(*prompt_of(family, sizes, n), r) for n, sizes in enumerate(SIZES) for r in responses])
+
+
+def columns_of(rows):
+    """Columns and media of rows (prompt, media, response), and (prompt, response, media) of each row."""
     widths = max(len(p) for p, _, _ in rows), max(len(r) for _, _, r in rows)
     columns = {
         "prompts": torch.tensor([[0] * (widths[0] - len(p)) + list(p) for p, _, _ in rows]),
@@ -65,7 +70,8 @@ def batch_of(family, responses):
 
 def inputs_of(model, ids, media):
     ids = torch.tensor([ids])
-    kinds = {"mm_token_type_ids": (ids == IMAGE).long()} if "grid" in " ".join(media.tensors if media else ()) else {}
+    has_grids = "grid" in " ".join(media.tensors if media else ())
+    kinds = {"mm_token_type_ids": (ids == IMAGE).long() + 2 * (ids == VIDEO)} if has_grids else {}
     return {"input_ids": ids, **(media.tensors if media else {}), **kinds}
 
 
@@ -92,7 +98,11 @@ def packed_log_probs(model, columns, media):
 
 @pytest.mark.parametrize("share_prompts", [True, False])
 def test_log_probs_and_gradients_equal_the_own_forward(family, folder, share_prompts):
-    columns, media, rows = batch_of(family, RESPONSES)
+    require_equal(family, folder, *batch_of(family, RESPONSES), share_prompts=share_prompts)
+
+
+def require_equal(family, folder, columns, media, rows, *, share_prompts=True):
+    """Log-probs and gradients of the packed forward, and of the family's own forward of each row."""
     ours, theirs = load_model(folder), random_model(family)
     packed = pack_rows(columns, share_prompts=share_prompts, media=media)
     log_probs = packed_outputs(ours, packed, ("log_probs",))["log_probs"][columns["response_mask"]]

@@ -1,4 +1,4 @@
-"""Services and prompts with images: vLLM's route for token ids, simulated by a service that has the model's image processor."""
+"""Services and prompts with images: simulated services that have the model's image processor."""
 
 import base64
 import io
@@ -14,73 +14,78 @@ from verl.config import DataConfig, RolloutConfig
 from verl.config.sections.rollout import ServiceConfig
 from verl.data.images import image_messages
 from verl.data.prompts import PromptEncoder
+from verl.data_proto.media import MediaSpan
 from verl.data_proto.samples import PromptRequest, SamplingParams
 from verl.errors import ModelError
 from verl.models.load import load_model, load_tokenizer
-from verl.rollout.http.engine import HTTPRollout
+from verl.rollout.api import ENGINES
 
 MODELS = {"data": [{"id": "served", "root": "somewhere/model"}]}
-ROUTE = "/inference/v1/generate"
-PARAMS = SamplingParams(n=2, temperature=0.8, top_k=5, max_new_tokens=4, stop=("x",))
+ROUTES = {"http": "/inference/v1/generate", "sglang": "/generate"}
+PARAMS = SamplingParams(n=2, temperature=0.8, max_new_tokens=4, stop=("x",))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return vision_folder(tmp_path_factory.mktemp("qwen2_vl"), "qwen2_vl")
+    return vision_folder(tmp_path_factory.mktemp("internvl"), "internvl")
 
 
-def prompt_of(tokenizer, settings=None):
-    """Tokens and media of a question about two pictures."""
-    config, pictures = DataConfig(mm_processor_kwargs=settings or {}), [picture(0), picture(1)]
-    question = [{"role": "user", "content": "<image>A<image>?"}]
-    messages, sources = image_messages(question, {"images": pictures}, config)
-    return PromptEncoder(tokenizer, config).encode_row(messages, "row", sources)
-
-
-def vllm_of(folder):
-    """Answers as of vLLM: the tokens of each image take the place of its one token; then two tokens follow."""
+def services(folder):
+    """Answers as of vLLM, which puts the tokens of each image in the place of its one token, and of SGLang: two tokens."""
     tokenizer = load_tokenizer(folder)
-    rows = [{"token_id": 11, "logprob": -0.5}, {"token_id": 12, "logprob": 0}]
 
-    def generate(body):
-        urls = [part["url"] for part in body["content_parts"] if part["type"] == "image_url"]
-        files = [base64.b64decode(url.removeprefix("data:image/png;base64,")) for url in urls]
-        texts = iter(tokenizer.processor.read([Image.open(io.BytesIO(file)) for file in files], {})[1])
+    def vllm(body):
+        pictures = [opened(part["url"]) for part in body["content_parts"] if part["type"] == "image_url"]
+        texts = iter(tokenizer.processor.read(pictures, {})[1])
         parts = [tokenizer.encode(next(texts)) if token == IMAGE else [token] for token in body["token_ids"]]
-        return {
-            "prompt_token_ids": [token for part in parts for token in part],
-            "choices": [{"token_ids": [11, 12], "logprobs": {"content": rows}, "finish_reason": "length"}],
-        }
+        rows = [{"token_id": 11, "logprob": -0.5}, {"token_id": 12, "logprob": 0}]
+        choice = {"token_ids": [11, 12], "logprobs": {"content": rows}, "finish_reason": "length"}
+        return {"prompt_token_ids": sum(parts, []), "choices": [choice]}
 
-    return {"/v1/models": MODELS, ROUTE: generate}
+    meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": [[-0.5, 11, None], [0.0, 12, None]]}
+    sglang = {"/model_info": {"model_path": "a/model"}, "/generate": {"text": "", "meta_info": meta}}
+    return {"/v1/models": MODELS, ROUTES["http"]: vllm, **sglang}
 
 
-def engine_of(folder, url):
+def opened(url):
+    return Image.open(io.BytesIO(base64.b64decode(url.removeprefix("data:image/png;base64,"))))
+
+
+def engine_of(name, folder, url):
     tokenizer = load_tokenizer(folder)
     tokenizer.processor.keeps_files = True
-    service = ServiceConfig(url=url, timeout_s=5.0)
-    config = RolloutConfig(name="http", max_num_seqs=4, service=service)
-    return HTTPRollout(load_model(folder), tokenizer, config, eos_token_ids=[258], transfer=weight_transfer("a/model"))
+    config = RolloutConfig(name=name, max_num_seqs=4, service=ServiceConfig(url=url, timeout_s=5.0))
+    transfer = weight_transfer("a/model")
+    return ENGINES.get(name)(load_model(folder), tokenizer, config, eos_token_ids=[258], transfer=transfer)
 
 
-def test_a_prompt_with_images_has_a_token_and_a_data_url_for_each(folder):
-    with running(vllm_of(folder)) as service:
-        engine = engine_of(folder, service.url)
-        prompt = prompt_of(engine.tokenizer)
-        done = engine.generate([PromptRequest(0, tuple(prompt.ids), media=prompt.media)], PARAMS, step=1)
+def request_of(tokenizer):
+    """Two pictures in a prompt, a sampled token, and a picture of a later turn."""
+    config, pictures = DataConfig(), [picture(seed) for seed in range(3)]
+    encoder, question = PromptEncoder(tokenizer, config), [{"role": "user", "content": "<image>A<image>?"}]
+    prompt = encoder.encode_row(image_messages(question, {"images": pictures[:2]}, config)[0], "row", pictures[:2])
+    shown = encoder.images.read(pictures[2:], "row").media
+    turn = tokenizer.encode(f"B{shown.texts[0]}?", add_special_tokens=False)
+    ids = (*prompt.ids, 11, *turn)
+    span = MediaSpan(ids.index(IMAGE, len(prompt.ids)), turn.count(IMAGE), shown)
+    return PromptRequest(0, ids, num_drawn=1 + len(turn), media=prompt.media, spans=(span,))
+
+
+@pytest.mark.parametrize("name", ROUTES)
+def test_services_get_a_token_and_a_data_url_for_each_image(name, folder):
+    with running(services(folder)) as service:
+        engine = engine_of(name, folder, service.url)
+        done = engine.generate([request_of(engine.tokenizer)], PARAMS, step=1)
     assert [(d.token_ids, d.log_probs) for d in done] == [([11, 12], [-0.5, 0.0])] * 2
-    bodies = service.bodies(ROUTE)
-    assert [body["token_ids"].count(IMAGE) for body in bodies] == [2, 2] != prompt.ids.count(IMAGE)
-    assert len({body["sampling_params"]["seed"] for body in bodies}) == 2
-    files = [base64.b64decode(part["url"].partition(",")[2]) for part in bodies[0]["content_parts"]]
-    pictures = [Image.open(io.BytesIO(file)) for file in files]
-    assert [shown.tobytes() for shown in pictures] == [picture(seed).tobytes() for seed in range(2)]
+    for body in service.bodies(ROUTES[name]):
+        assert (body.get("token_ids") or body["input_ids"]).count(IMAGE) == 3
+        urls = body.get("image_data") or [part["url"] for part in body["content_parts"]]
+        assert [opened(url).tobytes() for url in urls] == [picture(seed).tobytes() for seed in range(3)]
 
 
 def test_a_service_with_other_tokens_for_an_image_is_refused(folder):
-    with running(vllm_of(folder)) as service:
-        engine = engine_of(folder, service.url)
-        prompt = prompt_of(engine.tokenizer, {"max_pixels": 28 * 28})
-        request = PromptRequest(0, tuple(prompt.ids), media=prompt.media)
+    with running(services(folder)) as service:
+        engine = engine_of("http", folder, service.url)
+        engine.tokenizer.processor.processor.image_seq_length = 8  # of the run, not of the service
         with pytest.raises(ModelError, match=r"tokens for the prompt and images of sample 0.*mm-processor-kwargs"):
-            engine.generate([request], PARAMS, step=1)
+            engine.generate([request_of(engine.tokenizer)], PARAMS, step=1)

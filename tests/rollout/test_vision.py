@@ -1,36 +1,26 @@
 """Generation from prompts with images: both engines give the greedy tokens of transformers' `generate`."""
 
-import base64
 import copy
-import io
-from types import SimpleNamespace
 
 import pytest
 import torch
-from PIL import Image
 
-from tests.agents.pictures import picture
 from tests.models.plain_attention import PLAIN
 from tests.models.test_vision import SIZES, cached_log_probs, episode_of, inputs_of, own_log_probs, prompt_of
-from tests.vision_families import CONFIGS, IMAGE, random_model, vision_folder
-from verl.config import DataConfig, RolloutConfig
+from tests.vision_families import CONFIGS, IMAGE, random_model
+from verl.config import RolloutConfig
 from verl.config.sections.rollout import KVCacheConfig
-from verl.data.images import image_messages
-from verl.data.prompts import PromptEncoder
 from verl.data_proto.media import MediaSpan
 from verl.data_proto.samples import PromptRequest, SamplingParams, TurnRequest
-from verl.errors import ConfigError, ModelError
-from verl.models.load import load_model, load_tokenizer
+from verl.errors import ConfigError
+from verl.models.load import load_model
 from verl.models.lora import LoRASpec, add_adapters
 from verl.models.vision import vision_towers
 from verl.rollout.cpu.forward import CpuForward
 from verl.rollout.cuda.forward import StraightForward
 from verl.rollout.hf import HFRollout
-from verl.rollout.http.answers import Answer, SampleRequest
-from verl.rollout.http.dialects import SGLang
 from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.forward import DenseForward
-from verl.rollout.requests import with_files
 
 LENGTH = 6
 ENGINES = {"native": NativeRollout, "hf": HFRollout}
@@ -256,33 +246,3 @@ def test_an_engine_without_images_refuses_them(family, module):
     engine = Other(module, None, RolloutConfig(), eos_token_ids=[258])
     with pytest.raises(ConfigError, match="reads no images"):
         engine.generate(requests_of(family), GREEDY, step=1)
-
-
-def test_services_get_a_token_and_a_file_for_each_image(tmp_path):
-    """Of a prompt with two images, and of a later turn."""
-    tokenizer = load_tokenizer(vision_folder(tmp_path, "internvl"))
-    tokenizer.processor.keeps_files = True
-    pictures = [picture(seed) for seed in range(3)]
-    encoder = PromptEncoder(tokenizer, DataConfig())
-    messages = image_messages([{"role": "user", "content": "<image>A<image>?"}], pictures[:2], "images")[0]
-    prompt = encoder.encode_row(messages, "row", pictures[:2])
-    shown = encoder.images.read(pictures[2:], "row").media
-    turn = tokenizer.encode(f"B{shown.texts[0]}?", add_special_tokens=False)
-    ids = (*prompt.ids, 11, *turn)
-    span = MediaSpan(ids.index(IMAGE, len(prompt.ids)), turn.count(IMAGE), shown)
-    request = PromptRequest(0, ids, num_drawn=1 + len(turn), media=prompt.media, spans=(span,))
-    read, files = with_files(request, tokenizer)
-    text = tokenizer.decode(read.token_ids)
-    mark = tokenizer.processor.token
-    assert text == tokenizer.decode(ids).replace(shown.texts[0], mark)
-    assert text.count(mark) == 3
-    assert [Image.open(io.BytesIO(file)).tobytes() for file in files] == [picture.tobytes() for picture in pictures]
-
-    sent = []
-    client = SimpleNamespace(post=lambda path, body, num_tokens: sent.append(body) or Answer("url", path, {}))
-    with pytest.raises(ModelError):  # of an answer without a sample
-        SGLang().sample(client, SampleRequest(read.token_ids, GREEDY, [], 1, 0, 272, images=files))
-    assert sent[0]["input_ids"] == list(read.token_ids)
-    assert [base64.b64decode(url.removeprefix("data:image/png;base64,")) for url in sent[0]["image_data"]] == list(
-        files
-    )

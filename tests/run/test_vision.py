@@ -55,6 +55,21 @@ def task(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def videos(task, tmp_path_factory):
+    """The task with a video of four frames in front of every second question, and its image as the frames."""
+    folder = tmp_path_factory.mktemp("videos")
+    (folder / "reward.py").write_text(REWARD)
+    for file in task.glob("*.jsonl"):
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        for i, row in enumerate(rows[::2]):
+            row["videos"] = [{"video": [dots((i + n) % 5) for n in range(4)], "fps": 2}]
+            question = row.get("prompt", row.get("messages"))[0]
+            question["content"] = "<video>" + question["content"]
+        (folder / file.name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
     return vision_folders(tmp_path_factory)
 
@@ -153,6 +168,20 @@ def test_fine_tuning_trains_the_tower(family, sft, folder_of):
     assert len(rows) == 2
     assert rows[1]["val/loss"] < rows[0]["val/loss"]
     assert all(moved(load_model(folder_of(family)).state_dict(), load_model(saved_model(run)).state_dict()))
+
+
+def test_programs_train_on_videos(grpo, sft, videos, folder_of):
+    original, family = load_model(folder_of("qwen2_5_vl")).state_dict(), "qwen2_5_vl"
+    runs = [
+        program(family, f"data.train_files={videos}/{kind}train.jsonl", f"data.val_files={videos}/{kind}val.jsonl",
+                "trainer.save_freq=2", folder=f"{kind}run")
+        for program, kind in ((grpo, ""), (sft, "sft_"))
+    ]  # fmt: skip
+    for run in runs:
+        assert len(run.training_rows()) == 2
+        assert all(moved(original, load_model(saved_model(run)).state_dict()))
+    samples = [json.loads(line) for line in (runs[0].folder / "samples/train/step_000001.jsonl").open()]
+    assert {len(sample.get("images", ())) for sample in samples} >= {1, 2}  # a frame of a video counts as one
 
 
 def saved_model(run, step=2):

@@ -117,7 +117,7 @@ class ChatContinuity:
     def _with_images(self, text: str, images: Sequence[str]) -> str:
         if self.image_token is None:
             return text
-        return expanded(text, self.image_token, images, PLACE)
+        return expanded(text, (self.image_token,), images, PLACE)
 
     def _neutral_content(self, content: Any) -> Any:
         if not isinstance(content, list):

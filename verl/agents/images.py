@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from verl.data.images import ImageEncoder, listed, png, read_image
+from verl.data.images import ImageEncoder, listed
+from verl.data.pictures import png, read_image
 from verl.data.schema import IMAGE_PARTS, no_media
 from verl.data_proto.media import Media
 from verl.errors import DataError

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.agents.images import text_and_images
-from verl.data.images import image_text
+from verl.data.pictures import image_text
 from verl.data_proto.samples import Score, ScoreRequest
 from verl.rewards.functions import RewardFunctionSpec
 from verl.rewards.managers.build import build_pool

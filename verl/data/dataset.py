@@ -19,6 +19,7 @@ from verl.data.scan import BadRows, Scan, ScanPart, scan_rows
 from verl.data.schema import UNSCORED, Messages, at, check_row, messages_of
 from verl.data.tables import Rows
 from verl.data.template_checks import TemplateChecks
+from verl.data.videos import VideoSource
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError, DataError
 from verl.registry import load_module, load_object
@@ -137,7 +138,7 @@ class RLHFDataset:
         messages = messages_of(row, self.prompt_key, images=self.processor is not None)
         if self.processor is None:
             return messages, []
-        return image_messages(messages, row.get(self.config.image_key), self.config.image_key)
+        return image_messages(messages, row, self.config)
 
     def place(self, item: int) -> str:
         """File and row number of a row, for messages."""
@@ -206,7 +207,7 @@ class PromptRows:
         self.agents = agents
         self.scored = scored
         self.reads_images = reads_images
-        self.has_images = False  # whether a row has any, once all are examined
+        self.has_images = self.has_videos = False  # whether a row has any, once all are examined
         # rows of a class of the user's are whatever its __getitem__ returns, one by one
         own = (type(dataset).__getitem__, getattr(type(dataset), "_build_messages", None))
         self._in_batches = own == (RLHFDataset.__getitem__, RLHFDataset._build_messages) and isinstance(
@@ -251,12 +252,11 @@ class PromptRows:
         check_row(row, self.config, self.agents, images=self.reads_images)
         if not self.reads_images:
             return row
-        key = self.config.image_key
-        messages, images = image_messages(messages_of(row, "raw_prompt", images=True), row.get(key), key)
-        return {**row, "raw_prompt": messages, key: images}
+        messages, images = image_messages(messages_of(row, "raw_prompt", images=True), row, self.config)
+        return {**row, "raw_prompt": messages, self.config.video_key: None, self.config.image_key: images}
 
     def images(self, row: dict[str, Any]) -> list[Any]:
-        """The sources of the images of a row of this data set, in the order of its messages."""
+        """The sources of the images and videos of a row of this data set, in the order of its messages."""
         return row[self.config.image_key] if self.reads_images else []
 
     def batch(self, items: range) -> list[dict[str, Any] | DataError]:
@@ -314,7 +314,9 @@ class PromptRows:
             lengths, bad = [], BadRows()
             for item, row, length, error in self.examined(items, encoder, checks, measured=measured):
                 lengths.append(length)
-                self.has_images |= row is not None and bool(self.images(row))
+                images = [] if row is None else self.images(row)
+                self.has_images |= bool(images)
+                self.has_videos |= any(isinstance(source, VideoSource) for source in images)
                 if error is not None:
                     bad.add_error(item, error, self.place(item), in_prompt=row is not None)
             return ScanPart({"lengths": np.array(lengths, dtype=np.int32)}, bad=bad)
@@ -331,16 +333,9 @@ class PromptRows:
 
     def _rules(self) -> list[object]:
         """The settings that decide which rows are right."""
-        names = (
-            "prompt_key",
-            "reward_fn_key",
-            "image_key",
-            "video_key",
-            "audio_key",
-            "truncation",
-            "max_prompt_length",
-        )
-        settings = {name: getattr(self.config, name) for name in (*names, "filter_overlong_prompts")}
+        keys = ("prompt_key", "reward_fn_key", "image_key", "video_key", "audio_key")
+        lengths = ("truncation", "max_prompt_length", "filter_overlong_prompts")
+        settings = {name: getattr(self.config, name) for name in (*keys, *lengths)}
         return [settings, sorted(self.agents), self.scored]
 
     def poll(self) -> None:

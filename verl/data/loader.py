@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from verl.data.dataset import PromptRows
-from verl.data.images import image_text
 from verl.data.order import PromptOrder
+from verl.data.pictures import image_text
 from verl.data.prompts import PromptEncoder
 from verl.data.sampler_order import SamplerOrder
+from verl.data.videos import VideoSource, video_entry
 from verl.data_proto.columns import COLUMNS
 from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
@@ -48,7 +49,7 @@ class _Reader:
         if self.rows.reads_images:
             objects["media"] = [prompt.media for prompt in encoded]
         for name in dict.fromkeys(key for row in rows for key in row):
-            if self.rows.reads_images and name == self.rows.config.image_key:
+            if self.rows.reads_images and name in (self.rows.config.image_key, self.rows.config.video_key):
                 continue  # files and pictures, which `media` has as tensors
             if name in _RESERVED:
                 self._note_reserved(name)
@@ -84,10 +85,14 @@ class PromptLoader:
         ordinals = range(ordinal_start, ordinal_start + count)
         return self._reader.read(ordinals, [self.order.row(ordinal)[1] for ordinal in ordinals])
 
-    def images(self, number: int) -> list[str]:
-        """The images of row `number`, in the order of its messages: paths, URLs and data URLs."""
+    def images(self, number: int) -> dict[str, list[Any]]:
+        """The fields images and videos of row `number`, in the order of its messages: paths, URLs and data URLs."""
         rows = self._reader.rows
-        return [image_text(source, rows.place(number)) for source in rows.images(rows[number])]
+        texts: dict[str, list[Any]] = {"images": [], "videos": []}
+        for source in rows.images(rows[number]):
+            is_video, place = isinstance(source, VideoSource), rows.place(number)
+            texts["videos" if is_video else "images"].append((video_entry if is_video else image_text)(source, place))
+        return {name: entries for name, entries in texts.items() if entries}
 
     def update(self, batch: DataProto) -> None:
         """Tell a curriculum sampler what has trained."""

@@ -110,8 +110,9 @@ class PromptEncoder:
             if not is_failure(error):
                 raise
             return [0] * len(prompts)
-        limit, image = num_embeddings(self.tokenizer), self.images.processor.token_id if self.images else None
-        return [len(tokens) if tokens and max(tokens) < limit and image not in tokens else 0 for tokens in ids]
+        limit = num_embeddings(self.tokenizer)
+        marks = {*self.images.processor.marks.values()} if self.images else set()
+        return [len(own) if own and max(own) < limit and marks.isdisjoint(own) else 0 for own in ids]
 
     def _encode_many(self, prompts: Sequence[Messages | str]) -> list[list[int]]:
         """Token ids of each prompt; empty for a tokenizer that takes one text at a time."""

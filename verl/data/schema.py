@@ -61,16 +61,16 @@ def messages_of(row: Mapping[str, object], prompt_key: str, *, images: bool = Fa
     return [message_of(message, f"field '{prompt_key}[{i}]'", images=images) for i, message in enumerate(prompt)]
 
 
-def message_of(message: object, place: str, *, images: bool = False) -> dict[str, Any]:
+def message_of(message: object, place: str, *, images: bool = False, videos: bool = True) -> dict[str, Any]:
     """A checked message without the fields that are None; parts of text are joined. With `images` the content may have parts of
-    IMAGE_PARTS, and is then a list of parts. Raises DataError with `place`."""
+    IMAGE_PARTS, and with `videos` of VIDEO_PARTS, and is then a list of parts. Raises DataError with `place`."""
     if not isinstance(message, Mapping):
         raise DataError(f"{place} is a {type(message).__name__}; a message is an object with role and content.")
     # parquet gives every message the fields of all messages; fields that were not written come back as None
     fields = {key: value for key, value in message.items() if value is not None}
     content = fields.get("content")
     parts = _content_parts(content) if isinstance(content, (list, tuple, np.ndarray)) else None
-    plain = fields if parts is None else {**fields, "content": [p for p in parts if p.get("type") not in IMAGE_PARTS]}
+    plain = fields if parts is None else {**fields, "content": [p for p in parts if p.get("type") not in MEDIA_PARTS]}
     check_plain(plain, place.removeprefix("field ").strip("'"))
     role = fields.get("role")
     if not isinstance(role, str) or not role:
@@ -82,7 +82,7 @@ def message_of(message: object, place: str, *, images: bool = False) -> dict[str
     if isinstance(content, str) or (content is None and isinstance(calls, (list, tuple, np.ndarray)) and len(calls)):
         return fields
     if parts is not None:
-        return {**fields, "content": _checked_parts(parts, place, images)}
+        return {**fields, "content": _checked_parts(parts, place, images, videos)}
     raise DataError(f"{place} has no text 'content' (it is {type(content).__name__}).")
 
 
@@ -92,38 +92,44 @@ def _content_parts(content: Any) -> list[dict[str, object]]:
     return [{name: value for name, value in part.items() if value is not None} for part in objects]
 
 
-def _checked_parts(parts: list[dict[str, Any]], place: str, images: bool) -> str | list[dict[str, object]]:
+def _checked_parts(
+    parts: list[dict[str, Any]], place: str, images: bool, videos: bool
+) -> str | list[dict[str, object]]:
     others = [p for p in parts if not (p.get("type") == "text" and isinstance(p.get("text"), str))]
     if not others:
         return "".join(part["text"] for part in parts)
-    if images and all(part.get("type") in IMAGE_PARTS for part in others):
+    allowed = (*(IMAGE_PARTS if images else ()), *(VIDEO_PARTS if images and videos else ()))
+    if all(part.get("type") in allowed for part in others):
         return parts
-    kinds = [_MEDIA.get(str(part.get("type")).partition("_")[0]) for part in others]
-    media = next((kind for kind in kinds if kind and not (images and kind == "images")), None)
-    if media:
+    kinds = [_MEDIA.get(kind.partition("_")[0]) for p in others if (kind := str(p.get("type"))) not in allowed]
+    if media := next(filter(None, kinds), None):
         raise UnavailableRowError(no_media(media, "content of a message"))
-    raise DataError(f"{place} has content other than text{' and images' if images else ''}, which no program reads.")
+    names = "text, images and videos" if images else "text"
+    raise DataError(f"{place} has content other than {names}, which no program reads.")
 
 
-IMAGE_PARTS = ("image", "image_url")  # types of parts of a content
+# types of parts of a content
+IMAGE_PARTS = ("image", "image_url")
+VIDEO_PARTS = ("video", "video_url")
+MEDIA_PARTS = (*IMAGE_PARTS, *VIDEO_PARTS)
 _MEDIA = {"image": "images", "video": "videos", "audio": "audio"}
 
 
 def no_media(media: str, where: str) -> str:
     """The sentence about rows with `media` that a run cannot read."""
-    if media == "images":
+    if media != "audio":
         return (
-            f"images ({where}) cannot be read: the model has no image processor, or the program trains on text. Use a model "
+            f"{media} ({where}) cannot be read: the model has no image processor, or the program trains on text. Use a model "
             "of docs/images.md that has its processor's files, or rows of text."
         )
-    return f"{media} ({where}) are not available in this version. Use rows of text, or of text and images."
+    return f"audio ({where}) is not available in this version. Use rows of text, images and videos."
 
 
 def check_row(
     row: Mapping[str, object], config: DataConfig, agents: Collection[str] = (), *, images: bool = False
 ) -> None:
-    """Check all fields except the prompt: scorer, reference answer, extra_info, no media but `images`, no agent outside
-    `agents`. Raises DataError."""
+    """Check all fields except the prompt: scorer, reference answer, extra_info, no media or with `images` no audio, no
+    agent outside `agents`. Raises DataError."""
     _check_features(row, config, agents, images)
     source = row.get(config.reward_fn_key)
     if not isinstance(source, str) or not source:
@@ -150,7 +156,7 @@ def check_row(
 def _check_features(row: Mapping[str, object], config: DataConfig, agents: Collection[str], images: bool) -> None:
     """Raise UnavailableRowError for a feature that a row needs and that is not available; empty columns are fine."""
     for key, media in ((config.image_key, "images"), (config.video_key, "videos"), (config.audio_key, "audio")):
-        if not _is_nothing(row.get(key)) and not (images and media == "images"):
+        if not _is_nothing(row.get(key)) and not (images and media != "audio"):
             raise UnavailableRowError(no_media(media, f"field {key!r}"))
     agent = row.get("agent_name")
     if agents:

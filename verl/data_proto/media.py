@@ -1,4 +1,4 @@
-"""Images as a model reads them, and their places among tokens.
+"""Images and videos as a model reads them, and their places among tokens. Here and elsewhere, images are both.
 
     prompt                          response
     5 [img] [img] 7   |   11 12   8 [img] [img] 9   13        Media in tokens 1-2, and in 2-5 of the response
@@ -17,6 +17,21 @@ if TYPE_CHECKING:
     import torch
 
     from verl.data_proto.proto import DataProto
+
+
+SAMPLING = {"fps": 2.0, "nframes": 0, "min_frames": 4, "max_frames": 768}  # frames that are read of a video
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Frames of a video: PIL pictures of one size, and their numbers among the `num_frames` frames of the video, of which a
+    second has `fps`. `limits` are pixels of a frame (min_pixels, max_pixels)."""
+
+    frames: tuple[Any, ...]
+    indices: tuple[int, ...]
+    num_frames: int
+    fps: float
+    limits: dict[str, float]
 
 
 @dataclass(frozen=True)

@@ -132,9 +132,7 @@ def unpadded_rows(
         costs = [0, 0]
         for span in images:
             costs[span.start >= 0] += 0 if cost_of is None else cost_of(span.media)
-        rows.append(
-            PackedRow(index, ids, num_inputs, needed > 0, images, inside[index], of_row, (costs[0], costs[1]))
-        )
+        rows.append(PackedRow(index, ids, num_inputs, needed > 0, images, inside[index], of_row, (costs[0], costs[1])))
     return rows
 
 

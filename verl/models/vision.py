@@ -43,6 +43,12 @@ FAMILIES = {
     "smolvlm": 1,
     "idefics3": 1,
 }
+# families of FAMILIES whose videos are not read -> the reason
+WITHOUT_VIDEOS = {
+    "glm4v": "cannot be read: GLM-4.1V has one token for images and videos, which its forward cannot tell apart in a batch",
+    "llava": "cannot be read: LLaVA has no videos",
+    "idefics3": "cannot be read: Idefics3 has no videos",
+}
 # families whose images cannot train here -> the reason
 REFUSED = {
     "gemma3": "tokens of an image see one another in both directions, and packed attention is causal",
@@ -163,8 +169,8 @@ def positions_within(module: nn.Module, ids: torch.Tensor, media: Media) -> tupl
     count = torch.arange(len(ids), device=ids.device)
     if not hasattr(body, "get_rope_index"):
         return count[None], 0
-    grids = {name: value for name, value in media.tensors.items() if name.endswith("_thw")}
-    kinds = (ids == _placeholder(module))[None].int()
+    grids = {name: value for name, value in media.tensors.items() if name.endswith(("_thw", "_ts"))}
+    kinds = _kinds(module, ids)[None].int()
     placed, delta = body.get_rope_index(ids[None], **_accepted(body.get_rope_index, mm_token_type_ids=kinds, **grids))
     return placed[:, 0], int(delta.flatten()[0])
 
@@ -177,9 +183,9 @@ def image_features(module: Any, ids: torch.Tensor, placed: Sequence[PlacedMedia]
     require_vision(module)
     where = torch.cat([torch.arange(item.start, item.start + item.length, device=ids.device) for item in placed])
     spans = ids[:, where]
-    marks = spans == _placeholder(module)
-    kinds = _accepted(body_of(module).forward, mm_token_type_ids=marks.long(), token_type_ids=marks.long())
-    pixels = joined([item.media for item in placed], FAMILIES[module.config.model_type], ids.device)
+    kinds_of = _kinds(module, spans)
+    marks, kinds = kinds_of > 0, _accepted(body_of(module).forward, mm_token_type_ids=kinds_of, token_type_ids=kinds_of)
+    pixels = joined([item.media.tensors for item in placed], FAMILIES[module.config.model_type], ids.device)
     with _front(module) as read:
         body_of(module)(input_ids=spans, position_ids=where[None], use_cache=False, **pixels, **kinds)
     return ImageFeatures(
@@ -236,7 +242,7 @@ def vision_inputs(
     inputs = {"input_ids": tokens, "position_ids": placed_positions(module, ids, counted, placed)}
     if placed:
         axis = FAMILIES[module.config.model_type]
-        inputs |= {**joined([item.media for item in placed], axis, ids.device), **kinds}
+        inputs |= {**joined([item.media.tensors for item in placed], axis, ids.device), **kinds}
     with _embedding(module, ids, tokens, noise):
         yield inputs
 
@@ -252,7 +258,7 @@ def padded_inputs(
     require_vision(module)
     tokens, kinds = _tokens_of_images(module, ids, in_images)
     config: Any = module.config
-    of_row = joined(media, FAMILIES[config.model_type], ids.device)
+    of_row = joined([item.tensors for item in media], FAMILIES[config.model_type], ids.device)
     pixels = {name: torch.cat([value] * len(ids)) for name, value in of_row.items()}
     with _embedding(module, ids, tokens):
         yield {"inputs": tokens, **pixels, **kinds}
@@ -263,10 +269,10 @@ def _tokens_of_images(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Token ids with another token at each placeholder that stands for no image, and marks of the other placeholders, under
     the names that the family's forward reads."""
-    is_placeholder = ids == _placeholder(module)
-    marks = (is_placeholder & in_images).long()
-    kinds = _accepted(body_of(module).forward, mm_token_type_ids=marks, token_type_ids=marks)
-    return ids.masked_fill(is_placeholder & ~in_images, _other_token(module)), kinds
+    kinds = _kinds(module, ids)
+    marks = kinds * in_images
+    accepted = _accepted(body_of(module).forward, mm_token_type_ids=marks, token_type_ids=marks)
+    return ids.masked_fill((kinds > 0) & ~in_images, _other_token(module)), accepted
 
 
 @contextmanager
@@ -290,10 +296,10 @@ def _embedding(module: Any, ids: torch.Tensor, read: torch.Tensor, noise: torch.
         hook.remove()
 
 
-def joined(media: Sequence[Media], axis: int, device: torch.device | str) -> dict[str, torch.Tensor]:
+def joined(media: Sequence[dict[str, torch.Tensor]], axis: int, device: torch.device | str) -> dict[str, torch.Tensor]:
     """The tensors of several Media along `axis`, or along the first where a tensor has no such axis."""
-    names = dict.fromkeys(name for item in media for name in item.tensors)
-    parts = {name: [item.tensors[name] for item in media if name in item.tensors] for name in names}
+    names = dict.fromkeys(name for tensors in media for name in tensors)
+    parts = {name: [tensors[name] for tensors in media if name in tensors] for name in names}
     return {
         name: torch.cat(_alike(values) if axis else values, dim=axis if values[0].dim() > 2 else 0).to(device)
         for name, values in parts.items()
@@ -330,11 +336,13 @@ def placed_positions(
     return result
 
 
-def _placeholder(module: Any) -> int:
-    """The token id that stands for a part of an image."""
+def _kinds(module: Any, ids: torch.Tensor) -> torch.Tensor:
+    """1 at each of `ids` that stands for a part of an image, 2 for a part of a video, 0 elsewhere."""
     config = module.config
-    token = getattr(config, "image_token_id", None)
-    return int(config.image_token_index if token is None else token)
+    image = getattr(config, "image_token_id", None)
+    kinds = (ids == (config.image_token_index if image is None else image)).long()
+    video = None if config.model_type in WITHOUT_VIDEOS else getattr(config, "video_token_id", None)
+    return kinds if video is None else kinds + 2 * (ids == video)
 
 
 def _other_token(module: nn.Module) -> int:

@@ -147,7 +147,7 @@ class RejectionSampling(PPO):
             {
                 "prompt": list(messages),
                 "completion": [{"role": "assistant", "content": row["response"]}],
-                **({"images": images[number]} if images.get(number) else {}),
+                **images.get(number, {}),
                 **{name: row[name] for name in _COPIED},
                 "step": step,
             }

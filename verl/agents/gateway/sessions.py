@@ -187,7 +187,7 @@ def _messages(messages: object) -> Messages:
     conversation = []
     for number, message in enumerate(messages):
         try:
-            checked = message_of(message, f"messages[{number}]", images=True)
+            checked = message_of(message, f"messages[{number}]", images=True, videos=False)
         except DataError as error:
             raise RequestError(str(error)) from error
         checked["role"] = "system" if checked["role"] == "developer" else checked["role"]

@@ -57,9 +57,9 @@ class DataConfig(Section):
     apply_chat_template_kwargs: dict[str, Any] = used({}, "further arguments of the chat template")
     image_key: str = used("images", "field that holds images, of rows for a vision-language model")
     mm_processor_kwargs: dict[str, Any] = used(
-        {}, "further arguments of the model's image processor, such as max_pixels"
+        {}, "further arguments of the model's image processor, such as max_pixels, and of videos: fps, nframes"
     )
-    video_key: str = used("videos", "field that holds videos; rows that have any are refused")
+    video_key: str = used("videos", "field that holds videos, of rows for a model that reads them")
     audio_key: str = used("audios", "field that holds audio; rows that have any are refused")
     custom_cls: CustomClassConfig = section(CustomClassConfig, "the user's dataset class")
     tool_config_path: str | None = used(None, "file that declares tools", when=AGENTS, strict=TOOLS, path=True)
@@ -97,9 +97,9 @@ class TextDataConfig(Section):
     seed: int | None = used(None, "seed of the order of rows; null: trainer.seed")
     image_key: str = used("images", "field that holds images, of rows for a vision-language model")
     mm_processor_kwargs: dict[str, Any] = used(
-        {}, "further arguments of the model's image processor, such as max_pixels"
+        {}, "further arguments of the model's image processor, such as max_pixels, and of videos: fps, nframes"
     )
-    video_key: str = used("videos", "field that holds videos; rows that have any are refused")
+    video_key: str = used("videos", "field that holds videos, of rows for a model that reads them")
 
 
 @dataclass(frozen=True)

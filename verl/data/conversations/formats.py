@@ -95,7 +95,7 @@ def example_of(row: Mapping[str, object], settings: SFTDataConfig, *, images: bo
     trains = tuple(_says_it_trains(message, number) for number, message in enumerate(marked))
     sources: list[Any] = []
     if images:
-        marked, sources = image_messages(marked, row.get(settings.image_key), settings.image_key)
+        marked, sources = image_messages(marked, row, settings)
         split = len(prompt) if isinstance(prompt, list) else 0
         prompt = marked[:split] if isinstance(prompt, list) else prompt
         completion = marked[split:] if isinstance(completion, list) else completion
@@ -111,14 +111,10 @@ def example_of(row: Mapping[str, object], settings: SFTDataConfig, *, images: bo
 
 
 def refuse_media(row: Mapping[str, object], settings: TextDataConfig, *, images: bool = False) -> None:
-    """Raises DataError for a row with videos, or with images where the program or its model does not read `images`."""
+    """Raises DataError for a row with images or videos where the program or its model does not read `images`."""
     for key, kind in ((settings.image_key, "images"), (settings.video_key, "videos")):
         media = row.get(key)
-        if (
-            media is not None
-            and not (hasattr(media, "__len__") and len(media) == 0)
-            and not (images and kind == "images")
-        ):
+        if media is not None and not (hasattr(media, "__len__") and len(media) == 0) and not images:
             raise DataError(no_media(kind, f"field {key!r}"))
 
 

@@ -105,7 +105,7 @@ def _placed(
     rests: list[Text] = []
     for completion in completions:
         messages = [*asked, *(completion if isinstance(completion, list) else ())]
-        messages, sources = image_messages(messages, row.get(settings.image_key), settings.image_key)
+        messages, sources = image_messages(messages, row, settings)
         prompt = messages[: len(asked)] if isinstance(prompt, list) else prompt
         rests.append(messages[len(asked) :] if isinstance(completion, list) else completion)
     return prompt, tuple(rests), sources

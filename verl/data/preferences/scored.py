@@ -142,7 +142,7 @@ class StepDataset(ConversationDataset):
 def _asked(row: Mapping[str, object], settings: RMDataConfig, *, images: bool) -> tuple[Messages, list[Any]]:
     """The messages of the prompt, and the sources of their images. Raises DataError."""
     messages = messages_in(row.get(settings.prompt_key), settings.prompt_key, images=images)
-    return image_messages(messages, row.get(settings.image_key), settings.image_key) if images else (messages, [])
+    return image_messages(messages, row, settings) if images else (messages, [])
 
 
 def _steps(row: Mapping[str, Any], settings: RMDataConfig) -> tuple[list[str], list[bool]]:
