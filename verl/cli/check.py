@@ -39,7 +39,7 @@ def schema_asked(argv: list[str]) -> Schema[Any]:
 def check(arguments: ConfigArguments) -> int:
     """Print the checklist; 0 when the run can start, 1 when something would stop it."""
     from verl.cli.checklist import Subject
-    from verl.cli.report import Report, fail
+    from verl.cli.report import Report, fail, skip
 
     report = Report()
     try:
@@ -48,12 +48,14 @@ def check(arguments: ConfigArguments) -> int:
         for sentence in _every_problem(arguments, error):
             report.add("config", fail(sentence))
         return report.close("Ready to train", "This would not train")
+    failed: dict[str, str] = {}  # sentence -> the topic that has it
     for topic, examine in _checks(arguments.schema.name):
         try:
             for line in examine(subject):
                 report.add(topic, line)
         except VerlError as error:
-            report.add(topic, fail(str(error)))
+            first = failed.setdefault(str(error), topic)
+            report.add(topic, fail(str(error)) if first == topic else skip(f"not checked: see {first}"))
     return report.close("Ready to train", "This would not train")
 
 

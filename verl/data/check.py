@@ -19,7 +19,7 @@ from verl.errors import UnavailableRowError
 if TYPE_CHECKING:
     from verl.config import DataConfig
 
-NUM_PROBLEMS_SHOWN = 20
+NUM_PROBLEMS_SHOWN = 5
 
 
 @dataclass
@@ -28,6 +28,7 @@ class RowsReport:
 
     num_rows: int = 0
     num_problems: int = 0  # rows that would stop a run
+    num_more: int = 0  # of these, rows that no sentence describes
     problems: list[str] = field(default_factory=list)  # a sentence for each of the first of them
     num_overlong: int = 0  # prompts longer than data.max_prompt_length
     num_repeated: int = 0  # rows whose prompt an earlier row has
@@ -49,6 +50,8 @@ class RowsReport:
         self.num_problems += 1
         if len(self.problems) < NUM_PROBLEMS_SHOWN:
             self.problems.append(sentence)
+        else:
+            self.num_more += 1
 
 
 @dataclass

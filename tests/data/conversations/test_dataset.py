@@ -142,7 +142,7 @@ class TestSummary:
         path = write(tmp_path / "a.jsonl", rows + [{"id": 2}] * 30)
         dataset = load(path, max_length=20, keep_going=True)
         (summary,) = dataset.summaries
-        assert (len(dataset), summary.num_problems, len(summary.problems)) == (1, 33, 20)
+        assert (len(dataset), summary.num_problems, len(summary.problems)) == (1, 33, 5)
         for sentence, words in zip(
             summary.problems[:3], ("fits no format", "none of the row's tokens", "99"), strict=True
         ):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from verl.cli.report import Line, fail, passed
 from verl.config import FSDPConfig, LoadedConfig, ModelConfig
 
 if TYPE_CHECKING:
     from verl.data.check import DataReport
     from verl.planner.shapes import ModelShape
+
+
+NUM_CHARACTERS = 300  # of the text of a row
 
 
 @dataclass
@@ -46,3 +51,31 @@ class Subject:
         if trainer.total_training_steps or self.num_rows is None:
             return trainer.total_training_steps
         return trainer.total_epochs * (self.num_rows // self.config.data.train_batch_size)
+
+
+def no_rows(subject: Subject, name: str, key: str) -> Line:
+    """The line of an empty set of files, without which a run cannot train."""
+    needed = name == "training" and not subject.config.trainer.val_only
+    return Line("fail" if needed else "info", f"no {name} rows: {key} is empty")
+
+
+def steps_line(subject: Subject, num_rows: int, unit: str) -> Line:
+    """The steps of a run on `num_rows` usable rows, which this sets in `subject`."""
+    size, subject.num_rows = subject.config.data.train_batch_size, num_rows
+    if num_rows < size:
+        return fail(
+            f"data.train_batch_size={size} is more than the {num_rows} usable rows. Lower it or give more data."
+        )
+    return passed(f"{subject.num_steps:,} steps of {size} {unit}")
+
+
+def beginning(text: str) -> str:
+    """The first characters of a text."""
+    return text if len(text) <= NUM_CHARACTERS else text[:NUM_CHARACTERS] + "..."
+
+
+def unusable_rows(problems: Sequence[str], num_more: int, name: str) -> Iterator[Line]:
+    """A line for each described row of a set of files that cannot be used, and one for the number of the others."""
+    yield from map(fail, problems)
+    if num_more:
+        yield fail(f"{num_more:,} more {name} rows cannot be used")

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
-from verl.cli.checklist import Subject
-from verl.cli.report import Line, fail, info, passed, skip, warn
+from verl.cli.checklist import Subject, beginning, no_rows, steps_line, unusable_rows
+from verl.cli.report import Line, info, skip, warn
 from verl.data_proto.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from verl.data.conversations.dataset import ConversationDataset
-
-_NUM_CHARACTERS = 300  # of the first row
 
 
 def check_conversations(subject: Subject) -> Iterator[Line]:
@@ -25,15 +23,8 @@ def check_conversations(subject: Subject) -> Iterator[Line]:
     yield from _files(subject, "validation", "data.val_files", config.val_files, config.val_max_samples)
     if train is None or not len(train):
         return
-    subject.num_rows = len(train)
     yield info(f"first row, trained text in [[ ]]: {_first_row(train, subject.tokenizer)!r}")
-    if len(train) < config.train_batch_size:
-        yield fail(
-            f"data.train_batch_size={config.train_batch_size} is more than the {len(train)} usable rows. "
-            "Lower it or give more data."
-        )
-    else:
-        yield passed(f"{subject.num_steps:,} steps of {config.train_batch_size} rows")
+    yield steps_line(subject, len(train), "rows")
 
 
 def _files(
@@ -42,8 +33,7 @@ def _files(
     from verl.programs.api import PROGRAMS
 
     if not files:
-        needed = name == "training" and not subject.config.trainer.val_only
-        yield Line("fail" if needed else "info", f"no {name} rows: {key} is empty")
+        yield no_rows(subject, name, key)
         return None
     program: Any = PROGRAMS.get(subject.loaded.schema.name)
     dataset = program.load_rows(
@@ -54,8 +44,7 @@ def _files(
         yield Line("fail" if summary.num_problems else "pass", f"{name}: {counts}")
         for sentence in remarks:
             yield warn(sentence)
-        for problem in summary.problems:
-            yield fail(problem)
+        yield from unusable_rows(summary.problems, summary.num_problems - len(summary.problems), name)
     return dataset
 
 
@@ -69,5 +58,4 @@ def _first_row(dataset: ConversationDataset, tokenizer: Tokenizer) -> str:
             text = tokenizer.decode(ids[start:end])
             segments.append(f"[[{text}]]" if mask[start] else text)
             start = end
-    shown = "".join(segments)
-    return shown if len(shown) <= _NUM_CHARACTERS else shown[:_NUM_CHARACTERS] + "..."
+    return beginning("".join(segments))

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from verl.cli.checklist import Subject
-from verl.cli.report import Level, Line, fail, info, passed, skip, warn
+from verl.cli.checklist import Subject, beginning, no_rows, steps_line, unusable_rows
+from verl.cli.report import Level, Line, info, passed, skip, warn
 
 if TYPE_CHECKING:
     from verl.config import DataConfig
     from verl.data.check import RowsReport
-
-_NUM_SHOWN = 5  # problems per set of files
-_NUM_CHARACTERS = 300  # of the first prompt
 
 
 def check_rows_of_data(subject: Subject) -> Iterator[Line]:
@@ -33,15 +30,13 @@ def check_rows_of_data(subject: Subject) -> Iterator[Line]:
         ("training", "data.train_files", subject.data.train),
         ("validation", "data.val_files", subject.data.validation),
     ):
-        if rows is None:
-            needed = name == "training" and not subject.config.trainer.val_only
-            yield Line("fail" if needed else "info", f"no {name} rows: {key} is empty")
-        else:
-            yield from _rows_lines(name, rows, config)
+        yield from [no_rows(subject, name, key)] if rows is None else _rows_lines(name, rows, config)
     if subject.data.num_shared:
         yield warn(f"{subject.data.num_shared} validation prompts occur in the training rows too")
-    if subject.data.train is not None:
-        yield _batches(subject, subject.data.train)
+    if (train := subject.data.train) is not None:
+        left_out = train.num_overlong if config.filter_overlong_prompts else 0
+        unit = f"prompts x {subject.config.actor_rollout_ref.rollout.n} samples"
+        yield steps_line(subject, train.num_rows - left_out, unit)
     if subject.config.distillation.enabled and subject.data.train is not None and subject.data.ok:
         yield _teachers(subject, scored)
 
@@ -85,8 +80,7 @@ def check_template(subject: Subject) -> Iterator[Line]:
     text = subject.tokenizer.decode(ids)
     for sentence in tokenizer_notices(subject.config, subject.tokenizer):
         yield warn(sentence)
-    shown = text if len(text) <= _NUM_CHARACTERS else text[:_NUM_CHARACTERS] + "..."
-    yield info(f"the model reads {len(ids)} tokens: {shown!r}")
+    yield info(f"the model reads {len(ids)} tokens: {beginning(text)!r}")
 
 
 def check_reward(subject: Subject) -> Iterator[Line]:
@@ -115,7 +109,7 @@ def check_reward(subject: Subject) -> Iterator[Line]:
         yield skip("no row has a reward_model; the teacher alone trains")
     for source in sources:
         yield Line(levels[source.level], source.sentence)
-        for failure in source.failures[:_NUM_SHOWN]:
+        for failure in source.failures:
             yield info(failure)
 
 
@@ -139,10 +133,7 @@ def _rows_lines(name: str, rows: RowsReport, config: DataConfig) -> Iterator[Lin
     lengths = f"prompts of {rows.mean_length:.0f} tokens on average, {rows.max_length} at most"
     shown = f"{rows.num_rows:,} {name} rows ({sources}); {lengths}" if sources else f"no {name} row can be used"
     yield Line("fail" if rows.num_problems else "pass", shown)
-    for problem in rows.problems[:_NUM_SHOWN]:
-        yield fail(problem)
-    if rows.num_problems > _NUM_SHOWN:
-        yield fail(f"{rows.num_problems - _NUM_SHOWN} more {name} rows cannot be used")
+    yield from unusable_rows(rows.problems, rows.num_more, name)
     if rows.num_overlong and not rows.num_problems:
         effect = "left out" if config.filter_overlong_prompts else f"cut ({config.truncation})"
         yield warn(
@@ -155,15 +146,3 @@ def _rows_lines(name: str, rows: RowsReport, config: DataConfig) -> Iterator[Lin
         )
     if rows.num_repeated:
         yield warn(f"{rows.num_repeated} {name} rows repeat an earlier prompt")
-
-
-def _batches(subject: Subject, train: RowsReport) -> Line:
-    config = subject.config.data
-    usable = subject.num_rows = train.num_rows - (train.num_overlong if config.filter_overlong_prompts else 0)
-    if usable < config.train_batch_size:
-        return fail(
-            f"data.train_batch_size={config.train_batch_size} is more than the {usable} usable rows. "
-            "Lower it or give more data."
-        )
-    n = subject.config.actor_rollout_ref.rollout.n
-    return passed(f"{subject.num_steps:,} steps of {config.train_batch_size} prompts x {n} samples")
