@@ -25,8 +25,9 @@ COPY constraints.txt /etc/verl/
 RUN pip install --no-cache-dir ${TORCH_FLAGS} torch==${TORCH}
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     pip install --no-cache-dir -c /etc/verl/constraints.txt "$(echo /wheels/verl-*.whl)[${EXTRAS}]"
-RUN useradd --create-home verl && install -d -o verl /runs
-USER verl
+RUN useradd --create-home --uid 1000 verl && install -d -o verl /runs
+# the number, by which Kubernetes knows that it is not root
+USER 1000
 WORKDIR /runs
 ENTRYPOINT ["verl"]
 CMD ["--help"]
@@ -36,4 +37,4 @@ USER root
 # Triton compiles its launchers when a kernel is first used
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
-USER verl
+USER 1000

@@ -106,7 +106,7 @@ def test_services_of_the_compose_file():
     compose = read_yaml("compose.yaml")
     for service in compose["services"].values():
         assert service["build"]["target"] == "${TARGET:-cpu}"
-        assert service["shm_size"] == "8gb"
+        assert (service["shm_size"], service["init"]) == ("8gb", True)
     assert all(port.startswith("127.0.0.1:") for port in compose["services"]["view"]["ports"])
 
 

@@ -28,6 +28,14 @@ def test_every_link_of_an_export_leads_to_a_file(tmp_path, capsys):
     assert 'href="../../../run/my-run/train/2/u/' in step
 
 
+def test_a_folder_of_runs_is_its_runs(tmp_path):
+    for name in ("first", "second"):
+        make_run(tmp_path / "runs" / name, steps=1)
+    (tmp_path / "runs" / "model").mkdir()
+    assert main(["view", str(tmp_path / "runs"), "--export", str(tmp_path / "out")]) == 0
+    assert {"first", "second"} <= {page.name for page in (tmp_path / "out" / "run").iterdir()}
+
+
 def test_an_export_replaces_nothing(tmp_path, capsys):
     folder = make_run(tmp_path / "run", steps=1)
     (tmp_path / "out").mkdir()

@@ -19,7 +19,7 @@ _ABOUT = "Show runs, running or ended, in a browser: curves, steps, groups, samp
 def run_view(argv: list[str]) -> int:
     """Serve the page until Ctrl-C, or write it to a folder: the exit code."""
     parser = Parser(prog="verl view", description=_ABOUT)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders (trainer.default_local_dir)")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, or folders of runs")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: this machine only)")
     parser.add_argument("--port", type=int, default=0, help="port to listen at (default: any that is free)")
     parser.add_argument("--export", metavar="FOLDER", help="write the pages to a new folder, and serve nothing")
@@ -27,11 +27,9 @@ def run_view(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     if arguments.steps < 1:
         raise ConfigError(f"--steps={arguments.steps} leaves no step to export. Give a number from 1 on.")
-    from verl.tracking.run_folder import require_run_folder
+    from verl.tracking.run_folder import run_folders
 
-    folders = [Path(name).expanduser() for name in arguments.runs]
-    for folder in folders:
-        require_run_folder(folder)
+    folders = [run for name in arguments.runs for run in run_folders(Path(name).expanduser())]
     if arguments.export is not None:
         return _export(folders, Path(arguments.export).expanduser(), arguments.steps)
     from verl.page.launch import address_of, listen, new_token

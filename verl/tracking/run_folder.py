@@ -243,9 +243,21 @@ class RunFolder:
         return num_rows
 
 
+def run_folders(folder: Path) -> list[Path]:
+    """The run in `folder`, else the runs in its folders, by name. Raises ConfigError where there is none."""
+    runs = [] if _is_run(folder) else sorted(filter(_is_run, folder.glob("*/")))
+    if not runs:
+        require_run_folder(folder)
+    return runs or [folder]
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / part).exists() for part in _PARTS)
+
+
 def require_run_folder(folder: Path) -> None:
     """Raise ConfigError where `folder` has nothing of a run."""
-    if not any((folder / part).exists() for part in _PARTS):
+    if not _is_run(folder):
         raise ConfigError(
             f"{folder} is not a run folder: it has neither config.yaml nor metrics.jsonl. Give the folder that "
             "trainer.default_local_dir named."
