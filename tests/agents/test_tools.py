@@ -140,6 +140,7 @@ def test_results_are_replayed_for_the_same_call_after_the_same_tokens(tools, tmp
     [
         ("tools: 3", "a list of objects under 'tools'"),
         ("tools: [{class_name: Counter}]", "names no class"),
+        ("tools: [{class_name: no_such_module.Counter}]", "Set PYTHONPATH to the folder"),
         ("tools: [{class_name: tests.agents.test_tools.Countr}]", "did you mean 'Counter'"),
         ("tools: [{class_name: tests.agents.test_tools.Counter}]", "has no schema"),
         ("tools: [{class_name: x.y, config: {type: mpc}}]", "neither native nor mcp"),

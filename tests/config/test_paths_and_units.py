@@ -107,4 +107,4 @@ NAMES_OF_OTHERS = {  # spelling -> the key in the sentence
 
 @pytest.mark.parametrize("spelling", NAMES_OF_OTHERS)
 def test_words_of_other_trainers_lead_to_a_key(spelling):
-    assert f"is set by {NAMES_OF_OTHERS[spelling]}" in refused(f"{spelling}=x")
+    assert f"Set {NAMES_OF_OTHERS[spelling]}" in refused(f"{spelling}=x")

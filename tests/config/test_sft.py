@@ -224,7 +224,7 @@ def test_devices_follow_the_launcher(monkeypatch):
         (["model.mtp.enable=True"], "Multi-token prediction is not available"),
         (["actor_rollout_ref.actor.optim.lr=1e-6"], "did you mean 'optim.lr'"),
         (["data.max_lenght=5"], "did you mean 'data.max_length'"),
-        (["assistant_only_loss=True"], "set by data.loss_on=assistant"),
+        (["assistant_only_loss=True"], "Set data.loss_on=assistant"),
         (["packing=True"], "rows are always packed"),
     ],
     ids=lambda v: v[-1] if isinstance(v, list) else "",

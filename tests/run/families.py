@@ -203,25 +203,28 @@ def page(rows: list[Row]) -> str:
     }
     head = f"""# Model families
 
-Every causal language model class of transformers {transformers.__version__}, built tiny with random weights. `python -m
-tests.run.families docs/families.md` writes this page: for each family, log-probs equal transformers' to
-{TOLERANCE:g}, twice in a row, and two GRPO steps run in float32 and in bfloat16, multiplied natively and widened.
+Look up the `model_type` of your model's `config.json` in the table below: it says how the model runs.
 
 | forward | families | meaning |
 |---|---|---|
-| packed | {count["packed"]} | batches without padding, each shared prompt computed once; native generation |
-| padded | {count["padded"]} | the model's own forward over padded rows: correct, slower; generation by transformers |
-| logits | {count["logits"]} | the same, and the model's own logits, which then all exist at once |
-| refused | {count["refused"]} | loading says why |
-| not built | {count["not built"]} | no tiny model of the class could be made here; it is checked when it is loaded |
+| packed | {count["packed"]} | batches without padding, each shared prompt computed once; native generation: the fastest |
+| padded | {count["padded"]} | the model's own forward over padded rows: slower; transformers generates |
+| logits | {count["logits"]} | like padded, and the whole logits are in memory at once |
+| refused | {count["refused"]} | loading fails with the reason |
+| not built | {count["not built"]} | no tiny model could be made for this page; verl checks the real model when it loads |
 
-A model of your own is a `transformers.PreTrainedModel` whose `forward` takes token ids and gives logits; it is checked in the
-same way.
+Your own model is a `transformers.PreTrainedModel` whose `forward` takes token ids and returns logits. verl checks it when it
+loads.
 
-On a GPU, Llama, Mistral, Qwen2, Qwen3, Phi-3, Mixtral, Qwen2-MoE and Qwen3-MoE generate by CUDA graphs, without the host
-between steps. Others generate step by step by their own modules: Gemma (scaled norms and embeddings, GELU, soft caps),
-gpt-oss (attention sinks, experts with biases), and any model whose rotation depends on the length or turns only a part of
-a head.
+On a GPU, Llama, Mistral, Qwen2, Qwen3, Phi-3, Mixtral, Qwen2-MoE and Qwen3-MoE generate with CUDA graphs, without the host
+between steps. Other models generate step by step with their own modules: Gemma (scaled norms and embeddings, GELU, soft
+caps), gpt-oss (attention sinks, experts with biases), and models whose rotation depends on the length or turns only a part
+of a head.
+
+`python -m tests.run.families docs/families.md` writes this page from every causal language model class of transformers
+{transformers.__version__}, built tiny with random weights. A family passes if its log-probs equal transformers' to
+{TOLERANCE:g}, twice in a row, and if two GRPO steps run in float32 and in bfloat16, both with bfloat16 instructions and
+widened to float32.
 
 | model_type | class | forward | note |
 |---|---|---|---|

@@ -74,7 +74,7 @@ def test_the_verb(folder, capsys):
     assert read_role_sizes(folder) == {"rollout": 3, "reward": 2}
     assert main(["scale", str(folder)]) == 0
     assert main(["scale", str(folder), "rollout"]) == 2
-    assert "'rollout' is no size of a role" in capsys.readouterr().err
+    assert "'rollout' is not a size of a role" in capsys.readouterr().err
     assert main(["scale", str(folder / "nowhere"), "rollout=3"]) == 2
 
 

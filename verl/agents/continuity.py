@@ -135,10 +135,6 @@ class ChatContinuity:
             f"data.max_response_length allow, {self.max_tokens:,} together. Let the environment, tool or agent return less."
         )
 
-    def ends_turn(self, token: int) -> bool:
-        """Whether a token is the special token that ends a turn of the template."""
-        return token == self._split({"role": "user", "content": "x"})[1]
-
     def neutral(self, text: str) -> str:
         """A foreign text in which no control token is left, such as <|im_end|>: a zero-width space breaks each."""
         if self._control is None:

@@ -84,7 +84,7 @@ def parse(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=_key_help(schema) if {"-h", "--help"} & set(argv) else None,
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="a.b.c=value; +a.b=value and ++a.b=value too")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="like data.seed=7; + and ++ change nothing")
     parser.add_argument(
         "--config-path", "--config-dir", "-cp", "-cd", metavar="PATH", help="folder of --config-name, or a YAML file"
     )

@@ -7,8 +7,8 @@ import argparse
 from verl.cli.parser import Parser
 
 _ABOUT = (
-    "Ask a judge which of the responses to a prompt is better, and write rows for verl dpo and verl rm. Every pair is asked in "
-    "both orders, so that a judge which prefers what it reads first decides nothing."
+    "Ask a judge which of the responses to a prompt is better, and write rows for verl dpo and verl rm. The judge sees "
+    "each pair in both orders, so a judge that prefers the first response decides nothing."
 )
 
 
@@ -30,7 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--input",
         required=True,
-        help="rows with a prompt and its responses: what verl generate --output FILE.parquet writes",
+        help="rows with a prompt and its responses, as verl generate --output FILE.parquet writes them",
     )
     parser.add_argument("--output", required=True, help="file of preferences to write: .jsonl or .parquet")
     parser.add_argument(

@@ -33,12 +33,12 @@ VERBS = {
     "train": Verb("verl.cli.train:run_train", "train a policy with PPO, GRPO or another estimator", supervised=True),
     "rejection": Verb("verl.cli.train:run_rejection", "fine-tune a policy on its own best samples", supervised=True),
     "sft": Verb("verl.cli.train:run_sft", "fine-tune a model on conversations or texts", supervised=True),
-    "preference": Verb("verl.cli.train:run_preference", "train a model on preferences, with any loss", supervised=True),
-    "dpo": Verb("verl.cli.train:run_dpo", "the same with the loss of DPO", supervised=True),
-    "kto": Verb("verl.cli.train:run_kto", "the same on labelled completions, with the loss of KTO", supervised=True),
-    "orpo": Verb("verl.cli.train:run_orpo", "the same with the loss of ORPO", supervised=True),
-    "simpo": Verb("verl.cli.train:run_simpo", "the same with the loss of SimPO", supervised=True),
-    "cpo": Verb("verl.cli.train:run_cpo", "the same with the loss of CPO", supervised=True),
+    "preference": Verb("verl.cli.train:run_preference", "train on preferences with any loss", supervised=True),
+    "dpo": Verb("verl.cli.train:run_dpo", "train on preference pairs with DPO", supervised=True),
+    "kto": Verb("verl.cli.train:run_kto", "train on labelled completions with KTO", supervised=True),
+    "orpo": Verb("verl.cli.train:run_orpo", "train on preference pairs with ORPO", supervised=True),
+    "simpo": Verb("verl.cli.train:run_simpo", "train on preference pairs with SimPO", supervised=True),
+    "cpo": Verb("verl.cli.train:run_cpo", "train on preference pairs with CPO", supervised=True),
     "rm": Verb(
         "verl.cli.train:run_rm", "train a reward model on preferences, ratings or labelled steps", supervised=True
     ),

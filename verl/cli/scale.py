@@ -8,8 +8,8 @@ from pathlib import Path
 from verl.cli.parser import Parser
 from verl.errors import ConfigError
 
-_ABOUT = """Ask a running run on Ray for another number of devices that generate or score, those of its placement included. It
-follows with its next weight sync, once Ray has free devices; samples, weights and the ledger are the same at any size."""
+_ABOUT = """Set the number of devices that generate or score in a run on Ray, its placement included. The run follows at a
+weight sync, once Ray has free devices. Samples, weights and the ledger are the same at any size."""
 
 
 def run_scale(argv: list[str]) -> int:
@@ -17,7 +17,7 @@ def run_scale(argv: list[str]) -> int:
     parser = Parser(prog="verl scale", description=_ABOUT)
     parser.add_argument("run", help="the run folder (trainer.default_local_dir)")
     parser.add_argument(
-        "sizes", nargs="*", metavar="ROLE=N", help="rollout=N, reward=N; none: print what was asked for"
+        "sizes", nargs="*", metavar="ROLE=N", help="rollout=N, reward=N; without any: print the requested sizes"
     )
     arguments = parser.parse_args(argv)
     from verl.tracking.progress import read_progress
@@ -28,14 +28,14 @@ def run_scale(argv: list[str]) -> int:
     requested = ask_role_sizes(folder, sizes) if sizes else read_role_sizes(folder)
     asked = ", ".join(f"{role}={size}" for role, size in requested.items())
     note = ". The run follows at a weight sync, once Ray has free devices; roles that share processes change together."
-    print(f"{asked}{note if sizes else ''}" if asked else "nothing was asked for")
+    print(f"{asked}{note if sizes else ''}" if asked else "no other size was requested")
     if sizes and read_progress(folder).status != "running":
-        print(f"verl: no process holds {folder}; the run follows when it is resumed.", file=sys.stderr)
+        print(f"verl: the run in {folder} is not running; it follows when it is resumed.", file=sys.stderr)
     return 0
 
 
 def _size(text: str) -> tuple[str, int]:
     role, sign, size = text.partition("=")
     if not sign or not size.isdecimal():
-        raise ConfigError(f"{text!r} is no size of a role; write rollout=3.")
+        raise ConfigError(f"{text!r} is not a size of a role. Write rollout=3 or reward=2.")
     return role, int(size)

@@ -28,11 +28,11 @@ _OPTIONS = {
 
 def run_serve(argv: list[str]) -> int:
     """Serve until Ctrl-C: the exit code."""
-    names = "\n".join(f"  {name}={'...':<8} {text}" for name, text in _OPTIONS.items())
+    names = "\n".join(f"  {name + '=...':<12}  {text}" for name, text in _OPTIONS.items())
     about, raw = f"{_ABOUT}\n\nsettings:\n{names}", argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="verl serve", description=about, formatter_class=raw)
     parser.add_argument("kind", choices=["tinker"], help="the clients' protocol")
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings below, and keys of docs/config.md")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings above, and keys of docs/config.md")
     arguments = parser.parse_args(argv)
     options, keys = _options(arguments.settings)
     if importlib.util.find_spec("tinker") is None:

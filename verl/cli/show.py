@@ -85,14 +85,15 @@ def _show_episodes(folder: Path, count: int, console: Console) -> None:
 
 def _state(progress: Progress) -> str:
     of = f" of {progress.total_steps}" if progress.total_steps else ""
-    parts = [f"{progress.status} at step {progress.step}{of}"]
+    status = "served" if (progress.folder / "model.json").is_file() else progress.status  # by verl serve
+    parts = [f"{status} at step {progress.step}{of}"]
     if progress.process:
         parts.append(progress.process)
     if progress.doing_s is not None:
         parts.append(f"in {progress.doing} for {duration(progress.doing_s)}")
     if progress.seconds_left is not None:
         parts.append(f"about {duration(progress.seconds_left)} to go")
-    if progress.status == "stopped":
+    if status == "stopped":
         parts.append("run the same command again to resume")
     if progress.last_written_s is not None and progress.status == "running":
         parts.append(f"last step written {duration(progress.last_written_s)} ago")

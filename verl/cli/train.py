@@ -23,8 +23,8 @@ _SFT = "Train on conversations or texts. Run the same command again to resume af
 _PREFERENCE = "Train on pairs or on labelled completions. Run the same command again to resume after an interruption."
 _RM = "Train a reward model on pairs, ratings or labelled steps. Run the same command again to resume after an interruption."
 _EVAL = (
-    "Validate actor_rollout_ref.model.path on data.val_files; metrics go to trainer.default_local_dir/eval. With "
-    "--tasks=NAME,... SOURCE a model is evaluated on tasks of lm_eval instead."
+    "Validate actor_rollout_ref.model.path on data.val_files; metrics go to trainer.default_local_dir/eval. `verl eval "
+    "--tasks=NAME,... SOURCE` evaluates a model on tasks of lm_eval instead."
 )
 _GENERATE = "Sample from actor_rollout_ref.model.path for every prompt of data.val_files, by rollout.*, with scores."
 

@@ -160,7 +160,7 @@ class UserSettings:
             below = next(p for p in self.schema.leaves if p.startswith(path + "."))[len(path) + 1 :]
             return f"{spelled} ({source}) is a section, not a key. Set keys below it, such as {spelled}.{below}."
         if spelled in compat.other_trainers:
-            return f"There is no key {spelled!r} ({source}); what it says is set by {compat.other_trainers[spelled]}."
+            return f"There is no key {spelled!r} ({source}). Set {compat.other_trainers[spelled]} instead."
         return f"There is no key {spelled!r} ({source}){suggest.clause(self._known(), spelled, path)}"
 
 

@@ -64,16 +64,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--output", type=Path, required=True, help="folder to write to")
     _add_counts(command, train=4000, test=200)
-    command = commands.add_parser("split", help="rows of your own divided by their prompts, a share held out")
+    command = commands.add_parser("split", help="training and test files of your own rows, divided by prompt")
     command.add_argument("--source", type=Path, required=True, help="file of rows")
     command.add_argument("--output", type=Path, required=True, help="folder to write to")
     command.add_argument(
         "--test-share", type=_share, default=0.2, help="share of rows to hold out (default %(default)s)"
     )
     command.add_argument("--key", default="prompt", help="field of the prompt (default %(default)s)")
-    command.add_argument(
-        "--chat", action="store_true", help="texts become messages, also in the form of Human: ... Assistant: ..."
-    )
+    command.add_argument("--chat", action="store_true", help="turn texts into messages, also Human: ... Assistant: ...")
     command.add_argument("--seed", type=int, default=1, help="seed of the choice (default %(default)s)")
     return parser
 

@@ -63,12 +63,6 @@ class Schedule(Protocol):
     def computed(self, batch: DataProto) -> list[int]: ...
 
 
-class Mergeable(Protocol):
-    """A result of a training call that can merge the results of several ranks into one."""
-
-    def merge(self, others: Sequence[Any]) -> Any: ...
-
-
 @dataclass(frozen=True)
 class CallPlan:
     """`calls[i]` is the call of the rank at index i (None: no call). Ranks of one model-parallel group share the object, so

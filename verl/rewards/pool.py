@@ -217,6 +217,8 @@ class RewardPool:
         try:
             process.look()
         except WorkerLost as error:
+            if self._queue.closed:
+                return  # `close` has ended it
             logger.warning("A reward worker was ended; the next sample starts another. %s", error)
 
     def defaulted(self, request: ScoreRequest, what: str) -> Score:

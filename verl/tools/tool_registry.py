@@ -121,7 +121,9 @@ def load_class(name: object, place: str) -> Any:
     try:
         loaded = importlib.import_module(module)
     except Exception as error:  # a user's module may raise anything
-        raise ConfigError(f"{place}: importing {module} failed: {type(error).__name__}: {error}") from error
+        absent = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
+        fix = "Set PYTHONPATH to the folder that it is in, or install it." if absent else "Correct the module."
+        raise ConfigError(f"{place}: importing {module} failed: {type(error).__name__}: {error}. {fix}") from error
     if not hasattr(loaded, attribute):
         raise NameConfigError(f"{place}: {module} has no {attribute!r}{nearest(attribute, vars(loaded)) or '.'}")
     return getattr(loaded, attribute)
