@@ -5,6 +5,8 @@ steps.
     python -m benchmarks.scale --sizes 1000,20000   other sizes
     python -m benchmarks.scale --ledger             the table of the sample ledger (10 million samples: 3 GB)
     python -m benchmarks.scale --steps              the table of the records of steps (a million steps: 4 GB)
+    python -m benchmarks.scale --checkpoints        the table of checkpoints (268 million parameters: 3.2 GB, twice)
+    python -m benchmarks.controller                 the table of the controller
 
 Each size has a generated parquet file and a GRPO run of a tiny model, started twice in new run folders: the first start has an
 empty cache. Seconds count from the start of the process to the end of the first step. Memory is the highest sum over the
@@ -45,6 +47,8 @@ from verl.tracking.run_folder import RunFolder
 
 SIZES = (1_000, 20_000, 400_000, 5_000_000)
 SAMPLES = (10_240, 102_400, 1_024_000, 10_240_000)
+PARAMETERS = (16_777_216, 67_108_864, 134_217_728, 268_435_456)
+_BLOCK = 1 << 22  # parameters of a tensor of a checkpoint
 STEPS = (1_000, 10_000, 100_000, 1_000_000)
 _PROMPTS, _SAMPLES, _TOKENS = 128, 8, 16  # of a recorded step
 MODES = {"": (), " with filter_overlong_prompts": ("data.filter_overlong_prompts=True",)}
@@ -52,6 +56,7 @@ Result = TypeVar("Result")
 _RUN_LIMIT_S = 1200.0
 _POLL_S = 0.25
 _ROWS_WRITTEN = 100_000  # at once
+_MAX_LINKS = 60_000  # of a file on ext4
 REWARD = (
     "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return len(solution_str) % 7\n"
 )
@@ -232,9 +237,10 @@ def measure_steps(sizes: Sequence[int], folder: Path) -> None:
         for name in ("metrics.jsonl", "timeline.jsonl", "spans.jsonl"):
             repeat_step(folder / "run" / name, run / name, size)
         num_bytes = sum(file.stat().st_size for file in run.iterdir())
+        link_samples(folder / "run", run, size)
 
         def page(run: Path = run) -> str:
-            site = Site([run])
+            site = Site([run], cache=run)
             try:
                 return site.page(f"/run/{run.name}")
             finally:
@@ -253,12 +259,94 @@ def measure_steps(sizes: Sequence[int], folder: Path) -> None:
     print(table(sizes, costs), flush=True)
 
 
+def measure_checkpoints(sizes: Sequence[int], folder: Path) -> None:
+    """Float32 weights with the two moments of Adam: 12 bytes a parameter. The tensors share one block of memory."""
+    import torch
+
+    from verl.checkpoint.store import CheckpointStore, RoleCheckpoint
+    from verl.engines.api import EngineState
+
+    block, costs = torch.rand(_BLOCK), dict[str, list[float]]()
+    for size in sizes:
+        names = [f"w{i}" for i in range(size // _BLOCK)]
+        moments = {f"{moment}.{name}": block for moment in ("exp_avg", "exp_avg_sq") for name in names}
+        state = EngineState(dict.fromkeys(names, block), moments, {})
+        store, num_bytes = CheckpointStore(folder / str(size)), 12 * size
+        row = disk_rates(folder / "plain", num_bytes)
+        writer = RoleCheckpoint(state, lambda _: None)
+        row["save GB/s"] = num_bytes / 1e9 / timed(lambda: store.save(1, {"actor": writer}, {}))[0]  # noqa: B023
+        forget(*store.root.rglob("*.safetensors"))
+        found_s, path = timed(store.find)
+        assert path is not None
+        row["verified load GB/s"] = num_bytes / 1e9 / (found_s + timed(lambda: store.load(path))[0])  # noqa: B023
+        shutil.rmtree(store.root)
+        for name, rate in row.items():
+            costs.setdefault(name, []).append(rate)
+        print(f"{size:,} parameters: {row}", flush=True)
+    print(table(sizes, costs), flush=True)
+
+
+def disk_rates(path: Path, num_bytes: int) -> dict[str, float]:
+    """GB/s of writing a new file and of reading it, without a cache."""
+    chunk, count = memoryview(os.urandom(8 << 20)), num_bytes // (8 << 20)
+
+    def write() -> None:
+        with path.open("wb", buffering=0) as file:
+            for _ in range(count):
+                file.write(chunk)
+            os.fsync(file.fileno())
+
+    def read() -> None:
+        buffer = bytearray(8 << 20)
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+    written_s, _ = timed(write)
+    forget(path)
+    read_s, _ = timed(read)
+    path.unlink()
+    return {"disk, write GB/s": num_bytes / 1e9 / written_s, "disk, read GB/s": num_bytes / 1e9 / read_s}
+
+
+def forget(*files: Path) -> None:
+    """Take files out of the page cache."""
+    for path in files:
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def repeat_step(source: Path, target: Path, num_steps: int) -> None:
     """The rows of step 2 in `source`, for each step from 1 on."""
     rows = [row for row in read_json_rows(source) if row["step"] == 2]
     text = "".join(json.dumps({"step": "STEP", **{n: v for n, v in row.items() if n != "step"}}) + "\n" for row in rows)
     with target.open("w", encoding="utf-8") as file:
         file.writelines(text.replace('"STEP"', str(step)) for step in range(1, num_steps + 1))
+
+
+def link_samples(source: Path, run: Path, num_steps: int) -> None:
+    """A file of samples for each step, as links to a few copies of one; all of them indexed, without their samples."""
+    from verl.page.index import SampleIndex
+
+    train = run / "samples" / "train"
+    train.mkdir(parents=True)
+    index = SampleIndex(run, run)
+    with contextlib.closing(index.db) as db:
+        for first in range(1, num_steps + 1, _MAX_LINKS):
+            last = min(first + _MAX_LINKS - 1, num_steps)
+            copy = run / f"samples_{first}.jsonl"
+            shutil.copy(source / "samples" / "train" / "step_000002.jsonl", copy)
+            for step in range(first, last + 1):
+                os.link(copy, train / f"step_{step:06d}.jsonl")
+            status = copy.stat()
+            db.execute(
+                "INSERT INTO files (split, step, stamp, complete, rows, damaged, mean, low, high, group_spread, "
+                "without_signal) "
+                "WITH RECURSIVE steps(step) AS (SELECT ? UNION ALL SELECT step + 1 FROM steps WHERE step < ?) "
+                "SELECT 'train', step, ?, 1, 10, 0, 0.5, 0.2, 0.8, 0.1, 0.3 FROM steps",
+                (first, last, f"{status.st_mtime_ns}-{status.st_size}-{status.st_ino}"),
+            )
+        index.update()
 
 
 def timed(work: Callable[[], Result]) -> tuple[float, Result]:
@@ -288,12 +376,15 @@ def main() -> None:
     parser.add_argument("--sizes", help="numbers of rows or samples, in increasing order")
     parser.add_argument("--ledger", action="store_true")
     parser.add_argument("--steps", action="store_true")
+    parser.add_argument("--checkpoints", action="store_true")
     arguments = parser.parse_args()
     work, sizes = (
         (measure_ledger, SAMPLES)
         if arguments.ledger
         else (measure_steps, STEPS)
         if arguments.steps
+        else (measure_checkpoints, PARAMETERS)
+        if arguments.checkpoints
         else (measure_starts, SIZES)
     )
     if arguments.sizes:

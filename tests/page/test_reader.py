@@ -32,7 +32,7 @@ def test_rows_arrive_as_they_are_written(run_folder):
     assert run.refresh(0) > version
     assert list(run.metrics["critic/score/mean"].values) == [0.5, 0.5, 0.5, 0.9]
     assert run.total_steps == 10
-    assert [span["name"] for span in run.spans[4]] == ["gen", "reward", "update_actor"]
+    assert [span["name"] for span in run.spans_of(4)] == ["gen", "reward", "update_actor"]
 
 
 def test_a_long_file_is_read_at_evenly_spaced_places(run_folder):
@@ -50,6 +50,25 @@ def test_a_long_file_is_read_at_evenly_spaced_places(run_folder):
     append(run_folder / "metrics.jsonl", {"step": 5000, "time": 1.0, "x": 5000})
     run.refresh(0)
     assert list(run.metrics["x"].steps) == [*steps, 5000]
+
+
+def test_a_step_of_a_long_run_is_read_from_its_place(run_folder):
+    for step in range(4, 4000):
+        add = {"step": step, "time": 1.0, "x": step}
+        with (run_folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(add) + "\n" + "damaged\n" * (step % 500 == 0))
+    run = RunReader(run_folder, "run")
+    assert [run.metrics_of(step).get("x") for step in (4, 1999, 2000, 2001, 3999, 4000)] == [
+        4, 1999, 2000, 2001, 3999, None,
+    ]  # fmt: skip
+    assert run.metrics_of(2)["critic/score/mean"] == 0.5
+
+
+def test_steps_that_were_left_out_are_no_resumption(run_folder):
+    run = read(run_folder)
+    start = run.timeline[-1]["start"]
+    run.timeline.append({**run.timeline[-1], "step": 50, "start": start + 1000})
+    assert run.marks() == []
 
 
 def test_half_a_line_is_read_when_it_is_whole(run_folder):
@@ -118,6 +137,18 @@ def test_crashes_and_resumptions_are_marked(run_folder):
 
 
 class TestIndex:
+    def test_very_many_files_are_listed_once(self, run_folder, tmp_path, monkeypatch):
+        monkeypatch.setattr("verl.page.index._MANY_FILES", 2)
+        index = SampleIndex(run_folder, tmp_path)
+        assert index.num_unread() == 3
+        index.update()
+        assert index.num_unread() == 0
+        add_step(run_folder, 4)
+        assert (index.num_unread(), index.listing()) == (0, {"train": (3, 3)})  # as they were listed
+        assert index.update()
+        assert (index.num_unread(), index.listing()) == (0, {"train": (4, 4)})
+        assert not index.update()
+
     def test_groups_have_their_statistics(self, run_folder, tmp_path):
         scores = {0: [1, 1, 0, 0], 1: [1, 1, 1, 1], 2: [0, 0, 0, 0]}
         rows = [sample(o, k, score=float(s)) for o, values in scores.items() for k, s in enumerate(values)]

@@ -124,7 +124,7 @@ def test_all_metrics_are_grouped_by_prefix(site):
 
 def test_the_timeline_has_bars_of_measured_spans_only(site):
     run = site.view("one").run
-    bars = gantt(run.spans[1], run.timeline[0])
+    bars = gantt(run.spans_of(1), run.timeline[0])
     assert list(bars["rows"]) == ["gen", "reward", "update_actor"]
     assert bars["roles"] == {"rollout": 1.0}  # seconds; when they were is not known
     assert site.page("/run/one/train/1").count('<rect class="ph') == 3

@@ -41,7 +41,7 @@ def compare_context(views: Mapping[str, View], query: Mapping[str, str]) -> dict
 
 
 def _steps(view: View) -> list[int]:
-    return [step for split, step in view.index.files() if split == "train"]
+    return view.index.steps("train")
 
 
 def different_keys(one: View, other: View) -> list[tuple[str, str, str]]:

@@ -14,12 +14,12 @@ import re
 import sqlite3
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from verl.page.summaries import SampleSummary, deviation, hash_of, last_message, summary_of, without_arrays
+from verl.page.summaries import SampleSummary, hash_of, last_message, score_statistics, summary_of, without_arrays
 from verl.page.texts import PackedTexts, fold, owners_with, pack_texts
 from verl.regular_files import open_regular
 
@@ -30,6 +30,9 @@ _FILE = re.compile(r"step_(\d{6,15})\.jsonl")
 _BATCH = 500  # rows between two commits, so that a reader sees a large file grow
 _SHOWN = 400  # characters of prompt and response in a list
 MAX_LINE_BYTES = 64 << 20
+_SHOWN_FILES = 20_000  # of more files, curves show evenly spaced ones
+_MANY_FILES = 50_000
+_NEWEST_STEPS = 1000  # shown one by one, and looked at for replaced files: a resume replaces the newest
 
 _COLUMNS = [name for name in SampleSummary._fields if name not in ("prompt", "response")]
 _SCHEMA = f"""
@@ -47,10 +50,13 @@ CREATE TABLE texts (id INTEGER PRIMARY KEY, file INTEGER, owners BLOB, ends BLOB
 CREATE INDEX texts_file ON texts (file);
 PRAGMA user_version = {FORMAT};
 """
+# what the last update has listed: the number of samples files of a split, the newest step, and the time of its folder
+_LISTED = "CREATE TABLE IF NOT EXISTS listed (split TEXT PRIMARY KEY, num INTEGER, newest INTEGER, time INTEGER)"
 _INSERT = (
     f"INSERT INTO samples (id, file, line, start, size, prompt_hash, {', '.join(_COLUMNS)}) "
     f"VALUES ({', '.join('?' * (6 + len(_COLUMNS)))})"
 )
+_SCORES = "SELECT unit, score FROM samples WHERE file = ? AND score IS NOT NULL"
 _Line = tuple[int, int, int, SampleSummary]  # line, its first byte, its bytes, its summary
 
 
@@ -90,6 +96,7 @@ class SampleIndex:
                 db.executescript(_SCHEMA)
             elif str(version) != FORMAT:
                 raise sqlite3.DatabaseError(f"format {version}")
+            db.execute(_LISTED)
 
     def _connect(self) -> sqlite3.Connection:
         db = sqlite3.connect(self.path, isolation_level=None, timeout=30)
@@ -125,14 +132,46 @@ class SampleIndex:
                             files[split.name, int(match.group(1))] = Path(entry.path)
         return files
 
-    def num_unread(self) -> int:
-        """Samples files of the folder that are not indexed yet."""
-        done = {(row["split"], row["step"]) for row in self.rows("SELECT split, step FROM files WHERE complete = 1")}
-        return len(self.files().keys() - done)
+    def splits(self) -> list[str]:
+        """The splits that have a folder of samples."""
+        with suppress(OSError), os.scandir(self.samples) as entries:
+            return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+        return []
+
+    def steps(self, split: str) -> list[int]:
+        """The steps of a split that have a samples file, in no order."""
+        with suppress(OSError):
+            if split in self.splits():
+                return [
+                    int(match.group(1)) for match in map(_FILE.fullmatch, os.listdir(self.samples / split)) if match
+                ]
+        return []
+
+    def listing(self) -> dict[str, tuple[int, int]]:
+        """split -> (number of its samples files, newest step). A folder of very many files is as the last update has listed
+        it: to list a million takes a second."""
+        listed = {row["split"]: row for row in self.rows("SELECT * FROM listed")}
+        listing = {}
+        for split in self.splits():
+            if (row := listed.get(split)) is not None and row["num"] > _MANY_FILES:
+                listing[split] = (row["num"], row["newest"])
+            elif steps := self.steps(split):
+                listing[split] = (len(steps), max(steps))
+        return listing
+
+    def num_unread(self, listing: Mapping[str, tuple[int, int]] | None = None) -> int:
+        """Samples files of the folder, or of its `listing`, that are not indexed yet."""
+        (done,) = self.rows("SELECT count(*) FROM files WHERE complete = 1")[0]
+        return max(sum(num for num, _ in (listing or self.listing()).values()) - done, 0)
+
+    def _times(self) -> dict[str, int]:
+        """split -> when a file was last added to it or removed."""
+        return {split: (self.samples / split).stat().st_mtime_ns for split in self.splits()}
 
     def file(self, split: str, step: int) -> Path | None:
         """The samples file of a step."""
-        return self.files().get((split, step))
+        path = self.samples / split / f"step_{step:06d}.jsonl"
+        return path if split in self.splits() and os.path.lexists(path) else None
 
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
@@ -144,9 +183,14 @@ class SampleIndex:
     def update(self, only: tuple[str, int] | None = None, deadline: Any = None) -> bool:
         """Index files that are new or were replaced: all of them, the newest first, or `only` one. Stops early when
         `deadline()` is true. Returns whether anything changed."""
+        times = self._times()
+        if only is None and self._is_listed(times):
+            return False
         files = self.files()
-        known = {(row["split"], row["step"]): row for row in self.rows("SELECT * FROM files")}
-        changed = False
+        known = {
+            (row["split"], row["step"]): row for row in self.rows("SELECT id, split, step, stamp, complete FROM files")
+        }
+        changed, num_unchanged = False, 0
         for key in known.keys() - files.keys():
             with self._writing() as db:
                 self._forget(db, known[key]["id"])
@@ -156,10 +200,34 @@ class SampleIndex:
             if deadline is not None and deadline():
                 break
             row = known.get(key)
-            if row is None or not row["complete"] or row["stamp"] != _stamp(files[key]):
-                with self._writing() as db, suppress(OSError):
-                    changed |= self._index(db, key, files[key])
+            if row is not None and row["complete"]:
+                if num_unchanged >= _NEWEST_STEPS or row["stamp"] == _stamp(files[key]):
+                    num_unchanged += 1
+                    continue
+            with self._writing() as db, suppress(OSError):
+                changed |= self._index(db, key, files[key])
+        else:
+            if only is None:
+                self._note_listed(files, times)
         return changed
+
+    def _is_listed(self, times: Mapping[str, int]) -> bool:
+        """Whether very many files were indexed, and none was added or removed since: their times are not looked at again."""
+        listed = self.rows("SELECT * FROM listed")
+        return (
+            sum(row["num"] for row in listed) > _MANY_FILES and {row["split"]: row["time"] for row in listed} == times
+        )
+
+    def _note_listed(self, files: Mapping[tuple[str, int], Path], times: Mapping[str, int]) -> None:
+        """Note what a whole update has listed; `times` were read before."""
+        listed = dict.fromkeys(times, (0, 0))
+        for split, step in files:
+            num, newest = listed.get(split, (0, 0))
+            listed[split] = (num + 1, max(newest, step))
+        with self._writing() as db:
+            db.execute("DELETE FROM listed")
+            rows = [(split, *listed[split], time) for split, time in times.items()]
+            db.executemany("INSERT INTO listed VALUES (?, ?, ?, ?)", rows)
 
     def _forget(self, db: sqlite3.Connection, file: int) -> None:
         db.execute("BEGIN")
@@ -195,7 +263,7 @@ class SampleIndex:
         num_rows += _insert(db, file, batch)
         db.execute(
             "UPDATE files SET complete = 1, rows = ?, damaged = ?, mean = ?, low = ?, high = ?, group_spread = ?, "
-            "without_signal = ? WHERE id = ?", (num_rows, num_damaged, *_statistics(db, file), file),
+            "without_signal = ? WHERE id = ?", (num_rows, num_damaged, *score_statistics(db.execute(_SCORES, (file,))), file),
         )  # fmt: skip
         return True
 
@@ -267,9 +335,12 @@ class SampleIndex:
         return None if row is None else {"line": line, **summary_of(row, line)._asdict()}
 
     def statistics(self) -> dict[str, list[sqlite3.Row]]:
-        """split -> the rows of its indexed files, by step."""
+        """split -> the rows of its indexed files, by step; of many files evenly spaced ones and the newest."""
         by_split: dict[str, list[sqlite3.Row]] = {}
-        for row in self.rows("SELECT * FROM files ORDER BY split, step"):
+        num, newest = self.rows("SELECT count(*), max(step) FROM files")[0]
+        every = 1 + num // _SHOWN_FILES
+        query = "SELECT * FROM files WHERE step % ? = 0 OR step > ? ORDER BY split, step"
+        for row in self.rows(query, every, (newest or 0) - _NEWEST_STEPS):
             by_split.setdefault(row["split"], []).append(row)
         return by_split
 
@@ -318,22 +389,3 @@ def parsed_row(content: bytes | str) -> dict[str, object] | None:
     except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None
-
-
-def _statistics(db: sqlite3.Connection, file: int | None) -> tuple[float | None, ...]:
-    """Of the scores of a file: mean, 10th and 90th percentile of the group means, mean spread of a group, share of groups of
-    equal scores."""
-    groups: dict[str, list[float]] = {}
-    for unit, score in db.execute("SELECT unit, score FROM samples WHERE file = ? AND score IS NOT NULL", (file,)):
-        groups.setdefault(unit, []).append(score)
-    if not groups:
-        return (None,) * 5
-    means = sorted(sum(scores) / len(scores) for scores in groups.values())
-    several = [scores for scores in groups.values() if len(scores) > 1]
-    return (
-        sum(map(sum, groups.values())) / sum(map(len, groups.values())),
-        means[int(0.1 * (len(means) - 1))],
-        means[int(0.9 * (len(means) - 1) + 0.999)],
-        sum(map(deviation, several)) / len(several) if several else None,
-        sum(deviation(scores) == 0 for scores in several) / len(several) if several else None,
-    )

@@ -112,7 +112,11 @@ class Site:
         if parts[0] != "run" or len(parts) < 2:
             raise NotFound("There is no such page.")
         view = self.view(parts[1])
-        return self._of_run(view, parts[2:], path, query)
+        try:
+            return self._of_run(view, parts[2:], path, query)
+        finally:
+            if not self.static:  # after the page, which would wait for its turns
+                view.watch()
 
     def view(self, key: str) -> View:
         """The run of that name, after reading its new records. Raises NotFound."""
@@ -120,8 +124,6 @@ class Site:
             raise NotFound(f"There is no run {clean(key, 60)!r} on this page.")
         view = self.views[key]
         view.run.refresh()
-        if not self.static:
-            view.watch()
         return view
 
     def _home(self, path: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -88,12 +89,13 @@ _SPECS = (
 def panels(run: RunReader, index: SampleIndex) -> list[Panel]:
     """The panels of a run that have data, the most important first."""
     declared = [_Spec(title[:1].upper() + title[1:], names) for title, names in run.curves.items()]
-    reward = [_reward(run, index)] if run.kind == "rl" else []
+    files = index.statistics().get("train", [])
+    reward = [_reward(run, files)] if run.kind == "rl" else []
     specs = [spec for spec in declared if not (reward and "critic/score/mean" in spec.metrics)]
     ours = {name for spec in _SPECS for name in spec.metrics}
     # our panel shows more than a panel that the program declares for the same metrics
     specs = [spec for spec in specs if not set(spec.metrics) <= ours]
-    shown = reward + [_panel(run, spec) for spec in (*specs, *_SPECS)] + [_signal(index), _plan(run), _phases(run)]
+    shown = reward + [_panel(run, spec) for spec in (*specs, *_SPECS)] + [_signal(files), _plan(run), _phases(run)]
     return [panel for panel in shown if panel.lines and not _says_nothing(panel)]
 
 
@@ -120,12 +122,12 @@ def _is_sparse(run: RunReader, series: Series) -> bool:
     return len(series.steps) < 0.5 * len(run.times)
 
 
-def _reward(run: RunReader, index: SampleIndex) -> Panel:
+def _reward(run: RunReader, files: Sequence[sqlite3.Row]) -> Panel:
     known = {"critic/score/mean": "training", "val/reward": "held-out", "val/greedy": "held-out, greedy"}
     labels = {name: label for panel in run.curves.values() for name, label in panel.items()}
     names = {name: labels[name] for name in known if name in labels} or known
     base = _panel(run, _Spec("Reward", names))
-    rows = [row for row in index.statistics().get("train", []) if row["low"] is not None]
+    rows = [row for row in files if row["low"] is not None]
     steps = [row["step"] for row in rows]
     band = [ChartLine(label, steps, [row[label] for row in rows], "band") for label in ("low", "high")] if rows else []
     return Panel(
@@ -133,8 +135,8 @@ def _reward(run: RunReader, index: SampleIndex) -> Panel:
     )
 
 
-def _signal(index: SampleIndex) -> Panel:
-    rows = [row for row in index.statistics().get("train", []) if row["without_signal"] is not None]
+def _signal(files: Sequence[sqlite3.Row]) -> Panel:
+    rows = [row for row in files if row["without_signal"] is not None]
     steps = [row["step"] for row in rows]
     lines = [
         ChartLine("groups of equal rewards (share)", steps, [row["without_signal"] for row in rows]),

@@ -16,11 +16,11 @@ from typing import Any
 
 from verl.config.schema import value_at
 from verl.foreign_text import clean
-from verl.page.follow import Follower
+from verl.page.follow import Follower, rows_of_step
 from verl.page.plan import plan_context
 from verl.regular_files import read_text
 from verl.tracking.bottleneck import Bottleneck, find_bottleneck
-from verl.tracking.files import has, is_count, is_metrics_row, is_number, is_text
+from verl.tracking.files import MOST, TIMELINE_SHARE, has, is_count, is_metrics_row, is_number, is_text
 from verl.tracking.heartbeat import EVENTS, Beat, read_beat
 from verl.tracking.lock import holder_of
 from verl.tracking.progress import EVENT
@@ -45,10 +45,6 @@ class Series:
         self.steps = array("q")
         self.values = array("d")
 
-    def add(self, step: int, value: float) -> None:
-        self.steps.append(step)
-        self.values.append(value)
-
     @property
     def last(self) -> float:
         return self.values[-1]
@@ -72,13 +68,12 @@ class RunReader:
         self._metrics_file = Follower(self.folder / "metrics.jsonl", is_metrics_row)
         self._timeline_file = Follower(self.folder / "timeline.jsonl", TIMELINE_ROW)
         self._planned_file = Follower(self.folder / PLANNED, TIMELINE_ROW)
-        self._spans_file = Follower(self.folder / "spans.jsonl", _SPAN)
         self._events_file = Follower(self.folder / EVENTS, EVENT)
         self._tokens_file = Follower(self.folder / TOKENS, TOKEN)
         self.metrics: dict[str, Series] = {}
+        self._series: dict[str, Series] = {}  # by the name in the file, which is cleaned once
         self.timeline: list[dict[str, Any]] = []
         self.planned: list[dict[str, Any]] = []  # steps as `verl plan` has simulated them
-        self.spans: dict[int, list[dict[str, Any]]] = {}
         self.events: list[dict[str, Any]] = []
         self.tokens: dict[int, tuple[str, bool]] = {}  # id -> its text, and whether it is a special token
         self.times: dict[int, float] = {}  # step -> seconds since 1970 at which its row was written
@@ -96,26 +91,26 @@ class RunReader:
     def _read_metrics(self) -> bool:
         rows = self._metrics_file.read(self.max_bytes)
         if self._metrics_file.is_replaced:
-            self.metrics, self.times = {}, {}
+            self.metrics, self._series, self.times = {}, {}, {}
         for row in rows:
-            step = int(row["step"])
-            if is_number(row.get("time")):
-                self.times[step] = row["time"]
+            step, written = row.pop("step"), row.pop("time", None)
+            if is_number(written):
+                self.times[step] = written
             for name, value in row.items():
-                if name not in ("step", "time") and is_number(value):
-                    self.metrics.setdefault(clean(name), Series()).add(step, value)
+                if value is None or not -MOST <= value <= MOST:
+                    continue
+                series = self._series.get(name)
+                if series is None:
+                    series = self._series[name] = self.metrics.setdefault(clean(name), Series())
+                series.steps.append(step)
+                series.values.append(value)
         return bool(rows)
 
     def _read_timeline(self) -> bool:
-        rows = self._timeline_file.read(self.max_bytes)
+        rows = self._timeline_file.read(self.max_bytes // TIMELINE_SHARE)
         self.timeline = rows if self._timeline_file.is_replaced else self.timeline + rows
         planned = self._planned_file.read(self.max_bytes)
         self.planned = planned if self._planned_file.is_replaced else self.planned + planned
-        spans = self._spans_file.read(self.max_bytes)
-        if self._spans_file.is_replaced:
-            self.spans = {}
-        for span in spans:
-            self.spans.setdefault(span["step"], []).append(span)
         return bool(rows)
 
     def _read_rest(self) -> bool:
@@ -142,7 +137,7 @@ class RunReader:
         if not self.metrics and not self.is_running:
             sentences.append("No step has been written to metrics.jsonl.")
         for file in (
-            self._metrics_file, self._timeline_file, self._planned_file, self._spans_file, self._events_file, self._tokens_file
+            self._metrics_file, self._timeline_file, self._planned_file, self._events_file, self._tokens_file
         ):  # fmt: skip
             if file.num_damaged:
                 lines = "1 line" if file.num_damaged == 1 else f"{file.num_damaged:,} lines"
@@ -181,6 +176,19 @@ class RunReader:
     @property
     def total_steps(self) -> int | None:
         return next((row["of"] for row in reversed(self.timeline) if row.get("of")), None)
+
+    def spans_of(self, step: int) -> list[dict[str, Any]]:
+        """The spans of a step, read from its place in the file."""
+        return rows_of_step(self.folder / "spans.jsonl", step, _SPAN)
+
+    def timeline_row(self, step: int) -> dict[str, Any] | None:
+        """The row of a step, read from its place in the file."""
+        return next(reversed(rows_of_step(self.folder / "timeline.jsonl", step, TIMELINE_ROW)), None)
+
+    def metrics_of(self, step: int) -> dict[str, float]:
+        """The metrics of a step, read from their place in the file; empty for a step without a row."""
+        rows = rows_of_step(self.folder / "metrics.jsonl", step, is_metrics_row)
+        return {clean(name): value for row in rows for name, value in row.items() if is_number(value)}
 
     def planned_row(self, step: int) -> dict[str, Any] | None:
         """The simulated step of that number; the last one for a step beyond them, and None without a plan."""
@@ -291,6 +299,6 @@ class RunReader:
                 marks.append({"step": event["step"], "kind": "crash", "text": text})
         for before, row in zip(self.timeline, self.timeline[1:], strict=False):
             gap = row.get("start", 0) - before.get("start", 0) - before["seconds"]
-            if gap > _RESUME_GAP_S and row["step"] > before["step"]:
+            if gap > _RESUME_GAP_S and row["step"] == before["step"] + 1:
                 marks.append({"step": row["step"], "kind": "resume", "text": f"resumed before step {row['step']}"})
         return marks

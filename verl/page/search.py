@@ -129,12 +129,11 @@ def _ids(index: SampleIndex, query: Mapping[str, str], among: Set[int] | None, l
 def _with_excerpts(index: SampleIndex, rows: Sequence[sqlite3.Row], text: str) -> list[dict[str, object]]:
     if not text:
         return [{**dict(row), "excerpt": []} for row in rows]
-    files = index.files()
     excerpted = []
     for row in rows:
         excerpt = _first_excerpt((row["response"], row["prompt"]), text)
         if not excerpt:  # beyond what lists show
-            whole = index.read(files.get((row["split"], row["step"])), row["start"], row["size"]) or {}
+            whole = index.read(index.file(row["split"], row["step"]), row["start"], row["size"]) or {}
             excerpt = _first_excerpt((text_of(whole, "response"), text_of(whole, "prompt")), text)
         excerpted.append({**dict(row), "excerpt": excerpt})
     return excerpted

@@ -62,7 +62,7 @@ class Place:
 
     def neighbours(self) -> tuple[str | None, str | None]:
         """Paths of the step before and after."""
-        steps = sorted(step for split, step in self.index.files() if split == self.split)
+        steps = self.index.steps(self.split)
         before = max((step for step in steps if step < self.step), default=None)
         after = min((step for step in steps if step > self.step), default=None)
         base = f"/run/{self.run.key}/{self.split}"
@@ -70,8 +70,8 @@ class Place:
 
     def others(self) -> list[Place]:
         """The places of the same step in other splits."""
-        splits = sorted(split for split, step in self.index.files() if step == self.step and split != self.split)
-        return [replace(self, split=split) for split in splits]
+        others = (split for split in self.index.splits() if split != self.split)
+        return [replace(self, split=split) for split in others if self.index.file(split, self.step) is not None]
 
     def file_row(self) -> sqlite3.Row | None:
         rows = self.index.rows("SELECT * FROM files WHERE split = ? AND step = ?", self.split, self.step)
@@ -115,10 +115,8 @@ def step_context(at: Place, query: Mapping[str, str]) -> dict[str, Any] | None:
     """The groups of a step, its timeline and metrics; None without samples or metrics of that step."""
     at.ensure()
     file = at.file_row()
-    spans = at.run.spans.get(at.step, []) if at.split == "train" else []
-    timeline = next((row for row in reversed(at.run.timeline) if row["step"] == at.step), None)
-    written = at.split == "train" and (timeline is not None or at.step in at.run.times)
-    if file is None and not written:
+    timeline, values = at.run.timeline_row(at.step), at.run.metrics_of(at.step)
+    if file is None and not (at.split == "train" and (timeline or values)):
         return None
     groups = _groups(at)
     sort = query.get("sort", "spread" if at.run.kind == "rl" else "order")
@@ -132,11 +130,7 @@ def step_context(at: Place, query: Mapping[str, str]) -> dict[str, Any] | None:
         group["prompt"], group["response"] = at.texts(group["rows"][0])
     before, after = at.neighbours()
     names = ("actor/", "critic/", "training/", "rollout/", "train/", "val/", "response", "perf/")
-    metrics = {
-        name: value
-        for row in at.run.metric_rows(at.step)[:1] if row["step"] == at.step
-        for name, value in row.items() if name.startswith(names)
-    }  # fmt: skip
+    metrics = {name: value for name, value in values.items() if name.startswith(names)}
     return {
         "file": file,
         "groups": shown,
@@ -153,7 +147,7 @@ def step_context(at: Place, query: Mapping[str, str]) -> dict[str, Any] | None:
             if any(group[needed] is not None for group in groups)
         },
         "only": query.get("only", ""),
-        "gantt": gantt(spans, timeline) if at.split == "train" else None,
+        "gantt": gantt(at.run.spans_of(at.step), timeline) if at.split == "train" else None,
         "plan": plan_bars(at.run.planned_row(at.step), timeline) if at.split == "train" else None,
         "phases": PHASES,
         "shades": set(PHASES.values()),

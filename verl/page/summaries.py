@@ -6,7 +6,7 @@ import itertools
 import math
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -176,3 +176,22 @@ def deviation(scores: Sequence[float]) -> float:
         return 0.0
     mean = math.fsum(scores) / len(scores)
     return math.sqrt(math.fsum((score - mean) ** 2 for score in scores) / len(scores))
+
+
+def score_statistics(scored: Iterable[tuple[str, float]]) -> tuple[float | None, ...]:
+    """Of the scores of units: mean, 10th and 90th percentile of the groups' means, mean spread of a group, share of groups of
+    equal scores."""
+    groups: dict[str, list[float]] = {}
+    for unit, score in scored:
+        groups.setdefault(unit, []).append(score)
+    if not groups:
+        return (None,) * 5
+    means = sorted(sum(scores) / len(scores) for scores in groups.values())
+    several = [scores for scores in groups.values() if len(scores) > 1]
+    return (
+        sum(map(sum, groups.values())) / sum(map(len, groups.values())),
+        means[int(0.1 * (len(means) - 1))],
+        means[int(0.9 * (len(means) - 1) + 0.999)],
+        sum(map(deviation, several)) / len(several) if several else None,
+        sum(deviation(scores) == 0 for scores in several) / len(several) if several else None,
+    )

@@ -46,15 +46,16 @@ def run_context(run: RunReader, index: SampleIndex) -> dict[str, Any]:
     bottleneck = run.bottleneck()
     rows = index.statistics()
     splits = {split: [row["step"] for row in files] for split, files in rows.items()}
+    listing = index.listing()
     return {
         "bottleneck": bottleneck,
         "counts": read_counts(run.folder),
         "headline": _headline(run),
         "columns": list(_COLUMNS[run.kind]),
         "splits": splits,
-        "num_unread": index.num_unread(),
+        "num_unread": index.num_unread(listing),
         "recent": _recent(run, rows.get("train", [])),
-        "files": {split: max(step for s, step in index.files() if s == split) for split, _ in index.files()},
+        "files": {split: newest for split, (_, newest) in listing.items()},
     }
 
 

@@ -31,6 +31,9 @@ _MAX_ROW_BYTES = 16 << 20
 _NUM_SEGMENTS = 64
 SHOWN_BYTES = 16 << 20  # of a longer file, people see rows at evenly spaced places
 _CHECKED_BYTES = 32 << 20  # of a longer file the end, so that a resume after a million steps takes seconds
+TIMELINE_SHARE = 4  # a row of the timeline has a quarter of the bytes of a row of metrics
+MOST = 1e308  # a larger number is not finite where it is averaged
+_NUMBERS = {int, float, type(None)}
 _MAX_WHOLE = 1 << 53  # above, JSON readers that count in float64 lose digits
 # errors of file systems that cannot sync a folder (CIFS, 9p and many in user space)
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EISDIR)
@@ -179,7 +182,7 @@ def is_count(value: object) -> bool:
 
 def is_number(value: Any) -> bool:
     """A finite number."""
-    return type(value) in (int, float) and abs(value) <= 1e308
+    return type(value) in (int, float) and -MOST <= value <= MOST
 
 
 def is_text(value: object) -> bool:
@@ -203,7 +206,7 @@ def has(**fields: Check) -> Check:
 
 def is_metrics_row(value: Any) -> bool:
     """Whether a row has a step and only numbers or null, which distinguishes metrics.jsonl from other files."""
-    return OF_STEP(value) and all(number is None or type(number) in (int, float) for number in value.values())
+    return OF_STEP(value) and set(map(type, value.values())) <= _NUMBERS
 
 
 OF_STEP = has(step=is_count)  # a row of spans.jsonl, guards.jsonl
@@ -253,14 +256,14 @@ def _start_of_check(file: BinaryIO, step: int, check: Check) -> int:
     return start if first is not None and first["step"] <= step else 0
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` atomically: a reader sees the old document or the new one."""
+def write_atomically(path: Path, text: str | Iterable[str]) -> None:
+    """Replace `path` atomically by `text` or its parts: a reader sees the old document or the new one."""
     with replacing(path, text):
         pass
 
 
 @contextlib.contextmanager
-def replacing(path: Path, text: str) -> Iterator[None]:
+def replacing(path: Path, text: str | Iterable[str]) -> Iterator[None]:
     """Replace `path` atomically at the end of the block. The text is written next to it at the start, and the end creates no
     file. So another folder that has replaced the parent meanwhile gets no file, and OSError is raised."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -268,7 +271,7 @@ def replacing(path: Path, text: str) -> Iterator[None]:
         with _naming(path):
             temporary.unlink(missing_ok=True)  # opening a pipe would block
             with temporary.open("x", encoding="utf-8") as file:
-                file.write(text)
+                file.writelines([text] if isinstance(text, str) else text)
                 file.flush()
                 os.fsync(file.fileno())
         yield

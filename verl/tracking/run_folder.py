@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import re
 import shutil
 import tempfile
@@ -47,6 +48,7 @@ from verl.tracking.token_texts import NAME as TOKENS
 log = logging.getLogger(__name__)
 
 _MAX_CONFIG_BYTES = 4 << 20
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the first is compiled, where libyaml is installed
 _PARTS = ("config.yaml", "metrics.jsonl", "samples", "run.lock", "plan.json")  # one of which every run folder has
 _KEY_LINE = re.compile(r"^( *)([^\s:#][^:]*):(?: (.*?))?(?:  # (.*))?$")  # of config.yaml
 _SAMPLE_FILE = re.compile(r"step_(\d{6,15})\.jsonl")
@@ -167,7 +169,8 @@ class RunFolder:
         removed = truncate_rows(self.metrics, step, is_metrics_row, complete=is_own or self.metrics.exists())
         truncate_rows(self.spans, step)
         truncate_rows(self.timeline, step)
-        files = [f for f in self.samples.glob("*/step_*.jsonl") if _step_of(f) > step]
+        splits = [split for split in self.samples.glob("*") if split.is_dir()]
+        files = [split / name for split in splits for name in os.listdir(split) if _step_of(name) > step]
         for file in files:
             file.unlink()
         if removed or files:
@@ -189,7 +192,7 @@ class RunFolder:
     def read_config(self) -> Mapping[str, Any]:
         """The config of the run as plain mappings; empty without a readable file."""
         try:
-            config = yaml.safe_load(read_text(self.root / "config.yaml", _MAX_CONFIG_BYTES))
+            config = yaml.load(read_text(self.root / "config.yaml", _MAX_CONFIG_BYTES), _LOADER)
         except (OSError, ValueError, RecursionError, yaml.YAMLError):
             return {}
         return config if isinstance(config, Mapping) else {}
@@ -264,6 +267,6 @@ def require_run_folder(folder: Path) -> None:
         )
 
 
-def _step_of(file: Path) -> int:
-    match = _SAMPLE_FILE.fullmatch(file.name)
+def _step_of(name: str) -> int:
+    match = _SAMPLE_FILE.fullmatch(name)
     return int(match.group(1)) if match else -1
