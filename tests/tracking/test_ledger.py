@@ -28,7 +28,14 @@ from verl.tracking.ledger import file as ledger_file
 from verl.tracking.ledger import writer as ledger_writer
 from verl.tracking.ledger.file import NAME, holds, write_open
 from verl.tracking.ledger.reader import Ledger, read_counts
-from verl.tracking.ledger.records import ENVIRONMENT, SampleDigest, Scored, SegmentRecord, segments_of
+from verl.tracking.ledger.records import (
+    ENVIRONMENT,
+    SampleDigest,
+    Scored,
+    SegmentRecord,
+    content_digest,
+    segments_of,
+)
 from verl.tracking.ledger.tracker import IN_CHECKPOINT, SampleTracker
 from verl.tracking.ledger.writer import LedgerWriter
 
@@ -432,6 +439,7 @@ def test_the_cost_of_a_resume_does_not_grow_with_the_history(path, monkeypatch):
     monkeypatch.undo()
     with closing(sqlite3.connect(path)) as db:
         db.execute("ATTACH ? AS whole", (str(path),))
+        db.create_function("content_digest", 2, content_digest)
         queries = {s for s in statements if s.startswith(("SELECT", "DELETE", "UPDATE", "INSERT"))}
         plans = {query: [row[3] for row in db.execute(f"EXPLAIN QUERY PLAN {query}")] for query in queries}
     del plans[next(query for query in plans if query.startswith("INSERT INTO segments SELECT"))]  # of the new file

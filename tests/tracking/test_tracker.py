@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -11,8 +12,9 @@ import torch
 
 from verl.data_proto.proto import DataProto
 from verl.data_proto.sample_rows import sample_rows
-from verl.errors import ConfigError
+from verl.errors import ConfigError, DeadlineError
 from verl.models.tiny import make_tokenizer
+from verl.tracking.behind import Behind
 from verl.tracking.files import read_json_rows
 from verl.tracking.run_folder import RunFolder
 from verl.tracking.spans import Spans
@@ -182,12 +184,51 @@ def test_sample_rows_are_readable_and_unpadded():
     batch, tokenizer = make_batch()
     first, second = sample_rows(batch, tokenizer)
     assert (first["prompt"], first["response"], first["score"], first["ground_truth"]) == ("ab", "xy", 1.0, "7")
-    assert first["response_ids"] == [*tokenizer("xy")["input_ids"], 258]
-    assert first["log_probs"] == [0.0, -1.0, -2.0]
+    assert first["response_ids"].tolist() == [*tokenizer("xy")["input_ids"], 258]
+    assert first["log_probs"].tolist() == [0.0, -1.0, -2.0]
     assert first["weight_version"] == 3
     assert first["reward_parts"] == {"acc": 1}
     assert (second["prompt"], second["response"], second["ground_truth"]) == ("abc", "wxyz", None)
     assert len(second["log_probs"]) == len(second["response_ids"]) == 4
-    json.dumps([first, second])
     batch.batch["is_scored"] = torch.tensor([True, False])
     assert [row["score"] for row in sample_rows(batch, tokenizer)] == [1.0, None]
+
+
+def test_lines_of_samples_have_the_exact_values_of_tokens(folder):
+    values = np.array([-0.1, 1e-7, np.nan, -np.inf, 3.0, 1e20], np.float32)
+    rows = [
+        {"prompt": '"ä"', "response_ids": np.arange(3), "log_probs": values, "response_mask": values > 0},
+        {"prompt": "b", "response_ids": np.arange(0), "advantages": values[:1].astype(np.float64), "parts": [1, 2]},
+    ] * 40
+    with Tracker(folder, [], "p", "e", {}) as tracker:
+        tracker.samples("train", 1, lambda: rows)
+    first, second = list(read_json_rows(folder.sample_file("train", 1)))[-2:]
+    assert first == {
+        "step": 1, "prompt": '"ä"', "response_ids": [0, 1, 2],
+        "log_probs": [float(values[0]), float(values[1]), None, None, 3, float(values[5])],
+        "response_mask": [False, True, False, False, True, True],
+    }  # fmt: skip
+    assert second == {
+        "step": 1, "prompt": "b", "response_ids": [], "advantages": [float(values[0])], "parts": [1, 2],
+    }  # fmt: skip
+
+
+def test_an_error_of_writing_samples_is_raised_by_the_next_call(folder):
+    def fail():
+        raise OSError("no space")
+
+    tracker = Tracker(folder, [], "p", "e", {})
+    tracker.samples("train", 1, fail)
+    with pytest.raises(OSError, match="no space"):
+        tracker.samples("train", 2, [])
+    tracker.samples("train", 2, [])
+    tracker.close()
+
+
+def test_work_that_does_not_end_has_a_deadline():
+    release = threading.Event()
+    work = Behind(release.wait, "samples of step 7")
+    with pytest.raises(DeadlineError, match=r"samples of step 7 were not written within 0\.01 s"):
+        work.finish(0.01)
+    release.set()
+    work.finish(10)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from verl.data_proto.batch_metrics import scored_rows
 from verl.data_proto.media import images_in, row_media_of
@@ -10,6 +13,8 @@ from verl.data_proto.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from verl.data_proto.proto import DataProto
+
+_DECODED_ROWS = 256
 
 # per-row columns that are copied under the same name, if present
 _COPIED = (
@@ -40,18 +45,19 @@ _PER_TOKEN = {
 def sample_rows(batch: DataProto, tokenizer: Tokenizer) -> list[dict[str, object]]:
     """One dict per row of `batch`: prompt and response as text and token ids, log-probs per response token, score (None where
     there is no usable one), reward parts, weight version, finish reason, small pictures of its images, and other columns that
-    are present. The response text has no special tokens, as the scorer gets it."""
+    are present. Values of tokens are arrays, mostly views of the columns. The response text has no special tokens, as the
+    scorer gets it."""
     tensors, objects = batch.batch, batch.non_tensor_batch
     attention = tensors["attention_mask"].bool()
     width = tensors["responses"].shape[1]
     lengths = attention[:, attention.shape[1] - width :].sum(dim=1).tolist()
     prompt_masks = attention[:, : attention.shape[1] - width]
-    prompt_ids = [ids[mask].tolist() for ids, mask in zip(tensors["prompts"], prompt_masks, strict=True)]
-    response_ids = [ids[:n].tolist() for ids, n in zip(tensors["responses"], lengths, strict=True)]
-    prompts = tokenizer.batch_decode(prompt_ids, skip_special_tokens=False)
-    responses = tokenizer.batch_decode(response_ids, skip_special_tokens=True)
+    prompt_ids = [ids[mask].numpy() for ids, mask in zip(tensors["prompts"], prompt_masks, strict=True)]
+    response_ids = [ids[:n] for ids, n in zip(tensors["responses"].numpy(), lengths, strict=True)]
+    prompts = _decoded(tokenizer, prompt_ids, skip_special_tokens=False)
+    responses = _decoded(tokenizer, response_ids, skip_special_tokens=True)
     copied = {name: _column(batch, name) for name in _COPIED}
-    per_token = {name: tensors[column].tolist() for name, column in _PER_TOKEN.items() if column in tensors.keys()}
+    per_token = {name: tensors[column].numpy() for name, column in _PER_TOKEN.items() if column in tensors.keys()}
     media = row_media_of(batch)
     scored = scored_rows(batch).tolist()
     scores = tensors["token_level_scores"].sum(dim=1).tolist() if "token_level_scores" in tensors.keys() else None
@@ -76,18 +82,26 @@ def sample_rows(batch: DataProto, tokenizer: Tokenizer) -> list[dict[str, object
     return rows
 
 
-def _token_values(columns: dict[str, list[Any]], version: object) -> dict[str, list[object]]:
+def _decoded(tokenizer: Tokenizer, rows: list[np.ndarray], skip_special_tokens: bool) -> list[str]:
+    """The text of each row of ids; a part of the rows is in memory as Python integers at once."""
+    parts = (rows[start : start + _DECODED_ROWS] for start in range(0, len(rows), _DECODED_ROWS))
+    return [
+        text
+        for part in parts
+        for text in tokenizer.batch_decode([ids.tolist() for ids in part], skip_special_tokens=skip_special_tokens)
+    ]
+
+
+def _token_values(columns: dict[str, np.ndarray], version: object) -> dict[str, np.ndarray]:
     """Remove columns without information: a mask of all tokens, token versions equal to the sample's, and values that were
-    computed for no token. NaN becomes None."""
-    if set(columns.get("token_versions", ())) <= {version}:
-        columns.pop("token_versions", None)
-    if all(columns.get("response_mask", ())):
-        columns.pop("response_mask", None)
-    for name in ("train_log_probs", "entropy"):
-        values = [None if value != value else value for value in columns.pop(name, ())]
-        if any(value is not None for value in values):
-            columns[name] = values
-    return columns
+    computed for no token (NaN)."""
+    says_nothing: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+        "token_versions": lambda values: values == version,
+        "response_mask": lambda values: values,
+        "train_log_probs": np.isnan,
+        "entropy": np.isnan,
+    }
+    return {n: v for n, v in columns.items() if n not in says_nothing or not np.all(says_nothing[n](v))}
 
 
 def _column(batch: DataProto, name: str) -> list[Any] | None:

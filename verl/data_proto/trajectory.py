@@ -9,6 +9,7 @@ The latter are context: they have no log-probability and are never trained. Only
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -180,22 +181,35 @@ def response_lengths(columns: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return columns["attention_mask"][:, -columns["responses"].shape[1] :].sum(dim=1)
 
 
+def row_cuts(columns: Mapping[str, torch.Tensor]) -> list[list[int]]:
+    """For each row, the places where its segments begin, and its length: neighbouring tokens of one source and version are one
+    segment. [0] for a row without tokens."""
+    sampled, versions = columns["response_mask"], columns["token_weight_version"]
+    lengths = response_lengths(columns)
+    changes = (sampled[:, 1:] != sampled[:, :-1]) | (versions[:, 1:] != versions[:, :-1])
+    changes &= torch.arange(1, sampled.shape[1]) < lengths[:, None]
+    cuts = [[0, length] if length else [0] for length in lengths.tolist()]
+    for row, place in changes.nonzero().tolist():
+        cuts[row].insert(-1, place + 1)
+    return cuts
+
+
 def trajectory_of(
     columns: Mapping[str, torch.Tensor], row: int, *, ordinal: int, status: Status, prompt_ids: Sequence[int] = ()
 ) -> Trajectory:
     """The inverse of `to_columns` for one row; neighbours of one source and version become one segment."""
-    length = int(columns["attention_mask"][row, -columns["responses"].shape[1] :].sum())
     names = ("responses", "response_mask", "rollout_log_probs", "token_weight_version")
-    tokens, sampled, log_probs, versions = (columns[name][row, :length].numpy() for name in names)
+    own = {name: columns[name][row : row + 1] for name in ("attention_mask", *names)}
+    tokens, sampled, log_probs, versions = (own[name][0].numpy() for name in names)
     trajectory = Trajectory(ordinal, int(columns["sample_index"][row]), prompt_ids, status=status)
-    cuts = np.flatnonzero((np.diff(sampled.astype(int)) != 0) | (np.diff(versions) != 0)) + 1
-    for part in np.split(np.arange(length), cuts) if length else ():
-        is_policy = bool(sampled[part[0]])
+    (cuts,) = row_cuts(own)
+    for start, end in itertools.pairwise(cuts):
+        is_policy = bool(sampled[start])
         trajectory.segments.append(
             Segment(
-                tokens[part].astype(np.int32),
-                log_probs[part] if is_policy else None,
-                int(versions[part[0]]),
+                tokens[start:end].astype(np.int32),
+                log_probs[start:end] if is_policy else None,
+                int(versions[start]),
                 "policy" if is_policy else "environment",
             )
         )

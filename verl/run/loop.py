@@ -193,7 +193,7 @@ class Loop:
             metrics.update(self.validate())
         metrics.update({f"timing_s/{k}": v for k, v in self.spans.take().items() if f"timing_s/{k}" not in metrics})
         if self.is_rank_zero:
-            self.tracker.samples("train", step, result.rows())
+            self.tracker.samples("train", step, result.rows)
         self.tracker.log(metrics, step)
         self.metrics = metrics
         if self._due(self.trainer.save_freq) or "checkpoint" in self.program.requests:
@@ -205,6 +205,7 @@ class Loop:
         give_back_holes(step)
 
     def _go_back(self, back: RollBack) -> None:
+        self.tracker.flush()
         self.spans.take()
         self.spans.write(self.state.step + 1)  # they go with the rows of the steps that are taken again
         self.resume.go_back(back, self.saved_step)
@@ -257,6 +258,7 @@ class Loop:
                 name: writer(role, self.broadcast) for name, role in self.roles.trained().items()
             }
             self.program.drain()
+            self.tracker.flush()  # the rows are on the disk before the checkpoint
             state = {**self.state.state_dict(), **self.program.state_dict()}
             writers.update(self.program.checkpoint_writers())
             self.store.save(self.state.step, writers, state)

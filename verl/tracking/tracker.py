@@ -11,9 +11,11 @@ from typing import Any
 
 from verl.config.secrets import hide_values
 from verl.foreign_text import clean, printable
+from verl.tracking.behind import Behind
 from verl.tracking.files import append_rows, json_text, write_atomically
 from verl.tracking.pictures import with_stored_images
 from verl.tracking.run_folder import RunFolder
+from verl.tracking.sample_lines import sample_lines
 from verl.tracking.sinks.api import RunInfo, make_sink
 from verl.tracking.sinks.file import FileSink
 from verl.tracking.sinks.guard import Guard
@@ -22,6 +24,8 @@ from verl.tracking.token_texts import TokenTexts
 
 log = logging.getLogger(__name__)
 
+Rows = list[dict[str, Any]]
+_DEADLINE_S = 600.0  # for the samples of a step, which may be gigabytes
 _TABLE_COLUMNS = ("prompt", "response", "ground_truth", "score")
 
 
@@ -56,6 +60,7 @@ class Tracker:
         names = [n for n in dict.fromkeys(logger) if n != "console" and (n != "file" or FileSink.is_redirected())]
         sinks = [(name, make_sink(name, info)) for name in names]
         self._guards = [Guard(name, sink) for name, sink in sinks]
+        self._writing: Behind | None = None
 
     def __enter__(self) -> Tracker:
         return self
@@ -70,14 +75,28 @@ class Tracker:
         for guard in self._guards:
             guard.log(row, step)
 
-    def samples(self, split: str, step: int, rows: list[dict[str, Any]]) -> None:
-        """Write the samples of a step, one dict each; a second call for the same split and step replaces the first."""
+    def samples(self, split: str, step: int, rows: Rows | Callable[[], Rows]) -> None:
+        """Write the samples of a step, one dict each; a second call for the same split and step replaces the first. A function
+        that makes the rows runs on a thread, which then writes them; `flush` and the next call wait for it."""
+        self.flush()
+        if callable(rows):
+            self._writing = Behind(lambda: self._write(split, step, rows()), f"samples of step {step}")
+        else:
+            self._write(split, step, rows)
+
+    def flush(self) -> None:
+        """Wait until all samples are on the disk. Raises the error of writing them, DeadlineError for a disk that hangs."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.finish(_DEADLINE_S)
+
+    def _write(self, split: str, step: int, rows: Rows) -> None:
         file = self.folder.sample_file(split, step)
         file.parent.mkdir(parents=True, exist_ok=True)
         if self._texts is not None:
             self._texts.record(rows)
         stored = [with_stored_images(row, self.folder.images) for row in rows]
-        write_atomically(file, "".join(json_text({"step": step, **row}) + "\n" for row in stored))
+        write_atomically(file, sample_lines(step, stored))
         dump = self._dumps.get(split)
         if dump:
             _dump(Path(dump).expanduser(), step, rows)
@@ -94,11 +113,13 @@ class Tracker:
             guard.table("val/generations", chosen, step)
 
     def finish(self, summary: Summary) -> None:
-        """Write summary.json."""
+        """Write summary.json, after all samples."""
+        self.flush()
         write_atomically(self.folder.summary, json_text(summary.to_json(), indent=2) + "\n")
 
     def close(self) -> None:
-        """Wait for the trackers to send their queues; each has a deadline."""
+        """Wait for samples, and for the trackers to send their queues; each has a deadline."""
+        self.flush()
         guards, self._guards = self._guards, []
         for guard in guards:
             guard.close()

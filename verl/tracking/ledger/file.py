@@ -33,7 +33,7 @@ from pathlib import Path
 from verl.errors import CheckpointError
 from verl.foreign_text import clean
 from verl.tracking.files import NETWORK_FILE_SYSTEMS, file_system_of
-from verl.tracking.ledger.records import TRAINED, Offset, chained_digest
+from verl.tracking.ledger.records import TRAINED, Offset, chained_digest, content_digest
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ _OFFSET = "step, cursor, num_trained, digest"  # columns of steps
 STATEMENTS = {
     "issue": "INSERT INTO samples (ordinal, sample, attempt, epoch, data_row, prompt, issued_step, split, token_limit) "
     "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-    "generate": "INSERT INTO segments VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+    "generate": "INSERT INTO segments VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, content_digest(?7, ?8), ?11)",
     "score": "UPDATE samples SET scored_step = ?, reward = ?, parts = ?, error = ?, digest = ? "
     "WHERE ordinal = ? AND sample = ? AND attempt = ?",
     "end": "UPDATE samples SET ended_step = ?, fate = ?, uses = ? WHERE ordinal = ? AND sample = ? AND attempt = ?",
@@ -129,6 +129,7 @@ def connect(path: Path) -> sqlite3.Connection:
     WAL; without shared memory, TRUNCATE; without locks too, TRUNCATE without locking, since a run folder has one writer.
     Raises sqlite3.Error."""
     db = _connect_best(path)
+    db.create_function("content_digest", 2, content_digest)
     if _is_format_2(db):
         db.executescript(f"BEGIN; {_UPGRADE} COMMIT;")
     return db

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import struct
 from collections.abc import Callable, Iterable, Sequence
@@ -162,17 +163,23 @@ def issued_prompts(prompts: DataProto, order: Order) -> list[Prompt]:
 
 def segments_of(ordinals: Sequence[int], rows: DataProto, num_known: Callable[[Key], int]) -> list[SegmentRecord]:
     """The segments of the rollout's output after the first `num_known((ordinal, sample))` tokens of each row."""
-    from verl.data_proto.trajectory import trajectory_of
+    from verl.data_proto.trajectory import row_cuts
 
     columns, segments = rows.batch, []
+    names = ("responses", "rollout_log_probs", "response_mask", "token_weight_version")
+    ids, log_probs, sampled, versions = (columns[name].numpy() for name in names)
     samples, ranks = columns["sample_index"].tolist(), columns["rollout_rank"].tolist()
-    reasons = rows.non_tensor_batch["finish_reason"]
-    for i, (ordinal, sample, rank) in enumerate(zip(ordinals, samples, ranks, strict=True)):
-        trajectory = trajectory_of(columns, i, ordinal=ordinal, status=reasons[i])
-        for segment in trajectory.segments_after(num_known((ordinal, sample))):
-            tokens, version = segment.token_ids.astype("<i4"), segment.weight_version
-            facts = (tokens, segment.log_probs, version, str(reasons[i]), rank, segment.source)
-            segments.append(SegmentRecord(ordinal, sample, *facts))
+    reasons, tokens = rows.non_tensor_batch["finish_reason"], ids.astype("<i4")
+    for i, (ordinal, sample, rank, cuts) in enumerate(zip(ordinals, samples, ranks, row_cuts(columns), strict=True)):
+        known = num_known((ordinal, sample))
+        for start, end in itertools.pairwise(cuts):
+            part = slice(max(start, known), end)
+            if part.start < end:
+                is_policy = bool(sampled[i, start])
+                facts = (int(versions[i, start]), str(reasons[i]), rank, POLICY if is_policy else ENVIRONMENT)
+                segments.append(
+                    SegmentRecord(ordinal, sample, tokens[i, part], log_probs[i, part] if is_policy else None, *facts)
+                )
     return segments
 
 

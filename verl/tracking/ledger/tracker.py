@@ -35,7 +35,6 @@ from verl.tracking.ledger.records import (
     SegmentRecord,
     Snapshot,
     chained_digest,
-    content_digest,
 )
 from verl.tracking.ledger.writer import LedgerWriter
 
@@ -133,7 +132,7 @@ class SampleTracker:
             content.add(segment)
             key = (segment.ordinal, segment.sample, self._open[segment.ordinal].attempt, first)
             facts = (step, segment.version, tokens, log_probs, segment.finish_reason, segment.rank)
-            rows.append((*key, *facts, content_digest(tokens, log_probs), segment.source))
+            rows.append((*key, *facts, segment.source))
         self._write("generate", rows)
 
     def score(self, step: int, scores: Sequence[Scored]) -> None:

@@ -52,7 +52,7 @@ class LedgerWriter:
 
     def write(self, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
         """Queue rows for one of STATEMENTS; returns at once unless too many are queued. Any text is accepted."""
-        self._put((statement, [tuple(map(_storable, row)) for row in rows]), "accepted no rows")
+        self._put((statement, rows), "accepted no rows")
 
     def flush(self) -> None:
         """Write everything and sync it to the disk."""
@@ -119,7 +119,7 @@ class LedgerWriter:
         db.execute("BEGIN")
         while isinstance(item, tuple):
             statement, rows = item
-            db.executemany(STATEMENTS[statement], rows)
+            db.executemany(STATEMENTS[statement], (tuple(map(_storable, row)) for row in rows))
             try:
                 item = self._queued.get_nowait()
             except queue.Empty:
