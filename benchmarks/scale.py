@@ -26,7 +26,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -37,6 +36,8 @@ import pyarrow
 import pyarrow.parquet
 
 from benchmarks.runs import assigned
+from verl.page.index import SampleIndex
+from verl.page.pages import Site
 from verl.tracking.files import read_json_rows
 from verl.tracking.ledger.reader import Ledger
 from verl.tracking.ledger.records import Prompt, Scored, SegmentRecord
@@ -56,16 +57,9 @@ Result = TypeVar("Result")
 _RUN_LIMIT_S = 1200.0
 _POLL_S = 0.25
 _ROWS_WRITTEN = 100_000  # at once
-_MAX_LINKS = 60_000  # of a file on ext4
 REWARD = (
     "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return len(solution_str) % 7\n"
 )
-
-
-@dataclass(frozen=True)
-class Start:
-    seconds: float  # to the end of the first step
-    memory_gb: float
 
 
 def write_rows(path: Path, num_rows: int) -> None:
@@ -99,28 +93,18 @@ def overrides(model: Path, folder: Path, rows: Path) -> tuple[str, ...]:
     (folder / "reward.py").write_text(REWARD)
     return assigned(
         {
-            "algorithm.adv_estimator": "grpo",
-            "actor_rollout_ref.model.path": model,
-            "actor_rollout_ref.rollout.n": 2,
-            "actor_rollout_ref.actor.ppo_mini_batch_size": 8,
-            "data.train_files": rows,
-            "data.val_files": "[]",
-            "data.train_batch_size": 8,
-            "data.max_prompt_length": 256,
-            "data.max_response_length": 8,
-            "reward.custom_reward_function.path": folder / "reward.py",
-            "reward.num_workers": 1,
-            "trainer.device": "cpu",
-            "trainer.page.enable": False,
-            "trainer.logger": "[file]",
-            "trainer.val_before_train": False,
+            "algorithm.adv_estimator": "grpo", "actor_rollout_ref.model.path": model, "actor_rollout_ref.rollout.n": 2,
+            "actor_rollout_ref.actor.ppo_mini_batch_size": 8, "data.train_files": rows, "data.val_files": "[]",
+            "data.train_batch_size": 8, "data.max_prompt_length": 256, "data.max_response_length": 8,
+            "reward.custom_reward_function.path": folder / "reward.py", "reward.num_workers": 1, "trainer.device": "cpu",
+            "trainer.page.enable": False, "trainer.logger": "[file]", "trainer.val_before_train": False,
             "trainer.total_training_steps": 2,
         }
-    )
+    )  # fmt: skip
 
 
-def measure(run: Path, changes: Sequence[str], cache: Path) -> Start:
-    """Start `verl train` in the new folder `run`."""
+def measure(run: Path, changes: Sequence[str], cache: Path) -> tuple[float, float]:
+    """Start `verl train` in the new folder `run`: seconds to the end of the first step, GB of memory."""
     command = [sys.executable, "-m", "verl", "train", *changes, f"trainer.default_local_dir={run}"]
     started, memory = time.time(), 0
     with subprocess.Popen(
@@ -134,7 +118,7 @@ def measure(run: Path, changes: Sequence[str], cache: Path) -> Start:
     if process.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}")
     lines = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
-    return Start(next(line["time"] for line in lines if line["step"] == 1) - started, memory / 1e9)
+    return next(line["time"] for line in lines if line["step"] == 1) - started, memory / 1e9
 
 
 def _shared_bytes(pid: int) -> int:
@@ -179,10 +163,10 @@ def measure_starts(sizes: Sequence[int], folder: Path) -> None:
             changes = (*overrides(model, folder, folder / f"{size}.parquet"), *keys)
             for attempt in ("first start", "second start"):
                 run = folder / f"{size}{mode}-{attempt}".replace(" ", "-")
-                start = measure(run, changes, folder / f"cache-{size}-{len(mode)}")
-                seconds.setdefault(f"seconds to the first step, {attempt}{mode}", []).append(start.seconds)
-                memory.setdefault(f"memory (GB), {attempt}{mode}", []).append(start.memory_gb)
-                print(f"{size:,} rows, {attempt}{mode}: {start.seconds:.1f} s, {start.memory_gb:.2f} GB", flush=True)
+                start_s, memory_gb = measure(run, changes, folder / f"cache-{size}-{len(mode)}")
+                seconds.setdefault(f"seconds to the first step, {attempt}{mode}", []).append(start_s)
+                memory.setdefault(f"memory (GB), {attempt}{mode}", []).append(memory_gb)
+                print(f"{size:,} rows, {attempt}{mode}: {start_s:.1f} s, {memory_gb:.2f} GB", flush=True)
         print(table(sizes, seconds | memory), flush=True)
 
 
@@ -224,7 +208,6 @@ def measure_ledger(sizes: Sequence[int], folder: Path) -> None:
 def measure_steps(sizes: Sequence[int], folder: Path) -> None:
     """Runs of many steps: records of the second step of a tiny run, repeated. A resume removes the last step."""
     from verl.models.tiny import make_tiny_model
-    from verl.page.pages import Site
 
     write_rows(folder / "rows.parquet", 100)
     measure(folder / "run", overrides(make_tiny_model(folder / "model"), folder, folder / "rows.parquet"), folder)
@@ -237,7 +220,7 @@ def measure_steps(sizes: Sequence[int], folder: Path) -> None:
         for name in ("metrics.jsonl", "timeline.jsonl", "spans.jsonl"):
             repeat_step(folder / "run" / name, run / name, size)
         num_bytes = sum(file.stat().st_size for file in run.iterdir())
-        link_samples(folder / "run", run, size)
+        link_samples(folder / "run" / "samples" / "train" / "step_000002.jsonl", run, size)
 
         def page(run: Path = run) -> str:
             site = Site([run], cache=run)
@@ -267,53 +250,32 @@ def measure_checkpoints(sizes: Sequence[int], folder: Path) -> None:
     from verl.engines.api import EngineState
 
     block, costs = torch.rand(_BLOCK), dict[str, list[float]]()
+    buffer = memoryview(block.numpy()).cast("B")
     for size in sizes:
-        names = [f"w{i}" for i in range(size // _BLOCK)]
+        names, store = [f"w{i}" for i in range(size // _BLOCK)], CheckpointStore(folder / str(size))
         moments = {f"{moment}.{name}": block for moment in ("exp_avg", "exp_avg_sq") for name in names}
-        state = EngineState(dict.fromkeys(names, block), moments, {})
-        store, num_bytes = CheckpointStore(folder / str(size)), 12 * size
-        row = disk_rates(folder / "plain", num_bytes)
-        writer = RoleCheckpoint(state, lambda _: None)
-        row["save GB/s"] = num_bytes / 1e9 / timed(lambda: store.save(1, {"actor": writer}, {}))[0]  # noqa: B023
-        forget(*store.root.rglob("*.safetensors"))
-        found_s, path = timed(store.find)
-        assert path is not None
-        row["verified load GB/s"] = num_bytes / 1e9 / (found_s + timed(lambda: store.load(path))[0])  # noqa: B023
-        shutil.rmtree(store.root)
-        for name, rate in row.items():
-            costs.setdefault(name, []).append(rate)
-        print(f"{size:,} parameters: {row}", flush=True)
-    print(table(sizes, costs), flush=True)
-
-
-def disk_rates(path: Path, num_bytes: int) -> dict[str, float]:
-    """GB/s of writing a new file and of reading it, without a cache."""
-    chunk, count = memoryview(os.urandom(8 << 20)), num_bytes // (8 << 20)
-
-    def write() -> None:
-        with path.open("wb", buffering=0) as file:
-            for _ in range(count):
-                file.write(chunk)
-            os.fsync(file.fileno())
-
-    def read() -> None:
-        buffer = bytearray(8 << 20)
-        with path.open("rb", buffering=0) as file:
-            while file.readinto(buffer):
-                pass
-
-    written_s, _ = timed(write)
-    forget(path)
-    read_s, _ = timed(read)
-    path.unlink()
-    return {"disk, write GB/s": num_bytes / 1e9 / written_s, "disk, read GB/s": num_bytes / 1e9 / read_s}
-
-
-def forget(*files: Path) -> None:
-    """Take files out of the page cache."""
-    for path in files:
-        with path.open("rb") as file:
+        writer = RoleCheckpoint(EngineState(dict.fromkeys(names, block), moments, {}), lambda _: None)
+        with (folder / "plain").open("wb+", buffering=0) as file:
+            work = lambda file=file, moments=moments: [file.write(buffer) for _ in range(len(moments) * 3 // 2)]  # noqa: E731
+            written_s = timed(work)[0] + timed(partial(os.fsync, file.fileno()))[0]
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            read_s, _ = timed(lambda file=file: [None for _ in iter(lambda: file.readinto(buffer), 0)])
+        saved_s, _ = timed(partial(store.save, 1, {"actor": writer}, {}))
+        for path in store.root.rglob("*.safetensors"):
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        loaded_s, _ = timed(lambda store=store: store.load(store.find()))
+        shutil.rmtree(store.root)
+        row = {
+            "GB/s, disk written": written_s,
+            "GB/s, disk read": read_s,
+            "GB/s, save": saved_s,
+            "GB/s, load": loaded_s,
+        }
+        for name, seconds in row.items():
+            costs.setdefault(name, []).append(12e-9 * size / seconds)
+    print(table(sizes, costs), flush=True)
 
 
 def repeat_step(source: Path, target: Path, num_steps: int) -> None:
@@ -325,28 +287,17 @@ def repeat_step(source: Path, target: Path, num_steps: int) -> None:
 
 
 def link_samples(source: Path, run: Path, num_steps: int) -> None:
-    """A file of samples for each step, as links to a few copies of one; all of them indexed, without their samples."""
-    from verl.page.index import SampleIndex
-
-    train = run / "samples" / "train"
+    """A file of samples for each step, as links to one; all of them indexed, without their samples."""
+    index, train, status = SampleIndex(run, run), run / "samples" / "train", source.stat()
     train.mkdir(parents=True)
-    index = SampleIndex(run, run)
-    with contextlib.closing(index.db) as db:
-        for first in range(1, num_steps + 1, _MAX_LINKS):
-            last = min(first + _MAX_LINKS - 1, num_steps)
-            copy = run / f"samples_{first}.jsonl"
-            shutil.copy(source / "samples" / "train" / "step_000002.jsonl", copy)
-            for step in range(first, last + 1):
-                os.link(copy, train / f"step_{step:06d}.jsonl")
-            status = copy.stat()
-            db.execute(
-                "INSERT INTO files (split, step, stamp, complete, rows, damaged, mean, low, high, group_spread, "
-                "without_signal) "
-                "WITH RECURSIVE steps(step) AS (SELECT ? UNION ALL SELECT step + 1 FROM steps WHERE step < ?) "
-                "SELECT 'train', step, ?, 1, 10, 0, 0.5, 0.2, 0.8, 0.1, 0.3 FROM steps",
-                (first, last, f"{status.st_mtime_ns}-{status.st_size}-{status.st_ino}"),
-            )
-        index.update()
+    for step in range(1, num_steps + 1):
+        os.symlink(source, train / f"step_{step:06d}.jsonl")
+    index.db.execute(
+        "INSERT INTO files (split, step, stamp, complete, rows, mean, low, high) WITH RECURSIVE n(step) AS "
+        "(SELECT 1 UNION ALL SELECT step + 1 FROM n WHERE step < ?) SELECT 'train', step, ?, 1, 10, 0.5, 0.2, 0.8 FROM n",
+        (num_steps, f"{status.st_mtime_ns}-{status.st_size}-{status.st_ino}"),
+    )
+    index.update()
 
 
 def timed(work: Callable[[], Result]) -> tuple[float, Result]:
@@ -372,21 +323,17 @@ def record_step(tracker: SampleTracker) -> None:
 
 
 def main() -> None:
+    modes = {
+        "ledger": (measure_ledger, SAMPLES),
+        "steps": (measure_steps, STEPS),
+        "checkpoints": (measure_checkpoints, PARAMETERS),
+    }
     parser = argparse.ArgumentParser(description="Cost of a run against its size.")
     parser.add_argument("--sizes", help="numbers of rows or samples, in increasing order")
-    parser.add_argument("--ledger", action="store_true")
-    parser.add_argument("--steps", action="store_true")
-    parser.add_argument("--checkpoints", action="store_true")
+    for mode in modes:
+        parser.add_argument(f"--{mode}", action="store_true")
     arguments = parser.parse_args()
-    work, sizes = (
-        (measure_ledger, SAMPLES)
-        if arguments.ledger
-        else (measure_steps, STEPS)
-        if arguments.steps
-        else (measure_checkpoints, PARAMETERS)
-        if arguments.checkpoints
-        else (measure_starts, SIZES)
-    )
+    work, sizes = next((modes[name] for name in modes if getattr(arguments, name)), (measure_starts, SIZES))
     if arguments.sizes:
         sizes = tuple(int(size) for size in arguments.sizes.split(","))
     with tempfile.TemporaryDirectory() as folder:
