@@ -67,9 +67,9 @@ def data_metrics(
             metrics |= _spread(f"critic/{name}", columns[column].sum(dim=-1)[rows.scored])
     for name in ("advantages", "returns"):
         if name in columns.keys():
-            metrics |= _spread(f"critic/{name}", columns[name][mask])
+            metrics |= _spread(f"critic/{name}", chosen_values(columns[name], mask))
     if {"values", "returns"} <= set(columns.keys()) if use_critic is None else use_critic:
-        values, returns = columns["values"][mask], columns["returns"][mask]
+        values, returns = chosen_values(columns["values"], mask), chosen_values(columns["returns"], mask)
         metrics |= _spread("critic/values", values)
         # 1: the critic knows the returns; 0: it knows no more than their mean
         unexplained = (returns - values).var(correction=0) / (returns.var(correction=0) + 1e-5)
@@ -146,12 +146,18 @@ def _lengths(batch: DataProto) -> tuple[torch.Tensor, torch.Tensor]:
     return attention[:, :-width].sum(dim=-1), attention[:, -width:].sum(dim=-1)
 
 
+def chosen_values(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """`values[mask]`; of float32 on the CPU by numpy, which takes a third of torch's time."""
+    if not values.is_cpu or values.dtype not in (torch.float32, torch.float64):
+        return values[mask]
+    return torch.from_numpy(values.detach().numpy()[mask.numpy()])
+
+
 def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
     if values.numel() == 0:
         return {}
-    values = values.double()
     return {
-        f"{name}/mean": float(values.mean()),
+        f"{name}/mean": float(values.mean(dtype=torch.float64)),
         f"{name}/max": float(values.max()),
         f"{name}/min": float(values.min()),
     }

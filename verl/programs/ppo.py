@@ -29,7 +29,7 @@ from verl.algorithms.correction import require_fresh, rollout_correction, rollou
 from verl.algorithms.filters import pf_ppo_indices
 from verl.algorithms.kl import apply_kl_penalty
 from verl.config import PPOConfig
-from verl.data_proto.batch_metrics import scored_rows
+from verl.data_proto.batch_metrics import chosen_values, scored_rows
 from verl.data_proto.future import Future
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
@@ -105,7 +105,7 @@ class PPO(PPOProgram):
             outputs |= {"sum_pi_squared": "sum_pi_squared"} if self.needs.sum_pi_squared else {}
             with self.spans("old_log_prob"):
                 batch.union(self.actor.forward(batch, outputs).get())
-            entropy = batch.batch["entropys"][batch.batch["response_mask"]]
+            entropy = chosen_values(batch.batch["entropys"], batch.batch["response_mask"])
             result.metrics["actor/entropy"] = Metric.mean(entropy.mean(), weight=entropy.numel())
         elif self.old_log_probs == "rollout":
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"].clone()
@@ -168,7 +168,7 @@ class PPO(PPOProgram):
         if correction.weights is not None:
             columns["rollout_is_weights"] = correction.weights
         columns["response_mask"] = correction.response_mask
-        return {**correction.metrics, **rollout_gap_metrics(old[mask], sampled[mask])}
+        return {**correction.metrics, **rollout_gap_metrics(chosen_values(old, mask), chosen_values(sampled, mask))}
 
     def update(self, result: StepBatch, step: int) -> None:
         """The only phase that changes weights; the sampler carries the next version when it ends. Actor and critic train at
