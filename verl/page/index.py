@@ -336,12 +336,20 @@ class SampleIndex:
 
     def statistics(self) -> dict[str, list[sqlite3.Row]]:
         """split -> the rows of its indexed files, by step; of many files evenly spaced ones and the newest."""
+        state = (
+            *self.rows("PRAGMA data_version")[0],
+            self.db.total_changes,
+        )  # changes of others, and of this connection
+        known: tuple[object, dict[str, list[sqlite3.Row]]] = getattr(self._local, "statistics", (None, {}))
+        if known[0] == state:
+            return known[1]
         by_split: dict[str, list[sqlite3.Row]] = {}
         num, newest = self.rows("SELECT count(*), max(step) FROM files")[0]
         every = 1 + num // _SHOWN_FILES
         query = "SELECT * FROM files WHERE step % ? = 0 OR step > ? ORDER BY split, step"
         for row in self.rows(query, every, (newest or 0) - _NEWEST_STEPS):
             by_split.setdefault(row["split"], []).append(row)
+        self._local.statistics = (state, by_split)
         return by_split
 
 

@@ -192,7 +192,7 @@ class RunFolder:
     def read_config(self) -> Mapping[str, Any]:
         """The config of the run as plain mappings; empty without a readable file."""
         try:
-            config = yaml.load(read_text(self.root / "config.yaml", _MAX_CONFIG_BYTES), _LOADER)
+            config = _LOADER(read_text(self.root / "config.yaml", _MAX_CONFIG_BYTES)).get_single_data()
         except (OSError, ValueError, RecursionError, yaml.YAMLError):
             return {}
         return config if isinstance(config, Mapping) else {}
