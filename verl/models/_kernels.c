@@ -31,6 +31,27 @@ static const float HIDDEN[32] = {[16] = H, H, H, H, H, H, H, H, H, H, H, H, H, H
 #define WIDTH 8
 #include "_all_kernels.h"
 
+#if defined(__clang__) ? __clang_major__ >= 9 : __GNUC__ >= 10
+#define ISA avx512_bf16
+#define TARGET __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512bf16")))
+#define WIDTH 16
+#define HAS_PAIRS 1
+#include "_bf16_kernels.h"
+#define HAVE_BF16 1
+#endif
+
+/* The kernels for bfloat16 that go with the sampler's (see rollout/cpu/decoder.c), or NULL */
+const struct kernels *bf16_kernels_for(const char *name)
+{
+#ifdef HAVE_BF16
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512bf16") && (name ? !strcmp(name, "avx512_bf16") : __builtin_cpu_is("amd")))
+        return &kernels_avx512_bf16;
+#endif
+    (void)name;
+    return 0;
+}
+
 /* The kernels of instruction set `name`; NULL where the processor lacks them. For NULL those of AVX-512 on AMD's processors
  * (4% of a fine-tuning step faster than AVX2's, Zen 5), else AVX2's: on Intel's, AVX-512 has not been timed. */
 const struct kernels *kernels_for(const char *name)
@@ -62,6 +83,13 @@ static int64_t lay_out(struct work *w, const struct call *c, int backward, int64
 #define TAKE(field, floats) w->field = from + used, used += round_up(floats, 16) + 16
 #define OWN(field, floats) w->field = from + used + thread * (round_up(floats, 16) + 16), used += c->threads * (round_up(floats, 16) + 16)
     TAKE(keys_across, packed);
+    if (c->bf16) { /* keys_across holds values too */
+        const int64_t rows = tile_tokens(c) * (c->num_heads / c->num_kv_heads);
+        OWN(q, rows * padded);
+        OWN(scores, rows * scores_stride(c));
+        OWN(out, rows * padded);
+        return used;
+    }
     OWN(q, QUERIES * padded);
     OWN(scores, QUERIES * ROW);
     if (backward) {
@@ -91,9 +119,9 @@ static void attention_job(struct team *team, int thread)
     for (int64_t task; (task = atomic_fetch_add(&team->next, 1)) < c->num_ranges * c->num_kv_heads;)
         j->kernels->pack(c, &w, j->backward, task / c->num_kv_heads, task % c->num_kv_heads);
     barrier(team);
-    const int64_t parts = j->backward ? c->num_groups : c->num_segments;
-    for (int64_t task; (task = atomic_fetch_add(&team->next, 1)) < parts * c->num_heads;)
-        (j->backward ? j->kernels->backward : j->kernels->forward)(c, &w, task / c->num_heads, task % c->num_heads);
+    const int64_t parts = j->backward ? c->num_groups : c->num_segments, heads = c->bf16 ? c->num_kv_heads : c->num_heads;
+    for (int64_t task; (task = atomic_fetch_add(&team->next, 1)) < parts * heads;)
+        (j->backward ? j->kernels->backward : j->kernels->forward)(c, &w, task / heads, task % heads);
     if (!j->backward)
         return;
     barrier(team);
@@ -145,5 +173,6 @@ void rows_run(const struct kernels *k, int operation, const struct rows *r)
 #else
 
 const void *kernels_for(const char *name) { (void)name; return 0; }
+const void *bf16_kernels_for(const char *name) { (void)name; return 0; }
 
 #endif

@@ -10,6 +10,8 @@ enum { KEYS = 256 };            /* of a block; a multiple of PAD */
 enum { PAD = 32 };              /* packed keys of a range are padded to a multiple of this, and so is head_dim */
 enum { ROW = KEYS + PAD };      /* floats between two queries of a block of scores; not a power of two */
 
+enum { BLOCK = 16, FLOATS = 0, WIDENED = 1, PAIRS = 2 }; /* of rollout/cpu/decoder.h, for bfloat16 */
+
 /* [tokens][heads][head_dim] floats somewhere; strides in floats, that of head_dim is 1 */
 struct heads {
     float *data;
@@ -27,8 +29,9 @@ struct segment {
 };
 
 /* Segments of one group share keys and are computed one after the other. */
-struct call {
+struct call { /* longest: tokens of a segment, in bfloat16 with its prefix */
     int64_t num_heads, num_kv_heads, head_dim, tokens, longest, packed_rows, num_ranges, num_segments, num_groups, threads;
+    int64_t bf16;               /* q, k, v and out are bfloat16, strides too are in elements; there is no backward */
     float scale;
     const struct range *ranges;
     const struct segment *segments;
@@ -50,13 +53,14 @@ struct work {
 };
 
 enum { ROWS = 32 };             /* at a time */
-enum { RMS_NORM, RMS_NORM_BACKWARD, SWIGLU, SWIGLU_BACKWARD, ROTATE, NUM_OPERATIONS };
+enum { RMS_NORM, RMS_NORM_BACKWARD, SWIGLU, SWIGLU_BACKWARD, ROTATE, INVERSE_RMS, NUM_OPERATIONS };
 
-/* An operation on `count` rows, see _pointwise_kernels.h. */
+/* An operation on `count` rows, see _pointwise_kernels.h and _bf16_kernels.h. */
 struct rows {
     int64_t count, columns, heads, stride, threads; /* stride: of rows of heads */
     float *x, *out, *sums;      /* sums: [count / ROWS][columns], then one more row for the sum of all; or NULL */
     const float *d_y, *weight, *scale;
+    float eps;
 };
 
 /* The kernels of one instruction set. */
@@ -72,5 +76,9 @@ struct kernels {
 static inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 static inline int64_t at_least(int64_t n, int64_t low) { return n > low ? n : low; }
 static inline int64_t at_most(int64_t n, int64_t high) { return n < high ? n : high; }
+
+/* In bfloat16: the tokens of a tile of queries, and the floats between the scores of two queries */
+static inline int64_t tile_tokens(const struct call *c) { return at_least((c->longest > 4096 ? 8 : 32) / (c->num_heads / c->num_kv_heads), 1); }
+static inline int64_t scores_stride(const struct call *c) { return round_up(c->longest, 16) + 48; }
 
 #endif

@@ -1,7 +1,7 @@
 """The compiled kernels of a training step (_kernels.c): float32 on x86 processors, loaded with ctypes.
 
 Sums have one order: results do not depend on the number of threads. Without the library torch computes the same, rounded
-otherwise.
+otherwise. In bfloat16, on processors whose matmuls read pairs, the forward has the sampler's arithmetic (_bf16_kernels.h).
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from pathlib import Path
 import torch
 
 from verl.parallel.compiled import choose_kernels, open_library
+from verl.parallel.device import native_bf16
 
-RMS_NORM, RMS_NORM_BACKWARD, SWIGLU, SWIGLU_BACKWARD, ROTATE = range(5)  # operations on rows
+RMS_NORM, RMS_NORM_BACKWARD, SWIGLU, SWIGLU_BACKWARD, ROTATE, INVERSE_RMS = range(6)  # operations on rows
+_CPU = torch.device("cpu")
 _ROWS = 32  # of _kernels.h
 _SHARE = 1 << 15  # elements that are worth waking a thread for
 
@@ -27,7 +29,7 @@ class Heads(Structure):
 class AttentionCall(Structure):
     _fields_ = (
         [(name, c_int64) for name in ("num_heads", "num_kv_heads", "head_dim", "tokens", "longest", "packed_rows")]
-        + [(name, c_int64) for name in ("num_ranges", "num_segments", "num_groups", "threads")]
+        + [(name, c_int64) for name in ("num_ranges", "num_segments", "num_groups", "threads", "bf16")]
         + [("scale", c_float)]
         + [(name, c_void_p) for name in ("ranges", "segments", "groups")]
         + [(name, Heads) for name in ("q", "k", "v", "out", "d_out", "dq", "dk", "dv")]
@@ -36,15 +38,23 @@ class AttentionCall(Structure):
 
 
 class RowOperation(Structure):
-    _fields_ = [(name, c_int64) for name in ("count", "columns", "heads", "stride", "threads")] + [
-        (name, c_void_p) for name in ("x", "out", "sums", "d_y", "weight", "scale")
-    ]
+    _fields_ = (
+        [(name, c_int64) for name in ("count", "columns", "heads", "stride", "threads")]
+        + [(name, c_void_p) for name in ("x", "out", "sums", "d_y", "weight", "scale")]
+        + [("eps", c_float)]
+    )
 
 
 def usable(*tensors: torch.Tensor) -> bool:
     """Whether compiled kernels compute with `tensors`. Raises ConfigError for a VERL_CPU_ISA that cannot be had."""
     plain = all(x.device.type == "cpu" and x.dtype == torch.float32 for x in tensors)
     return plain and _chosen() is not None
+
+
+def usable_bf16(*tensors: torch.Tensor) -> bool:
+    """Whether compiled kernels compute the forward of `tensors` in bfloat16, to the sampler's bits."""
+    plain = all(x.device.type == "cpu" and x.dtype == torch.bfloat16 for x in tensors)
+    return plain and _chosen_bf16() is not None
 
 
 def num_threads(elements: int) -> int:
@@ -58,7 +68,7 @@ def run_attention(call: AttentionCall, backward: bool) -> None:
     assert library is not None
     work = torch.empty(library.attention_workspace(call, backward) + 16)
     call.work = work.data_ptr() + -work.data_ptr() % 64
-    library.attention_run(_chosen(), call, backward)
+    library.attention_run(_chosen_bf16() if call.bf16 else _chosen(), call, backward)
 
 
 def run_rows(
@@ -70,9 +80,10 @@ def run_rows(
     d_y: torch.Tensor | None = None,
     weight: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
+    eps: float = 0.0,
     sums: bool = False,
 ) -> torch.Tensor | None:
-    """An operation of _pointwise_kernels.h on the rows of `x`; with `sums` the sum over its rows [columns]. All but `x` are
+    """An operation of _pointwise_kernels.h, or in bfloat16 of _bf16_kernels.h, on the rows of `x`; with `sums` the sum over its rows [columns]. All but `x` are
     contiguous; heads of `x` [rows, heads, columns] are adjacent."""
     library = _library()
     assert library is not None
@@ -80,14 +91,24 @@ def run_rows(
     parts = torch.empty(-(-count // _ROWS) + 1, columns) if sums else None
     rows = RowOperation(
         count, columns, x.shape[1], x.stride(0), num_threads(count * columns * (x.shape[1] if x.dim() == 3 else 1)),
-        *(None if t is None else t.data_ptr() for t in (x, out, parts, d_y, weight, scale)),
+        *(None if t is None else t.data_ptr() for t in (x, out, parts, d_y, weight, scale)), eps,
     )  # fmt: skip
-    library.rows_run(_chosen(), operation, rows)
+    library.rows_run(_chosen_bf16() if x.dtype == torch.bfloat16 else _chosen(), operation, rows)
     return None if parts is None else parts[-1]
 
 
 def _chosen() -> int | None:
     return choose_kernels(_kernels, _library() is not None)
+
+
+def _chosen_bf16() -> int | None:
+    return choose_kernels(_bf16_kernels, _library() is not None) if native_bf16(_CPU) else None
+
+
+@functools.cache
+def _bf16_kernels(name: str | None) -> int | None:
+    library = _library()
+    return None if library is None else library.bf16_kernels_for(None if name is None else name.encode())
 
 
 @functools.cache
@@ -105,7 +126,8 @@ def _library() -> ctypes.CDLL | None:
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    library.kernels_for.restype, library.kernels_for.argtypes = c_void_p, [c_char_p]
+    for find in (library.kernels_for, library.bf16_kernels_for):
+        find.restype, find.argtypes = c_void_p, [c_char_p]
     if hasattr(library, "attention_run"):  # else compiled for a processor without kernels
         library.attention_workspace.restype = c_int64
         library.attention_workspace.argtypes = [POINTER(AttentionCall), c_int]

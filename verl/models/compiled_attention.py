@@ -33,6 +33,7 @@ class CompiledPlan:
             own, *prefix = (known[r] for r in ranges)
             indices.append((s.start, s.length, own, prefix[0] if prefix else -1))
         self.longest = max((s.length for s in present), default=0)
+        self.longest_seen = max((s.prefix_length + s.length for s in present), default=0)
         self.ranges = torch.tensor(rows, dtype=torch.int64).view(-1, 3)
         self.segments = torch.tensor(indices, dtype=torch.int64).view(-1, 4)
         self.groups = torch.tensor([0, *map(len, groups)], dtype=torch.int64).cumsum(0)
@@ -94,12 +95,15 @@ def compiled_attention_backward(
 def _run(plan: CompiledPlan, scale: float, lse: torch.Tensor, *, backward: bool, **tensors: torch.Tensor) -> None:
     written = [tensors[name] for name in ("dq", "dk", "dv")] if backward else [tensors["out"]]
     assert all(x.stride(-1) == 1 for x in written)
-    assert all(x.dtype == torch.float32 for x in (*tensors.values(), lse))
+    dtype = tensors["q"].dtype
+    assert lse.dtype == torch.float32
+    assert all(x.dtype == dtype for x in tensors.values())
     read = {name: x if x.stride(-1) == 1 else x.contiguous() for name, x in tensors.items()}
     _, num_heads, tokens, head_dim = read["q"].shape
     call = AttentionCall(
-        num_heads, read["k"].shape[1], head_dim, tokens, plan.longest, plan.packed_rows, len(plan.ranges),
-        len(plan.segments), len(plan.groups) - 1, num_threads(read["q"].numel()), scale,
+        num_heads, read["k"].shape[1], head_dim, tokens, plan.longest_seen if dtype == torch.bfloat16 else plan.longest,
+        plan.packed_rows, len(plan.ranges), len(plan.segments), len(plan.groups) - 1, num_threads(read["q"].numel()),
+        dtype == torch.bfloat16, scale,
         plan.ranges.data_ptr(), plan.segments.data_ptr(), plan.groups.data_ptr(), lse=lse.data_ptr(),
         **{name: Heads(x.data_ptr(), x.stride(2), x.stride(1)) for name, x in read.items()},
     )  # fmt: skip

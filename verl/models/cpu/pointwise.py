@@ -29,6 +29,11 @@ def _blocks(x: torch.Tensor) -> Iterator[slice]:
 
 def inverse_rms(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     """1 / sqrt(mean(x^2) + norm.eps) over the last axis, which is kept; float32 or wider."""
+    if compiled.usable_bf16(x):
+        rows = x.reshape(-1, x.shape[-1])
+        out = torch.empty(*x.shape[:-1], 1)
+        compiled.run_rows(compiled.INVERSE_RMS, rows, out, columns=x.shape[-1], eps=norm.eps)
+        return out
     wide = torch.promote_types(x.dtype, torch.float32)
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
     return length.square_().div_(x.shape[-1]).add_(norm.eps).rsqrt_()
@@ -40,6 +45,10 @@ def rms_norm(x: torch.Tensor, norm: Norm, scale: torch.Tensor) -> torch.Tensor:
     if x.dim() == 2 and x.is_contiguous() and compiled.usable(x, scale, weight):
         out = torch.empty(x.shape)
         compiled.run_rows(compiled.RMS_NORM, x, out, columns=x.shape[1], weight=weight, scale=scale)
+        return out
+    if compiled.usable_bf16(x, weight):
+        rows, out = x.reshape(-1, x.shape[-1]), torch.empty(x.shape, dtype=x.dtype)
+        compiled.run_rows(compiled.RMS_NORM, rows, out, columns=x.shape[-1], weight=weight, scale=scale)
         return out
     if x.dtype == scale.dtype:
         return torch.mul(x, scale).mul_(norm.weight)
@@ -105,7 +114,7 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up [tokens, features], for both back to back [tokens, 2 features]."""
     gate, up = gate_up.chunk(2, dim=1)
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    if gate_up.is_contiguous() and compiled.usable(gate_up):
+    if gate_up.is_contiguous() and (compiled.usable(gate_up) or compiled.usable_bf16(gate_up)):
         compiled.run_rows(compiled.SWIGLU, gate_up, out, columns=gate.shape[1])
         return out
     for part in _blocks(gate_up):

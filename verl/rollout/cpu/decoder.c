@@ -154,7 +154,9 @@ static void end_stage(struct forward *f, struct team *team, int thread, int stag
 
 static void multiply(const struct forward *f, const struct team *team, int thread, struct gemm g, int64_t inputs, int64_t outputs)
 {
+    const struct model *m = f->model;
     g.kind = f->kind;
+    g.block = inputs == m->hidden ? m->hidden_block : inputs == m->heads * m->head_dim ? m->heads_block : inputs == m->inner ? m->inner_block : 0;
     g.steps = g.kind == FLOATS ? inputs : (inputs + 1) / 2;
     g.panels = round_up(outputs, f->kernels->panel) / f->kernels->panel;
     int64_t units = g.panels * ((g.rows + f->kernels->tile_rows - 1) / f->kernels->tile_rows);
@@ -387,9 +389,9 @@ static void product_job(struct team *team, int thread)
 }
 
 void decoder_product(const struct kernels *k, int kind, const char *x, int64_t x_stride, const char *weights, float *out, int64_t rows, int64_t outputs,
-                     int64_t inputs, int64_t threads)
+                     int64_t inputs, int64_t block, int64_t threads)
 {
-    struct product p = {k, {.kind = kind, .a = x, .a_stride = x_stride, .b = weights, .out = out, .rows = rows}, 0};
+    struct product p = {k, {.kind = kind, .block = block, .a = x, .a_stride = x_stride, .b = weights, .out = out, .rows = rows}, 0};
     p.g.steps = kind == FLOATS ? inputs : (inputs + 1) / 2;
     p.g.panels = round_up(outputs, k->panel) / k->panel;
     p.g.out_stride = p.g.panels * k->panel;

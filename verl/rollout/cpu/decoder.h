@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-enum { REVISION = 2 };          /* counts up when a structure changes */
+enum { REVISION = 3 };          /* counts up when a structure changes */
 enum { BLOCK = 16 };            /* tokens of a block of stored keys and values */
 enum { CHUNK = 256 };           /* tokens that pass together from one matrix product to the next */
 enum { MAX_HEAD_DIM = 256 };
@@ -24,6 +24,7 @@ struct layer {
 
 struct model {
     int64_t layers, hidden, heads, kv_heads, head_dim, inner, vocab;
+    int64_t hidden_block, heads_block, inner_block; /* of products with so many inputs, see struct gemm */
     int64_t bf16, kind; /* bf16: weights and roundings, else float32; kind: FLOATS, WIDENED or PAIRS */
     float scale, final_eps;
     const struct layer *layer;
@@ -73,6 +74,7 @@ struct gemm {
     float *out;
     int64_t out_stride;     /* floats */
     int64_t rows, steps, panels;
+    int64_t block;          /* pairs: steps whose sum begins at zero, 0 for all */
 };
 
 struct norm {

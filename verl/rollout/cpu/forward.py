@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from verl.models.cpu.weights import DenseDecoder, DenseLayer, Norm, Projection
 from verl.models.vision import ImageFeatures
 from verl.rollout.cpu.adapters import AdapterRuns, PackedAdapter
-from verl.rollout.cpu.library import MAX_HEAD_DIM, STAGES, Kernels, Layer, Model, Step, buffer
+from verl.rollout.cpu.library import MAX_HEAD_DIM, PAIRS, STAGES, Kernels, Layer, Model, Step, buffer
 from verl.rollout.cpu.store import Shape
 from verl.rollout.cpu.tokens import DecodeTiles, StepTokens
 from verl.rollout.native.adapters import ArrangedAdapters, TokenAdapters
@@ -58,6 +58,9 @@ class CpuForward:
             head_dim=decoder.head_dim,
             inner=decoder.layers[0].down.weight.shape[1],
             vocab=vocab,
+            hidden_block=self._sum_block(hidden),
+            heads_block=self._sum_block(decoder.layers[0].o.weight.shape[1]),
+            inner_block=self._sum_block(decoder.layers[0].down.weight.shape[1]),
             bf16=self.dtype == torch.bfloat16,
             kind=kernels.kind(self.dtype),
             scale=decoder.scale,
@@ -151,6 +154,10 @@ class CpuForward:
             self._work = buffer(needed)
         step.work = self._work.data_ptr()
         self._kernels.forward(model, step)
+
+    def _sum_block(self, inputs: int) -> int:
+        is_paired = self._kernels.kind(self.dtype) == PAIRS
+        return (self._kernels.sum_block(inputs) or 0) if is_paired else 0
 
     def _layer(self, layer: DenseLayer) -> Layer:
         q_norm, k_norm = layer.q_norm, layer.k_norm

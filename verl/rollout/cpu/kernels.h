@@ -2,75 +2,25 @@
    A result depends on its own row only: sums run in one order over inputs, over keys and over the vocabulary, whatever the
    number of rows, the place in a tile, or the store that holds a key. */
 
-#include "../../parallel/simd.h"
+#include "../../models/_shared_kernels.h"
 
 #if WIDTH == 16
 #define MR 8
-#define QR 8
-#define WIDE_DV 4
 #else
 #define MR 4
-#define QR 4
-#define WIDE_DV 2
 #endif
 #define NR (3 * WIDTH)
-#define PER_BLOCK (BLOCK / WIDTH)
-#define VECTOR ((int64_t)4 * WIDTH) /* bytes */
-
-INLINE vf NAME(round_if)(vf x, int bf16) { return bf16 ? NAME(rounded)(x) : x; }
-INLINE float NAME(round_one)(float x, int bf16)
-{
-    uint32_t bits;
-    if (!bf16)
-        return x;
-    __builtin_memcpy(&bits, &x, 4);
-    bits = x != x ? 0x7fc00000u : (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u;
-    __builtin_memcpy(&x, &bits, 4);
-    return x;
-}
-INLINE void NAME(put_one)(char *row, int64_t i, float x, int kind)
-{
-    uint32_t bits;
-    __builtin_memcpy(&bits, &x, 4);
-    if (kind == PAIRS)
-        ((uint16_t *)row)[i] = (uint16_t)(bits >> 16);
-    else
-        ((float *)row)[i] = x;
-}
-INLINE void NAME(put)(char *row, int64_t i, vf x, int kind) /* x is rounded already */
-{
-    if (kind == PAIRS)
-        NAME(store_bf16)(row + 2 * i, x);
-    else
-        v_store((float *)row + i, x);
-}
-/* acc + two products of bfloat16 values, or one product of floats; w holds weights or keys, a points at activations */
-INLINE vf NAME(pair)(vf acc, vi w, const char *a, int kind)
-{
-#if HAS_PAIRS
-    if (kind == PAIRS) {
-        int both;
-        __builtin_memcpy(&both, a, 4);
-        return _mm512_dpbf16_ps(acc, (__m512bh)w, (__m512bh)_mm512_set1_epi32(both));
-    }
-#endif
-    const float *value = (const float *)a;
-    if (kind == FLOATS)
-        return v_fma(v_float(w), v_set(value[0]), acc);
-    acc = v_fma(v_even(w), v_set(value[0]), acc);
-    return v_fma(v_odd(w), v_set(value[1]), acc);
-}
 
 /* -- matrix products -- */
 
-INLINE void NAME(tile)(const int rows, const int kind, const int ahead, const struct gemm *g, const char *a, const char *b,
-                       const char *next, vf acc[MR][3])
+INLINE void NAME(tile_steps)(const int rows, const int kind, const int ahead, int64_t steps, const int64_t stride, const char *a,
+                             const char *b, const char *next, vf acc[MR][3])
 {
-    const int64_t stride = g->a_stride, a_step = kind == WIDENED ? 8 : 4;
+    const int64_t a_step = kind == WIDENED ? 8 : 4;
 #pragma GCC unroll 8
     for (int i = 0; i < rows; i++)
         acc[i][0] = acc[i][1] = acc[i][2] = v_set(0.0f);
-    for (int64_t s = 0; s < g->steps; s++, a += a_step, b += 3 * VECTOR, next += ahead * VECTOR) {
+    for (int64_t s = 0; s < steps; s++, a += a_step, b += 3 * VECTOR, next += ahead * VECTOR) {
         vi w0 = v_loadi(b), w1 = v_loadi(b + VECTOR), w2 = v_loadi(b + 2 * VECTOR);
 #pragma GCC unroll 3
         for (int i = 0; i < ahead; i++)
@@ -84,6 +34,24 @@ INLINE void NAME(tile)(const int rows, const int kind, const int ahead, const st
             acc[i][1] = NAME(pair)(acc[i][1], w1, a + i * stride, kind);
             acc[i][2] = NAME(pair)(acc[i][2], w2, a + i * stride, kind);
         }
+    }
+}
+
+/* A tile: sums over `block` steps begin at zero and are added, as the matrix products of a training step add them */
+INLINE void NAME(tile)(const int rows, const int kind, const int ahead, const struct gemm *g, const char *a, const char *b,
+                       const char *next, vf acc[MR][3])
+{
+    const int64_t block = kind == PAIRS && g->block && g->block < g->steps ? g->block : g->steps;
+    vf more[MR][3];
+    NAME(tile_steps)(rows, kind, ahead, block, g->a_stride, a, b, next, acc);
+    if (kind != PAIRS)
+        return;
+    for (int64_t s = block; s < g->steps; s += block) {
+        int64_t steps = g->steps - s < block ? g->steps - s : block;
+        NAME(tile_steps)(rows, kind, ahead, steps, g->a_stride, a + s * 4, b + s * 3 * VECTOR, next + s * ahead * VECTOR, more);
+        for (int i = 0; i < rows; i++)
+            for (int j = 0; j < 3; j++)
+                acc[i][j] = v_add(acc[i][j], more[i][j]);
     }
 }
 
@@ -182,24 +150,10 @@ FN void NAME(widen)(float *to, const void *from, int64_t n, int bf16)
     }
 }
 
-INLINE float NAME(inverse_rms)(const float *x, int64_t n, float eps)
-{
-    vf a = v_set(0.0f), b = a;
-    int64_t i = 0;
-    float rest = 0.0f;
-    for (; i + 2 * WIDTH <= n; i += 2 * WIDTH) {
-        a = v_fma(v_load(x + i), v_load(x + i), a);
-        b = v_fma(v_load(x + i + WIDTH), v_load(x + i + WIDTH), b);
-    }
-    for (; i < n; i++)
-        rest += x[i] * x[i];
-    return 1.0f / __builtin_sqrtf((NAME(sum)(v_add(a, b)) + rest) / (float)n + eps);
-}
-
 /* x / rms(x) rounded, times the weight, as an operand of a product; zeros up to `padded` */
 FN void NAME(rms_norm)(char *to, const float *x, int64_t n, int64_t padded, struct norm norm, int bf16, int kind)
 {
-    float scale = NAME(inverse_rms)(x, n, norm.eps);
+    float scale = NAME(inverse_rms)(0, x, n, norm.eps);
     int64_t i = 0;
     for (; i + WIDTH <= n; i += WIDTH) {
         vf y = NAME(round_if)(v_mul(v_load(x + i), v_set(scale)), bf16);
@@ -236,7 +190,7 @@ INLINE void NAME(heads_as)(const int bf16, const int kind, const struct model *m
         }
         const float *norm = h < m->heads ? w->q_norm : w->k_norm;
         if (norm) {
-            float scale = NAME(inverse_rms)(from, dim, h < m->heads ? w->q_eps : w->k_eps);
+            float scale = NAME(inverse_rms)(0, from, dim, h < m->heads ? w->q_eps : w->k_eps);
             for (int64_t i = 0; i < dim; i++)
                 x[i] = NAME(round_one)(NAME(round_one)(from[i] * scale, bf16) * norm[i], bf16);
             from = x;
@@ -278,12 +232,10 @@ FN void NAME(heads)(const struct model *m, const struct step *s, int64_t layer, 
 /* silu(gate) rounded, times up, as an operand of a product */
 FN void NAME(swiglu)(char *to, const float *gate, const float *up, int64_t n, int64_t padded, int bf16, int kind)
 {
-    const vf one = v_set(1.0f);
     float lanes[WIDTH];
     for (int64_t i = 0; i < n; i += WIDTH) {
         vf x = v_load(gate + i); /* rows are padded to whole panels */
-        vf y = NAME(round_if)(v_div(x, v_add(one, NAME(exponential)(v_sub(v_set(0.0f), x)))), bf16);
-        y = NAME(round_if)(v_mul(y, v_load(up + i)), bf16);
+        vf y = NAME(gated)(x, v_load(up + i), bf16);
         if (i + WIDTH <= n) {
             NAME(put)(to, i, y, kind);
             continue;
@@ -297,153 +249,6 @@ FN void NAME(swiglu)(char *to, const float *gate, const float *up, int64_t n, in
 }
 
 /* -- attention -- */
-
-/* Scores of `queries` queries with `blocks` blocks of keys */
-INLINE void NAME(score_blocks)(const int queries, const int blocks, const int kind, const char *q, int64_t q_stride, const char *keys,
-                               int64_t block_bytes, int64_t dim, float scale, float *scores, int64_t stride)
-{
-    vf acc[QR * 2][PER_BLOCK];
-    const int64_t steps = kind == FLOATS ? dim : dim / 2, q_step = kind == WIDENED ? 8 : 4;
-#pragma GCC unroll 16
-    for (int i = 0; i < queries * blocks; i++)
-#pragma GCC unroll 2
-        for (int j = 0; j < PER_BLOCK; j++)
-            acc[i][j] = v_set(0.0f);
-    for (int64_t s = 0; s < steps; s++)
-#pragma GCC unroll 2
-        for (int b = 0; b < blocks; b++)
-#pragma GCC unroll 2
-            for (int j = 0; j < PER_BLOCK; j++) {
-                vi k = v_loadi(keys + b * block_bytes + (s * PER_BLOCK + j) * VECTOR);
-#pragma GCC unroll 8
-                for (int i = 0; i < queries; i++)
-                    acc[b * queries + i][j] = NAME(pair)(acc[b * queries + i][j], k, q + i * q_stride + s * q_step, kind);
-            }
-#pragma GCC unroll 2
-    for (int b = 0; b < blocks; b++)
-#pragma GCC unroll 8
-        for (int i = 0; i < queries; i++)
-#pragma GCC unroll 2
-            for (int j = 0; j < PER_BLOCK; j++)
-                v_store(scores + i * stride + b * BLOCK + j * WIDTH, v_mul(acc[b * queries + i][j], v_set(scale)));
-}
-
-INLINE void NAME(score_rows)(const int queries, const int kind, const char *q, int64_t q_stride, const char *keys, int64_t block_bytes,
-                             int64_t dim, float scale, float *scores, int64_t stride, int64_t count)
-{
-    int64_t b = 0;
-    if (queries * PER_BLOCK <= 4)
-        for (; b + 2 <= count; b += 2)
-            NAME(score_blocks)(queries, 2, kind, q, q_stride, keys + b * block_bytes, block_bytes, dim, scale, scores + b * BLOCK, stride);
-    for (; b < count; b++)
-        NAME(score_blocks)(queries, 1, kind, q, q_stride, keys + b * block_bytes, block_bytes, dim, scale, scores + b * BLOCK, stride);
-}
-
-/* Scores of any number of queries with `count` blocks */
-INLINE void NAME(score)(const int kind, int64_t queries, const char *q, int64_t q_stride, const char *keys, int64_t block_bytes, int64_t dim,
-                        float scale, float *scores, int64_t stride, int64_t count)
-{
-#define ROWS(n) NAME(score_rows)(n, kind, q, q_stride, keys, block_bytes, dim, scale, scores, stride, count)
-    for (; queries >= QR; queries -= QR, q += QR * q_stride, scores += QR * stride)
-        ROWS(QR);
-    if (QR > 4 && queries >= 4) {
-        ROWS(4);
-        queries -= 4, q += 4 * q_stride, scores += 4 * stride;
-    }
-    if (queries == 3)
-        ROWS(3);
-    else if (queries == 2)
-        ROWS(2);
-    else if (queries == 1)
-        ROWS(1);
-#undef ROWS
-}
-
-/* out [queries][dim] += weights times values, over tokens [from, to) of consecutive blocks, token by token */
-INLINE void NAME(value_columns)(const int queries, const int vectors, const int bf16, const float *weights, int64_t stride,
-                                const char *values, int64_t block_bytes, int64_t dim, int64_t from, int64_t to, float *out)
-{
-    vf acc[QR][WIDE_DV];
-#pragma GCC unroll 8
-    for (int i = 0; i < queries; i++)
-#pragma GCC unroll 4
-        for (int j = 0; j < vectors; j++)
-            acc[i][j] = v_load(out + i * dim + j * WIDTH);
-    for (int64_t t = from; t < to; t++) {
-        const char *row = values + t / BLOCK * block_bytes + t % BLOCK * dim * (bf16 ? 2 : 4);
-        vf v[WIDE_DV];
-#pragma GCC unroll 4
-        for (int j = 0; j < vectors; j++)
-            v[j] = bf16 ? v_load_bf16(row + 2 * j * WIDTH) : v_load((const float *)row + j * WIDTH);
-#pragma GCC unroll 8
-        for (int i = 0; i < queries; i++) {
-            vf p = v_set(weights[i * stride + t]);
-#pragma GCC unroll 4
-            for (int j = 0; j < vectors; j++)
-                acc[i][j] = v_fma(p, v[j], acc[i][j]);
-        }
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < queries; i++)
-#pragma GCC unroll 4
-        for (int j = 0; j < vectors; j++)
-            v_store(out + i * dim + j * WIDTH, acc[i][j]);
-}
-
-INLINE void NAME(value_rows)(const int queries, const int bf16, const float *weights, int64_t stride, const char *values,
-                             int64_t block_bytes, int64_t dim, int64_t from, int64_t to, float *out)
-{
-    const int most = queries > 4 || WIDE_DV < 4 ? 2 : 4;
-    int64_t c = 0;
-#define COLUMNS(n) NAME(value_columns)(queries, n, bf16, weights, stride, values + c * (bf16 ? 2 : 4), block_bytes, dim, from, to, out + c)
-    for (; c + most * WIDTH <= dim; c += most * WIDTH)
-        COLUMNS(most);
-    for (; c < dim; c += WIDTH)
-        COLUMNS(1);
-#undef COLUMNS
-}
-
-INLINE void NAME(add_values)(const int bf16, int64_t queries, const float *weights, int64_t stride, const char *values, int64_t block_bytes,
-                             int64_t dim, int64_t from, int64_t to, float *out)
-{
-#define ROWS(n) NAME(value_rows)(n, bf16, weights, stride, values, block_bytes, dim, from, to, out)
-    for (; queries >= QR; queries -= QR, weights += QR * stride, out += QR * dim)
-        ROWS(QR);
-    if (QR > 4 && queries >= 4) {
-        ROWS(4);
-        queries -= 4, weights += 4 * stride, out += 4 * dim;
-    }
-    if (queries == 3)
-        ROWS(3);
-    else if (queries == 2)
-        ROWS(2);
-    else if (queries == 1)
-        ROWS(1);
-#undef ROWS
-}
-
-/* Scores of the positions [low, end) to weights, and zeros elsewhere in [first, last); returns 1 / their sum. The order of
-   the sum is a function of positions alone. first, last: multiples of BLOCK. */
-INLINE float NAME(weigh)(float *scores, int64_t first, int64_t low, int64_t end, int64_t last)
-{
-    const int64_t begin = low / BLOCK * BLOCK, stop = round_up(end, BLOCK);
-    vf top = v_set(-INFINITY), total = v_set(0.0f);
-    for (int64_t t = first; t < low; t++)
-        scores[t] = t < begin ? 0.0f : -INFINITY;
-    for (int64_t t = end; t < stop; t++)
-        scores[t] = -INFINITY;
-    for (int64_t t = begin; t < stop; t += WIDTH)
-        top = v_max(v_load(scores + t), top);
-    top = v_set(NAME(largest)(top));
-    for (int64_t t = begin; t < stop; t += WIDTH) {
-        vf e = NAME(exponential)(v_sub(v_load(scores + t), top));
-        v_store(scores + t, e);
-        total = v_add(total, e);
-    }
-    for (int64_t t = stop; t < last; t++)
-        scores[t] = 0.0f;
-    return 1.0f / NAME(sum)(total);
-}
 
 /* Have the keys and values on their way that a row alone reads, some blocks of them; they come from memory. */
 INLINE void NAME(fetch_own)(const struct attention *a, int64_t token, int64_t block)
@@ -496,7 +301,7 @@ INLINE void NAME(attend_as)(const int bf16, const int kind, const struct attenti
                         scores + base + skipped * BLOCK, stride, round_up(s->own_end[t], BLOCK) / BLOCK - skipped);
         }
         for (int64_t h = 0; h < group; h++)
-            inverse[i * group + h] = NAME(weigh)(scores + h * stride, last && first < low ? first : low / BLOCK * BLOCK, low, seen, round_up(last, BLOCK));
+            inverse[i * group + h] = NAME(weigh)(scores + h * stride, last && first < low ? first : low / BLOCK * BLOCK, low, seen, round_up(last, BLOCK), 0);
     }
     if (last)
         NAME(add_values)(bf16, count * group, a->scratch.scores, stride, prefix + BLOCK * dim * size, block, dim, first, last, a->scratch.out);
@@ -590,8 +395,4 @@ static const struct kernels NAME(kernels) = {
 #undef WIDTH
 #undef HAS_PAIRS
 #undef MR
-#undef QR
-#undef WIDE_DV
 #undef NR
-#undef PER_BLOCK
-#undef VECTOR

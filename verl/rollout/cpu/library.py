@@ -10,12 +10,13 @@ from pathlib import Path
 
 import torch
 
+from verl.models.cpu.weights import DenseDecoder
 from verl.parallel.compiled import choose_kernels, open_library
 from verl.parallel.device import native_bf16
 
 log = logging.getLogger(__name__)
 
-REVISION = 2  # of the structures, see decoder.h
+REVISION = 3  # of the structures, see decoder.h
 STAGES = ("norm", "qkv", "heads", "attention", "output", "gate_up", "swiglu", "down", "logits")
 BLOCK = 16  # tokens of a block of stored keys and values
 MAX_HEAD_DIM = 256
@@ -34,7 +35,8 @@ class Layer(Structure):
 
 class Model(Structure):
     _fields_ = (
-        [(n, c_int64) for n in ("layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "vocab", "bf16", "kind")]
+        [(name, c_int64) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "vocab")]
+        + [(name, c_int64) for name in ("hidden_block", "heads_block", "inner_block", "bf16", "kind")]
         + [(name, c_float) for name in ("scale", "final_eps")]
         + [(name, c_void_p) for name in ("layer", "final_norm", "head_bias", "head")]
     )
@@ -105,17 +107,31 @@ class Kernels:
     def packed_bytes(self, weight: torch.Tensor) -> int:
         return int(self._library.decoder_packed(self._handle, weight.dtype == torch.bfloat16, *weight.shape))
 
-    def product(self, x: torch.Tensor, packed: torch.Tensor, outputs: int, threads: int) -> torch.Tensor:
-        """x [rows, inputs] times packed weights, without bias: float32 [rows, outputs], rounded to x's dtype."""
+    def product(
+        self, x: torch.Tensor, packed: torch.Tensor, outputs: int, threads: int, block: int = 0
+    ) -> torch.Tensor:
+        """x [rows, inputs] times packed weights, without bias: float32 [rows, outputs], rounded to x's dtype. In pairs, sums
+        over `block` pairs begin at zero and are added."""
         (rows, inputs), kind = x.shape, self.kind(x.dtype)
         padded = torch.zeros(-(-rows // 8) * 8, inputs + 2, dtype=x.dtype if kind == PAIRS else torch.float32)
         padded[:rows, :inputs] = x
         out = torch.empty(len(padded), self.padded(outputs))
         self._library.decoder_product(
             self._handle, kind, padded.data_ptr(), padded.stride(0) * padded.element_size(), packed.data_ptr(),
-            out.data_ptr(), rows, outputs, inputs, threads,
+            out.data_ptr(), rows, outputs, inputs, block, threads,
         )  # fmt: skip
         return out[:rows, :outputs]
+
+    def sum_block(self, inputs: int) -> int | None:
+        """Steps of a bfloat16 product with so many inputs after which torch's matmul begins a new sum, 0 for one sum; None
+        where no choice gives torch's bits. Sampler and trainer then round alike."""
+        return _sum_block(self, inputs)
+
+    def equals_trainer(self, decoder: DenseDecoder) -> bool:
+        """Whether the fused training forward of a bfloat16 `decoder` computes the kernels' bits."""
+        plain = all(layer.experts is None and layer.sliding_window is None for layer in decoder.layers)
+        widths = {projection.weight.shape[1] for projection in decoder.projections()}
+        return plain and self.kind(torch.bfloat16) == PAIRS and all(self.sum_block(n) is not None for n in widths)
 
     def workspace(self, model: Model, step: Step) -> int:
         """Bytes that `step.work` must have."""
@@ -137,6 +153,26 @@ class Kernels:
             None if u is None else u.data_ptr(), tokens.data_ptr(), log_probs.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         return tokens, log_probs
+
+
+_SUM_BLOCKS = (0, 256, 512, 128, 64, 192, 384, 768, 1024, 2048)  # pairs
+
+
+@functools.cache
+def _sum_block(kernels: Kernels, inputs: int) -> int | None:
+    outputs, half = 2 * kernels.panel, inputs // 2
+    draw = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(n, inputs, generator=draw) for n in (outputs, 300))
+    # every sum nearly cancels, so that its rounding errors are all that is left of it
+    weight[:, half : 2 * half], x[:, half : 2 * half] = weight[:, :half], -x[:, :half]
+    weight, x = weight.bfloat16(), x.bfloat16()
+    packed = kernels.pack(weight)
+    products = [torch.mm(x[:rows], weight.t()).float() for rows in (2, 40, 300)]
+    for block in _SUM_BLOCKS:
+        ours = kernels.product(x, packed, outputs, 1, block)
+        if all(torch.equal(ours[: len(product)], product) for product in products):
+            return block
+    return None
 
 
 def buffer(num_bytes: int) -> torch.Tensor:
@@ -188,7 +224,7 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.decoder_forward.argtypes = [kernels, model, step]
     library.decoder_large_pages.argtypes = [c_void_p, c_int64]
     library.decoder_pack.argtypes = [kernels, c_int, c_void_p, c_void_p, *[c_int64] * 3]
-    library.decoder_product.argtypes = [kernels, c_int, c_void_p, c_int64, c_void_p, c_void_p, *[c_int64] * 4]
+    library.decoder_product.argtypes = [kernels, c_int, c_void_p, c_int64, c_void_p, c_void_p, *[c_int64] * 5]
     library.decoder_draw.argtypes = [
         kernels, c_void_p, c_int64, c_int64, c_int64, c_float, c_void_p, c_void_p, c_void_p, c_int64,
     ]  # fmt: skip

@@ -51,8 +51,11 @@ def _examined(module: Any, config: RolloutConfig) -> Invariance:
     decoder, head = forward.decoder, module.get_output_embeddings()
     projection = Projection(head.weight.detach(), head.bias, (head,))
     required = config.batch_invariant == "require"
-    if compiled(module, decoder, projection, prepack=config.prepack_weights, required=required) is not None:
-        return Invariance(True, "the compiled kernels add up every row in one order")
+    kernels = compiled(module, decoder, projection, prepack=config.prepack_weights, required=required)
+    if kernels is not None:
+        equal = head.weight.dtype == torch.bfloat16 and kernels.equals_trainer(decoder)
+        trainers = ", the order of the fused training forward" if equal else ""
+        return Invariance(True, f"the compiled kernels add up every row in one order{trainers}")
     obstacle = _obstacle(decoder, head, config.max_num_batched_tokens + config.max_num_seqs)
     if obstacle is not None:
         return Invariance(False, obstacle)

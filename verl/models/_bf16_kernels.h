@@ -1,0 +1,121 @@
+/* The forward operations of a training step in bfloat16, with the sampler's arithmetic and order of sums, for processors whose
+   matrix products read pairs of bfloat16 values: both then compute the same bits. */
+
+#include "_shared_kernels.h"
+
+#define HALF(pointer) ((uint16_t *)(pointer))
+
+/* out [count], float32: the inverse RMS of rows of x */
+FN void NAME(inverse_rms_rows)(const struct rows *r, int64_t begin, int64_t end)
+{
+    for (int64_t t = begin; t < end; t++)
+        r->out[t] = NAME(inverse_rms)(1, HALF(r->x) + t * r->columns, r->columns, r->eps);
+}
+
+/* `count` values at p, at most a vector of them, then zeros */
+INLINE vf NAME(load_half)(const uint16_t *p, int64_t count)
+{
+    uint16_t lanes[WIDTH] = {0};
+    if (count >= WIDTH)
+        return v_load_bf16(p);
+    for (int64_t i = 0; i < count; i++)
+        lanes[i] = p[i];
+    return v_load_bf16(lanes);
+}
+INLINE void NAME(store_half)(uint16_t *p, vf x, int64_t count) /* x is rounded already */
+{
+    uint16_t lanes[WIDTH];
+    if (count >= WIDTH) {
+        NAME(store_bf16)((char *)p, x);
+        return;
+    }
+    NAME(store_bf16)((char *)lanes, x);
+    for (int64_t i = 0; i < count; i++)
+        p[i] = lanes[i];
+}
+
+/* out = x scale, rounded, times weight */
+FN void NAME(rms_norm)(const struct rows *r, int64_t begin, int64_t end)
+{
+    const int64_t n = r->columns;
+    for (int64_t t = begin; t < end; t++)
+        for (int64_t i = 0; i < n; i += WIDTH) {
+            vf y = NAME(rounded)(v_mul(NAME(load_half)(HALF(r->x) + t * n + i, n - i), v_set(r->scale[t])));
+            y = NAME(rounded)(v_mul(y, NAME(load_half)(HALF(r->weight) + i, n - i)));
+            NAME(store_half)(HALF(r->out) + t * n + i, y, n - i);
+        }
+}
+
+/* out [count][columns] = silu(gate) up, for x [count][gate, up] */
+FN void NAME(swiglu)(const struct rows *r, int64_t begin, int64_t end)
+{
+    const int64_t n = r->columns;
+    for (int64_t t = begin; t < end; t++) {
+        const uint16_t *gate = HALF(r->x) + t * 2 * n, *up = gate + n;
+        for (int64_t i = 0; i < n; i += WIDTH)
+            NAME(store_half)(HALF(r->out) + t * n + i, NAME(gated)(NAME(load_half)(gate + i, n - i), NAME(load_half)(up + i, n - i), 1), n - i);
+    }
+}
+
+/* Keys and values of a range in blocks: keys [padded / 2][BLOCK][2], then values [BLOCK][padded], padded with zeros */
+FN void NAME(pack)(const struct call *c, const struct work *w, int backward, int64_t index, int64_t kv_head)
+{
+    const struct range *r = c->ranges + index;
+    const int64_t dim = c->head_dim, padded = w->padded;
+    uint16_t *to = HALF(w->keys_across) + (kv_head * c->packed_rows + r->row) * 2 * padded;
+    const uint16_t *k = HALF(c->k.data) + r->first * c->k.token + kv_head * c->k.head;
+    const uint16_t *v = HALF(c->v.data) + r->first * c->v.token + kv_head * c->v.head;
+    (void)backward;
+    __builtin_memset(to, 0, (size_t)(round_up(r->count, BLOCK) * 2 * padded) * 2);
+    for (int64_t t = 0; t < r->count; t++, k += c->k.token, v += c->v.token) {
+        uint16_t *block = to + t / BLOCK * 2 * BLOCK * padded, *key = block + t % BLOCK * 2;
+        for (int64_t i = 0; i < dim; i++)
+            key[i / 2 * 2 * BLOCK + i % 2] = k[i];
+        __builtin_memcpy(block + BLOCK * padded + t % BLOCK * padded, v, (size_t)dim * 2);
+    }
+}
+
+/* Attention of the queries of a segment that read one head of keys; `head` is that head */
+FN void NAME(forward)(const struct call *c, const struct work *w, int64_t index, int64_t head)
+{
+    const struct segment *s = c->segments + index;
+    const int64_t dim = c->head_dim, padded = w->padded, group = c->num_heads / c->num_kv_heads, stride = scores_stride(c);
+    const int64_t q_bytes = padded * 2, block = 2 * BLOCK * padded * 2, tile = tile_tokens(c);
+    const char *packed = (char *)(HALF(w->keys_across) + head * c->packed_rows * 2 * padded);
+    const int64_t before = s->prefix < 0 ? 0 : c->ranges[s->prefix].count;
+    const char *own = packed + c->ranges[s->own].row * 2 * padded * 2, *prefix = before ? packed + c->ranges[s->prefix].row * 2 * padded * 2 : 0;
+    const char *own_values = own + BLOCK * padded * 2, *prefix_values = before ? prefix + BLOCK * padded * 2 : 0;
+    float inverse[group * tile];
+    for (int64_t first = 0; first < s->count; first += tile) {
+        const int64_t count = at_most(tile, s->count - first), end = first + count, rows = count * group;
+        __builtin_memset(w->q, 0, (size_t)(rows * q_bytes));
+        __builtin_memset(w->out, 0, (size_t)(rows * padded) * 4);
+        for (int64_t row = 0; row < rows; row++)
+            __builtin_memcpy((char *)w->q + row * q_bytes, HALF(c->q.data) + (s->first + first + row / group) * c->q.token + (head * group + row % group) * c->q.head, (size_t)dim * 2);
+        if (before)
+            NAME(score)(PAIRS, rows, (char *)w->q, q_bytes, prefix, block, padded, c->scale, w->scores, stride, round_up(before, BLOCK) / BLOCK);
+        NAME(score)(PAIRS, rows, (char *)w->q, q_bytes, own, block, padded, c->scale, w->scores + before, stride, round_up(end, BLOCK) / BLOCK);
+        for (int64_t row = 0; row < rows; row++) {
+            const int64_t t = first + row / group;
+            float *lse = c->lse + (s->first + t) * c->num_heads + head * group + row % group;
+            inverse[row] = NAME(weigh)(w->scores + row * stride, 0, 0, before + t + 1, round_up(before + end, BLOCK), lse);
+        }
+        if (before)
+            NAME(add_values)(1, rows, w->scores, stride, prefix_values, block, padded, 0, before, w->out);
+        NAME(add_values)(1, rows, w->scores + before, stride, own_values, block, padded, 0, end, w->out);
+        for (int64_t row = 0; row < rows; row++) {
+            char *to = (char *)(HALF(c->out.data) + (s->first + first + row / group) * c->out.token + (head * group + row % group) * c->out.head);
+            for (int64_t d = 0; d < dim; d++)
+                NAME(put_one)(to, d, NAME(round_one)(w->out[row * padded + d] * inverse[row], 1), PAIRS);
+        }
+    }
+}
+
+static const struct kernels NAME(kernels) = {
+    STRING(ISA), NAME(pack), NAME(forward), 0, 0, {NAME(rms_norm), 0, NAME(swiglu), 0, 0, NAME(inverse_rms_rows)},
+};
+
+#undef ISA
+#undef TARGET
+#undef WIDTH
+#undef HAS_PAIRS
