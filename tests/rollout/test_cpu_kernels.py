@@ -16,7 +16,7 @@ from tests.slow import each_value, slow
 from verl.data_proto.samples import PromptRequest, SamplingParams
 from verl.errors import ConfigError
 from verl.models.tiny import make_tiny_model
-from verl.parallel.compiled import INSTRUCTION_SETS
+from verl.parallel.compiled import INSTRUCTION_SETS, open_library
 from verl.rollout.cpu import library
 from verl.rollout.cpu.forward import CpuForward
 from verl.rollout.native.forward import DenseForward
@@ -73,6 +73,13 @@ def test_without_the_compiled_file_torch_computes(monkeypatch, load, make_engine
         assert len(engine.generate(make_prompts([5]), SamplingParams(max_new_tokens=3), step=0)) == 1
     finally:
         library._kernels.cache_clear()
+
+
+def test_a_library_of_another_revision_is_not_used(caplog):
+    stem = Path(library.__file__).with_name("_decoder")
+    assert open_library(stem, library.REVISION) is not None
+    assert open_library(stem, library.REVISION + 1) is None
+    assert "Install verl again" in caplog.text
 
 
 def test_float64_and_weights_that_must_not_be_copied_are_left_to_torch(load):

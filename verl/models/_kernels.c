@@ -66,6 +66,7 @@ const struct kernels *kernels_for(const char *name)
     return 0;
 }
 
+int kernels_revision(void) { return REVISION; }
 const char *kernels_name(const struct kernels *k) { return k->name; }
 
 struct job {
@@ -172,6 +173,7 @@ void rows_run(const struct kernels *k, int operation, const struct rows *r)
 
 #else
 
+int kernels_revision(void) { return REVISION; }
 const void *kernels_for(const char *name) { (void)name; return 0; }
 const void *bf16_kernels_for(const char *name) { (void)name; return 0; }
 

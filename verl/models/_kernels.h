@@ -5,6 +5,7 @@
 
 #include <stdint.h>
 
+enum { REVISION = 1 };          /* counts up when a structure changes */
 enum { QUERIES = 72 };          /* of a block; a multiple of the rows of every register tile */
 enum { KEYS = 256 };            /* of a block; a multiple of PAD */
 enum { PAD = 32 };              /* packed keys of a range are padded to a multiple of this, and so is head_dim */

@@ -17,6 +17,7 @@ from verl.parallel.compiled import choose_kernels, open_library
 from verl.parallel.device import native_bf16
 
 RMS_NORM, RMS_NORM_BACKWARD, SWIGLU, SWIGLU_BACKWARD, ROTATE, INVERSE_RMS = range(6)  # operations on rows
+_REVISION = 1  # of the structures, see _kernels.h
 _CPU = torch.device("cpu")
 _ROWS = 32  # of _kernels.h
 _SHARE = 1 << 15  # elements that are worth waking a thread for
@@ -83,8 +84,8 @@ def run_rows(
     eps: float = 0.0,
     sums: bool = False,
 ) -> torch.Tensor | None:
-    """An operation of _pointwise_kernels.h, or in bfloat16 of _bf16_kernels.h, on the rows of `x`; with `sums` the sum over its rows [columns]. All but `x` are
-    contiguous; heads of `x` [rows, heads, columns] are adjacent."""
+    """An operation of _pointwise_kernels.h, or in bfloat16 of _bf16_kernels.h, on the rows of `x`; with `sums` the sum over its
+    rows [columns]. All but `x` are contiguous; heads of `x` [rows, heads, columns] are adjacent."""
     library = _library()
     assert library is not None
     count = len(x)
@@ -121,7 +122,7 @@ def _kernels(name: str | None) -> int | None:
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     """The compiled library next to this file."""
-    library = open_library(Path(__file__).with_name("_kernels"))
+    library = open_library(Path(__file__).with_name("_kernels"), _REVISION)
     return None if library is None else _declare(library)
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from collections.abc import Callable
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -14,19 +15,25 @@ from typing import TypeVar
 
 from verl.errors import ConfigError
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 INSTRUCTION_SETS = ("avx512_bf16", "avx512", "avx2")
 
 
-def open_library(stem: Path) -> ctypes.CDLL | None:
-    """The extension module at `stem`, without its suffix; None in an installation without a compiler."""
+def open_library(stem: Path, revision: int | None = None) -> ctypes.CDLL | None:
+    """The extension module at `stem`, without its suffix; None in an installation without a compiler, and for a library whose
+    structures have another `revision`."""
     for suffix in EXTENSION_SUFFIXES:
         path = stem.with_name(stem.name + suffix)
         if path.exists():
             try:
-                return ctypes.CDLL(str(path))
+                library = ctypes.CDLL(str(path))
             except OSError:  # built for another system
                 return None
+            if revision is not None and getattr(library, "kernels_revision", int)() != revision:
+                log.warning("%s is of another version of verl, so torch computes. Install verl again.", path.name)
+                return None
+            return library
     return None
 
 

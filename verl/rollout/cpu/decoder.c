@@ -69,7 +69,7 @@ const struct kernels *kernels_for(const char *name)
 }
 
 /* Of the structures in decoder.h, which a caller compares with its own */
-int decoder_revision(void) { return REVISION; }
+int kernels_revision(void) { return REVISION; }
 const char *kernels_name(const struct kernels *k) { return k->name; }
 int kernels_panel(const struct kernels *k) { return k->panel; }
 
@@ -436,7 +436,7 @@ void decoder_large_pages(char *memory, int64_t bytes)
 
 #else
 
-int decoder_revision(void) { return REVISION; }
+int kernels_revision(void) { return REVISION; }
 const struct kernels *kernels_for(const char *name) { (void)name; return 0; }
 
 #endif

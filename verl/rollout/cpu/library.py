@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 
@@ -13,8 +12,6 @@ import torch
 from verl.models.cpu.weights import DenseDecoder
 from verl.parallel.compiled import choose_kernels, open_library
 from verl.parallel.device import native_bf16
-
-log = logging.getLogger(__name__)
 
 REVISION = 3  # of the structures, see decoder.h
 STAGES = ("norm", "qkv", "heads", "attention", "output", "gate_up", "swiglu", "down", "logits")
@@ -204,10 +201,7 @@ def _kernels(name: str | None) -> Kernels | None:
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     """The compiled library next to this file. An installation without a compiler lacks it."""
-    library = open_library(Path(__file__).with_name("_decoder"))
-    if library is not None and getattr(library, "decoder_revision", int)() != REVISION:
-        log.warning("The compiled decoder is of another version of verl, so torch computes. Install verl again.")
-        return None
+    library = open_library(Path(__file__).with_name("_decoder"), REVISION)
     return None if library is None else declare(library)
 
 
