@@ -30,6 +30,8 @@ from verl.reshard.megatron_layout import MegatronLayout, replicas
 MICRO = MicroBatching(max_tokens=24)
 LOSSES = {"lm": policy_loss, "token_value": value_loss}
 CONTEXT = "context_parallel_size"
+LATENT = {"n_shared_experts": 1, "routed_scaling_factor": 1.5}
+GROUPS = {**LATENT, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
 TENSOR, PIPELINE, EXPERT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 
 
@@ -126,6 +128,12 @@ check_experts = comparison((2,), "qwen3_moe", **{EXPERT: 2})
 check_experts_glm = comparison((2,), "glm4_moe", **{EXPERT: 2})
 check_experts_glm_pipeline = comparison((2,), "glm4_moe", **{PIPELINE: 2})
 check_experts_glm_tensor = comparison((2,), "glm4_moe", **{TENSOR: 2})
+check_latent = comparison((2,), "deepseek_v3", model=LATENT, **{EXPERT: 2})
+check_latent_tensor = comparison((2,), "deepseek_v3", checkpointing=True, model=LATENT, **{TENSOR: 2})
+check_latent_whole_queries = comparison((2,), "deepseek_v3", model={**LATENT, "q_lora_rank": None}, **{TENSOR: 2})
+check_latent_pipeline = comparison((2,), "deepseek_v3", model=GROUPS, **{PIPELINE: 2})
+check_latent_context = comparison((2,), "deepseek_v3", model=LATENT, **{CONTEXT: 2})
+check_latent_lora_tensor = comparison((2,), "deepseek_v3", lora=4, model=LATENT, **{TENSOR: 2})
 check_experts_tensor = comparison((2,), "mixtral", **{TENSOR: 2})
 check_experts_apart = comparison((2,), "qwen3_moe", expert_tensor_parallel_size=1, **{TENSOR: 2, EXPERT: 2})
 check_tensor_pipeline = comparison((4,), **{TENSOR: 2, PIPELINE: 2})

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from verl.reshard.layout import Block, Tensor
 
-_COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+_COLUMN = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
 _ROW = ("o_proj", "down_proj")
 _VOCABULARY = ("embed_tokens", "lm_head")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -31,7 +31,9 @@ def decoder_tensors(
     With `is_tied` the embedding is the output projection as well, and the last pipeline stage needs it. `itemsize` is the
     size in bytes of an element of the rollout's dtype.
     """
-    heads = dict.fromkeys(("q_proj", "o_proj"), num_heads) | dict.fromkeys(("k_proj", "v_proj"), num_kv_heads)
+    heads = dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj", "o_proj"), num_heads) | dict.fromkeys(
+        ("k_proj", "v_proj"), num_kv_heads
+    )
     return tuple(
         _tensor(name, tuple(shape), _layers(name, num_layers, is_tied), heads, itemsize)
         for name, shape in shapes.items()

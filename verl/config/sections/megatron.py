@@ -9,7 +9,7 @@ from typing import Any
 from verl.config.keys import Section, used
 from verl.errors import ConfigError
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "glm4_moe")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3")
 _RECOMPUTE = ("recompute_granularity", "recompute_modules", "recompute_method", "recompute_num_layers")
 _STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 # how layers are computed and not what: kernels of Transformer Engine and Apex, and orders that cost or save memory
@@ -129,11 +129,16 @@ class MegatronConfig(Section):
             yield f"strategy=megatron has no name map for {model.model_type}; it has {', '.join(FAMILIES)}. Set strategy=fsdp2."
             return
         if getattr(model, "mlp_bias", False) or (
-            model.model_type == "llama" and getattr(model, "attention_bias", False)
+            model.model_type in ("llama", "deepseek_v3") and getattr(model, "attention_bias", False)
         ):
             yield "strategy=megatron has no biases of the projections after attention and MLP. Set strategy=fsdp2."
-        if model.model_type == "glm4_moe" and (model.n_group > 1 or not model.norm_topk_prob):
-            yield "strategy=megatron has no groups of experts, and no experts without norm_topk_prob. Set strategy=fsdp2."
+        if model.model_type in ("glm4_moe", "deepseek_v3"):
+            # of the best groups Megatron takes as many experts as a token has for each, transformers two
+            if not model.norm_topk_prob or (model.n_group > 1 and model.num_experts_per_tok // model.topk_group != 2):
+                yield (
+                    "strategy=megatron has no groups of experts but of two experts of a token each, and no experts without "
+                    "norm_topk_prob. Set strategy=fsdp2."
+                )
         heads = {
             "attention heads": model.num_attention_heads,
             "key-value heads": getattr(model, "num_key_value_heads", None) or model.num_attention_heads,

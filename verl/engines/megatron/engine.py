@@ -149,7 +149,9 @@ class MegatronEngine(TrainedEngine):
         rotary = type(decoder.rotary_emb)(config=decoder.config)
         if getattr(rotary, "attention_scaling", 1.0) != 1.0:
             raise ConfigError("strategy=megatron has no rotary embedding with attention_scaling. Set strategy=fsdp2.")
-        config = transformer_config(hf, self.section, narrow, recomputes=self.checkpointing and trains)
+        config = transformer_config(
+            hf, self.section, narrow, self.checkpointing and trains, decoder.layers[0].self_attn.scaling
+        )
         self.stages = build_stages(config, hf, self.head, rotary)
         if self.spec is not None:
             adapt_linears(linears(self.stages, self.module, prefix), config)

@@ -63,7 +63,8 @@ class OrderedSelfAttention(SelfAttention):
 
 
 class PackedAttention(MegatronModule):
-    """Attention of a packed batch. `config.sliding_windows` has the window of each layer, None for none."""
+    """Attention of a packed batch. `config.sliding_windows` has the window of each layer, None for none, and
+    `config.score_scale` the factor of scores."""
 
     def __init__(self, config: TransformerConfig, layer_number: int, **_: Any):
         super().__init__(config=config)
@@ -80,7 +81,7 @@ class PackedAttention(MegatronModule):
     ) -> torch.Tensor:
         """query [tokens, 1, heads, size], key and value [tokens, 1, groups, size] -> [tokens, 1, heads * size]."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        scoring = Scoring(q.shape[-1] ** -0.5, self.config.sliding_windows[self.layer])
+        scoring = Scoring(self.config.score_scale, self.config.sliding_windows[self.layer])
         out = packed_seq_params.layout.attend(self.layer, q, k, v, scoring)
         return out.flatten(2).transpose(0, 1)
 
@@ -132,10 +133,15 @@ def _layer_spec(config: TransformerConfig, has_experts: bool) -> Any:
     )
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    if has_experts:
+        layer.mlp.submodules.experts = ModuleSpec(module=Experts)
+    if config.latent is not None:
+        from verl.engines.megatron.latent import LatentAttention
+
+        layer.self_attention = ModuleSpec(module=LatentAttention)
+        return spec
     layer.self_attention.module = OrderedSelfAttention
     attention = layer.self_attention.submodules
     attention.core_attention = PackedAttention
     attention.q_layernorm = attention.k_layernorm = RMSNorm if config.qk_layernorm else None
-    if has_experts:
-        layer.mlp.submodules.experts = ModuleSpec(module=Experts)
     return spec

@@ -21,7 +21,7 @@ with warnings.catch_warnings():
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-    from megatron.core.tensor_parallel.layers import RowParallelLinear
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
     from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.module import MegatronModule
@@ -34,6 +34,7 @@ if not hasattr(moe_utils, "te_general_gemm"):  # undefined in 0.16 without Trans
     moe_utils.te_general_gemm = None
 
 __all__ = [
+    "ColumnParallelLinear",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "GPTModel",

@@ -28,9 +28,11 @@ from verl.models.parallel.sequence import TokenSlice, take_slice
 from verl.models.parallel.vocabulary import parallel_log_probs
 
 
-def transformer_config(hf: Any, section: MegatronConfig, dtype: torch.dtype, recomputes: bool) -> TransformerConfig:
+def transformer_config(
+    hf: Any, section: MegatronConfig, dtype: torch.dtype, recomputes: bool, score_scale: float
+) -> TransformerConfig:
     """Megatron's configuration of the decoder that the transformers config `hf` describes. Its kernels that need CUDA
-    extensions are off."""
+    extensions are off. Attributes that are added are read by our modules of its layers."""
     settings = _mixture(hf, section)
     if recomputes:
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -73,6 +75,8 @@ def transformer_config(hf: Any, section: MegatronConfig, dtype: torch.dtype, rec
     windows = getattr(hf, "layer_types", None) or ["sliding_attention"] * hf.num_hidden_layers
     window = getattr(hf, "sliding_window", None)
     config.sliding_windows = [window if kind == "sliding_attention" else None for kind in windows]
+    config.score_scale = score_scale
+    config.latent = hf if hasattr(hf, "kv_lora_rank") else None
     return config
 
 
@@ -90,12 +94,13 @@ def _mixture(hf: Any, section: MegatronConfig) -> dict[str, object]:
         "expert_model_parallel_size": section.expert_model_parallel_size,
         "expert_tensor_parallel_size": section.expert_tensor_size(),
     }
-    if hf.model_type == "glm4_moe":
+    if hf.model_type in ("glm4_moe", "deepseek_v3"):
         settings |= {
             "moe_layer_freq": [int(layer >= hf.first_k_dense_replace) for layer in range(hf.num_hidden_layers)],
             "moe_shared_expert_intermediate_size": hf.moe_intermediate_size * hf.n_shared_experts,
             "moe_router_score_function": "sigmoid",
             "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
+            **({"moe_router_num_groups": hf.n_group, "moe_router_group_topk": hf.topk_group} if hf.n_group > 1 else {}),
             "moe_router_dtype": "fp32",
             "moe_router_enable_expert_bias": True,
             "moe_router_bias_update_rate": 0.0,  # balancing is not trained, as in every engine here

@@ -21,11 +21,23 @@ from verl.models.rounding import Region
 Span = tuple[int, int]
 Spans = tuple[tuple[Span, ...], ...]  # of each dimension, concatenated in the local tensor
 
+_LATENT = (
+    "q_proj",
+    "q_a_proj",
+    "q_a_layernorm",
+    "q_b_proj",
+    "kv_a_proj_with_mqa",
+    "kv_a_layernorm",
+    "kv_b_proj",
+    "o_proj",
+)
+_COLUMN = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 _LAYER = {  # Megatron's name below a layer -> names in transformers, in the order of rows
     "input_layernorm.weight": ("input_layernorm.weight",),
     "self_attention.linear_qkv.weight": tuple(f"self_attn.{x}_proj.weight" for x in "qkv"),
     "self_attention.linear_qkv.bias": tuple(f"self_attn.{x}_proj.bias" for x in "qkv"),
     "self_attention.linear_proj.weight": ("self_attn.o_proj.weight",),
+    **{f"self_attention.{name}.weight": (f"self_attn.{name}.weight",) for name in _LATENT},
     "self_attention.q_layernorm.weight": ("self_attn.q_norm.weight",),
     "self_attention.k_layernorm.weight": ("self_attn.k_norm.weight",),
     "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight",),
@@ -210,7 +222,7 @@ def _placed(
         a, b = _equal(half, grid.expert_tensor, grid.expert_tensor_rank)
         whole = (a, b) == (0, half)
         spans[divided] = ((0, shape[divided]),) if whole else tuple((i * half + a, i * half + b) for i in range(halves))
-    elif module in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"):
+    elif module in _COLUMN:
         divided = None if leaf == "lora_A" else 0
     elif module in ("o_proj", "down_proj"):
         divided = None if leaf == "lora_B" else 1
