@@ -5,15 +5,18 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from tests.engines.test_contract import make_batch, policy_loss
 from verl.checkpoint.export import compare, export
 from verl.checkpoint.store import CheckpointStore, RoleCheckpoint
 from verl.checkpoint.tensor_files import read_model
 from verl.config import FSDPConfig, ModelConfig, OptimConfig
-from verl.engines.api import MicroBatching
+from verl.engines.api import MicroBatching, whole
 from verl.engines.local import LocalEngine
 from verl.errors import CheckpointError
+from verl.models.tiny import make_tiny_model
 
 RUN = {
     "actor": "actor_rollout_ref: {{actor: {{fsdp_config: {{{setting}}}}}}}\n",
@@ -68,6 +71,32 @@ def test_the_exported_model_is_the_model_that_computed(tmp_path, tiny_llama, rou
     masters = read_model(run / "global_step_3" / name / "huggingface")
     moved = [n for n, master in masters.items() if not torch.equal(master.to(torch.bfloat16), expected[n])]
     assert bool(moved) == (rounding == "dithered")
+
+
+HEADS = ("model.layers.2.eh_proj.weight", "model.layers.2.mlp.experts.0.gate_proj.weight", "mtp.fc.weight")
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_tensors_that_no_engine_trains_are_in_every_folder(tmp_path, lora_rank):
+    """Heads that predict further tokens, and the biases of routers."""
+    path = make_tiny_model(tmp_path / "model", "deepseek_v3")
+    file, generator = path / "model.safetensors", torch.Generator().manual_seed(1)
+    untrained = {name: torch.randn(3, 4, generator=generator).bfloat16() for name in HEADS}
+    untrained[BIAS] = torch.tensor([0.5, -0.25, 0.0, 2.0])
+    save_file({**load_file(file), **untrained}, file, metadata={"format": "pt"})
+    engine = trained(path, "dithered", lora_rank)
+    run = saved(engine, tmp_path / "run", "master_rounding: dithered")
+    out = export(run, tmp_path / "out")
+    for folder in (run / "global_step_3/actor/huggingface", out):
+        written = read_model(folder)
+        assert all(torch.equal(written[name].float(), tensor.float()) for name, tensor in untrained.items())
+        assert AutoModelForCausalLM.from_pretrained(folder).get_buffer(BIAS).tolist() == untrained[BIAS].tolist()
+    store, resumed = CheckpointStore(run), trained(path, "nearest", lora_rank)
+    resumed.load_state(store.load(store.path(3)).roles["actor"])
+    weights, again = engine.state().model, resumed.state().model
+    assert all(torch.equal(whole(weights[name]), whole(again[name])) for name in weights)
+    assert not set(untrained) & {name for name, _ in engine.gather_weights()}
 
 
 def flip_a_bit(newest):

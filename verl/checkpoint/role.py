@@ -18,7 +18,7 @@ from verl.checkpoint.tensor_files import (
     write_model,
     write_tensors,
 )
-from verl.engines.api import AdapterState, EngineState, Tensors, whole
+from verl.engines.api import AdapterState, Deferred, EngineState, Tensors, whole
 from verl.errors import CheckpointError, os_error_of
 from verl.foreign_text import clean
 from verl.models.lora import CONFIG_FILE as ADAPTER_CONFIG
@@ -51,8 +51,9 @@ class RoleCheckpoint:
     def take_part(self) -> None:
         """Join the collectives that gather the tensors for the rank that writes."""
         for tensors in self.files().values():
-            for name in file_order(tensors):
-                whole(tensors[name])
+            for tensor in map(tensors.__getitem__, file_order(tensors)):
+                if not isinstance(tensor, Deferred) or tensor.is_collective:
+                    whole(tensor)
 
     def copied(self) -> RoleCheckpoint:
         """A copy with its tensors in host memory, which can be written while the role trains."""

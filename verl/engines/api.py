@@ -220,12 +220,14 @@ class WeightLayout:
 
 @dataclass(frozen=True)
 class Deferred:
-    """A tensor that is built when it is written: gathered from shards, or merged with its adapter. `build` may be
-    collective, so all ranks build the same ones in the same order; the result is equal on all."""
+    """A tensor that is built when it is written: gathered from shards, merged with its adapter, or read from a file. All ranks
+    build the same ones in the same order, since `build` may be collective, and the result is equal on all. Without
+    `is_collective` only the rank that writes builds it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     build: Callable[[], torch.Tensor]
+    is_collective: bool = True
 
     def numel(self) -> int:
         return math.prod(self.shape)

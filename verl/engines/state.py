@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from verl.engines.api import AdapterState, Deferred, EngineState, Tensors, whole
+from verl.engines.untrained import UntrainedTensors
 from verl.errors import CheckpointError
 from verl.models.lora import LoRASpec, is_adapter, lora_layers, merged, own_names, peft_names
 from verl.models.loss_scale import LossScale
@@ -64,6 +65,7 @@ class TrainedState:
         self.rounding = rounding
         self.scales = {name: layer.scale for name, layer in lora_layers(module).items()}
         self.trains = {name for name, p in module.named_parameters() if p.requires_grad}
+        self.untrained = UntrainedTensors(module, base)
 
     @torch.no_grad()
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
@@ -81,6 +83,7 @@ class TrainedState:
         """The state, without copying."""
         held = self.parameters.named()
         model = {name: self._model_tensor(held, name) for name in held if not is_adapter(name)}
+        model |= self.untrained.deferred
         optimizer: dict[str, Any] = {}
         for key, value in (self.optimizer.state() if self.optimizer else {}).items():
             optimizer[key] = self.parameters.deferred(key.rpartition("/")[0], value) if value.dim() else value
@@ -93,7 +96,7 @@ class TrainedState:
     def load(self, state: EngineState) -> None:
         """Load weights (with adapters: the trained ones) and optimizer; empty parts stay as they are. Raises
         CheckpointError when names, shapes or dtypes are not this model's."""
-        tensors: Mapping[str, Any] = state.model
+        tensors: Mapping[str, Any] = {n: t for n, t in state.model.items() if n not in self.untrained}
         held = self.parameters.named()
         if self.spec is not None:
             if state.model and state.adapter is None:

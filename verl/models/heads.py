@@ -8,6 +8,7 @@ sequence_score  a scalar at the last token of a sequence: a reward model
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from verl.errors import ModelError
 from verl.models.folder import opened, read_headers
@@ -25,6 +27,17 @@ log = logging.getLogger(__name__)
 # scalar heads in folders: of Hugging Face's classification models, ours, and TRL's
 _HEADS = ("score", "classifier", "v_head", "v_head.summary")
 WEIGHT_NAMES = tuple(f"{head}.{part}" for head in _HEADS for part in ("weight", "bias"))
+
+
+def is_further_head(name: str, config: PreTrainedConfig) -> bool:
+    """Whether a tensor in a folder belongs to a head that predicts further tokens (multi-token prediction, arXiv:2412.19437,
+    section 2.2), which no model of transformers has: below `mtp`, or a layer after the last one."""
+    config = config.get_text_config()
+    layer, num_layers = re.search(r"(?:^|\.)layers\.(\d+)\.", name), getattr(config, "num_hidden_layers", None)
+    count = getattr(config, "num_nextn_predict_layers", None) or getattr(config, "num_mtp_layers", None) or 0
+    if layer is None or num_layers is None or int(layer[1]) < num_layers:
+        return re.search(r"(?:^|\.)mtp(?:_layers)?\.", name) is not None
+    return int(layer[1]) < num_layers + count
 
 
 class ScalarHeadModel(nn.Module):

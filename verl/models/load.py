@@ -20,7 +20,7 @@ from verl.foreign_text import clean
 from verl.models import folder as files
 from verl.models.attention import ATTENTION_NAME
 from verl.models.check import PADDED, check_attention, choose_forward, own_attention
-from verl.models.heads import HEADS, WEIGHT_NAMES, HeadKind, ScalarHeadModel
+from verl.models.heads import HEADS, WEIGHT_NAMES, HeadKind, ScalarHeadModel, is_further_head
 from verl.models.hf_module import HFModule
 from verl.models.padded import ForwardKind
 from verl.models.processor import load_processor
@@ -275,6 +275,7 @@ def _filled(
     )
     name = type(module).__name__
     missing, extra = sorted(report["missing_keys"]), sorted(filter(_is_weight, report["unexpected_keys"]))
+    extra = [tensor for tensor in extra if not is_further_head(tensor, config)]
     if auto_class == "AutoModel":  # heads other than the role's
         extra = [tensor for tensor in extra if re.search(r"\.\d+\.", tensor)]
     if missing:
