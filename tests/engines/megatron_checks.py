@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -18,11 +19,13 @@ from tests.engines.parallel_checks import (
 from tests.engines.test_contract import largest_gap, make_batch, make_pairs, pair_loss, policy_loss, value_loss
 from verl.config import FSDPConfig, ModelConfig, OptimConfig
 from verl.config.sections.megatron import MegatronConfig
+from verl.data_proto.merge import object_array
 from verl.engines.api import MicroBatching, TrainEngine, whole
 from verl.engines.fsdp import FSDPEngine
 from verl.engines.local import LocalEngine
 from verl.engines.megatron.engine import MegatronEngine
 from verl.models.lora import own_names
+from verl.models.routing import COLUMN, expert_counts
 from verl.parallel.mesh import Mesh
 from verl.reshard.hf_sharding import decoder_tensors
 from verl.reshard.megatron_layout import MegatronLayout, replicas
@@ -168,6 +171,44 @@ def check_pairs(folder):
         expected, actual = (engine.train_batch(*arguments, unit="pair") for engine in (one, many))
         for name in gaps:
             gaps[name] = max(gaps[name], abs(actual[name].value / expected[name].value - 1))
+    return gaps
+
+
+@on(2, 4)
+def check_routing(folder):
+    """Experts are recorded as on one device, and with other experts than their own both compute the same."""
+    mixture, gaps = ("qwen3_moe", {"num_hidden_layers": 4}), {}
+    rows = [
+        (*mixture, {TENSOR: 2, "checkpointing": True}),
+        (*mixture, {PIPELINE: 2}),
+        (*mixture, {CONTEXT: 2, EXPERT: 2}),
+    ]
+    for number, (family, sizes, section) in enumerate(
+        [*rows, ("deepseek_v3", {**GROUPS, "num_hidden_layers": 4}, {TENSOR: 2})]
+    ):
+        path, batch = model_folder(folder, family, **sizes), batch_of(1)
+        one, many = make(LocalEngine, path), make(MegatronEngine, path, **section)
+        share, records = rows_of(many, len(batch)), []
+        for engine, part in ((one, batch), (many, batch.select_idxs(share))):
+            engine.routing.follow(engine.module)
+            with engine.routing.recording() as record:
+                own = engine.forward(part, OUTPUTS["lm"], MICRO)
+            records.append(record)
+        expected = [records[0][row] for row in share]
+        gaps[f"{number} recorded"] = sum(not np.array_equal(records[1][n], expected[n]) for n in range(len(share)))
+        draws, (num_experts, k) = np.random.default_rng(0), expert_counts(one.module.config)
+        others = [
+            draws.random((*r.shape[:2], num_experts)).argsort(-1)[..., :k].astype(np.uint8)
+            for _, r in sorted(records[0].items())
+        ]
+        batch.non_tensor_batch[COLUMN] = object_array(others)
+        part = batch.select_idxs(share)
+        a, b = (e.forward(rows, OUTPUTS["lm"], MICRO)["log_probs"] for e, rows in ((one, batch), (many, part)))
+        gaps[f"{number} outputs"] = (a[share] - b).abs().max().item()
+        assert (b - own["log_probs"]).abs().max() > 1e-3
+        a, b = (e.train_batch(rows, policy_loss, OUTPUTS["lm"], MICRO) for e, rows in ((one, batch), (many, part)))
+        gaps[f"{number} loss"] = abs(summed(many, b["loss"]) / a["loss"].value - 1)
+        gaps[f"{number} grad_norm"] = abs(b["grad_norm"].value / a["grad_norm"].value - 1)
     return gaps
 
 

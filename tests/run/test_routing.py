@@ -62,7 +62,6 @@ def test_the_second_mini_batch_computes_with_recorded_experts(tiny_run, mixture,
     [
         ((R3, R2), "enable_rollout_routing_replay=True records experts for .*mode=R3, and the mode is R2"),
         ((R3, f"{ROLLOUT}.name=hf"), "rollout.name=hf does not return them"),
-        ((R3, f"{ACTOR}.strategy=megatron", "trainer.n_gpus_per_node=2"), "R3 is not available with strategy=megatron"),
         ((R3, f"{ROLLOUT}.multi_turn.enable=True"), "does not go with agents"),
         ((R2, "algorithm.rollout_correction.bypass_mode=True"), "bypass_mode=True leaves out"),
     ],

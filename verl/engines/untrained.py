@@ -1,5 +1,5 @@
-"""Tensors of a model folder that no engine trains, and that every checkpoint has again: heads that predict further tokens, which
-transformers' models leave out, and buffers, such as the biases by which routers choose experts."""
+"""Tensors of a model folder that no engine trains, and that every checkpoint has again: heads that predict further tokens,
+which transformers' models leave out, and buffers, such as the biases by which routers choose experts."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "
 
 
 class UntrainedTensors:
-    """The tensors of the folder or hub name `source` that training `module` leaves as they are. `deferred` has them by name; it is
-    empty on a rank without weight files, which writes no checkpoint."""
+    """The tensors of the folder or hub name `source` that training `module` leaves as they are. `deferred` has them by name;
+    it is empty on a rank without weight files, which writes no checkpoint."""
 
     def __init__(self, module: Any, source: str):
         self._config = module.config

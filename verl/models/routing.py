@@ -53,14 +53,16 @@ class Routing:
         past = self.replayed[:, layer]
         return torch.where(past == _UNKNOWN, chosen, past)
 
+    def padded(self, num_tokens: int) -> Routing:
+        """The choices of `num_tokens` tokens; routers choose the experts of those that are added."""
+        if self.replayed is None:
+            return Routing()
+        return Routing(F.pad(self.replayed, (0, 0, 0, 0, 0, num_tokens - len(self.replayed)), value=_UNKNOWN))
+
     def part(self, num_local: int, group: dist.ProcessGroup) -> Routing:
         """The choices of this rank's `num_local` tokens, one of equal slices over the ranks of `group`."""
-        routing = Routing()
-        if self.replayed is not None:
-            spare = num_local * group.size() - len(self.replayed)
-            padded = F.pad(self.replayed, (0, 0, 0, 0, 0, spare), value=_UNKNOWN)
-            routing.replayed = padded[num_local * group.rank() :][:num_local]
-        return routing
+        whole = self.padded(num_local * group.size()).replayed
+        return Routing(None if whole is None else whole[num_local * group.rank() :][:num_local])
 
     def gather(self, part: Routing, num_tokens: int, group: dist.ProcessGroup) -> None:
         """Take over what the ranks of `group` recorded for their parts of `num_tokens` tokens."""
@@ -68,6 +70,14 @@ class Routing:
             whole = chosen.new_empty(len(chosen) * group.size(), chosen.shape[1])
             gather_into(whole, chosen.contiguous(), group=group)
             self._recorded[layer] = whole[:num_tokens]
+
+    def chosen(self) -> dict[str, torch.Tensor]:
+        """The recorded choices [tokens, k] by layer, on the CPU."""
+        return {str(layer): experts.cpu() for layer, experts in self._recorded.items()}
+
+    def record(self, chosen: Mapping[int, torch.Tensor]) -> None:
+        """Take over choices [tokens, k] by layer."""
+        self._recorded.update(chosen)
 
     def recorded(self, config: PreTrainedConfig) -> torch.Tensor:
         """[tokens, layers, k], in the smallest dtype that holds the experts of a model with `config`."""

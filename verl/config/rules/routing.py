@@ -11,7 +11,6 @@ from verl.config.schema import Problem, error
 _MODE = "actor_rollout_ref.actor.router_replay.mode"
 _RECORD = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
 _RECORDING = ("native", "vllm")  # rollout engines that return the experts of tokens
-_FOLLOWING = ("fsdp", "fsdp2", "deepspeed")  # training engines whose routers choose given experts
 
 
 def check_routing(c: Any, set_keys: set[str]) -> Iterator[Problem]:
@@ -22,13 +21,6 @@ def check_routing(c: Any, set_keys: set[str]) -> Iterator[Problem]:
         yield error(_RECORD, f"{_RECORD}=True records experts for {_MODE}=R3, and the mode is {mode}. Set one of them.")
     if mode == "disabled":
         return
-    # there the local engine trains, whatever the strategy
-    one_device = c.trainer.nnodes * c.trainer.n_gpus_per_node == 1
-    if actor.strategy not in _FOLLOWING and not one_device:
-        yield error(
-            _MODE,
-            f"{_MODE}={mode} is not available with strategy={actor.strategy}. Set actor_rollout_ref.actor.strategy=fsdp2.",
-        )
     if mode == "R2" and c.algorithm.rollout_correction.bypass_mode:
         yield error(
             _MODE,

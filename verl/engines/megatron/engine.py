@@ -278,9 +278,15 @@ class MegatronEngine(TrainedEngine):
     def _computed(
         self, batch: DataProto, plan: list[list[int]], requested: RequestedOutputs
     ) -> list[dict[str, torch.Tensor]]:
-        return self.schedule.forward(
-            self._parts(batch, plan, requested.reads), requested.outputs, requested.temperature
-        )
+        parts = self._parts(batch, plan, requested.reads)
+        for _, packed in parts:
+            self.routing.begin(packed)
+        outputs = self.schedule.forward(parts, requested.outputs, requested.temperature)
+        for rows, (part, packed) in zip(plan, parts, strict=True):
+            self.schedule.share_choices(packed)
+            if rows:
+                self.routing.end(packed, part, rows, requested.reads, self.share_prompts)
+        return outputs
 
     def _sum_gradients(
         self, batch: DataProto, plan: list[list[int]], requested: RequestedOutputs, loss: LossFn, totals: BatchTotals

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +22,38 @@ from verl.engines.megatron.library import (
 from verl.models.attention import Scoring
 from verl.models.packed import PackedLayout
 from verl.models.parallel.sequence import SequenceLayout
+from verl.models.routing import Routing
 
 
 @dataclass
 class PackedTokens(PackedSeqParams):
-    """A packed batch on its way through the layers, recomputation included."""
+    """A packed batch on its way through the layers, recomputation included. `routing` is of the tokens that a rank's routers
+    see, which with sequence parallelism are a part of the layout's."""
 
     layout: PackedLayout | SequenceLayout | None = None
+    routing: Routing | None = None
+
+
+class Choice:
+    """Chooses experts as `routing` says, in Megatron's place for a replay. A forward pre-hook of a decoder layer."""
+
+    def __init__(self, layer: int):
+        self.layer = layer
+        self.routing: Routing | None = None
+
+    def __call__(self, module: Any, args: tuple[object, ...], kwargs: Mapping[str, Any]) -> None:
+        """Take the routing with which the layer is called."""
+        self.routing = kwargs["packed_seq_params"].routing
+        module.mlp.router.router_replay = None if self.routing is None else self
+
+    def get_replay_topk(
+        self, scores: torch.Tensor, topk: int, groups: int | None, group_topk: int | None, choose: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores [tokens, experts] -> (scores, experts) of the choices [tokens, topk]. The name is Megatron's."""
+        values, chosen = choose(scores, topk, groups, group_topk)
+        assert self.routing is not None
+        experts = self.routing.choose(self.layer, chosen)
+        return (values, chosen) if experts is chosen else (scores.gather(1, experts), experts)
 
 
 class RMSNorm(nn.Module):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from verl.config.sections.megatron import MegatronConfig
-from verl.engines.megatron.layers import PackedTokens, block_spec
+from verl.engines.megatron.layers import Choice, PackedTokens, block_spec, layer_has_experts
 from verl.engines.megatron.library import (
     GPTModel,
     TransformerConfig,
@@ -133,6 +133,9 @@ class DecoderStage(GPTModel):
             position_embedding_type="none",
             vp_stage=vp,
         )
+        for layer in self.decoder.layers:
+            if layer_has_experts(config, layer.layer_number - 1):
+                layer.register_forward_pre_hook(Choice(layer.layer_number - 1), with_kwargs=True)
         self.hf, self.head = hf, head
         self.register_buffer("inv_freq", rotary.inv_freq.clone(), persistent=False)
         if head != "lm":
@@ -202,12 +205,34 @@ def build_stages(config: TransformerConfig, hf: object, head: str, rotary: objec
     return stages
 
 
-def stage_inputs(packed: PackedBatch) -> dict[str, object]:
+def stage_inputs(packed: PackedBatch, config: TransformerConfig) -> dict[str, Any]:
     """The arguments of a stage for this rank's tokens of a packed batch."""
     part = take_slice(packed, parallel_state.get_context_parallel_group())
+    routing = part.layout.routing
+    if routing is not None and config.sequence_parallel:
+        num_tokens = part.input_ids.shape[1] // config.tensor_model_parallel_size
+        routing = routing.part(num_tokens, parallel_state.get_tensor_model_parallel_group())
     return {
         "input_ids": part.input_ids,
         "position_ids": part.position_ids,
         "attention_mask": None,
-        "packed_seq_params": PackedTokens(qkv_format="sbhd", layout=part.layout),
+        "packed_seq_params": PackedTokens(qkv_format="sbhd", layout=part.layout, routing=routing),
     }
+
+
+def gather_choices(packed: PackedBatch, tokens: PackedTokens) -> None:
+    """Give the routing of `packed` the experts that were recorded while its `tokens` passed the layers of this rank's stage."""
+    whole, layout = packed.layout.routing, tokens.layout
+    if (
+        whole is None
+        or whole.replayed is not None
+        or layout is None
+        or layout.routing is None
+        or tokens.routing is None
+    ):
+        return
+    if tokens.routing is not layout.routing:
+        tensor = parallel_state.get_tensor_model_parallel_group()
+        layout.routing.gather(tokens.routing, packed.num_tokens, tensor)
+    if layout.routing is not whole:
+        whole.gather(layout.routing, packed.num_tokens, parallel_state.get_context_parallel_group())

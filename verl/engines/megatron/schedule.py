@@ -14,7 +14,7 @@ from verl.data_proto.proto import DataProto
 from verl.engines.api import BatchTotals, LossFn
 from verl.engines.megatron.groups import broadcast_value
 from verl.engines.megatron.library import get_forward_backward_func
-from verl.engines.megatron.model import DecoderStage, stage_inputs
+from verl.engines.megatron.model import DecoderStage, gather_choices, stage_inputs
 from verl.models.packed import PackedLayout, PackedSegment
 from verl.models.packing import PackedBatch
 from verl.models.parallel.forward import empty_batch
@@ -49,7 +49,10 @@ class PipelineSchedule:
             packed,
             input_ids=torch.cat([packed.input_ids, zeros], 1),
             position_ids=torch.cat([packed.position_ids, zeros], 1),
-            layout=PackedLayout([*packed.layout.segments, PackedSegment(packed.num_tokens, missing)]),
+            layout=PackedLayout(
+                [*packed.layout.segments, PackedSegment(packed.num_tokens, missing)],
+                routing=packed.layout.routing and packed.layout.routing.padded(packed.num_tokens + missing),
+            ),
         )
 
     def forward(self, parts: list[Part], outputs: Sequence[str], temperature: float) -> list[Outputs]:
@@ -93,7 +96,10 @@ class PipelineSchedule:
             def end(states: torch.Tensor, non_loss_data: bool = False) -> Any:
                 return read(self.stage_of[id(chunk)], states, part)
 
-            return chunk(**stage_inputs(part[1])), end
+            inputs = stage_inputs(part[1], self.stage_of[id(chunk)].config)
+            states = chunk(**inputs)
+            gather_choices(part[1], inputs["packed_seq_params"])
+            return states, end
 
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=step,
@@ -106,6 +112,16 @@ class PipelineSchedule:
             collect_non_loss_data=not trains,
         )
         return results
+
+    def share_choices(self, packed: PackedBatch) -> None:
+        """Let every stage have the experts that the routers of all stages chose for `packed`, where they are recorded."""
+        routing = packed.layout.routing
+        if routing is None or routing.replayed is not None:
+            return
+        for stage in range(self.pipeline.size()):
+            rank = dist.get_global_rank(self.pipeline, stage)
+            chosen = broadcast_value(routing.chosen(), rank, self.pipeline, self.device)
+            routing.record({int(layer): experts.to(self.device) for layer, experts in chosen.items()})
 
     def _from_last(self, results: list[Outputs]) -> list[Outputs]:
         if self.pipeline.size() == 1:
