@@ -62,6 +62,7 @@ def models(tmp_path_factory):
     return {
         "llama": make_tiny_model(root / "llama", **FOUR_LAYERS),
         "qwen3_moe": make_tiny_model(root / "moe", "qwen3_moe", moe_intermediate_size=16, **FOUR_LAYERS),
+        "teacher": make_tiny_model(root / "teacher", seed=1),
     }
 
 
@@ -75,7 +76,7 @@ def alone(jobs, models, given_rows):
             folder = jobs.run(f"alone_sft_{family}").folder
             assert train(load_config(given_rows(models[family], folder), schema=SCHEMAS["sft"]), "sft") == 0
             return jobs.run(folder.name)
-        added = {"ppo": PPO, "lora": LORA}.get(program, [])
+        added = {"ppo": PPO, "lora": LORA, "distillation": taught_by(models["teacher"])}.get(program, [])
         changes = [f"actor_rollout_ref.model.path={models[family]}", *FLOAT32, *added]
         return train_here(jobs, f"alone_{program}_{family}", *changes)
 
@@ -135,6 +136,23 @@ def test_adapters_on_several_ranks_match_one_process(alone, jobs, models):
     for name in names:
         assert_same(jobs.run(f"lora_{name}"), alone("lora", "llama"), 1e-5)
         assert_same_weights(jobs.run(f"lora_{name}"), alone("lora", "llama"), 3, 1e-5)
+
+
+def taught_by(folder):
+    """Overrides of distillation."""
+    teacher = "distillation.teacher_models.teacher_model"
+    return ["distillation.enabled=True", f"{teacher}.model_path={folder}", f"{teacher}.inference.dtype=float32"]
+
+
+def test_a_teacher_on_its_own_device_matches_one_process(alone, jobs, models):
+    pytest.importorskip(MODULES["megatron"], reason="needs the extra megatron")
+    devices = ["trainer.n_gpus_per_node=2", "distillation.nnodes=1", "distillation.n_gpus_per_node=1"]
+    engine = reinforcement("megatron", "tensor2", {TENSOR: 2})
+    common = [f"actor_rollout_ref.model.path={models['llama']}", *FLOAT32, *taught_by(models["teacher"])]
+    jobs.add("taught", *common, *devices, *engine)
+    run(3, "tests.runtime.several_runs", jobs.file(), timeout_s=280)
+    assert_same(jobs.run("taught"), alone("distillation", "llama"), 1e-5)
+    assert_same_weights(jobs.run("taught"), alone("distillation", "llama"), 3, 1e-5)
 
 
 CONTINUED = {  # library -> keys of its section before, and after the other engine has trained

@@ -189,6 +189,8 @@ def _teacher(config: PPOConfig, name: str, teacher: TeacherConfig) -> RoleSpec:
         config.actor_rollout_ref.ref,
         f"distillation.teacher_models.{name}",
     )
+    # engines with settings are on the policy's devices, and a pool is beside them
+    has_pool = config.distillation.nnodes > 0 and settings_of(ref) is not None
     return RoleSpec(
         role_of(name),
         "lm",
@@ -196,8 +198,8 @@ def _teacher(config: PPOConfig, name: str, teacher: TeacherConfig) -> RoleSpec:
             path=str(teacher.model_path), trust_remote_code=student.trust_remote_code, external_lib=student.external_lib
         ),
         replace(ref.fsdp_config, dtype=teacher.inference.dtype),
-        strategy=ref.strategy,
-        settings=settings_of(ref),
+        strategy="fsdp2" if has_pool else ref.strategy,
+        settings=None if has_pool else settings_of(ref),
         engine_keys=(f"{key}.inference", "actor_rollout_ref.ref.fsdp_config"),
         forward_micro=MicroBatching(max_tokens=teacher.inference.max_num_batched_tokens),
         temperature=teacher.inference.temperature or 1.0,

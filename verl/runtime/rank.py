@@ -145,19 +145,27 @@ def check_meshes(specs: RoleSpecs, placement: Placement) -> EnginePlan | None:
 def _check_engine(context: RankContext, spec: RoleSpec) -> None:
     """Raise MissingExtraError when the engine is not installed, ConfigError when it lacks devices of the run or cannot
     have the role."""
-    num_ranks, num_devices = len(context.ranks(spec.name)), context.placement.num_devices
-    if spec.settings is None or num_devices == 1:
+    ranks, num_devices = context.ranks(spec.name), context.placement.num_devices
+    num_ranks = len(ranks)
+    if spec.settings is None or num_ranks == 1:
         return
     require_library(spec.strategy)
-    if num_ranks != num_devices:
+    is_megatron = isinstance(spec.settings, MegatronConfig)
+    if ranks != tuple(range(num_ranks)) or (num_ranks < num_devices and not is_megatron):
+        devices = "the first devices" if is_megatron else f"all {num_devices} devices"
         raise ConfigError(
-            f"strategy={spec.strategy} takes all {num_devices} devices of a run, and the role {spec.name} is placed on "
-            f"{num_ranks}. Leave it out of trainer.placement, or set strategy=fsdp2 for it."
+            f"strategy={spec.strategy} takes {devices} of a run, and the role {spec.name} is placed on the devices "
+            f"{', '.join(map(str, ranks))}. Leave it out of trainer.placement, or set strategy=fsdp2 for it."
         )
     ENGINES.get(spec.strategy).check_role(spec.model, spec.engine, spec.optim, spec.settings, num_ranks)
     for other in context.specs.models:
         if isinstance(spec.settings, MegatronConfig) and isinstance(other.settings, MegatronConfig):
             spec.settings.check_groups(other.settings)
+            if context.ranks(other.name) != ranks and len(context.ranks(other.name)) > 1:
+                raise ConfigError(
+                    f"Roles with strategy=megatron share their devices, and {spec.name} is placed on {num_ranks}, {other.name} "
+                    f"on {len(context.ranks(other.name))}. Place them together, or set strategy=fsdp2 for one of them."
+                )
 
 
 def _check_rollout(spec: RolloutSpec, plan: EnginePlan) -> None:

@@ -17,7 +17,7 @@ from verl.data_proto.proto import DataProto
 from verl.engines.api import BatchTotals, EngineState, LossFn, require_library
 from verl.engines.base import TrainedEngine
 from verl.engines.loading import build_module, build_skeleton
-from verl.engines.megatron.groups import broadcast_value, computing, use_groups
+from verl.engines.megatron.groups import all_ranks, broadcast_value, computing, use_groups
 from verl.engines.megatron.placement import Grid, Placed, linears, place, router_biases
 from verl.engines.micro_batches import select_rows
 from verl.engines.state import TrainedState
@@ -40,8 +40,8 @@ Part = tuple[DataProto, PackedBatch]  # the rows of a micro-batch, and their lay
 
 
 class MegatronEngine(TrainedEngine):
-    """The TrainEngine on all ranks of the default process group, numbered as Megatron numbers them: tensor parallel ranks are
-    neighbours, then data-parallel ones, then stages of the pipeline. `section` is a section `megatron`.
+    """The TrainEngine on the first ranks of the default process group, numbered as Megatron numbers them: tensor parallel ranks
+    are neighbours, then data-parallel ones, then stages of the pipeline. `section` is a section `megatron`.
 
     `module` has names, shapes and the config of the whole model, and no weights. The first rank reads the model and sends it to
     the others tensor by tensor. Losses are computed on the last stage; the others then compute them from its outputs, for
@@ -64,17 +64,13 @@ class MegatronEngine(TrainedEngine):
         self.section = section or MegatronConfig()
         self.checkpointing = model.enable_gradient_checkpointing
         load_external(model.external_lib)
-        num_ranks = dist.get_world_size()
+        num_ranks = dist.get_world_size() if mesh is None else len(mesh.ranks)
+        assert mesh is None or tuple(mesh.ranks) == tuple(range(num_ranks)), mesh
         self.check_role(model, self.config, self.optim, self.section, num_ranks)
-        if mesh is not None and tuple(mesh.ranks) != tuple(range(num_ranks)):
-            raise ConfigError(
-                f"The Megatron engine takes all {num_ranks} devices of a run, and this role is placed on {len(mesh.ranks)}. "
-                "Leave it out of trainer.placement, or set strategy=fsdp2."
-            )
         require_library("megatron")
         hf = load_model_config(model.path, model.trust_remote_code, model.override_config).get_text_config()
         with computing(device):
-            use_groups(self, self.section.group_sizes(), timeout_s)
+            use_groups(self, num_ranks, self.section.group_sizes(), timeout_s)
             self._join_groups()
             self._build(model, hf)
         self._leave_device()
@@ -191,7 +187,7 @@ class MegatronEngine(TrainedEngine):
     def _check_stages(self, num_trained: int) -> None:
         """Raise ConfigError, on all ranks, where one of them has nothing that trains."""
         fewest = torch.tensor([num_trained], device=self.device)
-        dist.all_reduce(fewest, dist.ReduceOp.MIN)
+        dist.all_reduce(fewest, dist.ReduceOp.MIN, group=all_ranks())
         if not fewest:
             raise ConfigError(
                 "A stage of the pipeline has no layer with an adapter, so nothing would train on its devices. Choose "
@@ -243,14 +239,14 @@ class MegatronEngine(TrainedEngine):
                 source = {**dict(module.named_parameters()), **dict(module.named_buffers())}
             except VerlError as caught:
                 error = str(caught)
-        if said := broadcast_value(error, 0, None, self.device):
+        if said := broadcast_value(error, 0, all_ranks(), self.device):
             raise ModelError(said)
         for name, buffer in self.module.named_buffers():
             if name.endswith(_ROUTER_BIAS):
                 sent = torch.empty(buffer.shape, dtype=torch.float32, device=self.device)
                 if source:
                     sent.copy_(source.pop(name))
-                dist.broadcast(sent, src=0)
+                dist.broadcast(sent, src=0, group=all_ranks())
                 if name in biases:
                     biases[name].copy_(sent)
         masters: dict[str, torch.Tensor] = {}
@@ -258,7 +254,7 @@ class MegatronEngine(TrainedEngine):
             sent = torch.empty(shape, dtype=wide, device=self.device)
             if source:
                 sent.copy_(source.pop(name))
-            dist.broadcast(sent, src=0)
+            dist.broadcast(sent, src=0, group=all_ranks())
             for part in here.get(name, []):
                 own = part.take(sent)
                 part.view().copy_(own)
@@ -337,7 +333,7 @@ class MegatronEngine(TrainedEngine):
 
     def _sum_over_parameters(self, sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
         total = torch.stack(list(sums.values())).sum(0) if sums else torch.zeros(2, dtype=torch.float64)
-        dist.all_reduce(total := total.to(self.device))
+        dist.all_reduce(total := total.to(self.device), group=all_ranks())
         return total
 
     def visible_update_ratio(self) -> float | None:

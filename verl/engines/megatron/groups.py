@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,12 +26,12 @@ def computing(device: torch.device) -> contextlib.AbstractContextManager[None]:
     return cpu_as_device()
 
 
-def use_groups(engine: object, sizes: dict[str, int | None], timeout_s: float | None) -> None:
-    """Make Megatron's process groups, on all ranks of the default group together; they live in the process. Raises ConfigError
-    where another engine of the process uses them in other sizes."""
+def use_groups(engine: object, num_ranks: int, sizes: dict[str, int | None], timeout_s: float | None) -> None:
+    """Make Megatron's process groups, on the first `num_ranks` of the default group together; they live in the process. Raises
+    ConfigError where another engine of the process uses them in other sizes."""
     from verl.engines.megatron.library import parallel_state, random_tracker
 
-    is_other_run = bool(_world) and _world[0] is not dist.group.WORLD
+    sizes, is_other_run = {**sizes, "devices": num_ranks}, bool(_world) and _world[0] is not dist.group.WORLD
     if parallel_state.model_parallel_is_initialized() and (sizes != _sizes or is_other_run):
         gc.collect()
         if _engines and not is_other_run:
@@ -41,17 +42,42 @@ def use_groups(engine: object, sizes: dict[str, int | None], timeout_s: float | 
         parallel_state.destroy_model_parallel()
     if not parallel_state.model_parallel_is_initialized():
         minutes = max(1, round((timeout_s or 1800.0) / 60))
-        parallel_state.initialize_model_parallel(
-            **sizes, create_gloo_process_groups=False, distributed_timeout_minutes=minutes
-        )
+        arguments = {name: size for name, size in sizes.items() if name != "devices"}
+        with _only_first(num_ranks):
+            parallel_state.initialize_model_parallel(
+                **arguments, create_gloo_process_groups=False, distributed_timeout_minutes=minutes
+            )
+            group = dist.new_group(list(range(num_ranks)))
         state = torch.get_rng_state()
         # for trackers that must exist and are not used: nothing here is random
         random_tracker.model_parallel_cuda_manual_seed(0)
         torch.set_rng_state(state)
         _sizes.clear()
         _sizes.update(sizes)
-        _world[:] = [dist.group.WORLD]
+        _world[:] = [dist.group.WORLD, group]
     _engines.add(engine)
+
+
+def all_ranks() -> Any:
+    """The process group of all ranks of Megatron's groups."""
+    return _world[1]
+
+
+@contextlib.contextmanager
+def _only_first(num_ranks: int) -> Iterator[None]:
+    """Inside, the default group seems to have so many ranks, and groups are made without the others."""
+    new_group, whole_size = dist.new_group, dist.get_world_size
+
+    def make(ranks: Any = None, **settings: Any) -> Any:
+        return new_group(ranks, **{**settings, "use_local_synchronization": True})
+
+    try:
+        if num_ranks < whole_size():
+            dist.new_group = make
+            dist.get_world_size = lambda group=None: num_ranks if group is None else whole_size(group)
+        yield
+    finally:
+        dist.new_group, dist.get_world_size = new_group, whole_size
 
 
 def broadcast_value(value: Any, source: int, group: Any, device: torch.device) -> Any:
@@ -67,4 +93,4 @@ def broadcast_value(value: Any, source: int, group: Any, device: torch.device) -
 
 
 _sizes: dict[str, int | None] = {}
-_world: list[object] = []  # the default group for which they were made
+_world: list[object] = []  # the default group for which they were made, and the group of their ranks

@@ -15,6 +15,7 @@ from torch import nn
 
 from verl.config import OptimConfig
 from verl.engines.api import Deferred
+from verl.engines.megatron.groups import all_ranks
 from verl.engines.megatron.placement import Placed
 from verl.engines.state import Parameters
 from verl.models.optim import MasterOptimizer, Rounded
@@ -177,7 +178,7 @@ class MegatronOptimizer(MasterOptimizer):
                 wide = torch.promote_types(master.grad.dtype, torch.float32)
                 total = total.to(master.device) + master.grad.to(wide).square().sum().double()
         total = total.to(self.device)
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=all_ranks())
         return total.sqrt().to(next(iter(masters.values())).dtype)
 
 
@@ -229,7 +230,7 @@ class MegatronParameters(Parameters):
         share = self.shares.get(name)
         if share is not None and share.counts and value.numel():
             share.placed.put(out, value.to(self.device, wide), share.start)
-        dist.all_reduce(out.view(bits))
+        dist.all_reduce(out.view(bits), group=all_ranks())
         return out.to(dtype)
 
     def deferred(self, name: str, value: torch.Tensor) -> Deferred:
