@@ -155,29 +155,32 @@ def test_a_teacher_on_its_own_device_matches_one_process(alone, jobs, models):
     assert_same_weights(jobs.run("taught"), alone("distillation", "llama"), 3, 1e-5)
 
 
-CONTINUED = {  # library -> keys of its section before, and after the other engine has trained
-    "deepspeed": ({"zero_stage": 3}, {"zero_stage": 2}),
-    "megatron": ({STAGES: 2}, {TENSOR: 2}),
+CONTINUED = {  # library -> keys of its section before and after the other engine has trained, and further ones
+    "deepspeed": ({"zero_stage": 3}, {"zero_stage": 2}, []),
+    "megatron": ({STAGES: 2}, {TENSOR: 2}, []),
+    "megatron_adapters": ({STAGES: 2}, {TENSOR: 2}, LORA),
 }
 
 
-@pytest.mark.parametrize("library", CONTINUED)
-def test_a_run_resumes_bit_for_bit_and_continues_on_the_other_engine(jobs, models, library):
+@pytest.mark.parametrize("name", CONTINUED)
+def test_a_run_resumes_bit_for_bit_and_continues_on_the_other_engine(jobs, models, name):
     """With FSDP for two steps of six, and back."""
+    library, (*sections, further) = name.partition("_")[0], CONTINUED[name]
     pytest.importorskip(MODULES[library], reason=f"needs the extra {library}")
     common = [
         f"actor_rollout_ref.model.path={models['llama']}",
         *FLOAT32,
+        *further,
         "trainer.save_freq=2",
         "trainer.test_freq=-1",
     ]
-    first, last = (reinforcement(library, "", keys) for keys in CONTINUED[library])
+    first, last = (reinforcement(library, "", keys) for keys in sections)
     legs = {"unbroken": [(6, first)], "resumed": [(4, first), (6, first)], "changed": [(2, first), (4, []), (6, last)]}
-    for name, parts in legs.items():
+    for leg, parts in legs.items():
         for steps, engine in parts:
-            jobs.add(f"{library}_{name}", *common, f"trainer.total_training_steps={steps}", *engine)
+            jobs.add(f"{name}_{leg}", *common, f"trainer.total_training_steps={steps}", *engine)
     run(2, "tests.runtime.several_runs", jobs.file(), timeout_s=280)
-    unbroken, resumed, changed = (jobs.run(f"{library}_{name}") for name in legs)
+    unbroken, resumed, changed = (jobs.run(f"{name}_{leg}") for leg in legs)
     assert_same(resumed, unbroken, 0.0)
     assert_same_weights(resumed, unbroken, 6, 0.0)
     assert_same(changed, unbroken, 1e-5)
