@@ -137,6 +137,7 @@ check_latent_whole_queries = comparison((2,), "deepseek_v3", model={**LATENT, "q
 check_latent_pipeline = comparison((2,), "deepseek_v3", model=GROUPS, **{PIPELINE: 2})
 check_latent_context = comparison((2,), "deepseek_v3", model=LATENT, **{CONTEXT: 2})
 check_latent_lora_tensor = comparison((2,), "deepseek_v3", lora=4, model=LATENT, **{TENSOR: 2})
+check_latent_expert_tensor = comparison((4,), "deepseek_v3", model=GROUPS, **{EXPERT: 2, TENSOR: 2})
 check_experts_tensor = comparison((2,), "mixtral", **{TENSOR: 2})
 check_experts_apart = comparison((2,), "qwen3_moe", expert_tensor_parallel_size=1, **{TENSOR: 2, EXPERT: 2})
 check_tensor_pipeline = comparison((4,), **{TENSOR: 2, PIPELINE: 2})
@@ -237,9 +238,10 @@ def check_rounding(folder):
 @on(2, 4)
 def check_declared_weights(folder):
     """Each rank's part is where the layout of a weight sync says, is no copy, and a snapshot brings it back."""
-    path, different = model_folder(folder, "qwen3_moe", num_hidden_layers=4), {}
+    different = {}
     sections = [{TENSOR: 2}, {PIPELINE: 2}, {CONTEXT: 2, EXPERT: 2}, {EXPERT: 2, "expert_tensor_parallel_size": 1}]
-    for number, section in enumerate([*sections, {TENSOR: 2, "lora": 4}, {"lora": 4}]):
+    for number, section in enumerate([*sections, {TENSOR: 2, "lora": 4}, {"lora": 4}, {TENSOR: 2}]):
+        path = model_folder(folder, "deepseek_v3" if number == 6 else "qwen3_moe", num_hidden_layers=4)
         many = make(MegatronEngine, path, dtype="bfloat16", **section)
         step(many, 0)
         declared, held = many.weight_layout(), many.local_weights()
