@@ -125,7 +125,8 @@ class RoleSpec:
     def describe_sharding(self, num_devices: int) -> str:
         """The training engine and its policy, for the header of a run."""
         if num_devices > 1:
-            return f"{self.strategy}, {(self.settings or self.engine).describe()}"
+            adapters = f", LoRA of rank {self.model.lora_rank}" if self.trains and self.model.lora_rank else ""
+            return f"{self.strategy}, {(self.settings or self.engine).describe()}{adapters}"
         parts = [
             "none: one device",
             *([f"strategy={self.strategy} acts on several"] if self.settings is not None else []),

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -43,11 +44,13 @@ def use_groups(engine: object, num_ranks: int, sizes: dict[str, int | None], tim
     if not parallel_state.model_parallel_is_initialized():
         minutes = max(1, round((timeout_s or 1800.0) / 60))
         arguments = {name: size for name, size in sizes.items() if name != "devices"}
-        with _only_first(num_ranks):
+        group = dist.group.WORLD
+        with _only_first(num_ranks) if num_ranks < dist.get_world_size() else contextlib.nullcontext():
             parallel_state.initialize_model_parallel(
                 **arguments, create_gloo_process_groups=False, distributed_timeout_minutes=minutes
             )
-            group = dist.new_group(list(range(num_ranks)))
+            if dist.get_world_size() < dist.get_world_size(group):
+                group = dist.new_group(list(range(num_ranks)), timeout=timedelta(minutes=minutes))
         state = torch.get_rng_state()
         # for trackers that must exist and are not used: nothing here is random
         random_tracker.model_parallel_cuda_manual_seed(0)
@@ -67,14 +70,9 @@ def all_ranks() -> Any:
 def _only_first(num_ranks: int) -> Iterator[None]:
     """Inside, the default group seems to have so many ranks, and groups are made without the others."""
     new_group, whole_size = dist.new_group, dist.get_world_size
-
-    def make(ranks: Any = None, **settings: Any) -> Any:
-        return new_group(ranks, **{**settings, "use_local_synchronization": True})
-
     try:
-        if num_ranks < whole_size():
-            dist.new_group = make
-            dist.get_world_size = lambda group=None: num_ranks if group is None else whole_size(group)
+        dist.new_group = lambda *ranks, **settings: new_group(*ranks, **{**settings, "use_local_synchronization": True})
+        dist.get_world_size = lambda group=None: num_ranks if group is None else whole_size(group)
         yield
     finally:
         dist.new_group, dist.get_world_size = new_group, whole_size
