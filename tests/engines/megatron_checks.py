@@ -175,42 +175,36 @@ def check_pairs(folder):
     return gaps
 
 
-@on(2, 4)
-def check_routing(folder):
+def replay(folder, family, model, checkpointing=False, **section):
     """Experts are recorded as on one device, and with other experts than their own both compute the same."""
-    mixture, gaps = ("qwen3_moe", {"num_hidden_layers": 4}), {}
-    rows = [
-        (*mixture, {TENSOR: 2, "checkpointing": True}),
-        (*mixture, {PIPELINE: 2}),
-        (*mixture, {CONTEXT: 2, EXPERT: 2}),
-    ]
-    for number, (family, sizes, section) in enumerate(
-        [*rows, ("deepseek_v3", {**GROUPS, "num_hidden_layers": 4}, {TENSOR: 2})]
-    ):
-        path, batch = model_folder(folder, family, **sizes), batch_of(1)
-        one, many = make(LocalEngine, path), make(MegatronEngine, path, **section)
-        share, records = rows_of(many, len(batch)), []
-        for engine, part in ((one, batch), (many, batch.select_idxs(share))):
-            engine.routing.follow(engine.module)
-            with engine.routing.recording() as record:
-                own = engine.forward(part, OUTPUTS["lm"], MICRO)
-            records.append(record)
-        expected = [records[0][row] for row in share]
-        gaps[f"{number} recorded"] = sum(not np.array_equal(records[1][n], expected[n]) for n in range(len(share)))
-        draws, (num_experts, k) = np.random.default_rng(0), expert_counts(one.module.config)
-        others = [
-            draws.random((*r.shape[:2], num_experts)).argsort(-1)[..., :k].astype(np.uint8)
-            for _, r in sorted(records[0].items())
-        ]
-        batch.non_tensor_batch[COLUMN] = object_array(others)
-        part = batch.select_idxs(share)
-        a, b = (e.forward(rows, OUTPUTS["lm"], MICRO)["log_probs"] for e, rows in ((one, batch), (many, part)))
-        gaps[f"{number} outputs"] = (a[share] - b).abs().max().item()
-        assert (b - own["log_probs"]).abs().max() > 1e-3
-        a, b = (e.train_batch(rows, policy_loss, OUTPUTS["lm"], MICRO) for e, rows in ((one, batch), (many, part)))
-        gaps[f"{number} loss"] = abs(summed(many, b["loss"]) / a["loss"].value - 1)
-        gaps[f"{number} grad_norm"] = abs(b["grad_norm"].value / a["grad_norm"].value - 1)
-    return gaps
+    path, batch = model_folder(folder, family, num_hidden_layers=4, **model), batch_of(1)
+    one, many = make(LocalEngine, path), make(MegatronEngine, path, checkpointing=checkpointing, **section)
+    rows, own = rows_of(many, len(batch)), []
+    for engine, part in ((one, batch), (many, batch.select_idxs(rows))):
+        engine.routing.follow(engine.module)
+        with engine.routing.recording() as record:
+            outputs = engine.forward(part, OUTPUTS["lm"], MICRO)
+        own.append((outputs["log_probs"], [record[row] for row in sorted(record)]))
+    (_, expected), (free, recorded) = own
+    draws, (num_experts, k) = np.random.default_rng(0), expert_counts(one.module.config)
+    others = [draws.random((*r.shape[:2], num_experts)).argsort(-1)[..., :k].astype(np.uint8) for r in expected]
+    batch.non_tensor_batch[COLUMN] = object_array(others)
+    part = batch.select_idxs(rows)
+    a, b = (e.forward(x, OUTPUTS["lm"], MICRO)["log_probs"] for e, x in ((one, batch), (many, part)))
+    assert (b - free).abs().max() > 1e-3
+    x, y = (e.train_batch(x, policy_loss, OUTPUTS["lm"], MICRO) for e, x in ((one, batch), (many, part)))
+    return {
+        "recorded": sum(not np.array_equal(recorded[n], expected[row]) for n, row in enumerate(rows)),
+        "outputs": (a[rows] - b).abs().max().item(),
+        "loss": abs(summed(many, y["loss"]) / x["loss"].value - 1),
+        "grad_norm": abs(y["grad_norm"].value / x["grad_norm"].value - 1),
+    }
+
+
+check_replay_tensor = on(2)(lambda folder: replay(folder, "qwen3_moe", {}, checkpointing=True, **{TENSOR: 2}))
+check_replay_pipeline = on(2)(lambda folder: replay(folder, "qwen3_moe", {}, **{PIPELINE: 2}))
+check_replay_context = on(2)(lambda folder: replay(folder, "qwen3_moe", {}, **{CONTEXT: 2, EXPERT: 2}))
+check_replay_latent = on(4)(lambda folder: replay(folder, "deepseek_v3", GROUPS, **{TENSOR: 2, PIPELINE: 2}))
 
 
 @on(2, 4)
