@@ -144,15 +144,19 @@ def taught_by(folder):
     return ["distillation.enabled=True", f"{teacher}.model_path={folder}", f"{teacher}.inference.dtype=float32"]
 
 
-def test_a_teacher_on_its_own_device_matches_one_process(alone, jobs, models):
+def test_roles_beside_megatron_match_one_process(alone, jobs, models):
+    """A teacher on a device of its own, and a rollout."""
     pytest.importorskip(MODULES["megatron"], reason="needs the extra megatron")
     devices = ["trainer.n_gpus_per_node=2", "distillation.nnodes=1", "distillation.n_gpus_per_node=1"]
     engine = reinforcement("megatron", "tensor2", {TENSOR: 2})
-    common = [f"actor_rollout_ref.model.path={models['llama']}", *FLOAT32, *taught_by(models["teacher"])]
-    jobs.add("taught", *common, *devices, *engine)
+    common = [f"actor_rollout_ref.model.path={models['llama']}", *FLOAT32, *engine]
+    jobs.add("distillation", *common, *taught_by(models["teacher"]), *devices)
+    placed = ["trainer.placement={actor:[0,1],rollout:[2]}", "trainer.n_gpus_per_node=3"]
+    jobs.add("grpo", *common, *placed, f"{ROLLOUT}.tensor_model_parallel_size=1")
     run(3, "tests.runtime.several_runs", jobs.file(), timeout_s=280)
-    assert_same(jobs.run("taught"), alone("distillation", "llama"), 1e-5)
-    assert_same_weights(jobs.run("taught"), alone("distillation", "llama"), 3, 1e-5)
+    for program in ("distillation", "grpo"):
+        assert_same(jobs.run(program), alone(program, "llama"), 1e-5)
+        assert_same_weights(jobs.run(program), alone(program, "llama"), 3, 1e-5)
 
 
 CONTINUED = {  # library -> keys of its section before and after the other engine has trained, and further ones
