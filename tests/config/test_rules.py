@@ -40,7 +40,6 @@ PATHS = {
 # level, key of the problem, and overrides that cause it
 BROKEN = """
 error    ROLLOUT.enable_rollout_routing_replay  ACTOR.router_replay.mode=R2  ROLLOUT.enable_rollout_routing_replay=True
-error    ACTOR.router_replay.mode  ACTOR.router_replay.mode=R3  ACTOR.strategy=megatron  trainer.n_gpus_per_node=2
 error    ACTOR.router_replay.mode  ACTOR.router_replay.mode=R2  CORRECTION.bypass_mode=True
 error    ACTOR.router_replay.mode  ACTOR.router_replay.mode=R3  ROLLOUT.name=hf
 error    ACTOR.router_replay.mode  ACTOR.router_replay.mode=R3  ROLLOUT.multi_turn.enable=True

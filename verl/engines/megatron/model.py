@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from verl.config.sections.megatron import MegatronConfig
-from verl.engines.megatron.layers import Choice, PackedTokens, block_spec, layer_has_experts
+from verl.engines.megatron.layers import Choice, PackedTokens
 from verl.engines.megatron.library import (
     GPTModel,
     TransformerConfig,
@@ -20,6 +20,7 @@ from verl.engines.megatron.library import (
     get_transformer_layer_offset,
     parallel_state,
 )
+from verl.engines.megatron.spec import block_spec, layer_has_experts
 from verl.models.forward import head_transform
 from verl.models.log_probs import TokenStats, token_log_probs
 from verl.models.outputs import HeadInputs, output_kind, statistics_wanted
