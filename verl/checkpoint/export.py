@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from verl.checkpoint.files import find_damage
+from verl.checkpoint.files import find_damage, read_document
 from verl.checkpoint.retention import candidates, missing_newest
 from verl.checkpoint.tensor_files import num_bytes, read_model, set_config_dtype, write_model
 from verl.errors import CheckpointError
@@ -35,10 +35,10 @@ def export(
 ) -> Path:
     """Write the model of `role` as a self-contained Hugging Face folder, or as a GGUF file; returns `out`.
 
-    Weights are rounded to bfloat16 as in the run (master_rounding of its config.yaml), so the result is the model that was
-    evaluated. `source` is a folder global_step_N, a run folder with the checkpoint of `step` (None: its newest), or a Hugging
-    Face folder. `out` must be missing or empty, and appears atomically. Raises CheckpointError, also where the newest
-    checkpoint is damaged, and the errors of `write_gguf`.
+    Weights are rounded to bfloat16 as in the run (master_rounding of its config.yaml), and tensors that no engine trains are
+    copied, so the result is the model that was evaluated. `source` is a folder global_step_N, a run folder with the checkpoint
+    of `step` (None: its newest), or a Hugging Face folder. `out` must be missing or empty, and appears atomically. Raises
+    CheckpointError, also where the newest checkpoint is damaged, and the errors of `write_gguf`.
     """
     target_dtype = parse_dtype(rounded_dtype(dtype) if gguf else dtype)
     checkpoint, role, model_folder = checkpoint_model(source, role, step)
@@ -46,9 +46,11 @@ def export(
     if out.exists() and (gguf or not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} exists{'' if gguf else ' and is not empty'}; remove it or choose another name.")
     tensors = read_model(model_folder)
-    rounding = _rounding(checkpoint, role)
+    rounding, extra = _rounding(checkpoint, role), checkpoint / role / "extra.json"
+    untrained = read_document(extra).get("untrained", ()) if extra.is_file() else ()
     tensors = {
-        name: rounding.rounded(name, t, target_dtype) if t.is_floating_point() else t for name, t in tensors.items()
+        name: rounding.rounded(name, t, target_dtype) if t.is_floating_point() and name not in untrained else t
+        for name, t in tensors.items()
     }
     out.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(out.parent).free

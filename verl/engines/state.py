@@ -88,6 +88,8 @@ class TrainedState:
         for key, value in (self.optimizer.state() if self.optimizer else {}).items():
             optimizer[key] = self.parameters.deferred(key.rpartition("/")[0], value) if value.dim() else value
         extra = {**extra, "num_optimizer_steps": self.optimizer.num_steps if self.optimizer else 0}
+        if self.untrained.deferred:
+            extra["untrained"] = list(self.untrained.deferred)  # which an export does not round
         if self.optimizer is not None and self.optimizer.loss_scale is not None:
             extra["loss_scale"] = asdict(self.optimizer.loss_scale)
         return EngineState(model, optimizer, extra, self._adapter(held))
