@@ -32,12 +32,14 @@ APART = ["trainer.placement={actor:[0],rollout:[1]}", "ray_kwargs.ray_init.num_c
 FLOAT = "actor_rollout_ref.actor.fsdp_config.dtype=float32"
 
 
-def far(worker, on_call=lambda method: None):
-    """A handle of `worker` whose arguments and results cross as between processes. `on_call` gets the names of calls."""
+def far(worker, on_call=lambda method, num_bytes: None):
+    """A handle of `worker` whose arguments and results cross as between processes. `on_call` gets the name of each call, and
+    the bytes of the tensors and arrays that it sends."""
 
     def runner(group, method, plan, blocking):
-        on_call(method)
-        args, kwargs = unpack(pack(plan.calls[0]))
+        packed = pack(plan.calls[0])
+        on_call(method, sum(map(len, packed[1:])))
+        args, kwargs = unpack(packed)
         return plan.collect([unpack(pack(getattr(worker, method)(*args, **kwargs)))])
 
     return WorkerGroup("worker", BenchWorker, Mesh.flat((0,)), runner)
@@ -56,17 +58,21 @@ def here(bench, tmp_path, monkeypatch):
 
 
 def test_workers_apart_take_the_bits_of_one_process(bench, here, tiny_llama, tmp_path):
-    other = Workbench(serving_config(str(tiny_llama), [FLOAT], rank=8))
-    with running(bench, tmp_path, apart=(far(BenchWorker(bench)), far(BenchWorker(other)))) as served:
+    other, sent = Workbench(serving_config(str(tiny_llama), [FLOAT], rank=8)), []
+    training = BenchWorker(bench)
+    sampling = far(BenchWorker(other), lambda method, num_bytes: sent.append(num_bytes))
+    with running(bench, tmp_path, apart=(far(training), sampling)) as served:
         assert len(served.service.computers) == 2
         result = run(served.url, 2)
+    (adapter,) = training.adapters.values()
+    assert sum(sent) == adapter.weights.num_bytes(), "the weights of the one sampler travel, once"
     compare(tmp_path, result, here(2))
 
 
 def test_a_worker_that_is_lost_is_replaced_under_the_clients(bench, here, tiny_llama, tmp_path, monkeypatch):
     calls, error = [], []
 
-    def on_call(method):
+    def on_call(method, num_bytes):
         calls.append(method)
         if calls.count("optim_step") == 2 or "end" in calls:
             calls.append("optim_step")
@@ -100,52 +106,45 @@ def test_a_worker_that_is_lost_is_replaced_under_the_clients(bench, here, tiny_l
 
 
 class Service:
-    """`verl serve tinker` with a process for training and one for sampling, on Ray."""
+    """`verl serve tinker` with a process that trains and one that samples, on Ray."""
 
     def __init__(self, model, folder):
-        self.url = ""
-        self.command = [
-            sys.executable, "-m", "verl", "serve", "tinker", f"model={model}", "name=base", f"port={free_port()}",
-            f"folder={folder}", "rank=8", FLOAT, *APART,
-        ]  # fmt: skip
-        self.start()
+        arguments = [f"model={model}", "name=base", f"port={free_port()}", f"folder={folder}", "rank=8", FLOAT, *APART]
+        self.command = [sys.executable, "-m", "verl", "serve", "tinker", *arguments]
+        self.url = self.start()
 
     def start(self):
         self.process = subprocess.Popen(self.command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
-        self.url = self.process.stdout.readline().strip()
+        return self.process.stdout.readline().strip()
+
+    def processes(self, *names):
         family = psutil.Process(self.process.pid).children(recursive=True)
-        self.ranks = [p for p in family if "RankProcess" in " ".join(p.cmdline())]
-        self.started = [*self.ranks, *(p for p in family if p.name() in ("raylet", "gcs_server"))]
+        return [p for p in family if any(name in " ".join(p.cmdline()) for name in names)]
 
     def kill(self):
         """End the server at once; its processes end with it. Ray's agents, which only report, take up to a minute."""
+        started = self.processes("RankProcess", "bin/raylet", "gcs_server")
         self.process.kill()
         self.process.wait(10)
-        _, alive = psutil.wait_procs(self.started, 20)
-        assert not alive
+        assert not psutil.wait_procs(started, 20)[1]
 
 
 @pytest.mark.slow
 def test_processes_of_ray_take_the_bits_of_one_through_kills(here, tiny_llama, tmp_path):
-    service = Service(tiny_llama, tmp_path)
+    service, results = Service(tiny_llama, tmp_path), []
+    client = threading.Thread(target=lambda: results.append(run(service.url, 8)), daemon=True)
     try:
-        assert len(service.ranks) == 2
-        box = []
-        client = threading.Thread(target=lambda: box.append(run(service.url, 8)), daemon=True)
         client.start()
-        for steps, end in (
-            (1, service.kill),
-            (3, lambda: service.ranks[0].kill()),
-            (5, lambda: service.ranks[1].kill()),
-        ):
+        wait_for_steps(tmp_path, 1)
+        service.kill()
+        service.start()
+        for number, steps in enumerate((3, 6)):
             wait_for_steps(tmp_path, steps)
-            end()
-            if end == service.kill:
-                service.start()
+            service.processes("RankProcess")[number].kill()
         client.join(120)
     finally:
         end_tree(service.process.pid)
-    compare(tmp_path, box[0], here(8))
+    compare(tmp_path, results[0], here(8))
 
 
 def wait_for_steps(folder, count):

@@ -15,11 +15,10 @@ from tests.tinker.test_tenants import PROTOBUF, model_of, post, rows  # noqa: E4
 from verl.cli.main import main  # noqa: E402
 
 TEXT = (Path(__file__).parents[2] / "docs" / "tinker.md").read_text(encoding="utf-8")
-SNIPPETS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+CODE = "\n".join(re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL))
 
 
-@pytest.mark.parametrize("number", range(len(SNIPPETS)))
-def test_a_snippet_runs(bench, tmp_path, number):
+def test_the_snippets_run(bench, tmp_path):
     with running(bench, tmp_path) as served:
         served.service.names.append("model")
         environment = {
@@ -30,7 +29,7 @@ def test_a_snippet_runs(bench, tmp_path, number):
             "PYTHONFAULTHANDLER": "1",  # an abort of the client names its threads
         }
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", SNIPPETS[number]], env=environment, timeout=120, check=False,
+            [sys.executable, "-W", "ignore", "-c", CODE], env=environment, timeout=120, check=False,
             capture_output=True, text=True, cwd=tmp_path,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-2000:]
