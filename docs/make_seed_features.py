@@ -16,10 +16,10 @@ ROOT = Path(__file__).resolve().parent.parent
 ROWS, PAGE = ROOT / "docs" / "seed_features.yaml", ROOT / "docs" / "seed_features.md"
 HEAD = """# Features of the seed documents
 
-Written by `python docs/make_seed_features.py`. The seed documents are four articles about HybridFlow and verl; the letters and
-numbers of their features are in this table. Their numbers were measured on other machines and models: one says what is
-compared, not what to expect. Ours are of two processor cores, from [benchmarks.md](benchmarks.md) or the tests next to them. A
-test runs with `pytest -m "slow or not slow" PATH`.
+The seed documents are four articles about HybridFlow and verl; the letters and numbers of their features are in this table.
+Their numbers come from other machines and models: read what they compare, not what to expect. Ours come from two processor
+cores, by [benchmarks.md](benchmarks.md) or the tests next to them. Run a test with `pytest -m "slow or not slow" PATH`.
+`python docs/make_seed_features.py` writes this page.
 
 | row | feature | shown by | their number | ours |
 |---|---|---|---|---|

@@ -33,7 +33,7 @@ def read_rows(files: Files) -> Rows:
 def _open(name: str) -> Table:
     is_file = name.endswith(SUFFIXES) and not names_builder(name)
     if is_file or not name or (os.path.lexists(name) and not os.path.isdir(name)):
-        fix = "Prepare it with `verl data`, or correct data.train_files or data.val_files."
+        fix = "Correct the path, or prepare the file with `verl data`."
         table = _open_file(require_regular(name, "The data file", DataError, fix))
     else:
         table = open_data_set(name)
@@ -47,7 +47,7 @@ def _open_file(path: Path) -> Table:
         return ParquetTable(path)
     if path.name.endswith(SUFFIXES):
         return JsonTable(path)
-    convert = " pandas converts it: pandas.read_csv(path).to_parquet(new_path)." if path.suffix == ".csv" else ""
+    convert = f" Name it csv:{path}:train, or let pandas write it as parquet." if path.suffix == ".csv" else ""
     raise DataError(f"The data file {path} is of an unknown kind; use one of {', '.join(SUFFIXES)}.{convert}")
 
 

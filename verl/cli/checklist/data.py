@@ -33,7 +33,7 @@ def check_rows_of_data(subject: Subject) -> Iterator[Line]:
         yield from [no_rows(subject, name, key)] if rows is None else _rows_lines(name, rows, config)
     if subject.data.num_shared:
         yield warn(f"{subject.data.num_shared} validation prompts occur in the training rows too")
-    if (train := subject.data.train) is not None:
+    if (train := subject.data.train) is not None and not train.num_problems:
         left_out = train.num_overlong if config.filter_overlong_prompts else 0
         unit = f"prompts x {subject.config.actor_rollout_ref.rollout.n} samples"
         yield steps_line(subject, train.num_rows - left_out, unit)
