@@ -127,6 +127,8 @@ def worst_rows(name: str, rows: Tensor, limit: float) -> tuple[list[int], int]:
 
 def nonfinite_rows(values: Tensor, mask: Tensor | None = None) -> Tensor:
     """Rows of `values` [batch, ...] with NaN or infinity where `mask` is true: [batch] bool."""
+    if torch.isfinite(values.sum()):  # one pass: a value that is not finite leaves no finite sum
+        return torch.zeros(len(values), dtype=torch.bool, device=values.device)
     bad = ~torch.isfinite(values)
     if mask is not None:
         bad = bad & mask

@@ -6,6 +6,7 @@ Errors name the field and the fix; `at(place)` puts file and row in front of the
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -148,9 +149,15 @@ def check_row(
     extra = row.get("extra_info")
     if extra is not None and not isinstance(extra, Mapping):
         raise DataError(f"field 'extra_info' is a {type(extra).__name__}; it must be an object, or left out.")
-    if "extra_info" not in row and (close := difflib.get_close_matches("extra_info", map(str, row), n=1, cutoff=0.85)):
-        raise DataError(f"there is a field {close[0]!r}; did you mean 'extra_info'?")
+    if "extra_info" not in row and (close := _like_extra_info(tuple(map(str, row)))):
+        raise DataError(f"there is a field {close!r}; did you mean 'extra_info'?")
     check_plain(extra, "extra_info")
+
+
+@functools.lru_cache  # rows of a file have the same fields
+def _like_extra_info(fields: tuple[str, ...]) -> str:
+    """The field that is nearly named extra_info; "" for none."""
+    return next(iter(difflib.get_close_matches("extra_info", fields, n=1, cutoff=0.85)), "")
 
 
 def _check_features(row: Mapping[str, object], config: DataConfig, agents: Collection[str], images: bool) -> None:

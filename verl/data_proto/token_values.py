@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
@@ -34,16 +35,20 @@ def add_token_columns(batch: DataProto, keys: Sequence[torch.Tensor], values: di
     there is none. A key that several rows have goes to the first of them. A column that is there already stays."""
     if not keys:
         return
-    sorted_keys, order = _row_keys(batch).sort(stable=True)
-    places = torch.searchsorted(sorted_keys, keys[0]).clamp(max=len(sorted_keys) - 1)
-    known = sorted_keys[places] == keys[0]
-    rows, positions = order[places][known], keys[1][known]
-    width = batch.batch["responses"].shape[1]
+    row_keys, token_rows, width = _row_keys(batch).numpy(), keys[0].numpy(), batch.batch["responses"].shape[1]
+    order = np.argsort(row_keys, kind="stable")
+    # the tokens of a row are neighbours, so rows are looked up and not tokens
+    starts = np.flatnonzero(np.diff(token_rows, prepend=-1))
+    firsts, counts = token_rows[starts], np.diff(starts, append=len(token_rows))
+    rows = order[np.searchsorted(row_keys[order], firsts).clip(max=len(order) - 1)]
+    known = row_keys[rows] == firsts
+    chosen = slice(None) if known.all() else np.repeat(known, counts)
+    places = (np.repeat(rows * width, counts) + keys[1].numpy())[chosen]
     for name, flat in values.items():
         if name not in batch.batch.keys():
-            column = torch.full((len(batch), width), float("nan"))
-            column[rows, positions] = flat.float()[known]
-            batch.batch[name] = column
+            column = np.full(len(batch) * width, np.nan, np.float32)
+            column[places] = flat.float().numpy()[chosen]
+            batch.batch[name] = torch.from_numpy(column).view(len(batch), width)
 
 
 def add_observed(batch: DataProto, observed: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
