@@ -221,30 +221,28 @@ def with_features(module: nn.Module, packed: Any) -> tuple[Any, ImageFeatures | 
     return replace(packed, position_ids=positions), image_features(module, packed.input_ids, packed.media)
 
 
-@contextmanager
-def vision_inputs(
+def language_states(
     module: HFModule,
     ids: torch.Tensor,
-    counted: torch.Tensor,
-    placed: Sequence[PlacedMedia],
+    positions: torch.Tensor,
+    layout: object,
+    images: ImageFeatures | None,
     noise: torch.Tensor | None = None,
-) -> Iterator[dict[str, Any]]:
-    """Inputs of the forward of `module`, called within the block, for token ids and counted positions [1, tokens].
-
-    Behind the images of `placed`, the token that stands for an image is a token like any other, which was sampled. `noise`
-    [tokens, hidden_size] is added to the embeddings of tokens. Raises ModelError where images and tokens do not agree.
-    """
-    require_vision(module)
-    in_images = torch.zeros_like(ids, dtype=torch.bool)
-    for item in placed:
-        in_images[0, item.start : item.start + item.length] = True
-    tokens, kinds = _tokens_of_images(module, ids, in_images)
-    inputs = {"input_ids": tokens, "position_ids": placed_positions(module, ids, counted, placed)}
-    if placed:
-        axis = FAMILIES[module.config.model_type]
-        inputs |= {**joined([item.media.tensors for item in placed], axis, ids.device), **kinds}
-    with _embedding(module, ids, tokens, noise):
-        yield inputs
+) -> torch.Tensor:
+    """[tokens, hidden_size]: last hidden states of token ids [1, tokens] by the language model's own modules. `noise`
+    [tokens, hidden_size] is added to the embeddings of tokens. A token that stands for images is one like any other, which
+    was sampled, where `images` have no features."""
+    x, deep = module.get_input_embeddings()(ids)[0], {}
+    if noise is not None:
+        x = x + noise.to(x)
+    if images is not None:
+        x = images.embedded(x)
+    if images is not None and images.deep:
+        marks = torch.zeros_like(ids, dtype=torch.bool).index_fill_(1, images.index, True)
+        deep = {"visual_pos_masks": marks, "deepstack_visual_embeds": list(images.deep)}
+    read = {"inputs_embeds": x[None], "position_ids": positions, "layout": layout, "use_cache": False}
+    states: torch.Tensor = language_model_of(module)(**read, **deep).last_hidden_state[0]
+    return states
 
 
 @contextmanager
@@ -276,18 +274,12 @@ def _tokens_of_images(
 
 
 @contextmanager
-def _embedding(module: Any, ids: torch.Tensor, read: torch.Tensor, noise: torch.Tensor | None = None) -> Iterator[None]:
-    """Embeddings of `ids` where the forward reads the token ids `read`, and `noise` added to them, within the block."""
-    differs = not torch.equal(ids, read)
-    if noise is None and not differs:
-        yield
-        return
+def _embedding(module: Any, ids: torch.Tensor, read: torch.Tensor) -> Iterator[None]:
+    """Embeddings of `ids` where the forward reads the token ids `read`, within the block."""
 
     def embedded(embedding: Any, _: Any, output: torch.Tensor) -> torch.Tensor:
-        if output.shape[:-1] != ids.shape:  # a later step of `generate`
-            return output
-        exact = F.embedding(ids, embedding.weight) if differs else output
-        return exact if noise is None else exact + noise.to(exact)
+        is_prompt = output.shape[:-1] == ids.shape  # and no later step of `generate`
+        return F.embedding(ids, embedding.weight) if is_prompt else output
 
     hook = module.get_input_embeddings().register_forward_hook(embedded)
     try:
@@ -314,10 +306,8 @@ def _alike(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def vision_states(module: HFModule, packed: Any) -> torch.Tensor:
     """[tokens, hidden_size]: last hidden states of the tokens of a PackedBatch."""
-    with vision_inputs(module, packed.input_ids, packed.position_ids, packed.media, packed.noise) as inputs:
-        output = body_of(module)(**inputs, use_cache=False, layout=packed.layout)
-    states: torch.Tensor = output.last_hidden_state[0]
-    return states
+    packed, images = with_features(module, packed)
+    return language_states(module, packed.input_ids, packed.position_ids, packed.layout, images, packed.noise)
 
 
 def placed_positions(

@@ -14,7 +14,7 @@ import torch
 
 from verl.models.adapter_weights import AdapterWeights
 from verl.models.routing import Routing
-from verl.models.vision import PlacedMedia, is_vision_model, placed_positions, vision_inputs
+from verl.models.vision import PlacedMedia, is_vision_model, language_states, placed_positions
 from verl.rollout.cpu.forward import CpuForward
 from verl.rollout.cpu.paged_store import PagedStore
 from verl.rollout.cpu.store import BlockStore
@@ -231,16 +231,16 @@ class HostBackend:
         keep = None
         if len(ids) > 1:
             keep = torch.tensor([*range(len(ids[0])), *completed], dtype=torch.int64, device=self.device)
+        at = placed_positions(self.module, tokens[None], positions[None], media)
+        images = features_of(self.module, tokens, media)
         if self.dense is not None:
-            positions = placed_positions(self.module, tokens[None], positions[None], media).squeeze(-2)
-            images = features_of(self.module, tokens, media)
-            return self.dense.logits(tokens, positions, keep, layout, adapters, images)  # type: ignore[arg-type]
+            return self.dense.logits(tokens, at.squeeze(-2), keep, layout, adapters, images)  # type: ignore[arg-type]
+        if self.reads_images:
+            states = language_states(self.module, tokens[None], at, layout, images)
+            logits: torch.Tensor = self.module.get_output_embeddings()(states if keep is None else states[keep])
+            return logits
         settings = {"layout": layout, "use_cache": False, "logits_to_keep": 0 if keep is None else keep}
-        if not self.reads_images:
-            logits: torch.Tensor = self.module(input_ids=tokens[None], position_ids=positions[None], **settings).logits
-            return logits[0]
-        with vision_inputs(self.module, tokens[None], positions[None], media) as inputs:
-            logits = self.module(**inputs, **settings).logits
+        logits = self.module(input_ids=tokens[None], position_ids=at, **settings).logits
         return logits[0]
 
     def _sample(self, rows: np.ndarray, logits: torch.Tensor) -> HostSampled:
