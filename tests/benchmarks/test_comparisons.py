@@ -10,8 +10,8 @@ from workload import Workload
 
 def answer(**changes):
     same = {"prompts": "d", "num_sequences": 8, "shortest": 6, "longest": 6, "weight_change": 0.5}
-    times = {"generate_s": 1.0, "train_s": 2.0, "step_s": 3.5, "peak_rss_bytes": 10, "children_peak_rss_bytes": 2}
-    return {**same, **times, **changes}
+    times = {"generate_s": 1.0, "train_s": 2.0, "step_s": 3.5, "processor_s": 3.0, "cpu_before_s": 1.0, "cpu_s": 4.0}
+    return {**same, **times, "peak_rss_bytes": 10, "children_peak_rss_bytes": 2, **changes}
 
 
 class FakePeer:
@@ -43,7 +43,9 @@ def test_rounds_alternate_and_the_first_does_not_count():
     peers = [FakePeer("verl", log), FakePeer("trl", log)]
     answers = peers_cpu.alternate(peers, 2, 10.0)
     assert [name for name, _, _ in log] == ["verl", "trl", "trl", "verl", "verl", "trl"]
-    assert {name: len(rounds) for name, rounds in answers.items()} == {"verl": 2, "trl": 2}
+    assert {name: [step["processor_s"] for step in rounds] for name, rounds in answers.items()} == {
+        "verl": [3.0, 3.0], "trl": [3.0, 3.0],
+    }  # fmt: skip
 
 
 def test_ratios_are_the_peer_s_time_over_ours():
@@ -51,12 +53,12 @@ def test_ratios_are_the_peer_s_time_over_ours():
     ours = [answer(), answer(step_s=4.5)]
     trl = [answer(step_s=8.0, peak_rss_bytes=34), answer(step_s=8.0, peak_rss_bytes=34)]
     fill(report, {"verl": ours, "trl": trl}, {"verl": 0.0, "trl": 0.01})
-    assert report.results["ratios"]["trl"] == {"generate_s": 1.0, "train_s": 1.0, "step_s": 2.0}
+    assert report.results["ratios"]["trl"] == {"generate_s": 1.0, "train_s": 1.0, "step_s": 2.0, "processor_s": 1.0}
     assert report.results["peak_rss_bytes"] == {"verl": 12, "trl": 36}
     (header, rows) = report.tables[0]
     assert header == ["phase", "verl", "trl", "ratio to verl"]
     assert rows[2] == ["step", "4.00 s ±12%", "8.00 s ±0%", "2.00x"]
-    assert rows[3][-1] == "3.00x"
+    assert rows[4][-1] == "3.00x"
 
 
 def test_rollout_rounds_take_a_step_s_prompts_and_check_lengths():
