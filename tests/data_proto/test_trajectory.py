@@ -46,20 +46,6 @@ def test_columns_have_the_widths_of_the_config():
         assert str(values.dtype) == f"torch.{COLUMNS[name].dtype}", name
 
 
-def test_the_segments_after_those_that_are_known():
-    trajectory = conversation()
-    assert [s.token_ids.tolist() for s in trajectory.segments_after(0)] == [[10, 11], [20, 21, 22], [12]]
-    after = trajectory.segments_after(3)
-    assert [(s.token_ids.tolist(), s.source, s.weight_version) for s in after] == [
-        ([21, 22], "environment", 4),
-        ([12], "policy", 5),
-    ]
-    [last] = trajectory.segments_after(5)
-    assert last.log_probs is not None
-    assert last.log_probs.tolist() == [-2.0]
-    assert trajectory.segments_after(6) == []
-
-
 def test_a_response_longer_than_its_columns_is_an_error():
     with pytest.raises((ValueError, RuntimeError)):
         to_columns([conversation()], pad_token_id=0, prompt_width=4, response_width=5)

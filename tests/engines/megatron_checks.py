@@ -150,7 +150,6 @@ check_context_pipeline = comparison((4,), checkpointing=True, **{CONTEXT: 2, PIP
 check_context_data = comparison((4,), "qwen3_moe", use_distributed_optimizer=False, **{CONTEXT: 2, EXPERT: 2})
 check_expert_tensor = comparison((4,), "qwen3_moe", **{EXPERT: 2, TENSOR: 2})
 check_expert_pipeline = comparison((4,), "mixtral", **{EXPERT: 2, PIPELINE: 2})
-check_lora_data = comparison((2,), "qwen2", lora=4)
 check_lora_tensor = comparison((2,), "qwen2", lora=4, checkpointing=True, **{TENSOR: 2})
 check_lora_tensor_without_sequence = comparison((2,), lora=4, sequence_parallel=False, **{TENSOR: 2})
 check_lora_pipeline = comparison((2,), lora=4, checkpointing=True, **{PIPELINE: 2})

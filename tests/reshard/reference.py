@@ -5,6 +5,7 @@ import math
 import numpy as np
 
 from verl.parallel.mesh import Mesh
+from verl.reshard.grouping import interval_engines
 from verl.reshard.hf_sharding import decoder_tensors
 from verl.reshard.layout import Block, TrainingLayout
 
@@ -58,9 +59,14 @@ def trained(tensor, layout, rank, num_stages=1):
         own = fsdp % experts if num_fsdp > 1 else at.get("replicate", 0) % experts
         array = np.array_split(array, experts)[own]
         fsdp, num_fsdp = (fsdp // experts, num_fsdp // experts) if num_fsdp > 1 else (0, 1)
-    if tensor.tensor_dim is not None and (layout.tensor_ranks_divide_experts or not tensor.is_expert):
+    if tensor.tensor_dim is not None and not tensor.is_expert:
         array = divided(tensor, array, sizes.get("tp", 1), at.get("tp", 0))
     return chunk(array, num_fsdp, fsdp)
+
+
+def interval_experts(training, num_ranks):
+    """Groups of ranks over which generation divides whole experts."""
+    return tuple(group for engine in interval_engines(training, num_ranks, by_experts=True) for group in engine)
 
 
 def generating(tensor, layout, rank):

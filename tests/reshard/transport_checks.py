@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from tests.engines.parallel_checks import make, model_folder, on
-from tests.reshard.reference import llama, mixture
+from tests.reshard.reference import interval_experts, llama, mixture
 from tests.reshard.update_checks import together
 from verl.engines.fsdp import FSDPEngine
 from verl.engines.shards import local
@@ -14,7 +14,7 @@ from verl.errors import ModelError
 from verl.parallel.mesh import Mesh
 from verl.parallel.traffic import TRAFFIC
 from verl.reshard import layout as layouts  # not its classes: what has `ranks` is taken for a check
-from verl.reshard.grouping import consecutive_engines, interval_engines, interval_experts
+from verl.reshard.grouping import consecutive_engines, interval_engines
 from verl.reshard.hf_sharding import decoder_tensors
 from verl.reshard.host_memory import HostMemory
 from verl.reshard.plan import make_plan

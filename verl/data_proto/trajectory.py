@@ -81,17 +81,6 @@ class Trajectory:
         """Token ids of all segments."""
         return [token for segment in self.segments for token in segment.token_ids.tolist()]
 
-    def segments_after(self, num_tokens: int) -> list[Segment]:
-        """The segments without the first `num_tokens` tokens of the response."""
-        segments = []
-        for segment in self.segments:
-            skipped = min(num_tokens, len(segment.token_ids))
-            num_tokens -= skipped
-            if skipped < len(segment.token_ids):
-                log_probs = None if segment.log_probs is None else segment.log_probs[skipped:]
-                segments.append(replace(segment, token_ids=segment.token_ids[skipped:], log_probs=log_probs))
-        return segments
-
     def can_resume(self, limit: int) -> bool:
         """Whether its generation ended at the limit of a call, and it is shorter than `limit` tokens."""
         return self.status == "length" and self.num_response_tokens < limit

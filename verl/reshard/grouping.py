@@ -52,21 +52,6 @@ def interval_engines(
     return tuple(zip(*stages, strict=True))
 
 
-def interval_experts(
-    training: TrainingLayout,
-    expert_parallel: int,
-    pipeline_parallel: int = 1,
-    hosts: Mapping[int, int] | None = None,
-) -> Groups:
-    """Groups of ranks over which generation divides whole experts, for RolloutLayout: as above, ordered by the position of a
-    rank's experts. Expert parallelism does not become more engines, as a pipeline does."""
-    order = [
-        _interval_groups(members, expert_parallel, lambda rank: _expert_order(training.coordinates(rank)), hosts)
-        for members in _by_stage(training, pipeline_parallel)
-    ]
-    return tuple(group for groups in order for group in groups)
-
-
 def consecutive_engines(ranks: Sequence[int], tensor_parallel: int, pipeline_parallel: int = 1) -> tuple[Groups, ...]:
     """[engine][stage][index] -> world rank with consecutive ranks in a group: for ranks that do not train, and for engines
     that assign their ranks themselves. Raises ConfigError when sizes do not divide."""

@@ -122,15 +122,11 @@ class Coordinates(NamedTuple):
 @dataclass(frozen=True)
 class TrainingLayout:
     """`mesh` has axes among replicate, shard, sp, pp, tp, in any order. Experts are divided over `expert_parallel`
-    neighbours of the FSDP ranks, or of the replicas where there is no FSDP. Raises ConfigError when sizes do not divide.
-
-    `tensor_ranks_divide_experts` (Megatron) is False where tensor parallel ranks all hold the experts that they share.
-    """
+    neighbours of the FSDP ranks, or of the replicas where there is no FSDP. Raises ConfigError when sizes do not divide."""
 
     mesh: Mesh
     expert_parallel: int = 1
     layers_per_stage: tuple[int, ...] = ()  # needed with a pipeline only
-    tensor_ranks_divide_experts: bool = False
 
     def __post_init__(self) -> None:
         _check_stages(self.num_stages, self.layers_per_stage)
@@ -169,7 +165,7 @@ class TrainingLayout:
         by_expert = tensor.is_expert and self.expert_parallel > 1
         if by_expert:
             spans[0] = (even_span(tensor.shape[0], self.expert_parallel, at.expert),)
-        if tensor.tensor_dim is not None and (self.tensor_ranks_divide_experts or not tensor.is_expert):
+        if tensor.tensor_dim is not None and not tensor.is_expert:
             spans[tensor.tensor_dim] = tensor.tensor_spans(self._size("tp"), at.tensor)
         num_shards = self._num_expert_fsdp if by_expert else self.num_fsdp
         if num_shards > 1:

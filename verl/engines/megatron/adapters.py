@@ -42,9 +42,11 @@ class LowRankPairs(nn.Module):
     """The pairs of one linear layer of Megatron, numbered as its blocks of rows; a forward hook of it. `layers` are the
     checkpoint's layers on the meta device, which say whether an adapter is active, and its scale."""
 
-    def __init__(self, layers: Sequence[nn.Module], config: TransformerConfig, divided: int | None):
+    def __init__(self, layers: Sequence[Any], config: TransformerConfig, divided: int | None):
         super().__init__()
         self.layers, self.divided, self.config = tuple(layers), divided, config
+        ranks = config.tensor_model_parallel_size if divided == 0 else 1
+        self.sizes = [layer.out_features // ranks for layer in layers]
         for number, layer in enumerate(layers):
             if isinstance(layer, LoRALinear):
                 self.add_module(str(number), Pair(layer, config, divided))
@@ -53,22 +55,20 @@ class LowRankPairs(nn.Module):
         """inputs ([tokens, 1, in],), output [tokens, 1, out], with a bias where Megatron returns one -> output with the pairs'
         products added."""
         out, *bias = output if isinstance(output, tuple) else (output,)
-        pairs = [self._modules.get(str(n)) if getattr(x, "active", False) else None for n, x in enumerate(self.layers)]
-        present: Any = [pair for pair in pairs if pair is not None]
+        pairs: list[Any] = [
+            self._modules.get(str(n)) if getattr(x, "active", False) else None for n, x in enumerate(self.layers)
+        ]
+        present = [pair for pair in pairs if pair is not None]
         if not present:
             return output
         down = self._exchanged(F.linear(inputs[0], torch.cat([pair.lora_A for pair in present])))
         parts = iter(down.split([len(pair.lora_A) for pair in present], dim=-1))
-        ups = [self._up(layer, pair, parts, out) for layer, pair in zip(self.layers, pairs, strict=True)]
+        ups = [
+            out.new_zeros(*out.shape[:-1], size) if pair is None else F.linear(next(parts), pair.lora_B) * layer.scale
+            for layer, pair, size in zip(self.layers, pairs, self.sizes, strict=True)
+        ]
         out = out + torch.cat(ups, dim=-1)
         return (out, *bias) if bias else out
-
-    def _up(self, layer: Any, pair: Any, parts: Iterator[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
-        if pair is not None:
-            return F.linear(next(parts), pair.lora_B) * layer.scale
-        return out.new_zeros(
-            *out.shape[:-1], layer.out_features // self.config.tensor_model_parallel_size
-        )  # of queries, keys and values
 
     def _exchanged(self, down: torch.Tensor) -> torch.Tensor:
         if self.divided is None:

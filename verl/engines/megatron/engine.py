@@ -111,14 +111,9 @@ class MegatronEngine(TrainedEngine):
 
         self.data = groups.get_data_parallel_group()
         self.pipeline = groups.get_pipeline_model_parallel_group()
-        self.grid = Grid(
-            groups.get_tensor_model_parallel_world_size(),
-            groups.get_tensor_model_parallel_rank(),
-            groups.get_expert_model_parallel_world_size(),
-            groups.get_expert_model_parallel_rank(),
-            groups.get_expert_tensor_parallel_world_size(),
-            groups.get_expert_tensor_parallel_rank(),
-        )
+        names = ("tensor_model", "expert_model", "expert_tensor")
+        kinds = [f"get_{name}_parallel_{what}" for name in names for what in ("world_size", "rank")]
+        self.grid = Grid(*(getattr(groups, kind)() for kind in kinds))
         self.coordinates = {
             "tensor": self.grid.tensor_rank,
             "data": groups.get_data_parallel_group(with_context_parallel=True).rank(),

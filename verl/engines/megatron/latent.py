@@ -54,7 +54,11 @@ class LatentAttention(MegatronModule):
         **_: Any,
     ) -> Any:
         """hidden [tokens of this rank, 1, hidden_size], angles [tokens, 1, 1, rope] -> (the same shape, no bias)."""
-        query = self._queries(hidden).unflatten(-1, (-1, self.nope + self.rope))
+        if hasattr(self, "q_proj"):
+            query, _ = self.q_proj(hidden)
+        else:
+            query, _ = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden)))
+        query = query.unflatten(-1, (-1, self.nope + self.rope))
         latent, turned = self.kv_a_proj_with_mqa(hidden).split([self.latent, self.rope], dim=-1)
         keys_values, _ = self.kv_b_proj(self.kv_a_layernorm(latent))
         key, value = keys_values.unflatten(-1, (-1, self.nope + self.value)).split([self.nope, self.value], dim=-1)
@@ -62,13 +66,6 @@ class LatentAttention(MegatronModule):
         query = torch.cat([query[..., : self.nope], self._rotated(query[..., self.nope :], rotary_pos_emb)], dim=-1)
         key = torch.cat([key, turned.expand(-1, -1, key.shape[2], -1)], dim=-1)
         return self.o_proj(self.core_attention(query, key, value, attention_mask, packed_seq_params))
-
-    def _queries(self, hidden: torch.Tensor) -> torch.Tensor:
-        projected = (
-            self.q_proj(hidden) if hasattr(self, "q_proj") else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden)))
-        )
-        queries: torch.Tensor = projected[0]
-        return queries
 
     def _of_all_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """The part of keys that all heads share: its gradient is the sum over ranks, which have some heads each. Megatron needs

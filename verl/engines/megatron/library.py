@@ -1,4 +1,5 @@
 """Everything that is taken from Megatron-core."""
+# ruff: noqa: F401 - the other modules take these names from here
 
 from __future__ import annotations
 
@@ -32,29 +33,3 @@ with warnings.catch_warnings():
 
 if not hasattr(moe_utils, "te_general_gemm"):  # undefined in 0.16 without Transformer Engine
     moe_utils.te_general_gemm = None
-
-__all__ = [
-    "ColumnParallelLinear",
-    "DistributedDataParallel",
-    "DistributedDataParallelConfig",
-    "GPTModel",
-    "MegatronModule",
-    "ModuleSpec",
-    "P2PCommunicator",
-    "PackedSeqParams",
-    "RowParallelLinear",
-    "SelfAttention",
-    "TransformerBlockSubmodules",
-    "TransformerConfig",
-    "finalize_model_grads",
-    "gather_from_sequence_parallel_region",
-    "get_forward_backward_func",
-    "get_gpt_layer_local_spec",
-    "get_num_layers_to_build",
-    "get_transformer_layer_offset",
-    "mappings",
-    "moe_utils",
-    "parallel_state",
-    "random_tracker",
-    "token_dispatcher",
-]

@@ -55,12 +55,9 @@ def shares_of(placed: list[Placed], ddp: Any, ranks: Mapping[str, int]) -> list[
                 owned[parameter] = (max(low, begin) - begin, min(low + size, end) - begin)
     shares = []
     for p in placed:
-        if p.parameter not in owned:
-            shares.append(Share(p, 0, _size(p), _counts(p, ranks, divided=False)))
-            continue
-        low, high = owned[p.parameter]
+        low, high = owned.get(p.parameter, (0, p.parameter.numel()))
         start, stop = max(0, low - p.offset), min(_size(p), high - p.offset)
-        shares.append(Share(p, start, max(start, stop), _counts(p, ranks, divided=True)))
+        shares.append(Share(p, start, max(start, stop), _counts(p, ranks, divided=p.parameter in owned)))
     return shares
 
 
