@@ -12,6 +12,8 @@ import pyarrow.compute as pc
 from verl.tracking.files import json_text
 
 _ROWS = 64  # rows whose text is in memory at once
+# Conversions of Python's and numpy's values by pyarrow import pandas where it is installed, and views of buffers do not.
+_NULL, _COMMA = pa.StringArray.from_buffers(2, pa.py_buffer(np.array([0, 4, 6], np.int32)), pa.py_buffer(b"null, "))
 
 
 def sample_lines(step: int, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -37,7 +39,14 @@ def _joined(arrays: Sequence[np.ndarray]) -> list[str]:
     """The numbers of each array as JSON, separated by commas."""
     values = np.concatenate(arrays)
     is_real = values.dtype.kind == "f"
-    numbers = pa.array(values.astype(np.float64), mask=~np.isfinite(values)) if is_real else pa.array(values)
-    ends = np.cumsum([0, *map(len, arrays)], dtype=np.int32)
-    texts = pa.ListArray.from_arrays(ends, pc.fill_null(pc.cast(numbers, pa.string()), "null"))
-    return pc.binary_join(texts, ", ").to_pylist()
+    numbers = _view(values.astype(np.float64), np.isfinite(values)) if is_real else _view(values)
+    ends = _view(np.cumsum([0, *map(len, arrays)], dtype=np.int32))
+    texts = pa.ListArray.from_arrays(ends, pc.fill_null(pc.cast(numbers, pa.string()), _NULL))
+    return pc.binary_join(texts, _COMMA).to_pylist()
+
+
+def _view(values: np.ndarray, valid: np.ndarray | None = None) -> pa.Array:
+    """`values` for pyarrow, null where `valid` is false."""
+    data = np.packbits(values, bitorder="little") if values.dtype == bool else values
+    bits = None if valid is None else pa.py_buffer(np.packbits(valid, bitorder="little"))
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [bits, pa.py_buffer(data)])
