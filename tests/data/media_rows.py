@@ -176,6 +176,6 @@ def cases(rng, count, folder):
         assert code == 3, (kind, code, said.getvalue())
         assert "Traceback" not in said.getvalue(), (kind, said.getvalue())
         assert len(lines) == 1, (kind, said.getvalue())
-        assert re.search(r"[.]$", lines[0].strip()), (kind, lines)
+        assert re.search(r"[.?]$", lines[0].strip()), (kind, lines)
         assert not list(run.glob("**/metrics.jsonl")) or not (run / "metrics.jsonl").read_text(), kind
         yield f"{program}: {kind}", "refused"

@@ -86,7 +86,7 @@ def test_a_file_that_cannot_be_read_is_one_sentence(video):
     ("limit", "value", "words"),
     [
         ("MAX_BYTES", 100, "more than 100 bytes"),
-        ("MAX_FRAMES", 10, "50 frames, more than 10"),
+        ("MAX_FRAMES", 10, "50 frames, not between 1 and 10"),
         ("MAX_TOTAL_PIXELS", 9999, "4 frames of 64 x 48 pixels"),
     ],
 )

@@ -67,7 +67,8 @@ def request_of(tokenizer):
     shown = encoder.images.read(pictures[2:], "row").media
     turn = tokenizer.encode(f"B{shown.texts[0]}?", add_special_tokens=False)
     ids = (*prompt.ids, 11, *turn)
-    span = MediaSpan(ids.index(IMAGE, len(prompt.ids)), turn.count(IMAGE), shown)
+    places = [place for place, token in enumerate(ids) if token == IMAGE and place > len(prompt.ids)]
+    span = MediaSpan(places[0], places[-1] + 1 - places[0], shown)
     return PromptRequest(0, ids, num_drawn=1 + len(turn), media=prompt.media, spans=(span,))
 
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import pytest
 
@@ -41,12 +42,19 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(folder, tmp_path_factory):
+    with serving(folder, tmp_path_factory.mktemp("log")) as running:
+        yield running
+
+
+@contextmanager
+def serving(folder, log_folder, length=256):
     """(address, process) of a server of `folder` that asks for TOKEN."""
     url = f"http://127.0.0.1:{(port := free_port())}"
-    log = (tmp_path_factory.mktemp("log") / "server.log").open("w+")
+    log = (log_folder / "server.log").open("w+")
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--host", "127.0.0.1",
-        "--port", str(port), "--api-key", TOKEN, "--dtype", "float32", "--enforce-eager", "--max-model-len", "256",
+        "--port", str(port), "--api-key", TOKEN, "--dtype", "float32", "--enforce-eager", "--max-model-len", str(length),
+        "--enable-scale-out",
         "--logprobs-mode", "processed_logits", "--logits-processors", "verl.rollout.vllm.library:Sampler",
         "--worker-extension-cls", "verl.rollout.vllm.weights.WeightReceiver",
     ]  # fmt: skip

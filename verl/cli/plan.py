@@ -138,12 +138,9 @@ def show_plan(plan: RunPlan, second: RunPlan | None, chosen: list[str], console:
     if tower := plan.flow.shapes["actor"].tower:
         images = plan.workload.image_tokens
         per_prompt = f"{images:,.0f} of {plan.workload.prompt_mean:,.0f} tokens of a prompt are of images"
-        console.print(
-            f"vision tower: {tower.num_parameters / 1e6:,.0f} million parameters, {tower.patches} patches a token; "
-            + (per_prompt if images else "no images, set plan.workload.image_tokens"),
-            soft_wrap=True,
-            markup=False,
-        )
+        per_prompt = per_prompt if images else "no images, set plan.workload.image_tokens"
+        size = f"{tower.num_parameters / 1e6:,.0f} million parameters, {tower.patches} patches a token"
+        console.print(f"vision tower: {size}; {per_prompt}", soft_wrap=True, markup=False)
     console.print(f"placement: {plan.placement()}", soft_wrap=True, markup=False)
     _show_layouts(plan, console)
     _show_memory(plan, console)

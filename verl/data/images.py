@@ -84,11 +84,8 @@ def _parts(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             yield {"type": kind, "source": part if source is not None and kind == "video" else source}
             continue
         texts = [part["text"]] if message["role"] == "assistant" else re.split("(<image>|<video>)", part["text"])
-        yield from (
-            {"type": text[1:-1]} if text in ("<image>", "<video>") else {"type": "text", "text": text}
-            for text in texts
-            if text
-        )
+        places = {f"<{kind}>": kind for kind in _PARTS}
+        yield from ({"type": places[t]} if t in places else {"type": "text", "text": t} for t in texts if t)
 
 
 def image_encoder(tokenizer: Tokenizer, settings: DataConfig | TextDataConfig) -> ImageEncoder | None:
@@ -127,14 +124,10 @@ class ImageEncoder:
         if not isinstance(source, VideoSource):
             return read_image(source, f"{place}: image {number}")
         place = f"{place}: video {number}"
-        why = self.processor.no_videos or (
-            "cannot be sent to this rollout engine" if self.processor.keeps_files else ""
-        )
-        if why:
+        if why := self.processor.no_videos or (self.processor.keeps_files and "cannot be sent to this rollout engine"):
             raise DataError(f"{place} {why}. Leave out rows with videos.")
-        return read_clip(
-            source, {**self.processor.video_settings, **self.settings}, place, self.processor.frames_at_once
-        )
+        defaults = {**self.processor.video_settings, **self.settings}
+        return read_clip(source, defaults, place, self.processor.frames_at_once)
 
     def encode(self, pictures: Sequence[Any], place: str) -> PromptImages:
         """The images of PIL pictures in RGB, and of clips. Raises DataError naming `place`."""
@@ -188,7 +181,7 @@ class PromptImages:
 
     def check(self, ids: Sequence[int], text: str) -> None:
         """Raise DataError unless the tokens `ids` of an expanded text have as many parts of images as the text."""
-        num_parts, num_ids = self._num_parts(text), self.num_tokens(ids)
+        num_parts, num_ids = self.num_parts(text), self.num_tokens(ids)
         if num_parts != num_ids:
             names = " or ".join(map(quoted, self._marks))
             raise DataError(
@@ -200,13 +193,9 @@ class PromptImages:
         """Number of `ids` that stand for a part of an image."""
         return sum(token in self._marks.values() for token in ids)
 
-    @property
-    def num_parts(self) -> int:
-        """Number of tokens that stand for parts of all images."""
-        return sum(map(self._num_parts, self.media.texts))
-
-    def _num_parts(self, text: str) -> int:
-        return sum(text.count(token) for token in self._marks)
+    def num_parts(self, *texts: str) -> int:
+        """Number of tokens in `texts` that stand for parts of images."""
+        return sum(text.count(token) for text in texts for token in self._marks)
 
 
 def expanded(text: str, tokens: Sequence[str], texts: Sequence[str], place: str, *, whole: bool = True) -> str:

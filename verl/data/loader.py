@@ -88,11 +88,10 @@ class PromptLoader:
     def images(self, number: int) -> dict[str, list[Any]]:
         """The fields images and videos of row `number`, in the order of its messages: paths, URLs and data URLs."""
         rows = self._reader.rows
-        texts: dict[str, list[Any]] = {"images": [], "videos": []}
-        for source in rows.images(rows[number]):
-            is_video, place = isinstance(source, VideoSource), rows.place(number)
-            texts["videos" if is_video else "images"].append((video_entry if is_video else image_text)(source, place))
-        return {name: entries for name, entries in texts.items() if entries}
+        sources, place = rows.images(rows[number]), rows.place(number)
+        videos = [video_entry(source, place) for source in sources if isinstance(source, VideoSource)]
+        images = [image_text(source, place) for source in sources if not isinstance(source, VideoSource)]
+        return {name: entries for name, entries in (("images", images), ("videos", videos)) if entries}
 
     def update(self, batch: DataProto) -> None:
         """Tell a curriculum sampler what has trained."""

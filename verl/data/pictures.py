@@ -1,7 +1,4 @@
-"""Pictures of rows, and the bytes of images and videos: from objects, paths, file URLs and data URLs, up to a size.
-
-Nothing is downloaded.
-"""
+"""Pictures of rows, and the bytes of images and videos: from objects, paths, file URLs and data URLs, up to a size."""
 
 from __future__ import annotations
 

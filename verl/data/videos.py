@@ -109,10 +109,8 @@ def _decoded(content: bytes, rule: Mapping[str, Any], step: int, place: str) -> 
             fps = float(stream.average_rate or stream.guessed_rate or 0)
         if any(packets):
             raise DataError(f"{place} is damaged: it ends within frame {packets.index(True)}. Write it again.")
-        if not num_frames or not fps:
-            raise DataError(f"{place} has no frames. Give a video.")
-        if num_frames > MAX_FRAMES:
-            raise DataError(f"{place} has {num_frames:,} frames, more than {MAX_FRAMES:,}. Cut it.")
+        if not 0 < num_frames <= MAX_FRAMES or not fps:
+            raise DataError(f"{place} has {num_frames:,} frames, not between 1 and {MAX_FRAMES:,}. Cut it.")
         numbers = sampled(num_frames, fps, rule, step)
         with av.open(io.BytesIO(content), options=options) as container:
             frames = list(_frames_at(container, numbers, place))

@@ -110,23 +110,19 @@ class ImageProcessor:
 @dataclass(frozen=True)
 class ClipProcessor:
     """The video processor of transformers for one clip, whose frames go through an image processor with `arguments`.
-    `frames_at_once` frames are one part of the video: their pixels lie behind one another in each patch."""
+    `temporal_patch_size` frames are one part of the video: their pixels lie behind one another in each patch."""
 
     image_processor: Any
     clip: Clip
-    frames_at_once: int
+    temporal_patch_size: int
     arguments: Mapping[str, Any]
 
     @property
     def merge_size(self) -> int:
         return int(self.image_processor.merge_size)
 
-    @property
-    def temporal_patch_size(self) -> int:
-        return self.frames_at_once
-
     def __call__(self, videos: object, **_: object) -> dict[str, Any]:
-        clip, step = self.clip, self.frames_at_once
+        clip, step = self.clip, self.temporal_patch_size
         frames = [*clip.frames, *[clip.frames[-1]] * (-len(clip.frames) % step)]
         output = self.image_processor(frames, return_tensors="pt", **self.arguments)
         metadata = VideoMetadata(clip.num_frames, clip.fps, frames_indices=list(clip.indices))

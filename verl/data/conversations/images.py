@@ -48,7 +48,7 @@ class ConversationImages:
     def _require_before(self, sequence: TrainingSequence) -> None:
         assert self._read is not None
         before = sequence.input_ids[: int(sequence.loss_mask.argmax())]
-        if self._read.num_tokens(before.tolist()) != self._read.num_parts:
+        if self._read.num_tokens(before.tolist()) != self._read.num_parts(*self._read.media.texts):
             raise DataError(
                 f"{self.place}: an image follows the first token that trains, which is not available in this version. Give the "
                 "images in messages before the first answer that trains, or train only on the last answer (loss_mask)."

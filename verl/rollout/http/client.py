@@ -168,7 +168,7 @@ class Client:
         if status in (401, 403):
             raise ConfigError(
                 f"The service at {self.url} refused {method} {path} ({status}): set the environment variable "
-                f"{self._token_env} to its token."
+                f"{self._token_env} to its token, if it does not say otherwise: {_shown(content)}"
             )
         if not 200 <= status < 300:
             raise ModelError(f"The service at {self.url} refused {method} {path} with {status}: {_shown(content)}")

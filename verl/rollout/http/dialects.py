@@ -137,7 +137,8 @@ class VLLM(OpenAI):
 
     VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model PATH --logprobs-mode processed_logits
         --logits-processors verl.rollout.vllm.library:Sampler --worker-extension-cls verl.rollout.vllm.weights.WeightReceiver
-    with verl on its PYTHONPATH; before vLLM 0.32, or with VLLM_USE_V2_MODEL_RUNNER=0, also --no-async-scheduling.
+    with verl on its PYTHONPATH; for prompts with images also --enable-scale-out; before vLLM 0.32, or with
+    VLLM_USE_V2_MODEL_RUNNER=0, also --no-async-scheduling.
     """
 
     def __init__(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import itertools
 import json
 import logging
@@ -41,7 +42,7 @@ _MOST_IN_FLIGHT = 3  # steps: two scheduled ahead, and one that tells workers of
 class Setup:
     """Arguments of vLLM; plain values, which can be sent to another process."""
 
-    llm: dict[str, object]  # arguments of vllm.LLM
+    llm: dict[str, Any]  # arguments of vllm.LLM
     environment: dict[str, str]  # of the process while vLLM starts
     eos_token_ids: list[int]
     vocab_size: int
@@ -177,7 +178,8 @@ class _Generation:
             if request.max_new_tokens is not None:
                 arguments["max_tokens"] = max(1, min(request.max_new_tokens, self.params.max_new_tokens))
             sampling = self.library.SamplingParams(**arguments, output_kind=kind)
-            self.engine.add_request(name, self.library.TokensPrompt(prompt_token_ids=list(request.token_ids)), sampling)
+            prompt = self.library.TokensPrompt(prompt_token_ids=list(request.token_ids), **_images(request))
+            self.engine.add_request(name, prompt, sampling)
 
     def poll(self, timeout_s: float | None) -> list[Completion]:
         until = None if timeout_s is None else time.monotonic() + timeout_s
@@ -240,7 +242,17 @@ class _Generation:
         self._ended.append(Completion(*key, sample.token_ids, sample.log_probs, reason, -1, experts))
 
 
-def request_arguments(params: SamplingParams, stop: StopRules, extra: dict[str, Any]) -> dict[str, object]:
+def _images(request: PromptRequest) -> dict[str, Any]:
+    """Entries of a prompt for its images; vLLM puts the parts of each in the place of its token."""
+    if request.media is None or request.media.files is None:
+        return {}
+    from PIL import Image
+
+    pictures = [Image.open(io.BytesIO(content)).convert("RGB") for content in request.media.files.contents]
+    return {"multi_modal_data": {"image": pictures}, "mm_processor_kwargs": request.media.files.arguments}
+
+
+def request_arguments(params: SamplingParams, stop: StopRules, extra: dict[str, Any]) -> dict[str, Any]:
     """Arguments of vllm.SamplingParams for a sample. vLLM's own sampling is the greedy one (see sample.py), and its own rules
     of stopping are off: end-of-sequence tokens are stop tokens like others."""
     return {

@@ -11,7 +11,7 @@ from typing import Any
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.errors import VerlError
 from verl.rollout.api import BaseRollout, Stats, Weights, WeightTransfer
-from verl.rollout.requests import OpenSamples, one_by_one, vocab_size
+from verl.rollout.requests import OpenSamples, one_by_one, vocab_size, with_files
 from verl.rollout.vllm.core import Core, Setup, require_vllm
 from verl.rollout.vllm.process import FACTORY, RemoteCore, RestartingCore
 from verl.rollout.vllm.settings import longest_sequence, make_setup
@@ -32,6 +32,7 @@ class VLLMRollout(BaseRollout):
     """
 
     holds_weights = True
+    reads_images = True
     factory = FACTORY  # makes the Core in a separate process
     _: KW_ONLY
     transfer: WeightTransfer
@@ -109,7 +110,7 @@ class VLLMGeneration:
     """See Generation. vLLM finds the history of a sample that continues in its prefix cache (enable_prefix_caching)."""
 
     def __init__(self, engine: VLLMRollout, params: SamplingParams, step: int, *, keep: bool):
-        self.core, self._version = engine.core, engine.weight_version
+        self.core, self._version, self.tokenizer = engine.core, engine.weight_version, engine.tokenizer
         self.samples = OpenSamples(params, engine.module, engine.longest, keep=keep)
         self._poll_s = _POLL_S if engine.transfer.in_process else None
         self._num_requests = 0
@@ -119,7 +120,7 @@ class VLLMGeneration:
     def add(self, request: PromptRequest | TurnRequest) -> None:
         requests = one_by_one(self.samples.admit(request))
         self._num_requests += len(requests)
-        self.core.add(requests)
+        self.core.add([with_files(request, self.tokenizer)[0] for request in requests])
 
     def poll(self, timeout_s: float | None = None) -> list[Completion]:
         until = None if timeout_s is None else time.monotonic() + timeout_s

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from verl.config import RolloutConfig, full_key
 from verl.errors import ConfigError
+from verl.models.vision import is_vision_model
 from verl.parallel.device import visible_devices
 from verl.parallel.memory import available_memory
 from verl.rollout.api import WeightTransfer
@@ -36,7 +37,7 @@ def make_setup(
     arguments: dict[str, Any] = {
         "model": transfer.model.path,
         "tokenizer": transfer.model.tokenizer_path or transfer.model.path,
-        "skip_tokenizer_init": True,  # tokens in, tokens out
+        "skip_tokenizer_init": not is_vision_model(skeleton),  # tokens in, tokens out; images need vLLM's own processor
         "trust_remote_code": transfer.model.trust_remote_code,
         # how attention is computed is vLLM's business
         "hf_overrides": {k: v for k, v in (transfer.model.override_config or {}).items() if k != "attn_implementation"},
