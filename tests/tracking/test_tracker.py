@@ -227,7 +227,7 @@ def test_an_error_of_writing_samples_is_raised_by_the_next_call(folder):
 
 def test_work_that_does_not_end_has_a_deadline():
     release = threading.Event()
-    work = Behind(release.wait, "samples of step 7")
+    work = Behind(release.wait, "The samples of step 7 were")
     with pytest.raises(DeadlineError, match=r"samples of step 7 were not written within 0\.01 s"):
         work.finish(0.01)
     release.set()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -193,13 +193,7 @@ def trajectory_of(
     trajectory = Trajectory(ordinal, int(columns["sample_index"][row]), prompt_ids, status=status)
     (cuts,) = row_cuts(own)
     for start, end in itertools.pairwise(cuts):
-        is_policy = bool(sampled[start])
-        trajectory.segments.append(
-            Segment(
-                tokens[start:end].astype(np.int32),
-                log_probs[start:end] if is_policy else None,
-                int(versions[start]),
-                "policy" if is_policy else "environment",
-            )
-        )
+        part, source = slice(start, end), cast(Source, "policy" if sampled[start] else "environment")
+        own_log_probs = log_probs[part] if sampled[start] else None
+        trajectory.segments.append(Segment(tokens[part].astype(np.int32), own_log_probs, int(versions[start]), source))
     return trajectory

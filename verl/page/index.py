@@ -14,7 +14,7 @@ import re
 import sqlite3
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,8 @@ CREATE TABLE texts (id INTEGER PRIMARY KEY, file INTEGER, owners BLOB, ends BLOB
 CREATE INDEX texts_file ON texts (file);
 PRAGMA user_version = {FORMAT};
 """
-# what the last update has listed: the number of samples files of a split, the newest step, and the time of its folder
-_LISTED = "CREATE TABLE IF NOT EXISTS listed (split TEXT PRIMARY KEY, num INTEGER, newest INTEGER, time INTEGER)"
+# what the last update has listed: the number of samples files of a split, and the newest step
+_LISTED = "CREATE TABLE IF NOT EXISTS listed (split TEXT PRIMARY KEY, num INTEGER, newest INTEGER)"
 _INSERT = (
     f"INSERT INTO samples (id, file, line, start, size, prompt_hash, {', '.join(_COLUMNS)}) "
     f"VALUES ({', '.join('?' * (6 + len(_COLUMNS)))})"
@@ -164,10 +164,6 @@ class SampleIndex:
         (done,) = self.rows("SELECT count(*) FROM files WHERE complete = 1")[0]
         return max(sum(num for num, _ in (listing or self.listing()).values()) - done, 0)
 
-    def _times(self) -> dict[str, int]:
-        """split -> when a file was last added to it or removed."""
-        return {split: (self.samples / split).stat().st_mtime_ns for split in self.splits()}
-
     def file(self, split: str, step: int) -> Path | None:
         """The samples file of a step."""
         path = self.samples / split / f"step_{step:06d}.jsonl"
@@ -183,9 +179,6 @@ class SampleIndex:
     def update(self, only: tuple[str, int] | None = None, deadline: Any = None) -> bool:
         """Index files that are new or were replaced: all of them, the newest first, or `only` one. Stops early when
         `deadline()` is true. Returns whether anything changed."""
-        times = self._times()
-        if only is None and self._is_listed(times):
-            return False
         files = self.files()
         known = {
             (row["split"], row["step"]): row for row in self.rows("SELECT id, split, step, stamp, complete FROM files")
@@ -208,26 +201,16 @@ class SampleIndex:
                 changed |= self._index(db, key, files[key])
         else:
             if only is None:
-                self._note_listed(files, times)
+                self._note_listed(files)
         return changed
 
-    def _is_listed(self, times: Mapping[str, int]) -> bool:
-        """Whether very many files were indexed, and none was added or removed since: their times are not looked at again."""
-        listed = self.rows("SELECT * FROM listed")
-        return (
-            sum(row["num"] for row in listed) > _MANY_FILES and {row["split"]: row["time"] for row in listed} == times
-        )
-
-    def _note_listed(self, files: Mapping[tuple[str, int], Path], times: Mapping[str, int]) -> None:
-        """Note what a whole update has listed; `times` were read before."""
-        listed = dict.fromkeys(times, (0, 0))
+    def _note_listed(self, files: Iterable[tuple[str, int]]) -> None:
+        steps: dict[str, list[int]] = {}
         for split, step in files:
-            num, newest = listed.get(split, (0, 0))
-            listed[split] = (num + 1, max(newest, step))
+            steps.setdefault(split, []).append(step)
+        rows = [(split, len(own), max(own)) for split, own in steps.items()]
         with self._writing() as db:
-            db.execute("DELETE FROM listed")
-            rows = [(split, *listed[split], time) for split, time in times.items()]
-            db.executemany("INSERT INTO listed VALUES (?, ?, ?, ?)", rows)
+            db.executemany("INSERT OR REPLACE INTO listed VALUES (?, ?, ?)", rows)
 
     def _forget(self, db: sqlite3.Connection, file: int) -> None:
         db.execute("BEGIN")

@@ -20,12 +20,12 @@ from verl.page.follow import Follower, rows_of_step
 from verl.page.plan import plan_context
 from verl.regular_files import read_text
 from verl.tracking.bottleneck import Bottleneck, find_bottleneck
-from verl.tracking.files import MOST, TIMELINE_SHARE, has, is_count, is_metrics_row, is_number, is_text
+from verl.tracking.files import MOST, has, is_count, is_metrics_row, is_number, is_text
 from verl.tracking.heartbeat import EVENTS, Beat, read_beat
 from verl.tracking.lock import holder_of
 from verl.tracking.progress import EVENT
 from verl.tracking.run_folder import RunFolder
-from verl.tracking.timeline import PLANNED
+from verl.tracking.timeline import PLANNED, SHARE
 from verl.tracking.timeline import ROW as TIMELINE_ROW
 from verl.tracking.token_texts import NAME as TOKENS
 from verl.tracking.token_texts import TOKEN
@@ -107,7 +107,7 @@ class RunReader:
         return bool(rows)
 
     def _read_timeline(self) -> bool:
-        rows = self._timeline_file.read(self.max_bytes // TIMELINE_SHARE)
+        rows = self._timeline_file.read(self.max_bytes // SHARE)
         self.timeline = rows if self._timeline_file.is_replaced else self.timeline + rows
         planned = self._planned_file.read(self.max_bytes)
         self.planned = planned if self._planned_file.is_replaced else self.planned + planned

@@ -31,7 +31,6 @@ _MAX_ROW_BYTES = 16 << 20
 _NUM_SEGMENTS = 64
 SHOWN_BYTES = 16 << 20  # of a longer file, people see rows at evenly spaced places
 _CHECKED_BYTES = 32 << 20  # of a longer file the end, so that a resume after a million steps takes seconds
-TIMELINE_SHARE = 4  # a row of the timeline has a quarter of the bytes of a row of metrics
 MOST = 1e308  # a larger number is not finite where it is averaged
 _NUMBERS = {int, float, type(None)}
 _MAX_WHOLE = 1 << 53  # above, JSON readers that count in float64 lose digits

@@ -15,17 +15,7 @@ from typing import Any
 from verl.foreign_text import clean
 from verl.regular_files import open_regular
 from verl.tracking.bottleneck import Bottleneck, beside_plan, find_bottleneck
-from verl.tracking.files import (
-    SHOWN_BYTES,
-    TIMELINE_SHARE,
-    has,
-    is_count,
-    is_number,
-    is_text,
-    maybe,
-    read_json_rows,
-    read_metrics,
-)
+from verl.tracking.files import SHOWN_BYTES, has, is_count, is_number, is_text, maybe, read_json_rows, read_metrics
 from verl.tracking.heartbeat import EVENTS, read_beat
 from verl.tracking.ledger.reader import Counts, read_counts
 from verl.tracking.lock import holder_of
@@ -78,7 +68,7 @@ class Progress:
 def read_progress(folder: Path) -> Progress:
     """Read the progress of the run in `folder`. Raises ConfigError when it is not a run folder."""
     require_run_folder(folder)
-    timeline = list(read_timeline(folder / "timeline.jsonl", SHOWN_BYTES // TIMELINE_SHARE))
+    timeline = list(read_timeline(folder / "timeline.jsonl", SHOWN_BYTES))
     metrics = list(read_metrics(folder / "metrics.jsonl", SHOWN_BYTES))
     total = next((row["of"] for row in reversed(timeline) if row.get("of")), None)
     step = max((int(row["step"]) for row in metrics), default=0)

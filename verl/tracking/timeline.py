@@ -25,6 +25,7 @@ from verl.tracking.files import SHOWN_BYTES, append_rows, each, has, is_count, i
 PLAN = "plan.json"  # `verl plan --json`, in a run folder
 PLANNED = "planned.jsonl"  # steps as `verl plan` has simulated them, in a run folder, with the rows of timeline.jsonl
 
+SHARE = 4  # a row has about a quarter of the bytes of a row of metrics
 _NUM_NEWEST = 20
 
 SpanPhases = Mapping[str, tuple[str, str | None]]  # span -> (phase of the step, role that is busy in it, or None)
@@ -75,8 +76,8 @@ class Timeline:
 
 
 def read_timeline(path: Path, limit: int = sys.maxsize) -> Iterator[dict[str, Any]]:
-    """The rows of timeline.jsonl; `limit` as in `read_lines`."""
-    return read_json_rows(path, ROW, limit)
+    """The rows of timeline.jsonl; `limit` as in `read_metrics`, for about as many steps."""
+    return read_json_rows(path, ROW, limit // SHARE)
 
 
 def expected_step_s(folder: Path) -> float | None:

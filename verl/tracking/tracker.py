@@ -80,7 +80,7 @@ class Tracker:
         that makes the rows runs on a thread, which then writes them; `flush` and the next call wait for it."""
         self.flush()
         if callable(rows):
-            self._writing = Behind(lambda: self._write(split, step, rows()), f"samples of step {step}")
+            self._writing = Behind(lambda: self._write(split, step, rows()), f"The samples of step {step} were")
         else:
             self._write(split, step, rows)
 

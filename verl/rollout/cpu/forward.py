@@ -93,10 +93,6 @@ class CpuForward:
         """Sizes of the stores of its keys and values."""
         return Shape(len(self._layers), self.decoder.num_kv_heads, self.decoder.head_dim, self.dtype)
 
-    def stage_seconds(self) -> dict[str, float]:
-        """Seconds since the start by stage of the layers."""
-        return dict(zip(STAGES, (self._nanoseconds / 1e9).tolist(), strict=True))
-
     def tiles(self, rows: np.ndarray, slots: np.ndarray | None, lengths: np.ndarray | None) -> DecodeTiles:
         return DecodeTiles(rows, slots, lengths, self.max_tile)
 
