@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -193,7 +193,8 @@ def trajectory_of(
     trajectory = Trajectory(ordinal, int(columns["sample_index"][row]), prompt_ids, status=status)
     (cuts,) = row_cuts(own)
     for start, end in itertools.pairwise(cuts):
-        part, source = slice(start, end), cast(Source, "policy" if sampled[start] else "environment")
+        part = slice(start, end)
+        source: Source = "policy" if sampled[start] else "environment"
         own_log_probs = log_probs[part] if sampled[start] else None
         trajectory.segments.append(Segment(tokens[part].astype(np.int32), own_log_probs, int(versions[start]), source))
     return trajectory
