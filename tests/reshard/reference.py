@@ -135,9 +135,3 @@ def ptd(pipeline, tensor, data, layers):
         Mesh.grid(range(pipeline * tensor * data), pp=pipeline, replicate=data, tp=tensor),
         layers_per_stage=(layers // pipeline,) * pipeline if pipeline > 1 else (),
     )
-
-
-def interval_experts(training, expert_parallel):
-    """Groups of ranks over which generation divides whole experts, stage by stage."""
-    stages = zip(*interval_engines(training, expert_parallel, by_experts=True), strict=True)
-    return tuple(group for groups in stages for group in groups)

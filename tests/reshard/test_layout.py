@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.reshard import reference
-from tests.reshard.reference import interval_experts
 from verl.errors import ConfigError
 from verl.parallel.mesh import Mesh
 from verl.reshard.grouping import consecutive_engines, interval_engines
