@@ -14,11 +14,10 @@ from verl.data_proto.proto import DataProto
 from verl.data_proto.sample_rows import sample_rows
 from verl.errors import ConfigError, DeadlineError
 from verl.models.tiny import make_tokenizer
-from verl.tracking.behind import Behind
 from verl.tracking.files import read_json_rows
 from verl.tracking.run_folder import RunFolder
 from verl.tracking.spans import Spans
-from verl.tracking.tracker import Tracker
+from verl.tracking.tracker import Behind, Tracker
 
 
 @pytest.fixture

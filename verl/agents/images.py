@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from verl.data.images import ImageEncoder, listed
-from verl.data.pictures import png, read_image
 from verl.data.schema import IMAGE_PARTS, no_media
 from verl.data_proto.media import Media
 from verl.errors import DataError
@@ -59,6 +58,8 @@ class EpisodeImages:
     def _read(self, source: Any, place: str) -> Media:
         if self.encoder is None:
             raise DataError(no_media("images", place))
+        from verl.data.pictures import png, read_image
+
         if isinstance(source, np.ndarray):
             source = _picture(source, place)
         picture = read_image(source, place)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.agents.images import text_and_images
-from verl.data.pictures import image_text
 from verl.data_proto.samples import Score, ScoreRequest
 from verl.rewards.functions import RewardFunctionSpec
 from verl.rewards.managers.build import build_pool
@@ -82,6 +81,8 @@ def call_tool(data_source: str, solution_str: str, ground_truth: Any, extra_info
         if inspect.isawaitable(returned):
             returned = asyncio.run(_wait(returned))
         response, reward, metrics = answer_of(returned)
+        from verl.data.pictures import image_text
+
         text, sources = text_and_images(response)
         images = [image_text(source, f"image {number}") for number, source in enumerate(sources)]
     except Exception as error:  # noqa: BLE001 - the model gets the error

@@ -19,7 +19,7 @@ from verl.data.scan import BadRows, Scan, ScanPart, scan_rows
 from verl.data.schema import UNSCORED, Messages, at, check_row, messages_of
 from verl.data.tables import Rows
 from verl.data.template_checks import TemplateChecks
-from verl.data.videos import VideoSource
+from verl.data_proto.media import VideoSource
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError, DataError
 from verl.registry import load_module, load_object

@@ -18,10 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.data.pictures import SOURCES, png, read_image
-from verl.data.schema import IMAGE_PARTS, VIDEO_PARTS, Messages
-from verl.data.videos import VideoSource, read_clip
-from verl.data_proto.media import Clip, ImageFiles, Media
+from verl.data.schema import IMAGE_PARTS, SOURCES, VIDEO_PARTS, Messages
+from verl.data_proto.media import Clip, ImageFiles, Media, VideoSource
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError, DataError, nearest
 from verl.foreign_text import clean, quoted
@@ -121,16 +119,22 @@ class ImageEncoder:
         return self.encode([self._read(source, place, number) for number, source in enumerate(sources)], place)
 
     def _read(self, source: object, place: str, number: int) -> Any:
+        from verl.data.pictures import read_image
+
         if not isinstance(source, VideoSource):
             return read_image(source, f"{place}: image {number}")
         place = f"{place}: video {number}"
         if why := self.processor.no_videos or (self.processor.keeps_files and "cannot be sent to this rollout engine"):
             raise DataError(f"{place} {why}. Leave out rows with videos.")
+        from verl.data.videos import read_clip
+
         defaults = {**self.processor.video_settings, **self.settings}
         return read_clip(source, defaults, place, self.processor.frames_at_once)
 
     def encode(self, pictures: Sequence[Any], place: str) -> PromptImages:
         """The images of PIL pictures in RGB, and of clips. Raises DataError naming `place`."""
+        from verl.data.pictures import png
+
         digest = hashlib.sha256(self._settings_digest)
         for picture in (frame for item in pictures for frame in _frames(item)):
             digest.update(f"{picture.size}".encode() + picture.tobytes())

@@ -11,11 +11,10 @@ import torch
 
 from verl.data.dataset import PromptRows
 from verl.data.order import PromptOrder
-from verl.data.pictures import image_text
 from verl.data.prompts import PromptEncoder
 from verl.data.sampler_order import SamplerOrder
-from verl.data.videos import VideoSource, video_entry
 from verl.data_proto.columns import COLUMNS
+from verl.data_proto.media import VideoSource
 from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
 
@@ -87,6 +86,9 @@ class PromptLoader:
 
     def images(self, number: int) -> dict[str, list[Any]]:
         """The fields images and videos of row `number`, in the order of its messages: paths, URLs and data URLs."""
+        from verl.data.pictures import image_text
+        from verl.data.videos import video_entry
+
         rows = self._reader.rows
         sources, place = rows.images(rows[number]), rows.place(number)
         videos = [video_entry(source, place) for source in sources if isinstance(source, VideoSource)]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote, urlparse
 
-from verl.data.schema import MEDIA_PARTS
+from verl.data.schema import SOURCES
 from verl.errors import DataError, MissingExtraError
 from verl.foreign_text import clean, quoted
 from verl.regular_files import require_regular
@@ -17,7 +17,6 @@ from verl.regular_files import require_regular
 MAX_BYTES = 64 << 20  # of an image file
 MAX_PIXELS = 1 << 26  # 8192 x 8192
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
-SOURCES = (*MEDIA_PARTS, "bytes", "path", "url")  # fields that hold an image or a video, or lead to it
 
 
 def read_image(source: object, place: str) -> Any:

@@ -113,6 +113,7 @@ def _checked_parts(
 IMAGE_PARTS = ("image", "image_url")
 VIDEO_PARTS = ("video", "video_url")
 MEDIA_PARTS = (*IMAGE_PARTS, *VIDEO_PARTS)
+SOURCES = (*MEDIA_PARTS, "bytes", "path", "url")  # fields that hold an image or a video, or lead to it
 _MEDIA = {"image": "images", "video": "videos", "audio": "audio"}
 
 

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import io
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from verl.data.pictures import MAX_PIXELS, SOURCES, bytes_at, image_text, innermost_source, read_image
-from verl.data.schema import at, number_in
-from verl.data_proto.media import SAMPLING, Clip
+from verl.data.pictures import MAX_PIXELS, bytes_at, image_text, innermost_source, read_image
+from verl.data.schema import SOURCES, at, number_in
+from verl.data_proto.media import SAMPLING, Clip, VideoSource
 from verl.errors import DataError, MissingExtraError, nearest
 from verl.foreign_text import clean, quoted
 
@@ -28,13 +27,6 @@ MAX_FRAMES = 1 << 18  # of a file: two hours of 30 frames a second
 MAX_TOTAL_PIXELS = 1 << 29  # of the frames that are read
 # what the demuxers of these containers read is in the file itself; playlists name other files
 _FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,ogg,gif,asf"
-
-
-@dataclass(frozen=True)
-class VideoSource:
-    """A video of a row: a file or a list of frames, or an object with it and its settings."""
-
-    value: Any
 
 
 def read_clip(source: VideoSource, defaults: Mapping[str, Any], place: str, step: int) -> Clip:

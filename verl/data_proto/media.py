@@ -23,6 +23,13 @@ SAMPLING = {"fps": 2.0, "nframes": 0, "min_frames": 4, "max_frames": 768}  # fra
 
 
 @dataclass(frozen=True)
+class VideoSource:
+    """A video of a row: a file or a list of frames, or an object with it and its settings."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
 class Clip:
     """Frames of a video: PIL pictures of one size, and their numbers among the `num_frames` frames of the video, of which a
     second has `fps`. `limits` are pixels of a frame (min_pixels, max_pixels)."""

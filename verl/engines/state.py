@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from verl.engines.api import AdapterState, Deferred, EngineState, Tensors, whole
-from verl.engines.untrained import UntrainedTensors
-from verl.errors import CheckpointError
+from verl.errors import CheckpointError, ModelError
+from verl.models.folder import fetch, opened, read_headers
+from verl.models.heads import is_further_head
 from verl.models.lora import LoRASpec, is_adapter, lora_layers, merged, own_names, peft_names
 from verl.models.loss_scale import LossScale
 from verl.models.optim import MasterOptimizer
 from verl.models.rounding import Rounding
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
 
 
 class Parameters:
@@ -175,3 +180,34 @@ class TrainedState:
                 f"{list(self.parameters.shape(name))}; it belongs to another model."
             )
         return self.parameters.part(name, value)
+
+
+class UntrainedTensors:
+    """The tensors of the folder or hub name `source` that training `module` leaves as they are, and that every checkpoint has
+    again: heads that predict further tokens, which transformers' models leave out, and buffers, such as the biases by which
+    routers choose experts. `deferred` has them by name; it is empty on a rank without weight files, which writes no
+    checkpoint."""
+
+    def __init__(self, module: Any, source: str):
+        self._config = module.config
+        states = module.state_dict(keep_vars=True)
+        self._buffers = {name for name, tensor in states.items() if not isinstance(tensor, nn.Parameter)}
+        self.deferred: dict[str, Deferred] = {}
+        try:
+            folder = fetch(source, weights=False)
+            headers = read_headers(folder)
+        except ModelError:
+            return
+        for name, header in headers.items():
+            if name in self and header.dtype in _DTYPES:
+                build = partial(_read, folder / header.file, name)
+                self.deferred[name] = Deferred(header.shape, _DTYPES[header.dtype], build, is_collective=False)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._buffers or is_further_head(name, self._config)
+
+
+def _read(file: Path, name: str) -> torch.Tensor:
+    with opened(file) as tensors:
+        tensor: torch.Tensor = tensors.get_tensor(name)
+        return tensor

@@ -6,12 +6,14 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from verl.config.secrets import hide_values
+from verl.errors import DeadlineError
 from verl.foreign_text import clean, printable
-from verl.tracking.behind import Behind
 from verl.tracking.files import append_rows, json_text, write_atomically
 from verl.tracking.pictures import with_stored_images
 from verl.tracking.run_folder import RunFolder
@@ -27,6 +29,28 @@ log = logging.getLogger(__name__)
 Rows = list[dict[str, Any]]
 _DEADLINE_S = 600.0  # for the samples of a step, which may be gigabytes
 _TABLE_COLUMNS = ("prompt", "response", "ground_truth", "score")
+
+
+class Behind:
+    """Work on a thread behind the step that asked for it. Starts `work`; `name` says what it writes."""
+
+    def __init__(self, work: Callable[[], object], name: str):
+        self._name = name
+        self._done: Future[object] = Future()
+        # a daemon: a disk that hangs must not keep the process alive
+        Thread(target=self._run, args=(work,), name=name, daemon=True).start()
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait for the end. Raises the error of the work, DeadlineError after `timeout_s`."""
+        if not wait([self._done], timeout_s).done:
+            raise DeadlineError(f"{self._name} not written within {timeout_s:g} s. Check the disk of the run folder.")
+        self._done.result()
+
+    def _run(self, work: Callable[[], object]) -> None:
+        try:
+            self._done.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised by `finish`, in the thread that waits
+            self._done.set_exception(error)
 
 
 class Tracker:

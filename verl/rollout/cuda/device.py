@@ -22,8 +22,7 @@ from verl.rollout.cuda.graphs import StepGraphs
 from verl.rollout.cuda.pages import PagedTokenStore, PagePool, keep
 from verl.rollout.cuda.store import DecodeAttention, PromptAttention, SharedPrompts, TokenStore
 from verl.rollout.layout import Chunk
-from verl.rollout.native.batch import Group
-from verl.rollout.prompt_images import features_of, place_images
+from verl.rollout.native.batch import Group, features_of, place_images
 from verl.rollout.sampling import sample
 from verl.rollout.uniforms import uniforms_at
 

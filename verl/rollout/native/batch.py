@@ -10,7 +10,7 @@ store. Slots and rows are kept dense, so that attention runs over plain slices.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from verl.data_proto.samples import PromptRequest
+from verl.models.vision import ImageFeatures, PlacedMedia, image_features, positions_within
 from verl.rollout.layout import Chunk
 
 
@@ -223,3 +224,32 @@ class BatchRows:
     def shifts(self) -> np.ndarray:
         """int64 [rows]: the difference of a row's positions to their count, behind images."""
         return np.array([0 if g is None else g.shift for g in self.groups[: self.end]], dtype=np.int64)
+
+
+def place_images(
+    module: Any, chunks: Sequence[tuple[Group, Chunk]], first: int, device: torch.device
+) -> tuple[list[PlacedMedia], list[int]]:
+    """Images in `chunks`, whose tokens lie back to back from token `first` on, and the shift of positions where each chunk
+    starts, behind images whose keys are stored; sets the shifts of the groups."""
+    placed, shifts, start = [], [], first
+    for group, chunk in chunks:
+        end = start + chunk.end - chunk.start
+        group.shift = before = 0
+        for span in group.request.placed:
+            ids = torch.tensor(group.request.token_ids[span.start : span.start + span.length], device=device)
+            shift = positions_within(module, ids, span.media)[1]
+            group.shift += shift
+            if span.start < chunk.start:
+                before += shift
+            else:
+                placed.append(PlacedMedia(start + span.start - chunk.start, span.length, end, span.media))
+        shifts.append(before)
+        start = end
+    return placed, shifts
+
+
+def features_of(module: Any, tokens: torch.Tensor, placed: Sequence[PlacedMedia]) -> ImageFeatures | None:
+    """The features of the images `placed` in `tokens` (int64 [tokens]); None without images. The features of each prompt are
+    computed by themselves, so that their bits do not depend on other prompts."""
+    parts = (image_features(module, tokens[None], [item]) for item in placed)
+    return ImageFeatures.joined([part for part in parts if part is not None])

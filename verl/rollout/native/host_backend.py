@@ -21,13 +21,12 @@ from verl.rollout.cpu.store import BlockStore
 from verl.rollout.cpu.tokens import DecodeTiles, StepTokens
 from verl.rollout.layout import Chunk, StepLayout
 from verl.rollout.native.adapters import TokenAdapters
-from verl.rollout.native.batch import Group
+from verl.rollout.native.batch import Group, features_of, place_images
 from verl.rollout.native.decode_attention import DecodeRows, Members
 from verl.rollout.native.forward import DenseForward
 from verl.rollout.native.kv_cache import SlotStore
 from verl.rollout.native.paging import Paging
 from verl.rollout.native.scheduler import Scheduler
-from verl.rollout.prompt_images import features_of, place_images
 from verl.rollout.sampling import sample
 from verl.rollout.uniforms import uniforms_at
 
