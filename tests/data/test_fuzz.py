@@ -120,7 +120,7 @@ def test_a_column_that_a_parquet_file_has_twice(tmp_path):
 def test_what_is_no_file(tmp_path, kind, words):
     path = tmp_path / "a.jsonl"
     {"pipe": os.mkfifo, "folder": os.mkdir, "link": lambda p: p.symlink_to("gone")}[kind](path)
-    assert f"The data file {path} is {words}. Prepare it" in read(path, tokenizer)
+    assert f"The data file {path} is {words}. Correct the path, or prepare" in read(path, tokenizer)
 
 
 def test_control_tokens_in_messages_are_counted(tmp_path):

@@ -189,7 +189,7 @@ class UntrainedTensors:
     checkpoint."""
 
     def __init__(self, module: Any, source: str):
-        self._config = module.config
+        self._config = getattr(module, "config", None)  # a module of a user may have none
         states = module.state_dict(keep_vars=True)
         self._buffers = {name for name, tensor in states.items() if not isinstance(tensor, nn.Parameter)}
         self.deferred: dict[str, Deferred] = {}
@@ -204,7 +204,7 @@ class UntrainedTensors:
                 self.deferred[name] = Deferred(header.shape, _DTYPES[header.dtype], build, is_collective=False)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._buffers or is_further_head(name, self._config)
+        return name in self._buffers or (self._config is not None and is_further_head(name, self._config))
 
 
 def _read(file: Path, name: str) -> torch.Tensor:
