@@ -43,8 +43,7 @@ def make(cls, path, *, head="lm", dtype="float32", trainable=True, checkpointing
     return cls(
         model=ModelConfig(path=str(path), enable_gradient_checkpointing=checkpointing, lora_rank=lora),
         engine=FSDPConfig(dtype=dtype),
-        # Adam's first step is lr g / (|g| + 1e-8): with 1e-3, one element with a first gradient near zero ended 6e-5 apart
-        optim=OptimConfig(lr=1e-4) if trainable else None,
+        optim=OptimConfig(lr=1e-4) if trainable else None,  # Adam scales first gradients near zero, noise, up to lr
         head=head,
         device=torch.device("cpu"),
         total_steps=10,
