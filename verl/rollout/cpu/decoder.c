@@ -13,7 +13,6 @@
 #include <math.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <time.h>
 
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/asan_interface.h>
@@ -75,8 +74,6 @@ int kernels_panel(const struct kernels *k) { return k->panel; }
 
 /* -- the forward -- */
 
-enum { NORM, QKV, HEADS, ATTEND, OUTPUT, GATE_UP, SWIGLU, DOWN, LOGITS, NUM_STAGES };
-
 struct forward {
     const struct kernels *kernels;
     const struct model *model;
@@ -87,7 +84,6 @@ struct forward {
     int64_t scratch_bytes, scores_stride, low_stride; /* low_stride: floats */
     float *x, *qkv, *gate_up, *low;
     char *q, *att, *a, *h, *scratch;
-    int64_t clock;
 };
 
 /* Where the next buffer of a workspace starts, behind one that ends at `end` */
@@ -132,24 +128,6 @@ static int64_t lay_out(struct forward *f, const struct kernels *k, const struct 
     TAKE(scratch, s->threads * f->scratch_bytes);
 #undef TAKE
     return used;
-}
-
-static int64_t now(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
-}
-
-/* All threads have done their part of a stage. */
-static void end_stage(struct forward *f, struct team *team, int thread, int stage)
-{
-    barrier(team);
-    if (thread == 0 && f->step->nanoseconds) {
-        int64_t before = f->clock;
-        f->clock = now();
-        f->step->nanoseconds[stage] += f->clock - before;
-    }
 }
 
 static void multiply(const struct forward *f, const struct team *team, int thread, struct gemm g, int64_t inputs, int64_t outputs)
@@ -234,14 +212,14 @@ static void project(struct forward *f, struct team *team, int thread, int64_t la
     for (int64_t first = 0; first < f->step->tokens; first += CHUNK) {
         int64_t rows = f->step->tokens - first < CHUNK ? f->step->tokens - first : CHUNK;
         normalise(f, team, thread, first, rows, w->input_norm, w->input_eps);
-        end_stage(f, team, thread, NORM);
+        barrier(team);
         struct gemm g = {.a = f->a, .a_stride = f->a_stride, .b = w->qkv, .bias = w->qkv_bias, .out = f->qkv, .out_stride = f->qkv_stride, .rows = rows};
         multiply_adapted(f, team, thread, g, first, 4 * layer, f->step->run_ends, m->hidden, (m->heads + 2 * m->kv_heads) * m->head_dim);
-        end_stage(f, team, thread, QKV);
+        barrier(team);
         for (int64_t r = rows * thread / team->size; r < rows * (thread + 1) / team->size; r++)
             f->kernels->heads(m, f->step, layer, first + r, f->qkv + r * f->qkv_stride,
                               f->q + (first + r) * m->heads * padded_head(m) * item(f->kind), f->kind);
-        end_stage(f, team, thread, HEADS);
+        barrier(team);
     }
 }
 
@@ -260,7 +238,7 @@ static void attend(struct forward *f, struct team *team, int thread, int64_t lay
         a.tile = task / m->kv_heads, a.kv_head = task % m->kv_heads;
         f->kernels->attend(&a);
     }
-    end_stage(f, team, thread, ATTEND);
+    barrier(team);
 }
 
 /* What attention gave is projected and added, then the feed-forward part, for the first `rows` tokens of x and att */
@@ -274,20 +252,20 @@ static void feed_forward(struct forward *f, struct team *team, int thread, int64
         float *x = f->x + first * f->x_stride;
         struct gemm o = {.add = 1, .a = f->att + first * f->att_stride, .a_stride = f->att_stride, .b = w->o, .bias = w->o_bias, .out = x, .out_stride = f->x_stride, .rows = rows};
         multiply_adapted(f, team, thread, o, first, 4 * layer + 1, ends, m->heads * m->head_dim, m->hidden);
-        end_stage(f, team, thread, OUTPUT);
+        barrier(team);
         normalise(f, team, thread, first, rows, w->post_norm, w->post_eps);
-        end_stage(f, team, thread, NORM);
+        barrier(team);
         struct gemm up = {.a = f->a, .a_stride = f->a_stride, .b = w->gate_up, .bias = w->gate_up_bias, .out = f->gate_up, .out_stride = 2 * f->gate_stride, .rows = rows};
         multiply_adapted(f, team, thread, up, first, 4 * layer + 2, ends, m->hidden, 2 * f->gate_stride);
-        end_stage(f, team, thread, GATE_UP);
+        barrier(team);
         for (int64_t r = rows * thread / team->size; r < rows * (thread + 1) / team->size; r++) {
             const float *gate = f->gate_up + 2 * r * f->gate_stride;
             f->kernels->swiglu(f->h + r * f->h_stride, gate, gate + f->gate_stride, m->inner, round_up(m->inner, 2), (int)m->bf16, f->kind);
         }
-        end_stage(f, team, thread, SWIGLU);
+        barrier(team);
         struct gemm down = {.add = 1, .a = f->h, .a_stride = f->h_stride, .b = w->down, .bias = w->down_bias, .out = x, .out_stride = f->x_stride, .rows = rows};
         multiply_adapted(f, team, thread, down, first, 4 * layer + 3, ends, m->inner, m->hidden);
-        end_stage(f, team, thread, DOWN);
+        barrier(team);
     }
 }
 
@@ -321,10 +299,10 @@ static void forward_job(struct team *team, int thread)
         int64_t rows = s->num_kept - first < CHUNK ? s->num_kept - first : CHUNK;
         int64_t stride = round_up(m->vocab, f->kernels->panel);
         normalise(f, team, thread, first, rows, m->final_norm, m->final_eps);
-        end_stage(f, team, thread, NORM);
+        barrier(team);
         struct gemm g = {.a = f->a, .a_stride = f->a_stride, .b = m->head, .bias = m->head_bias, .out = s->logits + first * stride, .out_stride = stride, .rows = rows};
         multiply_adapted(f, team, thread, g, first, 4 * m->layers, s->kept_ends, m->hidden, m->vocab);
-        end_stage(f, team, thread, LOGITS);
+        barrier(team);
     }
 }
 
@@ -339,7 +317,6 @@ void decoder_forward(const struct kernels *k, const struct model *m, const struc
 {
     struct forward f = {0};
     lay_out(&f, k, m, s, s->work);
-    f.clock = now();
     run_team(forward_job, &f, s->threads);
 #ifdef __SANITIZE_ADDRESS__
     ASAN_UNPOISON_MEMORY_REGION(s->work, decoder_workspace(k, m, s));

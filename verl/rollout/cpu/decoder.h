@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-enum { REVISION = 3 };          /* counts up when a structure changes */
+enum { REVISION = 4 };          /* counts up when a structure changes */
 enum { BLOCK = 16 };            /* tokens of a block of stored keys and values */
 enum { CHUNK = 256 };           /* tokens that pass together from one matrix product to the next */
 enum { MAX_HEAD_DIM = 256 };
@@ -62,7 +62,6 @@ struct step {
     struct store prefix, own;
     float *logits;          /* [num_kept][padded vocab] */
     char *work;             /* workspace() bytes, 64-aligned */
-    int64_t *nanoseconds;   /* per stage, added to, or NULL */
 };
 
 struct gemm {

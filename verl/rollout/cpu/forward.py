@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from verl.models.cpu.weights import DenseDecoder, DenseLayer, Norm, Projection
 from verl.models.vision import ImageFeatures
 from verl.rollout.cpu.adapters import AdapterRuns, PackedAdapter
-from verl.rollout.cpu.library import MAX_HEAD_DIM, PAIRS, STAGES, Kernels, Layer, Model, Step, buffer
+from verl.rollout.cpu.library import MAX_HEAD_DIM, PAIRS, Kernels, Layer, Model, Step, buffer
 from verl.rollout.cpu.store import Shape
 from verl.rollout.cpu.tokens import DecodeTiles, StepTokens
 from verl.rollout.native.adapters import ArrangedAdapters, TokenAdapters
@@ -73,7 +73,6 @@ class CpuForward:
         self._logits = torch.empty(0, kernels.padded(vocab))
         self._x_bytes = 4 * kernels.padded(hidden)  # of a token's hidden states
         self._work = buffer(0)
-        self._nanoseconds = np.zeros(len(STAGES), dtype=np.int64)
 
     @staticmethod
     def fits(decoder: DenseDecoder, head: Projection) -> bool:
@@ -143,7 +142,7 @@ class CpuForward:
             torch.get_num_threads(), len(runs.ends), runs.max_rank, x.data_ptr(), call.cos.data_ptr(),
             call.sin.data_ptr(), *(a.ctypes.data for a in call.arrays), keep.data_ptr(), runs.ends.ctypes.data,
             runs.kept_ends.ctypes.data, ctypes.addressof(runs.pointers), tokens.prefix.view().behind(first),
-            tokens.own.view().behind(first), self._logits.data_ptr(), nanoseconds=self._nanoseconds.ctypes.data,
+            tokens.own.view().behind(first), self._logits.data_ptr(),
         )  # fmt: skip
         needed = self._kernels.workspace(model, step)
         if len(self._work) < needed:

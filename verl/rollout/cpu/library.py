@@ -13,8 +13,7 @@ from verl.models.cpu.weights import DenseDecoder
 from verl.parallel.compiled import choose_kernels, open_library
 from verl.parallel.device import native_bf16
 
-REVISION = 3  # of the structures, see decoder.h
-STAGES = ("norm", "qkv", "heads", "attention", "output", "gate_up", "swiglu", "down", "logits")
+REVISION = 4  # of the structures, see decoder.h
 BLOCK = 16  # tokens of a block of stored keys and values
 MAX_HEAD_DIM = 256
 FLOATS, WIDENED, PAIRS = range(3)  # how a matmul reads its operands, see decoder.h
@@ -60,7 +59,7 @@ class Step(Structure):
         + [(n, c_void_p) for n in ("position", "prefix_slot", "prefix_end", "own_slot", "own_end", "order", "tiles")]
         + [(name, c_void_p) for name in ("keep", "run_ends", "kept_ends", "run_adapters")]
         + [("prefix", Store), ("own", Store)]
-        + [(name, c_void_p) for name in ("logits", "work", "nanoseconds")]
+        + [(name, c_void_p) for name in ("logits", "work")]
     )
 
 
