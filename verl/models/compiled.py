@@ -58,6 +58,11 @@ def usable_bf16(*tensors: torch.Tensor) -> bool:
     return plain and _chosen_bf16() is not None
 
 
+def usable_forward(*tensors: torch.Tensor) -> bool:
+    """Whether compiled kernels compute the forward of `tensors`, in float32 or bfloat16."""
+    return usable(*tensors) or usable_bf16(*tensors)
+
+
 def num_threads(elements: int) -> int:
     """Threads for work on so many elements."""
     return min(torch.get_num_threads(), 1 + elements // _SHARE)

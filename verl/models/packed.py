@@ -165,7 +165,7 @@ def flash_forward(
     """Attention of all parts into `out`, shaped as `q` [1, heads, tokens, head_dim]; returns the log-sum-exp
     [1, heads, tokens], float32 or wider."""
     _, heads, tokens, _ = q.shape
-    if compiled.usable(q, k, v) or compiled.usable_bf16(q, k, v):
+    if compiled.usable_forward(q, k, v):
         return compiled_attention(layout.compiled_plan, q, k, v, out, scale)
     wide = torch.promote_types(q.dtype, torch.float32)
     lse = torch.empty(1, tokens, heads, dtype=wide, device=q.device).transpose(1, 2)

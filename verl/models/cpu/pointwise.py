@@ -42,11 +42,7 @@ def inverse_rms(x: torch.Tensor, norm: Norm) -> torch.Tensor:
 def rms_norm(x: torch.Tensor, norm: Norm, scale: torch.Tensor) -> torch.Tensor:
     """x [..., features] normalised over its last axis; `scale` is its inverse_rms."""
     weight = norm.weight.detach()
-    if x.dim() == 2 and x.is_contiguous() and compiled.usable(x, scale, weight):
-        out = torch.empty(x.shape)
-        compiled.run_rows(compiled.RMS_NORM, x, out, columns=x.shape[1], weight=weight, scale=scale)
-        return out
-    if compiled.usable_bf16(x, weight):
+    if compiled.usable_forward(x, weight) and scale.dtype == torch.float32:
         rows, out = x.reshape(-1, x.shape[-1]), torch.empty(x.shape, dtype=x.dtype)
         compiled.run_rows(compiled.RMS_NORM, rows, out, columns=x.shape[-1], weight=weight, scale=scale)
         return out
@@ -114,7 +110,7 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up [tokens, features], for both back to back [tokens, 2 features]."""
     gate, up = gate_up.chunk(2, dim=1)
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    if gate_up.is_contiguous() and (compiled.usable(gate_up) or compiled.usable_bf16(gate_up)):
+    if gate_up.is_contiguous() and compiled.usable_forward(gate_up):
         compiled.run_rows(compiled.SWIGLU, gate_up, out, columns=gate.shape[1])
         return out
     for part in _blocks(gate_up):
