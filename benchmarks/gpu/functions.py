@@ -1,10 +1,11 @@
 """Steps of the GPU report that show whether everything works.
 
-python benchmarks/gpu/functions.py environment | tests FILE... | loop | fsdp | main-job FOLDER [KEY=VALUE ...]
+python benchmarks/gpu/functions.py environment | tests FILE... | loop | fsdp | service | trl SIZE | main-job FOLDER [KEY=VALUE]
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import platform
 import shutil
@@ -91,7 +92,10 @@ def tests(results: Results, files: list[str]) -> int:
 
 
 def loop(results: Results) -> None:
-    """`verl train` with validation and checkpoints: runs that were killed and resumed against uninterrupted ones, and LoRA."""
+    """`verl train` with validation and checkpoints: killed and resumed runs against uninterrupted runs, LoRA, and images."""
+    import transformers
+    from packaging.version import Version
+
     from tests.letters_task import write_task
     from verl.models.tiny import make_tiny_model
 
@@ -107,6 +111,9 @@ def loop(results: Results) -> None:
             pending.append((name, runs, partial(_compare, results, name, ours, theirs)))
         lora = pool.submit(_train, model, folder / "lora", ["actor_rollout_ref.model.lora_rank=4"])
         pending.append(("LoRA", [lora], partial(_metrics, results, "LoRA", folder / "lora")))
+        if Version(transformers.__version__) >= Version("5.19"):  # older processors do not give the text of an image
+            pictures = pool.submit(_train_on_images, folder / "images")
+            pending.append(("images", [pictures], partial(_metrics, results, "images", folder / "images" / "run")))
         for name, runs, report in pending:
             try:
                 for run in runs:
@@ -156,6 +163,21 @@ def run_verl(log: Path, arguments: list[str], killed_after: Path | None = None) 
         text = log.read_text(errors="replace")
         print(text[-20000:], flush=True)  # the report has only the end
         raise RuntimeError(f"verl {arguments[0]} ended with {process.returncode}: {text[-250:]}")
+
+
+def _train_on_images(folder: Path) -> None:
+    """A GRPO run of a tiny Qwen2.5-VL on questions about pictures."""
+    sys.path.append(str(ROOT / "benchmarks" / "peers"))
+    from workload import draw_pictures
+
+    from tests.vision_families import vision_folder
+
+    folder.mkdir()
+    for name, count in (("train", 12), ("val", 4)):
+        rows = draw_pictures(count, seed=count)
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (folder / "reward.py").write_text(_REWARD, encoding="utf-8")
+    _train(vision_folder(folder / "model", "qwen2_5_vl"), folder / "run", ["data.max_prompt_length=300"])
 
 
 def _killed_and_resumed(model: Path, run: Path, keys: list[str]) -> None:
@@ -248,6 +270,68 @@ def _compare_engines(
     results.add(f"{name}, largest relative gap of weights after three steps", largest_gap(*weights))
 
 
+def service(results: Results) -> None:
+    """The computation behind `verl serve tinker`: two adapters that learn other tokens, and samples of both in one batch."""
+    import numpy as np
+
+    from verl.cli.serve import serving_config
+    from verl.data_proto.samples import SamplingParams
+    from verl.models.optim import AdamStep
+    from verl.models.tiny import make_tiny_model
+    from verl.tinker.records import Datum, SamplingRequest, TrainingRequest
+    from verl.tinker.workbench import Workbench
+
+    with tempfile.TemporaryDirectory(prefix="gpu-report-") as folder:
+        model = make_tiny_model(Path(folder) / "model", "qwen2", hidden_size=256)
+        bench = Workbench(serving_config(str(model), [f"trainer.device={device_type()}"], rank=8))
+        adapters, prompt = [bench.engine.new_adapter(8, seed) for seed in (0, 1)], np.arange(5, 25)
+        for name, adapter, token in zip("ab", adapters, (70, 90), strict=True):
+            targets = {"target_tokens": np.full(len(prompt), token), "weights": np.ones(len(prompt), np.float32)}
+            request = TrainingRequest("m", 1, "cross_entropy", {}, [Datum(prompt, targets)] * 4)
+            losses = []
+            for _ in range(20):
+                losses.append(bench.forward_backward(adapter, request).metrics["loss:sum"])
+                bench.optim_step(adapter, AdamStep(1e-2, 0.9, 0.95, 1e-8, 0.0, 0.0))
+            results.add(f"adapter {name}, loss at the start", losses[0])
+            results.add(f"adapter {name}, loss after 20 steps", losses[-1])
+        asked = SamplingRequest(tuple(prompt.tolist()), 8, 16, SamplingParams(ignore_eos=True), 0)
+        outputs = bench.sample([(adapter.weights, asked) for adapter in adapters])
+        for name, output, token in zip("ab", outputs, (70, 90), strict=True):
+            tokens = [token for completion in output.completions for token in completion.token_ids]
+            results.add(f"adapter {name}, share of its token in samples", tokens.count(token) / len(tokens))
+
+
+def beside_trl(results: Results, size: str) -> None:
+    """GRPO steps by verl and by TRL, whose default is a micro-batch of 8 with activations computed again, in turns."""
+    sys.path.append(str(ROOT / "benchmarks" / "peers"))
+    import peers_cpu
+    from gpu.sizes import SIZES
+
+    from verl.models.tiny import make_tiny_model
+
+    if importlib.util.find_spec("trl") is None:
+        results.add("TRL", "not installed")
+        return
+    on_gpu = device_type() == "cuda"
+    family, settings = SIZES[size if on_gpu else "tiny"]
+    work = (16, 8, 256, 256) if on_gpu else (2, 2, 8, 8)  # prompts, samples, tokens of both
+    with tempfile.TemporaryDirectory(prefix="gpu-report-") as folder:
+        model = make_tiny_model(Path(folder) / "model", family, **{"initializer_range": 0.02, **settings})
+        options = ["--prompts", "--samples", "--prompt-tokens", "--response-tokens"]
+        arguments = [text for option, number in zip(options, work, strict=True) for text in (option, str(number))]
+        report = peers_cpu.main([
+            *arguments, "--model", str(model), "--device", device_type(), "--same-python", "--rounds", "2",
+            "--dtype", "bfloat16" if on_gpu else "float32", "--trl", "shipped", "best", "--limit-s", "120",
+            "--trl-micro-batch", "8" if on_gpu else "2", "--logs", str(Path(folder) / "logs"),
+            "--ours", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384",
+        ])  # fmt: skip
+    for name, phases in report.results["phases"].items():
+        for phase in ("generate_s", "train_s", "step_s"):
+            results.add(f"{name}, {phase.removesuffix('_s')}", phases[phase]["median"], "s")
+    for name, ratios in report.results["ratios"].items():
+        results.add(f"times faster than {name}, step", ratios["step_s"])
+
+
 def main_job(results: Results, folder: Path, overrides: list[str]) -> None:
     """The main job (`make train`) with the pretrained model: rewards before and after 20 steps, and times.
 
@@ -285,10 +369,13 @@ def main(arguments: list[str]) -> int:
     if step == "tests":
         return tests(Results(), files)
     results = Results()
+    if step == "trl":
+        beside_trl(results, files[0])
+        return 0
     if step == "main-job":
         main_job(results, Path(files[0]).resolve(), files[1:])
         return 0
-    {"environment": environment, "loop": loop, "fsdp": fsdp}[step](results)
+    {"environment": environment, "loop": loop, "fsdp": fsdp, "service": service}[step](results)
     return int(any(name.endswith(": error") for name in results.numbers))
 
 

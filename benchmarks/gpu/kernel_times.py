@@ -63,24 +63,17 @@ def cases() -> Iterator[tuple[str, str, Callable[..., Any], tuple[Any, ...], flo
 
 
 def _attention(half: Any) -> Iterator[tuple[str, str, Callable[..., Any], tuple[Any, ...], float]]:
-    """Of a decode step with 8 rows a prompt; flash attention is behind torch's implementation."""
+    """Of a decode step, without and with prompts of 8 rows each; flash attention is behind torch's implementation."""
     tokens, prompts = (512, _ROWS // 8) if ON_GPU else (8, 2)
     store, rows = half(2, _ROWS * tokens, _KV_HEADS, _HEAD_DIM), torch.arange(_ROWS, device=DEVICE)
     qkv, turns = half(_ROWS, (_HEADS + 2 * _KV_HEADS) * _HEAD_DIM), half(_ROWS, _HEAD_DIM)
-    own = (rows * tokens, torch.full_like(rows, tokens - 1), tokens, None, 0)
+    slots = (rows * tokens, torch.full_like(rows, tokens - 1), tokens, None, 0)
     key_bytes = 4.0 * tokens * _KV_HEADS * _HEAD_DIM
-    arguments = (qkv, turns, turns, None, None, 0.0, store, *own, 0, _HEAD_DIM**-0.5)
-    yield "attention, own", "attend:launch_attend_own", decoding._attend_own, arguments, key_bytes * _ROWS
-    q, lse = half(_ROWS, _HEADS, _HEAD_DIM), torch.zeros(_ROWS, _HEADS, device=DEVICE)
-    shared = (own[0][:prompts], own[1][:prompts], tokens, None, 0)
-    arguments = (q, q.clone(), lse, store, *shared, rows, rows, _HEAD_DIM**-0.5)
-    yield (
-        "attention, prompts",
-        "attend:launch_attend_prompts",
-        decoding._attend_prompts,
-        arguments,
-        key_bytes * prompts,
-    )
+    own = (qkv, turns, turns, None, None, 0.0, store, *slots, 0, _HEAD_DIM**-0.5)
+    op = ("attend:launch_attend", decoding._attend)
+    yield "attention, own", *op, own, key_bytes * _ROWS
+    shared = (store, slots[0][:prompts], slots[1][:prompts], tokens, None, 0, rows, rows)
+    yield "attention, own and prompts", *op, (*own, *shared), key_bytes * (_ROWS + prompts)
 
 
 def main() -> None:

@@ -32,11 +32,11 @@ from versions import Environment
 PYTHON, TORCH = "3.12", "2.11.0"
 MACHINE = (
     "transformers==5.17.0 numpy>=2.5,<2.6 pytest pytest-timeout pytest-xdist hypothesis xxhash psutil httpx rich pyarrow"
-    " cloudpickle peft accelerate"
+    " cloudpickle peft accelerate pandas requests aiohttp jinja2"
 ).split()
 WHEELS = (
     "tensordict==0.15.3 pyvers==0.2.3 omegaconf==2.4.0 antlr4-python3-runtime==4.13.2 math-verify==0.9.0"
-    " latex2sympy2-extended==1.11.0"
+    " latex2sympy2-extended==1.11.0 trl==1.16.0 datasets==4.8.5 dill==0.4.1 multiprocess==0.70.19"
 ).split()
 # limits of machines that are lent for minutes: what travels there, the command, and what comes back
 _MAX_TREE_BYTES, _MAX_COMMAND = 64 << 20, 2000

@@ -6,8 +6,9 @@
     python benchmarks/gpu/report.py run --device cpu --out DIR              # tiny shapes: does every step run?
     python benchmarks/gpu/report.py render DIR/report.jsonl                 # the GPU section of docs/benchmarks.md
 
-Needs torch, transformers, pytest, hypothesis and, as wheels of 1.4 MB together, tensordict 0.15, pyvers, omegaconf,
-antlr4-python3-runtime 4.13, math-verify and latex2sympy2-extended; no network and no files.
+Needs torch, transformers, pytest, hypothesis and, as wheels of 3 MB together, tensordict 0.15, pyvers, omegaconf,
+antlr4-python3-runtime 4.13, math-verify and latex2sympy2-extended; for the comparison with TRL also trl, datasets, dill and
+multiprocess. No network and no files.
 
     DIR/report.jsonl   one line for each step when it ends, synchronized to disk: name, exit status, seconds, numbers
     DIR/logs.tar.gz    the end of every step's output and its numbers, written again after each step
@@ -66,7 +67,9 @@ STEPS = (  # expected seconds as an H100 took on 27 November 2026, where it ran 
     Step("decode profile", _script("speed.py", "decode-profile"), 45),
     Step("training profile", _script("speed.py", "profile"), 45),
     Step("fsdp of one rank", _script("functions.py", "fsdp"), 30),
+    Step("service", _script("functions.py", "service"), 30),
     Step("weights by IPC", _script("speed.py", "weights"), 20),
+    Step("beside TRL 0.5b", _script("functions.py", "trl", "0.5b"), 120),
     Step("sizes 1.5b", _script("sizes.py", "--sizes", "1.5b", "--limit-s", "200"), 140),
 )
 

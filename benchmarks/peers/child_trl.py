@@ -19,7 +19,7 @@ from child import Channel, run_held
 from datasets import Dataset
 from transformers import AutoProcessor, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
-from weight_probe import WeightProbe
+from weight_probe import WeightProbe, finish
 from workload import PLAIN_TEMPLATE, Workload, digest, picture_in, reward_of
 
 
@@ -28,7 +28,7 @@ def config_of(work: Workload, micro_batch: int, settings: dict[str, Any], output
     says otherwise."""
     return GRPOConfig(
         output_dir=output,
-        use_cpu=True,
+        use_cpu=work.device == "cpu",
         per_device_train_batch_size=micro_batch,
         gradient_accumulation_steps=work.num_sequences // micro_batch,
         num_generations=work.num_samples,
@@ -84,6 +84,7 @@ class Gate(TrainerCallback):
         self.started = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        finish(self.timed.work.device)
         self.channel.reply(self.timed.take(time.perf_counter() - self.started))
 
 

@@ -50,7 +50,8 @@ class Peer:
         self.facts: dict[str, Any] = {}  # the answer of the process to "build"
         self._cpu_s, self._answered_at = 0.0, 0.0
         inherited = dict(os.environ) if python is None else clean_environment()
-        path = os.pathsep.join(filter(None, [str(HERE.parent), inherited.get("PYTHONPATH")]))  # of child.py
+        folders = [HERE.parent] if python else [HERE.parent, ROOT]  # of child.py, and of verl where it is not installed
+        path = os.pathsep.join(filter(None, [*map(str, folders), inherited.get("PYTHONPATH")]))
         log.parent.mkdir(parents=True, exist_ok=True)
         read, write = os.pipe()
         self._replies = os.fdopen(read, "rb", buffering=0)

@@ -64,6 +64,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_workload_options(parser)
     add_trl_options(parser)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: see benchmarks/gpu/report.py")
     parser.add_argument("--images", action="store_true", help="a picture in each prompt, of 64 x 64 pixels")
     parser.add_argument("--ours", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of our config")
     return parser.parse_args(argv)
@@ -93,6 +94,7 @@ def add_trl_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="measured steps of each side (after one to warm up)")
     parser.add_argument("--trl", nargs="*", choices=sorted(TRL_FORMS), default=["shipped"], help="forms of TRL to run")
     parser.add_argument("--trl-env", type=Path, help="TRL's environment (made if absent; default under work/)")
+    parser.add_argument("--same-python", action="store_true", help="TRL runs in this Python, which has it")
     parser.add_argument("--trl-micro-batch", type=int, help="samples in a micro-batch of every form of TRL")
     parser.add_argument(
         "--trl-set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of every form's config"
@@ -133,7 +135,7 @@ def start_verl(stack: ExitStack, work: Workload, logs: Path, limit_s: float, ove
 def start_trl(stack: ExitStack, work: Workload, logs: Path, options: argparse.Namespace, form: str) -> Peer:
     """TRL's process in one of its forms, built."""
     chosen = TRL_FORMS[form]
-    python = python_of(options.trl_env or default_folder("trl"))
+    python = None if options.same_python else python_of(options.trl_env or default_folder("trl"))
     environment = {"HF_HUB_OFFLINE": "1", **chosen.environment}
     peer = stack.enter_context(
         Peer(f"trl {form}", "child_trl.py", log=logs / f"trl-{form}.log", python=python, environment=environment)
@@ -225,9 +227,9 @@ def shares(idle: dict[str, float]) -> str:
 
 def main(argv: list[str] | None = None) -> Report:
     options = parse(argv)
-    if options.trl:
+    if options.trl and not options.same_python:
         ensure("trl", options.trl_env)
-    work = make_workload(options, num_steps=options.rounds + 1)
+    work = replace(make_workload(options, num_steps=options.rounds + 1), device=options.device)
     if options.images:
         work = replace(work, images=tuple(row["images"][0] for row in draw_pictures(len(work.prompts), work.seed)))
     report = Report("GRPO step on identical work")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from weight_probe import WeightProbe
+from weight_probe import WeightProbe, finish
 from workload import PLAIN_TEMPLATE, Workload, digest
 
 from verl.config import PPOConfig, load_config
@@ -51,7 +51,7 @@ def overrides_of(work: Workload, folder: Path, extra: Sequence[str] = ()) -> lis
         "data.max_response_length": work.response_tokens,
         "reward.custom_reward_function.path": Path(__file__).with_name("workload.py"),
         "reward.num_workers": 1,
-        "trainer.device": "cpu",
+        "trainer.device": work.device,
         "trainer.total_training_steps": work.num_steps,
     }
     mine = [f"{key}={value}" for key, value in settings.items() if not any(e.startswith(f"{key}=") for e in extra)]
@@ -101,6 +101,7 @@ class VerlSide:
         self.num_steps += 1
         started = time.perf_counter()
         result = self.program.train(self.num_steps)
+        finish(self.work.device)
         seconds = time.perf_counter() - started
         spans = self.spans.take()
         train_s = spans["update_actor"] + spans["update_weights"]

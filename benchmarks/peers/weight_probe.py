@@ -9,6 +9,12 @@ import torch
 ELEMENTS_PER_TENSOR = 4096
 
 
+def finish(device: str) -> None:
+    """Wait until a GPU has computed everything that was launched on it."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
 class WeightProbe:
     """Remembers up to 4,096 evenly spaced elements of every parameter; `change` is the norm of their movement."""
 

@@ -36,6 +36,7 @@ class Workload:
 
     model: str
     dtype: Dtype
+    device: str = "cpu"
     num_prompts: int = 8
     num_samples: int = 8
     prompt_tokens: int = 64

@@ -79,17 +79,12 @@ def compile_all(backend, architecture, warp):
 def attend(dtype):
     """Of 64 rows, 8 samples a prompt, in slots and in pages, with norms of heads and with a window."""
     qkv, turns = torch.zeros(64, 36 * 128, dtype=dtype), torch.zeros(64, 128, dtype=dtype)
-    store, rows, q = (
-        torch.zeros(2, 4096, 4, 128, dtype=dtype),
-        torch.zeros(64, dtype=torch.int64),
-        torch.zeros(64, 28, 128, dtype=dtype),
-    )
+    store, rows = torch.zeros(2, 4096, 4, 128, dtype=dtype), torch.zeros(64, dtype=torch.int64)
     for norm, pages, page, window in ((None, None, 0, 0), (turns[0], torch.zeros(64, 8, dtype=torch.int32), 256, 512)):
         slots = (4096, pages, page)
-        load("attend:launch_attend_own")(qkv, turns, turns, norm, norm, 1e-6, store, rows, rows, *slots, window, 0.1)
-        load("attend:launch_attend_prompts")(
-            q, q, torch.zeros(64, 28), store, rows[:8], rows[:8], *slots, rows, rows, 0.1
-        )
+        own = (qkv, turns, turns, norm, norm, 1e-6, store, rows, rows, *slots, window, 0.1)
+        load("attend:launch_attend")(*own)
+        load("attend:launch_attend")(*own, store, rows[:8], rows[:8], *slots, rows, rows)
 
 
 def head():

@@ -2,6 +2,7 @@
 which tests/models/test_interpreted_kernels.py runs this file."""
 
 import os
+import sys
 
 import pytest
 import torch
@@ -188,7 +189,7 @@ class StepCase:
     def __init__(self, case):
         self.rows, self.kv_heads, self.groups = case.one_of([1, 2, 3, 5]), case.one_of([1, 2]), case.one_of([1, 2, 7])
         head_dim, page, num_prompts = case.one_of([2, 12, 64, 80]), case.one_of([0, 0, 4, 16]), case.one_of([1, 2])
-        num_slots, capacity = self.rows + num_prompts, case.one_of([16, 64, 144])
+        num_slots, capacity = self.rows + num_prompts, case.one_of([16, 64, 144, 400])
         self.scale, self.window = head_dim**-0.5, case.one_of([0, 0, 1, 9, 70])
         self.store = case.normal(2, num_slots * capacity, self.kv_heads, head_dim)
         slots = case.places(num_slots, num_slots)
@@ -203,23 +204,22 @@ class StepCase:
         members = case.ids(num_prompts, self.rows).cpu().numpy()
         self.seats = [torch.from_numpy(x).to(DEVICE) for x in assign_places(members, self.rows, num_prompts)]
 
-    def run(self, own, prompts, convert):
-        """Results of both ops, and the store, with tensors as `convert` makes them."""
-        store = convert(self.store)
+    def run(self, attend, convert=torch.clone, *, prompts=True):
+        """Attention, with or without `prompts`, and the store, with tensors as `convert` makes them."""
+        store, others = convert(self.store), convert(self.store)
         inputs = [None if x is None else convert(x) for x in (self.qkv, *self.turns, *self.norms)]
-        q, out, lse = own(*inputs, 1e-5, store, *self.own, *self.cache, self.window, self.scale)
-        alone = out.clone()
-        prompts(q, out, lse, store, *self.prompts, *self.cache, *self.seats, self.scale)
-        return q, alone, lse, out, store
+        theirs = (others, *self.prompts, *self.cache, *self.seats) if prompts else ()
+        return attend(*inputs, 1e-5, store, *self.own, *self.cache, self.window, self.scale, *theirs), store
 
 
 @both_dtypes
-def test_attention_of_a_decode_step(dtype):
+@pytest.mark.parametrize("prompts", [False, True])
+def test_attention_of_a_decode_step(dtype, prompts):
     """In slots back to back and in pages, with prompts that rows share; other places of the store keep what they have."""
     for case in cases(dtype):
         step = StepCase(case)
-        ours = step.run(load("attend:launch_attend_own"), load("attend:launch_attend_prompts"), torch.clone)
-        expected = step.run(decoding._attend_own, decoding._attend_prompts, lambda x: x.double())
+        ours = step.run(load("attend:launch_attend"), prompts=prompts)
+        expected = step.run(decoding._attend, torch.Tensor.double, prompts=prompts)
         for a, b in zip(ours, expected, strict=True):
             if dtype == torch.float32:
                 assert_near(a, b, 1e-5)
@@ -227,32 +227,36 @@ def test_attention_of_a_decode_step(dtype):
                 assert float((a.double() - b).norm()) <= 0.02 * float(b.norm())
 
 
-def test_a_prompt_extends_a_softmax_of_any_layout():
-    """Flash attention returns the log-sum-exp with heads first."""
-    for case in cases(torch.bfloat16):
-        step = StepCase(case)
-        own, prompts = load("attend:launch_attend_own"), load("attend:launch_attend_prompts")
-
-        def heads_first(*args, own=own):
-            q, out, lse = own(*args)
-            return q, out, lse.t().contiguous().t()
-
-        expected, ours = (step.run(first, prompts, torch.clone) for first in (own, heads_first))
-        assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
-
-
 def test_a_row_of_a_step_has_the_same_bits_whatever_the_others_are():
     for case in cases(torch.bfloat16):
         step = StepCase(case)
-        own, prompts = load("attend:launch_attend_own"), load("attend:launch_attend_prompts")
-        together = step.run(own, prompts, torch.clone)
+        together, _ = step.run(load("attend:launch_attend"))
         row, prompt = step.rows - 1, int(step.seats[1][-1]) // step.rows
         step.own = (*(x[row : row + 1] for x in step.own[:2]), step.own[2])
         step.prompts = (*(x[prompt : prompt + 1] for x in step.prompts[:2]), step.prompts[2])
         step.qkv, step.turns = step.qkv[row : row + 1], step.turns[:, row : row + 1]
         step.seats = [torch.zeros(1, dtype=torch.int64, device=DEVICE)] * 2
-        alone = step.run(own, prompts, torch.clone)
-        assert all(torch.equal(a[row : row + 1], b) for a, b in zip(together[:4], alone[:4], strict=True))
+        assert torch.equal(together[row : row + 1], step.run(load("attend:launch_attend"))[0])
+
+
+def test_a_long_prompt_has_longer_spans(monkeypatch):
+    step = next(s for s in map(StepCase, cases()) if s.own[2] == 400)
+    step.prompts[1].fill_(390)
+    ours, _ = step.run(load("attend:launch_attend"))
+    monkeypatch.setattr(sys.modules["verl.models.cuda.attend"], "_MOST_SPANS", 2)
+    longer, _ = step.run(load("attend:launch_attend"))
+    assert not torch.equal(ours, longer)  # the sums have another order
+    assert_near(longer, ours, 1e-5)
+
+
+def test_a_row_without_a_prompt_reads_none():
+    """As a row of no sample, in whose place is another row."""
+    for step in map(StepCase, cases()):
+        last = step.rows - 1
+        step.seats = [torch.full_like(step.seats[0], last), torch.zeros_like(step.seats[1])]
+        ours, _ = step.run(load("attend:launch_attend"))
+        own, _ = step.run(load("attend:launch_attend"), prompts=False)
+        assert torch.equal(ours[:last], own[:last])  # the last has prompt 0
 
 
 def test_random_numbers_and_columns_of_rows_are_exact():
@@ -290,16 +294,13 @@ def test_ops_of_a_decode_step_launch_as_many_kernels_as_are_counted(monkeypatch)
     case = Inputs(3, torch.bfloat16)
     step, x, z, rows = StepCase(case), case.normal(5, 64), case.logits(5, 4120), torch.arange(5, device=DEVICE)
     columns, u = torch.zeros(6, 9, dtype=torch.int64, device=DEVICE)[:, :5], case.uniforms(5)
-    q, _, lse, out, _ = step.run(decoding._attend_own, decoding._attend_prompts, torch.clone)
-    slots = (*step.own, *step.cache)
+    own = (*step.own, *step.cache, 0, 1.0)
+    attention = (step.store, *own, step.store, *step.prompts, *step.cache, *step.seats)
     ops = {
         "rms_norm": ("norm:launch_rms_norm", x, x[0], 1e-5),
         "add_norm": ("norm:launch_add_norm", x, x, x[0], 1e-5),
         "swiglu": ("swiglu:launch_swiglu", x),
-        "attend_own": ("attend:launch_attend_own", step.qkv, *step.turns, *step.norms, 1e-5, step.store, *slots, 0, 1.0),
-        "attend_prompts": (
-            "attend:launch_attend_prompts", q, out, lse, step.store, *step.prompts, *step.cache, *step.seats, 1.0
-        ),
+        "attend": ("attend:launch_attend", step.qkv, *step.turns, *step.norms, 1e-5, *attention),
         "uniforms_at": ("draws:launch_uniforms_at", rows, rows),
         "sample": ("sampler:launch_sample", z, u, 1.0),
         "advance": (

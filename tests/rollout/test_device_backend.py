@@ -366,8 +366,8 @@ def test_what_replaces_a_kernel_waits_for_nothing():
         pointwise._write_kv(qkv, turns, turns, turns[0], turns[0], 1e-6, store, places)
         pointwise._swiglu(pointwise._add_norm(qkv, qkv, qkv[0], 1e-6)[1])
         slots = (torch.tensor([0, 3, 6, 9, 12]), torch.tensor([1, 0, 2, 2, 0]), 3, None, 0)
-        q, out, lse = decoding._attend_own(qkv, turns, turns, None, None, 0.0, torch.zeros(2, 15, 2, 4), *slots, 0, 0.5)
-        decoding._attend_prompts(q, out, lse, torch.ones(2, 15, 2, 4), *slots, places, places, 0.5)
+        own = (qkv, turns, turns, None, None, 0.0, torch.zeros(2, 15, 2, 4), *slots, 0, 0.5)
+        decoding._attend(*own, torch.ones(2, 15, 2, 4), *slots, places, places)
     assert (probs.gather(1, tokens[:, None]) >= threshold).all()
 
 
@@ -572,9 +572,9 @@ def test_attention_of_a_step_is_that_to_all_keys(window, cached, monkeypatch):
             monkeypatch.setattr(decoding, "flash_runs", lambda device, dtype, head_dim: True)
             monkeypatch.setattr(decoding, "FLASH", PLAIN)
         store = before.clone()
-        q, out, lse = decoding.attend_own(qkv, *turns, None, store, own, window, 0.3)
-        if window is None:
-            decoding.attend_prompts(q, out, lse, store, shared, gather, place, 0.3)
+        prompts_too = (store, decoding.SharedPrompts(shared, gather, place)) if window is None else ()
+        out = decoding.attend(qkv, *turns, None, store, own, window, 0.3, *prompts_too)
+        q = pointwise.rotated(qkv.unflatten(1, (-1, dim))[:, :heads], *turns)
         results.append(out)
         for row in range(3):
             keys = decoding._places(own, torch.arange(16)[None], store)[row][: lengths[row] + 1]
@@ -752,7 +752,7 @@ class TestOnACard:
             gc.set_threshold(*thresholds)
         assert stats["num_graphs"] > 0
 
-    @pytest.mark.parametrize("mixed", [None, "attend_own", "attend_prompts"])
+    @pytest.mark.parametrize("mixed", [None, "attend"])
     def test_kernels_are_as_close_to_float32_as_torch(self, module, engine, mixed, monkeypatch):
         """Also when Triton computes all ops but one."""
         prompts, params = make_prompts(LENGTHS), CASES["equal lengths"]

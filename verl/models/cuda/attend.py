@@ -9,11 +9,15 @@ import triton.language as tl
 from verl.models.cuda.rotary import turned
 
 _KEYS = 64  # of a pass through the loop
+_SPAN, _MOST_SPANS = (
+    128,
+    16,
+)  # keys of a prompt that a program goes through, in prompts of up to 2,048 tokens; most spans
 _MOST_QUERIES = 64  # of a program
 _LEAST = 16  # rows, columns and terms of a product in the tensor cores
 
 
-def launch_attend_own(
+def launch_attend(
     qkv: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -28,48 +32,46 @@ def launch_attend_own(
     page_size: int,
     window: int,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See verl.models.cuda.decoding."""
+    prompt_store: torch.Tensor | None = None,
+    prompt_starts: torch.Tensor | None = None,
+    prompt_lengths: torch.Tensor | None = None,
+    most_of_prompts: int = 0,
+    prompt_pages: torch.Tensor | None = None,
+    prompt_page_size: int = 0,
+    gather: torch.Tensor | None = None,
+    place: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See verl.models.cuda.decoding. The first kernel attends to spans of the prompts, many at a time; the second to the rows'
+    own tokens, and adds the spans in their order."""
     qkv, cos, sin = (x.contiguous() for x in (qkv, cos, sin))
     kv_heads, head_dim = store.shape[-2:]
     rows, num_heads = len(qkv), qkv.shape[-1] // head_dim - 2 * kv_heads
-    q, out = (qkv.new_empty(rows, num_heads, head_dim) for _ in range(2))
-    lse = qkv.new_empty(rows, num_heads, dtype=torch.float32)
     groups = num_heads // kv_heads
-    if rows:
-        _own_kernel[(rows, kv_heads)](
-            qkv, cos, sin, q_norm, k_norm, q, out, lse, *_slots(store, starts, lengths, pages), kv_heads, eps, scale, window,
-            HAS_NORMS=q_norm is not None, HAS_WINDOW=window > 0, GROUPS=groups,
-            QUERIES=max(triton.next_power_of_2(groups), _LEAST), num_warps=4, **_shape(head_dim, page_size),
+    out, parts, part_lse, spans = qkv.new_empty(rows, num_heads, head_dim), None, None, 0
+    if not rows:
+        return out
+    if prompt_store is not None:
+        assert prompt_starts is not None
+        assert prompt_lengths is not None
+        assert gather is not None
+        spans = min(triton.cdiv(most_of_prompts, _SPAN), _MOST_SPANS)
+        parts = qkv.new_empty(spans, rows, num_heads, head_dim, dtype=torch.float32)
+        part_lse = qkv.new_empty(spans, rows, num_heads, dtype=torch.float32)
+        width = len(gather) // len(prompt_starts)
+        queries = min(max(triton.next_power_of_2(width * groups), _LEAST), _MOST_QUERIES)
+        blocks = triton.cdiv(width * groups, queries)
+        _prompts_kernel[(len(prompt_starts), kv_heads * blocks, spans)](
+            qkv, cos, sin, q_norm, parts, part_lse, *_slots(prompt_store, prompt_starts, prompt_lengths, prompt_pages),
+            gather, place, rows, kv_heads, width, eps, scale, HAS_NORMS=q_norm is not None, GROUPS=groups, QUERIES=queries,
+            SPAN=_SPAN, MOST_SPANS=_MOST_SPANS, num_warps=min(queries // 8, 4), **_shape(head_dim, prompt_page_size),
         )  # fmt: skip
-    return q, out, lse
-
-
-def launch_attend_prompts(
-    q: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    store: torch.Tensor,
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
-    most: int,
-    pages: torch.Tensor | None,
-    page_size: int,
-    gather: torch.Tensor,
-    place: torch.Tensor,
-    scale: float,
-) -> None:
-    """See verl.models.cuda.decoding."""
-    assert q.is_contiguous()
-    assert out.is_contiguous()
-    lse = lse.contiguous()  # flash attention has heads first
-    kv_heads, head_dim = store.shape[-2:]
-    groups, width = q.shape[1] // kv_heads, len(gather) // len(starts)
-    queries = min(max(triton.next_power_of_2(width * groups), _LEAST), _MOST_QUERIES)
-    _prompts_kernel[(len(starts), kv_heads, triton.cdiv(width * groups, queries))](
-        q, out, lse, *_slots(store, starts, lengths, pages), gather, place, kv_heads, width, scale,
-        GROUPS=groups, QUERIES=queries, num_warps=queries // 8, **_shape(head_dim, page_size),
+    _own_kernel[(rows, kv_heads)](
+        qkv, cos, sin, q_norm, k_norm, out, *_slots(store, starts, lengths, pages), parts, part_lse, gather, place, rows,
+        spans, kv_heads, eps, scale, window, HAS_NORMS=q_norm is not None, HAS_WINDOW=window > 0,
+        HAS_PROMPTS=parts is not None, GROUPS=groups, QUERIES=max(triton.next_power_of_2(groups), _LEAST), num_warps=4,
+        **_shape(head_dim, page_size),
     )  # fmt: skip
+    return out
 
 
 def _slots(
@@ -87,34 +89,33 @@ def _shape(head_dim: int, page_size: int) -> dict[str, int]:
 
 @triton.jit
 def _own_kernel(
-    qkv, cos, sin, q_norm, k_norm, q, out, lse, store, store_stride, starts, lengths, pages, pages_stride, kv_heads, eps,
-    scale, window, HAS_NORMS: tl.constexpr, HAS_WINDOW: tl.constexpr, GROUPS: tl.constexpr, QUERIES: tl.constexpr,
-    HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
+    qkv, cos, sin, q_norm, k_norm, out, store, store_stride, starts, lengths, pages, pages_stride, parts, part_lse, gather,
+    places, rows, spans, kv_heads, eps, scale, window, HAS_NORMS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_PROMPTS: tl.constexpr, GROUPS: tl.constexpr, QUERIES: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    at, group = tl.arange(0, HALF_BLOCK)[None, :], tl.arange(0, QUERIES)[:, None]
+    at, group = tl.arange(0, HALF_BLOCK)[None, :], tl.arange(0, QUERIES)
     num_heads = kv_heads * GROUPS
-    head, mask = kv_head * GROUPS + group, (group < GROUPS) & (at < HALF)
+    head = kv_head * GROUPS + group
+    mask = (group < GROUPS)[:, None] & (at < HALF)
     source = qkv + token * (num_heads + 2 * kv_heads) * 2 * HALF
     turns = token * 2 * HALF
-    q_a, q_b = _halves(source + head * 2 * HALF + at, mask, HALF)
+    q_a, q_b = _halves(source + head[:, None] * 2 * HALF + at, mask, HALF)
     q_a, q_b = turned(q_a, q_b, q_norm, cos + turns, sin + turns, at, eps, HAS_NORMS, HALF)
-    q_a, q_b = q_a.to(q.dtype.element_ty), q_b.to(q.dtype.element_ty)
-    to = (token * num_heads + head) * 2 * HALF + at
-    tl.store(q + to, q_a, mask=mask)
-    tl.store(q + to + HALF, q_b, mask=mask)
+    q_a, q_b = q_a.to(out.dtype.element_ty), q_b.to(out.dtype.element_ty)
 
     k_a, k_b = _halves(source + (num_heads + kv_head) * 2 * HALF + at, at < HALF, HALF)
     k_a, k_b = turned(k_a, k_b, k_norm, cos + turns, sin + turns, at, eps, HAS_NORMS, HALF)
-    k_a, k_b = k_a.to(q.dtype.element_ty), k_b.to(q.dtype.element_ty)
+    k_a, k_b = k_a.to(out.dtype.element_ty), k_b.to(out.dtype.element_ty)
     v_a, v_b = _halves(source + (num_heads + kv_heads + kv_head) * 2 * HALF + at, at < HALF, HALF)
     slot, length = tl.load(starts + token), tl.load(lengths + token).to(tl.int32)
     place = _place(slot, length, pages, pages_stride, length >= 0, PAGE)
     new = store + (place * kv_heads + kv_head) * 2 * HALF + at
     tl.store(new, k_a, mask=at < HALF)
     tl.store(new + HALF, k_b, mask=at < HALF)
-    tl.store(new + store_stride, v_a.to(q.dtype.element_ty), mask=at < HALF)
-    tl.store(new + store_stride + HALF, v_b.to(q.dtype.element_ty), mask=at < HALF)
+    tl.store(new + store_stride, v_a.to(out.dtype.element_ty), mask=at < HALF)
+    tl.store(new + store_stride + HALF, v_b.to(out.dtype.element_ty), mask=at < HALF)
 
     # the softmax begins with the new token, so that no thread reads what another has just written
     peak = (_dots(q_a, k_a) + _dots(q_b, k_b)) * scale
@@ -126,46 +127,59 @@ def _own_kernel(
             peak, total, sum_a, sum_b, q_a, q_b, start, length, slot, store, store_stride, pages, pages_stride, kv_heads,
             kv_head, scale, HALF, HALF_BLOCK, PAGE, KEYS,
         )  # fmt: skip
-    tl.store(out + to, (sum_a / total[:, None]).to(out.dtype.element_ty), mask=mask)
-    tl.store(out + to + HALF, (sum_b / total[:, None]).to(out.dtype.element_ty), mask=mask)
-    group = tl.arange(0, QUERIES)
-    tl.store(lse + token * num_heads + kv_head * GROUPS + group, peak + tl.log(total), mask=group < GROUPS)
+    if HAS_PROMPTS:
+        has_prompt = tl.load(gather + tl.load(places + token)) == token
+        for span in range(0, spans):
+            part = (span * rows + token) * num_heads + head
+            lse = tl.load(part_lse + part, mask=has_prompt & (group < GROUPS), other=float("-inf"))
+            is_there = (lse > float("-inf"))[:, None] & mask
+            to = part[:, None] * 2 * HALF + at
+            part_a = tl.load(parts + to, mask=is_there, other=0.0)
+            part_b = tl.load(parts + to + HALF, mask=is_there, other=0.0)
+            top = tl.maximum(peak, lse)
+            share, weight = tl.exp(peak - top), tl.exp(lse - top)
+            sum_a = sum_a * share[:, None] + part_a * weight[:, None]
+            sum_b = sum_b * share[:, None] + part_b * weight[:, None]
+            peak, total = top, total * share + weight
+    to = out + (token * num_heads + head)[:, None] * 2 * HALF + at
+    tl.store(to, (sum_a / total[:, None]).to(out.dtype.element_ty), mask=mask)
+    tl.store(to + HALF, (sum_b / total[:, None]).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _prompts_kernel(
-    q, out, lse, store, store_stride, starts, lengths, pages, pages_stride, gather, places, kv_heads, width, scale,
-    GROUPS: tl.constexpr, QUERIES: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, PAGE: tl.constexpr,
-    KEYS: tl.constexpr,
+    qkv, cos, sin, q_norm, parts, part_lse, store, store_stride, starts, lengths, pages, pages_stride, gather, places, rows,
+    kv_heads, width, eps, scale, HAS_NORMS: tl.constexpr, GROUPS: tl.constexpr, QUERIES: tl.constexpr, SPAN: tl.constexpr,
+    MOST_SPANS: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    prompt, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    query = tl.program_id(2) * QUERIES + tl.arange(0, QUERIES)
-    place, group = prompt * width + query // GROUPS, query % GROUPS
+    """A span has SPAN keys, or in longer prompts a MOST_SPANS-th of them, whatever the other prompts are."""
+    prompt, kv_head, span = tl.program_id(0).to(tl.int64), tl.program_id(1) % kv_heads, tl.program_id(2)
+    query = tl.program_id(1) // kv_heads * QUERIES + tl.arange(0, QUERIES)
+    place, head = prompt * width + query // GROUPS, kv_head * GROUPS + query % GROUPS
     exists = query < width * GROUPS
     token = tl.load(gather + place, mask=exists, other=0)
     exists &= tl.load(places + token, mask=exists, other=-1) == place  # an empty place repeats a row
-    head = token * kv_heads * GROUPS + kv_head * GROUPS + group
-    at = tl.arange(0, HALF_BLOCK)[None, :]
-    to, mask = head[:, None] * 2 * HALF + at, exists[:, None] & (at < HALF)
-    q_a = tl.load(q + to, mask=mask, other=0.0)
-    q_b = tl.load(q + to + HALF, mask=mask, other=0.0)
     slot, length = tl.load(starts + prompt), tl.load(lengths + prompt).to(tl.int32)
+    size = tl.maximum(tl.cdiv(tl.cdiv(length, MOST_SPANS), KEYS) * KEYS, SPAN)
+    first, last = span * size, tl.minimum(length, span * size + size)
+    at = tl.arange(0, HALF_BLOCK)[None, :]
+    mask, turns = exists[:, None] & (at < HALF), token[:, None] * 2 * HALF
+    source = qkv + (token * kv_heads * (GROUPS + 2) + head)[:, None] * 2 * HALF + at
+    q_a, q_b = _halves(source, mask, HALF)
+    q_a, q_b = turned(q_a, q_b, q_norm, cos + turns, sin + turns, at, eps, HAS_NORMS, HALF)
+    q_a, q_b = q_a.to(qkv.dtype.element_ty), q_b.to(qkv.dtype.element_ty)
     peak, total = tl.zeros([QUERIES], tl.float32) - float("inf"), tl.zeros([QUERIES], tl.float32)
     sum_a, sum_b = tl.zeros([QUERIES, HALF_BLOCK], tl.float32), tl.zeros([QUERIES, HALF_BLOCK], tl.float32)
-    for start in range(0, length, KEYS):
+    for start in range(first, last, KEYS):
         peak, total, sum_a, sum_b = _extended(
-            peak, total, sum_a, sum_b, q_a, q_b, start, length, slot, store, store_stride, pages, pages_stride, kv_heads,
+            peak, total, sum_a, sum_b, q_a, q_b, start, last, slot, store, store_stride, pages, pages_stride, kv_heads,
             kv_head, scale, HALF, HALF_BLOCK, PAGE, KEYS,
         )  # fmt: skip
-    own_lse = tl.load(lse + head, mask=exists, other=0.0)
-    top = tl.maximum(own_lse, peak)
-    own, theirs = tl.exp(own_lse - top), tl.exp(peak - top)
-    whole = own + theirs * total
-    own, theirs = (own / whole)[:, None], (theirs / whole)[:, None]
-    out_a = tl.load(out + to, mask=mask, other=0.0).to(tl.float32) * own + sum_a * theirs
-    out_b = tl.load(out + to + HALF, mask=mask, other=0.0).to(tl.float32) * own + sum_b * theirs
-    tl.store(out + to, out_a.to(out.dtype.element_ty), mask=mask)
-    tl.store(out + to + HALF, out_b.to(out.dtype.element_ty), mask=mask)
+    part = (span * rows + token) * kv_heads * GROUPS + head
+    tl.store(part_lse + part, peak + tl.log(total), mask=exists)  # -inf of no keys
+    to, mask = parts + part[:, None] * 2 * HALF + at, mask & (first < last)
+    tl.store(to, sum_a / total[:, None], mask=mask)
+    tl.store(to + HALF, sum_b / total[:, None], mask=mask)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
-"""Attention of a decode step as ops: a new token of each row against the row's own tokens, and then against its prompt.
+"""Attention of a decode step as an op: a new token of each row against its prompt and the row's own tokens.
 
-Triton computes each in one kernel on a GPU, without other operations between two matrix products. Its sums over keys have
-one order per row, whatever the other rows are. Elsewhere torch computes them, with flash attention where it runs.
+Triton computes it in two kernels on a GPU, without other operations between two matrix products. Its sums over keys have
+one order per row, whatever the other rows are. Elsewhere torch computes it, with flash attention where it runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Slots(NamedTuple):
     page_size: int = 0
 
 
-def _attend_own(
+def _attend(
     qkv: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -42,33 +42,30 @@ def _attend_own(
     page_size: int,
     window: int,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    prompt_store: torch.Tensor | None = None,
+    prompt_starts: torch.Tensor | None = None,
+    prompt_lengths: torch.Tensor | None = None,
+    most_of_prompts: int = 0,
+    prompt_pages: torch.Tensor | None = None,
+    prompt_page_size: int = 0,
+    gather: torch.Tensor | None = None,
+    place: torch.Tensor | None = None,
+) -> torch.Tensor:
     slots = Slots(starts, lengths, most, pages, page_size)
     q = _write_kv(qkv, cos, sin, q_norm, k_norm, eps, store, _places(slots, lengths.unsqueeze(1), store)[:, 0])
     queries = q.unflatten(1, (store.shape[2], -1)).unsqueeze(1)
-    out, lse = _attended(queries, store, slots._replace(lengths=lengths + 1), window, scale)
-    return q, out.flatten(1, 3), lse.flatten(1)
-
-
-def _attend_prompts(
-    q: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    store: torch.Tensor,
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
-    most: int,
-    pages: torch.Tensor | None,
-    page_size: int,
-    gather: torch.Tensor,
-    place: torch.Tensor,
-    scale: float,
-) -> None:
-    queries = q[gather].unflatten(1, (store.shape[2], -1)).unflatten(0, (len(starts), -1))
-    part, part_lse = _attended(queries, store, Slots(starts, lengths, most, pages, page_size), 0, scale)
+    own, own_lse = _attended(queries, store, slots._replace(lengths=lengths + 1), window, scale)
+    out, lse = own.flatten(1, 3), own_lse.flatten(1)
+    if prompt_store is None:
+        return out
+    assert prompt_starts is not None
+    assert prompt_lengths is not None
+    prompts = Slots(prompt_starts, prompt_lengths, most_of_prompts, prompt_pages, prompt_page_size)
+    queries = q[gather].unflatten(1, (store.shape[2], -1)).unflatten(0, (len(prompt_starts), -1))
+    part, part_lse = _attended(queries, prompt_store, prompts, 0, scale)
     theirs, their_lse = part.flatten(0, 1)[place].flatten(1, 2), part_lse.flatten(0, 1)[place].flatten(1)
     share = torch.sigmoid(their_lse - lse).unsqueeze(-1)
-    out.copy_(out + (theirs - out) * share)
+    return (out + (theirs - out) * share).to(out.dtype)
 
 
 def _attended(
@@ -119,22 +116,29 @@ def _places(slots: Slots, at: torch.Tensor, store: torch.Tensor) -> torch.Tensor
     return slots.pages[slots.starts].long().gather(1, page) * slots.page_size + at % slots.page_size
 
 
-_ATTEND_OWN = kernel(
-    "attend_own(Tensor qkv, Tensor cos, Tensor sin, Tensor? q_norm, Tensor? k_norm, float eps, Tensor(a!) store, "
-    "Tensor starts, Tensor lengths, int most, Tensor? pages, int page_size, int window, float scale) "
-    "-> (Tensor, Tensor, Tensor)",
-    _attend_own,
-    "attend:launch_attend_own",
-)
-_ATTEND_PROMPTS = kernel(
-    "attend_prompts(Tensor q, Tensor(a!) out, Tensor lse, Tensor store, Tensor starts, Tensor lengths, int most, "
-    "Tensor? pages, int page_size, Tensor gather, Tensor place, float scale) -> ()",
-    _attend_prompts,
-    "attend:launch_attend_prompts",
+_ATTEND = kernel(
+    "attend(Tensor qkv, Tensor cos, Tensor sin, Tensor? q_norm, Tensor? k_norm, float eps, Tensor(a!) store, "
+    "Tensor starts, Tensor lengths, int most, Tensor? pages, int page_size, int window, float scale, "
+    "Tensor? prompt_store=None, Tensor? prompt_starts=None, Tensor? prompt_lengths=None, int most_of_prompts=0, "
+    "Tensor? prompt_pages=None, int prompt_page_size=0, Tensor? gather=None, Tensor? place=None) -> Tensor",
+    _attend,
+    "attend:launch_attend",
 )
 
 
-def attend_own(
+class SharedPrompts(NamedTuple):
+    """The prompts of a step.
+
+    The rows of a prompt go through its keys together, as places of one sequence: keys are read once per prompt and not once per
+    sample. `gather` int64 [prompts * width] is the row in each place; an empty place repeats a row, and is not read back.
+    `place` is int64 [rows]."""
+
+    slots: Slots
+    gather: torch.Tensor
+    place: torch.Tensor
+
+
+def attend(
     qkv: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -143,29 +147,14 @@ def attend_own(
     slots: Slots,
     window: int | None,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The new token of each row is stored, as by verl.models.cuda.pointwise.write_kv, after the `lengths` tokens of its slot.
-    Returns its queries q [rows, heads, head_dim], their attention to the tokens of the slot and itself (like q; `window`: the
-    last so many) and the log-sum-exp of the scores, float32 or wider [rows, heads]. Without gradient."""
-    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _ATTEND_OWN(
-        qkv, cos, sin, *(norms or (None, None, 0.0)), store, *slots, window or 0, scale
-    )
+    prompt_store: torch.Tensor | None = None,
+    shared: SharedPrompts | None = None,
+) -> torch.Tensor:
+    """Attention of the new token of each row to its prompt (in `prompt_store`), to the tokens of its slot and to itself.
+
+    The token is stored, as by verl.models.cuda.pointwise.write_kv, after the `lengths` tokens of its slot. `window` hides all
+    tokens of a slot but the last so many. Returns [rows, heads, head_dim]; without gradient."""
+    heads = norms or (None, None, 0.0)
+    prompts = () if shared is None else (prompt_store, *shared.slots, shared.gather, shared.place)
+    result: torch.Tensor = _ATTEND(qkv, cos, sin, *heads, store, *slots, window or 0, scale, *prompts)
     return result
-
-
-def attend_prompts(
-    q: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    store: torch.Tensor,
-    slots: Slots,
-    gather: torch.Tensor,
-    place: torch.Tensor,
-    scale: float,
-) -> None:
-    """Extend the softmax of `attend_own` by the keys of each row's prompt, in place; without gradient.
-
-    The rows of a prompt go through its keys together, as places of one sequence. So keys are read once per prompt and not
-    once per sample. `gather` int64 [prompts * width] is the row in each place; an empty place repeats a row, and is not read
-    back. `place` is int64 [rows]."""
-    _ATTEND_PROMPTS(q, out, lse, store, *slots, gather, place, scale)

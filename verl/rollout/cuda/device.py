@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from verl.data_proto.samples import SamplingParams
-from verl.models.cuda.decoding import Slots
+from verl.models.cuda.decoding import SharedPrompts, Slots
 from verl.models.cuda.dispatch import kernel
 from verl.models.cuda.varlen import TokenSpans, VarlenKernel
 from verl.models.vision import placed_positions
@@ -20,7 +20,7 @@ from verl.parallel.device import to_device, write_at
 from verl.rollout.cuda.forward import StraightForward
 from verl.rollout.cuda.graphs import StepGraphs
 from verl.rollout.cuda.pages import PagedTokenStore, PagePool, keep
-from verl.rollout.cuda.store import DecodeAttention, PromptAttention, SharedPrompts, TokenStore
+from verl.rollout.cuda.store import DecodeAttention, PromptAttention, TokenStore
 from verl.rollout.layout import Chunk
 from verl.rollout.native.batch import Group, features_of, place_images
 from verl.rollout.sampling import sample

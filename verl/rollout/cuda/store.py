@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from verl.models.cpu.weights import DenseDecoder
-from verl.models.cuda.decoding import Slots, attend_own, attend_prompts
+from verl.models.cuda.decoding import SharedPrompts, Slots, attend
 from verl.models.cuda.pointwise import write_kv
 from verl.models.cuda.varlen import TokenSpans, VarlenKernel
 from verl.rollout.cuda.forward import HeadNorms
@@ -91,18 +90,10 @@ class PromptAttention:
         return out
 
 
-class SharedPrompts(NamedTuple):
-    """The prompts of a step in `slots`, and the rows of each; see attend_prompts."""
-
-    slots: Slots
-    gather: torch.Tensor
-    place: torch.Tensor
-
-
 @dataclass(eq=False)
 class DecodeAttention:
-    """One new token a row: it is stored behind its row's tokens (`slots`), and sees them and then, if prompts are stored apart,
-    its prompt. A window of the layer that acts (one of `windows`) hides tokens of a row that has a copy of its prompt."""
+    """One new token a row: it is stored behind its row's tokens (`slots`), and sees them and, if prompts are stored apart, its
+    prompt. A window of the layer that acts (one of `windows`) hides tokens of a row that has a copy of its prompt."""
 
     own: TokenStore
     slots: Slots
@@ -115,7 +106,5 @@ class DecodeAttention:
         self, layer: int, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, norms: HeadNorms
     ) -> torch.Tensor:
         window, store = self.windows[layer], self.own.layer(layer)
-        q, out, lse = attend_own(qkv, cos, sin, norms, store, self.slots, window, self.scale)
-        if self.shared is not None:
-            attend_prompts(q, out, lse, self.prefix.layer(layer), *self.shared, self.scale)
-        return out
+        prompts = self.prefix.layer(layer)
+        return attend(qkv, cos, sin, norms, store, self.slots, window, self.scale, prompts, self.shared)
