@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from verl.models.cuda import overlap
 from verl.models.cuda.dispatch import load
 
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -38,6 +39,7 @@ def compile_all(backend, architecture, warp):
             get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0
         )
     )
+    overlap._is_hopper = lambda device: target.backend == "cuda" and target.arch >= 90
     launch = JITFunction.run
 
     def compile_only(self, *arguments, grid, warmup, **options):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
+from verl.models.cuda.overlap import overlap, start_next, wait
 from verl.models.cuda.rotary import turned
 
 _KEYS = 64  # of a pass through the loop
@@ -14,6 +17,7 @@ _SPAN, _MOST_SPANS = (
     16,
 )  # keys of a prompt that a program goes through, in prompts of up to 2,048 tokens; most spans
 _MOST_QUERIES = 64  # of a program
+_MOST_WARPS, _OWN_WARPS = 8, 4
 _LEAST = 16  # rows, columns and terms of a product in the tensor cores
 
 
@@ -42,7 +46,7 @@ def launch_attend(
     place: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See verl.models.cuda.decoding. The first kernel attends to spans of the prompts, many at a time; the second to the rows'
-    own tokens, and adds the spans in their order."""
+    own tokens, at the same time where kernels overlap, and adds the spans in their order."""
     qkv, cos, sin = (x.contiguous() for x in (qkv, cos, sin))
     kv_heads, head_dim = store.shape[-2:]
     rows, num_heads = len(qkv), qkv.shape[-1] // head_dim - 2 * kv_heads
@@ -59,17 +63,16 @@ def launch_attend(
         part_lse = qkv.new_empty(spans, rows, num_heads, dtype=torch.float32)
         width = len(gather) // len(prompt_starts)
         queries = min(max(triton.next_power_of_2(width * groups), _LEAST), _MOST_QUERIES)
-        blocks = triton.cdiv(width * groups, queries)
+        blocks, warps = triton.cdiv(width * groups, queries), min(queries // 8, _MOST_WARPS)
         _prompts_kernel[(len(prompt_starts), kv_heads * blocks, spans)](
             qkv, cos, sin, q_norm, parts, part_lse, *_slots(prompt_store, prompt_starts, prompt_lengths, prompt_pages),
             gather, place, rows, kv_heads, width, eps, scale, HAS_NORMS=q_norm is not None, GROUPS=groups, QUERIES=queries,
-            SPAN=_SPAN, MOST_SPANS=_MOST_SPANS, num_warps=min(queries // 8, 4), **_shape(head_dim, prompt_page_size),
+            SPAN=_SPAN, MOST_SPANS=_MOST_SPANS, num_warps=warps, **_shape(qkv, head_dim, prompt_page_size),
         )  # fmt: skip
     _own_kernel[(rows, kv_heads)](
         qkv, cos, sin, q_norm, k_norm, out, *_slots(store, starts, lengths, pages), parts, part_lse, gather, place, rows,
-        spans, kv_heads, eps, scale, window, HAS_NORMS=q_norm is not None, HAS_WINDOW=window > 0,
-        HAS_PROMPTS=parts is not None, GROUPS=groups, QUERIES=max(triton.next_power_of_2(groups), _LEAST), num_warps=4,
-        **_shape(head_dim, page_size),
+        kv_heads, eps, scale, window, HAS_NORMS=q_norm is not None, HAS_WINDOW=window > 0, SPANS=spans, GROUPS=groups,
+        QUERIES=max(triton.next_power_of_2(groups), _LEAST), num_warps=_OWN_WARPS, **_shape(qkv, head_dim, page_size),
     )  # fmt: skip
     return out
 
@@ -82,18 +85,20 @@ def _slots(
     return store, store.stride(0), starts, lengths, pages, 0 if pages is None else pages.stride(0)
 
 
-def _shape(head_dim: int, page_size: int) -> dict[str, int]:
+def _shape(qkv: torch.Tensor, head_dim: int, page_size: int) -> dict[str, Any]:
     block = max(triton.next_power_of_2(head_dim // 2), _LEAST)
-    return {"HALF": head_dim // 2, "HALF_BLOCK": block, "PAGE": page_size, "KEYS": _KEYS}
+    return {"HALF": head_dim // 2, "HALF_BLOCK": block, "PAGE": page_size, "KEYS": _KEYS, **overlap(qkv)}
 
 
 @triton.jit
 def _own_kernel(
     qkv, cos, sin, q_norm, k_norm, out, store, store_stride, starts, lengths, pages, pages_stride, parts, part_lse, gather,
-    places, rows, spans, kv_heads, eps, scale, window, HAS_NORMS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_PROMPTS: tl.constexpr, GROUPS: tl.constexpr, QUERIES: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr,
-    PAGE: tl.constexpr, KEYS: tl.constexpr,
+    places, rows, kv_heads, eps, scale, window, HAS_NORMS: tl.constexpr, HAS_WINDOW: tl.constexpr, SPANS: tl.constexpr,
+    GROUPS: tl.constexpr, QUERIES: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, PAGE: tl.constexpr,
+    KEYS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    if not SPANS:
+        wait(OVERLAPS)
     token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at, group = tl.arange(0, HALF_BLOCK)[None, :], tl.arange(0, QUERIES)
     num_heads = kv_heads * GROUPS
@@ -127,15 +132,17 @@ def _own_kernel(
             peak, total, sum_a, sum_b, q_a, q_b, start, length, slot, store, store_stride, pages, pages_stride, kv_heads,
             kv_head, scale, HALF, HALF_BLOCK, PAGE, KEYS,
         )  # fmt: skip
-    if HAS_PROMPTS:
+    if SPANS:
         has_prompt = tl.load(gather + tl.load(places + token)) == token
-        for span in range(0, spans):
+        wait(OVERLAPS)
+        for span in tl.static_range(SPANS):
             part = (span * rows + token) * num_heads + head
-            lse = tl.load(part_lse + part, mask=has_prompt & (group < GROUPS), other=float("-inf"))
-            is_there = (lse > float("-inf"))[:, None] & mask
+            lse = tl.load(part_lse + part, mask=group < GROUPS, other=float("-inf"))
+            lse = tl.where(has_prompt, lse, float("-inf"))
+            exists = (lse > float("-inf"))[:, None]  # a shorter prompt has fewer spans; the others are not written
             to = part[:, None] * 2 * HALF + at
-            part_a = tl.load(parts + to, mask=is_there, other=0.0)
-            part_b = tl.load(parts + to + HALF, mask=is_there, other=0.0)
+            part_a = tl.where(exists, tl.load(parts + to, mask=mask, other=0.0), 0.0)
+            part_b = tl.where(exists, tl.load(parts + to + HALF, mask=mask, other=0.0), 0.0)
             top = tl.maximum(peak, lse)
             share, weight = tl.exp(peak - top), tl.exp(lse - top)
             sum_a = sum_a * share[:, None] + part_a * weight[:, None]
@@ -151,19 +158,22 @@ def _prompts_kernel(
     qkv, cos, sin, q_norm, parts, part_lse, store, store_stride, starts, lengths, pages, pages_stride, gather, places, rows,
     kv_heads, width, eps, scale, HAS_NORMS: tl.constexpr, GROUPS: tl.constexpr, QUERIES: tl.constexpr, SPAN: tl.constexpr,
     MOST_SPANS: tl.constexpr, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """A span has SPAN keys, or in longer prompts a MOST_SPANS-th of them, whatever the other prompts are."""
+    wait(OVERLAPS)
+    start_next(OVERLAPS)
     prompt, kv_head, span = tl.program_id(0).to(tl.int64), tl.program_id(1) % kv_heads, tl.program_id(2)
     query = tl.program_id(1) // kv_heads * QUERIES + tl.arange(0, QUERIES)
     place, head = prompt * width + query // GROUPS, kv_head * GROUPS + query % GROUPS
-    exists = query < width * GROUPS
-    token = tl.load(gather + place, mask=exists, other=0)
-    exists &= tl.load(places + token, mask=exists, other=-1) == place  # an empty place repeats a row
+    inside = query < width * GROUPS
+    token = tl.load(gather + place, mask=inside, other=0)
+    exists = inside & (tl.load(places + token) == place)  # an empty place repeats a row
     slot, length = tl.load(starts + prompt), tl.load(lengths + prompt).to(tl.int32)
     size = tl.maximum(tl.cdiv(tl.cdiv(length, MOST_SPANS), KEYS) * KEYS, SPAN)
     first, last = span * size, tl.minimum(length, span * size + size)
     at = tl.arange(0, HALF_BLOCK)[None, :]
-    mask, turns = exists[:, None] & (at < HALF), token[:, None] * 2 * HALF
+    mask, turns = inside[:, None] & (at < HALF), token[:, None] * 2 * HALF
     source = qkv + (token * kv_heads * (GROUPS + 2) + head)[:, None] * 2 * HALF + at
     q_a, q_b = _halves(source, mask, HALF)
     q_a, q_b = turned(q_a, q_b, q_norm, cos + turns, sin + turns, at, eps, HAS_NORMS, HALF)
@@ -177,7 +187,7 @@ def _prompts_kernel(
         )  # fmt: skip
     part = (span * rows + token) * kv_heads * GROUPS + head
     tl.store(part_lse + part, peak + tl.log(total), mask=exists)  # -inf of no keys
-    to, mask = parts + part[:, None] * 2 * HALF + at, mask & (first < last)
+    to, mask = parts + part[:, None] * 2 * HALF + at, mask & exists[:, None] & (first < last)
     tl.store(to, sum_a / total[:, None], mask=mask)
     tl.store(to + HALF, sum_b / total[:, None], mask=mask)
 

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from verl.models.cuda.overlap import overlap, wait
+
 _PARTIAL_SUMS = 256  # of the weight's gradient, at most: the number must not depend on the device
 
 
@@ -49,7 +51,7 @@ def _forward(
     total, out = x if delta is None else torch.empty_like(x), torch.empty_like(x)
     if x.numel():
         _forward_kernel[(x.numel() // columns,)](
-            x, delta, weight, total, out, columns, eps, HAS_DELTA=delta is not None, **_shape(columns)
+            x, delta, weight, total, out, columns, eps, HAS_DELTA=delta is not None, **_shape(columns), **overlap(x)
         )
     return total, out
 
@@ -60,10 +62,13 @@ def _shape(columns: int) -> dict[str, int]:
 
 
 @triton.jit
-def _forward_kernel(x, delta, weight, total, out, columns, eps, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr):
+def _forward_kernel(
+    x, delta, weight, total, out, columns, eps, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
+):  # fmt: skip
     at = tl.arange(0, BLOCK)
     inside = at < columns
     start = tl.program_id(0).to(tl.int64) * columns
+    wait(OVERLAPS)
     values = tl.load(x + start + at, mask=inside, other=0.0)
     if HAS_DELTA:  # rounded, as it is stored and read by the backward
         added = values.to(tl.float32) + tl.load(delta + start + at, mask=inside, other=0.0).to(tl.float32)

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from verl.models.cuda.overlap import overlap, wait
+
 _BLOCK = 1024
 
 
@@ -15,7 +17,8 @@ def launch_swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     width = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], width)
     if out.numel():
-        _forward_kernel[(out.numel() // width, triton.cdiv(width, _BLOCK))](gate_up, out, width, BLOCK=_BLOCK)
+        grid = (out.numel() // width, triton.cdiv(width, _BLOCK))
+        _forward_kernel[grid](gate_up, out, width, BLOCK=_BLOCK, **overlap(out))
     return out
 
 
@@ -30,10 +33,11 @@ def launch_swiglu_backward(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.T
 
 
 @triton.jit
-def _forward_kernel(gate_up, out, width, BLOCK: tl.constexpr):
+def _forward_kernel(gate_up, out, width, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
+    wait(OVERLAPS)
     gate = tl.load(gate_up + row * 2 * width + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + (row * 2 + 1) * width + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * width + at, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
