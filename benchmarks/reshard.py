@@ -184,8 +184,8 @@ def expected(engine: Any, training: Any, target: Any, itemsize: int, rank: int) 
     """Bytes by the layouts only: values that `target` ranks lack, and values that gathering moves and holds in memory."""
     import math
 
+    from tests.reshard.reference import full_gather, lower_bound
     from verl.reshard.hf_sharding import decoder_tensors
-    from verl.reshard.plan import full_gather, lower_bound
 
     declared = engine.weight_layout()
     sizes = {name: math.prod(shape) for name, shape in declared.shapes.items()}

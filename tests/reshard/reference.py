@@ -8,6 +8,7 @@ from verl.parallel.mesh import Mesh
 from verl.reshard.grouping import interval_engines
 from verl.reshard.hf_sharding import decoder_tensors
 from verl.reshard.layout import Block, TrainingLayout
+from verl.reshard.slices import intersect, numel
 
 
 def elements(tensor):
@@ -135,3 +136,30 @@ def ptd(pipeline, tensor, data, layers):
         Mesh.grid(range(pipeline * tensor * data), pp=pipeline, replicate=data, tp=tensor),
         layers_per_stage=(layers // pipeline,) * pipeline if pipeline > 1 else (),
     )
+
+
+def lower_bound(tensors, source, target):
+    """Rank of `target` -> bytes that it is missing: no plan moves less."""
+    missing = dict.fromkeys(target.ranks, 0)
+    for tensor in tensors:
+        for rank in target.ranks:
+            needed, held = target.part(tensor, rank), source.part(tensor, rank)
+            if needed is None:
+                continue
+            here = () if held is None else tuple(held.slices())
+            shared = [intersect(a, b) for a in needed.slices() for b in here]
+            missing[rank] += (needed.numel - sum(numel(s) for s in shared if s is not None)) * tensor.itemsize
+    return missing
+
+
+def full_gather(tensors, source, ranks, held_itemsize=None):
+    """The baseline of plans: rank -> bytes that it receives when each of `ranks` gathers every parameter whole over the
+    training ranks and takes its part. Parameters travel as they are held, `held_itemsize` bytes an element (float32 masters:
+    4; default: the rollout's dtype, as in a plan)."""
+    received = dict.fromkeys(ranks, 0)
+    for tensor in tensors:
+        for rank in received:
+            held = source.part(tensor, rank)
+            lacking = math.prod(tensor.shape) - (held.numel if held is not None else 0)
+            received[rank] += lacking * (held_itemsize or tensor.itemsize)
+    return received

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.reshard import reference
-from tests.reshard.reference import bytes_of, interval_experts, llama, mixture, ptd
+from tests.reshard.reference import bytes_of, full_gather, interval_experts, llama, lower_bound, mixture, ptd
 from tests.reshard.test_layout import tensors, training_layouts
 from verl.errors import ConfigError
 from verl.parallel.mesh import Mesh
 from verl.reshard.grouping import consecutive_engines, interval_engines
 from verl.reshard.layout import RolloutLayout, Tensor, TrainingLayout
-from verl.reshard.plan import full_gather, lower_bound, make_plan
+from verl.reshard.plan import make_plan
 
 pytestmark = pytest.mark.seed("C1")
 
@@ -94,8 +94,8 @@ def test_carrying_out_a_plan_makes_the_rollout_parts(problem):
         for rank in rollout.ranks:
             expected = reference.generating(tensor, rollout, rank)
             arrived = np.full(expected.shape, -1)
-            for move in plan.receives(rank) + plan.local(rank):
-                if move.tensor != tensor.name:
+            for move in plan.moves:
+                if (move.tensor, move.destination) != (tensor.name, rank):
                     continue
                 source = reference.trained(tensor, training, move.source)
                 cut = tuple(slice(*s) for s in training.part(tensor, move.source).locate(move.slice))
@@ -241,7 +241,7 @@ def test_same_layout_moves_nothing():
     model, training = llama(64, 96, 2, 4, 4, vocabulary=128), TrainingLayout(Mesh.of(4, tensor_parallel=4))
     plan = make_plan(model, training, RolloutLayout(interval_engines(training, 4)))
     assert (plan.total_bytes, plan.sent_bytes, plan.received_bytes) == (0, {}, {})
-    assert sum(len(plan.local(rank)) for rank in range(4)) == 4 * len(model)
+    assert sum(move.is_kept for move in plan.moves) == 4 * len(model)
 
 
 def test_back_to_the_training_layout():

@@ -1,7 +1,7 @@
 """Transfer plan from one layout of weights to another: a list of moves, the same on every rank. Pure, without torch.
 
     plan = make_plan(tensors, training, rollout, hosts)
-    plan.sends(rank), plan.receives(rank), plan.local(rank), plan.total_bytes
+    plan.sends(rank), plan.sent_bytes, plan.received_bytes, plan.total_bytes
 
 A rank keeps the slices that it holds. A missing slice comes from the nearest holder: one on its host if there is one. Among
 equally near holders, the holder that sends the least is chosen; slices with a single holder are assigned first.
@@ -14,13 +14,12 @@ Bytes received per rank for a model of M bytes, training p-t-d, generation p_g-t
     HybridFlow, interval groups               (d_g - 1) / (t p) M
 
 The last row is exactly the bytes that a rank is missing, so no plan for those groups moves less. A plan of this module moves
-exactly the missing bytes for any groups: `lower_bound`. Table 2 assumes that every parameter is sharded by t. Of replicated
+exactly the missing bytes for any groups. Table 2 assumes that every parameter is sharded by t. Of replicated
 parameters (norms) a rank receives (p/p_g - 1)/p of their bytes.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -76,14 +75,6 @@ class Plan:
         """Moves from `rank`, in order."""
         return [m for m in self.moves if m.source == rank and not m.is_kept]
 
-    def receives(self, rank: int) -> list[Move]:
-        """Moves to `rank`, in order."""
-        return [m for m in self.moves if m.destination == rank and not m.is_kept]
-
-    def local(self, rank: int) -> list[Move]:
-        """Slices that `rank` needs and has already, in order."""
-        return [m for m in self.moves if m.destination == rank and m.is_kept]
-
     def _sums(self, end: str) -> dict[int, int]:
         sums: dict[int, int] = {}
         for move in self.moves:
@@ -117,37 +108,6 @@ def make_plan(tensors: Sequence[Tensor], source: Layout, target: Layout, hosts: 
     for tensor, needs in zip(tensors, needed, strict=True):
         moves += _assign(tensor, needs, sent)
     return Plan(tuple(moves))
-
-
-def lower_bound(tensors: Iterable[Tensor], source: Layout, target: Layout) -> dict[int, int]:
-    """Rank of `target` -> bytes that it is missing: no plan moves less."""
-    missing = dict.fromkeys(target.ranks, 0)
-    for tensor in tensors:
-        for rank in target.ranks:
-            needed, held = target.part(tensor, rank), source.part(tensor, rank)
-            if needed is None:
-                continue
-            here = 0
-            if held is not None:
-                shared = (intersect(a, b) for a in needed.slices() for b in held.slices())
-                here = sum(numel(part) for part in shared if part is not None)
-            missing[rank] += (needed.numel - here) * tensor.itemsize
-    return missing
-
-
-def full_gather(
-    tensors: Iterable[Tensor], source: Layout, ranks: Iterable[int], held_itemsize: int | None = None
-) -> dict[int, int]:
-    """The baseline of plans: rank -> bytes that it receives when each of `ranks` gathers every parameter whole over the
-    training ranks and takes its part. Parameters travel as they are held, `held_itemsize` bytes an element (float32 masters:
-    4; default: the rollout's dtype, as in a plan)."""
-    received = dict.fromkeys(ranks, 0)
-    for tensor in tensors:
-        itemsize = held_itemsize or tensor.itemsize
-        for rank in received:
-            held = source.part(tensor, rank)
-            received[rank] += (math.prod(tensor.shape) - (held.numel if held is not None else 0)) * itemsize
-    return received
 
 
 def _needs_by_tensor(
