@@ -20,7 +20,6 @@ MEASURED = [
     key for key, leaf in LEAVES.items() if key[1].rpartition(".")[2].rpartition("_")[2] in UNITS and not leaf.inert
 ]
 TEN_YEARS_S = 315_360_000
-NOT_FILES = {"prompt_key"}
 
 
 def loaded(key, value):

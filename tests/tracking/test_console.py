@@ -34,11 +34,6 @@ SHOWN = {
     "response_length/mean": ("length", "{:.1f}"),
     "actor/entropy": ("entropy", "{:.3f}"),
 }
-CURVES = {
-    "mean reward": {"critic/score/mean": "training", "val/reward": "held-out", "val/greedy": "held-out, greedy"},
-    "entropy (nats)": {"actor/entropy": ""},
-    "KL": {"actor/ppo_kl": "to the old policy", "actor/kl_loss": "to the reference"},
-}
 LONG_KEY = "actor_rollout_ref.rollout.gpu_memory_utilization"
 
 

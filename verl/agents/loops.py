@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_IGNORED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop")  # the run's values hold
-
 
 @dataclass
 class AgentLoopMetrics(Record):

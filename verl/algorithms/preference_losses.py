@@ -29,7 +29,6 @@ from torch.nn.functional import logsigmoid, softplus
 from verl.families import PREFERENCE_LOSSES, REFERENCE_COLUMNS
 
 MAX_EXPONENT = 80.0  # of the alpha divergence: exp() of it is finite in float32
-WHOLE_BATCH = ("aot", "aot_unpaired")  # losses whose value for a pair depends on the other pairs of the batch
 
 
 def conservative(logits: Tensor, label_smoothing: float) -> Tensor:

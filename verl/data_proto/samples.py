@@ -109,7 +109,6 @@ class ScoreRequest:
     response_length: int = 0  # tokens, for length-based shaping
     response_ids: tuple[int, ...] = ()  # of the response; they do not travel to the workers of a pool
     prompt_ids: tuple[int, ...] = ()  # as response_ids
-    prompt_str: str = ""
     from_model: dict[str, Any] = field(default_factory=dict)  # further arguments, from a reward model
 
 

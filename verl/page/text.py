@@ -16,7 +16,6 @@ from verl.tracking.files import is_count, is_number
 
 MAX_TEXT = 200_000  # characters of one text on a page
 MAX_TOKENS = 20_000
-NUM_SHADES = 8
 _REPEATED = re.compile(r"(<[^<>\s]{1,40}>)\1{3,}")
 _VISIBLE = {"\t": "\t", "\n": "\n"}
 
