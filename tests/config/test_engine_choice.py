@@ -123,6 +123,9 @@ def test_sizes_of_megatron_become_sizes_of_fsdp(monkeypatch, caplog):
     assert "3 stages as data-parallel shards" in caplog.text
 
 
-def test_an_engine_that_is_there_does_not_fall_back(monkeypatch):
+def test_an_engine_that_is_there_falls_back_only_for_its_own_fsdp(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert actor("model_engine=megatron", "trainer.engine_fallback=fsdp").strategy == "megatron"
+    fallback = ["model_engine=megatron", "trainer.engine_fallback=fsdp"]
+    assert actor(*fallback).strategy == "megatron"
+    group = load_config([*BASE, *fallback, f"{ACTOR}.megatron.use_megatron_fsdp=True"], check=False).config
+    assert [role.strategy for role in (group.actor_rollout_ref.actor, group.actor_rollout_ref.ref)] == ["fsdp2"] * 2

@@ -182,7 +182,7 @@ class MegatronConfig(Section):
     def contradictions(self) -> Iterator[str]:
         """Sentences about settings that exclude one another, whatever the model is."""
         if self.use_megatron_fsdp:
-            yield "use_megatron_fsdp=True is not available. Remove it, or set strategy=fsdp2."
+            yield "use_megatron_fsdp=True is not available. Remove it, or set strategy=fsdp2 or trainer.engine_fallback=fsdp."
         if fp8 := self.override_transformer_config.get("fp8"):
             yield f"override_transformer_config.fp8={fp8}: training in FP8 is not available. Remove the keys of fp8."
         virtual, pipeline = self.virtual_pipeline_model_parallel_size, self.pipeline_model_parallel_size
