@@ -192,6 +192,8 @@ SPELLINGS = [
         MODEL_CONFIG,
         {"attn_implementation": "flash_attention_2"},
     ),
+    ("actor_rollout_ref.model.lora.type=dora", "actor_rollout_ref.model.use_dora", True),
+    ("critic.model.lora.target_modules=[linear_qkv]", "critic.model.target_modules", ["linear_qkv"]),
     ("custom_reward_function.path=r.py", "reward.custom_reward_function.path", "r.py"),
     ("reward_model.reward_manager=dapo", "reward.reward_manager.name", "dapo"),
     ("reward_model.num_workers=3", "reward.num_workers", 3),

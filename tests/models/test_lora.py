@@ -73,6 +73,12 @@ def test_the_same_layers_are_chosen_as_by_peft(plain, folder, targets, exclude):
     assert set(ours) == adapted
 
 
+def test_names_of_megatron_choose_layers(plain):
+    spec = LoRASpec(2, 4.0, ("linear_proj", "linear_fc1", "linear_q"), exclude=("linear_fc1_up",))
+    chosen = add_adapters(plain, spec, torch.float32)
+    assert {name.rpartition(".")[2] for name in chosen} == {"o_proj", "gate_proj", "q_proj"}
+
+
 def test_only_adapters_train_and_the_start_is_the_base(plain, folder):
     ids = torch.arange(1, 9).unsqueeze(0)
     before = plain(ids).logits

@@ -36,6 +36,14 @@ OTHER_KINDS = (
     "velora_config", "monteclora_config", "use_bdlora", "kasa_config",
 )  # fmt: skip
 _PREFIX = "base_model.model."
+_MEGATRON = {  # names of layers in Megatron, in targets of scripts for it -> endings of names in checkpoints
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"), "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"), "linear_fc2": ("down_proj",),
+    "linear_q": ("q_proj",), "linear_k": ("k_proj",), "linear_v": ("v_proj",),
+    "linear_fc1_gate": ("gate_proj",), "linear_fc1_up": ("up_proj",), "linear_q_proj": ("q_proj",),
+    "linear_q_down_proj": ("q_a_proj",), "linear_q_up_proj": ("q_b_proj",),
+    "linear_kv_down_proj": ("kv_a_proj_with_mqa",), "linear_kv_up_proj": ("kv_b_proj",),
+}  # fmt: skip
 log = logging.getLogger(__name__)
 
 
@@ -213,7 +221,7 @@ def whole_modules(module: nn.Module, spec: LoRASpec) -> list[str]:
 
 def _chosen(key: str, entries: str | tuple[str, ...], names: list[str], what: str) -> list[str]:
     """The `names` that a key chooses by peft's rule: text is a regular expression for the whole name, a list holds names or
-    their last parts."""
+    their last parts, also as Megatron has them."""
     if entries == "all-linear":
         return names
     if isinstance(entries, str):
@@ -222,7 +230,11 @@ def _chosen(key: str, entries: str | tuple[str, ...], names: list[str], what: st
         except re.error as error:
             raise ConfigError(f"{key}={entries} is neither all-linear nor a regular expression: {error}.") from error
         return match_all(key, [entries], names, what, lambda name, _: pattern.fullmatch(name) is not None)
-    return match_all(key, entries, names, what, lambda name, end: name == end or name.endswith(f".{end}"))
+    return match_all(key, entries, names, what, _ends)
+
+
+def _ends(name: str, entry: str) -> bool:
+    return any(f".{name}".endswith(f".{end}") for end in _MEGATRON.get(entry, (entry,)))
 
 
 def lora_layers(module: nn.Module) -> dict[str, LoRALinear]:
