@@ -38,10 +38,10 @@ GROUPS = {**LATENT, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_e
 TENSOR, PIPELINE, EXPERT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 
 
-def make(cls, path, *, head="lm", dtype="float32", trainable=True, checkpointing=False, lora=0, **section):
+def make(cls, path, *, head="lm", dtype="float32", trainable=True, checkpointing=False, lora=0, dora=False, **section):
     settings = {"section": MegatronConfig(**section)} if cls is MegatronEngine else {}
     return cls(
-        model=ModelConfig(path=str(path), enable_gradient_checkpointing=checkpointing, lora_rank=lora),
+        model=ModelConfig(path=str(path), enable_gradient_checkpointing=checkpointing, lora_rank=lora, use_dora=dora),
         engine=FSDPConfig(dtype=dtype),
         optim=OptimConfig(lr=5e-4) if trainable else None,  # Adam scales first gradients near zero, noise, up to lr
         head=head,
@@ -80,11 +80,11 @@ def step(engine, seed, head="lm"):
     return engine.train_batch(share, LOSSES[head], OUTPUTS[head], MICRO, 1.2)
 
 
-def compare(folder, family="llama", head="lm", model=None, checkpointing=False, lora=0, **section):
+def compare(folder, family="llama", head="lm", model=None, checkpointing=False, lora=0, dora=False, **section):
     """Largest relative differences of losses, norms and outputs over three steps, and of the states after them."""
     path = model_folder(folder, family, **{"num_hidden_layers": 4, **(model or {})})
-    one = make(LocalEngine, path, head=head, lora=lora)
-    many = make(MegatronEngine, path, head=head, checkpointing=checkpointing, lora=lora, **section)
+    one = make(LocalEngine, path, head=head, lora=lora, dora=dora)
+    many = make(MegatronEngine, path, head=head, checkpointing=checkpointing, lora=lora, dora=dora, **section)
     assert isinstance(many, TrainEngine)
     gaps = {"start": largest_gap(dict(many.gather_weights()), dict(one.gather_weights()))}
     gaps |= {"loss": 0.0, "grad_norm": 0.0, "outputs": 0.0}
@@ -167,6 +167,13 @@ check_lora_experts = comparison((2,), "glm4_moe", lora=4, **{EXPERT: 2})
 check_lora_context = comparison((2,), "qwen3", lora=4, **{CONTEXT: 2})
 check_lora_tensor_pipeline = comparison((4,), "qwen3", lora=4, **{TENSOR: 2, PIPELINE: 2})
 check_lora_expert_tensor = comparison((4,), "glm4_moe", lora=4, **{EXPERT: 2, TENSOR: 2})
+
+check_dora_tensor = comparison((2,), "qwen2", lora=4, dora=True, checkpointing=True, **{TENSOR: 2})
+check_dora_tensor_without_sequence = comparison((2,), lora=4, dora=True, sequence_parallel=False, **{TENSOR: 2})
+check_dora_pipeline = comparison((2,), "glm4_moe", lora=4, dora=True, **{PIPELINE: 2})
+check_dora_latent_tensor_pipeline = comparison(
+    (4,), "deepseek_v3", lora=4, dora=True, model=LATENT, **{TENSOR: 2, PIPELINE: 2}
+)
 
 
 @on(2)
@@ -305,17 +312,17 @@ def check_refused_steps(folder):
     return different
 
 
-@on(2)
-def check_checkpoint_of_adapters(folder):
+def continue_adapters(folder, **adapters):
     """Adapters that were trained with one layout continue bit for bit with it, and with other layouts and engines; without them
     the model is the frozen one."""
     path, batch = model_folder(folder, "qwen2", num_hidden_layers=4), make_batch(3)
-    first = make(MegatronEngine, path, lora=4, **{TENSOR: 2})
+    first = make(MegatronEngine, path, **adapters, **{TENSOR: 2})
     for seed in range(2):
         step(first, seed)
-    save(first, folder / "adapters", 2)
-    others = (make(MegatronEngine, path, lora=4, **{TENSOR: 2}), make(LocalEngine, path, lora=4))
-    resumed, one = (load(engine, folder / "adapters", 2) for engine in others)
+    saved = folder / "-".join(adapters)
+    save(first, saved, 2)
+    others = (make(MegatronEngine, path, **adapters, **{TENSOR: 2}), make(LocalEngine, path, **adapters))
+    resumed, one = (load(engine, saved, 2) for engine in others)
     differences = {"loaded": num_different(whole_state(resumed), whole_state(first))}
     differences["local"] = num_different(whole_state(one), whole_state(first))
     with first.reference():
@@ -326,6 +333,10 @@ def check_checkpoint_of_adapters(folder):
     differences["continued"] = num_different(whole_state(resumed), whole_state(first))
     differences["gap"] = max(abs(loss / losses[-1] - 1) for loss in losses)
     return differences
+
+
+check_checkpoint_of_adapters = on(2)(lambda folder: continue_adapters(folder, lora=4))
+check_checkpoint_of_dora = on(2)(lambda folder: continue_adapters(folder, lora=4, dora=True))
 
 
 @on(2)

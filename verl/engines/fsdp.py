@@ -92,7 +92,7 @@ class FSDPEngine(TrainedEngine):
             keys = "tensor_parallel_size, ulysses_sequence_parallel_size or expert_parallel_size"
             require_packed(self.module, f"fsdp_config.{keys}")
         if self.spec is not None and self.spec.dora:  # whose lengths of rows compute in float32, unlike FSDP's units
-            raise ConfigError("model.use_dora trains on one device. Set use_dora=False, or train on one device.")
+            raise ConfigError("model.use_dora needs one device, or strategy=megatron. Choose one, or use_dora=False.")
         if self.groups.tensor.size() > 1:
             keep_fused(self.module, "tensor parallel ranks have parts of the vocabulary")
         self._keep_prompts_apart(forward)

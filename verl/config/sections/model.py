@@ -30,7 +30,7 @@ class ModelConfig(Section):
     target_modules: Any = used("all-linear", "modules that get an adapter", when="lora")
     exclude_modules: Any = used(None, "modules that get none", when="lora")
     use_rslora: bool = used(False, "scale adapters by lora_alpha / sqrt(lora_rank) (rsLoRA)", when="lora")
-    use_dora: bool = used(False, "train the lengths of the weights' rows too (DoRA); on one device", when="lora")
+    use_dora: bool = used(False, "train the lengths of the weights' rows too (DoRA)", when="lora")
     modules_to_save: list[str] = used([], "modules that train as a whole in addition to adapters", when="lora")
     lora_adapter_path: str | None = used(
         None, "folder of adapters to start from; without lora_rank they bring their rank and scale", path=True

@@ -103,7 +103,7 @@ class DeepSpeedEngine(TrainedEngine):
                 "deepspeed.zero_stage=0."
             )
         if optim is not None and model.lora_rank > 0 and model.use_dora:
-            raise ConfigError("model.use_dora trains with strategy=fsdp2 on one device, not with DeepSpeed.")
+            raise ConfigError("model.use_dora does not train with DeepSpeed. Set strategy=megatron, or use_dora=False.")
         if stage and optim is not None and model.lora_rank > 0:
             raise ConfigError(
                 f"model.lora_rank with ZeRO {stage}: adapters train with deepspeed.zero_stage=0 or strategy=fsdp2."

@@ -85,7 +85,6 @@ class MegatronEngine(TrainedEngine):
         hf_config = load_model_config(model.path, model.trust_remote_code, model.override_config)
         section.check_model(hf_config.get_text_config())
         refused = {
-            "model.use_dora": optim is not None and model.lora_rank > 0 and model.use_dora,
             "model.neftune_alpha": bool(getattr(model, "neftune_alpha", None)),
             "fsdp_config.adapt_micro_batches": optim is not None and engine.adapt_micro_batches,
         }

@@ -225,7 +225,7 @@ def _placed(
     elif module in _COLUMN:
         divided = None if leaf == "lora_A" else 0
     elif module in ("o_proj", "down_proj"):
-        divided = None if leaf == "lora_B" else 1
+        divided = None if leaf in ("lora_B", "lora_magnitude_vector") else 1
     if divided is not None and not is_expert:
         spans[divided] = (_equal(shape[divided], grid.tensor, grid.tensor_rank),)
     return Placed(name, shape, tuple(spans), parameter, first, is_expert, divided is not None, is_copy)
