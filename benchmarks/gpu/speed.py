@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -85,6 +85,8 @@ def decode(chosen: tuple[str, ...], results: Results) -> None:
                 partial(_decode, bench, size, 8, "few long rows", samples=1, prompt_tokens=6144 if ON_GPU else 48)
             ],
         }
+        if ON_GPU:
+            cases["no overlap"] = [partial(_decode, bench, size, rows, "no overlap") for rows in _ROWS]
         if FLASH.page_multiple or not ON_GPU:
             slots = KVCacheConfig(enable_paged_attention=False)
             cases["slots"] = [partial(_decode, bench, size, middle, "slots", config={"kv_cache_config": slots})]
@@ -130,7 +132,7 @@ def _decode(
     torch.use_deterministic_algorithms(case == "deterministic", warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
-        with sizes.peak_gib(bench, name):  # keys, values, graphs and their temporaries
+        with _without_overlap() if case == "no overlap" else nullcontext(), sizes.peak_gib(bench, name):
             first = sizes.seconds(lambda: engine.generate(prompts, sampling, step=1), DEVICE)
             prefill, step = sizes.decoding_s(engine, prompts, sampling, DEVICE, 2, warmup=1)
     finally:
@@ -143,6 +145,12 @@ def _decode(
     bench.note(f"{name}, first generation, added time", first - prefill - step * (shape.response_tokens - 1), "s")
     if case and (equal := bench.values.get(f"{size}, {rows} rows")):
         bench.note(f"{name}, added time of a step", 1000 * (step - rows / equal), "ms")
+
+
+def _without_overlap() -> AbstractContextManager[object]:
+    from verl.models.cuda import overlap  # needs Triton
+
+    return mock.patch.object(overlap, "_is_hopper", return_value=False)
 
 
 def _ragged(bench: sizes.Bench, size: str, rows: int) -> None:
