@@ -22,13 +22,12 @@ from verl.engines.headroom import Headroom
 from verl.engines.hybrid_3d import Dimensions, check_change, require_3d_hybrid
 from verl.engines.micro_batches import batch_totals, images_of, plan_micro_batches, rows_of, select_rows, sizes_of
 from verl.engines.routing import EngineRouting
-from verl.engines.shards import local
 from verl.engines.state import TrainedState
 from verl.engines.step_check import PendingGradients, random_state, restore_random_state, whole_batch_metrics
 from verl.errors import ConfigError
 from verl.models.lora import LoRASpec, adapters_off, is_adapter
 from verl.models.neftune import with_noise
-from verl.models.optim import AdamStep, MasterOptimizer, lr_at
+from verl.models.optim import AdamStep, MasterOptimizer, local, lr_at
 from verl.models.outputs import RequestedOutputs
 from verl.models.packing import PackedBatch, Reads, pack_rows
 from verl.models.padded import ForwardKind

@@ -26,20 +26,14 @@ from verl.engines.groups import ProcessGroups, mesh_of
 from verl.engines.loading import build_module, build_skeleton
 from verl.engines.mapped import MappedWeights, check_place
 from verl.engines.sharding import from_first, shard_model
-from verl.engines.shards import (
-    GradientNorm,
-    ShardedParameters,
-    add_up_partial_gradients,
-    local,
-    sum_over_shards,
-)
+from verl.engines.shards import GradientNorm, ShardedParameters, add_up_partial_gradients, sum_over_shards
 from verl.engines.state import TrainedState
 from verl.errors import ConfigError
 from verl.models.chunked_mlp import chunked_feed_forward
 from verl.models.forward import keep_fused
 from verl.models.load import load_external, load_model_config
 from verl.models.loss_scale import LossScale
-from verl.models.optim import ELEMENTWISE, MasterOptimizer
+from verl.models.optim import ELEMENTWISE, MasterOptimizer, local
 from verl.models.packing import PackedBatch
 from verl.models.padded import KINDS, forward_kind, require_packed
 from verl.models.parallel.experts import check_experts

@@ -15,6 +15,7 @@ from verl.engines.api import Deferred
 from verl.engines.groups import ProcessGroups, all_reduce_
 from verl.engines.rounded import RoundedShard
 from verl.engines.state import Parameters
+from verl.models.optim import local
 from verl.models.parallel.collectives import even_sizes, gather_rows, own_range
 from verl.models.rounding import Region
 
@@ -111,11 +112,6 @@ class ShardedParameters(Parameters):
         target = torch.empty_like(self.shards[name].parameter.detach())
         self.shards[name].put(self.groups, target, whole)
         return target
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a parameter or gradient."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class GradientNorm:

@@ -178,7 +178,7 @@ class MasterOptimizer:
     def step(self, lr: float | AdamStep, accept: Callable[[float], bool] | None = None) -> OptimizerStep:
         """Clip the gathered gradients to `clip_grad`, step at rate `lr` or with the values of an AdamStep, and forget them.
         `accept` gets the norm and may refuse the step, which then changes nothing."""
-        grads = [_here(p.grad) for p in self.masters.values() if p.grad is not None]
+        grads = [local(p.grad) for p in self.masters.values() if p.grad is not None]
         if self.loss_scale is not None and grads:
             torch._foreach_mul_(grads, 1 / self.loss_scale.value)
         norm = self.norm(self.masters) if grads else torch.zeros(())
@@ -243,7 +243,7 @@ class MasterOptimizer:
     @torch.no_grad()
     def _broken_gradients(self) -> str:
         """The gradients that are not finite, and the dtypes that may be the cause."""
-        grads = {name: _here(p.grad) for name, p in self.masters.items() if p.grad is not None}
+        grads = {name: local(p.grad) for name, p in self.masters.items() if p.grad is not None}
         broken = [name for name, grad in grads.items() if not torch.isfinite(grad).all()]
         if not broken:
             return (
@@ -272,7 +272,7 @@ class MasterOptimizer:
             yield Rounded(name, self.parameters[name].detach(), self.masters[name].detach(), None)
         for name, shard in self.shards.items():
             if name in self.masters:
-                yield Rounded(name, shard.weights, _here(self.masters[name].detach()), shard.region)
+                yield Rounded(name, shard.weights, local(self.masters[name].detach()), shard.region)
 
     def movement(self) -> dict[str, torch.Tensor]:
         """See VisibleUpdate.sums; empty where masters compute themselves."""
@@ -323,7 +323,7 @@ class MasterOptimizer:
             self.optimizer.state[master][slot] = value.to(device, copy=True)
 
 
-def _here(tensor: torch.Tensor) -> torch.Tensor:
+def local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a sharded tensor that this rank holds; another tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
