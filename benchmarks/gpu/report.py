@@ -61,7 +61,7 @@ STEPS = (  # expected seconds as an H100 took on 27 November 2026, where it ran 
     Step("kernels by Triton", _script("functions.py", "tests", "tests/models/test_kernels.py"), 115),
     Step("times of kernels", _script("kernel_times.py"), 20),
     Step("backend", _script("functions.py", "tests", "tests/rollout/test_device_backend.py"), 30),
-    Step("sizes 0.5b", _script("sizes.py", "--sizes", "0.5b", "--limit-s", "170"), 112),
+    Step("sizes 0.5b", _script("sizes.py", "--size", "0.5b", "--limit-s", "170"), 80),
     Step("loop", _script("functions.py", "loop"), 86, 240),
     Step("decode sweep", _script("speed.py", "decode"), 120),
     Step("decode profile", _script("speed.py", "decode-profile"), 45),
@@ -70,7 +70,7 @@ STEPS = (  # expected seconds as an H100 took on 27 November 2026, where it ran 
     Step("service", _script("functions.py", "service"), 30),
     Step("weights by IPC", _script("speed.py", "weights"), 20),
     Step("beside TRL 0.5b", _script("functions.py", "trl", "0.5b"), 120),
-    Step("sizes 1.5b", _script("sizes.py", "--sizes", "1.5b", "--limit-s", "200"), 140),
+    Step("sizes 1.5b", _script("sizes.py", "--size", "1.5b", "--limit-s", "200"), 110),
 )
 
 

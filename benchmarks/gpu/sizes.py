@@ -1,13 +1,11 @@
 """Measurements of this checkout on a GPU: correctness against Hugging Face first, then speed.
 
-    python benchmarks/gpu/sizes.py --sizes 0.1b,0.5b,1.5b --json out.json  # one NVIDIA card, under 8 minutes
-    python benchmarks/gpu/sizes.py --quick                                 # a tiny model on whatever there is
+    python benchmarks/gpu/sizes.py --size 1.5b --json out.json  # one NVIDIA GPU, about 2 minutes
+    python benchmarks/gpu/sizes.py --quick                      # a tiny model on whatever there is
 
 Needs torch, transformers, tensordict and pyvers besides this checkout (the last two as wheels, 0.9 MB: `pip download
 --no-deps tensordict pyvers`), no network and no files: models are random, with the shapes of SmolLM2-135M, Qwen2.5-0.5B and
-Qwen2.5-1.5B. Each size runs in a separate process: compiled kernels of several models in one exceed PyTorch's limit. Work
-is identical on both sides: same weights, same prompts, forced equal lengths, one optimizer step. A part that fails prints
-its error, and the others run.
+Qwen2.5-1.5B. A part that fails prints its error, and the others run.
 
 How things are counted. `limits`: a bf16 matrix product of 8192^3 on random data, and a copy of 1 GiB counting bytes read
 and written. Needed FLOPs: 2 per weight of a matrix product and token, 4 * head_dim per head and pair of tokens that see
@@ -24,9 +22,7 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 import traceback
 import warnings
@@ -96,7 +92,6 @@ class Shape:
     response_tokens: int
     batches: tuple[int, ...]
     micro_tokens: int
-    hf_rows: int  # rows of a padded micro-batch on the other side, whose logits exist in full
     repeats: int
 
     @property
@@ -104,8 +99,8 @@ class Shape:
         return self.prompts * self.samples
 
 
-QUICK = Shape(2, 2, 12, 8, (1, 4), 64, 2, 1)
-FULL = Shape(64, 8, 256, 256, (1, 8, 64, 512), 32768, 8, 3)
+QUICK = Shape(2, 2, 12, 8, (1, 4), 64, 1)
+FULL = Shape(64, 8, 256, 256, (1, 8, 64, 512), 32768, 3)
 MICRO_TOKENS = {"1.5b": 16384}  # 103 KB of activations a token and layer: 47 GB
 
 
@@ -450,30 +445,24 @@ def score(completion: Completion) -> float:
     return sum(completion.token_ids) / len(completion.token_ids) / 1e5
 
 
-def train(bench: Bench, columns: dict[str, torch.Tensor], advantages: torch.Tensor, padded: bool) -> None:
-    """One optimizer step on all rows; `padded` through Hugging Face's forward, else ours."""
+def train(bench: Bench, columns: dict[str, torch.Tensor], advantages: torch.Tensor) -> None:
+    """One optimizer step on all rows."""
     assert bench.optimizer is not None
-    accumulate(bench, columns, advantages, padded)
+    accumulate(bench, columns, advantages)
     bench.optimizer.step(1e-6)
 
 
-def accumulate(bench: Bench, columns: dict[str, torch.Tensor], advantages: torch.Tensor, padded: bool) -> None:
+def accumulate(bench: Bench, columns: dict[str, torch.Tensor], advantages: torch.Tensor) -> None:
     """The gradients of all rows, micro-batch by micro-batch."""
     assert bench.optimizer is not None
     num_tokens = int(columns["response_mask"].sum())
-    micro = (
-        MicroBatching(max_rows=bench.shape.hf_rows) if padded else MicroBatching(max_tokens=bench.shape.micro_tokens)
-    )
+    micro = MicroBatching(max_tokens=bench.shape.micro_tokens)
     for rows in plan_micro_batches(unpadded_rows(columns), micro, share_prompts=True):
         part = {name: column[rows] for name, column in columns.items()}
         mask, weight = (x.to(bench.device, non_blocking=True) for x in (part["response_mask"], advantages[rows]))
-        if padded:
-            log_probs = padded_log_probs(bench, part)
-        else:
-            packed = pack_rows(part, device=bench.device)
-            log_probs = packed_outputs(bench.module, packed, ("log_probs",), gradients=bench.optimizer.gradients)[
-                "log_probs"
-            ]
+        packed = pack_rows(part, device=bench.device)
+        outputs = packed_outputs(bench.module, packed, ("log_probs",), gradients=bench.optimizer.gradients)
+        log_probs = outputs["log_probs"]
         aggregate = partial(aggregated, num_tokens)
         loss, _ = vanilla(log_probs.detach(), log_probs, weight, mask, agg=aggregate)
         loss.backward()
@@ -509,7 +498,7 @@ def measure_grpo(bench: Bench) -> None:
     advantages, _ = grpo(rewards, columns["response_mask"], index=[i // shape.samples for i in range(shape.rows)])
     before = next(module.parameters()).detach().clone()
     with peak_gib(bench, "GRPO, training"):
-        training = median_s(lambda: train(bench, columns, advantages, False), device, shape.repeats, warmup=1)
+        training = median_s(lambda: train(bench, columns, advantages), device, shape.repeats, warmup=1)
     if torch.equal(before, next(module.parameters())):
         raise RuntimeError("training changed no weight")
     flops = 3 * forward_flops(module, shape)
@@ -517,27 +506,8 @@ def measure_grpo(bench: Bench) -> None:
     bench.note("GRPO, training", training, "s")
     bench.note("GRPO, training, MFU on needed FLOPs", 100 * flops / training / bench.limits["flops"], "%")
     bench.note("GRPO, step", generation + training, "s")
-    waits = count_waits(lambda: train(bench, columns, advantages, False), device)
+    waits = count_waits(lambda: train(bench, columns, advantages), device)
     bench.note("waits of the host in one training phase", float(waits))
-    bench.values["_columns"] = (columns, advantages)
-
-
-def measure_grpo_hf(bench: Bench) -> None:
-    """The same step by Hugging Face: generate, and a padded forward with all logits."""
-    shape, device = bench.shape, bench.device
-    columns, advantages = bench.values.pop("_columns")
-    ids = columns["prompts"].to(device)
-    with peak_gib(bench, "Hugging Face, generation"):
-        generation = median_s(lambda: hf_generate(bench, ids, shape.response_tokens), device, 1, warmup=0)
-    give_back_cache(device)
-    with peak_gib(bench, "Hugging Face, training"), plain(bench.module):
-        training = median_s(lambda: train(bench, columns, advantages, True), device, 1, warmup=1)
-    bench.note("Hugging Face, generation", generation, "s")
-    bench.note("Hugging Face, training", training, "s")
-    step = bench.values.get("GRPO, step")
-    if step:
-        bench.note("times faster, step", (generation + training) / step)
-        bench.note("times faster, training", training / bench.values["GRPO, training"])
 
 
 def run_size(
@@ -552,31 +522,12 @@ def run_size(
     bench.section(f"correctness in {half}", partial(check_half, bench))
     bench.section("generation", partial(measure_generation, bench, shape.batches[:: max(1, len(shape.batches) // 2)]))
     bench.section("GRPO step", partial(measure_grpo, bench))
-    bench.section("GRPO step by Hugging Face", partial(measure_grpo_hf, bench))
     return {name: value for name, value in bench.values.items() if not name.startswith("_")}
-
-
-def run_apart(sizes: list[str], deadline: float, report: Path | None) -> int:
-    """Each size in a process; `report` is written after each, so that an interrupted run leaves results."""
-    whole: dict[str, Any] = {}
-    status = 0
-    with tempfile.TemporaryDirectory() as folder:
-        for size in sizes:
-            part = Path(folder) / f"{size}.json"
-            limit = ["--limit-s", str(max(0.0, deadline - time.monotonic()))]
-            command = [sys.executable, __file__, "--sizes", size, "--json", str(part), *limit]
-            status |= subprocess.run(command, check=False).returncode
-            if part.exists():
-                result = json.loads(part.read_text())
-                whole = {**result, "sizes": {**whole.get("sizes", {}), **result["sizes"]}}
-            if report and whole:
-                report.write_text(json.dumps(whole, indent=1))
-    return 1 if status else 0
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", default="0.1b,0.5b,1.5b", help=f"of {', '.join(SIZES)}")
+    parser.add_argument("--size", choices=tuple(SIZES), default="0.5b")
     parser.add_argument("--json", type=Path, help="write all figures there")
     parser.add_argument("--limit-s", type=float, default=450, help="start no further part after this many seconds")
     parser.add_argument("--quick", action="store_true", help="a tiny model, little work: does everything run?")
@@ -586,23 +537,19 @@ def main(arguments: list[str] | None = None) -> int:
     if device.type == "cpu" and not options.quick:
         parser.error("there is no CUDA device; --quick runs a tiny model on the CPU")
     deadline = time.monotonic() + options.limit_s
-    sizes = ["tiny"] if options.quick else options.sizes.split(",")
-    if len(sizes) > 1:
-        return run_apart(sizes, deadline, options.json)
+    size = "tiny" if options.quick else options.size
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     print(f"{name}, torch {torch.__version__}, transformers {transformers.__version__}")
     limits = measure_limits(device, options.quick)
     print(
         f"limits: {limits['flops'] / 1e12:.1f} TFLOP/s in a matrix product, {limits['bytes'] / 1e9:.0f} GB/s in a copy"
     )
-    report: dict[str, Any] = {"device": name, "torch": torch.__version__, "limits": limits, "sizes": {}}
-    full = replace(FULL, micro_tokens=MICRO_TOKENS.get(sizes[0], FULL.micro_tokens))
-    report["sizes"][sizes[0]] = run_size(sizes[0], device, QUICK if options.quick else full, limits, deadline)
+    full = replace(FULL, micro_tokens=MICRO_TOKENS.get(size, FULL.micro_tokens))
+    values = run_size(size, device, QUICK if options.quick else full, limits, deadline)
     if options.json:
-        options.json.write_text(json.dumps(report, indent=1))
-    wrong = [f"{size}: {n}" for size, results in report["sizes"].items() for n in (*TOLERANCES, *RELATIVE_TOLERANCES)
-             if not results.get(n, 0) <= (most(n, results) or 0)]  # fmt: skip
-    failed = [f"{size}: {n}" for size, results in report["sizes"].items() for n in results if n.endswith(": error")]
+        options.json.write_text(json.dumps(values, indent=1))
+    wrong = [n for n in (*TOLERANCES, *RELATIVE_TOLERANCES) if not values.get(n, 0) <= (most(n, values) or 0)]
+    failed = [name for name in values if name.endswith(": error")]
     print("\n" + ("all checks passed" if not wrong + failed else "NOT RIGHT: " + "; ".join(wrong + failed)))
     return 1 if wrong or failed else 0
 

@@ -53,7 +53,7 @@ _ROWS = (64, 256, 512) if ON_GPU else (2, 4)
 _SIZES = ("0.5b", "1.5b", "7b") if ON_GPU else ("tiny",)
 _NO_DEADLINE = float("inf")
 # 14,288 tokens of one micro-batch: at 1.5B, 41 GB of activations
-_TRAINING = sizes.Shape(8, 6, 256, 256, (1,), 32768, 8, 3) if ON_GPU else sizes.QUICK
+_TRAINING = sizes.Shape(8, 6, 256, 256, (1,), 32768, 3) if ON_GPU else sizes.QUICK
 _DECODING = sizes.FULL if ON_GPU else sizes.QUICK
 _KERNELS = 8  # slowest kernels among the numbers; the log has more
 
@@ -237,7 +237,7 @@ def profile(chosen: tuple[str, ...], results: Results) -> None:
         prompts = sizes.make_prompts(shape.prompts, shape.prompt_tokens, bench.module.config.vocab_size)
         columns = sizes.columns_of(prompts, [(i // shape.samples, row) for i, row in enumerate(ids)])
         advantages = torch.randn(shape.rows, 1).expand(-1, shape.response_tokens).contiguous()
-        work = partial(sizes.accumulate, bench, columns, advantages, False)
+        work = partial(sizes.accumulate, bench, columns, advantages)
         bench.section(f"{size}, activations kept", partial(_profile, bench, f"{size}, activations kept", work))
         bench.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         bench.module.train()
