@@ -301,7 +301,7 @@ def service(results: Results) -> None:
             results.add(f"adapter {name}, share of its token in samples", tokens.count(token) / len(tokens))
 
 
-def beside_trl(results: Results, size: str) -> None:
+def compare_with_trl(results: Results, size: str) -> None:
     """GRPO steps by verl and by TRL, whose default is a micro-batch of 8 with activations computed again, in turns."""
     sys.path.append(str(ROOT / "benchmarks" / "peers"))
     import peers_cpu
@@ -370,7 +370,7 @@ def main(arguments: list[str]) -> int:
         return tests(Results(), files)
     results = Results()
     if step == "trl":
-        beside_trl(results, files[0])
+        compare_with_trl(results, files[0])
         return 0
     if step == "main-job":
         main_job(results, Path(files[0]).resolve(), files[1:])

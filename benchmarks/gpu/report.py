@@ -69,7 +69,7 @@ STEPS = (  # expected seconds as an H100 took on 27 November 2026, where it ran 
     Step("fsdp of one rank", _script("functions.py", "fsdp"), 30),
     Step("service", _script("functions.py", "service"), 30),
     Step("weights by IPC", _script("speed.py", "weights"), 20),
-    Step("beside TRL 0.5b", _script("functions.py", "trl", "0.5b"), 120),
+    Step("TRL 0.5b", _script("functions.py", "trl", "0.5b"), 120),
     Step("sizes 1.5b", _script("sizes.py", "--size", "1.5b", "--limit-s", "200"), 110),
 )
 

@@ -36,7 +36,6 @@ class Workload:
 
     model: str
     dtype: Dtype
-    device: str = "cpu"
     num_prompts: int = 8
     num_samples: int = 8
     prompt_tokens: int = 64
@@ -46,6 +45,7 @@ class Workload:
     temperature: float = 1.0
     seed: int = 17
     prompts: tuple[str, ...] = field(default=(), repr=False)  # num_steps * num_prompts texts
+    device: str = "cpu"
     images: tuple[str, ...] = field(default=(), repr=False)  # data URL of the picture in front of each prompt, or none
 
     @property

@@ -573,7 +573,7 @@ def test_attention_of_a_step_is_that_to_all_keys(window, cached, monkeypatch):
             monkeypatch.setattr(decoding, "FLASH", PLAIN)
         store = before.clone()
         prompts_too = (store, decoding.SharedPrompts(shared, gather, place)) if window is None else ()
-        out = decoding.attend(qkv, *turns, None, store, own, window, 0.3, *prompts_too)
+        out = decoding.attend_new_tokens(qkv, *turns, None, store, own, window, 0.3, *prompts_too)
         q = pointwise.rotated(qkv.unflatten(1, (-1, dim))[:, :heads], *turns)
         results.append(out)
         for row in range(3):

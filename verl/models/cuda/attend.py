@@ -115,8 +115,7 @@ def _own_kernel(
     k_a, k_b = k_a.to(out.dtype.element_ty), k_b.to(out.dtype.element_ty)
     v_a, v_b = _halves(source + (num_heads + kv_heads + kv_head) * 2 * HALF + at, at < HALF, HALF)
     slot, length = tl.load(starts + token), tl.load(lengths + token).to(tl.int32)
-    place = _place(slot, length, pages, pages_stride, length >= 0, PAGE)
-    new = store + (place * kv_heads + kv_head) * 2 * HALF + at
+    new = store + (_place(slot, length, pages, pages_stride, length >= 0, PAGE) * kv_heads + kv_head) * 2 * HALF + at
     tl.store(new, k_a, mask=at < HALF)
     tl.store(new + HALF, k_b, mask=at < HALF)
     tl.store(new + store_stride, v_a.to(out.dtype.element_ty), mask=at < HALF)

@@ -138,7 +138,7 @@ class SharedPrompts(NamedTuple):
     place: torch.Tensor
 
 
-def attend(
+def attend_new_tokens(
     qkv: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from verl.models.cpu.weights import DenseDecoder
-from verl.models.cuda.decoding import SharedPrompts, Slots, attend
+from verl.models.cuda.decoding import SharedPrompts, Slots, attend_new_tokens
 from verl.models.cuda.pointwise import write_kv
 from verl.models.cuda.varlen import TokenSpans, VarlenKernel
 from verl.rollout.cuda.forward import HeadNorms
@@ -107,4 +107,4 @@ class DecodeAttention:
     ) -> torch.Tensor:
         window, store = self.windows[layer], self.own.layer(layer)
         prompts = self.prefix.layer(layer)
-        return attend(qkv, cos, sin, norms, store, self.slots, window, self.scale, prompts, self.shared)
+        return attend_new_tokens(qkv, cos, sin, norms, store, self.slots, window, self.scale, prompts, self.shared)
