@@ -123,9 +123,13 @@ def test_sizes_of_megatron_become_sizes_of_fsdp(monkeypatch, caplog):
     assert "3 stages as data-parallel shards" in caplog.text
 
 
-def test_an_engine_that_is_there_falls_back_only_for_its_own_fsdp(monkeypatch):
+def test_an_engine_that_is_there_falls_back_for_what_it_lacks(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     fallback = ["model_engine=megatron", "trainer.engine_fallback=fsdp"]
     assert actor(*fallback).strategy == "megatron"
     group = load_config([*BASE, *fallback, f"{ACTOR}.megatron.use_megatron_fsdp=True"], check=False).config
     assert [role.strategy for role in (group.actor_rollout_ref.actor, group.actor_rollout_ref.ref)] == ["fsdp2"] * 2
+    for family, strategy in (("llama", "megatron"), ("gemma", "fsdp2")):
+        (tmp_path / "config.json").write_text(f'{{"model_type": "{family}"}}')
+        assert actor(*fallback, f"actor_rollout_ref.model.path={tmp_path}").strategy == strategy
+    assert "is not available for gemma: fsdp2 instead." in caplog.text

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.schema import Derived
+from verl.config.sections.megatron import FAMILIES as MEGATRON_FAMILIES
 from verl.families import ADVANTAGES
 
 log = logging.getLogger(__name__)
@@ -178,25 +179,32 @@ _SIZES = {  # of Megatron -> of FSDP2
 def _fallback(values: Mapping[str, Any], key: str, section: str) -> Derived:
     """FSDP2 in place of an engine that is not available, where trainer.engine_fallback asks for it, with Megatron's sizes."""
     asked, role = values[key], key.rpartition(".")[0]
-    # Megatron's own FSDP is not available even where Megatron is
-    own_fsdp = asked == "megatron" and any(
-        values.get(f"{r}.megatron.use_megatron_fsdp") is True for r in (_ACTOR, role)
-    )
-    is_there = asked not in ELSEWHERE and not own_fsdp and not _is_missing(_PACKAGES.get(asked))
+    lacking = _lacking(values, role) if asked == "megatron" else ""
+    is_there = asked not in ELSEWHERE and not lacking and not _is_missing(_PACKAGES.get(asked))
     if values["trainer.engine_fallback"] != "fsdp" or is_there:
         return {}
-    named = f"{asked} with use_megatron_fsdp" if own_fsdp else asked
     origin, place = f"{FALLS_BACK}{asked}", ".".join(filter(None, (role, section)))
     sizes = {name: values[f"{role}.megatron.{name}"] for name in _SIZES} if asked == "megatron" else {}
     sizes = {name: size for name, size in sizes.items() if size != 1}
     stages = values[f"{role}.megatron.pipeline_model_parallel_size"] if asked == "megatron" else 1
     mapped = [f"{name}={size} as {_SIZES[name]}" for name, size in sizes.items()]
     mapped += [f"{stages} stages as data-parallel shards"] * (stages > 1)
-    log.warning("%s=%s is not available: fsdp2 instead%s.", key, named, f", with {', '.join(mapped)}" if mapped else "")
-    return {
-        key: ("fsdp2", origin),
-        **{f"{place}.{_SIZES[name]}": (size, origin) for name, size in sizes.items()},
-    }
+    sizes_said = f", with {', '.join(mapped)}" if mapped else ""
+    log.warning("%s=%s is not available%s: fsdp2 instead%s.", key, asked, lacking, sizes_said)
+    return {key: ("fsdp2", origin), **{f"{place}.{_SIZES[name]}": (size, origin) for name, size in sizes.items()}}
+
+
+def _lacking(values: Mapping[str, Any], role: str) -> str:
+    """Words for a setting or model of a role that Megatron does not take here, to end a notice; empty without one."""
+    if any(values.get(f"{r}.megatron.use_megatron_fsdp") is True for r in (_ACTOR, role)):
+        return " with use_megatron_fsdp"
+    key = {"critic": "critic.model.path", "engine": "model.path"}.get(role, f"{_MODEL}.path")
+    try:
+        config = json.loads((Path(values[key]).expanduser() / "config.json").read_text(encoding="utf-8"))
+        family = config.get("text_config", config)["model_type"]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return ""
+    return "" if family in MEGATRON_FAMILIES else f" for {family}"
 
 
 def _device(values: Mapping[str, Any]) -> Derived:

@@ -10,6 +10,7 @@ from verl.config.keys import Section, used
 from verl.errors import ConfigError
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3")
+_INSTEAD = "Set strategy=fsdp2, or trainer.engine_fallback=fsdp."
 _RECOMPUTE = ("recompute_granularity", "recompute_modules", "recompute_method", "recompute_num_layers")
 _STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 # how layers are computed and not what: kernels of Transformer Engine and Apex, and orders that cost or save memory
@@ -126,7 +127,7 @@ class MegatronConfig(Section):
         tensor, experts = self.tensor_model_parallel_size, getattr(model, "num_local_experts", None)
         experts = experts or getattr(model, "num_experts", None)
         if model.model_type not in FAMILIES:
-            yield f"strategy=megatron has no name map for {model.model_type}; it has {', '.join(FAMILIES)}. Set strategy=fsdp2."
+            yield f"strategy=megatron has no name map for {model.model_type}; it has {', '.join(FAMILIES)}. {_INSTEAD}"
             return
         if getattr(model, "mlp_bias", False) or (
             model.model_type in ("llama", "deepseek_v3") and getattr(model, "attention_bias", False)
@@ -182,7 +183,7 @@ class MegatronConfig(Section):
     def contradictions(self) -> Iterator[str]:
         """Sentences about settings that exclude one another, whatever the model is."""
         if self.use_megatron_fsdp:
-            yield "use_megatron_fsdp=True is not available. Remove it, or set strategy=fsdp2 or trainer.engine_fallback=fsdp."
+            yield f"use_megatron_fsdp=True is not available. {_INSTEAD}"
         if fp8 := self.override_transformer_config.get("fp8"):
             yield f"override_transformer_config.fp8={fp8}: training in FP8 is not available. Remove the keys of fp8."
         virtual, pipeline = self.virtual_pipeline_model_parallel_size, self.pipeline_model_parallel_size

@@ -10,12 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from verl.engines.megatron.library import (
-    MegatronModule,
-    PackedSeqParams,
-    SelfAttention,
-    TransformerConfig,
-)
+from verl.engines.megatron.library import MegatronModule, PackedSeqParams, SelfAttention, TransformerConfig
 from verl.models.attention import Scoring
 from verl.models.packed import PackedLayout
 from verl.models.parallel.sequence import SequenceLayout

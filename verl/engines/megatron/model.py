@@ -180,10 +180,7 @@ class DecoderStage(GPTModel):
         self, hidden: torch.Tensor, part: TokenSlice, names: Sequence[str], temperature: float
     ) -> TokenStats:
         group, vocabulary = self.pg_collection.tp, self.hf.vocab_size
-        options: dict[str, Any] = {
-            **statistics_wanted(names, part.columns, vocabulary),
-            **head_transform(self.hf),
-        }
+        options: dict[str, Any] = {**statistics_wanted(names, part.columns, vocabulary), **head_transform(self.hf)}
         shares = self.share_embeddings_and_output_weights
         own: Any = self.output_layer
         weight = self.shared_embedding_or_output_weight() if shares else own.weight
