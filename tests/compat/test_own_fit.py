@@ -129,6 +129,7 @@ class TestDynamicSampling:
     @pytest.mark.slow
     def test_on_ray(self, tree, tmp_path):
         pytest.importorskip("ray")
+        tree["reward"] = {"num_workers": 1}  # debug is of one process
         one = run(tree)
         two = run(tree, default_local_dir=f"{tmp_path}/two", n_gpus_per_node=2)
         for step in (1, 2, 3):
