@@ -5,7 +5,7 @@ steps.
     python -m benchmarks.scale --sizes 1000,20000   other sizes
     python -m benchmarks.scale --ledger             the table of the sample ledger (10 million samples: 3 GB)
     python -m benchmarks.scale --steps              the table of the records of steps (a million steps: 4 GB)
-    python -m benchmarks.scale --checkpoints        the table of checkpoints (268 million parameters: 3.2 GB, twice)
+    python -m benchmarks.scale --checkpoints        the table of checkpoints (1 billion parameters: 12 GB, twice)
     python -m benchmarks.controller                 the table of the controller
 
 Each size has a generated parquet file and a GRPO run of a tiny model, started twice in new run folders: the first start has an
@@ -34,8 +34,11 @@ import numpy as np
 import psutil
 import pyarrow
 import pyarrow.parquet
+import torch
 
 from benchmarks.runs import assigned
+from verl.checkpoint.store import CheckpointStore, RoleCheckpoint
+from verl.engines.api import EngineState
 from verl.page.index import SampleIndex
 from verl.page.pages import Site
 from verl.tracking.files import read_json_rows
@@ -48,7 +51,7 @@ from verl.tracking.run_folder import RunFolder
 
 SIZES = (1_000, 20_000, 400_000, 5_000_000)
 SAMPLES = (10_240, 102_400, 1_024_000, 10_240_000)
-PARAMETERS = (16_777_216, 67_108_864, 134_217_728, 268_435_456)
+PARAMETERS = (16_777_216, 67_108_864, 268_435_456, 1_006_632_960)
 _BLOCK = 1 << 22  # parameters of a tensor of a checkpoint
 STEPS = (1_000, 10_000, 100_000, 1_000_000)
 _PROMPTS, _SAMPLES, _TOKENS = 128, 8, 16  # of a recorded step
@@ -244,11 +247,6 @@ def measure_steps(sizes: Sequence[int], folder: Path) -> None:
 
 def measure_checkpoints(sizes: Sequence[int], folder: Path) -> None:
     """Float32 weights with the two moments of Adam: 12 bytes a parameter. The tensors share one block of memory."""
-    import torch
-
-    from verl.checkpoint.store import CheckpointStore, RoleCheckpoint
-    from verl.engines.api import EngineState
-
     block, costs = torch.rand(_BLOCK), dict[str, list[float]]()
     buffer = memoryview(block.numpy()).cast("B")
     for size in sizes:
@@ -265,7 +263,7 @@ def measure_checkpoints(sizes: Sequence[int], folder: Path) -> None:
         for path in store.root.rglob("*.safetensors"):
             with path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        loaded_s, _ = timed(lambda store=store: store.load(store.find()))
+        loaded_s, _ = timed(partial(load, store, block))
         shutil.rmtree(store.root)
         row = {
             "GB/s, disk written": written_s,
@@ -276,6 +274,13 @@ def measure_checkpoints(sizes: Sequence[int], folder: Path) -> None:
         for name, seconds in row.items():
             costs.setdefault(name, []).append(12e-9 * size / seconds)
     print(table(sizes, costs), flush=True)
+
+
+def load(store: CheckpointStore, block: torch.Tensor) -> None:
+    """Verify and read the newest checkpoint, whose tensors are copied into memory, as engines do."""
+    state = store.load(store.find()).roles["actor"]
+    for tensor in (*state.model.values(), *state.optimizer.values()):
+        block.copy_(tensor)
 
 
 def repeat_step(source: Path, target: Path, num_steps: int) -> None:

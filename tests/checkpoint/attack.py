@@ -23,7 +23,9 @@ from verl.checkpoint.store import CheckpointStore
 State = dict[str, bytes | None]  # path -> content, None for a folder
 
 _NO_FILES = {"getpid", "fspath", "getcwd", "urandom", "getppid", "_path_normpath"}
-_READING = {"stat", "lstat", "scandir", "listdir", "access", "readlink", "statvfs", "close", "open for reading", "read"}
+_READING = {
+    "stat", "lstat", "scandir", "listdir", "access", "readlink", "statvfs", "close", "open for reading", "read", "preadv",
+}  # fmt: skip
 
 
 def state_of(root: Path) -> State:

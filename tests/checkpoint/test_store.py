@@ -6,12 +6,15 @@ import logging
 import os
 import shutil
 from collections import namedtuple
+from hashlib import blake2b
 
+import numpy as np
 import pytest
 import torch
 
 from tests.checkpoint.states import assert_same_state, make_roles, make_state, write_config
-from verl.checkpoint.files import find_damage
+from verl.checkpoint import digests
+from verl.checkpoint.files import FileRecord, find_damage, record_of, write_file
 from verl.checkpoint.store import CheckpointStore, RoleCheckpoint
 from verl.checkpoint.tensor_files import read_tensors, write_tensors
 from verl.errors import CheckpointError
@@ -39,6 +42,20 @@ def test_two_step_round_trip_is_bit_exact(store):
         assert_same_state(second.roles[name], make_state(3 + i))
     for file in ("actor/optimizer.safetensors", "critic/huggingface/model.safetensors", "actor/extra.json"):
         assert (path / file).read_bytes() == (second_path / file).read_bytes()
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("num_bytes", [0, 5, 1 << 20, (1 << 20) + 1, (17 << 20) + 3])
+def test_a_digest_is_of_the_digests_of_each_mebibyte(tmp_path, monkeypatch, num_bytes, compiled):
+    content = np.random.default_rng(0).bytes(num_bytes)
+    leaves = [blake2b(content[at : at + (1 << 20)], digest_size=32) for at in range(0, num_bytes, 1 << 20)]
+    if not compiled:
+        monkeypatch.setattr(digests, "_compiled", lambda: None)
+    record = write_file(tmp_path / "file", [content[:3], memoryview(content)[3:]])
+    joined = blake2b(b"".join(leaf.digest() for leaf in leaves), digest_size=32)
+    assert record == FileRecord(num_bytes, (leaves[0] if len(leaves) == 1 else joined).hexdigest())
+    assert record_of(tmp_path / "file") == record
+    assert (tmp_path / "file").read_bytes() == content
 
 
 def test_layout(store):

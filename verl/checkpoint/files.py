@@ -3,49 +3,60 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from verl.checkpoint import digests
 from verl.errors import CheckpointError
 from verl.regular_files import read_text
 from verl.tracking.files import has, read_json
 
 MANIFEST = "manifest.json"
-_FORMAT = 1
-_CHUNK_BYTES = 8 << 20
-_READERS = 4  # files that are read at once to verify them; digests leave the other threads of the process free
+_FORMAT = 2
+_AHEAD = 4  # chunks in memory, at most
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size of a file, and the BLAKE2b-256 of its content."""
+    """Size and digest (see digests.py) of a file."""
 
     bytes: int
     blake2b: str
 
 
 def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> FileRecord:
-    """Write `parts` to a new file and sync it. The digest is computed from memory during the write, on a thread, so a later
+    """Write `parts` to a new file and sync it. The digest is computed from memory during the write, on threads, so a later
     comparison reveals faults of the disk."""
-    digest, size = hashlib.blake2b(digest_size=32), 0
-    with open(path, "xb") as file, ThreadPoolExecutor(1) as thread:
-        for part in parts:
-            for start in range(0, len(part), _CHUNK_BYTES):
-                chunk = memoryview(part)[start : start + _CHUNK_BYTES]
-                hashed = thread.submit(digest.update, chunk)
-                file.write(chunk)
-                hashed.result()
-            size += len(part)
+    size, leaves = 0, list[Future[bytes]]()
+
+    def buffers() -> Iterator[memoryview]:
+        for buffer in itertools.cycle([np.empty(digests.CHUNK_BYTES, np.uint8).data for _ in range(_AHEAD)]):
+            if len(leaves) >= _AHEAD:
+                leaves[-_AHEAD].result()
+            yield buffer
+
+    with open(path, "xb") as file, ThreadPoolExecutor(digests.THREADS) as threads:
+        for chunk in digests.copied_chunks(parts, buffers()):
+            leaves.append(threads.submit(digests.of_leaves, chunk))
+            file.write(chunk)
+            if len(chunk) == digests.CHUNK_BYTES and hasattr(
+                os, "posix_fadvise"
+            ):  # Linux begins to write it to the disk
+                os.posix_fadvise(file.fileno(), size, len(chunk), os.POSIX_FADV_DONTNEED)
+            size += len(chunk)
         file.flush()
         os.fsync(file.fileno())
-    return FileRecord(size, digest.hexdigest())
+        return FileRecord(size, digests.of_file(leaf.result() for leaf in leaves))
 
 
 def write_json(path: Path, value: object, place: str) -> FileRecord:
@@ -59,13 +70,8 @@ def write_json(path: Path, value: object, place: str) -> FileRecord:
 
 def record_of(path: Path) -> FileRecord:
     """The record of a file as the disk returns it."""
-    digest, size = hashlib.blake2b(digest_size=32), 0
-    buffer = memoryview(bytearray(_CHUNK_BYTES))
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-            size += count
-    return FileRecord(size, digest.hexdigest())
+    with ThreadPoolExecutor(digests.THREADS) as threads:
+        return FileRecord(*digests.read_digest(path, threads))
 
 
 def is_there(path: Path) -> bool:
@@ -127,10 +133,11 @@ def find_damage(folder: Path, *, sizes_only: bool = False) -> str | None:
         for name in records:
             if Path(name).is_absolute() or ".." in Path(name).parts:
                 return f"{MANIFEST} names {name!r}, which is not a file of the checkpoint"
-        with ThreadPoolExecutor(_READERS) as threads:
-            reasons = threads.map(lambda name: _file_damage(folder / name, records[name], sizes_only), records)
-            damage = next((f"{name} {reason}" for name, reason in zip(records, reasons, strict=True) if reason), None)
-        return damage or _unlisted(folder, manifest["files"])
+        with ThreadPoolExecutor(digests.THREADS) as threads:
+            for name, record in records.items():
+                if reason := _file_damage(folder / name, record, None if sizes_only else threads):
+                    return f"{name} {reason}"
+        return _unlisted(folder, manifest["files"])
     except FileNotFoundError:
         return f"{MANIFEST} is missing, so the save did not finish" if folder.is_dir() else "the folder is not there"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):  # a damaged file can raise any
@@ -154,14 +161,14 @@ def _manifest_text(manifest: Mapping[str, object]) -> str:
     return json.dumps({**bare, "blake2b": digest})
 
 
-def _file_damage(path: Path, record: FileRecord, sizes_only: bool) -> str | None:
+def _file_damage(path: Path, record: FileRecord, threads: Executor | None) -> str | None:
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             return "is not a file"
         if status.st_size != record.bytes:
             return f"has {status.st_size} bytes instead of {record.bytes}"
-        if not sizes_only and record_of(path) != record:
+        if threads is not None and FileRecord(*digests.read_digest(path, threads)) != record:
             return "does not have the content that was saved (its digest differs)"
     except FileNotFoundError:
         return "is missing"
