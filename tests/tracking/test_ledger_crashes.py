@@ -3,6 +3,7 @@
 import random
 import tempfile
 from collections import Counter
+from concurrent.futures import wait
 from functools import cache
 from pathlib import Path
 
@@ -56,6 +57,7 @@ class Program:
     def die(self):
         """A killed process: what its thread has not written is gone."""
         writer = self.tracker._writer
+        wait([self.tracker._digested])  # which hands over its rows in order
         writer.send(int(self.share * len(writer.calls)))
         self.tracker.close()
 

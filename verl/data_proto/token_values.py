@@ -15,14 +15,14 @@ _SAMPLES = 1 << 20  # above the index of a sample within its prompt
 
 
 def token_keys(batch: DataProto, mask: torch.Tensor) -> list[torch.Tensor]:
-    """[row keys, positions] int64 [tokens] of the tokens in `mask` [batch, response], flat; [] for a batch that does not
-    number its rows."""
+    """Row keys [rows] int64 and masks [rows, response] of the rows that have tokens in `mask` [batch, response]; [] for a batch
+    that does not number its rows."""
     columns = batch.batch
     if not {"ordinal", "sample_index"} <= set(columns.keys()):
         return []
     mask = mask.cpu()
-    rows, positions = mask.nonzero(as_tuple=True)
-    return [_row_keys(batch)[rows], positions]
+    rows = mask.any(dim=1)
+    return [_row_keys(batch)[rows], mask[rows]]
 
 
 def _row_keys(batch: DataProto) -> torch.Tensor:
@@ -31,24 +31,24 @@ def _row_keys(batch: DataProto) -> torch.Tensor:
 
 
 def add_token_columns(batch: DataProto, keys: Sequence[torch.Tensor], values: dict[str, torch.Tensor]) -> None:
-    """Add the float32 columns `values` [batch, response] from flat tensors in the order of `keys` (see `token_keys`); NaN where
-    there is none. A key that several rows have goes to the first of them. A column that is there already stays."""
+    """Add the float32 columns `values` [batch, response] from flat tensors in the order of the masks in `keys` (see
+    `token_keys`); NaN where there is none. A key that several rows have goes to the first of them. A column that is there
+    already stays."""
     if not keys:
         return
-    row_keys, token_rows, width = _row_keys(batch).numpy(), keys[0].numpy(), batch.batch["responses"].shape[1]
+    row_keys, (own_keys, mask) = _row_keys(batch).numpy(), (key.numpy() for key in keys)
     order = np.argsort(row_keys, kind="stable")
-    # the tokens of a row are neighbours, so rows are looked up and not tokens
-    starts = np.flatnonzero(np.diff(token_rows, prepend=-1))
-    firsts, counts = token_rows[starts], np.diff(starts, append=len(token_rows))
-    rows = order[np.searchsorted(row_keys[order], firsts).clip(max=len(order) - 1)]
-    known = row_keys[rows] == firsts
-    chosen = slice(None) if known.all() else np.repeat(known, counts)
-    places = (np.repeat(rows * width, counts) + keys[1].numpy())[chosen]
+    rows = order[np.searchsorted(row_keys[order], own_keys).clip(max=len(order) - 1)]
+    known = row_keys[rows] == own_keys
+    in_order = known.all() and np.array_equal(rows, np.arange(len(batch)))
     for name, flat in values.items():
         if name not in batch.batch.keys():
-            column = np.full(len(batch) * width, np.nan, np.float32)
-            column[places] = flat.float().numpy()[chosen]
-            batch.batch[name] = torch.from_numpy(column).view(len(batch), width)
+            column = of_keys = np.full(mask.shape, np.nan, np.float32)
+            of_keys[mask] = flat.float().numpy()
+            if not in_order:
+                column = np.full((len(batch), mask.shape[1]), np.nan, np.float32)
+                column[rows[known]] = of_keys[known]
+            batch.batch[name] = torch.from_numpy(column)
 
 
 def add_observed(batch: DataProto, observed: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

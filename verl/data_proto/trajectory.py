@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
+from verl.data_proto.batch_metrics import count_true
 from verl.data_proto.media import Spans
 from verl.data_proto.samples import Completion
 
@@ -167,19 +168,19 @@ def padded(
 
 def response_lengths(columns: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """int64 [batch]: tokens of each response, environment tokens included."""
-    return columns["attention_mask"][:, -columns["responses"].shape[1] :].sum(dim=1)
+    return count_true(columns["attention_mask"][:, -columns["responses"].shape[1] :])
 
 
 def row_cuts(columns: Mapping[str, torch.Tensor]) -> list[list[int]]:
     """For each row, the places where its segments begin, and its length: neighbouring tokens of one source and version are one
     segment. [0] for a row without tokens."""
-    sampled, versions = columns["response_mask"], columns["token_weight_version"]
-    lengths = response_lengths(columns)
+    sampled, versions = columns["response_mask"].numpy(), columns["token_weight_version"].numpy()
+    lengths = response_lengths(columns).tolist()
+    cuts = [[0, length] if length else [0] for length in lengths]
     changes = (sampled[:, 1:] != sampled[:, :-1]) | (versions[:, 1:] != versions[:, :-1])
-    changes &= torch.arange(1, sampled.shape[1]) < lengths[:, None]
-    cuts = [[0, length] if length else [0] for length in lengths.tolist()]
-    for row, place in changes.nonzero().tolist():
-        cuts[row].insert(-1, place + 1)
+    for row, place in np.argwhere(changes).tolist():
+        if place + 1 < lengths[row]:
+            cuts[row].insert(-1, place + 1)
     return cuts
 
 

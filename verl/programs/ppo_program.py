@@ -15,7 +15,7 @@ from verl.algorithms.kl import make_kl_controller
 from verl.checkpoint.store import CheckpointWriter
 from verl.config import PPOConfig
 from verl.config.active_keys import uses_rewards
-from verl.data_proto.batch_metrics import data_metrics, span_tokens
+from verl.data_proto.batch_metrics import count_true, data_metrics, span_tokens
 from verl.data_proto.metrics import metric_values
 from verl.data_proto.proto import DataProto
 from verl.data_proto.sample_rows import sample_rows
@@ -123,7 +123,7 @@ class PPOProgram(Program[PPOConfig]):
         metrics["reward/num_defaulted"] = self.roles_of_run.reward.num_defaulted()
         return StepResult(
             metrics,
-            num_tokens=int(batch.batch["attention_mask"].sum()),
+            num_tokens=int(count_true(batch.batch["attention_mask"]).sum()),
             rows=lambda: sample_rows(batch, self.data.tokenizer),
             span_tokens=span_tokens(batch),
             skipped=result.skipped,

@@ -9,6 +9,8 @@ from verl.algorithms.correction.weights import LOG_RATIO_LIMIT, parse_is_thresho
 from verl.algorithms.masked import masked_mean, masked_sum, token_mean
 from verl.data_proto.metrics import Metric
 
+_BLOCK = 1 << 15  # tokens
+
 
 def _extremes(name: str, values: Tensor) -> dict[str, Metric]:
     return {f"{name}_max": Metric.max(values.max()), f"{name}_min": Metric.min(values.min())} if values.numel() else {}
@@ -86,20 +88,30 @@ def rollout_gap_metrics(
     """
     if response_mask is not None:
         log_probs, rollout_log_probs = log_probs[response_mask.bool()], rollout_log_probs[response_mask.bool()]
-    p, q = log_probs.detach().flatten().double().exp(), rollout_log_probs.detach().flatten().double().exp()
-    num_tokens = p.numel()
+    ours, theirs = log_probs.detach().flatten(), rollout_log_probs.detach().flatten()
+    num_tokens = ours.numel()
     if num_tokens == 0:
         return {"training/rollout_probs_diff_valid": Metric.min(0.0)}
-    gap = (p - q).abs()
-    p_centered, q_centered = p - p.mean(), q - q.mean()
-    norm = (p_centered.square().sum() * q_centered.square().sum()).sqrt()
+    first = torch.stack([ours[0], theirs[0]]).double().exp()
+    # sums of what is left after the first token, so that constants have no variance; a block stays in the cache
+    origin = torch.stack([first[0], first[1], (first[0] - first[1]).abs()])[:, None]
+    sums, products, highest = origin.new_zeros(3), origin.new_zeros(3, 3), origin.new_zeros(())
+    for block in zip(ours.split(_BLOCK), theirs.split(_BLOCK), strict=True):
+        p, q = (values.double().exp() for values in block)
+        values = torch.stack([p, q, (p - q).abs_()])
+        highest = torch.maximum(highest, values[2].amax())
+        values -= origin
+        sums += values.sum(dim=1)
+        products += values @ values.T
+    centered = products - sums.outer(sums) / num_tokens
+    variances = centered.diagonal().clamp(min=0.0)
+    norm = (variances[0] * variances[1]).sqrt()
     metrics = {
         "training/rollout_probs_diff_valid": Metric.min(1.0),
-        "training/rollout_probs_diff_max": Metric.max(gap.max()),
-        "training/rollout_probs_diff_mean": Metric.mean(gap.mean(), num_tokens),
-        "training/rollout_probs_diff_std": Metric.mean(gap.std() if num_tokens > 1 else 0.0, num_tokens),
+        "training/rollout_probs_diff_max": Metric.max(highest),
+        "training/rollout_probs_diff_mean": Metric.mean(origin[2, 0] + sums[2] / num_tokens, num_tokens),
+        "training/rollout_probs_diff_std": Metric.mean((variances[2] / max(num_tokens - 1, 1)).sqrt(), num_tokens),
     }
     if bool(norm > 0):  # constant probabilities have no correlation
-        correlation = (p_centered * q_centered).sum() / norm
-        metrics["training/rollout_actor_probs_pearson_corr"] = Metric.mean(correlation, num_tokens)
+        metrics["training/rollout_actor_probs_pearson_corr"] = Metric.mean(centered[0, 1] / norm, num_tokens)
     return metrics

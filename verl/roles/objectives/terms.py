@@ -54,7 +54,7 @@ class FirstRows:
             self._rows.append((mask, keys, [outputs[name].detach() for name in ("log_probs", "entropy")]))
 
     def pop(self) -> list[torch.Tensor]:
-        """[row keys, positions, log-probs, entropy] of the tokens, flat; [] for none."""
+        """[*token_keys, log-probs, entropy] of the tokens, flat; [] for none."""
         rows, self._rows, self._num_rows = self._rows, [], 0
         parts = [[*keys, *(values.cpu()[mask] for values in computed)] for mask, keys, computed in rows]
         return [torch.cat(tensors) for tensors in zip(*parts, strict=True)]

@@ -41,7 +41,7 @@ class SegmentRecord:
     """Consecutive tokens of a response, all sampled by one version of the weights or all written by the environment. A
     response that one call generates is one segment; partial rollouts and turns add more.
 
-    tokens int32 [tokens]; log_probs float32 or float64 [tokens], None for tokens of the environment.
+    tokens int32 or int64 [tokens]; log_probs float32 or float64 [tokens], None for tokens of the environment.
     """
 
     ordinal: int
@@ -106,11 +106,13 @@ class SampleDigest:
         self.num_tokens = 0
         self._tokens, self._log_probs = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
 
-    def add(self, segment: SegmentRecord) -> None:
-        self.num_tokens += len(segment.tokens)
-        self._tokens.update(segment.tokens.tobytes())
-        if segment.log_probs is not None:
-            self._log_probs.update(segment.log_probs.tobytes())
+    def add(self, segment: SegmentRecord) -> tuple[bytes, bytes | None]:
+        """Add the next segment, whose tokens the caller counts in `num_tokens`; returns its content."""
+        tokens = segment.tokens.astype("<i4", copy=False).tobytes()
+        log_probs = None if segment.log_probs is None else segment.log_probs.tobytes()
+        self._tokens.update(tokens)
+        self._log_probs.update(log_probs or b"")
+        return tokens, log_probs
 
     def with_reward(self, reward: float) -> str:
         """32 hexadecimal digits."""
@@ -133,8 +135,9 @@ def chained_digest(before: str, step: int, trained: Iterable[tuple[int, int, int
     """Digest of all samples that trained up to the end of `step`. It hashes the digest at the start of the step, and (ordinal,
     sample, uses, digest) of the samples that trained in the step, in order."""
     chain = hashlib.blake2b(json.dumps([before, step]).encode(), digest_size=16)
-    for sample in trained:
-        chain.update(json.dumps(sample).encode())
+    chain.update(
+        json.dumps(list(trained))[1:-1].replace("], [", "][").encode()
+    )  # the lists without commas between them
     return chain.hexdigest()
 
 
@@ -169,7 +172,7 @@ def segments_of(ordinals: Sequence[int], rows: DataProto, num_known: Callable[[K
     names = ("responses", "rollout_log_probs", "response_mask", "token_weight_version")
     ids, log_probs, sampled, versions = (columns[name].numpy() for name in names)
     samples, ranks = columns["sample_index"].tolist(), columns["rollout_rank"].tolist()
-    reasons, tokens = rows.non_tensor_batch["finish_reason"], ids.astype("<i4")
+    reasons = rows.non_tensor_batch["finish_reason"]
     for i, (ordinal, sample, rank, cuts) in enumerate(zip(ordinals, samples, ranks, row_cuts(columns), strict=True)):
         known = num_known((ordinal, sample))
         for start, end in itertools.pairwise(cuts):
@@ -178,7 +181,7 @@ def segments_of(ordinals: Sequence[int], rows: DataProto, num_known: Callable[[K
                 is_policy = bool(sampled[i, start])
                 facts = (int(versions[i, start]), str(reasons[i]), rank, POLICY if is_policy else ENVIRONMENT)
                 segments.append(
-                    SegmentRecord(ordinal, sample, tokens[i, part], log_probs[i, part] if is_policy else None, *facts)
+                    SegmentRecord(ordinal, sample, ids[i, part], log_probs[i, part] if is_policy else None, *facts)
                 )
     return segments
 
@@ -186,7 +189,7 @@ def segments_of(ordinals: Sequence[int], rows: DataProto, num_known: Callable[[K
 def scores_of(batch: DataProto) -> list[Scored]:
     """The reward columns of a batch, one record per row."""
     objects = batch.non_tensor_batch
-    rewards = batch.batch["token_level_scores"].double().sum(dim=1).tolist()
+    rewards = batch.batch["token_level_scores"].numpy().sum(axis=1, dtype="float64").tolist()
     rows = zip(keys_of(batch), rewards, objects["reward_parts"], objects["reward_error"], strict=True)
     return [Scored(*key, reward, dict(parts or {}), error) for key, reward, parts, error in rows]
 

@@ -15,12 +15,12 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from verl.errors import CheckpointError
-from verl.tracking.files import json_text
 from verl.tracking.ledger.file import FIX, NAME, copy, create, holds, rewind, run_of
 from verl.tracking.ledger.reader import open_rows, snapshot
 from verl.tracking.ledger.records import (
@@ -63,6 +63,8 @@ class SampleTracker:
     def __init__(self) -> None:
         self._writer: LedgerWriter | None = None
         self._open: dict[int, _Issued] = {}
+        self._digesting = ThreadPoolExecutor(1, "sample digests")
+        self._digested: Future[object] = self._digesting.submit(bool)
         self._skipped_to = 0  # prompts before this one are skipped from the next step on
         self.run = ""
         self.offset = Offset()
@@ -75,6 +77,7 @@ class SampleTracker:
             issued = self._open.setdefault(sample.ordinal, _Issued(sample.attempt, sample.step, {}))
             content = issued.contents.setdefault(sample.sample, SampleDigest())
             for segment in sample.segments:
+                content.num_tokens += len(segment.tokens)
                 content.add(segment)
 
     @property
@@ -124,26 +127,34 @@ class SampleTracker:
 
     def generate(self, step: int, segments: Sequence[SegmentRecord]) -> None:
         """Record tokens that were added to open samples."""
-        rows = []
+        added = []
         for segment in segments:
             content = self._sample((segment.ordinal, segment.sample), "was generated")
-            tokens, first = segment.tokens.tobytes(), content.num_tokens
-            log_probs = None if segment.log_probs is None else segment.log_probs.tobytes()
-            content.add(segment)
-            key = (segment.ordinal, segment.sample, self._open[segment.ordinal].attempt, first)
-            facts = (step, segment.version, tokens, log_probs, segment.finish_reason, segment.rank)
-            rows.append((*key, *facts, segment.source))
-        self._write("generate", rows)
+            added.append((segment, content, self._open[segment.ordinal].attempt, content.num_tokens))
+            content.num_tokens += len(segment.tokens)
+        self._digested.result()
+        self._digested = self._digesting.submit(self._digest, step, added)
+
+    def _digest(self, step: int, added: Sequence[tuple[SegmentRecord, SampleDigest, int, int]]) -> None:
+        """Copy and write tokens that were added to samples, on a thread, because a step may have gigabytes."""
+        rows = []
+        for segment, content, attempt, first in added:
+            tokens, log_probs = content.add(segment)
+            facts = (step, segment.version, tokens, log_probs, segment.finish_reason, segment.rank, segment.source)
+            rows.append((segment.ordinal, segment.sample, attempt, first, *facts))
+        if self._writer is not None and rows:
+            self._writer.write("generate", rows)
 
     def score(self, step: int, scores: Sequence[Scored]) -> None:
         """Record the rewards of samples; they end when the step succeeds."""
         rows = []
+        self._digested.result()
         for scored in scores:
             content = self._sample((scored.ordinal, scored.sample), "was scored")
             issued, digest = self._open[scored.ordinal], content.with_reward(scored.reward)
             issued.scored, issued.digests[scored.sample] = step, digest
             key = (scored.ordinal, scored.sample, issued.attempt)
-            rows.append((step, scored.reward, json_text(scored.parts), scored.error, digest, *key))
+            rows.append((step, scored.reward, scored.parts, scored.error, digest, *key))
         self._write("score", rows)
 
     def train(self, step: int, keys: Iterable[Key]) -> None:
@@ -189,17 +200,20 @@ class SampleTracker:
 
     def commit(self) -> dict[str, Any]:
         """The record of the samples that a checkpoint of the last step keeps. All events are on the disk on return."""
+        self._digested.result()
         if self._writer is not None:
             self._writer.flush()
         return {"run": self.run, **vars(self.offset)}
 
     def move_to(self, path: Path) -> None:
         """Copy the ledger, with all events, to the new file `path`, and use that one from now on."""
+        self._digested.result()
         if self._writer is not None:
             self._writer.copy_to(path)
 
     def close(self) -> None:
         """Write everything and close the file."""
+        wait([self._digested])
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
@@ -218,6 +232,7 @@ class SampleTracker:
         )
 
     def _write(self, statement: str, rows: Sequence[tuple[object, ...]]) -> None:
+        self._digested.result()  # tokens are written before what follows them
         if self._writer is not None and rows:
             self._writer.write(statement, rows)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from verl.errors import CheckpointError, DeadlineError
 from verl.foreign_text import valid_utf8
+from verl.tracking.files import json_text
 from verl.tracking.ledger.file import STATEMENTS, back_up, connect, explained
 
 _MAX_QUEUED = 32  # calls, each with the rows of a batch; a step makes about five
@@ -131,7 +132,10 @@ class LedgerWriter:
         return item is not None
 
 
-def _storable(value: object) -> Any:
+def _storable(value: Any) -> Any:
+    """Parts of rewards are JSON."""
+    if isinstance(value, dict):
+        return json_text(value)
     return valid_utf8(value) if isinstance(value, str) else value
 
 
