@@ -40,7 +40,7 @@ def test_a_long_file_is_read_at_evenly_spaced_places(run_folder):
     for step in range(4, 5000):
         append(run_folder / "metrics.jsonl", {"step": step, "time": 1.0, "x": step})
     run = RunReader(run_folder, "run")
-    run.max_bytes = 50_000
+    run.max_bytes = 150_000
     run.refresh(0)
     steps = list(run.metrics["x"].steps)
     assert 500 < len(steps) < 2000

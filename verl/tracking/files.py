@@ -133,10 +133,10 @@ def lines_of(file: BinaryIO, segments: Iterable[tuple[int, int]]) -> Iterator[tu
 
 def even_segments(start: int, end: int, limit: int) -> list[tuple[int, int]]:
     """Segments for `lines_of` from `start` to the end of a file, which is at `end`. Where that is more than `limit` bytes, they
-    have evenly spaced parts of it, among them the first and the last."""
+    have a quarter of `limit` in evenly spaced parts, among them the first and the last."""
     if end - start <= limit:
         return [(start, sys.maxsize)]
-    length = limit // _NUM_SEGMENTS
+    length = limit // 4 // _NUM_SEGMENTS
     starts = [start + (end - length - start) * i // (_NUM_SEGMENTS - 1) for i in range(_NUM_SEGMENTS)]
     return [(start, start + length) for start in starts]
 
