@@ -6,6 +6,7 @@ steps.
     python -m benchmarks.scale --ledger             the table of the sample ledger (10 million samples: 3 GB)
     python -m benchmarks.scale --steps              the table of the records of steps (a million steps: 4 GB)
     python -m benchmarks.scale --checkpoints        the table of checkpoints (1 billion parameters: 12 GB, twice)
+    python -m benchmarks.scale --tails              the table of response lengths
     python -m benchmarks.controller                 the table of the controller
 
 Each size has a generated parquet file and a GRPO run of a tiny model, started twice in new run folders: the first start has an
@@ -38,6 +39,7 @@ import torch
 
 from benchmarks.runs import assigned
 from verl.checkpoint.store import CheckpointStore, RoleCheckpoint
+from verl.data_proto.samples import PromptRequest, SamplingParams
 from verl.engines.api import EngineState
 from verl.page.index import SampleIndex
 from verl.page.pages import Site
@@ -52,6 +54,8 @@ from verl.tracking.run_folder import RunFolder
 SIZES = (1_000, 20_000, 400_000, 5_000_000)
 SAMPLES = (10_240, 102_400, 1_024_000, 10_240_000)
 PARAMETERS = (16_777_216, 67_108_864, 268_435_456, 1_006_632_960)
+RESPONSES = (64, 128, 256, 512)
+_SLOTS, _LIMIT = 64, 1024  # responses at a time, tokens of a response
 _BLOCK = 1 << 22  # parameters of a tensor of a checkpoint
 STEPS = (1_000, 10_000, 100_000, 1_000_000)
 _PROMPTS, _SAMPLES, _TOKENS = 128, 8, 16  # of a recorded step
@@ -276,6 +280,43 @@ def measure_checkpoints(sizes: Sequence[int], folder: Path) -> None:
     print(table(sizes, costs), flush=True)
 
 
+def measure_tails(sizes: Sequence[int], folder: Path) -> None:
+    """Processor time of generation against responses of equal length, for lengths of a log-normal distribution with 1% at the
+    limit: of a synchronous step, and of a step of partial rollouts, in which all cohorts make a part."""
+    from transformers import AutoModelForCausalLM
+
+    from verl.config import RolloutConfig
+    from verl.models.tiny import make_tiny_model
+    from verl.rollout.native.engine import NativeRollout
+
+    shape = {"hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 2 * _LIMIT}
+    path = make_tiny_model(folder / "model", **shape)
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="verl", dtype=torch.float32).eval()
+    engine = NativeRollout(model, None, RolloutConfig(max_num_seqs=_SLOTS), eos_token_ids=[])
+    params, costs = SamplingParams(max_new_tokens=_LIMIT, ignore_eos=True), dict[str, list[float]]()
+
+    def seconds_of_token(requests: list[tuple[int, int]]) -> float:
+        """Of (tokens before, new tokens) of each response."""
+        generation, started = engine.open(params, step=1), time.process_time()
+        for number, (before, new) in enumerate(requests):
+            generation.add(PromptRequest(number, (5,) * (16 + before), num_drawn=before, max_new_tokens=new))
+        while generation.poll():
+            pass
+        return (time.process_time() - started) / int(generation.close()["num_generated_tokens"])
+
+    for size in sizes:
+        drawn = np.random.default_rng(0).lognormal(math.log(_LIMIT) - 2.326, 1.0, size)
+        lengths = [int(length) for length in drawn.clip(1, _LIMIT)]
+        bound = seconds_of_token([(0, sum(lengths) // size)] * size)
+        costs.setdefault("synchronous", []).append(seconds_of_token([(0, n) for n in lengths]) / bound)
+        for parts in (2, 8):
+            part = _LIMIT // parts
+            begun = [(at, min(part, n - at)) for at in range(0, _LIMIT, part) for n in lengths if n > at]
+            costs.setdefault(f"in {parts} parts", []).append(seconds_of_token(begun) / bound)
+        print(size, {name: row[-1] for name, row in costs.items()}, flush=True)
+    print(table(sizes, costs))
+
+
 def load(store: CheckpointStore, block: torch.Tensor) -> None:
     """Verify and read the newest checkpoint, whose tensors are copied into memory, as engines do."""
     state = store.load(store.find()).roles["actor"]
@@ -332,6 +373,7 @@ def main() -> None:
         "ledger": (measure_ledger, SAMPLES),
         "steps": (measure_steps, STEPS),
         "checkpoints": (measure_checkpoints, PARAMETERS),
+        "tails": (measure_tails, RESPONSES),
     }
     parser = argparse.ArgumentParser(description="Cost of a run against its size.")
     parser.add_argument("--sizes", help="numbers of rows or samples, in increasing order")
