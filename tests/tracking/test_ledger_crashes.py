@@ -57,7 +57,7 @@ class Program:
     def die(self):
         """A killed process: what its thread has not written is gone."""
         writer = self.tracker._writer
-        wait([self.tracker._digested])  # which hands over its rows in order
+        wait([self.tracker._digested])  # which passes its rows on in order
         writer.send(int(self.share * len(writer.calls)))
         self.tracker.close()
 
