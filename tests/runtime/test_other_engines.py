@@ -31,6 +31,7 @@ ROWS = {  # library, ranks -> name -> keys of the engine's section
     ("megatron", 4): {"tensor2_pipeline2": {TENSOR: 2, STAGES: 2}, "pipeline2_data2": {STAGES: 2}},
 }
 LORA = ["actor_rollout_ref.model.lora_rank=4", f"{ACTOR}.use_kl_loss=True"]
+ADAPTERS = {"lora": LORA, "dora": [*LORA, "actor_rollout_ref.model.use_dora=True"]}
 DIVIDES_ROLLOUT = ("tensor2", "pipeline2_data2")  # which then generate on two ranks together
 FOUR_LAYERS = {"num_hidden_layers": 4}
 
@@ -76,7 +77,7 @@ def alone(jobs, models, given_rows):
             folder = jobs.run(f"alone_sft_{family}").folder
             assert train(load_config(given_rows(models[family], folder), schema=SCHEMAS["sft"]), "sft") == 0
             return jobs.run(folder.name)
-        added = {"ppo": PPO, "lora": LORA, "distillation": taught_by(models["teacher"])}.get(program, [])
+        added = {"ppo": PPO, **ADAPTERS, "distillation": taught_by(models["teacher"])}.get(program, [])
         changes = [f"actor_rollout_ref.model.path={models[family]}", *FLOAT32, *added]
         return train_here(jobs, f"alone_{program}_{family}", *changes)
 
@@ -125,17 +126,18 @@ def test_runs_on_several_ranks_match_one_process(alone, jobs, models, given_rows
         assert_same_losses(jobs.run(f"sft_{name}_{family}"), alone("sft", family))
 
 
-def test_adapters_on_several_ranks_match_one_process(alone, jobs, models):
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_adapters_on_several_ranks_match_one_process(alone, jobs, models, kind):
     """GRPO of adapters, which a weight sync sends."""
     pytest.importorskip(MODULES["megatron"], reason="needs the extra megatron")
-    common = [f"actor_rollout_ref.model.path={models['llama']}", *FLOAT32, *LORA]
+    common = [f"actor_rollout_ref.model.path={models['llama']}", *FLOAT32, *ADAPTERS[kind]]
     names = ("tensor2", "pipeline2")
     for name in names:
-        jobs.add(f"lora_{name}", *common, *reinforcement("megatron", name, ROWS["megatron", 2][name]))
+        jobs.add(f"{kind}_{name}", *common, *reinforcement("megatron", name, ROWS["megatron", 2][name]))
     run(2, "tests.runtime.several_runs", jobs.file(), timeout_s=280)
     for name in names:
-        assert_same(jobs.run(f"lora_{name}"), alone("lora", "llama"), 1e-5)
-        assert_same_weights(jobs.run(f"lora_{name}"), alone("lora", "llama"), 3, 1e-5)
+        assert_same(jobs.run(f"{kind}_{name}"), alone(kind, "llama"), 1e-5)
+        assert_same_weights(jobs.run(f"{kind}_{name}"), alone(kind, "llama"), 3, 1e-5)
 
 
 def taught_by(folder):
