@@ -34,7 +34,17 @@ _QWEN_TOKENS = {
     "vision_start_token_id": VISION_START,
     "vision_end_token_id": VISION_END,
 }
+_TOWER = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "patch_size": 14,
+}
+_DEEP_TOWER = _TOWER | {"depth": 3, "patch_size": 16, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}
 _SIGLIP = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+_GRIDS = [[16, 16], [16, 32], [32, 16]]  # sizes of images of LLaVA-OneVision, in tiles of 16 x 16 pixels
 
 
 def mrope(section, **more):
@@ -47,57 +57,26 @@ def qwen2_vl():
 
 
 def qwen2_5_vl():
-    vision = {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_heads": 2,
-        "out_hidden_size": 64,
-        "patch_size": 14,
-        "window_size": 56,
-        "fullatt_block_indexes": [1],
-    }
+    vision = _TOWER | {"window_size": 56, "fullatt_block_indexes": [1]}
     return transformers.Qwen2_5_VLConfig(text_config=TEXT | mrope([2, 3, 3]), vision_config=vision, **_QWEN_TOKENS)
-
-
-def _qwen3_vision():
-    return {
-        "depth": 3,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_heads": 2,
-        "out_hidden_size": 64,
-        "patch_size": 16,
-        "deepstack_visual_indexes": [0, 1],
-        "num_position_embeddings": 64,
-    }
 
 
 def qwen3_vl():
     text = TEXT | {"head_dim": 16, "num_hidden_layers": 3} | mrope([4, 2, 2], mrope_interleaved=True)
-    return transformers.Qwen3VLConfig(text_config=text, vision_config=_qwen3_vision(), **_QWEN_TOKENS)
+    return transformers.Qwen3VLConfig(text_config=text, vision_config=dict(_DEEP_TOWER), **_QWEN_TOKENS)
 
 
 def qwen3_vl_moe():
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
     text = TEXT | {"head_dim": 16} | experts | mrope([4, 2, 2], mrope_interleaved=True)
-    return transformers.Qwen3VLMoeConfig(text_config=text, vision_config=_qwen3_vision(), **_QWEN_TOKENS)
+    return transformers.Qwen3VLMoeConfig(text_config=text, vision_config=dict(_DEEP_TOWER), **_QWEN_TOKENS)
 
 
 def glm4v():
-    vision = {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_heads": 2,
-        "out_hidden_size": 64,
-        "patch_size": 14,
-        "image_size": 56,
-    }
     text = TEXT | {"partial_rotary_factor": 1.0} | mrope([2, 3, 3])
     tokens = {"image_token_id": IMAGE, "video_token_id": VIDEO}
     tokens |= {"image_start_token_id": VISION_START, "image_end_token_id": VISION_END}
-    return transformers.Glm4vConfig(text_config=text, vision_config=vision, **tokens)
+    return transformers.Glm4vConfig(text_config=text, vision_config=_TOWER | {"image_size": 56}, **tokens)
 
 
 def llava():
@@ -105,6 +84,23 @@ def llava():
     return transformers.LlavaConfig(
         text_config=transformers.LlamaConfig(**TEXT), vision_config=vision, image_token_index=IMAGE
     )
+
+
+def llava_onevision():
+    vision = transformers.SiglipVisionConfig(**_SIGLIP, image_size=16, patch_size=8, vision_use_head=False)
+    return transformers.LlavaOnevisionConfig(
+        text_config=transformers.Qwen2Config(**TEXT),
+        vision_config=vision,
+        image_token_index=IMAGE,
+        video_token_index=VIDEO,
+        image_grid_pinpoints=_GRIDS,
+    )
+
+
+def mistral3():
+    vision = transformers.PixtralVisionConfig(**_SIGLIP, image_size=64, patch_size=8)
+    text = transformers.MistralConfig(**TEXT, sliding_window=None)
+    return transformers.Mistral3Config(text_config=text, vision_config=vision, image_token_index=IMAGE)
 
 
 def internvl():
@@ -128,9 +124,8 @@ def smolvlm():
     return idefics3("SmolVLM")
 
 
-CONFIGS = {
-    f.__name__: f for f in (qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, glm4v, llava, internvl, idefics3, smolvlm)
-}
+_QWENS = (qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe)
+CONFIGS = {f.__name__: f for f in (*_QWENS, glm4v, llava, llava_onevision, internvl, mistral3, idefics3, smolvlm)}
 assert set(CONFIGS) == set(FAMILIES)
 PATCHES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")  # families whose images have their own sizes
 
@@ -151,6 +146,14 @@ def random_images(family, sizes=((2, 2),), seed=0):
         grids = torch.tensor([[1, 2 * h, 2 * w] for h, w in sizes])
         pixels = torch.randn(int(grids.prod(1).sum()), 3 * 2 * patch * patch, generator=generator)
         return {"pixel_values": pixels, "image_grid_thw": grids}, [h * w for h, w in sizes]
+    if family == "mistral3":
+        height, width = (16 * max(size[axis] for size in sizes) for axis in (0, 1))
+        pixels = torch.randn(len(sizes), 3, height, width, generator=generator)
+        return {"pixel_values": pixels, "image_sizes": 16 * torch.tensor(sizes)}, [h * w for h, w in sizes]
+    if family == "llava_onevision":  # the whole image and each of its tiles, and a token behind each line
+        pixels = torch.randn(len(sizes), 3 if max(map(max, sizes)) > 2 else 2, 3, 16, 16, generator=generator)
+        shapes = {"image_sizes": 8 * torch.tensor(sizes), "batch_num_images": torch.ones(len(sizes), dtype=torch.long)}
+        return {"pixel_values": pixels, **shapes}, [4 + h * w + h for h, w in sizes]
     pixels = torch.randn(len(sizes), 3, 32, 32, generator=generator)
     counts = [16 if family == "llava" else 4] * len(sizes)
     return {"pixel_values": pixels[None] if FAMILIES[family] else pixels}, counts
@@ -162,16 +165,19 @@ def one_by_one(family, tensors):
         grids = tensors["image_grid_thw"]
         parts = tensors["pixel_values"].split(grids.prod(1).tolist())
         return [{"pixel_values": part, "image_grid_thw": grid[None]} for part, grid in zip(parts, grids, strict=True)]
-    axis = FAMILIES[family]
-    return [{"pixel_values": part} for part in tensors["pixel_values"].split(1, dim=axis)]
+    parts = (value.split(1, dim=FAMILIES[family] if value.dim() > 2 else 0) for value in tensors.values())
+    return [dict(zip(tensors, part, strict=True)) for part in zip(*parts, strict=True)]
 
 
 # tokens IMAGE, VIDEO, VISION_START and VISION_END of each family
 _QWEN_NAMES = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+_LLAVA_NAMES = ("<image>", "<video>", "<vision>", "</vision>")
 _IDEFICS_NAMES = ("<image>", "<video>", "<fake_token_around_image>", "<end_of_utterance>")
 NAMES = dict.fromkeys(PATCHES, _QWEN_NAMES) | {
     "glm4v": ("<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>"),
-    "llava": ("<image>", "<video>", "<vision>", "</vision>"),
+    "llava": _LLAVA_NAMES,
+    "llava_onevision": _LLAVA_NAMES,
+    "mistral3": ("[IMG]", "[VIDEO]", "[IMG_BREAK]", "[IMG_END]"),
     "internvl": ("<IMG_CONTEXT>", "<video>", "<img>", "</img>"),
     "idefics3": _IDEFICS_NAMES,
     "smolvlm": _IDEFICS_NAMES,
@@ -187,12 +193,16 @@ _TILES = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}
 PIXELS = {
     **dict.fromkeys(PATCHES, {"size": {"shortest_edge": 28 * 28, "longest_edge": 56 * 56 * 2}}),
     "llava": _CROP,
+    "llava_onevision": {"size": {"height": 16, "width": 16}, "image_grid_pinpoints": _GRIDS},
+    "mistral3": {"size": {"longest_edge": 64}},
     "internvl": {"size": {"height": 32, "width": 32}},
     "idefics3": _TILES,
     "smolvlm": _TILES,
 }
 PROCESSORS = {
     "llava": {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+    "llava_onevision": {"num_image_tokens": 4, "vision_feature_select_strategy": "full"},
+    "mistral3": {"patch_size": 8, "spatial_merge_size": 2},
     "internvl": {"image_seq_length": 4},
     "idefics3": {"image_seq_len": 4},
     "smolvlm": {"image_seq_len": 4},

@@ -6,7 +6,6 @@ import torch
 from tests.vision_families import (
     CONFIGS,
     IMAGE,
-    PATCHES,
     VIDEO,
     VISION_END,
     VISION_START,
@@ -232,10 +231,6 @@ def test_equal_tokens_with_other_images_share_nothing(family, folder):
     expected = [own_log_probs(random_model(family), prompt, m, (11, 12)) for m in (media, other)]
     assert torch.allclose(log_probs, torch.stack(expected), rtol=0, atol=TOLERANCE)
     assert not torch.allclose(log_probs[0], log_probs[1], rtol=0, atol=1e-3)
-
-
-def test_families_with_sizes_of_their_own_are_among_the_rows():
-    assert set(PATCHES) < set(CONFIGS)
 
 
 def test_a_text_model_refuses_images(tmp_path):

@@ -8,9 +8,11 @@ and numpy. Frames of a video go through the image processor (ClipProcessor), so 
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import json
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from transformers.utils import is_torchvision_available
 from transformers.video_utils import VideoMetadata
 
 from verl.data_proto.media import SAMPLING, Clip
@@ -73,7 +76,7 @@ class ImageProcessor:
         `settings` are arguments of the processor (data.mm_processor_kwargs). Raises what a processor raises."""
         settings = {name: value for name, value in settings.items() if name not in SAMPLING}
         if not any(isinstance(item, Clip) for item in media):
-            return _called(self.processor, self.token * len(media), images=list(media), **settings)
+            return _called(self.processor, self.token * len(media), images=[list(media)], **settings)
         parts = [
             self._read_clip(item, settings) if isinstance(item, Clip) else self.read([item], settings) for item in media
         ]
@@ -185,10 +188,23 @@ def _reads_texts(tokenizer: Tokenizer) -> bool:
         return False
 
 
-def _build(folder: Path, model_type: str, tokenizer: Tokenizer, trust_remote_code: bool) -> Any:
+def _processor_class(model_type: str) -> Any:
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+    from transformers.models.pixtral import image_processing_pil_pixtral as pil
 
-    kind = getattr(transformers, PROCESSOR_MAPPING_NAMES[model_type])
+    if model_type != "mistral3" or is_torchvision_available():
+        return getattr(transformers, PROCESSOR_MAPPING_NAMES[model_type])
+    # Pixtral's module takes one function, which `pil` has too, from a module that needs torchvision
+    needs_torchvision = pil.__name__.replace("_pil", "")
+    sys.modules[needs_torchvision] = pil
+    try:
+        return importlib.import_module("transformers.models.pixtral.processing_pixtral").PixtralProcessor
+    finally:
+        del sys.modules[needs_torchvision]
+
+
+def _build(folder: Path, model_type: str, tokenizer: Tokenizer, trust_remote_code: bool) -> Any:
+    kind = _processor_class(model_type)
     images_only = type(kind.__name__, (kind,), {"get_attributes": classmethod(lambda cls: list(_PARTS[:2]))})
     image_processor = transformers.AutoImageProcessor.from_pretrained(
         str(folder), backend="pil", trust_remote_code=trust_remote_code

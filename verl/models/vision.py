@@ -15,7 +15,7 @@ Positions of tokens behind images follow the last position of the images. Where 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,7 +39,9 @@ FAMILIES = {
     "qwen3_vl_moe": 0,
     "glm4v": 0,
     "llava": 0,
+    "llava_onevision": 0,
     "internvl": 0,
+    "mistral3": 0,
     "smolvlm": 1,
     "idefics3": 1,
 }
@@ -47,7 +49,9 @@ FAMILIES = {
 WITHOUT_VIDEOS = {
     "glm4v": "cannot be read: GLM-4.1V has one token for images and videos, which its forward cannot tell apart in a batch",
     "llava": "cannot be read: LLaVA has no videos",
+    "llava_onevision": "cannot be read: LLaVA-OneVision computes videos of a batch together only if all have as many frames",
     "idefics3": "cannot be read: Idefics3 has no videos",
+    "mistral3": "cannot be read: Mistral 3 has no videos",
 }
 # families whose images cannot train here -> the reason
 REFUSED = {
@@ -288,20 +292,26 @@ def _embedding(module: Any, ids: torch.Tensor, read: torch.Tensor) -> Iterator[N
         hook.remove()
 
 
-def joined(media: Sequence[dict[str, torch.Tensor]], axis: int, device: torch.device | str) -> dict[str, torch.Tensor]:
+def joined(media: Sequence[Mapping[str, torch.Tensor]], axis: int, device: Any) -> dict[str, torch.Tensor]:
     """The tensors of several Media along `axis`, or along the first where a tensor has no such axis."""
     names = dict.fromkeys(name for tensors in media for name in tensors)
     parts = {name: [tensors[name] for tensors in media if name in tensors] for name in names}
     return {
-        name: torch.cat(_alike(values) if axis else values, dim=axis if values[0].dim() > 2 else 0).to(device)
+        name: torch.cat(_alike(values, dim), dim).to(device)
         for name, values in parts.items()
+        for dim in [axis if values[0].dim() > 2 else 0]
     }
 
 
-def _alike(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Images [..., height, width] of equal size, with zeros behind those that are smaller."""
-    height, width = (max(value.shape[axis] for value in values) for axis in (-2, -1))
-    return [F.pad(value, (0, width - value.shape[-1], 0, height - value.shape[-2])) for value in values]
+def _alike(values: Sequence[torch.Tensor], dim: int) -> list[torch.Tensor]:
+    """Tensors of equal sizes but along `dim`, with zeros behind those that are smaller."""
+    sizes = [max(along) for along in zip(*(value.shape for value in values), strict=True)]
+
+    def padded(value: torch.Tensor) -> torch.Tensor:
+        lacks = [0 if a == dim else size - own for a, (size, own) in enumerate(zip(sizes, value.shape, strict=True))]
+        return F.pad(value, [n for lack in reversed(lacks) for n in (0, lack)]) if any(lacks) else value
+
+    return [padded(value) for value in values]
 
 
 def vision_states(module: HFModule, packed: Any) -> torch.Tensor:

@@ -267,12 +267,13 @@ def _tower(vision: Mapping[str, Any], config: Mapping[str, Any]) -> Tower | None
     heads = vision.get("num_heads") or vision.get("num_attention_heads")
     if not (isinstance(hidden, int) and isinstance(layers, int) and isinstance(heads, int)):
         return None
-    merged = vision.get("spatial_merge_size") or config.get("scale_factor") or 1 / (config.get("downsample_ratio") or 1)
-    patches = round(merged) ** 2
+    merged = {**config, **vision}.get("spatial_merge_size") or config.get("scale_factor")
+    patches = round(merged or 1 / (config.get("downsample_ratio") or 1)) ** 2
     # of one matrix, or of two where a family has a merger
     merger = hidden * patches if vision.get("spatial_merge_size") else 0
     inner = vision.get("intermediate_size") or int(hidden * (vision.get("mlp_ratio") or 4))
-    gated, whole = vision.get("hidden_act") in ("silu", "swish"), len(vision.get("fullatt_block_indexes") or ())
+    gated = vision.get("model_type") == "pixtral" or vision.get("hidden_act") in ("silu", "swish")
+    whole = len(vision.get("fullatt_block_indexes") or ())
     window = (vision["window_size"] // vision["patch_size"]) ** 2 if whole and vision.get("window_size") else 0
     connector = hidden * patches * (merger + config["hidden_size"])
     return Tower(layers, hidden, heads, inner, gated, patches, connector, window, whole)
