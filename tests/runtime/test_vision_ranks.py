@@ -17,6 +17,7 @@ from verl.parallel.serialize import from_bytes, to_bytes
 ACTOR = "actor_rollout_ref.actor"
 # an image is in every third row, so that a rank often has none
 NUM_ROWS, EVERY = 12, 3
+PIXEL_BYTES = 4 * 4 * 2 * 3 * 14 * 14 * 4  # of the patches of an image: two frames of three colours in float32
 ON_TWO = {
     "fsdp2": [],
     "replicas": [f"{ACTOR}.fsdp_config.fsdp_size=1"],
@@ -91,12 +92,21 @@ def test_a_divided_sequence_refuses_images(two_ranks):
 
 @pytest.mark.slow
 def test_two_ray_workers_equal_one_process(jobs, vision, alone, monkeypatch):
-    pytest.importorskip("ray")
+    """And the process of the run gives the pixels of an image to Ray once, for all the calls that read it."""
+    ray = pytest.importorskip("ray")
+    sizes, put = [], ray.put
+    monkeypatch.setattr(
+        ray, "put", lambda value: (sizes.append(sum(getattr(b, "nbytes", 0) for b in value[1:])), put(value))[1]
+    )
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("VERL_TEST_WIDE_NORMS", "1")
     on_ray = train_here(jobs, "ray", *vision, "trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_cpus=4")
     assert_same(on_ray, alone, rel=1e-10)
     assert_same_weights(on_ray, alone, 3, rel=1e-10)
+    pictured = [
+        {row["prompt"] for row in rows if "<|image_pad|>" in row["prompt"]} for rows in on_ray.samples().values()
+    ]
+    assert sum(size // PIXEL_BYTES for size in sizes) == sum(map(len, pictured)) > 2
 
 
 def test_the_rows_of_a_prompt_send_its_images_once():

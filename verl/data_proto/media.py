@@ -9,8 +9,10 @@ and between its turns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import UserDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
@@ -49,6 +51,17 @@ class ImageFiles:
     arguments: dict[str, Any]
 
 
+class StoredTensors(UserDict[str, "torch.Tensor"]):
+    """Tensors that lie in a store of several processes under `reference`; `fetch` gets them, when one is first read."""
+
+    def __init__(self, reference: Any, fetch: Callable[[Any], dict[str, torch.Tensor]]):
+        self.reference, self._fetch = reference, fetch
+
+    @cached_property
+    def data(self) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        return self._fetch(self.reference)
+
+
 @dataclass(frozen=True, eq=False)
 class Media:
     """Images that stand together. `tensors` are inputs of the model's forward by name, such as pixel_values and image_grid_thw,
@@ -60,10 +73,15 @@ class Media:
     """
 
     digest: str
-    tensors: dict[str, torch.Tensor]
+    tensors: Mapping[str, torch.Tensor]
     thumbnails: tuple[str, ...] = ()
     texts: tuple[str, ...] = ()
     files: ImageFiles | None = None
+
+    def store(self, put: Callable[[Mapping[str, torch.Tensor]], StoredTensors]) -> None:
+        """Have the tensors in a store in place of this process, unless they are there."""
+        if not isinstance(self.tensors, StoredTensors):
+            object.__setattr__(self, "tensors", put(self.tensors))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Media) and self.digest == other.digest

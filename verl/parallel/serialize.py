@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from verl.data_proto.media import ImageFiles, Media, MediaSpan
+from verl.data_proto.media import ImageFiles, Media, MediaSpan, StoredTensors
 from verl.data_proto.merge import object_array
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
@@ -126,6 +126,11 @@ def _pack_tensor(value: torch.Tensor, buffers: list[np.ndarray], place: str) -> 
     }
 
 
+def _pack_stored(value: StoredTensors, buffers: list[Any], place: str) -> Any:
+    buffers.append(value.reference)
+    return {"!": "stored", "b": len(buffers) - 1}
+
+
 def _pack_array(value: np.ndarray, buffers: list[np.ndarray], place: str) -> Any:
     if value.dtype == object:
         values = value.ravel().tolist()
@@ -159,6 +164,7 @@ _PACKERS: tuple[tuple[Any, Any], ...] = (
     (tuple, _pack_tuple),
     ((bytes, bytearray), _pack_bytes),
     (torch.Tensor, _pack_tensor),
+    (StoredTensors, _pack_stored),
     (np.ndarray, _pack_array),
     (DataProto, _pack_batch),
     (Metric, _pack_metric),
@@ -211,6 +217,7 @@ _UNPACKERS: dict[str, Any] = {
     "tuple": lambda p, b: tuple(_unpack(p["v"], b)),
     "bytes": lambda p, b: b[p["b"]].tobytes(),
     "tensor": _unpack_tensor,
+    "stored": lambda p, b: b[p["b"]],
     "array": _unpack_array,
     "objects": _unpack_objects,
     "batch": _unpack_batch,

@@ -38,6 +38,8 @@ from verl.runtime.ray_cluster import (
     Request,
     own_address,
     own_device,
+    read_buffer,
+    store_images,
     store_value,
 )
 from verl.runtime.ray_process import Packed, PackedAnswer, Process, answer_call, open_answer, pack, unpack
@@ -167,6 +169,7 @@ class RayRuntime:
         def call(process: Process, index: int) -> tuple[Process, Any]:
             arguments = plan.calls[index]
             if id(arguments) not in packed:
+                store_images(arguments)
                 packed[id(arguments)] = store_value(pack(arguments))
             run = process.handle.call
             if group.name == "reward":
@@ -274,7 +277,7 @@ class RankProcess:
         workers = self.workers
 
         def run() -> object:
-            result = workers.call(role, method, *unpack(arguments))
+            result = workers.call(role, method, *unpack(arguments, read_buffer))
             return result if answers else None
 
         return answer_call(run)
@@ -285,7 +288,7 @@ class RankProcess:
         worker = self.workers.worker(role)
 
         def run() -> object:
-            args, kwargs = unpack(arguments)
+            args, kwargs = unpack(arguments, read_buffer)
             with calls(f"{role}.{method}"):
                 result = getattr(worker, method)(*args, **kwargs)
             return result if answers else None

@@ -12,6 +12,7 @@ from typing import Any
 
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # a process without a GPU keeps CUDA_VISIBLE_DEVICES
 
+import numpy as np
 import ray
 import torch
 from ray._private import services, worker
@@ -19,11 +20,13 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from verl.data_proto.media import StoredTensors, images_in, row_media_of
+from verl.data_proto.proto import DataProto
 from verl.errors import ConfigError, DeadlineError, VerlError, WorkerLostError
 from verl.parallel.device import resolve_device, visible_devices
-from verl.parallel.dispatch import CallPlan
+from verl.parallel.dispatch import CallPlan, MethodCall
 from verl.runtime import ray_node
-from verl.runtime.ray_process import Packed, Process, first_line, last_lines, open_answer
+from verl.runtime.ray_process import Packed, Process, first_line, last_lines, open_answer, pack, unpack
 from verl.runtime.ray_request import Request, ask_for_token, is_short, passed_environment
 
 log = logging.getLogger(__name__)
@@ -341,8 +344,24 @@ def own_device(name: str) -> torch.device:
 def store_value(value: Packed) -> Any:
     """The argument of a call for `value`: a large one is stored once for several processes, a small one travels in the call,
     which saves a request to Ray's object store on each side."""
-    small = len(value[0]) + sum(buffer.nbytes for buffer in value[1:]) <= _INLINE_BYTES
+    small = len(value[0]) + sum(getattr(buffer, "nbytes", 0) for buffer in value[1:]) <= _INLINE_BYTES
     return value if small else ray.put(value)
+
+
+def store_images(call: MethodCall | None) -> None:
+    """Have the images of batches among the arguments of `call` in Ray's object store, where each process reads the images of
+    its rows. They are there until no row has them."""
+    for batch in (*call.args, *call.kwargs.values()) if call is not None else ():
+        for row in (row_media_of(batch) or ()) if isinstance(batch, DataProto) else ():
+            for media in images_in(row):
+                media.store(lambda tensors: read_buffer(ray.put(pack(dict(tensors)))))
+
+
+def read_buffer(buffer: Any) -> Any:
+    """A buffer of a call: the images that `store_images` has stored, or bytes."""
+    if isinstance(buffer, ray.ObjectRef):
+        return StoredTensors(buffer, lambda reference: unpack(ray.get(reference)))
+    return np.asarray(buffer)
 
 
 def remote_function(function: Callable[..., Any], **options: Any) -> Any:

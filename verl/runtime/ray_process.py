@@ -75,9 +75,9 @@ def pack(value: object) -> Packed:
     return [document, *buffers]
 
 
-def unpack(packed: Packed) -> Any:
-    """Inverse of `pack`."""
-    return decode(packed[0], [np.asarray(b) for b in packed[1:]])
+def unpack(packed: Packed, read: Callable[[Any], Any] = np.asarray) -> Any:
+    """Inverse of `pack`; `read` gives a buffer for what Ray has carried."""
+    return decode(packed[0], [read(b) for b in packed[1:]])
 
 
 def answer_call(run: Callable[[], object]) -> PackedAnswer:
