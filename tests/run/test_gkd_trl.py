@@ -1,22 +1,16 @@
 """Loss and gradient norm of ten steps of GKD on given responses equal the values of TRL's GKDTrainer."""
 
 import json
-import subprocess
-from pathlib import Path
 
 import pytest
 
 from tests.data.conversations.templates import MARKED_CHATML, chat
-from tests.house.source import ROOT
 from tests.run.conftest import train_run
 from tests.run.test_sft_trl import words
+from tests.run.trl_oracle import NUM_STEPS, trl_case, trl_logs
 from verl.models.load import load_tokenizer
 from verl.models.tiny import make_tiny_model
-from verl.registry import load_module
 
-peer_env = load_module(str(ROOT / "benchmarks" / "peers" / "peer_env.py"))
-
-NUM_STEPS, BATCH_SIZE = 10, 4
 BETAS = {"forward KL": 0.0, "jsd 0.5": 0.5, "jsd 0.9": 0.9, "reverse KL": 1.0}
 ROWS = [(words(i, 2), words(i + 1, i % 5 + 1)) for i in range(40)]
 
@@ -29,25 +23,14 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def theirs(models, tmp_path_factory):
-    if not peer_env.is_ready("trl", peer_env.default_folder("trl")):
-        pytest.skip("TRL's environment is not there; benchmarks/peers/peer_env.py makes it")
     folder = tmp_path_factory.mktemp("trl")
-    args = {
-        "per_device_train_batch_size": BATCH_SIZE, "max_steps": NUM_STEPS, "learning_rate": 1e-3, "weight_decay": 0.0,
-        "lmbda": 0.0, "max_length": 512,
-    }  # fmt: skip
-    rows = [{"messages": chat(*row)} for row in ROWS]
-    common = {"model": str(models[0]), "teacher": str(models[1]), "rows": rows, "template": MARKED_CHATML}
-    cases = {name: {**common, "args": {**args, "beta": beta}} for name, beta in BETAS.items()}
-    (folder / "task.json").write_text(json.dumps({"cases": cases}))
-    done = subprocess.run(
-        [peer_env.python_of(peer_env.default_folder("trl")), Path(__file__).with_name("trl_gkd.py"),
-         folder / "task.json", folder / "answer.json"],
-        env=peer_env.clean_environment() | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "cache")},
-        capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
-    assert not done.returncode, done.stderr[-3000:]
-    return json.loads((folder / "answer.json").read_text())
+    args = {"lmbda": 0.0, "max_length": 512, "teacher_model_init_kwargs": {"dtype": "float32"}}
+    rows, more = [{"messages": chat(*row)} for row in ROWS], {"trainer": "GKD", "teacher": str(models[1])}
+    cases = {
+        name: trl_case(models[0], rows, MARKED_CHATML, 1e-3, **more, args={**args, "beta": beta})
+        for name, beta in BETAS.items()
+    }
+    return trl_logs(cases, folder)
 
 
 @pytest.mark.slow

@@ -15,26 +15,27 @@ NUM_STEPS, BATCH_SIZE = 10, 4
 peer_env = load_module(str(ROOT / "benchmarks" / "peers" / "peer_env.py"))
 
 
-def trl_logs(cases, folder, timeout_s=580):
-    """name -> the log of every step. `cases` as tests/run/trl_steps.py describes them: one process for all, because its
-    imports take longer than the steps. Skips the test where TRL's environment is not there."""
+def answer_of(script, task, folder):
+    """The answer of a `script` of this folder to `task` in TRL's environment. Skips the test where it is not there."""
     if not peer_env.is_ready("trl", peer_env.default_folder("trl")):
         pytest.skip("TRL's environment is not there; benchmarks/peers/peer_env.py makes it")
-    (folder / "task.json").write_text(json.dumps({"cases": cases}))
+    (folder / "task.json").write_text(json.dumps(task))
+    python = peer_env.python_of(peer_env.default_folder("trl"))
     done = subprocess.run(
-        [
-            peer_env.python_of(peer_env.default_folder("trl")),
-            Path(__file__).with_name("trl_steps.py"),
-            folder / "task.json",
-            folder / "answer.json",
-        ],
+        [python, Path(__file__).parent / script, folder / "task.json", folder / "answer.json"],
         env=peer_env.clean_environment() | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "cache")},
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=580,
     )
     assert not done.returncode, done.stderr[-3000:]
     return json.loads((folder / "answer.json").read_text())
+
+
+def trl_logs(cases, folder):
+    """name -> the log of every step. `cases` as tests/run/trl_steps.py describes them: one process for all, because its
+    imports take longer than the steps."""
+    return answer_of("trl_steps.py", {"cases": cases}, folder)
 
 
 def trl_case(model, rows, template, lr, **more):

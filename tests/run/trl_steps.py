@@ -2,16 +2,19 @@
 
 Reads {"cases": {name: {"trainer", "model", "rows", "args", "template"}}} from the file named first; writes to the file named
 second, for each case, TRL's log of every step: loss, grad_norm, learning_rate, and the metrics of the trainer. `args` go to the
-trainer's config (SFTConfig for SFT), `template` is a chat template, or null for the tokenizer's own.
+trainer's config (SFTConfig for SFT), `template` is a chat template, or null for the tokenizer's own. GKD has a "teacher". Rows
+of GRPO have a picture, and [prompt ids, response ids, log-probs] of its samples follow the log.
 """
 
+import base64
 import importlib
+import io
 import json
 import sys
 import tempfile
 from pathlib import Path
 
-EXPERIMENTAL = {"CPO": "trl.experimental.cpo", "ORPO": "trl.experimental.orpo"}
+EXPERIMENTAL = {kind: f"trl.experimental.{kind.lower()}" for kind in ("CPO", "ORPO", "GKD")}
 
 
 def in_file_order(trainer):
@@ -25,16 +28,50 @@ def in_file_order(trainer):
     return InFileOrder
 
 
+def recording(trainer, samples):
+    """GRPOTrainer, whose samples are added to `samples`."""
+
+    class Recording(trainer):
+        def _generate_and_score_completions(self, inputs):
+            output = super()._generate_and_score_completions(inputs)
+            masks = [output[f"{part}_mask"].bool() for part in ("prompt", "completion", "completion")]
+            values = (output[name] for name in ("prompt_ids", "completion_ids", "old_per_token_logps"))
+            samples.extend(zip(*([v[m].tolist() for v, m in zip(*part)] for part in zip(values, masks))))
+            return output
+
+    return Recording
+
+
+def share_of_letters(completions, **_):
+    texts = [reply[0]["content"] for reply in completions]
+    return [sum(c.isalpha() for c in text) / max(len(text), 1) for text in texts]
+
+
+def with_picture(row):
+    from PIL import Image
+
+    return {**row, "image": Image.open(io.BytesIO(base64.b64decode(row["image"].split(",")[1])))}
+
+
 def steps_of(case):
     """TRL's log of every step of a case."""
     from datasets import Dataset
-    from transformers import AutoTokenizer
+    from transformers import AutoProcessor, AutoTokenizer
 
-    kind = case.get("trainer", "SFT")
+    kind, rows, samples = case.get("trainer", "SFT"), case["rows"], []
     module = importlib.import_module(EXPERIMENTAL.get(kind, "trl"))
+    trainer, config = (getattr(module, f"{kind}{part}") for part in ("Trainer", "Config"))
     tokenizer = AutoTokenizer.from_pretrained(case["model"])
     if case.get("template") is not None:
         tokenizer.chat_template = case["template"]
+    more = {"processing_class": tokenizer, **({"teacher_model": case["teacher"]} if "teacher" in case else {})}
+    if kind == "GRPO":
+        processor = AutoProcessor.from_pretrained(case["model"], padding_side="left")
+        processor.chat_template = tokenizer.chat_template
+        more = {"processing_class": processor, "reward_funcs": share_of_letters}
+        trainer, rows = recording(trainer, samples), [with_picture(row) for row in rows]
+    else:
+        trainer = in_file_order(trainer)
     with tempfile.TemporaryDirectory() as folder:
         settings = {
             "output_dir": folder,
@@ -47,19 +84,15 @@ def steps_of(case):
             "save_strategy": "no",
             "report_to": [],
             "disable_tqdm": True,
-            "max_length": None,
+            **({"shuffle_dataset": False} if kind == "GRPO" else {"max_length": None}),
             **case["args"],
         }
-        trainer = in_file_order(getattr(module, f"{kind}Trainer"))(
-            model=case["model"],
-            args=getattr(module, f"{kind}Config")(**settings),
-            train_dataset=Dataset.from_list(case["rows"]),
-            processing_class=tokenizer,
-        )
+        train_dataset = Dataset.from_list(rows)
+        trainer = trainer(model=case["model"], args=config(**settings), train_dataset=train_dataset, **more)
         if case.get("in_float64"):  # TRL loads models only in narrower dtypes
             trainer.model.double()
         trainer.train()
-        return [row for row in trainer.state.log_history if "grad_norm" in row]
+        return [row for row in trainer.state.log_history if "grad_norm" in row] + samples
 
 
 def main(task, answer):

@@ -1,17 +1,12 @@
 """Tokens and masks against TRL's SFTTrainer on the same rows, in a separate environment."""
 
-import json
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.data.conversations.templates import FAMILIES, MARKED_CHATML, chat, encode, with_template
 from tests.data.conversations.test_properties import SMOLLM2
-from tests.house.source import ROOT
-from verl.registry import load_module
-
-peer_env = load_module(str(ROOT / "benchmarks" / "peers" / "peer_env.py"))
+from tests.run.trl_oracle import answer_of
 
 LONG = [
     {"messages": chat("What is 2+2?", "4", "And 3 + 3?", "It is 6.\n\nSix.", system="You add.")},
@@ -82,8 +77,6 @@ def both(request, tmp_path_factory):
     """Our tokenizer, and what TRL made of every case with it."""
     from transformers import AutoTokenizer
 
-    if not peer_env.is_ready("trl", peer_env.default_folder("trl")):
-        pytest.skip("TRL's environment is not there; benchmarks/peers/peer_env.py makes it")
     if request.param == "smollm2" and not (SMOLLM2 / "tokenizer.json").exists():
         pytest.skip("work/models/SmolLM2-135M-Instruct is not there")
     folder = tmp_path_factory.mktemp("trl")
@@ -95,17 +88,9 @@ def both(request, tmp_path_factory):
     )
     tokenizer.save_pretrained(folder / "tokenizer")
     cases = {name: {"rows": rows, "args": args, "template": t} for name, (rows, args, t, _) in CASES.items()}
-    (folder / "task.json").write_text(json.dumps({"tokenizer": str(folder / "tokenizer"), "cases": cases}))
-    script = Path(__file__).with_name("trl_rows.py")
-    done = subprocess.run(
-        [peer_env.python_of(peer_env.default_folder("trl")), script, folder / "task.json", folder / "answer.json"],
-        env=peer_env.clean_environment() | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(folder / "cache")},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert not done.returncode, done.stderr[-3000:]
-    return AutoTokenizer.from_pretrained(folder / "tokenizer"), json.loads((folder / "answer.json").read_text())
+    task = {"tokenizer": str(folder / "tokenizer"), "cases": cases}
+    answers = answer_of(Path(__file__).with_name("trl_rows.py"), task, folder)
+    return AutoTokenizer.from_pretrained(folder / "tokenizer"), answers
 
 
 @pytest.mark.slow
