@@ -57,6 +57,17 @@ def test_a_prompt_without_tokens_is_refused():
         encoder("{{ '' }}").encode(USER, "here")
 
 
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.text(st.sampled_from("ab1 \n<|é語"), max_size=80), min_size=1), st.sampled_from([..., None]))
+def test_bounds_of_short_prompts_choose_the_same_rows(prompts, template):
+    prompt_encoder = encoder(template, max_prompt_length=70)
+    exact, bounds = prompt_encoder.lengths(prompts), prompt_encoder.lengths(prompts, bounded=True)
+    assert [bound <= 70 for bound in bounds] == [length <= 70 for length in exact]
+    assert all(bound >= length for bound, length in zip(bounds, exact, strict=True))
+    characters = len("ab" if template is None else "<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\n")
+    assert prompt_encoder.lengths(["ab"], bounded=True) in ([characters], prompt_encoder.lengths(["ab"]))
+
+
 def test_error_names_length_limit_and_fix():
     with pytest.raises(
         DataError, match=r"here: the prompt has \d+ tokens, more than .*=10\. .*filter_overlong_prompts"

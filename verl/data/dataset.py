@@ -92,7 +92,7 @@ class RLHFDataset:
             str(self.data_files),
             len(dataframe),
             partial(self._measure, dataframe, encoder),
-            key=lambda: key_of("lengths", dataframe.digest(), *encoder.identity(), self.prompt_key),
+            key=lambda: key_of("fit", dataframe.digest(), *encoder.identity(), self.prompt_key, self.max_prompt_length),
             forks=encoder.images is None,
         )
         fitting = np.flatnonzero(scan.results()[0]["lengths"] <= self.max_prompt_length)
@@ -108,7 +108,7 @@ class RLHFDataset:
     def _measure(self, dataframe: Rows, encoder: PromptEncoder, numbers: range) -> ScanPart:
         """The prompt tokens of rows: an Examine of verl/data/scan.py."""
         bad, prompts = BadRows(), self._prompts(dataframe, numbers) if encoder.images is None else None
-        lengths = [0] * len(numbers) if prompts is None else encoder.lengths(prompts)
+        lengths = [0] * len(numbers) if prompts is None else encoder.lengths(prompts, bounded=True)
         for index, number in enumerate(numbers):
             if not lengths[index]:
                 row, place = dataframe[number], dataframe.place(number)
@@ -277,13 +277,14 @@ class PromptRows:
             return error
 
     def examined(
-        self, items: range, encoder: PromptEncoder, checks: TemplateChecks, *, measured: bool
+        self, items: range, encoder: PromptEncoder, checks: TemplateChecks, *, measured: bool, bounded: bool = False
     ) -> Iterator[tuple[int, dict[str, Any] | None, int, DataError | None]]:
         """(item, row, prompt tokens, error) of each of `items`. The row is None when its fields are wrong, the number 0 when
-        it is not `measured` or the prompt has no tokens."""
+        it is not `measured` or the prompt has no tokens; `bounded`: see PromptEncoder.lengths."""
         rows = self.batch(items)
         texts = [row for row in rows if not isinstance(row, DataError) and not self.images(row)]
-        lengths = iter(encoder.lengths([self.prompt(row) for row in texts]) if measured else [0] * len(texts))
+        prompts = [self.prompt(row) for row in texts]
+        lengths = iter(encoder.lengths(prompts, bounded=bounded) if measured else [0] * len(texts))
         for item, row in zip(items, rows, strict=True):
             if isinstance(row, DataError):
                 yield item, None, 0, row
@@ -312,7 +313,7 @@ class PromptRows:
 
         def examine_batch(items: range) -> ScanPart:
             lengths, bad = [], BadRows()
-            for item, row, length, error in self.examined(items, encoder, checks, measured=measured):
+            for item, row, length, error in self.examined(items, encoder, checks, measured=measured, bounded=True):
                 lengths.append(length)
                 images = [] if row is None else self.images(row)
                 self.has_images |= bool(images)

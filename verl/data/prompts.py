@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 TRUNCATIONS = ("error", "left", "right", "middle")
 
+_ADDED = 8  # tokens that a tokenizer may add to a text
+
 _time: list[datetime] = []  # of this process
 
 
@@ -101,35 +103,45 @@ class PromptEncoder:
         read.check(ids, text)
         return EncodedPrompt(list(ids), read.media)
 
-    def lengths(self, prompts: Sequence[Messages | str]) -> list[int]:
+    def lengths(self, prompts: Sequence[Messages | str], *, bounded: bool = False) -> list[int]:
         """Tokens of each prompt as `encode_whole` gives them, by one call of the tokenizer; 0 where only `encode_whole` can say
-        how many, or what is wrong."""
+        how many, or what is wrong. With `bounded`, an upper bound for texts that are so short that they fit."""
+        if not prompts or not getattr(self.tokenizer, "is_fast", False):  # which takes one text at a time
+            return [0] * len(prompts)
+        limit = num_embeddings(self.tokenizer)
+        room = self.max_length - _ADDED if bounded and self._takes_batches and len(self.tokenizer) <= limit else 0
         try:
-            ids = self._encode_many(prompts)
+            texts = self._texts(prompts)
+            # a token has at least a character of an ASCII text
+            bounds = [len(t) if len(t) <= room and t.isascii() and t.strip() else 0 for t in texts]
+            ids = self._encode_many(prompts, [text for text, bound in zip(texts, bounds, strict=True) if not bound])
         except BaseException as error:  # as in `encode_text`, and a template's program
             if not is_failure(error):
                 raise
             return [0] * len(prompts)
-        limit = num_embeddings(self.tokenizer)
         marks = {*self.images.processor.marks.values()} if self.images else set()
-        return [len(own) if own and max(own) < limit and marks.isdisjoint(own) else 0 for own in ids]
+        exact = (len(own) if own and max(own) < limit and marks.isdisjoint(own) else 0 for own in ids)
+        return [bound or next(exact) for bound in bounds]
 
-    def _encode_many(self, prompts: Sequence[Messages | str]) -> list[list[int]]:
-        """Token ids of each prompt; empty for a tokenizer that takes one text at a time."""
-        if not prompts or not getattr(self.tokenizer, "is_fast", False):
-            return [[] for _ in prompts]
-        if getattr(self.tokenizer, "chat_template", None):
-            chats = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
-            settings = at_time_of_run({"add_generation_prompt": True, **self.template_kwargs})
-            chats = [_readable(self.tokenizer, messages) for messages in chats]
-            texts = self.tokenizer.apply_chat_template(chats, tokenize=False, **settings)
-            ids = self.tokenizer.encode(texts, add_special_tokens=False)
-        else:
-            ids = self.tokenizer.encode(list(prompts))
+    def _texts(self, prompts: Sequence[Messages | str]) -> list[Any]:
+        """The texts that are tokenized; messages for a tokenizer without a template."""
+        if not getattr(self.tokenizer, "chat_template", None):
+            return list(prompts)
+        chats = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
+        settings = at_time_of_run({"add_generation_prompt": True, **self.template_kwargs})
+        chats = [_readable(self.tokenizer, messages) for messages in chats]
+        return self.tokenizer.apply_chat_template(chats, tokenize=False, **settings)
+
+    def _encode_many(self, prompts: Sequence[Messages | str], texts: list[str]) -> list[list[int]]:
+        """Token ids of texts, the first of which are from `prompts`; empty for a tokenizer that takes one text at a time."""
+        if not texts:
+            return []
+        added = {"add_special_tokens": False} if getattr(self.tokenizer, "chat_template", None) else {}
+        ids = self.tokenizer.encode(texts, **added)
         if self._takes_batches is None:  # a class of the user's may take a list for the words of one text
             first = [self.encode_whole(prompt, "").ids for prompt in prompts[:4]]
-            self._takes_batches = len(ids) == len(prompts) and [*ids[:4]] == first
-        return ids if self._takes_batches else [[] for _ in prompts]
+            self._takes_batches = len(ids) == len(texts) and [*ids[:4]] == first
+        return ids if self._takes_batches else [[] for _ in texts]
 
 
 def set_template_time(time: str | None) -> None:
