@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.unit_files import is_unit
+from verl.config.groups import main as write_groups
 
 # how long an example takes says how busy the machine is, and nothing about the code
 settings.register_profile("verl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -57,6 +58,8 @@ def pytest_configure(config):
     if config.getoption("--unit"):
         settings.register_profile("unit", settings.get_profile("verl"), max_examples=10)
         settings.load_profile("unit")
+    if not hasattr(config, "workerinput"):  # as an installation does, after a change of a key
+        write_groups([str(config.rootpath / "verl/trainer/config")])
     os.environ["VERL_PAGE"] = "0"  # no run of a test starts a page unless it asks for one
     if hasattr(config.option, "loadscopereorder"):  # xdist would begin with the files of many tests
         config.option.loadscopereorder = False

@@ -1,4 +1,4 @@
-"""verl/trainer/config, which Hydra composes in programs of users: `python -m verl.config.groups verl/trainer/config`.
+"""verl/trainer/config, which Hydra composes in programs of users. setup.py writes the files when the package is installed.
 
 `@hydra.main(config_path="pkg://verl.trainer.config", config_name="ppo_trainer")` gives the whole tree, in the groups that
 existing programs override. `load_composed` (load.py) reads the result.
@@ -99,15 +99,15 @@ def _differs(path: str, value: object) -> bool:
     return same in PPO.leaves and value != _value(PPO, same)
 
 
-def _value(schema: Schema[Any], path: str) -> Any:
+def _value(schema: Schema[object], path: str) -> Any:
     """The default of a key; where it follows another key, a reference to that one."""
     source = dict(schema.follows).get(path)
     return _COMPUTED.get(path) or (f"${{{source}}}" if source else schema.leaves[path].default)
 
 
-def _older_spellings(schema: Schema[Any]) -> dict[str, object]:
+def _older_spellings(schema: Schema[object]) -> dict[str, object]:
     """Other spellings of keys, at values with which they ask for nothing."""
-    older: dict[str, Any] = {}
+    older: dict[str, object] = {}
     aliases, leaves = schema.compat.aliases, schema.leaves
     for alias in aliases:
         if alias.old in _OLDER_SECTIONS:
@@ -123,7 +123,7 @@ def _is_section(path: str, *known: Mapping[str, object]) -> bool:
     return any(other.startswith(path + ".") for keys in known for other in keys)
 
 
-def _taken(values: dict[str, Any], section: str) -> dict[str, object]:
+def _taken(values: dict[str, object], section: str) -> dict[str, object]:
     return {path[len(section) + 1 :]: value for path, value in values.items() if path.startswith(section + ".")}
 
 
@@ -153,11 +153,12 @@ def _lines(node: Mapping[str, object], depth: int) -> list[str]:
 
 
 def main(argv: list[str]) -> int:
-    """Write the files below the folder in `argv`."""
+    """Write the files below the folder in `argv`; those that are current stay untouched."""
     for name, text in files().items():
         file = Path(argv[0]) / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
+        if not file.is_file() or file.read_text(encoding="utf-8") != text:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
     return 0
 
 
