@@ -38,12 +38,12 @@ from verl.tracking.ledger.records import TRAINED, Offset, chained_digest, conten
 log = logging.getLogger(__name__)
 
 NAME = "ledger.sqlite"
-FORMAT = 3  # 2: the table steps had no counts; such files are upgraded when they are opened for writing
+FORMAT = 3
 BUSY_S = 30.0  # longest wait for another process that reads or writes the file
 _VERIFIED = 100_000  # newest samples that a resume compares with its checkpoint: about a second
 _CHECKED_BYTES = 1 << 28  # larger files are not read whole to look for damaged pages
 
-_SAMPLES = """
+SCHEMA = """
 CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE samples (
   ordinal INTEGER, sample INTEGER, attempt INTEGER, epoch INTEGER, data_row INTEGER, prompt TEXT,
@@ -57,13 +57,10 @@ CREATE TABLE segments (
   tokens BLOB, log_probs BLOB, finish_reason TEXT, rank INTEGER, digest BLOB, source TEXT NOT NULL,
   PRIMARY KEY (ordinal, sample, attempt, first_token));
 CREATE TABLE skipped (step INTEGER PRIMARY KEY, first_ordinal INTEGER, next_ordinal INTEGER);
-"""
-_COUNTS = """
 CREATE INDEX samples_again ON samples (attempt) WHERE attempt = 1;
 CREATE TABLE steps (step INTEGER PRIMARY KEY, cursor INTEGER, num_trained INTEGER, digest TEXT,
   dropped INTEGER, evicted INTEGER, defaulted INTEGER);
 """
-SCHEMA = _SAMPLES + _COUNTS
 _OFFSET = "step, cursor, num_trained, digest"  # columns of steps
 STATEMENTS = {
     "issue": "INSERT INTO samples (ordinal, sample, attempt, epoch, data_row, prompt, issued_step, split, token_limit) "
@@ -92,18 +89,6 @@ UPDATE samples SET ended_step = NULL, fate = NULL, uses = NULL WHERE ended_step 
 DELETE FROM skipped WHERE step > {step};
 DELETE FROM steps WHERE step > {step};
 """
-# the table steps of a file of format 2, with counts
-_COUNTED_STEPS = """
-SELECT step, cursor, num_trained, digest, total(d) OVER before AS dropped, total(e) OVER before AS evicted,
-  total(f) OVER before AS defaulted
-FROM main.steps LEFT JOIN (SELECT ended_step, sum(fate = 'dropped') AS d, sum(fate = 'evicted') AS e,
-  sum(error IS NOT NULL) AS f FROM samples GROUP BY ended_step) ON ended_step = step WINDOW before AS (ORDER BY step)
-"""
-_UPGRADE = f"""
-CREATE TEMP TABLE counted AS {_COUNTED_STEPS};
-DROP TABLE steps; {_COUNTS} INSERT INTO steps SELECT * FROM counted; DROP TABLE counted;
-UPDATE about SET value = '3' WHERE name = 'format';
-"""
 FIX = (
     "Move it to another place: the run then continues from the checkpoint's own record, without the history before it."
 )
@@ -125,13 +110,10 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Open for writing, in autocommit, and upgrade a file of format 2. The journal mode is the best that the folder allows:
-    WAL; without shared memory, TRUNCATE; without locks too, TRUNCATE without locking, since a run folder has one writer.
-    Raises sqlite3.Error."""
+    """Open for writing, in autocommit. The journal mode is the best that the folder allows: WAL; without shared memory,
+    TRUNCATE; without locks too, TRUNCATE without locking, since a run folder has one writer. Raises sqlite3.Error."""
     db = _connect_best(path)
     db.create_function("content_digest", 2, content_digest)
-    if _is_format_2(db):
-        db.executescript(f"BEGIN; {_UPGRADE} COMMIT;")
     return db
 
 
@@ -180,7 +162,7 @@ def _open(path: Path, options: str) -> sqlite3.Connection:
         db.execute("PRAGMA ignore_check_constraints=ON")  # the tables of a ledger have none
         known = _forms()
         for name, form in _forms_of(db).items():
-            if form not in known.get(name, []):
+            if form != known.get(name):
                 raise sqlite3.DatabaseError(f"its {clean(name)} is not of a ledger")
     except BaseException:
         db.close()
@@ -199,33 +181,22 @@ def _forms_of(db: sqlite3.Connection) -> dict[str, list[str]]:
 
 
 @cache
-def _forms() -> dict[str, list[list[str]]]:
-    """The forms that each table or index may have."""
+def _forms() -> dict[str, list[str]]:
+    """The form of each table and index of a ledger."""
     with closing(sqlite3.connect(":memory:")) as db:
         db.executescript(SCHEMA)
-        forms = {name: [form] for name, form in _forms_of(db).items()}
-    forms["steps"].append(forms["steps"][0][:4])  # of format 2
-    return forms
+        return _forms_of(db)
 
 
 def connect_read_only(path: Path) -> sqlite3.Connection:
     """Open for reading, also while a run writes and where nothing can be written. Raises sqlite3.Error."""
     beside = path.with_name(f"{path.name}-wal").exists()  # then a writer is there, or was killed
     for options in ("mode=ro",) if beside else ("mode=ro", "immutable=1"):
-        db = _open(path, options)
         try:
-            if _is_format_2(db):
-                db.execute(f"CREATE TEMP VIEW steps AS {_COUNTED_STEPS}")
-            return db
+            return _open(path, options)
         except sqlite3.Error as error:
-            db.close()
             failure = error
     raise failure
-
-
-def _is_format_2(db: sqlite3.Connection) -> bool:
-    (columns,) = db.execute("SELECT count(*) FROM pragma_table_info('steps')").fetchone()
-    return columns == 4
 
 
 def is_network_folder(folder: Path) -> bool:
