@@ -34,13 +34,13 @@ if TYPE_CHECKING:
         simpo,
         train,
     )  # fmt: skip
-    from verl.compat.runner import RLRunner
     from verl.config import load_config
     from verl.data_proto.proto import DataProto, DataProtoItem
     from verl.page.notebook import Run
     from verl.parallel.placement import DataParallelConfig
     from verl.programs.experience_buffer import ExperienceBuffer
     from verl.programs.stages import Stage
+    from verl.runner.runner import RLRunner
     from verl.runtime.dataflow import Controller
     from verl.session import Session
 
@@ -56,7 +56,7 @@ _LAZY = {
     "DataProto": "verl.data_proto.proto",
     "DataProtoItem": "verl.data_proto.proto",
     "ExperienceBuffer": "verl.programs.experience_buffer",
-    "RLRunner": "verl.compat.runner",
+    "RLRunner": "verl.runner.runner",
     "Run": "verl.page.notebook",
     "Session": "verl.session",
     "Stage": "verl.programs.stages",

@@ -105,7 +105,7 @@ class Trainer(SteppedRun):
             **({} if reward is None else _reward_keys(reward)),
         }
 
-    def _files(self, split: str, data: Rows) -> Any:
+    def _files(self, split: str, data: Rows) -> object:
         """Paths of data files. Rows are written to `inputs/` of the run folder, to a file named by their content: what another
         run in the folder reads stays as it is."""
         if isinstance(data, str):
@@ -114,8 +114,8 @@ class Trainer(SteppedRun):
             return [os.fspath(row) for row in data]
         if not data:
             raise DataError(f"The {split} data have no rows.")
-        convert = prompt_row if self.program_name == "ppo" else _checked_row
-        text = "".join(_json(convert(row, number), number) + "\n" for number, row in enumerate(data))
+        convert = prompt_row if self.program_name == "ppo" else checked_row
+        text = "".join(row_as_json(convert(row, number), number) + "\n" for number, row in enumerate(data))
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         file = self.folder / "inputs" / f"{split}_{digest}.jsonl"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -234,7 +234,7 @@ def generate(
 def prompt_row(row: Row, number: int) -> dict[str, Any]:
     """A row of docs/data.md from a dict with "prompt" (text or messages) and any other columns, which reward functions get. The
     reference answer is `reward_model.ground_truth`, "ground_truth" or "answer". Raises DataError without a prompt."""
-    _checked_row(row, number)
+    checked_row(row, number)
     if "prompt" not in row:
         raise DataError(
             f"Row {number} of the data has no 'prompt', a text or messages; it has {', '.join(map(str, row))}."
@@ -267,13 +267,13 @@ def _rows(split: str, data: Data) -> Rows:
     return list(data)
 
 
-def _checked_row(row: Row, number: int) -> Row:
+def checked_row(row: Row, number: int) -> Row:
     if not isinstance(row, Mapping):
         raise DataError(f"Row {number} of the data is a {type(row).__name__}; a row is a dict.")
     return row
 
 
-def _json(row: Row, number: int) -> str:
+def row_as_json(row: Row, number: int) -> str:
     """`row` as JSON, arrays as lists. Raises DataError for a value that has no form in JSON."""
     try:
         return json.dumps(row, default=_as_list)
@@ -283,7 +283,7 @@ def _json(row: Row, number: int) -> str:
         ) from error
 
 
-def _as_list(value: object) -> Any:
+def _as_list(value: object) -> object:
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"JSON has no form for a {type(value).__name__}")
@@ -293,7 +293,7 @@ def _no_reward(completions: Sequence[object], **columns: object) -> list[float]:
     return [0.0] * len(completions)
 
 
-def _reward_keys(reward: Reward) -> dict[str, Any]:
+def _reward_keys(reward: Reward) -> dict[str, object]:
     if isinstance(reward, str | os.PathLike):
         return {"reward.custom_reward_function.path": os.fspath(reward)}
     functions = list(reward) if isinstance(reward, Sequence) else [reward]
@@ -303,7 +303,7 @@ def _reward_keys(reward: Reward) -> dict[str, Any]:
             f"reward has {bad[0] if bad else reward!r}, which is no function. Give a function, several, or the path of a file."
         )
     references = [reference_to(function) for function in functions]
-    keys: dict[str, Any] = {
+    keys: dict[str, object] = {
         "reward.custom_reward_function.path": "pkg://verl.rewards.function_list",
         "reward.custom_reward_function.name": "score_lists",
         "reward.custom_reward_function.reward_kwargs": {"functions": references},

@@ -16,9 +16,9 @@ from tests.run import conftest as runs
 from tests.run.trl_oracle import peer_env
 from tests.slow import slow
 from verl import RLRunner
-from verl.compat.runner_arguments import Arguments
 from verl.errors import ConfigError, DataError, RewardError
 from verl.models.load import load_tokenizer
+from verl.runner.arguments import Arguments
 
 tiny_task, tiny_overrides = runs.tiny_task, runs.tiny_overrides
 SCRIPTS = Path(__file__).parent / "scripts"

@@ -31,6 +31,7 @@ LAYERS = (
     ("programs",),
     ("run", "tinker"),
     ("api", "cli", "session"),
+    ("runner",),
     ("compat",),  # serves scripts of other releases
 )
 HEIGHT = {package: height for height, row in enumerate(LAYERS) for package in row}

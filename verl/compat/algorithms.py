@@ -25,7 +25,7 @@ def settings_of(config: object) -> dict[str, Any]:
     return flat
 
 
-def _as_dict(section: object) -> dict[str, Any]:
+def _as_dict(section: object) -> dict[str, object]:
     if section is None:
         return {}
     if isinstance(section, ConfigView):  # a run calls a built-in that is registered under another name

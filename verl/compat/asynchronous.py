@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from verl.cli.main import run_guarded
 from verl.compat.commands import Arguments
@@ -106,7 +105,7 @@ def _placed(arguments: Arguments) -> list[str]:
 
 
 def _number(arguments: Arguments, key: str, default: float) -> float:
-    value: Any = arguments.take(key, default)
+    value: object = arguments.take(key, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
         raise ConfigError(f"{key}={value} must be a non-negative number.")
     return value

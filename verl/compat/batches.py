@@ -79,7 +79,7 @@ def compute_advantage(
     return data
 
 
-def _reward_parts(data: DataProto, keys: Any) -> list[dict[str, Any]]:
+def _reward_parts(data: DataProto, keys: Any) -> list[dict[str, object]]:
     """The reward components of each row: the column reward_parts, or one column per name."""
     if "reward_parts" in data.non_tensor_batch:
         return list(data.non_tensor_batch["reward_parts"])

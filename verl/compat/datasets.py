@@ -6,15 +6,16 @@ from collections.abc import Sized
 from typing import Any
 
 from verl.data.dataset import DEFAULT_SEED, dataset_class, whole_section
+from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError
 from verl.registry import load_object
 
 
 def create_rl_dataset(
-    data_paths: Any,
+    data_paths: object,
     data_config: Any,
-    tokenizer: Any,
-    processor: Any = None,
+    tokenizer: Tokenizer,
+    processor: object = None,
     is_train: bool = True,
     max_samples: int = -1,
 ) -> Any:

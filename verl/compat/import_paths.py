@@ -79,7 +79,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
         "verl.tools.tool_registry": "initialize_tools_from_config load_all_tools",
     },
     "verl.trainer": {
-        "verl.compat.runner": "RLRunner",
+        "verl.runner.runner": "RLRunner",
         "verl.compat.trainer": "PPOTrainer RLTrainer",
         "verl.run.schedule": "DynamicConfigScheduler",
     },

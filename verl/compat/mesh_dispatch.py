@@ -21,7 +21,7 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> Mode:
         chunks = padded.chunk(1 + max(share for share, _ in info))
         return [chunks[share] for share, _ in info]
 
-    def dispatch(group: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def dispatch(group: Any, *args: object, **kwargs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
         info = group.mesh_info(mesh_name)
         batches = [value for value in (*args, *kwargs.values()) if isinstance(value, DataProto)]
         group.num_rows_sent = len(batches[0]) if batches else 0

@@ -44,13 +44,13 @@ class MetricValues:
     """Numbers of one quantity and their aggregation, `verl.utils.metric.Metric`. Raises ValueError for a value that is not one
     number, and for metrics of another aggregation."""
 
-    def __init__(self, aggregation: str | AggregationType, value: Any = None):
+    def __init__(self, aggregation: str | AggregationType, value: object = None):
         self.aggregation = AggregationType(aggregation)
         self.values: list[float] = []
         if value is not None:
             self.append(value)
 
-    def append(self, value: Any) -> None:
+    def append(self, value: object) -> None:
         """Add a number, a tensor of one element, or the numbers of a metric."""
         if isinstance(value, MetricValues):
             self.extend(value)
@@ -88,7 +88,7 @@ class MetricValues:
         return joined.aggregate()
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any], aggregation: str | AggregationType) -> dict[str, MetricValues]:
+    def from_dict(cls, data: Mapping[str, object], aggregation: str | AggregationType) -> dict[str, MetricValues]:
         """A metric of each value."""
         return {name: cls(aggregation, value) for name, value in data.items()}
 
@@ -154,9 +154,9 @@ def process_validation_metrics(
 
 
 def bootstrap_metric(
-    data: Sequence[Any],
+    data: Sequence[object],
     subset_size: int,
-    reduce_fns: Sequence[Callable[[list[Any]], float]],
+    reduce_fns: Sequence[Callable[[list[object]], float]],
     n_bootstrap: int = NUM_DRAWS,
     seed: int = SEED,
 ) -> list[tuple[float, float]]:

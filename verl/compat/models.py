@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ModelError
 from verl.models.check import largest_difference
 from verl.models.folder import locate
@@ -54,7 +55,7 @@ def get_generation_config(model: str, trust_remote_code: bool = False) -> Any:
         return None
 
 
-def update_model_config(module_config: object, override_config_kwargs: Mapping[str, Any]) -> None:
+def update_model_config(module_config: object, override_config_kwargs: Mapping[str, object]) -> None:
     """Set fields of a transformers config, in place; a mapping sets the fields of the sub-config of that name."""
     for key, value in override_config_kwargs.items():
         if isinstance(value, Mapping) and not isinstance(getattr(module_config, key, None), (dict, type(None))):
@@ -98,7 +99,7 @@ def check_model_consistency(
     }
 
 
-def init_context() -> Any:
+def init_context() -> torch.device:
     """The context in which a `_build_model_optimizer` of the user's makes its module: parameters lie in host memory, from
     where the engine takes them to its devices."""
     return torch.device("cpu")
@@ -109,7 +110,7 @@ def get_init_weight_context_manager(use_meta_tensor: bool = True, mesh: object =
     return init_context
 
 
-def convert_weight_keys(state_dict: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
+def convert_weight_keys(state_dict: dict[str, Tensor], model: object) -> dict[str, Tensor]:
     """`state_dict` with the names of the model's checkpoint files, by the inverse of
     `model._checkpoint_conversion_mapping`; unchanged for a model without one."""
     renames = getattr(model, "_checkpoint_conversion_mapping", None)
@@ -128,7 +129,7 @@ def convert_weight_keys(state_dict: dict[str, Tensor], model: Any) -> dict[str, 
 
 
 def extract_multi_modal_inputs(
-    batch_data: Sequence[Mapping[str, Any]], indices: Sequence[int] | None = None
+    batch_data: Sequence[Mapping[str, object]], indices: Sequence[int] | None = None
 ) -> dict[str, Any]:
     """The model inputs (pixel values, grids) of several rows joined along their first axis; rows with `image_bound` keep
     lists, one entry a row. `indices` choose rows; those beyond the end are ignored."""
@@ -153,7 +154,7 @@ def hf_tokenizer(
     correct_gemma2: bool = True,
     trust_remote_code: bool = False,
     **_other: object,
-) -> Any:
+) -> Tokenizer:
     """The tokenizer of a folder or hub name, with a pad token. Raises ModelError."""
     from verl.config import ModelConfig
     from verl.models.load import load_tokenizer
@@ -178,7 +179,7 @@ def hf_processor(name_or_path: str, trust_remote_code: bool = False, **settings:
     return processor if isinstance(processor, transformers.ProcessorMixin) else None
 
 
-def set_pad_token_id(tokenizer: Any) -> None:
+def set_pad_token_id(tokenizer: Tokenizer) -> None:
     """Set the pad token of `tokenizer` to its end-of-sequence token if it has none."""
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token_id = tokenizer.eos_token_id

@@ -212,7 +212,7 @@ class FitRun:
         self._began = now
         self.write_rows(result.batch, step)
 
-    def _log(self, metrics: dict[str, Any], step: int) -> None:
+    def _log(self, metrics: dict[str, object], step: int) -> None:
         """Metrics of the script, to metrics.jsonl of the run folder."""
         numbers = {name: value for name, value in metrics.items() if _is_number(value)}
         self.loop.tracker.log({**self._rollout_metrics, **numbers}, step)
@@ -242,7 +242,7 @@ class PromptBatches:
             self._next += self.batch_size
             yield {**dict(batch.batch.items()), **batch.non_tensor_batch, **self._tokens(batch)}
 
-    def _tokens(self, batch: DataProto) -> dict[str, Any]:
+    def _tokens(self, batch: DataProto) -> dict[str, object]:
         """The prompts' tokens as datasets of earlier releases have them, padded on the left to data.max_prompt_length."""
         ids = list(map(PromptIds, batch.non_tensor_batch["prompt_token_ids"], batch.batch["ordinal"].tolist()))
         input_ids = torch.zeros(len(ids), self._run.config.data.max_prompt_length, dtype=torch.long)
@@ -275,7 +275,7 @@ def _outward(samples: DataProto, prompt_columns: set[str], seconds: float) -> Da
     parts = list(samples.non_tensor_batch["reward_parts"])
     names = sorted({name for row in parts for name in row} - prompt_columns - set(objects))
     objects |= {name: object_array([row.get(name) for row in parts]) for name in names}
-    meta = {"timing": {"generate_sequences": seconds}, "reward_extra_keys": names}
+    meta: dict[str, object] = {"timing": {"generate_sequences": seconds}, "reward_extra_keys": names}
     return DataProto.from_dict(columns, objects, meta_info=meta)
 
 
@@ -286,5 +286,5 @@ def _inward(batch: DataProto) -> DataProto:
     return DataProto.from_dict(columns, dict(batch.non_tensor_batch))
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float | Metric) or getattr(value, "size", 0) == 1

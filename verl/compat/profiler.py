@@ -31,7 +31,7 @@ class ProfilerConfig:
     all_ranks: bool = False
     ranks: list[int] = field(default_factory=list)
     save_path: str | None = "outputs/profile"
-    tool_config: Any = None
+    tool_config: object = None
 
 
 class DistProfiler:

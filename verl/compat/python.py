@@ -20,7 +20,7 @@ from verl.registry import load_module, load_object
 T = TypeVar("T")
 
 
-def append_to_dict(data: dict[str, Any], new_data: Mapping[str, Any], prefix: str = "") -> None:
+def append_to_dict(data: dict[str, Any], new_data: Mapping[str, object], prefix: str = "") -> None:
     """Append each value of `new_data` to the list of that name in `data`, in place; names get `prefix` unless they have it.
 
     data = {"loss": [1.0]}; append_to_dict(data, {"loss": 2.0})   # {"loss": [1.0, 2.0]}
@@ -50,7 +50,7 @@ def union_two_dict(dict1: dict[Any, Any], dict2: Mapping[Any, Any]) -> dict[Any,
     return dict1
 
 
-def list_of_dict_to_dict_of_list(list_of_dict: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
+def list_of_dict_to_dict_of_list(list_of_dict: Iterable[Mapping[str, object]]) -> dict[str, list[Any]]:
     """Rows as columns. Raises ValueError when the rows do not have the same keys."""
     rows = list(list_of_dict)
     if any(row.keys() != rows[0].keys() for row in rows):

@@ -23,6 +23,7 @@ from verl.compat.task_runner import INSTEAD, Pools, refuse_overrides, undecorate
 from verl.compat.workers import WORKERS
 from verl.config.active_keys import uses_critic, uses_reference
 from verl.data_proto.proto import DataProto
+from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError
 from verl.models.load import load_model_config
 
@@ -46,7 +47,7 @@ class RayPPOTrainer:
     def __init__(
         self,
         config: object,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
         role_worker_mapping: dict[Any, Any] | None = None,
         resource_pool_manager: Any = None,
         ray_worker_group_cls: Any = None,

@@ -20,6 +20,7 @@ import torch
 
 from verl.compat.python import get_event_loop
 from verl.data_proto.proto import DataProto
+from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError
 from verl.registry import RegistryMapping
 from verl.rewards.managers import REWARD_MANAGERS
@@ -37,7 +38,7 @@ class AbstractRewardManager(ABC):
     @abstractmethod
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         num_examine: int,
         compute_score: RawRewardFn | None,
         reward_fn_key: str = "data_source",
@@ -65,7 +66,7 @@ class NaiveRewardManager(AbstractRewardManager):
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         num_examine: int = 0,
         compute_score: RawRewardFn | None = None,
         reward_fn_key: str = "data_source",
@@ -112,11 +113,11 @@ class NaiveRewardManager(AbstractRewardManager):
             "response_length": len(response),
         }
 
-    def _score(self, rows: Sequence[Mapping[str, Any]]) -> list[Any]:
+    def _score(self, rows: Sequence[Mapping[str, object]]) -> list[Any]:
         arguments = ("data_source", "solution_str", "ground_truth", "extra_info")
         return [_wait(self.compute_score(**{name: row[name] for name in arguments})) for row in rows]
 
-    def _shape(self, score: float, response_length: int, entries: dict[str, Any]) -> float:
+    def _shape(self, score: float, response_length: int, entries: dict[str, object]) -> float:
         """The final score; entries added to `entries` are returned as extra info."""
         return score
 
@@ -126,7 +127,7 @@ class BatchRewardManager(NaiveRewardManager):
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         num_examine: int = 0,
         compute_score: RawRewardFn | None = None,
         reward_fn_key: str = "data_source",
@@ -137,7 +138,7 @@ class BatchRewardManager(NaiveRewardManager):
         super().__init__(tokenizer, num_examine, compute_score, reward_fn_key)
         self.reward_kwargs = reward_kwargs
 
-    def _score(self, rows: Sequence[Mapping[str, Any]]) -> list[Any]:
+    def _score(self, rows: Sequence[Mapping[str, object]]) -> list[Any]:
         names = ("data_source", "solution_str", "ground_truth", "extra_info")
         lists = {f"{name}s": [row[name] for row in rows] for name in names}
         return list(_wait(self.compute_score(**lists, **self.reward_kwargs)))
@@ -148,7 +149,7 @@ class DAPORewardManager(NaiveRewardManager):
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         num_examine: int = 0,
         compute_score: RawRewardFn | None = None,
         reward_fn_key: str = "data_source",
@@ -161,7 +162,7 @@ class DAPORewardManager(NaiveRewardManager):
             raise ConfigError(f"overlong_buffer_cfg.len={self.buffer.len} needs a max_resp_len of at least that.")
         self.max_resp_len = max_resp_len or 0
 
-    def _shape(self, score: float, response_length: int, entries: dict[str, Any]) -> float:
+    def _shape(self, score: float, response_length: int, entries: dict[str, object]) -> float:
         if not self.buffer.enable:
             return score
         penalty = overlong_penalty(response_length, self.max_resp_len, self.buffer)

@@ -11,6 +11,7 @@ import torch
 from verl.compat.reward_managers import AbstractRewardManager, RawRewardFn, get_reward_manager_cls
 from verl.compat.sections import loaded_config
 from verl.data_proto.proto import DataProto
+from verl.data_proto.tokenizer import Tokenizer
 from verl.registry import load_object
 from verl.rewards.functions import RewardFunctionSpec, load_reward_function
 from verl.rewards.managers import function_spec
@@ -28,7 +29,9 @@ def get_custom_reward_fn(config: object) -> RawRewardFn | None:
     return functools.wraps(function)(functools.partial(function, **kwargs)) if kwargs else function
 
 
-def load_reward_manager(config: object, tokenizer: Any, num_examine: int = 0, **reward_kwargs: object) -> Any:
+def load_reward_manager(
+    config: object, tokenizer: Tokenizer | None, num_examine: int = 0, **reward_kwargs: object
+) -> Any:
     """The reward manager of a whole config, to be called as `manager(batch, return_dict=True)`: the class that
     `reward.reward_manager` names, with the config's function and `reward_kwargs`. Raises ConfigError or RewardError."""
     whole = loaded_config(config).config
@@ -65,8 +68,11 @@ def extract_reward(batch: DataProto) -> tuple[torch.Tensor, dict[str, Any]]:
 
 
 def _score(
-    data: DataProto, config: object = None, tokenizer: Any = None, reward_fn: AbstractRewardManager | None = None
-) -> tuple[torch.Tensor, dict[str, Any]]:
+    data: DataProto,
+    config: object = None,
+    tokenizer: Tokenizer | None = None,
+    reward_fn: AbstractRewardManager | None = None,
+) -> tuple[torch.Tensor, dict[str, object]]:
     return compute_reward(data, load_reward_manager(config, tokenizer) if reward_fn is None else reward_fn)
 
 

@@ -24,6 +24,7 @@ from verl.config import (
     RolloutConfig,
     load_config,
 )
+from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError, NameConfigError, nearest
 from verl.registry import load_object
 
@@ -96,7 +97,7 @@ class HFModelConfig(ModelConfig):
         return load_model_config(self.path, self.trust_remote_code, self.override_config)
 
     @functools.cached_property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> Tokenizer:
         from verl.models.load import load_tokenizer
 
         return load_tokenizer(self)
@@ -176,7 +177,7 @@ def validate_config(config: object, use_reference_policy: bool = False, use_crit
     loaded_config(config)
 
 
-def _without_targets(tree: object) -> Any:
+def _without_targets(tree: object) -> object:
     if isinstance(tree, dict):
         return {key: _without_targets(value) for key, value in tree.items() if key != "_target_"}
     return [_without_targets(value) for value in tree] if isinstance(tree, list) else tree
@@ -219,7 +220,7 @@ def migrate_legacy_reward_impl(config: DictConfig) -> DictConfig:
     return config
 
 
-def _leaves(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def _leaves(tree: dict[str, object], prefix: str) -> Iterator[tuple[str, object]]:
     for name, value in tree.items():
         if isinstance(value, dict) and value:
             yield from _leaves(value, f"{prefix}.{name}")

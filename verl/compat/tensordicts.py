@@ -13,7 +13,7 @@ from verl.data_proto.merge import same_value
 
 
 def get_tensordict(
-    tensor_dict: Mapping[str, torch.Tensor | list[Any]], non_tensor_dict: Mapping[str, Any] | None = None
+    tensor_dict: Mapping[str, torch.Tensor | list[object]], non_tensor_dict: Mapping[str, object] | None = None
 ) -> TensorDict:
     """A batch from columns by name: tensors, and lists with one object per row. `non_tensor_dict` has values of the whole
     batch. Raises ValueError when the columns have different numbers of rows."""
@@ -51,7 +51,7 @@ def unwrap_non_tensor_data(data: object) -> Any:
     return data.data if isinstance(data, NonTensorData) else data
 
 
-def get(tensor_dict: TensorDict, key: str, default: Any = None) -> Any:
+def get(tensor_dict: TensorDict, key: str, default: object = None) -> Any:
     """A column: the tensor, the list of its objects, or the value of the whole batch; `default` if absent."""
     if key not in tensor_dict.keys():
         return default
@@ -154,7 +154,7 @@ def make_iterator(
     mini_batch_size: int,
     epochs: int,
     seed: int | None = None,
-    dataloader_kwargs: Mapping[str, Any] | None = None,
+    dataloader_kwargs: Mapping[str, object] | None = None,
 ) -> Iterator[TensorDict]:
     """Mini-batches of `epochs` passes over the rows. `dataloader_kwargs["shuffle"]` (default False) shuffles each pass by
     `seed`. Raises ValueError when the rows do not divide."""
@@ -225,5 +225,5 @@ def _jagged(rows: list[torch.Tensor]) -> torch.Tensor:
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
-def _stack(values: Sequence[Any]) -> NonTensorStack:
+def _stack(values: Sequence[object]) -> NonTensorStack:
     return NonTensorStack(*[NonTensorData(value) for value in values])

@@ -32,7 +32,7 @@ class Tracking:
         project_name: str,
         experiment_name: str,
         default_backend: str | list[str] = "console",
-        config: Mapping[str, Any] | None = None,
+        config: Mapping[str, object] | None = None,
     ):
         names = [default_backend] if isinstance(default_backend, str) else list(default_backend)
         if _followers:  # the run folder has the metrics
@@ -84,7 +84,7 @@ class ValidationGenerationsLogger:
         self.experiment_name = experiment_name or "validation"
         self._own: list[Tracking] = []
 
-    def log(self, loggers: str | Sequence[str], samples: Sequence[Sequence[Any]], step: int) -> None:
+    def log(self, loggers: str | Sequence[str], samples: Sequence[Sequence[object]], step: int) -> None:
         """`samples` are [input, output, score] or [input, output, ground truth, score]."""
         names = [loggers] if isinstance(loggers, str) else list(loggers)
         missing = [name for name in names if name not in _open]
@@ -94,7 +94,7 @@ class ValidationGenerationsLogger:
             _open[name].table("val/generations", [_columns(sample) for sample in samples], step)
 
 
-def _columns(sample: Sequence[Any]) -> dict[str, Any]:
+def _columns(sample: Sequence[object]) -> dict[str, object]:
     names = ("input", "output", "score") if len(sample) == 3 else ("input", "output", "ground_truth", "score")
     return dict(zip(names, sample, strict=True))
 

@@ -18,19 +18,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl.compat.runner_arguments import GIVEN_ROWS, Arguments
-from verl.compat.runner_models import is_peft, take_weights, with_adapters, write_merged, write_model
-from verl.compat.runner_programs import Script, trainer_order
+from verl.api import Row, checked_row, prompt_row, row_as_json
 from verl.config import PPO, PREFERENCE, SFT, LoadedConfig, load_config
 from verl.config.active_keys import uses_reference_policy
 from verl.data.conversations.tokenized import tokenized
 from verl.data_proto.token_ids import num_embeddings
-from verl.errors import ConfigError, DataError
+from verl.data_proto.tokenizer import Tokenizer
+from verl.errors import ConfigError
 from verl.models.load import load_tokenizer
 from verl.run.host import evaluate, train
+from verl.runner.arguments import GIVEN_ROWS, Arguments
+from verl.runner.models import is_peft, take_weights, with_adapters, write_merged, write_model
+from verl.runner.programs import Script, trainer_order
 
 _KINDS = {"sft": "RunnerSFT", "grpo": "RunnerPPO", "ppo": "RunnerPPO", "dpo": "RunnerPreference"}
-_PROGRAMS = {name: f"verl.compat.runner_programs:{kind}" for name, kind in _KINDS.items()}
+_PROGRAMS = {name: f"verl.runner.programs:{kind}" for name, kind in _KINDS.items()}
 _SCHEMAS: dict[str, Any] = {"sft": SFT, "dpo": PREFERENCE}
 _TOKENIZED = ("input_ids", "labels", "loss_mask", "completion_mask")
 
@@ -57,9 +59,9 @@ class RLRunner:
         data_collator: Callable[[list[Any]], Mapping[str, Any]] | None = None,
         train_dataset: Iterable[Mapping[str, Any]] | None = None,
         eval_dataset: Iterable[Mapping[str, Any]] | None = None,
-        processing_class: Any = None,
+        processing_class: Tokenizer | None = None,
         *,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
         compute_metrics: Callable[[Any], dict[str, float]] | None = None,
         callbacks: Sequence[Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
@@ -95,10 +97,9 @@ class RLRunner:
         self._path = str(model if is_path else model.config._name_or_path)
         self._module: Any = None if is_path else model
         self._start: Path | None = None  # the model from before dpo
-        self.processing_class = processing_class if processing_class is not None else tokenizer
-        if self.processing_class is None:
-            self.processing_class = load_tokenizer(self._path)
-        elif is_path:
+        own = processing_class if processing_class is not None else tokenizer
+        self.processing_class = load_tokenizer(self._path) if own is None else own
+        if own is not None and is_path:
             self._module = self.model  # model and tokenizer are written into one folder
         self.rewards = _reward_list(reward_funcs)
         if self.algorithm not in GIVEN_ROWS and not self.rewards:
@@ -296,12 +297,14 @@ class RLRunner:
 
     def _write_rows(self, split: str, rows: Sequence[Mapping[str, Any]]) -> str:
         file = self.inputs / f"{split}.jsonl"
-        write = self._tokens if self._is_tokenized else _plain if self.algorithm in GIVEN_ROWS else self._prompt
+        convert: Callable[[Row, int], Row] = checked_row if self.algorithm in GIVEN_ROWS else prompt_row
+        if self._is_tokenized:
+            convert = self._tokens
         order: Iterable[int] = range(len(rows))
         if split == "train" and self.algorithm in GIVEN_ROWS:
             order = self._order(len(rows))
         with file.open("w", encoding="utf-8") as out:
-            out.writelines(json.dumps(write(rows[place], place)) + "\n" for place in order)
+            out.writelines(row_as_json(convert(rows[place], place), place) + "\n" for place in order)
         return str(file)
 
     def _order(self, num_rows: int) -> list[int]:
@@ -318,22 +321,10 @@ class RLRunner:
         """A row of the format `tokenized`, through the data collator."""
         if self.data_collator is not None:
             row = {name: value[0] for name, value in self.data_collator([dict(row)]).items() if len(value)}
-        ids = _plain(row, place)
+        ids = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in row.items()}
         if "labels" not in ids:
             ids["loss_mask"] = ids.get("completion_mask") or ids.get("loss_mask") or [1] * len(ids["input_ids"])
         return {name: ids[name] for name in ("input_ids", "attention_mask", "labels", "loss_mask") if name in ids}
-
-    def _prompt(self, row: Mapping[str, Any], place: int) -> dict[str, Any]:
-        """A row of the format of docs/data.md with all columns of the script's."""
-        row = _plain(row, place)
-        if "prompt" not in row:
-            raise DataError(
-                f"Row {place} of the data set has no 'prompt', a text or messages; it has {', '.join(row)}."
-            )
-        truth = row.get("ground_truth", row.get("answer"))
-        answer = row.get("reward_model") or ({"style": "model"} if truth is None else {"ground_truth": truth})
-        source = row.get("data_source") or "script"
-        return {"prompt": row["prompt"], "data_source": source, "reward_model": answer, "extra_info": {"columns": row}}
 
     def _reward_keys(self) -> dict[str, Any]:
         models = [str(reward) for reward in self.rewards if not callable(reward)]
@@ -344,7 +335,7 @@ class RLRunner:
         return {
             "reward.reward_manager.source": "importlib",
             "reward.reward_manager.name": "ScriptRewards",
-            "reward.reward_manager.module.path": "verl.compat.runner_programs",
+            "reward.reward_manager.module.path": "verl.runner.programs",
         }
 
     def _take_weights(self) -> None:
@@ -381,11 +372,6 @@ def _joined(mapped: Sequence[str], own: Sequence[str]) -> list[str]:
 
 def _reward_list(functions: object) -> list[Any]:
     return [] if functions is None else list(functions) if isinstance(functions, list | tuple) else [functions]
-
-
-def _plain(row: Mapping[str, Any], place: int) -> dict[str, Any]:
-    """The row as JSON can hold it."""
-    return {name: value.tolist() if hasattr(value, "tolist") else value for name, value in row.items()}
 
 
 def _text(value: object) -> str:

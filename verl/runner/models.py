@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from verl.errors import ConfigError
+from verl.models.hf_module import HFModule
 from verl.models.lora import CONFIG_FILE, OTHER_KINDS, WEIGHTS_FILE
 
 _REFUSED = ("lora_dropout", "modules_to_save", "ensure_weight_tying", *OTHER_KINDS)  # fields of peft's LoraConfig
 
 
-def with_adapters(model: Any, peft_config: Any) -> Any:
+def with_adapters(model: Any, peft_config: Any) -> object:
     """The module to train, with new adapters if `peft_config` is given. Raises ConfigError for adapters that verl has not."""
     if peft_config is not None:
         from peft import get_peft_model
@@ -46,7 +47,7 @@ def with_adapters(model: Any, peft_config: Any) -> Any:
     return model
 
 
-def is_peft(module: Any) -> bool:
+def is_peft(module: HFModule) -> bool:
     """Whether the module has adapters of peft."""
     return bool(getattr(module, "peft_config", None))
 
@@ -76,7 +77,7 @@ def write_merged(module: Any, folder: Path) -> Path:
     return folder
 
 
-def take_weights(module: Any, role: Path) -> None:
+def take_weights(module: HFModule, role: Path) -> None:
     """Put the weights of a checkpoint's role into `module`: only the adapters' weights if it has adapters, else all."""
     from safetensors.torch import load_file
 

@@ -159,7 +159,7 @@ class Arguments:
         if _OPTIMIZERS[kind] == "AdamW":
             yield f"{prefix}.betas", f"[{args.adam_beta1},{args.adam_beta2}]"
 
-    def _schedule_arguments(self, prefix: str, schedule: str) -> Iterator[tuple[str, Any]]:
+    def _schedule_arguments(self, prefix: str, schedule: str) -> Iterator[tuple[str, object]]:
         counts = ("num_decay_steps", "num_stable_steps", "timescale")  # in optimizer steps, as warmup_steps
         arguments = {
             name: math.ceil(value / self.num_updates) if name in counts and value else value
@@ -190,7 +190,7 @@ class Arguments:
             "engine.dtype": "bfloat16" if args.bf16 else None,
         }
 
-    def _sft(self) -> dict[str, Any]:
+    def _sft(self) -> dict[str, object]:
         return {
             **self._given_rows(),
             "sft.loss": getattr(self.args, "loss_type", None),
@@ -263,7 +263,7 @@ def _refuse(args: Any, algorithm: str) -> None:
             )
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: object, other: object) -> bool:
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return dict(one) == dict(other)
     return bool(one == other)

@@ -46,9 +46,9 @@ class Script:
     args: Any
     state: Any
     control: Any
-    events: Any
+    events: object
     steps_per_epoch: int
-    reward_functions: list[Callable[..., Any]] = field(default_factory=list)
+    reward_functions: list[Callable[..., object]] = field(default_factory=list)
     reward_weights: list[float] = field(default_factory=list)
 
     current: ClassVar[Script | None] = None
@@ -73,7 +73,7 @@ class Script:
 def current_script() -> Script:
     """The script of this process. Raises RuntimeError outside of RLRunner.train."""
     if Script.current is None:
-        raise RuntimeError("verl.compat.runner_programs is only for RLRunner.")
+        raise RuntimeError("verl.runner.programs is only for RLRunner.")
     return Script.current
 
 
@@ -115,7 +115,7 @@ class WithCallbacks(Program[Any]):
         due = {"validation": script.control.should_evaluate, "checkpoint": script.control.should_save or is_last}
         return frozenset(name for name, holds in due.items() if holds)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """See Program."""
         self._saved = True
         return super().state_dict()
@@ -225,7 +225,7 @@ class ScriptRewards:
 
 
 def _call(function: Callable[..., Any], requests: Sequence[ScoreRequest]) -> list[float | None]:
-    samples = [(r.data_source, r.solution_str, r.ground_truth, r.extra_info["columns"]) for r in requests]
+    samples = [(r.data_source, r.solution_str, r.ground_truth, r.extra_info) for r in requests]
     state, ids = current_script().state, [list(r.response_ids) for r in requests]
     try:
         results = results_of(function, samples, {"trainer_state": state, "completion_ids": ids})
