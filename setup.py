@@ -1,4 +1,4 @@
-"""Writes verl/trainer/config from the classes of verl/config, for installed and editable packages; pyproject.toml has the rest."""
+"""Writes verl/trainer/config from the classes of verl/config where the package is installed; pyproject.toml has the rest."""
 
 import sys
 from pathlib import Path

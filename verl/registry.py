@@ -209,7 +209,7 @@ class Registry:
     """Names of one family; a lookup of an unknown name says which names there are. `shared`: arguments of every function of
     the family, in addition to the ones that its BuiltIn names."""
 
-    def __init__(self, family: str, rows: Mapping[str, Any] | None = None, *, shared: str = ""):
+    def __init__(self, family: str, rows: Mapping[str, object] | None = None, *, shared: str = ""):
         self.family, self.shared = family, frozenset(shared.split())
         self._declared = {n: r.reference if isinstance(r, BuiltIn) else r for n, r in (rows or {}).items()}
         self._rows: dict[str, Any] = dict(self._declared)
@@ -295,7 +295,7 @@ class RegistryMapping(MutableMapping[str, Any]):
     """A registry as scripts of other releases use it: an assignment, a deletion and `clear` change what runs choose from. Keys
     may be members of a string enumeration. `older` are objects of their contract, which stand for built-in rows."""
 
-    def __init__(self, registry: Registry, older: Mapping[str, Any] | None = None):
+    def __init__(self, registry: Registry, older: Mapping[str, object] | None = None):
         self._registry, self._older = registry, older or {}
 
     def __getitem__(self, name: str) -> Any:
@@ -319,11 +319,11 @@ class RegistryMapping(MutableMapping[str, Any]):
     def __len__(self) -> int:
         return len(self._registry)
 
-    def copy(self) -> dict[str, Any]:
+    def copy(self) -> dict[str, object]:
         """The rows as a dict, which `update` puts back."""
         return {name: self._registry.get(name) for name in self}
 
-    def replace(self, rows: Mapping[str, Any]) -> None:
+    def replace(self, rows: Mapping[str, object]) -> None:
         """Have `rows` and no others."""
         rows = dict(rows)
         self.clear()

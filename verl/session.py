@@ -208,7 +208,7 @@ class Session:
             return token_ids(prompt, place, num_embeddings(self.tokenizer)).tolist()
         return self._encoder.encode(prompt, place)  # type: ignore[arg-type]
 
-    def _sample(self, generated: DataProto, row: int, prompt: int, prompt_ids: list[int]) -> dict[str, Any]:
+    def _sample(self, generated: DataProto, row: int, prompt: int, prompt_ids: list[int]) -> dict[str, object]:
         columns = generated.batch
         length = int(response_lengths(columns[row : row + 1])[0])
         ids = columns["responses"][row, :length].tolist()

@@ -41,6 +41,7 @@ from verl.data_proto.media import media_of
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import SamplingParams
 from verl.data_proto.token_ids import num_embeddings
+from verl.data_proto.tokenizer import Tokenizer
 from verl.data_proto.trajectory import Status, Trajectory
 from verl.errors import ConfigError
 from verl.rewards.outcome import RefusedResult, checked_number
@@ -72,7 +73,7 @@ class Agents:
     def __init__(
         self,
         spec: AgentSpec,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         engine: RolloutEngine,
         *,
         stop_token_ids: Sequence[int],
@@ -128,7 +129,7 @@ class Agents:
         self._results: list[EpisodeResult] = []
         self._tool_results: list[ToolResult] = []
 
-    def _tool_pool(self, tools: Sequence[Any], log_dir: Path | None) -> SandboxedFunctions | None:
+    def _tool_pool(self, tools: Sequence[object], log_dir: Path | None) -> SandboxedFunctions | None:
         """The processes of tools that are functions, where the config has them sandboxed."""
         multi_turn = self.spec.rollout.multi_turn
         if multi_turn.tool_sandbox and any(isinstance(tool, FunctionTool) for tool in tools):
@@ -335,7 +336,7 @@ class Agents:
 
     def _write(self, result: EpisodeResult) -> None:
         task, own = result.task, tuple(result.trajectory.prompt_ids)
-        prompt: dict[str, Any] = {} if own == task.prompt_ids else {"prompt_ids": list(own)}
+        prompt: dict[str, object] = {} if own == task.prompt_ids else {"prompt_ids": list(own)}
         if media := [[s.start, s.length, s.media.digest] for s in result.trajectory.media]:
             prompt["media"] = media
         if is_paused(result):
@@ -378,7 +379,7 @@ def is_paused(result: EpisodeResult) -> bool:
     return result.error is None and result.trajectory.can_resume(result.task.limit)
 
 
-def _plain_output(output: Any) -> Any:
+def _plain_output(output: AgentLoopOutput) -> object:
     """The output of a loop; an object of another class with the same fields becomes a dict."""
     if isinstance(output, AgentLoopOutput | dict):
         return output

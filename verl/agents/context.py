@@ -28,7 +28,7 @@ class AgentContext:
     tool_calls: ToolCalls
     stop_token_ids: frozenset[int]
     matches: Matches
-    environments: dict[str, Callable[..., Any]]
+    environments: dict[str, Callable[..., object]]
     interactions: dict[str, BaseInteraction]
     gateway: Gateway | None
     runner: Runner | None

@@ -21,6 +21,7 @@ from verl.config import full_key
 from verl.data.images import expanded
 from verl.data.prompts import control_tokens, encode_text, render_chat
 from verl.data.schema import Messages
+from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError, DataError
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class ChatContinuity:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         template_kwargs: Mapping[str, Any] | None = None,
         max_tokens: int | None = None,
         image_token: str | None = None,
@@ -253,6 +254,6 @@ def joined_contents(*contents: Content) -> Content:
     return [part for content in parts for part in content]
 
 
-def _longest_token(tokenizer: Any) -> int:
+def _longest_token(tokenizer: Tokenizer) -> int:
     """Characters of the longest token, as the vocabulary writes it."""
     return max(map(len, tokenizer.get_vocab()), default=1)

@@ -76,7 +76,7 @@ class EventLoop:
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
 
-    def start(self, work: Coroutine[Any, Any, Any]) -> Any:
+    def start(self, work: Coroutine[object, object, object]) -> Any:
         """Run a coroutine there; returns its concurrent future."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 

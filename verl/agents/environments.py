@@ -63,7 +63,7 @@ def load_environments(path: str | None) -> dict[str, Callable[..., Any]]:
     return classes
 
 
-def players_of_games(spec: AgentSpec, environments: Mapping[str, Any]) -> int:
+def players_of_games(spec: AgentSpec, environments: Mapping[str, object]) -> int:
     """The most players of one game. Raises ConfigError where games of several players could not begin."""
     rollout, count = spec.rollout, max(map(num_players, environments.values()), default=1)
     if count == 1:
@@ -117,7 +117,7 @@ class EnvironmentAgentLoop(ToolAgentLoop):
         return environments[name]
 
     async def _with_tools(
-        self, environment: Any, row: dict[str, Any], sampling_params: dict[str, Any], kwargs: dict[str, Any]
+        self, environment: Any, row: dict[str, Any], sampling_params: dict[str, object], kwargs: dict[str, Any]
     ) -> AgentLoopOutput:
         """TRL's kind."""
         first = await self._bounded(environment.reset, **row)
@@ -132,7 +132,7 @@ class EnvironmentAgentLoop(ToolAgentLoop):
         return output
 
     async def _play(
-        self, environment: Any, row: dict[str, Any], sampling_params: dict[str, Any], prompt: list[dict[str, Any]]
+        self, environment: Any, row: dict[str, Any], sampling_params: dict[str, object], prompt: list[dict[str, object]]
     ) -> AgentLoopOutput:
         """Gymnasium's kind."""
         episode, discount = CURRENT.get(), self.rollout_config.agent.turn_discount
@@ -162,9 +162,9 @@ class EnvironmentAgentLoop(ToolAgentLoop):
     async def _play_match(
         self,
         make: Callable[..., Any],
-        row: dict[str, Any],
-        sampling_params: dict[str, Any],
-        prompt: list[dict[str, Any]],
+        row: dict[str, object],
+        sampling_params: dict[str, object],
+        prompt: list[dict[str, object]],
     ) -> AgentLoopOutput:
         """One player of a game that others play too, see verl/agents/matches.py."""
         task, count = CURRENT.get().task, num_players(make)
@@ -189,7 +189,7 @@ class EnvironmentAgentLoop(ToolAgentLoop):
         return output
 
     async def _moves(
-        self, match: Match, player: int, sampling_params: dict[str, Any], prompt: list[dict[str, Any]]
+        self, match: Match, player: int, sampling_params: dict[str, object], prompt: list[dict[str, object]]
     ) -> AgentData:
         """The turns of a player. Raises EpisodeError when the game ends before the first."""
         data: AgentData | None = None
@@ -198,7 +198,7 @@ class EnvironmentAgentLoop(ToolAgentLoop):
                 data = await self._begun(prompt, observation)
             else:
                 text, media = await self._answer(observation)
-                answer = {"role": "user", "content": message_content(text, len(media))}
+                answer: dict[str, object] = {"role": "user", "content": message_content(text, len(media))}
                 if not self._may_continue(data) or not self._append(data, [answer], media):
                     match.cut()
                     break
@@ -213,7 +213,7 @@ class EnvironmentAgentLoop(ToolAgentLoop):
         return data
 
     async def _begun(
-        self, prompt: list[dict[str, Any]], observation: Any, tools: list[dict[str, Any]] | None = None
+        self, prompt: list[dict[str, object]], observation: object, tools: list[dict[str, object]] | None = None
     ) -> AgentData:
         """The conversation that begins with the prompt, and the first observation behind its last message."""
         episode = CURRENT.get()
@@ -224,12 +224,12 @@ class EnvironmentAgentLoop(ToolAgentLoop):
         data.prompt_ids = await self.apply_chat_template(messages, tools, data.media)
         return data
 
-    async def _answer(self, observation: Any) -> tuple[str, list[Media]]:
+    async def _answer(self, observation: object) -> tuple[str, list[Media]]:
         settings = self.rollout_config.multi_turn
         text, media = await self._observed(observation)
         return truncated(text, settings.max_tool_response_length, settings.tool_response_truncate_side), media
 
-    async def _observed(self, observation: Any) -> tuple[str, list[Media]]:
+    async def _observed(self, observation: object) -> tuple[str, list[Media]]:
         """The text of an observation, and its images."""
         try:
             text, sources = text_and_images(observation)
@@ -237,7 +237,7 @@ class EnvironmentAgentLoop(ToolAgentLoop):
         except (DataError, ValueError) as error:
             raise EpisodeError(str(error).removesuffix(".")) from error
 
-    async def _bounded(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    async def _bounded(self, function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         return await bounded(function, self.rollout_config.multi_turn.tool_timeout_s, *args, **kwargs)
 
 
@@ -267,7 +267,7 @@ def _with_observation(prompt: list[dict[str, Any]], observation: Content) -> lis
     return messages
 
 
-def _accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+def _accepted(function: Callable[..., Any], arguments: dict[str, object]) -> dict[str, object]:
     """The arguments that a function takes: all of them for one with **kwargs."""
     parameters = inspect.signature(function).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
@@ -275,7 +275,7 @@ def _accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[s
     return {name: value for name, value in arguments.items() if name in parameters}
 
 
-def _five(outcome: object) -> tuple[Any, float, bool, bool, Any]:
+def _five(outcome: object) -> tuple[object, float, bool, bool, object]:
     if not isinstance(outcome, tuple) or len(outcome) not in (3, 4, 5):
         raise EpisodeError("its environment's step must return (observation, reward, terminated, truncated, info)")
     observation, reward, terminated, *more = outcome

@@ -132,7 +132,7 @@ class Episode:
         self.messages: list[dict[str, Any]] = []
         self.tool_results: list[Any] = []
         self.is_paused = self.is_dropped = False
-        self.end_agent: Callable[[], Any] = lambda: None  # cancels the agent; set by the driver
+        self.end_agent: Callable[[], object] = lambda: None  # cancels the agent; set by the driver
         self._submit = submit
         self._num_left = task.part
         self._past = None if task.so_far is None else Branch.of(task.so_far)

@@ -35,7 +35,7 @@ WORSE = -0.05  # reward of a call that improves nothing
 class Gsm8kTool(BaseTool):
     """Scores the answer so far. The row gives the truth: extra_info.tools_kwargs.calc_gsm8k_reward.create_kwargs."""
 
-    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None):
+    def __init__(self, config: dict[str, object], tool_schema: OpenAIFunctionToolSchema | None = None):
         super().__init__(config, tool_schema or OpenAIFunctionToolSchema.model_validate(SCHEMA))
         self._truths: dict[str, str] = {}
         self._best: dict[str, float] = {}
@@ -50,7 +50,7 @@ class Gsm8kTool(BaseTool):
         self._truths[instance], self._best[instance] = str(truth), 0.0
         return instance, response
 
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Answer:
+    async def execute(self, instance_id: str, parameters: dict[str, object], **kwargs: object) -> Answer:
         """See BaseTool. The reward is 0 for a better answer than before in the episode, else -0.05."""
         answer = parameters.get("answer", "")
         text = answer if isinstance(answer, str) else str(answer)
@@ -67,10 +67,10 @@ class Gsm8kTool(BaseTool):
             {},
         )
 
-    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+    async def calc_reward(self, instance_id: str, **kwargs: object) -> float:
         return self._best[instance_id]
 
-    async def release(self, instance_id: str, **kwargs: Any) -> None:
+    async def release(self, instance_id: str, **kwargs: object) -> None:
         self._truths.pop(instance_id, None)
         self._best.pop(instance_id, None)
 
@@ -82,7 +82,7 @@ class Gsm8kTool(BaseTool):
 class Geo3kTool(Gsm8kTool):
     """The same for geometry: tools_kwargs.calc_geo3k_reward.create_kwargs."""
 
-    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None):
+    def __init__(self, config: dict[str, object], tool_schema: OpenAIFunctionToolSchema | None = None):
         function = {**SCHEMA["function"], "name": "calc_geo3k_reward"}
         super().__init__(
             config, tool_schema or OpenAIFunctionToolSchema.model_validate({**SCHEMA, "function": function})
@@ -96,20 +96,20 @@ class Geo3kTool(Gsm8kTool):
 class Gsm8kInteraction(BaseInteraction):
     """A user who asks to try again until the answer is right. The row gives interaction_kwargs.ground_truth."""
 
-    def __init__(self, config: dict[str, Any]):
+    def __init__(self, config: dict[str, object]):
         super().__init__(config)
         self._truths: dict[str, str] = {}
 
     async def start_interaction(
-        self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
+        self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: object
     ) -> str:
         instance = await super().start_interaction(instance_id)
         self._truths[instance] = str(ground_truth)
         return instance
 
     async def generate_response(
-        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
-    ) -> tuple[bool, str, float, dict[str, Any]]:
+        self, instance_id: str, messages: list[dict[str, object]], **kwargs: object
+    ) -> tuple[bool, str, float, dict[str, object]]:
         said = next((str(m.get("content") or "") for m in reversed(messages) if m["role"] == "assistant"), "")
         text = said if said.startswith("#### ") else f"#### {said}"
         reward = compute_score(text, self._truths[instance_id], "flexible")
@@ -117,5 +117,5 @@ class Gsm8kInteraction(BaseInteraction):
             return True, "Your response is correct!", 1.0, {}
         return False, "Your response is incorrect! You need to reflect on your answer and try again.", 0.0, {}
 
-    async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
+    async def finalize_interaction(self, instance_id: str | None = None, **kwargs: object) -> None:
         self._truths.pop(str(instance_id), None)

@@ -49,13 +49,13 @@ class EpisodeImages:
         """An image that the journal names. Raises DataError for a file that is gone."""
         return self._read(f"{self.folder}/{digest}.png", "An episode of the journal")
 
-    def _read_all(self, sources: Sequence[Any], place: str) -> list[Media]:
+    def _read_all(self, sources: Sequence[object], place: str) -> list[Media]:
         return [
             source if isinstance(source, Media) else self._read(source, f"{place}: image {number}")
             for number, source in enumerate(sources)
         ]
 
-    def _read(self, source: Any, place: str) -> Media:
+    def _read(self, source: object, place: str) -> Media:
         if self.encoder is None:
             raise DataError(no_media("images", place))
         from verl.data.pictures import png, read_image
@@ -75,7 +75,7 @@ class EpisodeImages:
         return media
 
 
-def _picture(values: np.ndarray, place: str) -> Any:
+def _picture(values: np.ndarray, place: str) -> object:
     from PIL import Image
 
     if values.dtype != np.uint8 or values.ndim not in (2, 3):
@@ -118,7 +118,7 @@ def message_content(text: str, num_images: int) -> str | list[dict[str, Any]]:
     return [*({"type": "image"} for _ in range(num_images)), *([{"type": "text", "text": text}] if text else [])]
 
 
-def content_text(content: Any) -> str:
+def content_text(content: object) -> str:
     """A content as text, in which <image> stands for an image."""
     if not isinstance(content, list):
         return str(content or "")

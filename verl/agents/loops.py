@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from verl.agents.episode import CURRENT
 from verl.agents.images import EpisodeImages
 from verl.data_proto.media import Media, images_in, texts_of
+from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError, nearest
 from verl.families import AGENT_LOOPS
 from verl.tools.schemas import Record
@@ -113,7 +114,7 @@ class AsyncLLMServerManager:
         return TokenOutput(done.token_ids, done.log_probs, stop_reason=done.finish_reason)
 
 
-async def read_images(images: EpisodeImages, sources: Sequence[Any] | None) -> list[Media]:
+async def read_images(images: EpisodeImages, sources: Sequence[object] | None) -> list[Media]:
     """All images of a conversation of this episode: the row's, which were read with it, and those of `sources` behind them."""
     row = images_in(CURRENT.get().task.media)
     if sources is None or list(sources[: len(row)]) == row:
@@ -129,7 +130,7 @@ class AgentLoopBase(ABC):
         self,
         trainer_config: DictConfigWrap,
         server_manager: AsyncLLMServerManager,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         processor: Any = None,
         dataset_cls: object = None,
         data_config: DictConfigWrap | None = None,

@@ -79,7 +79,7 @@ class Match:
             self._failure = f"its game ended because the episode of player {player} failed"
             self._notify()
 
-    async def _begin(self, reset: Callable[[], Any]) -> None:
+    async def _begin(self, reset: Callable[[], object]) -> None:
         await self.bounded(reset)
         await self._observe()
 

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from verl.data_proto.tokenizer import Tokenizer
 from verl.families import TOOL_PARSERS
 from verl.registry import RegistryMapping
 from verl.tools.schemas import FunctionCall
@@ -28,7 +29,7 @@ class ToolParser:
 
     _registry = RegistryMapping(TOOL_PARSERS)
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
         texts = {*tokenizer.all_special_tokens, "<|end|>", "<|return|>", "<|call|>"}
         self._ends = tuple(sorted((text for text in texts if text), key=len, reverse=True))
@@ -44,7 +45,7 @@ class ToolParser:
         return add
 
     @classmethod
-    def get_tool_parser(cls, name: str, tokenizer: Any) -> ToolParser:
+    def get_tool_parser(cls, name: str, tokenizer: Tokenizer) -> ToolParser:
         """The parser of a format. Raises NameConfigError for an unknown one."""
         parser: type[ToolParser] = TOOL_PARSERS.get(name)
         return parser(tokenizer)
@@ -227,7 +228,7 @@ def _typed_call(name: str, pairs: Sequence[tuple[str, str]], tools: Schemas) -> 
     return FunctionCall(name, _dump({k.strip(): _typed(v, properties.get(k.strip())) for k, v in pairs}))
 
 
-def _typed(text: str, schema: object) -> Any:
+def _typed(text: str, schema: object) -> object:
     """A text as the type of the schema, else as JSON if it is that. One line end at each side is layout."""
     text = text.removeprefix("\n").removesuffix("\n")
     kind = schema.get("type") if isinstance(schema, dict) else None

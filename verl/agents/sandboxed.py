@@ -36,11 +36,11 @@ class SandboxedFunctions:
         pool.function = RewardFunctionSpec("pkg://verl.agents.sandboxed", "call_tool")
         self.pool, self._numbers = pool, itertools.count()
 
-    def submit(self, path: str, name: str, arguments: Mapping[str, Any]) -> Future[dict[str, Any]]:
+    def submit(self, path: str, name: str, arguments: Mapping[str, object]) -> Future[dict[str, object]]:
         request = ScoreRequest(
             f"tool/{next(self._numbers)}", name, "", None, {"path": path, "arguments": dict(arguments)}
         )
-        done: Future[dict[str, Any]] = Future()
+        done: Future[dict[str, object]] = Future()
         scored = self.pool.submit([request])
 
         def finish(scores: Future[list[Score]]) -> None:
@@ -59,7 +59,7 @@ class SandboxedFunctions:
         self.pool.close()
 
 
-def _answer(score: Score) -> dict[str, Any]:
+def _answer(score: Score) -> dict[str, object]:
     if score.error is not None:
         why = score.error.removeprefix(_FAULT).split(", for sample tool/")[0]
         return {"error": why.replace("reward.timeout_s", "multi_turn.tool_timeout_s")}
@@ -69,7 +69,7 @@ def _answer(score: Score) -> dict[str, Any]:
     return {"text": parts["text"], "images": parts["images"], "reward": score.score, "metrics": parts["metrics"]}
 
 
-def call_tool(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, Any]:
+def call_tool(data_source: str, solution_str: str, ground_truth: object, extra_info: Any = None) -> dict[str, Any]:
     """Call the tool `data_source` of the file `extra_info["path"]`; runs inside of the sandbox."""
     tools = load_function_tools(extra_info["path"])
     # a schema may give another name, and takes long to make

@@ -53,7 +53,7 @@ class SearchTool(BaseTool):
         if self.corpus:
             bm25_index(str(self.corpus))
 
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: object) -> Answer:
+    async def execute(self, instance_id: str, parameters: dict[str, object], **kwargs: object) -> Answer:
         queries = parameters["query_list"]
         if not isinstance(queries, list) or not queries or not all(isinstance(query, str) for query in queries):
             raise ValueError("query_list must be a list of texts")
@@ -95,7 +95,7 @@ class BM25Index:
         self._index = bm25s.BM25()
         self._index.index(bm25s.tokenize(texts, stopwords="en", show_progress=False), show_progress=False)
 
-    def search(self, query: str, topk: int) -> list[dict[str, Any]]:
+    def search(self, query: str, topk: int) -> list[dict[str, object]]:
         """The documents with the highest scores, best first; none for a query without a known word."""
         tokens = self._bm25s.tokenize(query, stopwords="en", show_progress=False)
         if not tokens.vocab:

@@ -15,7 +15,7 @@ MAX_STEPS = 20  # the last ones, whose files are read
 NUM_TOOLS = 5  # named, the most frequent ones
 
 
-def records(folder: Path) -> list[dict[str, Any]]:
+def records(folder: Path) -> list[dict[str, object]]:
     """The records of the last steps, oldest first; [] for a run without agents."""
     files = sorted((folder / FOLDER).glob("step_*.jsonl"))
     steps = sorted({file.name.partition(".")[0] for file in files})[-MAX_STEPS:]

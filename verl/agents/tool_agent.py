@@ -86,10 +86,10 @@ class ToolAgentLoop(AgentLoopBase):
     async def _turns(
         self,
         data: AgentData,
-        sampling_params: dict[str, Any],
+        sampling_params: dict[str, object],
         names: list[str] | None,
         user: BaseInteraction | None,
-        user_kwargs: dict[str, Any],
+        user_kwargs: dict[str, object],
     ) -> None:
         while await self._turn(data, sampling_params, names):
             if not data.tool_calls and user is None:
@@ -106,7 +106,7 @@ class ToolAgentLoop(AgentLoopBase):
             if not self._append(data, answers, media) or data.is_finished:
                 return
 
-    async def _turn(self, data: AgentData, sampling_params: dict[str, Any], names: list[str] | None) -> bool:
+    async def _turn(self, data: AgentData, sampling_params: dict[str, object], names: list[str] | None) -> bool:
         """Sample a turn and read it; False when the response is full."""
         output = await self.server_manager.generate(
             data.request_id,
@@ -137,7 +137,7 @@ class ToolAgentLoop(AgentLoopBase):
         """Whether the response was full before the model had ended its turn, so that it is no action."""
         return len(data.response_ids) >= self.response_length and data.response_ids[-1] not in self.stop_token_ids
 
-    def _append(self, data: AgentData, answers: list[dict[str, Any]], media: Sequence[Media] = ()) -> bool:
+    def _append(self, data: AgentData, answers: list[dict[str, object]], media: Sequence[Media] = ()) -> bool:
         """Append messages with their images; False when no turn could follow them: then they are left out."""
         suffix = self.suffix(answers, data.response_ids[-1], media)
         data.user_turns += 1
@@ -151,7 +151,7 @@ class ToolAgentLoop(AgentLoopBase):
 
     def _output(self, data: AgentData) -> AgentLoopOutput:
         data.metrics.generate_sequences = CURRENT.get().generate_s
-        fields: dict[str, Any] = {"turn_scores": data.turn_scores, "tool_rewards": data.tool_rewards}
+        fields: dict[str, object] = {"turn_scores": data.turn_scores, "tool_rewards": data.tool_rewards}
         fields["finished"] = data.is_finished
         if any(data.turn_rewards):
             fields["turn_rewards"] = data.turn_rewards
@@ -171,8 +171,8 @@ class ToolAgentLoop(AgentLoopBase):
         return text, calls if schemas else []
 
     @staticmethod
-    def _message(text: str, calls: list[FunctionCall]) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": text}
+    def _message(text: str, calls: list[FunctionCall]) -> dict[str, object]:
+        message: dict[str, object] = {"role": "assistant", "content": text}
         if calls:
             message["tool_calls"] = [
                 {
@@ -210,7 +210,7 @@ class ToolAgentLoop(AgentLoopBase):
         ]
         return answers, [images for result in results for images in result.media]
 
-    def _user(self, extra: dict[str, Any]) -> tuple[BaseInteraction | None, dict[str, Any]]:
+    def _user(self, extra: dict[str, Any]) -> tuple[BaseInteraction | None, dict[str, object]]:
         """The interaction that the row names, and its arguments."""
         interactions = self.context.interactions
         kwargs = dict(extra.get("interaction_kwargs") or {})
@@ -227,8 +227,8 @@ class ToolAgentLoop(AgentLoopBase):
         return interactions[name], kwargs
 
     async def _ask_user(
-        self, data: AgentData, user: BaseInteraction, kwargs: dict[str, Any]
-    ) -> tuple[list[dict[str, Any]], bool]:
+        self, data: AgentData, user: BaseInteraction, kwargs: dict[str, object]
+    ) -> tuple[list[dict[str, object]], bool]:
         started_at = time.perf_counter()
         ends, text, score, more = await on_thread(user.generate_response, data.request_id, data.messages, **kwargs)
         data.metrics.tool_calls += time.perf_counter() - started_at

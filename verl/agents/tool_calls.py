@@ -53,7 +53,7 @@ class ToolResult:
 class FunctionPool(Protocol):
     """Runs functions in sandboxed processes."""
 
-    def submit(self, path: str, name: str, arguments: Mapping[str, Any]) -> Future[dict[str, Any]]:
+    def submit(self, path: str, name: str, arguments: Mapping[str, object]) -> Future[dict[str, Any]]:
         """The future of the function's result: {"text", "images", "reward", "metrics"}, or {"error"}."""
         ...
 
@@ -73,7 +73,7 @@ class ToolCalls:
         self.settings, self.journal, self.pool = settings, journal or Journal(None), pool
         self.images = images or EpisodeImages(None, None)
 
-    def schemas(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    def schemas(self, names: Sequence[str] | None = None) -> list[dict[str, object]]:
         """The tools (with `names`, only the named tools) as chat templates read them."""
         return [t.tool_schema.for_template() for name, t in self.tools.items() if names is None or name in names]
 
@@ -83,7 +83,7 @@ class ToolCalls:
         call: FunctionCall,
         *,
         names: Sequence[str] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
+        kwargs: Mapping[str, object] | None = None,
         agent_data: object = None,
     ) -> ToolResult:
         """The result of a call, never an exception. `names` are the tools that the row may call; `kwargs` its tools_kwargs."""
@@ -116,7 +116,7 @@ class ToolCalls:
         episode: Episode,
         call: FunctionCall,
         names: Sequence[str] | None,
-        kwargs: dict[str, Any],
+        kwargs: dict[str, object],
         agent_data: object,
     ) -> ToolResult:
         name = clean(call.name, MAX_NAME)
@@ -170,9 +170,9 @@ def _failed(name: str, why: str) -> ToolResult:
     return ToolResult(name, why, error=why)
 
 
-def _plain(metrics: object) -> dict[str, Any]:
+def _plain(metrics: object) -> dict[str, object]:
     """Metrics as JSON can hold them."""
-    values: dict[str, Any] = json.loads(json.dumps(metrics, default=str)) if isinstance(metrics, dict) else {}
+    values: dict[str, object] = json.loads(json.dumps(metrics, default=str)) if isinstance(metrics, dict) else {}
     return values
 
 
@@ -180,7 +180,7 @@ async def on_thread(function: Callable[..., Any], /, *args: object, **kwargs: ob
     """Await an async function; run a plain one on a thread, which is left behind when its time is over."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
-    done: Future[Any] = Future()
+    done: Future[object] = Future()
 
     def run() -> None:
         try:
@@ -196,7 +196,7 @@ async def on_thread(function: Callable[..., Any], /, *args: object, **kwargs: ob
     return await value if inspect.isawaitable(value) else value
 
 
-async def bounded(function: Callable[..., Any], timeout_s: float, *args: object, **kwargs: object) -> Any:
+async def bounded(function: Callable[..., Any], timeout_s: float, *args: object, **kwargs: object) -> object:
     """`on_thread` for at most `timeout_s` seconds. Raises EpisodeError naming the function."""
     name = getattr(function, "__qualname__", str(function))
     try:
@@ -205,7 +205,7 @@ async def bounded(function: Callable[..., Any], timeout_s: float, *args: object,
         raise EpisodeError(f"{name} took longer than multi_turn.tool_timeout_s={timeout_s:g} s") from None
 
 
-def _finish(done: Future[Any], value: object = None, error: BaseException | None = None) -> None:
+def _finish(done: Future[object], value: object = None, error: BaseException | None = None) -> None:
     if done.cancelled() or not done.set_running_or_notify_cancel():
         return
     if error is not None:

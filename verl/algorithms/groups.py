@@ -23,7 +23,7 @@ def without_missing(labels: Sequence[object] | object, is_scored: Sequence[bool]
     ]
 
 
-def by_player(labels: Sequence[Any] | Any, extras: Sequence[dict[str, Any]] | Any) -> list[Any]:
+def by_player(labels: Sequence[Any] | Any, extras: Sequence[dict[str, Any]] | Any) -> list[object]:
     """Labels that group rows with a `player` only with rows of the same player: the seats of a game differ in the possible
     rewards."""
     pairs = zip(labels_of(labels), (extra.get("player") for extra in extras), strict=True)
@@ -41,12 +41,12 @@ class RowGroups:
     sizes: Tensor
 
     @classmethod
-    def of(cls, index: Sequence[Any] | Any, like: Tensor) -> RowGroups:
+    def of(cls, index: Sequence[object] | object, like: Tensor) -> RowGroups:
         """Group by the labels `index` (list, array or tensor of length batch), on the device of `like` [batch, ...]."""
         labels = labels_of(index)
         if len(labels) != like.shape[0]:
             raise ValueError(f"index names the group of {len(labels)} rows, but the batch has {like.shape[0]}.")
-        numbers: dict[Any, int] = {}
+        numbers: dict[object, int] = {}
         ids = torch.tensor([numbers.setdefault(x, len(numbers)) for x in labels], dtype=torch.int64, device=like.device)
         return cls(ids, torch.bincount(ids, minlength=len(numbers)))
 

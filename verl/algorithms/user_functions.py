@@ -27,11 +27,11 @@ _agg_in_force: ContextVar[Aggregate | None] = ContextVar("agg_in_force", default
 class ConfigView:
     """Config section (dataclass, mapping or None) with attributes, `[]` and `.get`, as the older contract reads it."""
 
-    def __init__(self, section: object, extra: Mapping[str, Any]):
+    def __init__(self, section: object, extra: Mapping[str, object]):
         self._section = section
         self._extra = dict(extra)
 
-    def get(self, key: str, default: Any = None) -> Any:
+    def get(self, key: str, default: object = None) -> Any:
         if key in self._extra:
             return self._extra[key]
         if isinstance(self._section, Mapping):

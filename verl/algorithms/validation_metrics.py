@@ -8,7 +8,6 @@ RandomState(42), restarted for each prompt.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -136,7 +135,7 @@ def _majority(block: np.ndarray, labels: np.ndarray, draws: np.ndarray) -> np.nd
 
 def _labels(predictions: Sequence[object]) -> np.ndarray:
     """int [samples]: equal answers get equal labels."""
-    number: dict[Any, int] = {}
+    number: dict[object, int] = {}
     return np.array([number.setdefault(str(p) if not isinstance(p, str) else p, len(number)) for p in predictions])
 
 

@@ -108,7 +108,7 @@ class BackgroundStore:
         self.finish()
         return self.store.find(resume_mode, resume_from_path)
 
-    def save(self, step: int, roles: Mapping[str, Any], trainer_state: Mapping[str, Any]) -> Path:
+    def save(self, step: int, roles: Mapping[str, Any], trainer_state: Mapping[str, object]) -> Path:
         """Copy the state of all roles and start to write it; returns the future path of the checkpoint. A role that is no
         BackgroundWriter is written at once. Raises CheckpointError for the save before, or when the disk is full."""
         started = time.monotonic()
@@ -204,7 +204,7 @@ class BackgroundStore:
             log.info("Checkpoint %d is complete.", step)
 
 
-def _reject(value: object) -> Any:
+def _reject(value: object) -> object:
     raise CheckpointError(f"The trainer's state cannot be saved as JSON: it holds a {type(value).__name__}.")
 
 

@@ -62,7 +62,7 @@ def _read(file: Path) -> Mapping[str, Any]:
 
 
 def _leaves(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    leaves: dict[str, Any] = {}
+    leaves: dict[str, object] = {}
     for name, value in tree.items():
         leaves |= _leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
     return leaves

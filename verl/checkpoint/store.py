@@ -23,7 +23,7 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from verl.checkpoint.files import (
     MANIFEST,
@@ -74,7 +74,7 @@ class CheckpointWriter(Protocol):
 class LoadedCheckpoint:
     step: int
     roles: dict[str, EngineState]
-    trainer_state: dict[str, Any] = field(default_factory=dict)
+    trainer_state: dict[str, object] = field(default_factory=dict)
 
 
 class CheckpointStore:
@@ -98,7 +98,7 @@ class CheckpointStore:
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
-    def save(self, step: int, roles: Mapping[str, CheckpointWriter], trainer_state: Mapping[str, Any]) -> Path:
+    def save(self, step: int, roles: Mapping[str, CheckpointWriter], trainer_state: Mapping[str, object]) -> Path:
         """Write global_step_{step}, then remove checkpoints beyond `keep`.
 
         Raises CheckpointError, with earlier checkpoints untouched, when the disk is full (before anything is written), fails
@@ -239,6 +239,6 @@ class CheckpointStore:
         )
 
 
-def trainer_state(path: Path) -> dict[str, Any]:
+def trainer_state(path: Path) -> dict[str, object]:
     """The run's state in the checkpoint `path`, without the weights."""
     return read_document(path / "trainer_state.json")

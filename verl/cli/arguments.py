@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.cli.parser import Parser
-from verl.config import PPO, LoadedConfig, Schema, load_config
+from verl.config import PPO, LoadedConfig, RunConfig, Schema, load_config
 
 # schema -> the keys that most scripts set, shown by --help
 _COMMON_PPO = (
@@ -55,7 +55,7 @@ _SUBSECTIONS = tuple(f"actor_rollout_ref.{name}" for name in ("model", "actor", 
 class ConfigArguments:
     """A parsed command line: `key=value` overrides, the YAML file, and the verb's own options."""
 
-    schema: Schema[Any]
+    schema: Schema[object]
     overrides: list[str]
     config_path: str | None
     config_name: str | None
@@ -72,7 +72,7 @@ def parse(
     argv: list[str],
     options: Mapping[str, Mapping[str, Any]] | None = None,
     *,
-    schema: Schema[Any] = PPO,
+    schema: Schema[RunConfig] = PPO,
 ) -> ConfigArguments:
     """Split `argv` into overrides and options (`options`: flag -> arguments of add_argument). `--help` prints the
     sections and the common keys with their defaults, and exits. Raises ConfigError."""
@@ -100,7 +100,7 @@ def parse(
     return ConfigArguments(schema, arguments.overrides, arguments.config_path, arguments.config_name, arguments)
 
 
-def _key_help(schema: Schema[Any]) -> str:
+def _key_help(schema: Schema[RunConfig]) -> str:
     from verl.config.sources import built_in_names
 
     shown = {path: meaning for path, meaning in schema.sections.items() if "." not in path or path in _SUBSECTIONS}

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from verl.cli.arguments import ConfigArguments, parse
 from verl.cli.run_name import with_run_folder
-from verl.config import PPO, SCHEMAS, Schema
+from verl.config import PPO, SCHEMAS, RunConfig, Schema
 from verl.config.sources import built_in_names
 from verl.errors import ConfigError, VerlError
 
@@ -25,7 +24,7 @@ def run_check(argv: list[str]) -> int:
     return check(parse("check", _ABOUT, argv, {"--program": PROGRAM}, schema=schema_asked(argv)))
 
 
-def schema_asked(argv: list[str]) -> Schema[Any]:
+def schema_asked(argv: list[str]) -> Schema[RunConfig]:
     """The schema of --program, or that with the built-in config --config-name."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--program", nargs="?")  # `parse` reports a missing value

@@ -7,10 +7,9 @@ import contextlib
 import io
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from verl.cli.parser import Parser
-from verl.config import PREFERENCE, RM, SCHEMAS, SFT, Schema
+from verl.config import PREFERENCE, RM, SCHEMAS, SFT, RunConfig, Schema
 
 _ABOUT = """Print the completion script of a shell. To use it:
   bash: eval "$(verl completion bash)" in ~/.bashrc
@@ -38,7 +37,7 @@ compdef _verl verl""",
 end
 complete -c verl -a '(__verl_candidates)'""",
 }
-_PROGRAMS: dict[str, Schema[Any]] = {  # verb -> its keys, if it takes other keys than verl train
+_PROGRAMS: dict[str, Schema[RunConfig]] = {  # verb -> its keys, if it takes other keys than verl train
     "sft": SFT,
     "rm": RM,
     **dict.fromkeys(("preference", "dpo", "kto", "orpo", "simpo", "cpo"), PREFERENCE),
@@ -79,7 +78,7 @@ def _options(verb: str) -> list[str]:
     return sorted(set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text.getvalue())))
 
 
-def _keys(schema: Schema[Any], begun: str) -> list[str]:
+def _keys(schema: Schema[RunConfig], begun: str) -> list[str]:
     """Keys and sections that begin with `begun`, down to the next point."""
     level = begun.count(".") + 1
     names = {".".join(path.split(".")[:level]) for path in schema.leaves if path.startswith(begun)}

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from verl.cli.parser import Parser
 from verl.cli.report import Line, Report, fail, info, passed, warn
-from verl.config import PPO, PREFERENCE, RM, SFT, Schema
+from verl.config import PPO, PREFERENCE, RM, SFT, RunConfig, Schema
 from verl.errors import ConfigError
 
 _ABOUT = """Read files that were written for other verl releases, without running them: launch scripts (.sh), YAML config files,
@@ -19,7 +18,7 @@ _LEVELS = {"error": "fail", "warning": "warn", "notice": "info"}
 
 # commands that read a config -> its schema; and the config of commands that have their own defaults
 _NAMES = {"verl.trainer.fsdp_sft_trainer": "sft_trainer"}
-_PROGRAMS: dict[str, Schema[Any]] = {
+_PROGRAMS: dict[str, Schema[RunConfig]] = {
     **dict.fromkeys(("verl.trainer.main_ppo", "verl.trainer.main_ppo_sync", "verl.trainer.main_generation"), PPO),
     "verl.trainer.rm_trainer": RM,
     **dict.fromkeys((f"verl.trainer.{name}" for name in ("sft_trainer", "sft_trainer_ray", "fsdp_sft_trainer")), SFT),
@@ -89,7 +88,7 @@ def _module(module: str) -> Line:
 
 
 def _config(
-    overrides: list[str], config_path: str | None, config_name: str | None, schema: Schema[Any] = PPO
+    overrides: list[str], config_path: str | None, config_name: str | None, schema: Schema[RunConfig] = PPO
 ) -> Iterator[Line]:
     from verl.config.load import inspect_config
 

@@ -108,7 +108,7 @@ def measure_gathering(sizes: Sequence[int], num_repeats: int, timeout_s: float) 
     return times
 
 
-def _seconds_of(group: Any, shard: Any, count: int, num_repeats: int) -> float:
+def _seconds_of(group: object, shard: Any, count: int, num_repeats: int) -> float:
     """Of one all-gather, on the slowest rank of the run."""
     import torch
     import torch.distributed as dist
@@ -141,7 +141,7 @@ def unit_bytes(model_path: str) -> tuple[int, ...]:
 
 def benchmark_throughput(
     overrides: Sequence[str] = (), *, num_steps: int = 5, timeout_s: float = 1800.0
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Run `num_steps` steps of `verl train` with `overrides`, in a folder that is removed. Tokens per second and the share of
     each phase are printed as by `verl show`. Without a model, the run uses a tiny random model and a small task.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from verl.config import RunConfig
 from verl.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}{hint.removesuffix('?') or ''}. `{self.prog} --help` lists the options.")
 
 
-def _key_instead(flag: str, schema: Schema[Any]) -> str:
+def _key_instead(flag: str, schema: Schema[RunConfig]) -> str:
     """The key for another trainer's flag, such as --num_generations; "" for an unknown one."""
     name = flag.removeprefix("--").replace("-", "_")
     key = schema.compat.other_trainers.get(name, "") if flag.startswith("--") else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from verl.foreign_text import printable
 
@@ -20,7 +20,7 @@ except ImportError:  # `verl doctor` says so, and needs the standard library onl
 
         is_terminal = False
 
-        def __init__(self, **settings: Any):
+        def __init__(self, **settings: object):
             pass
 
         def print(self, text: object, **settings: object) -> None:

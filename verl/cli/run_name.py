@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from verl.config import LoadedConfig, PPOConfig, PreferenceConfig
+from verl.config import LoadedConfig, PPOConfig, PreferenceConfig, RunConfig
 from verl.config.diff import settings_of_work
 
 _NAMES = ("trainer.default_local_dir", "trainer.project_name", "trainer.experiment_name")
@@ -35,7 +35,7 @@ def with_run_folder(loaded: LoadedConfig[Any]) -> LoadedConfig[Any]:
     return replace(loaded, config=replace(loaded.config, trainer=named), origins=origins)
 
 
-def _task(loaded: LoadedConfig[Any]) -> str:
+def _task(loaded: LoadedConfig[RunConfig]) -> str:
     """The algorithm, as far as it is a name."""
     config = loaded.config
     if isinstance(config, PPOConfig):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 from pathlib import Path
-from typing import Any
 
 from verl.cli.parser import Parser
 from verl.config import PPOConfig, load_config
@@ -59,7 +58,7 @@ def run_serve(argv: list[str]) -> int:
 
 def serving_config(model: str, keys: list[str], rank: int) -> PPOConfig:
     """The config of the service: `keys` of docs/config.md over its own values. Raises ConfigError."""
-    values: dict[str, Any] = {
+    values: dict[str, object] = {
         "actor_rollout_ref.model.path": model,
         "actor_rollout_ref.model.lora_rank": rank,
         "actor_rollout_ref.model.enable_gradient_checkpointing": False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import tempfile
@@ -58,7 +59,7 @@ def _model_folder(source: str, dtype: str) -> Iterator[Path]:
         yield export(folder, Path(temporary) / "model", dtype)
 
 
-def _evaluate(folder: Path, arguments: Any) -> dict[str, Any]:
+def _evaluate(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager

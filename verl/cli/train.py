@@ -11,7 +11,7 @@ from typing import Any
 from verl.cli.arguments import ConfigArguments, parse
 from verl.cli.run_name import with_run_folder
 from verl.cli.view import page_of
-from verl.config import PREFERENCE, RM, SFT, LoadedConfig
+from verl.config import PREFERENCE, RM, SFT, LoadedConfig, RunConfig
 from verl.parallel.child_processes import die_with
 from verl.parallel.process_settings import imports_stay
 
@@ -83,7 +83,7 @@ def _run(arguments: ConfigArguments, supervised: bool) -> int:
         return _started(loaded, supervised)
 
 
-def _started(loaded: LoadedConfig[Any], supervised: bool) -> int:
+def _started(loaded: LoadedConfig[RunConfig], supervised: bool) -> int:
     trainer = loaded.config.trainer
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with(os.getppid())  # torchrun supervises and restarts its ranks; none may outlive it
@@ -120,7 +120,7 @@ def run_generate(argv: list[str]) -> int:
     return 0
 
 
-def _train(loaded: LoadedConfig[Any], restarted: bool = False) -> int:
+def _train(loaded: LoadedConfig[RunConfig], restarted: bool = False) -> int:
     with imports_stay():
         import verl.models.load  # noqa: F401 - the largest import of every run
         from verl.run.host import train

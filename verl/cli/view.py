@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.cli.parser import Parser
-from verl.config import LoadedConfig
+from verl.config import LoadedConfig, RunConfig
 from verl.errors import ConfigError, MissingExtraError
 
 _ABOUT = "Show runs, running or ended, in a browser: curves, steps, groups, samples, tokens. Reads the folders only."
@@ -50,7 +50,7 @@ def _export(folders: list[Path], out: Path, num_steps: int) -> int:
 
 
 @contextmanager
-def page_of(loaded: LoadedConfig[Any], *, whole_process: bool) -> Iterator[None]:
+def page_of(loaded: LoadedConfig[RunConfig], *, whole_process: bool) -> Iterator[None]:
     """While entered, a separate process serves the page of the run, if trainer.page asks for a page.
 
     `whole_process`: this process has no other work; `auto` asks for a page only then, and not with VERL_PAGE=0 in the

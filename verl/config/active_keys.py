@@ -7,23 +7,27 @@ and the key to set.
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING
 
 from verl.config.schema import Condition, value_at
 from verl.families import ADVANTAGES, POLICY_LOSSES, PREFERENCE_LOSSES, REFERENCE_COLUMNS
 
+if TYPE_CHECKING:
+    from verl.config.roots.ppo import PPOConfig
+    from verl.config.roots.preference import PreferenceConfig
 
-def selects_samples(root: Any) -> bool:
+
+def selects_samples(root: PPOConfig) -> bool:
     """Whether the run is rejection sampling, which trains on its best samples without advantages."""
     return bool(root.algorithm.program == "rejection_sampling")
 
 
-def learns_from_pairs(root: Any) -> bool:
+def learns_from_pairs(root: PPOConfig) -> bool:
     """Whether the run is online preference optimization, which trains on pairs of its samples without advantages."""
     return bool(root.algorithm.program == "online_dpo")
 
 
-def uses_critic(root: Any) -> bool:
+def uses_critic(root: PPOConfig) -> bool:
     """Whether a value model trains: an explicit critic.enable, else the estimator decides."""
     if selects_samples(root) or learns_from_pairs(root):
         return False
@@ -32,26 +36,26 @@ def uses_critic(root: Any) -> bool:
     return ADVANTAGES.may_read(root.algorithm.adv_estimator, "values") and uses_rewards(root)
 
 
-def uses_rewards(root: Any) -> bool:
+def uses_rewards(root: PPOConfig) -> bool:
     """Whether rewards train the policy; where only a teacher trains it, rewards are only reported."""
     return not root.distillation.enabled or bool(root.distillation.distillation_loss.use_task_rewards)
 
 
-def uses_reference(root: Any) -> bool:
+def uses_reference(root: PPOConfig) -> bool:
     if learns_from_pairs(root):
         return uses_reference_policy(root)
     asked = root.actor_rollout_ref.actor.use_kl_loss or root.algorithm.use_kl_in_reward
     return bool(asked) and not selects_samples(root)
 
 
-def runs_on_several_devices(root: Any) -> bool:
+def runs_on_several_devices(root: PPOConfig) -> bool:
     """Whether there are several processes, by the config or because a launcher has started them."""
     trainer = root.trainer
     num_devices = trainer.nnodes * trainer.n_gpus_per_node + (value_at(root, "actor_rollout_ref.rollout.nnodes") or 0)
     return num_devices > 1 or bool(trainer.placement) or os.environ.get("WORLD_SIZE", "1") != "1"
 
 
-def runs_agents(root: Any) -> bool:
+def runs_agents(root: PPOConfig) -> bool:
     """Whether samples are episodes of agents."""
     rollout = root.actor_rollout_ref.rollout
     agent = rollout.agent
@@ -64,20 +68,20 @@ def runs_agents(root: Any) -> bool:
     )
 
 
-def brings_reward(root: Any) -> bool:
+def brings_reward(root: PPOConfig) -> bool:
     """Whether episodes may bring their rewards (of an environment, a runner, a loop of the user's), and no reward function is
     given."""
     loop = root.actor_rollout_ref.rollout.agent.default_agent_loop
     return loop not in ("single_turn_agent", "tool_agent") and not root.reward.custom_reward_function.path
 
 
-def _starts_engine(root: Any) -> bool:
+def _starts_engine(root: PPOConfig) -> bool:
     """Whether the generation engine may span devices in addition to the devices of the run's processes."""
     rollout = root.actor_rollout_ref.rollout
     return rollout.name == "vllm" or (rollout.name == "sglang" and rollout.service.url is None)
 
 
-def effective_loss(root: Any) -> str:
+def effective_loss(root: PPOConfig) -> str:
     """The policy loss that runs; bypass_mode replaces the configured one."""
     correction = root.algorithm.rollout_correction
     if correction.bypass_mode:
@@ -85,7 +89,7 @@ def effective_loss(root: Any) -> str:
     return str(root.actor_rollout_ref.actor.policy_loss.loss_mode)
 
 
-def _loss_reads(root: object, key: str) -> bool:
+def _loss_reads(root: PPOConfig, key: str) -> bool:
     """Whether the policy loss reads `key`; reinforce, the other loss of bypass_mode, reads none."""
     name = effective_loss(root)
     return name != "reinforce" and POLICY_LOSSES.may_read(name, key)
@@ -128,7 +132,7 @@ def _fixed_bsz(use_dynamic: str) -> Condition:
 
 
 def _judge(*engines: str) -> Condition:
-    def holds(root: Any, node: Any) -> bool:
+    def holds(root: PPOConfig, node: object) -> bool:
         model = root.reward.reward_model
         own = root.reward.custom_reward_function.path  # which may ask the service itself
         return bool(model.judge_template or own) and model.rollout.name in engines
@@ -147,7 +151,7 @@ CRITIC = Condition(
 )
 
 
-def uses_reference_policy(root: Any) -> bool:
+def uses_reference_policy(root: PPOConfig | PreferenceConfig) -> bool:
     """Whether a chosen loss compares with a reference."""
     return any(PREFERENCE_LOSSES.may_read(name, *REFERENCE_COLUMNS) for name in root.preference.losses)
 

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from verl.config.derived_defaults import FALLS_BACK
 from verl.config.loaded import LoadedConfig
+from verl.config.roots import RunConfig
 from verl.config.schema import LEVELS, Leaf, Problem, error, value_at
 from verl.config.user_settings import Setting
 
@@ -39,7 +40,7 @@ class Verdict:
 ACTS = Verdict("acts")
 
 
-def check_config(loaded: LoadedConfig[Any]) -> list[Problem]:
+def check_config(loaded: LoadedConfig[RunConfig]) -> list[Problem]:
     """Every problem of a configuration: features that are not available, other errors, warnings, notices."""
     missing = _missing_features(loaded)
     by_key = verdicts(loaded)
@@ -59,7 +60,7 @@ def check_config(loaded: LoadedConfig[Any]) -> list[Problem]:
     return sorted(problems, key=lambda p: LEVELS.index(p.level))
 
 
-def verdicts(loaded: LoadedConfig[Any]) -> dict[str, Verdict]:
+def verdicts(loaded: LoadedConfig[object]) -> dict[str, Verdict]:
     """{key: Verdict} of every key that was given, and of keys that choose a feature which is not available."""
     by_key = {key: Verdict("refused", sentence) for key, sentence in _missing_features(loaded).items()}
     for path, setting in loaded.settings.items():
@@ -68,7 +69,7 @@ def verdicts(loaded: LoadedConfig[Any]) -> dict[str, Verdict]:
     return by_key
 
 
-def verdict(loaded: LoadedConfig[Any], path: str, setting: Setting) -> Verdict:
+def verdict(loaded: LoadedConfig[object], path: str, setting: Setting) -> Verdict:
     """The verdict on one key, if all features are available."""
     leaf, value = loaded.schema.leaves[path], value_at(loaded.config, path)
     as_default = value == leaf.default or (path in loaded.followed and value == loaded.followed[path])
@@ -93,7 +94,7 @@ def verdict(loaded: LoadedConfig[Any], path: str, setting: Setting) -> Verdict:
     )
 
 
-def _missing_features(loaded: LoadedConfig[Any]) -> dict[str, str]:
+def _missing_features(loaded: LoadedConfig[object]) -> dict[str, str]:
     """Key -> sentence, for each feature that the config chooses and this version does not have."""
     sentences: dict[str, str] = {}
     for row in loaded.schema.compat.unavailable:
@@ -103,19 +104,19 @@ def _missing_features(loaded: LoadedConfig[Any]) -> dict[str, str]:
     return sentences
 
 
-def _replaced_features(loaded: LoadedConfig[Any]) -> dict[str, str]:
+def _replaced_features(loaded: LoadedConfig[object]) -> dict[str, str]:
     """Key -> the engine that it named, in whose place trainer.engine_fallback has put another one."""
     origins = {row.path: loaded.origins.get(row.path, "") for row in loaded.schema.compat.unavailable}
     return {key: origin.removeprefix(FALLS_BACK) for key, origin in origins.items() if origin.startswith(FALLS_BACK)}
 
 
-def _hidden(loaded: LoadedConfig[Any], missing: dict[str, str], fault: Problem) -> bool:
+def _hidden(loaded: LoadedConfig[object], missing: dict[str, str], fault: Problem) -> bool:
     """Whether the fault is an unknown key that may be one of a missing feature."""
     rows = [row for row in loaded.schema.compat.unavailable if row.path in missing]
     return fault.key not in loaded.schema.leaves and any(fault.key.startswith(row.hides) for row in rows)
 
 
-def _failed_condition(loaded: LoadedConfig[Any], leaf: Leaf) -> tuple[str, str] | None:
+def _failed_condition(loaded: LoadedConfig[object], leaf: Leaf) -> tuple[str, str] | None:
     for name, place in leaf.conditions:
         condition = loaded.schema.condition(name)
         if not condition.holds(loaded.config, value_at(loaded.config, place)):
@@ -128,12 +129,12 @@ def _place(setting: Setting) -> str:
     return f"{setting.source}; it is another spelling of {setting.path}" if renamed else setting.source
 
 
-def _is_fault(loaded: LoadedConfig[Any], by_key: dict[str, Verdict], key: str) -> bool:
+def _is_fault(loaded: LoadedConfig[object], by_key: dict[str, Verdict], key: str) -> bool:
     """A value that does not fit is an error, but where its feature is missing, and for null to a key that is not read."""
     return by_key[key].kind == "acts" or (by_key[key].kind == "noticed" and loaded.misfits[key] is not None)
 
 
-def _broken_rules(loaded: LoadedConfig[Any], faulty: set[str]) -> Iterator[Problem]:
+def _broken_rules(loaded: LoadedConfig[object], faulty: set[str]) -> Iterator[Problem]:
     broken: set[str] = set()
     for problem in loaded.schema.problems(loaded.config, set(loaded.settings)):
         broken.add(problem.key)
@@ -142,7 +143,7 @@ def _broken_rules(loaded: LoadedConfig[Any], faulty: set[str]) -> Iterator[Probl
             yield problem
 
 
-def _followed(loaded: LoadedConfig[Any], key: str) -> set[str]:
+def _followed(loaded: LoadedConfig[object], key: str) -> set[str]:
     """The keys whose value `key` has taken."""
     sources: set[str] = set()
     while (origin := loaded.origins.get(key, "")).startswith("follows "):
@@ -151,7 +152,7 @@ def _followed(loaded: LoadedConfig[Any], key: str) -> set[str]:
     return sources
 
 
-def _notices(loaded: LoadedConfig[Any], by_key: dict[str, Verdict], unread: dict[str, str]) -> list[Problem]:
+def _notices(loaded: LoadedConfig[RunConfig], by_key: dict[str, Verdict], unread: dict[str, str]) -> list[Problem]:
     """One notice per reason, each with all keys it is the reason of; errors under trainer.strict_config."""
     by_reason: dict[str, list[str]] = {}
     for key, reason in (*loaded.without_effect, *unread.items()):
@@ -168,7 +169,7 @@ def _notices(loaded: LoadedConfig[Any], by_key: dict[str, Verdict], unread: dict
     ]
 
 
-def _all_shown(loaded: LoadedConfig[Any], path: str, value: object) -> list[str]:
+def _all_shown(loaded: LoadedConfig[object], path: str, value: object) -> list[str]:
     """A key as it was given; all entries that were given of a free-form one."""
     leaf, settings = loaded.schema.leaves[path], loaded.entries.get(path) or [loaded.settings[path]]
     if not leaf.free:

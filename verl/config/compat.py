@@ -20,8 +20,8 @@ class Alias:
 
     old: str
     new: str
-    ignore: tuple[Any, ...] = (None,)  # values with which the spelling asks for nothing
-    implies: Mapping[str, Any] = field(default_factory=dict)  # other keys that it sets, unless they are given
+    ignore: tuple[object, ...] = (None,)  # values with which the spelling asks for nothing
+    implies: Mapping[str, object] = field(default_factory=dict)  # other keys that it sets, unless they are given
     values: Mapping[Any, Any] = field(default_factory=dict)  # its values, where the key has other ones
 
 
@@ -136,7 +136,7 @@ def load_compat(name: str, classes: Mapping[str, list[str]]) -> Compat:
 
 @functools.cache
 def _file() -> dict[str, Any]:
-    tables: dict[str, Any] = read_yaml(FILE)
+    tables: dict[str, object] = read_yaml(FILE)
     return tables
 
 

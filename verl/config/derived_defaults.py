@@ -207,7 +207,7 @@ def _lacking(values: Mapping[str, Any], role: str) -> str:
     return "" if family in MEGATRON_FAMILIES else f" for {family}"
 
 
-def _device(values: Mapping[str, Any]) -> Derived:
+def _device(values: Mapping[str, object]) -> Derived:
     """The device that there is in place of a kind that is not available, where trainer.engine_fallback asks for it."""
     asked = values["trainer.device"]
     if values["trainer.engine_fallback"] != "fsdp" or not isinstance(asked, str):

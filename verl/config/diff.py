@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from verl.config.load import load_config
 from verl.config.loaded import LoadedConfig, scalar
@@ -24,7 +23,7 @@ _OF_THE_START = (
 _WITHOUT_KEY = {"actor_rollout_ref.actor.fsdp_config.master_rounding": "nearest"}
 
 
-def changed_keys(loaded: LoadedConfig[Any], folder: Path) -> list[str]:
+def changed_keys(loaded: LoadedConfig[object], folder: Path) -> list[str]:
     """ "key: before -> now" for each key whose value is another one in `folder`/config.yaml. Nothing for a file that is missing
     or that this version cannot read."""
     file = folder / "config.yaml"
@@ -46,7 +45,7 @@ def changed_keys(loaded: LoadedConfig[Any], folder: Path) -> list[str]:
     return changes
 
 
-def settings_of_work(loaded: LoadedConfig[Any]) -> dict[str, object]:
+def settings_of_work(loaded: LoadedConfig[object]) -> dict[str, object]:
     """The values of the keys that a run's results depend on: all but sizes, keys without effect, and keys of its start."""
     return {
         path: value_at(loaded.config, path)

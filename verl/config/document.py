@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from verl.config.loaded import scalar
 from verl.config.roots import SCHEMAS
@@ -49,7 +48,7 @@ def _anchor(title: str) -> str:
     return "".join(c for c in title.lower().replace(" ", "-") if c.isalnum() or c in "-_")
 
 
-def _program(schema: Schema[Any]) -> str:
+def _program(schema: Schema[object]) -> str:
     parts = [f"\n# {schema.title}"]
     by_section: dict[str, list[Leaf]] = {}
     for path, leaf in schema.leaves.items():
@@ -70,12 +69,12 @@ def _name(leaf: Leaf) -> str:
     return leaf.path.rpartition(".")[2]
 
 
-def _default(schema: Schema[Any], leaf: Leaf) -> str:
+def _default(schema: Schema[object], leaf: Leaf) -> str:
     source = dict(schema.follows).get(leaf.path)
     return f"follows `{source}`" if source else f"`{scalar(leaf.default)}`"
 
 
-def _meaning(schema: Schema[Any], leaf: Leaf) -> str:
+def _meaning(schema: Schema[object], leaf: Leaf) -> str:
     text, key = leaf.key.meaning, leaf.key
     if key.choices:
         text += " (" + ", ".join("null" if c is None else str(c) for c in key.choices) + ")"
@@ -86,7 +85,7 @@ def _meaning(schema: Schema[Any], leaf: Leaf) -> str:
     return text.replace("|", "\\|")
 
 
-def _tables(schema: Schema[Any]) -> Iterator[str]:
+def _tables(schema: Schema[object]) -> Iterator[str]:
     compat = schema.compat
     note = "Giving both with different values is an error. A row that ends with a dot renames all keys below it."
     yield _table("Other spellings", note, ("spelling", "key"), [(f"`{a.old}`", f"`{a.new}`") for a in compat.aliases])
@@ -102,7 +101,7 @@ def _tables(schema: Schema[Any]) -> Iterator[str]:
     yield _table("Defaults that differ from existing releases", "Each has its reason.", head, compat.differences)
 
 
-def _refused(schema: Schema[Any]) -> list[tuple[str, str, str]]:
+def _refused(schema: Schema[object]) -> list[tuple[str, str, str]]:
     """Keys that are refused where they are not read, and inert ones with another value than their default, by reason."""
     by_reason: dict[tuple[str, str], list[str]] = {}
     for path, leaf in schema.leaves.items():

@@ -99,7 +99,7 @@ def _differs(path: str, value: object) -> bool:
     return same in PPO.leaves and value != _value(PPO, same)
 
 
-def _value(schema: Schema[object], path: str) -> Any:
+def _value(schema: Schema[object], path: str) -> object:
     """The default of a key; where it follows another key, a reference to that one."""
     source = dict(schema.follows).get(path)
     return _COMPUTED.get(path) or (f"${{{source}}}" if source else schema.leaves[path].default)

@@ -10,7 +10,7 @@ from verl.config import sources
 from verl.config.checks import check_config
 from verl.config.derived_defaults import COMPOSED_FOLDER
 from verl.config.loaded import LoadedConfig
-from verl.config.roots import PPO
+from verl.config.roots import PPO, RunConfig
 from verl.config.schema import Leaf, Problem, Schema, error
 from verl.config.secrets import holds_mask, remember_secrets
 from verl.config.user_settings import Setting, UserSettings
@@ -27,7 +27,7 @@ def load_config(
     config_name: str | None = None,
     *,
     schema: Schema[Any] = PPO,
-    values: Mapping[str, Any] | Sequence[Mapping[str, Any]] = (),
+    values: Mapping[str, object] | Sequence[Mapping[str, object]] = (),
     check: bool = True,
 ) -> LoadedConfig[Any]:
     """Defaults of `schema`, then the YAML file, then `values` (nested or with dotted keys; a key has one value in all of
@@ -45,7 +45,7 @@ def inspect_config(
     config_path: str | None = None,
     config_name: str | None = None,
     *,
-    schema: Schema[Any] = PPO,
+    schema: Schema[RunConfig] = PPO,
 ) -> tuple[LoadedConfig[Any], list[Problem]]:
     """The config of `load_config` with every problem of it, defaults standing in for values that do not fit. Raises
     ConfigError for a file that is not there or cannot be read."""
@@ -54,7 +54,7 @@ def inspect_config(
 
 
 def _user_settings(
-    schema: Schema[Any],
+    schema: Schema[RunConfig],
     overrides: Sequence[str],
     config_path: str | None,
     config_name: str | None,
@@ -70,7 +70,7 @@ def _user_settings(
     return user
 
 
-def load_composed(tree: dict[str, Any], *, schema: Schema[Any] = PPO, check: bool = True) -> LoadedConfig[Any]:
+def load_composed(tree: dict[str, object], *, schema: Schema[RunConfig] = PPO, check: bool = True) -> LoadedConfig[Any]:
     """The config of a tree that a program of a user has composed by Hydra from verl/trainer/config, as a plain mapping.
 
     What has the value that the composition gives it by itself counts as not given. Raises ConfigError as `load_config`.
@@ -157,7 +157,7 @@ def _masked(path: str, origin: str) -> str:
     return f"{path} ({origin}) has the mask of a secret, which no run folder keeps. Give the value again."
 
 
-def _fit(leaf: Leaf, setting: Setting, misfits: Misfits) -> Any:
+def _fit(leaf: Leaf, setting: Setting, misfits: Misfits) -> object:
     try:
         value = convert(setting.value, leaf.annotation, setting.text)
     except Misfit as misfit:
@@ -186,7 +186,7 @@ def _choice_problem(leaf: Leaf, value: object) -> str:
 
 
 def _complete(
-    schema: Schema[Any], values: dict[str, Any], origins: dict[str, str], settings: dict[str, Setting]
+    schema: Schema[object], values: dict[str, object], origins: dict[str, str], settings: dict[str, Setting]
 ) -> dict[str, object]:
     """Fill in keys that follow others (also where null was given); returns what given keys would have been."""
     for path, (value, origin) in schema.derive(values, set(settings)).items():
@@ -210,7 +210,7 @@ def _interpolated(value: object) -> bool:
     return isinstance(value, list) and any(_interpolated(v) for v in value)
 
 
-def _interpolate(schema: Schema[Any], values: dict[str, Any], origins: dict[str, str]) -> Misfits:
+def _interpolate(schema: Schema[object], values: dict[str, object], origins: dict[str, str]) -> Misfits:
     """Replace every `${...}` by its value, as OmegaConf reads it, or by the key's default where it has no value."""
     from omegaconf import OmegaConf
 
@@ -231,7 +231,7 @@ def _interpolate(schema: Schema[Any], values: dict[str, Any], origins: dict[str,
     return misfits
 
 
-def _insert(tree: Any, leaf: Leaf, value: Any) -> Any:
+def _insert(tree: Any, leaf: Leaf, value: Any) -> object:
     """Put a value with `${...}` into the tree, which raises when it is of another form."""
     from omegaconf import OmegaConf
 
@@ -239,7 +239,7 @@ def _insert(tree: Any, leaf: Leaf, value: Any) -> Any:
     return value
 
 
-def _select(tree: Any, leaf: Leaf, value: Any) -> Any:
+def _select(tree: Any, leaf: Leaf, value: object) -> object:
     """The value that the tree has for a key. Raises Misfit with the end of the sentence."""
     from omegaconf import OmegaConf
 

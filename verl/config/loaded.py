@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Generic
+from typing import Generic
 
 from verl.config.schema import Problem, R, Schema, value_at
 from verl.config.secrets import hide_values
@@ -34,10 +34,10 @@ class LoadedConfig(Generic[R]):
     origins: dict[str, str]
     notices: list[str]
     settings: dict[str, Setting] = field(default_factory=dict)
-    followed: dict[str, Any] = field(default_factory=dict)
+    followed: dict[str, object] = field(default_factory=dict)
     entries: dict[str, list[Setting]] = field(default_factory=dict)
     faults: list[Problem] = field(default_factory=list)
-    misfits: dict[str, Any] = field(default_factory=dict)
+    misfits: dict[str, object] = field(default_factory=dict)
     without_effect: list[tuple[str, str]] = field(default_factory=list)
 
     def write(self, folder: str | Path) -> Path:
@@ -71,7 +71,7 @@ class LoadedConfig(Generic[R]):
         return "\n".join(lines) + "\n"
 
 
-def _escaped(value: object) -> Any:
+def _escaped(value: object) -> object:
     """A resolved value as a reader resolves it to the same: a `${` that is left is text."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)

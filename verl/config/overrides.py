@@ -47,7 +47,7 @@ def parse_override(argument: str) -> Override:
     return Override(key, parse_value(value, argument), value if plain else None)
 
 
-def parse_value(text: str, place: str) -> Any:
+def parse_value(text: str, place: str) -> object:
     """The value that `text` stands for; a word that is nothing else is a string. `place` is named in errors."""
     text = text.strip()
     if text[:1] in ("'", '"') and len(text) >= 2 and _end_of_quote(text, 0) == len(text) - 1:
@@ -59,7 +59,7 @@ def parse_value(text: str, place: str) -> Any:
     return _word(text)
 
 
-def _word(text: str) -> Any:
+def _word(text: str) -> object:
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     if _INT.match(text) and len(text) < _MAX_DIGITS:

@@ -15,7 +15,7 @@ from verl.errors import nearest
 
 Level = Literal["error", "warning", "notice"]
 LEVELS: tuple[Level, ...] = ("error", "warning", "notice")
-R = TypeVar("R")
+R = TypeVar("R", covariant=True)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Leaf:
         return self.key.path or self.key.family is not None
 
     @property
-    def annotation(self) -> Any:
+    def annotation(self) -> object:
         """The declared type."""
         return _hints(self.owner)[self.path.rpartition(".")[2]]  # type: ignore[arg-type]
 
@@ -97,8 +97,8 @@ class Schema(Generic[R]):
     rules: tuple[Rule, ...] = ()
     section_rules: Mapping[type, SectionRule] = dataclasses.field(default_factory=dict)
     follows: tuple[tuple[str, str], ...] = ()
-    derive: Callable[[Mapping[str, Any], set[str]], Derived] = lambda values, set_keys: {}
-    group_choices: Mapping[str, Mapping[str, Mapping[str, Any]]] = dataclasses.field(default_factory=dict)
+    derive: Callable[[Mapping[str, object], set[str]], Derived] = lambda values, set_keys: {}
+    group_choices: Mapping[str, Mapping[str, Mapping[str, object]]] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def leaves(self) -> dict[str, Leaf]:
@@ -158,11 +158,11 @@ class Schema(Generic[R]):
         """The typed tree of a value for every key."""
         return _fill(self.root(), "", values)
 
-    def flatten(self, config: R) -> dict[str, object]:
+    def flatten(self, config: object) -> dict[str, object]:
         """The value of every key; the inverse of `build`."""
         return {path: value_at(config, path) for path in self.leaves}
 
-    def problems(self, config: R, set_keys: set[str]) -> Iterator[Problem]:
+    def problems(self, config: object, set_keys: set[str]) -> Iterator[Problem]:
         """Values out of their bounds, and keys that contradict one another."""
         for path, leaf in self.leaves.items():
             value = value_at(config, path)
@@ -178,7 +178,7 @@ class Schema(Generic[R]):
             for path in self.sections_by_class.get(cls, ()):
                 yield from section_rule(path, value_at(config, path), config)
 
-    def _unknown_names(self, config: R, path: str, family: Family, value: Any) -> Iterator[Problem]:
+    def _unknown_names(self, config: object, path: str, family: Family, value: Any) -> Iterator[Problem]:
         external_lib = next(
             p for p in ("model.external_lib", "actor_rollout_ref.model.external_lib") if p in self.leaves
         )
@@ -223,7 +223,7 @@ def _sections(node: Any, prefix: str) -> Iterator[tuple[str, str, Section]]:
             yield from _sections(child, f"{prefix}{f.name}.")
 
 
-def _fill(node: Any, prefix: str, values: Mapping[str, Any]) -> Any:
+def _fill(node: Any, prefix: str, values: Mapping[str, object]) -> Any:
     changes = {}
     for f in dataclasses.fields(node):
         path, current = prefix + f.name, getattr(node, f.name)

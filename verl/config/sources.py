@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from verl.config.schema import Schema
 from verl.config.values import MAX_DEPTH
@@ -19,13 +18,13 @@ BUILT_IN = Path(__file__).parent / "yaml"
 PACKAGE = Path(__file__).parents[1] / "trainer"  # relative to which Hydra looks for --config-path
 
 
-def built_in_names(schema: Schema[Any]) -> list[str]:
+def built_in_names(schema: Schema[object]) -> list[str]:
     """Names that `config_name` may take without a `config_path`."""
     own = [f.stem for f in BUILT_IN.glob("*.yaml") if f.stem.partition("_")[0] in schema.config_prefixes]
     return sorted({*(name for name in schema.config_names if not name.startswith("_")), *own})
 
 
-def find(schema: Schema[Any], config_path: str | None, config_name: str | None) -> Path | None:
+def find(schema: Schema[object], config_path: str | None, config_name: str | None) -> Path | None:
     """The requested YAML file, or None for only the defaults.
 
     `config_path` is a folder (then `config_name` is a file in it, with or without .yaml) or a YAML file. Without it,
@@ -83,7 +82,7 @@ def _existing(file: Path) -> Path:
 
 
 def read_tree(
-    schema: Schema[Any], file: Path, notices: list[str], above: tuple[Path, ...] = ()
+    schema: Schema[object], file: Path, notices: list[str], above: tuple[Path, ...] = ()
 ) -> Iterator[tuple[Path, dict[str, object]]]:
     """(file, tree) of `file` and of the files that its `defaults:` list names, in the order in which they apply. `above`
     are the files that name this one."""
@@ -126,7 +125,7 @@ def _parse(file: Path) -> dict[str, object]:
     return {str(k): v for k, v in tree.items()}
 
 
-def read_limited(file: Path, load: Callable[[str], object] | None = None, kind: str = "config file") -> Any:
+def read_limited(file: Path, load: Callable[[str], object] | None = None, kind: str = "config file") -> object:
     """The content of a user's YAML file, read by `load` (plain values without it). Raises ConfigError for a file that is
     missing, unreadable, too large or nested too deep, or whose aliases stand for too many values."""
     import yaml

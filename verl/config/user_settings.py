@@ -39,7 +39,7 @@ class Setting:
 class UserSettings:
     """All settings in the order in which they apply, keys taken back with `~`, and what went wrong on the way."""
 
-    schema: Schema[Any]
+    schema: Schema[object]
     settings: list[Setting] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     faults: list[Problem] = field(default_factory=list)

@@ -20,7 +20,7 @@ class Misfit(Exception):
     """The value cannot become the declared type; the message names the expected type."""
 
 
-def convert(value: object, annotation: object, text: str | None = None) -> Any:
+def convert(value: object, annotation: object, text: str | None = None) -> object:
     """`value` as `annotation` wants it. `text` is how the user wrote it, kept for keys that hold text.
 
     Raises Misfit when there is no such value.
@@ -69,7 +69,7 @@ def _is_exactly(value: object, option: object) -> bool:
     return type(value) is (typing.get_origin(option) or option)
 
 
-def _convert_one(value: object, option: object, text: str | None) -> Any:
+def _convert_one(value: object, option: object, text: str | None) -> object:
     origin = typing.get_origin(option) or option
     if origin is list:
         (inner,) = typing.get_args(option) or (Any,)
@@ -87,7 +87,7 @@ def _convert_one(value: object, option: object, text: str | None) -> Any:
     raise Misfit(expected(option))
 
 
-def _scalar(value: Any, kind: type, text: str | None) -> Any:
+def _scalar(value: Any, kind: type, text: str | None) -> object:
     if kind is str:
         return text if text is not None and not isinstance(value, str) else str(value)
     if kind is bool:
@@ -127,7 +127,7 @@ def unusable_text(value: object) -> str | None:
 _VARIABLE = re.compile(r"\$(?:(\$)(?!\{)|([A-Za-z_]\w*))")
 
 
-def expand_path(value: Any) -> Any:
+def expand_path(value: Any) -> object:
     """A name of a file or folder, or a list of them, with $NAME replaced. `$$` stands for a dollar sign.
 
     Readers replace `~`, so that a saved config holds for other users too; `./~` begins with a tilde. Raises Misfit for an empty
@@ -171,7 +171,7 @@ def _variable(match: re.Match[str]) -> str:
     return os.environ[match[2]]
 
 
-def merge(base: object, update: object) -> Any:
+def merge(base: object, update: object) -> object:
     """`update` over `base`; mappings are merged key by key, everything else is replaced."""
     if isinstance(base, dict) and isinstance(update, dict):
         return {**base, **{k: merge(base.get(k), v) for k, v in update.items()}}

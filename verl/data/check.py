@@ -114,7 +114,7 @@ def check_data(
     return DataReport(train, validation, shared)
 
 
-def _unfiltered(files: Files, tokenizer: Tokenizer, config: DataConfig, max_samples: int) -> Any:
+def _unfiltered(files: Files, tokenizer: Tokenizer, config: DataConfig, max_samples: int) -> object:
     """The data set with its overlong rows in it, so that they are counted and a bad row does not stop the reading."""
     cls = dataset_class(config)
     if cls is RLHFDataset:
@@ -128,7 +128,7 @@ class _Unfiltered(RLHFDataset):
         return dataframe
 
 
-def _count(report: RowsReport, row: dict[str, Any], images: list[Any], length: int, config: DataConfig) -> None:
+def _count(report: RowsReport, row: dict[str, Any], images: list[object], length: int, config: DataConfig) -> None:
     report.data_sources[row[config.reward_fn_key]] += 1
     text = json.dumps([row["raw_prompt"], *images], sort_keys=True, default=str)
     digest = hashlib.blake2b(text.encode(), digest_size=16).digest()

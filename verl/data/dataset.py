@@ -56,7 +56,7 @@ class RLHFDataset:
     """
 
     def __init__(
-        self, data_files: Files, tokenizer: Any, config: DataConfig, processor: Any = None, max_samples: int = -1
+        self, data_files: Files, tokenizer: Tokenizer, config: DataConfig, processor: Any = None, max_samples: int = -1
     ):
         config = whole_section(config)
         self.data_files = data_files
@@ -129,11 +129,11 @@ class RLHFDataset:
         except DataError:
             return None
 
-    def _build_messages(self, example: dict[str, Any]) -> Messages:
+    def _build_messages(self, example: dict[str, object]) -> Messages:
         """Chat messages of a row."""
         return messages_of(example, self.prompt_key, images=self.processor is not None)
 
-    def _placed(self, row: Mapping[str, Any]) -> tuple[Messages, list[object]]:
+    def _placed(self, row: Mapping[str, object]) -> tuple[Messages, list[object]]:
         """See image_messages; a model without a processor reads text."""
         messages = messages_of(row, self.prompt_key, images=self.processor is not None)
         if self.processor is None:
@@ -156,7 +156,7 @@ class RLHFDataset:
         """`self[item]` of each. Raises DataError, which may not name the row."""
         return [self._with_fields(row) for row in self.dataframe.batch(items)]
 
-    def _with_fields(self, row: dict[str, Any]) -> dict[str, object]:
+    def _with_fields(self, row: dict[str, object]) -> dict[str, object]:
         import torch
 
         row["raw_prompt"] = self._build_messages(row)
@@ -183,7 +183,7 @@ def collate_fn(data_list: list[dict[str, Any]]) -> dict[str, object]:
     }
 
 
-def _prompt(row: dict[str, Any], messages: Messages, prompt_key: str) -> Messages | str:
+def _prompt(row: dict[str, object], messages: Messages, prompt_key: str) -> Messages | str:
     """A prompt that was written as a plain text stays one, for tokenizers that have no chat template."""
     text = row.get(prompt_key)
     return text if isinstance(text, str) else messages
@@ -267,7 +267,7 @@ class PromptRows:
             rows = [None] * len(items)
         return [self._outcome(item, row) for item, row in zip(items, rows, strict=True)]
 
-    def _outcome(self, item: int, row: dict[str, Any] | None) -> dict[str, object] | DataError:
+    def _outcome(self, item: int, row: dict[str, object] | None) -> dict[str, object] | DataError:
         if row is not None:
             with contextlib.suppress(DataError):
                 return self._checked(row)
@@ -302,7 +302,7 @@ class PromptRows:
                 error = caught
             yield item, row, length, error
 
-    def examine(self, tokenizer: Any) -> None:
+    def examine(self, tokenizer: Tokenizer) -> None:
         """Check the rows, see `load_dataset`. Raises DataError for bad rows that are known when this method returns; `poll`
         raises it for the others."""
         config, encoder = self.config, PromptEncoder(tokenizer, self.config)

@@ -47,7 +47,7 @@ def image_messages(
     if not any(media.values()) and not has_parts:
         return messages, []
     placed = [{**message, "content": list(_parts(message))} for message in messages]
-    sources: list[Any] = []
+    sources: list[object] = []
     waiting = {kind: iter(values) for kind, values in media.items()}
     num_open = dict.fromkeys(media, 0)
     for part in (part for message in placed for part in message["content"] if part["type"] in media):
@@ -65,7 +65,7 @@ def image_messages(
     return placed, sources
 
 
-def listed(images: object) -> list[Any]:
+def listed(images: object) -> list[object]:
     """The images of a field, which has one image or several."""
     if images is None:
         return []
@@ -96,7 +96,7 @@ class ImageEncoder:
     """Reads the images and videos of rows with a processor and its further arguments (data.mm_processor_kwargs). Raises
     ConfigError for an argument that it does not take."""
 
-    def __init__(self, processor: ImageProcessor, settings: Mapping[str, Any]):
+    def __init__(self, processor: ImageProcessor, settings: Mapping[str, object]):
         for name in settings.keys() - processor.arguments:
             hint = nearest(name, processor.arguments) or f"; it takes {', '.join(sorted(processor.arguments))}."
             raise ConfigError(f"data.mm_processor_kwargs: the model's image processor has no argument {name!r}{hint}")
@@ -114,7 +114,7 @@ class ImageEncoder:
                     "or remove it from the text."
                 )
 
-    def read(self, sources: Sequence[Any], place: str) -> PromptImages:
+    def read(self, sources: Sequence[object], place: str) -> PromptImages:
         """The images and videos at `sources`. Raises DataError naming `place` and the image or video."""
         return self.encode([self._read(source, place, number) for number, source in enumerate(sources)], place)
 
@@ -153,7 +153,7 @@ class ImageEncoder:
         return PromptImages(media, self.processor, place)
 
 
-def _frames(item: Any) -> Sequence[Any]:
+def _frames(item: object) -> Sequence[Any]:
     """The pictures of a clip, or a picture."""
     return item.frames if isinstance(item, Clip) else (item,)
 
@@ -162,7 +162,7 @@ def _frames(item: Any) -> Sequence[Any]:
 class RowImages:
     """Images of a row at their sources. Their pixels, which take far more memory, are read when they are needed."""
 
-    sources: Sequence[Any]
+    sources: Sequence[object]
     encoder: ImageEncoder
     place: str
 

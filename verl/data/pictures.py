@@ -65,7 +65,7 @@ def png(picture: Any) -> bytes:
     return file.getvalue()
 
 
-def innermost_source(source: object, place: str) -> Any:
+def innermost_source(source: object, place: str) -> object:
     """The path, URL, bytes, picture or list to which an object leads. Raises DataError, which begins with `place`."""
     while isinstance(source, Mapping):
         entries = {name: source[name] for name in SOURCES if source.get(name) is not None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from verl.data.images import image_encoder
 from verl.data.row_cache import digest_of_tokenizer
@@ -38,7 +38,7 @@ class PromptEncoder:
     """Applies the tokenizer's chat template with `data.apply_chat_template_kwargs` and holds prompts to
     `data.max_prompt_length`. Raises ConfigError for an unknown `data.truncation`."""
 
-    def __init__(self, tokenizer: Any, config: DataConfig):
+    def __init__(self, tokenizer: Tokenizer, config: DataConfig):
         if config.truncation not in TRUNCATIONS:
             raise ConfigError(f"data.truncation is {config.truncation!r}; it can be {', '.join(TRUNCATIONS)}.")
         self.tokenizer = tokenizer
@@ -51,7 +51,7 @@ class PromptEncoder:
             tools = load_all_tools(config.tool_config_path, config.function_tool_path)
             self.template_kwargs["tools"] = [tool.tool_schema.for_template() for tool in tools]
 
-    def identity(self) -> list[Any]:
+    def identity(self) -> list[object]:
         """The values that decide the tokens of a prompt, for a key of the cache; with None when they are not known."""
         return [self.template_kwargs, *identity_of(self.tokenizer)]
 
@@ -79,7 +79,7 @@ class PromptEncoder:
             )
         return EncodedPrompt(truncate(ids, self.max_length, self.truncation), None)
 
-    def encode_whole(self, prompt: Messages | str, place: str, images: Sequence[Any] = ()) -> EncodedPrompt:
+    def encode_whole(self, prompt: Messages | str, place: str, images: Sequence[object] = ()) -> EncodedPrompt:
         """`encode_row` of a prompt whatever its length."""
         read = self.images.read(images, place) if images and self.images is not None else None
         if getattr(self.tokenizer, "chat_template", None):
@@ -163,7 +163,7 @@ def identity_of(tokenizer: Tokenizer) -> list[object]:
     return [digest_of_tokenizer(tokenizer), template_time() if "strftime_now" in template else ""]
 
 
-def encode_text(tokenizer: Any, text: str, place: str, **settings: bool) -> list[int]:
+def encode_text(tokenizer: Tokenizer, text: str, place: str, **settings: bool) -> list[int]:
     """Token ids of a text; `settings` go to `tokenizer.encode`. Raises DataError naming `place`, also for a token without an
     embedding in the model."""
     try:
@@ -198,18 +198,18 @@ def render_chat(tokenizer: Tokenizer, messages: Messages, place: str, **template
         ) from error
 
 
-def _readable(tokenizer: Any, messages: Messages) -> Messages:
+def _readable(tokenizer: Tokenizer, messages: Messages) -> Messages:
     """Messages in the form that the chat template reads."""
     processor = getattr(tokenizer, "processor", None)
     return messages if processor is None or not processor.reads_only_parts else [_in_parts(m) for m in messages]
 
 
-def _in_parts(message: dict[str, Any]) -> dict[str, object]:
+def _in_parts(message: dict[str, object]) -> dict[str, object]:
     content = message.get("content")
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
-def at_time_of_run(template_kwargs: dict[str, Any]) -> dict[str, object]:
+def at_time_of_run(template_kwargs: dict[str, object]) -> dict[str, object]:
     """Arguments of a chat template with the function that replaces transformers' `strftime_now`."""
     return {"strftime_now": lambda form: datetime.fromisoformat(template_time()).strftime(form), **template_kwargs}
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from verl._version import __version__
 from verl.data_proto.token_ids import num_embeddings
+from verl.data_proto.tokenizer import Tokenizer
 from verl.models.content import digest_of_text
 
 FORMAT = 1  # of the cached files, and of the checks behind them
@@ -39,7 +40,7 @@ def key_of(*parts: object) -> str | None:
     return digest_of_text(__version__, str(FORMAT), *(json.dumps(part, sort_keys=True, default=repr) for part in parts))
 
 
-def digest_of_tokenizer(tokenizer: Any) -> str | None:
+def digest_of_tokenizer(tokenizer: Tokenizer) -> str | None:
     """The digest of all that decides how a fast tokenizer of transformers renders and tokenizes; None for another class, whose
     code is not known."""
     import tokenizers

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import TYPE_CHECKING, Any
 
+from verl.data_proto.proto import DataProto
 from verl.errors import ConfigError, DataError
 from verl.registry import load_object, require_call
 
@@ -43,7 +44,7 @@ class SamplerOrder:
             self._rows.append(self._next())
         return ordinal // self.rows_per_epoch, self._rows[ordinal - self._first]
 
-    def update(self, batch: Any) -> None:
+    def update(self, batch: DataProto) -> None:
         """Tell a curriculum sampler what has trained."""
         if hasattr(self.sampler, "update"):
             self.sampler.update(batch)

@@ -13,6 +13,7 @@ from typing import Any
 
 from verl.data.prompts import encode_text, render_chat
 from verl.data.schema import Messages
+from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import DataError
 
 _NUM_TRIES = 16  # a template with one random choice of two passes with probability 2**-16
@@ -24,9 +25,9 @@ _PROBE = "The quick brown fox jumps over 13 lazy dogs, again and again: internat
 class TemplateChecks:
     """The checks of one tokenizer; `shapes` that have passed are not checked again."""
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
-        self.shapes: set[Any] = set()
+        self.shapes: set[object] = set()
 
     def check_prompt(self, prompt: Messages | str, place: str, template_kwargs: Mapping[str, Any]) -> None:
         """`check_chat` of the sampler's input for `prompt`. Its tools are not checked, since an agent may describe them in its
@@ -117,7 +118,7 @@ def _loss(what: str, by_template: bool) -> str:
 _Variants = Callable[[], list[tuple[Messages, dict[str, Any]]]]  # made only for a new shape
 
 
-def _parts(messages: Messages, first: int, tools: Any) -> Iterator[tuple[Any, str, _Variants]]:
+def _parts(messages: Messages, first: int, tools: object) -> Iterator[tuple[object, str, _Variants]]:
     """Parts that the model is to read: (shape, name, variants of messages and template arguments without the part). If the
     template writes it, at least one of the variants reads otherwise."""
     if tools:
@@ -162,7 +163,7 @@ def _replaced(messages: Messages, number: int, name: str, value: object) -> Mess
     return [*messages[:number], message, *messages[number + 1 :]]
 
 
-def _arguments(call: object) -> Any:
+def _arguments(call: object) -> object:
     return (call.get("function", call) if isinstance(call, Mapping) else {}).get("arguments")
 
 

@@ -85,7 +85,9 @@ def _require_fits(num_frames: int, width: int, height: int, place: str) -> None:
         )
 
 
-def _decoded(content: bytes, rule: Mapping[str, Any], step: int, place: str) -> tuple[list[Any], list[int], int, float]:
+def _decoded(
+    content: bytes, rule: Mapping[str, object], step: int, place: str
+) -> tuple[list[object], list[int], int, float]:
     """Frames of a file as PIL pictures, their numbers, and the number and rate of all frames."""
     try:
         import av
@@ -129,7 +131,7 @@ def sampled(num_frames: int, fps: float, rule: Mapping[str, Any], step: int) -> 
     return numbers
 
 
-def _frames_at(container: Any, numbers: Collection[int], place: str) -> Iterator[Any]:
+def _frames_at(container: Any, numbers: Collection[int], place: str) -> Iterator[object]:
     chosen, last = set(numbers), max(numbers)
     for number, frame in enumerate(container.decode(video=0)):
         _require_fits(len(chosen), frame.width, frame.height, place)

@@ -101,7 +101,7 @@ def concat_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, object]:
 
 
 def _dict_of_lists(dicts: Sequence[Mapping[str, object]]) -> dict[str, list[object]]:
-    lists: dict[str, list[Any]] = {}
+    lists: dict[str, list[object]] = {}
     for entries in dicts:
         for key, value in entries.items():
             lists.setdefault(key, []).append(value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -56,7 +55,7 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
 def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
     """The batch whose rows are `items`."""
     tensors = [item.batch for item in items]
-    batch: Any = None if tensors[0] is None else torch.stack(tensors).contiguous()
+    batch: object = None if tensors[0] is None else torch.stack(tensors).contiguous()
     names = items[0].non_tensor_batch.keys()
     objects = {name: object_array(item.non_tensor_batch[name] for item in items) for name in names}
     return DataProto(batch, objects, dict(items[0].meta_info))

@@ -64,7 +64,7 @@ class DataProto:
 
     @classmethod
     def from_single_dict(
-        cls, data: dict[str, Any], meta_info: dict[str, Any] | None = None, auto_padding: bool = False
+        cls, data: dict[str, object], meta_info: dict[str, Any] | None = None, auto_padding: bool = False
     ) -> DataProto:
         """Tensors and arrays in one dict; raises ValueError for a value of another kind."""
         for key, value in data.items():
@@ -79,7 +79,7 @@ class DataProto:
         cls,
         tensors: dict[str, torch.Tensor] | None = None,
         non_tensors: dict[str, Any] | None = None,
-        meta_info: dict[str, Any] | None = None,
+        meta_info: dict[str, object] | None = None,
         num_batch_dims: int = 1,
         auto_padding: bool = False,
     ) -> DataProto:
@@ -143,7 +143,7 @@ class DataProto:
             return int(self.batch.batch_size[0])
         return len(next(iter(self.non_tensor_batch.values()))) if self.non_tensor_batch else 0
 
-    def __getitem__(self, item: int | slice | RowIndices) -> Any:
+    def __getitem__(self, item: int | slice | RowIndices) -> DataProto | DataProtoItem:
         """An int gives a DataProtoItem; a slice, or indices or a mask over the rows, a DataProto."""
         if isinstance(item, slice):
             return self.slice(item.start, item.stop, item.step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -104,7 +104,7 @@ def _token_values(columns: dict[str, np.ndarray], version: object) -> dict[str, 
     return {n: v for n, v in columns.items() if n not in says_nothing or not np.all(says_nothing[n](v))}
 
 
-def _column(batch: DataProto, name: str) -> list[Any] | None:
+def _column(batch: DataProto, name: str) -> list[object] | None:
     if name in batch.non_tensor_batch:
         return list(batch.non_tensor_batch[name])
     return batch.batch[name].tolist() if name in batch.batch.keys() else None

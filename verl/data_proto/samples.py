@@ -104,12 +104,12 @@ class ScoreRequest:
     key: str  # unique within one scoring call, for example "7/0" (ordinal/sample)
     data_source: str
     solution_str: str
-    ground_truth: Any
-    extra_info: dict[str, Any] = field(default_factory=dict)
+    ground_truth: object
+    extra_info: dict[str, object] = field(default_factory=dict)
     response_length: int = 0  # tokens, for length-based shaping
     response_ids: tuple[int, ...] = ()  # of the response; they do not travel to the workers of a pool
     prompt_ids: tuple[int, ...] = ()  # as response_ids
-    from_model: dict[str, Any] = field(default_factory=dict)  # further arguments, from a reward model
+    from_model: dict[str, object] = field(default_factory=dict)  # further arguments, from a reward model
 
 
 @dataclass

@@ -24,7 +24,7 @@ _JSON_COLUMN = "__verl_json__"
 TensorRecord = tuple[str, tuple[int, ...], memoryview]
 
 
-def _jsonable(value: object, place: str) -> Any:
+def _jsonable(value: object, place: str) -> object:
     """`value` in types that come back from JSON as they went in (numpy scalars as Python numbers, tuples as lists)."""
     if value is None or isinstance(value, (str, bool, int, float)):
         return value

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import DataError
 from verl.foreign_text import quoted
 
@@ -18,7 +19,7 @@ IGNORED = -100  # as a label: the token does not train
 _MAX_IDS = 1 << 31  # ids are stored as int32
 
 
-def num_embeddings(tokenizer: Any) -> int:
+def num_embeddings(tokenizer: Tokenizer) -> int:
     """The number of embeddings of the model that `tokenizer` belongs to, as load_tokenizer has set it; 2**31 where unknown."""
     return getattr(tokenizer, "num_embeddings", None) or _MAX_IDS
 

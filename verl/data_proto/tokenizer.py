@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 
 class Tokenizer(Protocol):
@@ -11,8 +11,11 @@ class Tokenizer(Protocol):
 
     eos_token: str | None
     eos_token_id: int | None
+    pad_token: str | None
     pad_token_id: int | None
     chat_template: str | None
+    special_tokens_map: Mapping[str, object]
+    processor: Any  # the ImageProcessor that load_tokenizer adds, or None
 
     @property
     def all_special_ids(self) -> list[int]: ...
@@ -28,18 +31,28 @@ class Tokenizer(Protocol):
         """Entries of the vocabulary, added tokens included."""
         ...
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+    @overload
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
-    def decode(self, token_ids: Sequence[int] | int, skip_special_tokens: bool = False) -> str: ...
+    @overload
+    def encode(self, text: list[str], *, add_special_tokens: bool = True) -> list[list[int]]: ...
+
+    def decode(self, token_ids: Sequence[int] | int, skip_special_tokens: bool = False, **settings: bool) -> str: ...
 
     def batch_decode(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool = False) -> list[str]: ...
 
+    @overload
+    def convert_ids_to_tokens(self, ids: int) -> str: ...
+
+    @overload
     def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str | None]: ...
+
+    def get_chat_template(self, chat_template: str | None = None, tools: Sequence[object] | None = None) -> str: ...
 
     def get_vocab(self) -> dict[str, int]: ...
 
-    def apply_chat_template(self, conversation: Sequence[Mapping[str, Any]], **settings: object) -> Any:
-        """The conversation as text, or with tokenize=True as token ids."""
+    def apply_chat_template(self, conversation: Sequence[object], **settings: object) -> Any:
+        """The conversation, or several of them, as text, or with tokenize=True as token ids."""
         ...
 
-    def save_pretrained(self, save_directory: Any) -> Any: ...
+    def save_pretrained(self, save_directory: object) -> object: ...

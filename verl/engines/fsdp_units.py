@@ -126,7 +126,7 @@ def sharded_units(model: nn.Module) -> list[FSDPModule]:
 def shard_places(model: nn.Module) -> list[tuple[object, str]]:
     """The attributes (object, name) that hold this rank's part of each parameter: padded, as FSDP gathers it, and as the
     parameter shows it."""
-    places: list[tuple[Any, str]] = []
+    places: list[tuple[object, str]] = []
     for unit in sharded_units(model):
         group = unit._get_fsdp_state()._fsdp_param_group
         for parameter in group.fsdp_params if group is not None else ():

@@ -61,7 +61,7 @@ def build_module(
 
 def build_skeleton(
     model: ModelConfig, head: str, compute_dtype: torch.dtype, forward: ForwardKind = "packed", *, trains: bool
-) -> Any:
+) -> object:
     """The same module on the meta device, with the `forward` that was chosen for it."""
     load_external(model.external_lib)
     spec = LoRASpec.of(model) if trains else None

@@ -37,7 +37,7 @@ class LocalEngine(TrainedEngine):
     def __init__(
         self,
         *,
-        build: Callable[[], Any] | None = None,
+        build: Callable[[], object] | None = None,
         memory_map: bool = False,
         freezes_vision_tower: bool = False,
         **settings: Any,

@@ -13,7 +13,6 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -30,7 +29,7 @@ class MappedWeights:
     """The tensors of a frozen model on the CPU, moved into a file below `folder` that ends with the process. `places` are the
     attributes (object, name) that hold them; tensors that share memory still do. Raises ConfigError on a full disk."""
 
-    def __init__(self, places: Sequence[tuple[Any, str]], folder: Path):
+    def __init__(self, places: Sequence[tuple[object, str]], folder: Path):
         tensors = [getattr(owner, name) for owner, name in places]
         storages = {s.data_ptr(): s for s in (t.untyped_storage() for t in tensors) if s.nbytes()}
         starts, size = {}, 0

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from verl.engines.micro_batches import rows_of
+from verl.models.hf_module import HFModule
 from verl.models.packing import Reads, group_rows
 from verl.models.padded import require_packed
 from verl.models.routing import Routing, by_row, experts_of, follow_routing
@@ -25,7 +26,7 @@ class EngineRouting:
         self._config: Any = None  # of the model, after `follow`
         self._records: dict[int, np.ndarray] | None = None
 
-    def follow(self, module: Any) -> None:
+    def follow(self, module: HFModule) -> None:
         """From now on the routers of `module` choose the experts in the column `routed_experts`, where a batch has it. Raises
         ConfigError for a model without experts, or whose forward takes no packed batches."""
         require_packed(module, "actor.router_replay.mode")

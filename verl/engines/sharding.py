@@ -96,7 +96,9 @@ def from_first(groups: ProcessGroups, device: torch.device, build: Callable[[], 
 class _Filler:
     """Replaces parameters on the meta device by this rank's part of the first rank's parameters."""
 
-    def __init__(self, module: Any, source: Any, shards: dict[str, Shard], groups: ProcessGroups, device: torch.device):
+    def __init__(
+        self, module: nn.Module, source: Any, shards: dict[str, Shard], groups: ProcessGroups, device: torch.device
+    ):
         self.module, self.groups, self.device = module, groups, device
         self.source = dict(source.named_parameters()) if source is not None else {}
         self.source_buffers = dict(source.named_buffers()) if source is not None else {}

@@ -15,6 +15,7 @@ from verl.engines.api import AdapterState, Deferred, EngineState, Tensors, whole
 from verl.errors import CheckpointError, ModelError
 from verl.models.folder import fetch, opened, read_headers
 from verl.models.heads import is_further_head
+from verl.models.hf_module import HFModule
 from verl.models.lora import LoRASpec, is_adapter, lora_layers, merged, own_names, peft_names
 from verl.models.loss_scale import LossScale
 from verl.models.optim import MasterOptimizer
@@ -26,7 +27,7 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "
 class Parameters:
     """The parameters of a module, with masters where there are any: here on one device; a subclass has them over ranks."""
 
-    def __init__(self, module: Any, optimizer: MasterOptimizer | None):
+    def __init__(self, module: HFModule, optimizer: MasterOptimizer | None):
         self.module, self.masters = module, optimizer.masters if optimizer else {}
 
     def named(self) -> dict[str, torch.Tensor]:
@@ -59,7 +60,7 @@ class TrainedState:
 
     def __init__(
         self,
-        module: Any,
+        module: HFModule,
         parameters: Parameters,
         optimizer: MasterOptimizer | None,
         spec: LoRASpec | None,
@@ -188,7 +189,7 @@ class UntrainedTensors:
     routers choose experts. `deferred` has them by name; it is empty on a rank without weight files, which writes no
     checkpoint."""
 
-    def __init__(self, module: Any, source: str):
+    def __init__(self, module: HFModule, source: str):
         self._config = getattr(module, "config", None)  # a module of a user may have none
         states = module.state_dict(keep_vars=True)
         self._buffers = {name for name, tensor in states.items() if not isinstance(tensor, nn.Parameter)}

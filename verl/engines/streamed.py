@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +20,7 @@ from verl.models.hf_module import HFModule
 class StreamedWeights:
     """Hooks of the layers of `module`, whose parameters are on the host; its buffers move to `device` and stay there."""
 
-    def __init__(self, module: Any, device: torch.device):
+    def __init__(self, module: HFModule, device: torch.device):
         self._device = device
         self._on_host: dict[nn.Parameter, torch.Tensor] = {}
         layers = decoder_layers(module)

@@ -236,7 +236,7 @@ def _rounded_embeddings(module: nn.Module) -> Iterator[None]:
     """Embeddings that are rounded once more within the block: each moves by one unit in its last place, up or down."""
     draws = torch.Generator().manual_seed(0)
 
-    def rounded(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
+    def rounded(_: object, __: object, output: torch.Tensor) -> torch.Tensor:
         signs = torch.randint(0, 2, output.shape, generator=draws).to(output) * 2 - 1
         return output * (1 + torch.finfo(output.dtype).eps * signs)
 

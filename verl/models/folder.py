@@ -141,7 +141,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
     return document
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, object]:
     """config.json of `folder`, its counts checked to be counts. Raises ModelError."""
     file = folder / "config.json"
     config = read_json_object(file)
@@ -366,7 +366,7 @@ def _kind(path: Path) -> str | None:
         raise ModelError(f"{clean(path)} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
 
 
-def _counts(config: Mapping[str, object], place: str = "") -> Iterator[tuple[str, Any]]:
+def _counts(config: Mapping[str, object], place: str = "") -> Iterator[tuple[str, object]]:
     """Entries that count something, by dotted name, including entries of nested objects (text_config)."""
     for key, value in config.items():
         if isinstance(value, dict) and key.endswith("_config"):

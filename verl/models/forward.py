@@ -100,7 +100,7 @@ def computed_by(module: nn.Module, device: torch.device) -> str:
     return f"{forward}; log-probs in chunks of torch matmuls, without whole logits"
 
 
-def fuses_log_probs(module: Any) -> bool:
+def fuses_log_probs(module: object) -> bool:
     """Whether whole logits of `module` are never computed (model.use_fused_kernels)."""
     return bool(getattr(module, "fused_log_probs", True))
 

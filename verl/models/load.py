@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from verl.config import ModelConfig
+from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ModelError, is_failure, nearest
 from verl.foreign_text import clean
 from verl.models import folder as files
@@ -108,7 +109,7 @@ def _ready(
     device: torch.device | str,
     gradient_checkpointing: bool,
     attention: str | None = None,
-) -> Any:
+) -> nn.Module:
     """The module on its device, without randomness, with its weights and its forward checked."""
     if rates := _settle(module, gradient_checkpointing):
         shown = ", ".join(f"{key}={value}" for key, value in rates.items())
@@ -137,7 +138,7 @@ def _restore_head(module: ScalarHeadModel, folder: Path) -> None:
         module.config.architectures, module.config.num_labels = [architecture], 1
 
 
-def load_tokenizer(model: ModelConfig | str | Path) -> Any:
+def load_tokenizer(model: ModelConfig | str | Path) -> Tokenizer:
     """The tokenizer of a model section (its path, or tokenizer_path; `custom_chat_template` as text or file) or of a
     folder.
 
@@ -152,7 +153,7 @@ def load_tokenizer(model: ModelConfig | str | Path) -> Any:
     check_tokenizer_file(folder, num_embeddings)
     try:
         with quiet():
-            tokenizer = transformers.AutoTokenizer.from_pretrained(
+            tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
                 str(folder), trust_remote_code=model.trust_remote_code
             )
     except BaseException as error:  # of a damaged file, from several libraries; the tokenizers library panics too
@@ -187,7 +188,7 @@ def load_tokenizer(model: ModelConfig | str | Path) -> Any:
     return tokenizer
 
 
-def eos_token_ids_of(model: ModelConfig, tokenizer: Any) -> tuple[int, ...]:
+def eos_token_ids_of(model: ModelConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
     """See eos_token_ids; from the files of a model that is not loaded. Raises ModelError."""
     config = load_model_config(model.path, model.trust_remote_code, model.override_config)
     file = files.fetch(model.path, weights=False) / "generation_config.json"
@@ -200,7 +201,7 @@ def num_parameters(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def load_model_config(path: str | Path, trust_remote_code: bool, override: dict[str, Any] | None) -> Any:
+def load_model_config(path: str | Path, trust_remote_code: bool, override: dict[str, object] | None) -> Any:
     """The transformers config of a folder or hub name, with `override` put in. Raises ModelError."""
     folder = files.fetch(path, weights=False)
     entries = files.read_config(folder)
@@ -371,7 +372,7 @@ def _settle(module: Any, gradient_checkpointing: bool) -> dict[str, float]:
     return turn_off(module)
 
 
-def _part(module: nn.Module, getter: str) -> Any:
+def _part(module: nn.Module, getter: str) -> object:
     try:
         return getattr(module, getter)()
     except (AttributeError, NotImplementedError):  # a module of a user's with a forward and nothing else

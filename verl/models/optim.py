@@ -225,7 +225,7 @@ class MasterOptimizer:
             group["params"] = members
 
     def _step_one(
-        self, group: dict[str, Any], master: nn.Parameter, gradient: torch.Tensor, device: torch.device
+        self, group: dict[str, object], master: nn.Parameter, gradient: torch.Tensor, device: torch.device
     ) -> None:
         """Step `master`, of `group`, on `device`; a master of the host is copied there and back."""
         there = master if master.device == device else nn.Parameter(moved(master, device))
@@ -366,7 +366,7 @@ def build_optimizer(config: OptimConfig, parameters: Iterable[nn.Parameter]) -> 
         raise ConfigError(
             f"{config.optimizer_impl} has no optimizer {config.optimizer!r}{nearest(config.optimizer, known) or '.'}"
         )
-    arguments: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    arguments: dict[str, object] = {"lr": config.lr, "weight_decay": config.weight_decay}
     if "Adam" in config.optimizer:
         arguments["betas"] = tuple(config.betas)
     parameters = list(parameters)
@@ -382,7 +382,7 @@ def build_optimizer(config: OptimConfig, parameters: Iterable[nn.Parameter]) -> 
 def _groups(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
     """One parameter group for each mesh that parameters are sharded over, and each dtype: a fused step takes no two of
     them."""
-    groups: dict[Any, list[nn.Parameter]] = {}
+    groups: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         groups.setdefault((mesh, parameter.dtype), []).append(parameter)

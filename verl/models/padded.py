@@ -26,7 +26,7 @@ ForwardKind = Literal["packed", "padded", "logits"]
 KINDS: tuple[ForwardKind, ...] = ("packed", "padded", "logits")
 
 
-def forward_kind(module: Any) -> ForwardKind:
+def forward_kind(module: nn.Module) -> ForwardKind:
     """The forward that verl.models.check chose for `module`."""
     kind: ForwardKind = getattr(module, "forward_kind", "packed")
     return kind
@@ -79,7 +79,7 @@ class PaddedRows:
         self.source = pad_sequence(rows, batch_first=True).to(device)
         self.real = pad_sequence([torch.ones_like(row).bool() for row in rows], batch_first=True).to(device)
 
-    def through(self, model: Any, module: Any) -> Any:
+    def through(self, model: nn.Module, module: Any) -> Any:
         """The output of `model` (`module` or its decoder) for the rows."""
         packed = self.packed
         tokens: dict[str, torch.Tensor] = {"input_ids": packed.input_ids[0][self.source]}
@@ -108,7 +108,7 @@ def _logits(output: Any) -> torch.Tensor:
     return logits
 
 
-def _accepted(model: Any, **settings: object) -> dict[str, Any]:
+def _accepted(model: nn.Module, **settings: object) -> dict[str, Any]:
     """Entries of `settings` that the forward of `model` takes; a user's module may take only token ids."""
     parameters = inspect.signature(model.forward).parameters
     any_name = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())

@@ -71,7 +71,9 @@ class ImageProcessor:
         """Names of the arguments that the processor of images takes, and of those that choose frames of a video."""
         return {*self.processor.image_processor.valid_kwargs.__annotations__, *(() if self.no_videos else SAMPLING)}
 
-    def read(self, media: Sequence[Any], settings: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], list[str]]:
+    def read(
+        self, media: Sequence[object], settings: Mapping[str, object]
+    ) -> tuple[dict[str, torch.Tensor], list[str]]:
         """Inputs of the model for PIL images and Clips, by name, and the text that takes the place of the token of each.
         `settings` are arguments of the processor (data.mm_processor_kwargs). Raises what a processor raises."""
         settings = {name: value for name, value in settings.items() if name not in SAMPLING}
@@ -124,7 +126,7 @@ class ClipProcessor:
     def merge_size(self) -> int:
         return int(self.image_processor.merge_size)
 
-    def __call__(self, videos: object, **_: object) -> dict[str, Any]:
+    def __call__(self, videos: object, **_: object) -> dict[str, object]:
         clip, step = self.clip, self.temporal_patch_size
         frames = [*clip.frames, *[clip.frames[-1]] * (-len(clip.frames) % step)]
         output = self.image_processor(frames, return_tensors="pt", **self.arguments)
@@ -149,7 +151,7 @@ def _called(processor: Any, text: str, **inputs: Any) -> tuple[dict[str, torch.T
     return tensors, [entry["replacement"] for entry in output["text_replacement_offsets"][0]]
 
 
-def _video_settings(folder: Path) -> dict[str, Any]:
+def _video_settings(folder: Path) -> dict[str, object]:
     """The settings of a folder's video processor, where transformers looks for them, with our name of nframes."""
     files = [read_json_object(folder / name) if (folder / name).is_file() else {} for name in FILES[1:3]]
     entries = dict(files[0].get("video_processor") or files[1])
@@ -159,7 +161,9 @@ def _video_settings(folder: Path) -> dict[str, Any]:
     return {name: value for name, value in entries.items() if value is not None}
 
 
-def load_processor(folder: Path, model_type: str, tokenizer: Any, trust_remote_code: bool) -> ImageProcessor | None:
+def load_processor(
+    folder: Path, model_type: str, tokenizer: Tokenizer, trust_remote_code: bool
+) -> ImageProcessor | None:
     """The processor in `folder` of a family in verl.models.vision.FAMILIES; None for other families, and where there is none.
     Raises ModelError."""
     if model_type not in FAMILIES or not any((folder / name).is_file() for name in FILES[:2]):

@@ -84,7 +84,7 @@ def make_tiny_model(folder: str | Path, family: str = "llama", seed: int = 0, **
 
     from verl.models.quiet import quiet
 
-    settings: dict[str, Any] = {
+    settings: dict[str, object] = {
         "vocab_size": 264,
         "hidden_size": 64,
         "intermediate_size": 128,

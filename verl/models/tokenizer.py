@@ -70,7 +70,7 @@ def check_tokenizer_file(folder: Path, num_embeddings: int | None) -> None:
             raise ModelError(f"{clean(file)} has a {name} of more than {_MAX_RULES:,} characters, which no model has.")
 
 
-def check_token_ids(tokenizer: Any, path: str, num_embeddings: int) -> None:
+def check_token_ids(tokenizer: Tokenizer, path: str, num_embeddings: int) -> None:
     """Raise ModelError when the end-of-sequence token has no embedding; notice other tokens that have none."""
     if (tokenizer.eos_token_id or 0) >= num_embeddings:
         raise ModelError(
@@ -85,7 +85,7 @@ def check_token_ids(tokenizer: Any, path: str, num_embeddings: int) -> None:
         )  # fmt: skip
 
 
-def eos_token_ids(module: Any, tokenizer: Any) -> tuple[int, ...]:
+def eos_token_ids(module: Any, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Tokens that end a response, from generation_config.json, config.json and the tokenizer, ascending. Ids that the model
     does not have are left out with a warning."""
     stops: set[int] = set()

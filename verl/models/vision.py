@@ -109,7 +109,7 @@ def is_vision_config(config: PreTrainedConfig) -> bool:
     return config.model_type in FAMILIES and getattr(config, "vision_config", None) is not None
 
 
-def is_vision_model(module: Any) -> bool:
+def is_vision_model(module: object) -> bool:
     """Whether a module is a model of FAMILIES, with any head."""
     config = getattr(module, "config", None)
     return isinstance(config, PreTrainedConfig) and is_vision_config(config)
@@ -122,7 +122,7 @@ def attention_of(config: PreTrainedConfig, name: str) -> str | dict[str, str]:
     return {"": name, **{key: name if key == "text_config" else "sdpa" for key in config.sub_configs}}
 
 
-def num_deep_layers(module: Any) -> int:
+def num_deep_layers(module: nn.Module) -> int:
     """Number of layers of the language model behind which features of images are added."""
     return len(getattr(getattr(module.config, "vision_config", None), "deepstack_visual_indexes", ()))
 
@@ -144,7 +144,7 @@ def body_of(module: Any) -> Any:
     return module.get_decoder() if body is None or body is module else body
 
 
-def language_model_of(module: Any) -> Any:
+def language_model_of(module: HFModule) -> Any:
     """The module that computes hidden states from embeddings: the decoder of a text model, or the part of a family's body."""
     decoder = module.get_decoder()
     return decoder.get_decoder() if is_vision_model(decoder) else decoder
@@ -198,10 +198,10 @@ def image_features(module: Any, ids: torch.Tensor, placed: Sequence[PlacedMedia]
 
 
 @contextmanager
-def _front(module: Any) -> Iterator[dict[str, Any]]:
+def _front(module: HFModule) -> Iterator[dict[str, Any]]:
     """Within the block a forward ends before the language model, whose inputs are then in the result. Embeddings of tokens are
     constants: their gradient would be as large as the vocabulary, and no token of an image reads one."""
-    read: dict[str, Any] = {}
+    read: dict[str, object] = {}
 
     def forward(**inputs: Any) -> BaseModelOutputWithPast:
         read.update(inputs)
@@ -281,7 +281,7 @@ def _tokens_of_images(
 def _embedding(module: Any, ids: torch.Tensor, read: torch.Tensor) -> Iterator[None]:
     """Embeddings of `ids` where the forward reads the token ids `read`, within the block."""
 
-    def embedded(embedding: Any, _: Any, output: torch.Tensor) -> torch.Tensor:
+    def embedded(embedding: Any, _: object, output: torch.Tensor) -> torch.Tensor:
         is_prompt = output.shape[:-1] == ids.shape  # and no later step of `generate`
         return F.embedding(ids, embedding.weight) if is_prompt else output
 
@@ -352,6 +352,6 @@ def _other_token(module: nn.Module) -> int:
     return next(token for token in range(len(media) + 1) if token not in media)
 
 
-def _accepted(function: Any, **values: Any) -> dict[str, Any]:
+def _accepted(function: Any, **values: object) -> dict[str, Any]:
     parameters = inspect.signature(function).parameters
     return {name: value for name, value in values.items() if name in parameters}

@@ -84,7 +84,7 @@ def same_prompts(one: View, other: View, step: int) -> list[dict[str, object]]:
     return shared[:_MAX_PROMPTS]
 
 
-def _groups(view: View, step: int) -> dict[str, dict[str, Any]]:
+def _groups(view: View, step: int) -> dict[str, dict[str, object]]:
     rows = view.index.rows(
         "SELECT prompt_hash, t.prompt AS prompt, s.unit AS unit, avg(s.score) AS mean, count(*) AS num, "
         "min(s.line) AS line, t.response AS response FROM samples s JOIN files f ON f.id = s.file "

@@ -34,7 +34,7 @@ class Follower:
     def read(self, limit: int = sys.maxsize) -> list[dict[str, Any]]:
         """The rows since the last call; where these have more than `limit` bytes, rows at evenly spaced places. None when the
         file is missing or cannot be read."""
-        rows: list[dict[str, Any]] = []
+        rows: list[dict[str, object]] = []
         self.is_replaced = False
         with contextlib.suppress(OSError), os.fdopen(open_regular(self.path), "rb") as file:
             status = os.fstat(file.fileno())
@@ -59,7 +59,7 @@ class Follower:
 def rows_of_step(path: Path, step: int, check: Check) -> list[dict[str, Any]]:
     """The rows of `step` in a file whose rows have growing steps; none when it is missing. The place is bisected, so a file of
     any length costs a few reads."""
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, object]] = []
     with contextlib.suppress(OSError), os.fdopen(open_regular(path), "rb") as file:
 
         def read_from(start: int) -> Iterator[dict[str, Any]]:

@@ -111,7 +111,7 @@ class SampleIndex:
             self._local.db = self._connect()
         return self._local.db
 
-    def rows(self, query: str, *values: Any) -> list[sqlite3.Row]:
+    def rows(self, query: str, *values: object) -> list[sqlite3.Row]:
         return self.db.execute(query, values).fetchall()
 
     # -- files -----------------------------------------------------------------------------------------------------------

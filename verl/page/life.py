@@ -16,7 +16,7 @@ from verl.tracking.files import is_count
 from verl.tracking.ledger.file import NAME, connect_read_only
 
 
-def life_of(folder: Path, row: Mapping[str, object], split: str, step: int) -> dict[str, Any] | None:
+def life_of(folder: Path, row: Mapping[str, object], split: str, step: int) -> dict[str, object] | None:
     """{events: [(step, text)], problem} of the sample in a row of samples/train; None where the ledger has nothing to say:
     validation samples are not in it, and other programs than PPO have none."""
     ordinal, sample = row.get("ordinal"), row.get("sample_index")

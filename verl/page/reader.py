@@ -177,11 +177,11 @@ class RunReader:
     def total_steps(self) -> int | None:
         return next((row["of"] for row in reversed(self.timeline) if row.get("of")), None)
 
-    def spans_of(self, step: int) -> list[dict[str, Any]]:
+    def spans_of(self, step: int) -> list[dict[str, object]]:
         """The spans of a step, read from its place in the file."""
         return rows_of_step(self.folder / "spans.jsonl", step, _SPAN)
 
-    def timeline_row(self, step: int) -> dict[str, Any] | None:
+    def timeline_row(self, step: int) -> dict[str, object] | None:
         """The row of a step, read from its place in the file."""
         return next(reversed(rows_of_step(self.folder / "timeline.jsonl", step, TIMELINE_ROW)), None)
 
@@ -190,7 +190,7 @@ class RunReader:
         rows = rows_of_step(self.folder / "metrics.jsonl", step, is_metrics_row)
         return {clean(name): value for row in rows for name, value in row.items() if is_number(value)}
 
-    def planned_row(self, step: int) -> dict[str, Any] | None:
+    def planned_row(self, step: int) -> dict[str, object] | None:
         """The simulated step of that number; the last one for a step beyond them, and None without a plan."""
         return next((row for row in self.planned if row["step"] == step), self.planned[-1] if self.planned else None)
 

@@ -156,7 +156,7 @@ def excerpt_of(whole: str, text: str) -> list[tuple[str, bool]]:
 
 def _conditions(query: Mapping[str, str]) -> tuple[list[str], list[object]]:
     conditions = [condition for name, (_, condition) in _FLAGS.items() if query.get(name)]
-    values: list[Any] = []
+    values: list[object] = []
     for name, condition in _NUMBERS.items():
         try:
             value = float(query.get(name, ""))

@@ -111,7 +111,7 @@ def is_own_name(host: str, own: str = "localhost") -> bool:
 
 def make_app(
     site: Site, token: str, host: str = "127.0.0.1", port: int = 0, *, labels: dict[str, str] | None = None
-) -> Any:
+) -> Gate:
     """The ASGI application of `site`."""
     from verl.page.prometheus import exposition
 

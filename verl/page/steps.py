@@ -252,12 +252,12 @@ def _images(at: Place, row: Mapping[str, object]) -> list[str] | None:
         return None
 
 
-def _parts(row: Mapping[str, Any]) -> dict[str, Any]:
+def _parts(row: Mapping[str, object]) -> dict[str, object]:
     parts = row.get("reward_parts")
     return {str(name): value for name, value in parts.items()} if isinstance(parts, Mapping) else {}
 
 
-def _diff(whole: Sequence[Mapping[str, Any]], rows: Sequence[Any], query: Mapping[str, str]) -> Any:
+def _diff(whole: Sequence[Mapping[str, Any]], rows: Sequence[Any], query: Mapping[str, str]) -> object:
     """The two samples that the query names; else the best against the worst, where they differ."""
     lines = [row["line"] for row in rows]
     asked = [whole_number(query.get(name, "")) for name in ("a", "b")]
@@ -322,7 +322,7 @@ def sample_context(at: Place, line: int) -> dict[str, Any] | None:
     }
 
 
-def turns_of(row: Mapping[str, object], tokens: Tokens | None) -> list[dict[str, Any]]:
+def turns_of(row: Mapping[str, object], tokens: Tokens | None) -> list[dict[str, object]]:
     """The response as turns: {source, first, texts} of the policy and the environment in turn."""
     if tokens is None:
         return []
@@ -332,9 +332,9 @@ def turns_of(row: Mapping[str, object], tokens: Tokens | None) -> list[dict[str,
     ]
 
 
-def _facts(row: Mapping[str, object]) -> dict[str, Any]:
+def _facts(row: Mapping[str, object]) -> dict[str, object]:
     """Sums over the tokens of a response, by name."""
-    facts: dict[str, Any] = {}
+    facts: dict[str, object] = {}
     log_probs = row.get("log_probs")
     if isinstance(log_probs, list) and (numbers := [v for v in log_probs if is_number(v)]):
         facts["log-probability"] = sum(numbers)
@@ -358,7 +358,7 @@ def gantt(spans: Sequence[Mapping[str, Any]], timeline: Mapping[str, Any] | None
     return {"rows": rows, "roles": roles, "seconds": total, "communication": timeline["communication"]}
 
 
-def plan_bars(planned: Mapping[str, Any] | None, measured: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def plan_bars(planned: Mapping[str, Any] | None, measured: Mapping[str, Any] | None) -> dict[str, object] | None:
     """A step as simulated by `verl plan` against the measured one: `sides` of (name, seconds, [(phase, start, width,
     seconds)]) on one scale in thousandths, and `rows` of (phase or busy role, planned, measured seconds)."""
     if planned is None or measured is None:

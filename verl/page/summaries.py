@@ -123,7 +123,7 @@ def text_of(row: Mapping[str, object], name: str) -> str:
     return valid_utf8(value) if isinstance(value, str) else ""
 
 
-def _first(values: Any) -> float | None:
+def _first(values: object) -> float | None:
     """The first of the advantages that is not 0; they are equal over a response where no critic is."""
     if not isinstance(values, list):
         return None

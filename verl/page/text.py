@@ -20,7 +20,7 @@ _REPEATED = re.compile(r"(<[^<>\s]{1,40}>)\1{3,}")
 _VISIBLE = {"\t": "\t", "\n": "\n"}
 
 
-def visible(value: object) -> Any:
+def visible(value: object) -> object:
     """A value as templates write it: control characters and marks of direction of a text become code points; HTML stays."""
     if not isinstance(value, str) or isinstance(value, Markup) or (value.isascii() and value.isprintable()):
         return value
@@ -66,7 +66,7 @@ class Tokens:
     turns: list[tuple[int, int, str]]
     num_all: int
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """For the browser."""
         return {"texts": self.texts, "ids": self.ids, "columns": self.columns}
 

@@ -60,7 +60,7 @@ class TableScreen(Screen[None]):
     AUTO_FOCUS = ""  # each screen says itself which of its parts gets the keys
     app: RunApp
     columns: tuple[str, ...] = ()
-    first_focus: type[Any] = DataTable
+    first_focus: type[object] = DataTable
 
     def compose(self) -> ComposeResult:
         yield Static(id="head")
@@ -201,7 +201,7 @@ class StepScreen(TableScreen):
             self.fill()
 
 
-def _cells(row: Mapping[str, Any], response: str) -> list[Any]:
+def _cells(row: Mapping[str, Any], response: str) -> list[object]:
     """Score, advantage, length, flags and the beginning of the response of a sample."""
     flags = [name for name, is_set in (("cut", row["finish"] == "length"), ("scorer failed", row["error"])) if is_set]
     if row["gap"] is not None and row["gap"] > 0.1:

@@ -23,7 +23,7 @@ class ChannelCorrupt(Exception):
     """The received bytes are not a message: another process wrote to the channel."""
 
 
-def to_jsonable(value: object) -> Any:
+def to_jsonable(value: object) -> object:
     """Plain form of values that JSON lacks: numpy arrays and scalars (anything with `tolist`), and sets.
 
     Raises RewardError for bytes and for objects without a plain form; such values belong in a file whose path is

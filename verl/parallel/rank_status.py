@@ -40,7 +40,7 @@ class RankStatus:
 
     def rows(self, topic: str) -> dict[int, dict[str, Any]]:
         """The last rows of the other ranks; ranks that wrote nothing are left out, and all when the store is gone or silent."""
-        rows: dict[int, dict[str, Any]] = {}
+        rows: dict[int, dict[str, object]] = {}
         done = self._ask(lambda: self._read(topic, rows))
         return dict(rows) if done.wait(LIMIT_S) else {}
 
@@ -48,7 +48,7 @@ class RankStatus:
         """Write and read no more; does not wait."""
         self._jobs.put(None)
 
-    def _read(self, topic: str, rows: dict[int, dict[str, Any]]) -> None:
+    def _read(self, topic: str, rows: dict[int, dict[str, object]]) -> None:
         self._store.set_timeout(timedelta(seconds=LIMIT_S))
         for rank in self._others:
             if self._store.check([f"{topic}/{rank}"]):

@@ -101,20 +101,20 @@ def _pack_items(items: dict[Any, Any], buffers: list[np.ndarray], place: str) ->
     return [[_pack(k, buffers, f"a key of {place}"), _pack(v, buffers, f"{place}.{k}")] for k, v in items.items()]
 
 
-def _pack_dict(value: dict[object, object], buffers: list[np.ndarray], place: str) -> Any:
+def _pack_dict(value: dict[object, object], buffers: list[np.ndarray], place: str) -> object:
     return {"!": "dict", "v": _pack_items(value, buffers, place)}
 
 
-def _pack_tuple(value: tuple[object, ...], buffers: list[np.ndarray], place: str) -> Any:
+def _pack_tuple(value: tuple[object, ...], buffers: list[np.ndarray], place: str) -> object:
     return {"!": "tuple", "v": [_pack(v, buffers, f"{place}[{i}]") for i, v in enumerate(value)]}
 
 
-def _pack_bytes(value: bytes | bytearray, buffers: list[np.ndarray], place: str) -> Any:
+def _pack_bytes(value: bytes | bytearray, buffers: list[np.ndarray], place: str) -> object:
     buffers.append(np.frombuffer(value, dtype=np.uint8))
     return {"!": "bytes", "b": len(buffers) - 1}
 
 
-def _pack_tensor(value: torch.Tensor, buffers: list[np.ndarray], place: str) -> Any:
+def _pack_tensor(value: torch.Tensor, buffers: list[np.ndarray], place: str) -> object:
     if value.is_nested:
         raise TypeError(f"{place} is a nested tensor; pad it before it is sent to another process.")
     buffers.append(bytes_of(value).numpy())
@@ -126,12 +126,12 @@ def _pack_tensor(value: torch.Tensor, buffers: list[np.ndarray], place: str) -> 
     }
 
 
-def _pack_stored(value: StoredTensors, buffers: list[Any], place: str) -> Any:
+def _pack_stored(value: StoredTensors, buffers: list[Any], place: str) -> object:
     buffers.append(value.reference)
     return {"!": "stored", "b": len(buffers) - 1}
 
 
-def _pack_array(value: np.ndarray, buffers: list[np.ndarray], place: str) -> Any:
+def _pack_array(value: np.ndarray, buffers: list[np.ndarray], place: str) -> object:
     if value.dtype == object:
         values = value.ravel().tolist()
         first = {id(v): i for i, v in reversed([*enumerate(values)]) if dataclasses.is_dataclass(v)}
@@ -146,7 +146,7 @@ def _pack_array(value: np.ndarray, buffers: list[np.ndarray], place: str) -> Any
     return {"!": "array", "b": len(buffers) - 1, "t": value.dtype.str, "s": list(value.shape)}
 
 
-def _pack_batch(value: DataProto, buffers: list[np.ndarray], place: str) -> Any:
+def _pack_batch(value: DataProto, buffers: list[np.ndarray], place: str) -> object:
     tensors = {} if value.batch is None else {k: value.batch.get(k) for k in value.batch.keys()}
     parts = (tensors, value.non_tensor_batch, value.meta_info)
     names = ("column", "column", "meta_info")
@@ -154,7 +154,7 @@ def _pack_batch(value: DataProto, buffers: list[np.ndarray], place: str) -> Any:
     return {"!": "batch", "v": packed, "n": len(value), "empty": value.batch is None}
 
 
-def _pack_metric(value: Metric, buffers: list[np.ndarray], place: str) -> Any:
+def _pack_metric(value: Metric, buffers: list[np.ndarray], place: str) -> object:
     numbers = [[float(v), float(w)] for v, w in value.observations]
     return {"!": "metric", "t": value.reduction, "v": _pack(numbers, buffers, place)}
 

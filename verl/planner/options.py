@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
@@ -277,7 +276,7 @@ def _variants(
             for again in recompute:
                 for size in sorted(sizes):
                     for offload in (False, True) if space.offload else (False,):
-                        changes: dict[str, Any] = {"recompute": again, "micro_batch": round(size)}
+                        changes: dict[str, object] = {"recompute": again, "micro_batch": round(size)}
                         yield base.replace(expert=expert, zero=zero, offload=offload, **changes)
 
 

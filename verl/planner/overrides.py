@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
-from typing import Any
 
 from verl.config import PPOConfig, RunConfig
 from verl.config.schema import value_at
@@ -130,7 +129,7 @@ def _batches(role: str, layout: ParallelLayout) -> Iterator[str]:
     yield f"{model}.enable_gradient_checkpointing={layout.recompute == 'full'}"
 
 
-def plan_as_json(plan: RunPlan) -> dict[str, Any]:
+def plan_as_json(plan: RunPlan) -> dict[str, object]:
     """Everything of a plan but its overrides, in seconds and bytes."""
     groups = []
     for roles, count, chosen in zip(plan.groups, plan.devices, plan.options, strict=True):

@@ -72,7 +72,7 @@ class PlanRequest:
         return request
 
     def _set(self, names: list[str], value: object, path: str) -> None:
-        target: Any = self
+        target: object = self
         for name in names[:-1]:
             target = getattr(target, _known(target, name, path))
             if not isinstance(target, ClusterRequest | WorkloadRequest):
@@ -153,7 +153,7 @@ def read_lengths(file: Path) -> list[float]:
     return lengths
 
 
-def cluster_of(asked: ClusterRequest, loaded: LoadedConfig[Any]) -> Cluster:
+def cluster_of(asked: ClusterRequest, loaded: LoadedConfig[RunConfig]) -> Cluster:
     """The cluster of `plan.cluster`; numbers of nodes and devices that it does not give come from the config."""
     if asked.gpu == "cpu":
         if asked.gpus_per_node not in (None, 1) or asked.nodes not in (None, 1):

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 from verl.config import SCHEMAS, RunConfig, schema_of
 from verl.config.schema import value_at
 from verl.config.secrets import remember_secrets
+from verl.data_proto.tokenizer import Tokenizer
 from verl.families import ADVANTAGES, AGENT_LOOPS, POLICY_LOSSES, REWARD_MANAGERS, TOOL_PARSERS
 from verl.registry import Registry, load_object
 
@@ -89,7 +90,7 @@ class RunContext:
 class ProgramData(Protocol):
     """The data of a run, read and checked before any model is loaded."""
 
-    tokenizer: Any
+    tokenizer: Tokenizer
 
     @property
     def num_steps(self) -> int:
@@ -182,7 +183,7 @@ class Program(ABC, Generic[C]):
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """All metrics of a finished step, the host's included; for warnings."""
 
-    def header(self) -> dict[str, Any]:
+    def header(self) -> dict[str, object]:
         """Facts for the header of the run, by name."""
         return {}
 

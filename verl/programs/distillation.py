@@ -194,7 +194,7 @@ class RowResponses:
 
     rollout: RolloutHandle
     config: PPOConfig
-    tokenizer: Any
+    tokenizer: Tokenizer
     version: Callable[[], int]
 
     @cached_property
@@ -217,7 +217,7 @@ class RowResponses:
         trajectories = [self._trajectory(prompts, row) for row in range(len(prompts))]
         columns = to_columns(
             trajectories,
-            pad_token_id=self.tokenizer.pad_token_id,
+            pad_token_id=self.tokenizer.pad_token_id or 0,
             prompt_width=settings.prompt_length,
             response_width=settings.response_length,
         )

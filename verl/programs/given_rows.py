@@ -48,7 +48,7 @@ G = TypeVar("G", bound=GivenRowsConfig)
 class GivenRows:
     """See ProgramData: tokenized rows. There are no data sources, since nothing is scored."""
 
-    tokenizer: Any
+    tokenizer: Tokenizer
     train: ConversationLoader | None = None
     validation: ConversationDataset | None = None
     num_steps: int = 1

@@ -243,7 +243,7 @@ def _has_trained(update: Updates) -> bool:
     return len({finding.mini_batch for finding in update.findings if finding.refused}) < len(update.steps)
 
 
-def _written(value: object) -> Any:
+def _written(value: object) -> object:
     """JSON has no NaN and no infinity: they are there as text."""
     return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 

@@ -96,13 +96,13 @@ class ActorRolloutRefWorker:
         optim_config: object,
         override_model_config: Mapping[str, object],
         role: str = "actor",
-    ) -> Any:
+    ) -> object:
         """The model of `role` (actor or ref). A subclass returns its own model here, in place of the folder's: a Hugging Face
         causal language model, or a PreTrainedModel with a forward from token ids to logits. Its dropout is turned off, and its
         optimizer is made as for any model."""
         raise NotImplementedError
 
-    def _build(self, spec: RoleSpec) -> Any:
+    def _build(self, spec: RoleSpec) -> object:
         role = "actor" if spec.trains else "ref"
         override = dict(spec.model.override_config)
         return self._build_model_optimizer(spec.model.path, spec.engine, spec.optim, override, role=role)

@@ -115,7 +115,7 @@ class OnlinePreference(PPO):
         if self.reference is not None and online.sync_steps and step % online.sync_steps == 0:
             self.reference.follow(online.mixup_alpha)
 
-    def header(self) -> dict[str, Any]:
+    def header(self) -> dict[str, object]:
         """See Program."""
         n, loss = self.config.actor_rollout_ref.rollout.n, " + ".join(self.config.preference.losses)
         return {**super().header(), "algorithm": f"best and worst of {n} samples, {loss} loss"}

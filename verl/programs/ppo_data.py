@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 class PPOData:
     """See ProgramData. `train` is None in an evaluation, `validation` without data.val_files."""
 
-    tokenizer: Any
+    tokenizer: Tokenizer
     train: PromptLoader | None
     validation: ValidationLoader | None
     data_sources: list[str]

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from verl.algorithms.advantages import requires
 from verl.config import ModelConfig, PPOConfig
 from verl.config.active_keys import uses_critic, uses_reference, uses_rewards
+from verl.config.sections.actor import ActorConfig, CriticConfig
 from verl.config.sections.distillation import TeacherConfig
 from verl.engines.api import MicroBatching
 from verl.programs.specs import placement_of, ppo_run_spec, reward_spec, rollout_spec
@@ -237,7 +238,7 @@ def _critic(config: PPOConfig) -> RoleSpec:
     )
 
 
-def _schedule(config: PPOConfig, section: Any, needed: Any = None) -> MiniBatchSchedule:
+def _schedule(config: PPOConfig, section: ActorConfig | CriticConfig, needed: Any = None) -> MiniBatchSchedule:
     return MiniBatchSchedule(
         size=section.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n,
         epochs=section.ppo_epochs,

@@ -59,7 +59,7 @@ class PreferenceOptimization(GivenRowsProgram[PreferenceConfig]):
 
     @classmethod
     def load_rows(
-        cls, config: PreferenceConfig, files: Files, tokenizer: Tokenizer, **selects: Any
+        cls, config: PreferenceConfig, files: Files, tokenizer: Tokenizer, **selects: object
     ) -> PreferenceDataset:
         losses = config.preference.losses
         paired, trains_prompts = all(map(is_paired, losses)), "orpo" in losses

@@ -125,7 +125,7 @@ class RejectionSampling(PPO):
         if self.file is not None:
             truncate_rows(self.file, 0 if state is None else state["step"])
 
-    def header(self) -> dict[str, Any]:
+    def header(self) -> dict[str, object]:
         """See Program."""
         rule, n = self.config.rejection, self.config.actor_rollout_ref.rollout.n
         limit = "" if rule.min_score is None else f" with a score of at least {rule.min_score:g}"

@@ -92,7 +92,7 @@ class RewardModelProgram(GivenRowsProgram[RMConfig]):
     def validate(self, step: int) -> dict[str, float]:
         """See Program; the held-out completions are logged with their scores."""
         columns: dict[str, list[torch.Tensor]] = defaultdict(list)
-        logged: list[dict[str, Any]] = []
+        logged: list[dict[str, object]] = []
         for batch, scores in self._scored():
             for name, values in self._columns(batch, scores).items():
                 columns[name].append(values)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from verl.config.roots.sft import SFTConfig
 from verl.data.conversations.dataset import ConversationDataset, load_conversations
@@ -33,7 +32,7 @@ class SFT(GivenRowsProgram[SFTConfig]):
     }
 
     @classmethod
-    def load_rows(cls, config: SFTConfig, files: Files, tokenizer: Tokenizer, **selects: Any) -> ConversationDataset:
+    def load_rows(cls, config: SFTConfig, files: Files, tokenizer: Tokenizer, **selects: object) -> ConversationDataset:
         stops = eos_token_ids_of(config.model, tokenizer)
         return load_conversations(files, tokenizer, config.data, stop_token_ids=stops, **selects)
 

@@ -106,7 +106,7 @@ def _named(entry: object) -> tuple[str, dict[str, object]]:
     )
 
 
-def _make(name: str, settings: dict[str, Any]) -> Stage:
+def _make(name: str, settings: dict[str, object]) -> Stage:
     stage = load_object(name)
     if isinstance(stage, type) and issubclass(stage, Stage):
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Container
-from typing import Any
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from verl.data_proto.batch_metrics import count_metrics, number_parts, scored_ro
 from verl.data_proto.proto import DataProto
 from verl.data_proto.sample_rows import sample_rows
 from verl.data_proto.samples import SamplingParams
+from verl.data_proto.tokenizer import Tokenizer
 from verl.programs.collect import generate_samples, unscored
 from verl.programs.ppo_roles import PPORoles
 from verl.roles.rollout import greedy, sampling_params
@@ -35,8 +35,8 @@ class Validator:
         config: PPOConfig,
         roles: PPORoles,
         loader: ValidationLoader,
-        tokenizer: Any,
-        log_samples: Callable[[str, int, list[dict[str, Any]]], None],
+        tokenizer: Tokenizer,
+        log_samples: Callable[[str, int, list[dict[str, object]]], None],
     ):
         self.params = sampling_params(config.actor_rollout_ref.rollout, validation=True)
         self.greedy = greedy(sampling_params(config.actor_rollout_ref.rollout))

@@ -63,7 +63,7 @@ def _weighted(value: Any, weight: float) -> Any:
     return weight * value if hasattr(value, "__float__") else value
 
 
-def _finished(result: object) -> Any:
+def _finished(result: object) -> object:
     """`result`, or the result of a coroutine."""
     if not inspect.iscoroutine(result):
         return result

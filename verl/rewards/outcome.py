@@ -93,7 +93,7 @@ def _entries(mapping: dict[object, object], limits: Limits, depth: int) -> Itera
         yield name, _part(value, name, limits, depth)
 
 
-def _part(value: object, name: str, limits: Limits, depth: int) -> Any:
+def _part(value: object, name: str, limits: Limits, depth: int) -> object:
     """The plain form of a value: of numpy's and of torch's, of sets and tuples; text as valid UTF-8."""
     if hasattr(value, "tolist"):
         value = value.tolist()

@@ -70,7 +70,7 @@ class Caller:
         self.raised: tuple[type[BaseException], ...] = ()  # exceptions that are the caller's, not the function's
         self._loop: AbstractEventLoop | None = None
 
-    def score(self, samples: list[list[Any]]) -> list[Outcome]:
+    def score(self, samples: list[list[object]]) -> list[Outcome]:
         """One outcome per sample. A sample is [data_source, solution_str, ground_truth, extra_info, {argument: output
         of the reward model}]."""
         if self.spec.batched:
@@ -105,7 +105,7 @@ class Caller:
         except BaseException as error:  # noqa: BLE001 - a result may be an object of any class
             return self._failure(error)
 
-    def _call(self, arguments: dict[str, Any]) -> Any:
+    def _call(self, arguments: dict[str, object]) -> Any:
         result = self.function(**arguments, **self.spec.kwargs)
         if inspect.isawaitable(result):
             if self._loop is None:

@@ -303,7 +303,7 @@ class Roles:
     rollout: RolloutHandle | None = None
     reward: RewardHandle | None = None
     weights: WeightSync | None = None
-    workers: dict[str, Any] = field(default_factory=dict)  # groups of WorkerSpecs
+    workers: dict[str, object] = field(default_factory=dict)  # groups of WorkerSpecs
     specs: tuple[RoleSpec, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)  # device, dtype, parameters, for the header
     num_devices: int = 1

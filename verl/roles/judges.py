@@ -19,6 +19,7 @@ from verl.config import ModelConfig, RewardModelConfig, RolloutConfig
 from verl.config.sections.rollout import EngineKwargsConfig
 from verl.data.prompts import render_chat
 from verl.data_proto.samples import PromptRequest, SamplingParams
+from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ModelError
 from verl.foreign_text import valid_utf8
 from verl.models.hf_module import HFModule
@@ -78,7 +79,7 @@ def build_judge(
 class EngineJudge:
     """Asks an engine, in tokens: a question is the user's turn of a conversation where the tokenizer has a chat template."""
 
-    def __init__(self, engine: RolloutEngine, tokenizer: Any, config: RewardModelConfig):
+    def __init__(self, engine: RolloutEngine, tokenizer: Tokenizer, config: RewardModelConfig):
         self.engine, self.tokenizer = engine, tokenizer
         self.params = SamplingParams(temperature=0.0, max_new_tokens=config.rollout.response_length)
         self._frees = config.rollout.free_cache_engine
@@ -199,5 +200,5 @@ def _as_in_its_files(
     )  # fmt: skip
 
 
-def _refuse(path: str, *arguments: object) -> Any:
+def _refuse(path: str, *arguments: object) -> object:
     raise ModelError(f"The judge has the weights of {path}, which a run does not update.")

@@ -190,7 +190,7 @@ def score_request(
     )
 
 
-def _ground_truth(rows: DataProto, row: int) -> Any:
+def _ground_truth(rows: DataProto, row: int) -> object:
     """The reference answer of a row; None without one."""
     objects = rows.non_tensor_batch
     return (objects["reward_model"][row] or {}).get("ground_truth") if "reward_model" in objects else None

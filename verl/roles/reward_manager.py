@@ -112,7 +112,7 @@ def _batch(requests: Sequence[ScoreRequest]) -> DataProto:
         prompt, response = (np.asarray(ids, dtype=np.int64) for ids in (request.prompt_ids, request.response_ids))
         tokens.append((prompt, response, np.ones(len(response), dtype=bool)))
     columns = token_columns(tokens)
-    objects: dict[str, list[Any]] = {
+    objects: dict[str, list[object]] = {
         "data_source": [request.data_source for request in requests],
         "reward_model": [{"ground_truth": request.ground_truth} for request in requests],
         "extra_info": [request.extra_info for request in requests],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -19,6 +19,7 @@ from verl.data.conversations.tokens import ConversationEncoder
 from verl.data_proto.media import MEDIA_COLUMNS, Spans, placed_in, row_media_of
 from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
+from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError, ModelError, NumericsError
 from verl.models.classifier import load_reward_model, scores_steps, sequence_scores
 from verl.models.heads import ScalarHeadModel
@@ -38,7 +39,7 @@ PLACE = "a conversation for the reward model"
 
 def build_reward_model(
     config: RewardModelConfig,
-    policy_tokenizer: object,
+    policy_tokenizer: Tokenizer,
     device: torch.device,
     *,
     start_timeout_s: float = 300.0,
@@ -86,8 +87,8 @@ class RewardModelWorker:
     def __init__(
         self,
         module: ScalarHeadModel,
-        tokenizer: Any,
-        policy_tokenizer: object,
+        tokenizer: Tokenizer,
+        policy_tokenizer: Tokenizer,
         *,
         max_tokens: int,
         batch_size: int | None = None,
@@ -171,7 +172,7 @@ class JudgeWorker:
     """Asks a generative model, which replies greedily, so that equal responses get equal replies. A rubric is asked criterion
     by criterion, a template with {first} and {second} about the response and the ground truth, in both orders."""
 
-    def __init__(self, judge: Judge, policy_tokenizer: object, config: RewardModelConfig, *, template: str):
+    def __init__(self, judge: Judge, policy_tokenizer: Tokenizer, config: RewardModelConfig, *, template: str):
         self.judge, self.policy_tokenizer, self.template = judge, policy_tokenizer, template
         self.batch_size, self.max_reply_tokens = config.reward_batch_size, config.rollout.response_length
         self.rubric = None if config.rubric is None else read_rubric(config.rubric)
@@ -272,12 +273,12 @@ def read_template(source: str, *, has_rubric: bool = False) -> str:
     return template
 
 
-def same_tokenizer(one: Any, other: Any) -> bool:
+def same_tokenizer(one: Tokenizer, other: Tokenizer) -> bool:
     """Whether the tokens and conversations of one mean the same to the other."""
     return one.chat_template == other.chat_template and one.get_vocab() == other.get_vocab()
 
 
-def conversation_text(messages: Sequence[dict[str, Any]]) -> str:
+def conversation_text(messages: Sequence[dict[str, object]]) -> str:
     """A lone message's text, or one paragraph per message with its role before it."""
     if len(messages) == 1:
         return str(messages[0]["content"])
@@ -289,7 +290,7 @@ def policy_tokens(batch: DataProto) -> list[tuple[int, ...]]:
     return [prompt + response for prompt, response in zip(*_unpadded(batch), strict=True)]
 
 
-def responses(batch: DataProto, tokenizer: Any) -> list[str]:
+def responses(batch: DataProto, tokenizer: Tokenizer) -> list[str]:
     """The text of each response."""
     return [tokenizer.decode(list(ids), skip_special_tokens=True) for ids in _unpadded(batch)[1]]
 

@@ -19,6 +19,7 @@ from verl.data_proto.merge import object_array
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import Completion, PromptRequest, SamplingParams, ScoreRequest
+from verl.data_proto.tokenizer import Tokenizer
 from verl.data_proto.trajectory import Trajectory, to_columns, trajectory_of
 from verl.errors import ModelError
 from verl.models.routing import COLUMN, experts_of
@@ -52,7 +53,7 @@ class RolloutWorker:
     """
 
     engine: RolloutEngine
-    tokenizer: Any
+    tokenizer: Tokenizer
     params: SamplingParams
     max_prompt_length: int
     free_cache: bool

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
+from tensordict import TensorDict
 
 from verl.algorithms.monitors import (
     GRAD_NORM,
@@ -104,7 +104,7 @@ class StepGuard:
 
     def observe(
         self,
-        columns: Any,
+        columns: TensorDict,
         mask: torch.Tensor,
         outputs: dict[str, torch.Tensor],
         inputs: Mapping[str, torch.Tensor | None],

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.errors import ConfigError
+from verl.models.hf_module import HFModule
 from verl.parallel.balance import TokenCost
 from verl.parallel.device import peak_flops
 from verl.planner.shapes import ModelShape
@@ -29,7 +29,7 @@ class Utilization:
         self._num_operations = 0.0
 
     @classmethod
-    def of(cls, module: Any, device: torch.device, num_devices: int) -> Utilization | None:
+    def of(cls, module: HFModule, device: torch.device, num_devices: int) -> Utilization | None:
         """For `module` on `device`; None for a device whose peak is not known, and a model without the sizes of a decoder."""
         peak = peak_flops(device)
         if peak is None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 from verl.config import ModelConfig, RolloutConfig, full_key
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
+from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError
 from verl.families import ROLLOUT_ENGINES as ENGINES
 
@@ -41,7 +42,7 @@ class WeightTransfer:
     model: ModelConfig
     device: torch.device
     dtype: torch.dtype  # of the engine's weights
-    write_buckets: Callable[[Weights], Iterator[dict[str, Any]]]
+    write_buckets: Callable[[Weights], Iterator[dict[str, object]]]
     reader: str
     write_folder: Callable[[Path, int, Weights], dict[str, Any]]  # folder, number of the update, weights
     folder_reader: str
@@ -49,7 +50,7 @@ class WeightTransfer:
     call_timeout_s: float
     in_process: bool = True
     visible_devices: tuple[str, ...] = ()
-    probe: Callable[[Callable[[dict[str, Any]], None]], None] | None = None
+    probe: Callable[[Callable[[dict[str, object]], None]], None] | None = None
 
 
 def holds_weights(name: str) -> bool:
@@ -172,7 +173,7 @@ class BaseRollout:
     holds_weights: ClassVar[bool] = False
     reads_images: ClassVar[bool] = False
     module: HFModule
-    tokenizer: Any  # for stop strings; None without any
+    tokenizer: Tokenizer  # for stop strings; None without any
     config: RolloutConfig
     _: KW_ONLY
     eos_token_ids: Sequence[int]

@@ -132,7 +132,7 @@ class EngineProcess:
         self._child.close()
         self._channel.close()
 
-    def _exchange(self, message: Sequence[object], doing: str, timeout_s: float) -> Any:
+    def _exchange(self, message: Sequence[object], doing: str, timeout_s: float) -> object:
         if self.has_ended:
             raise WorkerLostError(f"The {self.name} process (pid {self.pid}) has ended; start the run again.")
         try:

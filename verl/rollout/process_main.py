@@ -12,7 +12,6 @@ import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from verl.errors import VerlError
 from verl.parallel.child_processes import die_with
@@ -32,7 +31,7 @@ def serve(channel: socket.socket) -> None:
         _answered(channel, partial(getattr(engine, method), *arguments))
 
 
-def _answered(channel: socket.socket, call: Callable[[], object], *, shown: bool = True) -> Any:
+def _answered(channel: socket.socket, call: Callable[[], object], *, shown: bool = True) -> object:
     """The result of `call`, sent to the parent as [result, None], or [None, [kind, sentence]] for an error."""
     try:
         result = call()

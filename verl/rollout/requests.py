@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from verl.config import full_key
 from verl.data_proto.media import ImageFiles, Media
 from verl.data_proto.samples import Completion, FinishReason, PromptRequest, SampleKey, SamplingParams, TurnRequest
+from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError, ModelError, NumericsError
 from verl.models.hf_module import HFModule
 
@@ -156,7 +156,7 @@ def one_by_one(request: PromptRequest) -> list[PromptRequest]:
     return [replace(request, first_sample=request.first_sample + i, num_samples=1) for i in numbers]
 
 
-def with_files(request: PromptRequest, tokenizer: Any) -> tuple[PromptRequest, tuple[bytes, ...]]:
+def with_files(request: PromptRequest, tokenizer: Tokenizer) -> tuple[PromptRequest, tuple[bytes, ...]]:
     """The request as engines take it that have an image processor: one token stands for each image, `media` has all images,
     which are also returned as PNG files. Raises ModelError where the tokens of an image are not the tokenizer's."""
     if not request.placed:
@@ -197,7 +197,9 @@ class StopRules:
     """The end of a sample: end-of-sequence and stop tokens, stop strings, the token limit. Raises ConfigError when there are
     stop strings but no tokenizer to read them with."""
 
-    def __init__(self, params: SamplingParams, eos_token_ids: Sequence[int], vocab_size: int, tokenizer: Any):
+    def __init__(
+        self, params: SamplingParams, eos_token_ids: Sequence[int], vocab_size: int, tokenizer: Tokenizer | None
+    ):
         if params.stop and tokenizer is None:
             raise ConfigError("Stop strings need a tokenizer; give one, or use stop_token_ids.")
         self._max_new_tokens = params.max_new_tokens
@@ -224,6 +226,7 @@ class StopRules:
 
     def ends_string(self, response: np.ndarray) -> bool:
         """Whether the response (int [tokens]) now holds a stop string; it did not before its last token."""
+        assert self._tokenizer is not None  # see __init__
         text = self._tokenizer.decode(response[-self._tail :].tolist(), clean_up_tokenization_spaces=False)
         return any(s in text for s in self._strings)
 

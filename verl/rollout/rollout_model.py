@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,7 +49,7 @@ class Replica:
     """`module`, or with a `group` of several ranks this rank's part of it: the module is then cut in place, is to be called
     with equal inputs by all ranks of the group, and gives each of them the logits of the whole vocabulary."""
 
-    def __init__(self, module: Any, group: dist.ProcessGroup | None = None):
+    def __init__(self, module: HFModule, group: dist.ProcessGroup | None = None):
         self.module = module
         self._group = group
         self._shapes = {name: p.shape for name, p in module.named_parameters(remove_duplicate=False)}

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 
 from verl.config import full_key
 from verl.data_proto.samples import Completion, PromptRequest, SamplingParams
 from verl.errors import ModelError
+from verl.models.hf_module import HFModule
 from verl.rollout.api import BaseRollout, OnFinish, Weights
 
 
-def checked(weights: Weights, skeleton: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+def checked(weights: Weights, skeleton: HFModule, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """`weights` in `dtype`, each compared with the parameter of that name of `skeleton`, which may be a meta-device model.
     Raises as `complete` does."""
     parameters = dict(skeleton.named_parameters(remove_duplicate=False))
@@ -92,7 +92,7 @@ class PassiveRollout(BaseRollout):
 
     holds_weights = True
 
-    def __init__(self, module: Any, *args: object, **settings: object):
+    def __init__(self, module: HFModule, *args: object, **settings: object):
         self.module = module
         self.weight_version = 0
         self._stats = {}

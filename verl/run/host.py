@@ -187,7 +187,7 @@ def _tracker(stack: ExitStack, loaded: LoadedConfig, folder: Any, runtime: Runti
 
 def _facts(
     loaded: LoadedConfig, roles: Roles, program: Program[Any], data: ProgramData, folder: RunFolder, state: RunState
-) -> dict[str, Any]:
+) -> dict[str, object]:
     total, model = data.num_steps, next((spec.model.path for spec in roles.specs if spec.trains), None)
     return {
         "model": model,

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from verl.config import LoadedConfig, ModelConfig
+from verl.config import LoadedConfig, ModelConfig, RunConfig
 from verl.config.schema import value_at
 from verl.config.sources import read_limited
 from verl.errors import CheckpointError, ConfigError, VerlError
@@ -49,7 +49,7 @@ _TOKENIZER_FILES = (
 _TEMPLATE = "chat_template"  # of tokenizer_config.json, and the beginning of the names of files
 
 
-def inputs_of(loaded: LoadedConfig[Any], program: type[Program[Any]]) -> dict[str, str]:
+def inputs_of(loaded: LoadedConfig[RunConfig], program: type[Program[Any]]) -> dict[str, str]:
     """Everything that a run of `program` reads -> the digest of its content. A file that cannot be read has none: its reader
     says so."""
     config, digests = loaded.config, dict[str, str]()
@@ -240,7 +240,7 @@ def _imported(file: Path) -> Iterator[Path]:
             yield from (place for place in (beside.with_suffix(".py"), beside / "__init__.py") if place.is_file())
 
 
-def _settings(file: Path) -> Any:
+def _settings(file: Path) -> object:
     """The values of a YAML or JSON file; None where it cannot be read."""
     try:
         return read_limited(file)

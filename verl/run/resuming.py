@@ -86,7 +86,7 @@ class Resume:
         return self.broadcast((str(checkpoint), read_state(checkpoint, self.state.command, self.state_schema)))
 
     def _load(
-        self, saved: tuple[str, dict[str, Any]] | None, back: RollBack | None = None, *, same_run: bool = False
+        self, saved: tuple[str, dict[str, object]] | None, back: RollBack | None = None, *, same_run: bool = False
     ) -> None:
         path, values = (None, None) if saved is None else (Path(saved[0]), saved[1])
         if path is not None and values is not None:

@@ -60,7 +60,7 @@ class OtherRankStore:
     def find(self, resume_mode: str = "auto", resume_from_path: str | None = None) -> Path | None:
         return None
 
-    def save(self, step: int, roles: Mapping[str, RoleWriter], trainer_state: Mapping[str, Any]) -> None:
+    def save(self, step: int, roles: Mapping[str, RoleWriter], trainer_state: Mapping[str, object]) -> None:
         self.finish()
         for role in roles.values():
             role.num_bytes()

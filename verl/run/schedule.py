@@ -45,14 +45,14 @@ class DynamicConfigScheduler:
         self._phases = sorted(((p["from_step"], dict(p["changes"])) for p in phases), key=lambda phase: phase[0])
         self._set: dict[str, object] = {}
 
-    def set(self, changes: Mapping[str, Any] | None = None, **named: object) -> None:
+    def set(self, changes: Mapping[str, object] | None = None, **named: object) -> None:
         """Other values from the next step on, whatever the phases say; not remembered by a run that resumes."""
         merged = {**(changes or {}), **named}
         _check_changes(merged)
         self._set.update(merged)
 
     def values(self, step: int) -> dict[str, Any]:
-        values: dict[str, Any] = {}
+        values: dict[str, object] = {}
         for from_step, changes in self._phases:
             if from_step <= step:
                 values.update(changes)
@@ -127,7 +127,7 @@ def by_role(values: Mapping[str, object], specs: Sequence[RoleSpec]) -> dict[str
     """Role -> its changes, under the short names. Raises ConfigError for a key of no role of the run, a key that cannot change,
     or a wrong value."""
     places = {f"{key}." if key else "": spec.name for spec in specs for key in spec.engine_keys}
-    changes: dict[str, dict[str, Any]] = {}
+    changes: dict[str, dict[str, object]] = {}
     for key, value in values.items():
         place, dot, name = key.rpartition(".")
         role = places.get(place + dot)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from verl.checkpoint.retention import candidates
-from verl.config import LoadedConfig
+from verl.config import LoadedConfig, RunConfig
 from verl.config.diff import settings_of_work
 from verl.models.content import digest_of_text
 from verl.tracking.files import Check, each, has, is_count, is_number, is_text, json_text, maybe, read_json
@@ -66,7 +66,7 @@ def time_of_start(root: Path, trainer: Any, *, restarted: bool) -> str:
     return next((time for time in times if time is not None), now())
 
 
-def digest_of_start(loaded: LoadedConfig[Any], inputs: Mapping[str, str]) -> str:
+def digest_of_start(loaded: LoadedConfig[RunConfig], inputs: Mapping[str, str]) -> str:
     """The digest of the settings and `inputs` that the results of a run depend on, for START_FILE."""
     return digest_of_text(json_text(settings_of_work(loaded)), json_text(inputs))
 

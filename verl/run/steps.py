@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
-from verl.config import LoadedConfig
+from verl.config import LoadedConfig, RunConfig
 from verl.errors import ConfigError
 
 T = TypeVar("T", bound="SteppedRun")
@@ -14,7 +14,7 @@ T = TypeVar("T", bound="SteppedRun")
 class SteppedRun:
     """The run of `loaded` by `program`, a name of PROGRAMS. Use it as a context manager, or call `close` at the end."""
 
-    def __init__(self, loaded: LoadedConfig[Any], program: str = "ppo"):
+    def __init__(self, loaded: LoadedConfig[RunConfig], program: str = "ppo"):
         self.loaded, self.program_name = loaded, program
         self._stack = ExitStack()
         self._running: object = None

@@ -52,7 +52,7 @@ def is_peft(module: HFModule) -> bool:
     return bool(getattr(module, "peft_config", None))
 
 
-def write_model(module: Any, folder: Path) -> dict[str, Path]:
+def write_script_model(module: Any, folder: Path) -> dict[str, Path]:
     """Write the weights for from_pretrained, adapters in a subfolder; returns keys of the config's section `model`."""
     if not is_peft(module):
         module.save_pretrained(folder)

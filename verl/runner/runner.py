@@ -28,7 +28,7 @@ from verl.errors import ConfigError
 from verl.models.load import load_tokenizer
 from verl.run.host import evaluate, train
 from verl.runner.arguments import GIVEN_ROWS, Arguments
-from verl.runner.models import is_peft, take_weights, with_adapters, write_merged, write_model
+from verl.runner.models import is_peft, take_weights, with_adapters, write_merged, write_script_model
 from verl.runner.programs import Script, trainer_order
 
 _KINDS = {"sft": "RunnerSFT", "grpo": "RunnerPPO", "ppo": "RunnerPPO", "dpo": "RunnerPreference"}
@@ -265,7 +265,7 @@ class RLRunner:
             return {f"{section}.path": self._path}
         folder = self.inputs / ("model" if self._start is None else "trained")
         self.processing_class.save_pretrained(folder)
-        return {f"{section}.{name}": path for name, path in write_model(self._module, folder).items()}
+        return {f"{section}.{name}": path for name, path in write_script_model(self._module, folder).items()}
 
     def _reference(self) -> dict[str, Any]:
         """The key of ref_model, a module or a path."""

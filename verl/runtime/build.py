@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -103,7 +102,7 @@ def _engine(context: RankContext, spec: RoleSpec) -> TrainEngine:
             f"{full_key('ref.memory_map')}=True maps weights of strategy=fsdp, and the reference on {mesh.size} "
             f"devices has {spec.strategy}. Set {full_key('ref.strategy')}=fsdp, or memory_map=False."
         )
-    settings: dict[str, Any] = {
+    settings: dict[str, object] = {
         "model": spec.model,
         "engine": spec.engine,
         "optim": spec.optim if spec.trains else None,

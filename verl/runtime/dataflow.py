@@ -77,7 +77,7 @@ class Flow:
     def _then(self, step: Step) -> Flow:
         return Flow(self.groups, (*self.steps, step))
 
-    def _group(self, name: str) -> Any:
+    def _group(self, name: str) -> object:
         group = self.groups.get(name)
         if group is None:
             there = [n for n, handle in self.groups.items() if handle is not None]

@@ -61,16 +61,16 @@ class RankWorkers:
                 self.rollout = build_rollout(context, group, policy, self.reward, weights)
             weights.connect(self.rollout)
 
-    def call(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, role: str, method: str, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
         """Run a registered method of one of the workers; communication that fails inside names the rank at fault."""
         with self.doing(f"{role}.{method}"):
             return getattr(self.worker(role), method)(*args, **kwargs)
 
-    def worker(self, role: str) -> Any:
+    def worker(self, role: str) -> object:
         """The worker of `role` on this rank."""
         return {"reward": self.reward, "rollout": self.rollout, **self.own}.get(role) or self.models[role]
 
-    def doing(self, call: str) -> AbstractContextManager[Any]:
+    def doing(self, call: str) -> AbstractContextManager[object]:
         """Names `call` in errors of other ranks that wait for this one."""
         return nullcontext() if self.comm is None else self.comm.doing(call)
 

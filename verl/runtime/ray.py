@@ -164,7 +164,7 @@ class RayRuntime:
 
     def _run(self, group: WorkerGroup, method: str, plan: CallPlan, blocking: bool) -> Any:
         """A call on the ranks of a group. What several ranks get is stored once."""
-        packed: dict[int, Any] = {}
+        packed: dict[int, object] = {}
 
         def call(process: Process, index: int) -> tuple[Process, Any]:
             arguments = plan.calls[index]
@@ -261,7 +261,7 @@ class RankProcess:
 
     def _build(
         self, devices: dict[str, Any], devices_per_node: int, train: bool, time: str, **task: Any
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         set_template_time(time)
         specs = self.source.specs(train=train)
         placement = Placement(devices, devices_per_node)

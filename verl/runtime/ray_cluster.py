@@ -157,7 +157,7 @@ class RayCluster:
         cls: type,
         rank: int,
         environment: Mapping[str, str],
-        arguments: tuple[Any, ...],
+        arguments: tuple[object, ...],
         beside: Sequence[str] = (),
     ) -> Process:
         """One more, on any device of the cluster; its calls wait until one is free."""
@@ -166,7 +166,7 @@ class RayCluster:
     def _actor(
         self, cls: type, arguments: tuple[object, ...], environment: Mapping[str, str], share: float, beside: Sequence[str],
         **place: object,
-    ) -> Any:  # fmt: skip
+    ) -> object:  # fmt: skip
         remote: Any = ray.remote
         actor = remote(concurrency_groups=dict.fromkeys(beside, 1))(cls) if beside else remote(cls)
         variables = {"env_vars": {**passed_environment(), **environment}}
@@ -220,16 +220,16 @@ class Pending:
     collect: Callable[[list[Any]], Any]
     limit_key: str = CALL_LIMIT  # the key with the value of timeout_s
     # makes call i of `refs` on another process, when an added one has died
-    retry: Callable[[int], tuple[Process, Any]] | None = None
+    retry: Callable[[int], tuple[Process, object]] | None = None
     _started: float = field(default_factory=time.monotonic)
     _value: Any = None
     _done: bool = False
 
     @classmethod
     def of_plan(
-        cls, call: str, plan: CallPlan, send: Callable[[int], tuple[Process, Any]], timeout_s: float,
+        cls, call: str, plan: CallPlan, send: Callable[[int], tuple[Process, object]], timeout_s: float,
         opened: Callable[[Any], Any] = lambda answer: answer,
-        retry: Callable[[int], tuple[Process, Any]] | None = None,
+        retry: Callable[[int], tuple[Process, object]] | None = None,
     ) -> Pending:  # fmt: skip
         """The call of a plan, which `send(index)` makes on the process of a rank of the group; `opened` answers are joined. For
         `retry` see Pending."""
@@ -252,7 +252,7 @@ class Pending:
         return self._value
 
     def _wait(self) -> list[object]:
-        results: dict[int, Any] = {}
+        results: dict[int, object] = {}
         waiting = {ref: index for index, (_, ref) in enumerate(self.refs)}
         while waiting:
             left = self._started + self.timeout_s - time.monotonic()
@@ -341,7 +341,7 @@ def own_device(name: str) -> torch.device:
     return torch.device("cuda", visible.index(ids[0]) if ids[0] in visible else 0)
 
 
-def store_value(value: Packed) -> Any:
+def store_value(value: Packed) -> object:
     """The argument of a call for `value`: a large one is stored once for several processes, a small one travels in the call,
     which saves a request to Ray's object store on each side."""
     small = len(value[0]) + sum(getattr(buffer, "nbytes", 0) for buffer in value[1:]) <= _INLINE_BYTES

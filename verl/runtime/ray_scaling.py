@@ -53,7 +53,7 @@ class RoleScaling:
 
     def __init__(self, runtime: RayRuntime, roles: Roles, spec: RolloutSpec, task: Mapping[str, Any]):
         self._runtime, self._task, self._folder = runtime, task, runtime.run.folder
-        groups = {"rollout": roles.rollout, "reward": roles.reward}
+        groups: dict[str, object] = {"rollout": roles.rollout, "reward": roles.reward}
         self._groups = {role: group for role, group in groups.items() if isinstance(group, WorkerGroup)}
         self._placed = {role: group.mesh for role, group in self._groups.items()}
         can_scale = scalable_roles(spec, runtime.placement.devices)

@@ -272,7 +272,7 @@ class UserProcess:
         """Nothing to end."""
 
 
-def _answer(run: Callable[[], object]) -> Any:
+def _answer(run: Callable[[], object]) -> object:
     unblock_sigterm()
     try:
         return run()

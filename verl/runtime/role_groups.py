@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 from verl.config import ModelConfig
 from verl.errors import ConfigError
@@ -20,7 +20,7 @@ from verl.runtime.worker_group import Runner, WorkerGroup
 
 
 def make_groups(
-    context: RankContext, runner: Runner, facts: dict[str, Any], weights: WeightSync | None, end: Callable[[], None]
+    context: RankContext, runner: Runner, facts: dict[str, object], weights: WeightSync | None, end: Callable[[], None]
 ) -> Roles:
     """A group for every role of the run, whose calls `runner` carries out."""
     specs, devices = context.specs, context.placement.devices

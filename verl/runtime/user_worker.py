@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
 
 from verl.parallel.register import Dispatch, Execute, register
 
@@ -41,11 +40,11 @@ class Worker:
         return getattr(self, "_meshes", {}).get(mesh_name, (self.rank, True))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
-    def execute_with_func_generator(self, func: Callable[..., object], *args: object, **kwargs: object) -> Any:
+    def execute_with_func_generator(self, func: Callable[..., object], *args: object, **kwargs: object) -> object:
         """`func(self, ...)` on this rank's share."""
         return func(self, *args, **kwargs)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
-    def execute_func_rank_zero(self, func: Callable[..., object], *args: object, **kwargs: object) -> Any:
+    def execute_func_rank_zero(self, func: Callable[..., object], *args: object, **kwargs: object) -> object:
         """`func(...)` on the first rank."""
         return func(*args, **kwargs)

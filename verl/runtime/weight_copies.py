@@ -70,7 +70,7 @@ class KeptBuckets:
         self._bucket_bytes = bucket_bytes
         self._buckets: list[SharedBuckets] = []
 
-    def write(self, weights: Weights) -> Iterator[dict[str, Any]]:
+    def write(self, weights: Weights) -> Iterator[dict[str, object]]:
         """A description of each bucket, see SharedBuckets."""
         return map(self.place, count(), bucketed(weights, self._bucket_bytes))
 

@@ -46,7 +46,7 @@ class WorkerGroup:
             if not hasattr(self, method):
                 setattr(self, method, partial(self._call, method, declared))
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         raise AttributeError(
             f"The role {self.__dict__.get('name')} has no method {name!r} that can be called on a group; declare it with "
             "@register."
@@ -69,7 +69,7 @@ class WorkerGroup:
         return self._runner(self, method, plan, declared.blocking)
 
 
-def resolve(argument: object) -> Any:
+def resolve(argument: object) -> object:
     """The argument of a call, or the result of the future that it is. Users' own workers may be given any future with `get` and
     `ready`."""
     return argument.get() if hasattr(argument, "get") and hasattr(argument, "ready") else argument

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 
 from verl.config import PPOConfig
+from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError
 from verl.models.load import load_tokenizer
 from verl.programs.api import ProgramSpecs
@@ -41,7 +42,7 @@ class Bench:
     training: BenchWorker
     sampling: BenchWorker
     facts: BenchFacts
-    tokenizer: Any
+    tokenizer: Tokenizer
     is_apart: bool
 
 

@@ -85,7 +85,7 @@ class Checkpoints:
         for folder in self.root.glob("*/*/.*.tmp-*"):  # of a save that a kill ended
             shutil.rmtree(folder, ignore_errors=True)
 
-    def register(self, model_id: str, facts: Mapping[str, Any]) -> None:
+    def register(self, model_id: str, facts: Mapping[str, object]) -> None:
         """Write down a model as it was created, once."""
         if (self.run_folder(model_id) / "model.json").is_file():
             return
@@ -112,7 +112,7 @@ class Checkpoints:
         adapter: Adapter,
         *,
         overwrite: bool,
-        notes: Mapping[str, Any],
+        notes: Mapping[str, object],
         ttl_s: int | None = None,
     ) -> SavedAdapter:
         """Save an adapter, for `weights` with its optimizer, for `ttl_s` seconds. A name that exists is refused unless
@@ -127,8 +127,8 @@ class Checkpoints:
         return SavedAdapter(model_id, kind, name, final, state)
 
     def _write(
-        self, final: Path, adapter: Adapter, notes: Mapping[str, Any], *, optimizer: bool, ttl_s: int | None = None
-    ) -> dict[str, Any]:
+        self, final: Path, adapter: Adapter, notes: Mapping[str, object], *, optimizer: bool, ttl_s: int | None = None
+    ) -> dict[str, object]:
         """Write the folder `final`, complete or not at all: the content of its state.json."""
         temporary = final.parent / f".{final.name}.tmp-{os.getpid()}"
         shutil.rmtree(temporary, ignore_errors=True)

@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from verl.errors import CheckpointError
 
@@ -60,7 +59,7 @@ class RequestJournal:
     def __init__(self, folder: Path, base: str):
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / NAME
-        self._pending: list[tuple[str, tuple[Any, ...]]] = []
+        self._pending: list[tuple[str, tuple[object, ...]]] = []
         self._lists, self._disk = threading.Lock(), threading.Lock()
         try:
             self._file = sqlite3.connect(self.path, timeout=BUSY_S, check_same_thread=False, isolation_level=None)
@@ -121,7 +120,7 @@ class RequestJournal:
         """Whether something is not on the disk."""
         return bool(self._pending)
 
-    def _add(self, statement: str, *values: Any) -> None:
+    def _add(self, statement: str, *values: object) -> None:
         with self._lists:
             self._pending.append((statement, values))
 

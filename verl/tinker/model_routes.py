@@ -30,7 +30,7 @@ class ModelRoutes:
     def __init__(self, service: Service):
         self.service = service
 
-    async def create_model(self, call: ClientCall) -> Any:
+    async def create_model(self, call: ClientCall) -> RequestFuture:
         asked = read_message(call, types.CreateModelRequest)
         self.service.touch(call, asked.session_id)
         lora = asked.lora_config
@@ -75,7 +75,7 @@ class ModelRoutes:
         model.unsaved_s = float("inf") if isinstance(asked, types.LoadWeightsRequest) else 0.0
         return self.service.add_model(call, model, make, as_answer(answer))
 
-    async def get_info(self, call: ClientCall) -> Any:
+    async def get_info(self, call: ClientCall) -> object:
         model = self.service.model(call, read_message(call, types.GetInfoRequest).model_id)
         facts = self.service.bench.facts
         data = types.ModelData(
@@ -86,7 +86,7 @@ class ModelRoutes:
             model_name=model.base_model,
         )  # fmt: skip
 
-    async def forward_backward(self, call: ClientCall) -> Any:
+    async def forward_backward(self, call: ClientCall) -> RequestFuture:
         message = training_message(call.body)
         model, facts = self.service.model(call, message.model_id), self.service.bench.facts
 
@@ -117,7 +117,7 @@ class ModelRoutes:
                     yield None
         yield WireAnswer(training_result(TrainingOutput(log_probs, metrics)), PROTOBUF)
 
-    async def optim_step(self, call: ClientCall) -> Any:
+    async def optim_step(self, call: ClientCall) -> RequestFuture:
         asked = read_message(call, types.OptimStepRequest)
         model, values = self.service.model(call, asked.model_id), asked.optim_params
 
@@ -140,7 +140,7 @@ class ModelRoutes:
         model.drop_gradients()
         return as_answer(types.OptimStepResponse(metrics=metrics))
 
-    async def save_weights(self, call: ClientCall) -> Any:
+    async def save_weights(self, call: ClientCall) -> RequestFuture:
         asked = read_message(call, types.SaveWeightsRequest)
         model = self.service.model(call, asked.model_id)
         name = asked.path or f"step-{asked.seq_id}"
@@ -151,7 +151,7 @@ class ModelRoutes:
 
         return self.service.queue(call, model, asked.seq_id, partial(self._saving, asked, work))
 
-    async def save_weights_for_sampler(self, call: ClientCall) -> Any:
+    async def save_weights_for_sampler(self, call: ClientCall) -> RequestFuture:
         asked = read_message(call, types.SaveWeightsForSamplerRequest)
         model = self.service.model(call, asked.model_id)
 
@@ -195,7 +195,7 @@ class ModelRoutes:
                 model.model_id, kind, name, adapter, overwrite=overwrite, notes=notes, ttl_s=asked.ttl_seconds
             )
 
-    async def load_weights(self, call: ClientCall) -> Any:
+    async def load_weights(self, call: ClientCall) -> RequestFuture:
         asked = read_message(call, types.LoadWeightsRequest)
         checkpoints, answer = self.service.checkpoints, types.LoadWeightsResponse(path=asked.path)
         bench = self.service.bench.training
@@ -226,7 +226,7 @@ class ModelRoutes:
         return self.service.queue(call, model, asked.seq_id, prepare)
 
 
-def _adam_step(values: Any) -> AdamStep:
+def _adam_step(values: object) -> AdamStep:
     if not isinstance(values, types.AdamParams):
         raise RefusedRequest("The optimizer here is AdamW; send adam_params.")
     rates, betas = (values.learning_rate, values.weight_decay), (values.beta1, values.beta2)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from verl.data_proto.tokenizer import Tokenizer
 from verl.tinker.records import Datum
 from verl.tinker.rows import prompt_length
 from verl.tracking.files import append_rows
@@ -29,10 +29,10 @@ _PHASES: SpanPhases = {
 class ModelRun:
     """Records what a model computes, in `folder`. A full disk loses records. For the computing thread."""
 
-    def __init__(self, folder: Path, tokenizer: Any):
+    def __init__(self, folder: Path, tokenizer: Tokenizer):
         self._folder, self._tokenizer = RunFolder(folder), tokenizer
         self.spans = Spans(self._folder.spans, timeline=Timeline(self._folder.timeline, spans=_PHASES))
-        self._rows: list[dict[str, Any]] = []
+        self._rows: list[dict[str, object]] = []
         self._groups: dict[bytes, list[int]] = {}  # prompt -> its number, and how many rows it has
 
     def add(self, loss: str, data: Sequence[Datum], log_probs: Sequence[np.ndarray]) -> None:
@@ -60,13 +60,14 @@ class ModelRun:
         """Remove the records of steps after `step`, which the model takes again."""
         self._folder.truncate_after(step)
 
-    def _row(self, loss: str, datum: Datum, log_probs: np.ndarray) -> dict[str, Any]:
+    def _row(self, loss: str, datum: Datum, log_probs: np.ndarray) -> dict[str, object]:
         first = prompt_length(datum, loss)
         prompt, inputs = datum.tokens[:first], {name: values[first - 1 :] for name, values in datum.inputs.items()}
         group = self._groups.setdefault(prompt.tobytes(), [len(self._groups), 0])
         row = {
             "data_source": loss, "ordinal": group[0], "sample_index": group[1],
-            "prompt": self._tokenizer.decode(prompt), "response": self._tokenizer.decode(inputs["target_tokens"]),
+            "prompt": self._tokenizer.decode(prompt.tolist()),
+            "response": self._tokenizer.decode(inputs["target_tokens"].tolist()),
             "prompt_ids": prompt.tolist(), "response_ids": inputs["target_tokens"].tolist(),
             "train_log_probs": log_probs[first - 1 :].tolist(),
         }  # fmt: skip

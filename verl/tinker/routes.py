@@ -37,7 +37,7 @@ class Routes:
     def __init__(self, service: Service):
         self.service = service
 
-    async def health(self, call: ClientCall) -> Any:
+    async def health(self, call: ClientCall) -> object:
         return types.HealthResponse(status="ok")
 
     async def config(self, call: ClientCall) -> Any:
@@ -46,7 +46,7 @@ class Routes:
     async def nothing(self, call: ClientCall) -> Any:
         return {}
 
-    async def capabilities(self, call: ClientCall) -> Any:
+    async def capabilities(self, call: ClientCall) -> object:
         longest = self.service.bench.facts.longest
         models = [
             types.SupportedModel(model_name=name, max_context_length=longest, trainable=True, sampleable=True)
@@ -54,17 +54,17 @@ class Routes:
         ]
         return types.GetServerCapabilitiesResponse(supported_models=models)
 
-    async def create_session(self, call: ClientCall) -> Any:
+    async def create_session(self, call: ClientCall) -> object:
         read_message(call, types.CreateSessionRequest)
         session_id = str(uuid.uuid4())
         self.service.new_session(session_id, call.tenant)
         return types.CreateSessionResponse(session_id=session_id)
 
-    async def heartbeat(self, call: ClientCall) -> Any:
+    async def heartbeat(self, call: ClientCall) -> object:
         self.service.touch(call, read_message(call, types.SessionHeartbeatRequest).session_id)
         return types.SessionHeartbeatResponse()
 
-    async def finish(self, call: ClientCall) -> Any:
+    async def finish(self, call: ClientCall) -> object:
         session = self.service.sessions.get(call.path["session_id"])
         if session is not None and call.tenant.sees(
             session.tenant.name
@@ -72,10 +72,10 @@ class Routes:
             self.service.finish(call.path["session_id"])
         return Response(status_code=204)
 
-    async def telemetry(self, call: ClientCall) -> Any:
+    async def telemetry(self, call: ClientCall) -> object:
         return types.TelemetryResponse(status="accepted")
 
-    async def weights_info(self, call: ClientCall) -> Any:
+    async def weights_info(self, call: ClientCall) -> object:
         saved = self.service.saved(call, read_message(call, _WeightsInfoRequest).tinker_path)
         parts = self.service.facts(call, saved.model_id)["parts"]
         return types.WeightsInfoResponse(
@@ -94,12 +94,12 @@ class Routes:
         page, cursor = _page(call, listed)
         return types.CheckpointsListResponse(checkpoints=page, cursor=cursor)
 
-    async def delete_checkpoint(self, call: ClientCall) -> Any:
+    async def delete_checkpoint(self, call: ClientCall) -> object:
         self._addressed(call)
         self.service.checkpoints.delete(call.path["model_id"], call.path["checkpoint_id"])
         return Response(status_code=204)
 
-    async def set_ttl(self, call: ClientCall) -> Any:
+    async def set_ttl(self, call: ClientCall) -> object:
         ttl_s = read_message(call, _TtlRequest).ttl_seconds
         self.service.checkpoints.set_expiry(self._addressed(call), checked_ttl(ttl_s))
         return Response(status_code=204)
@@ -111,7 +111,7 @@ class Routes:
         checkpoints = self.service.checkpoints
         return [name for name in checkpoints.models() if call.tenant.sees(checkpoints.facts(name)["tenant"])]
 
-    async def training_run(self, call: ClientCall) -> Any:
+    async def training_run(self, call: ClientCall) -> object:
         return self._run(call, call.path["model_id"])
 
     async def training_runs(self, call: ClientCall) -> Any:
@@ -130,7 +130,7 @@ class Routes:
             user_metadata=facts["user_metadata"],
         )  # fmt: skip
 
-    async def create_sampling_session(self, call: ClientCall) -> Any:
+    async def create_sampling_session(self, call: ClientCall) -> object:
         asked = read_message(call, types.CreateSamplingSessionRequest)
         self.service.touch(call, asked.session_id)
         service, sampler_id = self.service, f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
@@ -146,7 +146,7 @@ class Routes:
                 service.add_sampler(ServedSampler(sampler_id, asked.session_id, tenant, base, digest, asked.model_path))
         return types.CreateSamplingSessionResponse(sampling_session_id=sampler_id)
 
-    async def get_sampler(self, call: ClientCall) -> Any:
+    async def get_sampler(self, call: ClientCall) -> object:
         sampler = self.service.sampler(call, call.path["sampler_id"])
         return types.GetSamplerResponse(
             sampler_id=sampler.sampler_id, base_model=sampler.base_model, model_path=sampler.model_path
@@ -161,7 +161,7 @@ class Routes:
         ids = [f"{future.request_id}:{number}" for number in range(checked.num_samples)]
         return types.UntypedAPIFuture(request_id=future.request_id, sample_sequence_ids=ids)
 
-    async def retrieve_future(self, call: ClientCall) -> Any:
+    async def retrieve_future(self, call: ClientCall) -> object:
         asked = read_message(call, types.FutureRetrieveRequest)
         future = self.service.future(call, asked.request_id)
         answer = await future.wait(POLL_S)

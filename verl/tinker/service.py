@@ -300,7 +300,7 @@ class Service:
 
     # -- after a kill -----------------------------------------------------------------------------------------------------
 
-    async def recover(self, handlers: Mapping[str, Callable[[ClientCall], Awaitable[Any]]]) -> None:
+    async def recover(self, handlers: Mapping[str, Callable[[ClientCall], Awaitable[object]]]) -> None:
         """Take the requests of the journal, in order. A request with an answer retains it, and is computed again only where its
         effect on the model is in no saved state."""
         for session_id, tenant in self.journal.sessions():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -40,7 +39,7 @@ class Workbench:
 
     def __init__(self, config: PPOConfig, device: torch.device | None = None):
         sections = config.actor_rollout_ref
-        settings: dict[str, Any] = {
+        settings: dict[str, object] = {
             "engine": sections.actor.fsdp_config,
             "head": "lm",
             "device": device or resolve_device(config.trainer.device),

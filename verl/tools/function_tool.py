@@ -96,8 +96,8 @@ def function_schema(
 def answer_of(answer: object) -> Answer:
     """The result of a function as (answer, reward, metrics): a text, a picture, an object, a ToolResponse, or one of them with
     a reward and metrics. Raises ValueError for a reward or metrics of another type."""
-    reward: Any = 0.0
-    metrics: Any = {}
+    reward: object = 0.0
+    metrics: object = {}
     if isinstance(answer, tuple):
         if not 1 <= len(answer) <= 3:
             raise ValueError(f"it returned {len(answer)} values; return the answer, the reward and metrics")

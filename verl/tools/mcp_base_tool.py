@@ -28,6 +28,6 @@ class MCPBaseTool(BaseTool):
             raise RuntimeError(text)
         return ToolResponse(text=text), 0.0, metrics
 
-    def _parse_tool_result(self, content: list[dict[str, Any]]) -> tuple[str, dict[str, Any]]:
+    def _parse_tool_result(self, content: list[dict[str, object]]) -> tuple[str, dict[str, object]]:
         """(answer, metrics) of the protocol's content blocks."""
         return " ".join(str(part["text"]) for part in content if part.get("type") == "text"), {}

@@ -87,12 +87,12 @@ class ToolServer:
         async with self._lock:
             connection = self._connection
             if connection is None:
-                ready: asyncio.Future[tuple[Any, asyncio.Event]] = asyncio.get_running_loop().create_future()
+                ready: asyncio.Future[tuple[object, asyncio.Event]] = asyncio.get_running_loop().create_future()
                 self._task = asyncio.ensure_future(self._serve(ready))
                 connection = self._connection = await ready
             return connection
 
-    async def _serve(self, ready: asyncio.Future[tuple[Any, asyncio.Event]]) -> None:
+    async def _serve(self, ready: asyncio.Future[tuple[object, asyncio.Event]]) -> None:
         """Hold the connection until it ends: the task that opened it must close it."""
         from mcp import Client
 

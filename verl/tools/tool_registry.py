@@ -75,7 +75,7 @@ def initialize_tools_from_config(tools_config_file: str) -> list[BaseTool]:
     return tools
 
 
-def _mcp_tools(row: dict[str, Any], config: dict[str, Any], place: str) -> list[BaseTool]:
+def _mcp_tools(row: dict[str, Any], config: dict[str, object], place: str) -> list[BaseTool]:
     """The tools of the servers that an entry names, or only the tools of its `tool_selected_list`."""
     section = dict(row.get("mcp") or {})
     if not isinstance(section.get("mcp_servers_config_path"), str):

@@ -58,7 +58,7 @@ def _plain(value: object) -> Any:
     return list(value) if isinstance(value, set | frozenset) else str(value)
 
 
-def _finite(value: object) -> Any:
+def _finite(value: object) -> object:
     if isinstance(value, float):
         return value if isfinite(value) else None
     if isinstance(value, Mapping):
@@ -113,7 +113,7 @@ def read_json(path: Path, check: Check, max_bytes: int = MAX_BYTES) -> Any:
     return _checked(read_text(path, max_bytes), check)
 
 
-def read_lines(path: Path, check: Check, limit: int = sys.maxsize) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+def read_lines(path: Path, check: Check, limit: int = sys.maxsize) -> Iterator[tuple[bytes, dict[str, object] | None]]:
     """The lines of a file of `append_rows` with their rows; None for a line that is truncated or fails `check`. No lines when
     the file is missing; of one above `limit` bytes the lines at evenly spaced places. Raises OSError."""
     with contextlib.suppress(FileNotFoundError), os.fdopen(open_regular(path), "rb") as file:

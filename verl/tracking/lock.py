@@ -16,7 +16,6 @@ import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -155,10 +154,10 @@ def _named(holder: Mapping[str, object] | None) -> str:
     return "another process" if holder is None else f"process {holder['pid']} on {clean(holder['host'])}"
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read(path: Path) -> dict[str, object] | None:
     """The holder in the file; None when there is none."""
     try:
-        holder: dict[str, Any] = read_json(path, _HOLDER, _MAX_BYTES)
+        holder: dict[str, object] = read_json(path, _HOLDER, _MAX_BYTES)
     except (OSError, ValueError):
         return None
     return holder

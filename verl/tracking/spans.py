@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from verl.tracking.files import append_rows
 from verl.tracking.heartbeat import Heartbeat
@@ -41,7 +40,7 @@ class Spans:
         self._on_enter = on_enter
         self._open: list[str] = []
         self._seconds: dict[str, float] = {}
-        self._rows: list[dict[str, Any]] = []
+        self._rows: list[dict[str, object]] = []
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:

@@ -62,7 +62,7 @@ class Summary:
             **entries,
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The object of summary.json."""
         measures = {f"{r.name}_{when}": getattr(r, when) for r in self.results for when in ("before", "after")}
         return measures | {name: value for name, value in asdict(self).items() if name != "results"}

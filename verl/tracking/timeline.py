@@ -58,7 +58,7 @@ class Timeline:
         with self._lock:
             self._busy[role] = self._busy.get(role, 0.0) + seconds
 
-    def write(self, step: int, spans: Iterable[Mapping[str, Any]]) -> None:
+    def write(self, step: int, spans: Iterable[Mapping[str, object]]) -> None:
         """Append the line of `step`, from the spans that ended in it."""
         now = time.time()
         start, self._began = self._began, now

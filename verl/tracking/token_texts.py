@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from verl.data_proto.tokenizer import Tokenizer
 from verl.tracking.files import append_rows, has, is_count, is_text, read_json_rows
 
 NAME = "tokens.jsonl"
@@ -19,7 +20,7 @@ _COLUMNS = ("prompt_ids", "response_ids")
 class TokenTexts:
     """Appends a row for each token that no earlier row of the file has."""
 
-    def __init__(self, path: Path, tokenizer: Any):
+    def __init__(self, path: Path, tokenizer: Tokenizer):
         self._path = path
         self._tokenizer = tokenizer
         self._known: set[int] | None = None
@@ -37,7 +38,7 @@ class TokenTexts:
             append_rows(self._path, map(self._row, new))
             self._known.update(new)
 
-    def _row(self, token: int) -> dict[str, Any]:
+    def _row(self, token: int) -> dict[str, object]:
         text = self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         (form,) = self._tokenizer.convert_ids_to_tokens([token])
         if isinstance(form, str) and form.startswith("▁") and not text.startswith(" "):

@@ -12,6 +12,7 @@ from threading import Thread
 from typing import Any
 
 from verl.config.secrets import hide_values
+from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import DeadlineError
 from verl.foreign_text import clean, printable
 from verl.tracking.files import append_rows, json_text, write_atomically
@@ -74,7 +75,7 @@ class Tracker:
         rollout_data_dir: str | None = None,
         validation_data_dir: str | None = None,
         log_val_generations: int = 0,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
     ):
         self.folder = folder
         self._texts = None if tokenizer is None else TokenTexts(folder.tokens, tokenizer)
@@ -92,7 +93,7 @@ class Tracker:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+    def log(self, metrics: Mapping[str, object], step: int) -> None:
         """Write one row of metrics to the disk, and queue it for the trackers."""
         row = {clean(name): _number(value) for name, value in metrics.items()}
         append_rows(self.folder.metrics, [{"step": step, "time": round(time.time(), 3), **row}])
@@ -161,7 +162,7 @@ class NullOutput:
         return lambda *_, **__: None
 
 
-def _printable(value: object) -> Any:
+def _printable(value: object) -> object:
     return printable(value) if isinstance(value, str) else value
 
 

@@ -142,11 +142,11 @@ def _application(gateway: Gateway) -> Any:
     from starlette.responses import JSONResponse, StreamingResponse
     from starlette.routing import Route
 
-    def refusal(status: int, sentence: str) -> Any:
+    def refusal(status: int, sentence: str) -> object:
         kind = "authentication_error" if status == 401 else "invalid_request_error"
         return JSONResponse({"error": {"message": sentence, "type": kind, "code": None}}, status)
 
-    def route(handler: Handler) -> Callable[[Request], Awaitable[Any]]:
+    def route(handler: Handler) -> Callable[[Request], Awaitable[object]]:
         async def answer(request: Request) -> Any:
             key = request.headers.get("authorization", "").removeprefix("Bearer ") or request.headers.get(
                 "x-api-key", ""
@@ -178,7 +178,7 @@ def _application(gateway: Gateway) -> Any:
     return Starlette(routes=routes)
 
 
-async def _body(request: Any) -> dict[str, Any]:
+async def _body(request: Any) -> dict[str, object]:
     if request.method == "GET":
         return {}
     chunks, size = [], 0
@@ -196,7 +196,7 @@ async def _body(request: Any) -> dict[str, Any]:
     return body
 
 
-async def _chat(session: EndpointSession, body: dict[str, Any]) -> Any:
+async def _chat(session: EndpointSession, body: dict[str, object]) -> object:
     request = formats.chat_request(body)
     answer = await session.chat(request.messages, request.tools, request.max_tokens)
     if body.get("stream"):
@@ -204,7 +204,7 @@ async def _chat(session: EndpointSession, body: dict[str, Any]) -> Any:
     return formats.chat_response(answer, body)
 
 
-async def _completions(session: EndpointSession, body: dict[str, Any]) -> Any:
+async def _completions(session: EndpointSession, body: dict[str, object]) -> object:
     request = formats.completion_request(body, partial(session.continuity.encode, add_special_tokens=True))
     answer = await session.complete(request.token_ids, request.max_tokens, is_first=False)
     session.num_turns += 2
@@ -213,13 +213,13 @@ async def _completions(session: EndpointSession, body: dict[str, Any]) -> Any:
     return formats.completion_response(answer, body)
 
 
-async def _responses(session: EndpointSession, body: dict[str, Any]) -> Any:
+async def _responses(session: EndpointSession, body: dict[str, object]) -> object:
     request = formats.responses_request(body)
     answer = await session.chat(request.messages, request.tools, request.max_tokens)
     return formats.responses_response(answer, body)
 
 
-async def _anthropic(session: EndpointSession, body: dict[str, Any]) -> Any:
+async def _anthropic(session: EndpointSession, body: dict[str, object]) -> object:
     request = formats.anthropic_request(body)
     answer = await session.chat(request.messages, request.tools, request.max_tokens)
     if body.get("stream"):
@@ -227,11 +227,11 @@ async def _anthropic(session: EndpointSession, body: dict[str, Any]) -> Any:
     return formats.anthropic_response(answer, body)
 
 
-async def _models(session: EndpointSession, body: dict[str, Any]) -> dict[str, Any]:
+async def _models(session: EndpointSession, body: dict[str, object]) -> dict[str, object]:
     return {"object": "list", "data": [{"id": formats.MODEL, "object": "model", "created": 0, "owned_by": "verl"}]}
 
 
-async def _reward(session: EndpointSession, body: dict[str, Any]) -> dict[str, Any]:
+async def _reward(session: EndpointSession, body: dict[str, object]) -> dict[str, object]:
     reward, info = body.get("reward"), body.get("info")
     if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) <= MAX_REWARD:
         raise RequestError("`reward` must be a finite number")
@@ -250,13 +250,13 @@ HANDLERS: dict[str, Handler] = {
 }
 
 
-async def _events(chunks: list[dict[str, Any]], *, done: bool) -> AsyncIterator[str]:
+async def _events(chunks: list[dict[str, object]], *, done: bool) -> AsyncIterator[str]:
     for chunk in chunks:
         yield f"data: {json.dumps(chunk)}\n\n"
     if done:
         yield "data: [DONE]\n\n"
 
 
-async def _named_events(events: list[dict[str, Any]]) -> AsyncIterator[str]:
+async def _named_events(events: list[dict[str, object]]) -> AsyncIterator[str]:
     for event in events:
         yield f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"

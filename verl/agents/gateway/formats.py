@@ -25,7 +25,7 @@ class ChatRequest:
     """A turn to sample."""
 
     messages: Any
-    tools: Any = None
+    tools: object = None
     max_tokens: int | None = None
 
 
@@ -57,7 +57,7 @@ def _refuse(body: Mapping[str, Any]) -> None:
         raise RequestError("tool_choice can be auto or none: the policy is not forced to call a tool")
 
 
-def _list(owner: Mapping[str, Any], name: str) -> list[Any]:
+def _list(owner: Mapping[str, object], name: str) -> list[object]:
     """A field that is a list or missing. Raises RequestError."""
     value = owner.get(name)
     if value is not None and not isinstance(value, list):
@@ -65,7 +65,7 @@ def _list(owner: Mapping[str, Any], name: str) -> list[Any]:
     return value or []
 
 
-def _limit(body: Mapping[str, Any], *names: str) -> int | None:
+def _limit(body: Mapping[str, object], *names: str) -> int | None:
     value = next((body[name] for name in names if body.get(name) is not None), None)
     if value is None:
         return None
@@ -77,16 +77,19 @@ def _limit(body: Mapping[str, Any], *names: str) -> int | None:
 # -- chat completions
 
 
-def chat_request(body: Mapping[str, Any]) -> ChatRequest:
+def chat_request(body: Mapping[str, object]) -> ChatRequest:
     """Of POST /chat/completions."""
     _refuse(body)
     tools = None if body.get("tool_choice") == "none" else body.get("tools")
     return ChatRequest(body.get("messages"), tools, _limit(body, "max_completion_tokens", "max_tokens"))
 
 
-def chat_response(answer: ModelTurn, body: Mapping[str, Any]) -> dict[str, Any]:
+def chat_response(answer: ModelTurn, body: Mapping[str, object]) -> dict[str, object]:
     """Its answer. `token_ids` and `prompt_token_ids` are ours."""
-    message: dict[str, Any] = {"role": "assistant", "content": answer.text if answer.text or not answer.calls else None}
+    message: dict[str, object] = {
+        "role": "assistant",
+        "content": answer.text if answer.text or not answer.calls else None,
+    }
     if answer.calls:
         message["tool_calls"] = [as_message_call(call) for call in answer.calls]
     choice = {"index": 0, "message": message, "finish_reason": answer.finish_reason, "logprobs": None}
@@ -108,7 +111,7 @@ def chat_response(answer: ModelTurn, body: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def chat_chunks(answer: ModelTurn, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+def chat_chunks(answer: ModelTurn, body: Mapping[str, object]) -> list[dict[str, object]]:
     """The same, streamed: the turn comes in one chunk, since it is read as a whole."""
     base = {
         "id": _id("chatcmpl"),
@@ -116,7 +119,7 @@ def chat_chunks(answer: ModelTurn, body: Mapping[str, Any]) -> list[dict[str, An
         "created": int(time.time()),
         "model": body.get("model") or MODEL,
     }
-    delta: dict[str, Any] = {"role": "assistant", "content": answer.text}
+    delta: dict[str, object] = {"role": "assistant", "content": answer.text}
     if answer.calls:
         delta["tool_calls"] = [{"index": i, **as_message_call(call)} for i, call in enumerate(answer.calls)]
     chunks = [
@@ -141,7 +144,7 @@ def _id(kind: str) -> str:
 # -- completions
 
 
-def completion_request(body: Mapping[str, Any], encode: Callable[[str], list[int]]) -> CompletionRequest:
+def completion_request(body: Mapping[str, object], encode: Callable[[str], list[int]]) -> CompletionRequest:
     """Of POST /completions: `prompt` is a text or token ids."""
     _refuse(body)
     prompt = body.get("prompt")
@@ -156,7 +159,7 @@ def completion_request(body: Mapping[str, Any], encode: Callable[[str], list[int
     return CompletionRequest(list(ids), _limit(body, "max_tokens"))
 
 
-def completion_response(answer: ModelTurn, body: Mapping[str, Any]) -> dict[str, Any]:
+def completion_response(answer: ModelTurn, body: Mapping[str, object]) -> dict[str, object]:
     """Its answer."""
     log_probs = {"token_logprobs": answer.log_probs} if body.get("logprobs") is not None else None
     choice = {"index": 0, "text": answer.raw_text, "finish_reason": answer.finish_reason, "logprobs": log_probs}
@@ -173,12 +176,12 @@ def completion_response(answer: ModelTurn, body: Mapping[str, Any]) -> dict[str,
 # -- responses
 
 
-def responses_request(body: Mapping[str, Any]) -> ChatRequest:
+def responses_request(body: Mapping[str, object]) -> ChatRequest:
     """Of POST /responses, as a chat: `instructions`, and `input` as a text or a list of messages, calls and their outputs."""
     _refuse(body)
     if body.get("stream") or body.get("previous_response_id"):
         raise RequestError("stream and previous_response_id are not available in responses; send the whole input")
-    messages: list[dict[str, Any]] = []
+    messages: list[dict[str, object]] = []
     if body.get("instructions"):
         messages.append({"role": "system", "content": body["instructions"]})
     text = body.get("input")
@@ -192,7 +195,7 @@ def responses_request(body: Mapping[str, Any]) -> ChatRequest:
     return ChatRequest(_joined(messages), tools, _limit(body, "max_output_tokens"))
 
 
-def _of_item(item: object) -> list[dict[str, Any]]:
+def _of_item(item: object) -> list[dict[str, object]]:
     if not isinstance(item, Mapping):
         raise RequestError("`input` must be a text or a list of objects")
     kind = item.get("type", "message")
@@ -220,9 +223,9 @@ def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return turns
 
 
-def responses_response(answer: ModelTurn, body: Mapping[str, Any]) -> dict[str, Any]:
+def responses_response(answer: ModelTurn, body: Mapping[str, object]) -> dict[str, object]:
     """Its answer."""
-    output: list[dict[str, Any]] = []
+    output: list[dict[str, object]] = []
     if answer.text or not answer.calls:
         content = [{"type": "output_text", "text": answer.text, "annotations": []}]
         output.append(
@@ -253,14 +256,14 @@ def responses_response(answer: ModelTurn, body: Mapping[str, Any]) -> dict[str, 
 # -- Anthropic's messages
 
 
-def anthropic_request(body: Mapping[str, Any]) -> ChatRequest:
+def anthropic_request(body: Mapping[str, object]) -> ChatRequest:
     """Of POST /messages, as a chat."""
     if body.get("stop_sequences"):
         raise RequestError(f"stop_sequences are not available in a request; set {full_key('rollout.stop')} for the run")
     choice = body.get("tool_choice")
     kind = choice.get("type") if isinstance(choice, Mapping) else choice
     _refuse({"tool_choice": kind})
-    messages: list[dict[str, Any]] = []
+    messages: list[dict[str, object]] = []
     if body.get("system"):
         messages.append({"role": "system", "content": _text(body["system"])})
     for message in _list(body, "messages"):
@@ -282,7 +285,7 @@ def anthropic_request(body: Mapping[str, Any]) -> ChatRequest:
     return ChatRequest(messages, None if kind == "none" else tools, _limit(body, "max_tokens"))
 
 
-def _of_blocks(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _of_blocks(message: Mapping[str, object]) -> list[dict[str, object]]:
     role, content = message.get("role"), message.get("content")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
@@ -337,9 +340,11 @@ def _text(content: object) -> str:
     return said
 
 
-def anthropic_response(answer: ModelTurn, body: Mapping[str, Any]) -> dict[str, Any]:
+def anthropic_response(answer: ModelTurn, body: Mapping[str, object]) -> dict[str, Any]:
     """Its answer."""
-    content: list[dict[str, Any]] = [{"type": "text", "text": answer.text}] if answer.text or not answer.calls else []
+    content: list[dict[str, object]] = (
+        [{"type": "text", "text": answer.text}] if answer.text or not answer.calls else []
+    )
     for call in answer.calls:
         content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": arguments_of(call.arguments)})
     reason = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}[answer.finish_reason]

@@ -172,7 +172,7 @@ def longest(episode: Episode) -> Branch:
     return max(episode.branches, key=lambda b: (sum(b.sampled), [-token for token in b.tokens]))
 
 
-def _reward(returned: object, session: EndpointSession) -> tuple[float | None, dict[str, Any]]:
+def _reward(returned: object, session: EndpointSession) -> tuple[float | None, dict[str, object]]:
     info = dict(session.info)
     if isinstance(returned, Mapping):
         info |= {k: v for k, v in returned.items() if k != "reward"}

@@ -56,7 +56,7 @@ class EndpointSession:
     first_messages: str  # messages of the row, canonical
     images: EpisodeImages
     reward: float | None = None
-    info: dict[str, Any] = field(default_factory=dict)
+    info: dict[str, object] = field(default_factory=dict)
     num_turns: int = 0
     last_call_at: float = field(default_factory=time.monotonic)
     _known: dict[str, list[int]] = field(default_factory=dict)  # canonical messages, the answer included -> tokens
@@ -121,7 +121,7 @@ class EndpointSession:
             raise RequestError(str(error)) from error
 
     def _prompt(
-        self, messages: Messages, tools: list[dict[str, Any]], images: Sequence[str]
+        self, messages: Messages, tools: list[dict[str, object]], images: Sequence[str]
     ) -> tuple[list[int], bool | None]:
         """(token ids, whether the conversation has the random numbers of the sample itself)."""
         try:
@@ -152,7 +152,7 @@ def canonical(messages: Messages, tools: Sequence[dict[str, Any]]) -> str:
     return json.dumps([rows, [tool["function"]["name"] for tool in tools]], sort_keys=True)
 
 
-def arguments_of(written: object) -> Any:
+def arguments_of(written: object) -> object:
     """The arguments of a call: what its JSON holds; {"arguments": text} for a text that is none."""
     if not isinstance(written, str):
         return written
@@ -162,7 +162,7 @@ def arguments_of(written: object) -> Any:
         return {"arguments": written}
 
 
-def as_message_call(call: FunctionCall) -> dict[str, Any]:
+def as_message_call(call: FunctionCall) -> dict[str, object]:
     """A call in a message of OpenAI's."""
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 

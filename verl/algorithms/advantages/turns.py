@@ -7,7 +7,6 @@ rewards of turn k, those on tool output behind it included; G_k = r_k + gamma G_
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -149,7 +148,7 @@ def _states(responses: Tensor, turn_ids: Tensor, index: object) -> list[list[obj
     """For each row and turn a label of its group and of the tokens since the turn before it."""
     states: list[list[object]] = []
     for group, tokens, numbers in zip(labels_of(index), responses.tolist(), turn_ids.tolist(), strict=True):
-        labels: list[Any] = []
+        labels: list[object] = []
         between: list[int] = []
         for token, number in zip(tokens, numbers, strict=True):
             if number == len(labels):

@@ -45,7 +45,7 @@ def policy_loss(
     response_mask: Tensor,
     agg: Aggregate,
     rollout_is_weights: Tensor | None = None,
-    params: Mapping[str, Any] | None = None,
+    params: Mapping[str, object] | None = None,
     config: object = None,
     generator: torch.Generator | None = None,
     loss_fn: Callable[..., Any] | None = None,

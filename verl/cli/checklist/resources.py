@@ -18,6 +18,7 @@ from verl.cli.report import Level, Line, fail, passed, skip, warn
 from verl.config import FSDPConfig, PPOConfig, PreferenceConfig, SFTConfig
 from verl.config.active_keys import runs_on_several_devices, uses_critic, uses_reference
 from verl.config.roots.preference import has_reference_role
+from verl.config.sections.actor import ActorConfig
 from verl.config.sections.trainer import AFTER_EACH_EPOCH
 from verl.parallel.memory import available_memory, memory_limit
 from verl.planner.layout import ParallelLayout
@@ -149,7 +150,7 @@ def _background_save_bytes(role: Any, model: ModelShape) -> int:
     return saved if role.checkpoint.async_save else 0
 
 
-def _micro_batch_tokens(actor: Any, length: int) -> int:
+def _micro_batch_tokens(actor: ActorConfig, length: int) -> int:
     rows = actor.ppo_micro_batch_size_per_gpu or actor.ppo_micro_batch_size
     return actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz or rows is None else rows * length
 

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
 
 from verl.cli.machine import probes
 from verl.cli.machine.host import output_of
@@ -78,7 +77,7 @@ def probe(module: str, *arguments: str, timeout_s: float = _IMPORT_TIMEOUT_S) ->
     if done.returncode != 0:
         return {"error": lines[-1] if lines else f"importing it ended with code {done.returncode}"}
     try:
-        facts: dict[str, Any] = json.loads(lines[-1])
+        facts: dict[str, object] = json.loads(lines[-1])
     except (IndexError, ValueError):
         return {"error": "importing it printed something unexpected"}
     return facts

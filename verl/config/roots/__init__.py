@@ -1,7 +1,7 @@
 """The config roots, one per program."""
 
 import functools
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from verl.config.roots.ppo import PPO, PPOConfig
 from verl.config.roots.preference import PREFERENCE, PreferenceConfig
@@ -12,10 +12,10 @@ from verl.config.schema import Schema
 RunConfig: TypeAlias = PPOConfig | SFTConfig | PreferenceConfig | RMConfig
 GivenRowsConfig: TypeAlias = SFTConfig | PreferenceConfig | RMConfig  # of programs that train on given rows
 
-SCHEMAS: dict[str, Schema[Any]] = {schema.name: schema for schema in (PPO, SFT, PREFERENCE, RM)}
+SCHEMAS: dict[str, Schema[RunConfig]] = {schema.name: schema for schema in (PPO, SFT, PREFERENCE, RM)}
 
 
-def schema_of(config: RunConfig) -> Schema[Any]:
+def schema_of(config: RunConfig) -> Schema[RunConfig]:
     """The schema of a config object."""
     return next(schema for schema in SCHEMAS.values() if type(config) is schema.root)
 

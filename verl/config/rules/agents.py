@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from verl.config.active_keys import runs_agents
 from verl.config.schema import Problem, error, warning
 from verl.families import ADVANTAGES, AGENT_LOOPS
+
+if TYPE_CHECKING:
+    from verl.config.roots.ppo import PPOConfig
 
 ROLLOUT = "actor_rollout_ref.rollout"
 ENABLE = f"{ROLLOUT}.multi_turn.enable"
@@ -15,7 +18,7 @@ LAST_PORT = 65535
 LOOP = f"{ROLLOUT}.agent.default_agent_loop"
 
 
-def check_agents(c: Any, set_keys: set[str]) -> Iterator[Problem]:
+def check_agents(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
     """Agents that could not act, and what does not work with them."""
     estimator = c.algorithm.adv_estimator
     if not runs_agents(c):

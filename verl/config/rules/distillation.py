@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from verl.config.schema import Problem, error
+
+if TYPE_CHECKING:
+    from verl.config.roots.ppo import PPOConfig
+    from verl.config.sections.distillation import DistillationConfig
 
 DISTILLATION = "distillation"
 _TEACHER_KEYS = ("key", "model_path", "num_replicas", "inference")
 
 
-def check_distillation(c: Any, set_keys: set[str]) -> Iterator[Problem]:
+def check_distillation(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
     """Teachers, and losses that do not go together."""
     distillation = c.distillation
     if distillation.enabled and c.algorithm.program != "ppo":
@@ -25,7 +29,7 @@ def check_distillation(c: Any, set_keys: set[str]) -> Iterator[Problem]:
         yield from _check_distance(c, distillation)
 
 
-def _check_teachers(distillation: Any) -> Iterator[Problem]:
+def _check_teachers(distillation: DistillationConfig) -> Iterator[Problem]:
     key, teachers = f"{DISTILLATION}.teacher_models", dict(distillation.other_teachers)
     for name, teacher in teachers.items():
         unknown = [k for k in teacher if k not in _TEACHER_KEYS] if isinstance(teacher, dict) else [name]
@@ -55,7 +59,7 @@ def _check_teachers(distillation: Any) -> Iterator[Problem]:
         )
 
 
-def _check_distance(c: Any, distillation: Any) -> Iterator[Problem]:
+def _check_distance(c: PPOConfig, distillation: DistillationConfig) -> Iterator[Problem]:
     loss, rollout = distillation.distillation_loss, c.actor_rollout_ref.rollout
     mode = f"{DISTILLATION}.distillation_loss.loss_mode"
     if loss.loss_mode in ("kl", "k1") and not loss.use_policy_gradient:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from verl.config.active_keys import (
     LABELLED_LOSSES,
@@ -17,7 +17,11 @@ from verl.config.rules.agents import check_agents
 from verl.config.rules.distillation import check_distillation
 from verl.config.rules.routing import check_routing
 from verl.config.schema import Problem, error, value_at, warning
+from verl.config.sections.rollout import RolloutConfig, ValKwargsConfig
 from verl.families import ADVANTAGES, REWARD_MANAGERS, ROLLOUT_RS
+
+if TYPE_CHECKING:
+    from verl.config.roots.ppo import PPOConfig
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -39,7 +43,7 @@ def check_micro_batches(c: object, set_keys: set[str]) -> Iterator[Problem]:
             yield error(key, f"{key} and {key}_per_gpu are both set. Keep the second and remove the first.")
 
 
-def check_batches(c: Any, set_keys: set[str]) -> Iterator[Problem]:
+def check_batches(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
     """Batch sizes that must fit together."""
     batch, size = c.data.train_batch_size, f"data.train_batch_size={c.data.train_batch_size}"
     for key, mini_batch in (
@@ -57,7 +61,7 @@ def check_batches(c: Any, set_keys: set[str]) -> Iterator[Problem]:
                 f"{size} is no multiple of {key}={mini_batch}: the last optimizer step of each batch has fewer prompts "
                 "than the others.",
             )
-    generated = c.data.gen_batch_size
+    generated = c.data.gen_batch_size or batch
     if c.algorithm.filter_groups.enable and generated < batch:
         yield error(
             "data.gen_batch_size",
@@ -65,7 +69,7 @@ def check_batches(c: Any, set_keys: set[str]) -> Iterator[Problem]:
         )
 
 
-def check_reward_debug(c: Any, set_keys: set[str]) -> Iterator[Problem]:
+def check_reward_debug(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
     """Rewards in the process of the run need a run of one process."""
     if c.reward.debug and c.trainer.nnodes * c.trainer.n_gpus_per_node > 1:
         yield error(
@@ -75,7 +79,7 @@ def check_reward_debug(c: Any, set_keys: set[str]) -> Iterator[Problem]:
         )
 
 
-def check_lengths(c: Any, set_keys: set[str]) -> Iterator[Problem]:
+def check_lengths(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
     """Lengths of prompts and responses that must fit together."""
     rollout, data = c.actor_rollout_ref.rollout, c.data
     prompt, response, longest = rollout.prompt_length, rollout.response_length, rollout.max_model_len
@@ -99,7 +103,7 @@ def check_lengths(c: Any, set_keys: set[str]) -> Iterator[Problem]:
         )
 
 
-def check_estimator(c: Any, set_keys: set[str]) -> Iterator[Problem]:
+def check_estimator(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
     """Needs of the advantage estimator."""
     if selects_samples(c) or learns_from_pairs(c):
         return
@@ -169,7 +173,7 @@ _UNREAD_BY_REJECTION = (
 )
 
 
-def check_rejection(c: Any, set_keys: set[str]) -> Iterator[Problem]:
+def check_rejection(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
     """Needs of rejection sampling, and keys that it does not read."""
     if not selects_samples(c):
         return
@@ -200,7 +204,7 @@ def _unread(set_keys: set[str], program: str) -> Iterator[Problem]:
         yield Problem("notice", key, f"{key} is not read: {program} has no advantages. Remove it.")
 
 
-def check_online(c: Any, set_keys: set[str]) -> Iterator[Problem]:
+def check_online(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
     """Needs of online preference optimization, and keys that it does not read."""
     if not learns_from_pairs(c):
         return
@@ -230,7 +234,7 @@ def check_online(c: Any, set_keys: set[str]) -> Iterator[Problem]:
     yield from _unread(set_keys, "online preference optimization")
 
 
-def check_loss(c: Any, set_keys: set[str]) -> Iterator[Problem]:
+def check_loss(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
     """Needs of the policy loss."""
     loss = c.actor_rollout_ref.actor.policy_loss
     if loss.loss_mode == "dro" and loss.dro_beta is None:
@@ -254,7 +258,7 @@ def _is_interval(value: object) -> bool:
     return len(bounds) in (1, 2) and all(b > 0 for b in bounds) and bounds == sorted(bounds)
 
 
-def check_correction(c: Any, set_keys: set[str]) -> Iterator[Problem]:
+def check_correction(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
     """Importance weights and rejection between sampler and trainer."""
     correction = c.algorithm.rollout_correction
     options = [o.strip() for o in (correction.rollout_rs or "").split(",") if o.strip()]
@@ -283,11 +287,11 @@ def check_correction(c: Any, set_keys: set[str]) -> Iterator[Problem]:
         )
 
 
-def _is_greedy(sampling: Any) -> bool:
+def _is_greedy(sampling: RolloutConfig | ValKwargsConfig) -> bool:
     return not sampling.do_sample or sampling.temperature == 0 or sampling.top_k == 1
 
 
-def check_sampling(c: Any, set_keys: set[str]) -> Iterator[Problem]:
+def check_sampling(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
     """Settings of generation."""
     rollout = c.actor_rollout_ref.rollout
     if rollout.batch_invariant == "require" and rollout.name != "native":
@@ -331,7 +335,7 @@ def check_sampling(c: Any, set_keys: set[str]) -> Iterator[Problem]:
         )
 
 
-def check_rewards(c: Any, set_keys: set[str]) -> Iterator[Problem]:
+def check_rewards(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
     """Reward manager and reward model."""
     reward, manager, model = c.reward, c.reward.reward_manager, c.reward.reward_model
     own_function = reward.custom_reward_function.path  # which may ask a service itself

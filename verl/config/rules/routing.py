@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from verl.config.active_keys import runs_agents
 from verl.config.schema import Problem, error
+
+if TYPE_CHECKING:
+    from verl.config.roots.ppo import PPOConfig
+    from verl.config.sections.rollout import RolloutConfig
 
 _MODE = "actor_rollout_ref.actor.router_replay.mode"
 _RECORD = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
 _RECORDING = ("native", "vllm")  # rollout engines that return the experts of tokens
 
 
-def check_routing(c: Any, set_keys: set[str]) -> Iterator[Problem]:
+def check_routing(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
     """Needs of router_replay.mode."""
     actor, rollout = c.actor_rollout_ref.actor, c.actor_rollout_ref.rollout
     mode = actor.router_replay.mode
@@ -31,7 +35,7 @@ def check_routing(c: Any, set_keys: set[str]) -> Iterator[Problem]:
         yield from _check_rollout(c, rollout)
 
 
-def _check_rollout(c: Any, rollout: Any) -> Iterator[Problem]:
+def _check_rollout(c: PPOConfig, rollout: RolloutConfig) -> Iterator[Problem]:
     if rollout.name not in _RECORDING:
         yield error(
             _MODE,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from verl.config.active_keys import uses_critic
 from verl.config.schema import Problem, SectionRule, error, value_at, warning
@@ -17,6 +17,9 @@ from verl.config.sections.optim import SCHEDULES, OptimConfig
 from verl.config.sections.rollout import RolloutConfig
 from verl.config.sections.trainer import SeparateAsyncConfig, TrainerConfig
 from verl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from verl.config.roots.ppo import PPOConfig
 
 # Megatron's memory settings can be left out without changing a result; anything else there would be lost
 _OFFLOAD_SETTINGS = {
@@ -35,7 +38,7 @@ _FLOAT16 = ("float16", "fp16", "half")
 _MAX_LAYERS, _MAX_COUNT = 10_000, 2**31  # in a model's config.json: of layers, of anything
 
 
-def _check_model(path: str, model: ModelConfig, root: object) -> Iterator[Problem]:
+def _check_model(path: str, model: ModelConfig, root: PPOConfig) -> Iterator[Problem]:
     key = f"{path}.lora_adapter_path"
     read = path != "critic.model" or uses_critic(root)
     if model.lora_adapter_path and model.lora_rank <= 0 and read:  # adapters bring their rank (derived_defaults.py)
@@ -116,7 +119,7 @@ def _fault_of_place(folder: Path) -> str:
     return ""
 
 
-def _check_guards(path: str, guards: StepGuardsConfig, root: Any) -> Iterator[Problem]:
+def _check_guards(path: str, guards: StepGuardsConfig, root: PPOConfig) -> Iterator[Problem]:
     save_freq = root.trainer.save_freq
     ahead = value_at(root, "actor_rollout_ref.rollout.prefetch_num") or 0
     for name, guard in guards.items():
@@ -144,7 +147,7 @@ def _check_guards(path: str, guards: StepGuardsConfig, root: Any) -> Iterator[Pr
             )
 
 
-def _check_separate_async(path: str, separate: SeparateAsyncConfig, root: Any) -> Iterator[Problem]:
+def _check_separate_async(path: str, separate: SeparateAsyncConfig, root: PPOConfig) -> Iterator[Problem]:
     every, v1 = separate.parameter_sync_step, root.trainer.v1
     if every == 1 or v1.trainer_mode != "separate_async":
         return

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 import torch
 
-from verl.config.sections.data import SFTDataConfig
+from verl.config.sections.data import SFTDataConfig, TextDataConfig
 from verl.data.conversations.formats import example_of
 from verl.data.conversations.store import SequenceStore, columns_of
 from verl.data.conversations.summary import FileSummary
@@ -132,7 +132,7 @@ class ConversationDataset:
         batch.batch["sample_index"] = torch.tensor([index for of_row in sequences for index in range(len(of_row))])
         return batch
 
-    def add(self, source: Source, settings: Any, *, stop_token_ids: Sequence[int], keep_going: bool) -> None:
+    def add(self, source: Source, settings: TextDataConfig, *, stop_token_ids: Sequence[int], keep_going: bool) -> None:
         """Add the rows of `source`. Raises DataError for the first bad one; with `keep_going` the summary describes them."""
         self.settings = settings
         examine = partial(self._examine, source, settings, stop_token_ids, keep_going)

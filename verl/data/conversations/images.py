@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verl.data.images import ImageEncoder, RowImages
 from verl.errors import DataError
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class ConversationImages:
     """Images at `sources` in the conversation of a row; `encoder` is None for a model that reads text."""
 
-    def __init__(self, sources: Sequence[Any], encoder: ImageEncoder | None, place: str):
+    def __init__(self, sources: Sequence[object], encoder: ImageEncoder | None, place: str):
         self.encoder, self.place = encoder, place
         self.row = RowImages(sources, encoder, place) if sources and encoder is not None else None
         self._read = None if self.row is None else self.row.read()

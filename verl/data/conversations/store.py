@@ -39,7 +39,7 @@ def _names(kind: type[Any]) -> list[str]:
 class SequenceStore(Sequence[list[Any]]):
     """The list of sequences of each row, of the dataclass `kind`; columns of several files follow each other."""
 
-    def __init__(self, kind: type[Any]):
+    def __init__(self, kind: type[object]):
         self.kind = kind
         self._files: list[dict[str, np.ndarray]] = []
         self._ends: list[int] = []  # rows up to the end of each file
@@ -70,8 +70,8 @@ class SequenceStore(Sequence[list[Any]]):
         first, end = columns["row_starts"][number : number + 2].tolist()
         return [self._sequence(columns, index) for index in range(first, end)]
 
-    def _sequence(self, columns: _Columns, index: int) -> Any:
-        values: dict[str, Any] = {}
+    def _sequence(self, columns: _Columns, index: int) -> object:
+        values: dict[str, object] = {}
         for name in _names(self.kind):
             if name in _NUMBERS:
                 values[name] = columns[name][index].item()

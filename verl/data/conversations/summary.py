@@ -90,7 +90,7 @@ class FileSummary:
         if len(self.problems) < NUM_PROBLEMS_SHOWN:
             self.problems.append(sentence)
 
-    def counts(self) -> dict[str, Any]:
+    def counts(self) -> dict[str, object]:
         """The fields that `add_counts` takes, as JSON."""
         return {name: value for name, value in vars(self).items() if name not in ("file", "settings")}
 

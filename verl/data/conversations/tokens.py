@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from verl.data.images import RowImages, image_encoder
 from verl.data.prompts import at_time_of_run, encode_text, render_chat
 from verl.data.schema import Messages
 from verl.data.template_checks import TemplateChecks
+from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import DataError
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class ConversationEncoder:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         settings: SFTDataConfig | PreferenceDataConfig,
         stop_token_ids: Collection[int] | None = None,
         *,

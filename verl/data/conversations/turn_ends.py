@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import cached_property
-from typing import Any
 
 from verl.data.prompts import encode_text, render_chat
+from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import DataError
 
 MARK = "\ue000"  # a private-use character: the content of a turn
@@ -22,7 +22,7 @@ class TurnEnds:
     """The ends of turns for one tokenizer. `stop_token_ids` end generation (None: the tokenizer's eos); `special` has the
     text of each special token by its id."""
 
-    def __init__(self, tokenizer: Any, stop_token_ids: Collection[int] | None = None):
+    def __init__(self, tokenizer: Tokenizer, stop_token_ids: Collection[int] | None = None):
         self.tokenizer = tokenizer
         eos = tokenizer.eos_token_id
         self.stops = frozenset(([] if eos is None else [eos]) if stop_token_ids is None else stop_token_ids)

@@ -135,7 +135,7 @@ class PreferenceDataset(ConversationDataset):
     def image_sources(self, row: Mapping[str, Any], settings: Any) -> list[object]:
         return preference_of(row, settings, images=True).images
 
-    def rows_of(self, sequences: list[Any]) -> list[list[Any]]:
+    def rows_of(self, sequences: list[Any]) -> list[list[object]]:
         if self.trains_prompts:
             sequences = [_with_trained_prompt(s) if s.chosen else s for s in sequences]
         return [sequences] if self.paired else [[sequence] for sequence in sequences]

@@ -81,7 +81,7 @@ def preference_of(row: Mapping[str, object], settings: PreferenceDataConfig, *, 
             f"fields {settings.chosen_key!r} and {settings.rejected_key!r} are equal, so that there is nothing to prefer; "
             "leave the row out."
         )
-    sources: list[Any] = []
+    sources: list[object] = []
     if images:
         prompt, completions, sources = _placed(prompt, completions, row, settings)
     return Preference(
@@ -101,7 +101,7 @@ def _placed(
 ) -> tuple[Text, tuple[Text, ...], list[object]]:
     """Prompt and completions with parts of content where the row has images, and the sources of these images."""
     asked = prompt if isinstance(prompt, list) else []
-    sources: list[Any] = []
+    sources: list[object] = []
     rests: list[Text] = []
     for completion in completions:
         messages = [*asked, *(completion if isinstance(completion, list) else ())]

@@ -139,7 +139,7 @@ class StepDataset(ConversationDataset):
         return batch
 
 
-def _asked(row: Mapping[str, object], settings: RMDataConfig, *, images: bool) -> tuple[Messages, list[Any]]:
+def _asked(row: Mapping[str, object], settings: RMDataConfig, *, images: bool) -> tuple[Messages, list[object]]:
     """The messages of the prompt, and the sources of their images. Raises DataError."""
     messages = messages_in(row.get(settings.prompt_key), settings.prompt_key, images=images)
     return image_messages(messages, row, settings) if images else (messages, [])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import string
 from pathlib import Path
-from typing import Any
 
 from verl.data.files import write_parquet
 from verl.errors import DataError
@@ -39,7 +38,7 @@ def sample_word(rng: random.Random, min_length: int, max_length: int) -> tuple[s
     return letter, "".join(word)
 
 
-def row_of(letter: str, word: str, split: str, index: int) -> dict[str, Any]:
+def row_of(letter: str, word: str, split: str, index: int) -> dict[str, object]:
     """One row of the schema, with the worked answer in `messages`."""
     prompt = [{"role": "user", "content": question_of(letter, word)}]
     return {

@@ -51,7 +51,7 @@ class Task:
     exhausted: bool = False
 
     @classmethod
-    def open(cls, name: str, settings: dict[str, Any], seed: int) -> Task:
+    def open(cls, name: str, settings: dict[str, object], seed: int) -> Task:
         """Raises MissingExtraError without reasoning-gym, DataError for an unknown task or settings that it refuses."""
         try:
             import reasoning_gym
@@ -133,7 +133,7 @@ def remaining(task: Task, test: dict[str, list[Item]]) -> list[Item]:
     return [item for item in task.items if item["question"] not in texts and problem_key(item) not in problems]
 
 
-def row_of(item: Item, task: str, split: str, index: int, style: PromptStyle, numeric: bool) -> dict[str, Any]:
+def row_of(item: Item, task: str, split: str, index: int, style: PromptStyle, numeric: bool) -> dict[str, object]:
     """One row of the schema. metadata is JSON text: as a parquet struct each task would get the fields of all tasks."""
     question = item["question"]
     if style == "short":
@@ -156,7 +156,7 @@ def row_of(item: Item, task: str, split: str, index: int, style: PromptStyle, nu
 
 def prepare(
     output: Path,
-    tasks: dict[str, dict[str, Any]],
+    tasks: dict[str, dict[str, object]],
     *,
     num_train: int,
     num_test: int,

@@ -65,7 +65,7 @@ def read_archive(source: Path) -> tuple[list[Sentence], dict[str, float]]:
 def pairs_of(sentences: list[Sentence], count: int, rng: random.Random) -> list[dict[str, object]]:
     """`count` rows {prompt, chosen, rejected, margin}; both sentences of a row are of one kind."""
     by_kind = {kind: [s for s in sentences if s.kind == kind] for kind in KINDS}
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, object]] = []
     while len(rows) < count:
         kind = rng.choice(sentences).kind
         low, high = sorted(rng.choices(by_kind[kind], k=2), key=lambda sentence: sentence.rating)

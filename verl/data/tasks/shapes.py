@@ -15,7 +15,7 @@ import random
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from verl.data.files import write_parquet
 from verl.errors import DataError, MissingExtraError
@@ -93,7 +93,7 @@ def _shapes(circles: int, squares: int, rng: random.Random) -> Picture:
     return Picture(image, circles=circles, squares=squares)
 
 
-def row_of(task: str, picture: Picture, split: str, index: int, *, blind: bool = False) -> dict[str, Any]:
+def row_of(task: str, picture: Picture, split: str, index: int, *, blind: bool = False) -> dict[str, object]:
     """One row of the schema, with the answer in `messages`; `blind`: the picture is grey."""
     from PIL import Image
 

@@ -27,6 +27,7 @@ from verl.engines.state import Parameters, TrainedState
 from verl.errors import ConfigError
 from verl.models.chunked_mlp import chunked_feed_forward
 from verl.models.forward import decoder_states, fuses_log_probs, head_transform, packed_outputs
+from verl.models.hf_module import HFModule
 from verl.models.log_probs import TokenStats, token_log_probs
 from verl.models.optim import ELEMENTWISE, MasterOptimizer, build_optimizer
 from verl.models.outputs import HeadInputs, output_kind, statistics_wanted
@@ -86,7 +87,7 @@ class DeepSpeedEngine(TrainedEngine):
 
     @classmethod
     def check_role(
-        cls, model: ModelConfig, engine: FSDPConfig, optim: OptimConfig | None, section: Any, num_ranks: int
+        cls, model: ModelConfig, engine: FSDPConfig, optim: OptimConfig | None, section: DeepSpeedConfig, num_ranks: int
     ) -> None:
         """Raise ConfigError for a role that this engine cannot have on `num_ranks` devices, before anything is started or a
         weight is read. `section` is the engine's own; `optim` None: the role is frozen."""
@@ -115,7 +116,7 @@ class DeepSpeedEngine(TrainedEngine):
         name = self.optim.optimizer if self.optim is not None else "AdamW"
         return ds_config(self.section, bfloat16=self.compute_dtype == torch.bfloat16, clip_grad=clip, optimizer=name)
 
-    def _start(self, config: dict[str, Any]) -> None:
+    def _start(self, config: dict[str, object]) -> None:
         """Hand the module to DeepSpeed, which casts and divides its parameters in place."""
         named, section = dict(self.module.named_parameters()), self.section
         log.info(
@@ -210,7 +211,7 @@ class _Computed(nn.Module):
     """A model with everything that a loss needs of it in one `forward`. `by_modules`: through its modules, since DeepSpeed
     gathers parameters around them, and reduces gradients in an order that must be the same on all ranks."""
 
-    def __init__(self, model: Any, by_modules: bool):
+    def __init__(self, model: HFModule, by_modules: bool):
         super().__init__()
         self.model, self.by_modules = model, by_modules
 
@@ -243,7 +244,7 @@ class _Parameters(Parameters):
 
     def __init__(
         self,
-        module: Any,
+        module: HFModule,
         optimizer: MasterOptimizer | None,
         shapes: Mapping[str, tuple[int, ...]],
         flat: FlatShards | None,
@@ -279,7 +280,7 @@ class _Parameters(Parameters):
         return whole if self.flat is None else self.flat.part(name, whole)
 
 
-def _rows(parameter: Any) -> torch.Tensor:
+def _rows(parameter: object) -> torch.Tensor:
     """The slice of a parameter as rows where it consists of them, else as it is."""
     held, shape = partition(parameter), whole_shape(parameter)
     row = math.prod(shape[1:])

@@ -31,7 +31,7 @@ def load_deepspeed(device: torch.device) -> Any:
     return deepspeed
 
 
-def start_deepspeed(model: object, optimizer: object, config: Mapping[str, object], device: torch.device) -> Any:
+def start_deepspeed(model: object, optimizer: object, config: Mapping[str, object], device: torch.device) -> object:
     """DeepSpeed's engine around `model`. `optimizer` None: only computes."""
     deepspeed = load_deepspeed(device)
     _forget_groups()

@@ -54,7 +54,7 @@ class LowRankPairs(nn.Module):
             if isinstance(layer, LoRALinear):
                 self.add_module(str(number), Pair(layer, config, divided))
 
-    def forward(self, linear: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> Any:
+    def forward(self, linear: Any, inputs: tuple[torch.Tensor, ...], output: object) -> object:
         """inputs ([tokens, 1, in],), output [tokens, 1, out], with a bias where Megatron returns one -> output with the pairs'
         products added, its rows as long as DoRA has them."""
         out, *bias = output if isinstance(output, tuple) else (output,)

@@ -23,7 +23,7 @@ from verl.models.parallel.collectives import gather_rows
 
 
 class _DeviceIsCpu(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         device = kwargs.get("device")
         if device is not None and (isinstance(device, int) or str(device).startswith("cuda")):
@@ -36,10 +36,10 @@ class _DeviceIsCpu(TorchFunctionMode):
 class _Nothing:
     """A stream or an event: every method returns it."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args: object, **kwargs: object):
         pass
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return lambda *args, **kwargs: self
 
 
@@ -78,7 +78,7 @@ def _replacements() -> Iterator[tuple[object, str, object]]:
         yield cuda.nvtx, name, lambda *args: None
     plain = torch.Tensor.type
 
-    def cuda_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def cuda_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> object:
         type_name = plain(self, *args, **kwargs)
         is_name = isinstance(type_name, str) and not type_name.startswith("torch.cuda")
         return type_name.replace("torch.", "torch.cuda.", 1) if is_name else type_name
@@ -89,7 +89,7 @@ def _replacements() -> Iterator[tuple[object, str, object]]:
     yield tracker, "_set_cuda_rng_state", lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     yield tracker, "_get_cuda_rng_state", lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
 
-    def counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    def counts(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     yield dispatcher, "maybe_move_tensor_to_cpu", counts
@@ -99,7 +99,7 @@ def _replacements() -> Iterator[tuple[object, str, object]]:
         sizes = named.pop("output_split_sizes", sizes)
         return gather(x, group, None, *rest, **named) if sizes is None else gather_rows(x, list(sizes), group)
 
-    def unequal_scatter(x: torch.Tensor, group: Any = None, sizes: Any = None, *rest: Any, **named: Any) -> Any:
+    def unequal_scatter(x: torch.Tensor, group: Any = None, sizes: Any = None, *rest: object, **named: object) -> Any:
         sizes = named.pop("input_split_sizes", sizes)
         if sizes is None:
             return scatter(x, group, None, *rest, **named)

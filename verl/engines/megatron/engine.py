@@ -77,7 +77,7 @@ class MegatronEngine(TrainedEngine):
 
     @classmethod
     def check_role(
-        cls, model: ModelConfig, engine: FSDPConfig, optim: OptimConfig | None, section: Any, num_ranks: int
+        cls, model: ModelConfig, engine: FSDPConfig, optim: OptimConfig | None, section: MegatronConfig, num_ranks: int
     ) -> None:
         """Raise ConfigError for a role that this engine cannot have on `num_ranks` devices, before anything is started or a
         weight is read. `section` is the engine's own; `optim` None: the role is frozen."""

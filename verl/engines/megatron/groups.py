@@ -78,7 +78,7 @@ def _only_first(num_ranks: int) -> Iterator[None]:
         dist.new_group, dist.get_world_size = new_group, whole_size
 
 
-def broadcast_value(value: Any, source: int, group: Any, device: torch.device) -> Any:
+def broadcast_value(value: object, source: int, group: dist.ProcessGroup, device: torch.device) -> Any:
     """The value of rank `source` (of the default group) on every rank of `group`; `None` is the default group. The values are
     of the types in verl.parallel.serialize."""
     sent = torch.frombuffer(bytearray(to_bytes(value)), dtype=torch.uint8).to(device)

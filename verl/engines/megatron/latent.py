@@ -23,7 +23,7 @@ class LatentAttention(MegatronModule):
     """Heads are divided over tensor parallel ranks; each rank computes the latents of its tokens. Modules have the checkpoint's
     names, and `config.latent` is the transformers config."""
 
-    def __init__(self, config: TransformerConfig, layer_number: int, pg_collection: Any = None, **_: Any):
+    def __init__(self, config: TransformerConfig, layer_number: int, pg_collection: Any = None, **_: object):
         super().__init__(config=config)
         hf = config.latent
         self.nope, self.rope, self.value = hf.qk_nope_head_dim, hf.qk_rope_head_dim, hf.v_head_dim
@@ -50,9 +50,9 @@ class LatentAttention(MegatronModule):
         attention_mask: None,
         *,
         rotary_pos_emb: torch.Tensor,
-        packed_seq_params: Any,
-        **_: Any,
-    ) -> Any:
+        packed_seq_params: object,
+        **_: object,
+    ) -> object:
         """hidden [tokens of this rank, 1, hidden_size], angles [tokens, 1, 1, rope] -> (the same shape, no bias)."""
         if hasattr(self, "q_proj"):
             query, _ = self.q_proj(hidden)

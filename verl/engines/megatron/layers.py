@@ -51,7 +51,7 @@ class Choice:
 class RMSNorm(nn.Module):
     """As transformers computes it, in at least float32. Megatron's own refuses sequence parallelism without its kernels."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
@@ -66,7 +66,7 @@ class OrderedSelfAttention(SelfAttention):
     """Attention whose projection has this rank's rows [queries | keys | values], each a block of the checkpoint's tensor.
     Megatron's interleaves them by group, which would take a copy in every weight sync."""
 
-    def get_query_key_value_tensors(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> Any:
+    def get_query_key_value_tensors(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> object:
         mixed, _ = self.linear_qkv(hidden_states)
         size, groups = self.hidden_size_per_attention_head, self.num_query_groups_per_partition
         heads = self.num_attention_heads_per_partition
@@ -84,7 +84,7 @@ class PackedAttention(MegatronModule):
     """Attention of a packed batch. `config.sliding_windows` has the window of each layer, None for none, and
     `config.score_scale` the factor of scores."""
 
-    def __init__(self, config: TransformerConfig, layer_number: int, **_: Any):
+    def __init__(self, config: TransformerConfig, layer_number: int, **_: object):
         super().__init__(config=config)
         self.layer = layer_number - 1
 
@@ -95,7 +95,7 @@ class PackedAttention(MegatronModule):
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         packed_seq_params: Any = None,
-        **_: Any,
+        **_: object,
     ) -> torch.Tensor:
         """query [tokens, 1, heads, size], key and value [tokens, 1, groups, size] -> [tokens, 1, heads * size]."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
@@ -108,7 +108,7 @@ class Experts(MegatronModule):
     """This rank's experts as two tensors with the dimensions of the checkpoint's."""
 
     def __init__(
-        self, num_local_experts: int, config: TransformerConfig, submodules: Any = None, pg_collection: Any = None
+        self, num_local_experts: int, config: TransformerConfig, submodules: object = None, pg_collection: Any = None
     ):
         super().__init__(config=config)
         width = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()

@@ -28,7 +28,7 @@ class PipelineSchedule:
     micro-batch are a multiple of `divides`."""
 
     def __init__(
-        self, chunks: list[Any], stages: list[DecoderStage], pipeline: Any, divides: int, device: torch.device
+        self, chunks: list[object], stages: list[DecoderStage], pipeline: Any, divides: int, device: torch.device
     ):
         self.chunks, self.pipeline, self.divides, self.device = chunks, pipeline, divides, device
         self.stage_of = dict(zip(map(id, chunks), stages, strict=True))
@@ -101,7 +101,7 @@ class PipelineSchedule:
             gather_choices(part[1], inputs["packed_seq_params"])
             return states, end
 
-        results: list[Any] = get_forward_backward_func()(
+        results: list[object] = get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=[iter(parts) for _ in self.chunks],
             model=self.chunks,

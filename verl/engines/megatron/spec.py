@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from verl.engines.megatron.latent import LatentAttention
 from verl.engines.megatron.layers import Experts, OrderedSelfAttention, PackedAttention, RMSNorm
 from verl.engines.megatron.library import (
@@ -27,7 +25,7 @@ def layer_has_experts(config: TransformerConfig, layer: int) -> bool:
     return bool(config.num_moe_experts) and (not isinstance(pattern, list) or bool(pattern[layer]))
 
 
-def _layer_spec(config: TransformerConfig, has_experts: bool) -> Any:
+def _layer_spec(config: TransformerConfig, has_experts: bool) -> object:
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if has_experts else None,
         qk_layernorm=config.qk_layernorm,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -85,7 +83,7 @@ def _slots(
     return store, store.stride(0), starts, lengths, pages, 0 if pages is None else pages.stride(0)
 
 
-def _shape(qkv: torch.Tensor, head_dim: int, page_size: int) -> dict[str, Any]:
+def _shape(qkv: torch.Tensor, head_dim: int, page_size: int) -> dict[str, object]:
     block = max(triton.next_power_of_2(head_dim // 2), _LEAST)
     return {"HALF": head_dim // 2, "HALF_BLOCK": block, "PAGE": page_size, "KEYS": _KEYS, **overlap(qkv)}
 

@@ -38,7 +38,7 @@ def differentiate(op: OpOverload, backward: Callable[..., object], save: Callabl
 
 
 def _on_gpu(by_torch: Callable[..., object], by_triton: str) -> Callable[..., object]:
-    def launch(first: torch.Tensor, *others: object) -> Any:
+    def launch(first: torch.Tensor, *others: object) -> object:
         with torch.cuda.device_of(first):
             return load(by_triton)(first, *others)
 

@@ -7,7 +7,6 @@ that a kernel has ended only after all kernels before it.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 import triton
@@ -15,7 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
-def overlap(x: torch.Tensor) -> dict[str, Any]:
+def overlap(x: torch.Tensor) -> dict[str, object]:
     """Options of a launch on the device of `x`."""
     return {"OVERLAPS": True, "launch_pdl": True} if _is_hopper(x.device) else {"OVERLAPS": False}
 

@@ -43,13 +43,13 @@ class _Enter(torch.autograd.Function):
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+    def forward(ctx: object, x: torch.Tensor, group: Group) -> torch.Tensor:
         total = x.contiguous().clone()
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: object, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return grads[0], None
 
 

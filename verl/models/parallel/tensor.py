@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from verl.errors import ConfigError
+from verl.models.hf_module import HFModule
 from verl.models.lora import LoRALinear
 from verl.models.parallel.collectives import enter_group, leave_group, own_range
 
@@ -125,7 +126,7 @@ class _Entrance:
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
 
-    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def __call__(self, module: HFModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if args:
             return (enter_group(args[0], self.group), *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": enter_group(kwargs["hidden_states"], self.group)}
@@ -137,7 +138,7 @@ class _Exit:
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
 
-    def __call__(self, module: nn.Linear, args: tuple[Any, ...], out: torch.Tensor) -> torch.Tensor:
+    def __call__(self, module: nn.Linear, args: tuple[object, ...], out: torch.Tensor) -> torch.Tensor:
         if module.bias is None:
             return leave_group(out, self.group)
         return leave_group(out - module.bias, self.group) + module.bias

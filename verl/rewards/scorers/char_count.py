@@ -2,8 +2,6 @@ r"""Counting letters (verl/data/tasks/char_count.py): the last \boxed{} of the r
 
 from __future__ import annotations
 
-from typing import Any
-
 from verl.rewards.scorers.exact_match import same_number
 from verl.rewards.scorers.math_answers import last_boxed
 from verl.rewards.scorers.route import Scorer
@@ -14,7 +12,7 @@ def compute_score(solution_str: str, ground_truth: object, **_other: object) -> 
     return float(same_number(last_boxed(solution_str) or "", str(ground_truth)))
 
 
-def _reference(ground_truth: object, extra_info: dict[str, Any]) -> str:
+def _reference(ground_truth: object, extra_info: dict[str, object]) -> str:
     return f"\\boxed{{{ground_truth}}}"
 
 

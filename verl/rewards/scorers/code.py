@@ -114,7 +114,7 @@ def _tests(ground_truth: object) -> Iterator[Test]:
             yield partial(_print, _text(stdin), _text(expected))
 
 
-def _parsed(value: object) -> Any:
+def _parsed(value: object) -> object:
     if not isinstance(value, str):
         return value
     try:

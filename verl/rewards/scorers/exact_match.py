@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import string
 from decimal import Decimal
-from typing import Any
 
 from verl.rewards.scorers.route import Scorer
 
@@ -62,7 +61,7 @@ def _normal(text: str) -> str:
     return " ".join(_ARTICLE.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
-def _reference(ground_truth: object, extra_info: dict[str, Any]) -> str:
+def _reference(ground_truth: object, extra_info: dict[str, object]) -> str:
     return f"<answer>{_targets(ground_truth)[0]}</answer>"
 
 

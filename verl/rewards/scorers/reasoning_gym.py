@@ -91,7 +91,7 @@ def _as_tuples(value: object) -> Any:
     return tuple(_as_tuples(v) for v in value) if isinstance(value, list) else value
 
 
-def _reference(ground_truth: object, extra_info: dict[str, Any]) -> str | None:
+def _reference(ground_truth: object, extra_info: dict[str, object]) -> str | None:
     answer = extra_info.get("answer", ground_truth)
     return None if answer is None else str(answer)
 

@@ -48,7 +48,7 @@ class Scorer:
     """
 
     compute_score: Callable[..., Any]
-    reference: Callable[[Any, dict[str, Any]], str | None]
+    reference: Callable[[object, dict[str, object]], str | None]
     warm: Callable[[], object] = lambda: None
 
 
@@ -83,10 +83,10 @@ def warm(data_sources: Iterable[str]) -> None:
 def default_compute_score(
     data_source: str,
     solution_str: str,
-    ground_truth: Any,
-    extra_info: dict[str, Any] | None = None,
+    ground_truth: object,
+    extra_info: dict[str, object] | None = None,
     sandbox_fusion_url: str | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> float | dict[str, Any]:
     """Score a reply with the scorer of its data_source; `kwargs` go to that scorer (gsm8k: method, format_score,
     score).
@@ -106,8 +106,8 @@ def default_compute_score(
 def default_compute_scores(
     data_sources: list[str],
     solution_strs: list[str],
-    ground_truths: list[Any],
-    extra_infos: list[dict[str, Any]],
+    ground_truths: list[object],
+    extra_infos: list[dict[str, object]],
     **kwargs: Any,
 ) -> list[float | dict[str, object]]:
     """default_compute_score over a batch, for the manager `batch` without a function of the user's."""

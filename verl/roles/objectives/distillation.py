@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 
 from verl.algorithms.distillation import forward_kl, generalized_jsd, overlap_ratio, with_remainder
 from verl.algorithms.kl import kl_penalty
@@ -51,7 +52,12 @@ class DistillationObjective(PolicyObjective):
             self.outputs = (*self.outputs, "candidate_log_probs", *own)
 
     def _first_term(
-        self, outputs: dict[str, torch.Tensor], columns: object, mask: torch.Tensor, old: torch.Tensor, agg: Aggregate
+        self,
+        outputs: dict[str, torch.Tensor],
+        columns: TensorDict,
+        mask: torch.Tensor,
+        old: torch.Tensor,
+        agg: Aggregate,
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
         distance, metrics = self._distance(outputs, columns, mask)
         if self.teacher.use_policy_gradient:
@@ -75,7 +81,7 @@ class DistillationObjective(PolicyObjective):
         return policy + self.teacher.distillation_loss_coef * loss, {**policy_metrics, **metrics}
 
     def _distance(
-        self, outputs: Mapping[str, torch.Tensor], columns: Any, mask: torch.Tensor
+        self, outputs: Mapping[str, torch.Tensor], columns: TensorDict, mask: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
         """[batch, response], with its metrics."""
         rule, log_probs = self.teacher, outputs["log_probs"]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
 
 import torch
+from tensordict import TensorDict
 
 from verl.algorithms.kl import kl_penalty
 from verl.algorithms.policy_losses import POLICY_LOSSES, policy_loss
@@ -74,7 +74,7 @@ class PolicyObjective(Objective):
         self.loss_mode = _loss_mode(config, correction)
         # Dr.GRPO's norm divides by a constant; the configured limit, not the padded width, keeps padding out of the loss
         self.scale = config.loss_scale_factor or max_response_length
-        self.params: dict[str, Any] = {**asdict(config), **asdict(config.policy_loss), **asdict(correction)}
+        self.params: dict[str, object] = {**asdict(config), **asdict(config.policy_loss), **asdict(correction)}
         self.params["loss_scale_factor"] = self.scale
         self.generator = torch.Generator()
         self._is_first = True
@@ -112,7 +112,12 @@ class PolicyObjective(Objective):
         return loss + zero_or_nan(log_prob), metrics
 
     def _first_term(
-        self, outputs: dict[str, torch.Tensor], columns: Any, mask: torch.Tensor, old: torch.Tensor, agg: Aggregate
+        self,
+        outputs: dict[str, torch.Tensor],
+        columns: TensorDict,
+        mask: torch.Tensor,
+        old: torch.Tensor,
+        agg: Aggregate,
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
         """The policy loss and its metrics."""
         weights = columns.get("rollout_is_weights", None)
@@ -131,7 +136,12 @@ class PolicyObjective(Objective):
         return loss, {**metrics, "pg_loss": Metric.sum(loss.detach())}
 
     def _observe(
-        self, guard: StepGuard, outputs: dict[str, torch.Tensor], columns: Any, mask: torch.Tensor, old: torch.Tensor
+        self,
+        guard: StepGuard,
+        outputs: dict[str, torch.Tensor],
+        columns: TensorDict,
+        mask: torch.Tensor,
+        old: torch.Tensor,
     ) -> dict[str, Metric]:
         log_prob = outputs["log_probs"]
         inputs = {"log_prob": log_prob, "old": old, "entropy": outputs.get("entropy")}
@@ -153,7 +163,12 @@ class PolicyObjective(Objective):
         return -self.config.entropy_coeff * entropy
 
     def _kl_term(
-        self, log_prob: torch.Tensor, columns: Any, mask: torch.Tensor, agg: Aggregate, metrics: dict[str, Metric]
+        self,
+        log_prob: torch.Tensor,
+        columns: TensorDict,
+        mask: torch.Tensor,
+        agg: Aggregate,
+        metrics: dict[str, Metric],
     ) -> torch.Tensor | float:
         if not self.config.use_kl_loss:
             return 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
 from verl.algorithms.preference_losses import (
@@ -36,7 +37,7 @@ def mask_of(columns: Any) -> Tensor:
     return columns["completion_mask" if "completion_mask" in columns.keys() else "response_mask"]
 
 
-def row_sums(log_probs: Tensor, columns: Any, ld_alpha: float | None) -> Tensor:
+def row_sums(log_probs: Tensor, columns: TensorDict, ld_alpha: float | None) -> Tensor:
     """log pi(y) of each row [batch], desensitized to length with `ld_alpha`; see `completion_sums`. The columns are on the
     host, where their values are known without a wait."""
     mask = mask_of(columns)
@@ -96,7 +97,7 @@ class PreferenceObjective(Objective):
         self, sums: Tensor, log_probs: Tensor, columns: dict[str, Tensor], totals: BatchTotals
     ) -> dict[str, object]:
         """Arguments of the losses; see verl/algorithms/preference_losses.py."""
-        terms: dict[str, Any] = {"desirable": columns["chosen"]}
+        terms: dict[str, object] = {"desirable": columns["chosen"]}
         if self.has_reference:
             terms["ratio"] = sums - columns["ref_logp"].to(sums)
         if "shift" in self.wants:

@@ -9,16 +9,14 @@ not on the time when it is sampled, so all engines give the same samples.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
-from torch import nn
 
 from verl.config import full_key
 from verl.errors import ModelError
 from verl.models.cpu.weights import DenseDecoder
 from verl.models.cuda.varlen import FLASH, VarlenKernel, flash_runs
+from verl.models.hf_module import HFModule
 from verl.parallel.device import most_memory_allocated
 from verl.rollout.cuda.device import (
     DRAWN,
@@ -56,7 +54,7 @@ class DeviceBackend:
 
     lag = 1
 
-    def __init__(self, module: Any, kernel: VarlenKernel = FLASH, *, eager: bool = False):
+    def __init__(self, module: HFModule, kernel: VarlenKernel = FLASH, *, eager: bool = False):
         self.module, self.kernel, self.eager = module, kernel, eager
         self.num_computed = 0
         self.stores: DeviceRows | None = None
@@ -64,7 +62,7 @@ class DeviceBackend:
         self._longest_prompt = 0  # that the stores can hold
 
     @staticmethod
-    def fits(module: nn.Module) -> bool:
+    def fits(module: HFModule) -> bool:
         """Whether the flash kernels run on the module's device, and the model has a hand-written forward."""
         weight = next(module.parameters())
         if weight.device.type != "cuda":

@@ -6,7 +6,7 @@ launched before the host has seen them.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from verl.data_proto.samples import SamplingParams
 from verl.models.cuda.decoding import SharedPrompts, Slots
 from verl.models.cuda.dispatch import kernel
 from verl.models.cuda.varlen import TokenSpans, VarlenKernel
+from verl.models.hf_module import HFModule
 from verl.models.vision import placed_positions
 from verl.parallel.device import to_device, write_at
 from verl.rollout.cuda.forward import StraightForward
@@ -135,7 +136,7 @@ class DeviceRows:
         assert isinstance(self.prefix, PagedTokenStore)
         keep((self.own, own_lengths), (self.prefix, prefix_lengths))
 
-    def prefill(self, module: Any, chunks: list[tuple[Group, Chunk]]) -> torch.Tensor:
+    def prefill(self, module: HFModule, chunks: list[tuple[Group, Chunk]]) -> torch.Tensor:
         """Compute chunks of prompts and store them in their prefix slots; `module` computes their images. Returns the logits
         after each that completes its prompt, float32 [prompts, vocab]."""
         ids = np.concatenate([np.array(g.request.token_ids[c.start : c.end], dtype=np.int64) for g, c in chunks])

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from verl.models.cpu.weights import DenseDecoder, DenseLayer, Projection
 from verl.models.cuda.pointwise import add_norm, rms_norm, swiglu
 from verl.models.forward import head_transform
+from verl.models.hf_module import HFModule
 from verl.models.matmul import wide_product
 from verl.models.vision import ImageFeatures
 from verl.rollout.cuda.adapters import JoinedAdapters
@@ -51,7 +52,7 @@ class StraightForward:
             adapters.refresh()
 
     @classmethod
-    def reads(cls, module: Any) -> bool:
+    def reads(cls, module: HFModule) -> bool:
         """Whether this model can be computed here."""
         decoder = readable(module)
         head = module.get_output_embeddings()

@@ -91,7 +91,7 @@ class Answer:
         value = self._find(place)
         return clean(str(value)) if type(value) is int else _cleaned(self.get(str, *place))
 
-    def _find(self, place: tuple[str | int, ...]) -> Any:
+    def _find(self, place: tuple[str | int, ...]) -> object:
         value = self.value
         for step in place:
             if type(value) is dict:

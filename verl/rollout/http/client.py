@@ -11,7 +11,6 @@ import threading
 import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any
 
 import httpx
 
@@ -70,7 +69,7 @@ class Client:
         """See `post`."""
         return self._parsed("GET", path, self._call("GET", path, None, 0, may_lack=may_lack))
 
-    def post(self, path: str, body: dict[str, Any], *, num_tokens: int = 0, may_lack: bool = False) -> Answer:
+    def post(self, path: str, body: dict[str, object], *, num_tokens: int = 0, may_lack: bool = False) -> Answer:
         """The JSON of the answer, which may hold `num_tokens` tokens; {} for an empty answer. With `may_lack` also {} where the
         service has no such route.
 
@@ -81,7 +80,7 @@ class Client:
         content = self._call("POST", path, json.dumps(body).encode(), num_tokens, may_lack=may_lack)
         return self._parsed("POST", path, content)
 
-    def command(self, path: str, body: dict[str, Any]) -> None:
+    def command(self, path: str, body: dict[str, object]) -> None:
         """As `post`, where the answer need not be JSON."""
         self._call("POST", path, json.dumps(body).encode(), 0)
 

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from verl.config import full_key
 from verl.data_proto.samples import SamplingParams
@@ -35,7 +35,7 @@ class Dialect(Protocol):
     def sample(self, client: Client, request: SampleRequest) -> SampleReply:
         """One sample. Raises ModelError for an answer that cannot be one."""
 
-    def update(self, client: Client, description: dict[str, Any], reader: str) -> None:
+    def update(self, client: Client, description: dict[str, object], reader: str) -> None:
         """Let the service read the described folder of weights and drop results of the old ones; `reader` names our function
         that reads it. Raises ModelError when it did not."""
 
@@ -75,7 +75,7 @@ class OpenAI:
             body["min_p"] = params.min_p
         return self._reply(client, body, request)
 
-    def update(self, client: Client, description: dict[str, Any], reader: str) -> None:
+    def update(self, client: Client, description: dict[str, object], reader: str) -> None:
         raise ModelError(
             f"The service at {client.url} has no known route for new weights. Set "
             f"{full_key('rollout.service.api')} to vllm or sglang, if it is one of these."
@@ -87,7 +87,7 @@ class OpenAI:
     def version(self, client: Client) -> str | None:
         return None
 
-    def _request(self, request: SampleRequest) -> dict[str, Any]:
+    def _request(self, request: SampleRequest) -> dict[str, object]:
         return {
             "model": self._model,
             "prompt": list(request.token_ids),
@@ -101,7 +101,7 @@ class OpenAI:
             "ignore_eos": True,  # they are among the stop tokens where they count
         }
 
-    def _reply(self, client: Client, body: dict[str, Any], request: SampleRequest) -> SampleReply:
+    def _reply(self, client: Client, body: dict[str, object], request: SampleRequest) -> SampleReply:
         if request.images:
             return self._reply_to_images(client, body, request)
         answer = client.post("/v1/completions", body, num_tokens=request.num_tokens)
@@ -114,7 +114,7 @@ class OpenAI:
         log_probs = answer.at(list, "choices", 0, "logprobs", "token_logprobs")
         return checked_reply(answer, tokens, log_probs, answer.at(str, "choices", 0, "finish_reason"), request)
 
-    def _reply_to_images(self, client: Client, body: dict[str, Any], request: SampleRequest) -> SampleReply:
+    def _reply_to_images(self, client: Client, body: dict[str, object], request: SampleRequest) -> SampleReply:
         names = {"vllm_xargs": "extra_args"}
         params = {names.get(name, name): v for name, v in body.items() if name not in _OF_REQUEST}
         parts = [{"type": "image_url", "url": url} for url in request.image_urls]
@@ -168,7 +168,7 @@ class VLLM(OpenAI):
         draw = draw_arguments(request.key, request.num_drawn, request.params)
         return self._reply(client, {**self._request(request), "temperature": 0.0, "vllm_xargs": draw}, request)
 
-    def update(self, client: Client, description: dict[str, Any], reader: str) -> None:
+    def update(self, client: Client, description: dict[str, object], reader: str) -> None:
         manifest = Manifest()
         manifest.add(description)
         message = json.dumps({"reader": reader, "bucket": description})
@@ -243,7 +243,7 @@ class SGLang:
         )
         return checked_reply(answer, [row[1] for row in rows], [row[0] for row in rows], reason, request, version)
 
-    def update(self, client: Client, description: dict[str, Any], reader: str) -> None:
+    def update(self, client: Client, description: dict[str, object], reader: str) -> None:
         body = {"model_path": description["folder"], "flush_cache": True}
         answer = client.post("/update_weights_from_disk", body)
         if not answer.get(bool, "success"):

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from verl.data_proto.samples import PromptRequest
+from verl.models.hf_module import HFModule
 from verl.models.vision import ImageFeatures, PlacedMedia, image_features, positions_within
 from verl.rollout.layout import Chunk
 
@@ -227,7 +228,7 @@ class BatchRows:
 
 
 def place_images(
-    module: Any, chunks: Sequence[tuple[Group, Chunk]], first: int, device: torch.device
+    module: HFModule, chunks: Sequence[tuple[Group, Chunk]], first: int, device: torch.device
 ) -> tuple[list[PlacedMedia], list[int]]:
     """Images in `chunks`, whose tokens lie back to back from token `first` on, and the shift of positions where each chunk
     starts, behind images whose keys are stored; sets the shifts of the groups."""
@@ -248,7 +249,7 @@ def place_images(
     return placed, shifts
 
 
-def features_of(module: Any, tokens: torch.Tensor, placed: Sequence[PlacedMedia]) -> ImageFeatures | None:
+def features_of(module: HFModule, tokens: torch.Tensor, placed: Sequence[PlacedMedia]) -> ImageFeatures | None:
     """The features of the images `placed` in `tokens` (int64 [tokens]); None without images. The features of each prompt are
     computed by themselves, so that their bits do not depend on other prompts."""
     parts = (image_features(module, tokens[None], [item]) for item in placed)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from verl.models.adapter_weights import LowRank
 from verl.models.attention import Scoring
 from verl.models.cpu.weights import DenseDecoder, DenseLayer, Norm, Projection
 from verl.models.forward import head_transform
+from verl.models.hf_module import HFModule
 from verl.models.lora import LoRALinear
 from verl.models.vision import ImageFeatures, num_deep_layers
 from verl.parallel.device import multiplies_bf16_tiles
@@ -63,7 +64,7 @@ class DenseForward:
 
     @classmethod
     def of(
-        cls, module: Any, *, prepack: bool, invariant: bool = False, required: bool = False
+        cls, module: HFModule, *, prepack: bool, invariant: bool = False, required: bool = False
     ) -> DenseForward | CpuForward | None:
         """The fused forward of a causal language model, or None when the model's own forward must be called. With `prepack` it
         uses the compiled kernels where `compiled` gives them."""

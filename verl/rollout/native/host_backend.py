@@ -7,12 +7,13 @@ the unpatched module. The layout (verl.rollout.layout) stores keys and values an
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from verl.models.adapter_weights import AdapterWeights
+from verl.models.hf_module import HFModule
 from verl.models.routing import Routing
 from verl.models.vision import PlacedMedia, is_vision_model, language_states, placed_positions
 from verl.rollout.cpu.forward import CpuForward
@@ -56,7 +57,7 @@ class HostBackend:
     def __init__(
         self,
         scheduler: Scheduler,
-        module: Any,
+        module: HFModule,
         dense: DenseForward | CpuForward | None,
         stores: tuple[SlotStore, SlotStore],
         *,
@@ -93,7 +94,7 @@ class HostBackend:
         self._reserve_prefix()
         self.prefix.put(group.slot, group.saved)
 
-    def save(self, row: int) -> Any:
+    def save(self, row: int) -> object:
         return self.own.take(row, int(self.rows.own_start[row] + self.rows.length[row]) - 1, copy=True)
 
     def start(self, rows: np.ndarray, logits: torch.Tensor) -> HostSampled:

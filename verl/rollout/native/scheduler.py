@@ -108,7 +108,7 @@ class Scheduler:
         self.prompts, self.rows = Prompts(), BatchRows(self.params.max_new_tokens)
         self.longest_prompt = self.num_decode_steps = self.num_row_steps = self.max_running = self.num_preempted = 0
         self._flight: deque[tuple[np.ndarray, Sampled]] = deque()  # (row of each token, -1 for a sample that ended)
-        self._saved: dict[SampleKey, tuple[Any, int]] = {}  # in order of ending; with the number of their tokens
+        self._saved: dict[SampleKey, tuple[object, int]] = {}  # in order of ending; with the number of their tokens
         self._num_saved_bytes = self.num_evicted = 0
         self._ended: list[Completion] = []
         self._has_new = False

@@ -42,7 +42,7 @@ _MOST_IN_FLIGHT = 3  # steps: two scheduled ahead, and one that tells workers of
 class Setup:
     """Arguments of vLLM; plain values, which can be sent to another process."""
 
-    llm: dict[str, Any]  # arguments of vllm.LLM
+    llm: dict[str, object]  # arguments of vllm.LLM
     environment: dict[str, str]  # of the process while vLLM starts
     eos_token_ids: list[int]
     vocab_size: int
@@ -252,7 +252,7 @@ def _images(request: PromptRequest) -> dict[str, Any]:
     return {"multi_modal_data": {"image": pictures}, "mm_processor_kwargs": request.media.files.arguments}
 
 
-def request_arguments(params: SamplingParams, stop: StopRules, extra: dict[str, Any]) -> dict[str, Any]:
+def request_arguments(params: SamplingParams, stop: StopRules, extra: dict[str, object]) -> dict[str, Any]:
     """Arguments of vllm.SamplingParams for a sample. vLLM's own sampling is the greedy one (see sample.py), and its own rules
     of stopping are off: end-of-sequence tokens are stop tokens like others."""
     return {

@@ -34,7 +34,7 @@ def make_setup(
     """`skeleton` is a meta-device model. Entries of rollout.engine_kwargs.vllm go before all others."""
     on_cpu = transfer.device.type == "cpu"
     longest = longest_sequence(config, skeleton)
-    arguments: dict[str, Any] = {
+    arguments: dict[str, object] = {
         "model": transfer.model.path,
         "tokenizer": transfer.model.tokenizer_path or transfer.model.path,
         "skip_tokenizer_init": not is_vision_model(skeleton),  # tokens in, tokens out; images need vLLM's own processor

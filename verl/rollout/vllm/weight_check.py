@@ -8,13 +8,12 @@ vLLM fuses, divides and packs weights. A packed weight cannot be read any more, 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from verl.errors import ModelError
+from verl.models.hf_module import HFModule
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 _WRAP = (1 << 64) - 1
@@ -24,7 +23,7 @@ _HOOK = "process_weights_after_loading"  # processes the weights of a layer once
 class HeldWeights:
     """One update of `model` (vLLM's) from its beginning (this) to `check`. `group` are the ranks of tensor parallelism."""
 
-    def __init__(self, model: Any, group: dist.ProcessGroup | None):
+    def __init__(self, model: HFModule, group: dist.ProcessGroup | None):
         self._model, self._group = model, group
         self._fused = {
             part: (fused, at)

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from verl.config import full_key
 from verl.errors import ModelError
+from verl.models.hf_module import HFModule
 from verl.registry import load_object
 from verl.rollout.vllm.weight_check import HeldWeights
 
@@ -52,7 +53,7 @@ class WeightReceiver:
 
     model_runner: Any
     model_config: Any
-    vllm_config: Any
+    vllm_config: object
     verl_readers: tuple[str, ...] = _READERS
 
     def verl_try(self, message: str) -> dict[str, str]:
@@ -160,7 +161,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(device, copy=True)
 
 
-def _renew_tied_heads(model: Any) -> None:
+def _renew_tied_heads(model: HFModule) -> None:
     """Renew output layers that share the embedding's weight. Raises ModelError when one still has another."""
     from verl.rollout.vllm.library import ParallelLMHead
 

@@ -198,7 +198,7 @@ class SampleTracker:
         self._write("end", rows)
         self._write("skip", [(step, first, self._skipped_to)])
 
-    def commit(self) -> dict[str, Any]:
+    def commit(self) -> dict[str, object]:
         """The record of the samples that a checkpoint of the last step keeps. All events are on the disk on return."""
         self._digested.result()
         if self._writer is not None:

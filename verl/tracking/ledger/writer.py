@@ -51,7 +51,7 @@ class LedgerWriter:
         self._thread = threading.Thread(target=self._work, name="ledger", daemon=True)
         self._thread.start()
 
-    def write(self, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
+    def write(self, statement: str, rows: Sequence[tuple[object, ...]]) -> None:
         """Queue rows for one of STATEMENTS; returns at once unless too many are queued. Any text is accepted."""
         self._put((statement, rows), "accepted no rows")
 
@@ -132,7 +132,7 @@ class LedgerWriter:
         return item is not None
 
 
-def _storable(value: Any) -> Any:
+def _storable(value: object) -> object:
     """Parts of rewards are JSON."""
     if isinstance(value, dict):
         return json_text(value)

@@ -44,7 +44,7 @@ class Sink:
         """Record the metrics of one step."""
         self.run.log(metrics, step=step)
 
-    def table(self, name: str, rows: list[dict[str, Any]], step: int) -> None:
+    def table(self, name: str, rows: list[dict[str, object]], step: int) -> None:
         """Record some samples for display; a tracker without tables ignores them."""
 
     def close(self) -> None:

@@ -6,7 +6,6 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from verl.tracking.sinks.api import Sink
 
@@ -39,7 +38,7 @@ class Guard:
         """See Sink."""
         self._enqueue(lambda: self._sink.log(metrics, step))
 
-    def table(self, name: str, rows: list[dict[str, Any]], step: int) -> None:
+    def table(self, name: str, rows: list[dict[str, object]], step: int) -> None:
         """See Sink."""
         self._enqueue(lambda: self._sink.table(name, rows, step))
 

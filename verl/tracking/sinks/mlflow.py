@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from verl.tracking.sinks.api import Sink
 
@@ -27,7 +26,7 @@ class MlflowSink(Sink):
     def log(self, metrics: dict[str, float], step: int) -> None:
         self.run.log_metrics({_name(k): v for k, v in metrics.items()}, step=step)
 
-    def table(self, name: str, rows: list[dict[str, Any]], step: int) -> None:
+    def table(self, name: str, rows: list[dict[str, object]], step: int) -> None:
         self.run.log_dict({"rows": json.loads(json.dumps(rows, default=str))}, f"{_name(name)}_step_{step}.json")
 
     def close(self) -> None:

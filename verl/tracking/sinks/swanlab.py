@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from verl.tracking.sinks.api import Sink
 
@@ -25,7 +24,7 @@ class SwanlabSink(Sink):
         )
         self.run = swanlab
 
-    def table(self, name: str, rows: list[dict[str, Any]], step: int) -> None:
+    def table(self, name: str, rows: list[dict[str, object]], step: int) -> None:
         texts = [
             self.run.Text("\n\n".join(f"{k}: {v}" for k, v in row.items()), caption=f"{i}")
             for i, row in enumerate(rows)

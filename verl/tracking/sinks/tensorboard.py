@@ -26,7 +26,7 @@ class TensorBoardSink(Sink):
             if name in SHORT_TAGS:
                 self._at(step).add_scalar(SHORT_TAGS[name], value, step)
 
-    def table(self, name: str, rows: list[dict[str, Any]], step: int) -> None:
+    def table(self, name: str, rows: list[dict[str, object]], step: int) -> None:
         columns = list(rows[0]) if rows else []
         lines = ["|" + "|".join(columns) + "|", "|" + "---|" * len(columns)]
         lines += ["|" + "|".join(_cell(row[c]) for c in columns) + "|" for row in rows]

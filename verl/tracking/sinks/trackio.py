@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from verl.tracking.sinks.api import Sink, columns_and_cells
 
@@ -22,7 +21,7 @@ class TrackioSink(Sink):
             resume="allow",
         )
 
-    def table(self, name: str, rows: list[dict[str, Any]], step: int) -> None:
+    def table(self, name: str, rows: list[dict[str, object]], step: int) -> None:
         import trackio
 
         columns, cells = columns_and_cells(rows)

@@ -42,7 +42,7 @@ class WandbSink(Sink):
             settings=wandb.Settings(silent=True),
         )
 
-    def table(self, name: str, rows: list[dict[str, Any]], step: int) -> None:
+    def table(self, name: str, rows: list[dict[str, object]], step: int) -> None:
         import wandb
 
         columns, cells = columns_and_cells(rows)
