@@ -67,30 +67,10 @@ _LAZY = {
 _MODULES = ("trainer", "utils", "worker", "workers")  # of other releases: `import verl; verl.utils.benchmark_nccl()`
 
 __all__ = [
-    "Controller",
-    "DataParallelConfig",
-    "DataProto",
-    "DataProtoItem",
-    "ExperienceBuffer",
-    "RLRunner",
-    "Run",
-    "Session",
-    "Stage",
-    "Trainer",
-    "__version__",
-    "cpo",
-    "dpo",
-    "evaluate",
-    "generate",
-    "kto",
-    "load_config",
-    "orpo",
-    "preference",
-    "reward_model",
-    "sft",
-    "simpo",
-    "train",
-]
+    "Controller", "DataParallelConfig", "DataProto", "DataProtoItem", "ExperienceBuffer", "RLRunner", "Run",
+    "Session", "Stage", "Trainer", "__version__", "cpo", "dpo", "evaluate", "generate", "kto", "load_config",
+    "orpo", "preference", "reward_model", "sft", "simpo", "train",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -19,19 +19,7 @@ from verl.data_proto.storage import (
 )
 
 __all__ = [
-    "DataProto",
-    "DataProtoConfig",
-    "DataProtoFuture",
-    "DataProtoItem",
-    "collate_fn",
-    "deserialize_single_tensor",
-    "deserialize_tensordict",
-    "fold_batch_dim",
-    "pad_dataproto_to_divisor",
-    "serialize_single_tensor",
-    "serialize_tensordict",
-    "unfold_batch_dim",
-    "union_numpy_dict",
-    "union_tensor_dict",
-    "unpad_dataproto",
-]
+    "DataProto", "DataProtoConfig", "DataProtoFuture", "DataProtoItem", "collate_fn", "deserialize_single_tensor",
+    "deserialize_tensordict", "fold_batch_dim", "pad_dataproto_to_divisor", "serialize_single_tensor",
+    "serialize_tensordict", "unfold_batch_dim", "union_numpy_dict", "union_tensor_dict", "unpad_dataproto",
+]  # fmt: skip
