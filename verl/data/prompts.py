@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from verl.data.images import image_encoder
 from verl.data.row_cache import digest_of_tokenizer
@@ -123,10 +123,10 @@ class PromptEncoder:
         exact = (len(own) if own and max(own) < limit and marks.isdisjoint(own) else 0 for own in ids)
         return [bound or next(exact) for bound in bounds]
 
-    def _texts(self, prompts: Sequence[Messages | str]) -> list[Any]:
+    def _texts(self, prompts: Sequence[Messages | str]) -> list[str]:
         """The texts that are tokenized; messages for a tokenizer without a template."""
         if not getattr(self.tokenizer, "chat_template", None):
-            return list(prompts)
+            return cast("list[str]", list(prompts))
         chats = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
         settings = at_time_of_run({"add_generation_prompt": True, **self.template_kwargs})
         chats = [_readable(self.tokenizer, messages) for messages in chats]
