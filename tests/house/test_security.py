@@ -8,15 +8,16 @@ from verl.config.secrets import is_secret_name
 
 # (file, call) -> why it may listen on more than this machine, or how it keeps strangers out
 LISTENERS: dict[tuple[str, str], str] = {
+    ("verl/parallel/framing.py", "listener.bind"): "for callers of listening_socket, which have a row here",
     (
         "verl/page/launch.py",
-        "listener.bind",
+        "listening_socket",
     ): "the address of trainer.page.host, loopback by default; every request needs the token",
     ("verl/parallel/collectives.py", "probe.bind"): "asks whether a port is free and closes it at once",
     ("verl/parallel/collectives.py", "socket.create_server"): "for ranks that meet at loopback, and only there",
     (
         "verl/agents/gateway/app.py",
-        "listener.bind",
+        "listening_socket",
     ): "at loopback unless the user gives an address, with a random token",
     ("verl/agents/gateway/loopback.py", "listening.bind"): "at the loopback of a sandbox, which no other process has",
     ("verl/parallel/collectives.py", "dist.TCPStore"): "listens to other machines only where the ranks are on several",
@@ -31,6 +32,7 @@ STARTERS = {
 }
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 SERVERS = (
+    "listening_socket",
     "HTTPServer",
     "ThreadingHTTPServer",
     "TCPServer",

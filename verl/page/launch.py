@@ -14,6 +14,7 @@ from pathlib import Path
 
 from verl.errors import ConfigError, MissingExtraError
 from verl.parallel.child_processes import python_command
+from verl.parallel.framing import listening_socket
 
 PACKAGES = ("starlette", "uvicorn", "sse_starlette")
 
@@ -62,18 +63,12 @@ def start_page(folder: Path, host: str, port: int, labels: Mapping[str, str] | N
 
 def listen(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
     """A listening socket. Raises ConfigError when the address is taken or is none of this machine."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host, port))
+        return listening_socket(host, port, 64)
     except OSError as error:
-        listener.close()
         raise ConfigError(
             f"The page cannot listen at {host}:{port}: {error.strerror}. Choose another port (0: any that is free)."
         ) from error
-    listener.listen(64)
-    return listener
 
 
 def new_token() -> str:

@@ -1,4 +1,4 @@
-"""Messages behind a 4-byte length on a socket. Nothing is pickled: a message is JSON, or bytes that the receiver checks."""
+"""Listening sockets, and messages behind a 4-byte length. A message is JSON, or bytes that the receiver checks: no pickle."""
 
 from __future__ import annotations
 
@@ -13,6 +13,19 @@ from verl.errors import RewardError
 
 _HEADER = struct.Struct(">I")
 MAX_MESSAGE_BYTES = 256 << 20
+
+
+def listening_socket(host: str, port: int, backlog: int) -> socket.socket:
+    """A socket that listens at an address of this machine. Raises OSError when the address is taken or is none of it."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(backlog)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 class ChannelClosed(Exception):

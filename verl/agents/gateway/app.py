@@ -28,6 +28,7 @@ from verl.agents.gateway import formats
 from verl.agents.gateway.sessions import EndpointSession, RequestError, Sessions
 from verl.config import full_key
 from verl.errors import ConfigError, DataError, MissingExtraError, UnreachableError
+from verl.parallel.framing import listening_socket
 from verl.tracking.logs import adopt_loggers
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,13 @@ class Gateway:
             raise MissingExtraError(full_key("rollout.agent.runner"), "agents", "starlette and uvicorn") from None
         del starlette
         self.sessions = Sessions()
-        self._socket = _bound(host, port)
+        try:
+            self._socket = listening_socket(host, port, 2048)
+        except OSError as error:
+            raise ConfigError(
+                f"The endpoint for agents cannot listen on {host}:{port} ({error.strerror}). Set "
+                f"{full_key('rollout.agent.gateway_port')}=0 for a free port."
+            ) from error
         self.host, self.port = self._socket.getsockname()[:2]
         adopt_loggers("uvicorn", "starlette", "asyncio")
         self._config = uvicorn.Config(
@@ -118,22 +125,6 @@ def reachable(host: str) -> str:
         probe.connect((elsewhere, 9))  # sends nothing: the kernel looks up the way to an address of documentation
         return str(probe.getsockname()[0])
     return "::1" if bound.version == 6 else "127.0.0.1"
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"The endpoint for agents cannot listen on {host}:{port} ({error.strerror}). Set "
-            f"{full_key('rollout.agent.gateway_port')}=0 for a free port."
-        ) from error
-    listener.listen(2048)
-    listener.set_inheritable(False)
-    return listener
 
 
 def _application(gateway: Gateway) -> Any:
