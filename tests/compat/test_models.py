@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.forked import FORKS
 from verl.config import OptimConfig
 from verl.models.optim import lr_at
 
@@ -148,7 +149,12 @@ class TestUlysses:
     def test_cut_and_gathered_over_two_ranks(self, tmp_path):
         """f(x) = sum(w * x) over tokens: each rank computes its share, and the mean over ranks of the gradients of w is that
         of one process."""
-        torch.multiprocessing.spawn(_gather_on_a_rank, args=(str(tmp_path),), nprocs=2)
+        ranks = [FORKS.Process(target=_gather_on_a_rank, args=(rank, str(tmp_path))) for rank in range(2)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(60)
+        assert [rank.exitcode for rank in ranks] == [0, 0]
         results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
         for result in results:
             assert result["ids"].tolist() == [[1, 2, 3]]

@@ -1,15 +1,13 @@
 """A reference policy whose weights are a mapped file: the same numbers, and no second copy in memory."""
 
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.engines.memory import peak_bytes
 from tests.engines.test_contract import folder, make_batch  # noqa: F401 - folder is a fixture
+from tests.forked import Forked
 from tests.slow import slow
 from verl.config import FSDPConfig, ModelConfig
 from verl.engines.api import ENGINES, MicroBatching
@@ -94,22 +92,22 @@ def test_memory_is_given_back(tmp_path, num_ranks, on_host):
     from verl.models.tiny import make_tiny_model
 
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12 * num_ranks}
-    model, root = make_tiny_model(tmp_path / "model", **sizes), str(Path(__file__).parents[2])
+    model = make_tiny_model(tmp_path / "model", **sizes)
+    (tmp_path / "memory.py").write_text(MEMORY)
+    environment = {"OMP_NUM_THREADS": "1", "PATH": ""}
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", MEMORY, str(model), str(tmp_path), str(rank), str(num_ranks), str(on_host)], text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "PATH": ""},
-        )
+        Forked(tmp_path / "memory.py", model, tmp_path, rank, num_ranks, on_host, env=environment)
         for rank in range(num_ranks)
-    ]  # fmt: skip
+    ]
     try:
-        said = [rank.communicate(timeout=120) for rank in ranks]
+        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
     finally:
         for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * num_ranks, said[0][1][-2000:]
-    for out, _ in said:
-        weights, anonymous, mapped = map(float, out.split())
+            if rank.poll() is None:
+                rank.kill()
+    assert [rank.returncode for rank in ranks] == [0] * num_ranks, outputs[0][-2000:]
+    for output in outputs:
+        weights, anonymous, mapped = map(float, output.splitlines()[-1].split())
         assert weights > 40
         assert mapped < 0.2 * weights, "pages of the file are not resident between two calls"
         assert anonymous - mapped > 0.8 * weights, "of the loaded weights some are pages of the model's file already"

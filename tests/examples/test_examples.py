@@ -35,11 +35,13 @@ def forked(script, folder):
 
 @pytest.mark.seed("A6")
 @pytest.mark.parametrize(
-    "script", [slow(script, when=not script.name.startswith("01")) for script in SCRIPTS], ids=lambda s: s.stem
+    ("script", "start"),
+    [(SCRIPTS[0], forked), slow(SCRIPTS[0], fresh), *(slow(script, forked) for script in SCRIPTS[1:])],
+    ids=lambda value: getattr(value, "stem", None) or value.__name__,
 )
-def test_example_runs(script, tmp_path):
+def test_example_runs(script, start, tmp_path):
     number = script.name[:2]
-    code, said = (fresh if number == "01" else forked)(script, tmp_path)
+    code, said = start(script, tmp_path)
     assert code == 0, said[-4500:]
     if number == "01":
         before, after = (float(x) for x in said.rsplit("reward ", 1)[1].split(";")[0].split(" -> "))

@@ -1,12 +1,12 @@
 """An engine in a separate process: answers, errors, silence and death."""
 
-import subprocess
-import sys
+import os
 import time
 
 import psutil
 import pytest
 
+from tests.forked import Forked
 from verl.data_proto.samples import PromptRequest, SamplingParams
 from verl.errors import DeadlineError, ModelError, WorkerLostError
 from verl.rollout.process import EngineProcess
@@ -73,13 +73,12 @@ def test_an_engine_that_is_closed_has_ended_and_what_hinders_the_start_is_said()
         process(refuse=True)
 
 
-def test_it_dies_with_its_parent():
-    code = (
+def test_it_dies_with_its_parent(tmp_path):
+    (tmp_path / "parent.py").write_text(
         "import os\nfrom tests.rollout.test_process import process\n"
         "print(process().pid, flush=True)\nos.kill(os.getpid(), 9)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    pid = int(done.stdout)
+    pid = int(Forked(tmp_path / "parent.py", env=os.environ).stdout.readline())
     deadline = time.monotonic() + 10
     while not has_ended(pid) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -11,9 +11,9 @@ import threading
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tests.forked import fork_instead
 from verl.page.launch import listen
 
-ROOT = Path(__file__).parents[2]
 MOMENTS = ("before", "after")  # the journal's commit
 
 
@@ -50,9 +50,8 @@ def lives(model, folder, deaths=()):
     listening = listen()
     plan = ",".join(f"{number}{moment}" for number, moment in deaths)
     command = [sys.executable, "-m", "tests.tinker.lives", str(model), str(folder), str(listening.fileno()), plan]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, pass_fds=(listening.fileno(),), stdout=subprocess.PIPE, text=True,
+    process = fork_instead(subprocess.Popen)(
+        command, env=os.environ, pass_fds=(listening.fileno(),), stdout=subprocess.PIPE, text=True,
         start_new_session=True,
     )  # fmt: skip
     running = Lives(f"http://127.0.0.1:{listening.getsockname()[1]}", process)
@@ -65,8 +64,9 @@ def lives(model, folder, deaths=()):
         listening.close()
 
 
-def main(model, folder, descriptor, plan):
+def main():
     """Fork lives until killed, and report births and deaths."""
+    _, model, folder, descriptor, plan = sys.argv
     import socket
 
     import torch
@@ -120,7 +120,3 @@ def live(bench, folder, model, listening, death):
 
     asyncio.run(serve())
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -2,14 +2,13 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("tinker", reason="the extra tinker is not installed")
 
+from tests.forked import run_forked  # noqa: E402
 from tests.tinker.served import running  # noqa: E402
 from tests.tinker.test_tenants import PROTOBUF, model_of, post, rows  # noqa: E402
 from verl.cli.main import main  # noqa: E402
@@ -26,13 +25,11 @@ def test_the_snippets_run(bench, tmp_path):
             "TINKER_BASE_URL": served.url,
             "TINKER_API_KEY": "tml-any",
             "TINKER_TELEMETRY": "0",
-            "PYTHONFAULTHANDLER": "1",  # an abort of the client names its threads
         }
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", CODE], env=environment, timeout=120, check=False,
-            capture_output=True, text=True, cwd=tmp_path,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-2000:]
+        # an abort of the client names its threads
+        (tmp_path / "snippets.py").write_text(f"import faulthandler\nfaulthandler.enable()\n{CODE}")
+        code, output = run_forked(tmp_path / "snippets.py", env=environment, cwd=tmp_path, timeout_s=120)
+        assert code == 0, output[-2000:]
 
 
 def answers(section):
