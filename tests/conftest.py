@@ -127,6 +127,14 @@ def tiny_llama(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("models") / "llama")
 
 
+@pytest.fixture(scope="session")
+def folder_of(tmp_path_factory):
+    """family -> the folder of a tiny random vision-language model with tokenizer and image processor, made when asked for."""
+    from tests.vision_families import vision_folders
+
+    return vision_folders(tmp_path_factory)
+
+
 @pytest.fixture
 def ends_after(monkeypatch):
     """`ends_after(step)`: the next run ends after that step, as a run that is stopped does, and knows nothing of it before."""

@@ -9,6 +9,7 @@ import torch
 import transformers
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
+from tests.slow import slow
 from verl.models.tiny import make_tokenizer
 from verl.models.vision import FAMILIES
 
@@ -127,6 +128,8 @@ def smolvlm():
 _QWENS = (qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe)
 CONFIGS = {f.__name__: f for f in (*_QWENS, glm4v, llava, llava_onevision, internvl, mistral3, idefics3, smolvlm)}
 assert set(CONFIGS) == set(FAMILIES)
+FEW = ("qwen2_vl", "qwen3_vl", "smolvlm")  # with positions in images, features for later layers, and neither
+few = pytest.mark.parametrize("family", [slow(f, when=f not in FEW) for f in CONFIGS])  # a path that a kind shares
 PATCHES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")  # families whose images have their own sizes
 
 

@@ -15,7 +15,7 @@ from tests.agents.test_runs import episodes
 from tests.letters_task import overrides, write_task
 from tests.models.test_vision import own_log_probs
 from tests.run.conftest import train_run
-from tests.vision_families import IMAGE, random_model, vision_folders
+from tests.vision_families import IMAGE, random_model
 from verl.agents.agents import Agents
 from verl.agents.episode import Episode, EpisodeTask
 from verl.agents.gateway.sessions import EndpointSession, RequestError, _messages, _placed
@@ -34,11 +34,6 @@ FAMILY = "qwen2_vl"
 ROLLOUT = "actor_rollout_ref.rollout"
 HERE = "tests/agents/pictures.py"
 TOOLS = (f"{ROLLOUT}.multi_turn.function_tool_path={HERE}", f"{ROLLOUT}.multi_turn.format=asks_for_pictures")
-
-
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory):
-    return vision_folders(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from tests.letters_task import REWARD, merge, overrides
 from tests.run.conftest import Run, train_run
 from tests.run.test_vision import dots
 from tests.slow import slow
-from tests.vision_families import vision_folders
 from verl.config import PPO, SFT, load_config
 from verl.errors import ConfigError, ModelError
 
@@ -20,11 +19,6 @@ REFUSED = {
     "trtllm": ("qwen2_vl", f"{ROLLOUT}.name=trtllm", ConfigError, "rollout engine is not available"),
     "npu": ("qwen2_vl", "trainer.device=npu", ConfigError, "kind of device is not available"),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory):
-    return vision_folders(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from tests.data.media_rows import (
     sft_row,
     written,
 )
-from tests.vision_families import IMAGE, vision_folder
+from tests.vision_families import IMAGE
 from verl.config import DataConfig
 from verl.config.sections.data import PreferenceDataConfig, SFTDataConfig
 from verl.data import pictures
@@ -31,8 +31,8 @@ from verl.models.load import load_tokenizer
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return load_tokenizer(vision_folder(tmp_path_factory.mktemp("qwen"), "qwen2_vl"))
+def tokenizer(folder_of):
+    return load_tokenizer(folder_of("qwen2_vl"))
 
 
 FORMS = {

@@ -9,7 +9,8 @@ from PIL import Image
 
 from tests.models.test_vision import cached_log_probs, columns_of, inputs_of, packed_log_probs, require_equal
 from tests.rollout.test_vision import ENGINES, GREEDY, LENGTH, engine_of
-from tests.vision_families import IMAGE, VIDEO, random_model, vision_folders
+from tests.slow import slow
+from tests.vision_families import FEW, IMAGE, VIDEO, random_model
 from verl.config import DataConfig
 from verl.data.images import image_messages
 from verl.data.prompts import PromptEncoder
@@ -21,11 +22,6 @@ from verl.models.vision import FAMILIES, WITHOUT_VIDEOS
 WITHOUT = () if importlib.util.find_spec("num2words") else ("smolvlm",)  # whose processor needs the package
 VIDEOS = [family for family in FAMILIES if family not in (*WITHOUT_VIDEOS, *WITHOUT)]
 LEVELS = (0, 80, 160, 240)
-
-
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory):
-    return vision_folders(tmp_path_factory)
 
 
 def frames(count=4, size=(56, 56), seed=0):
@@ -68,8 +64,9 @@ def test_a_sampled_placeholder_is_a_token_like_any_other(family, folder_of):
     assert torch.allclose(log_probs, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ENGINES)
-@pytest.mark.parametrize("family", VIDEOS)
+@pytest.mark.parametrize(
+    ("family", "name"), [slow(f, name, when=name == "hf" and f not in FEW) for f in VIDEOS for name in ENGINES]
+)
 def test_greedy_tokens_equal_generate(family, name, folder_of):
     folder = folder_of(family)
     requests = [PromptRequest(n, ids, media=media) for n, (ids, media) in enumerate(prompts_of(folder))]

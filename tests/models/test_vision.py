@@ -3,12 +3,14 @@
 import pytest
 import torch
 
+from tests.slow import each_value
 from tests.vision_families import (
     CONFIGS,
     IMAGE,
     VIDEO,
     VISION_END,
     VISION_START,
+    few,
     one_by_one,
     random_images,
     random_model,
@@ -28,18 +30,17 @@ SIZES = (((2, 2),), ((2, 4), (4, 2)), ())
 RESPONSES = ((11, 12, 13), (21, 22, 23, 24))
 # a response may sample the token that stands for images in prompts
 STRAY = ((11, IMAGE, 13), (IMAGE, 22, 23, 24))
+CASES = ("checkpointing", "frozen towers", "frozen language model", "critic")
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(params=CONFIGS)
 def family(request):
     return request.param
 
 
-@pytest.fixture(scope="module")
-def folder(family, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(family)
-    random_model(family).save_pretrained(folder)
-    return folder
+@pytest.fixture
+def folder(family, folder_of):
+    return folder_of(family)
 
 
 def prompt_of(family, sizes, number):
@@ -95,7 +96,7 @@ def packed_log_probs(model, columns, media):
     return packed_outputs(model, pack_rows(columns, media=media), ("log_probs",))["log_probs"]
 
 
-@pytest.mark.parametrize("share_prompts", [True, False])
+@pytest.mark.parametrize(("family", "share_prompts"), each_value(list(CONFIGS), [True, False]))
 def test_log_probs_and_gradients_equal_the_own_forward(family, folder, share_prompts):
     require_equal(family, folder, *batch_of(family, RESPONSES), share_prompts=share_prompts)
 
@@ -120,7 +121,7 @@ def require_equal(family, folder, columns, media, rows, *, share_prompts=True):
     assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in towers)
 
 
-@pytest.mark.parametrize("case", ["checkpointing", "frozen towers", "frozen language model", "critic"])
+@pytest.mark.parametrize(("family", "case"), each_value(list(CONFIGS), CASES))
 def test_gradients_equal_the_modules_ones(family, folder, case):
     """Summed in buffers, as by a training step, where a decoder of ours computes the language model."""
     if family in ("qwen3_vl_moe", "glm4v"):
@@ -159,7 +160,7 @@ def episode_of(family, number, sizes=((2, 2), (2, 4), (4, 2))):
     return prompt, tuple(response), mask, tuple(spans), Media(str(number), tensors)
 
 
-@pytest.mark.parametrize("share_prompts", [True, False])
+@pytest.mark.parametrize(("family", "share_prompts"), each_value(list(CONFIGS), [True, False]))
 def test_images_of_later_turns_equal_the_own_forward(family, folder, share_prompts):
     """A whole episode, and one of the same prompt in which nothing trains behind its first image."""
     prompt, response, mask, spans, media = episode_of(family, 0)
@@ -195,6 +196,7 @@ def test_a_sampled_placeholder_is_a_token_like_any_other(family, folder):
     assert torch.allclose(log_probs, expected, rtol=0, atol=TOLERANCE)
 
 
+@few
 @torch.no_grad()
 def test_images_of_a_prompt_are_computed_once_for_its_samples(family, folder):
     prompt, media = prompt_of(family, SIZES[1], 1)
@@ -217,6 +219,7 @@ def test_images_of_a_prompt_are_computed_once_for_its_samples(family, folder):
     assert max(sizes) == media.tensors["pixel_values"].numel()
 
 
+@few
 @torch.no_grad()
 def test_equal_tokens_with_other_images_share_nothing(family, folder):
     prompt, media = prompt_of(family, SIZES[0], 0)

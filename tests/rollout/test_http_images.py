@@ -9,7 +9,7 @@ from PIL import Image
 from tests.agents.pictures import picture
 from tests.rollout.service import running
 from tests.rollout.simulated import weight_transfer
-from tests.vision_families import IMAGE, vision_folder
+from tests.vision_families import IMAGE
 from verl.config import DataConfig, RolloutConfig
 from verl.config.sections.rollout import ServiceConfig
 from verl.data.images import image_messages
@@ -26,8 +26,8 @@ PARAMS = SamplingParams(n=2, temperature=0.8, max_new_tokens=4, stop=("x",))
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return vision_folder(tmp_path_factory.mktemp("internvl"), "internvl")
+def folder(folder_of):
+    return folder_of("internvl")
 
 
 def services(folder):

@@ -1,13 +1,15 @@
 """Generation from prompts with images: both engines give the greedy tokens of transformers' `generate`."""
 
 import copy
+import functools
 
 import pytest
 import torch
 
 from tests.models.plain_attention import PLAIN
 from tests.models.test_vision import SIZES, cached_log_probs, episode_of, inputs_of, own_log_probs, prompt_of
-from tests.vision_families import CONFIGS, IMAGE, random_model
+from tests.slow import slow
+from tests.vision_families import CONFIGS, FEW, IMAGE, few, random_model
 from verl.config import RolloutConfig
 from verl.config.sections.rollout import KVCacheConfig
 from verl.data_proto.media import MediaSpan
@@ -25,20 +27,28 @@ from verl.rollout.native.forward import DenseForward
 LENGTH = 6
 ENGINES = {"native": NativeRollout, "hf": HFRollout}
 BY_MODULES = ("qwen3_vl_moe", "glm4v")  # whose language models have experts, and norms behind attention
-FEW = ("qwen2_vl", "qwen3_vl", "smolvlm")  # with positions in images, features for later layers, and neither
 GREEDY = SamplingParams(n=1, temperature=0.0, max_new_tokens=LENGTH, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(params=CONFIGS)
 def family(request):
     return request.param
 
 
 @pytest.fixture(scope="module")
-def module(family, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(family)
-    random_model(family).save_pretrained(folder)
-    return load_model(folder)
+def module_of(folder_of):
+    return functools.cache(lambda family: load_model(folder_of(family)))
+
+
+@pytest.fixture
+def module(family, module_of):
+    return module_of(family)
+
+
+# "hf" computes by the modules of a family, and its tokens are compared with the tokens of "native" below
+by_engine = pytest.mark.parametrize(
+    ("family", "name"), [slow(f, name, when=name == "hf" and f not in FEW) for f in CONFIGS for name in ENGINES]
+)
 
 
 def requests_of(family):
@@ -50,7 +60,7 @@ def engine_of(name, module, **config):
     return ENGINES[name](module, None, RolloutConfig(**config), eos_token_ids=[258])
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@by_engine
 def test_greedy_tokens_equal_generate(family, module, name):
     requests = requests_of(family)
     completions = engine_of(name, module).generate(requests, GREEDY, step=1)
@@ -61,7 +71,7 @@ def test_greedy_tokens_equal_generate(family, module, name):
         assert done.token_ids == expected[0, len(request.token_ids) :].tolist()
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@by_engine
 def test_log_probs_equal_the_model(family, module, name):
     requests = requests_of(family)
     params = SamplingParams(n=3, max_new_tokens=LENGTH, ignore_eos=True)
@@ -75,7 +85,7 @@ def test_log_probs_equal_the_model(family, module, name):
             assert torch.allclose(torch.tensor(done.log_probs), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@by_engine
 def test_a_sample_resumes_behind_images(family, module, name):
     """Its response so far may have the token that stands for images."""
     engine = engine_of(name, module)
@@ -89,7 +99,7 @@ def test_a_sample_resumes_behind_images(family, module, name):
         assert torch.allclose(torch.tensor(done.log_probs), whole[len(response) :], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@by_engine
 def test_a_turn_follows_images(family, module, name):
     """As of an agent: the tokens of an environment follow a kept response, and may have the token of images."""
     answer = (31, IMAGE, 33)
@@ -112,7 +122,7 @@ def test_a_turn_follows_images(family, module, name):
         assert torch.allclose(torch.tensor(second.log_probs), expected[-4:], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@by_engine
 @pytest.mark.parametrize("continues", [True, False])
 def test_a_turn_has_images(family, module, name, continues):
     """Of a kept sample as a turn, and of a resumed one within its history."""
@@ -159,6 +169,7 @@ def test_engines_and_the_backend_of_a_gpu_sample_the_same_tokens(family, module)
     assert (gpu.device.stores is None) == (family in BY_MODULES)
 
 
+@few
 def test_a_sample_depends_neither_on_its_batch_nor_on_the_time_of_its_images(family, module):
     """Of prompts, samples that give up their place in memory for a while, and turns whose history is computed again."""
     if family in BY_MODULES:
@@ -191,9 +202,8 @@ def test_a_sample_depends_neither_on_its_batch_nor_on_the_time_of_its_images(fam
     assert bits_of([turned]) == bits_of([again])
 
 
+@few
 def test_adapters_act_behind_images(family, module):
-    if family not in FEW:
-        pytest.skip("one family of each kind")
     adapted = copy.deepcopy(module)
     add_adapters(adapted, LoRASpec(4, 8.0, "all-linear"), torch.float32)
     torch.manual_seed(0)
@@ -209,9 +219,8 @@ def test_adapters_act_behind_images(family, module):
     assert [done.token_ids for done in ours] != [done.token_ids for done in plain]
 
 
+@few
 def test_bfloat16_is_as_near_to_float32_as_the_modules(family, module):
-    if family not in FEW:
-        pytest.skip("one family of each kind")
     narrow, params = copy.deepcopy(module).bfloat16(), SamplingParams(n=4, max_new_tokens=LENGTH, ignore_eos=True)
     errors, theirs = {}, random_model(family)
     with torch.no_grad():
@@ -226,6 +235,7 @@ def test_bfloat16_is_as_near_to_float32_as_the_modules(family, module):
     assert 0 < errors["native"] < 1.5 * errors["hf"]
 
 
+@few
 def test_images_of_a_prompt_are_computed_once_for_its_samples(family, module):
     calls = []
     tower = vision_towers(module)[0]
@@ -239,6 +249,7 @@ def test_images_of_a_prompt_are_computed_once_for_its_samples(family, module):
     assert len(calls) == 1
 
 
+@few
 def test_an_engine_without_images_refuses_them(family, module):
     class Other(NativeRollout):
         reads_images = False

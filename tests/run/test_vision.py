@@ -11,7 +11,7 @@ from safetensors import safe_open
 from tests.letters_task import REWARD, overrides
 from tests.run.conftest import Run
 from tests.slow import slow
-from tests.vision_families import CONFIGS, vision_folders
+from tests.vision_families import CONFIGS
 from verl.cli.main import main
 from verl.config import SFT, load_config
 from verl.data.dataset import load_dataset
@@ -67,11 +67,6 @@ def videos(task, tmp_path_factory):
             question["content"] = "<video>" + question["content"]
         (folder / file.name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
-
-
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory):
-    return vision_folders(tmp_path_factory)
 
 
 def has_processor(family):
@@ -161,7 +156,7 @@ def test_grpo_trains_and_its_checkpoint_opens(family, grpo, folder_of):
     assert load_tokenizer(saved).processor.settings == load_tokenizer(folder_of(family)).processor.settings
 
 
-@pytest.mark.parametrize("family", WITH_PROCESSOR)
+@pytest.mark.parametrize("family", [slow(f, when=f not in (FAMILY, "qwen3_vl", "idefics3")) for f in WITH_PROCESSOR])
 def test_fine_tuning_trains_the_tower(family, sft, folder_of):
     run = sft(family, "trainer.save_freq=2", "trainer.test_freq=1")
     rows = run.training_rows()

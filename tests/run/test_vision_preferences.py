@@ -10,7 +10,6 @@ from tests.letters_task import REWARD, overrides
 from tests.models.test_vision import episode_of
 from tests.run.conftest import train_run
 from tests.run.test_vision import FAMILY, dots, is_of_tower, weights
-from tests.vision_families import vision_folder
 from verl.config import PREFERENCE, SFT, load_config
 from verl.data.conversations.dataset import load_conversations
 from verl.data.preferences.dataset import load_preferences
@@ -50,8 +49,8 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return vision_folder(tmp_path_factory.mktemp(FAMILY), FAMILY)
+def model(folder_of):
+    return folder_of(FAMILY)
 
 
 @pytest.fixture
