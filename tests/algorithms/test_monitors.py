@@ -5,17 +5,7 @@ import math
 import pytest
 import torch
 
-from verl.algorithms.monitors import (
-    MONITORS,
-    breaks,
-    first_nonfinite,
-    limits_of,
-    monitor_metric,
-    monitor_rows,
-    monitor_tokens,
-    nonfinite_rows,
-    worst_rows,
-)
+from verl.algorithms import monitors
 from verl.config.sections.guards import GuardConfig, GuardsConfig
 from verl.data_proto.metrics import merge_metrics
 
@@ -40,19 +30,21 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("name", list(MONITORS))
+@pytest.mark.parametrize("name", list(monitors.MONITORS))
 def test_signs_by_hand(name):
-    values = monitor_tokens([name], INPUTS)[name]
+    values = monitors.monitor_tokens([name], INPUTS)[name]
     batch, rows = EXPECTED[name]
-    assert monitor_metric(name, values, MASK).value == pytest.approx(batch, rel=1e-6)
-    assert monitor_rows(name, values, MASK)[:2].tolist() == pytest.approx(rows, rel=1e-6)
+    assert monitors.monitor_metric(name, values, MASK).value == pytest.approx(batch, rel=1e-6)
+    assert monitors.monitor_rows(name, values, MASK)[:2].tolist() == pytest.approx(rows, rel=1e-6)
     # one row after the other comes to the same
-    parts = [{name: monitor_metric(name, values[i : i + 1], MASK[i : i + 1])} for i in range(3)]
+    parts = [{name: monitors.monitor_metric(name, values[i : i + 1], MASK[i : i + 1])} for i in range(3)]
     assert merge_metrics(parts)[name].value == pytest.approx(batch, rel=1e-6)
 
 
 def test_signs_without_their_inputs_are_left_out():
-    assert set(monitor_tokens([*MONITORS, "grad_norm"], {"log_prob": LOG_PROB, "entropy": None, "old": OLD})) == {
+    assert set(
+        monitors.monitor_tokens([*monitors.MONITORS, "grad_norm"], {"log_prob": LOG_PROB, "entropy": None, "old": OLD})
+    ) == {
         "policy_kl",
         "ratio",
     }
@@ -71,27 +63,27 @@ def test_signs_without_their_inputs_are_left_out():
     ],
 )
 def test_what_breaks_a_limit(name, value, limit, expected):
-    assert breaks(name, value, limit) is expected
+    assert monitors.breaks(name, value, limit) is expected
 
 
 def test_the_worst_rows_come_first_and_one_is_named_at_least():
     rows = torch.tensor([0.1, 3.0, 2.0, math.nan])
-    assert worst_rows("ratio", rows, 1.5) == ([3, 1, 2], 3)
-    assert worst_rows("ratio", rows[:3], 9.0) == ([1], 1)
-    assert worst_rows("entropy", rows[:3], 0.5) == ([0], 1)
-    assert worst_rows("ratio", torch.arange(100.0), -1.0)[1] == 100
-    assert len(worst_rows("ratio", torch.arange(100.0), -1.0)[0]) == 16
-    assert worst_rows("ratio", torch.zeros(0), 1.0) == ([], 0)
+    assert monitors.worst_rows("ratio", rows, 1.5) == ([3, 1, 2], 3)
+    assert monitors.worst_rows("ratio", rows[:3], 9.0) == ([1], 1)
+    assert monitors.worst_rows("entropy", rows[:3], 0.5) == ([0], 1)
+    assert monitors.worst_rows("ratio", torch.arange(100.0), -1.0)[1] == 100
+    assert len(monitors.worst_rows("ratio", torch.arange(100.0), -1.0)[0]) == 16
+    assert monitors.worst_rows("ratio", torch.zeros(0), 1.0) == ([], 0)
 
 
 def test_rows_that_are_not_finite():
     values = torch.tensor([[1.0, math.nan], [math.inf, 1.0], [1.0, 1.0]])
-    assert nonfinite_rows(values).tolist() == [True, True, False]
-    assert nonfinite_rows(values, torch.tensor([[True, False]] * 3)).tolist() == [False, True, False]
-    assert first_nonfinite(values[1]) == math.inf
+    assert monitors.nonfinite_rows(values).tolist() == [True, True, False]
+    assert monitors.nonfinite_rows(values, torch.tensor([[True, False]] * 3)).tolist() == [False, True, False]
+    assert monitors.first_nonfinite(values[1]) == math.inf
 
 
 def test_limits_are_those_that_are_set():
     config = GuardsConfig(ratio=GuardConfig(limit=3), grad_norm=GuardConfig(limit=1.5))
-    assert limits_of(config) == {"ratio": 3.0, "grad_norm": 1.5}
-    assert limits_of(GuardsConfig()) == {}
+    assert monitors.limits_of(config) == {"ratio": 3.0, "grad_norm": 1.5}
+    assert monitors.limits_of(GuardsConfig()) == {}

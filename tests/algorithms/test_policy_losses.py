@@ -54,6 +54,8 @@ TABLE = {
     "bypass_mode/reinforce": Row(reference.bypass_mode, {**BYPASS, "loss_type": "reinforce"}, takes_weights=False),
 }
 losses = pytest.mark.parametrize("name", sorted(TABLE))
+# the others select tokens by statistics of the micro-batch (see the module)
+splitting_losses = pytest.mark.parametrize("name", sorted(name for name, row in TABLE.items() if row.splits))
 
 
 def binder(mode, **totals):
@@ -145,11 +147,9 @@ def test_rows_may_come_in_any_order(name):
     close(moved_gradient, gradient[order])
 
 
-@losses
+@splitting_losses
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_micro_batches_add_up(name, mode):
-    if not TABLE[name].splits:
-        pytest.skip("selects tokens by statistics of the micro-batch (see the module)")
     inputs = policy_inputs(3)
     agg = binder(mode, **totals_of(inputs[3]))
     loss, gradient = value_and_gradient(name, inputs, agg)
@@ -160,11 +160,9 @@ def test_micro_batches_add_up(name, mode):
             close(part, gradient[index])
 
 
-@losses
+@splitting_losses
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_the_mean_over_ranks_is_the_loss_of_one(name, mode):
-    if not TABLE[name].splits:
-        pytest.skip("selects tokens by statistics of the micro-batch (see the module)")
     inputs = policy_inputs(4)
     loss, _ = run(name, inputs, binder(mode, **totals_of(inputs[3])))
     agg = binder(mode, **totals_of(inputs[3], dp_size=2))

@@ -2,6 +2,7 @@
 
 import torch
 
+from verl.checkpoint.background import RoleSave
 from verl.checkpoint.store import RoleCheckpoint
 from verl.engines.api import EngineState
 
@@ -39,6 +40,22 @@ def make_roles(seed: int, *names: str, **kwargs) -> dict[str, RoleCheckpoint]:
     return {
         name: RoleCheckpoint(make_state(seed + i), write_config, **kwargs) for i, name in enumerate(names or ("actor",))
     }
+
+
+class Background:
+    """A role whose files are written on a thread."""
+
+    def __init__(self, role):
+        self.role = role
+
+    def num_bytes(self):
+        return self.role.num_bytes()
+
+    def begin(self, folder):
+        self.saving = RoleSave(self.role.copied(), folder)
+
+    def end(self, timeout_s):
+        self.saving.end(timeout_s)
 
 
 def assert_same_tensors(actual: dict, expected: dict) -> None:

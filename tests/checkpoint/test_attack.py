@@ -14,9 +14,9 @@ import threading
 import pytest
 
 from tests.checkpoint.attack import DiskStates, Refusals, identity, leftovers, put, save, state_of
-from tests.checkpoint.states import make_roles
+from tests.checkpoint.states import Background, make_roles
 from verl.checkpoint import store as store_module
-from verl.checkpoint.background import BackgroundStore, RoleSave
+from verl.checkpoint.background import BackgroundStore
 from verl.checkpoint.files import find_damage
 from verl.checkpoint.store import CheckpointStore
 from verl.errors import CheckpointError
@@ -55,22 +55,6 @@ SCENES = {f.__name__: f for f in (nothing_yet, after_others, over_a_damaged_one,
 
 def attacked_save(root):
     CheckpointStore(root, keep=1).save(3, make_roles(3), {"step": 3})
-
-
-class Background:
-    """A role whose files are written on a thread."""
-
-    def __init__(self, role):
-        self.role = role
-
-    def num_bytes(self):
-        return self.role.num_bytes()
-
-    def begin(self, folder):
-        self.saving = RoleSave(self.role.copied(), folder)
-
-    def end(self, timeout_s):
-        self.saving.end(timeout_s)
 
 
 def attacked_background_save(root):

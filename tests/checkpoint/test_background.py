@@ -7,38 +7,29 @@ import time
 import pytest
 import torch
 
-from tests.checkpoint.states import assert_same_state, make_roles, make_state, write_config
+from tests.checkpoint.states import Background, assert_same_state, make_roles, make_state, write_config
 from verl.checkpoint import background
-from verl.checkpoint.background import BackgroundStore, RoleSave, write_and_report
+from verl.checkpoint.background import BackgroundStore, write_and_report
 from verl.checkpoint.role import RoleCheckpoint
 from verl.checkpoint.store import CheckpointStore
 from verl.engines.api import AdapterState, Deferred, EngineState
 from verl.errors import CheckpointError, DeadlineError
 
 
-class Role:
+class Role(Background):
     """A role that saves on a thread; writing waits for `gate`."""
 
     def __init__(self, state, gate=None, failure=None):
         self.gate, self.failure = gate or threading.Event(), failure
         if gate is None:
             self.gate.set()
-        self.checkpoint = RoleCheckpoint(state, self.hf_files)
+        super().__init__(RoleCheckpoint(state, self.hf_files))
 
     def hf_files(self, folder):
         assert self.gate.wait(20)
         if self.failure is not None:
             raise self.failure
         write_config(folder)
-
-    def num_bytes(self):
-        return self.checkpoint.num_bytes()
-
-    def begin(self, folder):
-        self.saving = RoleSave(self.checkpoint.copied(), folder)
-
-    def end(self, timeout_s):
-        self.saving.end(timeout_s)
 
 
 class Plain:
@@ -187,7 +178,7 @@ def test_a_save_without_progress_is_given_up_at_the_end(store, monkeypatch, capl
 def test_a_role_without_copies_is_written_at_once(store):
     class Direct(Role):
         def begin(self, folder):
-            write_and_report(self.checkpoint, folder)
+            write_and_report(self.role, folder)
 
         def end(self, timeout_s):
             pass

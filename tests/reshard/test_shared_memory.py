@@ -9,11 +9,11 @@ import sys
 import pytest
 import torch
 
+from tests.reshard.buckets import assert_damage_is_refused, assert_overwritten_is_refused
 from verl.errors import ModelError, WorkerLostError
 from verl.reshard.shared_memory import (
     SharedBuckets,
     SharedSegment,
-    as_values,
     bucketed,
     open_segment,
     read_shared_bucket,
@@ -67,32 +67,13 @@ def test_memory_is_bounded_by_the_bucket_or_the_largest_tensor(buckets):
 
 
 def test_a_bucket_lasts_until_its_segment_is_used_again(buckets):
-    descriptions = [buckets.write([("w", torch.full((10,), float(i)))]) for i in range(3)]
-    for i in (1, 2):
-        assert [float(tensor[0]) for _, tensor in read_shared_bucket(descriptions[i])] == [i]
-    with pytest.raises(ModelError, match="Bucket 1 of the new weights was overwritten before it was read"):
-        list(read_shared_bucket(descriptions[0]))
-    late = read_shared_bucket(descriptions[2])
-    next(late)
-    buckets.write([("w", torch.zeros(10))])
-    buckets.write([("w", torch.zeros(10))])
-    with pytest.raises(ModelError, match="overwritten"):  # a copy made meanwhile is invalid
-        next(late)
+    assert_overwritten_is_refused(buckets, read_shared_bucket)
 
 
 def test_numbers_that_are_not_what_was_written(buckets):
     description = buckets.write([("a", torch.ones(10)), ("b", torch.ones(10))])
     memory = open_segment(description["segment"], description["num_bytes"], "it")
-    as_values(memory, description["entries"][1][3], 40, torch.int32)[3] ^= 1
-    tensors = read_shared_bucket(description)
-    assert next(tensors)[0] == "a"
-    with pytest.raises(ModelError, match="b in bucket 1 of the new weights does not match its digest"):
-        next(tensors)
-    swapped = buckets.write([("a", torch.ones(10)), ("b", torch.zeros(10))])
-    first, second = swapped["entries"]
-    first[3], second[3] = second[3], first[3]
-    with pytest.raises(ModelError, match="a in bucket 2"):
-        next(read_shared_bucket(swapped))
+    assert_damage_is_refused(buckets, description, memory, read_shared_bucket)
 
 
 def test_a_writer_that_is_gone(buckets):

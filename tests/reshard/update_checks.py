@@ -141,28 +141,25 @@ def messages_of(attempt):
     return {"messages": messages}
 
 
-@on(2)
-def check_parameter_that_nobody_trains(folder):
+def messages_after(change, folder, **settings):
+    """Messages of an update to replicas of which `change` has changed the second rank's module."""
     path = model_folder(folder, "llama")
     replica = copy_of(path, 1, torch.float64)
     if dist.get_rank() == 1:
-        replica.module.extra = torch.nn.Parameter(torch.zeros(3))
-    return messages_of(lambda: planned(make(FSDPEngine, path), replica, 1))
+        change(replica.module)
+    return messages_of(lambda: planned(make(FSDPEngine, path, **settings), replica, 1))
+
+
+@on(2)
+def check_parameter_that_nobody_trains(folder):
+    return messages_after(lambda module: setattr(module, "extra", torch.nn.Parameter(torch.zeros(3))), folder)
 
 
 @on(2)
 def check_parameter_that_nobody_takes(folder):
-    path = model_folder(folder, "llama")
-    replica = copy_of(path, 1, torch.float64)
-    if dist.get_rank() == 1:
-        del replica.module.model.norm.weight
-    return messages_of(lambda: planned(make(FSDPEngine, path), replica, 1))
+    return messages_after(lambda module: delattr(module.model.norm, "weight"), folder)
 
 
 @on(2)
 def check_adapters_that_nobody_takes(folder):
-    path = model_folder(folder, "llama")
-    replica = copy_of(path, 1, torch.float64)
-    if dist.get_rank() == 1:
-        replica.module.model.layers[1].mlp.down_proj = torch.nn.Identity()
-    return messages_of(lambda: planned(make(FSDPEngine, path, lora=4), replica, 1))
+    return messages_after(lambda m: setattr(m.model.layers[1].mlp, "down_proj", torch.nn.Identity()), folder, lora=4)
