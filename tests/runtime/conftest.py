@@ -94,6 +94,17 @@ PPO = [
 ]
 
 
+# a batch of step t starts in step t - 1, and weights are sent after steps 2 and 4
+EVERY_SECOND = ["trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.parameter_sync_step=2"]
+EVERY_SECOND += ["trainer.placement={actor:[0],rollout:[1],reward:[1]}", "trainer.save_freq=2"]
+EVERY_SECOND += ["trainer.total_training_steps=5"]
+
+
+def assert_versions(run):
+    assert [row["training/off_policy/trajectory_staleness/max"] for row in run.rows] == [0, 1, 2, 1, 2]
+    assert [row["training/weight_version"] for row in run.rows] == [1, 2, 3, 4, 5]
+
+
 @pytest.fixture(scope="module")
 def jobs(base, tmp_path_factory):
     """`add(name, *changes)` notes a run, `file()` writes the jobs of several_runs.py; `run(name)` is its folder."""

@@ -4,12 +4,15 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.forked import Forked
 from verl.parallel.collectives import free_port
+from verl.rewards.managers import build
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -81,6 +84,15 @@ def run(size, module, *arguments, timeout_s=90, **more):
         codes, texts = ranks.wait(timeout_s)
     assert not any(codes), f"exit codes {codes}\n" + "\n".join(t[-3000:] for t in texts)
     return texts
+
+
+@contextmanager
+def scorers_of(job):
+    """Ranks of `job` compute rewards themselves unless it `has_scorers`, whose start takes longer than a run's steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not job.get("has_scorers"):
+            patch.setattr(build, "RewardPool", build.DebugPool)
+        yield
 
 
 def take_port(file):

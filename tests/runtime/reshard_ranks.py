@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.runtime.ranks import take_port
+from tests.runtime.ranks import scorers_of, take_port
 from verl.config import load_config
 from verl.engines.base import TrainedEngine
 from verl.errors import VerlError
@@ -187,7 +187,7 @@ def main(file):
     for number, job in enumerate(json.loads(Path(file).read_text())):
         take_port(f"{file}.port{number}")
         error = ""
-        with pytest.MonkeyPatch.context() as patch:
+        with scorers_of(job), pytest.MonkeyPatch.context() as patch:
             watched = watch(patch, job.get("fault"))
             try:
                 train(load_config(job["overrides"]))

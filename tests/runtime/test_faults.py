@@ -86,7 +86,7 @@ def test_an_environment_that_makes_no_sense(variables, words):
 def test_a_rank_that_is_killed_while_training(jobs):
     """The other one ends with a sentence, and nothing is left running."""
     long = ["trainer.total_training_steps=500", "trainer.test_freq=-1", "trainer.save_freq=-1"]
-    jobs.add("killed", *long, may_fail=True)
+    jobs.add("killed", *long, may_fail=True, has_scorers=True)
     file = jobs.file()
     metrics = jobs.run("killed").folder / "metrics.jsonl"
     with Ranks(2, "tests.runtime.several_runs", file) as ranks:

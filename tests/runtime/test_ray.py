@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from tests.runtime.conftest import PPO, assert_same, assert_same_weights, train_here
+from tests.runtime.conftest import EVERY_SECOND, PPO, assert_same, assert_same_weights, assert_versions, train_here
 from tests.runtime.ranks import ROOT, end_tree, environment, survivors
 from verl.data_proto.proto import DataProto
 from verl.errors import ConfigError, DeadlineError, WorkerLostError
@@ -65,12 +65,18 @@ def driven(cluster, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
+def runs_alike(jobs, name, changes, places, num_steps=3):
+    """The run `name` at its places, and the run of one process, which it equals."""
+    run = train_here(jobs, f"{name}_ray", *changes, *places)
+    reference = train_here(jobs, f"{name}_here", *changes)
+    assert_same(run, reference, rel=1e-10)
+    assert_same_weights(run, reference, num_steps, rel=1e-10)
+    return run, reference
+
+
 @pytest.mark.slow
 def test_grpo_on_two_processes(driven, jobs):
-    run = train_here(jobs, "grpo_ray", *TWO)
-    reference = train_here(jobs, "grpo_here")
-    assert_same(run, reference, rel=1e-10)
-    assert_same_weights(run, reference, 3, rel=1e-10)
+    runs_alike(jobs, "grpo", [], TWO)
 
 
 @pytest.fixture(scope="module")
@@ -95,10 +101,7 @@ def test_samples_made_ahead_on_devices_of_their_own(driven, jobs):
     """Generation and scoring during training: the same samples train in the same steps as in one process."""
     ahead = ["actor_rollout_ref.rollout.prefetch_num=2", "trainer.total_training_steps=5", "trainer.save_freq=5"]
     apart = ["trainer.n_gpus_per_node=2", "trainer.placement={actor:[0],rollout:[1],reward:[1]}"]
-    run = train_here(jobs, "ahead_ray", *ahead, *apart, "ray_kwargs.ray_init.num_cpus=4")
-    reference = train_here(jobs, "ahead_here", *ahead)
-    assert_same(run, reference, rel=1e-10)
-    assert_same_weights(run, reference, 5, rel=1e-10)
+    run, reference = runs_alike(jobs, "ahead", ahead, [*apart, "ray_kwargs.ray_init.num_cpus=4"], 5)
     ages = [row["training/off_policy/trajectory_staleness/max"] for row in run.rows]
     assert ages == [0, 1, 2, 2, 2]
     apart = ["trainer.n_gpus_per_node=2", "trainer.placement={actor:[0],rollout:[1],reward:[0]}"]
@@ -110,20 +113,12 @@ def test_samples_made_ahead_on_devices_of_their_own(driven, jobs):
 def test_separate_async_with_both_pools_on_one_machine(driven, jobs):
     mode = ["trainer.v1.trainer_mode=separate_async", "trainer.nnodes=1", "trainer.n_gpus_per_node=1"]
     pools = ["actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1"]
-    run = train_here(jobs, "separate_ray", *mode, *pools, "ray_kwargs.ray_init.num_cpus=4")
-    reference = train_here(jobs, "separate_here", *mode)
-    assert_same(run, reference, rel=1e-10)
-    assert_same_weights(run, reference, 3, rel=1e-10)
+    runs_alike(jobs, "separate", mode, [*pools, "ray_kwargs.ray_init.num_cpus=4"])
 
 
+@pytest.mark.slow
 def test_weights_travel_every_second_step(driven, jobs):
-    """A batch of step t starts in step t - 1, and weights are sent after steps 2 and 4."""
-    mode = ["trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.parameter_sync_step=2"]
-    apart = ["trainer.n_gpus_per_node=2", "trainer.placement={actor:[0],rollout:[1],reward:[1]}"]
-    steps = ["trainer.total_training_steps=5", "trainer.save_freq=2", "ray_kwargs.ray_init.num_cpus=4"]
-    run = train_here(jobs, "every_second", *mode, *apart, *steps)
-    assert [row["training/off_policy/trajectory_staleness/max"] for row in run.rows] == [0, 1, 2, 1, 2]
-    assert [row["training/weight_version"] for row in run.rows] == [1, 2, 3, 4, 5]
+    assert_versions(train_here(jobs, "every_second", *EVERY_SECOND, *TWO))
 
 
 def test_more_devices_than_the_cluster_has(driven, jobs):

@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from tests.runtime.conftest import PPO, assert_same, assert_same_weights, train_here
+from tests.runtime.conftest import EVERY_SECOND, PPO, assert_same, assert_same_weights, assert_versions, train_here
 from tests.runtime.ranks import run
 
 pytestmark = pytest.mark.seed("A2")
@@ -22,6 +22,8 @@ def both(key, size):
     return [f"{ACTOR}.{key}={size}", f"{CRITIC}.{key}={size}"]
 
 
+PPO_STEPS = 2
+PPO = [*PPO, *(f"trainer.{key}={PPO_STEPS}" for key in ("total_training_steps", "test_freq", "save_freq"))]
 # name -> changes of the config; each runs PPO. GRPO on two ranks is a run of test_reshard_runs.py, "copies"
 ON_TWO = {
     "fsdp2": [],
@@ -70,7 +72,8 @@ def narrow(tmp_path_factory):
 def two_ranks(jobs, experts):
     """All runs on two ranks."""
     for name, changes in ON_TWO.items():
-        jobs.add(f"ppo_{name}", *PPO, *changes)
+        jobs.add(f"ppo_{name}", *PPO, *changes, has_scorers=name == "fsdp2")
+    jobs.add("every_second", *EVERY_SECOND)
     jobs.add("ppo_experts2", *PPO, *experts, *both("expert_parallel_size", 2))
     jobs.add("split2", *PPO, SPLIT)
     saving = "actor_rollout_ref.actor.checkpoint.async_save=True"
@@ -103,8 +106,9 @@ def alone(jobs, experts):
 
 def assert_equal(run_of_ranks, reference, algorithm):
     assert_same(run_of_ranks, reference, rel=1e-10)
-    for role in ("actor", "critic") if algorithm == "ppo" else ("actor",):
-        assert_same_weights(run_of_ranks, reference, 3, rel=1e-10, role=role)
+    step, roles = (PPO_STEPS, ("actor", "critic")) if algorithm == "ppo" else (3, ("actor",))
+    for role in roles:
+        assert_same_weights(run_of_ranks, reference, step, rel=1e-10, role=role)
 
 
 @pytest.mark.parametrize("name", [*ON_TWO, "experts2"])
@@ -161,6 +165,10 @@ def test_float32(four_ranks, jobs):
     assert_same_weights(four_ranks.run("float4"), reference, 3, rel=1e-5)
 
 
+def test_weights_travel_every_second_step(two_ranks):
+    assert_versions(two_ranks.run("every_second"))
+
+
 def test_a_resumed_run_is_the_unbroken_one(two_ranks, alone):
     assert_same_weights(two_ranks.run("resumed2"), alone["grpo"], 3, rel=1e-10)
     assert [row["step"] for row in two_ranks.run("resumed2").rows] == [1, 2, 3]
@@ -169,7 +177,7 @@ def test_a_resumed_run_is_the_unbroken_one(two_ranks, alone):
 def test_the_other_rank_has_a_log_and_writes_nothing_else(two_ranks):
     folder = two_ranks.run("ppo_fsdp2").folder
     assert (folder / "logs" / "rank_1.log").exists()
-    assert len(two_ranks.run("ppo_fsdp2").rows) == 3
+    assert len(two_ranks.run("ppo_fsdp2").rows) == PPO_STEPS
 
 
 def test_a_checkpoint_of_two_ranks_goes_on_in_one_process(two_ranks, jobs, alone):
