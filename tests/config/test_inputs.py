@@ -11,7 +11,7 @@ from verl.config import PPO
 
 
 def test_random_values_and_files(tmp_path):
-    outcomes = list(cases(random.Random(0), 60, tmp_path))
+    outcomes = list(cases(random.Random(0), 30, tmp_path))
     assert {what for _, what in outcomes} == {"accepted", "refused"}
 
 
