@@ -11,7 +11,7 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parent
 STARTS = re.compile(
     r"\b(subprocess|multiprocessing|forked|Popen|psutil|fork|uvicorn|train_run|\w*[Ss]andbox\w*|RewardPool"
-    r"|verl\.(run\.host|api|cli\.main|trainer|rewards\.(pool|programs)))\b"
+    r"|verl\.(run\.host|api|cli\.main|data\.scan|trainer|rewards\.(pool|programs)))\b"
 )
 
 
@@ -30,12 +30,12 @@ def _with_helpers(file: Path) -> set[Path]:
         file = left.pop()
         if file not in helpers:
             helpers.add(file)
-            left += [helper for helper in _imported(file) if helper.name != "conftest.py"]
+            left += [helper for helper in _imported(_tree(file)) if helper.name != "conftest.py"]
     return helpers
 
 
-def _imported(file: Path) -> Iterator[Path]:
-    for node in ast.walk(_tree(file)):
+def _imported(tree: ast.AST) -> Iterator[Path]:
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests"):
             folder = TESTS.parent / node.module.replace(".", "/")
             yield from (
@@ -63,7 +63,7 @@ def _starting_fixtures(folder: Path) -> frozenset[str]:
         text = conftest.read_text(encoding="utf-8")
         for node in _tree(conftest).body:
             if isinstance(node, ast.FunctionDef):
-                asked = {argument.arg for argument in node.args.args}
-                if STARTS.search(ast.get_source_segment(text, node) or "") or asked & starting:
+                texts = [ast.get_source_segment(text, node) or "", *(f.read_text("utf-8") for f in _imported(node))]
+                if any(map(STARTS.search, texts)) or {argument.arg for argument in node.args.args} & starting:
                     starting |= {node.name}
     return starting
