@@ -134,7 +134,9 @@ $(VISION)/processor_config.json: | $(SHAPES)/sft_train.parquet $(MODEL)/config.j
 train: $(STAMPS)/package $(MODEL)/config.json $(DATASET)
 	@$(BIN)/verl $(VERB) --config-name $(CONFIG) $(ARGS)
 
-test: lint types unit
+# types are checked on one core, while tests wait for processes
+test: lint
+	@$(MAKE) --no-print-directory --jobs=2 types unit
 
 # without ruff's cache, which does not notice that a package has appeared
 lint: $(STAMPS)/package
