@@ -22,22 +22,21 @@ settings.load_profile("verl")
 # Files that take longest, the longest first: begun early they leave no core without work at the end.
 LONGEST = [
     "runtime/test_ray.py",
-    "engines/test_fsdp.py",
     "rollout/test_contract.py",
-    "examples/test_pages.py",
+    "rollout/test_device_backend.py",
+    "engines/test_fsdp.py",
+    "tinker/test_service.py",
+    "engines/test_contract.py",
     "runtime/test_reshard_runs.py",
     "runtime/test_spmd.py",
-    "rollout/test_device_backend.py",
-    "engines/test_contract.py",
+    "agents/test_ways.py",
     "run/test_preference.py",
+    "runtime/test_faults.py",
+    "agents/test_images.py",
     "rewards/test_innocent.py",
     "rewards/test_pool.py",
-    "cli/test_supervise.py",
-    "run/test_vision.py",
-    "reshard/test_update.py",
-    "run/test_distillation.py",
-    "run/test_async.py",
-    "run/test_inputs.py",
+    "tinker/test_tenants.py",
+    "rollout/test_native_forward.py",
 ]
 
 
