@@ -1,6 +1,7 @@
 """The service, driven by the official SDK on a tiny model."""
 
 import itertools
+import json
 
 import httpx
 import numpy as np
@@ -108,6 +109,9 @@ def test_requests_of_a_model_run_by_number_in_whatever_order_they_come(served):
     assert all(equal(weights[0], other) for other in weights[1:])
     other = post(served, "forward_backward", body(trainer.model_id, 2) + b"\x28\x01", "application/x-protobuf")
     assert other.status_code == 400
+    snapshot = {"model_id": trainer.model_id, "seq_id": 5}  # the SDK repeats it with another number of the sampler
+    bodies = [json.dumps({**snapshot, "sampling_session_seq_id": number}) for number in (1, 2)]
+    assert len({post(served, "save_weights_for_sampler", b).json()["request_id"] for b in bodies}) == 1
 
 
 def test_a_result_that_is_not_there_yet_is_asked_for_again(served, monkeypatch):

@@ -154,6 +154,9 @@ class ModelRoutes:
     async def save_weights_for_sampler(self, call: ClientCall) -> RequestFuture:
         asked = read_message(call, types.SaveWeightsForSamplerRequest)
         model = self.service.model(call, asked.model_id)
+        # a repetition of the SDK has another number of the sampler
+        repeated = asked.model_copy(update={"sampling_session_seq_id": None}).model_dump_json()
+        call = replace(call, digest=hashlib.sha256(repeated.encode()).hexdigest())
 
         def work() -> WireAnswer:
             if asked.path is not None:
@@ -162,9 +165,8 @@ class ModelRoutes:
             sampler_id, snapshots = f"{model.session_id}:sample:{asked.sampling_session_seq_id}", self.service.snapshots
             with model.run.spans("save"), snapshots.lock:
                 digest = snapshots.write(model.created().state(model.model_id, optimizer=False).weights)
-                self.service.add_sampler(
-                    ServedSampler(sampler_id, model.session_id, model.tenant, model.base_model, digest)
-                )
+                sampler = ServedSampler(sampler_id, model.session_id, model.tenant, model.base_model, digest)
+                self.service.add_sampler(sampler)
             return as_answer(types.SaveWeightsForSamplerResponseInternal(sampling_session_id=sampler_id))
 
         def prepare() -> Work:
