@@ -65,7 +65,7 @@ endef
 help:
 	@echo "make train   install, fetch the model, make the data, train (CONFIG=$(CONFIG), about eight minutes on two cores)"
 	@echo "make test    install, then lint, types and the whole test suite"
-	@echo "make test-fast   only the tests that start no process and no run, 200 s of a processor"
+	@echo "make test-fast   only the tests that start no process and no run, 140 s of a processor"
 	@echo "make venv    install only, into $(VENV)"
 	@echo "make versions   the table of docs/versions.md, with an environment for each row (hours, some 60 GB in $(WORK)/versions)"
 	@echo "make gpu-rehearsal   the GPU report with tiny shapes on a CPU, and kills of its runner (KILLS=$(KILLS), about ten minutes)"
