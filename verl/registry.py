@@ -269,10 +269,6 @@ class Registry:
         """Forget `name`. Raises KeyError when it is not there."""
         del self._rows[name]
 
-    def restore(self) -> None:
-        """Only the rows that this package declares."""
-        self._rows = dict(self._declared)
-
     def own_rows(self) -> dict[str, str]:
         """Name -> reference of each object that is not this package's, so that another process of the run can set it."""
         return {
