@@ -25,6 +25,7 @@ from verl.rollout.native.engine import NativeRollout
 from verl.rollout.native.forward import DenseForward
 
 LENGTH = 6
+loaded = functools.cache(load_model)
 ENGINES = {"native": NativeRollout, "hf": HFRollout}
 BY_MODULES = ("qwen3_vl_moe", "glm4v")  # whose language models have experts, and norms behind attention
 GREEDY = SamplingParams(n=1, temperature=0.0, max_new_tokens=LENGTH, ignore_eos=True)
@@ -35,14 +36,9 @@ def family(request):
     return request.param
 
 
-@pytest.fixture(scope="module")
-def module_of(folder_of):
-    return functools.cache(lambda family: load_model(folder_of(family)))
-
-
 @pytest.fixture
-def module(family, module_of):
-    return module_of(family)
+def module(family, folder_of):
+    return loaded(folder_of(family))
 
 
 # "hf" computes by the modules of a family, and its tokens are compared with the tokens of "native" below

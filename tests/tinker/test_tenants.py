@@ -266,15 +266,9 @@ def test_hostile_requests_are_answered_with_a_sentence_and_train_nothing(shared)
     assert all((before[key] == value).all() for key, value in adapter.weights.tensors.items())
     assert httpx.get(f"{shared.url}/api/v1/healthz").json() == {"status": "ok"}
     assert post(shared, "client/config", {}, "tml-wrong").status_code == 401
-    unknown = [
-        ("nowhere", 404),
-        ("asample", 405),
-        ("training_runs/..%2f..%2fetc", 404),
-        ("sessions", 404),
-        ("audit", 404),
-    ]
-    answers = [post(shared, route, b"", method="GET") for route, _ in unknown]
-    assert [answer.status_code for answer in answers] == [status for _, status in unknown]
+    unknown = ("nowhere", "training_runs/..%2f..%2fetc", "sessions", "audit", "asample")
+    answers = [post(shared, route, b"", method="GET") for route in unknown]
+    assert [answer.status_code for answer in answers] == [404, 404, 404, 404, 405]
     assert all(answer.json()["detail"] for answer in answers)
 
 
@@ -298,18 +292,7 @@ def test_a_tenant_sees_its_own_queues_and_models(shared):
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here, which makes the certificate")
 def test_a_self_signed_certificate_protects_requests(bench, tmp_path):
     files = tuple(str(tmp_path / name) for name in ("cert.pem", "key.pem"))
-    command = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:P-256",
-        "-nodes",
-        "-days",
-        "2",
-    ]
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2".split()
     names = ["-subj", "/CN=verl", "-addext", "subjectAltName=IP:127.0.0.1", "-out", files[0], "-keyout", files[1]]
     subprocess.run([*command, *names], check=True, capture_output=True, timeout=30)
     with running(bench, tmp_path / "served", certificate=files) as served:
