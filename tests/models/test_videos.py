@@ -79,6 +79,15 @@ def test_greedy_tokens_equal_generate(family, name, folder_of):
         assert done.token_ids == expected[0, len(request.token_ids) :].tolist()
 
 
+@pytest.mark.parametrize("family", ["llava_onevision", "mistral3"])
+def test_prompts_of_one_and_two_images_equal_the_own_forward(family, folder_of):
+    """Processors divide a single image into tiles (LLaVA-OneVision), or keep its shape (Mistral 3)."""
+    pictures = [frames(n, (30 + 40 * n, 60), seed=n) for n in (1, 2)]
+    prompts = [encoded(folder_of(family), f"{'<image>' * len(own)}?", {"images": own}) for own in pictures]
+    rows = [(tuple(prompt.ids), prompt.media, (11, 12, 13)) for prompt in prompts]
+    require_equal(family, folder_of(family), *columns_of(rows))
+
+
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_a_part_of_a_video_has_its_two_frames(family, folder_of):
     """Patches [parts, height * width, colours, frames, pixels] of frames of one colour each."""
