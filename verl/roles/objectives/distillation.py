@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
 from verl.algorithms.distillation import forward_kl, generalized_jsd, overlap_ratio, with_remainder
 from verl.algorithms.kl import kl_penalty
@@ -52,13 +53,8 @@ class DistillationObjective(PolicyObjective):
             self.outputs = (*self.outputs, "candidate_log_probs", *own)
 
     def _first_term(
-        self,
-        outputs: dict[str, torch.Tensor],
-        columns: TensorDict,
-        mask: torch.Tensor,
-        old: torch.Tensor,
-        agg: Aggregate,
-    ) -> tuple[torch.Tensor, dict[str, Metric]]:
+        self, outputs: dict[str, Tensor], columns: TensorDict, mask: Tensor, old: Tensor, agg: Aggregate
+    ) -> tuple[Tensor, dict[str, Metric]]:
         distance, metrics = self._distance(outputs, columns, mask)
         if self.teacher.use_policy_gradient:
             loss, policy_metrics = policy_loss(
@@ -81,11 +77,11 @@ class DistillationObjective(PolicyObjective):
         return policy + self.teacher.distillation_loss_coef * loss, {**policy_metrics, **metrics}
 
     def _distance(
-        self, outputs: Mapping[str, torch.Tensor], columns: TensorDict, mask: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, Metric]]:
+        self, outputs: Mapping[str, Tensor], columns: TensorDict, mask: Tensor
+    ) -> tuple[Tensor, dict[str, Metric]]:
         """[batch, response], with its metrics."""
         rule, log_probs = self.teacher, outputs["log_probs"]
-        measured: dict[str, torch.Tensor] = {}
+        measured: dict[str, Tensor] = {}
         if lists_tokens(rule):
             student, teacher = outputs["candidate_log_probs"], to_match(columns[TEACHER_COLUMNS[1]], log_probs)
             measured = {"student_mass": student.exp().sum(-1), "teacher_mass": teacher.exp().sum(-1)}
@@ -100,7 +96,7 @@ class DistillationObjective(PolicyObjective):
             distance = distance.clamp(-rule.loss_max_clamp, rule.loss_max_clamp)
         return distance, {k: m for name, values in measured.items() for k, m in _measures(name, values, mask).items()}
 
-    def _divergence(self, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    def _divergence(self, student: Tensor, teacher: Tensor) -> Tensor:
         rule = self.teacher
         if rule.loss_mode == "forward_kl_topk":
             return forward_kl(student, teacher, rule.log_prob_min_clamp)
@@ -109,7 +105,7 @@ class DistillationObjective(PolicyObjective):
         return generalized_jsd(student, teacher, rule.jsd_beta)
 
 
-def _measures(name: str, values: torch.Tensor, mask: torch.Tensor) -> dict[str, Metric]:
+def _measures(name: str, values: Tensor, mask: Tensor) -> dict[str, Metric]:
     values = values.detach()
     metrics = {f"distillation/{name}": token_mean(values, mask)}
     if name in ("loss", "student_mass", "teacher_mass"):

@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
 from verl.algorithms.kl import kl_penalty
 from verl.algorithms.policy_losses import POLICY_LOSSES, policy_loss
@@ -79,7 +80,7 @@ class PolicyObjective(Objective):
         self.generator = torch.Generator()
         self._is_first = True
         # mask, values still on the device, values on the host: read after the step, since the host does not wait
-        self._observed: list[tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]] = []
+        self._observed: list[tuple[Tensor, list[Tensor], list[Tensor]]] = []
 
         guarded = guard is not None and "entropy" in guard.inputs
         if config.entropy_coeff != 0 or config.calculate_entropy or guarded:
@@ -91,8 +92,8 @@ class PolicyObjective(Objective):
         self._is_first = index == 0
 
     def __call__(
-        self, outputs: dict[str, torch.Tensor], batch: DataProto, totals: BatchTotals
-    ) -> tuple[torch.Tensor, dict[str, Metric]]:
+        self, outputs: dict[str, Tensor], batch: DataProto, totals: BatchTotals
+    ) -> tuple[Tensor, dict[str, Metric]]:
         columns = batch.batch
         log_prob = outputs["log_probs"]
         mask = to_device(columns["response_mask"], log_prob.device)
@@ -112,13 +113,8 @@ class PolicyObjective(Objective):
         return loss + zero_or_nan(log_prob), metrics
 
     def _first_term(
-        self,
-        outputs: dict[str, torch.Tensor],
-        columns: TensorDict,
-        mask: torch.Tensor,
-        old: torch.Tensor,
-        agg: Aggregate,
-    ) -> tuple[torch.Tensor, dict[str, Metric]]:
+        self, outputs: dict[str, Tensor], columns: TensorDict, mask: Tensor, old: Tensor, agg: Aggregate
+    ) -> tuple[Tensor, dict[str, Metric]]:
         """The policy loss and its metrics."""
         weights = columns.get("rollout_is_weights", None)
         loss, metrics = policy_loss(
@@ -136,12 +132,7 @@ class PolicyObjective(Objective):
         return loss, {**metrics, "pg_loss": Metric.sum(loss.detach())}
 
     def _observe(
-        self,
-        guard: StepGuard,
-        outputs: dict[str, torch.Tensor],
-        columns: TensorDict,
-        mask: torch.Tensor,
-        old: torch.Tensor,
+        self, guard: StepGuard, outputs: dict[str, Tensor], columns: TensorDict, mask: Tensor, old: Tensor
     ) -> dict[str, Metric]:
         log_prob = outputs["log_probs"]
         inputs = {"log_prob": log_prob, "old": old, "entropy": outputs.get("entropy")}
@@ -151,8 +142,8 @@ class PolicyObjective(Objective):
         return guard.observe(columns, mask, {"log_probs": log_prob}, inputs)
 
     def _entropy_term(
-        self, outputs: dict[str, torch.Tensor], mask: torch.Tensor, agg: Aggregate, metrics: dict[str, Metric]
-    ) -> torch.Tensor | float:
+        self, outputs: dict[str, Tensor], mask: Tensor, agg: Aggregate, metrics: dict[str, Metric]
+    ) -> Tensor | float:
         if "entropy" not in outputs:
             return 0.0
         entropy = agg(outputs["entropy"], mask)
@@ -163,13 +154,8 @@ class PolicyObjective(Objective):
         return -self.config.entropy_coeff * entropy
 
     def _kl_term(
-        self,
-        log_prob: torch.Tensor,
-        columns: TensorDict,
-        mask: torch.Tensor,
-        agg: Aggregate,
-        metrics: dict[str, Metric],
-    ) -> torch.Tensor | float:
+        self, log_prob: Tensor, columns: TensorDict, mask: Tensor, agg: Aggregate, metrics: dict[str, Metric]
+    ) -> Tensor | float:
         if not self.config.use_kl_loss:
             return 0.0
         reference = to_match(columns["ref_log_prob"], log_prob)
@@ -178,14 +164,14 @@ class PolicyObjective(Objective):
         metrics["kl_coef"] = Metric.last(self.config.kl_loss_coef)
         return self.config.kl_loss_coef * kl
 
-    def _keep_observed(self, outputs: dict[str, torch.Tensor], batch: DataProto) -> None:
+    def _keep_observed(self, outputs: dict[str, Tensor], batch: DataProto) -> None:
         mask = batch.batch["response_mask"].cpu()
         keys = token_keys(batch, mask)
         names = ["log_probs", *(["entropy"] if keys and "entropy" in outputs else [])]
         sampled = batch.batch["rollout_log_probs"][mask]
         self._observed.append((mask, [outputs[name].detach() for name in names], [sampled, *keys]))
 
-    def pop_observed(self) -> list[torch.Tensor]:
+    def pop_observed(self) -> list[Tensor]:
         """(trainer log-probs, sampler log-probs) of the tokens of the first mini-batch, flat, their keys (`token_keys`), and
         their entropy where the loss has it; [] without sampler log-probs."""
         observed, self._observed = self._observed, []
