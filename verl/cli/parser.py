@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from verl.config import RunConfig
 from verl.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from verl.config import Schema
+    from verl.config import RunConfig, Schema
 
 # Hydra's options -> advice
 _HYDRA_OPTIONS = {
