@@ -88,7 +88,7 @@ def test_twenty_kills_at_random_moments_change_no_bit(tiny_llama, tmp_path, monk
         ended = threading.Event()
 
         def kill():
-            while served.kills < 20 and not ended.wait(0.3 + chance.random()):
+            while served.kills < 20 and not ended.wait(0.2 + 0.5 * chance.random()):
                 served.kill()
 
         thread = threading.Thread(target=kill)
