@@ -22,10 +22,17 @@ class Served:
     """A running service: its address, its state, and a client of the SDK."""
 
     def __init__(self, url, service, faults):
-        self.url, self.service, self.faults = url, service, faults
+        self.url, self.service, self.faults, self._clients = url, service, faults, []
 
     def client(self):
-        return tinker.ServiceClient(base_url=self.url, api_key="tml-test")
+        self._clients.append(tinker.ServiceClient(base_url=self.url, api_key="tml-test"))
+        return self._clients[-1]
+
+    def close(self):
+        """End the sessions of the clients: the SDK would call, and warn, until the process ends."""
+        for client in self._clients:
+            for holder in filter(None, (client._session_holder, client._rest_holder)):
+                holder.close()
 
     def trainer(self, rank=4, seed=1, **settings):
         name = self.service.names[0]
@@ -96,5 +103,7 @@ def running(bench, folder, tenants=None, certificate=None, apart=()):
             time.sleep(0.01)
         yield box["served"]
     finally:
+        if "served" in box:
+            box["served"].close()
         box["server"].should_exit = True
         thread.join(30)
