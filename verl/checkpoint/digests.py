@@ -20,7 +20,6 @@ _LANES, _SIZE = 8, 32  # messages of one call of _blake2b.c, bytes of a digest
 CHUNK_BYTES = _LANES * LEAF_BYTES
 THREADS = 4  # digests leave the other threads of the process free
 
-
 _blake2b = functools.partial(hashlib.blake2b, digest_size=_SIZE)
 
 

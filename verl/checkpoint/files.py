@@ -49,9 +49,7 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> FileRecord:
         for chunk in digests.copied_chunks(parts, buffers()):
             leaves.append(threads.submit(digests.of_leaves, chunk))
             file.write(chunk)
-            if len(chunk) == digests.CHUNK_BYTES and hasattr(
-                os, "posix_fadvise"
-            ):  # Linux begins to write it to the disk
+            if len(chunk) == digests.CHUNK_BYTES and hasattr(os, "posix_fadvise"):  # Linux starts to write the chunk
                 os.posix_fadvise(file.fileno(), size, len(chunk), os.POSIX_FADV_DONTNEED)
             size += len(chunk)
         file.flush()
