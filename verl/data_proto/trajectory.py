@@ -54,9 +54,7 @@ class Trajectory:
     prompt_ids: Sequence[int]
     segments: list[Segment] = field(default_factory=list)
     status: Status = "open"
-    messages: list[dict[str, object]] = field(
-        default_factory=list
-    )  # of a conversation, in the format of chat templates
+    messages: list[dict[str, object]] = field(default_factory=list)  # a conversation, in the format of chat templates
     media: Spans = ()  # of an episode, at places from the first token of the response
     experts: np.ndarray | None = None  # [tokens, layers, k] that computed its tokens but the last one, if recorded
 

@@ -10,12 +10,10 @@ from verl.models.cuda.overlap import overlap, start_next, wait
 from verl.models.cuda.rotary import turned
 
 _KEYS = 64  # of a pass through the loop
-_SPAN, _MOST_SPANS = (
-    128,
-    16,
-)  # keys of a prompt that a program goes through, in prompts of up to 2,048 tokens; most spans
+_SPAN = 128  # keys of a prompt for one program; more in prompts of more than _MOST_SPANS * _SPAN tokens
+_MOST_SPANS = 16
 _MOST_QUERIES = 64  # of a program
-_MOST_WARPS, _OWN_WARPS = 8, 4
+_MOST_WARPS, _OWN_WARPS = 8, 4  # of a program for prompts at most, of a program for own tokens; timed on an H100
 _LEAST = 16  # rows, columns and terms of a product in the tensor cores
 
 

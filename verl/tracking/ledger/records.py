@@ -135,9 +135,8 @@ def chained_digest(before: str, step: int, trained: Iterable[tuple[int, int, int
     """Digest of all samples that trained up to the end of `step`. It hashes the digest at the start of the step, and (ordinal,
     sample, uses, digest) of the samples that trained in the step, in order."""
     chain = hashlib.blake2b(json.dumps([before, step]).encode(), digest_size=16)
-    chain.update(
-        json.dumps(list(trained))[1:-1].replace("], [", "][").encode()
-    )  # the lists without commas between them
+    # the lists without commas between them
+    chain.update(json.dumps(list(trained))[1:-1].replace("], [", "][").encode())
     return chain.hexdigest()
 
 
