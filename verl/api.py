@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from verl.config import SCHEMAS, load_config
 from verl.errors import ConfigError, DataError
 from verl.registry import is_in_process, reference_to, with_references
+from verl.rewards.function_list import parameters_of, require_columns
 from verl.run.steps import SteppedRun
 from verl.tracking.files import write_atomically
 
@@ -102,7 +103,7 @@ class Trainer(SteppedRun):
             "data.val_files": [] if eval_data is None else self._files("val", eval_data),
             "trainer.default_local_dir": str(self.folder),
             **({"algorithm.adv_estimator": _ALGORITHMS.get(algorithm, algorithm)} if is_rl else {}),
-            **({} if reward is None else _reward_keys(reward)),
+            **({} if reward is None else _reward_keys(reward, data)),
         }
 
     def _files(self, split: str, data: Rows) -> object:
@@ -222,9 +223,14 @@ def generate(
     model: str | os.PathLike[str], data: Data, reward: Reward | None = None, **arguments: Any
 ) -> list[dict[str, Any]]:
     """Sample responses to the prompts of `data`: one dict per sample, with "response", "response_ids", "log_probs" and "score"
-    (0 without `reward`). Sampling follows `actor_rollout_ref.rollout`. Arguments as of `Trainer`."""
+    (0 without `reward`). `data` may also be a list of prompts, each a text or messages. Sampling follows
+    `actor_rollout_ref.rollout`. Other arguments as of `Trainer`."""
+    from verl.data.files import SUFFIXES
     from verl.programs.generate import generate as write_samples
 
+    rows = _rows("prompt", data)
+    if isinstance(rows, list) and not all(isinstance(row, str) and row.endswith(SUFFIXES) for row in rows):
+        data = [{"prompt": row} if isinstance(row, str | list) else row for row in rows]
     trainer = Trainer(model, data, reward or _no_reward, eval_data=data, **arguments)
     output = trainer.folder / "samples.jsonl"
     write_samples(trainer.loaded, output)
@@ -293,7 +299,7 @@ def _no_reward(completions: Sequence[object], **columns: object) -> list[float]:
     return [0.0] * len(completions)
 
 
-def _reward_keys(reward: Reward) -> dict[str, object]:
+def _reward_keys(reward: Reward, data: Rows) -> dict[str, object]:
     if isinstance(reward, str | os.PathLike):
         return {"reward.custom_reward_function.path": os.fspath(reward)}
     functions = list(reward) if isinstance(reward, Sequence) else [reward]
@@ -302,6 +308,11 @@ def _reward_keys(reward: Reward) -> dict[str, object]:
         raise ConfigError(
             f"reward has {bad[0] if bad else reward!r}, which is no function. Give a function, several, or the path of a file."
         )
+    rows = [] if isinstance(data, str) else [row for row in data if isinstance(row, Mapping)]
+    columns = {name for row in rows for name in (*row, *(row.get("extra_info") or ()))}
+    for function in functions:
+        if "solution_str" not in parameters_of(function) and rows:
+            require_columns(function, columns | {"prompts", "completions", "index", "data_source"})
     references = [reference_to(function) for function in functions]
     keys: dict[str, object] = {
         "reward.custom_reward_function.path": "pkg://verl.rewards.function_list",

@@ -167,7 +167,8 @@ def test_fine_tuning_preferences_and_reward_models(tiny_llama, tmp_path):
 
 def test_evaluate_and_generate(tiny_llama, tmp_path):
     metrics = verl.evaluate(tiny_llama, ROWS[:4], length, output_dir=tmp_path / "eval", config=DATA)
-    samples = verl.generate(tiny_llama, ROWS[:4], output_dir=tmp_path / "generate", config=DATA)
+    prompts = ["Say 1.", [{"role": "user", "content": "2?"}], *ROWS[:2]]
+    samples = verl.generate(tiny_llama, prompts, output_dir=tmp_path / "generate", config=DATA)
     assert metrics["val/reward"] >= 0
     assert [set(sample) >= {"response", "response_ids", "log_probs", "score"} for sample in samples] == [True] * 4
 
@@ -184,6 +185,8 @@ def test_evaluate_and_generate(tiny_llama, tmp_path):
         ({"algorithm": "sft"}, ConfigError, "reads no reward"),
         ({"algorithm": "grop"}, ConfigError, "grpo"),
         ({"reward": [1.0]}, ConfigError, "no function"),
+        ({"reward": lambda texts: [0.0]}, RewardError, "has no parameter 'completions' or 'solution_str'"),
+        ({"reward": lambda completions, anser: [0.0]}, RewardError, "takes 'anser'.* did you mean 'answer'"),
     ],
 )
 def test_bad_arguments_are_refused_before_training(tiny_llama, tmp_path, arguments, error, sentence):

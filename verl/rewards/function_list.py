@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from verl.errors import RewardError, nearest
@@ -77,6 +77,30 @@ def name_of(function: RewardFunction) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
+def parameters_of(function: RewardFunction) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a reward function. Raises RewardError for a function of another form."""
+    signature = inspect.signature(function)
+    if not {"solution_str", "completions"} & set(signature.parameters):
+        raise RewardError(
+            f"The reward function {name_of(function)}{signature} has no parameter 'completions' or 'solution_str'. "
+            "Write it as f(completions, **columns), which returns a list of numbers, or as "
+            "f(data_source, solution_str, ground_truth, extra_info)."
+        )
+    return signature.parameters
+
+
+def require_columns(function: RewardFunction, columns: Collection[str]) -> None:
+    """Raises RewardError for a parameter of a function of TRL's form that is not in `columns` and has no default value."""
+    for key, parameter in parameters_of(function).items():
+        is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if is_named and parameter.default is parameter.empty and key not in columns:
+            names = set(columns) - {"prompts", "completions"}
+            hint = nearest(key, names) or f"; they have {', '.join(sorted(names)) or 'none'}."
+            raise RewardError(
+                f"The reward function {name_of(function)} takes {key!r}, and the rows have no such column{hint}"
+            )
+
+
 def results_of(
     function: RewardFunction, samples: Sequence[Sample], further: Mapping[str, object] | None = None
 ) -> list[Any]:
@@ -84,18 +108,12 @@ def results_of(
 
     Raises RewardError for a function of another form, and for another number of results than samples.
     """
-    name, parameters = name_of(function), inspect.signature(function).parameters
+    name, parameters = name_of(function), parameters_of(function)
     if "solution_str" in parameters:
         return [
             _finished(function(data_source=source, solution_str=text, ground_truth=answer, extra_info=dict(extra)))
             for source, text, answer, extra in samples
         ]
-    if "completions" not in parameters:
-        raise RewardError(
-            f"The reward function {name}{inspect.signature(function)} has no parameter 'completions' or 'solution_str'. "
-            "Write it as f(completions, **columns), which returns a list of numbers, or as "
-            "f(data_source, solution_str, ground_truth, extra_info)."
-        )
     columns = {key: [extra.get(key) for *_, extra in samples] for key in samples[0][3]}
     prompts = columns.pop("prompt", [None] * len(samples))
     completions = [
@@ -105,15 +123,7 @@ def results_of(
     arguments = {**columns, **(further or {}), "prompts": prompts, "completions": completions}
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         arguments = {key: value for key, value in arguments.items() if key in parameters}
-    required = [
-        key
-        for key, p in parameters.items()
-        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]
-    for key in required:
-        if key not in arguments:
-            hint = nearest(key, columns) or f"; they have {', '.join(sorted(columns)) or 'none'}."
-            raise RewardError(f"The reward function {name} takes {key!r}, and the rows have no such column{hint}")
+    require_columns(function, arguments)
     returned = _finished(function(**arguments))
     if isinstance(returned, str | Mapping) or not hasattr(returned, "__iter__"):
         raise RewardError(

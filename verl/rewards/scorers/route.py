@@ -69,7 +69,7 @@ def route(data_source: str) -> Scorer:
         hint = nearest(data_source, SCORERS) or f"; there are {', '.join(SCORERS)}."
         raise RewardError(
             f"There is no built-in scorer for data_source {data_source!r}{hint} Set custom_reward_function.path to a "
-            "file with a compute_score function of your own."
+            "file with your compute_score function; from Python, pass `reward`."
         )
     return scorer
 
