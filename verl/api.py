@@ -302,7 +302,7 @@ def _no_reward(completions: Sequence[object], **columns: object) -> list[float]:
 def _reward_keys(reward: Reward, data: Rows) -> dict[str, object]:
     if isinstance(reward, str | os.PathLike):
         return {"reward.custom_reward_function.path": os.fspath(reward)}
-    functions = list(reward) if isinstance(reward, Sequence) else [reward]
+    functions: list[Callable[..., Any]] = list(reward) if isinstance(reward, Sequence) else [reward]
     bad = [function for function in functions if not callable(function)]
     if bad or not functions:
         raise ConfigError(
