@@ -302,12 +302,11 @@ def _no_reward(completions: Sequence[object], **columns: object) -> list[float]:
 def _reward_keys(reward: Reward, data: Rows) -> dict[str, object]:
     if isinstance(reward, str | os.PathLike):
         return {"reward.custom_reward_function.path": os.fspath(reward)}
-    functions: list[Callable[..., Any]] = list(reward) if isinstance(reward, Sequence) else [reward]
-    bad = [function for function in functions if not callable(function)]
-    if bad or not functions:
-        raise ConfigError(
-            f"reward has {bad[0] if bad else reward!r}, which is no function. Give a function, several, or the path of a file."
-        )
+    items: list[object] = list(reward) if isinstance(reward, Sequence) else [reward]
+    functions = [item for item in items if callable(item)]
+    if len(functions) < len(items) or not items:
+        bad = next((item for item in items if not callable(item)), reward)
+        raise ConfigError(f"reward has {bad!r}, which is no function. Give a function, several, or the path of a file.")
     rows = [] if isinstance(data, str) else [row for row in data if isinstance(row, Mapping)]
     columns = {name for row in rows for name in (*row, *(row.get("extra_info") or ()))}
     for function in functions:
