@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from verl.algorithms.monitors import MEANINGS, NONFINITE, NUM_NAMED, first_nonfinite, nonfinite_rows
+from verl.algorithms.monitors import MEANINGS, NONFINITE
 from verl.config import StepGuardsConfig
 from verl.config.sections.guards import ACTIONS
 from verl.data_proto.batch_metrics import scored_rows
@@ -33,7 +33,7 @@ from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.errors import NumericsError
 from verl.programs.api import RollBack
-from verl.roles.step_guard import Finding, StepGuard
+from verl.roles.step_guard import Finding, StepGuard, names_of_rows
 from verl.roles.updates import Updates
 from verl.tracking.files import append_rows
 
@@ -70,31 +70,31 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class Alarm:
-    """A guard that was set off. `samples` are rows for guards.jsonl, the worst first, of `num_samples`."""
+    """A finding with the rows of its samples for guards.jsonl. `place` completes "in ..."."""
 
-    guard: str
-    what: str
-    value: float
-    limit: float | None
+    finding: Finding
     samples: list[dict[str, Any]]
-    num_samples: int
-    place: str  # completes "in ..."
-    mini_batch: int | None = None
+    place: str
+    mini_batch: int | None
 
     def describe(self) -> str:
         """ "KL to the old policy is 0.31, beyond trainer.guards.policy_kl.limit=0.1, in mini-batch 2 of the actor (prompt 7
         sample 1: 2.4)"."""
-        if self.guard == NONFINITE:
-            sentence = f"{self.what} is not finite ({self.value})"
+        guard, value, count = self.finding.guard, self.finding.value, self.finding.num_samples
+        if guard == NONFINITE:
+            sentence = f"{self.finding.what} is not finite ({value})"
         else:
-            sentence = (
-                f"{MEANINGS[self.guard]} is {self.value:.4g}, beyond trainer.guards.{self.guard}.limit={self.limit:g}"
-            )
+            sentence = f"{MEANINGS[guard]} is {value:.4g}, beyond trainer.guards.{guard}.limit={self.finding.limit:g}"
         sentence += f" in {self.place}"
         named = "; ".join(f"prompt {s['uid']} sample {s['sample']}: {s['value']:.4g}" for s in self.samples[:3])
-        if not named:
-            return sentence
-        return f"{sentence}, {self.num_samples} sample{'s' if self.num_samples != 1 else ''} ({named})"
+        return f"{sentence}, {count} sample{'s' if count != 1 else ''} ({named})" if named else sentence
+
+    def row(self) -> dict[str, object]:
+        """Entries of guards.jsonl. JSON has no NaN and no infinity: they are there as text."""
+        facts = {name: getattr(self.finding, name) for name in ("guard", "what", "value", "limit", "num_samples")}
+        facts |= {"samples": [{k: _written(v) for k, v in sample.items()} for sample in self.samples]}
+        facts |= {"place": self.place, "mini_batch": self.mini_batch}
+        return {name: _written(value) for name, value in facts.items() if value is not None}
 
 
 class Guards:
@@ -131,17 +131,17 @@ class Guards:
             sentence = f"Step {self._step}: no sample of the batch could be scored"
             log.warning("%s. The batch is left out.", sentence)
             raise SkipBatch(sentence)
-        alarms, mask = self._nonfinite(batch, _OF_SAMPLES), columns["response_mask"]
-        if not alarms and mask.any():
-            guard = StepGuard(self.config)  # as on the ranks, for the whole batch
+        mask, guard = columns["response_mask"], StepGuard(self.config)  # as on the ranks, for the whole batch
+        if guard.check_finite(columns, _OF_SAMPLES) and mask.any():
             inputs = {name: columns[column] for name, column in _INPUTS.items() if column in columns.keys()}
             guard({name: metric.value for name, metric in guard.observe(columns, mask, {}, inputs).items()})
-            alarms = [_alarm(finding, batch, "the batch") for finding in guard.pop_findings()]
-        self._act(alarms)
+        self._act_on(guard, batch)
 
     def check_credit(self, result: StepBatch) -> None:
         """Rewards, advantages, returns and importance weights. Raises as `check_samples`."""
-        self._act(self._nonfinite(result.batch, _OF_CREDIT))
+        guard = StepGuard(self.config)
+        guard.check_finite(result.batch.batch, _OF_CREDIT)
+        self._act_on(guard, result.batch)
 
     def record(self, updates: Updates) -> Updates:
         """A training call of this step has ended."""
@@ -163,35 +163,22 @@ class Guards:
         ]
         self._act(alarms, some_trained=any(_has_trained(update) for update in self._updates))
 
-    def _nonfinite(self, batch: DataProto, names: Sequence[str]) -> list[Alarm]:
-        """The first column that is not finite; others then follow from it."""
-        columns = batch.batch
-        for name in names:
-            if name not in columns.keys():
-                continue
-            # a score lies on a token that need not train
-            mask = None if name == "token_level_scores" else columns["response_mask"]
-            rows = nonfinite_rows(columns[name], mask)
-            if rows.any():
-                chosen = rows.nonzero().flatten().tolist()
-                values = [first_nonfinite(columns[name][row], None if mask is None else mask[row]) for row in chosen]
-                samples = [_sample(batch, row, value) for row, value in zip(chosen[:NUM_NAMED], values, strict=False)]
-                return [Alarm(NONFINITE, name, values[0], None, samples, len(chosen), "the batch")]
-        return []
+    def _act_on(self, guard: StepGuard, batch: DataProto) -> None:
+        self._act([_alarm(finding, batch, "the batch") for finding in guard.pop_findings()])
 
     def _act(self, alarms: Sequence[Alarm], some_trained: bool = False) -> None:
         """Record all alarms, and take the strongest of their actions. `some_trained`: some optimizer steps of the batch were
         taken, in addition to the refused steps."""
         if not alarms:
             return
-        actions = [self.config[alarm.guard].action for alarm in alarms]
+        actions = [self.config[alarm.finding.guard].action for alarm in alarms]
         action = max(actions, key=ACTIONS.index)
         if action == "skip" and not self._skips and self.num_skips_in_row >= self.config.max_skips_in_row:
             action, key = "stop", "max_skips_in_row"
         elif action == "rollback" and self.num_rollbacks >= self.config.max_rollbacks:
             action, key = "stop", "max_rollbacks"
         else:
-            key = f"{alarms[actions.index(action)].guard}.action"
+            key = f"{alarms[actions.index(action)].finding.guard}.action"
         self._record(alarms, actions, action)
         sentence = f"Step {self._step}: {'; '.join(alarm.describe() for alarm in alarms)}"
         if action == "stop":
@@ -220,23 +207,15 @@ class Guards:
         if self.file is None:
             return
         head = {"step": self._step, "time": round(time.time(), 3)}
-        rows = []
-        for alarm, own in zip(alarms, actions, strict=True):
-            facts = {name: value for name, value in vars(alarm).items() if value is not None}
-            facts |= {"value": _written(alarm.value), "samples": [_plain(sample) for sample in alarm.samples]}
-            rows.append({**head, **facts, "action": own, "done": action})
-        append_rows(self.file, rows)
+        pairs = zip(alarms, actions, strict=True)
+        append_rows(self.file, [{**head, **alarm.row(), "action": own, "done": action} for alarm, own in pairs])
 
 
 def _alarm(finding: Finding, batch: DataProto, place: str, mini_batch: int | None = None) -> Alarm:
     """The alarm of a finding, with the rows of its samples."""
-    columns = batch.batch
-    names = zip(columns["ordinal"].tolist(), columns["sample_index"].tolist(), strict=True)
-    rows = {name: row for row, name in enumerate(names)}
+    rows = {name: row for row, name in enumerate(names_of_rows(batch.batch))}
     samples = [_sample(batch, rows.get((o, s)), value, (o, s)) for o, s, value in finding.samples]
-    return Alarm(
-        finding.guard, finding.what, finding.value, finding.limit, samples, finding.num_samples, place, mini_batch
-    )
+    return Alarm(finding, samples, place, mini_batch)
 
 
 def _has_trained(update: Updates) -> bool:
@@ -244,19 +223,13 @@ def _has_trained(update: Updates) -> bool:
 
 
 def _written(value: object) -> object:
-    """JSON has no NaN and no infinity: they are there as text."""
     return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _plain(sample: Mapping[str, object]) -> dict[str, object]:
-    return {name: _written(value) for name, value in sample.items()}
-
-
-def _sample(batch: DataProto, row: int | None, value: float, name: tuple[int, int] | None = None) -> dict[str, Any]:
+def _sample(batch: DataProto, row: int | None, value: float, name: tuple[int, int]) -> dict[str, Any]:
     """A row of `batch` for guards.jsonl; a sample that is not in `batch` has only its name and `value`."""
     columns, objects = batch.batch, batch.non_tensor_batch
     if row is None:
-        assert name is not None
         return {"uid": str(name[0]), "ordinal": name[0], "sample": name[1], "value": value}
     scores = (
         columns["token_level_scores"][row] if "token_level_scores" in columns.keys() else torch.full((1,), torch.nan)

@@ -1,4 +1,4 @@
-"""Check of an optimizer step before it is taken: refuses a step that looks wrong, and names the samples."""
+"""Checks of a step's columns, and of an optimizer step before it is taken. They refuse wrong values, and name the samples."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _PREFIX = "guard/"
 @record
 @dataclass
 class Finding:
-    """A guard that one optimizer step has set off. `samples` are (prompt index, sample index, value), the worst first, of
-    `num_samples`. Where no single sample shows the cause, they are all samples that train, and `located` is False."""
+    """A guard that columns or an optimizer step have set off. `samples` are (prompt index, sample index, value), worst first,
+    of `num_samples`. Where no single sample shows the cause, they are all samples that train, and `located` is False."""
 
     guard: str
     what: str
@@ -115,10 +115,23 @@ class StepGuard:
         if self._mini_batch:
             tensors.pop("sampler", None)  # the policy has moved since it sampled
         signs = monitor_tokens(self.limits, tensors)
-        names = [columns.get(name, None) for name in ("ordinal", "sample_index")]
-        named = None if any(n is None for n in names) else torch.stack(names, dim=1)
-        self._micro_batches.append(_MicroBatch(named, mask, {name: t.detach() for name, t in outputs.items()}, signs))
+        outputs = {name: tensor.detach() for name, tensor in outputs.items()}
+        self._micro_batches.append(_MicroBatch(_names(columns), mask, outputs, signs))
         return {_PREFIX + name: monitor_metric(name, values, mask) for name, values in signs.items()}
+
+    def check_finite(self, columns: TensorDict, names: Sequence[str]) -> bool:
+        """Whether all columns of `names` are finite; else the first other one is a finding, and the rest follows from it."""
+        for name in names:
+            if name in columns.keys():
+                # a score lies on a token that need not train
+                everywhere, mask = name == "token_level_scores", columns["response_mask"]
+                outputs = {name: columns[name].detach()}
+                part = _MicroBatch(_names(columns), torch.ones_like(mask) if everywhere else mask, outputs, {})
+                samples, count = _nonfinite_samples([part])
+                if samples:
+                    self._findings.append(self._finding(NONFINITE, name, samples[0][2], None, samples, count))
+                    return False
+        return True
 
     def __call__(self, figures: Mapping[str, float]) -> bool:
         findings = self._nonfinite(figures) or [
@@ -147,7 +160,7 @@ class StepGuard:
         for name in ("loss", GRAD_NORM):
             value = figures.get(name, 0.0)
             if not torch.isfinite(torch.tensor(value)):
-                samples, count = self._nonfinite_samples()
+                samples, count = _nonfinite_samples(self._micro_batches)
                 finding = self._finding(NONFINITE, name, value, None, samples, count)
                 return [finding if samples else self._not_located(finding)]
         return []
@@ -173,19 +186,6 @@ class StepGuard:
             guard, what, value, limit, self._mini_batch, self._num_rows, guard in self.refusing, samples, count
         )  # fmt: skip
 
-    def _nonfinite_samples(self) -> tuple[list[tuple[int, int, float]], int]:
-        samples: list[tuple[int, int, float]] = []
-        for part in self._micro_batches:
-            bad = torch.zeros(len(part.mask), dtype=torch.bool, device=part.mask.device)
-            values: dict[int, float] = {}
-            for output in part.outputs.values():
-                rows = nonfinite_rows(output, part.mask)
-                bad |= rows
-                for row in rows.nonzero().flatten().tolist():
-                    values.setdefault(row, first_nonfinite(output[row], part.mask[row]))
-            samples += [(*_name(part, row), values[row]) for row in bad.nonzero().flatten().tolist()]
-        return samples[:NUM_NAMED], len(samples)
-
     def _beyond(self, name: str, limit: float) -> tuple[list[tuple[int, int, float]], int]:
         """Samples whose own value is beyond the limit, worst first."""
         parts = [
@@ -206,3 +206,29 @@ def _name(part: _MicroBatch, row: int) -> tuple[int, int]:
         return -1, row
     ordinal, sample = part.names[row].tolist()
     return ordinal, sample
+
+
+def _nonfinite_samples(parts: Sequence[_MicroBatch]) -> tuple[list[tuple[int, int, float]], int]:
+    samples: list[tuple[int, int, float]] = []
+    for part in parts:
+        bad = torch.zeros(len(part.mask), dtype=torch.bool, device=part.mask.device)
+        values: dict[int, float] = {}
+        for output in part.outputs.values():
+            rows = nonfinite_rows(output, part.mask)
+            bad |= rows
+            for row in rows.nonzero().flatten().tolist():
+                values.setdefault(row, first_nonfinite(output[row], part.mask[row]))
+        samples += [(*_name(part, row), values[row]) for row in bad.nonzero().flatten().tolist()]
+    return samples[:NUM_NAMED], len(samples)
+
+
+def _names(columns: TensorDict) -> torch.Tensor | None:
+    """[batch, 2]: prompt index and number of the sample of each row, where both are known."""
+    names = [columns.get(name, None) for name in ("ordinal", "sample_index")]
+    return None if any(name is None for name in names) else torch.stack(names, dim=1)
+
+
+def names_of_rows(columns: TensorDict) -> list[tuple[int, int]]:
+    """(prompt index, number of the sample) of each row, as findings have them."""
+    part = _MicroBatch(_names(columns), columns["response_mask"], {}, {})
+    return [_name(part, row) for row in range(len(part.mask))]
