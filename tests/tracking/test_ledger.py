@@ -98,7 +98,7 @@ def test_pieces_of_a_response_keep_their_versions(path):
     tracker, _ = open_tracker(path)
     issue(tracker, 1, [0], n=1)
     tracker.generate(1, [segment(0, 0, version=0, count=2, reason="length")])
-    assert tracker.num_tokens((0, 0)) == 2
+    assert tracker.num_open_tokens() == 2
     tracker.generate(2, [segment(0, 0, version=1, first=2, count=1)])
     tracker.score(2, [scored(0, 0)])
     tracker.train(2, [(0, 0)])

@@ -82,6 +82,7 @@ class Program:
 
     def generate(self, step, batch, num_parts):
         """Another part for what has fewer than `num_parts`, or fewer than its steps in the queue."""
+        wait([self.tracker._digested])
         arriving = [key for key in keys(batch) if self.tracker.num_tokens(key) < 3 * num_parts]
         self.order.shuffle(arriving)
         for ordinal, sample in arriving:

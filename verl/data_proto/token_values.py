@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from verl.data_proto.batch_metrics import any_true
+
 if TYPE_CHECKING:
     from verl.data_proto.proto import DataProto
 
@@ -21,7 +23,7 @@ def token_keys(batch: DataProto, mask: torch.Tensor) -> list[torch.Tensor]:
     if not {"ordinal", "sample_index"} <= set(columns.keys()):
         return []
     mask = mask.cpu()
-    rows = mask.any(dim=1)
+    rows = any_true(mask)
     return [_row_keys(batch)[rows], mask[rows]]
 
 
@@ -51,13 +53,16 @@ def add_token_columns(batch: DataProto, keys: Sequence[torch.Tensor], values: di
             batch.batch[name] = torch.from_numpy(column)
 
 
-def add_observed(batch: DataProto, observed: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def compared_log_probs(observed: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """(log-probs, the sampler's log-probs) of the tensors kept by a policy's objective; () for another objective, which keeps
+    its keys first."""
+    return observed[:2] if observed and observed[0].is_floating_point() else ()
+
+
+def add_observed(batch: DataProto, observed: Sequence[torch.Tensor]) -> DataProto:
     """Add train_log_probs and entropys from the tensors kept by a policy's objective: (log-probs, the sampler's log-probs, row
-    keys, positions, entropy). The last three may be missing. Returns the first two, and nothing for another objective, which
-    keeps its keys first."""
-    if not observed or not observed[0].is_floating_point():
-        return ()
-    if len(observed) >= 4:
+    keys, positions, entropy), of which the last three may be missing. Returns `batch`."""
+    if compared_log_probs(observed) and len(observed) >= 4:
         names = {"train_log_probs": observed[0], **dict(zip(["entropys"], observed[4:], strict=False))}
         add_token_columns(batch, observed[2:4], names)
-    return observed[:2]
+    return batch

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import compress
 
 import numpy as np
@@ -97,7 +98,7 @@ class Collector:
         issued = issued_prompts(prompts, self.loader.order)
         self.samples.issue(step, issued, num_samples=params.n, split="train", limit=params.max_new_tokens)
         batch = generate_samples(self.roles.rollout, prompts, params, step=step)
-        self.samples.generate(step, segments_of(batch.batch["ordinal"].tolist(), batch, self.samples.num_tokens))
+        self.samples.generate(step, partial(segments_of, batch.batch["ordinal"].tolist(), batch))
         return batch
 
     def scored(self, batch: DataProto, step: int) -> DataProto:
@@ -119,7 +120,8 @@ class Collector:
             batch.batch["is_scored"] &= ~batch.batch["reward_baselines"].isnan()
         if self.needs.credit:
             self._check_scores(batch, step)
-            batch.batch["response_mask"] &= batch.batch["is_scored"][:, None]
+            if not batch.batch["is_scored"].all():  # a pass over all tokens
+                batch.batch["response_mask"] &= batch.batch["is_scored"][:, None]
         return batch
 
     def _check_scores(self, batch: DataProto, step: int) -> None:

@@ -28,7 +28,7 @@ import torch
 from verl.algorithms.monitors import MEANINGS, NONFINITE
 from verl.config import StepGuardsConfig
 from verl.config.sections.guards import ACTIONS
-from verl.data_proto.batch_metrics import scored_rows
+from verl.data_proto.batch_metrics import any_true, scored_rows
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.errors import NumericsError
@@ -61,11 +61,12 @@ class RollBackPrompts(RollBack):
 @dataclass
 class StepBatch:
     """The rows of a step under way, with every column that was made for them, and its metrics. `skipped` is the reason why
-    nothing of them has trained."""
+    nothing of them has trained. `observed` are values of tokens for the samples files (`add_observed`)."""
 
     batch: DataProto
     metrics: dict[str, Metric] = field(default_factory=dict)
     skipped: str = ""
+    observed: Sequence[torch.Tensor] = ()
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class Guards:
             log.warning("%s. The batch is left out.", sentence)
             raise SkipBatch(sentence)
         mask, guard = columns["response_mask"], StepGuard(self.config)  # as on the ranks, for the whole batch
-        if guard.check_finite(columns, _OF_SAMPLES) and mask.any():
+        if guard.check_finite(columns, _OF_SAMPLES) and any_true(mask).any():
             inputs = {name: columns[column] for name, column in _INPUTS.items() if column in columns.keys()}
             guard({name: metric.value for name, metric in guard.observe(columns, mask, {}, inputs).items()})
         self._act_on(guard, batch)

@@ -19,6 +19,9 @@ a requested stop is honoured between phases, before any weight of the step has c
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 
 import torch
@@ -33,7 +36,7 @@ from verl.data_proto.batch_metrics import chosen_values, scored_rows
 from verl.data_proto.future import Future
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
-from verl.data_proto.token_values import add_observed
+from verl.data_proto.token_values import compared_log_probs
 from verl.programs.api import RunContext
 from verl.programs.collect import Collector
 from verl.programs.distillation import RowResponses, Teachers
@@ -185,14 +188,25 @@ class PPO(PPOProgram):
                 updates = self.actor.update(batch, step).get()
             values = self.guards.record(updates).metrics()
             metrics.update({name.replace("actor/distillation/", "distillation/"): m for name, m in values.items()})
-            compared = add_observed(batch, updates.observed)  # for the samples files
-            if compared and self.old_log_probs != "recompute":  # else all tokens were compared already
-                metrics.update(rollout_gap_metrics(*compared))
+            result.observed = updates.observed
         if critic is not None:
             with self.spans("update_critic"):
                 metrics.update(self.guards.record(critic.get()).metrics())
-        self.guards.check_updates(result)
+        # recomputed log-probs were compared before
+        with _comparing(compared_log_probs(result.observed) if self.old_log_probs != "recompute" else (), metrics):
+            self.guards.check_updates(result)
+            with self.spans("update_weights"):
+                self.weight_version += 1
+                self.send_weights(step)
         metrics.setdefault("training/rollout_probs_diff_valid", Metric.min(0.0))
-        with self.spans("update_weights"):
-            self.weight_version += 1
-            self.send_weights(step)
+
+
+@contextmanager
+def _comparing(pair: Sequence[torch.Tensor], metrics: dict[str, Metric]) -> Iterator[None]:
+    """Compare log-probs of trainer and sampler, if there are any, on a thread while weights travel; adds the metrics."""
+    with ThreadPoolExecutor(1, "comparing") as pool:
+        gap = pool.submit(rollout_gap_metrics, *pair) if pair else None
+        try:
+            yield
+        finally:
+            metrics.update(gap.result() if gap else {})

@@ -15,10 +15,11 @@ from verl.algorithms.kl import make_kl_controller
 from verl.checkpoint.store import CheckpointWriter
 from verl.config import PPOConfig
 from verl.config.active_keys import uses_rewards
-from verl.data_proto.batch_metrics import count_true, data_metrics, span_tokens
+from verl.data_proto.batch_metrics import data_metrics, span_tokens
 from verl.data_proto.metrics import metric_values
 from verl.data_proto.proto import DataProto
 from verl.data_proto.sample_rows import sample_rows
+from verl.data_proto.token_values import add_observed
 from verl.models.routing import COLUMN as ROUTED_EXPERTS
 from verl.programs.api import Program, RollBack, RunContext, StepResult
 from verl.programs.guards import Guards, RollBackPrompts, StepBatch
@@ -118,14 +119,15 @@ class PPOProgram(Program[PPOConfig]):
         metrics |= data_metrics(
             batch, max_prompt_length=limits.max_prompt_length, max_response_length=limits.max_response_length
         )
+        tokens = span_tokens(batch)
         metrics["training/weight_version"] = self.weight_version
         metrics["training/next_ordinal"] = self.samples.cursor
         metrics["reward/num_defaulted"] = self.roles_of_run.reward.num_defaulted()
         return StepResult(
             metrics,
-            num_tokens=int(count_true(batch.batch["attention_mask"]).sum()),
-            rows=lambda: sample_rows(batch, self.data.tokenizer),
-            span_tokens=span_tokens(batch),
+            num_tokens=tokens["adv"],  # of whole rows
+            rows=lambda: sample_rows(add_observed(batch, result.observed), self.data.tokenizer),
+            span_tokens=tokens,
             skipped=result.skipped,
         )
 

@@ -17,6 +17,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -66,7 +67,7 @@ class Batch:
             ordinals = np.repeat(np.arange(self.ordinal, self.ordinal + self.count), self._group_size(rows))
             if self.rows is not None:
                 ordinals = ordinals[self.resumed]
-            self.samples.generate(self.pending_step, segments_of(ordinals.tolist(), rows, self.samples.num_tokens))
+            self.samples.generate(self.pending_step, partial(segments_of, ordinals.tolist(), rows))
             if self.rows is None:
                 self.rows = rows
             else:

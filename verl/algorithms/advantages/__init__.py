@@ -78,7 +78,8 @@ def compute_advantage(
     available = {a: _column(columns, a) for a in COLUMN_ARGUMENTS}
     available = {argument: column for argument, column in available.items() if column is not None}
     rewards = available.get("token_level_rewards")
-    if rewards is not None and "response_mask" in available:
+    is_ours = getattr(estimator, "__module__", "").startswith(__name__)
+    if rewards is not None and "response_mask" in available and not is_ours:
         # users' functions compute with the mask, and torch does not subtract booleans
         available["response_mask"] = available["response_mask"].to(rewards.dtype)
     if "index" in available and columns.get("episode_extra") is not None:

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.groups import RowGroups
-from verl.algorithms.masked import masked_whiten
+from verl.algorithms.masked import broadcast_true, masked_whiten
 from verl.errors import ConfigError
 
 
 def _to_tokens(row_advantages: Tensor, response_mask: Tensor) -> Tensor:
-    return torch.where(response_mask.bool(), row_advantages[:, None], 0.0)
+    return broadcast_true(response_mask.bool(), row_advantages)
 
 
 def _normalized(scores: Tensor, groups: RowGroups, by_std: bool, epsilon: float) -> Tensor:

@@ -13,6 +13,7 @@ from verl.algorithms.policy_losses import POLICY_LOSSES, policy_loss
 from verl.algorithms.policy_losses.terms import is_zero_without_advantage
 from verl.algorithms.reduce import Aggregate
 from verl.config import ActorConfig, RolloutCorrectionConfig
+from verl.data_proto.batch_metrics import any_true
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.token_values import token_keys
@@ -33,7 +34,7 @@ def rows_with_advantage(batch: DataProto) -> list[int]:
     if not len(batch):
         return []
     mask = batch.batch["response_mask"].bool()
-    needed = ((batch.batch["advantages"] != 0) & mask).any(dim=1)
+    needed = any_true((batch.batch["advantages"] != 0) & mask)
     if not needed.any():
         lengths = batch.batch["attention_mask"].sum(dim=1)
         shortest = torch.where(mask.any(dim=1), lengths, lengths.max() + 1).argmin()

@@ -107,7 +107,8 @@ class SampleDigest:
         self._tokens, self._log_probs = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
 
     def add(self, segment: SegmentRecord) -> tuple[bytes, bytes | None]:
-        """Add the next segment, whose tokens the caller counts in `num_tokens`; returns its content."""
+        """Add the next segment; returns its content."""
+        self.num_tokens += len(segment.tokens)
         tokens = segment.tokens.astype("<i4", copy=False).tobytes()
         log_probs = None if segment.log_probs is None else segment.log_probs.tobytes()
         self._tokens.update(tokens)

@@ -14,7 +14,7 @@ import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,7 +77,6 @@ class SampleTracker:
             issued = self._open.setdefault(sample.ordinal, _Issued(sample.attempt, sample.step, {}))
             content = issued.contents.setdefault(sample.sample, SampleDigest())
             for segment in sample.segments:
-                content.num_tokens += len(segment.tokens)
                 content.add(segment)
 
     @property
@@ -96,6 +95,7 @@ class SampleTracker:
 
     def num_open_tokens(self) -> int:
         """Number of tokens generated for open samples."""
+        self._digested.result()
         return sum(content.num_tokens for issued in self._open.values() for content in issued.contents.values())
 
     def num_tokens(self, key: Key) -> int:
@@ -106,6 +106,7 @@ class SampleTracker:
         """Record a request for `num_samples` samples of at most `limit` tokens per prompt. Open samples of the same prompts
         end as evicted."""
         evicted, issued = [], []
+        self._digested.result()
         for prompt in prompts:
             ordinal = prompt.ordinal
             if ordinal < self.cursor:
@@ -125,20 +126,19 @@ class SampleTracker:
         self._write("end", evicted)
         self._write("issue", issued)
 
-    def generate(self, step: int, segments: Sequence[SegmentRecord]) -> None:
-        """Record tokens that were added to open samples."""
-        added = []
-        for segment in segments:
-            content = self._sample((segment.ordinal, segment.sample), "was generated")
-            added.append((segment, content, self._open[segment.ordinal].attempt, content.num_tokens))
-            content.num_tokens += len(segment.tokens)
+    def generate(
+        self, step: int, segments: Sequence[SegmentRecord] | Callable[[Callable[[Key], int]], Sequence[SegmentRecord]]
+    ) -> None:
+        """Record tokens that were added to open samples: segments, or a function that makes them from the number of tokens that
+        a sample has. It runs on a thread, because a step may have gigabytes; later calls wait for it and raise its errors."""
         self._digested.result()
-        self._digested = self._digesting.submit(self._digest, step, added)
+        self._digested = self._digesting.submit(self._digest, step, segments)
 
-    def _digest(self, step: int, added: Sequence[tuple[SegmentRecord, SampleDigest, int, int]]) -> None:
-        """Copy and write tokens that were added to samples, on a thread, because a step may have gigabytes."""
+    def _digest(self, step: int, segments: Any) -> None:
         rows = []
-        for segment, content, attempt, first in added:
+        for segment in segments(self.num_tokens) if callable(segments) else segments:
+            content = self._sample((segment.ordinal, segment.sample), "was generated")
+            first, attempt = content.num_tokens, self._open[segment.ordinal].attempt
             tokens, log_probs = content.add(segment)
             facts = (step, segment.version, tokens, log_probs, segment.finish_reason, segment.rank, segment.source)
             rows.append((segment.ordinal, segment.sample, attempt, first, *facts))
@@ -161,6 +161,7 @@ class SampleTracker:
         """Record a step that succeeded. Of the samples scored in it, the samples of `keys` trained and the others were dropped.
         A key occurs several times where the algorithm resamples rows."""
         uses = Counter(keys)
+        self._digested.result()
         ending = sorted(ordinal for ordinal, issued in self._open.items() if issued.scored == step)
         if ending != list(range(self.cursor, self.cursor + len(ending))):
             lost = next(o for o in range(self.cursor, self.cursor + len(ending) + 1) if o not in ending)
@@ -188,6 +189,7 @@ class SampleTracker:
     def skip_prompts(self, step: int, next_ordinal: int) -> None:
         """Record that prompts before `next_ordinal` never train: the run went back to a checkpoint and continues, with
         `step`, behind them."""
+        self._digested.result()
         first, self._skipped_to = self.cursor, max(self.cursor, next_ordinal)
         ended = [ordinal for ordinal in self._open if ordinal < self._skipped_to]
         rows = [
