@@ -60,7 +60,7 @@ def test_a_template_without_special_tokens_continues_too():
     assert tokenizer.decode(continuity.suffix([user("b")], None)) == "\n\n### user:\nb\n\n### assistant:\n"
 
 
-def test_templates_that_rewrite_history_are_found():
+def test_templates_that_rewrite_history_are_recognized():
     rewrite = ChatContinuity(with_template(QWEN3)).rewriting()
     assert rewrite is not None
     assert "<think>" in rewrite.before
@@ -79,7 +79,7 @@ def test_sampled_thoughts_stay_where_the_template_would_drop_them():
     assert tokenizer.decode(ids).endswith("<|im_start|>user\n4<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_generation_prompts_that_open_a_thought_are_kept():
+def test_generation_prompts_that_open_a_thought_stay():
     tokenizer = tokenizer_of("qwen3")
     continuity = ChatContinuity(tokenizer, {"enable_thinking": False})
     assert tokenizer.decode(continuity.suffix([user("4")], tokenizer.eos_token_id)).endswith("<think>\n\n</think>\n\n")
@@ -96,7 +96,7 @@ def test_foreign_texts_bring_no_control_tokens():
     assert "I won" in tokenizer.decode(safe)
 
 
-def test_tools_are_seen_where_a_template_writes_them():
+def test_tools_count_where_a_template_writes_them():
     schema = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
     assert ChatContinuity(tokenizer_of("qwen2.5")).shows_tools([schema])
     assert not ChatContinuity(tokenizer_of("llama3")).shows_tools([schema])

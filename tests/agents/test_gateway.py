@@ -275,7 +275,7 @@ def test_a_request_of_any_form_is_refused_with_a_sentence(play):
     assert streamed[0].endswith("[DONE]\n\n")
 
 
-def test_strangers_are_kept_out(play):
+def test_strangers_are_refused(play):
     codes = []
 
     def agent(client, task):

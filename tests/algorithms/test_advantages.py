@@ -211,7 +211,7 @@ def test_the_only_scored_row_of_a_group_is_compared_with_nothing(name):
 
 
 @estimators
-def test_dtype_is_kept_and_any_mask_type_serves(name):
+def test_dtype_stays_and_any_mask_type_serves(name):
     columns = columns_for(name, 5)
     exact = run(name, columns)
     single = map_columns(columns, lambda _, x: x.float() if x.is_floating_point() else x.long())

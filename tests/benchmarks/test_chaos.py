@@ -149,8 +149,8 @@ def test_twelve_kills_of_a_runtime(runtime):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", [name for name, program in PROGRAMS.items() if not program.has_ledger])
-def test_kills_of_a_program_on_given_rows(program):
-    """pytest -m slow tests/benchmarks -k given_rows"""
+def test_kills_of_a_program_on_rows_of_a_file(program):
+    """pytest -m slow tests/benchmarks -k rows_of_a_file"""
     assert chaos.main(["--kills", "4", "--kills-per-run", "4", "--program", program, "--runtimes", "local"]) == 0
 
 

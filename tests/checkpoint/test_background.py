@@ -166,7 +166,7 @@ def test_a_run_that_ends_by_an_error_finishes_its_save(store):
     assert store.store.path(1).exists()
 
 
-def test_a_save_without_progress_is_given_up_at_the_end(store, monkeypatch, caplog):
+def test_a_save_without_progress_is_abandoned_at_the_end(store, monkeypatch, caplog):
     monkeypatch.setattr(background, "_STALLED_S", 0.1)
     gate = threading.Event()
     store.save(1, {"actor": Role(make_state(1), gate)}, {"step": 1})

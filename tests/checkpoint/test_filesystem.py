@@ -92,7 +92,7 @@ def test_folders_that_cannot_hold_checkpoints_are_refused(monkeypatch, tmp_path,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_replacement_that_does_not_happen_is_seen(monkeypatch, tmp_path):
+def test_a_replacement_that_does_not_happen_is_an_error(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "replace", lambda source, target: None)
     assert "not replaced" in examine_folder(tmp_path).refusals[0]
 

@@ -112,7 +112,7 @@ def all_files(path):
     return [f for f in sorted(path.rglob("*")) if f.is_file()]
 
 
-def test_a_flipped_byte_in_any_file_is_found(store):
+def test_a_flipped_byte_in_any_file_is_an_error(store):
     path = store.save(2, make_roles(2), {"step": 2})
     for file in all_files(path):
         content = file.read_bytes()
@@ -138,7 +138,7 @@ def test_every_byte_of_the_manifest_counts(store):
 
 
 @pytest.mark.parametrize("how", ["missing", "truncated", "longer", "empty"])
-def test_missing_and_cut_files_are_found(store, how):
+def test_missing_and_cut_files_are_errors(store, how):
     path = store.save(2, make_roles(2), {"step": 2})
     for file in all_files(path):
         content = file.read_bytes()
@@ -279,7 +279,7 @@ def test_no_room_is_said_before_anything_is_written(store, monkeypatch):
     assert sorted(p.name for p in store.root.iterdir()) == before
 
 
-def test_a_disk_that_lies_is_found_before_the_checkpoint_counts(store, monkeypatch):
+def test_a_disk_that_lies_is_an_error_before_the_checkpoint_counts(store, monkeypatch):
     store.save(1, make_roles(1), {})
     from verl.checkpoint import role as module
 

@@ -127,7 +127,7 @@ BAD_KEYS = {
 
 
 @pytest.mark.parametrize("name", BAD_KEYS)
-def test_bad_input_is_found(name, verl, overrides):
+def test_bad_input_is_refused(name, verl, overrides):
     changes, *words = BAD_KEYS[name]
     code, said = verl("check", *overrides(changes))
     assert code == 1
@@ -160,7 +160,7 @@ BAD_SURROUNDINGS = {
 
 
 @pytest.mark.parametrize("name", BAD_SURROUNDINGS)
-def test_bad_surroundings_are_found(name, verl, overrides, task, monkeypatch):
+def test_bad_surroundings_are_refused(name, verl, overrides, task, monkeypatch):
     prepare, words = BAD_SURROUNDINGS[name]
     prepare(task, monkeypatch)
     code, said = verl("check", *overrides())

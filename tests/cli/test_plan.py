@@ -80,7 +80,7 @@ def test_a_simulated_run_can_be_shown(verl, tmp_path):
         ("preference", ("model.path=Qwen/Qwen2.5-7B", "ref.precompute=False"), ("reference forward", "actor train")),
     ],
 )
-def test_programs_on_given_rows(verl, program, settings, words):
+def test_programs_on_rows_of_a_file(verl, program, settings, words):
     arguments = ("--program", program, *settings, "trainer.n_gpus_per_node=4", "data.max_length=4096")
     code, said = verl("plan", *arguments)
     assert code == 0, said

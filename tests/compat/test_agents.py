@@ -44,7 +44,7 @@ def test_calls_of_openai_are_read():
     assert call.model_dump()["type"] == "function"
 
 
-def test_classes_are_found_by_name():
+def test_classes_by_name():
     assert get_tool_class("verl.tools.gsm8k_tool.Gsm8kTool") is Gsm8kTool
     assert get_interaction_class("verl.interactions.gsm8k_interaction.Gsm8kInteraction") is Gsm8kInteraction
     with pytest.raises(ConfigError, match="Gsm8kTol"):

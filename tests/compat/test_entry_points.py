@@ -181,7 +181,7 @@ class TestGeneration:
             translate(["data.path=x", "data.output_path=o.parquet", "rollout.temperature=0"])
         assert translate(["data.path=x", "data.output_path=o.parquet", "rollout.temperature=0", "data.n_samples=1"])
 
-    def test_a_scorer_of_ones_own_is_kept(self):
+    def test_a_scorer_of_ones_own_stays(self):
         arguments = ["data.path=x", "data.output_path=o.parquet", "reward.custom_reward_function.path=s.py"]
         assert not [argument for argument in translate(arguments) if "verl.compat" in argument]
 

@@ -353,7 +353,7 @@ class TestRewardsOfTRL:
         runner.train()
         return runner
 
-    def test_what_a_function_is_given(self, tiny_llama, tmp_path):
+    def test_arguments_of_a_function(self, tiny_llama, tmp_path):
         calls = []
 
         def lengths(prompts, completions, completion_ids, trainer_state, level, **others):

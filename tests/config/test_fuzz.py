@@ -31,7 +31,7 @@ def test_whole_loads_refuse_them_too():
             assert repr(key) in refused(f"{edited}=1", match="There is no key")
 
 
-def test_typos_are_found_as_their_definition_says():
+def test_typos_equal_their_definition():
     rng = random.Random(2)
     for key in rng.sample(keys(), 3):
         edited = rng.choice(list(edits(key, rng, 1)))

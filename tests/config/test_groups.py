@@ -57,7 +57,7 @@ def test_the_plain_composition_is_the_defaults(compose, resolve):
 
 
 @pytest.mark.parametrize("compose", [composed, by_hydra])
-def test_overrides_on_top_are_what_was_given(compose):
+def test_overrides_on_top_of_a_composed_config(compose):
     overrides = [
         *GRPO, "data.train_batch_size=16", "data.max_prompt_length=99", "custom_reward_function.path=r.py",
         "critic.model.path=/c", "actor_rollout_ref.model.path=/m", "reward_model.reward_manager=dapo", f"{ACTOR}.grad_clip=0.5",

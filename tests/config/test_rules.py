@@ -293,5 +293,5 @@ def test_errors_come_first():
     assert levels == ["error", "warning", "notice"]
 
 
-def test_errors_are_sentences_with_braces_kept():
+def test_errors_are_sentences_that_keep_their_braces():
     assert "{x}" in refused("trainer.logger=['{x}']")

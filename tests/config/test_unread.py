@@ -156,7 +156,7 @@ def test_a_users_own_estimator_may_read_anything():
     )
 
 
-def test_validation_samples_where_a_temperature_is_given():
+def test_validation_samples_where_a_temperature_is_set():
     loaded = load(f"{ROLLOUT}.val_kwargs.temperature=0.6", f"{ROLLOUT}.val_kwargs.top_p=0.95")
     assert loaded.config.actor_rollout_ref.rollout.val_kwargs.do_sample is True
     assert "temperature" in loaded.origins[f"{ROLLOUT}.val_kwargs.do_sample"]
@@ -168,7 +168,7 @@ def test_missing_features_are_said_once():
     assert problems("trainer.n_gpus_per_node=8", "trainer.nnodes=2") == []
 
 
-def test_a_notice_names_every_key_that_was_given():
+def test_a_notice_names_every_key_that_was_set():
     """Of a mapping too, each on its own: profilers are set by many keys."""
     overrides = [f"{ACTOR}.profiler.tool_config.{name}=1" for name in ("npu.level", "nsys.discrete")]
     overrides += ["global_profiler.tool=npu", f"{ACTOR}.profiler.tool=npu"]

@@ -40,7 +40,7 @@ def test_overlong_rows_are_no_problem_when_they_are_filtered_or_cut(tmp_path):
     assert "All prompts are longer" in report.problems[0]
 
 
-def test_failing_templates_are_found(tmp_path):
+def test_failing_templates_are_refused(tmp_path):
     broken = make_tokenizer()
     broken.chat_template = "{{ raise_exception('roles') }}"
     report = check_rows(write(tmp_path / "a.jsonl", [row(i) for i in range(30)]), broken, config())

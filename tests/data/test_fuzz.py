@@ -178,7 +178,7 @@ def test_files_that_are_cut_short(tmp_path, kind):
             assert rows == [row(i) for i in range(len(rows))]
 
 
-def test_a_changed_byte_in_the_pages_of_a_parquet_file_is_seen(tmp_path):
+def test_a_changed_byte_in_the_pages_of_a_parquet_file_is_an_error(tmp_path):
     path = tmp_path / "a.parquet"
     write_parquet(path, [row(i, note="n" * 50) for i in range(20)])
     content = bytearray(path.read_bytes())

@@ -301,7 +301,7 @@ class TestLargeParquet:
             assert rows.texts("data_source") == {"task/a"}
         assert len(list(cache.glob("*.arrow"))) == 1
 
-    def test_a_damaged_copy_is_left_alone(self, tmp_path, monkeypatch):
+    def test_a_damaged_copy_is_not_touched(self, tmp_path, monkeypatch):
         monkeypatch.setenv("VERL_DATA_CACHE", str(tmp_path / "cache"))
         path = tmp_path / "a.parquet"
         write_parquet(path, [row(i) for i in range(20)])

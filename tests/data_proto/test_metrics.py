@@ -45,7 +45,7 @@ def test_tensors_are_read_late_and_carry_no_graph():
     assert metric.merge(Metric.mean(4.0, weight=4)).value == 3.0
 
 
-def test_nan_is_seen_and_empty_parts_count_for_nothing():
+def test_nan_shows_and_empty_parts_count_for_nothing():
     assert Metric.mean(float("nan"), weight=0).merge(Metric.mean(1.5, weight=2)).value == 1.5
     assert math.isnan(Metric.mean(0.0, weight=0).value)
     for first, second in ((float("nan"), 1.0), (1.0, float("nan"))):
@@ -58,7 +58,7 @@ def test_different_reductions_do_not_merge():
         merge_metrics([{"loss": Metric.sum(1)}, {"loss": Metric.mean(1)}])
 
 
-def test_names_of_some_parts_only_are_kept():
+def test_names_of_some_parts_only_stay():
     merged = merge_metrics([{"a": Metric.sum(1)}, {"b": Metric.sum(2)}, {}])
     assert metric_values(merged) == {"a": 1.0, "b": 2.0}
 

@@ -81,7 +81,7 @@ def test_adapters_in_turn_get_the_bits_that_each_gets_by_itself(engine):
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.5])
-def test_the_step_is_that_of_torch(engine, clip):
+def test_the_step_equals_the_step_of_torch(engine, clip):
     """50 steps on given gradients against torch.optim.AdamW, with values that change from call to call."""
     adapter = engine.new_adapter(4, 0)
     plain = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in adapter.weights.tensors.items()}

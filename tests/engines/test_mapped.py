@@ -86,7 +86,7 @@ def test_the_numbers_match_a_copy(folder, tmp_path, dtype):  # noqa: F811
 
 
 @pytest.mark.parametrize(("num_ranks", "on_host"), [(1, False), slow(2, False), slow(2, True)])
-def test_memory_is_given_back(tmp_path, num_ranks, on_host):
+def test_memory_is_returned(tmp_path, num_ranks, on_host):
     """Two ranks have half of the weights each, and a gathered layer that FSDP keeps for its next gather. `offload_policy`, with
     which a GPU gathers from the host, leaves the shards in the file."""
     from verl.models.tiny import make_tiny_model

@@ -239,7 +239,7 @@ def test_values_are_named_for_what_they_are(root):
     assert not vague, "name the value for what it is, as rows or path:\n" + "\n".join(vague)
 
 
-def test_vague_names_of_each_kind_are_seen():
+def test_vague_names_of_each_kind():
     code = (
         "def f(given, *, a=lambda seen: 0):\n    self.kept = found = 1\n    class Made: pass\n    read(self.wanted)\n"
     )

@@ -338,7 +338,7 @@ def test_the_sampler_draws_the_tokens_of_torch():
             assert bool(((ends[:, 0] - u).abs()[parted] < 1e-6).all())
 
 
-def test_the_threshold_of_top_p_is_that_of_torch():
+def test_the_threshold_of_top_p_equals_the_threshold_of_torch():
     for case in cases():
         probs = case.logits(case.rows(), case.one_of(VOCABULARIES)).softmax(1)
         needed = case.one_of([1e-6, 0.3, 0.9, 0.999]) * probs.sum(1, keepdim=True).double()

@@ -215,7 +215,7 @@ def test_states_with_and_without_adapters_do_not_mix(folder):
         whole_model.load_state(adapted.state())
 
 
-def test_training_starts_from_given_adapters(folder, tmp_path):
+def test_training_starts_from_adapters_of_a_folder(folder, tmp_path):
     trained = train(engine(folder))
     write_adapter(trained.state(), tmp_path / "adapter")
     again = engine(folder, lora_adapter_path=str(tmp_path / "adapter"))
@@ -267,7 +267,7 @@ def test_adapters_that_would_compute_something_else_are_refused(folder, tmp_path
         engine(folder, lora_adapter_path=str(adapter))
 
 
-def test_a_frozen_model_has_given_adapters(folder, tmp_path):
+def test_a_frozen_model_has_the_adapters_of_a_folder(folder, tmp_path):
     """`verl eval` and validation-only runs compute with the trained policy, not with its base."""
     trained = train(engine(folder))
     write_adapter(trained.state(), tmp_path / "adapter")

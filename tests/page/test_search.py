@@ -48,7 +48,7 @@ def index(tmp_path_factory):
         ({"q": "' OR 1=1 --"}, []),
     ],
 )
-def test_samples_are_found(index, query, expected):
+def test_samples_that_match(index, query, expected):
     rows = search.find_samples(index, query, limit=10)
     assert [(row["split"], row["line"]) for row in rows] == expected
 

@@ -100,7 +100,7 @@ def test_rows_go_to_their_owner():
     assert rows_of(run(Dispatch.ND_OWNER_PROTO, FLAT2, echo, batch)[1]) == list(range(9))
 
 
-def test_object_columns_that_are_not_wanted_stay():
+def test_object_columns_that_no_one_asks_for_stay():
     declared = Registered(Dispatch.ND_COMPUTE_PROTO, objects=("uid",))
     plan = plan_call(declared, FLAT2, (make_batch(4),), {})
     assert set(plan.calls[0][0][0].non_tensor_batch) == {"uid"}

@@ -74,7 +74,7 @@ print(kept, held - freed, freed - resident(), *done)
 
 
 @needs_glibc
-def test_holes_are_given_back_now_and_then():
+def test_holes_are_returned_now_and_then():
     is_kept, at_once, later, *given_back = said(_HOLES)
     assert is_kept == "True"
     assert int(at_once) <= 1

@@ -93,5 +93,5 @@ def test_a_process_that_is_gone_has_no_stack(tmp_path):
     assert dump_of(2**22 + 1, tmp_path / "stacks.txt", 0.1) == ""
 
 
-def test_a_debugger_is_seen():
+def test_a_debugger_is_noticed():
     assert in_debugger('Current thread 0x1:\n  File "/usr/lib/python3/bdb.py", line 3 in wait\n')

@@ -118,7 +118,7 @@ class TestSender:
         same(list(held.items()), new)
         return descriptions
 
-    def test_by_the_device_and_kept_on_the_host(self, sender, driver):
+    def test_by_the_device_and_stored_on_the_host(self, sender, driver):
         sender.probe(lambda description: list(read_device_bucket(description)))
         descriptions = self.taken(sender)
         assert len(descriptions) > 2

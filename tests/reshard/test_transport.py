@@ -51,7 +51,7 @@ def test_ranks_that_do_not_train(results):
     ],
 )
 @pytest.mark.parametrize("way", ["messages", "memory"])
-def test_what_goes_wrong_is_found_where_it_went_wrong(results, fault, way, words):
+def test_an_error_names_the_place_where_it_went_wrong(results, fault, way, words):
     message = results["check_faults"][f"{fault}, {way}"]
     assert "rank 2" in message
     assert words in message

@@ -33,7 +33,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_an_unusable_function_is_found_before_the_run(tmp_path, case):
+def test_an_unusable_function_is_refused_before_the_run(tmp_path, case):
     source, sentence = BROKEN[case]
     path = tmp_path / "f.py"
     path.write_text(source)

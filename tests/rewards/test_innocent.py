@@ -140,7 +140,7 @@ def test_a_process_that_the_function_forks_answers_nothing(attacked):
     assert (score.score, score.error) == (0.75, None)
 
 
-def test_a_fork_bomb_is_not_given_to_a_fresh_worker(attacked, caplog):
+def test_a_fork_bomb_does_not_go_to_a_fresh_worker(attacked, caplog):
     pool = attacked(timeout_s=5)
     before, bomb, after = pool.score_all([request(name) for name in ("0.5", "fork_bomb", "0.25")])
     assert (before.score, after.score) == (0.5, 0.25)

@@ -130,7 +130,7 @@ def test_gradients_match_all_rows(engine, mode, micro):
 
 
 @pytest.mark.parametrize("columns", [(), ("old_log_probs",), ("rollout_is_weights",)])
-def test_it_does_not_matter_which_columns_a_loss_is_given(engine, columns):
+def test_it_does_not_matter_which_columns_a_loss_gets(engine, columns):
     """Without old log-probs the current policy is its own old one; without weights nothing is weighted."""
     batch = make_batch()
     batch.pop(batch_keys=list(columns))

@@ -252,7 +252,7 @@ def test_what_came_before_changes_no_bit(name, make_engine):
         assert (a.token_ids, a.log_probs) == (b.token_ids, b.log_probs)
 
 
-def test_the_module_is_given_back_as_it_was(name, load, make_engine):
+def test_the_module_comes_back_as_it_was(name, load, make_engine):
     module = load("llama").train()
     module.gradient_checkpointing_enable()
     module.model.layers[1].eval()
@@ -307,7 +307,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_errors_before_any_token_is_made(name, case, make_engine):
+def test_errors_before_any_token(name, case, make_engine):
     prompts, config, params, error, words = BAD[case]
     ended = []
     with pytest.raises(error, match=words):
@@ -478,7 +478,7 @@ def test_aborted_samples_do_not_come_back(name, make_engine):
     assert polled == {key: tokens for key, tokens in expected.items() if key not in dropped}
 
 
-def test_only_kept_samples_continue(name, make_engine):
+def test_only_samples_that_wait_for_a_turn_continue(name, make_engine):
     engine, [prompt] = make_engine(name), make_prompts([4])
     generation = engine.open(SamplingParams(max_new_tokens=3), step=0)
     generation.add(prompt)

@@ -86,7 +86,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("family", DENSE)
-def test_samples_are_those_of_the_host_backend(family, case, device, make_engine):
+def test_samples_equal_the_host_backends(family, case, device, make_engine):
     prompts, params = make_prompts(LENGTHS), CASES[case]
     expected = make_engine("native", family).generate(prompts, params, step=1)
     ours, stats = generate(device(family), prompts, params)
@@ -144,7 +144,7 @@ def test_adapters_are_applied_with_their_present_values(family, targets, load, d
     assert_same(generate(engine, prompts, params)[0], ours)
 
 
-def test_samples_that_resume_are_those_of_the_host_backend(device, make_engine):
+def test_samples_that_resume_equal_the_host_backends(device, make_engine):
     prompts = make_prompts(LENGTHS[1:4])
     prompts = [dataclasses.replace(p, first_sample=5 * i, num_drawn=2 * i) for i, p in enumerate(prompts)]
     expected = make_engine("native").generate(prompts, CASES["sampled"], step=1)
@@ -312,7 +312,7 @@ def test_stop_strings_end_a_sample_one_step_late_and_leave_nothing_behind(device
     assert_same(generate(device(), prompts, params)[0], expected)
 
 
-def test_stores_are_kept_and_old_contents_do_not_matter(device):
+def test_stores_stay_and_old_contents_do_not_matter(device):
     one, prompts = device(), make_prompts(LENGTHS)
     first, _ = generate(one, prompts, CASES["sampled"])
     held = one.device.stores
@@ -394,7 +394,7 @@ def test_what_waits_is_an_error():
         assert (x[torch.tensor([1, 2])].sum() + x.cumsum(0)[-1]).shape == ()
 
 
-def test_new_weights_are_seen(tmp_path, device):
+def test_new_weights_act(tmp_path, device):
     from transformers import AutoModelForCausalLM
 
     from verl.models.tiny import make_tiny_model
@@ -589,7 +589,7 @@ def test_attention_of_a_step_is_that_to_all_keys(window, cached, monkeypatch):
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(-1, 3), min_size=1, max_size=12), st.integers(0, 3))
-def test_every_row_has_a_place_of_its_own(members, extra):
+def test_no_two_rows_share_a_place(members, extra):
     members = np.array(members)
     width = max(np.bincount(members[members >= 0], minlength=1).max(), 1) + extra
     gather, place = assign_places(members, int(width), 4)
@@ -667,7 +667,7 @@ def test_stores_that_stay_over_training_change_nothing(cache, n, device, monkeyp
 
 
 @pytest.mark.parametrize(("most", "stays"), [(50, True), (70, False)])
-def test_stores_stay_where_the_device_has_room_beside_training(most, stays, monkeypatch):
+def test_stores_stay_where_the_device_has_memory_left_over_from_training(most, stays, monkeypatch):
     """Of 100 bytes, 5 are other processes'."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (35, 100))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 60)

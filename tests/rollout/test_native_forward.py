@@ -97,7 +97,7 @@ def test_bfloat16_rounds_where_the_module_does(family, bf16_path, load, make_eng
     assert (engine.stats()["weight_copy_bytes"] > 0) == (bf16_path == "widened")
 
 
-def test_the_copy_is_kept_until_weights_change_or_memory_is_asked_for(load, make_engine):
+def test_the_copy_stays_until_weights_change_or_memory_is_asked_for(load, make_engine):
     module = copy.deepcopy(load("llama"))
     engine = make_engine("native", module=module)
     generate(engine)
@@ -192,7 +192,7 @@ def test_an_invariant_product_does_not_depend_on_its_neighbours(prepack):
         assert torch.equal(multiply(x[:rows].clone()), whole[:rows])
 
 
-def test_a_library_that_cannot_is_found_out(monkeypatch, caplog):
+def test_a_library_that_cannot_is_not_used(monkeypatch, caplog):
     monkeypatch.setattr(products._Prepacked, "__call__", lambda self, x: x.new_zeros(len(x), self._shape.shape[0]))
     products._can_prepack.cache_clear()
     try:

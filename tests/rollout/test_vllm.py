@@ -136,7 +136,7 @@ def swap(bucket):
     [lambda bucket: None, flip, swap, lambda bucket: {**bucket, "entries": bucket["entries"][:-1]}],
     ids=["lost", "flipped", "swapped", "a tensor dropped"],
 )
-def test_a_bucket_that_went_wrong_is_found(damage, make, load):
+def test_a_bucket_that_went_wrong_is_an_error(damage, make, load):
     rollout, done = make(), []
 
     def once(bucket):
@@ -361,7 +361,7 @@ def test_a_vllm_that_has_moved_its_names_says_which_were_tried(load, monkeypatch
         Core(setup)
 
 
-def test_heads_that_share_the_embedding_are_found():
+def test_heads_that_share_the_embedding():
     class Head(torch.nn.Linear):
         pass
 

@@ -206,7 +206,7 @@ def test_weights_that_do_not_fit_are_refused_and_the_next_update_succeeds(engine
 
 
 @pytest.mark.parametrize("kind", ["drop", "zero", "change", "swap", "norm"])
-def test_an_engine_that_holds_other_weights_than_it_was_sent_is_found(kind, engine, fault, folder, tokenizer):
+def test_an_engine_that_holds_other_weights_than_it_was_sent_is_an_error(kind, engine, fault, folder, tokenizer):
     """The weights arrive as they were sent; vLLM's model gets others, or one of three that are fused not at all."""
     module = changed(folder, 11)
     fault.write_text(kind)

@@ -123,13 +123,13 @@ def test_each_worker_reads_the_buckets_and_keeps_its_part(core):
     ],
     ids=["its part is lost", "a whole tensor changed"],
 )
-def test_one_worker_that_holds_other_weights_is_found(rank, damage, core):
+def test_one_worker_that_holds_other_weights_is_an_error(rank, damage, core):
     core._llm.models[rank].damage = damage
     with pytest.raises(ModelError, match="holds other values in"):
         update(core, 1)
 
 
-def test_a_worker_that_does_not_get_all_buckets_is_found(core):
+def test_a_worker_that_does_not_get_all_buckets_is_an_error(core):
     second = core._llm.workers[1]
     second.verl_load = lambda message: {}
     with pytest.raises(ModelError, match="did not receive the tensors that were sent"):

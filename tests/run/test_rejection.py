@@ -76,7 +76,7 @@ def test_rounds_raise_the_likelihood_of_what_they_keep(tiny_run):
     assert rows[-1]["rejection/score/mean"] > rows[0]["rejection/score/mean"]
 
 
-def test_the_file_of_kept_samples_trains_by_sft(tiny_run, tiny_llama, steps):
+def test_the_file_of_selected_samples_trains_by_sft(tiny_run, tiny_llama, steps):
     from verl.config import SFT, load_config
     from verl.data.conversations.dataset import load_conversations
     from verl.models.load import load_tokenizer

@@ -113,7 +113,7 @@ def test_a_weight_that_changed_meanwhile_stops_the_run(engine, check):
     switched(engine, drift_check=check)
 
 
-def test_a_weight_in_float64_is_seen_to_change_too(tiny_llama):
+def test_a_changed_weight_in_float64_is_noticed(tiny_llama):
     """The compared weights must be a copy, also where no dtype changes on the way."""
     settings = {"model": ModelConfig(path=str(tiny_llama)), "optim": OptimConfig(), "head": "lm", "device": CPU}
     wide = LocalEngine(engine=FSDPConfig(dtype="float64"), total_steps=1, **settings)
@@ -144,7 +144,7 @@ def test_it_is_the_turn_of_every_tensor(engine):
     assert names == set(engine.optimizer.parameters)
 
 
-def test_a_process_that_only_generates_has_its_random_state_kept():
+def test_a_process_that_only_generates_keeps_its_random_state():
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)

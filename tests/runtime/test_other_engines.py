@@ -146,7 +146,7 @@ def taught_by(folder):
     return ["distillation.enabled=True", f"{teacher}.model_path={folder}", f"{teacher}.inference.dtype=float32"]
 
 
-def test_roles_beside_megatron_match_one_process(alone, jobs, models):
+def test_other_roles_with_megatron_match_one_process(alone, jobs, models):
     """A teacher on a device of its own, and a rollout."""
     pytest.importorskip(MODULES["megatron"], reason="needs the extra megatron")
     devices = ["trainer.n_gpus_per_node=2", "distillation.nnodes=1", "distillation.n_gpus_per_node=1"]

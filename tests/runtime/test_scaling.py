@@ -39,7 +39,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_sizes_are_kept_role_by_role(folder):
+def test_each_role_keeps_its_sizes(folder):
     assert ask_role_sizes(folder, {"rollout": 3}) == {"rollout": 3, "reward": 1}
     assert ask_role_sizes(folder, {"reward": 2}) == {"rollout": 3, "reward": 2} == read_role_sizes(folder)
 

@@ -54,7 +54,7 @@ def path(tmp_path):
     return path_in(tmp_path / "run")
 
 
-def test_a_sample_is_found_again_as_it_was(path):
+def test_a_sample_reads_back_as_it_was(path):
     tracker, _ = open_tracker(path)
     take_step(tracker, 1, [0, 1], left_out=[(1, 1)])
     take_step(tracker, 2, [2, 3], error="the scorer died")
@@ -262,7 +262,7 @@ def test_a_damaged_ledger_is_said_with_what_to_do(path, content):
     assert read_counts(path.parent) is None
 
 
-def test_a_changed_byte_is_found(path):
+def test_a_changed_byte_is_an_error(path):
     tracker, _ = open_tracker(path)
     issue(tracker, 1, [1], n=1)
     tracker.generate(1, [segment(1, 0, count=7)])
@@ -493,7 +493,7 @@ def test_any_text_of_a_reward_can_be_recorded(text):
         assert "nested" in sample.parts
 
 
-def test_a_history_with_text_that_is_not_utf8_is_kept(path):
+def test_a_history_with_text_that_is_not_utf8_stays(path):
     tracker, _ = open_tracker(path)
     take_step(tracker, 1, [0, 1], error="the scorer died")
     record = tracker.commit()
@@ -547,7 +547,7 @@ def change(path, statement):
         db.commit()
 
 
-def test_a_changed_history_is_found(path):
+def test_a_changed_history_is_an_error(path):
     """A reward changes the digest of its sample; a digest, uses, order or a later step the digest of the run."""
     record = record_of_a_step(path, [0, 1])
     change(path, "UPDATE samples SET reward = 0.25 WHERE ordinal = 1 AND sample = 1")
@@ -565,7 +565,7 @@ def test_a_changed_history_is_found(path):
 
 
 @pytest.mark.parametrize("ended", ["NULL", "-1", "0.5"])
-def test_what_trained_in_no_step_is_found(path, ended):
+def test_samples_that_trained_in_no_step_are_listed(path, ended):
     """Samples of a step after the checkpoint, which rewinding would not find."""
     tracker, _ = open_tracker(path)
     take_step(tracker, 1, [0, 1])

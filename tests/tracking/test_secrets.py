@@ -88,7 +88,7 @@ def test_environment_config_and_urls_are_remembered(monkeypatch):
     assert hide_values(values) == {"token": MASK, "url": f"https://me:{MASK}@host/x", "deep": {"k": [MASK, 4, None]}}
 
 
-def test_a_secret_is_found_in_json_too(monkeypatch):
+def test_a_secret_in_json_is_hidden_too(monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", 'quo"ted\\secret')
     remember_secrets()
     assert hide('quo"ted\\secret') == MASK
