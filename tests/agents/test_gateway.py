@@ -6,7 +6,6 @@ import os
 import socket
 import sys
 import threading
-import time
 from dataclasses import replace
 
 import httpx
@@ -18,6 +17,7 @@ import torch
 from tests.agents.agents_of_users import SCHEMAS
 from tests.agents.test_exactness import Scripted, objects
 from tests.data.conversations.templates import tokenizer_of
+from tests.processes import wait_until
 from verl.agents.agents import Agents
 from verl.agents.gateway import app, runner
 from verl.config import load_config
@@ -400,9 +400,7 @@ def test_a_command_that_is_killed_from_outside_is_run_again(play, tmp_path, plac
     script.write_text(wait + COMMAND)
 
     def kill():
-        deadline = time.monotonic() + 30
-        while not begun.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(begun.exists, 30)
         below = psutil.Process().children(recursive=True)
         below = [p for p in below if p.status() != psutil.STATUS_ZOMBIE]  # of tests before; it has no command line
         (program,) = [p for p in below if p.cmdline()[1:] == [str(script)]]  # the others have more words

@@ -16,6 +16,8 @@ from gpu import rehearse, report
 from gpu.report import Step
 from gpu.section import BEGIN, END, FIGURES, PAGE, PREDICTIONS, keep, read_report, rewrite_page, section
 
+from tests.processes import is_alive, wait_until
+
 NUMBERS = {"rate": [2.5, "GB/s"]}
 NUMBER = f"""
 import json, os, subprocess, sys, time
@@ -27,13 +29,6 @@ ABORTS = Step("aborts", ("-c", NUMBER + "os.abort()"), 10.0)
 PASSES = Step("passes", ("-c", NUMBER), 10.0)
 
 
-def has_ended(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-
-
 def test_a_step_that_hangs_or_aborts_keeps_its_numbers(tmp_path):
     report.run(tmp_path, (HANGS, ABORTS, PASSES), minutes=2)
     rows = read_report(tmp_path / "report.jsonl")
@@ -42,10 +37,8 @@ def test_a_step_that_hangs_or_aborts_keeps_its_numbers(tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["logs.tar.gz", "report.jsonl"]
     with tarfile.open(tmp_path / "logs.tar.gz") as archive:
         assert len(archive.getmembers()) == 6
-    pid, deadline = int(rows[0]["tail"][0]), time.monotonic() + 20
-    while not has_ended(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert has_ended(pid), "processes that a step has started end with it"
+    pid = rows[0]["tail"][0]
+    assert wait_until(lambda: not is_alive(pid), 20), "processes that a step has started end with it"
 
 
 def test_a_step_without_time_is_listed_and_shorter_ones_run(tmp_path):

@@ -5,12 +5,12 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from peer import Peer, PeerFailed
 
 from tests.benchmarks.conftest import FOLDERS
+from tests.processes import is_alive, wait_until
 
 ECHO = """
 import os, subprocess, sys, time
@@ -50,21 +50,6 @@ def start(tmp_path):
     yield make
     for peer in peers:
         peer.close()
-
-
-def alive(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-
-
-def wait_until(condition, limit_s=10.0):
-    deadline = time.monotonic() + limit_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
 
 
 def test_answers_carry_results_and_what_was_used(start):
@@ -118,9 +103,9 @@ def test_failures_say_what_and_show_the_log(start, command, limit_s, message):
 def test_closing_ends_what_the_process_started(start):
     peer = start()
     pid = peer.ask("grandchild", 20.0)["pid"]
-    assert alive(pid)
+    assert is_alive(pid)
     peer.close()
-    assert wait_until(lambda: not alive(pid))
+    assert wait_until(lambda: not is_alive(pid))
     peer.close()  # a second time is harmless
 
 
@@ -138,8 +123,8 @@ def test_a_process_dies_with_its_parent(tmp_path):
         env={**os.environ, "PYTHONPATH": os.pathsep.join(FOLDERS)},
     )
     pid = int(process.stdout.readline())
-    assert alive(pid)
+    assert is_alive(pid)
     process.send_signal(signal.SIGKILL)
     process.wait(10)
     process.stdout.close()
-    assert wait_until(lambda: not alive(pid))
+    assert wait_until(lambda: not is_alive(pid))

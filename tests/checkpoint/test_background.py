@@ -2,12 +2,12 @@
 
 import errno
 import threading
-import time
 
 import pytest
 import torch
 
 from tests.checkpoint.states import Background, assert_same_state, make_roles, make_state, write_config
+from tests.processes import wait_until
 from verl.checkpoint import background
 from verl.checkpoint.background import BackgroundStore, write_and_report
 from verl.checkpoint.role import RoleCheckpoint
@@ -46,13 +46,6 @@ class Plain:
 @pytest.fixture
 def store(tmp_path):
     return BackgroundStore(CheckpointStore(tmp_path / "run", keep=1), timeout_s=10)
-
-
-def wait_for(condition):
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_what_was_copied_is_saved_while_training_changes_it(store):
@@ -117,7 +110,7 @@ def test_copies_put_together_what_is_in_parts(tmp_path, lora_only):
 def test_a_failure_is_heard_at_the_next_step_and_the_one_before_stays(store, failure, words):
     store.save(1, {"actor": Role(make_state(1))}, {"step": 1})
     store.save(2, {"actor": Role(make_state(2), failure=failure), "critic": Role(make_state(3))}, {"step": 2})
-    wait_for(lambda: store._error is not None)
+    assert wait_until(lambda: store._error is not None)
     with pytest.raises(CheckpointError, match=words):
         store.check()
     store.check()
@@ -143,7 +136,7 @@ def test_waiting_has_a_deadline(tmp_path):
     store.save(1, {"actor": Role(make_state(1), gate)}, {"step": 1})
     with pytest.raises(DeadlineError, match=r"Writing .*actor has not ended within 0\.1 s\. Check the disk"):
         store.finish()
-    wait_for(lambda: not store._thread.is_alive())
+    assert wait_until(lambda: not store._thread.is_alive())
     with pytest.raises(CheckpointError, match=r"has not finished within 0\.1 s \(trainer\.call_timeout_s\)"):
         store.finish()
     gate.set()

@@ -9,9 +9,9 @@ import subprocess
 import sys
 import time
 
-import psutil
 import pytest
 
+from tests.processes import is_alive, wait_until
 from tests.runtime.ranks import ROOT, end_tree
 
 
@@ -33,12 +33,6 @@ class Supervised:
         output, _ = self.process.communicate(said, timeout=30)
         return self.process.returncode, (output or b"").decode()
 
-    def until(self, condition, what):
-        deadline = time.monotonic() + 20
-        while not condition():
-            assert time.monotonic() < deadline, f"{what} within 20 s"
-            time.sleep(0.01)
-
     def attempts(self):
         """(process id, resume mode, checkpoint) of each."""
         file = self.folder / "attempts"
@@ -59,13 +53,6 @@ def supervised(tmp_path):
     yield start
     for one in started:
         end_tree(one.process.pid)
-
-
-def is_alive(pid):
-    try:
-        return psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_a_good_run_has_its_input_and_output(supervised):
@@ -197,7 +184,7 @@ def test_a_hang_is_ended_with_its_stack(supervised):
 
 def test_a_breakpoint_is_no_hang(supervised):
     run = supervised("at_a_breakpoint", "trainer.hang_timeout_s=0.2")
-    run.until(lambda: (run.folder / "attempts").exists(), "no start")
+    assert wait_until((run.folder / "attempts").exists, 20), "no start"
     time.sleep(0.9)
     code, said = run.end(b"c\n")
     assert code == 0, said
@@ -208,7 +195,7 @@ def test_nothing_is_left_of_a_run_whose_supervisor_is_killed(supervised):
     run = supervised("stops_when_asked")
     assert run.process.stdout.readline() == b"READY\n"
     run.process.kill()
-    run.until(lambda: not is_alive(run.attempts()[0][0]), "the run did not end")
+    assert wait_until(lambda: not is_alive(run.attempts()[0][0]), 20), "the run did not end"
 
 
 def test_what_a_crash_leaves_behind_is_ended_before_the_restart(supervised):

@@ -6,13 +6,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
 
 from tests.letters_task import write_task
 from tests.page.folders import make_run
+from tests.processes import is_alive, wait_until
 
 pytest.importorskip("starlette", reason="the extra `page` is not installed")
 pytest.importorskip("uvicorn", reason="the extra `page` is not installed")
@@ -33,21 +33,6 @@ print(page.address, page.process.pid, flush=True)
 time.sleep(120)
 """
 _DEADLINE_S = 60.0
-
-
-def wait_for(what, ready):
-    deadline = time.monotonic() + _DEADLINE_S
-    while not ready():
-        assert time.monotonic() < deadline, f"{what} did not happen within {_DEADLINE_S:g} s"
-        time.sleep(0.05)
-
-
-def is_alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_the_page_lives_as_long_as_its_parent(tmp_path):
@@ -81,7 +66,7 @@ def test_the_page_lives_as_long_as_its_parent(tmp_path):
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait(_DEADLINE_S)
-    wait_for("the end of the page", lambda: not is_alive(int(pid)))
+    assert wait_until(lambda: not is_alive(pid), _DEADLINE_S), "the page lives"
 
 
 def config(folder, *overrides):
@@ -152,9 +137,8 @@ def trained(model, task, folder, *, kill):
     with said.open("w") as log, subprocess.Popen(command, stdout=log, stderr=log, env=environment) as process:
         try:
             metrics = folder / "metrics.jsonl"
-            wait_for(
-                "a step", lambda: process.poll() is not None or (metrics.is_file() and metrics.read_text().count("\n"))
-            )
+            took_step = wait_until(lambda: metrics.is_file() and metrics.read_text().count("\n"), _DEADLINE_S)
+            assert took_step, said.read_text()[-2000:]
             base, _, token = re.search(r"page: (\S+)", said.read_text()).group(1).partition("/?token=")
             key = {"Authorization": f"Bearer {token}"}
             with httpx.stream("GET", f"{base}/live", headers=key, timeout=_DEADLINE_S):

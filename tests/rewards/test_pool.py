@@ -11,6 +11,7 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.processes import is_alive, wait_until
 from verl.data_proto.samples import ScoreRequest
 from verl.errors import RewardError
 from verl.rewards.process import WorkerProcess
@@ -19,24 +20,6 @@ from verl.rewards.sandbox.limits import Limits
 
 def request(reply, key=None, **fields):
     return ScoreRequest(key or reply, "unit/test", reply, "gold", **fields)
-
-
-def wait_until(condition, timeout_s=5.0):
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return False
-
-
-def runs(pid):
-    """Whether a process exists and is not a zombie."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def sleeps(seconds):
@@ -184,7 +167,7 @@ def test_a_worker_that_dies_between_calls_costs_nothing(make_pool):
     pool.start()
     pid = pool._processes[0].pid
     os.kill(pid, signal.SIGKILL)
-    assert wait_until(lambda: not runs(pid))
+    assert wait_until(lambda: not is_alive(pid))
     assert pool.score_all([request("1")])[0].error is None
 
 
@@ -197,7 +180,7 @@ def test_close_is_idempotent_ends_workers_and_running_calls(make_pool):
     pool.close()
     pool.close()
     assert time.monotonic() - start < 5
-    assert not runs(pid)
+    assert not is_alive(pid)
     assert "the run is ending" in running.result(timeout=1)[0].error
     assert "the run is ending" in waiting.result(timeout=1)[0].error
     with pytest.raises(RewardError, match="closed already"):
@@ -234,12 +217,12 @@ def test_workers_die_with_a_parent_that_is_killed(hostile):
     try:
         pids = [int(p) for p in parent.stdout.readline().split()]
         assert len(pids) == 2
-        assert all(runs(p) for p in pids)
+        assert all(is_alive(p) for p in pids)
     finally:
         parent.kill()
         parent.wait()
         parent.stdout.close()
-    assert wait_until(lambda: not any(runs(p) for p in pids)), "a worker outlived its parent"
+    assert wait_until(lambda: not any(is_alive(p) for p in pids)), "a worker outlived its parent"
 
 
 def test_a_worker_that_is_killed_while_it_starts_is_started_again(make_pool, monkeypatch, caplog):

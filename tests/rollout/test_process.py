@@ -7,6 +7,7 @@ import psutil
 import pytest
 
 from tests.forked import Forked
+from tests.processes import is_alive, wait_until
 from verl.data_proto.samples import PromptRequest, SamplingParams
 from verl.errors import DeadlineError, ModelError, WorkerLostError
 from verl.rollout.process import EngineProcess
@@ -21,13 +22,6 @@ def process(call_timeout_s=20.0, **setup):
         start_timeout_s=60.0,
         call_timeout_s=call_timeout_s,
     )
-
-
-def has_ended(pid):
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 @pytest.mark.usefixtures("forked_engines")
@@ -45,7 +39,7 @@ def test_calls_errors_and_silence():
     with pytest.raises(DeadlineError, match=said):
         engine.call("hang")
     assert time.monotonic() - started < 8
-    assert has_ended(engine.pid)
+    assert not is_alive(engine.pid)
     with pytest.raises(WorkerLostError, match="has ended"):
         engine.call("add", 1, 1)
 
@@ -61,14 +55,14 @@ def test_an_engine_that_dies_is_named_at_once(method, words):
     with pytest.raises(WorkerLostError, match=words):
         engine.call(method)
     assert time.monotonic() - started < 10
-    assert has_ended(engine.pid)
+    assert not is_alive(engine.pid)
 
 
 @pytest.mark.usefixtures("forked_engines")
 def test_an_engine_that_is_closed_has_ended_and_what_hinders_the_start_is_said():
     engine = process()
     engine.close()
-    assert has_ended(engine.pid)
+    assert not is_alive(engine.pid)
     with pytest.raises(ModelError, match="It cannot start"):
         process(refuse=True)
 
@@ -79,7 +73,4 @@ def test_it_dies_with_its_parent(tmp_path):
         "print(process().pid, flush=True)\nos.kill(os.getpid(), 9)\n"
     )
     pid = int(Forked(tmp_path / "parent.py", env=os.environ).stdout.readline())
-    deadline = time.monotonic() + 10
-    while not has_ended(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert has_ended(pid)
+    assert wait_until(lambda: not is_alive(pid))

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.foreign_text import texts
+from tests.processes import wait_until
 from tests.rollout.damaged_answers import (
     KINDS,
     PARAMS,
@@ -238,8 +239,7 @@ def test_requests_under_way_are_dropped_when_a_generation_closes():
 
         thread = threading.Thread(target=ask, daemon=True)
         thread.start()
-        while not service.asked:
-            time.sleep(0.01)
+        assert wait_until(lambda: service.asked)
         asked.cancel()
         thread.join(2.0)
         assert outcomes == ["cancelled"]

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from safetensors import safe_open
 
 from tests.forked import Forked, run_forked
 from tests.run.conftest import Run, merge
+from tests.runtime.ranks import wait_for_steps
 from tests.slow import slow
 from verl.checkpoint.background import BackgroundStore
 from verl.checkpoint.files import MANIFEST, find_damage, record_of, write_manifest
@@ -110,11 +110,7 @@ def test_interrupt_saves_and_says_how_to_go_on(unbroken, tiny_overrides, tmp_pat
     overrides = merge(overrides, ("trainer.save_freq=-1",))
     command = ["verl.trainer.main_ppo", *overrides]
     process = Forked(*command, env=os.environ)
-    metrics = folder / "metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while not (metrics.exists() and metrics.read_text().count("\n") >= 1):
-        assert time.monotonic() < deadline, "no metrics within 60 s"
-        time.sleep(0.005)
+    wait_for_steps(folder / "metrics.jsonl", 1, timeout_s=60)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     if process.returncode == 0:

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from tests.forked import Forked
+from tests.processes import wait_until
 from verl.parallel.collectives import free_port
 from verl.rewards.managers import build
 
@@ -95,6 +96,19 @@ def scorers_of(job):
         yield
 
 
+def wait_for_steps(metrics, count, *processes, timeout_s=90):
+    """Until the file of metrics has so many rows. No process may end before."""
+
+    def is_over():
+        return any(p.poll() is not None for p in processes)
+
+    def has_rows():
+        return metrics.exists() and metrics.read_text().count("\n") >= count
+
+    assert wait_until(lambda: has_rows() or is_over(), timeout_s), "no step was taken"
+    assert not is_over(), processes[0].stdout.read()[-3000:]
+
+
 def take_port(file):
     """The first rank chooses a free port the moment before it listens on it, the others learn it from `file`."""
     if "RANK" not in os.environ:
@@ -104,10 +118,7 @@ def take_port(file):
         draft = chosen.with_suffix(".draft")
         draft.write_text(str(free_port()))
         draft.rename(chosen)
-    until = time.monotonic() + 120
-    while not chosen.exists():
-        assert time.monotonic() < until, f"rank 0 has not written {chosen} within 120 s"
-        time.sleep(0.02)
+    assert wait_until(chosen.exists, 120), f"rank 0 has not written {chosen} within 120 s"
     os.environ["MASTER_PORT"] = chosen.read_text()
 
 

@@ -2,11 +2,10 @@
 
 import signal
 import socket
-import time
 
 import pytest
 
-from tests.runtime.ranks import Ranks, family, run, still_there
+from tests.runtime.ranks import Ranks, family, run, still_there, wait_for_steps
 from verl.errors import ConfigError
 from verl.parallel.collectives import peer_of_environment
 
@@ -88,13 +87,8 @@ def test_a_rank_that_is_killed_while_training(jobs):
     long = ["trainer.total_training_steps=500", "trainer.test_freq=-1", "trainer.save_freq=-1"]
     jobs.add("killed", *long, may_fail=True, has_scorers=True)
     file = jobs.file()
-    metrics = jobs.run("killed").folder / "metrics.jsonl"
     with Ranks(2, "tests.runtime.several_runs", file) as ranks:
-        until = time.monotonic() + 60
-        while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
-            assert time.monotonic() < until, "no step was taken"
-            assert all(p.poll() is None for p in ranks.processes), ranks.processes[0].stdout.read()[-3000:]
-            time.sleep(0.1)
+        wait_for_steps(jobs.run("killed").folder / "metrics.jsonl", 2, *ranks.processes)
         processes = family(*ranks.processes)
         assert len(processes) > 2, "each rank has scorers"
         ranks.processes[1].kill()
@@ -112,10 +106,7 @@ def test_a_stop_on_one_rank_is_a_stop_of_all(jobs):
     )
     folder = jobs.run("stopped").folder
     with Ranks(2, "tests.runtime.several_runs", jobs.file()) as ranks:
-        until = time.monotonic() + 60
-        while not ((folder / "metrics.jsonl").exists() and jobs.run("stopped").rows):
-            assert time.monotonic() < until, "no step was taken"
-            time.sleep(0.1)
+        wait_for_steps(folder / "metrics.jsonl", 1)
         ranks.processes[1].send_signal(signal.SIGTERM)
         codes, texts = ranks.wait(40)
     assert codes == [0, 0]

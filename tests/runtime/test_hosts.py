@@ -5,12 +5,12 @@ Slow, for root: `python -m pytest -m slow -p no:xdist tests/runtime/test_hosts.p
 
 import subprocess
 import sys
-import time
 
 import pytest
 
 from tests.runtime.conftest import assert_same, assert_same_weights, train_here
 from tests.runtime.hosts import ADDRESSES, Hosts
+from tests.runtime.ranks import wait_for_steps
 from verl.parallel.collectives import free_port
 
 pytestmark = pytest.mark.slow
@@ -85,11 +85,7 @@ def test_the_network_is_cut(hosts, jobs):
     endless = ["trainer.total_training_steps=100000", "trainer.total_epochs=100000", "trainer.save_freq=-1"]
     limits = ["trainer.test_freq=-1", "trainer.call_timeout_s=15", "actor_rollout_ref.nccl_timeout=15"]
     processes = ranks(hosts, jobs.overrides("cut", *TWO_HOSTS[:2], *endless, *limits))
-    metrics, until = jobs.run("cut").folder / "metrics.jsonl", time.monotonic() + 90
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
-        assert time.monotonic() < until, "no step was taken"
-        assert all(process.poll() is None for process in processes), processes[0].communicate()[0][-3000:]
-        time.sleep(0.2)
+    wait_for_steps(jobs.run("cut").folder / "metrics.jsonl", 3, *processes)
     hosts.cut()
     for rank, process in enumerate(processes):
         code, text = ended(process, 60)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.runtime.conftest import EVERY_SECOND, PPO, assert_same, assert_same_weights, assert_versions, train_here
-from tests.runtime.ranks import ROOT, end_tree, environment, survivors
+from tests.runtime.ranks import ROOT, end_tree, environment, survivors, wait_for_steps
 from verl.data_proto.proto import DataProto
 from verl.errors import ConfigError, DeadlineError, WorkerLostError
 from verl.single_controller.base import Dispatch, Execute, Worker, register
@@ -248,11 +248,7 @@ def test_a_process_is_killed_while_training(jobs, target, words):
         command, cwd=ROOT, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     try:
-        metrics, until = folder / "metrics.jsonl", time.monotonic() + 90
-        while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
-            assert time.monotonic() < until, "no step was taken"
-            assert driver.poll() is None, driver.stdout.read()[-3000:]
-            time.sleep(0.2)
+        wait_for_steps(folder / "metrics.jsonl", 2, driver)
         family = psutil.Process(driver.pid).children(recursive=True)
         mine = [p.pid for p in family if "RankProcess" in " ".join(cmdline(p))]
         assert len(mine) == 2

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from tests.processes import wait_until
 from tests.runtime.conftest import assert_same_weights, train_here
 from tests.runtime.ranks import ROOT, end_tree, environment, survivors
 
@@ -45,11 +46,9 @@ def test_a_node_is_killed_and_the_run_goes_on_from_its_checkpoint(cluster, jobs)
     file, folder = jobs.file(), jobs.run("nodes").folder
     driver = drive(jobs, file)
     try:
-        until = time.monotonic() + 120
-        while not (folder / "global_step_2" / "manifest.json").exists():
-            assert time.monotonic() < until, "two steps were not saved"
-            assert driver.poll() is None, driver.stdout.read()[-3000:]
-            time.sleep(0.1)
+        saved = (folder / "global_step_2" / "manifest.json").exists
+        assert wait_until(lambda: saved() or driver.poll() is not None, 120), "two steps were not saved"
+        assert driver.poll() is None, driver.stdout.read()[-3000:]
         cluster.remove_node(other, allow_graceful=False)
         killed = time.monotonic()
         text, _ = driver.communicate(timeout=90)

@@ -3,11 +3,11 @@
 import asyncio
 import random
 import threading
-import time
 from contextlib import contextmanager
 
 import tinker
 
+from tests.processes import wait_until
 from verl.page.launch import listen
 from verl.tinker.app import application
 from verl.tinker.bench import Bench
@@ -98,9 +98,7 @@ def running(bench, folder, tenants=None, certificate=None, apart=()):
     thread.start()
     try:
         assert ready.wait(30)
-        until = time.monotonic() + 30
-        while not box["server"].started and time.monotonic() < until:
-            time.sleep(0.01)
+        wait_until(lambda: box["server"].started, 30)
         yield box["served"]
     finally:
         if "served" in box:

@@ -13,6 +13,7 @@ tinker = pytest.importorskip("tinker", reason="the extra tinker is not installed
 
 from tinker import types  # noqa: E402
 
+from tests.processes import wait_until  # noqa: E402
 from tests.tinker.data import datum  # noqa: E402
 from verl.cli.main import main  # noqa: E402
 from verl.errors import CheckpointError  # noqa: E402
@@ -39,9 +40,7 @@ def test_a_request_waits_while_the_disk_takes_no_journal(served):
     file.execute(f"PRAGMA max_page_count = {pages}")
     try:
         future = trainer.forward_backward([datum(n, length=60) for n in range(200)], "cross_entropy")
-        until = time.monotonic() + 20
-        while not served.service.paused and time.monotonic() < until:
-            time.sleep(0.02)
+        wait_until(lambda: served.service.paused, 20)
         assert "full" in served.service.paused
         answer = httpx.post(f"{served.url}/api/v1/create_session", content=b'{"tags": [], "sdk_version": "0"}')
         assert answer.status_code == 503
