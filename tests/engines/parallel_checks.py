@@ -58,6 +58,11 @@ def model_folder(folder: Path, family: str, **sizes) -> Path:
     return path
 
 
+def one_layer(folder, family="qwen3"):
+    """For checks of rows, losses and heads."""
+    return model_folder(folder, family, num_hidden_layers=1)
+
+
 def make(cls, path, *, head="lm", dtype="float64", checkpointing=False, lora=0, **engine):
     built = cls(
         model=ModelConfig(path=str(path), enable_gradient_checkpointing=checkpointing, lora_rank=lora),
@@ -131,13 +136,13 @@ check_fsdp_float32 = comparison((2,), "llama", dtype="float32", forward_prefetch
 check_fsdp_no_sync_checkpointing = comparison(
     (2,), "qwen3", use_no_sync_for_gradient_accumulation=True, checkpointing=True, reshard_after_forward=False
 )
-check_value = comparison((2,), "qwen3", head="token_value")
+check_value = comparison((2,), "qwen3", model={"num_hidden_layers": 1}, head="token_value")
 
 
 @on(2)
 def check_calls_that_add_up(folder):
     """Gradients of two calls, with a tensor parallel model, against one step of one device."""
-    path, batch, micro = model_folder(folder, "qwen3"), make_batch(0, (3, 2, 4)), MicroBatching(max_tokens=24)
+    path, batch, micro = one_layer(folder), make_batch(0, (3, 2, 4)), MicroBatching(max_tokens=24)
     one, many = make(LocalEngine, path), make(FSDPEngine, path, tensor_parallel_size=2)
     tokens = int(batch.batch["response_mask"].sum())
 
@@ -156,7 +161,7 @@ def check_calls_that_add_up(folder):
 @on(2)
 def check_pairs(folder):
     """Three of four pairs on one rank."""
-    path = model_folder(folder, "qwen3")
+    path = one_layer(folder)
     one, many = (make(cls, path, head="sequence_score") for cls in (LocalEngine, FSDPEngine))
     gaps = {"loss": 0.0, "grad_norm": 0.0, "outputs": 0.0}
     for seed in range(2):
@@ -175,7 +180,7 @@ def check_pairs(folder):
 @on(2)
 def check_sequence_scores(folder):
     """With the tokens of a row divided over ranks."""
-    path, batch = model_folder(folder, "qwen3"), make_pairs()
+    path, batch = one_layer(folder), make_pairs()
     one = make(LocalEngine, path, head="sequence_score")
     many = make(FSDPEngine, path, head="sequence_score", ulysses_sequence_parallel_size=2)
     arguments = (pair_loss, ("sequence_scores",), MicroBatching(max_tokens=24))
@@ -211,7 +216,7 @@ def check_declared_weights(folder):
 @on(2)
 def check_correct_tensor(folder):
     """Correct tokens and mean logits where each rank has a part of the vocabulary."""
-    path = model_folder(folder, "qwen3")
+    path = one_layer(folder)
     one, many = make(LocalEngine, path), make(FSDPEngine, path, tensor_parallel_size=2)
     batch, micro = make_batch(0, (3, 2)), MicroBatching(max_tokens=24)
     outputs = ("log_probs", "correct", "mean_logit")
@@ -226,7 +231,7 @@ def check_correct_tensor(folder):
 
 def compare_distillation(folder, mode="jsd", **engine):
     """A student against the tokens that a teacher of the same kind lists, on uneven shares of rows."""
-    path = model_folder(folder, "qwen3")
+    path = one_layer(folder)
     one, many = make(LocalEngine, path), make(FSDPEngine, path, **engine)
     loss = DistillationLossConfig(loss_mode=mode, topk=5, use_task_rewards=False)
     objective = DistillationObjective(loss, ActorConfig(), RolloutCorrectionConfig(), max_response_length=8)
@@ -269,7 +274,7 @@ def check_distillation_sequence(folder):
 @on(2)
 def check_left_out_rows(folder):
     """Two steps without a row for rank 0 and a step with only one row, against one device that computes all rows."""
-    path = model_folder(folder, "qwen3")
+    path = one_layer(folder)
     one, many = make(LocalEngine, path), make(FSDPEngine, path)
     config = ActorConfig(calculate_entropy=True)
     objective = PolicyObjective(config, RolloutCorrectionConfig(), max_response_length=8)
@@ -356,7 +361,9 @@ check_experts_tensor = comparison(
 )
 check_ranks_without_rows = comparison((4,), "qwen3", sizes=(2,), fsdp_size=2)
 # one row, of which one rank has no predicting token
-check_sequence_without_predictions = comparison((2,), "qwen3", sizes=(1,), ulysses_sequence_parallel_size=2)
+check_sequence_without_predictions = comparison(
+    (2,), "qwen3", model={"num_hidden_layers": 1}, sizes=(1,), ulysses_sequence_parallel_size=2
+)
 
 
 @on(2)
@@ -444,14 +451,14 @@ def check_bfloat16(folder):
     for path in ("native", "widened"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(CPU_BF16, path)
-            gaps.append(compare(model_folder(folder, "llama"), dtype="bfloat16"))
+            gaps.append(compare(one_layer(folder, "llama"), dtype="bfloat16"))
     return {name: max(row[name] for row in gaps) for name in gaps[0]}
 
 
 @on(2)
 def check_float16(folder):
     """Gradients overflow on the last rank only, until the loss scale is small enough there."""
-    path, micro = model_folder(folder, "qwen3"), MicroBatching(max_tokens=24)
+    path, micro = one_layer(folder), MicroBatching(max_tokens=24)
     gaps, many = compare(path, dtype="float16"), make(FSDPEngine, path, dtype="float16")
     batch = make_batch(0, (3, 2)).select_idxs(rows_of(many, 5))
 
@@ -583,7 +590,7 @@ def check_checkpoint_of_experts(folder):
 
 @on(2)
 def check_checkpoint_of_adapters(folder):
-    path = model_folder(folder, "qwen3")
+    path = one_layer(folder)
     first = trained(path, MicroBatching(max_tokens=24), lora=4)
     save(first, folder / "adapters", 2)
     one = load(make(LocalEngine, path, dtype="float32", lora=4), folder / "adapters", 2)

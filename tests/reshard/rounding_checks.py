@@ -46,13 +46,13 @@ def masters_of(engine):
 
 
 def check_layout(folder, path, replica_size, **engine):
-    """Three steps in bfloat16 on one device and on all ranks. Gradients are summed in another order there, so the masters
+    """Two steps in bfloat16 on one device and on all ranks. Gradients are summed in another order there, so the masters
     differ in their last bits. First the ranks' weights are what their own masters say; then they get the masters of the one
     device, and have its weights."""
     one = make(LocalEngine, path, dtype="bfloat16")
     many = make(FSDPEngine, path, dtype="bfloat16", **engine)
     micro = MicroBatching(max_tokens=24)
-    for seed in range(3):
+    for seed in range(2):
         batch = make_batch(seed, (3, 1, 4, 2))
         step(one, batch, micro, "lm")
         step(many, batch.select_idxs(rows_of(many, len(batch))), micro, "lm")

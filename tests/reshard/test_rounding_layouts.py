@@ -17,6 +17,6 @@ def test_every_layout_has_the_weights_of_one_device(num_ranks, tmp_path):
         if num_ranks == 4
         else {"check_fsdp", "check_fsdp_of_odd_sizes", "check_tensor", "check_experts"}
     )
-    for name, figures in results.items():  # in three steps at a rate of 0.01 everything shows, of every rank's sample
+    for name, figures in results.items():  # in two steps at a rate of 0.01 everything shows, of every rank's sample
         assert 0.95 < figures["visible"] < 1.05, name
         assert abs(figures["visible"] - figures["of_one"]) < 0.05, name

@@ -94,6 +94,8 @@ PPO = [
 ]
 
 
+TWO_STEPS = [f"trainer.{key}=2" for key in ("total_training_steps", "test_freq", "save_freq")]
+
 # a batch of step t starts in step t - 1, and weights are sent after steps 2 and 4
 EVERY_SECOND = ["trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.parameter_sync_step=2"]
 EVERY_SECOND += ["trainer.placement={actor:[0],rollout:[1],reward:[1]}", "trainer.save_freq=2"]

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.runtime.conftest import assert_same_weights, train_here
+from tests.runtime.conftest import TWO_STEPS, assert_same_weights, train_here
 from tests.runtime.ranks import run
 from verl.data_proto.samples import PromptRequest, SamplingParams
 from verl.rollout.api import RolloutEngine
@@ -13,12 +13,11 @@ from verl.rollout.weight_version import PassiveRollout
 
 VLLM = "actor_rollout_ref.rollout.name=vllm"
 SIZE = "actor_rollout_ref.rollout.tensor_model_parallel_size"
-FEW = ("trainer.total_training_steps=2", "trainer.save_freq=2", "trainer.test_freq=2")
 
 
 @pytest.fixture(scope="module")
 def alone(jobs):
-    return train_here(jobs, "alone", *FEW)
+    return train_here(jobs, "alone", *TWO_STEPS)
 
 
 def start(jobs, num_ranks, *changes, **more):
@@ -26,7 +25,7 @@ def start(jobs, num_ranks, *changes, **more):
     name = f"ranks{num_ranks}_{len(changes)}"
     starts = jobs.root / f"{name}.starts"
     run(
-        num_ranks, "tests.rollout.stand_in", *jobs.overrides(name, *FEW, VLLM, f"{SIZE}=2", *changes),
+        num_ranks, "tests.rollout.stand_in", *jobs.overrides(name, *TWO_STEPS, VLLM, f"{SIZE}=2", *changes),
         timeout_s=180, VERL_TEST_STARTS=starts, **more,
     )  # fmt: skip
     return jobs.run(name), [json.loads(line) for line in starts.read_text().splitlines()]
