@@ -1,14 +1,14 @@
 """Processes that need torch, as forks of a process that has it: `python -m MODULE arguments` without six seconds of imports.
 
 Each test process has its own server, which is started when it is first needed and ends with it. It has imported what is
-in WARM and has run nothing; what a process sets is its own. Its command line is the server's.
+in warm.py and has run nothing; what a process sets is its own. Its command line is the server's.
 """
 
 from __future__ import annotations
 
 import atexit
 import importlib
-import multiprocessing
+import multiprocessing.forkserver
 import os
 import runpy
 import signal
@@ -18,28 +18,24 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-WARM = [
-    "psutil",
-    "pytest",
-    "safetensors.torch",
-    "torch.distributed.fsdp",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.qwen3.modeling_qwen3",
-    "transformers.models.qwen3_moe.modeling_qwen3_moe",
-    "verl.runtime.rank_workers",
-    "verl.runtime.spmd",
-    "verl.engines.fsdp",
-    "verl.models.tiny",
-    "verl.reshard.update",
-    "verl.rollout.native.engine",
-    "verl.trainer.main_ppo",
-    "verl.run.host",
-]
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(WARM)
+FORKS.set_forkserver_preload(["tests.warm"])
+
+
+def fork(target: Callable[..., object], *arguments: object, daemon: bool = False) -> Any:
+    """A started process. The server starts in the folder in which it finds tests.warm."""
+    here = os.getcwd()
+    os.chdir(ROOT)
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        os.chdir(here)
+    process = FORKS.Process(target=target, args=arguments, daemon=daemon)
+    process.start()
+    return process
 
 
 class Forked:
@@ -49,10 +45,7 @@ class Forked:
     def __init__(self, what: str | Path, *arguments: object, env: Mapping[str, str], cwd: Path = ROOT):
         self.command = [str(what), *map(str, arguments)]
         ours, theirs = FORKS.Pipe(duplex=False)
-        self._process = FORKS.Process(
-            target=_run, args=(isinstance(what, Path), self.command, dict(env), str(cwd), theirs)
-        )
-        self._process.start()
+        self._process = fork(_run, isinstance(what, Path), self.command, dict(env), str(cwd), theirs)
         theirs.close()
         self.pid = self._process.pid
         self.stdout = os.fdopen(os.dup(ours.fileno()), errors="replace")

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.forked import FORKS
+from tests.forked import fork
 from verl.config import OptimConfig
 from verl.models.optim import lr_at
 
@@ -149,9 +149,7 @@ class TestUlysses:
     def test_cut_and_gathered_over_two_ranks(self, tmp_path):
         """f(x) = sum(w * x) over tokens: each rank computes its share, and the mean over ranks of the gradients of w is that
         of one process."""
-        ranks = [FORKS.Process(target=_gather_on_a_rank, args=(rank, str(tmp_path))) for rank in range(2)]
-        for rank in ranks:
-            rank.start()
+        ranks = [fork(_gather_on_a_rank, rank, str(tmp_path)) for rank in range(2)]
         for rank in ranks:
             rank.join(60)
         assert [rank.exitcode for rank in ranks] == [0, 0]

@@ -16,19 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.forked import FORKS
+from tests.forked import fork
 
 
 def run_ranks(checks: str, num_ranks: int, folder: Path, timeout_s: float = 150.0) -> None:
     """Run every `check_*` function of the module `checks` whose `ranks` attribute names `num_ranks`, on all ranks;
     writes the results of rank 0 to results-N.json. A check that raises fails the caller with its traceback."""
     store = tempfile.mktemp(dir=folder)
-    processes = [
-        FORKS.Process(target=_rank, args=(checks, rank, num_ranks, store, str(folder)), daemon=True)
-        for rank in range(num_ranks)
-    ]
-    for process in processes:
-        process.start()
+    processes = [fork(_rank, checks, rank, num_ranks, store, str(folder), daemon=True) for rank in range(num_ranks)]
     deadline = time.monotonic() + timeout_s
     try:
         for process in processes:
