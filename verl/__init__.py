@@ -20,20 +20,7 @@ from verl.compat.finder import install, load
 from verl.parallel.process_settings import spin_briefly
 
 if TYPE_CHECKING:
-    from verl.api import (
-        Trainer,
-        cpo,
-        dpo,
-        evaluate,
-        generate,
-        kto,
-        orpo,
-        preference,
-        reward_model,
-        sft,
-        simpo,
-        train,
-    )  # fmt: skip
+    from verl.api import Trainer, cpo, dpo, evaluate, generate, kto, orpo, preference, reward_model, sft, simpo, train
     from verl.config import load_config
     from verl.data_proto.proto import DataProto, DataProtoItem
     from verl.page.notebook import Run

@@ -1,11 +1,15 @@
 """The allocator's settings, in separate processes: they last as long as the process."""
 
+import gc
 import os
 import platform
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+
+from verl.parallel import process_settings
 
 _START = """
 import ctypes, resource
@@ -42,6 +46,17 @@ def said(code, **environment):
 def faults(**environment):
     is_kept, count = said(_COUNT, **environment)
     return is_kept == "True", int(count)
+
+
+@pytest.mark.parametrize(("modules", "expected"), [({}, ["freeze"]), ({"torch": None}, [])])
+def test_imports_stay_unless_torch_was_there(modules, expected, monkeypatch):
+    calls = []
+    monkeypatch.setattr(process_settings, "sys", SimpleNamespace(modules=modules))
+    monkeypatch.setattr(gc, "freeze", lambda: calls.append("freeze"))
+    with process_settings.imports_stay():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    assert calls == expected
 
 
 @needs_glibc

@@ -113,7 +113,8 @@ def run_generate(argv: list[str]) -> int:
     """Write samples: the exit code."""
     arguments = parse("generate", _GENERATE, argv, {"--output": _OUTPUT})
     loaded = arguments.load()
-    from verl.programs.generate import generate
+    with imports_stay():
+        from verl.programs.generate import generate
 
     if sentence := generate(loaded, Path(arguments.options.output).expanduser()):
         print(sentence)

@@ -69,16 +69,16 @@ def spin_briefly() -> bool:
 
 @contextmanager
 def imports_stay() -> Iterator[None]:
-    """Inside, modules are imported without garbage collection; afterwards collections pass over their objects.
-
-    Importing torch and transformers makes a million objects that live as long as the process. Looking through them again and
-    again takes a sixth of the time of the import, and a quarter of a second of every full collection later.
-    """
+    """Import modules without garbage collection. Later collections pass over the million objects of torch and transformers,
+    which take a quarter of the time of the import and a quarter of a second of every full collection. Where torch is
+    imported already, tensors of the user may be garbage, and nothing is passed over."""
+    is_first = "torch" not in sys.modules
     with without_collection():
         try:
             yield
         finally:
-            gc.freeze()
+            if is_first:
+                gc.freeze()
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from functools import partial
 from verl.errors import VerlError
 from verl.parallel.child_processes import die_with
 from verl.parallel.framing import ChannelClosed, receive_bytes, send
+from verl.parallel.process_settings import imports_stay
 from verl.parallel.serialize import from_bytes, to_bytes
 from verl.parallel.stack_dump import DUMP_SIGNAL
 from verl.registry import load_object
@@ -25,7 +26,13 @@ def serve(channel: socket.socket) -> None:
     """Answer calls until the parent closes the channel. An exception that is not a VerlError ends the process, since its state
     is unknown; its traceback is the end of the log."""
     factory, setup = from_bytes(receive_bytes(channel))
-    engine = _answered(channel, lambda: load_object(factory)(setup), shown=False)
+
+    def make() -> object:
+        with imports_stay():
+            constructor = load_object(factory)
+        return constructor(setup)
+
+    engine = _answered(channel, make, shown=False)
     while engine is not None:
         method, arguments = from_bytes(receive_bytes(channel))
         _answered(channel, partial(getattr(engine, method), *arguments))

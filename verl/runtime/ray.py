@@ -15,7 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
+from verl.parallel.process_settings import imports_stay, keep_freed_memory
+
+with imports_stay():  # the process of an actor begins with these imports
+    import torch
+
+    import verl.models.load  # noqa: F401 - the largest
 
 from verl.data.prompts import set_template_time, template_time
 from verl.parallel import dev_shm
@@ -24,7 +29,6 @@ from verl.parallel.collectives import Collectives, Peer, free_port
 from verl.parallel.device import device_kind, resolve_device
 from verl.parallel.dispatch import CallPlan
 from verl.parallel.placement import Placement
-from verl.parallel.process_settings import keep_freed_memory
 from verl.parallel.stack_dump import all_stacks, calls, longest_call
 from verl.registry import load_object
 from verl.roles.api import Roles, SpecSource
