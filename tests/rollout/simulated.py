@@ -50,11 +50,18 @@ class Model:
 
     def __init__(self, module):
         self.parameters, self.view = dict(module.named_parameters()), eager_view(module)
-        self.lock = threading.Lock()
+        self.lock, self.computed = threading.Lock(), {}
+
+    def logits(self, ids):
+        """Computed once for equal tokens and weights, as greedy samples have."""
+        state = (*ids, sum(parameter._version for parameter in self.parameters.values()))
+        if state not in self.computed:
+            self.computed[state] = self.view(torch.tensor([ids])).logits[:, -1]
+        return self.computed[state]
 
     def next_token(self, ids, key, position, params):
         with self.lock, torch.no_grad():
-            logits = self.view(torch.tensor([ids])).logits[:, -1]
+            logits = self.logits(ids)
             u = uniforms_at(torch.tensor([key]), torch.tensor([position]))
             token, log_prob = sample(logits, params, u)
         return int(token), float(log_prob)
