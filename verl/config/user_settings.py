@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -126,17 +127,18 @@ class UserSettings:
     def conflicts(self) -> list[Problem]:
         """Keys that one source gives different values, under two spellings or nested and dotted. On a command line the last
         of equal spellings holds."""
-        problems = []
-        for i, setting in enumerate(self.settings):
-            for former in self.settings[:i]:
-                same = (former.path, former.source) == (setting.path, setting.source)
+        problems, of_key = [], defaultdict[tuple[str, str], list[Setting]](list)
+        for setting in self.settings:
+            formers = of_key[setting.path, setting.source]
+            for former in formers:
                 respelled = former.spelled != setting.spelled
-                if same and (respelled or setting.source != _COMMAND_LINE) and _clash(former.value, setting.value):
+                if (respelled or setting.source != _COMMAND_LINE) and _clash(former.value, setting.value):
                     both = f"{former.spelled} and {setting.spelled} ({setting.source}) are two spellings of one key,"
                     subject = both if respelled else f"{setting.spelled} ({setting.source}) is"
                     values = f"({former.value!r} and {setting.value!r})"
                     sentence = f"{subject} given with different values {values}. Give only one of them."
                     problems.append(error(setting.path, sentence))
+            formers.append(setting)
         return problems
 
     def _flatten(self, value: object, prefix: str) -> Iterator[tuple[str, object]]:

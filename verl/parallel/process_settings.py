@@ -74,11 +74,9 @@ def imports_stay() -> Iterator[None]:
     imported already, tensors of the user may be garbage, and nothing is passed over."""
     is_first = "torch" not in sys.modules
     with without_collection():
-        try:
-            yield
-        finally:
-            if is_first:
-                gc.freeze()
+        yield
+        if is_first:
+            gc.freeze()
 
 
 @contextmanager

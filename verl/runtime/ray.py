@@ -17,10 +17,10 @@ from typing import Any
 
 from verl.parallel.process_settings import imports_stay, keep_freed_memory
 
-with imports_stay():  # the process of an actor begins with these imports
-    import torch
+with imports_stay():  # the process of an actor begins here
+    import verl.models.load  # noqa: F401 - the largest import
 
-    import verl.models.load  # noqa: F401 - the largest
+import torch
 
 from verl.data.prompts import set_template_time, template_time
 from verl.parallel import dev_shm
