@@ -68,9 +68,18 @@ def overrides(task, tiny_llama):
 
 @pytest.fixture
 def verl(capsys):
+    """`verl(*arguments)`: (exit code, output). `verl.ends(code, *arguments, words=)`: the output, which has these words."""
+
     def run(*arguments):
         code = main([str(a) for a in arguments])
         said = capsys.readouterr()
         return code, said.out + said.err
 
+    def ends(expected, *arguments, words=()):
+        code, said = run(*arguments)
+        assert code == expected, said
+        assert not [word for word in words if word not in said], said
+        return said
+
+    run.ends = ends
     return run

@@ -209,8 +209,7 @@ def test_a_scorer_that_fails_costs_its_samples_only(harm, verl, overrides, task)
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         f"    return 1.0 if int(ground_truth) % 2 else {expression}\n"
     )
-    code, said = verl("train", *overrides({**SETTINGS, "reward.debug": False}), "reward.default_score=0")
-    assert code == 0, said
+    said = verl.ends(0, "train", *overrides({**SETTINGS, "reward.debug": False}), "reward.default_score=0")
     assert cause in said
     assert "gets the default score 0" in said
     run = Run(task / "run")
@@ -271,8 +270,7 @@ def test_a_disk_that_fills_while_a_row_is_written(verl, overrides, task, finishe
 
 def assert_goes_on(verl, overrides, task, finished):
     """The same command again, with free space, ends where the unbroken run did."""
-    code, said = verl("train", *overrides(SETTINGS))
-    assert code == 0, said
+    verl.ends(0, "train", *overrides(SETTINGS))
     assert Run(task / "run").repeatable == finished.repeatable
 
 
@@ -297,10 +295,7 @@ def test_when_all_are_damaged_nothing_is_started_over_them(verl, overrides, earl
     for step in (1, 2):
         damage(earlier.folder, step)
     before = contents(earlier.folder)
-    code, said = verl("train", *overrides(LONGER))
-    assert code == 6
-    assert "No checkpoint in" in said
-    assert "set trainer.resume_mode=disable" in said
+    verl.ends(6, "train", *overrides(LONGER), words=["No checkpoint in", "set trainer.resume_mode=disable"])
     assert contents(earlier.folder) == before
     assert verl("check", *overrides(LONGER))[0] == 1
 
@@ -309,18 +304,14 @@ def test_a_damaged_checkpoint_that_was_asked_for(verl, overrides, earlier):
     damage(earlier.folder, 2)
     before = contents(earlier.folder)
     asked = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": earlier.folder / "global_step_2"}
-    code, said = verl("train", *overrides({**LONGER, **asked}))
-    assert code == 6
-    assert "global_step_2 is damaged" in said
-    assert "Give another one" in said
+    verl.ends(6, "train", *overrides({**LONGER, **asked}), words=["global_step_2 is damaged", "Give another one"])
     assert contents(earlier.folder) == before
     assert verl("check", *overrides({**LONGER, **asked}))[0] == 1
 
 
 def test_a_new_start_sets_the_records_of_the_earlier_run_aside(verl, overrides, earlier):
     metrics = earlier.folder.joinpath("metrics.jsonl").read_text()
-    code, said = verl("train", *overrides({**SETTINGS, "trainer.resume_mode": "disable"}))
-    assert code == 0, said
+    said = verl.ends(0, "train", *overrides({**SETTINGS, "trainer.resume_mode": "disable"}))
     (aside,) = [folder for folder in earlier.folder.glob("superseded_*") if (folder / "metrics.jsonl").exists()]
     assert str(aside) in said
     assert (aside / "metrics.jsonl").read_text() == metrics
@@ -352,10 +343,6 @@ def test_export_of_a_damaged_run_makes_nothing(verl, earlier, task):
 
 
 def test_export_of_a_step_or_role_that_is_not_there(verl, earlier, task):
-    code, said = verl("export", earlier.folder, task / "out", "--step", 9)
-    assert code == 6
-    assert "there are: 2, 1" in said
-    code, said = verl("export", earlier.folder, task / "out", "--role", "critic")
-    assert code == 6
-    assert "critic" in said
+    verl.ends(6, "export", earlier.folder, task / "out", "--step", 9, words=["there are: 2, 1"])
+    verl.ends(6, "export", earlier.folder, task / "out", "--role", "critic", words=["critic"])
     assert not (task / "out").exists()

@@ -28,8 +28,7 @@ def failures(said):
 
 
 def test_a_run_that_can_start(verl, overrides):
-    code, said = verl("check", *overrides())
-    assert code == 0, said
+    said = verl.ends(0, "check", *overrides())
     assert not failures(said)
     for sentence in (
         "8 training rows (letters 8)",
@@ -58,9 +57,7 @@ def test_rows_for_only_a_teacher_need_no_reference_answer(verl, overrides, task,
 
 
 def test_dry_run_is_the_same_and_trains_nothing(verl, overrides, task):
-    code, said = verl("train", "--dry-run", *overrides())
-    assert code == 0
-    assert "Ready to train" in said
+    verl.ends(0, "train", "--dry-run", *overrides(), words=["Ready to train"])
     assert not (task / "run").exists()
 
 
@@ -129,8 +126,7 @@ BAD_KEYS = {
 @pytest.mark.parametrize("name", BAD_KEYS)
 def test_bad_input_is_refused(name, verl, overrides):
     changes, *words = BAD_KEYS[name]
-    code, said = verl("check", *overrides(changes))
-    assert code == 1
+    said = verl.ends(1, "check", *overrides(changes))
     assert any(all(word in line for word in words) for line in failures(said)), said
 
 
@@ -163,8 +159,7 @@ BAD_SURROUNDINGS = {
 def test_bad_surroundings_are_refused(name, verl, overrides, task, monkeypatch):
     prepare, words = BAD_SURROUNDINGS[name]
     prepare(task, monkeypatch)
-    code, said = verl("check", *overrides())
-    assert code == 1
+    said = verl.ends(1, "check", *overrides())
     assert any(all(word in line for word in words) for line in failures(said)), said
 
 
@@ -172,9 +167,7 @@ def test_a_reward_that_fails_everywhere(verl, overrides, task):
     (task / "reward.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return float('nan')\n"
     )
-    code, said = verl("check", *overrides())
-    assert code == 1
-    assert "the reward function failed on 11" in said
+    verl.ends(1, "check", *overrides(), words=["the reward function failed on 11"])
 
 
 @pytest.mark.parametrize("damage", ["none", "empty"])
@@ -183,8 +176,7 @@ def test_a_model_folder_without_good_weights(damage, verl, overrides, tiny_llama
     (folder / "model.safetensors").unlink()
     if damage == "empty":
         (folder / "model.safetensors").write_bytes(b"\0" * 20)
-    code, said = verl("check", *overrides({"actor_rollout_ref.model.path": folder}))
-    assert code == 1
+    said = verl.ends(1, "check", *overrides({"actor_rollout_ref.model.path": folder}))
     assert any(("has no weights" if damage == "none" else "damaged") in line for line in failures(said)), said
 
 
@@ -206,8 +198,7 @@ def test_control_tokens_in_the_data_are_warned_about(verl, overrides, task):
 
 
 def test_where_it_would_go_on(verl, overrides, task):
-    code, said = verl("train", *overrides({"trainer.save_freq": 1, "trainer.val_before_train": False}))
-    assert code == 0, said
+    verl.ends(0, "train", *overrides({"trainer.save_freq": 1, "trainer.val_before_train": False}))
     assert "resumes from step 2" in verl("check", *overrides())[1]
     assert "starts a new run beside them" in verl("check", *overrides({"trainer.resume_mode": "disable"}))[1]
     (task / "run" / "global_step_2" / "trainer_state.json").write_text("{}")
@@ -297,8 +288,7 @@ def test_trained_and_saved_bytes():
 
 def test_saved_bytes_of_a_real_checkpoint(tiny_llama, tmp_path, task, overrides, verl):
     settings = {"trainer.save_freq": 2, "trainer.val_before_train": False, "trainer.total_training_steps": 2}
-    code, said = verl("train", *overrides(settings))
-    assert code == 0, said
+    verl.ends(0, "train", *overrides(settings))
     subject = subject_of(*overrides(settings))
     list(check_model_files(subject))
     saved = sum(f.stat().st_size for f in (task / "run" / "global_step_2").rglob("*.safetensors"))
@@ -343,8 +333,7 @@ def test_checkpoints_at_once(settings, expected):
 
 
 def test_eval_writes_metrics(verl, overrides, task):
-    code, said = verl("eval", *overrides({"data.train_files": None}))
-    assert code == 0, said
+    verl.ends(0, "eval", *overrides({"data.train_files": None}))
     metrics = json.loads((task / "run" / "eval" / "eval.json").read_text())
     assert 0 <= metrics["val/reward"] <= 1
 
@@ -359,8 +348,7 @@ def test_a_run_of_one_process_needs_its_rollout_engine_here(verl, overrides, mon
 
 def test_generate_writes_a_line_per_sample(verl, overrides, task):
     output = task / "made" / "samples.jsonl"
-    code, said = verl("generate", "--output", output, *overrides())
-    assert code == 0, said
+    said = verl.ends(0, "generate", "--output", output, *overrides())
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert len(rows) == 3 * 2
     assert {"prompt", "response"} <= set(rows[0])
@@ -372,8 +360,7 @@ def test_generate_replaces_neither_its_prompts_nor_a_device(verl, overrides, tas
     prompts = (task / "val.jsonl").read_bytes()
     os.mkfifo(task / "pipe")
     for name, sentence in (("val.jsonl", "is a file of data.val_files"), ("pipe", "is a pipe"), (".", "is a folder")):
-        code, said = verl("generate", "--output", task / name, *overrides())
-        assert code == 2, said
+        said = verl.ends(2, "generate", "--output", task / name, *overrides())
         assert sentence in said
     assert (task / "val.jsonl").read_bytes() == prompts
 
@@ -389,8 +376,7 @@ def test_generate_replaces_neither_its_prompts_nor_a_device(verl, overrides, tas
     ],
 )
 def test_a_verb_of_nothing_makes_nothing(arguments, expected_code, words, verl, task):
-    code, said = verl(*arguments.format(task=task).split())
-    assert code == expected_code
+    said = verl.ends(expected_code, *arguments.format(task=task).split())
     assert words in said
     assert not (task / "out").exists()
 
@@ -474,19 +460,14 @@ def test_other_fine_tuning_problems(check_sft):
 
 
 def test_a_dry_run_of_fine_tuning_is_its_check(verl, task):
-    code, said = verl("sft", "--dry-run", "model.path=/nowhere", f"trainer.default_local_dir={task / 'run'}")
-    assert code == 1
+    said = verl.ends(1, "sft", "--dry-run", "model.path=/nowhere", f"trainer.default_local_dir={task / 'run'}")
     assert [line for line in said.splitlines() if "/nowhere does not exist" in line] == failures(said)[:1], said
     assert "not checked: see model" in said
 
 
 def test_the_program_follows_from_the_config_name(verl):
-    code, said = verl("check", "--config-name")
-    assert code == 2
-    assert "expected one argument" in said
-    code, said = verl("check", "--config-name=sft_trainer_engine", "model.pathh=x")
-    assert code == 1
-    assert "did you mean 'model.path'" in said
+    verl.ends(2, "check", "--config-name", words=["expected one argument"])
+    verl.ends(1, "check", "--config-name=sft_trainer_engine", "model.pathh=x", words=["did you mean 'model.path'"])
 
 
 # -- preferences -------------------------------------------------------------------------------------------------------------
@@ -622,8 +603,7 @@ def test_an_entry_of_a_list_that_names_nothing_is_refused(verl, overrides, task,
     valid, others = LISTS_OF_NAMES[key]
     valid = valid or [task / f"{key.removeprefix('data.').removesuffix('_files')}.jsonl"]
     typo = 9999 if key.endswith("ids") else f"{valid[0]}x"
-    code, said = verl("check", *overrides({**others, key: f"[{','.join(map(str, valid))}]"}))
-    assert code == 0, said
+    verl.ends(0, "check", *overrides({**others, key: f"[{','.join(map(str, valid))}]"}))
     code, said = verl("check", *overrides({**others, key: f"[{','.join(map(str, [*valid, typo]))}]"}))
     assert code != 0
     assert str(typo) in said

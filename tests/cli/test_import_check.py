@@ -98,8 +98,7 @@ def test_a_script_that_does_not(verl, tmp_path):
     text = "python -m verl.trainer.main_ppo trainer.device=npu data.train_batch_sise=3 trainer.nnodes=x\n"
     text += "python -m verl.trainer.no_such"
     (tmp_path / "run.sh").write_text(text)
-    code, said = verl("import-check", str(tmp_path / "run.sh"))
-    assert code == 1
+    said = verl.ends(1, "import-check", str(tmp_path / "run.sh"))
     for words in (
         "trainer.device=npu",
         "'data.train_batch_size'",
@@ -107,18 +106,14 @@ def test_a_script_that_does_not(verl, tmp_path):
         "verl.trainer.no_such is not available",
     ):
         assert words in said
-    code, said = verl("import-check", str(tmp_path / "none.sh"))
-    assert code == 1
-    assert "there is no file" in said
+    verl.ends(1, "import-check", str(tmp_path / "none.sh"), words=["there is no file"])
 
 
 def test_a_yaml_file(verl, tmp_path):
     (tmp_path / "run.yaml").write_text(
         "defaults: [ppo_trainer, _self_]\ntrainer: {nnodes: 1}\ndata: {max_promt_length: 3}\n"
     )
-    code, said = verl("import-check", str(tmp_path / "run.yaml"))
-    assert code == 1
-    assert "did you mean 'data.max_prompt_length'" in said
+    verl.ends(1, "import-check", str(tmp_path / "run.yaml"), words=["did you mean 'data.max_prompt_length'"])
 
 
 PYTHON = """
@@ -154,8 +149,7 @@ class Rows(RLHFDataset):
 def test_a_python_file(verl, tmp_path):
     (tmp_path / "mine.py").write_text(PYTHON)
     (tmp_path / "beside.py").write_text("")
-    code, said = verl("import-check", str(tmp_path / "mine.py"))
-    assert code == 1
+    said = verl.ends(1, "import-check", str(tmp_path / "mine.py"))
     for words in (
         "imports verl.DataProto, verl.trainer.ppo.core_algos.register_adv_est",
         "line 4: verl.trainer.ppo.core_algos has no 'no_such_function'",
@@ -174,8 +168,7 @@ def test_a_python_file(verl, tmp_path):
 def test_a_python_file_that_runs(verl, tmp_path):
     text = "def compute_score(data_source, solution_str, ground_truth, **kwargs):\n    return 1.0\n"
     (tmp_path / "reward.py").write_text(text)
-    code, said = verl("import-check", str(tmp_path / "reward.py"))
-    assert code == 0, said
+    verl.ends(0, "import-check", str(tmp_path / "reward.py"))
 
 
 KINDS = {

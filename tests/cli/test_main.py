@@ -35,8 +35,7 @@ def fresh_python(code, *arguments):
 
 
 def test_help_lists_every_verb(verl):
-    code, said = verl("--help")
-    assert code == 0
+    said = verl.ends(0, "--help")
     for name, verb in VERBS.items():
         assert f"{name} " in said
         assert verb.meaning in said
@@ -63,28 +62,21 @@ def test_help_of_a_verb_by_name(verb, words, capsys):
 
 
 def test_no_verb_is_a_usage_error(verl):
-    code, said = verl()
-    assert code == 2
-    assert "usage: verl VERB" in said
+    verl.ends(2, words=["usage: verl VERB"])
 
 
 def test_unknown_verb_names_the_nearest(verl):
-    code, said = verl("trian")
-    assert code == 2
-    assert "did you mean 'train'?" in said
+    verl.ends(2, "trian", words=["did you mean 'train'?"])
 
 
 @pytest.mark.parametrize(("verb", "words"), [("merge", "verl export"), ("grpo", "verl train"), ("bench", "verl plan")])
 def test_verbs_known_elsewhere_say_what_to_do(verb, words, verl):
-    code, said = verl(verb, "--help")
-    assert code == 2
+    said = verl.ends(2, verb, "--help")
     assert words in said
 
 
 def test_an_argument_that_is_no_text_is_refused(verl):
-    code, said = verl("train", "trainer.default_local_dir=\udcc3x")
-    assert code == 2
-    assert "PYTHONUTF8=1" in said
+    verl.ends(2, "train", "trainer.default_local_dir=\udcc3x", words=["PYTHONUTF8=1"])
 
 
 def test_version(verl):
@@ -137,17 +129,14 @@ def test_help_of_every_verb_starts_without_torch_and_quickly():
 def test_an_error_of_ours_is_a_sentence_and_the_code_of_its_type(kind, verl, monkeypatch):
     monkeypatch.delenv("LOG_LEVEL", raising=False)
     monkeypatch.setattr("verl.data.prepare.main", raising(kind("The cause, the place, the fix.")))
-    code, said = verl("data")
-    assert code == kind.exit_code
+    said = verl.ends(kind.exit_code, "data")
     assert said == "verl data: The cause, the place, the fix.\n"
 
 
 def test_debug_shows_the_traceback_too(verl, monkeypatch):
     monkeypatch.setenv("LOG_LEVEL", "debug")
     monkeypatch.setattr("verl.data.prepare.main", raising(errors.DataError("A sentence.")))
-    code, said = verl("data")
-    assert code == errors.DataError.exit_code
-    assert "Traceback" in said
+    said = verl.ends(errors.DataError.exit_code, "data", words=["Traceback"])
     assert said.endswith("verl data: A sentence.\n")
 
 
@@ -180,8 +169,7 @@ NO_MEMORY = "verl data: there is not enough memory. Lower lengths or batch sizes
 )
 def test_an_exception_in_verl_is_a_bug_but_for_a_lack_of_memory(error, sentence, is_a_bug, verl, monkeypatch):
     monkeypatch.setattr("verl.data.prepare.main", in_verl(error))
-    code, said = verl("data")
-    assert code == 70
+    said = verl.ends(70, "data")
     assert sentence in said
     assert ("this is a bug in verl" in said) == is_a_bug
 
@@ -192,9 +180,7 @@ def test_code_of_the_user_is_named(text, verl, monkeypatch, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(f"import json\n\n\ndef main(argv):\n    {text}\n")
     monkeypatch.setattr("verl.data.prepare.main", lambda argv: load_module(str(file)).main(argv))
-    code, said = verl("data")
-    assert code == 70
-    assert f"verl data: {file}, line 5, raised " in said
+    said = verl.ends(70, "data", words=[f"verl data: {file}, line 5, raised "])
     assert "bug in verl" not in said
 
 
@@ -223,8 +209,7 @@ REFUSALS = {
 @pytest.mark.parametrize("number", REFUSALS)
 def test_what_the_system_refuses_is_a_sentence(number, verl, monkeypatch):
     monkeypatch.setattr("verl.data.prepare.main", raising(OSError(number, os.strerror(number), "rows.jsonl")))
-    code, said = verl("data")
-    assert code == 1
+    said = verl.ends(1, "data")
     assert said.startswith(f"verl data: Reading or writing rows.jsonl failed: {os.strerror(number)}. ")
     assert REFUSALS[number] in said
     assert said.count("\n") == 1
@@ -232,9 +217,7 @@ def test_what_the_system_refuses_is_a_sentence(number, verl, monkeypatch):
 
 def test_other_errors_of_the_system_are_bugs(verl, monkeypatch):
     monkeypatch.setattr("verl.data.prepare.main", raising(FileNotFoundError(errno.ENOENT, "No such file", "gone")))
-    code, said = verl("data")
-    assert code == 70
-    assert "FileNotFoundError" in said
+    verl.ends(70, "data", words=["FileNotFoundError"])
 
 
 RUN_MODULES = """
@@ -297,8 +280,7 @@ def test_one_rank_of_a_node_says_what_is_wrong_with_the_config(verl, monkeypatch
     ):
         monkeypatch.setenv("LOCAL_RANK", rank)
         monkeypatch.setattr("verl.data.prepare.main", raising(kind("The cause.")))
-        code, said = verl("data")
-        assert code == kind.exit_code
+        said = verl.ends(kind.exit_code, "data")
         assert ("The cause." in said) is says
 
 

@@ -23,8 +23,7 @@ ARGUMENTS = (
 
 
 def test_a_plan_as_tables(verl):
-    code, said = verl("plan", *ARGUMENTS, "plan.async=off", "plan.workload.response=[100, 300, 700, 1024]")
-    assert code == 0, said
+    said = verl.ends(0, "plan", *ARGUMENTS, "plan.async=off", "plan.workload.response=[100, 300, 700, 1024]")
     for words in (
         "a step takes about",
         "placement: actor, reference on 4",
@@ -37,8 +36,7 @@ def test_a_plan_as_tables(verl):
 
 
 def test_overrides_load(verl):
-    code, said = verl("plan", *ARGUMENTS, "--json", "plan.async=off")
-    assert code == 0, said
+    said = verl.ends(0, "plan", *ARGUMENTS, "--json", "plan.async=off")
     plans = json.loads(said)
     best = plans["best"]
     own = [a for a in ARGUMENTS if not a.startswith("plan.")]
@@ -51,8 +49,7 @@ def test_overrides_load(verl):
 
 
 def test_the_overrides_of_a_disaggregated_plan_load(verl):
-    code, said = verl("plan", *ARGUMENTS, "--json", "plan.async=on")
-    assert code == 0, said
+    said = verl.ends(0, "plan", *ARGUMENTS, "--json", "plan.async=on")
     best = json.loads(said)["best"]
     own = [a for a in ARGUMENTS if not a.startswith("plan.")]
     config = load_config([*own, *best["overrides"]], check=False).config
@@ -62,13 +59,9 @@ def test_the_overrides_of_a_disaggregated_plan_load(verl):
 
 
 def test_a_simulated_run_can_be_shown(verl, tmp_path):
-    code, said = verl("plan", *ARGUMENTS, "--simulate", tmp_path / "run", "--steps", "12")
-    assert code == 0, said
-    assert "simulated 12 steps" in said
+    verl.ends(0, "plan", *ARGUMENTS, "--simulate", tmp_path / "run", "--steps", "12", words=["simulated 12 steps"])
     verl("plan", *ARGUMENTS, "plan.cluster.hbm_gb=60", "--beside", tmp_path / "run")
-    code, said = verl("show", tmp_path / "run")
-    assert code == 0, said
-    assert "a step takes" in said
+    said = verl.ends(0, "show", tmp_path / "run", words=["a step takes"])
     assert re.search(r"planned were \S+ s a step, .*, measured \S+ s \([+-]\d+%\); \w+ differs most: ", said)
 
 
@@ -82,8 +75,7 @@ def test_a_simulated_run_can_be_shown(verl, tmp_path):
 )
 def test_programs_on_rows_of_a_file(verl, program, settings, words):
     arguments = ("--program", program, *settings, "trainer.n_gpus_per_node=4", "data.max_length=4096")
-    code, said = verl("plan", *arguments)
-    assert code == 0, said
+    said = verl.ends(0, "plan", *arguments)
     assert all(w in said for w in words)
     code, said = verl("plan", *arguments, "--json")
     best = json.loads(said)["best"]
@@ -109,15 +101,13 @@ def test_a_plan_whose_engine_refuses_the_model_says_so(engine, refused, verl):
         "plan.cluster={gpu: h100_sxm, nodes: 64}",
         f"plan.engine={engine}",
     )
-    code, said = verl("plan", *ARGUMENTS[1:-1], *own, "plan.async=off")
-    assert code == 0, said
+    said = verl.ends(0, "plan", *ARGUMENTS[1:-1], *own, "plan.async=off")
     assert ("verl train cannot start this plan: the model has latent attention and shared experts" in said) == refused
 
 
 def test_a_plan_that_is_applied_runs_with_its_prediction(verl, overrides, task):
     asked = ("plan.cluster={gpu:h100_sxm,gpus_per_node:1}", "plan.async=off", "plan.apply=true")
-    code, said = verl("plan", *overrides({"trainer.total_training_steps": 1}), *asked, "--steps", "2")
-    assert code == 0, said
+    verl.ends(0, "plan", *overrides({"trainer.total_training_steps": 1}), *asked, "--steps", "2")
     assert (task / "run" / "metrics.jsonl").is_file()
     code, said = verl("show", task / "run")
     assert "planned were" in said
@@ -125,11 +115,8 @@ def test_a_plan_that_is_applied_runs_with_its_prediction(verl, overrides, task):
 
 @pytest.mark.slow
 def test_this_processor_as_the_cluster(verl, overrides):
-    code, said = verl("plan", *overrides(), "plan.cluster.gpu=cpu")
-    assert code == 0, said
-    assert "on 1 x cpu" in said
-    code, said = verl("plan", *overrides({"actor_rollout_ref.model.path": "Llama-3.1-405B"}), "plan.cluster.gpu=cpu")
-    assert code == 2, said
+    verl.ends(0, "plan", *overrides(), "plan.cluster.gpu=cpu", words=["on 1 x cpu"])
+    said = verl.ends(2, "plan", *overrides({"actor_rollout_ref.model.path": "Llama-3.1-405B"}), "plan.cluster.gpu=cpu")
     assert "Take a smaller model" in " ".join(said.split())
 
 
@@ -137,8 +124,7 @@ def test_overrides_undo_what_the_command_says_otherwise(verl):
     own = [a for a in ARGUMENTS if not a.startswith("plan.")]
     keys = ("actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=4",
              "actor_rollout_ref.actor.fsdp_config.param_offload=True", "trainer.n_gpus_per_node=4")  # fmt: skip
-    code, said = verl("plan", *own, *keys, "plan.async=off", "--json")
-    assert code == 0, said
+    said = verl.ends(0, "plan", *own, *keys, "plan.async=off", "--json")
     best = json.loads(said)["best"]
     config = load_config([*own, *keys, *best["overrides"]], check=False).config
     layout = best["placement"][0]["choices"]["actor"]["layout"]
@@ -156,8 +142,7 @@ def test_float32_counts(verl):
     fsdp = "actor_rollout_ref.actor.fsdp_config"
 
     def weights(*keys):
-        code, said = verl("plan", *lora, *keys)
-        assert code == 0, said
+        said = verl.ends(0, "plan", *lora, *keys)
         return json.loads(said)["best"]["placement"][0]["choices"]["actor"]["bytes"]["train"]["weights"]
 
     assert weights(f"{fsdp}.dtype=float32") == pytest.approx(2 * weights())
@@ -193,14 +178,12 @@ def test_mappings_without_blanks():
     ],
 )
 def test_refusals(verl, setting, words):
-    code, said = verl("plan", *ARGUMENTS, setting)
-    assert code == 2, said
+    said = verl.ends(2, "plan", *ARGUMENTS, setting)
     assert words in " ".join(said.split())
 
 
 def test_a_model_that_does_not_fit(verl):
-    code, said = verl("plan", *ARGUMENTS, "actor_rollout_ref.model.path=Llama-3.1-70B")
-    assert code == 2
+    said = verl.ends(2, "plan", *ARGUMENTS, "actor_rollout_ref.model.path=Llama-3.1-70B")
     assert "It fits on 16: set plan.cluster.nodes" in " ".join(said.split())
 
 
@@ -232,8 +215,7 @@ def test_network_of_a_node_is_shared_by_its_devices():
 def test_the_plan_next_to_a_run(verl, tmp_path):
     from verl.page.reader import RunReader
 
-    code, said = verl("plan", *ARGUMENTS, "plan.async=off", "--beside", str(tmp_path / "run"), "--steps", "3")
-    assert code == 0, said
+    verl.ends(0, "plan", *ARGUMENTS, "plan.async=off", "--beside", str(tmp_path / "run"), "--steps", "3")
     run = RunReader(tmp_path / "run", "run")
     run.refresh(0)
     assert [row["step"] for row in run.planned] == [1, 2, 3]

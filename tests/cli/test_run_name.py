@@ -64,8 +64,7 @@ def test_ranks_of_a_launcher_share_a_folder(monkeypatch):
 def test_a_run_resumes_in_it(verl, overrides, tmp_path):
     keys = [key for key in overrides({"trainer.save_freq": 1}) if "default_local_dir" not in key]
     for steps in (1, 2):
-        code, said = verl("train", *keys, f"trainer.total_training_steps={steps}")
-        assert code == 0, said
+        verl.ends(0, "train", *keys, f"trainer.total_training_steps={steps}")
     (folder,) = (tmp_path / "checkpoints").iterdir()
     assert (folder / "global_step_2").is_dir()
     assert f"checkpoints/{folder.name}; resumes from step 2" in verl("check", *keys)[1]

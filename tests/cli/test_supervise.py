@@ -217,7 +217,6 @@ def test_crashes_are_shown(tmp_path, verl):
         {"time": 0, "event": "gave up", "step": 3, "phase": "gen", "cause": "SIGKILL"},
     ]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    code, said = verl("show", tmp_path)
-    assert code == 0
-    assert "restarted 1 time after a crash; then it gave up" in said
-    assert "in step 3 (gen): SIGKILL" in said
+    verl.ends(
+        0, "show", tmp_path, words=["restarted 1 time after a crash; then it gave up", "in step 3 (gen): SIGKILL"]
+    )
