@@ -54,8 +54,12 @@ def path(tmp_path):
     return path_in(tmp_path / "run")
 
 
-def test_a_sample_reads_back_as_it_was(path):
-    tracker, _ = open_tracker(path)
+@pytest.fixture
+def tracker(path):
+    return open_tracker(path)[0]
+
+
+def test_a_sample_reads_back_as_it_was(path, tracker):
     take_step(tracker, 1, [0, 1], left_out=[(1, 1)])
     take_step(tracker, 2, [2, 3], error="the scorer died")
     assert tracker.cursor == 4
@@ -82,8 +86,7 @@ def test_a_sample_reads_back_as_it_was(path):
     )
 
 
-def test_rows_that_are_drawn_several_times_count_so_often(path):
-    tracker, _ = open_tracker(path)
+def test_rows_that_are_drawn_several_times_count_so_often(path, tracker):
     issue(tracker, 1, [0])
     tracker.generate(1, [segment(0, 0), segment(0, 1)])
     tracker.score(1, [scored(0, 0), scored(0, 1)])
@@ -94,8 +97,7 @@ def test_rows_that_are_drawn_several_times_count_so_often(path):
         assert ledger.counts().twice == 0
 
 
-def test_pieces_of_a_response_keep_their_versions(path):
-    tracker, _ = open_tracker(path)
+def test_pieces_of_a_response_keep_their_versions(path, tracker):
     issue(tracker, 1, [0], n=1)
     tracker.generate(1, [segment(0, 0, version=0, count=2, reason="length")])
     assert tracker.num_open_tokens() == 2
@@ -152,8 +154,7 @@ def test_nothing_is_lost_or_trains_twice_unseen():
         tracker.train(2, [(2, 5)])
 
 
-def test_what_is_sampled_anew_is_another_attempt(path):
-    tracker, _ = open_tracker(path)
+def test_what_is_sampled_anew_is_another_attempt(path, tracker):
     issue(tracker, 1, [0], n=3)
     tracker.generate(1, [segment(0, s) for s in range(3)])
     take_step(tracker, 2, [0], n=2)
@@ -164,9 +165,8 @@ def test_what_is_sampled_anew_is_another_attempt(path):
         assert {s.token_versions[0] for s in ledger.trained()} == {1}
 
 
-def test_after_a_crash_what_came_later_has_not_happened(path):
+def test_after_a_crash_what_came_later_has_not_happened(path, tracker):
     """The queue's samples of steps before the checkpoint are there again, without the segments that were added later."""
-    tracker, _ = open_tracker(path)
     issue(tracker, 1, [2], n=1)
     tracker.generate(1, [segment(2, 0, count=2, reason="length")])
     take_step(tracker, 1, [0])
@@ -203,8 +203,7 @@ def test_a_record_that_the_ledger_contradicts_is_refused(path):
         open_tracker(path, checkpoint, None)
 
 
-def test_a_lost_ledger_costs_only_the_history(path, caplog):
-    tracker, _ = open_tracker(path)
+def test_a_lost_ledger_costs_only_the_history(path, tracker, caplog):
     issue(tracker, 1, [1], n=1)
     tracker.generate(1, [segment(1, 0)])
     take_step(tracker, 1, [0])
@@ -230,8 +229,7 @@ def test_a_lost_ledger_costs_only_the_history(path, caplog):
     bare.close()
 
 
-def test_a_checkpoint_of_another_folder_brings_its_history(path, tmp_path, caplog):
-    tracker, _ = open_tracker(path)
+def test_a_checkpoint_of_another_folder_brings_its_history(path, tracker, tmp_path, caplog):
     take_step(tracker, 1, [0])
     record = tracker.commit()
     take_step(tracker, 2, [1])
@@ -262,8 +260,7 @@ def test_a_damaged_ledger_is_said_with_what_to_do(path, content):
     assert read_counts(path.parent) is None
 
 
-def test_a_changed_byte_is_an_error(path):
-    tracker, _ = open_tracker(path)
+def test_a_changed_byte_is_an_error(path, tracker):
     issue(tracker, 1, [1], n=1)
     tracker.generate(1, [segment(1, 0, count=7)])
     take_step(tracker, 1, [0])
@@ -341,8 +338,7 @@ def test_folders_without_shared_memory_or_locks_have_another_journal(path, monke
     again.close()
 
 
-def test_skipped_prompts_stay_skipped(path):
-    tracker, _ = open_tracker(path)
+def test_skipped_prompts_stay_skipped(path, tracker):
     issue(tracker, 1, [1, 2, 3])
     take_step(tracker, 1, [0])
     record = tracker.commit()
@@ -365,8 +361,7 @@ def test_there_is_nothing_to_read_where_no_run_was(tmp_path):
     assert read_counts(tmp_path) is None
 
 
-def test_counts_continue_and_a_newer_format_is_refused(path):
-    tracker, _ = open_tracker(path)
+def test_counts_continue_and_a_newer_format_is_refused(path, tracker):
     issue(tracker, 1, [1], n=1)
     take_step(tracker, 1, [0], left_out=[(0, 1)], error="the scorer died")
     take_step(tracker, 2, [1], n=3)
@@ -387,8 +382,7 @@ def test_counts_continue_and_a_newer_format_is_refused(path):
         resume(path, record)
 
 
-def test_a_resume_compares_the_newest_samples(path):
-    tracker, _ = open_tracker(path)
+def test_a_resume_compares_the_newest_samples(path, tracker):
     for step in range(1, 6):
         take_step(tracker, step, [step - 1])
     offset = tracker.offset
@@ -439,8 +433,7 @@ def test_the_cost_of_a_resume_does_not_grow_with_the_history(path, monkeypatch):
     assert not scans
 
 
-def test_tokens_of_the_environment_have_no_log_probs(path):
-    tracker, _ = open_tracker(path)
+def test_tokens_of_the_environment_have_no_log_probs(path, tracker):
     take_step(tracker, 1, [0])
     record = tracker.commit()
     issue(tracker, 1, [1], n=1)
@@ -493,8 +486,7 @@ def test_any_text_of_a_reward_can_be_recorded(text):
         assert "nested" in sample.parts
 
 
-def test_a_history_with_text_that_is_not_utf8_stays(path):
-    tracker, _ = open_tracker(path)
+def test_a_history_with_text_that_is_not_utf8_stays(path, tracker):
     take_step(tracker, 1, [0, 1], error="the scorer died")
     record = tracker.commit()
     tracker.close()
@@ -565,9 +557,8 @@ def test_a_changed_history_is_an_error(path):
 
 
 @pytest.mark.parametrize("ended", ["NULL", "-1", "0.5"])
-def test_samples_that_trained_in_no_step_are_listed(path, ended):
+def test_samples_that_trained_in_no_step_are_listed(path, tracker, ended):
     """Samples of a step after the checkpoint, which rewinding would not find."""
-    tracker, _ = open_tracker(path)
     take_step(tracker, 1, [0, 1])
     record = tracker.commit()
     take_step(tracker, 2, [2, 3])
@@ -584,8 +575,7 @@ def test_a_link_in_the_place_of_a_ledger_is_refused(path):
         resume(path, record)
 
 
-def test_open_samples_must_match_the_checkpoint(path):
-    tracker, _ = open_tracker(path)
+def test_open_samples_must_match_the_checkpoint(path, tracker):
     issue(tracker, 1, [1], n=1)
     tracker.generate(1, [segment(1, 0)])
     take_step(tracker, 1, [0])
@@ -601,8 +591,7 @@ def test_open_samples_must_match_the_checkpoint(path):
         open_tracker(path, saved.parents[1], record)
 
 
-def test_a_ledger_is_copied_after_its_folder_is_gone(path, tmp_path):
-    tracker, _ = open_tracker(path)
+def test_a_ledger_is_copied_after_its_folder_is_gone(path, tracker, tmp_path):
     take_step(tracker, 1, [0])
     tracker.commit()
     shutil.rmtree(path.parent)
