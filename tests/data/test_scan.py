@@ -250,6 +250,19 @@ class TestCache:
         (cache / "one.arrays").write_bytes(b"short")
         assert self.scanned("one") == (expected, True)
 
+    def test_a_start_after_a_run_that_ended_early_does_not_examine_its_first_rows_again(self):
+        examined = []
+
+        def examine(rows):
+            examined.append(rows)
+            return ScanPart({"numbers": np.array(rows)})
+
+        for _ in range(2):
+            unfinished = scan_rows("rows", 20, examine, key=lambda: "early", wait=False)
+        assert examined == [range(4), range(4, 8)]
+        unfinished.finish()
+        assert unfinished.results()[0]["numbers"].tolist() == list(range(20))
+
     def test_a_folder_that_cannot_be_written_costs_only_the_cache(self, monkeypatch, tmp_path):
         (tmp_path / "file").write_text("")
         monkeypatch.setenv("VERL_DATA_CACHE", str(tmp_path / "file" / "cache"))

@@ -1,9 +1,10 @@
 """Results about rows that later starts read again, in the user's cache (VERL_DATA_CACHE, else ~/.cache/verl/rows).
 
     KEY.arrays      what a scan that met no bad row has computed of the rows (verl/data/scan.py)
+    KEY.first       the same of the first rows, for a start after a run that ended before its scan
     KEY.arrow       the rows of a large parquet file (verl/data/files.py)
 
-Both are read as memory maps. A key is a digest of all that the result depends on. Files that no run has used for 30 days are
+All are read as memory maps. A key is a digest of all that the result depends on. Files that no run has used for 30 days are
 removed when another is written.
 """
 
@@ -129,7 +130,7 @@ def read_arrays(file: IO[bytes]) -> Iterator[tuple[dict[str, np.ndarray], Any]]:
         yield arrays, header["facts"]
 
 
-def load_arrays(key: str | None) -> tuple[dict[str, np.ndarray], object] | None:
+def load_arrays(key: str | None) -> tuple[dict[str, np.ndarray], Any] | None:
     """The cached arrays of `key` and their facts; None without them."""
     path = cached_path(f"{key}.arrays") if key else None
     if path is None or not mark_used(path):

@@ -121,7 +121,7 @@ def scan_rows(
     if scan.read_cache():
         return scan
     if not wait:
-        scan.examine_here(NUM_AT_ONCE)
+        scan.examine_first()
     descriptor = claim(scan.key, wait=wait)
     if descriptor is None and not wait:
         return scan  # another process of this machine examines the same rows
@@ -178,6 +178,16 @@ class Scan:
                     break  # later rows cannot change the error
         self._raise_bad()
 
+    def examine_first(self) -> None:
+        """`examine_here(NUM_AT_ONCE)`, once for all starts: a run may end before its scan. Arrays have a value for each row."""
+        key = f"{self.key}.first" if self.key else None
+        arrays, facts = load_arrays(key) or ({}, [])
+        for number, (rows, fact) in enumerate(zip(self.batches, facts, strict=False)):
+            self._add(number, ScanPart({name: array[rows.start : rows.stop] for name, array in arrays.items()}, fact))
+        self.examine_here(NUM_AT_ONCE)
+        if not facts:
+            save_arrays(key, *self._joined())
+
     def read_cache(self) -> bool:
         """Whether an earlier scan is in the cache; this one has then ended."""
         self._cached = load_arrays(self.key)
@@ -232,8 +242,8 @@ class Scan:
         self._parts[number] = part
 
     def _joined(self) -> tuple[dict[str, list[np.ndarray]], list[object]]:
-        """The parts of each array, and the facts, in the order of the batches."""
-        parts = [self._parts[number] for number in range(len(self.batches))]
+        """The parts of each array so far, and the facts, in the order of the batches."""
+        parts = [self._parts[number] for number in sorted(self._parts)]
         return {name: [part.arrays[name] for part in parts] for name in parts[0].arrays}, [part.facts for part in parts]
 
     def _give_up(self) -> None:
