@@ -38,9 +38,10 @@ import pyarrow.parquet
 import torch
 
 from benchmarks.runs import assigned
+from verl.checkpoint.files import SMALL_BYTES, verification
 from verl.checkpoint.store import CheckpointStore, RoleCheckpoint
 from verl.data_proto.samples import PromptRequest, SamplingParams
-from verl.engines.api import EngineState
+from verl.engines.api import EngineState, whole
 from verl.page.index import SampleIndex
 from verl.page.pages import Site
 from verl.tracking.files import read_json_rows
@@ -118,7 +119,7 @@ def measure(run: Path, changes: Sequence[str], cache: Path) -> tuple[float, floa
         command, stdout=subprocess.DEVNULL, env={**os.environ, "VERL_DATA_CACHE": str(cache)}
     ) as process:
         while process.poll() is None:
-            memory = max(memory, _shared_bytes(process.pid))
+            memory = max(memory, shared_bytes(process.pid))
             if time.time() - started > _RUN_LIMIT_S:
                 process.terminate()
             time.sleep(_POLL_S)
@@ -128,7 +129,7 @@ def measure(run: Path, changes: Sequence[str], cache: Path) -> tuple[float, floa
     return next(line["time"] for line in lines if line["step"] == 1) - started, memory / 1e9
 
 
-def _shared_bytes(pid: int) -> int:
+def shared_bytes(pid: int) -> int:
     """PSS of a process and its descendants."""
     total = 0
     with contextlib.suppress(psutil.Error):
@@ -319,9 +320,13 @@ def measure_tails(sizes: Sequence[int], folder: Path) -> None:
 
 def load(store: CheckpointStore, block: torch.Tensor) -> None:
     """Verify and read the newest checkpoint, whose tensors are copied into memory, as engines do."""
-    state = store.load(store.find()).roles["actor"]
-    for tensor in (*state.model.values(), *state.optimizer.values()):
-        block.copy_(tensor)
+    path = store.find(max_bytes=SMALL_BYTES)
+    with verification(path) as damage:
+        state = store.load(path).roles["actor"]
+        for tensor in (*state.model.values(), *state.optimizer.values()):
+            block.copy_(whole(tensor))
+        if damage():
+            raise RuntimeError(damage())
 
 
 def repeat_step(source: Path, target: Path, num_steps: int) -> None:

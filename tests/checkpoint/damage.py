@@ -12,7 +12,7 @@ from tests.checkpoint.states import make_roles, write_config
 from verl.checkpoint.files import find_damage
 from verl.checkpoint.role import RoleCheckpoint
 from verl.checkpoint.store import CheckpointStore
-from verl.engines.api import EngineState
+from verl.engines.api import EngineState, whole
 from verl.engines.state import Parameters, TrainedState
 from verl.errors import CheckpointError
 from verl.models.rounding import Rounding
@@ -245,7 +245,8 @@ def _bytes_by_name(folder: Path) -> dict[str, bytes]:
 def _same(one: EngineState, other: EngineState) -> bool:
     def raw(tensors):
         return {
-            n: (t.dtype, t.shape, t.contiguous().reshape(-1).view(torch.uint8).tolist()) for n, t in tensors.items()
+            n: (t.dtype, t.shape, whole(t).contiguous().reshape(-1).view(torch.uint8).tolist())
+            for n, t in tensors.items()
         }
 
     return (raw(one.model), raw(one.optimizer), one.extra) == (raw(other.model), raw(other.optimizer), other.extra)

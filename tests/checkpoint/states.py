@@ -4,7 +4,7 @@ import torch
 
 from verl.checkpoint.background import RoleSave
 from verl.checkpoint.store import RoleCheckpoint
-from verl.engines.api import EngineState
+from verl.engines.api import EngineState, whole
 
 
 def make_state(seed: int, size: int = 8) -> EngineState:
@@ -61,10 +61,11 @@ class Background:
 def assert_same_tensors(actual: dict, expected: dict) -> None:
     assert set(actual) == set(expected)
     for name, tensor in expected.items():
-        assert actual[name].dtype == tensor.dtype
-        assert actual[name].shape == tensor.shape
+        loaded = whole(actual[name])
+        assert actual[name].dtype == loaded.dtype == tensor.dtype
+        assert actual[name].shape == loaded.shape == tensor.shape
         same = tensor.contiguous().reshape(-1).view(torch.uint8)
-        assert torch.equal(actual[name].contiguous().reshape(-1).view(torch.uint8), same), name
+        assert torch.equal(loaded.contiguous().reshape(-1).view(torch.uint8), same), name
 
 
 def assert_same_state(actual: EngineState, expected: EngineState) -> None:

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 from tests.engines.test_contract import make_batch, policy_loss
 from verl.checkpoint.export import compare, export
 from verl.checkpoint.store import CheckpointStore, RoleCheckpoint
-from verl.checkpoint.tensor_files import read_model
 from verl.config import FSDPConfig, ModelConfig, OptimConfig
 from verl.engines.api import MicroBatching, whole
 from verl.engines.local import LocalEngine
@@ -63,16 +62,17 @@ def test_the_exported_model_is_the_model_that_computed(tmp_path, tiny_llama, rou
     engine = trained(tiny_llama, rounding, lora_rank)
     run = saved(engine, tmp_path / "run", setting, name=name)
     out = export(run, tmp_path / "out")
-    exported, expected = read_model(out), dict(engine.gather_weights())
+    exported, expected = load_file(out / MODEL), dict(engine.gather_weights())
     assert exported.keys() == expected.keys()
     assert all(exported[name].dtype == torch.bfloat16 for name in exported)
     assert not [name for name in exported if not torch.equal(exported[name], expected[name])]
     assert compare(run, out) == len(exported)
-    masters = read_model(run / "global_step_3" / name / "huggingface")
+    masters = load_file(run / "global_step_3" / name / "huggingface" / MODEL)
     moved = [n for n, master in masters.items() if not torch.equal(master.to(torch.bfloat16), expected[n])]
     assert bool(moved) == (rounding == "dithered")
 
 
+MODEL = "model.safetensors"
 HEADS = ("model.layers.2.eh_proj.weight", "model.layers.2.mlp.experts.0.gate_proj.weight", "mtp.fc.weight")
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
@@ -89,7 +89,7 @@ def test_tensors_that_no_engine_trains_are_in_every_folder(tmp_path, lora_rank):
     run = saved(engine, tmp_path / "run", "master_rounding: dithered")
     out = export(run, tmp_path / "out")
     for folder in (run / "global_step_3/actor/huggingface", out):
-        written = read_model(folder)
+        written = load_file(folder / MODEL)
         assert all(torch.equal(written[name], tensor) for name, tensor in untrained.items())
         assert AutoModelForCausalLM.from_pretrained(folder).get_buffer(BIAS).tolist() == untrained[BIAS].tolist()
     store, resumed = CheckpointStore(run), trained(path, "nearest", lora_rank)

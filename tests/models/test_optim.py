@@ -214,7 +214,7 @@ def test_state_continues_bit_for_bit(name, dtype):
         for key, master in first.masters.items():
             second.masters[key].copy_(master)
     second.round_masters()
-    second.load_state({k: v.clone() for k, v in first.state().items()}, first.num_steps)
+    second.load_state([(k, v.clone()) for k, v in first.state().items()], first.num_steps)
     for step in range(3, 6):
         for net, optimizer in ((one, first), (two, second)):
             backward(net, step)
@@ -227,9 +227,9 @@ def test_state_continues_bit_for_bit(name, dtype):
 def test_foreign_state_is_refused():
     optimizer = MasterOptimizer(network(), OptimConfig(), torch.float32)
     with pytest.raises(CheckpointError, match=r"nothing\.weight"):
-        optimizer.load_state({"nothing.weight/exp_avg": torch.zeros(1)}, 1)
+        optimizer.load_state([("nothing.weight/exp_avg", torch.zeros(1))], 1)
     with pytest.raises(CheckpointError, match=r"0\.weight/exp_avg"):
-        optimizer.load_state({"0.weight/exp_avg": torch.zeros(3, 3)}, 1)
+        optimizer.load_state([("0.weight/exp_avg", torch.zeros(3, 3))], 1)
 
 
 def test_unknown_optimizers_are_named():
@@ -265,7 +265,7 @@ def test_state_on_the_host_gives_the_same_steps(name, dtype, masters, monkeypatc
             optimizer.step(0.1)
     assert most[0] == 1
     assert not there
-    continued.load_state(offloads.state(), offloads.num_steps)
+    continued.load_state(offloads.state().items(), offloads.num_steps)
     nets[2].load_state_dict(nets[1].state_dict())
     for name_, master in continued.masters.items():
         master.data.copy_(offloads.masters[name_].data)

@@ -103,10 +103,10 @@ class BackgroundStore:
         self._step = 0
         self._folder = self.root
 
-    def find(self, resume_mode: str = "auto", resume_from_path: str | None = None) -> Path | None:
+    def find(self, resume_mode: str = "auto", resume_from_path: str | None = None, **limit: float) -> Path | None:
         """See CheckpointStore; waits for the save in progress."""
         self.finish()
-        return self.store.find(resume_mode, resume_from_path)
+        return self.store.find(resume_mode, resume_from_path, **limit)
 
     def save(self, step: int, roles: Mapping[str, Any], trainer_state: Mapping[str, object]) -> Path:
         """Copy the state of all roles and start to write it; returns the future path of the checkpoint. A role that is no

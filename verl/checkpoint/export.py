@@ -13,6 +13,7 @@ import torch
 from verl.checkpoint.files import find_damage, read_document
 from verl.checkpoint.retention import candidates, missing_newest
 from verl.checkpoint.tensor_files import num_bytes, read_model, set_config_dtype, write_model
+from verl.engines.api import whole
 from verl.errors import CheckpointError
 from verl.models.gguf_file import rounded_dtype, write_gguf
 from verl.models.rounding import Rounding
@@ -45,12 +46,13 @@ def export(
     out = Path(out).expanduser()
     if out.exists() and (gguf or not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} exists{'' if gguf else ' and is not empty'}; remove it or choose another name.")
-    tensors = read_model(model_folder)
     rounding, extra = _rounding(checkpoint, role), checkpoint / role / "extra.json"
     untrained = read_document(extra).get("untrained", ()) if extra.is_file() else ()
     tensors = {
-        name: rounding.rounded(name, t, target_dtype) if t.is_floating_point() and name not in untrained else t
-        for name, t in tensors.items()
+        name: rounding.rounded(name, whole(t), target_dtype)
+        if t.dtype.is_floating_point and name not in untrained
+        else whole(t)
+        for name, t in read_model(model_folder).items()
     }
     out.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(out.parent).free
@@ -110,7 +112,7 @@ def compare(source: str | Path, folder: str | Path, role: str | None = None, ste
     changed = [
         name
         for name, tensor in ours.items()
-        if not torch.equal(rounding.rounded(name, tensor, theirs[name].dtype), theirs[name])
+        if not torch.equal(rounding.rounded(name, whole(tensor), theirs[name].dtype), whole(theirs[name]))
     ]
     if changed:
         raise CheckpointError(

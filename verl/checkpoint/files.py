@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
+import math
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +26,9 @@ from verl.tracking.files import has, read_json
 MANIFEST = "manifest.json"
 _FORMAT = 2
 _AHEAD = 4  # chunks in memory, at most
+SMALL_BYTES = (
+    64 << 20
+)  # files up to this size are compared before a checkpoint is chosen, larger tensors while they load
 
 
 @dataclass(frozen=True)
@@ -115,9 +120,10 @@ def write_manifest(folder: Path, step: int, records: dict[str, FileRecord]) -> N
     write_file(folder / MANIFEST, [_manifest_text({"format": _FORMAT, "step": step, "files": listed}).encode()])
 
 
-def find_damage(folder: Path, *, sizes_only: bool = False) -> str | None:
-    """File and reason why `folder` is not a complete checkpoint; None when it is. Reads every byte, or with `sizes_only` just
-    the manifest and the sizes. A file that is not in the manifest, and that a loader might read, is damage too."""
+def find_damage(folder: Path, threads: Executor | None = None, *, max_bytes: float = math.inf) -> str | None:
+    """File and reason why `folder` is not a complete checkpoint; None when it is. Compares the manifest, all sizes, and on
+    `threads` the content of files except tensors of more than `max_bytes`. A file that is not in the manifest, and that a
+    loader might read, is damage too."""
     try:
         text = read_text(folder / MANIFEST)
         manifest = json.loads(text)
@@ -131,15 +137,28 @@ def find_damage(folder: Path, *, sizes_only: bool = False) -> str | None:
         for name in records:
             if Path(name).is_absolute() or ".." in Path(name).parts:
                 return f"{MANIFEST} names {name!r}, which is not a file of the checkpoint"
-        with ThreadPoolExecutor(digests.THREADS) as threads:
+        with contextlib.nullcontext(threads) if threads else ThreadPoolExecutor(digests.THREADS) as pool:
             for name, record in records.items():
-                if reason := _file_damage(folder / name, record, None if sizes_only else threads):
+                is_left = record.bytes > max_bytes and name.endswith(".safetensors")
+                if reason := _file_damage(folder / name, record, None if is_left else pool):
                     return f"{name} {reason}"
         return _unlisted(folder, manifest["files"])
     except FileNotFoundError:
         return f"{MANIFEST} is missing, so the save did not finish" if folder.is_dir() else "the folder is not there"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):  # a damaged file can raise any
         return f"{MANIFEST} cannot be read"
+
+
+@contextlib.contextmanager
+def verification(folder: Path) -> Iterator[Callable[[], str | None]]:
+    """Compare `folder` with its manifest on threads while the caller loads it, so each byte comes from the disk once. The
+    function waits for the end, and returns what `find_damage` does."""
+    with ThreadPoolExecutor(digests.THREADS) as threads, ThreadPoolExecutor(1) as thread:
+        damage = thread.submit(find_damage, folder, threads)
+        try:
+            yield damage.result
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)  # a load that was interrupted does not wait
 
 
 def _unlisted(folder: Path, files: Mapping[str, object]) -> str | None:

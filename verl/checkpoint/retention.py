@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import re
 import time
@@ -37,9 +38,9 @@ def candidates(root: Path) -> list[int]:
     return sorted((step for step in steps if step is not None), reverse=True)
 
 
-def newest_complete(root: Path, advice: str) -> Path | None:
-    """The newest checkpoint under `root` that verifies, with a warning for each newer, damaged one; None where none was
-    ever saved. Raises CheckpointError, with `advice`, when all are damaged or missing."""
+def newest_complete(root: Path, advice: str, max_bytes: float = math.inf) -> Path | None:
+    """The newest checkpoint under `root` without damage that `find_damage` sees, with a warning for each newer, damaged one;
+    None where none was ever saved. Raises CheckpointError, with `advice`, when all are damaged or missing."""
     try:
         steps = candidates(root)
         reasons = missing_newest(root, steps)
@@ -52,7 +53,7 @@ def newest_complete(root: Path, advice: str) -> Path | None:
         log.warning("In %s %s.", root, reason)
     for step in steps:
         path = root / f"global_step_{step}"
-        damage = find_damage(path)
+        damage = find_damage(path, max_bytes=max_bytes)
         if damage is None:
             if reasons:
                 log.warning("Resuming from %s instead.", path)
@@ -122,7 +123,7 @@ class Retention:
             for step in candidates(self.root):
                 if num_kept < self.keep:
                     num_kept += step == newest or self._is_complete(step)
-                elif find_damage(self.root / f"global_step_{step}", sizes_only=True) is None:
+                elif find_damage(self.root / f"global_step_{step}", max_bytes=0) is None:
                     self._remove(step)
         except OSError as error:
             log.warning("Old checkpoints in %s were not removed: %s.", self.root, error)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from verl.checkpoint.files import FileRecord, read_document, record_of, write_json
 from verl.checkpoint.tensor_files import (
+    deferred_tensors,
     file_order,
     model_parts,
     num_bytes,
     read_model,
-    read_tensors,
     set_config_dtype,
     write_model,
     write_tensors,
@@ -128,8 +128,8 @@ def _write_adapter(folder: Path, state: EngineState) -> dict[str, FileRecord]:
 
 
 def read_role(folder: Path, contents: Collection[str]) -> EngineState:
-    """Read the parts `contents` of a role from `folder`; parts that are not read are empty. Raises CheckpointError when a
-    requested part was not saved."""
+    """The parts `contents` of a role in `folder`, whose tensors are read when they are built; other parts are empty. Raises
+    CheckpointError when a requested part was not saved."""
 
     def part(name: str, file: str) -> Path:
         if not (folder / file).exists():
@@ -140,7 +140,7 @@ def read_role(folder: Path, contents: Collection[str]) -> EngineState:
         return folder / file
 
     weights = "model" in contents or "hf_model" in contents
-    optimizer = read_tensors(part("optimizer", "optimizer.safetensors")) if "optimizer" in contents else {}
+    optimizer = deferred_tensors(part("optimizer", "optimizer.safetensors")) if "optimizer" in contents else {}
     extra = read_document(part("extra", "extra.json")) if "extra" in contents else {}
     wrong = [name for name in _COUNTS if not is_count(extra.get(name, 0))]
     if wrong:
@@ -152,5 +152,5 @@ def read_role(folder: Path, contents: Collection[str]) -> EngineState:
     if not weights or not (adapter_folder / ADAPTER_CONFIG).is_file():
         return EngineState(read_model(folder / "huggingface") if weights else {}, optimizer, extra)
     config = read_document(adapter_folder / ADAPTER_CONFIG)
-    adapter = AdapterState(read_tensors(adapter_folder / ADAPTER_WEIGHTS), config)
+    adapter = AdapterState(deferred_tensors(adapter_folder / ADAPTER_WEIGHTS), config)
     return EngineState({}, optimizer, extra, adapter)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping
@@ -200,8 +201,10 @@ class CheckpointStore:
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
-    def find(self, resume_mode: str = "auto", resume_from_path: str | None = None) -> Path | None:
-        """The checkpoint to resume from, every byte verified; None to start over.
+    def find(
+        self, resume_mode: str = "auto", resume_from_path: str | None = None, *, max_bytes: float = math.inf
+    ) -> Path | None:
+        """The checkpoint to resume from, every byte verified except tensors of more than `max_bytes`; None to start over.
 
         `auto`: the newest that verifies; a damaged one is named in a warning and the next older one is taken.
         `resume_path`: the given one. `disable`: None. Raises CheckpointError when the given one is missing or damaged,
@@ -210,10 +213,10 @@ class CheckpointStore:
         if resume_mode == "disable":
             return None
         if resume_mode == "resume_path":
-            return self._given(resume_from_path)
-        return newest_complete(self.root, "To start over, set trainer.resume_mode=disable.")
+            return self._given(resume_from_path, max_bytes)
+        return newest_complete(self.root, "To start over, set trainer.resume_mode=disable.", max_bytes)
 
-    def _given(self, path: str | None) -> Path:
+    def _given(self, path: str | None, max_bytes: float) -> Path:
         if not path:
             raise CheckpointError("trainer.resume_mode=resume_path needs trainer.resume_from_path=.../global_step_N.")
         folder = Path(path).expanduser()
@@ -222,7 +225,7 @@ class CheckpointStore:
             raise CheckpointError(
                 f"trainer.resume_from_path={path} is not a folder named global_step_N. In {self.root} there are: {there}."
             )
-        damage = find_damage(folder.resolve())
+        damage = find_damage(folder.resolve(), max_bytes=max_bytes)
         if damage is not None:
             raise CheckpointError(f"The checkpoint {folder} is damaged: {damage}. Give another one.")
         return folder.resolve()

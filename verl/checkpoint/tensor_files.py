@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from verl.checkpoint.files import FileRecord, write_file
-from verl.engines.api import Tensors, whole
+from verl.engines.api import Deferred, Tensors, whole
 from verl.errors import CheckpointError
 
 MAX_SHARD_BYTES = 4_000_000_000
@@ -76,11 +77,39 @@ def _raw(tensor: torch.Tensor) -> memoryview:
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a safetensors file, on the CPU. Raises CheckpointError when it is not one."""
+    return {name: whole(tensor) for name, tensor in deferred_tensors(path).items()}
+
+
+def deferred_tensors(path: Path) -> dict[str, Deferred]:
+    """`read_tensors` one by one, by ordinary reads: where the disk fails, a memory map would end the process."""
+    tensors, dtypes = dict[str, Deferred](), {name: dtype for dtype, name in _DTYPES.items()}
     try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}
-    except (SafetensorError, OSError) as error:
+        with open(path, "rb") as file, safe_open(path, framework="pt"):  # which checks the header
+            start = 8 + int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(start - 8))
+        header.pop("__metadata__", None)
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            shape, dtype = tuple(entry["shape"]), dtypes[entry["dtype"]]
+            build = partial(_read_tensor, path, start + entry["data_offsets"][0], shape, dtype)
+            tensors[name] = Deferred(shape, dtype, build, is_collective=False)
+    except (SafetensorError, OSError, KeyError) as error:
         raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
+    return tensors
+
+
+def _read_tensor(path: Path, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    tensor = torch.empty(shape, dtype=dtype)
+    try:
+        with open(path, "rb", buffering=0) as file:
+            file.seek(start)
+            left = _raw(tensor)
+            while left and (count := file.readinto(left)):
+                left = left[count:]
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
+    if left:
+        raise CheckpointError(f"{path} ends {len(left)} bytes before its last tensor.")
+    return tensor
 
 
 def write_model(folder: Path, tensors: Tensors, max_shard_bytes: int = MAX_SHARD_BYTES) -> dict[str, FileRecord]:
@@ -99,15 +128,12 @@ def write_model(folder: Path, tensors: Tensors, max_shard_bytes: int = MAX_SHARD
     return {**records, name: write_file(folder / name, [json.dumps(index, indent=1).encode()])}
 
 
-def read_model(folder: Path) -> dict[str, torch.Tensor]:
-    """The inverse of `write_model`. Raises CheckpointError when the folder holds no weights."""
+def read_model(folder: Path) -> dict[str, Deferred]:
+    """The inverse of `write_model`, see `deferred_tensors`. Raises CheckpointError when the folder holds no weights."""
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
         raise CheckpointError(f"{folder} holds no weights; the checkpoint was saved without 'model' in save_contents.")
-    tensors: dict[str, torch.Tensor] = {}
-    for file in files:
-        tensors.update(read_tensors(file))
-    return tensors
+    return {name: tensor for file in files for name, tensor in deferred_tensors(file).items()}
 
 
 def set_config_dtype(config_file: Path, dtype: torch.dtype) -> None:

@@ -126,7 +126,7 @@ class TrainedState:
         # an optimizer that had taken no step has nothing to save, and shall be as it was then
         took_no_step = state.extra.get("num_optimizer_steps") == 0
         if self.optimizer is not None and (state.optimizer or took_no_step):
-            parts = {key: self._optimizer_part(key, whole(value)) for key, value in state.optimizer.items()}
+            parts = ((key, self._optimizer_part(key, whole(value))) for key, value in state.optimizer.items())
             self.optimizer.load_state(parts, state.extra.get("num_optimizer_steps", 0))
             if self.optimizer.loss_scale is not None:
                 self.optimizer.loss_scale = LossScale(**state.extra.get("loss_scale", {}))

@@ -300,12 +300,12 @@ class MasterOptimizer:
                     slots[f"{name}/{slot}"] = value.detach() if is_tensor else torch.tensor(value, dtype=torch.float64)
         return slots
 
-    def load_state(self, tensors: dict[str, torch.Tensor], num_steps: int) -> None:
-        """The inverse of `state`; raises CheckpointError for a parameter that is not trained here or of another
-        shape."""
+    def load_state(self, tensors: Iterable[tuple[str, torch.Tensor]], num_steps: int) -> None:
+        """The inverse of `state`, tensor by tensor; raises CheckpointError for a parameter that is not trained here or of
+        another shape."""
         self.optimizer.state.clear()
         self.num_steps = num_steps
-        for key, value in tensors.items():
+        for key, value in tensors:
             name, _, slot = key.rpartition("/")
             master = self.masters.get(name)
             if master is None:

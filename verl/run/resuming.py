@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from verl.checkpoint.files import SMALL_BYTES, verification
 from verl.checkpoint.retention import step_of
 from verl.checkpoint.store import trainer_state
 from verl.config import TrainerConfig
@@ -16,7 +19,7 @@ from verl.foreign_text import clean
 from verl.programs.api import Program, RollBack
 from verl.roles.api import Roles
 from verl.run.inputs import changed_inputs
-from verl.run.saving import Broadcast, Store
+from verl.run.saving import Broadcast, OtherRankStore, Store
 from verl.run.state import RunState
 from verl.tracking.files import Check
 from verl.tracking.run_folder import RunFolder
@@ -45,12 +48,8 @@ class Resume:
     def find(self) -> None:
         """Choose the checkpoint of `trainer.resume_mode`, if there is one, before any model is built. Raises CheckpointError
         when it is of another program, or of other inputs."""
-        self._saved = self._find(self.trainer.resume_mode, self.trainer.resume_from_path)
-        if self._saved is not None:
-            path, values = self._saved
-            action = self.trainer.resume_changed_inputs
-            if changed := changed_inputs(Path(path), values.get("inputs"), self.state.inputs, action):
-                log.warning("%s", changed)
+        self._saved = self._find(self.trainer.resume_mode, SMALL_BYTES)
+        self._compare_inputs()
 
     @property
     def source(self) -> Path | None:
@@ -61,7 +60,7 @@ class Resume:
         """Load the checkpoint of `find` into the roles and the program. `same_run`: without a checkpoint, the run in the folder
         is repeated from its first step."""
         self.roles, self.program = roles, program
-        self._load(self._saved, same_run=same_run)
+        self._load(self.trainer.resume_mode, same_run=same_run)
         self._first_step = self.state.step
 
     def go_back(self, back: RollBack, saved_step: int) -> None:
@@ -70,32 +69,54 @@ class Resume:
         self.store.finish()  # a save that is under way counts
         # before the first save of this process, checkpoints in the folder may be of an earlier run
         mode = "auto" if saved_step > self._first_step else self.trainer.resume_mode
-        saved = self._find(mode, self.trainer.resume_from_path) if saved_step > 0 else None
-        if saved is None:
+        self._saved = self._find(mode, SMALL_BYTES) if saved_step > 0 else None
+        if self._saved is None:
             raise NumericsError(
                 f"{back}. The run has no checkpoint yet to go back to. Set trainer.save_freq lower, or choose skip or stop."
             )
-        self._load(saved, back)
+        self._load(mode, back)
         log.warning("%s. Back to the weights of step %d.", back, self.state.step)
 
-    def _find(self, mode: str, path: str | None) -> tuple[str, dict[str, Any]] | None:
-        """Rank 0's checkpoint, on all ranks: its folder, and the content of its trainer_state.json."""
-        checkpoint = self.store.find(mode, path)
+    def _find(self, mode: str, max_bytes: float) -> tuple[str, dict[str, Any]] | None:
+        """Rank 0's checkpoint, on all ranks: its folder, and the content of its trainer_state.json. Tensors of more than
+        `max_bytes` are not verified."""
+        checkpoint = self.store.find(mode, self.trainer.resume_from_path, max_bytes=max_bytes)
         if checkpoint is None:
             return self.broadcast(None)
         return self.broadcast((str(checkpoint), read_state(checkpoint, self.state.command, self.state_schema)))
 
-    def _load(
-        self, saved: tuple[str, dict[str, object]] | None, back: RollBack | None = None, *, same_run: bool = False
-    ) -> None:
-        path, values = (None, None) if saved is None else (Path(saved[0]), saved[1])
-        if path is not None and values is not None:
-            for role in self.roles.trained().values():
-                role.load(str(path))
+    def _compare_inputs(self) -> None:
+        if self._saved is not None:
+            path, values = self._saved
+            action = self.trainer.resume_changed_inputs
+            if changed := changed_inputs(Path(path), values.get("inputs"), self.state.inputs, action):
+                log.warning("%s", changed)
+
+    def _load(self, mode: str, back: RollBack | None = None, *, same_run: bool = False) -> None:
+        while self._saved is not None and not self._load_roles(self._saved[0]):
+            self._saved = self._find(mode, math.inf)  # names the damage; raises where no checkpoint is left
+            self._compare_inputs()
+        path, values = (None, None) if self._saved is None else (Path(self._saved[0]), self._saved[1])
+        if values is not None:
             self.state.load_state_dict(values)
             log.info("Resumed from %s: step %d is next.", path, self.state.step + 1)
         self.folder.truncate_after(self.state.step, same_run=same_run)
         self.program.load_state_dict(values, path, back)
+
+    def _load_roles(self, path: str) -> bool:
+        """Whether the checkpoint `path` is intact, and now loaded into the roles. Rank 0 verifies it meanwhile."""
+        verifies = not isinstance(self.store, OtherRankStore)
+        with verification(Path(path)) if verifies else nullcontext(lambda: None) as damage:
+            error = None
+            try:
+                for role in self.roles.trained().values():
+                    role.load(path)
+            except Exception as failure:  # noqa: BLE001 - raised below, unless it is a consequence of damage
+                error = failure
+            is_damaged = self.broadcast(damage() is not None)
+        if error is not None and not is_damaged:
+            raise error
+        return not is_damaged
 
 
 def read_state(checkpoint: Path, command: str, schema: Mapping[str, Check]) -> dict[str, Any]:

@@ -57,8 +57,8 @@ class OtherRankStore:
         self.timeout_s = timeout_s
         self._writers: list[BackgroundRoleWriter] = []
 
-    def find(self, resume_mode: str = "auto", resume_from_path: str | None = None) -> Path | None:
-        return None
+    def find(self, resume_mode: str = "auto", resume_from_path: str | None = None, *, max_bytes: float = 0) -> None:
+        """Rank 0 chooses the checkpoint."""
 
     def save(self, step: int, roles: Mapping[str, RoleWriter], trainer_state: Mapping[str, object]) -> None:
         self.finish()

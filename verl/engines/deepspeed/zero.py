@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -122,13 +122,13 @@ class ZeroOptimizer(MasterOptimizer):
                 tensors[f"{name}/{slot}"] = torch.as_tensor(value)
         return tensors
 
-    def load_state(self, tensors: dict[str, torch.Tensor], num_steps: int) -> None:
+    def load_state(self, tensors: Iterable[tuple[str, torch.Tensor]], num_steps: int) -> None:
         """The inverse of `state`. Raises CheckpointError."""
         state, buffers = self.zero.optimizer.state, self._buffers()
         state.clear()
         self.num_steps = num_steps
         own = self.flat.own
-        for key, value in tensors.items():
+        for key, value in tensors:
             name, _, slot = key.rpartition("/")
             if name not in own:
                 raise CheckpointError(

@@ -4,7 +4,7 @@ distributed optimizer holds, or all of its part without it."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -141,12 +141,10 @@ class MegatronOptimizer(MasterOptimizer):
                 tensors[f"{name}/{slot}"] = held.get(f"{name}/{slot}", empty)
         return tensors
 
-    def load_state(self, tensors: dict[str, torch.Tensor], num_steps: int) -> None:
+    def load_state(self, tensors: Iterable[tuple[str, torch.Tensor]], num_steps: int) -> None:
         """See MasterOptimizer; of tensors that lie elsewhere nothing is taken."""
-        unknown = {key for key in tensors if key.rpartition("/")[0] not in self.names}
-        here = {
-            key: value for key, value in tensors.items() if key.rpartition("/")[0] in self.masters or key in unknown
-        }
+        owners = ((key.rpartition("/")[0], key, value) for key, value in tensors)
+        here = ((key, value) for name, key, value in owners if name in self.masters or name not in self.names)
         super().load_state(here, num_steps)
 
     def copy_from(self, name: str, whole: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
