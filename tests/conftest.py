@@ -19,24 +19,25 @@ from verl.config.groups import main as write_groups
 settings.register_profile("verl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("verl")
 
-# Files that take longest, the longest first: begun early they leave no core without work at the end.
+# Files that take longest, the longest first: begun early they leave no core without work at the end. Launches of ranks take
+# both cores, and run while the other test process is in a file that waits.
 LONGEST = [
     "runtime/test_ray.py",
     "rollout/test_contract.py",
     "rollout/test_device_backend.py",
     "engines/test_fsdp.py",
     "tinker/test_service.py",
-    "engines/test_contract.py",
-    "runtime/test_reshard_runs.py",
     "runtime/test_spmd.py",
-    "agents/test_ways.py",
-    "run/test_preference.py",
-    "runtime/test_faults.py",
-    "agents/test_images.py",
     "rewards/test_innocent.py",
     "rewards/test_pool.py",
+    "runtime/test_reshard_runs.py",
+    "runtime/test_faults.py",
+    "agents/test_ways.py",
+    "reshard/test_update.py",
     "tinker/test_tenants.py",
-    "rollout/test_native_forward.py",
+    "engines/test_contract.py",
+    "run/test_preference.py",
+    "agents/test_images.py",
 ]
 
 
