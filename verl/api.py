@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from verl.config import SCHEMAS, load_config
 from verl.errors import ConfigError, DataError
 from verl.registry import is_in_process, reference_to, with_references
-from verl.rewards.function_list import parameters_of, require_columns
+from verl.rewards.function_list import require_columns, reward_parameters
 from verl.run.steps import SteppedRun
 from verl.tracking.files import write_atomically
 
@@ -310,7 +310,7 @@ def _reward_keys(reward: Reward, data: Rows) -> dict[str, object]:
     rows = [] if isinstance(data, str) else [row for row in data if isinstance(row, Mapping)]
     columns = {name for row in rows for name in (*row, *(row.get("extra_info") or ()))}
     for function in functions:
-        if "solution_str" not in parameters_of(function) and rows:
+        if "solution_str" not in reward_parameters(function) and rows:
             require_columns(function, columns | {"prompts", "completions", "index", "data_source"})
     references = [reference_to(function) for function in functions]
     keys: dict[str, object] = {

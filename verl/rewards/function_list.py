@@ -77,7 +77,7 @@ def name_of(function: RewardFunction) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
-def parameters_of(function: RewardFunction) -> Mapping[str, inspect.Parameter]:
+def reward_parameters(function: RewardFunction) -> Mapping[str, inspect.Parameter]:
     """The parameters of a reward function. Raises RewardError for a function of another form."""
     signature = inspect.signature(function)
     if not {"solution_str", "completions"} & set(signature.parameters):
@@ -91,7 +91,7 @@ def parameters_of(function: RewardFunction) -> Mapping[str, inspect.Parameter]:
 
 def require_columns(function: RewardFunction, columns: Collection[str]) -> None:
     """Raises RewardError for a parameter of a function of TRL's form that is not in `columns` and has no default value."""
-    for key, parameter in parameters_of(function).items():
+    for key, parameter in reward_parameters(function).items():
         is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         if is_named and parameter.default is parameter.empty and key not in columns:
             names = set(columns) - {"prompts", "completions"}
@@ -108,7 +108,7 @@ def results_of(
 
     Raises RewardError for a function of another form, and for another number of results than samples.
     """
-    name, parameters = name_of(function), parameters_of(function)
+    name, parameters = name_of(function), reward_parameters(function)
     if "solution_str" in parameters:
         return [
             _finished(function(data_source=source, solution_str=text, ground_truth=answer, extra_info=dict(extra)))
