@@ -25,7 +25,7 @@ from verl.registry import Registry, load_object
 
 if TYPE_CHECKING:
     from verl.checkpoint.store import CheckpointWriter
-    from verl.roles.api import Roles, RoleSpecs
+    from verl.roles.api import Broadcast, Roles, RoleSpecs
     from verl.tracking.console import StepMetrics
     from verl.tracking.files import Check
     from verl.tracking.run_folder import Curves
@@ -80,7 +80,7 @@ class RunContext:
 
     folder: Path
     is_rank_zero: bool
-    broadcast: Callable[[Any], Any]
+    broadcast: Broadcast
     check_stop: Callable[[], None]
     spans: Spans
     log_samples: Callable[[str, int, list[dict[str, object]]], None]

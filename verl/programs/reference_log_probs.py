@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from verl.data.preferences.dataset import PreferenceSequence
 from verl.data_proto.media import media_of
 from verl.data_proto.proto import DataProto
 from verl.errors import DataError
-from verl.roles.api import ModelHandle
+from verl.roles.api import Broadcast, ModelHandle
 from verl.roles.objectives.preference import row_sums
 
 log = logging.getLogger(__name__)
@@ -67,9 +66,7 @@ class ReferenceLogProbs:
         self.digest = write_tensors(temporary, tensors).blake2b
         os.replace(temporary, folder / FILE)
 
-    def read(
-        self, folder: Path, expected_digest: str | None, is_rank_zero: bool, broadcast: Callable[[Any], Any]
-    ) -> None:
+    def read(self, folder: Path, expected_digest: str | None, is_rank_zero: bool, broadcast: Broadcast) -> None:
         """Read what `write` has written, with `expected_digest` (None: any); on rank 0, for all ranks. Raises DataError when
         it is not there or has changed."""
         arrays, file, state = None, folder / FILE, "gone"

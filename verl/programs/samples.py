@@ -28,6 +28,7 @@ def start_samples(
     samples.close()
     path = run.folder / NAME
     snapshot = run.broadcast(start_ledger(path, checkpoint, saved) if run.is_rank_zero else None)
+    assert snapshot is not None
     samples.start(snapshot, LedgerWriter(path) if run.is_rank_zero else None)
     return snapshot.waiting
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from verl.engines.api import MicroBatching
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from verl.roles.updates import MiniBatchSchedule, Updates
     from verl.specs import RewardSpec, RolloutSpec, RunSpec
 
+Value = TypeVar("Value")
 ENGINES_WITH_SETTINGS = ("megatron", "deepspeed")
 _WHOLE = MicroBatching()  # all rows at once
 
@@ -177,6 +178,12 @@ class RoleSpecs:
     def main(self) -> RoleSpec | None:
         """The model that the run is for."""
         return next((spec for spec in self.models if spec.trains), None)
+
+
+class Broadcast(Protocol):
+    """Returns rank 0's value, in every process that runs the program."""
+
+    def __call__(self, value: Value, /) -> Value: ...
 
 
 class SpecSource(Protocol):

@@ -19,11 +19,10 @@ from verl.errors import CheckpointError, DeadlineError, FolderLostError, Interru
 from verl.parallel.process_settings import give_back_holes
 from verl.parallel.stack_dump import all_stacks
 from verl.programs.api import Program, ProgramData, RollBack, StepResult
-from verl.roles.api import Roles
+from verl.roles.api import Broadcast, Roles
 from verl.run.resuming import Resume
 from verl.run.saving import (
     BackgroundRoleWriter,
-    Broadcast,
     RoleWriter,
     Store,
     open_store,

@@ -17,9 +17,9 @@ from verl.config import TrainerConfig
 from verl.errors import CheckpointError, NumericsError
 from verl.foreign_text import clean
 from verl.programs.api import Program, RollBack
-from verl.roles.api import Roles
+from verl.roles.api import Broadcast, Roles
 from verl.run.inputs import changed_inputs
-from verl.run.saving import Broadcast, OtherRankStore, Store
+from verl.run.saving import OtherRankStore, Store
 from verl.run.state import RunState
 from verl.tracking.files import Check
 from verl.tracking.run_folder import RunFolder

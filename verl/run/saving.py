@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from verl.checkpoint.background import BackgroundStore
 from verl.checkpoint.files import FileRecord
 from verl.checkpoint.filesystem import examine_folder
 from verl.checkpoint.store import CheckpointStore
-from verl.roles.api import ModelHandle, RoleSpec
+from verl.roles.api import Broadcast, ModelHandle, RoleSpec
 
 log = logging.getLogger(__name__)
-
-# returns rank 0's value, in every process that runs the program
-Broadcast = Callable[[Any], Any]
 
 
 class RoleWriter:

@@ -10,8 +10,7 @@ from verl.config import RunConfig
 from verl.engines.hybrid_3d import CHANGEABLE, check_change, require_3d_hybrid
 from verl.errors import ConfigError, nearest
 from verl.registry import load_object
-from verl.roles.api import Roles, RoleSpec
-from verl.run.saving import Broadcast
+from verl.roles.api import Broadcast, Roles, RoleSpec
 
 log = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 from verl.errors import MissingExtraError
 from verl.parallel.collectives import peer_of_environment
-from verl.roles.api import Roles, RoleSpecs, SpecSource
+from verl.roles.api import Roles, RoleSpecs, SpecSource, Value
 
 
 class Runtime(Protocol):
@@ -31,8 +31,8 @@ class Runtime(Protocol):
         """Whether the flag is set in at least one of the processes that run the program; all get the same answer."""
         ...
 
-    def broadcast(self, value: object) -> Any:
-        """Rank 0's `value`, in all processes that run the program."""
+    def broadcast(self, value: Value, /) -> Value:
+        """See Broadcast."""
         ...
 
     def close(self) -> None:

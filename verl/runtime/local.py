@@ -7,7 +7,7 @@ from typing import Any
 from verl.data_proto.future import Finished
 from verl.parallel.device import resolve_device
 from verl.parallel.dispatch import CallPlan
-from verl.roles.api import Roles, SpecSource
+from verl.roles.api import Roles, SpecSource, Value
 from verl.runtime.rank import RankContext, check_meshes
 from verl.runtime.rank_workers import RankWorkers
 from verl.runtime.role_groups import make_groups
@@ -38,7 +38,7 @@ class LocalRuntime:
     def any(self, flag: bool) -> bool:
         return flag
 
-    def broadcast(self, value: object) -> Any:
+    def broadcast(self, value: Value, /) -> Value:
         return value
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ from verl.parallel.dispatch import CallPlan
 from verl.parallel.placement import Placement
 from verl.parallel.stack_dump import all_stacks, calls, longest_call
 from verl.registry import load_object
-from verl.roles.api import Roles, SpecSource
+from verl.roles.api import Roles, SpecSource, Value
 from verl.runtime.rank import POLICY, RankContext, check_meshes
 from verl.runtime.rank_workers import RankWorkers
 from verl.runtime.ray_cluster import (
@@ -122,7 +122,7 @@ class RayRuntime:
     def any(self, flag: bool) -> bool:
         return flag
 
-    def broadcast(self, value: object) -> Any:
+    def broadcast(self, value: Value, /) -> Value:
         return value
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from verl.parallel.collectives import Collectives, Peer
 from verl.parallel.device import make_current, resolve_device
 from verl.parallel.dispatch import CallPlan
 from verl.parallel.serialize import from_bytes, to_bytes
-from verl.roles.api import Roles, SpecSource
+from verl.roles.api import Roles, SpecSource, Value
 from verl.runtime.rank import RankContext, check_meshes
 from verl.runtime.rank_workers import RankWorkers
 from verl.runtime.role_groups import make_groups
@@ -57,9 +57,10 @@ class SpmdRuntime:
         with self.comm.doing("agreeing whether to stop"):
             return self.comm.any(flag)
 
-    def broadcast(self, value: object) -> Any:
+    def broadcast(self, value: Value, /) -> Value:
         with self.comm.doing("receiving a decision of rank 0"):
-            return from_bytes(self.comm.broadcast(to_bytes(value) if self.is_rank_zero else None, 0))
+            received: Value = from_bytes(self.comm.broadcast(to_bytes(value) if self.is_rank_zero else None, 0))
+        return received
 
     def close(self) -> None:
         self._end()
