@@ -91,7 +91,7 @@ $(STAMPS)/constraints.txt: constraints.txt $(STAMPS)/torch
 	@grep -v '^torch==' constraints.txt > $@
 	@$(PIP) list --format=freeze 2>/dev/null | grep '^torch==' >> $@
 
-$(STAMPS)/package: pyproject.toml $(STAMPS)/constraints.txt $(wildcard verl/rollout/cpu/*.[ch] verl/models/*.[ch] verl/parallel/*.h)
+$(STAMPS)/package: pyproject.toml $(STAMPS)/constraints.txt $(wildcard verl/csrc/*.[ch])
 	@echo "Installing verl and what it needs (some minutes)."
 	@$(call install,-c $(STAMPS)/constraints.txt -e '.[ray$(comma)tensorboard$(comma)wandb$(comma)reasoning-gym$(comma)gguf$(comma)search$(comma)environments$(comma)mcp$(comma)dev]')
 	@touch $@

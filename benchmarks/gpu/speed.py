@@ -41,8 +41,8 @@ from verl.models.packed import PackedLayout
 from verl.parallel.device import give_back_cache
 from verl.reshard.device_memory import DeviceBuckets
 from verl.reshard.shared_memory import SharedBuckets, bucketed
-from verl.rollout.cuda.backend import DeviceBackend
-from verl.rollout.cuda.forward import StraightForward
+from verl.rollout.native.cuda.backend import DeviceBackend
+from verl.rollout.native.cuda.forward import StraightForward
 from verl.rollout.native.engine import NativeRollout
 
 torch._dynamo.config.recompile_limit = 64  # above it, parts of the later models would silently run eagerly

@@ -15,8 +15,8 @@ from verl.config.sections.rollout import AgentConfig
 from verl.data_proto.samples import PromptRequest, SamplingParams
 from verl.errors import DeadlineError
 from verl.models.tiny import make_tokenizer
-from verl.rollout.cpu.library import kernels
 from verl.rollout.hf import HFRollout
+from verl.rollout.native.compiled.library import kernels
 from verl.rollout.native.engine import NativeRollout
 
 STOPS = tuple(range(0, 80))  # a random model samples one every few tokens

@@ -1,6 +1,5 @@
 """The compiled kernels of a training step, each instruction set that this processor has, against torch in float64."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.house.source import PACKAGE
 from tests.models.reference import make_columns, random_rows
 from tests.models.test_packed import relative
 from tests.sanitizer import run_checked
@@ -224,5 +224,4 @@ sys.exit(pytest.main(["-v", "-p", "no:cacheprovider", "-k", "ends_of_blocks or o
 
 @pytest.mark.slow
 def test_under_the_address_sanitizer(tmp_path):
-    source = Path(compiled.__file__).with_name("_kernels.c")
-    assert run_checked(source, tmp_path, _RUN_CHECKED, __file__).count("PASSED") >= 6
+    assert run_checked(PACKAGE / "csrc/kernels.c", tmp_path, _RUN_CHECKED, __file__).count("PASSED") >= 6

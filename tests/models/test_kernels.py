@@ -13,8 +13,8 @@ from verl.models import log_probs, rounding
 from verl.models.cuda import decoding, logits, pointwise
 from verl.models.cuda.dispatch import has_triton, load
 from verl.rollout import sampling, uniforms
-from verl.rollout.cuda import device
-from verl.rollout.cuda.device import assign_places
+from verl.rollout.native.cuda import device
+from verl.rollout.native.cuda.device import assign_places
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")

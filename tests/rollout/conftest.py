@@ -16,7 +16,7 @@ from verl.config.sections.rollout import ServiceConfig
 from verl.data_proto.samples import PromptRequest
 from verl.models.tiny import make_tiny_model, make_tokenizer
 from verl.rollout.api import ENGINES
-from verl.rollout.cuda.forward import StraightForward
+from verl.rollout.native.cuda.forward import StraightForward
 
 FAMILIES = {
     "llama": {},

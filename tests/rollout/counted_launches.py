@@ -18,7 +18,7 @@ from tests.rollout.conftest import make_prompts
 from verl.config import RolloutConfig
 from verl.data_proto.samples import SamplingParams
 from verl.models.tiny import make_tiny_model
-from verl.rollout.cuda.forward import StraightForward
+from verl.rollout.native.cuda.forward import StraightForward
 from verl.rollout.native.engine import NativeRollout
 
 # memory and views, which start no kernel

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.house.source import PACKAGE
 from tests.rollout.conftest import make_prompts
 from tests.sanitizer import run_checked
 from tests.slow import each_value, slow
@@ -17,9 +18,9 @@ from verl.data_proto.samples import PromptRequest, SamplingParams
 from verl.errors import ConfigError
 from verl.models.tiny import make_tiny_model
 from verl.parallel.compiled import INSTRUCTION_SETS, open_library
-from verl.rollout.cpu import library
-from verl.rollout.cpu.forward import CpuForward
-from verl.rollout.native.forward import DenseForward
+from verl.rollout.native.compiled import library
+from verl.rollout.native.compiled.forward import CpuForward
+from verl.rollout.native.torch.forward import DenseForward
 from verl.rollout.sampling import sample
 from verl.rollout.uniforms import uniforms
 
@@ -89,7 +90,7 @@ def test_float64_and_weights_that_must_not_be_copied_are_left_to_torch(load):
 
 def test_bfloat16_is_left_to_the_library_where_it_has_tiles_unless_it_must_be_invariant(load, monkeypatch):
     module = copy.deepcopy(load("llama")).bfloat16()
-    monkeypatch.setattr("verl.rollout.native.forward.multiplies_bf16_tiles", lambda: True)
+    monkeypatch.setattr("verl.rollout.native.torch.forward.multiplies_bf16_tiles", lambda: True)
     assert type(DenseForward.of(module, prepack=True)) is DenseForward
     assert type(DenseForward.of(module, prepack=True, invariant=True, required=True)) is CpuForward
     assert type(DenseForward.of(load("llama"), prepack=True)) is CpuForward
@@ -336,7 +337,7 @@ def test_greedy_takes_the_first_of_equals(kernels):
 
 _RUN_CHECKED = """
 import ctypes, sys, pytest
-from verl.rollout.cpu import library
+from verl.rollout.native.compiled import library
 assert hasattr(ctypes.CDLL(None), "__asan_init")
 checked = library.declare(ctypes.CDLL(sys.argv[1]))
 library._library = lambda: checked
@@ -348,5 +349,5 @@ sys.exit(pytest.main(["-v", "-p", "no:cacheprovider", "-k", sys.argv[2], sys.arg
 def test_under_the_address_sanitizer(tmp_path):
     """Every kernel at odd sizes in a build that checks each access, with untouchable gaps between the buffers of a step."""
     selection = "products or odd or greedy or slots or draws"
-    output = run_checked(Path(library.__file__).with_name("decoder.c"), tmp_path, _RUN_CHECKED, selection, __file__)
+    output = run_checked(PACKAGE / "csrc/decoder.c", tmp_path, _RUN_CHECKED, selection, __file__)
     assert output.count("PASSED") + output.count(".") > 50

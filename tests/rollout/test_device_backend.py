@@ -28,14 +28,14 @@ from verl.models.cuda import decoding, dispatch, pointwise
 from verl.models.cuda.varlen import FLASH, flash_runs
 from verl.models.lora import LoRASpec, add_adapters, lora_layers, merge_adapters
 from verl.rollout import sampling
-from verl.rollout.cuda import backend
-from verl.rollout.cuda import device as rows_module
-from verl.rollout.cuda import pages as pages_module
-from verl.rollout.cuda.backend import DeviceBackend
-from verl.rollout.cuda.device import DeviceRows, assign_places, next_power, step_rows
-from verl.rollout.cuda.forward import StraightForward
-from verl.rollout.cuda.graphs import StepGraphs
-from verl.rollout.cuda.store import TokenStore
+from verl.rollout.native.cuda import backend
+from verl.rollout.native.cuda import device as rows_module
+from verl.rollout.native.cuda import pages as pages_module
+from verl.rollout.native.cuda.backend import DeviceBackend
+from verl.rollout.native.cuda.device import DeviceRows, assign_places, next_power, step_rows
+from verl.rollout.native.cuda.forward import StraightForward
+from verl.rollout.native.cuda.graphs import StepGraphs
+from verl.rollout.native.cuda.store import TokenStore
 from verl.rollout.native.engine import NativeRollout
 
 DENSE = ("llama", "qwen2", "qwen3")
@@ -494,7 +494,7 @@ def test_rows_stay_as_they_are_where_memory_is_short(device, make_engine, monkey
     for prompt in prompts[:3]:
         generation.add(prompt)
     ended += generation.poll(0.0)
-    monkeypatch.setattr("verl.rollout.cuda.backend._free_bytes", lambda device: 0)
+    monkeypatch.setattr("verl.rollout.native.cuda.backend._free_bytes", lambda device: 0)
     for prompt in prompts[3:]:
         generation.add(prompt)
     while done := generation.poll():
@@ -533,7 +533,7 @@ def test_which_models_are_computed_straight_through(load):
 def test_straight_forward_equals_the_module(load):
     """Hidden states and logits of a whole prompt, without any engine around."""
     from verl.models.cuda.varlen import spans_of
-    from verl.rollout.cuda.store import PromptAttention, TokenStore
+    from verl.rollout.native.cuda.store import PromptAttention, TokenStore
 
     for family in DENSE:
         module, ids = load(family).eval(), torch.arange(7, 24)
@@ -642,7 +642,7 @@ def test_stores_that_stay_over_training_change_nothing(cache, n, device, monkeyp
         calls.append((len(spans.start_q), spans.max_q, spans.max_k, causal))
         return PLAIN.forward(q, k, v, spans, causal, scale)
 
-    monkeypatch.setattr("verl.rollout.cuda.backend._has_room", lambda device, num_bytes: True)
+    monkeypatch.setattr("verl.rollout.native.cuda.backend._has_room", lambda device, num_bytes: True)
     params = SamplingParams(n=n, max_new_tokens=12)
     long, short = make_prompts([200, 90, 7, 31]), make_prompts([40, 20, 7])
     fresh, lasting = device(rows=6, kv_cache_config=cache), device(rows=6, kv_cache_config=cache)

@@ -10,10 +10,10 @@ from tests.rollout.conftest import make_prompts
 from tests.slow import each_value, slow
 from verl.data_proto.samples import SamplingParams
 from verl.errors import ConfigError
-from verl.rollout.cpu.library import kernels
-from verl.rollout.native import batch_invariance as invariance
-from verl.rollout.native import partial_attention
-from verl.rollout.native import prepacked_linear as products
+from verl.rollout.native.compiled.library import kernels
+from verl.rollout.native.torch import batch_invariance as invariance
+from verl.rollout.native.torch import partial_attention
+from verl.rollout.native.torch import prepacked_linear as products
 
 LENGTHS = [3, 20, 7, 33, 12, 20, 28, 5] * 4
 SLOTS = (32, 7, 1)
@@ -177,7 +177,7 @@ def test_shares_of_threads_end_where_vectors_end(width, threads, even):
 
 
 def test_neighbours_of_equal_length_are_a_block():
-    from verl.rollout.native.decode_attention import Members, equal_blocks
+    from verl.rollout.native.torch.decode_attention import Members, equal_blocks
 
     lengths = [random.Random(1).choice([16, 32]) for _ in range(9)]
     blocks = equal_blocks(torch.tensor(lengths).numpy())

@@ -13,8 +13,8 @@ from tests.rollout.conftest import make_prompts
 from verl.models.attention import Scoring
 from verl.rollout.layout import Chunk, StepLayout
 from verl.rollout.native.batch import BatchRows, Group, Prompts
-from verl.rollout.native.decode_attention import DecodeRows, Members, length_blocks
-from verl.rollout.native.kv_cache import SlotStore
+from verl.rollout.native.torch.decode_attention import DecodeRows, Members, length_blocks
+from verl.rollout.native.torch.kv_cache import SlotStore
 
 HEADS, KV_HEADS, WIDTH = 6, 2, 8
 

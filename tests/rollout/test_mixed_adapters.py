@@ -12,9 +12,9 @@ from verl.errors import ModelError
 from verl.models.adapter_weights import AdapterWeights
 from verl.models.lora import LoRASpec, add_adapters, lora_layers
 from verl.parallel.compiled import INSTRUCTION_SETS
-from verl.rollout.cpu import library
-from verl.rollout.cpu.forward import CpuForward
-from verl.rollout.native.forward import DenseForward
+from verl.rollout.native.compiled import library
+from verl.rollout.native.compiled.forward import CpuForward
+from verl.rollout.native.torch.forward import DenseForward
 
 SETS = [name for name in INSTRUCTION_SETS if library._library() and library._kernels(name)]
 PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True, seed=5)

@@ -12,9 +12,9 @@ from verl.data_proto.samples import SamplingParams
 from verl.models.cpu.weights import DenseDecoder, Projection
 from verl.models.matmul import Matmul
 from verl.models.tiny import make_tiny_model
-from verl.rollout.native import prepacked_linear as products
-from verl.rollout.native.forward import DenseForward
-from verl.rollout.native.prepacked_linear import num_copied_bytes, product
+from verl.rollout.native.torch import prepacked_linear as products
+from verl.rollout.native.torch.forward import DenseForward
+from verl.rollout.native.torch.prepacked_linear import num_copied_bytes, product
 
 DENSE = ["llama", "qwen2", "qwen3", "mistral"]
 OTHER = ["gemma", "gemma2", "gemma3_text"]

@@ -9,9 +9,9 @@ from tests.rollout.conftest import make_prompts
 from verl.config import load_config
 from verl.data_proto.samples import SamplingParams, TurnRequest
 from verl.errors import ConfigError
-from verl.rollout.cpu.library import kernels
-from verl.rollout.cpu.paged_store import PagedStore
-from verl.rollout.cpu.store import BlockStore, Shape
+from verl.rollout.native.compiled.library import kernels
+from verl.rollout.native.compiled.paged_store import PagedStore
+from verl.rollout.native.compiled.store import BlockStore, Shape
 
 pytestmark = [
     pytest.mark.seed("C9"),

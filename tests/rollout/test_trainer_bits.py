@@ -9,7 +9,7 @@ from verl.models.cpu.weights import DenseDecoder
 from verl.models.forward import packed_outputs
 from verl.models.packing import pack_rows
 from verl.models.tiny import make_tiny_model
-from verl.rollout.cpu import library
+from verl.rollout.native.compiled import library
 
 WIDE = {"hidden_size": 576, "intermediate_size": 2304, "head_dim": 36, "num_attention_heads": 16}  # sums in parts
 

@@ -18,11 +18,11 @@ from verl.errors import ConfigError
 from verl.models.load import load_model
 from verl.models.lora import LoRASpec, add_adapters
 from verl.models.vision import vision_towers
-from verl.rollout.cpu.forward import CpuForward
-from verl.rollout.cuda.forward import StraightForward
 from verl.rollout.hf import HFRollout
+from verl.rollout.native.compiled.forward import CpuForward
+from verl.rollout.native.cuda.forward import StraightForward
 from verl.rollout.native.engine import NativeRollout
-from verl.rollout.native.forward import DenseForward
+from verl.rollout.native.torch.forward import DenseForward
 
 LENGTH = 6
 loaded = functools.cache(load_model)

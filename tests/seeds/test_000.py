@@ -72,7 +72,7 @@ def test_3_2_a_step_and_its_queue(settings, tmp_path):
 @pytest.mark.seed("C9")
 def test_3_3_fragments(settings, tmp_path):
     from verl.config import load_config
-    from verl.rollout.cpu.library import kernels
+    from verl.rollout.native.compiled.library import kernels
     from verl.run.host import train
     from verl.tracking.files import read_metrics
 

@@ -16,7 +16,7 @@ import numpy as np
 from verl.parallel.compiled import open_library
 
 LEAF_BYTES = 1 << 20
-_LANES, _SIZE = 8, 32  # messages of one call of _blake2b.c, bytes of a digest
+_LANES, _SIZE = 8, 32  # messages of one call of blake2b.c, bytes of a digest
 CHUNK_BYTES = _LANES * LEAF_BYTES
 THREADS = 4  # digests leave the other threads of the process free
 
@@ -72,7 +72,7 @@ def read_digest(path: Path, threads: Executor) -> tuple[int, str]:
 
 @functools.cache
 def _compiled() -> Callable[..., None] | None:
-    """The function of _blake2b.c; None where it was not compiled."""
+    """The function of blake2b.c; None where it was not compiled."""
     library = open_library(Path(__file__).with_name("_blake2b"))
     if library is None or sys.byteorder != "little":
         return None

@@ -1,7 +1,7 @@
-"""The compiled kernels of a training step (_kernels.c): float32 on x86 processors, loaded with ctypes.
+"""The compiled kernels of a training step (kernels.c): float32 on x86 processors, loaded with ctypes.
 
 Sums have one order: results do not depend on the number of threads. Without the library torch computes the same, rounded
-otherwise. In bfloat16, on processors whose matmuls read pairs, the forward has the sampler's arithmetic (_bf16_kernels.h).
+otherwise. In bfloat16, on processors whose matmuls read pairs, the forward has the sampler's arithmetic (bf16_kernels.h).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from verl.parallel.compiled import choose_kernels, open_library
 from verl.parallel.device import native_bf16
 
 RMS_NORM, RMS_NORM_BACKWARD, SWIGLU, SWIGLU_BACKWARD, ROTATE, INVERSE_RMS = range(6)  # operations on rows
-_REVISION = 1  # of the structures, see _kernels.h
+_REVISION = 1  # of the structures, see kernels.h
 _CPU = torch.device("cpu")
-_ROWS = 32  # of _kernels.h
+_ROWS = 32  # of kernels.h
 _SHARE = 1 << 15  # elements that are worth waking a thread for
 
 
@@ -89,7 +89,7 @@ def run_rows(
     eps: float = 0.0,
     sums: bool = False,
 ) -> torch.Tensor | None:
-    """An operation of _pointwise_kernels.h, or in bfloat16 of _bf16_kernels.h, on the rows of `x`; with `sums` the sum over its
+    """An operation of pointwise_kernels.h, or in bfloat16 of bf16_kernels.h, on the rows of `x`; with `sums` the sum over its
     rows [columns]. All but `x` are contiguous; heads of `x` [rows, heads, columns] are adjacent."""
     library = _library()
     assert library is not None

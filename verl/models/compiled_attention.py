@@ -10,7 +10,7 @@ import torch
 
 from verl.models.compiled import AttentionCall, Heads, num_threads, run_attention
 
-_PAD = 32  # of _kernels.h
+_PAD = 32  # of kernels.h
 
 
 class CompiledPlan:

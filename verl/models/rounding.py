@@ -146,7 +146,7 @@ _DITHER = kernel(
 
 @functools.cache
 def _compiled() -> Callable[..., int] | None:
-    """The function of _rounding.c; None where it was not compiled."""
+    """The function of rounding.c; None where it was not compiled."""
     library = open_library(Path(__file__).with_name("_rounding"))
     if library is None:
         return None

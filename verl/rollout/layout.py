@@ -14,9 +14,9 @@ import torch.nn.functional as F
 
 from verl.models.attention import Scoring
 from verl.models.routing import Routing
-from verl.rollout.native.decode_attention import DecodeRows
-from verl.rollout.native.kv_cache import SlotStore
-from verl.rollout.native.partial_attention import additive_mask, attend_plain
+from verl.rollout.native.torch.decode_attention import DecodeRows
+from verl.rollout.native.torch.kv_cache import SlotStore
+from verl.rollout.native.torch.partial_attention import additive_mask, attend_plain
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from verl.data_proto.samples import SamplingParams
 from verl.models.cuda.dispatch import kernel
-from verl.rollout.cpu.library import kernels
+from verl.rollout.native.compiled.library import kernels
 
 _CHUNK = 256  # tokens per partial sum; sampling finds the chunk first, then the token in it
 _TOP_P_CANDIDATES = 512  # a sort of the whole vocabulary costs ten times as much and is seldom needed

@@ -50,7 +50,7 @@ def transformers_facts() -> dict[str, object]:
 
 def decoder_facts() -> dict[str, object]:
     """State of the compiled kernels for decoding."""
-    from verl.rollout.cpu.library import state
+    from verl.rollout.native.compiled.library import state
 
     return dict(state())
 
@@ -64,7 +64,7 @@ def equal_rows() -> dict[str, object]:
     import torch
 
     from verl.models.matmul import Matmul
-    from verl.rollout.native.prepacked_linear import padding_cost, tiles_of
+    from verl.rollout.native.torch.prepacked_linear import padding_cost, tiles_of
 
     tiles = {}
     for dtype in (torch.float32, torch.bfloat16):

@@ -32,7 +32,7 @@ def launch_advance(
     limit: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """See verl.rollout.cuda.device."""
+    """See verl.rollout.native.cuda.device."""
     num_columns, rows = columns.shape
     assert columns.stride(1) == out.stride(1) == 1
     _advance_kernel[(triton.cdiv(rows, _BLOCK),)](

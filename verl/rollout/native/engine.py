@@ -1,7 +1,7 @@
 """The native rollout engine: continuous batching over the training module itself, on whatever device it lies.
 
 A scheduler (scheduler.py) decides which tokens each step computes; a backend computes them: host_backend.py with steps that
-the host drives, or for a plain decoder on a GPU verl.rollout.cuda.backend with steps that the device drives. A prompt is
+the host drives, or for a plain decoder on a GPU verl.rollout.native.cuda.backend with steps that the device drives. A prompt is
 computed once for its n samples. A sample that ends frees its row at once, and the next one takes it.
 """
 
@@ -23,17 +23,17 @@ from verl.models.lora import is_adapter
 from verl.models.randomness import eval_mode
 from verl.models.routing import follow_routing
 from verl.rollout.api import BaseRollout, Invariance, Stats
-from verl.rollout.cpu.forward import CpuForward
-from verl.rollout.cpu.paged_store import PagedStore
-from verl.rollout.cpu.store import BlockStore
-from verl.rollout.cuda.backend import DeviceBackend
-from verl.rollout.native.batch_invariance import examine
+from verl.rollout.native.compiled.forward import CpuForward
+from verl.rollout.native.compiled.paged_store import PagedStore
+from verl.rollout.native.compiled.store import BlockStore
+from verl.rollout.native.cuda.backend import DeviceBackend
 from verl.rollout.native.experts import ExpertRecords
-from verl.rollout.native.forward import DenseForward
 from verl.rollout.native.host_backend import HostBackend
-from verl.rollout.native.kv_cache import SlotStore, rounded
 from verl.rollout.native.paging import Paging
 from verl.rollout.native.scheduler import Scheduler
+from verl.rollout.native.torch.batch_invariance import examine
+from verl.rollout.native.torch.forward import DenseForward
+from verl.rollout.native.torch.kv_cache import SlotStore, rounded
 from verl.rollout.requests import OpenSamples, StopRules, vocab_size
 
 

@@ -1,7 +1,7 @@
 """Steps that the host drives: one forward over [all rows' newest tokens | chunks of new prompts].
 
-It goes through the weights of a plain dense decoder (forward.py, or the compiled kernels of verl.rollout.cpu), else through
-the unpatched module. The layout (verl.rollout.layout) stores keys and values and gives each token the keys that it sees.
+It goes through the weights of a plain dense decoder (torch/forward.py, or the compiled kernels of compiled/), else through the
+unpatched module. The layout (verl.rollout.layout) stores keys and values and gives each token the keys that it sees.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from verl.models.adapter_weights import AdapterWeights
 from verl.models.hf_module import HFModule
 from verl.models.routing import Routing
 from verl.models.vision import PlacedMedia, is_vision_model, language_states, placed_positions
-from verl.rollout.cpu.forward import CpuForward
-from verl.rollout.cpu.paged_store import PagedStore
-from verl.rollout.cpu.store import BlockStore
-from verl.rollout.cpu.tokens import DecodeTiles, StepTokens
 from verl.rollout.layout import Chunk, StepLayout
 from verl.rollout.native.adapters import TokenAdapters
 from verl.rollout.native.batch import Group, features_of, place_images
-from verl.rollout.native.decode_attention import DecodeRows, Members
-from verl.rollout.native.forward import DenseForward
-from verl.rollout.native.kv_cache import SlotStore
+from verl.rollout.native.compiled.forward import CpuForward
+from verl.rollout.native.compiled.paged_store import PagedStore
+from verl.rollout.native.compiled.store import BlockStore
+from verl.rollout.native.compiled.tokens import DecodeTiles, StepTokens
 from verl.rollout.native.paging import Paging
 from verl.rollout.native.scheduler import Scheduler
+from verl.rollout.native.torch.decode_attention import DecodeRows, Members
+from verl.rollout.native.torch.forward import DenseForward
+from verl.rollout.native.torch.kv_cache import SlotStore
 from verl.rollout.sampling import sample
 from verl.rollout.uniforms import uniforms_at
 

@@ -1,8 +1,8 @@
 /* The kernels of one instruction set: the includer defines ISA, TARGET and WIDTH. */
 
-#include "../parallel/simd.h"
-#include "_attention_kernels.h"
-#include "_pointwise_kernels.h"
+#include "simd.h"
+#include "attention_kernels.h"
+#include "pointwise_kernels.h"
 
 static const struct kernels NAME(kernels) = {
     STRING(ISA), NAME(pack), NAME(forward), NAME(backward), NAME(sum_heads),

@@ -2,7 +2,7 @@
    A result depends on its own row only: sums run in one order over inputs, over keys and over the vocabulary, whatever the
    number of rows, the place in a tile, or the store that holds a key. */
 
-#include "../../models/_shared_kernels.h"
+#include "shared_kernels.h"
 
 #if WIDTH == 16
 #define MR 8

@@ -14,7 +14,7 @@ import torch
 
 from verl.models.cpu.weights import DenseDecoder
 from verl.parallel.device import to_device, write_at
-from verl.rollout.cuda.store import TokenStore
+from verl.rollout.native.cuda.store import TokenStore
 
 
 class PagePool:

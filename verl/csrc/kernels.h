@@ -11,7 +11,7 @@ enum { KEYS = 256 };            /* of a block; a multiple of PAD */
 enum { PAD = 32 };              /* packed keys of a range are padded to a multiple of this, and so is head_dim */
 enum { ROW = KEYS + PAD };      /* floats between two queries of a block of scores; not a power of two */
 
-enum { BLOCK = 16, FLOATS = 0, WIDENED = 1, PAIRS = 2 }; /* of rollout/cpu/decoder.h, for bfloat16 */
+enum { BLOCK = 16, FLOATS = 0, WIDENED = 1, PAIRS = 2 }; /* of decoder.h, for bfloat16 */
 
 /* [tokens][heads][head_dim] floats somewhere; strides in floats, that of head_dim is 1 */
 struct heads {
@@ -56,7 +56,7 @@ struct work {
 enum { ROWS = 32 };             /* at a time */
 enum { RMS_NORM, RMS_NORM_BACKWARD, SWIGLU, SWIGLU_BACKWARD, ROTATE, INVERSE_RMS, NUM_OPERATIONS };
 
-/* An operation on `count` rows, see _pointwise_kernels.h and _bf16_kernels.h. */
+/* An operation on `count` rows, see pointwise_kernels.h and bf16_kernels.h. */
 struct rows {
     int64_t count, columns, heads, stride, threads; /* stride: of rows of heads */
     float *x, *out, *sums;      /* sums: [count / ROWS][columns], then one more row for the sum of all; or NULL */

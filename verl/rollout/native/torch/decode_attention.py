@@ -23,8 +23,8 @@ import numpy as np
 import torch
 
 from verl.models.attention import Scoring
-from verl.rollout.native.kv_cache import SlotStore, rounded
-from verl.rollout.native.partial_attention import (
+from verl.rollout.native.torch.kv_cache import SlotStore, rounded
+from verl.rollout.native.torch.partial_attention import (
     OwnPart,
     additive_mask,
     attend_part,

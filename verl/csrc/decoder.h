@@ -1,4 +1,4 @@
-/* What a forward of a dense decoder reads and writes. verl/rollout/cpu/library.py mirrors these structures. */
+/* What a forward of a dense decoder reads and writes. verl/rollout/native/compiled/library.py mirrors these structures. */
 
 #ifndef VERL_DECODER_H
 #define VERL_DECODER_H

@@ -18,12 +18,12 @@ from verl.models.cuda.varlen import TokenSpans, VarlenKernel
 from verl.models.hf_module import HFModule
 from verl.models.vision import placed_positions
 from verl.parallel.device import to_device, write_at
-from verl.rollout.cuda.forward import StraightForward
-from verl.rollout.cuda.graphs import StepGraphs
-from verl.rollout.cuda.pages import PagedTokenStore, PagePool, keep
-from verl.rollout.cuda.store import DecodeAttention, PromptAttention, TokenStore
 from verl.rollout.layout import Chunk
 from verl.rollout.native.batch import Group, features_of, place_images
+from verl.rollout.native.cuda.forward import StraightForward
+from verl.rollout.native.cuda.graphs import StepGraphs
+from verl.rollout.native.cuda.pages import PagedTokenStore, PagePool, keep
+from verl.rollout.native.cuda.store import DecodeAttention, PromptAttention, TokenStore
 from verl.rollout.sampling import sample
 from verl.rollout.uniforms import uniforms_at
 

@@ -17,8 +17,8 @@ import mmap
 import numpy as np
 import torch
 
-from verl.rollout.cpu.library import BLOCK
-from verl.rollout.cpu.store import BlockStore, Shape
+from verl.rollout.native.compiled.library import BLOCK
+from verl.rollout.native.compiled.store import BlockStore, Shape
 
 _MAP_NORESERVE = 0x4000  # Linux; Python names it from 3.13 on
 _PAGE = mmap.PAGESIZE

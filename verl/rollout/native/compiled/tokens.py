@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from verl.rollout.cpu.store import BlockStore
 from verl.rollout.layout import Chunk
+from verl.rollout.native.compiled.store import BlockStore
 
 
 class DecodeTiles:

@@ -4,14 +4,14 @@
    torch. No result depends on the number of threads. */
 
 #define _GNU_SOURCE
-#include "_kernels.h"
+#include "kernels.h"
 
 #if defined(__x86_64__) && defined(__linux__)
 
 #include <math.h>
 #include <string.h>
 
-#include "../parallel/team.h"
+#include "team.h"
 
 #define STRING_(x) #x
 #define STRING(x) STRING_(x)
@@ -24,23 +24,23 @@ static const float HIDDEN[32] = {[16] = H, H, H, H, H, H, H, H, H, H, H, H, H, H
 #define ISA avx512
 #define TARGET __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl")))
 #define WIDTH 16
-#include "_all_kernels.h"
+#include "all_kernels.h"
 
 #define ISA avx2
 #define TARGET __attribute__((target("avx2,fma")))
 #define WIDTH 8
-#include "_all_kernels.h"
+#include "all_kernels.h"
 
 #if defined(__clang__) ? __clang_major__ >= 9 : __GNUC__ >= 10
 #define ISA avx512_bf16
 #define TARGET __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512bf16")))
 #define WIDTH 16
 #define HAS_PAIRS 1
-#include "_bf16_kernels.h"
+#include "bf16_kernels.h"
 #define HAVE_BF16 1
 #endif
 
-/* The kernels for bfloat16 that go with the sampler's (see rollout/cpu/decoder.c), or NULL */
+/* The kernels for bfloat16 that go with the sampler's (see decoder.c), or NULL */
 const struct kernels *bf16_kernels_for(const char *name)
 {
 #ifdef HAVE_BF16

@@ -12,7 +12,7 @@ from verl.models.cpu.weights import DenseDecoder
 from verl.models.cuda.decoding import SharedPrompts, Slots, attend_new_tokens
 from verl.models.cuda.pointwise import write_kv
 from verl.models.cuda.varlen import TokenSpans, VarlenKernel
-from verl.rollout.cuda.forward import HeadNorms
+from verl.rollout.native.cuda.forward import HeadNorms
 
 
 class TokenStore:

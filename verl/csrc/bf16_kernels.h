@@ -1,7 +1,7 @@
 /* The forward operations of a training step in bfloat16, with the sampler's arithmetic and order of sums, for processors whose
    matrix products read pairs of bfloat16 values: both then compute the same bits. */
 
-#include "_shared_kernels.h"
+#include "shared_kernels.h"
 
 #define HALF(pointer) ((uint16_t *)(pointer))
 

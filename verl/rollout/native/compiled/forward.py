@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from verl.models.adapter_weights import LowRank
 from verl.models.cpu.weights import DenseDecoder, DenseLayer, Norm, Projection
 from verl.models.vision import ImageFeatures
-from verl.rollout.cpu.library import MAX_HEAD_DIM, PAIRS, Kernels, Layer, Model, PackedLowRank, Step, buffer
-from verl.rollout.cpu.store import Shape
-from verl.rollout.cpu.tokens import DecodeTiles, StepTokens
 from verl.rollout.native.adapters import ArrangedAdapters, TokenAdapters
+from verl.rollout.native.compiled.library import MAX_HEAD_DIM, PAIRS, Kernels, Layer, Model, PackedLowRank, Step, buffer
+from verl.rollout.native.compiled.store import Shape
+from verl.rollout.native.compiled.tokens import DecodeTiles, StepTokens
 
 _MAX_TILE_QUERIES = 32  # of an attention task; their scores with thousands of keys stay in the level-2 cache
 

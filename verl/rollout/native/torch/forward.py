@@ -22,11 +22,11 @@ from verl.models.hf_module import HFModule
 from verl.models.lora import LoRALinear
 from verl.models.vision import ImageFeatures, num_deep_layers
 from verl.parallel.device import multiplies_bf16_tiles
-from verl.rollout.cpu.forward import CpuForward
-from verl.rollout.cpu.library import Kernels, kernels
 from verl.rollout.layout import StepLayout
 from verl.rollout.native.adapters import ArrangedAdapters, TokenAdapters
-from verl.rollout.native.prepacked_linear import Product, num_copied_bytes, product
+from verl.rollout.native.compiled.forward import CpuForward
+from verl.rollout.native.compiled.library import Kernels, kernels
+from verl.rollout.native.torch.prepacked_linear import Product, num_copied_bytes, product
 
 _PLAIN_LOGITS = {"softcap": None, "logit_scale": 1.0}
 

@@ -1,4 +1,4 @@
-/* Operations on rows of a training step, each in one pass over memory, for the instruction set of _attention_kernels.h. Sums of
+/* Operations on rows of a training step, each in one pass over memory, for the instruction set of attention_kernels.h. Sums of
    columns are of ROWS rows each. */
 
 INLINE vf NAME(load)(const float *p, int64_t count)

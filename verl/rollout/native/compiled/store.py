@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from verl.rollout.cpu.library import BLOCK, Store
-from verl.rollout.native.kv_cache import SlotStore
+from verl.rollout.native.compiled.library import BLOCK, Store
+from verl.rollout.native.torch.kv_cache import SlotStore
 
 
 class Shape(NamedTuple):

@@ -18,7 +18,9 @@ from verl.models.cpu.weights import DenseDecoder
 from verl.models.cuda.varlen import FLASH, VarlenKernel, flash_runs
 from verl.models.hf_module import HFModule
 from verl.parallel.device import most_memory_allocated
-from verl.rollout.cuda.device import (
+from verl.rollout.layout import Chunk
+from verl.rollout.native.batch import Group
+from verl.rollout.native.cuda.device import (
     DRAWN,
     KEY,
     NUM_COLUMNS,
@@ -32,14 +34,12 @@ from verl.rollout.cuda.device import (
     next_power,
     step_rows,
 )
-from verl.rollout.cuda.forward import StraightForward, readable
-from verl.rollout.cuda.graphs import StepGraphs
-from verl.rollout.cuda.store import TokenStore
-from verl.rollout.layout import Chunk
-from verl.rollout.native.batch import Group
-from verl.rollout.native.kv_cache import rounded
+from verl.rollout.native.cuda.forward import StraightForward, readable
+from verl.rollout.native.cuda.graphs import StepGraphs
+from verl.rollout.native.cuda.store import TokenStore
 from verl.rollout.native.paging import UNLIMITED, Paging
 from verl.rollout.native.scheduler import Scheduler
+from verl.rollout.native.torch.kv_cache import rounded
 
 _MEMORY_SHARE = 0.8  # of free memory, for keys and values; the rest is for a prompt wave's activations and the graphs
 _RESTING_SHARE = 0.8  # of the device, at most in use at a time if stores and graphs stay while something else computes

@@ -2,7 +2,7 @@
    compiled decoder, and in bfloat16 by the passes of a training step. The includer defines ISA, TARGET, WIDTH, HAS_PAIRS,
    BLOCK and the kinds of operands. */
 
-#include "../parallel/simd.h"
+#include "simd.h"
 
 #undef QR
 #undef WIDE_DV

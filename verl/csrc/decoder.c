@@ -2,7 +2,7 @@
 
    Needs nothing but the C library and threads. Torch's matrix products take other kernels for other numbers of rows, and its
    threads either sleep between two operators or spin against other processes; here every sum has one order, and threads that
-   wait give way. verl/rollout/cpu/library.py loads it; on other processors kernels_for() finds nothing and torch computes. */
+   wait give way. verl/rollout/native/compiled/library.py loads it; on other processors kernels_for() finds nothing and torch computes. */
 
 #define _GNU_SOURCE
 #include "decoder.h"
@@ -21,7 +21,7 @@
 #define GAP 0
 #endif
 
-#include "../../parallel/team.h"
+#include "team.h"
 
 #define STRING_(x) #x
 #define STRING(x) STRING_(x)
@@ -31,7 +31,7 @@
 #define TARGET __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512bf16")))
 #define WIDTH 16
 #define HAS_PAIRS 1
-#include "kernels.h"
+#include "decoder_kernels.h"
 #define HAVE_BF16 1
 #endif
 
@@ -39,13 +39,13 @@
 #define TARGET __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl")))
 #define WIDTH 16
 #define HAS_PAIRS 0
-#include "kernels.h"
+#include "decoder_kernels.h"
 
 #define ISA avx2
 #define TARGET __attribute__((target("avx2,fma")))
 #define WIDTH 8
 #define HAS_PAIRS 0
-#include "kernels.h"
+#include "decoder_kernels.h"
 
 /* The kernels of instruction set `name`, or the fastest for NULL; NULL where the processor lacks them. */
 const struct kernels *kernels_for(const char *name)

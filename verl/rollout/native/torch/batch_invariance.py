@@ -18,8 +18,8 @@ from verl.config import RolloutConfig, full_key
 from verl.errors import ConfigError
 from verl.models.cpu.weights import DenseDecoder, Projection
 from verl.rollout.api import Invariance
-from verl.rollout.native.forward import DenseForward, compiled
-from verl.rollout.native.prepacked_linear import padding_cost, tiles_of
+from verl.rollout.native.torch.forward import DenseForward, compiled
+from verl.rollout.native.torch.prepacked_linear import padding_cost, tiles_of
 
 KEY = full_key("rollout.batch_invariant")
 _MOST_COST = 1.10  # of the time of matmuls, with auto
