@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -26,10 +26,13 @@ from verl.foreign_text import clean, quoted
 from verl.tracking.pictures import thumbnail
 
 if TYPE_CHECKING:
+    from PIL import Image
+
     from verl.config import DataConfig
     from verl.config.sections.data import TextDataConfig
     from verl.models.processor import ImageProcessor
 
+Picture: TypeAlias = "Image.Image | Clip"
 _PARTS = {"image": IMAGE_PARTS, "video": VIDEO_PARTS}  # kind -> types of parts; <kind> stands for one in a text
 
 
@@ -118,7 +121,7 @@ class ImageEncoder:
         """The images and videos at `sources`. Raises DataError naming `place` and the image or video."""
         return self.encode([self._read(source, place, number) for number, source in enumerate(sources)], place)
 
-    def _read(self, source: object, place: str, number: int) -> Any:
+    def _read(self, source: object, place: str, number: int) -> Picture:
         from verl.data.pictures import read_image
 
         if not isinstance(source, VideoSource):
@@ -131,7 +134,7 @@ class ImageEncoder:
         defaults = {**self.processor.video_settings, **self.settings}
         return read_clip(source, defaults, place, self.processor.frames_at_once)
 
-    def encode(self, pictures: Sequence[Any], place: str) -> PromptImages:
+    def encode(self, pictures: Sequence[Picture], place: str) -> PromptImages:
         """The images of PIL pictures in RGB, and of clips. Raises DataError naming `place`."""
         from verl.data.pictures import png
 
@@ -147,13 +150,14 @@ class ImageEncoder:
                 f"{place}: the model's processor cannot read the row's images ({type(error).__name__}: {clean(error)}). Change "
                 "the images, or data.mm_processor_kwargs."
             ) from error
-        files = ImageFiles(tuple(map(png, pictures)), self.settings) if self.processor.keeps_files else None
+        images = [item for item in pictures if not isinstance(item, Clip)]
+        files = ImageFiles(tuple(map(png, images)), self.settings) if self.processor.keeps_files else None
         shown = tuple(thumbnail(_frames(item)[0]) for item in pictures)
         media = Media(digest.hexdigest(), tensors, shown, tuple(texts), files)
         return PromptImages(media, self.processor, place)
 
 
-def _frames(item: object) -> Sequence[Any]:
+def _frames(item: Picture) -> Sequence[Image.Image]:
     """The pictures of a clip, or a picture."""
     return item.frames if isinstance(item, Clip) else (item,)
 

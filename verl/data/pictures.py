@@ -6,7 +6,7 @@ import base64
 import binascii
 import io
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlparse
 
 from verl.data.schema import SOURCES
@@ -14,12 +14,15 @@ from verl.errors import DataError, MissingExtraError
 from verl.foreign_text import clean, quoted
 from verl.regular_files import require_regular
 
+if TYPE_CHECKING:
+    from PIL import Image
+
 MAX_BYTES = 64 << 20  # of an image file
 MAX_PIXELS = 1 << 26  # 8192 x 8192
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 
 
-def read_image(source: object, place: str) -> Any:
+def read_image(source: object, place: str) -> Image.Image:
     """The picture at `source` as a PIL image in RGB. Raises DataError, which begins with `place`, for an unknown source, a
     file that is no image or is damaged, and a file or picture beyond MAX_BYTES and MAX_PIXELS."""
     try:
@@ -27,7 +30,7 @@ def read_image(source: object, place: str) -> Any:
     except ImportError as error:
         raise MissingExtraError("Reading images", "pillow", "pillow") from error
     if isinstance(source, Image.Image):
-        picture = source
+        picture: Image.Image = source
     else:
         content = bytes_at(source, place, MAX_BYTES)
         try:
@@ -58,7 +61,7 @@ def image_text(source: Any, place: str) -> str:
     return "data:;base64," + base64.b64encode(bytes_at(source, place, MAX_BYTES)).decode()
 
 
-def png(picture: Any) -> bytes:
+def png(picture: Image.Image) -> bytes:
     """The file of a PIL picture."""
     file = io.BytesIO()
     picture.save(file, "PNG", compress_level=1)

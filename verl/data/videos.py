@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from verl.data.schema import SOURCES, at, number_in
 from verl.data_proto.media import SAMPLING, Clip, VideoSource
 from verl.errors import DataError, MissingExtraError, nearest
 from verl.foreign_text import clean, quoted
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 LIMITS = ("min_pixels", "max_pixels")
 MAX_BYTES = 1 << 30  # of a file
@@ -53,7 +56,7 @@ def read_clip(source: VideoSource, defaults: Mapping[str, Any], place: str, step
     return Clip(tuple(frames), tuple(numbers), num_frames, fps, {name: own[name] for name in LIMITS if name in own})
 
 
-def video_entry(source: VideoSource, place: str) -> Any:
+def video_entry(source: VideoSource, place: str) -> dict[str, object]:
     """A video for a row in JSON: its path, URL or frames, or its bytes as a data URL, with its settings. Raises DataError."""
     value, settings = _settings(source, place, LIMITS)
     is_list = isinstance(value, list | tuple | np.ndarray)
@@ -86,8 +89,8 @@ def _require_fits(num_frames: int, width: int, height: int, place: str) -> None:
 
 
 def _decoded(
-    content: bytes, rule: Mapping[str, object], step: int, place: str
-) -> tuple[list[object], list[int], int, float]:
+    content: bytes, rule: Mapping[str, float], step: int, place: str
+) -> tuple[list[Image.Image], list[int], int, float]:
     """Frames of a file as PIL pictures, their numbers, and the number and rate of all frames."""
     try:
         import av
@@ -117,21 +120,21 @@ def _decoded(
     return frames, numbers, num_frames, fps
 
 
-def sampled(num_frames: int, fps: float, rule: Mapping[str, Any], step: int) -> list[int]:
+def sampled(num_frames: int, fps: float, rule: Mapping[str, float], step: int) -> list[int]:
     """Numbers of the frames that are read of `num_frames`, of which a second has `fps`, by a rule of SAMPLING.
 
     (4 s of 25 frames, fps 2) -> 8 frames: 0, 14, 28, ... 99
     """
     if rule["nframes"]:
-        count = max(1, round(rule["nframes"] / step)) * step
+        count: float = max(1, round(rule["nframes"] / step)) * step
     else:
         count = max(rule["min_frames"], min(num_frames / fps * rule["fps"], rule["max_frames"]))
-    count = max(1, int(min(count, num_frames)) // step * step)
-    numbers: list[int] = np.linspace(0, num_frames - 1, count).round().astype(int).tolist()
+    whole = max(1, int(min(count, num_frames)) // step * step)
+    numbers: list[int] = np.linspace(0, num_frames - 1, whole).round().astype(int).tolist()
     return numbers
 
 
-def _frames_at(container: Any, numbers: Collection[int], place: str) -> Iterator[object]:
+def _frames_at(container: Any, numbers: Collection[int], place: str) -> Iterator[Image.Image]:
     chosen, last = set(numbers), max(numbers)
     for number, frame in enumerate(container.decode(video=0)):
         _require_fits(len(chosen), frame.width, frame.height, place)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     import torch
+    from PIL import Image
 
     from verl.data_proto.proto import DataProto
 
@@ -36,7 +37,7 @@ class Clip:
     """Frames of a video: PIL pictures of one size, and their numbers among the `num_frames` frames of the video, of which a
     second has `fps`. `limits` are pixels of a frame (min_pixels, max_pixels)."""
 
-    frames: tuple[Any, ...]
+    frames: tuple[Image.Image, ...]
     indices: tuple[int, ...]
     num_frames: int
     fps: float

@@ -14,10 +14,10 @@ import re
 import sqlite3
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from verl.page.summaries import SampleSummary, hash_of, last_message, score_statistics, summary_of, without_arrays
 from verl.page.texts import PackedTexts, fold, owners_with, pack_texts
@@ -57,6 +57,7 @@ _INSERT = (
     f"VALUES ({', '.join('?' * (6 + len(_COLUMNS)))})"
 )
 _SCORES = "SELECT unit, score FROM samples WHERE file = ? AND score IS NOT NULL"
+IndexedSample: TypeAlias = sqlite3.Row | dict[str, Any]  # the columns of a sample, in the index or read from its file
 _Line = tuple[int, int, int, SampleSummary]  # line, its first byte, its bytes, its summary
 
 
@@ -176,7 +177,7 @@ class SampleIndex:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield self.db
 
-    def update(self, only: tuple[str, int] | None = None, deadline: Any = None) -> bool:
+    def update(self, only: tuple[str, int] | None = None, deadline: Callable[[], bool] | None = None) -> bool:
         """Index files that are new or were replaced: all of them, the newest first, or `only` one. Stops early when
         `deadline()` is true. Returns whether anything changed."""
         files = self.files()
@@ -306,7 +307,7 @@ class SampleIndex:
                     break
         return samples
 
-    def summary(self, split: str, step: int, line: int) -> Any:
+    def summary(self, split: str, step: int, line: int) -> IndexedSample | None:
         """The columns of one sample; None when the file has no such row."""
         rows = self.rows(
             "SELECT samples.* FROM samples JOIN files ON files.id = file WHERE split = ? AND step = ? AND line = ?",

@@ -13,7 +13,6 @@ import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlencode
 
 from verl.errors import MissingExtraError
@@ -30,6 +29,7 @@ try:
     from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
     from starlette.routing import Mount, Route
     from starlette.staticfiles import StaticFiles
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 except ImportError as error:
     raise MissingExtraError("The page about runs", "page", error.name or "starlette") from error
 
@@ -49,19 +49,19 @@ Next = Callable[[Request], Awaitable[Response]]
 class Gate:
     """Lets requests of the user's through: the right Host, method and token."""
 
-    def __init__(self, app: Any, token: str, host: str, port: int):
+    def __init__(self, app: ASGIApp, token: str, host: str, port: int):
         self.app = app
         self.token = token
         self.cookie = f"verl_page_{port}"
         self.host = host.lower()
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         refusal = self._refusal(Request(scope))
 
-        async def with_headers(message: Any) -> None:
+        async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 known = {name.lower() for name, _ in message["headers"]}
                 extra = [
@@ -153,7 +153,7 @@ def make_app(
     return Gate(app, token, host, port)
 
 
-def _failed(site: Site) -> Any:
+def _failed(site: Site) -> Callable[[Request, Exception], Awaitable[Response]]:
     async def handle(request: Request, error: Exception) -> Response:
         import logging
 

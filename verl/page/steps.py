@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from verl.page.index import SampleIndex
+from verl.page.index import IndexedSample, SampleIndex
 from verl.page.life import episode_of, life_of
 from verl.page.reader import RunReader
 from verl.page.summaries import deviation, last_message, text_of
@@ -77,7 +77,7 @@ class Place:
         rows = self.index.rows("SELECT * FROM files WHERE split = ? AND step = ?", self.split, self.step)
         return rows[0] if rows else None
 
-    def samples(self, unit: str | None = None) -> list[Any]:
+    def samples(self, unit: str | None = None) -> list[IndexedSample]:
         """The indexed samples of the step or of one unit, in the order of the file.
 
         Of a file that is not indexed yet they are the first ones, read from it.
@@ -88,14 +88,14 @@ class Place:
             *(self.split, self.step, unit, unit),
         )
         if rows or self.index.is_complete(self.split, self.step):
-            return rows
+            return list(rows)
         return [row for row in self.index.head(self.split, self.step, _HEAD) if unit in (None, row["unit"])]
 
     def units(self) -> list[str]:
         """The units of the step, in the order of the file."""
         return list(dict.fromkeys(row["unit"] for row in self.samples()))
 
-    def texts(self, row: Any) -> tuple[str, str]:
+    def texts(self, row: IndexedSample) -> tuple[str, str]:
         """The last message of the prompt and the start of the response of a sample."""
         if "prompt" in row.keys():  # read from the file
             return last_message(row["prompt"][-1500:]), row["response"][:400]
@@ -161,7 +161,7 @@ def step_context(at: Place, query: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 def _groups(at: Place) -> list[dict[str, Any]]:
-    members: dict[str, list[Any]] = {}
+    members: dict[str, list[IndexedSample]] = {}
     for row in at.samples():
         members.setdefault(row["unit"], []).append(row)
     groups = [_group(unit, rows) for unit, rows in members.items()]
@@ -181,7 +181,7 @@ def level_of(score: float | None, low: float, high: float) -> int | None:
     return round(_LEVELS * (score - low) / (high - low)) if high > low else _LEVELS // 2
 
 
-def _group(unit: str, rows: Sequence[Any]) -> dict[str, Any]:
+def _group(unit: str, rows: Sequence[IndexedSample]) -> dict[str, Any]:
     scores = [row["score"] for row in rows if row["score"] is not None]
     gaps = [row["gap"] for row in rows if row["gap"] is not None]
     answers: dict[str, set[float]] = {}
@@ -208,7 +208,7 @@ def _group(unit: str, rows: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def _margin(rows: Sequence[Any]) -> float | None:
+def _margin(rows: Sequence[IndexedSample]) -> float | None:
     """Score of a pair's chosen completion minus the score of its rejected completion."""
     by_side = {row["chosen"]: row["score"] for row in rows}
     if set(by_side) != {0, 1} or None in by_side.values():
@@ -257,7 +257,7 @@ def _parts(row: Mapping[str, object]) -> dict[str, object]:
     return {str(name): value for name, value in parts.items()} if isinstance(parts, Mapping) else {}
 
 
-def _diff(whole: Sequence[Mapping[str, Any]], rows: Sequence[Any], query: Mapping[str, str]) -> object:
+def _diff(whole: Sequence[Mapping[str, Any]], rows: Sequence[IndexedSample], query: Mapping[str, str]) -> object:
     """The two samples that the query names; else the best against the worst, where they differ."""
     lines = [row["line"] for row in rows]
     asked = [whole_number(query.get(name, "")) for name in ("a", "b")]
@@ -275,7 +275,7 @@ def _diff(whole: Sequence[Mapping[str, Any]], rows: Sequence[Any], query: Mappin
     return {"left": left, "right": right, "a": rows[one], "b": rows[other]}
 
 
-def _elsewhere(at: Place, row: Any) -> list[sqlite3.Row]:
+def _elsewhere(at: Place, row: IndexedSample) -> list[sqlite3.Row]:
     """Other steps with the same prompt."""
     if "id" not in row.keys():
         return []

@@ -12,7 +12,7 @@ from rich.text import Text
 from verl.errors import MissingExtraError
 from verl.foreign_text import clean, printable
 from verl.page import search, steps, tables
-from verl.page.index import SampleIndex
+from verl.page.index import IndexedSample, SampleIndex
 from verl.page.reader import RunReader
 from verl.page.text import Tokens, tokens_of
 from verl.tracking.run_folder import require_run_folder
@@ -201,7 +201,7 @@ class StepScreen(TableScreen):
             self.fill()
 
 
-def _cells(row: Mapping[str, Any], response: str) -> list[object]:
+def _cells(row: IndexedSample, response: str) -> list[object]:
     """Score, advantage, length, flags and the beginning of the response of a sample."""
     flags = [name for name, is_set in (("cut", row["finish"] == "length"), ("scorer failed", row["error"])) if is_set]
     if row["gap"] is not None and row["gap"] > 0.1:

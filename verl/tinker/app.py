@@ -14,8 +14,8 @@ import logging
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any
 
+import pydantic
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -42,7 +42,7 @@ _PAGE = "page"  # the route that a browser opens
 
 _BODY_S = 60.0  # longest time that the body of a request may take to come
 
-Handler = Callable[[ClientCall], Awaitable[Any]]
+Handler = Callable[[ClientCall], Awaitable[object]]
 
 
 def application(service: Service) -> Starlette:
@@ -124,6 +124,7 @@ async def _answer(service: Service, route: str, handler: Handler, request: Reque
         result = types.UntypedAPIFuture(request_id=result.request_id)
     if isinstance(result, dict):
         return JSONResponse(result)
+    assert isinstance(result, pydantic.BaseModel)
     return Response(result.model_dump_json(exclude_none=True), media_type="application/json")
 
 

@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
 from tinker import types
 
 from verl.engines.adapters import PARTS
@@ -22,6 +23,8 @@ from verl.tinker.records import Datum, RefusedRequest, TrainingOutput, TrainingR
 from verl.tinker.routes import check_room, checked_ttl
 from verl.tinker.served import ServedModel, ServedSampler, Work, at_once
 from verl.tinker.service import Service
+
+SaveRequest: TypeAlias = types.SaveWeightsRequest | types.SaveWeightsForSamplerRequest
 
 
 class ModelRoutes:
@@ -58,7 +61,7 @@ class ModelRoutes:
         rank: int,
         parts: list[str],
         make: Callable[[str], int],
-        answer: Any,
+        answer: types.CreateModelResponse | types.LoadWeightsResponse,
     ) -> RequestFuture:
         model_id, models = f"{asked.session_id}:train:{asked.model_seq_id}", self.service.models
         tenant = self.service.sessions[asked.session_id].tenant
@@ -100,7 +103,7 @@ class ModelRoutes:
 
     def _in_slices(self, model: ServedModel, request: TrainingRequest) -> Iterator[WireAnswer | None]:
         """Compute the rows in slices, which depend on the request only, so that other models need not wait for all of them."""
-        log_probs, metrics, rows, tokens = list[Any](), dict[str, float](), list[Datum](), 0
+        log_probs, metrics, rows, tokens = list[np.ndarray](), dict[str, float](), list[Datum](), 0
         model.num_tokens += 0 if request.forward_only else sum(len(datum.tokens) for datum in request.data)
         for number, datum in enumerate(request.data, 1):
             rows, tokens = [*rows, datum], tokens + len(datum.tokens)
@@ -178,11 +181,11 @@ class ModelRoutes:
 
         return self.service.queue(call, model, asked.seq_id, prepare)
 
-    def _saving(self, asked: Any, work: Callable[[], WireAnswer]) -> Work:
+    def _saving(self, asked: SaveRequest, work: Callable[[], WireAnswer]) -> Work:
         checked_ttl(asked.ttl_seconds)
         return Work(at_once(work))
 
-    def _save(self, model: ServedModel, kind: str, name: str, asked: Any, *, overwrite: bool) -> SavedAdapter:
+    def _save(self, model: ServedModel, kind: str, name: str, asked: SaveRequest, *, overwrite: bool) -> SavedAdapter:
         checkpoints, most = self.service.checkpoints, model.tenant.limits.bytes
         request = f"{model.model_id}/{asked.seq_id}"
         notes = {"base_model": model.base_model, "user_metadata": asked.user_metadata, "request": request}

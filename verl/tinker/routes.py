@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping
 from datetime import datetime, timezone
-from typing import Any
+from typing import TypeVar
 
 import pydantic
 from starlette.responses import JSONResponse, Response
@@ -19,6 +19,7 @@ from verl.tinker.records import RefusedRequest
 from verl.tinker.served import ServedModel, ServedSampler
 from verl.tinker.service import Service
 
+Row = TypeVar("Row")
 POLL_S = 25.0  # of the 45 s that the client waits
 _LISTED = 20  # runs and checkpoints of a page, unless the client asks for another number
 
@@ -40,10 +41,10 @@ class Routes:
     async def health(self, call: ClientCall) -> object:
         return types.HealthResponse(status="ok")
 
-    async def config(self, call: ClientCall) -> Any:
+    async def config(self, call: ClientCall) -> object:
         return types.ClientConfigResponse(fwdbwd_max_chunk_len=1024, sample_enable_stuck_detection=False)
 
-    async def nothing(self, call: ClientCall) -> Any:
+    async def nothing(self, call: ClientCall) -> object:
         return {}
 
     async def capabilities(self, call: ClientCall) -> object:
@@ -83,7 +84,7 @@ class Routes:
             train_attn="attention" in parts, train_mlp="mlp" in parts, train_unembed="head" in parts,
         )  # fmt: skip
 
-    async def list_checkpoints(self, call: ClientCall) -> Any:
+    async def list_checkpoints(self, call: ClientCall) -> object:
         model_id = call.path.get("model_id")
         if model_id is not None:
             self.service.facts(call, model_id)
@@ -114,11 +115,11 @@ class Routes:
     async def training_run(self, call: ClientCall) -> object:
         return self._run(call, call.path["model_id"])
 
-    async def training_runs(self, call: ClientCall) -> Any:
+    async def training_runs(self, call: ClientCall) -> object:
         page, cursor = _page(call, self._owned(call))
         return types.TrainingRunsResponse(training_runs=[self._run(call, name) for name in page], cursor=cursor)
 
-    def _run(self, call: ClientCall, model_id: str) -> Any:
+    def _run(self, call: ClientCall, model_id: str) -> types.TrainingRun:
         facts = self.service.facts(call, model_id)
         live, newest = self.service.models.get(model_id), dict[str, types.Checkpoint]()
         for saved in self.service.checkpoints.listed(model_id):
@@ -152,7 +153,7 @@ class Routes:
             sampler_id=sampler.sampler_id, base_model=sampler.base_model, model_path=sampler.model_path
         )
 
-    async def sample(self, call: ClientCall) -> Any:
+    async def sample(self, call: ClientCall) -> object:
         asked = read_message(call, types.SampleRequest)
         sampler = self.service.sampler(call, asked.sampling_session_id or "")
         facts = self.service.bench.facts
@@ -191,7 +192,7 @@ def _time(seconds: float) -> datetime:
     return datetime.fromtimestamp(seconds, timezone.utc)
 
 
-def _checkpoint(saved: SavedAdapter) -> Any:
+def _checkpoint(saved: SavedAdapter) -> types.Checkpoint:
     return types.Checkpoint(
         checkpoint_id=f"{saved.kind}/{saved.name}", checkpoint_type=KINDS[saved.kind], time=_time(saved.state["time"]),
         tinker_path=saved.uri, size_bytes=saved.num_bytes(), user_metadata=saved.state["user_metadata"],
@@ -199,7 +200,7 @@ def _checkpoint(saved: SavedAdapter) -> Any:
     )  # fmt: skip
 
 
-def _page(call: ClientCall, rows: list[Any]) -> tuple[list[Any], Any]:
+def _page(call: ClientCall, rows: list[Row]) -> tuple[list[Row], types.Cursor]:
     """The rows from `offset` on, at most `limit`, and the cursor of the answer."""
     try:
         limit = int(call.query.get("limit", _LISTED))

@@ -25,15 +25,15 @@ class StatusRoutes:
     def __init__(self, service: Service):
         self.service, self._site = service, Site([])
 
-    async def status(self, call: ClientCall) -> Any:
+    async def status(self, call: ClientCall) -> object:
         return status(self.service, call.tenant)
 
-    async def page(self, call: ClientCall) -> Any:
+    async def page(self, call: ClientCall) -> object:
         context = status(self.service, call.tenant)
         html = self._site.render("service.html", "/", names=self.service.names, now=time.time(), **context)
         return HTMLResponse(html, headers={**HEADERS, "Cache-Control": "no-store"})
 
-    async def metrics(self, call: ClientCall) -> Any:
+    async def metrics(self, call: ClientCall) -> object:
         state, samples = status(self.service, call.tenant), dict[str, list[tuple[dict[str, str], float]]]()
         for tenant, counts in state["tenants"].items():
             for name, count in counts.items():

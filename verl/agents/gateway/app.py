@@ -22,7 +22,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.agents.gateway import formats
 from verl.agents.gateway.sessions import EndpointSession, RequestError, Sessions
@@ -30,6 +30,11 @@ from verl.config import full_key
 from verl.errors import ConfigError, DataError, MissingExtraError, UnreachableError
 from verl.parallel.framing import listening_socket
 from verl.tracking.logs import adopt_loggers
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
 
 log = logging.getLogger(__name__)
 
@@ -127,18 +132,18 @@ def reachable(host: str) -> str:
     return "::1" if bound.version == 6 else "127.0.0.1"
 
 
-def _application(gateway: Gateway) -> Any:
+def _application(gateway: Gateway) -> Starlette:
     from starlette.applications import Starlette
-    from starlette.requests import ClientDisconnect, Request
+    from starlette.requests import ClientDisconnect
     from starlette.responses import JSONResponse, StreamingResponse
     from starlette.routing import Route
 
-    def refusal(status: int, sentence: str) -> object:
+    def refusal(status: int, sentence: str) -> Response:
         kind = "authentication_error" if status == 401 else "invalid_request_error"
         return JSONResponse({"error": {"message": sentence, "type": kind, "code": None}}, status)
 
-    def route(handler: Handler) -> Callable[[Request], Awaitable[object]]:
-        async def answer(request: Request) -> Any:
+    def route(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
             key = request.headers.get("authorization", "").removeprefix("Bearer ") or request.headers.get(
                 "x-api-key", ""
             )
@@ -169,7 +174,7 @@ def _application(gateway: Gateway) -> Any:
     return Starlette(routes=routes)
 
 
-async def _body(request: Any) -> dict[str, object]:
+async def _body(request: Request) -> dict[str, object]:
     if request.method == "GET":
         return {}
     chunks, size = [], 0
