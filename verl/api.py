@@ -92,7 +92,7 @@ class Trainer(SteppedRun):
 
     def _values(
         self, model: str | os.PathLike[str], data: Rows, reward: Reward | None, algorithm: str, eval_data: Rows | None
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """The keys that the arguments of the call stand for."""
         is_rl = self.program_name == "ppo"
         if reward is not None and not is_rl:

@@ -120,7 +120,7 @@ class ChatContinuity:
             return text
         return expanded(text, (self.image_token,), images, PLACE)
 
-    def _neutral_content(self, content: Any) -> Any:
+    def _neutral_content(self, content: object) -> Any:
         if not isinstance(content, list):
             return self.neutral(str(content or ""))
         return [{**p, "text": self.neutral(p["text"])} if p["type"] == "text" else p for p in content]

@@ -117,7 +117,7 @@ class EnvironmentAgentLoop(ToolAgentLoop):
         return environments[name]
 
     async def _with_tools(
-        self, environment: Any, row: dict[str, Any], sampling_params: dict[str, object], kwargs: dict[str, Any]
+        self, environment: Any, row: dict[str, object], sampling_params: dict[str, object], kwargs: dict[str, Any]
     ) -> AgentLoopOutput:
         """TRL's kind."""
         first = await self._bounded(environment.reset, **row)
@@ -132,7 +132,11 @@ class EnvironmentAgentLoop(ToolAgentLoop):
         return output
 
     async def _play(
-        self, environment: Any, row: dict[str, Any], sampling_params: dict[str, object], prompt: list[dict[str, object]]
+        self,
+        environment: Any,
+        row: dict[str, object],
+        sampling_params: dict[str, object],
+        prompt: list[dict[str, object]],
     ) -> AgentLoopOutput:
         """Gymnasium's kind."""
         episode, discount = CURRENT.get(), self.rollout_config.agent.turn_discount
@@ -248,13 +252,13 @@ def tools_of(environment: object) -> list[BaseTool]:
     return [FunctionTool(getattr(environment, n)) for n in names if not n.startswith("_") and n not in _OWN]
 
 
-def _seeded(environment: Any, row: dict[str, Any], task: EpisodeTask) -> dict[str, Any]:
+def _seeded(environment: Any, row: dict[str, Any], task: EpisodeTask) -> dict[str, object]:
     """The arguments of reset. The samples of a prompt play one game. Its seed is the row's, else the prompt's number."""
     seed = (row.get("extra_info") or {}).get("seed", task.ordinal)
     return _accepted(environment.reset, {**row, "seed": seed})
 
 
-def _with_observation(prompt: list[dict[str, Any]], observation: Content) -> list[dict[str, Any]]:
+def _with_observation(prompt: list[dict[str, Any]], observation: Content) -> list[dict[str, object]]:
     """The prompt with what `reset` returned behind its last message."""
     messages = [dict(message) for message in prompt]
     if not observation:
@@ -267,7 +271,7 @@ def _with_observation(prompt: list[dict[str, Any]], observation: Content) -> lis
     return messages
 
 
-def _accepted(function: Callable[..., Any], arguments: dict[str, object]) -> dict[str, object]:
+def _accepted(function: Callable[..., object], arguments: dict[str, object]) -> dict[str, object]:
     """The arguments that a function takes: all of them for one with **kwargs."""
     parameters = inspect.signature(function).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):

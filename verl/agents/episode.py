@@ -115,7 +115,7 @@ class EpisodeResult:
     task: EpisodeTask
     trajectory: Trajectory
     reward: float | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, object] = field(default_factory=dict)
     num_turns: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     error: str | None = None

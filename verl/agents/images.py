@@ -85,7 +85,7 @@ def _picture(values: np.ndarray, place: str) -> object:
     return Image.fromarray(values)
 
 
-def text_and_images(answer: Any) -> tuple[str, list[Any]]:
+def text_and_images(answer: Any) -> tuple[str, list[object]]:
     """The text of what a tool or an environment returned, and its images: of a ToolResponse, an object with text and image (or
     images), a list of parts, a picture or an array of pixels. Anything else is a text. Raises ValueError for a video."""
     if isinstance(answer, ToolResponse):

@@ -54,14 +54,14 @@ class AgentLoopOutput(Record):
     response_ids: list[int]
     response_mask: list[int]
     response_logprobs: list[float] | None = None
-    routed_experts: Any = None
-    multi_modal_data: dict[str, Any] | None = None
+    routed_experts: object = None
+    multi_modal_data: dict[str, object] | None = None
     reward_score: float | None = None
     num_turns: int = 0
     metrics: AgentLoopMetrics | dict[str, Any] = field(default_factory=AgentLoopMetrics)
-    extra_fields: dict[str, Any] = field(default_factory=dict)
-    mm_processor_kwargs: dict[str, Any] | None = None
-    mm_processor_output: Any = None
+    extra_fields: dict[str, object] = field(default_factory=dict)
+    mm_processor_kwargs: dict[str, object] | None = None
+    mm_processor_output: object = None
 
 
 @dataclass
@@ -70,7 +70,7 @@ class TokenOutput(Record):
 
     token_ids: list[int]
     log_probs: list[float] | None = None
-    routed_experts: Any = None
+    routed_experts: object = None
     stop_reason: str | None = None
     num_preempted: int = -1
     extra_fields: dict[str, Any] = field(default_factory=dict)

@@ -69,7 +69,7 @@ def _answer(score: Score) -> dict[str, object]:
     return {"text": parts["text"], "images": parts["images"], "reward": score.score, "metrics": parts["metrics"]}
 
 
-def call_tool(data_source: str, solution_str: str, ground_truth: object, extra_info: Any = None) -> dict[str, Any]:
+def call_tool(data_source: str, solution_str: str, ground_truth: object, extra_info: Any = None) -> dict[str, object]:
     """Call the tool `data_source` of the file `extra_info["path"]`; runs inside of the sandbox."""
     tools = load_function_tools(extra_info["path"])
     # a schema may give another name, and takes long to make
@@ -92,5 +92,5 @@ def call_tool(data_source: str, solution_str: str, ground_truth: object, extra_i
     return {"score": reward, "text": text, "images": images, "metrics": metrics}
 
 
-async def _wait(work: Any) -> Any:
+async def _wait(work: Any) -> object:
     return await work

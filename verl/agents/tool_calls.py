@@ -147,7 +147,7 @@ class ToolCalls:
         return self.pool if isinstance(tool, FunctionTool) and tool.path is not None else None
 
     async def _execute(
-        self, episode: Episode, tool: BaseTool, arguments: dict[str, Any], kwargs: dict[str, Any], agent_data: object
+        self, episode: Episode, tool: BaseTool, arguments: dict[str, object], kwargs: dict[str, Any], agent_data: object
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
         if isinstance(tool, FunctionTool):
             tool.signature.bind(**arguments)  # TypeError names what does not fit
@@ -176,7 +176,7 @@ def _plain(metrics: object) -> dict[str, object]:
     return values
 
 
-async def on_thread(function: Callable[..., Any], /, *args: object, **kwargs: object) -> Any:
+async def on_thread(function: Callable[..., object], /, *args: object, **kwargs: object) -> Any:
     """Await an async function; run a plain one on a thread, which is left behind when its time is over."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
@@ -196,7 +196,7 @@ async def on_thread(function: Callable[..., Any], /, *args: object, **kwargs: ob
     return await value if inspect.isawaitable(value) else value
 
 
-async def bounded(function: Callable[..., Any], timeout_s: float, *args: object, **kwargs: object) -> object:
+async def bounded(function: Callable[..., object], timeout_s: float, *args: object, **kwargs: object) -> object:
     """`on_thread` for at most `timeout_s` seconds. Raises EpisodeError naming the function."""
     name = getattr(function, "__qualname__", str(function))
     try:

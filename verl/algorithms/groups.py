@@ -23,7 +23,7 @@ def without_missing(labels: Sequence[object] | object, is_scored: Sequence[bool]
     ]
 
 
-def by_player(labels: Sequence[Any] | Any, extras: Sequence[dict[str, Any]] | Any) -> list[object]:
+def by_player(labels: Sequence[Any] | object, extras: Sequence[dict[str, Any]] | Any) -> list[object]:
     """Labels that group rows with a `player` only with rows of the same player: the seats of a game differ in the possible
     rewards."""
     pairs = zip(labels_of(labels), (extra.get("player") for extra in extras), strict=True)

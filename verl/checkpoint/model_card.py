@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from verl.checkpoint.export import checkpoint_model
 from verl.config.loaded import scalar
@@ -53,7 +52,7 @@ def model_card(checkpoint: Path) -> str:
     return "\n\n".join(filter(None, sections)) + "\n"
 
 
-def _read(file: Path) -> Mapping[str, Any]:
+def _read(file: Path) -> Mapping[str, object]:
     """A JSON object of the run; empty where it cannot be read."""
     try:
         return read_json(file, lambda value: isinstance(value, dict))

@@ -80,9 +80,9 @@ _CODE_SCHEMA = {
 }
 
 
-async def get_trajectory_info(step: int, index: list[Any], validate: bool) -> list[dict[str, Any]]:
+async def get_trajectory_info(step: int, index: list[object], validate: bool) -> list[dict[str, Any]]:
     """For each row: step, sample index, number among the rows of its index, and whether it validates."""
-    numbers: dict[Any, int] = {}
+    numbers: dict[object, int] = {}
     rows = []
     for value in index:
         numbers[value] = numbers.get(value, -1) + 1

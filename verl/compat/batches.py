@@ -119,7 +119,7 @@ def compute_offpolicy_metrics(
     return metric_values(gap_metrics(old_log_prob, rollout_log_prob, response_mask.bool()))
 
 
-def apply_bypass_mode(batch: DataProto, rollout_corr_config: Any = None, policy_loss_config: Any = None) -> None:
+def apply_bypass_mode(batch: DataProto, rollout_corr_config: object = None, policy_loss_config: Any = None) -> None:
     """Use the sampler's log-probs as the old policy's: `old_log_probs` become `rollout_log_probs`, and
     `policy_loss_config` selects the loss `bypass_mode` with these settings. Raises ConfigError without rollout_log_probs."""
     if "rollout_log_probs" not in batch.batch.keys():

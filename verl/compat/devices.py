@@ -88,7 +88,7 @@ def get_ppo_ray_runtime_env() -> dict[str, Any]:
     """A `runtime_env` for `ray.init`: variables that this process has not set, and no working directory unless the Ray
     job names one."""
     job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
-    environment: dict[str, Any] = {"env_vars": {k: v for k, v in _VARIABLES.items() if k not in os.environ}}
+    environment: dict[str, object] = {"env_vars": {k: v for k, v in _VARIABLES.items() if k not in os.environ}}
     if job.get("runtime_env", {}).get("working_dir") is None:
         environment["working_dir"] = None
     return environment

@@ -62,7 +62,7 @@ class MetricValues:
             raise ValueError(f"A metric takes numbers, and this is a {type(value).__name__}.")
         self.values.append(number)
 
-    def extend(self, values: MetricValues | Sequence[Any]) -> None:
+    def extend(self, values: MetricValues | Sequence[object]) -> None:
         """Append each number."""
         if isinstance(values, MetricValues):
             if values.aggregation != self.aggregation:

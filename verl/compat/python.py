@@ -42,7 +42,7 @@ def convert_to_regular_types(obj: object) -> Any:
     return obj
 
 
-def union_two_dict(dict1: dict[Any, Any], dict2: Mapping[Any, Any]) -> dict[Any, Any]:
+def union_two_dict(dict1: dict[Any, object], dict2: Mapping[Any, object]) -> dict[Any, Any]:
     """Add the entries of `dict2` to `dict1`, in place, and return it. Raises ValueError for a key with two values."""
     from verl.data_proto.merge import union_meta_info
 
@@ -74,7 +74,7 @@ def get_event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def auto_await(func: Callable[..., Any]) -> Callable[..., Any]:
+def auto_await(func: Callable[..., object]) -> Callable[..., Any]:
     """Decorator: plain code may call the coroutine function `func` and waits for its result. Inside a running event loop
     the call returns the coroutine, to be awaited."""
 

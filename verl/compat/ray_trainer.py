@@ -48,15 +48,15 @@ class RayPPOTrainer:
         self,
         config: object,
         tokenizer: Tokenizer | None = None,
-        role_worker_mapping: dict[Any, Any] | None = None,
+        role_worker_mapping: dict[object, Any] | None = None,
         resource_pool_manager: Any = None,
         ray_worker_group_cls: Any = None,
-        processor: Any = None,
-        reward_fn: Any = None,
+        processor: object = None,
+        reward_fn: object = None,
         val_reward_fn: Any = None,
-        train_dataset: Any = None,
+        train_dataset: object = None,
         val_dataset: Any = None,
-        collate_fn: Any = None,
+        collate_fn: object = None,
         train_sampler: Any = None,
         device_name: str | None = None,
         **other: Any,
@@ -86,7 +86,7 @@ class RayPPOTrainer:
         self._refuse_own_parts((reward_fn, val_reward_fn), train_sampler)
         self._refuse_own_rows(train_dataset, val_dataset)
 
-    def __init_subclass__(cls, **arguments: Any) -> None:
+    def __init_subclass__(cls, **arguments: object) -> None:
         super().__init_subclass__(**arguments)
         if "fit" in vars(cls):
             cls.fit = _closing(vars(cls)["fit"])  # type: ignore[method-assign]
@@ -231,7 +231,7 @@ class RayPPOTrainer:
         partitions = [list(range(rank, len(lengths), count)) for rank in range(count)]
         metrics.update(log_seqlen_unbalance(lengths, partitions, logging_prefix))
 
-    def _log_rollout_data(self, batch: DataProto, *_: Any, **__: Any) -> None:
+    def _log_rollout_data(self, batch: DataProto, *_: object, **__: object) -> None:
         """The samples with all columns so far, to the run folder and trainer.rollout_data_dir."""
         self._run.write_rows(batch, self.global_steps)
 
@@ -259,7 +259,7 @@ class RayPPOTrainer:
             raise AttributeError(name)
         raise AttributeError(f"RayPPOTrainer has no {name!r} here. {INSTEAD}")
 
-    def _refuse_own_parts(self, rewards: tuple[Any, ...], sampler: Any) -> None:
+    def _refuse_own_parts(self, rewards: tuple[object, ...], sampler: object) -> None:
         from torch.utils.data import RandomSampler, SequentialSampler
 
         from verl.compat.reward_managers import NaiveRewardManager
@@ -274,7 +274,7 @@ class RayPPOTrainer:
         if sampler is not None and not isinstance(sampler, (RandomSampler, SequentialSampler)):
             raise ConfigError(f"The sampler {type(sampler).__name__} would not be used. {INSTEAD}")
 
-    def _refuse_own_rows(self, *datasets: Any) -> None:
+    def _refuse_own_rows(self, *datasets: object) -> None:
         from verl.data.dataset import dataset_class
 
         expected_class = dataset_class(self._loaded.config.data)
@@ -296,7 +296,7 @@ class RolloutSkip:
         """No effect."""
 
 
-def _closing(fit: Callable[..., Any]) -> Callable[..., Any]:
+def _closing(fit: Callable[..., object]) -> Callable[..., Any]:
     """`fit` with its run open around it, once where subclasses call the fit of a base."""
 
     @functools.wraps(fit)
@@ -307,7 +307,7 @@ def _closing(fit: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _completed(tree: Any, config: object) -> Any:
+def _completed(tree: Any, config: object) -> object:
     """All keys of the tree as OmegaConf, and the ones of `config`, which may have some that only the script reads."""
     from omegaconf import OmegaConf
 

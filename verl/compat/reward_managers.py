@@ -50,7 +50,7 @@ class AbstractRewardManager(ABC):
 
     def _extract_reward_from_rm_scores(
         self, data: DataProto, return_dict: bool = False
-    ) -> torch.Tensor | dict[str, Any] | None:
+    ) -> torch.Tensor | dict[str, object] | None:
         """The column `rm_scores` of a batch that is already scored; None without it."""
         if data.batch is None or "rm_scores" not in data.batch.keys():
             return None
@@ -76,12 +76,12 @@ class NaiveRewardManager(AbstractRewardManager):
         self.compute_score: RawRewardFn = compute_score or default_compute_score
         self.reward_fn_key = reward_fn_key
 
-    def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
+    def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, object]:
         done = self._extract_reward_from_rm_scores(data, return_dict)
         if done is not None:
             return done
         rewards = torch.zeros_like(data.batch["responses"], dtype=torch.float32)
-        extra: dict[str, list[Any]] = defaultdict(list)
+        extra: dict[str, list[object]] = defaultdict(list)
         shown: dict[str, int] = defaultdict(int)
         rows = [self._row(data[i]) for i in range(len(data))]
         for i, (row, result) in enumerate(zip(rows, self._score(rows), strict=True)):

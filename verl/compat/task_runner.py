@@ -37,7 +37,7 @@ class BaseTaskRunner:
     return stand for roles and do not run."""
 
     def __init__(self) -> None:
-        self.role_worker_mapping: dict[Role, Any] = {}
+        self.role_worker_mapping: dict[Role, object] = {}
         self.mapping: dict[Role, str] = {}
 
     def add_actor_rollout_worker(self, config: Tree) -> tuple[type, type]:

@@ -33,7 +33,7 @@ def assign_non_tensor_data(tensor_dict: TensorDict, key: str, val: object) -> No
     tensor_dict.set(key, held)
 
 
-def assign_non_tensor_stack(tensor_dict: TensorDict, key: str, val: list[Any]) -> None:
+def assign_non_tensor_stack(tensor_dict: TensorDict, key: str, val: list[object]) -> None:
     """Store one object per row, in place. Raises ValueError when their number differs from the number of rows."""
     if len(val) != len(tensor_dict):
         raise ValueError(f"{key!r} has {len(val)} objects for {len(tensor_dict)} rows.")
@@ -92,7 +92,7 @@ def pop_keys(tensor_dict: TensorDict, keys: Iterable[str]) -> TensorDict:
 def index_select_tensor_dict(batch: TensorDict, indices: torch.Tensor | Sequence[int]) -> TensorDict:
     """The rows of `indices`, in that order, of all kinds of columns."""
     rows = torch.as_tensor(indices).flatten().tolist()
-    columns: dict[str, Any] = {}
+    columns: dict[str, object] = {}
     for key in map(str, batch.keys()):
         column: Any = batch.get(key)
         if isinstance(column, torch.Tensor):
@@ -126,7 +126,7 @@ def concat_tensordict(data: Sequence[TensorDict]) -> TensorDict:
     return TensorDict({n: _concat(n, [part.get(n) for part in data], size) for n in names}, batch_size=[size])
 
 
-def _concat(name: str, parts: list[Any], size: int) -> Any:
+def _concat(name: str, parts: list[Any], size: int) -> object:
     if isinstance(parts[0], torch.Tensor):
         jagged = parts[0].is_nested
         return _jagged([row for part in parts for row in part.unbind()]) if jagged else torch.cat(parts)

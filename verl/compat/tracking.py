@@ -67,7 +67,7 @@ class Tracking:
 
 
 @contextmanager
-def followed_by(follow: Callable[[dict[str, Any], int], None]) -> Iterator[None]:
+def followed_by(follow: Callable[[dict[str, object], int], None]) -> Iterator[None]:
     """A block in which `follow(metrics, step)` is called with the metrics of each Tracking, whose file is left out."""
     _followers.append(follow)
     try:

@@ -34,7 +34,7 @@ class RLTrainer(SteppedRun):
         config: object = (),
         *,
         log_with: str | list[str] | None = None,
-        reward_fn: Callable[..., Any] | None = None,
+        reward_fn: Callable[..., object] | None = None,
     ):
         from verl.compat.sections import loaded_config
         from verl.config import load_config
@@ -88,7 +88,7 @@ class PPOTrainer(RLTrainer):
     """PPOTrainer(["data.train_files=train.jsonl", ...], log_with="tensorboard").train()"""
 
 
-def _with_reward(config: PPOConfig, reward_fn: Callable[..., Any]) -> PPOConfig:
+def _with_reward(config: PPOConfig, reward_fn: Callable[..., object]) -> PPOConfig:
     """`config` with a function of the script as its custom_reward_function. Raises ConfigError for one without a file."""
     name, function = getattr(reward_fn, "__qualname__", ""), config.reward.custom_reward_function
     try:

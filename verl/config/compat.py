@@ -46,7 +46,7 @@ class Unavailable:
     what: str
     instead: str
     values: bool | tuple[Any, ...]  # True: every value that is on; False: every value that is off
-    unless: tuple[Any, ...] | None = None  # given: every value but these
+    unless: tuple[object, ...] | None = None  # given: every value but these
     hides: tuple[str, ...] = ()  # sections whose unknown keys may be of the feature
 
     def chosen(self, value: object) -> bool:

@@ -91,11 +91,11 @@ class Key:
     meaning: str
     inert: str = ""  # why it has no effect here; "" for a used key
     when: str = ""  # condition under which it is read (Schema.condition)
-    neutral: tuple[Any, ...] = ()  # values that ask for nothing, so that an unread one is no error
+    neutral: tuple[object, ...] = ()  # values that ask for nothing, so that an unread one is no error
     sizing: bool = False  # only sizes memory or hardware and cannot change a result, so that an unread one is no error
     strict: str = ""  # why a key that is given and not read is refused; "" where leaving it out changes nothing
     refused: str = ""  # of an inert key: what to do instead, where another value than the default would have an effect
-    choices: tuple[Any, ...] = ()
+    choices: tuple[object, ...] = ()
     words: tuple[str, ...] = ()  # the texts that a key which holds a number may have instead
     family: Family | None = None
     bounds: Bounds | None = None
@@ -103,13 +103,13 @@ class Key:
 
 
 def used(
-    default: Any,
+    default: object,
     meaning: str,
     *,
     when: str = "",
-    neutral: tuple[Any, ...] = (),
+    neutral: tuple[object, ...] = (),
     sizing: bool = False,
-    choices: tuple[Any, ...] = (),
+    choices: tuple[object, ...] = (),
     strict: str = "",
     words: tuple[str, ...] = (),
     family: Family | None = None,
@@ -129,14 +129,14 @@ def section(
     when: str = "",
     strict: str = "",
     sizing: bool = False,
-    defaults: dict[str, Any] | None = None,
+    defaults: dict[str, object] | None = None,
 ) -> Any:
     """A nested section. `when`, `strict` and `sizing` hold for every key below; `defaults` replace the defaults of `cls`."""
     key = Key(meaning, when=when, strict=strict, sizing=sizing)
     return field(default_factory=partial(cls, **(defaults or {})), metadata={"key": key})
 
 
-def _leaf(default: object, key: Key) -> Any:
+def _leaf(default: object, key: Key) -> object:
     if isinstance(default, list | dict):
         return field(default_factory=partial(type(default), default), metadata={"key": key})
     return field(default=default, metadata={"key": key})
@@ -161,7 +161,7 @@ _inert_classes: dict[int, type] = {}
 def _declare(cls: type, rows: Mapping[str, object], why: str, refused: str) -> None:
     """Add the fields of one group of inert_keys.yaml to a class that becomes a dataclass."""
     for name, row in rows.items():
-        kind: Any = Section
+        kind: object = Section
         if isinstance(row, dict):
             if id(row) not in _inert_classes:  # an anchor of the file is one object
                 below: type = type(name, (Section,), {})

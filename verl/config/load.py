@@ -18,7 +18,7 @@ from verl.config.values import Misfit, convert, expand_path, merge, unusable_tex
 from verl.errors import ConfigError, nearest
 from verl.foreign_text import clean, quoted
 
-Misfits = dict[str, tuple[Any, str]]  # key -> (the value that does not fit it, the sentence of the error)
+Misfits = dict[str, tuple[object, str]]  # key -> (the value that does not fit it, the sentence of the error)
 
 
 def load_config(
@@ -231,7 +231,7 @@ def _interpolate(schema: Schema[object], values: dict[str, object], origins: dic
     return misfits
 
 
-def _insert(tree: Any, leaf: Leaf, value: Any) -> object:
+def _insert(tree: Any, leaf: Leaf, value: object) -> object:
     """Put a value with `${...}` into the tree, which raises when it is of another form."""
     from omegaconf import OmegaConf
 

@@ -48,7 +48,7 @@ class Condition:
 # class (path of the section, the section, root).
 Rule = Callable[[Any, set[str]], Iterator[Problem]]
 SectionRule = Callable[[str, Any, Any], Iterator[Problem]]
-Derived = dict[str, tuple[Any, str]]  # key -> (value, origin)
+Derived = dict[str, tuple[object, str]]  # key -> (value, origin)
 
 
 @dataclass(frozen=True)

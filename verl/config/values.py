@@ -147,7 +147,7 @@ def expand_path(value: Any) -> object:
     return path
 
 
-def escape_path(value: Any) -> Any:
+def escape_path(value: Any) -> object:
     """The inverse of `expand_path`: the path that it expands to `value`."""
     if isinstance(value, list | tuple):
         return [escape_path(entry) for entry in value]

@@ -65,7 +65,7 @@ def open_data_set(name: str) -> Table:
         ) from error
 
 
-def _load(name: str, stream: str | None, path: str, arguments: dict[str, Any], split: str | None) -> Table:
+def _load(name: str, stream: str | None, path: str, arguments: dict[str, object], split: str | None) -> Table:
     import datasets
 
     if not stream:
@@ -89,7 +89,7 @@ def _batches(rows: Any, schema: Any) -> Iterator[object]:
         yield batch.select(schema.names).cast(schema)
 
 
-def _only_split(loaded: Any, path: str, split: str | None, *, is_chosen: bool = False) -> Table:
+def _only_split(loaded: object, path: str, split: str | None, *, is_chosen: bool = False) -> Table:
     """The table of the split. `is_chosen`: `loaded` is already that split."""
     import datasets
 

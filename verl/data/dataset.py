@@ -240,7 +240,7 @@ class PromptRows:
         with at(self.place(item)):
             return self._checked(row)
 
-    def _checked(self, row: Any) -> dict[str, Any]:
+    def _checked(self, row: Any) -> dict[str, object]:
         if not isinstance(row, dict) or "raw_prompt" not in row:
             raise DataError(
                 f"{type(self.dataset).__name__}.__getitem__ must return a dict with 'raw_prompt', the chat messages of the "

@@ -113,7 +113,7 @@ class ParquetTable(ArrowTable):
         if twice := [name for name, count in Counter(self.table.column_names).items() if count > 1]:
             raise DataError(f"{path} has several columns {quoted(twice[0])}; keep one of them.")
 
-    def _read(self, file: Any) -> Any:
+    def _read(self, file: Any) -> object:
         """The rows of a large file, as a memory map of its copy in the cache, since parquet cannot be read by row.
 
         Rows of other files are in memory, and rows whose copy cannot be written or read.
@@ -131,7 +131,7 @@ class ParquetTable(ArrowTable):
         return digest_of_files([self.path])
 
 
-def mapped_rows(key: str | None, schema: object, batches: Iterable[object]) -> Any:
+def mapped_rows(key: str | None, schema: object, batches: Iterable[object]) -> object:
     """A memory map of the cache's entry for `key`; a missing entry is written from `batches`. Raises OSError for a cache that
     cannot be written, and ArrowException for an entry that cannot be read."""
     import pyarrow.ipc
@@ -209,7 +209,7 @@ class JsonTable:
         return f"{self.path}, row {row} (counted from 0{line})"
 
 
-class Rows(Sequence[dict[str, Any]]):
+class Rows(Sequence[dict[str, object]]):
     """Rows of several files, one after the other, or a selection of them."""
 
     def __init__(self, tables: Sequence[Table], chosen: np.ndarray | None = None):
@@ -229,13 +229,13 @@ class Rows(Sequence[dict[str, Any]]):
         table, number = self._locate(row)
         return dict(table[number])
 
-    def batch(self, rows: range, field: str | None = None) -> list[dict[str, Any]]:
+    def batch(self, rows: range, field: str | None = None) -> list[dict[str, object]]:
         """`self[row]` of each of `rows`, all of their fields or only `field`. Raises DataError, which may not name the row."""
         numbers = self._chosen[rows.start : rows.stop]
         if not len(numbers):
             return []
         table_of = np.searchsorted(self._ends, numbers, side="right")
-        batch: list[dict[str, Any]] = []
+        batch: list[dict[str, object]] = []
         for part in np.split(numbers, np.flatnonzero(np.diff(table_of)) + 1):
             index = int(table_of[len(batch)])
             start = int(self._ends[index - 1]) if index else 0

@@ -115,7 +115,7 @@ def _loss(what: str, by_template: bool) -> str:
     )
 
 
-_Variants = Callable[[], list[tuple[Messages, dict[str, Any]]]]  # made only for a new shape
+_Variants = Callable[[], list[tuple[Messages, dict[str, object]]]]  # made only for a new shape
 
 
 def _parts(messages: Messages, first: int, tools: object) -> Iterator[tuple[object, str, _Variants]]:

@@ -55,7 +55,7 @@ class ImageFiles:
 class StoredTensors(UserDict[str, "torch.Tensor"]):
     """Tensors that lie in a store of several processes under `reference`; `fetch` gets them, when one is first read."""
 
-    def __init__(self, reference: Any, fetch: Callable[[Any], dict[str, torch.Tensor]]):
+    def __init__(self, reference: object, fetch: Callable[[Any], dict[str, torch.Tensor]]):
         self.reference, self._fetch = reference, fetch
 
     @cached_property

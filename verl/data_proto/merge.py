@@ -88,8 +88,8 @@ def union_meta_info(first: Mapping[str, object], second: Mapping[str, object]) -
 def concat_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, object]:
     """meta_info of concatenated batches: `metrics` (a dict or a list of dicts in each part) become one dict of lists in
     the order of the parts, every other key must be equal wherever it occurs (ValueError)."""
-    merged: dict[str, Any] = {}
-    metrics: list[Mapping[str, Any]] = []
+    merged: dict[str, object] = {}
+    metrics: list[Mapping[str, object]] = []
     for part in parts:
         part_metrics = part.get("metrics")
         if part_metrics is not None:

@@ -113,7 +113,7 @@ def deserialize_single_tensor(record: tuple[str, Any, Any]) -> torch.Tensor:
 
 def serialize_tensordict(batch: TensorDict) -> tuple[tuple[int, ...], str | None, dict[str, object]]:
     """(batch size, device, columns): a column is a TensorRecord, or (layout, list of records) for a nested tensor."""
-    columns: dict[str, Any] = {}
+    columns: dict[str, object] = {}
     for name in map(str, batch.keys()):
         tensor: Any = batch.get(name)
         if tensor.is_nested:

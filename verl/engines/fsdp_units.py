@@ -72,7 +72,7 @@ class _CountedGather(DefaultAllGather):
 
 class _CountedScatter(DefaultReduceScatter):
     def __call__(
-        self, output_tensor: Any, input_tensor: Any, group: dist.ProcessGroup, op: Any, async_op: bool = False
+        self, output_tensor: Any, input_tensor: Any, group: dist.ProcessGroup, op: object, async_op: bool = False
     ) -> Any:
         began = time.perf_counter()
         work = super().__call__(output_tensor, input_tensor, group, op, async_op)
@@ -92,7 +92,7 @@ def zero_unused_gradients(units: Iterable[Any]) -> None:
         unit.register_forward_hook(partial(_anchor, places), prepend=True)  # before FSDP frees the gathered parameters
 
 
-def _anchor(places: list[tuple[nn.Module, str]], unit: nn.Module, inputs: object, output: object) -> Any:
+def _anchor(places: list[tuple[nn.Module, str]], unit: nn.Module, inputs: object, output: object) -> object:
     parameters = [p for part, name in places if (p := part._parameters[name]) is not None and p.requires_grad]
     leaves, structure = tree_flatten(output)
     differentiable = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]

@@ -57,7 +57,7 @@ def _connected(segments: Sequence[Any]) -> list[list[Any]]:
             first = bisect_right(starts, segment.prefix_start) - 1
             for other in range(first, bisect_left(starts, segment.prefix_start + segment.prefix_length)):
                 root[root_of(index)] = root_of(other)
-    groups: dict[int, list[Any]] = {}
+    groups: dict[int, list[object]] = {}
     for index, segment in enumerate(segments):
         groups.setdefault(root_of(index), []).append(segment)
     return list(groups.values())

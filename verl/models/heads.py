@@ -127,7 +127,7 @@ class HeadKind:
     """`auto_class` of transformers loads what lies below the head; `wrap` puts the head on it."""
 
     auto_class: str
-    wrap: Callable[[Any], Any]
+    wrap: Callable[[Any], object]
 
 
 HEADS = Registry(

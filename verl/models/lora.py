@@ -134,7 +134,7 @@ class LoRASpec:
             model.lora_rank, float(model.lora_alpha), targets, exclude, head, model.use_rslora, model.use_dora, others
         )
 
-    def to_json(self, base: str, modules: Sequence[str], others: Sequence[str] = ()) -> dict[str, Any]:
+    def to_json(self, base: str, modules: Sequence[str], others: Sequence[str] = ()) -> dict[str, object]:
         """The adapter_config.json that peft reads. Modules are named in full, so that a reader adapts the same ones;
         `others` are modules that train as a whole."""
         return {

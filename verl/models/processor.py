@@ -84,7 +84,7 @@ class ImageProcessor:
         ]
         return joined([own for own, _ in parts], FAMILIES[self.family], "cpu"), [t for _, texts in parts for t in texts]
 
-    def _read_clip(self, clip: Clip, settings: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], list[str]]:
+    def _read_clip(self, clip: Clip, settings: Mapping[str, object]) -> tuple[dict[str, torch.Tensor], list[str]]:
         processor = copy.copy(self.processor)
         images, arguments = self.processor.image_processor, self._frame_arguments(clip, settings)
         processor.video_processor = ClipProcessor(images, clip, self.frames_at_once, arguments)

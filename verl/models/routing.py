@@ -131,7 +131,7 @@ class _RoutedForward:
         """Take the Routing with which the layer is called."""
         self.routing = getattr(kwargs.get("layout"), "routing", None)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: object) -> object:
         if self.routing is None:
             return self.forward(*args, **kwargs)
         with _Choice(self.routing, self.layer, self.sizes):
@@ -146,7 +146,7 @@ class _Choice(TorchFunctionMode):
         super().__init__()
         self.routing, self.layer, self.sizes = routing, layer, sizes
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         result = func(*args, **(kwargs or {}))
         if func not in _TOP_K:
             return result

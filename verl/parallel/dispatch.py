@@ -78,7 +78,7 @@ class CallPlan:
         return [i for i, call in enumerate(self.calls) if call is not None]
 
 
-def plan_call(declared: Registered, group: GroupShape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallPlan:
+def plan_call(declared: Registered, group: GroupShape, args: tuple[object, ...], kwargs: dict[str, object]) -> CallPlan:
     """The calls of one method call on a group. Raises ValueError when arguments do not fit the mode."""
     mode, call = declared.dispatch_mode, MethodCall(args, kwargs)
     if mode.dispatch_fn is not None and mode.collect_fn is not None:
@@ -230,7 +230,7 @@ def _scattered(
     calls = [call.with_batch(_select(sent, rows)) for rows in shares]
     counts = row_counts if row_counts is not None else [len(rows) for rows in shares]
 
-    def collect(results: list[Any]) -> Any:
+    def collect(results: list[Any]) -> object:
         return join_rows(results, [rows[:count] for rows, count in zip(shares, counts, strict=True)])
 
     return _replicated(group, calls, shares, collect)
@@ -254,7 +254,7 @@ def _select(batch: DataProto, rows: Rows) -> DataProto:
     return batch.select_idxs(np.array(rows, dtype=np.int64))
 
 
-def join_rows(results: Sequence[Any], shares: Sequence[Rows]) -> Any:
+def join_rows(results: Sequence[Any], shares: Sequence[Rows]) -> object:
     """One result out of the shares' results. DataProtos: rows in the order of the whole batch, where result rows
     `k * i ... k * i + k - 1` of a share belong to its i-th row; surplus result rows are dropped. Dicts of Metrics
     are merged; anything else is a list."""

@@ -126,7 +126,7 @@ def _pack_tensor(value: torch.Tensor, buffers: list[np.ndarray], place: str) -> 
     }
 
 
-def _pack_stored(value: StoredTensors, buffers: list[Any], place: str) -> object:
+def _pack_stored(value: StoredTensors, buffers: list[object], place: str) -> object:
     buffers.append(value.reference)
     return {"!": "stored", "b": len(buffers) - 1}
 

@@ -136,7 +136,7 @@ class Cluster:
 
 
 @cache
-def _rows(file: str) -> dict[str, dict[str, Any]]:
+def _rows(file: str) -> dict[str, dict[str, object]]:
     import yaml
 
     return yaml.safe_load((_FOLDER / file).read_text())

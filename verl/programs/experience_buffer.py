@@ -162,7 +162,7 @@ def _groups_of(batch: DataProto, by: str) -> list[np.ndarray]:
     """Row indices of each group, in order of their first rows."""
     if by not in batch.non_tensor_batch:
         return [np.array([row]) for row in range(len(batch))]
-    rows: dict[Any, list[int]] = {}
+    rows: dict[object, list[int]] = {}
     for row, name in enumerate(batch.non_tensor_batch[by]):
         rows.setdefault(name, []).append(row)
     return [np.array(members) for members in rows.values()]

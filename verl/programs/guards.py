@@ -227,7 +227,7 @@ def _written(value: object) -> object:
     return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _sample(batch: DataProto, row: int | None, value: float, name: tuple[int, int]) -> dict[str, Any]:
+def _sample(batch: DataProto, row: int | None, value: float, name: tuple[int, int]) -> dict[str, object]:
     """A row of `batch` for guards.jsonl; a sample that is not in `batch` has only its name and `value`."""
     columns, objects = batch.batch, batch.non_tensor_batch
     if row is None:

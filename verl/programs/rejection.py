@@ -138,7 +138,7 @@ class RejectionSampling(PPO):
         longest = self.config.data.max_response_length
         return f": those that could be were cut at data.max_response_length={longest} (rejection.truncated=False)"
 
-    def _rows(self, batch: DataProto, step: int) -> list[dict[str, Any]]:
+    def _rows(self, batch: DataProto, step: int) -> list[dict[str, object]]:
         """Rows of the format prompt_completion."""
         assert self.data.train is not None
         numbers = batch.batch["row_index"].tolist()

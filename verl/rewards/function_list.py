@@ -14,7 +14,7 @@ from typing import Any
 from verl.errors import RewardError, nearest
 from verl.registry import load_object
 
-RewardFunction = Callable[..., Any]
+RewardFunction = Callable[..., object]
 Sample = tuple[str, str, Any, Mapping[str, Any]]  # data source, response, reference answer, columns of the row
 
 
@@ -56,7 +56,7 @@ def _sum(names: Sequence[str], values: Sequence[Any], weights: Sequence[float]) 
     return {**known, "score": float(total) if known else math.nan}  # also where a function is called "score"
 
 
-def _weighted(value: Any, weight: float) -> Any:
+def _weighted(value: Any, weight: float) -> object:
     """`weight` x a number, NaN for None; other values are left to the worker, which refuses them for their sample."""
     if value is None:
         return math.nan

@@ -22,7 +22,7 @@ _OF_A_SERVICE = ("reward_router_address", "reward_model_tokenizer")
 SIGNATURE = "(data_source, solution_str, ground_truth, extra_info=None, **kwargs)"
 BATCH_SIGNATURE = "(data_sources, solution_strs, ground_truths, extra_infos, **kwargs)"
 
-RewardFunction = Callable[..., Any]
+RewardFunction = Callable[..., object]
 
 
 @dataclass(frozen=True)

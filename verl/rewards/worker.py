@@ -128,7 +128,7 @@ class Caller:
         return {"error": f"raised {type(error).__name__}: {clean(error)}{place}"}
 
 
-async def _finish(awaitable: Any) -> Any:
+async def _finish(awaitable: Any) -> object:
     return await awaitable
 
 

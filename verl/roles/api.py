@@ -107,7 +107,7 @@ class RoleSpec:
     checkpoint: CheckpointConfig | None = None
     checkpoints_to_keep: int | None = None  # None or 0: all; a run keeps as many as the role that wants most
     guards: StepGuardsConfig | None = None
-    build: Callable[[], Any] | None = None  # builds a user's model, in place of the model folder's; on one device
+    build: Callable[[], object] | None = None  # builds a user's model, in place of the model folder's; on one device
     freezes_vision_tower: bool = False  # its vision tower keeps its weights
     memory_map: bool = False  # a frozen role's weights are in a file, mapped into memory (verl/engines/mapped.py)
     router_replay: str = "disabled"  # or R2, or R3: the experts with which it trains (verl/models/routing.py)

@@ -47,7 +47,7 @@ class CalledManager:
     sandbox: an error of the manager ends the run.
     """
 
-    def __init__(self, manager: Callable[..., Any]):
+    def __init__(self, manager: Callable[..., object]):
         self.manager, self._requests = manager, dict[str, ScoreRequest]()
 
     def start(self, data_sources: Sequence[str] = ()) -> None:

@@ -119,7 +119,7 @@ class Arguments:
         of_program = {"sft": self._sft, "dpo": self._dpo}.get(self.algorithm, self._rl)()
         return [f"{key}={value}" for key, value in {**self._host(), **of_program}.items() if value is not None]
 
-    def _host(self) -> dict[str, Any]:
+    def _host(self) -> dict[str, object]:
         args = self.args
         named = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or [])
         loggers = ["file", *(name for name in named if name != "none"), *(() if args.disable_tqdm else ("console",))]
@@ -142,7 +142,7 @@ class Arguments:
             f"{section}.save_contents": "[model]" if never or args.save_only_model else None,
         }
 
-    def _optim(self, prefix: str) -> Iterator[tuple[str, Any]]:
+    def _optim(self, prefix: str) -> Iterator[tuple[str, object]]:
         args = self.args
         kind, schedule = str(getattr(args.optim, "value", args.optim)), args.lr_scheduler_type
         schedule = str(getattr(schedule, "value", schedule))
@@ -174,7 +174,7 @@ class Arguments:
         steps, ratio = self.args.warmup_steps or 0, getattr(self.args, "warmup_ratio", None) or 0.0
         return math.ceil(steps / self.num_updates if steps >= 1 else self.max_steps * (steps or ratio))
 
-    def _given_rows(self) -> dict[str, Any]:
+    def _given_rows(self) -> dict[str, object]:
         args = self.args
         return {
             **dict(self._optim("optim")),
@@ -197,7 +197,7 @@ class Arguments:
             "data.text_key": getattr(self.args, "dataset_text_field", None),
         }
 
-    def _dpo(self) -> dict[str, Any]:
+    def _dpo(self) -> dict[str, object]:
         args, loss, ref = self.args, PreferenceLossConfig(), ReferenceConfig()
         settings = {ours: getattr(args, theirs, None) for ours, theirs in _LOSS_FIELDS.items()}
         if isinstance(settings["loss"], list) and len(settings["loss"]) == 1:
@@ -213,7 +213,7 @@ class Arguments:
             **{key: json.dumps(value) if isinstance(value, list) else value for key, value in changed.items()},
         }
 
-    def _rl(self) -> dict[str, Any]:
+    def _rl(self) -> dict[str, object]:
         args, actor, rollout = self.args, "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
         beta, loss = getattr(args, "beta", 0.0), getattr(args, "loss_type", None)
         if loss is not None and loss not in _LOSS_TYPES:

@@ -16,7 +16,7 @@ from verl.models.lora import CONFIG_FILE, OTHER_KINDS, WEIGHTS_FILE
 _REFUSED = ("lora_dropout", "modules_to_save", "ensure_weight_tying", *OTHER_KINDS)  # fields of peft's LoraConfig
 
 
-def with_adapters(model: Any, peft_config: Any) -> object:
+def with_adapters(model: Any, peft_config: object) -> object:
     """The module to train, with new adapters if `peft_config` is given. Raises ConfigError for adapters that verl has not."""
     if peft_config is not None:
         from peft import get_peft_model

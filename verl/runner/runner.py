@@ -214,7 +214,7 @@ class RLRunner:
         num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
         return Arguments(self.args, self.algorithm, num_ranks, len(self.train_dataset))
 
-    def _script(self, callbacks: Sequence[Any]) -> Script:
+    def _script(self, callbacks: Sequence[object]) -> Script:
         from transformers import TrainerControl, TrainerState
         from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
@@ -237,7 +237,7 @@ class RLRunner:
         """The config of a run on the files that it writes."""
         self.inputs.mkdir(parents=True, exist_ok=True)
         has_rows = self.algorithm in GIVEN_ROWS
-        keys: dict[str, Any] = {
+        keys: dict[str, object] = {
             **self._write_model("model" if has_rows else "actor_rollout_ref.model"),
             **more,
             "trainer.resume_changed_inputs": "warn",  # the file of rows depends on the number of epochs, and Trainer resumes
@@ -286,7 +286,7 @@ class RLRunner:
         else:
             self._start = Path(self._path) if self._module is None else self.inputs / "model"
 
-    def _loss_on(self) -> dict[str, Any]:
+    def _loss_on(self) -> dict[str, object]:
         """TRL's defaults, where a config of TRL is given: all tokens of messages train, and of a prompt with completion the
         latter."""
         rows, flags = self.train_dataset or self.eval_dataset or [{}], ("assistant_only_loss", "completion_only_loss")

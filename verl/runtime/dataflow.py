@@ -28,7 +28,7 @@ from verl.errors import ConfigError, nearest
 from verl.roles.api import Roles
 from verl.runtime.worker_group import resolve
 
-Stage = Callable[..., Any] | str
+Stage = Callable[..., object] | str
 Step = Callable[[Any], Any]
 
 
@@ -36,7 +36,7 @@ Step = Callable[[Any], Any]
 class Flow:
     """A chain so far; every stage gives a new one, so that chains can share a beginning."""
 
-    groups: Mapping[str, Any]
+    groups: Mapping[str, object]
     steps: tuple[Step, ...] = ()
 
     def broadcast(self, value: object) -> Flow:

@@ -180,7 +180,7 @@ class RayRuntime:
                 run = process.handle.score.options(concurrency_group=_SCORING)
             return process, run.remote(group.name, method, packed[id(arguments)], index in plan.answering)
 
-        def send(index: int) -> tuple[Process, Any]:
+        def send(index: int) -> tuple[Process, object]:
             return call(self._process(group.mesh.ranks[index]), index)
 
         first = self.processes[group.mesh.ranks[0]]

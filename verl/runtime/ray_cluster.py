@@ -217,7 +217,7 @@ class Pending:
     call: str
     refs: list[tuple[Process, Any]]
     timeout_s: float
-    collect: Callable[[list[Any]], Any]
+    collect: Callable[[list[Any]], object]
     limit_key: str = CALL_LIMIT  # the key with the value of timeout_s
     # makes call i of `refs` on another process, when an added one has died
     retry: Callable[[int], tuple[Process, object]] | None = None
@@ -364,7 +364,7 @@ def read_buffer(buffer: Any) -> Any:
     return np.asarray(buffer)
 
 
-def remote_function(function: Callable[..., Any], **options: Any) -> Any:
+def remote_function(function: Callable[..., object], **options: Any) -> Any:
     """`function` as a Ray task: `.remote(...)` returns a reference for `ray.get`."""
     return ray.remote(**options)(function)
 

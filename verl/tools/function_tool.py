@@ -24,10 +24,10 @@ from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
 MARK = "__verl_tool__"
-Answer = tuple[ToolResponse, float, dict[str, Any]]
+Answer = tuple[ToolResponse, float, dict[str, object]]
 
 
-def function_tool(function: Any = None, /, *, name: str | None = None, schema: Any = None) -> Any:
+def function_tool(function: Any = None, /, *, name: str | None = None, schema: object = None) -> Any:
     """Mark a function as a tool: `@function_tool`, `@function_tool("name")` or `@function_tool("name", schema={...})`. Without
     a schema its type hints and its docstring with `Args:` make one."""
     if isinstance(function, str) or function is None:
@@ -65,7 +65,7 @@ class FunctionTool(BaseTool):
 
 
 def function_schema(
-    function: Callable[..., Any], name: str | None = None, schema: object = None
+    function: Callable[..., object], name: str | None = None, schema: object = None
 ) -> OpenAIFunctionToolSchema:
     """The schema of a function. Raises ConfigError for one whose arguments cannot be described."""
     label = name or getattr(function, "__name__", str(function))

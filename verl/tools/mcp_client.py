@@ -60,14 +60,14 @@ class ToolServer:
 
     async def _list(self) -> list[dict[str, Any]]:
         (client, _), cursor = await self._connected(), None
-        tools: list[dict[str, Any]] = []
+        tools: list[dict[str, object]] = []
         while True:
             page = (await client.list_tools(cursor=cursor)).model_dump(by_alias=True, mode="json")
             tools += page["tools"]
             if not (cursor := page.get("nextCursor")):
                 return tools
 
-    async def _call(self, tool: str, arguments: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    async def _call(self, tool: str, arguments: dict[str, object], timeout_s: float) -> dict[str, Any]:
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED
 

@@ -27,7 +27,7 @@ from verl.tracking.token_texts import TokenTexts
 
 log = logging.getLogger(__name__)
 
-Rows = list[dict[str, Any]]
+Rows = list[dict[str, object]]
 _DEADLINE_S = 600.0  # for the samples of a step, which may be gigabytes
 _TABLE_COLUMNS = ("prompt", "response", "ground_truth", "score")
 

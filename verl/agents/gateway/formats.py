@@ -210,7 +210,7 @@ def _of_item(item: object) -> list[dict[str, object]]:
     return []
 
 
-def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _joined(messages: list[dict[str, Any]]) -> list[dict[str, object]]:
     """Text and calls of one turn as one message."""
     turns: list[dict[str, Any]] = []
     for message in messages:
@@ -360,7 +360,7 @@ def anthropic_response(answer: ModelTurn, body: Mapping[str, object]) -> dict[st
     }
 
 
-def anthropic_events(answer: ModelTurn, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+def anthropic_events(answer: ModelTurn, body: Mapping[str, Any]) -> list[dict[str, object]]:
     """The same, streamed."""
     message = anthropic_response(answer, body)
     events: list[dict[str, Any]] = [

@@ -82,7 +82,7 @@ class EndpointAgentLoop(AgentLoopBase):
         )  # fmt: skip
         row = {name: value for name, value in kwargs.items() if name != "agent_name"}
         task = plain({**row, "prompt": row["raw_prompt"]})
-        returned: Any = None
+        returned: object = None
         self.gateway.sessions.add(session)
         try:
             if isinstance(runner, list):

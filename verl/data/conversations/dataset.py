@@ -68,7 +68,7 @@ class Source(Protocol):
         """The images of a row; None for text."""
         ...
 
-    def identity(self) -> list[Any]:
+    def identity(self) -> list[object]:
         """The values that decide the sequences next to the settings, for a key of the cache; None if unknown."""
         ...
 
@@ -80,7 +80,7 @@ class ConversationDataset:
     """
 
     summary_class = FileSummary
-    sequence_class: type[Any] = TrainingSequence
+    sequence_class: type[object] = TrainingSequence
 
     def __init__(self) -> None:
         self.settings: Any = None  # of the rows
@@ -302,7 +302,7 @@ class _FileSource:
             return None
         return RowImages(self.dataset.image_sources(self.rows[row], self.encoder.settings), encoder, self.place(row))
 
-    def identity(self) -> list[Any]:
+    def identity(self) -> list[object]:
         return [self.name, self.rows.digest(), *identity_of(self.encoder.tokenizer)]
 
 
@@ -318,7 +318,7 @@ class _ClassSource:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def decoded(self, rows: range) -> Sequence[Any]:
+    def decoded(self, rows: range) -> Sequence[object]:
         return rows
 
     def read(self, row: Any, place: str) -> tuple[str, list[TrainingSequence], str]:
@@ -330,7 +330,7 @@ class _ClassSource:
     def images(self, row: int) -> None:
         return None
 
-    def identity(self) -> list[Any]:
+    def identity(self) -> list[object]:
         return [None]
 
 

@@ -224,7 +224,7 @@ def system_message(row: Mapping[str, object]) -> Messages:
     return [{"role": "system", "content": text_in(row["system"], "system")}] if row.get("system") else []
 
 
-def _list(value: object, field_name: str) -> list[Any]:
+def _list(value: object, field_name: str) -> list[object]:
     if not isinstance(value, list | tuple | np.ndarray):
         raise DataError(f"field {field_name!r} must be a list, but it is a {type(value).__name__}.")
     return list(value)
@@ -283,7 +283,7 @@ def _pruned(value: object) -> Any:
     return [_pruned(inner) for inner in value] if isinstance(value, list | tuple | np.ndarray) else value
 
 
-def _json(value: object, field_name: str) -> Any:
+def _json(value: object, field_name: str) -> object:
     """The value, read from JSON when it is a text: columns of objects of many shapes are often stored so."""
     if isinstance(value, str):
         try:

@@ -36,7 +36,7 @@ def _names(kind: type[Any]) -> list[str]:
     return [field.name for field in fields(kind) if field.name != "images"]  # which the rows of the files have
 
 
-class SequenceStore(Sequence[list[Any]]):
+class SequenceStore(Sequence[list[object]]):
     """The list of sequences of each row, of the dataclass `kind`; columns of several files follow each other."""
 
     def __init__(self, kind: type[object]):

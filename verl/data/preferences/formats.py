@@ -54,8 +54,8 @@ class Preference:
     completions: tuple[Text, ...]
     label: bool | None = None
     margin: float = 0.0
-    tools: list[dict[str, Any]] | None = None
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tools: list[dict[str, object]] | None = None
+    template_kwargs: Mapping[str, object] = field(default_factory=dict)
     images: list[Any] = field(default_factory=list)  # sources, in the order of the parts of the prompt
 
 

@@ -13,7 +13,7 @@ INSTRUCTION = 'Let\'s think step by step and output the final answer after "####
 _FINAL = re.compile(r"####\s*(-?[0-9.,]+)")
 
 
-def row_of(problem: dict[str, Any], split: str, index: int, place: str) -> dict[str, Any]:
+def row_of(problem: dict[str, Any], split: str, index: int, place: str) -> dict[str, object]:
     """One row of the schema; raises DataError when question or answer is missing or the answer has no "#### number"."""
     for name in ("question", "answer"):
         if not isinstance(problem.get(name), str):

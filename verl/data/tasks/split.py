@@ -7,7 +7,6 @@ import random
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from verl.data.files import read_rows, write_parquet
 from verl.errors import DataError
@@ -50,7 +49,7 @@ def prepare(source: Path, output: Path, *, share: float, key: str, seed: int, ch
         by_prompt.setdefault(json.dumps(row[key], default=str), []).append(as_chat(row, key) if chat else row)
     if len(by_prompt) < 2:
         raise DataError(f"All rows of {source} have one prompt, so that none can be held out.")
-    train, test = list(by_prompt.values()), list[dict[str, Any]]()
+    train, test = list(by_prompt.values()), list[dict[str, object]]()
     random.Random(seed).shuffle(train)
     while len(train) > 1 and (not test or len(test) < share * len(rows)):
         test += train.pop()

@@ -110,7 +110,7 @@ class DeepSpeedEngine(TrainedEngine):
                 f"model.lora_rank with ZeRO {stage}: adapters train with deepspeed.zero_stage=0 or strategy=fsdp2."
             )
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, object]:
         """The configuration of DeepSpeed."""
         clip = self.optim.clip_grad if self.optim is not None else 1.0
         name = self.optim.optimizer if self.optim is not None else "AdamW"

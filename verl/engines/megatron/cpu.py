@@ -23,7 +23,7 @@ from verl.models.parallel.collectives import gather_rows
 
 
 class _DeviceIsCpu(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs = dict(kwargs or {})
         device = kwargs.get("device")
         if device is not None and (isinstance(device, int) or str(device).startswith("cuda")):
@@ -95,11 +95,13 @@ def _replacements() -> Iterator[tuple[object, str, object]]:
     yield dispatcher, "maybe_move_tensor_to_cpu", counts
     gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
-    def unequal_gather(x: torch.Tensor, group: Any = None, sizes: Any = None, *rest: Any, **named: Any) -> Any:
+    def unequal_gather(x: torch.Tensor, group: Any = None, sizes: Any = None, *rest: Any, **named: Any) -> object:
         sizes = named.pop("output_split_sizes", sizes)
         return gather(x, group, None, *rest, **named) if sizes is None else gather_rows(x, list(sizes), group)
 
-    def unequal_scatter(x: torch.Tensor, group: Any = None, sizes: Any = None, *rest: object, **named: object) -> Any:
+    def unequal_scatter(
+        x: torch.Tensor, group: Any = None, sizes: Any = None, *rest: object, **named: object
+    ) -> object:
         sizes = named.pop("input_split_sizes", sizes)
         if sizes is None:
             return scatter(x, group, None, *rest, **named)

@@ -28,7 +28,7 @@ class LatentAttention(MegatronModule):
         hf = config.latent
         self.nope, self.rope, self.value = hf.qk_nope_head_dim, hf.qk_rope_head_dim, hf.v_head_dim
         self.latent, self.is_interleaved, num_heads = hf.kv_lora_rank, hf.rope_interleave, hf.num_attention_heads
-        shared: dict[str, Any] = {"config": config, "init_method": None, "bias": False, "tp_group": pg_collection.tp}
+        shared: dict[str, object] = {"config": config, "init_method": None, "bias": False, "tp_group": pg_collection.tp}
         queries, hidden = num_heads * (self.nope + self.rope), config.hidden_size
         if hf.q_lora_rank is None:
             self.q_proj = ColumnParallelLinear(hidden, queries, **shared)

@@ -86,7 +86,7 @@ def _mixture(hf: Any, section: MegatronConfig) -> dict[str, object]:
     experts = getattr(hf, "num_local_experts", None) or getattr(hf, "num_experts", None)
     if not experts:
         return {}
-    settings: dict[str, Any] = {
+    settings: dict[str, object] = {
         "num_moe_experts": experts,
         "moe_router_topk": hf.num_experts_per_tok,
         "moe_ffn_hidden_size": getattr(hf, "moe_intermediate_size", None) or hf.intermediate_size,

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 _LIBRARY = torch.library.Library("verl", "FRAGMENT")
 
 
-def kernel(schema: str, by_torch: Callable[..., Any], by_triton: str) -> OpOverload:
+def kernel(schema: str, by_torch: Callable[..., object], by_triton: str) -> OpOverload:
     """The op verl::NAME of `schema`, which begins with NAME. `by_triton` is "file:function" in this folder, imported at the
     first call on a GPU, for first arguments in other dtypes than float64. Neither implementation is differentiated; see
     torch.library.register_autograd."""

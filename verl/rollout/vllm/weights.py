@@ -52,7 +52,7 @@ class WeightReceiver:
     """Mixed into vLLM's worker by `LLM(worker_extension_cls="verl.rollout.vllm.weights.WeightReceiver")`."""
 
     model_runner: Any
-    model_config: Any
+    model_config: object
     vllm_config: object
     verl_readers: tuple[str, ...] = _READERS
 

@@ -11,7 +11,6 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from verl.errors import CheckpointError, DeadlineError
 from verl.foreign_text import valid_utf8
@@ -22,7 +21,7 @@ _MAX_QUEUED = 32  # calls, each with the rows of a batch; a step makes about fiv
 _DEADLINE_S = 300.0
 _POLL_S = 0.5  # between two checks whether the writing thread has failed
 
-_Rows = tuple[str, Sequence[tuple[Any, ...]]]
+_Rows = tuple[str, Sequence[tuple[object, ...]]]
 
 
 @dataclass

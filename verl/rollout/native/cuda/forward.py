@@ -5,7 +5,7 @@ The weights are the module's own (verl.models.cpu.weights), read in place.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -135,7 +135,7 @@ def _head_norms(layer: DenseLayer) -> HeadNorms:
     return layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps
 
 
-def readable(module: Any) -> DenseDecoder | None:
+def readable(module: HFModule) -> DenseDecoder | None:
     """The decoder of `module` as StraightForward reads it. The family's own module computes experts, in one grouped product; by
     another implementation the host may wait for the experts that tokens chose."""
     decoder = DenseDecoder.of(module, adapters=True, experts=True)
