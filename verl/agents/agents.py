@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from numpy.typing import DTypeLike
 
 from verl.agents.context import AgentContext
 from verl.agents.continuity import ChatContinuity
@@ -156,7 +156,7 @@ class Agents:
         *,
         step: int,
         split: str,
-        dtype: type[np.floating[Any]],
+        dtype: DTypeLike,
         on_finish: OnResult,
         limit: int | None = None,
         before: Sequence[Trajectory] | None = None,
@@ -326,7 +326,7 @@ class Agents:
         except RefusedResult as refused:
             raise EpisodeError(f"it {refused}") from None
 
-    def _finisher(self, dtype: type[np.floating[Any]], on_finish: OnResult) -> Callable[[EpisodeResult], None]:
+    def _finisher(self, dtype: DTypeLike, on_finish: OnResult) -> Callable[[EpisodeResult], None]:
         def finish(result: EpisodeResult) -> None:
             self._write(result)
             if not is_paused(result):

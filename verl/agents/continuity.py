@@ -17,6 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from verl.agents.parsers import Schemas
 from verl.config import full_key
 from verl.data.images import expanded
 from verl.data.prompts import control_tokens, encode_text, render_chat
@@ -74,9 +75,7 @@ class ChatContinuity:
         self.tool_role_as_user = not self._renders_tools()
         self._split({"role": "user", "content": "x"})
 
-    def prompt(
-        self, messages: Messages, tools: Sequence[dict[str, Any]] | None = None, images: Sequence[str] = ()
-    ) -> list[int]:
+    def prompt(self, messages: Messages, tools: Schemas | None = None, images: Sequence[str] = ()) -> list[int]:
         """Token ids of a conversation up to the beginning of the next turn of the assistant; `images` are the texts that stand
         for its images. Raises DataError."""
         self._require_short(messages)
@@ -157,7 +156,7 @@ class ChatContinuity:
             return None
         return Rewriting(before[max(0, at - 20) : at + 20], after[max(0, at - 20) : at + 20])
 
-    def shows_tools(self, tools: Sequence[dict[str, Any]]) -> bool:
+    def shows_tools(self, tools: Schemas) -> bool:
         """Whether the template writes tools into a prompt."""
         messages = [{"role": "user", "content": "x"}]
         kwargs = {k: v for k, v in self.template_kwargs.items() if k != "tools"}
@@ -211,7 +210,7 @@ class ChatContinuity:
         name = None if last is None else self.tokenizer.convert_ids_to_tokens(last)
         return (before[before.rfind(name) :] if name and name in before else "") + after[len(before) :]
 
-    def _render(self, messages: Sequence[dict[str, Any]], *, ended: bool) -> str:
+    def _render(self, messages: Messages, *, ended: bool) -> str:
         kwargs = {k: v for k, v in self.template_kwargs.items() if k != "tools"}
         fitted = self._fitted(list(messages))
         return render_chat(self.tokenizer, fitted, PLACE, add_generation_prompt=not ended, **kwargs)

@@ -36,6 +36,7 @@ from verl.agents.matches import Match, num_players
 from verl.agents.tool_agent import AgentData, ToolAgentLoop
 from verl.agents.tool_calls import ToolCalls, ToolResult, bounded, truncated
 from verl.config import full_key
+from verl.data.schema import Messages
 from verl.data_proto.media import Media, images_in
 from verl.errors import ConfigError, DataError
 from verl.registry import load_object, require_call
@@ -258,7 +259,7 @@ def _seeded(environment: Any, row: dict[str, Any], task: EpisodeTask) -> dict[st
     return _accepted(environment.reset, {**row, "seed": seed})
 
 
-def _with_observation(prompt: list[dict[str, Any]], observation: Content) -> list[dict[str, object]]:
+def _with_observation(prompt: Messages, observation: Content) -> list[dict[str, object]]:
     """The prompt with what `reset` returned behind its last message."""
     messages = [dict(message) for message in prompt]
     if not observation:

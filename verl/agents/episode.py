@@ -21,7 +21,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
+from verl.data.schema import Messages
 from verl.data_proto.media import Media, MediaSpan, Spans, images_in
 from verl.data_proto.samples import Completion, FinishReason, PromptRequest, TurnRequest
 from verl.data_proto.token_ids import token_ids, token_mask
@@ -129,7 +131,7 @@ class Episode:
         self.branches: list[Branch] = []
         self.num_calls = 0  # of tools
         self.generate_s = 0.0
-        self.messages: list[dict[str, Any]] = []
+        self.messages: Messages = []
         self.tool_results: list[Any] = []
         self.is_paused = self.is_dropped = False
         self.end_agent: Callable[[], object] = lambda: None  # cancels the agent; set by the driver
@@ -378,7 +380,7 @@ def untrained(trajectory: Trajectory) -> Trajectory:
     return replace(trajectory, segments=[replace(s, log_probs=None, source="environment") for s in trajectory.segments])
 
 
-def in_dtype(result: EpisodeResult, dtype: type[np.floating[Any]]) -> EpisodeResult:
+def in_dtype(result: EpisodeResult, dtype: DTypeLike) -> EpisodeResult:
     """The result with log-probs of `dtype`."""
     segments = [
         s if s.log_probs is None else replace(s, log_probs=s.log_probs.astype(dtype))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from uuid import uuid4
 
+from verl.data.schema import Messages
 from verl.errors import ConfigError, NameConfigError
 from verl.tools.tool_registry import load_class, read_list
 
@@ -21,7 +22,7 @@ class BaseInteraction:
         return instance_id or str(uuid4())
 
     async def generate_response(
-        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: object
+        self, instance_id: str, messages: Messages, **kwargs: object
     ) -> tuple[bool, str, float, dict[str, Any]]:
         """(whether the episode ends, text of the next turn of the user, score of the model's turn, more for the scorer)."""
         return True, "Your current result seems acceptable.", 0.8, {}

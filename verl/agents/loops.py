@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from verl.agents.episode import CURRENT
 from verl.agents.images import EpisodeImages
+from verl.agents.parsers import Schemas
+from verl.data.schema import Messages
 from verl.data_proto.media import Media, images_in, texts_of
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError, nearest
@@ -150,8 +152,8 @@ class AgentLoopBase(ABC):
 
     async def apply_chat_template(
         self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None = None,
+        messages: Messages,
+        tools: Schemas | None = None,
         images: Sequence[Any] | None = None,
         videos: object = None,
         remove_system_prompt: bool = False,
@@ -166,7 +168,7 @@ class AgentLoopBase(ABC):
         media = await read_images(self.tool_calls.images, images)
         return self.context.continuity.prompt(messages, tools, texts_of(media))
 
-    def suffix(self, messages: list[dict[str, Any]], last_token: int | None, media: Sequence[Media] = ()) -> list[int]:
+    def suffix(self, messages: Messages, last_token: int | None, media: Sequence[Media] = ()) -> list[int]:
         """Token ids of messages with their images behind a sampled turn; control tokens in their texts are broken."""
         return self.context.continuity.suffix(messages, last_token, self.stop_token_ids, texts_of(media))
 

@@ -19,6 +19,7 @@ from verl.agents.interactions import BaseInteraction
 from verl.agents.loops import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 from verl.agents.parsers import ToolParser
 from verl.agents.tool_calls import on_thread
+from verl.data.schema import Messages
 from verl.data_proto.media import Media, images_in
 from verl.tools.schemas import FunctionCall
 
@@ -37,7 +38,7 @@ class AgentState(enum.Enum):
 class AgentData:
     """An episode, for tools: `execute` gets it as agent_data."""
 
-    messages: list[dict[str, Any]]
+    messages: Messages
     request_id: str
     tools_kwargs: dict[str, Any] = field(default_factory=dict)
     prompt_ids: list[int] = field(default_factory=list)

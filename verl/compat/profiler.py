@@ -15,7 +15,7 @@ import torch
 
 from verl.parallel.trace import Trace
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from verl.tracking.logs import add_handler, add_log_file, remove_handler
 from verl.tracking.sinks.api import RunInfo, make_sink
 from verl.tracking.sinks.guard import Guard
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 _followers: list[Callable[[dict[str, Any], int], None]] = []  # get all metrics of this process's trackers
 _open: dict[str, Guard] = {}  # the newest tracker of each name in this process

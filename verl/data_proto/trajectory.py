@@ -12,10 +12,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import DTypeLike
 
 from verl.data_proto.batch_metrics import count_true
 from verl.data_proto.media import Spans
@@ -58,7 +59,7 @@ class Trajectory:
     media: Spans = ()  # of an episode, at places from the first token of the response
     experts: np.ndarray | None = None  # [tokens, layers, k] that computed its tokens but the last one, if recorded
 
-    def extended(self, done: Completion, dtype: type[np.floating[Any]] = np.float32) -> Trajectory:
+    def extended(self, done: Completion, dtype: DTypeLike = np.float32) -> Trajectory:
         """A trajectory that continues with the tokens that an engine sampled, their log-probs in `dtype`."""
         tokens, log_probs = np.asarray(done.token_ids, dtype=np.int32), np.asarray(done.log_probs, dtype=dtype)
         segments = [*self.segments, Segment(tokens, log_probs, done.weight_version)]

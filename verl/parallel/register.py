@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from verl.errors import ConfigError, NameConfigError, nearest
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 _ATTRIBUTE = "_verl_registered"
 

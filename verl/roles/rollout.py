@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import DTypeLike
 
 from verl.agents.agents import Agents
 from verl.agents.episode import EpisodeResult
@@ -203,7 +204,7 @@ class RolloutWorker:
         """The dtype of the weights that generate; None where they are out of reach."""
         return None if self.engine.holds_weights else next(self.engine.module.parameters()).dtype
 
-    def _np_dtype(self) -> type[np.floating[Any]]:
+    def _np_dtype(self) -> DTypeLike:
         return np.float64 if self._dtype() == torch.float64 else np.float32
 
     def _send_to_scorer(self, rows: DataProto, row: int, split: str, sample: Trajectory, limit: int) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from verl.agents.continuity import Content, joined_contents
 from verl.agents.gateway.sessions import ModelTurn, RequestError, arguments_of, as_message_call
 from verl.config import full_key
+from verl.data.schema import Messages
 
 MODEL = "policy"
 
@@ -210,9 +211,9 @@ def _of_item(item: object) -> list[dict[str, object]]:
     return []
 
 
-def _joined(messages: list[dict[str, Any]]) -> list[dict[str, object]]:
+def _joined(messages: Messages) -> list[dict[str, object]]:
     """Text and calls of one turn as one message."""
-    turns: list[dict[str, Any]] = []
+    turns: Messages = []
     for message in messages:
         if turns and message["role"] == turns[-1]["role"] == "assistant":
             last = turns[-1]

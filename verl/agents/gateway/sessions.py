@@ -18,7 +18,7 @@ from typing import Any
 from verl.agents.continuity import ChatContinuity
 from verl.agents.episode import Episode, EpisodeError
 from verl.agents.images import EpisodeImages
-from verl.agents.parsers import ToolParser
+from verl.agents.parsers import Schemas, ToolParser
 from verl.data.schema import IMAGE_PARTS, Messages, message_of
 from verl.data_proto.media import Media, images_in, texts_of
 from verl.errors import DataError, VerlError
@@ -140,7 +140,7 @@ class EndpointSession:
         return prompt_ids, canonical(messages, []) == self.first_messages
 
 
-def canonical(messages: Messages, tools: Sequence[dict[str, Any]]) -> str:
+def canonical(messages: Messages, tools: Schemas) -> str:
     """Messages as a text that is equal for equal conversations."""
     rows = []
     for message in messages:

@@ -21,7 +21,7 @@ from verl.data_proto.merge import object_array
 from verl.errors import ConfigError
 from verl.families import ADVANTAGES
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 
 _COLUMN_OF = {"index": "uid"}

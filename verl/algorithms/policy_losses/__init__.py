@@ -22,7 +22,7 @@ from verl.data_proto.metrics import Metric
 from verl.errors import ConfigError
 from verl.families import POLICY_LOSSES
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 
 def register_policy_loss(name: str) -> Callable[[F], F]:

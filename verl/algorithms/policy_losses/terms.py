@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
 from verl.algorithms.masked import token_mean
 from verl.data_proto.metrics import Metric
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 LOG_RATIO_LIMIT = 20.0  # e**20: keeps a ratio finite in float32 and its square too
 
