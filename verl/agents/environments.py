@@ -133,11 +133,7 @@ class EnvironmentAgentLoop(ToolAgentLoop):
         return output
 
     async def _play(
-        self,
-        environment: Any,
-        row: dict[str, object],
-        sampling_params: dict[str, object],
-        prompt: list[dict[str, object]],
+        self, environment: Any, row: dict[str, object], sampling_params: dict[str, object], prompt: Messages
     ) -> AgentLoopOutput:
         """Gymnasium's kind."""
         episode, discount = CURRENT.get(), self.rollout_config.agent.turn_discount
@@ -169,7 +165,7 @@ class EnvironmentAgentLoop(ToolAgentLoop):
         make: Callable[..., Any],
         row: dict[str, object],
         sampling_params: dict[str, object],
-        prompt: list[dict[str, object]],
+        prompt: Messages,
     ) -> AgentLoopOutput:
         """One player of a game that others play too, see verl/agents/matches.py."""
         task, count = CURRENT.get().task, num_players(make)
@@ -259,7 +255,7 @@ def _seeded(environment: Any, row: dict[str, Any], task: EpisodeTask) -> dict[st
     return _accepted(environment.reset, {**row, "seed": seed})
 
 
-def _with_observation(prompt: Messages, observation: Content) -> list[dict[str, object]]:
+def _with_observation(prompt: Messages, observation: Content) -> Messages:
     """The prompt with what `reset` returned behind its last message."""
     messages = [dict(message) for message in prompt]
     if not observation:
