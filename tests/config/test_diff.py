@@ -22,6 +22,11 @@ def test_only_changed_keys_are_named(folder):
     assert changed_keys(load(*GRPO), folder / "elsewhere") == []
 
 
+def test_an_equal_file_is_not_loaded(folder, monkeypatch):
+    monkeypatch.setattr("verl.config.diff.load_config", None)
+    assert changed_keys(load(*GRPO, f"{ACTOR}.optim.lr=1e-5"), folder) == []
+
+
 def test_a_run_of_a_version_without_dithering_rounded_to_nearest(folder):
     file = folder / "config.yaml"
     saved = file.read_text()

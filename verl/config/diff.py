@@ -24,14 +24,15 @@ _WITHOUT_KEY = {"actor_rollout_ref.actor.fsdp_config.master_rounding": "nearest"
 
 
 def changed_keys(loaded: LoadedConfig[object], folder: Path) -> list[str]:
-    """ "key: before -> now" for each key whose value is another one in `folder`/config.yaml. Nothing for a file that is missing
-    or that this version cannot read."""
+    """ "key: before -> now" for each key with another value in `folder`/config.yaml; none if it cannot be read."""
     file = folder / "config.yaml"
     if not file.is_file():
         return []
     try:
+        if file.read_bytes() == loaded.to_yaml().encode():  # as after a kill; loading it takes 0.1 s
+            return []
         before = load_config([], str(file), schema=loaded.schema, check=False)
-    except ConfigError:  # of another version, or with the masks of secrets
+    except (ConfigError, OSError):  # of another version, or with the masks of secrets
         return []
     changes = []
     for path, new in settings_of_work(loaded).items():

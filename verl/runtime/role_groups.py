@@ -37,7 +37,7 @@ def make_groups(
             mesh,
             runner,
             schedule=schedule_of(spec),
-            cost=_cost(spec.model),
+            cost=_cost(spec.model) if mesh.dp_size > 1 else None,
             beside_rollout=devices[spec.name] == devices.get("rollout"),
         )
         roles.models[spec.name] = cast(ModelHandle, group)
