@@ -20,7 +20,7 @@ from tests.slow import slow
 from verl.models.tiny import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
-COMMAND = re.compile(r"verl (\\\n|[^\n|&;<>()#$*?`])+\n")  # one by itself, which no shell has to read
+COMMAND = re.compile(r"verl (\\\n|[^\n|&;<>()#$*?`])+\n")  # which no shell has to read
 BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PAGES = sorted(
     page
@@ -108,16 +108,18 @@ def run(kind, code, folder):
         "MODEL": str(folder / "model"),
         "HF_HUB_OFFLINE": "1",
     }
-    forked, code = None, code.replace("$MODEL", environment["MODEL"])
+    forks, output, code = [], "", code.replace("$MODEL", environment["MODEL"])
+    lines = [match[0].replace("\\\n", " ") for match in COMMAND.finditer(code)]
     if kind == "python":
         (folder / "block.py").write_text(code)
-        forked = [folder / "block.py"]
-    elif COMMAND.fullmatch(code):
-        _, verb, *arguments = shlex.split(code.replace("\\\n", " "))
-        forked = ["verl", verb, *arguments, *TINY.get(verb, "").split()]
-    if forked:
-        exit_code, output = run_forked(*forked, cwd=folder, env=environment, timeout_s=300)
-        assert exit_code == 0, f"{code}\n{output[-5000:]}"
+        forks = [[folder / "block.py"]]
+    elif "".join(lines) == code.replace("\\\n", " "):
+        forks = [[*words, *TINY.get(words[1], "").split()] for words in map(shlex.split, lines)]
+    for command in forks:
+        exit_code, said = run_forked(*command, cwd=folder, env=environment, timeout_s=300)
+        assert exit_code == 0, f"{code}\n{said[-5000:]}"
+        output += said
+    if forks:
         return output
     command = ["sh", "-ec", code]
     done = subprocess.run(

@@ -106,7 +106,7 @@ def _secrets_in(value: object, named_so: bool) -> Iterator[str]:
 
 
 def _entries(value: object) -> Iterator[tuple[str, object]]:
-    if isinstance(value, Mapping) or hasattr(value, "items"):
+    if hasattr(value, "items"):
         yield from ((str(name), inner) for name, inner in value.items())
     elif isinstance(value, list | tuple):
         yield from (("", inner) for inner in value)
