@@ -83,6 +83,7 @@ def test_the_consistency_of_a_loaded_model(tiny_llama):
 
 
 @pytest.mark.seed("A7")
+@pytest.mark.usefixtures("forked_engines")
 def test_the_four_parts_of_a_loop(tiny_llama):
     """A controller (this test) moves samples of a rollout worker through a buffer to an update worker."""
     with (
