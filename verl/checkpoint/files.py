@@ -26,9 +26,7 @@ from verl.tracking.files import has, read_json
 MANIFEST = "manifest.json"
 _FORMAT = 2
 _AHEAD = 4  # chunks in memory, at most
-SMALL_BYTES = (
-    64 << 20
-)  # files up to this size are compared before a checkpoint is chosen, larger tensors while they load
+SMALL_BYTES = 64 << 20  # larger files of tensors are compared while they load, others before a checkpoint is chosen
 
 
 @dataclass(frozen=True)
