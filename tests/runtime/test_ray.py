@@ -184,7 +184,9 @@ class TestUserGroups:
         assert returned.batch["rank"].tolist() == [0, 0, 0]
 
     def test_an_error_comes_with_its_traceback(self, group):
-        with pytest.raises(RuntimeError, match=r"rank 1 .*fail(.|\n)*ValueError: no such luck"):
+        with pytest.raises(
+            RuntimeError, match=r"rank 1 \(Adder; .*, process \d+\).*fail(.|\n)*ValueError: no such luck"
+        ):
             group.fail(1, "raise")
 
     @pytest.mark.slow

@@ -258,10 +258,10 @@ class Pending:
             left = self._started + self.timeout_s - time.monotonic()
             if left <= 0:
                 raise DeadlineError(self._late([self.refs[index][0] for index in waiting.values()]))
-            done, _ = ray.wait(list(waiting), num_returns=1, timeout=min(left, _LOOK_S))
-            if not done:
+            if not ray.wait(list(waiting), num_returns=1, timeout=min(left, _LOOK_S))[0]:
                 ray_node.require(self.call)
-            for ref in done:
+            # all that are there: a look costs as much as it has references, so one for each answer would be quadratic
+            for ref in ray.wait(list(waiting), num_returns=len(waiting), timeout=0)[0]:
                 index = waiting.pop(ref)
                 process = self.refs[index][0]
                 try:

@@ -10,22 +10,18 @@ are the user's.
 
 from __future__ import annotations
 
-import os
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from verl.errors import ConfigError, MissingExtraError
-from verl.parallel.child_processes import unblock_sigterm
-from verl.parallel.collectives import free_port
 from verl.parallel.dispatch import CallPlan, MethodCall
 from verl.parallel.mesh import Mesh
-from verl.parallel.stack_dump import calls, longest_call
+from verl.runtime.user_process import UserProcess
 from verl.runtime.worker_group import WorkerGroup
 
 try:
-    from verl.runtime.ray_cluster import Pending, RayCluster, Request, own_address, remote_function
+    from verl.runtime.ray_cluster import Pending, RayCluster, Request, remote_function
     from verl.runtime.ray_process import Process
 except ModuleNotFoundError as error:
     if error.name != "ray":
@@ -218,7 +214,8 @@ class RayWorkerGroup(WorkerGroup):
             "place", [(processes[0], processes[0].handle.place.remote())], _START_TIMEOUT_S, list
         ).get()[0]
         refs = [(p, p.handle.join.remote(address, port)) for p in processes]
-        Pending("the constructor", refs, self.timeout_s, list).get()
+        for process, place in zip(processes, Pending("the constructor", refs, self.timeout_s, list).get(), strict=True):
+            process.node, process.pid = place
         return processes
 
     def _runner_of(self, role: str) -> Callable[[WorkerGroup, str, CallPlan, bool], object]:
@@ -232,49 +229,3 @@ class RayWorkerGroup(WorkerGroup):
 
         pending = Pending.of_plan(f"{role or 'group'}.{method}", plan, send, self.timeout_s)
         return pending.get() if blocking else pending
-
-
-class UserProcess:
-    """The actor of one place. Results travel as they are; an error travels with its traceback."""
-
-    def __init__(self, rank: int, size: int, classes: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]):
-        unblock_sigterm()
-        self.rank, self.size, self.classes = rank, size, classes
-        self.workers: dict[str, Any] = {}
-
-    def place(self) -> tuple[str, int]:
-        return own_address(), free_port()
-
-    def join(self, address: str, port: int) -> Any:
-        """Make the workers, in the environment of their group."""
-        place = {
-            "RANK": self.rank,
-            "WORLD_SIZE": self.size,
-            "MASTER_ADDR": address,
-            "MASTER_PORT": port,
-            "LOCAL_RANK": 0,
-        }
-        os.environ.update({name: str(value) for name, value in place.items()})
-        return _answer(self._make)
-
-    def _make(self) -> None:
-        self.workers = {name: cls(*args, **kwargs) for name, (cls, args, kwargs) in self.classes.items()}
-
-    def call(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with calls(f"{role or 'group'}.{method}"):
-            return _answer(lambda: getattr(self.workers[role], method)(*args, **kwargs))
-
-    def stuck(self) -> str:
-        """The call that has been running longest, with its innermost frames."""
-        return longest_call()
-
-    def end(self) -> None:
-        """Nothing to end."""
-
-
-def _answer(run: Callable[[], object]) -> object:
-    unblock_sigterm()
-    try:
-        return run()
-    except Exception as error:  # noqa: BLE001 - a user's worker may raise anything; the driver raises it again
-        return {"error": type(error).__name__, "text": traceback.format_exc()}
