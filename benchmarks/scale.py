@@ -7,6 +7,7 @@ steps.
     python -m benchmarks.scale --steps              the table of the records of steps (a million steps: 4 GB)
     python -m benchmarks.scale --checkpoints        the table of checkpoints (1 billion parameters: 12 GB, twice)
     python -m benchmarks.scale --tails              the table of response lengths
+    python -m benchmarks.scale --processes          the table of processes on Ray (64: 7 GB of memory)
     python -m benchmarks.controller                 the table of the controller
 
 Each size has a generated parquet file and a GRPO run of a tiny model, started twice in new run folders: the first start has an
@@ -374,11 +375,14 @@ def record_step(tracker: SampleTracker) -> None:
 
 
 def main() -> None:
+    from benchmarks.processes import PROCESSES, measure_processes  # which needs Ray
+
     modes = {
         "ledger": (measure_ledger, SAMPLES),
         "steps": (measure_steps, STEPS),
         "checkpoints": (measure_checkpoints, PARAMETERS),
         "tails": (measure_tails, RESPONSES),
+        "processes": (measure_processes, PROCESSES),
     }
     parser = argparse.ArgumentParser(description="Cost of a run against its size.")
     parser.add_argument("--sizes", help="numbers of rows or samples, in increasing order")

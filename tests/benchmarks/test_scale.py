@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks.scale import exponent, measure_ledger, table, write_rows
+from benchmarks.scale_plot import DOCUMENT, picture
 from tests.data.rows import config
 from verl.data.dataset import load_dataset
 from verl.models.tiny import make_tokenizer
@@ -28,6 +29,10 @@ def test_the_table_has_a_row_for_each_quantity():
     lines = table((10, 1000), {"seconds": [2.0, 20.0], "memory (GB)": [0.5, 5.0]}).splitlines()
     assert lines[0] == "| | 10 | 1,000 | exponent |"
     assert lines[2:] == ["| seconds | 2 | 20 | 0.50 |", "| memory (GB) | 0.5 | 5 | 0.50 |"]
+
+
+def test_the_picture_is_of_the_tables():
+    assert DOCUMENT.with_suffix(".svg").read_text() == picture(DOCUMENT.read_text())
 
 
 def test_a_ledger_grows_through_the_sizes(tmp_path, capsys):
