@@ -78,13 +78,19 @@ def test_no_rank_of_a_sharded_model_is_left_without_a_row():
 @settings(max_examples=30, deadline=None)
 @given(mesh=meshes, num_rows=rows, seed=st.integers(0, 3))
 def test_what_is_expected_is_shared_out(mesh, num_rows, seed):
+    """With prompts, which have two results each; either batch may be empty."""
     batch = make_batch(num_rows, seed=seed)
     expected = np.random.default_rng(seed).integers(1, 100, size=num_rows).astype(np.float32)
     batch.batch["expected_tokens"] = torch.from_numpy(expected)
-    plan, joined = run(Dispatch.ND_EXPECTED_PROTO, Shape(mesh), echo, batch)
-    assert rows_of(joined) == list(range(num_rows))
-    sums = [sum(expected[row] for row in rows) for rows in plan.rows]
+    prompts = make_batch(3 * seed, seed=seed)
+    plan, joined = run(Dispatch.ND_ADVANCE_PROTO, Shape(mesh), lambda a, b: (twice(a), b), prompts, batch)
+    assert rows_of(joined[0]) == [i for i in range(3 * seed) for _ in range(2)]
+    assert rows_of(joined[1]) == list(range(num_rows))
+    calls = [plan.calls[mesh.collectors()[part]][0] for part in range(mesh.dp_size)]
+    sums = [sum(rows.batch["expected_tokens"].tolist()) for _, rows in calls]
     assert max(sums) - min(sums) <= max(expected, default=0)
+    whole, nothing = run(Dispatch.ND_ADVANCE_PROTO, Shape(mesh), lambda *call: call, batch, DataProto())[1]
+    assert (rows_of(whole), len(nothing)) == (list(range(num_rows)), 0)
 
 
 def test_rows_go_to_their_owner():

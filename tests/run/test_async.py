@@ -16,6 +16,7 @@ from verl.programs.ppo import PPO
 from verl.programs.ppo_async import age_metrics
 from verl.programs.rollout_queue import expected_tokens
 from verl.roles.rollout import RolloutWorker
+from verl.rollout.native.engine import NativeRollout
 from verl.runtime import local
 from verl.runtime.local import LocalRuntime
 from verl.tracking.ledger.reader import Ledger
@@ -108,13 +109,13 @@ def test_generation_has_ended_whenever_something_trains(tiny_run, monkeypatch):
 
         monkeypatch.setattr(owner, name, call)
 
-    noted(RolloutWorker, "generate", "generation")
-    noted(RolloutWorker, "resume_generation", "generation")
+    noted(NativeRollout, "open", "generation")
     noted(RolloutWorker, "end_generation", "end")
     noted(PPO, "update", "update")
-    tiny_run(f"{PREFETCH}=2", PARTIAL)
-    before = [order[index - 1] for index, word in enumerate(order) if word == "update"]
-    assert before == ["end", "end"]
+    tiny_run(f"{PREFETCH}=2", PARTIAL, "trainer.total_training_steps=4")
+    steps = " ".join(order).split(" update")
+    once = " generation end"
+    assert steps == [(2 * once).lstrip(), 2 * once, once, once, ""]  # new and unfinished samples side by side
 
 
 def test_sampled_log_probs_of_parts_match_their_weights(tiny_run, batches, monkeypatch):

@@ -66,6 +66,7 @@ COLUMNS: dict[str, Column] = {
         _BR, "int64", "rollout", "version of the weights that made each token, where samples are made ahead of training"
     ),
     "finish_reason": Column(_B, "object", "rollout", "stop, length or abort"),
+    "begun_step": Column(_B, "int64", "rollout", "step in which an unfinished sample began; keys its random numbers"),
     "expected_tokens": Column(
         _B,
         "float32",

@@ -54,6 +54,7 @@ class PromptRequest:
     spans: Spans = ()  # images at their places, of an episode
     adapter: str | None = None  # name of one of NativeRollout.adapters
     random_ordinal: int | None = None  # keys the random numbers in place of `ordinal`
+    random_step: int | None = None  # in place of the generation's step: the step in which a resumed sample began
 
     @property
     def placed(self) -> Spans:

@@ -190,9 +190,19 @@ def _nd_scatter(declared: Registered, group: GroupShape, call: MethodCall) -> Ca
     return _scattered(declared, group, call, contiguous_shares(len(call.batch), group.mesh.dp_size))
 
 
-def _nd_expected(declared: Registered, group: GroupShape, call: MethodCall) -> CallPlan:
-    expected = call.batch.batch["expected_tokens"].tolist()
-    return _scattered(declared, group, call, shares_by_cost(expected, group.mesh.dp_size))
+def _nd_advance(declared: Registered, group: GroupShape, call: MethodCall) -> CallPlan:
+    first, second = call.args
+    expected = second.batch["expected_tokens"].tolist() if len(second) else []
+    shares = contiguous_shares(len(first), group.mesh.dp_size), shares_by_cost(expected, group.mesh.dp_size)
+    calls = [
+        MethodCall((_select(first, rows), _select(second, more)), call.kwargs)
+        for rows, more in zip(*shares, strict=True)
+    ]
+
+    def collect(results: list[Any]) -> tuple[Any, ...]:
+        return tuple(join_rows(part, rows) for part, rows in zip(zip(*results, strict=True), shares, strict=True))
+
+    return _replicated(group, calls, shares[0], collect)
 
 
 def _nd_owner(declared: Registered, group: GroupShape, call: MethodCall) -> CallPlan:
@@ -282,7 +292,7 @@ def _join_batches(results: list[DataProto], shares: Sequence[Rows]) -> DataProto
 _ND: dict[str, Callable[[Registered, GroupShape, MethodCall], CallPlan]] = {
     "ND_COMPUTE_PROTO": _nd_compute,
     "ND_SCATTER_PROTO": _nd_scatter,
-    "ND_EXPECTED_PROTO": _nd_expected,
+    "ND_ADVANCE_PROTO": _nd_advance,
     "ND_OWNER_PROTO": _nd_owner,
     "ND_MINI_BATCHES": _nd_mini_batches,
 }

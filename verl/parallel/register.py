@@ -88,7 +88,8 @@ class Dispatch(metaclass=_Modes):
     ND_COMPUTE_PROTO   rows over the data-parallel ranks with equal cost, replicated inside a model-parallel group; results
                        of one rank of each group in the order of the rows. Uneven sizes need no padding
     ND_SCATTER_PROTO   the same with contiguous shares of equal length, some of which may be empty
-    ND_EXPECTED_PROTO  the same by their column `expected_tokens`: shares of nearly equal sums, some of which may be empty
+    ND_ADVANCE_PROTO   two DataProtos, a pair of results: the first as in ND_SCATTER_PROTO; the second, by its column
+                       `expected_tokens`, in shares of nearly equal sums, some of which may be empty
     ND_OWNER_PROTO     rows go to the rank that their column `rollout_rank` names
     ND_MINI_BATCHES    a training call: each mini-batch of the whole batch is shared out with equal cost, so that the union
                        over the ranks of their k-th mini-batches is mini-batch k of a single process
@@ -98,7 +99,7 @@ class Dispatch(metaclass=_Modes):
 
 for _name in (
     "RANK_ZERO", "ONE_TO_ALL", "ALL_TO_ALL", "DP_COMPUTE", "DP_COMPUTE_PROTO", "DP_COMPUTE_PROTO_WITH_FUNC",
-    "DP_COMPUTE_METRIC", "DIRECT_ROLLOUT_METHOD", "ND_COMPUTE_PROTO", "ND_SCATTER_PROTO", "ND_EXPECTED_PROTO",
+    "DP_COMPUTE_METRIC", "DIRECT_ROLLOUT_METHOD", "ND_COMPUTE_PROTO", "ND_SCATTER_PROTO", "ND_ADVANCE_PROTO",
     "ND_OWNER_PROTO", "ND_MINI_BATCHES", "ALL_REDUCE",
 ):  # fmt: skip
     Dispatch.register(_name)

@@ -222,7 +222,7 @@ class RowResponses:
             response_width=settings.response_length,
         )
         columns["rollout_rank"] = torch.zeros(len(trajectories), dtype=torch.int64)
-        return Finished(DataProto.from_dict(columns, sample_names(trajectories, split)))
+        return Finished(DataProto.from_dict(columns, sample_names([(t, split) for t in trajectories])))
 
     def _trajectory(self, prompts: DataProto, row: int) -> Trajectory:
         ordinal, objects = int(prompts.batch["ordinal"][row]), prompts.non_tensor_batch
@@ -234,10 +234,10 @@ class RowResponses:
         is_cut = len(ids) > limit
         return Trajectory(ordinal, 0, objects["prompt_token_ids"][row], [segment], "length" if is_cut else "stop")
 
-    def resume_generation(
-        self, rows: DataProto, *, step: int, split: str = "train", max_new_tokens: int, limit: int
-    ) -> Future[DataProto]:
-        return self.rollout.resume_generation(rows, step=step, split=split, max_new_tokens=max_new_tokens, limit=limit)
+    def advance(
+        self, prompts: DataProto, rows: DataProto, *, step: int, params: SamplingParams, split: str, limit: int
+    ) -> Future[tuple[DataProto, DataProto]]:
+        return self.rollout.advance(prompts, rows, step=step, params=params, split=split, limit=limit)
 
     def end_generation(self) -> Future[dict[str, Metric]]:
         return self.rollout.end_generation()

@@ -10,8 +10,8 @@ made it, follow from the order of calls and never from timing.
 
 A rollout with separate devices generates while the others train. On all placements, slow scores are waited for while others
 train. With rollout.partial_rollout a response is generated in k+1 parts, one per step, each under the newest weights. The
-column token_weight_version holds the version of each token. With trainer.v1.separate_async.parameter_sync_step=N the weights
-travel every N steps, and samples are up to N - 1 versions older.
+parts of a step share one generation. The column token_weight_version holds the version of each token. With
+trainer.v1.separate_async.parameter_sync_step=N the weights travel every N steps, and samples are up to N - 1 versions older.
 
 Samples are older than the policy that trains on them, so importance weights (algorithm.rollout_correction.rollout_is=token)
 are on unless the config says otherwise, and old log-probs are computed under the current weights.

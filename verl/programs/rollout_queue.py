@@ -13,10 +13,11 @@ from there, since samples of older weights cannot be generated again.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -28,7 +29,7 @@ from verl.agents.images import EpisodeImages
 from verl.agents.journal import FOLDER
 from verl.agents.recorded import recorded
 from verl.data.loader import PromptLoader
-from verl.data_proto.future import Finished, Future
+from verl.data_proto.future import DataProtoFuture, Finished, Future
 from verl.data_proto.media import media_of
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
@@ -45,7 +46,7 @@ log = logging.getLogger(__name__)
 @dataclass
 class Batch:
     """Prompts `ordinal` to `ordinal + count - 1` and their samples. It started in `step`, whose number keys the random
-    numbers, and was last resumed at the beginning of step `advanced`. Results are recorded in `samples`."""
+    numbers, and was last resumed in step `advanced`. Results are recorded in `samples`."""
 
     ordinal: int
     count: int
@@ -56,8 +57,7 @@ class Batch:
     samples: SampleTracker
     rows: DataProto | None = None  # the rollout's columns
     pending: Future[DataProto] | None = None  # all rows, or longer versions of the rows `resumed`
-    pending_step: int = 0
-    resumed: np.ndarray | None = None
+    resumed: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     scoring: Future[object] | None = None  # of a batch that is scored before its turn
 
     def wait(self) -> DataProto:
@@ -67,13 +67,11 @@ class Batch:
             ordinals = np.repeat(np.arange(self.ordinal, self.ordinal + self.count), self._group_size(rows))
             if self.rows is not None:
                 ordinals = ordinals[self.resumed]
-            self.samples.generate(self.pending_step, partial(segments_of, ordinals.tolist(), rows))
+            self.samples.generate(self.advanced, partial(segments_of, ordinals.tolist(), rows))
             if self.rows is None:
                 self.rows = rows
             else:
-                assert self.resumed is not None
                 _replace_rows(self.rows, self.resumed, rows)
-                self.resumed = None
         assert self.rows is not None
         return self.rows
 
@@ -126,16 +124,13 @@ class RolloutQueue:
     def advance(self, ordinal: int, step: int, num_left: int) -> None:
         """At the beginning of `step`, whose first prompt is `ordinal`: resume unfinished responses, start new batches. Nothing
         is generated beyond the `num_left` batches that the steps from this one on need at least."""
-        generates = False
-        for batch in self._batches[:num_left]:
-            if batch.advanced < step:  # else it was resumed before the step was abandoned
-                batch.advanced = step
-                generates |= self._resume(batch, self.part, step)
+        # a batch of this step was resumed before the step was abandoned
+        earlier = [batch for batch in self._batches[:num_left] if batch.advanced < step]
         following = self._batches[-1].ordinal + self._batches[-1].count if self._batches else ordinal
-        while self.qsize() < min(self.depth, num_left):
-            self._batches.append(self._start(following, step))
-            following += self.count
-            generates = True
+        num_new = max(0, min(self.depth, num_left) - self.qsize())
+        started = [self._issued(following + number * self.count, step) for number in range(num_new)]
+        self._batches += started
+        generates = self._generate(started, earlier, self.part, step)
         self.metrics = self.rollout.end_generation() if generates else Finished({})
 
     def start_scoring(self, reward: RewardHandle) -> None:
@@ -151,18 +146,17 @@ class RolloutQueue:
         When a sample's oldest token was made by weights more than `max_age` versions before `version`, the whole batch is
         evicted, and its prompts are sampled again under the current weights. The batch stays in the queue until it has trained.
         """
-        batch, num_evicted = next((b for b in self._batches if b.ordinal == ordinal), None), 0
-        generates = batch is None
-        if batch is None:
-            batch = self._start(ordinal, step)
-            self._batches.append(batch)
-        generates |= self._resume(batch, self.limit, step)
+        begun, num_evicted = [b for b in self._batches if b.ordinal == ordinal], 0
+        started = [] if begun else [self._issued(ordinal, step)]
+        self._batches += started
+        generates = self._generate(started, begun, self.limit, step)
+        (batch,) = begun or started
         rows = batch.wait()
         if version - int(rows.batch["weight_version"].min()) > max_age:
             num_evicted = len(rows)
-            fresh = self._start(ordinal, step, split=f"again-{version}")
+            fresh = self._issued(ordinal, step, split=f"again-{version}")
             self._batches[self._batches.index(batch)] = fresh
-            self._resume(fresh, self.limit, step)
+            self._generate([fresh], [], self.limit, step)
             batch, generates = fresh, True
         if generates:
             self.metrics = self.rollout.end_generation()
@@ -170,30 +164,41 @@ class RolloutQueue:
             batch.scoring.get()
         return batch.prompts, self._joined(batch), num_evicted
 
-    def _start(self, ordinal: int, step: int, split: str = "train") -> Batch:
+    def _issued(self, ordinal: int, step: int, split: str = "train") -> Batch:
+        """A batch of which nothing is generated yet."""
         prompts = self.loader.take(ordinal, self.count)
-        params = replace(self.params, max_new_tokens=self.part)
         issued = issued_prompts(prompts, self.loader.order)
-        self.samples.issue(step, issued, num_samples=params.n, split=split, limit=self.limit)
-        pending = self.rollout.generate(prompts, step=step, split=split, params=params, limit=self.limit)
-        return Batch(ordinal, self.count, step, step, split, prompts, self.samples, pending=pending, pending_step=step)
+        self.samples.issue(step, issued, num_samples=self.params.n, split=split, limit=self.limit)
+        return Batch(ordinal, self.count, step, step, split, prompts, self.samples)
 
-    def _resume(self, batch: Batch, max_new_tokens: int, step: int) -> bool:
-        """Resume the unfinished responses; returns whether there are any. Except for agents' responses they are equally long,
-        since each part was as long for all."""
-        chosen = batch.unfinished(self.limit)
-        if len(chosen) == 0:
+    def _generate(self, started: Sequence[Batch], begun: Sequence[Batch], max_new_tokens: int, step: int) -> bool:
+        """Start batches of one split, and resume the unfinished responses of others, in one generation: short parts fill the
+        places that long ones leave. Returns whether there are any."""
+        for batch in begun:
+            batch.resumed, batch.advanced = batch.unfinished(self.limit), step
+        resumed = [batch for batch in begun if len(batch.resumed)]
+        if not (started or resumed):
             return False
-        lengths = response_lengths(batch.wait().batch).numpy()
+        rows = [self._unfinished_rows(batch, max_new_tokens) for batch in resumed]
+        prompts = [batch.prompts for batch in started] or [resumed[0].prompts.slice(0, 0)]
+        params, split = replace(self.params, max_new_tokens=max_new_tokens), started[0].split if started else "train"
+        both = DataProto.concat(prompts), DataProto.concat(rows) if rows else DataProto()
+        whole = self.rollout.advance(*both, step=step, params=params, split=split, limit=self.limit)
+        sizes = [self.count * self.params.n] * len(started), list(map(len, rows))
+        for kind, batches in enumerate((started, resumed)):
+            for batch, end, size in zip(batches, itertools.accumulate(sizes[kind]), sizes[kind], strict=True):
+                batch.pending = DataProtoFuture(partial(_part, kind, end - size, end), [whole])
+        return True
+
+    def _unfinished_rows(self, batch: Batch, max_new_tokens: int) -> DataProto:
+        """The rows to resume, as RolloutHandle.advance takes them."""
+        lengths, chosen = response_lengths(batch.wait().batch).numpy(), batch.resumed
         most = min(max_new_tokens, self.limit - int(lengths[chosen].min()))
         expected = expected_tokens(lengths[chosen], np.delete(lengths, chosen), most)
         rows = self._joined(batch).select_idxs(chosen)
         rows.batch["expected_tokens"] = torch.from_numpy(expected)
-        batch.resumed, batch.pending_step = chosen, step
-        batch.pending = self.rollout.resume_generation(
-            rows, step=batch.step, split=batch.split, max_new_tokens=most, limit=self.limit
-        )
-        return True
+        rows.batch["begun_step"] = torch.full((len(rows),), batch.step)
+        return rows
 
     def _joined(self, batch: Batch) -> DataProto:
         return batch.prompts.repeat(self.params.n, interleave=True).union(batch.wait())
@@ -275,7 +280,7 @@ class RolloutQueue:
             dtype=torch.float64 if log_probs.dtype == np.float64 else torch.float32,
         )
         columns["rollout_rank"] = torch.tensor([sample.segments[-1].rank for sample in samples])
-        return DataProto.from_dict(columns, {**sample_names(trajectories, samples[0].split), **episodes})
+        return DataProto.from_dict(columns, {**sample_names([(t, samples[0].split) for t in trajectories]), **episodes})
 
 
 def expected_tokens(lengths: np.ndarray, finished: np.ndarray, most: int) -> np.ndarray:
@@ -287,6 +292,10 @@ def expected_tokens(lengths: np.ndarray, finished: np.ndarray, most: int) -> np.
     longer = beyond > 0
     total = np.where(longer, np.minimum(beyond, most), 0).sum(axis=1)
     return np.where(longer.any(axis=1), total / np.maximum(longer.sum(axis=1), 1), most).astype(np.float32)
+
+
+def _part(kind: int, start: int, end: int, results: Sequence[tuple[DataProto, DataProto]]) -> DataProto:
+    return results[0][kind].slice(start, end)
 
 
 def _trajectory(sample: OpenSample, prompt_ids: Sequence[int]) -> Trajectory:

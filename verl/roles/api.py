@@ -262,10 +262,10 @@ class RolloutHandle(Protocol):
         """`params.n` rows per prompt, samples of a prompt adjacent."""
         ...
 
-    def resume_generation(
-        self, rows: DataProto, *, step: int, split: str = "train", max_new_tokens: int, limit: int
-    ) -> Future[DataProto]:
-        """Up to `max_new_tokens` more for unfinished samples, under the current weights."""
+    def advance(
+        self, prompts: DataProto, rows: DataProto, *, step: int, params: SamplingParams, split: str, limit: int
+    ) -> Future[tuple[DataProto, DataProto]]:
+        """Both in one generation: new samples of `prompts`, and more tokens for unfinished `rows`."""
         ...
 
     def end_generation(self) -> Future[dict[str, Metric]]:

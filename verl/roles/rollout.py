@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -77,68 +78,41 @@ class RolloutWorker:
         """`params.n` rows per prompt (samples of a prompt adjacent) with the columns that the table names under rollout.
 
         With a `limit` above params.max_new_tokens the samples that reach the latter are unfinished and not scored yet.
-        `resume_generation` continues them up to `limit` tokens, which is then the width of the columns.
+        `advance` continues them up to `limit` tokens, which is then the width of the columns.
         """
         limit = limit or params.max_new_tokens
+        return self.advance(prompts, DataProto(), step=step, params=params, split=split, limit=limit)[0]
+
+    @register(dispatch_mode=Dispatch.ND_ADVANCE_PROTO, blocking=False)
+    def advance(
+        self, prompts: DataProto, rows: DataProto, *, step: int, params: SamplingParams, split: str, limit: int
+    ) -> tuple[DataProto, DataProto]:
+        """New samples of `prompts` as by `generate`, and up to params.max_new_tokens more for unfinished `rows` (prompts' and
+        rollout's columns, `begun_step` and `expected_tokens`), all under the current weights. Returns all rollout columns of
+        both. They share one generation, so that a step waits only once for its last samples."""
         if self.agents is not None:
-            return self._episodes(self.agents, prompts, params, step, split, limit)
-        ordinals = prompts.batch["ordinal"].tolist()
-        requests = [
-            PromptRequest(ordinal, tuple(ids), media=media)
-            for ordinal, ids, media in zip(
-                ordinals,
-                prompts.non_tensor_batch["prompt_token_ids"],
-                media_of(prompts) or [None] * len(prompts),
-                strict=True,
-            )
-        ]
-        position = {ordinal: i for i, ordinal in enumerate(ordinals)}
+            resumed = self._resumed_episodes(self.agents, rows, params, limit)
+            if len(rows) and not len(prompts):
+                return DataProto(), resumed
+            return self._episodes(self.agents, prompts, params, step, split, limit), resumed
+        asked = [*_starting(prompts, split, params.n), *_resuming(rows, limit)]
+        by_key = {
+            (one.request.ordinal, one.request.first_sample + i): one for one in asked for i in range(one.num_samples)
+        }
 
         def trajectory(done: Completion) -> Trajectory:
-            return Trajectory(*done.key, requests[position[done.ordinal]].token_ids).extended(done, self._np_dtype())
+            before = by_key[done.key].before or Trajectory(*done.key, by_key[done.key].request.token_ids)
+            return before.extended(done, self._np_dtype())
 
         def on_finish(done: Completion) -> None:
-            self._send_to_scorer(prompts, position[done.ordinal], split, trajectory(done), limit)
-
-        completions = self.engine.generate(requests, params, step=step, on_finish=on_finish) if requests else []
-        return self._columns([trajectory(done) for done in completions], split, limit)
-
-    @register(dispatch_mode=Dispatch.ND_EXPECTED_PROTO, blocking=False)
-    def resume_generation(
-        self, rows: DataProto, *, step: int, split: str = "train", max_new_tokens: int, limit: int
-    ) -> DataProto:
-        """Continue unfinished samples (prompts' and rollout's columns of `generate`, called with this `step`, and
-        `expected_tokens`) by up to `max_new_tokens` under the current weights. Returns all their rollout columns."""
-        before = [
-            trajectory_of(rows.batch, i, ordinal=ordinal, status="open", prompt_ids=_prompt(rows, i))
-            for i, ordinal in enumerate(rows.batch["ordinal"].tolist())
-        ]
-        for trajectory_before, experts in zip(before, experts_of(rows) or [], strict=False):
-            trajectory_before.experts = experts
-        params = replace(self.params, n=1, max_new_tokens=max_new_tokens)
-        if self.agents is not None:
-            return self._episodes(self.agents, rows, params, step, split, limit, before)
-        requests = [
-            PromptRequest(
-                t.ordinal,
-                (*t.prompt_ids, *t.response_ids),
-                first_sample=t.sample,
-                num_drawn=t.num_response_tokens,
-                media=media,
-            )
-            for t, media in zip(before, media_of(rows) or [None] * len(rows), strict=True)
-        ]
-        row_of = {(t.ordinal, t.sample): i for i, t in enumerate(before)}
-
-        def trajectory(done: Completion) -> Trajectory:
-            return before[row_of[done.key]].extended(done, self._np_dtype())
-
-        def on_finish(done: Completion) -> None:
-            self._send_to_scorer(rows, row_of[done.key], split, trajectory(done), limit)
+            one = by_key[done.key]
+            self._send_to_scorer(one.rows, one.row, one.split, trajectory(done), limit)
 
         # a rank that only takes part has no requests
-        completions = self.engine.generate(requests, params, step=step, on_finish=on_finish) if requests else []
-        return self._columns([trajectory(done) for done in completions], split, limit)
+        requests, count = [one.request for one in asked], len(prompts) * params.n
+        completions = self.engine.generate(requests, params, step=step, on_finish=on_finish) if asked else []
+        samples = [(trajectory(done), by_key[done.key].split) for done in completions]
+        return self._columns(samples[:count], limit), self._columns(samples[count:], limit)
 
     def set_weights(self, version: int, weights: Weights | None = None) -> None:
         """The weights changed: samples made from now on carry `version`. A replica, or an engine with its own weights, loads
@@ -197,8 +171,17 @@ class RolloutWorker:
             on_finish=on_finish,
             before=before,
         )
-        columns = self._columns([done.trajectory for done in results], split, limit)
+        columns = self._columns([(done.trajectory, split) for done in results], limit)
         return columns.union(DataProto.from_dict({}, episode_columns(results, agents.images)))
+
+    def _resumed_episodes(self, agents: Agents, rows: DataProto, params: SamplingParams, limit: int) -> DataProto:
+        """More tokens for unfinished episodes; the samples of a batch began together."""
+        begun = [] if not len(rows) else list(zip(rows.batch["begun_step"].tolist(), _splits(rows), strict=True))
+        params, parts = replace(params, n=1), []
+        for (step, split), numbers in itertools.groupby(range(len(rows)), key=lambda row: begun[row]):
+            part = rows.select_idxs(np.fromiter(numbers, np.int64))
+            parts.append(self._episodes(agents, part, params, step, split, limit, _unfinished(part)))
+        return DataProto.concat(parts) if parts else DataProto()
 
     def _dtype(self) -> torch.dtype | None:
         """The dtype of the weights that generate; None where they are out of reach."""
@@ -213,7 +196,9 @@ class RolloutWorker:
             key = sample_key(split, sample.ordinal, sample.sample)
             self.score_stream(score_request(rows, row, key, sample.response_ids, self.tokenizer))
 
-    def _columns(self, trajectories: Sequence[Trajectory], split: str, width: int) -> DataProto:
+    def _columns(self, samples: Sequence[tuple[Trajectory, str]], width: int) -> DataProto:
+        """The rollout's columns of samples with their splits."""
+        trajectories = [trajectory for trajectory, _ in samples]
         columns = to_columns(
             trajectories,
             pad_token_id=self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0,
@@ -222,7 +207,7 @@ class RolloutWorker:
             dtype=torch.float64 if self._dtype() == torch.float64 else torch.float32,
         )
         columns["rollout_rank"] = torch.full((len(trajectories),), self.rank)
-        objects = sample_names(trajectories, split)
+        objects = sample_names(samples)
         if self.records_experts:
             require_experts(trajectories)
             objects[COLUMN] = object_array([trajectory.experts for trajectory in trajectories])
@@ -238,16 +223,58 @@ def require_experts(trajectories: Sequence[Trajectory]) -> None:
         )
 
 
+class _Asked(NamedTuple):
+    """A request of a generation: samples of the prompt in a row, or the sample `before` that continues."""
+
+    rows: DataProto
+    row: int
+    split: str
+    num_samples: int
+    request: PromptRequest
+    before: Trajectory | None = None
+
+
+def _starting(prompts: DataProto, split: str, count: int) -> Iterator[_Asked]:
+    media = media_of(prompts) or [None] * len(prompts)
+    for row, image in enumerate(media):
+        ids = tuple(prompts.non_tensor_batch["prompt_token_ids"][row])
+        yield _Asked(prompts, row, split, count, PromptRequest(int(prompts.batch["ordinal"][row]), ids, media=image))
+
+
+def _resuming(rows: DataProto, limit: int) -> Iterator[_Asked]:
+    media, splits = media_of(rows) or [None] * len(rows), _splits(rows)
+    for row, before in enumerate(_unfinished(rows)):
+        begun, drawn = int(rows.batch["begun_step"][row]), before.num_response_tokens
+        whole, more = (*before.prompt_ids, *before.response_ids), limit - drawn
+        request = PromptRequest(before.ordinal, whole, before.sample, drawn, 1, more, media[row], random_step=begun)
+        yield _Asked(rows, row, splits[row], 1, request, before)
+
+
+def _unfinished(rows: DataProto) -> list[Trajectory]:
+    """The samples of `rows` so far."""
+    trajectories = [
+        trajectory_of(rows.batch, i, ordinal=int(rows.batch["ordinal"][i]), status="open", prompt_ids=_prompt(rows, i))
+        for i in range(len(rows))
+    ]
+    for trajectory, experts in zip(trajectories, experts_of(rows) or [], strict=False):
+        trajectory.experts = experts
+    return trajectories
+
+
+def _splits(rows: DataProto) -> list[str]:
+    return [key.rsplit("/", 2)[0] for key in rows.non_tensor_batch.get("sample_key", ())]
+
+
 def _prompt(rows: DataProto, row: int) -> tuple[int, ...]:
     """The prompt of a sample; an episode's prompt may differ from the prompt of its data row."""
     return tuple(rows.batch["prompts"][row][rows.batch["prompt_mask"][row]].tolist())
 
 
-def sample_names(trajectories: Sequence[Trajectory], split: str) -> dict[str, np.ndarray]:
-    """The columns finish_reason and sample_key."""
+def sample_names(samples: Sequence[tuple[Trajectory, str]]) -> dict[str, np.ndarray]:
+    """The columns finish_reason and sample_key of samples with their splits."""
     return {
-        "finish_reason": np.array([t.status for t in trajectories], dtype=object),
-        "sample_key": np.array([sample_key(split, t.ordinal, t.sample) for t in trajectories], dtype=object),
+        "finish_reason": np.array([t.status for t, _ in samples], dtype=object),
+        "sample_key": np.array([sample_key(split, t.ordinal, t.sample) for t, split in samples], dtype=object),
     }
 
 

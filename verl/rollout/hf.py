@@ -24,9 +24,9 @@ from verl.models.padded import forward_kind, own_logits
 from verl.models.randomness import eval_mode
 from verl.models.vision import padded_inputs
 from verl.rollout.api import BaseRollout, Stats
-from verl.rollout.requests import OpenSamples, StopRules, one_by_one, vocab_size
+from verl.rollout.requests import OpenSamples, StopRules, one_by_one, random_keys, vocab_size
 from verl.rollout.sampling import sample
-from verl.rollout.uniforms import sample_keys, uniforms_at
+from verl.rollout.uniforms import uniforms_at
 
 
 @dataclass(eq=False)
@@ -173,12 +173,8 @@ class _Batch:
 
     def __init__(self, generation: HFGeneration, requests: list[PromptRequest]):
         self.generation, self.requests, self.params = generation, requests, generation.params
-        self.keys = sample_keys(
-            self.params.seed,
-            generation.step,
-            torch.tensor([r.ordinal for r in requests]),
-            torch.tensor([r.first_sample for r in requests]),
-        )
+        samples = [r.first_sample for r in requests]
+        self.keys = random_keys(self.params.seed, generation.step, requests, samples)
         self.first_positions = torch.tensor([r.num_drawn for r in requests])
         self.limits = np.array([generation.samples.limit_of(r) for r in requests])
         self.max_new_tokens = int(self.limits.max())

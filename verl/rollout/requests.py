@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from verl.config import full_key
 from verl.data_proto.media import ImageFiles, Media
@@ -14,6 +15,7 @@ from verl.data_proto.samples import Completion, FinishReason, PromptRequest, Sam
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError, ModelError, NumericsError
 from verl.models.hf_module import HFModule
+from verl.rollout.uniforms import sample_keys
 
 _MARGIN = 8  # tokens decoded beyond the longest stop string, for tokenizers that treat the start of a text differently
 
@@ -148,6 +150,17 @@ class OpenSamples:
                     f"Prompt {ordinal} of {length} tokens plus {num_new} new tokens exceeds {name} "
                     f"({limit}). Shorten prompts (data.max_prompt_length) or responses (data.max_response_length)."
                 )
+
+
+def random_keys(seed: int, step: int, requests: Sequence[PromptRequest], samples: Sequence[int]) -> torch.Tensor:
+    """int64 [samples]: the keys of random numbers of `samples[i]` of `requests[i]`, in a generation of `step`."""
+    ordinals = torch.tensor([r.ordinal if r.random_ordinal is None else r.random_ordinal for r in requests])
+    steps = torch.tensor([step if r.random_step is None else r.random_step for r in requests])
+    keys, numbers = torch.empty(len(requests), dtype=torch.int64), torch.tensor(samples)
+    for number in set(steps.tolist()):
+        of_step = steps == number
+        keys[of_step] = sample_keys(seed, number, ordinals[of_step], numbers[of_step])
+    return keys
 
 
 def one_by_one(request: PromptRequest) -> list[PromptRequest]:

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from verl.config import full_key
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
@@ -24,8 +23,7 @@ from verl.rollout.http.answers import SampleReply, SampleRequest
 from verl.rollout.http.client import Client
 from verl.rollout.http.dialects import DIALECTS, Dialect
 from verl.rollout.http.server import SGLangServer
-from verl.rollout.requests import OpenSamples, StopRules, one_by_one, vocab_size, with_files
-from verl.rollout.uniforms import sample_keys
+from verl.rollout.requests import OpenSamples, StopRules, one_by_one, random_keys, vocab_size, with_files
 from verl.rollout.weight_version import CopyState, checked
 
 _URL = "http://127.0.0.1:8000"  # where vLLM's server listens by itself
@@ -189,9 +187,8 @@ class HTTPGeneration:
 
     def _submit(self) -> None:
         requests, self._waiting = self._waiting, []
-        ordinals = torch.tensor([r.ordinal for r in requests], dtype=torch.int64)
-        samples = torch.tensor([r.first_sample for r in requests], dtype=torch.int64)
-        keys = sample_keys(self.params.seed, self.step, ordinals, samples).tolist()
+        samples = [r.first_sample for r in requests]
+        keys = random_keys(self.params.seed, self.step, requests, samples).tolist()
         for request, key in zip(requests, keys, strict=True):
             name = f"sample {request.first_sample} of prompt {request.ordinal}"
             size = vocab_size(self.engine.module)

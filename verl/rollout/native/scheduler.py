@@ -19,8 +19,7 @@ from verl.data_proto.samples import Completion, PromptRequest, SampleKey
 from verl.rollout.layout import Chunk
 from verl.rollout.native.batch import BatchRows, Group, Prompts
 from verl.rollout.native.experts import ExpertRecords
-from verl.rollout.requests import OpenSamples, StopRules
-from verl.rollout.uniforms import sample_keys
+from verl.rollout.requests import OpenSamples, StopRules, random_keys
 
 
 class Sampled(Protocol):
@@ -225,9 +224,8 @@ class Scheduler:
 
     def _place(self, started: list[tuple[Group, int]]) -> np.ndarray:
         requests = [g.request for g, _ in started]
-        ordinals = torch.tensor([r.ordinal if r.random_ordinal is None else r.random_ordinal for r in requests])
-        numbers = torch.tensor([g.request.first_sample + s for g, s in started])
-        keys = sample_keys(self.params.seed, self.step_number, ordinals, numbers).tolist()
+        numbers = [g.request.first_sample + s for g, s in started]
+        keys = random_keys(self.params.seed, self.step_number, requests, numbers).tolist()
         rows = [
             self.rows.place(group, number, key, 0 if self.shared else group.num_tokens)
             for (group, number), key in zip(started, keys, strict=True)

@@ -23,8 +23,7 @@ from verl.data_proto.samples import Completion, FinishReason, PromptRequest, Sam
 from verl.errors import MissingExtraError, ModelError
 from verl.rollout.api import Stats
 from verl.rollout.engine_names import IN_PROCESS, require_names
-from verl.rollout.requests import StopRules
-from verl.rollout.uniforms import sample_keys
+from verl.rollout.requests import StopRules, random_keys
 from verl.rollout.vllm.sample import draw_arguments
 from verl.rollout.vllm.weights import ELSEWHERE, Description
 
@@ -165,9 +164,8 @@ class _Generation:
         self._num_steps = self._max_running = self._num_requested = self._num_cached = 0
 
     def add(self, requests: list[PromptRequest]) -> None:
-        ordinals = torch.tensor([r.ordinal for r in requests], dtype=torch.int64)
-        samples = torch.tensor([r.first_sample for r in requests], dtype=torch.int64)
-        keys = sample_keys(self.params.seed, self.step, ordinals, samples).tolist()
+        samples = [r.first_sample for r in requests]
+        keys = random_keys(self.params.seed, self.step, requests, samples).tolist()
         kinds = self.library.RequestOutputKind
         kind = kinds.DELTA if self.stop.has_strings else kinds.FINAL_ONLY
         for request, key in zip(requests, keys, strict=True):
