@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from verl.agents.episode import CURRENT, AgentKilled, Episode, EpisodeError, EpisodeResult, EpisodeTask, failed
 from verl.config import full_key
@@ -29,6 +29,7 @@ from verl.errors import DeadlineError, ModelError
 from verl.foreign_text import clean
 from verl.rollout.api import Generation, RolloutEngine, Stats
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 GATHER_S = 0.05  # longest wait for the first turns of all episodes, which then share their prompts
@@ -76,7 +77,7 @@ class EventLoop:
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.thread.start()
 
-    def start(self, work: Coroutine[object, object, object]) -> Any:
+    def start(self, work: Coroutine[object, object, T]) -> concurrent.futures.Future[T]:
         """Run a coroutine there; returns its concurrent future."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 

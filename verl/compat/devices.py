@@ -7,6 +7,7 @@ import gc
 import json
 import logging
 import os
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,9 +23,9 @@ def get_device_name() -> str:
     return "cuda" if is_cuda_available else "cpu"
 
 
-def get_torch_device() -> Any:
+def get_torch_device() -> ModuleType:
     """The module of torch for that device: `torch.cuda` or `torch.cpu`."""
-    return getattr(torch, get_device_name())
+    return torch.cuda if is_cuda_available else torch.cpu
 
 
 def get_device_id() -> Any:

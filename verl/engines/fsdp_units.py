@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -63,7 +63,9 @@ def count_traffic(units: list[FSDPModule]) -> None:
 
 
 class _CountedGather(DefaultAllGather):
-    def __call__(self, output_tensor: Any, input_tensor: Any, group: dist.ProcessGroup, async_op: bool = False) -> Any:
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
         began = time.perf_counter()
         work = super().__call__(output_tensor, input_tensor, group, async_op)
         TRAFFIC.add_gather(time.perf_counter() - began, input_tensor.nbytes * (group.size() - 1))
@@ -72,7 +74,7 @@ class _CountedGather(DefaultAllGather):
 
 class _CountedScatter(DefaultReduceScatter):
     def __call__(
-        self, output_tensor: Any, input_tensor: Any, group: dist.ProcessGroup, op: object, async_op: bool = False
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
     ) -> Any:
         began = time.perf_counter()
         work = super().__call__(output_tensor, input_tensor, group, op, async_op)

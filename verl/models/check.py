@@ -79,7 +79,7 @@ def choose_forward(module: Any, attention: str | None = None) -> None:
 
 
 @torch.no_grad()
-def largest_difference(module: HFModule, other: Any) -> float:
+def largest_difference(module: HFModule, other: HFModule) -> float:
     """Largest difference of the log-probs of a few tokens: of `module` by its chosen forward, of `other`, a causal language
     model of transformers, by its own."""
     ours = _describe(module, pack_rows(_columns(), device=next(module.parameters()).device))

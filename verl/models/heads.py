@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig
 
 from verl.errors import ModelError
 from verl.models.folder import opened, read_headers
+from verl.models.hf_module import HFModule
 from verl.registry import Registry
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class ScalarHeadModel(nn.Module):
     architecture: str
     bias: bool
 
-    def __init__(self, base: Any):
+    def __init__(self, base: HFModule):
         super().__init__()
         self.config = base.config
         self.prefix = base.base_model_prefix or "model"

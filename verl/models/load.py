@@ -125,7 +125,7 @@ def _ready(
     return module
 
 
-def load_causal_lm(path: str | Path, **settings: Any) -> Any:
+def load_causal_lm(path: str | Path, **settings: Any) -> HFModule:
     """The causal language model in folder `path`; see load_model."""
     return load_model(path, "lm", **settings)
 
@@ -259,7 +259,7 @@ def _require_known_vision(path: str | Path, config: PreTrainedConfig) -> None:
 
 def _filled(
     auto_class: str, folder: Path, config: PreTrainedConfig, skeleton: HFModule, trust_remote_code: bool
-) -> Any:
+) -> HFModule:
     """`skeleton`, a model on the meta device, with the weights of `folder`."""
     # below a scalar head, transformers takes "model.visual" of Qwen2-VL for a part of the language model
     below_head = {"key_mapping": {r"^model\.visual": "visual"}} if auto_class == "AutoModel" else {}
@@ -328,7 +328,7 @@ def empty_model(
     return module
 
 
-def meta_model(model: ModelConfig, dtype: torch.dtype) -> Any:
+def meta_model(model: ModelConfig, dtype: torch.dtype) -> HFModule:
     """The policy on the meta device, with the generation_config.json of its folder, for engines that load their own weights.
     Raises ModelError."""
     module = empty_model(model, "lm", dtype, False)

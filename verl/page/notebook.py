@@ -11,8 +11,10 @@ run.model_path       the trained model, for from_pretrained
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
@@ -124,7 +126,7 @@ class Run:
         return f"{head}<table><tr>{''.join(cells[:8])}</tr></table>"
 
 
-def _sparkline(values: Any) -> Markup:
+def _sparkline(values: Iterable[float]) -> Markup:
     points = list(values)[-200:]
     low, high = min(points), max(points)
     scale = (high - low) or 1.0
@@ -136,7 +138,7 @@ def _sparkline(values: Any) -> Markup:
     )
 
 
-def _pandas() -> Any:
+def _pandas() -> ModuleType:
     try:
         import pandas
     except ImportError:

@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -101,7 +100,7 @@ def _tensor(pointer: int, num_bytes: int, device: torch.device, give_back: Calla
     return memory
 
 
-def _check(driver: Any, code: int) -> None:
+def _check(driver: ctypes.CDLL, code: int) -> None:
     if code:
         name = ctypes.c_char_p()
         driver.cuGetErrorName(code, ctypes.byref(name))
@@ -109,7 +108,7 @@ def _check(driver: Any, code: int) -> None:
 
 
 @functools.cache
-def _driver() -> Any:
+def _driver() -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(_LIBRARY)
         pointer = ctypes.POINTER(ctypes.c_uint64)

@@ -109,7 +109,7 @@ class Buckets:
         assert bucket_bytes >= 1
         assert num_segments >= 1
         self.bucket_bytes = bucket_bytes
-        self._blocks: list[Any] = [None] * num_segments
+        self._blocks: list[SharedBlock | None] = [None] * num_segments
         self._number = 0  # of buckets written
 
     def allocate(self, num_bytes: int) -> SharedBlock:
@@ -143,15 +143,16 @@ class Buckets:
         _synchronize(memory)  # the other process does not see this one's stream
         return block, entries
 
-    def _next(self, num_bytes: int) -> Any:
+    def _next(self, num_bytes: int) -> SharedBlock:
         self._number += 1
         at = self._number % len(self._blocks)
-        if self._blocks[at] is not None and self._blocks[at].values.nbytes < num_bytes:
-            self._blocks[at].close()
-            self._blocks[at] = None  # freed before the larger one is allocated
-        if self._blocks[at] is None:
-            self._blocks[at] = self.allocate(max(num_bytes, HEAD_BYTES + self.bucket_bytes))
-        return self._blocks[at]
+        block = self._blocks[at]
+        if block is not None and block.values.nbytes < num_bytes:
+            block.close()
+            block = self._blocks[at] = None  # freed before the larger one is allocated
+        if block is None:
+            block = self._blocks[at] = self.allocate(max(num_bytes, HEAD_BYTES + self.bucket_bytes))
+        return block
 
 
 class SharedBuckets(Buckets):

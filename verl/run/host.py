@@ -166,7 +166,7 @@ def _console(runtime: Runtime, steps: bool = True) -> Any:
     return Console(steps=steps) if runtime.is_rank_zero else NullOutput()
 
 
-def _tracker(stack: ExitStack, loaded: LoadedConfig, folder: Any, runtime: Runtime, tokenizer: Tokenizer) -> Any:
+def _tracker(stack: ExitStack, loaded: LoadedConfig, folder: RunFolder, runtime: Runtime, tokenizer: Tokenizer) -> Any:
     if not runtime.is_rank_zero:
         return NullOutput()
     trainer = loaded.config.trainer

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from verl.config import LoadedConfig, RunConfig
 from verl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from verl.run.loop import Loop
 
 T = TypeVar("T", bound="SteppedRun")
 
@@ -17,7 +21,7 @@ class SteppedRun:
     def __init__(self, loaded: LoadedConfig[RunConfig], program: str = "ppo"):
         self.loaded, self.program_name = loaded, program
         self._stack = ExitStack()
-        self._running: object = None
+        self._running: tuple[Loop, Callable[[], None]] | None = None
         self._closed = False
 
     def step(self) -> dict[str, float] | None:
@@ -42,7 +46,7 @@ class SteppedRun:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _started(self) -> Any:
+    def _started(self) -> tuple[Loop, Callable[[], None]]:
         """The loop of the run, and the function that ends the run. Raises ConfigError after `close`."""
         if self._closed:
             raise ConfigError(

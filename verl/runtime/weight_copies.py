@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from verl.config import ModelConfig, full_key
 from verl.errors import ConfigError
+from verl.models.hf_module import HFModule
 from verl.models.load import load_causal_lm, load_external, meta_model
 from verl.models.padded import require_packed
 from verl.models.vision import is_vision_model
@@ -121,7 +122,7 @@ def load_replica(spec: RolloutSpec, device: torch.device, group: dist.ProcessGro
     return replica
 
 
-def skeleton(model: ModelConfig, dtype: torch.dtype) -> Any:
+def skeleton(model: ModelConfig, dtype: torch.dtype) -> HFModule:
     """The policy on the meta device: configurations and shapes, no values."""
     load_external(model.external_lib)
     return meta_model(model, dtype)

@@ -16,8 +16,8 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping
-from typing import Any, TextIO
+from collections.abc import Coroutine, Iterator, Mapping
+from typing import Any, TextIO, TypeVar
 
 from verl.errors import ConfigError, MissingExtraError
 from verl.foreign_text import clean
@@ -25,6 +25,7 @@ from verl.parallel.child_processes import python_command
 from verl.regular_files import read_user_text, require_regular
 from verl.tracking.logs import adopt_loggers
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 START_S = 60.0  # that a server may take until it has listed its tools
@@ -55,7 +56,7 @@ class ToolServer:
         ended is started again."""
         return await asyncio.wrap_future(self._run(self._call(tool, dict(arguments), timeout_s)))
 
-    def _run(self, work: Any) -> concurrent.futures.Future[Any]:
+    def _run(self, work: Coroutine[object, object, T]) -> concurrent.futures.Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     async def _list(self) -> list[dict[str, Any]]:

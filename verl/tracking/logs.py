@@ -10,9 +10,9 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.logging import RichHandler
@@ -106,7 +106,7 @@ def setup_logging(log_dir: Path, rank: int = 0) -> None:
 class _LogFile(RotatingFileHandler):
     """Records that a full disk or a lost folder refuses are left out: the terminal has them."""
 
-    def _open(self) -> Any:
+    def _open(self) -> TextIOWrapper:
         return os.fdopen(
             open_regular(Path(self.baseFilename), os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a", encoding="utf-8"
         )

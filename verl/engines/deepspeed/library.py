@@ -6,7 +6,7 @@ import importlib
 import logging
 import os
 from collections.abc import Mapping
-from typing import Any
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from verl.engines.api import require_library
 
 
-def load_deepspeed(device: torch.device) -> Any:
+def load_deepspeed(device: torch.device) -> ModuleType:
     """The package, imported for the kind of `device`, which it decides when it is first imported."""
     require_library("deepspeed")
     if device.type == "cpu":

@@ -118,7 +118,9 @@ class Experts(MegatronModule):
             parameter.allreduce = False  # type: ignore[attr-defined]  # summed only over ranks with the same experts
             self.register_parameter(name, parameter)
 
-    def forward(self, hidden: torch.Tensor, tokens_per_expert: Any, probs: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def forward(
+        self, hidden: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
         """hidden [tokens, hidden_size], ordered by expert; the probability of each token's choice [tokens]."""
         counts = [int(count) for count in tokens_per_expert]
         parts = []

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from verl.tracking.sinks.api import RunInfo, Sink
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 # metrics that are also written under a second tag
 SHORT_TAGS = {"critic/score/mean": "reward/mean", "actor/pg_loss": "loss/actor", "critic/vf_loss": "loss/critic"}
@@ -18,7 +21,7 @@ class TensorBoardSink(Sink):
     def __init__(self, info: RunInfo):
         super().__init__(info)
         self.folder = Path(os.environ.get("TENSORBOARD_DIR") or info.root / "tensorboard")
-        self._writer: Any = None
+        self._writer: SummaryWriter | None = None
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         for name, value in metrics.items():
@@ -36,7 +39,7 @@ class TensorBoardSink(Sink):
         if self._writer is not None:
             self._writer.close()
 
-    def _at(self, step: int) -> Any:
+    def _at(self, step: int) -> SummaryWriter:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
