@@ -2,10 +2,11 @@
 
     python -m benchmarks.controller                              1,024 to 65,536 samples of 512 tokens
     python -m benchmarks.controller --samples 1024,16384 --tokens 4096
+    python -m benchmarks.controller --ranks 2                    on Ray
 
-Host, program, dispatch, ledger and files are those of `verl train`. The second step is measured: seconds of the main thread
-without the stand-ins; seconds until ledger and samples are on the disk after it; the growth of the resident size at its
-highest; bytes on the disk.
+Host, program, dispatch, ledger and files are the same as in `verl train`. The second step is measured: seconds of the main
+thread without the stand-ins; seconds until ledger and samples are on the disk after it; the growth of the process's own memory
+at its highest, without the object store of Ray; bytes on the disk. In one process the memory includes the columns of the ranks.
 """
 
 from __future__ import annotations
@@ -13,8 +14,13 @@ from __future__ import annotations
 import argparse
 import ctypes
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,6 +33,7 @@ from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.token_values import token_keys
 from verl.models.tiny import make_tiny_model
+from verl.programs.api import ProgramSpecs, specs_of_recipe
 from verl.roles.rollout import sample_key
 from verl.roles.updates import Updates
 from verl.run.steps import SteppedRun
@@ -40,12 +47,16 @@ class StandIns:
 
     def __init__(self, context: Any, comm: object):
         self.width, self.weights, self.seconds = context.specs.rollout.section.response_length, self, 0.0
+        self.rank = context.rank
 
     def call(self, role: str, method: str, args: Any, kwargs: Any) -> Any:
         start = time.thread_time()
         result = getattr(self, f"{role}_{method}")(*args, **kwargs)
         self.seconds += time.thread_time() - start
         return result
+
+    def worker(self, role: str) -> SimpleNamespace:
+        return SimpleNamespace(collect=self.reward_collect, num_defaulted=self.reward_num_defaulted)
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_: {"facts": {"device": "cpu"}, "rollout_exact_log_probs": True, "reward_num_defaulted": 0}.get(
@@ -63,7 +74,7 @@ class StandIns:
             "prompts": torch.full((n, PROMPT), 7), "prompt_mask": here[:, :PROMPT].clone(), "attention_mask": here,
             "responses": torch.randint(5, 60, (n, self.width)), "response_mask": here[:, PROMPT:].clone(),
             "rollout_log_probs": -torch.rand(n, self.width), "token_weight_version": versions[:, None].repeat(1, self.width),
-            "sample_index": numbers, "weight_version": versions, "rollout_rank": torch.zeros(n, dtype=torch.int64),
+            "sample_index": numbers, "weight_version": versions, "rollout_rank": torch.full((n,), self.rank),
         }  # fmt: skip
         pairs = zip(rows.batch["ordinal"].tolist(), numbers.tolist(), strict=True)
         names = {"finish_reason": ["stop"] * n, "sample_key": [sample_key(split, *pair) for pair in pairs]}
@@ -83,12 +94,18 @@ class StandIns:
         return Updates("actor", [{"pg_loss": Metric.mean(0.1), "grad_norm": Metric.mean(1.0)}], 1e-6, observed)
 
 
-def measure(folder: Path, samples: int, tokens: int) -> dict[str, float]:
+def stand_in_specs(*recipe: Any) -> ProgramSpecs:
+    """The specs of a rank's process on Ray, with stand-ins in it."""
+    vars(import_module("verl.runtime.ray"))["RankWorkers"] = StandIns
+    return specs_of_recipe(*recipe)
+
+
+def measure(folder: Path, samples: int, tokens: int, ranks: int) -> dict[str, float]:
     write_prompts(folder / "rows.jsonl", [f"{i} + 1" for i in range(samples // GROUP)])
     changes = {
         "actor_rollout_ref.rollout.n": GROUP, "actor_rollout_ref.actor.ppo_mini_batch_size": samples // GROUP,
         "data.train_batch_size": samples // GROUP, "data.max_prompt_length": PROMPT, "data.max_response_length": tokens,
-        "trainer.total_training_steps": 4, "trainer.default_local_dir": folder / "run",
+        "trainer.total_training_steps": 4, "trainer.default_local_dir": folder / "run", "trainer.n_gpus_per_node": ranks,
     }  # fmt: skip
     keys = (*overrides(make_tiny_model(folder / "model"), folder, folder / "rows.jsonl"), *assigned(changes))
     with SteppedRun(load_config(keys)) as run:
@@ -96,30 +113,47 @@ def measure(folder: Path, samples: int, tokens: int) -> dict[str, float]:
         loop, _ = run._started()
         loop.tracker.flush()
         ctypes.CDLL("libc.so.6").malloc_trim(0)
-        before, there = _resident("VmRSS"), loop.roles.end.__self__.workers
-        Path("/proc/self/clear_refs").write_text("5")  # the highest size counts from here
-        start = time.thread_time() - there.seconds
-        run.step()
-        row = {"driver_s": time.thread_time() - there.seconds - start}
-        row["until_written_s"] = timed(lambda: (loop.tracker.flush(), loop.program.state_dict()))[0]
+        there = getattr(loop.roles.end.__self__, "workers", None) or SimpleNamespace(seconds=0.0)
+        with own_memory() as sizes:
+            start = time.thread_time() - there.seconds
+            run.step()
+            row = {"driver_s": time.thread_time() - there.seconds - start}
+            row["until_written_s"] = timed(lambda: (loop.tracker.flush(), loop.program.state_dict()))[0]
         num_bytes = sum(file.stat().st_size for file in (folder / "run").rglob("*") if file.is_file()) / 2
-        return {**row, "peak_bytes": _resident("VmHWM") - before, "disk_bytes": num_bytes}
+        return {**row, "peak_bytes": max(sizes) - sizes[0], "disk_bytes": num_bytes}
 
 
-def _resident(name: str) -> float:
-    return 1024 * float(Path("/proc/self/status").read_text().split(f"{name}:")[1].split()[0])
+@contextmanager
+def own_memory() -> Iterator[list[float]]:
+    """Bytes of this process's own memory, every 5 ms while entered."""
+    sizes, ended = [_own_bytes()], threading.Event()
+
+    def look() -> None:
+        while not ended.wait(0.005):
+            sizes.append(_own_bytes())
+
+    threading.Thread(target=look, daemon=True).start()
+    yield sizes
+    ended.set()
+
+
+def _own_bytes() -> float:
+    return 1024 * float(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Driver cost of a step against its samples.")
     parser.add_argument("--samples", default="1024,4096,16384,65536")
     parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--ranks", type=int, default=1)
     arguments = parser.parse_args()
     local.RankWorkers = StandIns  # type: ignore[assignment, misc]
+    recipe = ProgramSpecs.recipe
+    ProgramSpecs.recipe = lambda specs: ("benchmarks.controller:stand_in_specs", *recipe(specs)[1:])  # type: ignore[method-assign]
     sizes, costs = [int(size) for size in arguments.samples.split(",")], dict[str, list[float]]()
     for size in sizes:
         with tempfile.TemporaryDirectory() as folder:
-            for name, cost in measure(Path(folder), size, arguments.tokens).items():
+            for name, cost in measure(Path(folder), size, arguments.tokens, arguments.ranks).items():
                 costs.setdefault(f"{name} a sample", []).append(cost / size)
         print(size, {name: row[-1] for name, row in costs.items()}, flush=True)
     print(table(sizes, costs))
