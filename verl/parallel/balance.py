@@ -18,7 +18,7 @@ Rows = list[int]
 
 
 class _Partial:
-    """A partition of some rows into parts sorted by descending cost; `spread` is what differencing makes smaller."""
+    """A partition of some rows into parts sorted by descending cost."""
 
     __slots__ = ("first_row", "parts")
 
@@ -26,12 +26,9 @@ class _Partial:
         self.parts = sorted(parts, key=lambda part: (-part[0], part[1]))
         self.first_row = first_row
 
-    @property
-    def spread(self) -> float:
-        return self.parts[0][0] - self.parts[-1][0]
-
-    def __lt__(self, other: _Partial) -> bool:
-        return (-self.spread, self.first_row) < (-other.spread, other.first_row)
+    def ranked(self) -> tuple[float, int, _Partial]:
+        """In the order of a heap, the widest first; no two have one first row."""
+        return self.parts[-1][0] - self.parts[0][0], self.first_row, self
 
     def absorb(self, other: _Partial) -> _Partial:
         """Largest parts meet smallest ones: the differencing step for more than two parts."""
@@ -68,12 +65,13 @@ def partition_by_cost(costs: Sequence[float], num_parts: int, equal_size: bool) 
         raise ValueError(
             f"{num_rows} rows do not divide into {num_parts} equal parts; pad the batch or use equal_size=False."
         )
-    heap = _one_row_per_part(costs, num_parts) if equal_size else _singletons(costs, num_parts)
+    partials = _one_row_per_part(costs, num_parts) if equal_size else _singletons(costs, num_parts)
+    heap = [partial.ranked() for partial in partials]
     heapq.heapify(heap)
     while len(heap) > 1:
-        widest = heapq.heappop(heap)
-        heapq.heappush(heap, widest.absorb(heapq.heappop(heap)))
-    parts = [sorted(rows) for _, rows in heap[0].parts]
+        *_, widest = heapq.heappop(heap)
+        heapq.heapreplace(heap, widest.absorb(heap[0][-1]).ranked())
+    parts = [sorted(rows) for _, rows in heap[0][-1].parts]
     return sorted(_without_empty(parts, costs))
 
 

@@ -224,7 +224,7 @@ def _nd_mini_batches(declared: Registered, group: GroupShape, call: MethodCall) 
         balanced_shares(batch, parts, cost, rows.tolist(), computed, unit) for rows in group.schedule.rows(batch, step)
     ]
     shares: list[Rows] = [sorted({row for mini in cut for row in mini[part]}) for part in range(parts)]
-    sent = _lean(batch, declared.objects)
+    sent = _lean(batch, declared)
     calls: list[MethodCall] = []
     for part, rows in enumerate(shares):
         position = {row: i for i, row in enumerate(rows)}
@@ -236,7 +236,7 @@ def _nd_mini_batches(declared: Registered, group: GroupShape, call: MethodCall) 
 def _scattered(
     declared: Registered, group: GroupShape, call: MethodCall, shares: list[Rows], row_counts: list[int] | None = None
 ) -> CallPlan:
-    sent = _lean(call.batch, declared.objects)
+    sent = _lean(call.batch, declared)
     calls = [call.with_batch(_select(sent, rows)) for rows in shares]
     counts = row_counts if row_counts is not None else [len(rows) for rows in shares]
 
@@ -254,8 +254,11 @@ def _replicated(
     return CallPlan([calls[mesh.dp_rank(i)] for i in range(mesh.size)], mesh.collectors(), collect, shares)
 
 
-def _lean(batch: DataProto, objects: tuple[str, ...] | None) -> DataProto:
-    return batch if objects is None else batch.select(non_tensor_batch_keys=objects)
+def _lean(batch: DataProto, declared: Registered) -> DataProto:
+    if declared.objects is None and not declared.left_out:
+        return batch
+    columns = None if batch.batch is None else [name for name in batch.batch.keys() if name not in declared.left_out]
+    return batch.select(columns, declared.objects)
 
 
 def _select(batch: DataProto, rows: Rows) -> DataProto:

@@ -115,13 +115,14 @@ class Execute:
 @dataclass(frozen=True)
 class Registered:
     """The declaration of one method. `objects` are the object columns that travel with a DataProto argument to an ND
-    mode (None: all)."""
+    mode (None: all), `left_out` are tensor columns that do not travel."""
 
     dispatch_mode: Mode
     execute_mode: str = Execute.ALL
     blocking: bool = True
     materialize_futures: bool = True
     objects: tuple[str, ...] | None = None
+    left_out: tuple[str, ...] = ()
 
 
 def register(
@@ -130,6 +131,7 @@ def register(
     blocking: bool = True,
     materialize_futures: bool = True,
     objects: tuple[str, ...] | None = None,
+    left_out: tuple[str, ...] = (),
 ) -> Callable[[F], F]:
     """Declare a method of a worker; default Dispatch.ALL_TO_ALL.
 
@@ -140,7 +142,7 @@ def register(
     mode = _mode(dispatch_mode)
     if execute_mode not in (Execute.ALL, Execute.RANK_ZERO):
         raise ConfigError(f"execute_mode={execute_mode!r} is not Execute.ALL or Execute.RANK_ZERO.")
-    declared = Registered(mode, execute_mode, blocking, materialize_futures, objects)
+    declared = Registered(mode, execute_mode, blocking, materialize_futures, objects, left_out)
 
     def mark(method: F) -> F:
         setattr(method, _ATTRIBUTE, declared)

@@ -3,8 +3,8 @@
 encode({"batch": DataProto, "step": 3}) -> (b'{...}', [buffer, ...]) -> decode -> equal value
 
 Carried: None, bool, int, float, str, bytes, lists, tuples, dicts, numpy arrays and numbers, torch tensors, DataProto, Metric,
-and dataclasses that were declared with `@record`, which rows of a column may share. Another value is a TypeError that names
-its place.
+and dataclasses that were declared with `@record`. Rows of a column that share an object share it afterwards. Another value is
+a TypeError that names its place.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from verl.data_proto.storage import bytes_of
 C = TypeVar("C", bound=type)
 
 _RECORDS: dict[str, type] = {}
+_PLAIN_TYPES = {type(None), str, bool, int}
+_SINGLE = (type(None), str, int, float)  # written again in each row; rows of one prompt share other objects
 _PLAIN = (str, bool, int)  # float is apart: JSON has no NaN that every reader takes
 
 
@@ -81,6 +83,8 @@ def _pack(value: object, buffers: list[np.ndarray], place: str) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else {"!": "float", "v": repr(float(value))}
     if isinstance(value, list):
+        if _PLAIN_TYPES.issuperset(map(type, value)):  # token ids: no call for each
+            return value
         return [_pack(v, buffers, f"{place}[{i}]") for i, v in enumerate(value)]
     if isinstance(value, np.generic):
         return _pack(value.item(), buffers, place)
@@ -134,7 +138,7 @@ def _pack_stored(value: StoredTensors, buffers: list[object], place: str) -> obj
 def _pack_array(value: np.ndarray, buffers: list[np.ndarray], place: str) -> object:
     if value.dtype == object:
         values = value.ravel().tolist()
-        first = {id(v): i for i, v in reversed([*enumerate(values)]) if dataclasses.is_dataclass(v)}
+        first = {id(v): i for i, v in reversed([*enumerate(values)]) if not isinstance(v, _SINGLE)}
         rows = [
             {"!": "row", "v": earlier} if (earlier := first.get(id(v), i)) < i else _pack(v, buffers, f"{place}[{i}]")
             for i, v in enumerate(values)
@@ -173,6 +177,8 @@ _PACKERS: tuple[tuple[Any, Any], ...] = (
 
 def _unpack(packed: object, buffers: Sequence[np.ndarray]) -> Any:
     if isinstance(packed, list):
+        if _PLAIN_TYPES.issuperset(map(type, packed)):
+            return packed
         return [_unpack(v, buffers) for v in packed]
     if not isinstance(packed, dict):
         return packed

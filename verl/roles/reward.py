@@ -16,6 +16,8 @@ from verl.data_proto.tokenizer import Tokenizer
 from verl.parallel.register import Dispatch, register
 from verl.rewards.managers import RewardManager
 
+_OF_THE_POLICY = ("rollout_log_probs", "token_weight_version")  # 12 bytes a token that no scorer reads
+
 
 class RewardModel(Protocol):
     def score(self, batch: DataProto) -> DataProto:
@@ -55,12 +57,12 @@ class RewardWorker:
         else:
             self._waiting[request.key] = request
 
-    @register(dispatch_mode=Dispatch.ND_OWNER_PROTO, blocking=False)
+    @register(dispatch_mode=Dispatch.ND_OWNER_PROTO, blocking=False, left_out=_OF_THE_POLICY)
     def start_scoring(self, batch: DataProto) -> None:
         """Start to score the rows of `batch` that are not being scored yet; returns at once. `collect` waits for them."""
         self._submit_unseen(batch, list(batch.non_tensor_batch["sample_key"]))
 
-    @register(dispatch_mode=Dispatch.ND_OWNER_PROTO)
+    @register(dispatch_mode=Dispatch.ND_OWNER_PROTO, left_out=_OF_THE_POLICY)
     def collect(self, batch: DataProto) -> DataProto:
         """Waits (with the manager's deadline) for the scores of the rows of `batch`, by their sample_key.
 

@@ -167,18 +167,19 @@ class RayRuntime:
         return Pending(call, refs, limit[0], lambda answers: [unpack(a) for a in answers], limit_key=limit[1]).get()
 
     def _run(self, group: WorkerGroup, method: str, plan: CallPlan, blocking: bool) -> Any:
-        """A call on the ranks of a group. What several ranks get is stored once."""
-        packed: dict[int, object] = {}
-
-        def call(process: Process, index: int) -> tuple[Process, Any]:
-            arguments = plan.calls[index]
+        """A call on the ranks of a group. What several ranks get is stored once, and rows are no longer held here then."""
+        packed: dict[int, Any] = {id(None): None}
+        for arguments in plan.calls:
             if id(arguments) not in packed:
                 store_images(arguments)
                 packed[id(arguments)] = store_value(pack(arguments))
+        plan = replace(plan, calls=[packed[id(arguments)] for arguments in plan.calls])
+
+        def call(process: Process, index: int) -> tuple[Process, Any]:
             run = process.handle.call
             if group.name == "reward":
                 run = process.handle.score.options(concurrency_group=_SCORING)
-            return process, run.remote(group.name, method, packed[id(arguments)], index in plan.answering)
+            return process, run.remote(group.name, method, plan.calls[index], index in plan.answering)
 
         def send(index: int) -> tuple[Process, object]:
             return call(self._process(group.mesh.ranks[index]), index)
