@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import math
 import os
 import shutil
 import sqlite3
@@ -18,6 +19,7 @@ from verl.checkpoint.files import MANIFEST, record_of, write_manifest
 from verl.checkpoint.store import CheckpointStore
 from verl.cli.main import run_guarded
 from verl.cli.show import show
+from verl.config import TrainerConfig
 from verl.programs.ppo_program import PPOProgram
 from verl.programs.samples import OpenSamplesWriter
 from verl.run.resuming import Resume
@@ -125,10 +127,10 @@ def _resume(root: Path) -> tuple:
     with RunFolder(root) as folder:
         store = CheckpointStore(root)
         resume = Resume(
-            None, folder=folder, broadcast=lambda value: value, state_schema=PPOProgram.state_schema, state=RunState(),
-            store=store,
+            TrainerConfig(), folder=folder, broadcast=lambda value: value, state_schema=PPOProgram.state_schema,
+            state=RunState(), store=store,
         )  # fmt: skip
-        saved = resume._find("auto", None)
+        saved = resume._find("auto", math.inf)
         path, values = (None, None) if saved is None else (Path(saved[0]), saved[1])
         step = 0 if values is None else values["step"]
         waiting = start_ledger(root / NAME, path, (values or {}).get("samples")).waiting
