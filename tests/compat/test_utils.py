@@ -3,6 +3,7 @@ torch_dtypes, tracking, checkpoint}: small functions, called as recipes call the
 
 import asyncio
 import json
+import os
 import time
 import warnings
 from types import SimpleNamespace
@@ -237,6 +238,26 @@ class TestContainers:
         assert type(converted["x"]) is dict
         assert type(converted["x"]["a"]) is list
 
+    def test_an_environment_variable_for_a_while(self, monkeypatch):
+        from verl.utils.py_functional import temp_env_var
+
+        monkeypatch.setenv("VERL_TEST_A", "1")
+        with temp_env_var("VERL_TEST_A", "2"), temp_env_var("VERL_TEST_B", "3"):
+            assert (os.environ["VERL_TEST_A"], os.environ["VERL_TEST_B"]) == ("2", "3")
+        assert (os.environ["VERL_TEST_A"], os.environ.get("VERL_TEST_B")) == ("1", None)
+
+    def test_dicts(self):
+        from verl.utils.py_functional import list_of_dict_to_dict_of_list, union_two_dict
+
+        first = {"a": 1}
+        assert union_two_dict(first, {"a": 1, "b": 2}) is first
+        assert first == {"a": 1, "b": 2}
+        with pytest.raises(ValueError, match="'a'"):
+            union_two_dict(first, {"a": 2})
+        assert list_of_dict_to_dict_of_list([{"a": 1}, {"a": 2}]) == {"a": [1, 2]}
+        with pytest.raises(ValueError, match="same keys"):
+            list_of_dict_to_dict_of_list([{"a": 1}, {"b": 2}])
+
     def test_coroutines_from_both_sides(self):
         from verl.utils.ray_utils import auto_await, get_event_loop
 
@@ -262,13 +283,13 @@ class TestContainers:
         other.close()
 
     @pytest.mark.parametrize(
-        ("address", "expected"),
-        [("10.0.0.1", 0), ("::1", 1), ("fe80::1", 1), ("[::1]", 0), ("host", 0), ("1.2.3", 0)],
+        ("address", "v4", "v6"),
+        [("10.0.0.1", 1, 0), ("::1", 0, 1), ("fe80::1", 0, 1), ("[::1]", 0, 0), ("host", 0, 0), ("1.2.3", 0, 0)],
     )
-    def test_addresses(self, address, expected):
-        from verl.utils.net_utils import is_valid_ipv6_address
+    def test_addresses(self, address, v4, v6):
+        from verl.utils.net_utils import is_ipv4, is_valid_ipv6_address
 
-        assert is_valid_ipv6_address(address) == bool(expected)
+        assert (is_ipv4(address), is_valid_ipv6_address(address)) == (bool(v4), bool(v6))
 
 
 class TestTracing:

@@ -38,6 +38,11 @@ def get_nccl_backend() -> str:
     return "nccl" if is_cuda_available else "gloo"
 
 
+def get_visible_devices_keyword() -> str:
+    """The environment variable that restricts a process to some devices."""
+    return "CUDA_VISIBLE_DEVICES"
+
+
 def auto_set_device(config: object) -> None:
     """Set `config.trainer.device` to this machine's device if it names another accelerator; "cpu" and "auto" stay."""
     trainer: Any = getattr(config, "trainer", None)

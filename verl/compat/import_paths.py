@@ -142,7 +142,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     "verl.utils.debug.metrics": {"verl.compat.metrics": "calculate_debug_metrics"},
     "verl.utils.device": {
         "verl.compat.devices": "auto_set_device get_device_id get_device_name get_nccl_backend get_torch_device "
-        "is_cuda_available is_npu_available set_expandable_segments",
+        "get_visible_devices_keyword is_cuda_available is_npu_available set_expandable_segments",
     },
     "verl.utils.flops_counter": {"verl.compat.flops": "FlopsCounter get_device_flops"},
     "verl.utils.fs": {
@@ -159,10 +159,13 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
         "verl.compat.models": "compute_position_id_with_mask convert_weight_keys extract_multi_modal_inputs "
         "get_generation_config get_model_size print_model_size update_model_config",
     },
-    "verl.utils.net_utils": {"verl.compat.python": "is_valid_ipv6_address"},
+    "verl.utils.net_utils": {"verl.compat.python": "is_ipv4 is_valid_ipv6_address"},
     "verl.utils.profiler": _PROFILER,
     "verl.utils.profiler.performance": _PROFILER,
-    "verl.utils.py_functional": {"verl.compat.python": "append_to_dict convert_to_regular_types"},
+    "verl.utils.py_functional": {
+        "verl.compat.python": "append_to_dict convert_to_regular_types list_of_dict_to_dict_of_list temp_env_var "
+        "union_two_dict",
+    },
     "verl.utils.ray_utils": {"verl.compat.python": "auto_await get_event_loop"},
     "verl.utils.reward_score": {
         "verl.rewards.scorers.route": "_default_compute_score=default_compute_score default_compute_score",

@@ -8,8 +8,10 @@ import functools
 import importlib.util
 import inspect
 import ipaddress
+import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from verl.errors import ConfigError, NameConfigError
@@ -38,6 +40,22 @@ def convert_to_regular_types(obj: object) -> Any:
     if isinstance(obj, (list, tuple)):
         return [convert_to_regular_types(value) for value in obj]
     return obj
+
+
+def union_two_dict(dict1: dict[Any, object], dict2: Mapping[Any, object]) -> dict[Any, Any]:
+    """Add the entries of `dict2` to `dict1`, in place, and return it. Raises ValueError for a key with two values."""
+    from verl.data_proto.merge import union_meta_info
+
+    dict1.update(union_meta_info(dict1, dict2))
+    return dict1
+
+
+def list_of_dict_to_dict_of_list(list_of_dict: Iterable[Mapping[str, object]]) -> dict[str, list[Any]]:
+    """Rows as columns. Raises ValueError when the rows do not have the same keys."""
+    rows = list(list_of_dict)
+    if any(row.keys() != rows[0].keys() for row in rows):
+        raise ValueError("The dicts do not have the same keys.")
+    return {key: [row[key] for row in rows] for key in rows[0]} if rows else {}
 
 
 def get_event_loop() -> asyncio.AbstractEventLoop:
@@ -74,12 +92,21 @@ def auto_await(func: Callable[..., object]) -> Callable[..., Any]:
     return call
 
 
+def is_ipv4(address: str) -> bool:
+    """Whether `address` is an IPv4 address."""
+    return _ip_version(address) == 4
+
+
 def is_valid_ipv6_address(address: str) -> bool:
     """Whether `address` is an IPv6 address, without brackets."""
+    return _ip_version(address) == 6
+
+
+def _ip_version(address: str) -> int | None:
     try:
-        return ipaddress.ip_address(address).version == 6
+        return ipaddress.ip_address(address).version
     except ValueError:
-        return False
+        return None
 
 
 def _is_installed(package: str) -> bool:
@@ -155,3 +182,16 @@ def deprecated(replacement: str = "") -> Callable[[T], T]:
         return warning  # type: ignore[return-value]
 
     return mark
+
+
+@contextmanager
+def temp_env_var(key: str, value: str) -> Iterator[None]:
+    """An environment variable with another value within the block."""
+    before = os.environ.get(key)
+    os.environ[key] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(key, None)
+        if before is not None:
+            os.environ[key] = before
