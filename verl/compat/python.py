@@ -42,7 +42,7 @@ def convert_to_regular_types(obj: object) -> Any:
     return obj
 
 
-def union_two_dict(dict1: dict[Any, object], dict2: Mapping[Any, object]) -> dict[Any, Any]:
+def union_two_dict(dict1: dict[str, object], dict2: Mapping[str, object]) -> dict[str, object]:
     """Add the entries of `dict2` to `dict1`, in place, and return it. Raises ValueError for a key with two values."""
     from verl.data_proto.merge import union_meta_info
 
@@ -50,7 +50,7 @@ def union_two_dict(dict1: dict[Any, object], dict2: Mapping[Any, object]) -> dic
     return dict1
 
 
-def list_of_dict_to_dict_of_list(list_of_dict: Iterable[Mapping[str, object]]) -> dict[str, list[Any]]:
+def list_of_dict_to_dict_of_list(list_of_dict: Iterable[Mapping[str, object]]) -> dict[str, list[object]]:
     """Rows as columns. Raises ValueError when the rows do not have the same keys."""
     rows = list(list_of_dict)
     if any(row.keys() != rows[0].keys() for row in rows):

@@ -19,9 +19,6 @@ a requested stop is honoured between phases, before any weight of the step has c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 
 import torch
@@ -42,14 +39,11 @@ from verl.programs.collect import Collector
 from verl.programs.distillation import RowResponses, Teachers
 from verl.programs.guards import StepBatch
 from verl.programs.ppo_data import PPOData
-from verl.programs.ppo_program import PPOProgram, without_experts
+from verl.programs.ppo_program import PPOProgram, comparing, without_experts
 from verl.programs.ppo_roles import Needs, old_log_prob_source
 from verl.roles.api import Roles
 from verl.roles.updates import Updates
 from verl.tracking.ledger.records import keys_of
-
-# tensors that no objective of the actor reads: 20 of 38 bytes a token, which need not travel to its ranks
-_NOT_READ = ("token_level_scores", "token_level_rewards", "returns", "token_weight_version")
 
 
 class PPO(PPOProgram):
@@ -188,8 +182,7 @@ class PPO(PPOProgram):
                 critic = self.critic.update(without_experts(batch), step)
         if self.actor is not None and step > self.config.trainer.critic_warmup:
             with self.spans("update_actor"):
-                read = [name for name in batch.batch.keys() if name not in _NOT_READ]
-                updates = self.actor.update(batch.select(read), step).get()
+                updates = self.actor.update(batch, step).get()
             values = self.guards.record(updates).metrics()
             metrics.update({name.replace("actor/distillation/", "distillation/"): m for name, m in values.items()})
             result.observed = updates.observed
@@ -197,20 +190,9 @@ class PPO(PPOProgram):
             with self.spans("update_critic"):
                 metrics.update(self.guards.record(critic.get()).metrics())
         # recomputed log-probs were compared before
-        with _comparing(compared_log_probs(result.observed) if self.old_log_probs != "recompute" else (), metrics):
+        with comparing(compared_log_probs(result.observed) if self.old_log_probs != "recompute" else (), metrics):
             self.guards.check_updates(result)
             with self.spans("update_weights"):
                 self.weight_version += 1
                 self.send_weights(step)
         metrics.setdefault("training/rollout_probs_diff_valid", Metric.min(0.0))
-
-
-@contextmanager
-def _comparing(pair: Sequence[torch.Tensor], metrics: dict[str, Metric]) -> Iterator[None]:
-    """Compare log-probs of trainer and sampler, if there are any, on a thread while weights travel; adds the metrics."""
-    with ThreadPoolExecutor(1, "comparing") as pool:
-        gap = pool.submit(rollout_gap_metrics, *pair) if pair else None
-        try:
-            yield
-        finally:
-            metrics.update(gap.result() if gap else {})

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from verl.algorithms.correction import rollout_gap_metrics
 from verl.algorithms.kl import make_kl_controller
 from verl.checkpoint.store import CheckpointWriter
 from verl.config import PPOConfig
 from verl.config.active_keys import uses_rewards
 from verl.data_proto.batch_metrics import data_metrics, span_tokens
-from verl.data_proto.metrics import metric_values
+from verl.data_proto.metrics import Metric, metric_values
 from verl.data_proto.proto import DataProto
 from verl.data_proto.sample_rows import sample_rows
 from verl.data_proto.token_values import add_observed
@@ -253,3 +257,14 @@ def without_experts(batch: DataProto) -> DataProto:
     """The batch for models other than the policy, whose routers choose by themselves."""
     objects = {name: values for name, values in batch.non_tensor_batch.items() if name != ROUTED_EXPERTS}
     return DataProto(batch.batch, objects, batch.meta_info)
+
+
+@contextmanager
+def comparing(pair: Sequence[torch.Tensor], metrics: dict[str, Metric]) -> Iterator[None]:
+    """Compare log-probs of trainer and sampler, if there are any, on a thread while weights travel; adds the metrics."""
+    with ThreadPoolExecutor(1, "comparing") as pool:
+        gap = pool.submit(rollout_gap_metrics, *pair) if pair else None
+        try:
+            yield
+        finally:
+            metrics.update(gap.result() if gap else {})

@@ -16,7 +16,7 @@ from verl.data_proto.tokenizer import Tokenizer
 from verl.parallel.register import Dispatch, register
 from verl.rewards.managers import RewardManager
 
-_OF_THE_POLICY = ("rollout_log_probs", "token_weight_version")  # 12 bytes a token that no scorer reads
+_NOT_READ = ("token_weight_version",)  # 8 bytes a token; a user's reward manager may read the other columns
 
 
 class RewardModel(Protocol):
@@ -57,12 +57,12 @@ class RewardWorker:
         else:
             self._waiting[request.key] = request
 
-    @register(dispatch_mode=Dispatch.ND_OWNER_PROTO, blocking=False, left_out=_OF_THE_POLICY)
+    @register(dispatch_mode=Dispatch.ND_OWNER_PROTO, blocking=False, left_out=_NOT_READ)
     def start_scoring(self, batch: DataProto) -> None:
         """Start to score the rows of `batch` that are not being scored yet; returns at once. `collect` waits for them."""
         self._submit_unseen(batch, list(batch.non_tensor_batch["sample_key"]))
 
-    @register(dispatch_mode=Dispatch.ND_OWNER_PROTO, left_out=_OF_THE_POLICY)
+    @register(dispatch_mode=Dispatch.ND_OWNER_PROTO, left_out=_NOT_READ)
     def collect(self, batch: DataProto) -> DataProto:
         """Waits (with the manager's deadline) for the scores of the rows of `batch`, by their sample_key.
 
