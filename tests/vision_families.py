@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
 from tests.slow import slow
@@ -22,6 +23,7 @@ TEXT = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "head_dim": 16,
     "max_position_embeddings": 2048,
     "initializer_range": 0.1,
     "pad_token_id": 256,
@@ -63,13 +65,14 @@ def qwen2_5_vl():
 
 
 def qwen3_vl():
-    text = TEXT | {"head_dim": 16, "num_hidden_layers": 3} | mrope([4, 2, 2], mrope_interleaved=True)
+    text = TEXT | {"num_hidden_layers": 3} | mrope([4, 2, 2], mrope_interleaved=True)
     return transformers.Qwen3VLConfig(text_config=text, vision_config=dict(_DEEP_TOWER), **_QWEN_TOKENS)
 
 
 def qwen3_vl_moe():
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
-    text = TEXT | {"head_dim": 16} | experts | mrope([4, 2, 2], mrope_interleaved=True)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    experts |= {"decoder_sparse_step": 1, "norm_topk_prob": True}
+    text = TEXT | experts | mrope([4, 2, 2], mrope_interleaved=True)
     return transformers.Qwen3VLMoeConfig(text_config=text, vision_config=dict(_DEEP_TOWER), **_QWEN_TOKENS)
 
 
@@ -216,7 +219,8 @@ def vision_tokenizer(family, template=TEMPLATE):
     """make_tokenizer with the family's tokens of images, and a chat template that writes them."""
     names = NAMES[family]
     tokenizer = make_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": list(names)})
+    more = ["<|begin_of_video|>", "<|end_of_video|>"] if family == "glm4v" else []
+    tokenizer.add_special_tokens({"additional_special_tokens": [*names, *more]})
     image, video = (names[2] + name + names[3] if family in PATCHES else name for name in names[:2])
     tokenizer.chat_template = template.replace("IMAGE", image).replace("VIDEO", video)
     return tokenizer
@@ -225,6 +229,13 @@ def vision_tokenizer(family, template=TEMPLATE):
 def vision_folders(tmp_path_factory):
     """family -> its `vision_folder`, made when it is first asked for."""
     return functools.cache(lambda family: vision_folder(tmp_path_factory.mktemp(family), family))
+
+
+def transpose_experts(folder):
+    """Write the experts of Qwen3-VL as published files have them."""
+    file = folder / "model.safetensors"
+    weights = {name: t.mT.contiguous() if ".experts." in name else t for name, t in load_file(file).items()}
+    save_file(weights, file, {"format": "pt"})
 
 
 def vision_folder(folder, family, seed=0):

@@ -14,6 +14,8 @@ from tests.vision_families import (
     one_by_one,
     random_images,
     random_model,
+    transpose_experts,
+    vision_folder,
 )
 from verl.data_proto.media import Media, MediaSpan
 from verl.errors import ModelError
@@ -242,3 +244,11 @@ def test_a_text_model_refuses_images(tmp_path):
 
     with pytest.raises(ModelError, match="LlamaForCausalLM cannot read them"):
         require_vision(load_model(make_tiny_model(tmp_path)))
+
+
+def test_published_files_have_experts_transposed(tmp_path):
+    folder = vision_folder(tmp_path, "qwen3_vl_moe")
+    expected = dict(load_model(folder).named_parameters())
+    transpose_experts(folder)
+    for name, parameter in load_model(folder).named_parameters():
+        assert torch.equal(parameter, expected[name]), name
