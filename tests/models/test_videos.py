@@ -29,11 +29,11 @@ def frames(count=4, size=(56, 56), seed=0):
     return [Image.fromarray(noise.integers(0, 256, (*size[::-1], 3), dtype=np.uint8)) for _ in range(count)]
 
 
-def encoded(folder, text, row):
+def encoded(folder, text, row, tokenizer=None):
     """Tokens and media of a row."""
     config = DataConfig(max_prompt_length=2048)
     messages, sources = image_messages([{"role": "user", "content": text}], row, config)
-    return PromptEncoder(load_tokenizer(folder), config).encode_row(messages, "row", sources)
+    return PromptEncoder(tokenizer or load_tokenizer(folder), config).encode_row(messages, "row", sources)
 
 
 def prompts_of(folder):

@@ -47,8 +47,8 @@ def server(folder, tmp_path_factory):
 
 
 @contextmanager
-def serving(folder, log_folder, length=256):
-    """(address, process) of a server of `folder` that asks for TOKEN."""
+def serving(folder, log_folder, *arguments, length=256):
+    """(address, process) of a server of `folder` that asks for TOKEN, with further `arguments`."""
     url = f"http://127.0.0.1:{(port := free_port())}"
     log = (log_folder / "server.log").open("w+")
     command = [
@@ -56,7 +56,7 @@ def serving(folder, log_folder, length=256):
         "--port", str(port), "--api-key", TOKEN, "--dtype", "float32", "--enforce-eager", "--max-model-len", str(length),
         "--enable-scale-out",
         "--logprobs-mode", "processed_logits", "--logits-processors", "verl.rollout.vllm.library:Sampler",
-        "--worker-extension-cls", "verl.rollout.vllm.weights.WeightReceiver",
+        "--worker-extension-cls", "verl.rollout.vllm.weights.WeightReceiver", *arguments,
     ]  # fmt: skip
     environment = {
         "VLLM_SERVER_DEV_MODE": "1",

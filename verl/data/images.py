@@ -13,13 +13,13 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from verl.data.schema import IMAGE_PARTS, SOURCES, VIDEO_PARTS, Messages
-from verl.data_proto.media import Clip, ImageFiles, Media, VideoSource
+from verl.data_proto.media import SAMPLING, Clip, ImageFiles, Media, VideoSource
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError, DataError, nearest
 from verl.foreign_text import clean, quoted
@@ -104,6 +104,9 @@ class ImageEncoder:
             hint = nearest(name, processor.arguments) or f"; it takes {', '.join(sorted(processor.arguments))}."
             raise ConfigError(f"data.mm_processor_kwargs: the model's image processor has no argument {name!r}{hint}")
         self.processor, self.settings = processor, dict(settings)
+        self._arguments = {
+            name: value for name, value in settings.items() if name not in SAMPLING
+        }  # of the image processor
         self._settings_digest = hashlib.sha256(
             (processor.settings + json.dumps(self.settings, sort_keys=True, default=str)).encode()
         ).digest()
@@ -119,15 +122,16 @@ class ImageEncoder:
 
     def read(self, sources: Sequence[object], place: str) -> PromptImages:
         """The images and videos at `sources`. Raises DataError naming `place` and the image or video."""
-        return self.encode([self._read(source, place, number) for number, source in enumerate(sources)], place)
+        return self.encode([self.opened(source, place, number) for number, source in enumerate(sources)], place)
 
-    def _read(self, source: object, place: str, number: int) -> Picture:
+    def opened(self, source: object, place: str, number: int) -> Picture:
+        """The picture or the clip at a source, the image or video `number` of `place`. Raises DataError."""
         from verl.data.pictures import read_image
 
         if not isinstance(source, VideoSource):
             return read_image(source, f"{place}: image {number}")
         place = f"{place}: video {number}"
-        if why := self.processor.no_videos or (self.processor.keeps_files and "cannot be sent to this rollout engine"):
+        if why := self.processor.no_videos or (self.processor.keeps_files and self.processor.not_sent):
             raise DataError(f"{place} {why}. Leave out rows with videos.")
         from verl.data.videos import read_clip
 
@@ -136,8 +140,6 @@ class ImageEncoder:
 
     def encode(self, pictures: Sequence[Picture], place: str) -> PromptImages:
         """The images of PIL pictures in RGB, and of clips. Raises DataError naming `place`."""
-        from verl.data.pictures import png
-
         digest = hashlib.sha256(self._settings_digest)
         for picture in (frame for item in pictures for frame in _frames(item)):
             digest.update(f"{picture.size}".encode() + picture.tobytes())
@@ -150,11 +152,20 @@ class ImageEncoder:
                 f"{place}: the model's processor cannot read the row's images ({type(error).__name__}: {clean(error)}). Change "
                 "the images, or data.mm_processor_kwargs."
             ) from error
-        images = [item for item in pictures if not isinstance(item, Clip)]
-        files = ImageFiles(tuple(map(png, images)), self.settings) if self.processor.keeps_files else None
+        files = None
+        if self.processor.keeps_files:
+            files = ImageFiles(tuple(map(as_file, self.processor.as_read(pictures, tensors))), self._arguments)
         shown = tuple(thumbnail(_frames(item)[0]) for item in pictures)
-        media = Media(digest.hexdigest(), tensors, shown, tuple(texts), files)
+        kinds = tuple("video" if isinstance(item, Clip) else "image" for item in pictures)
+        media = Media(digest.hexdigest(), tensors, shown, tuple(texts), kinds, files)
         return PromptImages(media, self.processor, place)
+
+
+def as_file(item: Picture) -> bytes | Clip:
+    """The PNG file of a picture, and a clip of such files."""
+    from verl.data.pictures import png
+
+    return replace(item, frames=tuple(map(png, item.frames))) if isinstance(item, Clip) else png(item)
 
 
 def _frames(item: Picture) -> Sequence[Image.Image]:

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     import torch
-    from PIL import Image
 
     from verl.data_proto.proto import DataProto
 
@@ -34,10 +33,10 @@ class VideoSource:
 
 @dataclass(frozen=True)
 class Clip:
-    """Frames of a video: PIL pictures of one size, and their numbers among the `num_frames` frames of the video, of which a
-    second has `fps`. `limits` are pixels of a frame (min_pixels, max_pixels)."""
+    """Frames of a video: PIL pictures of one size (in ImageFiles: PNG files), and their numbers among the `num_frames` frames
+    of the video, of which a second has `fps`. `limits` are pixels of a frame (min_pixels, max_pixels)."""
 
-    frames: tuple[Image.Image, ...]
+    frames: tuple[Any, ...]
     indices: tuple[int, ...]
     num_frames: int
     fps: float
@@ -46,10 +45,12 @@ class Clip:
 
 @dataclass(frozen=True)
 class ImageFiles:
-    """The images themselves as PNG files, for an engine that has an image processor, and `arguments` of that processor."""
+    """The images themselves as PNG files and Clips of PNG files, for an engine that has an image processor, and `arguments` of
+    that processor."""
 
-    contents: tuple[bytes, ...]
-    arguments: dict[str, Any]
+    contents: tuple[bytes | Clip, ...] = ()
+    arguments: dict[str, Any] = field(default_factory=dict)
+    token_ids: tuple[int, ...] = ()  # of the prompt, with the tokens that the engine puts in the place of theirs
 
 
 class StoredTensors(UserDict[str, "torch.Tensor"]):
@@ -67,8 +68,8 @@ class StoredTensors(UserDict[str, "torch.Tensor"]):
 class Media:
     """Images that stand together. `tensors` are inputs of the model's forward by name, such as pixel_values and image_grid_thw,
     as its family's processor made them. `digest` names images and settings of the processor: Media of one digest are equal.
-    `texts` stand for each in rendered messages, `thumbnails` are small pictures of them as data URLs, for people. `files` are
-    the images themselves, where the rollout engine reads them.
+    `texts` stand for each in rendered messages, `kinds` are image or video, `thumbnails` are small pictures of them as data
+    URLs, for people. `files` are the images themselves, where the rollout engine reads them.
 
         Media("9f2c...", {"pixel_values": [64, 1176], "image_grid_thw": [1, 3]}, texts=("<|image_pad|>...",))
     """
@@ -77,6 +78,7 @@ class Media:
     tensors: Mapping[str, torch.Tensor]
     thumbnails: tuple[str, ...] = ()
     texts: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
     files: ImageFiles | None = None
 
     def store(self, put: Callable[[Mapping[str, torch.Tensor]], StoredTensors]) -> None:

@@ -13,8 +13,8 @@ import inspect
 import json
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from verl.data_proto.media import SAMPLING, Clip
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ModelError
 from verl.models.folder import read_json_object, reason
-from verl.models.vision import FAMILIES, WITHOUT_VIDEOS, joined
+from verl.models.vision import FAMILIES, NOT_SENT, WITHOUT_VIDEOS, joined
 
 # transformers makes a processor of the first two; the others belong to it, and an exported model keeps them
 FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.json")
@@ -48,12 +48,14 @@ class ImageProcessor:
         self.processor, self.folder, self.family = processor, folder, family
         self.keeps_files = False
         self.no_videos = WITHOUT_VIDEOS.get(family, "")  # why it reads none
+        self.not_sent = NOT_SENT.get(family, "")  # why an engine that needs files gets none
         self.reads_only_parts = not _reads_texts(processor.tokenizer)
         self.token: str = processor.image_token
         self.token_id: int = processor.image_token_id
         # frames that are one part of a video; above 1 where videos have their tokens and limits of pixels
         self.frames_at_once = 1 if self.no_videos else getattr(processor.image_processor, "temporal_patch_size", 1)
         self.tokens = (self.token, *([] if self.no_videos else [processor.video_token]))  # of rendered messages
+        self.video_token_id: int = getattr(processor, "video_token_id", -1)
         self.marks = {self.token: self.token_id}  # text -> id of tokens that stand for parts of images and videos
         if self.frames_at_once > 1:
             self.marks[processor.video_token] = processor.video_token_id
@@ -104,6 +106,25 @@ class ImageProcessor:
                 size |= {edge: int(limits[name]) for name, edge in _EDGES.items() if limits.get(name)}
             arguments = {name: value for name, value in arguments.items() if name not in _EDGES} | {"size": size}
         return {**arguments, **dict.fromkeys(self.arguments & _TILINGS, False)}
+
+    def as_read(self, media: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> list[Any]:
+        """PIL images and Clips in the sizes of their pixels in `tensors`, where the family reads images in their own sizes:
+        torchvision, with which services resize, differs from PIL by some levels of brightness."""
+        images = self.processor.image_processor
+        of_images, of_videos = (iter(tensors.get(f"{kind}_grid_thw", ())) for kind in ("image", "video"))
+
+        def sized(frames: Sequence[Any], grids: Iterator[torch.Tensor]) -> tuple[Any, ...]:
+            if (grid := next(grids, None)) is None:
+                return tuple(frames)
+            height, width = (grid[1:] * images.patch_size).tolist()
+            return tuple(frame.resize((width, height), images.resample) for frame in frames)
+
+        return [
+            replace(item, frames=sized(item.frames, of_videos))
+            if isinstance(item, Clip)
+            else sized([item], of_images)[0]
+            for item in media
+        ]
 
     def save_pretrained(self, folder: Path) -> None:
         """Copy the processor's files, as the model folder has them."""

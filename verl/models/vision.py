@@ -53,6 +53,14 @@ WITHOUT_VIDEOS = {
     "idefics3": "cannot be read: Idefics3 has no videos",
     "mistral3": "cannot be read: Mistral 3 has no videos",
 }
+_BEHIND = "cannot be sent to vLLM, which gives text behind a video other positions than transformers"
+# families whose videos only the engines native and hf read -> the reason
+NOT_SENT = {
+    "qwen2_vl": _BEHIND,
+    "qwen2_5_vl": _BEHIND,
+    "internvl": "cannot be sent to vLLM, which has other tokens for frames of InternVL",
+    "smolvlm": "cannot be sent to vLLM, which has no videos for SmolVLM",
+}
 # families whose images cannot train here -> the reason
 REFUSED = {
     "gemma3": "tokens of an image see one another in both directions, and packed attention is causal",

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from verl.data_proto.media import ImageFiles, Media, MediaSpan, StoredTensors
+from verl.data_proto.media import Clip, ImageFiles, Media, MediaSpan, StoredTensors
 from verl.data_proto.merge import object_array
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
@@ -41,7 +41,7 @@ def record(cls: C) -> C:
     return cls
 
 
-for _cls in (SamplingParams, PromptRequest, Completion, Score, ImageFiles, Media, MediaSpan):
+for _cls in (SamplingParams, PromptRequest, Completion, Score, Clip, ImageFiles, Media, MediaSpan):
     record(_cls)
 
 

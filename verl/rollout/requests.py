@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from verl.config import full_key
-from verl.data_proto.media import ImageFiles, Media
+from verl.data_proto.media import Clip, ImageFiles, Media
 from verl.data_proto.samples import Completion, FinishReason, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError, ModelError, NumericsError
@@ -169,15 +170,20 @@ def one_by_one(request: PromptRequest) -> list[PromptRequest]:
     return [replace(request, first_sample=request.first_sample + i, num_samples=1) for i in numbers]
 
 
-def with_files(request: PromptRequest, tokenizer: Tokenizer) -> tuple[PromptRequest, tuple[bytes, ...]]:
-    """The request as engines take it that have an image processor: one token stands for each image, `media` has all images,
-    which are also returned as PNG files. Raises ModelError where the tokens of an image are not the tokenizer's."""
+def with_files(request: PromptRequest, tokenizer: Tokenizer) -> PromptRequest:
+    """The request as engines take it that have an image processor: one token stands for each image, and `media.files` has all
+    images. Raises ModelError where the tokens of an image are not the tokenizer's."""
     if not request.placed:
-        return request, ()
-    ids, token, read, at = request.token_ids, tokenizer.processor.token_id, [], 0
-    files = [span.media.files for span in request.placed]
+        return request
+    ids, processor, read, at = request.token_ids, tokenizer.processor, [], 0
+    contents: list[bytes | Clip] = []
+    arguments: dict[str, Any] = {}
     for span in request.placed:
-        for text in span.media.texts:
+        files = span.media.files
+        assert files is not None, "the processor keeps files"
+        contents += files.contents
+        arguments = files.arguments
+        for text, content in zip(span.media.texts, files.contents, strict=True):
             part = tuple(tokenizer.encode(text, add_special_tokens=False))
             first = max(at, span.start - len(part))
             start = next((i for i in range(first, len(ids) - len(part) + 1) if ids[i : i + len(part)] == part), None)
@@ -186,12 +192,10 @@ def with_files(request: PromptRequest, tokenizer: Tokenizer) -> tuple[PromptRequ
                     f"Prompt {request.ordinal} has other tokens for an image than the tokenizer gives. Use "
                     f"{full_key('rollout.name')}=native."
                 )
-            read += [*ids[at:start], token]
+            read += [*ids[at:start], processor.video_token_id if isinstance(content, Clip) else processor.token_id]
             at = start + len(part)
-    contents = tuple(content for own in files if own is not None for content in own.contents)
-    arguments = next((own.arguments for own in files if own is not None), {})
-    media = Media("", {}, files=ImageFiles(contents, arguments))
-    return replace(request, token_ids=(*read, *ids[at:]), media=media, spans=()), contents
+    media = Media("", {}, files=ImageFiles(tuple(contents), arguments, ids))
+    return replace(request, token_ids=(*read, *ids[at:]), media=media, spans=())
 
 
 def _check_params(params: SamplingParams) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import base64
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
+from verl.data_proto.media import Clip, ImageFiles
 from verl.data_proto.samples import FinishReason, SamplingParams
 from verl.errors import ModelError
 from verl.foreign_text import clean
@@ -35,13 +36,12 @@ class SampleRequest:
     num_drawn: int
     vocab_size: int  # of the model
     name: str = "a sample"  # for errors
-    images: tuple[bytes, ...] = ()  # PNG files, for each a token of the prompt
-    num_hidden: int = 0  # tokens of the images that are not in the prompt
+    files: ImageFiles = field(default_factory=ImageFiles)  # images, for each a token of the prompt
 
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens of the prompt and its images, as the model reads them."""
-        return len(self.token_ids) + self.num_hidden
+        return len(self.files.token_ids or self.token_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -49,9 +49,18 @@ class SampleRequest:
         return self.num_prompt_tokens + self.params.max_new_tokens
 
     @property
-    def image_urls(self) -> list[str]:
-        """The images as data URLs."""
-        return [f"data:image/png;base64,{base64.b64encode(file).decode()}" for file in self.images]
+    def urls(self) -> list[tuple[str, str]]:
+        """(image or video, data URL) of each image. The URL of a video has its frames as vLLM reads them."""
+        return [
+            ("video", f"data:video/jpeg;base64,{','.join(map(_base64, item.frames))}")
+            if isinstance(item, Clip)
+            else ("image", f"data:image/png;base64,{_base64(item)}")
+            for item in self.files.contents
+        ]
+
+
+def _base64(file: bytes) -> str:
+    return base64.b64encode(file).decode()
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ class OpenAI:
         }
 
     def _reply(self, client: Client, body: dict[str, object], request: SampleRequest) -> SampleReply:
-        if request.images:
+        if request.files.contents:
             return self._reply_to_images(client, body, request)
         answer = client.post("/v1/completions", body, num_tokens=request.num_tokens)
         tokens = answer.get(list, "choices", 0, "token_ids")
@@ -117,14 +117,15 @@ class OpenAI:
     def _reply_to_images(self, client: Client, body: dict[str, object], request: SampleRequest) -> SampleReply:
         names = {"vllm_xargs": "extra_args"}
         params = {names.get(name, name): v for name, v in body.items() if name not in _OF_REQUEST}
-        parts = [{"type": "image_url", "url": url} for url in request.image_urls]
+        parts = [{"type": f"{kind}_url", "url": url} for kind, url in request.urls]
         call = {name: body[name] for name in ("model", "return_token_ids")}
         call |= {"token_ids": body["prompt"], "content_parts": parts, "sampling_params": params}
         answer = client.post(_GENERATE, call, num_tokens=request.num_tokens)
-        if (num_tokens := len(answer.at(list, "prompt_token_ids"))) != request.num_prompt_tokens:
+        if (ids := answer.at(list, "prompt_token_ids")) != list(request.files.token_ids):
             raise answer.unusable(
-                f"has {num_tokens} tokens for the prompt and images of {request.name}, and this run has "
-                f"{request.num_prompt_tokens}: start it with --mm-processor-kwargs as data.mm_processor_kwargs"
+                f"has other tokens ({len(ids)}) for the prompt and images of {request.name} than this run "
+                f"({request.num_prompt_tokens}): start it with --mm-processor-kwargs as data.mm_processor_kwargs, for videos "
+                """with --media-io-kwargs '{"video": {"num_frames": -1, "fps": 2}}'"""
             )
         tokens = answer.at(list, "choices", 0, "token_ids")
         rows = answer.at(list, "choices", 0, "logprobs", "content")
@@ -229,8 +230,10 @@ class SGLang:
                 "skip_special_tokens": False,
             },
         }
-        if request.images:
-            body["image_data"] = request.image_urls
+        if any(kind == "video" for kind, _ in request.urls):
+            raise ModelError("Videos cannot be sent to SGLang in this version. Leave out rows and tools with videos.")
+        if request.files.contents:
+            body["image_data"] = [url for _, url in request.urls]
         answer = client.post("/generate", body, num_tokens=request.num_tokens)
         rows = answer.at(list, "meta_info", "output_token_logprobs")
         if not all(type(row) is list and len(row) > 1 for row in rows):

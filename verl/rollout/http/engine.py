@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from verl.config import full_key
+from verl.data_proto.media import ImageFiles
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.errors import ConfigError, ModelError, UnreachableError, WorkerLostError
 from verl.rollout.api import BaseRollout, Stats, Weights, WeightTransfer
@@ -193,10 +194,10 @@ class HTTPGeneration:
             name = f"sample {request.first_sample} of prompt {request.ordinal}"
             size = vocab_size(self.engine.module)
             params = replace(self.params, max_new_tokens=self.samples.limit_of(request))
-            read, images = with_files(request, self.engine.tokenizer)
-            hidden = len(request.token_ids) - len(read.token_ids)
+            read = with_files(request, self.engine.tokenizer)
+            files = ImageFiles() if read.media is None or read.media.files is None else read.media.files
             asked = SampleRequest(
-                read.token_ids, params, self.rules.token_ids, key, request.num_drawn, size, name, images, hidden
+                read.token_ids, params, self.rules.token_ids, key, request.num_drawn, size, name, files
             )
             self._asked[request.ordinal, request.first_sample] = request
             self._num_requests += 1

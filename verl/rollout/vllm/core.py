@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from verl.config import full_key
+from verl.data_proto.media import Clip
 from verl.data_proto.samples import Completion, FinishReason, PromptRequest, SampleKey, SamplingParams
 from verl.errors import MissingExtraError, ModelError
 from verl.rollout.api import Stats
@@ -176,7 +177,7 @@ class _Generation:
             if request.max_new_tokens is not None:
                 arguments["max_tokens"] = max(1, min(request.max_new_tokens, self.params.max_new_tokens))
             sampling = self.library.SamplingParams(**arguments, output_kind=kind)
-            prompt = self.library.TokensPrompt(prompt_token_ids=list(request.token_ids), **_images(request))
+            prompt = self.library.TokensPrompt(prompt_token_ids=list(request.token_ids), **_media(request))
             self.engine.add_request(name, prompt, sampling)
 
     def poll(self, timeout_s: float | None) -> list[Completion]:
@@ -234,20 +235,37 @@ class _Generation:
 
     def _end(self, name: str, output: Any, reason: FinishReason) -> None:
         sample = self.running.pop(name)
+        files = None if sample.request.media is None else sample.request.media.files
+        if files is not None and list(output.prompt_token_ids) != list(files.token_ids):
+            raise ModelError(
+                f"vLLM has other tokens ({len(output.prompt_token_ids)}) for prompt {sample.request.ordinal} with its images "
+                f"than this run ({len(files.token_ids)}). Set {full_key('rollout.name')}=native."
+            )
         self._num_cached += getattr(output, "num_cached_tokens", None) or 0
         key = (sample.request.ordinal, sample.request.first_sample)
         experts = getattr(output.outputs[0], "routed_experts", None)
         self._ended.append(Completion(*key, sample.token_ids, sample.log_probs, reason, -1, experts))
 
 
-def _images(request: PromptRequest) -> dict[str, Any]:
+def _media(request: PromptRequest) -> dict[str, Any]:
     """Entries of a prompt for its images; vLLM puts the parts of each in the place of its token."""
     if request.media is None or request.media.files is None:
         return {}
+    data: dict[str, list[Any]] = {}
+    for item in request.media.files.contents:
+        data.setdefault("video" if isinstance(item, Clip) else "image", []).append(_opened(item))
+    return {"multi_modal_data": data, "mm_processor_kwargs": request.media.files.arguments}
+
+
+def _opened(item: bytes | Clip) -> Any:
+    """A picture of PIL, or frames (uint8 [frames, height, width, 3]) with the entries that vLLM has for a video."""
+    if isinstance(item, Clip):
+        entries: dict[str, object] = {"total_num_frames": item.num_frames, "frames_indices": list(item.indices)}
+        entries |= {"fps": item.fps, "duration": item.num_frames / item.fps, "do_sample_frames": False}
+        return np.stack([np.asarray(_opened(frame)) for frame in item.frames]), entries
     from PIL import Image
 
-    pictures = [Image.open(io.BytesIO(content)).convert("RGB") for content in request.media.files.contents]
-    return {"multi_modal_data": {"image": pictures}, "mm_processor_kwargs": request.media.files.arguments}
+    return Image.open(io.BytesIO(item)).convert("RGB")
 
 
 def request_arguments(params: SamplingParams, stop: StopRules, extra: dict[str, object]) -> dict[str, Any]:

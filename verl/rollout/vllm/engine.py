@@ -120,7 +120,7 @@ class VLLMGeneration:
     def add(self, request: PromptRequest | TurnRequest) -> None:
         requests = one_by_one(self.samples.admit(request))
         self._num_requests += len(requests)
-        self.core.add([with_files(request, self.tokenizer)[0] for request in requests])
+        self.core.add([with_files(request, self.tokenizer) for request in requests])
 
     def poll(self, timeout_s: float | None = None) -> list[Completion]:
         until = None if timeout_s is None else time.monotonic() + timeout_s
