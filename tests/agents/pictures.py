@@ -34,6 +34,8 @@ def look(at: int) -> ToolResponse:
     Args:
         at: what
     """
+    if at % 3 == 2:
+        return ToolResponse(text=f"from {at} on", image=[picture(at)], video=[[picture(at + n) for n in range(4)]])
     if at % 7 == 6:
         return ToolResponse(text="no picture", image=[b"damaged"])
     return ToolResponse(text=f"at {at}", image=[picture(at, (56, 28 if at % 2 else 56)), data_url(picture(at + 1))])
@@ -58,18 +60,29 @@ class Screen:
     def step(self, text):
         self.turns += 1
         shot = np.asarray(picture(self.seed + self.turns + len(text)))
-        return shot if self.turns % 2 else "nothing new", len(text) % 5 / 5, self.turns == 3, False, {}
+        return (
+            (shot, np.stack([shot] * 4))[self.seed % 2] if self.turns % 2 else "nothing new",
+            len(text) % 5 / 5,
+            self.turns == 3,
+            False,
+            {},
+        )
 
 
 def run(task, base_url, api_key):
-    """An agent of an endpoint, which sends the row's prompt, then pictures in two formats."""
+    """An agent of an endpoint, which sends the row's prompt, then a picture and a video."""
     with httpx.Client(base_url=base_url, headers={"Authorization": f"Bearer {api_key}"}, timeout=20) as client:
         messages = list(task["prompt"])
         for number in range(2):
             answer = client.post("/chat/completions", json={"model": "policy", "messages": messages})
             answer.raise_for_status()
             said = answer.json()["choices"][0]["message"]["content"]
-            part = {"type": "image_url", "image_url": {"url": data_url(picture(len(said) + number))}}
-            question = {"role": "user", "content": [part, {"type": "text", "text": "And?"}]}
+            urls = [data_url(picture(len(said) + number + n)) for n in range(4)]
+            video = "data:video/jpeg;base64," + ",".join(url.partition(",")[2] for url in urls)
+            parts = [
+                {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
+                for kind, url in zip(("image", "video"), (urls[0], video))
+            ]
+            question = {"role": "user", "content": [*parts, {"type": "text", "text": "And?"}]}
             messages += [{"role": "assistant", "content": said}, question]
     return len(said) % 5 / 5

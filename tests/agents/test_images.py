@@ -15,7 +15,7 @@ from tests.agents.test_runs import episodes
 from tests.letters_task import overrides, write_task
 from tests.models.test_vision import own_log_probs
 from tests.run.conftest import train_run
-from tests.vision_families import IMAGE, random_model
+from tests.vision_families import IMAGE, VIDEO, random_model
 from verl.agents.agents import Agents
 from verl.agents.episode import Episode, EpisodeTask
 from verl.agents.gateway.sessions import EndpointSession, RequestError, _messages, _placed
@@ -27,6 +27,7 @@ from verl.data_proto.media import Media
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import SamplingParams
 from verl.models.load import load_model, load_tokenizer
+from verl.models.vision import FAMILIES, joined
 from verl.programs.specs import agent_spec
 from verl.rollout.native.engine import NativeRollout
 
@@ -38,12 +39,14 @@ TOOLS = (f"{ROLLOUT}.multi_turn.function_tool_path={HERE}", f"{ROLLOUT}.multi_tu
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
-    """Rows of which every second has a picture."""
+    """Rows of which every second has a picture, and every third a video."""
     folder = write_task(tmp_path_factory.mktemp("pictures"))
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     for number, row in enumerate(rows):
         row["images"] = [data_url(picture(number))] if number % 2 else []
-        row["prompt"][0]["content"] = "<image>" * len(row["images"]) + row["prompt"][0]["content"]
+        row["videos"] = [] if number % 3 else [[data_url(picture(number + n)) for n in range(4)]]
+        media = "<image>" * len(row["images"]) + "<video>" * len(row["videos"])
+        row["prompt"][0]["content"] = media + row["prompt"][0]["content"]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -78,8 +81,8 @@ def test_images_of_later_turns_train(way, agent_run):
         assert row["training/rollout_probs_diff_max"] < 1e-5
         assert row["actor/grad_norm"] > 0
     told = episodes(run)
-    later = [m for episode in told for m in episode["messages"][1:] if "<image>" in m["content"]]
-    assert later
+    for mark in ("<image>", "<video>"):
+        assert any(mark in m["content"] for episode in told for m in episode["messages"][1:])
     places = [place for episode in told for place in episode.get("media", ())]
     assert any(start >= 0 for start, _, _ in places)
     samples = [json.loads(line) for line in (run.folder / "samples/train/step_000001.jsonl").read_text().splitlines()]
@@ -106,7 +109,7 @@ def rows_of(config, tokenizer):
     return DataProto.from_single_dict(columns)
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "internvl"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "internvl"])
 def test_log_probs_equal_the_own_forward(family, folder_of, tmp_path):
     settings = [f"actor_rollout_ref.model.path={folder_of(family)}", "data.train_files=x.jsonl", *WAYS["tools"],
                 "actor_rollout_ref.model.external_lib=tests.agents.pictures", f"{ROLLOUT}.multi_turn.enable=True",
@@ -121,18 +124,20 @@ def test_log_probs_equal_the_own_forward(family, folder_of, tmp_path):
         rows_of(config, tokenizer), params, step=1, split="train", dtype=np.float32, on_finish=lambda _: None
     )
     agents.close()
-    num_compared = 0
+    num_compared, kinds = 0, set()
     for result in results:
         row, media = result.trajectory.to_row(), [span.media for span in result.trajectory.media]
         prompt, response = tuple(row.prompt_ids.tolist()), tuple(row.response_ids.tolist())
-        counts = [sum(text.count(tokenizer.processor.token) for text in images.texts) for images in media]
-        if len(media) < 2 or sum(counts) != (*prompt, *response).count(IMAGE):
-            continue  # it has sampled the token of images, which their own forward takes for one
-        whole = Media("", {name: torch.cat([m.tensors[name] for m in media]) for name in media[0].tensors})
+        parts = [text.count(mark) for images in media for text in images.texts for mark in tokenizer.processor.marks]
+        if len(media) < 2 or sum(parts) != sum(token in (IMAGE, VIDEO) for token in (*prompt, *response)):
+            continue  # it has sampled a token of images, which their own forward takes for one
+        kinds |= {kind for images in media[1:] for kind in images.kinds}
+        whole = Media("", joined([m.tensors for m in media], FAMILIES[family], "cpu"))
         expected = own_log_probs(theirs, prompt, whole, response).detach()
         assert torch.allclose(torch.tensor(row.log_probs), expected.double() * row.response_mask, rtol=0, atol=1e-5)
         num_compared += 1
     assert num_compared >= 3
+    assert kinds == {"image", "video"}
 
 
 def trained_samples(run):

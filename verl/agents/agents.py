@@ -94,10 +94,7 @@ class Agents:
         most = rollout.prompt_length + rollout.response_length
         encoder = image_encoder(tokenizer, spec.data) if engine.reads_images else None
         self.images = EpisodeImages(encoder, None if folder is None else folder / FOLDER)
-        token = self.images.token
-        continuity = ChatContinuity(
-            tokenizer, spec.data.apply_chat_template_kwargs, most, None if token is None else token[0]
-        )
+        continuity = ChatContinuity(tokenizer, spec.data.apply_chat_template_kwargs, most, self.images.tokens)
         self.journal = Journal(None if folder is None else folder / FOLDER, rank)
         self.pool = self._tool_pool(tools, None if folder is None else folder / "logs" / f"tools_rank_{rank}")
         settings = ToolSettings(
@@ -225,7 +222,7 @@ class Agents:
                 stop_token_ids=self.context.stop_token_ids,
                 vocab_size=num_embeddings(self.tokenizer),
                 media=media[row],
-                image_token=self.images.token,
+                image_marks=self.images.marks,
             )
             for row, sample, so_far in samples
         ]

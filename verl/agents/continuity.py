@@ -47,7 +47,7 @@ class Rewriting:
 class ChatContinuity:
     """Token ids of new messages behind a sampled turn, with one tokenizer, its chat template and `template_kwargs`. A text that
     cannot have at most `max_tokens` tokens is refused before it is encoded (None: no limit), since the event loop of all
-    episodes waits for the encoding. `image_token` stands for an image in rendered messages.
+    episodes waits for the encoding. `image_tokens` stand for an image and a video in rendered messages.
 
     Raises ConfigError when there is no chat template, or it cannot render a turn that follows another.
     """
@@ -57,7 +57,7 @@ class ChatContinuity:
         tokenizer: Tokenizer,
         template_kwargs: Mapping[str, Any] | None = None,
         max_tokens: int | None = None,
-        image_token: str | None = None,
+        image_tokens: Sequence[str] = (),
     ):
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigError(
@@ -69,7 +69,7 @@ class ChatContinuity:
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special_ids = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
         self._control: re.Pattern[str] | None = control_tokens(tokenizer)
-        self.max_tokens, self.image_token = max_tokens, image_token
+        self.max_tokens, self.image_tokens = max_tokens, image_tokens
         # most characters of `max_tokens` tokens; a longer text is not even rendered
         self.max_chars = None if max_tokens is None else max(_PROBE, _SLACK * max_tokens * _longest_token(tokenizer))
         self.tool_role_as_user = not self._renders_tools()
@@ -115,9 +115,7 @@ class ChatContinuity:
         return encode_text(self.tokenizer, text, place, add_special_tokens=add_special_tokens)
 
     def _with_images(self, text: str, images: Sequence[str]) -> str:
-        if self.image_token is None:
-            return text
-        return expanded(text, (self.image_token,), images, PLACE)
+        return expanded(text, self.image_tokens, images, PLACE) if self.image_tokens else text
 
     def _neutral_content(self, content: object) -> Any:
         if not isinstance(content, list):

@@ -154,7 +154,7 @@ class EnvironmentAgentLoop(ToolAgentLoop):
             episode.tool_results.append(ToolResult("step", answer, media, reward, seconds=seconds))
             if terminated or is_truncated or not self._may_continue(data):
                 break
-            if not self._append(data, [{"role": "user", "content": message_content(answer, len(media))}], media):
+            if not self._append(data, [{"role": "user", "content": message_content(answer, media)}], media):
                 break
         output = self._output(data)
         output.reward_score = sum(data.turn_rewards)
@@ -199,7 +199,7 @@ class EnvironmentAgentLoop(ToolAgentLoop):
                 data = await self._begun(prompt, observation)
             else:
                 text, media = await self._answer(observation)
-                answer: dict[str, object] = {"role": "user", "content": message_content(text, len(media))}
+                answer: dict[str, object] = {"role": "user", "content": message_content(text, media)}
                 if not self._may_continue(data) or not self._append(data, [answer], media):
                     match.cut()
                     break
@@ -219,7 +219,7 @@ class EnvironmentAgentLoop(ToolAgentLoop):
         """The conversation that begins with the prompt, and the first observation behind its last message."""
         episode = CURRENT.get()
         text, media = ("", []) if observation is None else await self._observed(observation)
-        messages = _with_observation(prompt, message_content(text, len(media)))
+        messages = _with_observation(prompt, message_content(text, media))
         data = AgentData(messages, episode.task.name, media=[*images_in(episode.task.media), *media])
         episode.messages = messages
         data.prompt_ids = await self.apply_chat_template(messages, tools, data.media)

@@ -15,8 +15,10 @@ import asyncio
 import contextlib
 import contextvars
 import hashlib
+import itertools
+import re
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -62,7 +64,7 @@ class EpisodeTask:
     stop_token_ids: frozenset[int] = frozenset()
     vocab_size: int = 1 << 31
     media: Media | None = None  # images of the prompt
-    image_token: tuple[str, int] | None = None  # that stands for a part of an image: text and id
+    image_marks: Mapping[str, int] = field(default_factory=dict)  # tokens of parts of images: text -> id
 
     @property
     def name(self) -> str:
@@ -250,16 +252,18 @@ class Episode:
 
     def _placed(self, prompt: list[int], start: int, media: Sequence[Media]) -> Spans:
         """The images `media` at the tokens from `start` on that stand for them, in order. Raises EpisodeError where these are
-        more or fewer."""
-        text, token = self.task.image_token or ("", -1)
-        places = [at for at in range(start, len(prompt)) if prompt[at] == token]
-        counts = [sum(own.count(text) for own in images.texts) for images in media]
-        if sum(counts) != len(places):
+        others."""
+        marks = self.task.image_marks
+        places = [at for at in range(start, len(prompt)) if prompt[at] in marks.values()]
+        pattern = "|".join(map(re.escape, marks))
+        parts = [[marks[mark] for text in own.texts for mark in re.findall(pattern, text)] for own in media if marks]
+        if [*itertools.chain(*parts)] != [prompt[at] for at in places]:
             raise EpisodeError(
                 f"its prompt has {len(places)} new tokens that stand for parts of images, and its new images have "
-                f"{sum(counts)}. Render messages with apply_chat_template, and give generate all images up to them"
+                f"{sum(map(len, parts))}, or others. Render messages with apply_chat_template, and give generate all images up "
+                "to them, in their order"
             )
-        ends = np.cumsum([0, *counts])
+        ends = np.cumsum([0, *map(len, parts)])
         return tuple(
             MediaSpan(places[first], places[end - 1] + 1 - places[first], images)
             for images, first, end in zip(media, ends[:-1].tolist(), ends[1:].tolist(), strict=True)

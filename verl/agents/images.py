@@ -1,7 +1,8 @@
-"""Images that tools, environments and agents add to an episode: read within the limits of rows, and stored for a repetition.
+"""Images and videos that tools, environments and agents add to an episode: read within the limits of rows, and stored for a
+repetition.
 
-An image is a file `episodes/images/DIGEST.png` of the run folder. The journal has its digest, so a step that is taken again has
-the same pixels.
+An image is a file `episodes/images/DIGEST.png` of the run folder, a video DIGEST.clip. The journal has the digest, so a step
+that is taken again has the same pixels.
 """
 
 from __future__ import annotations
@@ -10,18 +11,22 @@ import asyncio
 import os
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from verl.data.images import ImageEncoder, listed
-from verl.data.schema import IMAGE_PARTS, no_media
-from verl.data_proto.media import Media
+from verl.data.images import ImageEncoder, as_file, listed
+from verl.data.pictures import read_image
+from verl.data.schema import IMAGE_PARTS, MEDIA_PARTS, VIDEO_PARTS, no_media
+from verl.data_proto.media import Clip, Media, VideoSource
 from verl.errors import DataError
+from verl.parallel.serialize import from_bytes, to_bytes
 from verl.tools.schemas import ToolResponse
 
 FOLDER = "images"  # within the folder of the journal
+_FIELDS = {"image", "images", "video", "videos"}
 
 
 class EpisodeImages:
@@ -31,9 +36,14 @@ class EpisodeImages:
         self.encoder, self.folder = encoder, None if folder is None else folder / FOLDER
 
     @property
-    def token(self) -> tuple[str, int] | None:
-        """The text that stands for an image and for each of its parts, and its token id."""
-        return None if self.encoder is None else (self.encoder.processor.token, self.encoder.processor.token_id)
+    def tokens(self) -> tuple[str, ...]:
+        """The texts that stand for an image and for a video in rendered messages."""
+        return () if self.encoder is None else self.encoder.processor.tokens
+
+    @property
+    def marks(self) -> dict[str, int]:
+        """Text -> id of the tokens that stand for parts of images."""
+        return {} if self.encoder is None else self.encoder.processor.marks
 
     async def read(self, sources: Sequence[Any], place: str) -> list[Media]:
         """Media of each image, read on a thread; Media stay as they are. Raises DataError, which begins with `place`."""
@@ -47,79 +57,72 @@ class EpisodeImages:
 
     def of_journal(self, digest: str) -> Media:
         """An image that the journal names. Raises DataError for a file that is gone."""
-        return self._read(f"{self.folder}/{digest}.png", "An episode of the journal")
+        place, clip = "An episode of the journal", Path(f"{self.folder}/{digest}.clip")
+        if not clip.exists():
+            return self._read(f"{self.folder}/{digest}.png", place, 0)
+        stored: Clip = from_bytes(clip.read_bytes())
+        return self._read(replace(stored, frames=tuple(read_image(frame, place) for frame in stored.frames)), place, 0)
 
     def _read_all(self, sources: Sequence[object], place: str) -> list[Media]:
         return [
-            source if isinstance(source, Media) else self._read(source, f"{place}: image {number}")
+            source if isinstance(source, Media) else self._read(source, place, number)
             for number, source in enumerate(sources)
         ]
 
-    def _read(self, source: object, place: str) -> Media:
+    def _read(self, source: object, place: str, number: int) -> Media:
         if self.encoder is None:
-            raise DataError(no_media("images", place))
-        from verl.data.pictures import png, read_image
-
-        if isinstance(source, np.ndarray):
-            source = _picture(source, place)
-        picture = read_image(source, place)
-        media = self.encoder.encode([picture], place).media
-        if self.folder is not None and not (file := self.folder / f"{media.digest}.png").exists():
+            raise DataError(no_media("images", f"{place}: image {number}"))
+        item = source if isinstance(source, Clip) else self.encoder.opened(source, place, number)
+        media = self.encoder.encode([item], place).media
+        ending = "clip" if isinstance(item, Clip) else "png"
+        if self.folder is not None and not (file := self.folder / f"{media.digest}.{ending}").exists():
             self.folder.mkdir(parents=True, exist_ok=True)
+            content = as_file(item)
             temporary = file.with_suffix(f".{uuid.uuid4().hex}.tmp")  # others may write the same image
             with temporary.open("wb") as opened:
-                opened.write(png(picture))
+                opened.write(to_bytes(content) if isinstance(content, Clip) else content)
                 opened.flush()
                 os.fsync(opened.fileno())
             temporary.replace(file)
         return media
 
 
-def _picture(values: np.ndarray, place: str) -> object:
-    from PIL import Image
-
-    if values.dtype != np.uint8 or values.ndim not in (2, 3):
-        raise DataError(
-            f"{place} is an array of {values.dtype} and shape {values.shape}; give uint8 [height, width, 3], or a picture."
-        )
-    return Image.fromarray(values)
-
-
 def text_and_images(answer: Any) -> tuple[str, list[object]]:
-    """The text of what a tool or an environment returned, and its images: of a ToolResponse, an object with text and image (or
-    images), a list of parts, a picture or an array of pixels. Anything else is a text. Raises ValueError for a video."""
+    """The text of what a tool or an environment returned, and its images, then its videos: of a ToolResponse, an object with
+    text and image, images, video or videos, a list of parts, a picture, or an array of pixels. Anything else is a text."""
     if isinstance(answer, ToolResponse):
-        if answer.video:
-            raise ValueError("it returned videos, which are not supported in this version")
-        return answer.text or "", listed(answer.image)
-    if (
-        isinstance(answer, Mapping)
-        and answer.keys() & {"image", "images"}
-        and answer.keys() <= {"text", "image", "images"}
-    ):
-        return str(answer.get("text") or ""), [*listed(answer.get("image")), *listed(answer.get("images"))]
+        return answer.text or "", [*listed(answer.image), *map(VideoSource, listed(answer.video))]
+    if isinstance(answer, Mapping) and answer.keys() & _FIELDS and answer.keys() <= {"text", *_FIELDS}:
+        images = [*listed(answer.get("image")), *listed(answer.get("images"))]
+        videos = [video for video in (answer.get("video"), *listed(answer.get("videos"))) if video is not None]
+        return str(answer.get("text") or ""), [*images, *map(VideoSource, videos)]
     kinds = (
         {part.get("type") if isinstance(part, Mapping) else None for part in answer}
         if isinstance(answer, list)
         else set()
     )
-    if kinds and kinds <= {"text", *IMAGE_PARTS}:
+    if kinds and kinds <= {"text", *MEDIA_PARTS}:
         texts = [str(part.get("text")) for part in answer if part["type"] == "text"]
-        return "".join(texts), [part for part in answer if part["type"] != "text"]
+        videos = [VideoSource(part) for part in answer if part["type"] in VIDEO_PARTS]
+        return "".join(texts), [*(part for part in answer if part["type"] in IMAGE_PARTS), *videos]
+    if isinstance(answer, np.ndarray) and answer.ndim == 4:
+        return "", [VideoSource(answer)]
     if hasattr(answer, "convert") or (isinstance(answer, np.ndarray) and answer.ndim == 3):
         return "", [answer]
     return str(answer), []
 
 
-def message_content(text: str, num_images: int) -> str | list[dict[str, Any]]:
+def message_content(text: str, media: Sequence[Media]) -> str | list[dict[str, Any]]:
     """The content of a message: images, then the text."""
-    if not num_images:
+    if not media:
         return text
-    return [*({"type": "image"} for _ in range(num_images)), *([{"type": "text", "text": text}] if text else [])]
+    parts = [{"type": kind} for images in media for kind in images.kinds]
+    return [*parts, *([{"type": "text", "text": text}] if text else [])]
 
 
 def content_text(content: object) -> str:
-    """A content as text, in which <image> stands for an image."""
+    """A content as text, in which <image> stands for an image, and <video> for a video."""
     if not isinstance(content, list):
         return str(content or "")
-    return "".join(str(part.get("text", "")) if part.get("type") == "text" else "<image>" for part in content)
+    marks = {"text": "", **dict.fromkeys(VIDEO_PARTS, "<video>")}
+    return "".join(marks.get(part.get("type"), "<image>") or str(part.get("text", "")) for part in content)

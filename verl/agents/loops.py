@@ -22,7 +22,7 @@ from verl.agents.episode import CURRENT
 from verl.agents.images import EpisodeImages
 from verl.agents.parsers import Schemas
 from verl.data.schema import Messages
-from verl.data_proto.media import Media, images_in, texts_of
+from verl.data_proto.media import Media, VideoSource, images_in, texts_of
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError, nearest
 from verl.families import AGENT_LOOPS
@@ -100,29 +100,33 @@ class AsyncLLMServerManager:
         prompt_ids: Sequence[int],
         sampling_params: dict[str, Any] | None = None,
         image_data: Sequence[Any] | None = None,
-        video_data: object = None,
+        video_data: Sequence[object] | None = None,
         **_: object,
     ) -> TokenOutput:
         """The tokens after `prompt_ids`, sampled as the run samples; of `sampling_params` only max_tokens or max_new_tokens
-        counts. `image_data` are all images of the prompt in order, first the row's. Empty when the response of the episode is
-        full."""
-        if video_data is not None:
-            raise ValueError("videos are not supported in this version")
+        counts. `image_data` are all images of the prompt in order, first the row's, and `video_data` its videos, which come
+        after the images of later turns. Empty when the response of the episode is full."""
         params = dict(sampling_params or {})
         most = params.get("max_tokens", params.get("max_new_tokens"))
-        done = await CURRENT.get().generate(prompt_ids, most, media=await read_images(self.images, image_data))
+        done = await CURRENT.get().generate(
+            prompt_ids, most, media=await read_images(self.images, image_data, video_data)
+        )
         if done is None:
             return TokenOutput([], [], stop_reason="length")
         return TokenOutput(done.token_ids, done.log_probs, stop_reason=done.finish_reason)
 
 
-async def read_images(images: EpisodeImages, sources: Sequence[object] | None) -> list[Media]:
-    """All images of a conversation of this episode: the row's, which were read with it, and those of `sources` behind them."""
+async def read_images(
+    images: EpisodeImages, sources: Sequence[object] | None, videos: Sequence[object] | None = None
+) -> list[Media]:
+    """All images of a conversation of this episode: the row's, which were read with it, and behind them the further ones of
+    `sources` and `videos`."""
     row = images_in(CURRENT.get().task.media)
-    if sources is None or list(sources[: len(row)]) == row:
-        return await images.read(row if sources is None else sources, "an episode")
-    num_of_row = sum(len(own.texts) for own in row)
-    return [*row, *await images.read(sources[num_of_row:], "an episode")]
+    if sources is not None and list(sources[: len(row)]) == row:
+        return await images.read([*sources, *map(VideoSource, videos or ())], "an episode")
+    of_row = [kind for own in row for kind in own.kinds]
+    later = [*(sources or ())[of_row.count("image") :], *map(VideoSource, (videos or ())[of_row.count("video") :])]
+    return [*row, *await images.read(later, "an episode")]
 
 
 class AgentLoopBase(ABC):
@@ -155,17 +159,17 @@ class AgentLoopBase(ABC):
         messages: Messages,
         tools: Schemas | None = None,
         images: Sequence[Any] | None = None,
-        videos: object = None,
+        videos: Sequence[object] | None = None,
         remove_system_prompt: bool = False,
     ) -> list[int]:
-        """Token ids of messages up to the next turn of the model, with `images` (None: the row's) for their image parts.
+        """Token ids of messages up to the next turn of the model, with `images` and `videos` (None: the row's) for their parts.
         With `remove_system_prompt`, the token ids that follow a sampled turn, see ChatContinuity.suffix."""
         if remove_system_prompt:
             branches = CURRENT.get().branches
             last = branches[-1].tokens[-1] if branches and branches[-1].tokens else None
-            media = await self.tool_calls.images.read(images or (), "an episode")
+            media = await self.tool_calls.images.read([*(images or ()), *map(VideoSource, videos or ())], "an episode")
             return self.suffix(messages, last, media)
-        media = await read_images(self.tool_calls.images, images)
+        media = await read_images(self.tool_calls.images, images, videos)
         return self.context.continuity.prompt(messages, tools, texts_of(media))
 
     def suffix(self, messages: Messages, last_token: int | None, media: Sequence[Media] = ()) -> list[int]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.agents.images import text_and_images
+from verl.data_proto.media import VideoSource
 from verl.data_proto.samples import Score, ScoreRequest
 from verl.rewards.functions import RewardFunctionSpec
 from verl.rewards.managers.build import build_pool
@@ -66,7 +67,7 @@ def _answer(score: Score) -> dict[str, object]:
     parts = score.parts
     if "failure" in parts:
         return {"error": parts["failure"]}
-    return {"text": parts["text"], "images": parts["images"], "reward": score.score, "metrics": parts["metrics"]}
+    return {"reward": score.score, **{name: parts[name] for name in ("text", "images", "videos", "metrics")}}
 
 
 def call_tool(data_source: str, solution_str: str, ground_truth: object, extra_info: Any = None) -> dict[str, object]:
@@ -82,14 +83,17 @@ def call_tool(data_source: str, solution_str: str, ground_truth: object, extra_i
             returned = asyncio.run(_wait(returned))
         response, reward, metrics = answer_of(returned)
         from verl.data.pictures import image_text
+        from verl.data.videos import video_entry
 
         text, sources = text_and_images(response)
-        images = [image_text(source, f"image {number}") for number, source in enumerate(sources)]
+        places = [(source, f"image {number}") for number, source in enumerate(sources)]
+        images = [image_text(source, place) for source, place in places if not isinstance(source, VideoSource)]
+        videos = [video_entry(source, place) for source, place in places if isinstance(source, VideoSource)]
     except Exception as error:  # noqa: BLE001 - the model gets the error
         return {"score": 0.0, "failure": f"{error}"[:500] or type(error).__name__}
     if len(text) > MAX_TEXT:
         text = f"{text[: MAX_TEXT // 2]}{text[-MAX_TEXT // 2 :]}"
-    return {"score": reward, "text": text, "images": images, "metrics": metrics}
+    return {"score": reward, "text": text, "images": images, "videos": videos, "metrics": metrics}
 
 
 async def _wait(work: Any) -> object:

@@ -204,7 +204,7 @@ class ToolAgentLoop(AgentLoopBase):
         answers = [
             {
                 "role": "tool",
-                "content": message_content(result.text, len(result.media)),
+                "content": message_content(result.text, result.media),
                 **({"tool_call_id": call.id, "name": call.name} if call.id else {}),
             }
             for call, result in zip(calls, results, strict=True)

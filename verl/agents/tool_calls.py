@@ -54,7 +54,7 @@ class FunctionPool(Protocol):
     """Runs functions in sandboxed processes."""
 
     def submit(self, path: str, name: str, arguments: Mapping[str, object]) -> Future[dict[str, Any]]:
-        """The future of the function's result: {"text", "images", "reward", "metrics"}, or {"error"}."""
+        """The future of the function's result: {"text", "images", "videos", "reward", "metrics"}, or {"error"}."""
         ...
 
 
@@ -155,7 +155,7 @@ class ToolCalls:
                 done = await asyncio.wrap_future(pool.submit(str(tool.path), tool.name, arguments))
                 if "error" in done:
                     raise RuntimeError(done["error"])
-                return ToolResponse(done["text"], done["images"] or None), done["reward"], done["metrics"]
+                return ToolResponse(done["text"], done["images"], done["videos"]), done["reward"], done["metrics"]
             return answer_of(await on_thread(tool.function, **arguments))
         instance_id, _ = await on_thread(tool.create, create_kwargs=kwargs.get("create_kwargs", {}))
         try:

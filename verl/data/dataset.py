@@ -19,7 +19,6 @@ from verl.data.scan import BadRows, Scan, ScanPart, scan_rows
 from verl.data.schema import UNSCORED, Messages, at, check_row, messages_of
 from verl.data.tables import Rows
 from verl.data.template_checks import TemplateChecks
-from verl.data_proto.media import VideoSource
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError, DataError
 from verl.registry import load_module, load_object
@@ -207,7 +206,7 @@ class PromptRows:
         self.agents = agents
         self.scored = scored
         self.reads_images = reads_images
-        self.has_images = self.has_videos = False  # whether a row has any, once all are examined
+        self.has_images = False  # whether a row has any, once all are examined
         # rows of a class of the user's are whatever its __getitem__ returns, one by one
         own = (type(dataset).__getitem__, getattr(type(dataset), "_build_messages", None))
         self._in_batches = own == (RLHFDataset.__getitem__, RLHFDataset._build_messages) and isinstance(
@@ -315,9 +314,7 @@ class PromptRows:
             lengths, bad = [], BadRows()
             for item, row, length, error in self.examined(items, encoder, checks, measured=measured, bounded=True):
                 lengths.append(length)
-                images = [] if row is None else self.images(row)
-                self.has_images |= bool(images)
-                self.has_videos |= any(isinstance(source, VideoSource) for source in images)
+                self.has_images |= row is not None and bool(self.images(row))
                 if error is not None:
                     bad.add_error(item, error, self.place(item), in_prompt=row is not None)
             return ScanPart({"lengths": np.array(lengths, dtype=np.int32)}, bad=bad)

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlparse
 
+import numpy as np
+
 from verl.data.schema import SOURCES
 from verl.errors import DataError, MissingExtraError
 from verl.foreign_text import clean, quoted
@@ -23,14 +25,20 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 
 
 def read_image(source: object, place: str) -> Image.Image:
-    """The picture at `source` as a PIL image in RGB. Raises DataError, which begins with `place`, for an unknown source, a
-    file that is no image or is damaged, and a file or picture beyond MAX_BYTES and MAX_PIXELS."""
+    """The picture at `source`, also an array, as a PIL image in RGB. Raises DataError, which begins with `place`, for an
+    unknown source, a file that is no image or is damaged, and a file or picture beyond MAX_BYTES and MAX_PIXELS."""
     try:
         from PIL import Image
     except ImportError as error:
         raise MissingExtraError("Reading images", "pillow", "pillow") from error
-    if isinstance(source, Image.Image):
-        picture: Image.Image = source
+    if isinstance(source, np.ndarray):
+        if source.dtype != np.uint8 or source.ndim not in (2, 3):
+            raise DataError(
+                f"{place} is an array of {source.dtype} and shape {source.shape}; give uint8 [height, width, 3], or a picture."
+            )
+        picture: Image.Image = Image.fromarray(source)
+    elif isinstance(source, Image.Image):
+        picture = source
     else:
         content = bytes_at(source, place, MAX_BYTES)
         try:
@@ -56,8 +64,8 @@ def image_text(source: Any, place: str) -> str:
     source = innermost_source(source, place)
     if isinstance(source, str):
         return source
-    if hasattr(source, "save"):  # a picture of PIL
-        source = png(source.convert("RGB"))
+    if hasattr(source, "save") or isinstance(source, np.ndarray):
+        source = png(read_image(source, place))
     return "data:;base64," + base64.b64encode(bytes_at(source, place, MAX_BYTES)).decode()
 
 

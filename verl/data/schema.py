@@ -62,9 +62,9 @@ def messages_of(row: Mapping[str, object], prompt_key: str, *, images: bool = Fa
     return [message_of(message, f"field '{prompt_key}[{i}]'", images=images) for i, message in enumerate(prompt)]
 
 
-def message_of(message: object, place: str, *, images: bool = False, videos: bool = True) -> dict[str, Any]:
+def message_of(message: object, place: str, *, images: bool = False) -> dict[str, Any]:
     """A checked message without the fields that are None; parts of text are joined. With `images` the content may have parts of
-    IMAGE_PARTS, and with `videos` of VIDEO_PARTS, and is then a list of parts. Raises DataError with `place`."""
+    MEDIA_PARTS, and is then a list of parts. Raises DataError with `place`."""
     if not isinstance(message, Mapping):
         raise DataError(f"{place} is a {type(message).__name__}; a message is an object with role and content.")
     # parquet gives every message the fields of all messages; fields that were not written come back as None
@@ -83,7 +83,7 @@ def message_of(message: object, place: str, *, images: bool = False, videos: boo
     if isinstance(content, str) or (content is None and isinstance(calls, (list, tuple, np.ndarray)) and len(calls)):
         return fields
     if parts is not None:
-        return {**fields, "content": _checked_parts(parts, place, images, videos)}
+        return {**fields, "content": _checked_parts(parts, place, images)}
     raise DataError(f"{place} has no text 'content' (it is {type(content).__name__}).")
 
 
@@ -93,13 +93,11 @@ def _content_parts(content: Any) -> list[dict[str, object]]:
     return [{name: value for name, value in part.items() if value is not None} for part in objects]
 
 
-def _checked_parts(
-    parts: list[dict[str, Any]], place: str, images: bool, videos: bool
-) -> str | list[dict[str, object]]:
+def _checked_parts(parts: list[dict[str, Any]], place: str, images: bool) -> str | list[dict[str, object]]:
     others = [p for p in parts if not (p.get("type") == "text" and isinstance(p.get("text"), str))]
     if not others:
         return "".join(part["text"] for part in parts)
-    allowed = (*(IMAGE_PARTS if images else ()), *(VIDEO_PARTS if images and videos else ()))
+    allowed = MEDIA_PARTS if images else ()
     if all(part.get("type") in allowed for part in others):
         return parts
     kinds = [_MEDIA.get(kind.partition("_")[0]) for p in others if (kind := str(p.get("type"))) not in allowed]

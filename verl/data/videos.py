@@ -28,6 +28,7 @@ LIMITS = ("min_pixels", "max_pixels")
 MAX_BYTES = 1 << 30  # of a file
 MAX_FRAMES = 1 << 18  # of a file: two hours of 30 frames a second
 MAX_TOTAL_PIXELS = 1 << 29  # of the frames that are read
+_SEQUENCE = "data:video/jpeg;base64,"  # frames with commas between them, as services of vLLM read them
 # what the demuxers of these containers read is in the file itself; playlists name other files
 _FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,ogg,gif,asf"
 
@@ -43,6 +44,8 @@ def read_clip(source: VideoSource, defaults: Mapping[str, Any], place: str, step
     rule = {name: own.get(name, defaults.get(name, value)) for name, value in SAMPLING.items()}
     if "fps" in own:
         rule["nframes"] = 0  # of the defaults
+    if isinstance(value, str) and value.startswith(_SEQUENCE):
+        value = [_SEQUENCE.replace("video", "image") + frame for frame in value.removeprefix(_SEQUENCE).split(",")]
     if isinstance(value, list | tuple | np.ndarray):
         frames = [read_image(frame, f"{place}: frame {number}") for number, frame in enumerate(value)]
         numbers, num_frames, fps = list(range(len(frames))), len(frames), float(rule["fps"])

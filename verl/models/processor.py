@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,6 +29,9 @@ from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ModelError
 from verl.models.folder import read_json_object, reason
 from verl.models.vision import FAMILIES, NOT_SENT, WITHOUT_VIDEOS, joined
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 # transformers makes a processor of the first two; the others belong to it, and an exported model keeps them
 FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.json")
@@ -107,13 +110,15 @@ class ImageProcessor:
             arguments = {name: value for name, value in arguments.items() if name not in _EDGES} | {"size": size}
         return {**arguments, **dict.fromkeys(self.arguments & _TILINGS, False)}
 
-    def as_read(self, media: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> list[Any]:
+    def as_read(
+        self, media: Sequence[Image.Image | Clip], tensors: Mapping[str, torch.Tensor]
+    ) -> list[Image.Image | Clip]:
         """PIL images and Clips in the sizes of their pixels in `tensors`, where the family reads images in their own sizes:
         torchvision, with which services resize, differs from PIL by some levels of brightness."""
         images = self.processor.image_processor
         of_images, of_videos = (iter(tensors.get(f"{kind}_grid_thw", ())) for kind in ("image", "video"))
 
-        def sized(frames: Sequence[Any], grids: Iterator[torch.Tensor]) -> tuple[Any, ...]:
+        def sized(frames: Sequence[Image.Image], grids: Iterator[torch.Tensor]) -> tuple[Image.Image, ...]:
             if (grid := next(grids, None)) is None:
                 return tuple(frames)
             height, width = (grid[1:] * images.patch_size).tolist()

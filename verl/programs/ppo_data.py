@@ -62,17 +62,12 @@ def tokenizer_notices(config: PPOConfig, tokenizer: Tokenizer) -> list[str]:
 
 
 def refuse_images(config: PPOConfig, rows: PromptRows) -> None:
-    """Raise DataError where a judge would read rows with images as text, or an agent has a row with a video."""
+    """Raise DataError where a judge would read rows with images as text."""
     model = config.reward.reward_model
     if model.enable and model.judge_template and rows.has_images:
         raise DataError(
             "Rows with images do not work with reward.reward_model.judge_template in this version: a judge reads text. Leave "
             "the key out."
-        )
-    if rows.has_videos and rows.agents:
-        raise DataError(
-            "Rows with videos do not work with agents in this version. Leave out "
-            "actor_rollout_ref.rollout.multi_turn.enable, or the rows."
         )
 
 

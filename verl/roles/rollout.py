@@ -282,7 +282,7 @@ def episode_columns(episodes: Sequence[EpisodeResult], images: EpisodeImages) ->
     """The object columns of episodes; `images` are the images that they can have."""
     media = [done.trajectory.media for done in episodes]
     return {
-        **({} if images.token is None else {"episode_media": object_array(media)}),
+        **({} if not images.tokens else {"episode_media": object_array(media)}),
         "__num_turns__": object_array([done.num_turns for done in episodes]),
         "tool_call_counts": object_array([int(done.metrics.get("num_tool_calls", 0)) for done in episodes]),
         "episode_times": object_array([done.metrics for done in episodes]),

@@ -159,7 +159,7 @@ class FunctionCall(Record):
 
 @dataclass
 class ToolResponse(Record):
-    """The answer of a tool: a text, and images as in rows of data. Videos are not supported in this version."""
+    """The answer of a tool: a text, and images and videos as in rows of data."""
 
     text: str | None = None
     image: list[Any] | None = None

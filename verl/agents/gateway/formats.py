@@ -324,6 +324,8 @@ def _part(part: object) -> Content:
     if isinstance(part, Mapping) and isinstance(part.get("text"), str):
         return str(part["text"])
     kind = part.get("type") if isinstance(part, Mapping) else None
+    if isinstance(part, Mapping) and kind == "video_url":
+        return [{"type": kind, kind: part.get(kind)}]
     if not isinstance(part, Mapping) or kind not in ("image", "input_image", "image_url"):
         raise RequestError("only parts with text and images are available; files are not")
     source, url = part.get("source"), part.get("image_url")

@@ -19,8 +19,8 @@ from verl.agents.continuity import ChatContinuity
 from verl.agents.episode import Episode, EpisodeError
 from verl.agents.images import EpisodeImages
 from verl.agents.parsers import Schemas, ToolParser
-from verl.data.schema import IMAGE_PARTS, Messages, message_of
-from verl.data_proto.media import Media, images_in, texts_of
+from verl.data.schema import MEDIA_PARTS, VIDEO_PARTS, Messages, message_of
+from verl.data_proto.media import Media, VideoSource, images_in, texts_of
 from verl.errors import DataError, VerlError
 from verl.tools.schemas import FunctionCall
 
@@ -106,7 +106,7 @@ class EndpointSession:
         reason = "stop" if done.finish_reason == "stop" else "length"
         return ModelTurn(text, [], reason, list(prompt_ids), ids, list(done.log_probs), text)
 
-    async def _media(self, sources: Sequence[str | None]) -> list[Media]:
+    async def _media(self, sources: Sequence[object]) -> list[Media]:
         """The images of a conversation. Raises RequestError."""
         row = images_in(self.episode.task.media)
         num_of_row = len(texts_of(row)) if None in sources else 0
@@ -187,7 +187,7 @@ def _messages(messages: object) -> Messages:
     conversation = []
     for number, message in enumerate(messages):
         try:
-            checked = message_of(message, f"messages[{number}]", images=True, videos=False)
+            checked = message_of(message, f"messages[{number}]", images=True)
         except DataError as error:
             raise RequestError(str(error)) from error
         checked["role"] = "system" if checked["role"] == "developer" else checked["role"]
@@ -203,33 +203,34 @@ def _messages(messages: object) -> Messages:
     return conversation
 
 
-def _placed(messages: Messages) -> tuple[Messages, list[str | None]]:
+def _placed(messages: Messages) -> tuple[Messages, list[object]]:
     """Messages whose image parts have the digest of their image, and the data URLs of the images, None for an image of the row.
     Raises RequestError for an image that would be read from this machine or the network."""
-    urls: list[str | None] = []
+    urls: list[object] = []
     placed = []
     for message in messages:
         if isinstance(message["content"], list):
             parts = [dict(part) for part in message["content"]]
-            for part in (part for part in parts if part["type"] in IMAGE_PARTS):
-                source = part.pop("image_url", None)
+            for part in (part for part in parts if part["type"] in MEDIA_PARTS):
+                kind = "video" if part["type"] in VIDEO_PARTS else "image"
+                source = part.get(f"{kind}_url")
                 url = source.get("url") if isinstance(source, Mapping) else source
                 if url is not None and (not isinstance(url, str) or not url.startswith("data:")):
-                    raise RequestError("image_url must be a data URL in base64: nothing else is read")
+                    raise RequestError(f"{kind}_url must be a data URL in base64: nothing else is read")
                 part.clear()
-                part["type"] = "image"
+                part["type"] = kind
                 if url is not None:
                     part["digest"] = hashlib.sha256(url.encode()).hexdigest()
-                urls.append(url)
+                urls.append(VideoSource(url) if url is not None and kind == "video" else url)
             message = {**message, "content": parts}
         placed.append(message)
     return placed, urls
 
 
 def num_images(messages: Messages) -> int:
-    """Image parts of messages."""
+    """Image and video parts of messages."""
     contents = (message["content"] for message in messages if isinstance(message["content"], list))
-    return sum(part["type"] == "image" for content in contents for part in content)
+    return sum(part["type"] in ("image", "video") for content in contents for part in content)
 
 
 def _tools(tools: Any) -> list[dict[str, Any]]:

@@ -251,13 +251,13 @@ def _media(request: PromptRequest) -> dict[str, Any]:
     """Entries of a prompt for its images; vLLM puts the parts of each in the place of its token."""
     if request.media is None or request.media.files is None:
         return {}
-    data: dict[str, list[Any]] = {}
+    data: dict[str, list[object]] = {}
     for item in request.media.files.contents:
         data.setdefault("video" if isinstance(item, Clip) else "image", []).append(_opened(item))
     return {"multi_modal_data": data, "mm_processor_kwargs": request.media.files.arguments}
 
 
-def _opened(item: bytes | Clip) -> Any:
+def _opened(item: bytes | Clip) -> object:
     """A picture of PIL, or frames (uint8 [frames, height, width, 3]) with the entries that vLLM has for a video."""
     if isinstance(item, Clip):
         entries: dict[str, object] = {"total_num_frames": item.num_frames, "frames_indices": list(item.indices)}
