@@ -121,7 +121,7 @@ def test_roles_that_grow_and_shrink_change_no_sample_and_no_weight(jobs, monkeyp
     thread.start()
     run = train_here(jobs, "scaled", *AHEAD, *UNEVEN, reward)
     thread.join(timeout=1)
-    sizes = [row["rollout/num_replicas"] for row in run.rows]
+    sizes = [row["rollout/num_replicas"] for row in run.rows[:-1]]  # the last step generates nothing
     assert sizes[0] == sizes[-1] == 1
     assert max(sizes) == 3
     fixed = train_here(jobs, "fixed", *AHEAD, *UNEVEN, reward)
