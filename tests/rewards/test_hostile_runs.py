@@ -12,7 +12,7 @@ import pytest
 
 from tests import letters_task
 from tests.rewards.attacks import ATTACKS, SIX
-from tests.rewards.test_pool import runs, wait_until
+from tests.processes import is_alive, wait_until
 from verl.tracking.ledger.reader import Ledger
 
 ROWS = ["", "loop", "fork_bomb", "allocate", "", "ignore_sigterm", "forge", "segfault"]  # what each row's scorer does
@@ -154,4 +154,4 @@ def test_nothing_is_left_of_a_run_whose_first_process_is_killed(tiny_llama, tmp_
         run.kill()
         run.wait()
     # only root can read the environment of a reaper, by which it is marked
-    assert wait_until(lambda: not marked(tmp_path) and not any(map(runs, family)), 20), marked(tmp_path)
+    assert wait_until(lambda: not marked(tmp_path) and not any(map(is_alive, family)), 20), marked(tmp_path)

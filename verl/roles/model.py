@@ -39,8 +39,7 @@ from verl.roles.utilization import Utilization
 
 log = logging.getLogger(__name__)
 
-# columns of PPO that no objective reads: 16 of 38 bytes a token, which need not travel
-_NOT_READ = ("token_level_scores", "token_level_rewards", "token_weight_version")
+_NOT_READ = ("token_weight_version",)  # 8 of 38 bytes a token; some objectives read scores and rewards
 
 record(FileRecord)
 

@@ -157,10 +157,9 @@ def random_keys(seed: int, step: int, requests: Sequence[PromptRequest], samples
     """int64 [samples]: the keys of random numbers of `samples[i]` of `requests[i]`, in a generation of `step`."""
     ordinals = torch.tensor([r.ordinal if r.random_ordinal is None else r.random_ordinal for r in requests])
     steps = torch.tensor([step if r.random_step is None else r.random_step for r in requests])
-    keys, numbers = torch.empty(len(requests), dtype=torch.int64), torch.tensor(samples)
+    keys, numbers = torch.zeros_like(ordinals), torch.tensor(samples)
     for number in set(steps.tolist()):
-        of_step = steps == number
-        keys[of_step] = sample_keys(seed, number, ordinals[of_step], numbers[of_step])
+        keys = torch.where(steps == number, sample_keys(seed, number, ordinals, numbers), keys)
     return keys
 
 
