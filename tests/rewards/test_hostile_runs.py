@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from tests import letters_task
-from tests.rewards.attacks import ATTACKS, SIX
 from tests.processes import is_alive, wait_until
+from tests.rewards.attacks import ATTACKS, SIX
 from verl.tracking.ledger.reader import Ledger
 
 ROWS = ["", "loop", "fork_bomb", "allocate", "", "ignore_sigterm", "forge", "segfault"]  # what each row's scorer does
