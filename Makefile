@@ -23,7 +23,7 @@ TORCH ?= torch==2.13.0
 TORCH_FLAGS ?=
 CONFIG ?= grpo_smollm2
 ARGS ?=
-JOBS ?= 2
+JOBS ?= 3
 KILLS ?= 20
 WORK := work
 
@@ -148,8 +148,9 @@ types: $(STAMPS)/package
 
 # one case of each test in files that start no process and no run (tests/unit_files.py), and tests/house
 test-fast: $(STAMPS)/package
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --unit
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --unit
 
+# tests wait 500 s for processes, so that two cores have time for a third worker
 unit: $(STAMPS)/package
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
