@@ -15,13 +15,12 @@ from verl.runtime.ray_cluster import Pending, RayCluster, Request
 from verl.runtime.ray_process import Process
 from verl.runtime.ray_worker_group import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
-PROCESSES = (8, 16, 32, 64)
 _CALLS = 20
 _LIMIT_S = 500.0
 _MEMORY = 200_000_000  # of Ray's object store
 
 
-def measure_processes(sizes: Sequence[int], folder: Path) -> None:
+def measure_processes(sizes: Sequence[int]) -> None:
     """Groups of stand-ins on this machine. An error of the last rank has to name it."""
     costs: dict[str, list[float]] = {}
     for size in sizes:

@@ -57,6 +57,7 @@ SIZES = (1_000, 20_000, 400_000, 5_000_000)
 SAMPLES = (10_240, 102_400, 1_024_000, 10_240_000)
 PARAMETERS = (16_777_216, 67_108_864, 268_435_456, 1_006_632_960)
 RESPONSES = (64, 128, 256, 512)
+PROCESSES = (8, 16, 32, 64)
 _SLOTS, _LIMIT = 64, 1024  # responses at a time, tokens of a response
 _BLOCK = 1 << 22  # parameters of a tensor of a checkpoint
 STEPS = (1_000, 10_000, 100_000, 1_000_000)
@@ -330,6 +331,12 @@ def load(store: CheckpointStore, block: torch.Tensor) -> None:
             raise RuntimeError(damage())
 
 
+def measure_processes(sizes: Sequence[int], folder: Path) -> None:
+    from benchmarks import processes  # which needs Ray
+
+    processes.measure_processes(sizes)
+
+
 def repeat_step(source: Path, target: Path, num_steps: int) -> None:
     """The rows of step 2 in `source`, for each step from 1 on."""
     rows = [row for row in read_json_rows(source) if row["step"] == 2]
@@ -375,8 +382,6 @@ def record_step(tracker: SampleTracker) -> None:
 
 
 def main() -> None:
-    from benchmarks.processes import PROCESSES, measure_processes  # which needs Ray
-
     modes = {
         "ledger": (measure_ledger, SAMPLES),
         "steps": (measure_steps, STEPS),

@@ -24,10 +24,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.config import SCHEMAS, load_config
+from verl.config import SCHEMAS, PPOConfig, load_config
+from verl.config.active_keys import runs_agents
 from verl.errors import ConfigError, DataError
 from verl.registry import is_in_process, reference_to, with_references
-from verl.rewards.function_list import require_columns, reward_parameters
+from verl.rewards.function_list import RewardFunction, require_columns, reward_parameters
 from verl.run.steps import SteppedRun
 from verl.tracking.files import write_atomically
 
@@ -80,6 +81,7 @@ class Trainer(SteppedRun):
         self.program_name = _PROGRAMS.get(name, "ppo")
         rows = _rows("train", data)
         eval_rows = None if eval_data is None else rows if eval_data is data else _rows("val", eval_data)
+        functions = _functions(reward)
         values = self._values(model, rows, reward, name, eval_rows)
         mapping = config if isinstance(config, Mapping) else {}
         texts = [config] if isinstance(config, str) else [] if config is None or config is mapping else list(config)
@@ -88,6 +90,10 @@ class Trainer(SteppedRun):
                 raise ConfigError(f"{repeated[0]} is set by an argument of the call already. Give it once.")
         trees = [with_references(tree) for tree in (mapping, keys, values)]
         super().__init__(load_config(texts, schema=SCHEMAS[self.program_name], values=trees), self.program_name)
+        root = self.loaded.config
+        # episodes and a user's class of rows add columns
+        if isinstance(root, PPOConfig) and not runs_agents(root) and not root.data.custom_cls.path:
+            _require_columns(functions, rows)
         self._stop = False
 
     def _values(
@@ -103,7 +109,7 @@ class Trainer(SteppedRun):
             "data.val_files": [] if eval_data is None else self._files("val", eval_data),
             "trainer.default_local_dir": str(self.folder),
             **({"algorithm.adv_estimator": _ALGORITHMS.get(algorithm, algorithm)} if is_rl else {}),
-            **({} if reward is None else _reward_keys(reward, data)),
+            **({} if reward is None else _reward_keys(reward)),
         }
 
     def _files(self, split: str, data: Rows) -> object:
@@ -299,20 +305,10 @@ def _no_reward(completions: Sequence[object], **columns: object) -> list[float]:
     return [0.0] * len(completions)
 
 
-def _reward_keys(reward: Reward, data: Rows) -> dict[str, object]:
+def _reward_keys(reward: Reward) -> dict[str, object]:
     if isinstance(reward, str | os.PathLike):
         return {"reward.custom_reward_function.path": os.fspath(reward)}
-    items: list[object] = list(reward) if isinstance(reward, Sequence) else [reward]
-    functions = [item for item in items if callable(item)]
-    if len(functions) < len(items) or not items:
-        bad = next((item for item in items if not callable(item)), reward)
-        raise ConfigError(f"reward has {bad!r}, which is no function. Give a function, several, or the path of a file.")
-    rows = [] if isinstance(data, str) else [row for row in data if isinstance(row, Mapping)]
-    columns = {name for row in rows for name in (*row, *(row.get("extra_info") or ()))}
-    for function in functions:
-        if "solution_str" not in reward_parameters(function) and rows:
-            require_columns(function, columns | {"prompts", "completions", "index", "data_source"})
-    references = [reference_to(function) for function in functions]
+    references = [reference_to(function) for function in _functions(reward)]
     keys: dict[str, object] = {
         "reward.custom_reward_function.path": "pkg://verl.rewards.function_list",
         "reward.custom_reward_function.name": "score_lists",
@@ -320,6 +316,29 @@ def _reward_keys(reward: Reward, data: Rows) -> dict[str, object]:
         "reward.reward_manager.name": "batch",
     }
     return keys | {"reward.debug": True} if any(map(is_in_process, references)) else keys
+
+
+def _functions(reward: Reward | None) -> list[RewardFunction]:
+    """The functions of `reward`; none for a path. Raises ConfigError for another value, RewardError for another form."""
+    if reward is None or isinstance(reward, str | os.PathLike):
+        return []
+    items: list[object] = list(reward) if isinstance(reward, Sequence) else [reward]
+    functions: list[RewardFunction] = [item for item in items if callable(item)]
+    if len(functions) < len(items) or not items:
+        bad = next((item for item in items if not callable(item)), reward)
+        raise ConfigError(f"reward has {bad!r}, which is no function. Give a function, several, or the path of a file.")
+    for function in functions:
+        reward_parameters(function)
+    return functions
+
+
+def _require_columns(functions: Sequence[RewardFunction], rows: Rows) -> None:
+    """Raises RewardError for a parameter of a function over lists that is no column of `rows`."""
+    mappings = [row for row in rows if isinstance(row, Mapping)]
+    columns = {name for row in mappings for name in (*row, *(row.get("extra_info") or ()))}
+    for function in functions:
+        if mappings and "solution_str" not in reward_parameters(function):
+            require_columns(function, columns | {"prompts", "completions", "index", "data_source"})
 
 
 def _holds(values: object, key: str) -> bool:

@@ -153,6 +153,16 @@ def test_an_interruption_saves(tiny_llama, tmp_path):
     assert (tmp_path / "global_step_1/trainer_state.json").is_file()
 
 
+def test_columns_that_episodes_add_are_no_columns_of_the_rows(tiny_llama, tmp_path):
+    def score(completions, turn_scores):
+        return [0.0] * len(completions)
+
+    agents = {"actor_rollout_ref.rollout.agent.runner": f"{__file__}:length"}
+    with pytest.raises(RewardError, match="takes 'turn_scores'"):
+        verl.Trainer(tiny_llama, ROWS, score, output_dir=tmp_path, config=DATA)
+    verl.Trainer(tiny_llama, ROWS, score, output_dir=tmp_path, config=DATA | agents).close()
+
+
 def test_fine_tuning_preferences_and_reward_models(tiny_llama, tmp_path):
     chats = [
         {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": str(n)}]} for n in range(8)

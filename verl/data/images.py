@@ -104,9 +104,8 @@ class ImageEncoder:
             hint = nearest(name, processor.arguments) or f"; it takes {', '.join(sorted(processor.arguments))}."
             raise ConfigError(f"data.mm_processor_kwargs: the model's image processor has no argument {name!r}{hint}")
         self.processor, self.settings = processor, dict(settings)
-        self._arguments = {
-            name: value for name, value in settings.items() if name not in SAMPLING
-        }  # of the image processor
+        # of the image processor
+        self._arguments = {name: value for name, value in settings.items() if name not in SAMPLING}
         self._settings_digest = hashlib.sha256(
             (processor.settings + json.dumps(self.settings, sort_keys=True, default=str)).encode()
         ).digest()
