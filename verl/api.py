@@ -29,6 +29,7 @@ from verl.config.active_keys import runs_agents
 from verl.errors import ConfigError, DataError
 from verl.registry import is_in_process, reference_to, with_references
 from verl.rewards.function_list import RewardFunction, require_columns, reward_parameters
+from verl.rewards.functions import FUNCTION_LIST
 from verl.run.steps import SteppedRun
 from verl.tracking.files import write_atomically
 
@@ -310,7 +311,7 @@ def _reward_keys(reward: Reward) -> dict[str, object]:
         return {"reward.custom_reward_function.path": os.fspath(reward)}
     references = [reference_to(function) for function in _functions(reward)]
     keys: dict[str, object] = {
-        "reward.custom_reward_function.path": "pkg://verl.rewards.function_list",
+        "reward.custom_reward_function.path": FUNCTION_LIST,
         "reward.custom_reward_function.name": "score_lists",
         "reward.custom_reward_function.reward_kwargs": {"functions": references},
         "reward.reward_manager.name": "batch",

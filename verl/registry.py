@@ -108,6 +108,12 @@ def reference_to(obj: object) -> str:
     return reference
 
 
+def referenced_name(reference: str) -> str:
+    """The name of the object that `reference_to` returned `reference` for."""
+    name = reference.rpartition(":")[2]
+    return name.rpartition("_")[0] if is_in_process(reference) else name
+
+
 def is_in_process(reference: str) -> bool:
     """Whether only the process that made the reference can load it."""
     return reference.startswith(f"{_IN_PROCESS}:")
@@ -131,7 +137,7 @@ def load_object(reference: str) -> Any:
     path, _, name = reference.rpartition(":")
     if is_in_process(reference):
         raise ConfigError(
-            f"{name.rpartition('_')[0]} exists only in the process that defined it (a lambda, a notebook or the body of a "
+            f"{referenced_name(reference)} exists only in the process that defined it (a lambda, a notebook or the body of a "
             "function). Define it at the top level of a .py file, so that other processes can import it."
         )
     if not path:

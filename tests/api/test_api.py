@@ -12,9 +12,11 @@ import pytest
 
 import verl
 import verl.api
+from verl.api import _reward_keys
 from verl.errors import ConfigError, DataError, InterruptedRun, RewardError
 from verl.registry import is_in_process, load_object, reference_to
 from verl.rewards.function_list import score_lists
+from verl.rewards.functions import RewardFunctionSpec
 
 ROWS = [{"prompt": f"Say {n % 10}.", "answer": str(n % 10)} for n in range(16)]
 DATA = {"data.train_batch_size": 8, "data.max_prompt_length": 64, "data.max_response_length": 4}
@@ -351,3 +353,15 @@ def test_a_result_that_is_no_number_costs_its_own_sample():
     assert _scores(one_text) == [1.0, "1.0"]
     with pytest.raises(RewardError, match="one_value returned a float for 2 completions"):
         _scores(one_value)
+
+
+def half(completions):
+    return [0.5] * len(completions)
+
+
+def test_messages_name_the_functions_that_python_code_passed():
+    keys = _reward_keys([half, lambda completions: [1.0] * len(completions)])
+    spec = RewardFunctionSpec(
+        keys["reward.custom_reward_function.path"], kwargs=keys["reward.custom_reward_function.reward_kwargs"]
+    )
+    assert spec.label == "half, lambda"

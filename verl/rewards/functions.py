@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from verl.errors import RewardError, VerlError, nearest
-from verl.registry import load_module, user_file
+from verl.registry import load_module, referenced_name, user_file
 
 SAMPLE_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
@@ -19,6 +19,7 @@ BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_info
 MODEL_SCORE = ("reward_model_score", "reward_model_scores")
 MODEL_REPLY = ("reward_model_reply", "reward_model_replies")
 _OF_A_SERVICE = ("reward_router_address", "reward_model_tokenizer")
+FUNCTION_LIST = "pkg://verl.rewards.function_list"  # the module that calls functions of Python code
 SIGNATURE = "(data_source, solution_str, ground_truth, extra_info=None, **kwargs)"
 BATCH_SIGNATURE = "(data_sources, solution_strs, ground_truths, extra_infos, **kwargs)"
 
@@ -56,7 +57,9 @@ class RewardFunctionSpec:
 
     @property
     def label(self) -> str:
-        """Name in messages: "compute_score of rewards.py"."""
+        """Name in messages: "compute_score of rewards.py"; the names of functions that Python code passed."""
+        if self.path == FUNCTION_LIST:
+            return ", ".join(map(referenced_name, self.kwargs["functions"]))
         return "default_compute_score" if self.path is None else f"{self.name} of {self.path}"
 
 
