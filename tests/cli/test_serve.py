@@ -5,6 +5,8 @@ import hashlib
 import pytest
 
 from verl.cli.main import main
+from verl.errors import ConfigError
+from verl.tinker.tenants import Tenant, TenantLimits, read_tenants
 
 KEYS = "a" * 64
 
@@ -42,17 +44,12 @@ def test_a_wrong_setting_is_a_sentence(arguments, sentence, capsys, monkeypatch,
     ],
 )
 def test_a_wrong_key_file_is_a_sentence(text, sentence, tmp_path):
-    from verl.errors import ConfigError
-    from verl.tinker.tenants import read_tenants
-
     (tmp_path / "keys").write_text(text)
     with pytest.raises(ConfigError, match=sentence):
         read_tenants(str(tmp_path / "keys"))
 
 
 def test_a_key_file_has_tenants_with_limits(tmp_path):
-    from verl.tinker.tenants import Tenant, TenantLimits, read_tenants
-
     sums = [hashlib.sha256(key.encode()).hexdigest() for key in ("tml-a", "tml-b")]
     (tmp_path / "keys").write_text(f"# ours\n{sums[0]} tenant=ada models=4 rank=16\n\n{sums[1]} role=admin\n")
     tenants = read_tenants(str(tmp_path / "keys"))

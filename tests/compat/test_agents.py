@@ -6,10 +6,12 @@ import pytest
 
 from verl.compat.agents import get_interaction_class, get_tool_class
 from verl.errors import ConfigError
-from verl.experimental.agent_loop import AgentLoopManager, AgentLoopWorker
+from verl.experimental.agent_loop import AgentLoopManager, AgentLoopWorker, utils
 from verl.experimental.agent_loop.agent_loop import get_trajectory_info
 from verl.interactions.gsm8k_interaction import Gsm8kInteraction
+from verl.tools.geo3k_tool import Geo3kTool
 from verl.tools.gsm8k_tool import Gsm8kTool
+from verl.tools.sandbox_fusion_tools import SandboxFusionTool
 from verl.tools.schemas import (
     OpenAIFunctionCallSchema,
     OpenAIFunctionParsedSchema,
@@ -52,8 +54,6 @@ def test_classes_by_name():
 
 
 def test_programs_run_here_in_place_of_a_service():
-    from verl.tools.sandbox_fusion_tools import SandboxFusionTool
-
     class Mine(SandboxFusionTool):
         async def execute(self, instance_id, parameters, **kwargs):
             code, timeout = parameters["code"], self.default_timeout
@@ -72,8 +72,6 @@ def test_programs_run_here_in_place_of_a_service():
 
 
 def test_answers_of_geometry_are_scored_as_calls():
-    from verl.tools.geo3k_tool import Geo3kTool
-
     tool = Geo3kTool({})
     assert tool.name == "calc_geo3k_reward"
     instance, _ = asyncio.run(tool.create(create_kwargs={"ground_truth": "\\frac{1}{2}"}))
@@ -82,8 +80,6 @@ def test_answers_of_geometry_are_scored_as_calls():
 
 
 def test_texts_of_gpt_oss_and_paths(tmp_path):
-    from verl.experimental.agent_loop import utils
-
     answer = utils.format_gpt_oss_tool_response_manually("4", "add")
     assert utils.add_generation_prompt_for_gpt_oss(answer) == (
         "<|start|>functions.add to=assistant<|channel|>commentary<|message|>4<|end|><|start|>assistant"

@@ -8,8 +8,20 @@ import pytest
 from omegaconf import OmegaConf
 
 import verl.config
+from verl.base_config import BaseConfig
+from verl.compat.sections import loaded_config
 from verl.config import load_config
 from verl.errors import ConfigError
+from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
+from verl.utils.config import omega_conf_to_dataclass, validate_config
+from verl.workers.config import (
+    ActorConfig,
+    CriticConfig,
+    FSDPActorConfig,
+    FSDPEngineConfig,
+    HFModelConfig,
+    RolloutConfig,
+)
 
 
 @dataclass
@@ -26,8 +38,6 @@ class Outer:
 
 class TestBaseConfig:
     def test_a_frozen_mapping(self):
-        from verl.base_config import BaseConfig
-
         @dataclass
         class Mine(BaseConfig):
             _mutable_fields = {"free"}
@@ -48,8 +58,6 @@ class TestBaseConfig:
 
 class TestToDataclass:
     def test_nested(self):
-        from verl.utils.config import omega_conf_to_dataclass
-
         config = OmegaConf.create(
             {"size": 3, "name": "y", "inner": {"_target_": "x.Y", "size": "${size}"}, "names": ["a"]}
         )
@@ -63,9 +71,6 @@ class TestToDataclass:
         assert omega_conf_to_dataclass({}, Outer) == omega_conf_to_dataclass(None, Outer) == Outer()
 
     def test_by_target(self):
-        from verl.utils.config import omega_conf_to_dataclass
-        from verl.workers.config import ActorConfig, FSDPActorConfig
-
         section = {"_target_": "verl.workers.config.FSDPActorConfig", "ppo_epochs": 3, "optim": {"lr": 1e-5}}
         converted = omega_conf_to_dataclass(OmegaConf.create(section))
         assert FSDPActorConfig is ActorConfig
@@ -77,8 +82,6 @@ class TestToDataclass:
         )
 
     def test_what_does_not_fit(self):
-        from verl.utils.config import omega_conf_to_dataclass
-
         with pytest.raises(ConfigError, match=r"does not fit Outer.*'nam'"):
             omega_conf_to_dataclass({"nam": "y"}, Outer)
         with pytest.raises(ConfigError, match="does not fit Inner"):
@@ -91,8 +94,6 @@ class TestToDataclass:
 
 class TestSections:
     def test_existing_names_are_accepted(self):
-        from verl.workers.config import ActorConfig, CriticConfig, FSDPEngineConfig, RolloutConfig
-
         assert FSDPEngineConfig(param_offload=True, fsdp_size=2, model_dtype="bf16").fsdp_size == 2
         actor = ActorConfig(
             ppo_mini_batch_size=8, use_kl_loss=True, clip_ratio_high=0.28, fsdp_config=FSDPEngineConfig(fsdp_size=4)
@@ -104,8 +105,6 @@ class TestSections:
         assert CriticConfig(ppo_epochs=2).ppo_epochs == 2
 
     def test_every_leaf_of_ours_is_a_field(self):
-        from verl.workers.config import ActorConfig, FSDPEngineConfig, HFModelConfig, RolloutConfig
-
         for cls, ours in (
             (ActorConfig, verl.config.ActorConfig),
             (FSDPEngineConfig, verl.config.FSDPConfig),
@@ -116,9 +115,6 @@ class TestSections:
             assert [f.name for f in dataclasses.fields(cls)] == [f.name for f in dataclasses.fields(ours)]
 
     def test_a_model_and_what_its_folder_holds(self, tiny_llama):
-        from verl.utils.config import omega_conf_to_dataclass
-        from verl.workers.config import HFModelConfig
-
         section = OmegaConf.create({"path": str(tiny_llama), "override_config": {"rms_norm_eps": 0.5}, "lora_rank": 4})
         model = omega_conf_to_dataclass(section, dataclass_type=HFModelConfig)
         assert model.local_path == str(tiny_llama)
@@ -134,8 +130,6 @@ class TestSections:
 
 class TestWholeTrees:
     def test_a_tree_is_read_like_a_command_line(self, tiny_tree):
-        from verl.compat.sections import loaded_config
-
         def overrides(tree, prefix=""):
             for name, value in tree.items():
                 if isinstance(value, dict):
@@ -149,8 +143,6 @@ class TestWholeTrees:
 
     def test_a_composed_tree_has_every_key(self, tiny_tree):
         """A tree as Hydra passes it: all keys, at their defaults unless a script set them, with `_target_`s."""
-        from verl.compat.sections import loaded_config
-
         plain = loaded_config(tiny_tree).config
         tree = dataclasses.asdict(verl.config.PPOConfig())
         whole = OmegaConf.merge(tree, tiny_tree)
@@ -165,8 +157,6 @@ class TestWholeTrees:
         assert loaded_config(plain).config.data == plain.data
 
     def test_problems_match_a_run(self, tiny_tree):
-        from verl.utils.config import validate_config
-
         assert validate_config(OmegaConf.create(tiny_tree), use_reference_policy=False, use_critic=False) is None
         tiny_tree["data"]["train_batch_sise"] = 3
         with pytest.raises(ConfigError, match=r"train_batch_sise.*did you mean"):
@@ -174,8 +164,6 @@ class TestWholeTrees:
 
 
 def test_the_environment_for_ray(monkeypatch):
-    from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
-
     monkeypatch.delenv("NCCL_DEBUG", raising=False)
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     runtime_env = get_ppo_ray_runtime_env()

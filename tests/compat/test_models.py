@@ -7,22 +7,33 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import AutoConfig, LlamaConfig, Qwen3MoeConfig
 
 from tests.forked import fork
 from verl.config import OptimConfig
 from verl.models.optim import lr_at
+from verl.utils import ulysses
+from verl.utils.attention_utils import index_first_axis, pad_input, rearrange, unpad_input
+from verl.utils.flops_counter import FlopsCounter, get_device_flops
+from verl.utils.model import (
+    compute_position_id_with_mask,
+    convert_weight_keys,
+    extract_multi_modal_inputs,
+    get_generation_config,
+    get_model_size,
+    print_model_size,
+    update_model_config,
+)
+from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
+from verl.utils.ulysses import gather_outputs_and_unpad, ulysses_pad, ulysses_pad_and_slice_inputs
 
 
 def test_positions():
-    from verl.utils.model import compute_position_id_with_mask
-
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]])
     assert compute_position_id_with_mask(mask).tolist() == [[0, 0, 0, 1], [0, 1, 2, 2]]
 
 
 def test_sizes(caplog):
-    from verl.utils.model import get_model_size, print_model_size
-
     model = nn.Linear(1000, 2, bias=False)
     assert get_model_size(model) == (2.0, "K")
     assert get_model_size(model, "M") == (0.002, "M")
@@ -34,10 +45,6 @@ def test_sizes(caplog):
 
 
 def test_configs(tiny_llama, tmp_path):
-    from transformers import LlamaConfig
-
-    from verl.utils.model import get_generation_config, update_model_config
-
     assert get_generation_config(str(tiny_llama)).eos_token_id == 258
     (tmp_path / "config.json").write_text((tiny_llama / "config.json").read_text())
     assert get_generation_config(str(tmp_path)).eos_token_id == 258  # from config.json
@@ -49,8 +56,6 @@ def test_configs(tiny_llama, tmp_path):
 
 
 def test_names_of_weights_as_files_have_them():
-    from verl.utils.model import convert_weight_keys
-
     class Model:
         _checkpoint_conversion_mapping = {
             "^visual": "model.visual",
@@ -63,8 +68,6 @@ def test_names_of_weights_as_files_have_them():
 
 
 def test_inputs_of_several_rows():
-    from verl.utils.model import extract_multi_modal_inputs
-
     rows = [{"pixel_values": torch.ones(2, 3), "extra": None}, {}, {"pixel_values": torch.zeros(1, 3)}]
     assert extract_multi_modal_inputs(rows)["pixel_values"].tolist() == [[1] * 3, [1] * 3, [0] * 3]
     assert extract_multi_modal_inputs(rows, indices=[2, 9])["pixel_values"].tolist() == [[0] * 3]
@@ -75,10 +78,6 @@ def test_inputs_of_several_rows():
 class TestFlops:
     def test_a_dense_decoder(self, tiny_llama):
         """Counted by hand: 2 layers of hidden size 64 with 4 heads and 2 KV heads of 16, 264 tokens."""
-        from transformers import AutoConfig
-
-        from verl.utils.flops_counter import FlopsCounter, get_device_flops
-
         config = AutoConfig.from_pretrained(tiny_llama)
         layer = 64 * 16 * (4 + 2 + 2 + 4) + 3 * 64 * config.intermediate_size
         weights = 2 * layer + 2 * 264 * 64
@@ -88,10 +87,6 @@ class TestFlops:
         assert peak == get_device_flops("T")
 
     def test_experts_count_as_routed(self):
-        from transformers import Qwen3MoeConfig
-
-        from verl.utils.flops_counter import FlopsCounter
-
         shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 1}
         config = Qwen3MoeConfig(
             hidden_size=64, vocab_size=10, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, **shape
@@ -101,8 +96,6 @@ class TestFlops:
         assert FlopsCounter(config).estimate_flops([10], 1.0)[0] == pytest.approx(expected, rel=1e-12)
 
     def test_peaks(self):
-        from verl.utils.flops_counter import get_device_flops
-
         assert get_device_flops("T", "NVIDIA H100 80GB HBM3") == 989
         assert get_device_flops("P", "NVIDIA A100-SXM4-80GB") == 0.312
         assert get_device_flops("T", "NVIDIA L40S") == 362.05
@@ -111,8 +104,6 @@ class TestFlops:
 
 class TestUnpadding:
     def test_there_and_back(self):
-        from verl.utils.attention_utils import index_first_axis, pad_input, rearrange, unpad_input
-
         mask = torch.tensor([[0, 1, 1], [1, 0, 0], [1, 1, 1]])
         rows = torch.arange(18.0).view(3, 3, 2).requires_grad_()
         tokens, indices, ends, longest, lengths = unpad_input(rows, mask)
@@ -129,8 +120,6 @@ class TestUnpadding:
 
 class TestUlysses:
     def test_padding(self):
-        from verl.utils.ulysses import ulysses_pad
-
         ids, positions = torch.tensor([[5, 6, 7]]), torch.tensor([[0, 1, 2]])
         padded = ulysses_pad(ids, positions, sp_size=4, pad_value=9)
         assert (padded[0].tolist(), padded[1].tolist(), padded[2]) == ([[5, 6, 7, 9]], [[0, 1, 2, 0]], 1)
@@ -139,8 +128,6 @@ class TestUlysses:
         assert ulysses_pad(ids, None, sp_size=2) == (ids, None, 0)
 
     def test_without_a_group(self):
-        from verl.utils.ulysses import gather_outputs_and_unpad, ulysses_pad_and_slice_inputs
-
         x = torch.ones(3)
         assert gather_outputs_and_unpad(x, gather_dim=0, unpad_dim=0, padding_size=1) is x
         ids, positions, missing = ulysses_pad_and_slice_inputs(torch.tensor([[1, 2]]), None, sp_size=1)
@@ -166,8 +153,6 @@ class TestUlysses:
 
 
 def _gather_on_a_rank(rank, folder):
-    from verl.utils import ulysses
-
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     ulysses.set_ulysses_sequence_parallel_group(dist.group.WORLD)
     ids, positions = torch.tensor([[1, 2, 3]]), torch.tensor([[0, 1, 2]])
@@ -194,20 +179,14 @@ class TestSchedules:
 
     @pytest.mark.parametrize(("least", "cycles"), [(0.0, 0.5), (0.1, 0.5), (0.0, 1.0)])
     def test_cosine_matches_a_run(self, least, cycles):
-        from verl.utils.torch_functional import get_cosine_schedule_with_warmup
-
         schedule = get_cosine_schedule_with_warmup(self.optimizer(), 3, 10, min_lr_ratio=least, num_cycles=cycles)
         settings = {"lr_scheduler_type": "cosine", "lr_warmup_steps": 3, "min_lr_ratio": least, "num_cycles": cycles}
         config = OptimConfig(lr=2.0, zero_indexed_step=True, **settings)
         assert self.rates(schedule, 12)[:10] == pytest.approx([lr_at(step, config, 10) for step in range(10)])
 
     def test_constant(self):
-        from verl.utils.torch_functional import get_constant_schedule_with_warmup
-
         assert self.rates(get_constant_schedule_with_warmup(self.optimizer(), 4), 6) == [0, 0.5, 1, 1.5, 2, 2]
 
     def test_cosine_from_its_own_first_rate(self):
-        from verl.utils.torch_functional import get_cosine_schedule_with_warmup
-
         schedule = get_cosine_schedule_with_warmup(self.optimizer(), 2, 4, min_lr_ratio=0.0, init_lr_ratio=0.5)
         assert self.rates(schedule, 5) == pytest.approx([1.0, 1.5, 2.0, 1.0, 0.0])

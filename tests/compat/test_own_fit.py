@@ -14,7 +14,11 @@ from verl import DataProto
 from verl.compat.sections import loaded_config
 from verl.errors import ConfigError, InterruptedRun
 from verl.trainer.main_ppo_v0 import run_ppo
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer, Role, compute_advantage
+from verl.trainer.ppo.reward import load_reward_manager
 from verl.utils import hf_tokenizer
+from verl.utils.rollout_skip import RolloutSkip
+from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
 
 
 @pytest.fixture(autouse=True)
@@ -141,10 +145,6 @@ class TestDynamicSampling:
 
 def test_a_fit_of_earlier_releases(tree, caplog):
     """It takes tokens out of the prompts for generation, and calls worker groups and a reward function."""
-    from verl.trainer.ppo.ray_trainer import RayPPOTrainer, compute_advantage
-    from verl.trainer.ppo.reward import load_reward_manager
-    from verl.utils.rollout_skip import RolloutSkip
-
     trained = []
 
     class Earlier(RayPPOTrainer):
@@ -203,9 +203,6 @@ class TestRoles:
         assert (folder / "guards.jsonl").is_file()
 
     def test_what_no_fit_calls_is_refused(self, tree):
-        from verl.trainer.ppo.ray_trainer import RayPPOTrainer, Role
-        from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
-
         config = OmegaConf.create(tree)
 
         class Saves(RayPPOTrainer):

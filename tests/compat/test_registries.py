@@ -6,8 +6,22 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from verl.base_config import BaseConfig
 from verl.errors import ConfigError
+from verl.experimental.agent_loop import agent_loop
+from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+from verl.experimental.agent_loop.tool_parser import ToolParser
 from verl.families import ADVANTAGES, AGENT_LOOPS, POLICY_LOSSES, REWARD_MANAGERS, TOOL_PARSERS
+from verl.registry import load_module, load_object
+from verl.single_controller.base import decorator
+from verl.single_controller.base.decorator import Dispatch
+from verl.tools.utils.tool_registry import get_tool_class
+from verl.trainer.main_ppo import run_ppo
+from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.core_algos import get_policy_loss_fn, register_adv_est
+from verl.utils.import_utils import load_class_from_fqn, load_extern_type
+from verl.utils.reward_score import rlla
+from verl.workers.reward_manager import get_reward_manager_cls, register
 
 REGISTRIES = (ADVANTAGES, POLICY_LOSSES, REWARD_MANAGERS, TOOL_PARSERS, AGENT_LOOPS)
 
@@ -119,8 +133,6 @@ def calls(file):
 
 
 def two_steps(tree, **changes):
-    from verl.trainer.main_ppo import run_ppo
-
     tree["trainer"]["total_training_steps"] = 2
     config = OmegaConf.create(tree)
     for key, value in changes.items():
@@ -214,8 +226,6 @@ class TestMappings:
             mapping["naive"]
 
     def test_functions_of_the_package_need_no_registry(self):
-        from verl.trainer.ppo import core_algos
-
         core_algos.ADV_ESTIMATOR_REGISTRY.clear()
         core_algos.POLICY_LOSS_REGISTRY.clear()
         rewards, mask = torch.tensor([[0.0, 1.0], [0.0, 3.0]]), torch.ones(2, 2)
@@ -227,23 +237,16 @@ class TestMappings:
             core_algos.get_adv_estimator_fn("grpo")
 
     def test_a_replaced_built_in_may_read_anything(self):
-        from verl.trainer.ppo import core_algos
-
         assert not ADVANTAGES.may_read("grpo", "values")
         core_algos.ADV_ESTIMATOR_REGISTRY["grpo"] = lambda **columns: None
         assert ADVANTAGES.may_read("grpo", "values")
         assert "grpo" not in ADVANTAGES.reading("index")
 
     def test_losses_replace_one_another(self):
-        from verl.trainer.ppo import core_algos
-
         core_algos.register_policy_loss("clip_cov")(print)
         assert core_algos.get_policy_loss_fn("clip_cov") is print
 
     def test_agent_loops(self):
-        from verl.experimental.agent_loop import agent_loop
-        from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
-
         registry = agent_loop._agent_loop_registry
         assert registry["single_turn_agent"] == {"_target_": "verl.agents.loops.SingleTurnAgentLoop"}
         registry["alias"] = {"_target_": "verl.agents.loops.SingleTurnAgentLoop"}
@@ -259,10 +262,6 @@ class TestErrors:
 
     @pytest.mark.parametrize("kind", [ConfigError, ValueError, KeyError])
     def test_unknown_names(self, kind):
-        from verl.experimental.agent_loop.tool_parser import ToolParser
-        from verl.trainer.ppo.core_algos import get_policy_loss_fn
-        from verl.workers.reward_manager import get_reward_manager_cls
-
         with pytest.raises(kind, match="There is no policy loss 'vanila'; did you mean 'vanilla'"):
             get_policy_loss_fn("vanila")
         with pytest.raises(kind, match="reward manager"):
@@ -272,17 +271,12 @@ class TestErrors:
 
     @pytest.mark.parametrize("kind", [ConfigError, AttributeError])
     def test_missing_classes(self, kind):
-        from verl.tools.utils.tool_registry import get_tool_class
-        from verl.utils.import_utils import load_class_from_fqn
-
         with pytest.raises(kind, match="Gsm8kTol"):
             get_tool_class("verl.tools.gsm8k_tool.Gsm8kTol")
         with pytest.raises(kind, match="OrderedDct"):
             load_class_from_fqn("collections.OrderedDct")
 
     def test_files_and_imports(self, tmp_path):
-        from verl.utils.import_utils import load_extern_type
-
         (tmp_path / "broken.py").write_text("def f(:\n")
         for name, kind in (("missing", FileNotFoundError), ("broken", RuntimeError)):
             for caught in (ConfigError, kind):
@@ -290,16 +284,11 @@ class TestErrors:
                     load_extern_type(f"{tmp_path}/{name}.py", "X")
 
     def test_a_scorer_in_a_checkout_that_is_not_there(self):
-        from verl.registry import load_module
-        from verl.utils.reward_score import rlla
-
         for path in ("verl/utils/reward_score/rlla.py", "/no/such/place/verl/verl/utils/reward_score/rlla.py"):
             assert load_module(path) is rlla
 
     def test_fields_of_a_config(self):
         from dataclasses import dataclass
-
-        from verl.base_config import BaseConfig
 
         @dataclass
         class Mine(BaseConfig):
@@ -315,17 +304,12 @@ class TestErrors:
             config[3]
 
     def test_a_reference_from_another_process_is_the_object_itself(self, user_file):
-        from verl.registry import load_object
-
         reference = f"{user_file.resolve()}:advantage"
         ADVANTAGES.set("mine", reference)
         assert ADVANTAGES.get("mine") is load_object(reference)
         assert ADVANTAGES.own_rows() == {"mine": reference}
 
     def test_taken_names(self):
-        from verl.trainer.ppo.core_algos import register_adv_est
-        from verl.workers.reward_manager import register
-
         with pytest.raises(ValueError, match="'grpo' is registered already"):
             register_adv_est("grpo")(print)
         with pytest.raises(ValueError, match="'naive' is registered already"):
@@ -334,9 +318,6 @@ class TestErrors:
 
 class TestDispatchModes:
     def test_functions_are_read_when_a_group_is_called(self):
-        from verl.single_controller.base import decorator
-        from verl.single_controller.base.decorator import Dispatch
-
         before = decorator.DISPATCH_MODE_FN_REGISTRY.copy()
 
         def dispatch(group, *args, **kwargs):

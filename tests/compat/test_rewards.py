@@ -8,7 +8,17 @@ from omegaconf import OmegaConf
 from verl import DataProto
 from verl.data_proto.merge import object_array
 from verl.errors import ConfigError, RewardError
+from verl.experimental.reward_loop import migrate_legacy_reward_impl
 from verl.models.tiny import make_tokenizer
+from verl.registry import load_module
+from verl.rewards.functions import RewardFunctionSpec, load_reward_function
+from verl.rewards.managers import REWARD_MANAGERS
+from verl.trainer.ppo.reward import compute_reward, extract_reward, get_custom_reward_fn, load_reward_manager
+from verl.utils.reward_score import math_dapo, math_reward
+from verl.utils.reward_score.math_dapo import normalize_final_answer
+from verl.utils.reward_score.math_reward import is_equiv, last_boxed_only_string, remove_boxed
+from verl.workers.reward_manager import BatchRewardManager, get_reward_manager_cls
+from verl.workers.reward_manager.abstract import AbstractRewardManager
 
 SCORER = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):
@@ -92,8 +102,6 @@ class TestManagers:
 
     def test_dapo(self, batch, tokenizer):
         """2 of at most 4 tokens are free; 3 of 4 cost half of the penalty of 2."""
-        from verl.workers.reward_manager import get_reward_manager_cls
-
         buffer = {"enable": True, "len": 2, "penalty_factor": 2.0, "log": True}
         cls = get_reward_manager_cls("dapo")
         score = lambda **_: {"score": 1.0}  # noqa: E731
@@ -105,8 +113,6 @@ class TestManagers:
             cls(tokenizer, 0, score, max_resp_len=1, overlong_buffer_cfg=buffer)
 
     def test_batch(self, batch, tokenizer):
-        from verl.workers.reward_manager import BatchRewardManager
-
         def compute_score(data_sources, solution_strs, ground_truths, extra_infos, weight):
             return [weight * len(text) for text in solution_strs]
 
@@ -116,9 +122,7 @@ class TestManagers:
             BatchRewardManager(tokenizer, 0)
 
     def test_names(self):
-        from verl.rewards.managers import REWARD_MANAGERS
         from verl.workers.reward_manager import NaiveRewardManager, get_reward_manager_cls, register
-        from verl.workers.reward_manager.abstract import AbstractRewardManager
 
         @register("compat_mine")
         class Mine(AbstractRewardManager):
@@ -141,8 +145,6 @@ class TestManagers:
 
 class TestOfAConfig:
     def test_a_function(self, scorer):
-        from verl.trainer.ppo.reward import get_custom_reward_fn
-
         arguments = ("letters", "ab", "ab", {"num_turns": 1})
         for tree in (
             {"custom_reward_function": {"path": scorer, "name": None}},
@@ -158,8 +160,6 @@ class TestOfAConfig:
             get_custom_reward_fn({"custom_reward_function": {"path": scorer, "name": "compute_scor"}})
 
     def test_a_manager(self, batch, tokenizer, scorer):
-        from verl.trainer.ppo.reward import compute_reward, load_reward_manager
-
         config = OmegaConf.create(
             {"reward": {"custom_reward_function": {"path": scorer, "reward_kwargs": {"bonus": 0.25}}, "num_workers": 8}}
         )
@@ -169,8 +169,6 @@ class TestOfAConfig:
         assert extra == {"score": [1.25, 0.25], "acc": [1.0, 0.0], "turns": [2, 4]}
 
     def test_the_managers_of_older_keys(self, batch, tokenizer, scorer):
-        from verl.trainer.ppo.reward import load_reward_manager
-
         config = OmegaConf.create(
             {"reward_model": {"reward_manager": "batch"}, "custom_reward_function": {"path": scorer, "name": "batched"}}
         )
@@ -183,8 +181,6 @@ class TestOfAConfig:
         assert manager(batch).sum(1).tolist() == [1, -1]
 
     def test_scores_of_a_batch(self, batch):
-        from verl.trainer.ppo.reward import compute_reward, extract_reward
-
         batch.batch["rm_scores"] = torch.ones(2, 4)
         batch.non_tensor_batch["acc"] = np.array([1, 0], dtype=object)
         batch.meta_info["reward_extra_keys"] = ["acc"]
@@ -210,8 +206,6 @@ class TestOfAConfig:
 
 
 def test_older_reward_sections_are_moved():
-    from verl.experimental.reward_loop import migrate_legacy_reward_impl
-
     config = OmegaConf.create(
         {
             "custom_reward_function": {"path": "score.py", "name": "compute_score", "reward_kwargs": None},
@@ -250,16 +244,12 @@ class TestBoxes:
         ],
     )
     def test_the_last_one(self, text, box, inside):
-        from verl.utils.reward_score import math_dapo, math_reward
-
         for module in (math_reward, math_dapo):
             assert module.last_boxed_only_string(text) == box
             assert module.remove_boxed(box) == inside
 
     @pytest.mark.parametrize("text", ["none", r"\boxed{1", r"boxed{1}"])
     def test_none(self, text):
-        from verl.utils.reward_score.math_reward import last_boxed_only_string, remove_boxed
-
         assert last_boxed_only_string(text) is None
         with pytest.raises(ValueError, match="is not a"):
             remove_boxed(text)
@@ -278,13 +268,9 @@ class TestBoxes:
         ],
     )
     def test_answers_as_minerva_compares_them(self, answer, normal):
-        from verl.utils.reward_score.math_dapo import normalize_final_answer
-
         assert normalize_final_answer(answer) == normal
 
     def test_equivalence(self):
-        from verl.utils.reward_score.math_reward import is_equiv
-
         assert is_equiv("0.5", r"\frac{1}{2}")
         assert not is_equiv("0.5", "0.6")
 
@@ -308,8 +294,6 @@ class TestFilesInThePackage:
     )
     def test_tool_calls(self, reply, form, correct, tmp_path, monkeypatch):
         """At most 1 for the names, 1 for the parameter names and 2 for the values, scaled to -3 ... 3."""
-        from verl.rewards.functions import RewardFunctionSpec, load_reward_function
-
         monkeypatch.chdir(tmp_path)
         spec = RewardFunctionSpec("verl/utils/reward_score/rlla.py")
         score = load_reward_function(spec)(data_source="rlla", solution_str=reply, ground_truth=self.GOLD)
@@ -339,8 +323,6 @@ class TestFilesInThePackage:
         assert compute_score(solution_str=reply, ground_truth="<answer> 0.5 </answer>")["score"] == pytest.approx(score)
 
     def test_a_file_that_is_not_there(self, tmp_path, monkeypatch):
-        from verl.registry import load_module
-
         monkeypatch.chdir(tmp_path)
         with pytest.raises(ConfigError, match="nothing.py does not exist"):
             load_module("verl/utils/reward_score/nothing.py")

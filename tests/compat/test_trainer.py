@@ -9,6 +9,13 @@ from omegaconf import OmegaConf
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from verl.errors import ConfigError
+from verl.experimental.dataset.sampler import AbstractCurriculumSampler, AbstractSampler
+from verl.trainer.main_ppo import TaskRunner, create_rl_dataset, create_rl_sampler, run_ppo
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer, Role
+from verl.trainer.ppo.reward import load_reward_manager
+from verl.utils import hf_tokenizer
+from verl.utils.dataset import RLHFDataset, collate_fn
+from verl.worker import ActorRolloutRefWorker
 
 
 def rows_of(tree):
@@ -18,10 +25,6 @@ def rows_of(tree):
 
 class TestDatasets:
     def test_rows(self, tiny_tree, tiny_llama):
-        from verl.trainer.main_ppo import create_rl_dataset
-        from verl.utils import hf_tokenizer
-        from verl.utils.dataset import RLHFDataset, collate_fn
-
         section = OmegaConf.create({"max_prompt_length": 64, "custom_key": 5})
         rows = create_rl_dataset(
             tiny_tree["data"]["train_files"], section, hf_tokenizer(str(tiny_llama)), None, is_train=True
@@ -36,8 +39,6 @@ class TestDatasets:
         assert [row["raw_prompt"][0]["content"] for row in few] == ["train 0", "train 1", "train 2"]
 
     def test_a_class_of_a_recipe(self, tiny_tree, tmp_path):
-        from verl.trainer.main_ppo import create_rl_dataset
-
         (tmp_path / "mine.py").write_text(
             "from verl.utils.dataset.rl_dataset import RLHFDataset\n"
             "class Mine(RLHFDataset):\n"
@@ -48,8 +49,6 @@ class TestDatasets:
         assert create_rl_dataset(tiny_tree["data"]["train_files"], section, None)[0]["level"] == 2
 
     def test_order(self):
-        from verl.trainer.main_ppo import create_rl_sampler
-
         rows = list(range(10))
         plain = create_rl_sampler(OmegaConf.create({"shuffle": False}), rows)
         assert isinstance(plain, SequentialSampler)
@@ -60,8 +59,6 @@ class TestDatasets:
         assert list(drawn) == expected
 
     def test_an_order_of_a_recipe(self, tmp_path):
-        from verl.trainer.main_ppo import create_rl_sampler
-
         (tmp_path / "order.py").write_text(
             "from verl.experimental.dataset.sampler import AbstractCurriculumSampler, AbstractSampler\n"
             "class Backwards(AbstractSampler):\n"
@@ -92,26 +89,13 @@ class TestDatasets:
             order_of("Other")
 
     def test_the_bases_are_abstract(self):
-        from verl.experimental.dataset.sampler import AbstractCurriculumSampler, AbstractSampler
-
         for base in (AbstractSampler, AbstractCurriculumSampler):
             with pytest.raises(TypeError, match="abstract"):
                 base([1], {})
 
 
 class TestRuns:
-    def test_run_ppo_trains(self, tiny_tree):
-        from verl.trainer.main_ppo import run_ppo
-
-        run_ppo(OmegaConf.create(tiny_tree))
-        assert [row["step"] for row in rows_of(tiny_tree) if "actor/pg_loss" in row] == [1]
-
     def test_the_trainer_trains_as_a_command_does(self, tiny_tree, tmp_path):
-        from verl.trainer.ppo.ray_trainer import RayPPOTrainer, Role
-        from verl.trainer.ppo.reward import load_reward_manager
-        from verl.utils import hf_tokenizer
-        from verl.worker import ActorRolloutRefWorker
-
         tokenizer = hf_tokenizer(tiny_tree["actor_rollout_ref"]["model"]["path"])
         trainer = RayPPOTrainer(
             config=OmegaConf.create(tiny_tree),
@@ -123,8 +107,6 @@ class TestRuns:
         trainer.init_workers()
         trainer.fit()
         (row,) = rows_of(tiny_tree)
-        from verl.trainer.main_ppo import TaskRunner
-
         tiny_tree["trainer"]["default_local_dir"] = f"{tmp_path}/again"
         TaskRunner().run(OmegaConf.create(tiny_tree))
         (again,) = rows_of(tiny_tree)
@@ -132,8 +114,6 @@ class TestRuns:
             assert row[name] == again[name]
 
     def test_a_runner_of_a_recipe(self, tiny_tree):
-        from verl.trainer.main_ppo import TaskRunner, run_ppo
-
         ran = []
 
         class Mine(TaskRunner):
@@ -157,8 +137,6 @@ class TestRuns:
         assert TaskRunner().init_resource_pool_mgr(two).get_n_gpus() == 2
 
     def test_what_would_not_be_called_is_refused(self, tiny_tree):
-        from verl.trainer.ppo.ray_trainer import RayPPOTrainer, Role
-
         class Steps(RayPPOTrainer):
             def _validate(self): ...
 

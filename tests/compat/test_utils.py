@@ -2,25 +2,48 @@
 torch_dtypes, tracking, checkpoint}: small functions, called as recipes call them."""
 
 import asyncio
+import collections
+import gc
 import json
 import os
 import time
 import warnings
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
+from verl.compat import files
+from verl.compat.tracking import Tracking, ValidationGenerationsLogger, _open
 from verl.errors import ConfigError, ModelError
+from verl.utils import device
+from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path, should_save_ckpt_esi
+from verl.utils.debug import marked_timer, simple_timer
+from verl.utils.device import auto_set_device, get_device_name
+from verl.utils.fs import copy_to_local, is_non_local, local_mkdir_safe
+from verl.utils.import_utils import deprecated, import_external_libs, load_class_from_fqn, load_extern_type
+from verl.utils.memory_utils import aggressive_empty_cache
+from verl.utils.metric import reduce_metrics
+from verl.utils.net_utils import is_ipv4, is_valid_ipv6_address
+from verl.utils.py_functional import (
+    append_to_dict,
+    convert_to_regular_types,
+    list_of_dict_to_dict_of_list,
+    temp_env_var,
+    union_two_dict,
+)
+from verl.utils.ray_utils import auto_await, get_event_loop
+from verl.utils.rollout_trace import RolloutTraceConfig, rollout_trace_attr, rollout_trace_op
+from verl.utils.tokenizer import set_pad_token_id
+from verl.utils.torch_dtypes import PrecisionType
 
 pytestmark = pytest.mark.seed("F2")
 
 
 class TestFiles:
     def test_a_place_on_disk_is_read_from_there(self, tmp_path, monkeypatch):
-        from verl.utils.fs import copy_to_local
-
         monkeypatch.setenv("HOME", str(tmp_path))
         (tmp_path / "model").mkdir()
         assert copy_to_local("~/model") == f"{tmp_path}/model"
@@ -31,9 +54,6 @@ class TestFiles:
                 copy_to_local(place)
 
     def test_shared_memory_holds_one_whole_copy(self, tmp_path, monkeypatch):
-        from verl.compat import files
-        from verl.utils.fs import copy_to_local
-
         monkeypatch.setattr(files, "SHARED_MEMORY", tmp_path / "shm")
         (tmp_path / "model").mkdir()
         (tmp_path / "model/config.json").write_text("1")
@@ -49,8 +69,6 @@ class TestFiles:
         assert [p.name for p in (tmp_path / "shm").rglob("*") if p.is_file()] == ["config.json"]
 
     def test_no_room_in_shared_memory(self, tmp_path, monkeypatch, caplog):
-        from verl.compat import files
-
         (tmp_path / "model").mkdir()
         (tmp_path / "taken").write_text("a file, so that no folder can be made in it")
         monkeypatch.setattr(files, "SHARED_MEMORY", tmp_path / "taken")
@@ -58,8 +76,6 @@ class TestFiles:
         assert "the original is used" in caplog.text
 
     def test_folders(self, tmp_path, monkeypatch):
-        from verl.utils.fs import is_non_local, local_mkdir_safe
-
         monkeypatch.chdir(tmp_path)
         assert local_mkdir_safe("a/b") == local_mkdir_safe("a/b") == f"{tmp_path}/a/b"
         assert (tmp_path / "a/b").is_dir()
@@ -89,8 +105,6 @@ class TestTokenizers:
                 normalize_token_ids(wrong)
 
     def test_pad_token(self):
-        from verl.utils.tokenizer import set_pad_token_id
-
         tokenizer = SimpleNamespace(pad_token_id=None, eos_token_id=7)
         set_pad_token_id(tokenizer)
         assert tokenizer.pad_token_id == 7
@@ -98,8 +112,6 @@ class TestTokenizers:
 
 class TestDevices:
     def test_names_of_one_device_agree(self):
-        from verl.utils import device
-
         name = "cuda" if torch.cuda.is_available() else "cpu"
         assert device.is_cuda_available is torch.cuda.is_available()
         assert device.get_device_name() == name
@@ -110,19 +122,12 @@ class TestDevices:
 
     @pytest.mark.parametrize(("chosen", "expected"), [("npu", None), ("cpu", "cpu"), ("auto", "auto")])
     def test_the_device_of_another_machine_is_replaced(self, chosen, expected):
-        from verl.utils.device import auto_set_device, get_device_name
-
         config = OmegaConf.create({"trainer": {"device": chosen}})
         auto_set_device(config)
         assert config.trainer.device == (expected or get_device_name())
         auto_set_device(OmegaConf.create({"data": {}}))
 
     def test_garbage_is_collected(self):
-        import gc
-        import weakref
-
-        from verl.utils.memory_utils import aggressive_empty_cache
-
         class Ring:
             pass
 
@@ -151,16 +156,12 @@ class TestImports:
         assert import_utils.is_megatron_core_available() in (True, False)
 
     def test_code_by_path(self, tmp_path):
-        from verl.utils.import_utils import import_external_libs, load_class_from_fqn, load_extern_type
-
         file = tmp_path / "mine.py"
         file.write_text("class Mine:\n    pass\n")
         assert load_extern_type(str(file), "Mine").__name__ == "Mine"
         assert load_extern_type(None, "Mine") is None
         with pytest.raises(ConfigError, match="did you mean 'Mine'"):
             load_extern_type(str(file), "Mime")
-        import collections
-
         assert load_class_from_fqn("collections.OrderedDict") is collections.OrderedDict
         import_external_libs(None)
         import_external_libs(["json", "collections"])
@@ -168,8 +169,6 @@ class TestImports:
             import_external_libs("not_there_at_all")
 
     def test_deprecated(self):
-        from verl.utils.import_utils import deprecated
-
         @deprecated("new_one")
         def old(x):
             return x + 1
@@ -192,9 +191,6 @@ class TestImports:
 
 class TestContainers:
     def test_metrics_of_micro_batches(self):
-        from verl.utils.metric import reduce_metrics
-        from verl.utils.py_functional import append_to_dict
-
         metrics = {}
         for loss in (1.0, 3.0):
             append_to_dict(metrics, {"loss": loss, "actor/grad_max": loss, "actor/len_min": loss}, prefix="actor/")
@@ -204,7 +200,6 @@ class TestContainers:
 
     def test_a_metric_reduces_itself(self):
         from verl.data_proto.metrics import Metric
-        from verl.utils.metric import reduce_metrics
 
         assert reduce_metrics({"kl": Metric.mean(1.0, 1).merge(Metric.mean(4.0, 2))}) == {"kl": 3.0}
 
@@ -230,8 +225,6 @@ class TestContainers:
             Metric("median")
 
     def test_regular_types(self):
-        from verl.utils.py_functional import convert_to_regular_types
-
         config = OmegaConf.create({"a": [1, {"b": "${c}"}], "c": 2})
         converted = convert_to_regular_types({"x": config, "y": (config.a, None)})
         assert converted == {"x": {"a": [1, {"b": 2}], "c": 2}, "y": [[1, {"b": 2}], None]}
@@ -239,16 +232,12 @@ class TestContainers:
         assert type(converted["x"]["a"]) is list
 
     def test_an_environment_variable_for_a_while(self, monkeypatch):
-        from verl.utils.py_functional import temp_env_var
-
         monkeypatch.setenv("VERL_TEST_A", "1")
         with temp_env_var("VERL_TEST_A", "2"), temp_env_var("VERL_TEST_B", "3"):
             assert (os.environ["VERL_TEST_A"], os.environ["VERL_TEST_B"]) == ("2", "3")
         assert (os.environ["VERL_TEST_A"], os.environ.get("VERL_TEST_B")) == ("1", None)
 
     def test_dicts(self):
-        from verl.utils.py_functional import list_of_dict_to_dict_of_list, union_two_dict
-
         first = {"a": 1}
         assert union_two_dict(first, {"a": 1, "b": 2}) is first
         assert first == {"a": 1, "b": 2}
@@ -259,8 +248,6 @@ class TestContainers:
             list_of_dict_to_dict_of_list([{"a": 1}, {"b": 2}])
 
     def test_coroutines_from_both_sides(self):
-        from verl.utils.ray_utils import auto_await, get_event_loop
-
         @auto_await
         async def double(x):
             return 2 * x
@@ -287,15 +274,11 @@ class TestContainers:
         [("10.0.0.1", 1, 0), ("::1", 0, 1), ("fe80::1", 0, 1), ("[::1]", 0, 0), ("host", 0, 0), ("1.2.3", 0, 0)],
     )
     def test_addresses(self, address, v4, v6):
-        from verl.utils.net_utils import is_ipv4, is_valid_ipv6_address
-
         assert (is_ipv4(address), is_valid_ipv6_address(address)) == (bool(v4), bool(v6))
 
 
 class TestTracing:
     def test_timers_add_up(self):
-        from verl.utils.debug import marked_timer, simple_timer
-
         seconds = {"gen": 10.0}
         with marked_timer("gen", seconds, color="red"):
             time.sleep(0.01)
@@ -305,8 +288,6 @@ class TestTracing:
         assert 0 <= seconds["adv"] < 1
 
     def test_nothing_is_traced_and_nothing_else_is_claimed(self):
-        from verl.utils.rollout_trace import RolloutTraceConfig, rollout_trace_attr, rollout_trace_op
-
         def generate():
             return 1
 
@@ -319,8 +300,6 @@ class TestTracing:
 
 
 def test_precision():
-    from verl.utils.torch_dtypes import PrecisionType
-
     spellings = {torch.float16: (16, "16", "fp16"), torch.float32: (32, "fp32"), torch.bfloat16: ("bf16", "bfloat16")}
     for dtype, names in spellings.items():
         assert all(PrecisionType.to_dtype(name) is dtype for name in (*names, dtype))
@@ -336,8 +315,6 @@ def test_precision():
 
 class TestCheckpoints:
     def test_the_newest(self, tmp_path):
-        from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
-
         assert find_latest_ckpt_path(None) is None
         assert find_latest_ckpt_path(str(tmp_path)) is None
         (tmp_path / "latest_checkpointed_iteration.txt").write_text("12")
@@ -350,8 +327,6 @@ class TestCheckpoints:
     )
     def test_a_machine_that_is_lent(self, remaining, step, needed, monkeypatch):
         """170 s are too short for a step of 100 s, a save of 60 s and 20 s to spare, in either order."""
-        from verl.utils.checkpoint.checkpoint_manager import should_save_ckpt_esi
-
         for name in ("MLP", "SAGEMAKER"):
             with monkeypatch.context() as patch:
                 patch.setenv(f"{name}_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP", str(time.time() + remaining))
@@ -360,8 +335,6 @@ class TestCheckpoints:
 
 
 def test_samples_of_a_validation_go_to_the_open_trackers(tmp_path, monkeypatch):
-    from verl.compat.tracking import Tracking, ValidationGenerationsLogger, _open
-
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path / "events"))
     tables = []

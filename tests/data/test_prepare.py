@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from tests.data.rows import config
+from verl.config import PREFERENCE, SCHEMAS, load_config
 from verl.data import prepare
 from verl.data.dataset import load_dataset
 from verl.data.files import read_rows
 from verl.data.tasks import char_count, gsm8k, reasoning_gym, sentiment, split
 from verl.errors import DataError
 from verl.models.tiny import make_tokenizer
+from verl.programs.preference import PreferenceOptimization
 from verl.rewards.scorers.route import default_compute_score
 
 FIXTURE = Path(__file__).parent / "gsm8k"
@@ -248,8 +250,6 @@ class TestSentiment:
 
     @pytest.mark.parametrize(("name", "schema"), [("rm_smollm2", "rm"), ("dpo_smollm2", "preference")])
     def test_the_main_jobs_read_these_rows(self, name, schema):
-        from verl.config import SCHEMAS, load_config
-
         config = load_config([], schema=SCHEMAS[schema], config_name=name).config
         assert config.data.train_files == "work/data/sentiment/train.parquet"
 
@@ -271,9 +271,6 @@ class TestSplit:
         assert not {row["prompt"] for row in train} & {row["prompt"] for row in test}
 
     def test_texts_become_messages_that_train(self, tmp_path, tiny_llama):
-        from verl.config import PREFERENCE, load_config
-        from verl.programs.preference import PreferenceOptimization
-
         talk = "Hi.\n\nAssistant: Yes?\n\nHuman:  And\n\nnow?"
         prepare.main([*self.write(tmp_path, [{**row, "prompt": row["prompt"] + talk} for row in self.ROWS]), "--chat"])
         row = read(tmp_path / "out", "test")[0]

@@ -8,11 +8,18 @@ import torch
 from tests.engines.memory import peak_bytes
 from tests.engines.test_contract import folder, make_batch  # noqa: F401 - folder is a fixture
 from tests.forked import Forked
+from tests.letters_task import overrides, write_task
 from tests.slow import slow
-from verl.config import FSDPConfig, ModelConfig
+from verl.config import FSDPConfig, ModelConfig, load_config
 from verl.engines.api import ENGINES, MicroBatching
 from verl.engines.streamed import StreamedWeights
 from verl.errors import ConfigError
+from verl.models.tiny import make_tiny_model
+from verl.programs.ppo_roles import ppo_roles
+from verl.run.host import train
+from verl.runtime.build import _engine
+from verl.runtime.rank import RankContext
+from verl.tracking.files import read_metrics
 
 pytestmark = pytest.mark.seed("C8")
 
@@ -89,8 +96,6 @@ def test_the_numbers_match_a_copy(folder, tmp_path, dtype):  # noqa: F811
 def test_memory_is_returned(tmp_path, num_ranks, on_host):
     """Two ranks have half of the weights each, and a gathered layer that FSDP keeps for its next gather. `offload_policy`, with
     which a GPU gathers from the host, leaves the shards in the file."""
-    from verl.models.tiny import make_tiny_model
-
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12 * num_ranks}
     model = make_tiny_model(tmp_path / "model", **sizes)
     (tmp_path / "memory.py").write_text(MEMORY)
@@ -116,8 +121,6 @@ def test_memory_is_returned(tmp_path, num_ranks, on_host):
 
 def test_a_device_holds_one_layer_at_a_time(tmp_path, monkeypatch):
     """The device is simulated: copies to it are allocated on the CPU, whose own forward computes."""
-    from verl.models.tiny import make_tiny_model
-
     monkeypatch.setattr("verl.models.forward._FUSED_DEVICES", ())
     model = make_tiny_model(tmp_path / "model", hidden_size=256, intermediate_size=1024, num_hidden_layers=12)
     engine, batch = engine_of(model, "float32"), make_batch(1)
@@ -163,11 +166,6 @@ def test_folders_that_cannot(folder, tmp_path):  # noqa: F811
 
 
 def test_a_run_with_a_mapped_reference(tiny_llama, tmp_path):
-    from tests.letters_task import overrides, write_task
-    from verl.config import load_config
-    from verl.run.host import train
-    from verl.tracking.files import read_metrics
-
     task, measured = write_task(tmp_path), []
     for maps in (False, True):
         settings = overrides(
@@ -183,11 +181,6 @@ def test_a_run_with_a_mapped_reference(tiny_llama, tmp_path):
 
 
 def test_other_engines_of_several_devices_are_refused():
-    from verl.config import load_config
-    from verl.programs.ppo_roles import ppo_roles
-    from verl.runtime.build import _engine
-    from verl.runtime.rank import RankContext
-
     keys = [
         "actor_rollout_ref.ref.memory_map=True",
         "actor_rollout_ref.ref.strategy=deepspeed",

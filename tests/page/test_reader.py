@@ -9,6 +9,7 @@ import pytest
 from tests.page.folders import add_step, append, make_run, sample, write_samples
 from verl.page import life, panels, steps
 from verl.page.index import SampleIndex
+from verl.page.pages import Site
 from verl.page.reader import RunReader
 
 
@@ -231,8 +232,6 @@ def test_thinned_curves_keep_their_peaks():
 
 class TestPlan:
     def test_the_plan_stands_next_to_the_measured_step(self, run_folder, tmp_path):
-        from verl.page.pages import Site
-
         for step, seconds in ((1, 1.0), (2, 3.0)):
             append(
                 run_folder / "planned.jsonl",
@@ -265,8 +264,6 @@ class TestPlan:
 
 class TestEpisodes:
     def test_the_transcript_of_an_agent(self, run_folder, tmp_path):
-        from verl.page.pages import Site
-
         journal = run_folder / "episodes" / "step_000001.rank0.jsonl"
         journal.parent.mkdir()
         name = {"split": "train", "episode": "train/0/1"}

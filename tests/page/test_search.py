@@ -1,5 +1,6 @@
 """Search over samples, and two runs side by side."""
 
+import json
 import math
 
 import pytest
@@ -8,7 +9,7 @@ from tests.page.folders import make_run, sample, write_samples
 from verl.page import compare, search
 from verl.page.index import SampleIndex
 from verl.page.pages import Site
-from verl.page.summaries import final_answer, largest_gap, last_message
+from verl.page.summaries import final_answer, largest_gap, last_message, summary_of, without_arrays
 
 
 @pytest.fixture(scope="module")
@@ -106,10 +107,6 @@ def test_the_gap_of_a_sample_is_one_of_probabilities(sampled, trained, gap):
 
 
 def test_rows_are_read_without_the_numbers_that_no_summary_needs():
-    import json
-
-    from verl.page.summaries import summary_of, without_arrays
-
     row = sample(
         3, 0, response='"entropy": [1, 2] \\" \\"prompt_ids\\": [3]', entropy=[0.5, 1.5], reward_parts={"entropy": [1]}
     )

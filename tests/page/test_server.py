@@ -1,16 +1,20 @@
 """The server: access, the files and pages it serves, and foreign text, which stays text."""
 
+import asyncio
+import hashlib
 import html
 import json
 import math
 import random
 import re
+import time
 from collections import Counter
 from urllib.parse import quote, urlencode
 
 import pytest
 
-from tests.page.folders import add_step, make_run, sample, write_samples
+from tests.page.folders import add_step, append, make_run, sample, write_samples
+from verl.page.pages import segment
 
 pytest.importorskip("starlette", reason="the extra `page` is not installed")
 pytest.importorskip("uvicorn", reason="the extra `page` is not installed")
@@ -43,8 +47,6 @@ def site(run_folder, tmp_path):
 @pytest.fixture
 def get(site):
     """`get(path)` is the response to a request of the user's."""
-    import asyncio
-
     app = make_app(site, TOKEN, "127.0.0.1", 8000)
 
     def get(path, *, method="GET", host="127.0.0.1:8000", cookies=True, headers=None):
@@ -137,8 +139,6 @@ def test_hostile_text_stays_text(run_folder, site, get, where):
     unit = site.views["run"].index.rows("SELECT unit FROM samples JOIN files ON files.id = file WHERE step = 1")[0][
         "unit"
     ]
-    from verl.page.pages import segment
-
     for path in ("train/1", f"train/1/u/{segment(unit)}", "train/1/s/0", "samples", "samples?q=alert"):
         answer = get(f"/run/run/{path}")
         assert answer.status_code == 200, path
@@ -194,8 +194,6 @@ def test_no_number_of_an_address_breaks_a_page(get, number, search):
 
 
 def test_hostile_names_of_metrics_stay_text(run_folder, site, get):
-    from tests.page.folders import append
-
     append(run_folder / "metrics.jsonl", {"step": 4, "time": 1.0, "</script><script>alert(1)</script>": 1.0})
     site.views["run"].run.refresh(0)
     assert "<script>alert" not in get("/run/run/metrics").text
@@ -246,8 +244,6 @@ def test_groups_are_sorted_by_spread(run_folder, site, get):
 def test_charts_follow_the_run(run_folder, get):
     before = get("/charts/run").json()["panels"][0]
     add_step(run_folder, 4, reward=0.875)
-    import time
-
     time.sleep(0.25)  # the reader looks at most every 0.2 s
     after = get("/charts/run").json()["panels"][0]
     assert before["x"] == [1, 2, 3]
@@ -257,7 +253,6 @@ def test_charts_follow_the_run(run_folder, get):
 
 def test_the_files_of_others_are_what_their_authors_published():
     """Each with its license; `sha256sum -c` in that folder checks them too."""
-    import hashlib
     from pathlib import Path
 
     import verl.page

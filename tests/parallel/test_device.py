@@ -9,9 +9,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from verl.config import load_config
 from verl.errors import ConfigError
 from verl.models.matmul import Matmul
 from verl.parallel import device as device_module
+from verl.parallel.collectives import Collectives, Peer
 from verl.parallel.device import (
     compute_dtype,
     has_only_float16,
@@ -23,7 +25,10 @@ from verl.parallel.device import (
     prefers_onednn,
     resolve_device,
 )
-from verl.runtime import rank_workers
+from verl.programs.api import ProgramSpecs
+from verl.programs.ppo import PPO
+from verl.reshard.shared_memory import SharedBuckets
+from verl.runtime import rank_workers, spmd
 
 pytestmark = pytest.mark.seed("E1")
 
@@ -45,12 +50,6 @@ def test_auto_is_cuda_where_there_is_one(monkeypatch):
 
 def test_a_ranks_own_gpu_is_made_the_current_one(monkeypatch):
     """FSDP, NCCL and vLLM's workers take that one: on GPU 0 all ranks of a host would meet."""
-    from verl.config import load_config
-    from verl.parallel.collectives import Collectives, Peer
-    from verl.programs.api import ProgramSpecs
-    from verl.programs.ppo import PPO
-    from verl.runtime import spmd
-
     calls = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(device))
@@ -242,8 +241,6 @@ class Runtime:
 
 
 def test_shared_memory_is_pinned_in_a_process_that_uses_a_gpu(monkeypatch, caplog):
-    from verl.reshard.shared_memory import SharedBuckets
-
     runtime = Runtime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     SharedBuckets(4096).write([("w", torch.ones(8))])

@@ -1,17 +1,21 @@
 """The contract of every rollout engine. One row per engine (conftest.make_engine); a new engine adds its name to ROWS."""
 
+import copy
 import dataclasses
 import functools
+import os
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.rollout.conftest import EOS, FAMILIES, make_prompts
 from tests.slow import slow
+from verl.config import RolloutConfig
 from verl.data_proto.samples import Completion, PromptRequest, SamplingParams, TurnRequest
 from verl.errors import ConfigError, ModelError, NumericsError
-from verl.rollout.api import RolloutEngine
+from verl.rollout.api import ENGINES, RolloutEngine
 
 ROWS = ["native", "device", "hf", "vllm", "http"]
 KEEPS_KV = {"native", "device"}
@@ -223,8 +227,6 @@ def test_the_last_token_may_be_the_stopping_one(name, make_engine):
 
 
 def test_new_weights_are_used_at_once(name, load, make_engine):
-    import copy
-
     module = copy.deepcopy(load("llama"))
     engine, prompts = make_engine(name, module=module), make_prompts([10, 4])
     params = SamplingParams(n=2, max_new_tokens=8)
@@ -275,8 +277,6 @@ def test_the_module_comes_back_as_it_was(name, load, make_engine):
 
 @pytest.mark.usefixtures("bf16_path")
 def test_bfloat16_modules_work(name, load, make_engine):
-    import copy
-
     module = copy.deepcopy(load("qwen3")).bfloat16()
     engine, prompts = make_engine(name, module=module), make_prompts([10, 4])
     for c in engine.generate(prompts, SamplingParams(n=3, max_new_tokens=12), step=1):
@@ -328,8 +328,6 @@ def test_prompt_and_response_may_fill_the_model(name, make_engine):
 
 
 def test_weights_that_are_not_finite_are_said_so(name, load, make_engine):
-    import copy
-
     module = copy.deepcopy(load("llama"))
     engine = make_engine(name, module=module)  # a service samples once when it is opened
     with torch.no_grad():
@@ -506,13 +504,6 @@ def test_only_samples_that_wait_for_a_turn_continue(name, make_engine):
 @pytest.mark.slow
 def test_greedy_equals_generate_on_smollm2(name):
     """Needs the converted SmolLM2 (see `verl convert`); VERL_SMOLLM2 names its folder."""
-    import os
-
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from verl.config import RolloutConfig
-    from verl.rollout.api import ENGINES
-
     folder = os.environ.get("VERL_SMOLLM2", "")
     if not Path(folder, "config.json").is_file():
         pytest.skip("VERL_SMOLLM2 names no model folder")

@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.house.source import PACKAGE
 from tests.rollout.conftest import make_prompts
 from tests.sanitizer import run_checked
 from tests.slow import each_value, slow
 from verl.data_proto.samples import PromptRequest, SamplingParams
-from verl.errors import ConfigError
+from verl.errors import ConfigError, NumericsError
 from verl.models.tiny import make_tiny_model
 from verl.parallel.compiled import INSTRUCTION_SETS, open_library
 from verl.rollout.native.compiled import library
@@ -149,8 +150,6 @@ _SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size
 
 @pytest.fixture(scope="module")
 def odd_models(tmp_path_factory):
-    from transformers import AutoModelForCausalLM
-
     models = {}
     for name, sizes in ODD.items():
         settings = {**dict(zip(_SIZES, sizes, strict=True)), "attention_bias": True, "mlp_bias": True}
@@ -287,8 +286,6 @@ def test_a_fork_has_its_own_threads(kernels, dtype):
 
 
 def test_a_weight_that_is_nan_shows(kernels, dtype, load, make_engine):
-    from verl.errors import NumericsError
-
     module = copy.deepcopy(load("llama")).to(dtype)
     with torch.no_grad():
         module.model.layers[0].mlp.down_proj.weight[3, 5] = float("nan")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 from tests.models.plain_attention import PLAIN
 from tests.models.recorded_modes import RecordedModes
@@ -25,8 +26,9 @@ from verl.data_proto.samples import SamplingParams, TurnRequest
 from verl.errors import ConfigError, NumericsError
 from verl.models.cpu.weights import DenseDecoder
 from verl.models.cuda import decoding, dispatch, pointwise
-from verl.models.cuda.varlen import FLASH, flash_runs
+from verl.models.cuda.varlen import FLASH, flash_runs, spans_of
 from verl.models.lora import LoRASpec, add_adapters, lora_layers, merge_adapters
+from verl.models.tiny import make_tiny_model
 from verl.rollout import sampling
 from verl.rollout.native.cuda import backend
 from verl.rollout.native.cuda import device as rows_module
@@ -35,7 +37,7 @@ from verl.rollout.native.cuda.backend import DeviceBackend
 from verl.rollout.native.cuda.device import DeviceRows, assign_places, next_power, step_rows
 from verl.rollout.native.cuda.forward import StraightForward
 from verl.rollout.native.cuda.graphs import StepGraphs
-from verl.rollout.native.cuda.store import TokenStore
+from verl.rollout.native.cuda.store import PromptAttention, TokenStore
 from verl.rollout.native.engine import NativeRollout
 
 DENSE = ("llama", "qwen2", "qwen3")
@@ -395,10 +397,6 @@ def test_what_waits_is_an_error():
 
 
 def test_new_weights_act(tmp_path, device):
-    from transformers import AutoModelForCausalLM
-
-    from verl.models.tiny import make_tiny_model
-
     folder = make_tiny_model(tmp_path / "llama")
     module = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="verl", dtype=torch.float32)
     one, prompts = device(module=module), make_prompts([5, 9])
@@ -423,10 +421,6 @@ def test_each_sample_is_returned_once_when_it_ends(device):
 
 
 def test_logits_that_are_not_finite_are_an_error(tmp_path, device):
-    from transformers import AutoModelForCausalLM
-
-    from verl.models.tiny import make_tiny_model
-
     folder = make_tiny_model(tmp_path / "llama")
     module = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="verl", dtype=torch.float32)
     with torch.no_grad():
@@ -532,9 +526,6 @@ def test_which_models_are_computed_straight_through(load):
 
 def test_straight_forward_equals_the_module(load):
     """Hidden states and logits of a whole prompt, without any engine around."""
-    from verl.models.cuda.varlen import spans_of
-    from verl.rollout.native.cuda.store import PromptAttention, TokenStore
-
     for family in DENSE:
         module, ids = load(family).eval(), torch.arange(7, 24)
         decoder = DenseDecoder.of(module)
@@ -714,10 +705,6 @@ def log_prob_error(module, prompts, completions):
 class TestOnACard:
     @pytest.fixture(scope="class")
     def module(self, tmp_path_factory):
-        from transformers import AutoModelForCausalLM
-
-        from verl.models.tiny import make_tiny_model
-
         folder = make_tiny_model(tmp_path_factory.mktemp("gpu") / "qwen2", "qwen2", hidden_size=256)
         settings_ = {"attn_implementation": "verl", "dtype": torch.bfloat16}
         return AutoModelForCausalLM.from_pretrained(folder, **settings_).cuda()

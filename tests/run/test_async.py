@@ -11,7 +11,8 @@ import torch
 from tests.run.test_resume import weights
 from tests.slow import slow
 from verl.data_proto.future import Finished
-from verl.errors import ConfigError
+from verl.data_proto.proto import DataProto
+from verl.errors import ConfigError, InterruptedRun
 from verl.programs.ppo import PPO
 from verl.programs.ppo_async import age_metrics
 from verl.programs.rollout_queue import expected_tokens
@@ -180,8 +181,6 @@ def test_a_step_that_was_abandoned_is_taken_again_alike(tiny_run, in_parts, monk
 
     stopped = []
     monkeypatch.setattr(PPO, "annotate", stop_in_step_3)
-    from verl.errors import InterruptedRun
-
     with pytest.raises(InterruptedRun, match="after step 2"):
         tiny_run(*settings, folder="broken")
     resumed = tiny_run(*settings, folder="broken")
@@ -283,8 +282,6 @@ def test_more_is_expected_of_what_longer_ones_had_beyond():
 
 
 def test_ages_count_versions():
-    from verl.data_proto.proto import DataProto
-
     batch = DataProto.from_dict(
         {
             "response_mask": torch.tensor([[True, True], [True, False]]),

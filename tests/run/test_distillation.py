@@ -1,12 +1,18 @@
 """Distillation from end to end on tiny models: every loss, several teachers, GKD's steps on rows, stored outputs, refusals."""
 
 import json
+import shutil
 
 import pytest
 
 from tests.run.conftest import merge
+from verl.cli.checklist import Subject
+from verl.cli.checklist.data import check_rows_of_data
+from verl.config import load_config
 from verl.errors import ConfigError, DataError
+from verl.models.load import load_tokenizer
 from verl.models.tiny import make_tiny_model
+from verl.programs.distillation import check_teachers
 
 LOSS = "distillation.distillation_loss"
 TEACHERS = "distillation.teacher_models"
@@ -212,8 +218,6 @@ def test_a_resumed_run_ends_with_the_same_weights(distill):
 
 class TestRefusals:
     def test_other_tokens(self, distill, tmp_path, teachers):
-        import shutil
-
         other = tmp_path / "other"
         shutil.copytree(teachers[0], other)
         tokenizer = json.loads((other / "tokenizer.json").read_text())
@@ -233,11 +237,6 @@ class TestRefusals:
             )  # fmt: skip
 
     def test_verl_check_reads_stored_outputs_as_a_run_does(self, answers, tiny_llama, tmp_path):
-        from verl.cli.checklist import Subject
-        from verl.cli.checklist.data import check_rows_of_data
-        from verl.config import load_config
-        from verl.models.load import load_tokenizer
-
         row = json.loads(answers.read_text().splitlines()[0])
         settings = (
             f"actor_rollout_ref.model.path={tiny_llama}", "distillation.enabled=True", "distillation.on_policy_share=0",
@@ -277,10 +276,6 @@ class TestRefusals:
         ],
     )  # fmt: skip
     def test_stored_outputs_of_no_teacher(self, tiny_llama, tmp_path, change, sentence):
-        from verl.config import load_config
-        from verl.models.load import load_tokenizer
-        from verl.programs.distillation import check_teachers
-
         class Rows(list):
             def place(self, number):
                 return f"rows.jsonl, row {number}"
@@ -308,8 +303,6 @@ class TestRefusals:
         ],
     )  # fmt: skip
     def test_settings_that_do_not_go_together(self, tiny_overrides, settings, sentence):
-        from verl.config import load_config
-
         taught = (
             ["distillation.enabled=True", f"{TEACHERS}.teacher_model.model_path=x"] if len(settings[0]) > 25 else []
         )

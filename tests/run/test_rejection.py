@@ -4,9 +4,14 @@ import json
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.run.conftest import Run
 from tests.run.test_resume import weights
+from verl.cli.main import main
+from verl.config import SFT, load_config
+from verl.data.conversations.dataset import load_conversations
+from verl.models.load import load_tokenizer
 from verl.programs.ppo import PPO
 from verl.programs.rejection import RejectionSampling
 
@@ -38,8 +43,6 @@ def kept_rows(run: Run) -> list[dict]:
 
 
 def test_trains_on_the_best_sample_of_each_prompt(tiny_run, tiny_llama, steps):
-    from transformers import AutoModelForCausalLM
-
     run = tiny_run(*SETTINGS, "trainer.total_training_steps=1")
     ((scored, trained),) = steps
     scores = scored.batch["token_level_scores"].sum(dim=1).view(4, 4)
@@ -77,10 +80,6 @@ def test_rounds_raise_the_likelihood_of_what_they_keep(tiny_run):
 
 
 def test_the_file_of_selected_samples_trains_by_sft(tiny_run, tiny_llama, steps):
-    from verl.config import SFT, load_config
-    from verl.data.conversations.dataset import load_conversations
-    from verl.models.load import load_tokenizer
-
     run = tiny_run(*SETTINGS)
     rows, trained = kept_rows(run), [batch for _, batch in steps]
     assert [row["step"] for row in rows] == [1] * 4 + [2] * 4
@@ -127,8 +126,6 @@ def test_a_resumed_run_equals_the_unbroken_one(tiny_run):
 
 
 def test_the_verb_chooses_the_program(tiny_overrides, tmp_path):
-    from verl.cli.main import main
-
     folder = tmp_path / "run"
     arguments = [
         *tiny_overrides,

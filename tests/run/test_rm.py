@@ -5,12 +5,20 @@ import subprocess
 
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 from tests.forked import run_forked  # noqa: F401 - as tests/run has it
 from tests.roles.test_reward_model import make_classifier
 from tests.run.conftest import merge, train_run
 from tests.run.trl_oracle import peer_env
+from verl.cli.main import main
+from verl.config import RM, StepGuardsConfig, load_config
+from verl.data_proto.proto import DataProto
+from verl.engines.api import BatchTotals
 from verl.models.tiny import make_tiny_model
+from verl.programs.reward_model import RewardModelProgram
+from verl.roles.objectives.reward import PairObjective
+from verl.roles.step_guard import StepGuard
 
 pytestmark = pytest.mark.seed("A9")
 
@@ -98,9 +106,6 @@ def rm_run(rm_overrides, tmp_path):
 
 
 def loaded_data(overrides):
-    from verl.config import RM, load_config
-    from verl.programs.reward_model import RewardModelProgram
-
     return RewardModelProgram.load_data(load_config(overrides, schema=RM).config)
 
 
@@ -140,8 +145,6 @@ def reference_loss(kind, scores, batch):
 class TestLoss:
     @pytest.mark.parametrize("kind", ["sigmoid", "logexp", "regression"])
     def test_of_sequences_matches_transformers(self, kind, rm_run, rm_overrides, classifier):
-        from transformers import AutoModelForSequenceClassification
-
         first = rm_run(kind, "trainer.total_training_steps=1").training_rows()[0]
         batch = loaded_data(rm_overrides(kind)).train.batch(1)
         model = AutoModelForSequenceClassification.from_pretrained(classifier, dtype=torch.float32)
@@ -159,8 +162,6 @@ class TestLoss:
             assert first["train/margin"] == pytest.approx(float((won - lost).mean()), rel=1e-4, abs=1e-6)
 
     def test_of_steps_is_read_at_the_last_token_of_each(self, rm_run, rm_overrides):
-        from transformers import AutoModelForTokenClassification
-
         run = rm_run("process", "trainer.total_training_steps=3", "trainer.save_freq=3", "trainer.test_freq=3")
         folder = run.folder / "global_step_3" / "model" / "huggingface"
         data = loaded_data(rm_overrides("process"))
@@ -194,12 +195,6 @@ class TestLoss:
         assert whole.rows[-1]["val/loss"] == pytest.approx(parts.rows[-1]["val/loss"], rel=1e-4)
 
     def test_does_not_depend_on_the_order_of_rows(self):
-        from verl.config import StepGuardsConfig
-        from verl.data_proto.proto import DataProto
-        from verl.engines.api import BatchTotals
-        from verl.roles.objectives.reward import PairObjective
-        from verl.roles.step_guard import StepGuard
-
         objective = PairObjective("sigmoid", 0.01, StepGuard(StepGuardsConfig()))
         scores = torch.randn(8, generator=torch.Generator().manual_seed(0))
         columns = {
@@ -249,8 +244,6 @@ class TestCheckpoint:
     def test_opens_with_transformers_and_rewards_a_policy(self, rm_run, rm_overrides, tiny_run, tiny_llama):
         """From a language model without a head: the scores of training equal transformers' scores and the scores in
         reinforcement learning."""
-        from transformers import AutoModelForSequenceClassification
-
         run = rm_run("sigmoid", f"model.path={tiny_llama}", "trainer.save_freq=5", "trainer.test_freq=5")
         folder = run.folder / "global_step_5" / "model" / "huggingface"
         model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
@@ -313,8 +306,6 @@ class TestCheckpoint:
 
     def test_pads_as_transformers_needs_it(self, rm_run, rm_overrides, tiny_llama):
         """A padded batch of transformers scores the last token of each row, which it finds by the padding token."""
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
         run = rm_run("sigmoid", f"model.path={tiny_llama}", "trainer.total_training_steps=1", "trainer.save_freq=1")
         folder = run.folder / "global_step_1" / "model" / "huggingface"
         model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
@@ -335,8 +326,6 @@ BAD_ROWS = {
 
 @pytest.mark.parametrize("kind", ["sigmoid", "regression", "process"])
 def test_bad_rows_are_named_before_anything_trains(kind, rm_overrides, tmp_path, capsys):
-    from verl.cli.main import main
-
     name = KINDS[kind][0]
     row, sentence = BAD_ROWS[name]
     file = write(tmp_path / "bad.jsonl", [*ROWS[name](4), row])

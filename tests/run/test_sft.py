@@ -5,13 +5,18 @@ import logging
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.config.test_sft import SCRIPTS
 from tests.run.conftest import merge, train_run
 from tests.slow import slow
 from verl.cli.main import main
+from verl.config import SFT as SCHEMA
+from verl.config import load_config
 from verl.data_proto.proto import DataProto
 from verl.errors import DataError
+from verl.programs.guards import Guards, RollBackPrompts
+from verl.programs.sft import SFT
 
 pytestmark = pytest.mark.seed("A9")
 
@@ -104,12 +109,6 @@ def reference_loss(model, batch: DataProto) -> torch.Tensor:
 
 class TestLoss:
     def test_is_the_mean_over_all_trained_tokens_of_the_batch(self, sft_run, sft_overrides, tiny_llama):
-        from transformers import AutoModelForCausalLM
-
-        from verl.config import SFT as SCHEMA
-        from verl.config import load_config
-        from verl.programs.sft import SFT
-
         first = sft_run("trainer.total_training_steps=1").training_rows()[0]
         data = SFT.load_data(load_config(sft_overrides, schema=SCHEMA).config)
         batch = data.train.batch(1)
@@ -196,12 +195,6 @@ class TestEpochs:
 
 class TestCheckpoint:
     def test_opens_with_transformers_and_has_the_validated_loss(self, sft_run, sft_overrides):
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        from verl.config import SFT as SCHEMA
-        from verl.config import load_config
-        from verl.programs.sft import SFT
-
         run = sft_run("trainer.save_freq=5", "trainer.test_freq=5")
         folder = run.folder / "global_step_5" / "model" / "huggingface"
         assert AutoTokenizer.from_pretrained(folder).chat_template
@@ -234,11 +227,6 @@ def test_overrides_of_real_scripts_take_two_steps(name, sft_run):
 
 
 def test_a_rollback_continues_with_the_rows_after_the_failed_step(sft_run, sft_overrides, monkeypatch):
-    from verl.config import SFT as SCHEMA
-    from verl.config import load_config
-    from verl.programs.guards import Guards, RollBackPrompts
-    from verl.programs.sft import SFT
-
     taken = []
 
     def fail_once(self, result):

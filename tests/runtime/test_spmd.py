@@ -10,6 +10,7 @@ import pytest
 
 from tests.runtime.conftest import EVERY_SECOND, PPO, assert_same, assert_same_weights, assert_versions, train_here
 from tests.runtime.ranks import run
+from verl.models.tiny import make_tiny_model
 
 pytestmark = pytest.mark.seed("A2")
 
@@ -55,16 +56,12 @@ WATCHED = {"watched2": [], "phases2": [f"trainer.dynamic_config={PHASES}"], "lay
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory):
     """A tiny model whose layers have experts, in both roles."""
-    from verl.models.tiny import make_tiny_model
-
     path = make_tiny_model(tmp_path_factory.mktemp("models") / "moe", "qwen3_moe", moe_intermediate_size=16)
     return [f"actor_rollout_ref.model.path={path}", f"critic.model.path={path}"]
 
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory):
-    from verl.models.tiny import make_tiny_model
-
     return make_tiny_model(tmp_path_factory.mktemp("models") / "narrow", hidden_size=16, intermediate_size=256)
 
 

@@ -11,6 +11,14 @@ import pytest
 import torch
 
 from tests.letters_task import overrides, write_task
+from verl.cli.main import main
+from verl.config import load_config
+from verl.rollout.native.compiled.library import kernels
+from verl.run.host import train
+from verl.tracking.files import read_metrics
+from verl.trainer import DynamicConfigScheduler
+from verl.trainer.logger import RLLogger
+from verl.trainer.rl_trainer import RLTrainer
 
 # 4.4: warm-up, the steady phase, the late one
 PHASES = [
@@ -56,8 +64,6 @@ python -c 'import verl; verl.utils.benchmark_nccl(num_repeats=1)'
 
 @pytest.mark.seed("G3", "D2")
 def test_3_2_a_step_and_its_queue(settings, tmp_path):
-    from verl.trainer.rl_trainer import RLTrainer
-
     ahead = ["rollout_config.prefetch_num=2", "trainer.total_training_steps=3"]
     with RLTrainer([*settings, *ahead, f"trainer.default_local_dir={tmp_path}"]) as trainer:
         rollout_queue = trainer.rollout_queue
@@ -71,11 +77,6 @@ def test_3_2_a_step_and_its_queue(settings, tmp_path):
 
 @pytest.mark.seed("C9")
 def test_3_3_fragments(settings, tmp_path):
-    from verl.config import load_config
-    from verl.rollout.native.compiled.library import kernels
-    from verl.run.host import train
-    from verl.tracking.files import read_metrics
-
     statistics = torch.cuda.memory_stats() if torch.cuda.is_available() else {}
     assert statistics.get("allocated_bytes.all.current", 0) <= statistics.get("reserved_bytes.all.current", 0)
     if kernels() is None:
@@ -89,8 +90,6 @@ def test_3_3_fragments(settings, tmp_path):
 
 @pytest.mark.seed("C6")
 def test_4_4_phases_of_training():
-    from verl.trainer import DynamicConfigScheduler
-
     scheduler = DynamicConfigScheduler(PHASES)
     assert [scheduler.values(step).get("batch_group_size") for step in (1, 2, 3, 4, 9)] == [1, 1, 4, 4, 4]
     assert [scheduler.values(step).get("enable_chunked_attention") for step in (4, 5)] == [None, False]
@@ -98,9 +97,6 @@ def test_4_4_phases_of_training():
 
 @pytest.mark.seed("F2")
 def test_5_2_logs_of_ranks(settings, tmp_path):
-    from verl.cli.main import main
-    from verl.trainer.logger import RLLogger
-
     assert main(["train", "--log-dir", f"{tmp_path}/logs", *settings, f"trainer.default_local_dir={tmp_path}/run"]) == 0
     for folder in ("logs", "run/logs"):
         assert "Loaded" in (tmp_path / folder / "rank_0.log").read_text()

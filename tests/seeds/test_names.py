@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tomllib
 import torch
 
 import verl
@@ -16,8 +17,16 @@ from tests import letters_task
 from verl import ExperienceBuffer
 from verl.config import load_config
 from verl.errors import ConfigError, ModelError
+from verl.models.forward import computed_by
+from verl.models.load import load_model
+from verl.run.host import train
 from verl.tracking.console import Console
+from verl.trainer import PPOTrainer
+from verl.trainer.rl_trainer import RLTrainer
+from verl.utils import check_model_consistency
+from verl.utils.fsdp_utils import get_init_weight_context_manager
 from verl.worker import ActorRolloutRefWorker, RolloutWorker, UpdateWorker, init_context
+from verl.workers.sharding_manager.megatron_vllm import MegatronVLLMShardingManager
 
 SMALL = ["actor_rollout_ref.actor.fsdp_config.dtype=float32", "data.max_response_length=4"]
 
@@ -42,8 +51,6 @@ def letters(data_source, solution_str, ground_truth, extra_info=None):
 @pytest.mark.slow
 @pytest.mark.seed("G3")
 def test_the_parts_of_a_step_by_their_names(settings, tmp_path):
-    from verl.trainer.rl_trainer import RLTrainer
-
     with RLTrainer([*settings, f"trainer.default_local_dir={tmp_path}"], reward_fn=letters) as trainer:
         metrics = trainer.step()
     assert 0 < metrics["share/rollout_step"] == metrics["timing_s/gen"] / metrics["perf/time_per_step"] < 1
@@ -54,8 +61,6 @@ def test_the_parts_of_a_step_by_their_names(settings, tmp_path):
 
 @pytest.mark.seed("G3")
 def test_a_reward_fn_without_a_file_is_refused(settings):
-    from verl.trainer import PPOTrainer
-
     for reward_fn in (lambda **_: 1.0, len):
         with pytest.raises(ConfigError, match="give a function at the top level of a file"):
             PPOTrainer(settings, reward_fn=reward_fn)
@@ -63,8 +68,6 @@ def test_a_reward_fn_without_a_file_is_refused(settings):
 
 @pytest.mark.seed("G7")
 def test_the_consistency_of_a_loaded_model(tiny_llama):
-    from verl.utils import check_model_consistency
-
     report = check_model_consistency(str(tiny_llama))
     assert report["forward"] == "packed"
     assert report["largest_difference"] < 1e-5
@@ -104,8 +107,6 @@ def test_the_four_parts_of_a_loop(tiny_llama):
 
 @pytest.mark.seed("G7")
 def test_init_context_makes_parameters_in_host_memory():
-    from verl.utils.fsdp_utils import get_init_weight_context_manager
-
     for context in (init_context, get_init_weight_context_manager(use_meta_tensor=True, mesh=None)):
         with torch.device("meta"), context():
             assert torch.nn.Linear(2, 2).weight.device.type == "cpu"
@@ -113,8 +114,6 @@ def test_init_context_makes_parameters_in_host_memory():
 
 @pytest.mark.seed("G8")
 def test_the_switch_as_a_block(tiny_llama):
-    from verl.workers.sharding_manager.megatron_vllm import MegatronVLLMShardingManager
-
     with ActorRolloutRefWorker(str(tiny_llama), overrides=SMALL) as worker:
         manager = MegatronVLLMShardingManager(worker)
         torch.manual_seed(3)
@@ -144,8 +143,6 @@ def test_an_older_python_gets_a_sentence():
 
 @pytest.mark.seed("E9")
 def test_the_extras_of_the_documents_exist():
-    import tomllib
-
     project = tomllib.loads((Path(verl.__file__).parents[1] / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     assert {"vllm", "megatron", "tracking"} <= set(extras)
@@ -166,8 +163,6 @@ def test_log_level(level, shown, monkeypatch, capsys):
 @pytest.mark.seed("E10")
 def test_the_log_of_a_run_for_debugging(settings, tmp_path, monkeypatch):
     """LOG_LEVEL=DEBUG: phases with their seconds, calls of roles, optimizer steps, micro-batches, weights, generation."""
-    from verl.run.host import train
-
     monkeypatch.setenv("LOG_LEVEL", "DEBUG")
     task = letters_task.write_task(tmp_path)
     files = [f"reward.custom_reward_function.path={task}/reward.py", f"trainer.default_local_dir={tmp_path}/run"]
@@ -201,8 +196,6 @@ log.info("after")
 @pytest.mark.seed("B8")
 def test_the_implementation_that_runs_is_said(settings, tiny_llama, tmp_path, capsys):
     """Every name of impl_backend is accepted, and the start names the implementation that computes."""
-    from verl.run.host import train
-
     task = letters_task.write_task(tmp_path)
     keys = ["model.use_fused_kernels=True", "model.fused_kernel_options.impl_backend=xformers"]
     files = [f"reward.custom_reward_function.path={task}/reward.py", f"trainer.default_local_dir={tmp_path}/run"]
@@ -217,8 +210,6 @@ def test_the_implementation_that_runs_is_said(settings, tiny_llama, tmp_path, ca
 @pytest.mark.seed("B8")
 def test_use_fused_kernels_chooses(settings, tiny_llama, tmp_path, capsys):
     """Whole logits by torch or chunks of them: the header says which, and a step of training is the same."""
-    from verl.run.host import train
-
     task, rows = letters_task.write_task(tmp_path), {}
     for fused, words in (
         ("True", "log-probs in chunks of torch matmuls"),
@@ -242,9 +233,6 @@ def test_use_fused_kernels_chooses(settings, tiny_llama, tmp_path, capsys):
 
 @pytest.mark.seed("B8")
 def test_the_implementation_of_a_model_that_takes_no_packed_batch(tiny_llama):
-    from verl.models.forward import computed_by
-    from verl.models.load import load_model
-
     module, cpu = load_model(tiny_llama), torch.device("cpu")
     module.forward_kind = "padded"
     assert computed_by(module, cpu).startswith("the model's own padded forward; log-probs in chunks")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from tests.data.conversations.templates import FAMILIES, chat, encode, tokenizer_of
 from verl.config import DataConfig
@@ -117,8 +118,6 @@ def test_a_real_tokenizer_with_merges_across_borders(messages):
 def test_line_breaks_of_a_prompt_stay_one_token():
     """SmolLM2 has one token for two line breaks that end a text, and two tokens once text follows them. Under a template
     whose generation prompt ends so, the rendered whole conversation differs from the sampler's tokens."""
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(SMOLLM2)
     template, specials = FAMILIES["llama3"]
     tokenizer.add_tokens(list(specials), special_tokens=True)
@@ -177,6 +176,4 @@ class TestLongConversations:
 
 @cache
 def smollm2():
-    from transformers import AutoTokenizer
-
     return AutoTokenizer.from_pretrained(SMOLLM2)
