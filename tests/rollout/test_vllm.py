@@ -74,17 +74,6 @@ def test_it_is_known_to_hold_weights():
     assert not holds_weights("native")
 
 
-def test_samples_come_in_the_order_that_was_asked_for(make):
-    rollout, ended = make(), []
-    prompts = make_prompts([3, 5])
-    completions = rollout.generate(prompts, SamplingParams(n=2, max_new_tokens=4), step=1, on_finish=ended.append)
-    assert [(c.ordinal, c.sample) for c in completions] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert [(c.ordinal, c.sample) for c in ended] == [(1, 1), (1, 0), (0, 1), (0, 0)]
-    assert (rollout.stats()["num_decode_steps"], rollout.stats()["num_generated_tokens"]) == (2, 8)
-    with pytest.raises(ModelError, match="exceeds rollout.max_model_len"):
-        rollout.generate(make_prompts([63]), SamplingParams(max_new_tokens=4), step=1)
-
-
 def test_weights_arrive_and_samples_carry_their_version(make, load):
     rollout, module = make(), load("llama")
     rollout.load(weights_of(module))
