@@ -40,7 +40,7 @@ RUNS: Mapping[str, Runtime] = {
     **{name: RUNTIMES[name] for name in ("async", "torchrun", "ray")},
 }
 _NAMES_A_FOLDER = "adapter_config.json"  # of the model under the adapters
-_NOT_OF_THE_WORK = ("timing", "perf/", "memory", "switch_peak", "seconds", "time", "tokens_per")
+_NOT_OF_THE_WORK = ("timing", "perf/", "memory", "switch_peak", "seconds", "time", "tokens_per", "last_group")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

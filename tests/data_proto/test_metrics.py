@@ -18,6 +18,7 @@ from verl.data_proto.metrics import Metric, merge_metrics, metric_values
         ([Metric.max(2.0), Metric.max(5.0), Metric.max(3.0)], 5.0),
         ([Metric.min(2.0), Metric.min(5.0)], 2.0),
         ([Metric.last(2.0), Metric.last(5.0)], 5.0),
+        ([Metric.at_largest(2.0, 7), Metric.at_largest(5.0, 9), Metric.at_largest(4.0, 8)], 5.0),
     ],
 )
 def test_each_reduction(parts, expected):

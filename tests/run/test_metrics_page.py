@@ -44,5 +44,6 @@ def test_metrics_of_a_run_are_on_the_page(tiny_overrides, tmp_path, keys):
         name for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines() for name in json.loads(line)
     }
     assert len(names) > 60
+    assert "rollout/last_group/prompt" in names
     patterns = rows_of_the_page()
     assert sorted(name for name in names if not any(fnmatch.fnmatchcase(name, p) for p in patterns)) == []

@@ -196,6 +196,23 @@ def test_show_names_what_was_measured(run_folder, capsys):
     assert "all-gather of parameters 7.2 ms, batches in the queue 2" in capsys.readouterr().out
 
 
+def test_show_names_the_groups_that_the_others_wait_for(run_folder, capsys):
+    last = {"rollout/last_group/prompt": 37, "rollout/last_group/tokens": 1024, "rollout/last_group/ended_s": 8.0}
+    rows = [
+        {"step": n, "timing_s/step": 9.0, **last, "rollout/last_group/others_ended_s": 8.0 - n % 3} for n in (5, 6, 7)
+    ]
+    append_rows(run_folder / "metrics.jsonl", rows)
+    assert main(["show", str(run_folder)]) == 0
+    shown = capsys.readouterr().out
+    assert "step 7: prompt 37 ended last, after 8 s; its longest response has 1,024 tokens" in shown
+    assert "Nine tenths of the prompts had ended after 7 s and waited for 12% of the generation" in shown
+    assert "step 5: " in shown
+    assert "step 6: " not in shown
+    assert "most groups wait" not in shown
+    append_rows(run_folder / "metrics.jsonl", [{**row, "rollout/last_group/others_ended_s": 4.0} for row in rows * 2])
+    assert "most groups wait for the last one for 50%" in " ".join(read_progress(run_folder).bottleneck.advice)
+
+
 def test_keys_in_the_advice_exist():
     """A key that is named as something to set is one."""
     import re

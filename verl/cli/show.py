@@ -151,6 +151,8 @@ def show_time(bottleneck: Bottleneck, console: Console) -> None:
         from verl.tracking.bottleneck import MEASURED
 
         console.print(f"  {', '.join(MEASURED[name].format(value) for name, value in bottleneck.measured.items())}")
+    for wait in bottleneck.waits:
+        console.print(f"  {wait}", soft_wrap=True)
     if bottleneck.advice:
         console.print("[bold]what to change[/bold]")
     for sentence in bottleneck.advice:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Reduction = Literal["mean", "sum", "max", "min", "last"]
+Reduction = Literal["mean", "sum", "max", "min", "last", "at_largest"]
 
 # A number, or anything with `.item()`: a 0-d tensor stays on its device until `.value` is asked for.
 Scalar = Any
@@ -22,7 +22,8 @@ def _number(value: Scalar) -> float:
 
 @dataclass(frozen=True)
 class Metric:
-    """Observations of one quantity and how they combine; built with `Metric.mean`, `.sum`, `.max`, `.min` or `.last`.
+    """Observations of one quantity and how they combine; built with `Metric.mean`, `.sum`, `.max`, `.min`, `.last` or
+    `.at_largest`.
 
     Nothing is computed until `.value` is read, so building and merging never wait for a device. No graph is kept alive.
     """
@@ -55,6 +56,11 @@ class Metric:
         return cls._one("min", value)
 
     @classmethod
+    def at_largest(cls, value: Scalar, size: Scalar) -> Metric:
+        """The value whose `size` is the largest so far."""
+        return cls._one("at_largest", value, size)
+
+    @classmethod
     def last(cls, value: Scalar) -> Metric:
         """A setting; merging keeps the newest."""
         return cls._one("last", value)
@@ -79,6 +85,8 @@ class Metric:
             broken = [v for v in values if v != v]
             return broken[0] if broken else (max(values) if self.reduction == "max" else min(values))
         weights = [_number(w) for _, w in self.observations]
+        if self.reduction == "at_largest":
+            return values[weights.index(max(weights))]
         total = sum(weights)
         if total == 0:
             return float("nan")

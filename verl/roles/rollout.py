@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +26,7 @@ from verl.data_proto.trajectory import Trajectory, to_columns, trajectory_of
 from verl.errors import ModelError
 from verl.models.routing import COLUMN, experts_of
 from verl.parallel.register import Dispatch, Execute, register
+from verl.roles.group_ends import GroupEnds
 from verl.roles.reward import score_request
 from verl.rollout.api import RolloutEngine
 from verl.rollout.rollout_model import Replica, Weights
@@ -65,6 +66,7 @@ class RolloutWorker:
     on_generation_end: Callable[[], dict[str, float]] = _nothing
     agents: Agents | None = None
     records_experts: bool = False
+    _ends: GroupEnds = field(default_factory=GroupEnds, init=False)  # of the last generation
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def exact_log_probs(self) -> bool:
@@ -90,6 +92,7 @@ class RolloutWorker:
         """New samples of `prompts` as by `generate`, and up to params.max_new_tokens more for unfinished `rows` (prompts' and
         rollout's columns, `begun_step` and `expected_tokens`), all under the current weights. Returns all rollout columns of
         both. They share one generation, so that a step waits only once for its last samples."""
+        self._ends = GroupEnds()
         if self.agents is not None:
             resumed = self._resumed_episodes(self.agents, rows, params, limit)
             if len(rows) and not len(prompts):
@@ -105,8 +108,9 @@ class RolloutWorker:
             return before.extended(done, self._np_dtype())
 
         def on_finish(done: Completion) -> None:
-            one = by_key[done.key]
-            self._send_to_scorer(one.rows, one.row, one.split, trajectory(done), limit)
+            one, sample = by_key[done.key], trajectory(done)
+            self._ends.note(sample)
+            self._send_to_scorer(one.rows, one.row, one.split, sample, limit)
 
         # a rank that only takes part has no requests
         requests, count = [one.request for one in asked], len(prompts) * params.n
@@ -140,7 +144,8 @@ class RolloutWorker:
             self.engine.release()
         stats = {**stats, **self.on_generation_end(), "num_replicas": 1}
         log.debug("Generation: %s", {name: float(value) for name, value in stats.items()})
-        return {k: (Metric.max if k in _LARGEST_OF_RANKS else Metric.sum)(float(v)) for k, v in stats.items()}
+        metrics = {k: (Metric.max if k in _LARGEST_OF_RANKS else Metric.sum)(float(v)) for k, v in stats.items()}
+        return metrics | self._ends.metrics()
 
     def _episodes(
         self,
@@ -156,6 +161,7 @@ class RolloutWorker:
         position = {ordinal: i for i, ordinal in enumerate(prompts.batch["ordinal"].tolist())}
 
         def on_finish(done: EpisodeResult) -> None:
+            self._ends.note(done.trajectory)
             if self.score_stream is not None and done.reward is None and done.error is None:
                 key, row = sample_key(split, done.task.ordinal, done.task.sample), position[done.task.ordinal]
                 ids = done.trajectory.response_ids

@@ -25,6 +25,8 @@ NAMES = {
     "other": "bound by work outside the phases",
 }
 _MIN_SHARE = 0.1  # of the time; advice about less is noise
+_LONG_WAIT = 0.25  # of a generation, in which at most a tenth of its groups is not complete
+_LAST = "rollout/last_group"
 _GATHER_MS = 5.0  # of an all-gather of parameters, as seed document 002 has it
 _EMPTY_SHARE = 0.2  # of reserved memory or of blocks of the KV cache, as seed document 000 has it
 
@@ -40,6 +42,7 @@ class Bottleneck:
     communication_s: float  # per step
     communication_bytes: float  # per step
     advice: list[str]
+    waits: list[str]  # for the last group: of the newest generation, and of the generation with the longest wait
     measured: dict[str, float]  # name in metrics.jsonl -> median; `verl show` prints them next to the phases
 
 
@@ -85,8 +88,26 @@ def find_bottleneck(
         communication_s=exchanged_s / len(rows),
         communication_bytes=sum(row["communication"]["bytes"] for row in rows) / len(rows),
         advice=advise(facts),
+        waits=_waits([row for row in metrics if is_number(row.get(f"{_LAST}/ended_s"))]),
         measured={name: facts.metrics[name] for name in MEASURED if name in facts.metrics},
     )
+
+
+def _waits(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A sentence about the newest row, and about the row with the largest share of waiting; `rows` name the last group."""
+    named = [] if not rows else [rows[-1], max(reversed(rows), key=_wait_share)]
+    return [
+        f"step {row.get('step')}: prompt {row.get(f'{_LAST}/prompt') or 0:.0f} ended last, after {row[f'{_LAST}/ended_s']:.3g} "
+        f"s; its longest response has {row.get(f'{_LAST}/tokens') or 0:,.0f} tokens. Nine tenths of the prompts had ended "
+        f"after {row.get(f'{_LAST}/others_ended_s') or 0:.3g} s and waited for {_wait_share(row):.0%} of the generation"
+        for row in (named[:1] if named[:1] == named[1:] else named)
+    ]
+
+
+def _wait_share(row: Mapping[str, Any]) -> float:
+    """Share of a generation in which at most a tenth of the groups was not complete."""
+    ended_s, others_s = row.get(f"{_LAST}/ended_s") or 0.0, row.get(f"{_LAST}/others_ended_s") or 0.0
+    return float(1 - others_s / ended_s) if ended_s > 0 else 0.0
 
 
 def beside_plan(timeline: Sequence[Mapping[str, object]], planned: Sequence[Mapping[str, object]]) -> str | None:
@@ -172,15 +193,19 @@ def _slots(facts: _Facts) -> str | None:
 
 def _tail(facts: _Facts) -> str | None:
     steps, running = facts.metric("rollout/num_decode_steps"), facts.metric("rollout/max_running")
-    if not steps or not running:
+    alive, waiting = facts.metric("rollout/num_generated_tokens") / (steps or 1), _wait_share(facts.metrics)
+    is_idle = bool(steps and running) and alive <= 0.5 * running
+    if not is_idle and waiting < _LONG_WAIT:
         return None
-    alive = facts.metric("rollout/num_generated_tokens") / steps
-    if alive > 0.5 * running:
-        return None
+    slots = f"on average {alive:.0f} of {running:.0f} slots are decoding" if is_idle else ""
+    waits = f"most groups wait for the last one for {waiting:.0%} of a generation" if waiting >= _LONG_WAIT else ""
+    ahead = facts.key(f"{_ROLLOUT}.prefetch_num", 0)
+    parts = f"partial_rollout=True and {_ROLLOUT}.prefetch_num=2"
+    if facts.key(f"{_ROLLOUT}.partial_rollout", False):
+        parts = f"prefetch_num={ahead + 1}, which makes their parts shorter"
     return (
-        f"Response lengths vary widely: on average {alive:.0f} of {running:.0f} slots are decoding. Lower "
-        f"data.max_response_length (now {facts.key('data.max_response_length', '?')}), or continue long ones in the next "
-        f"step with {_ROLLOUT}.prefetch_num=2 and {_ROLLOUT}.partial_rollout=True."
+        f"Response lengths vary widely: {' and '.join(filter(None, (slots, waits)))}. Lower data.max_response_length (now "
+        f"{facts.key('data.max_response_length', '?')}), or continue long ones in the next step with {_ROLLOUT}.{parts}."
     )
 
 
