@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-FOLDERS = [str(BENCHMARKS), *(str(BENCHMARKS / name) for name in ("peers", "chaos", "planner"))]
+FOLDERS = [str(BENCHMARKS), *(str(BENCHMARKS / name) for name in ("peers", "chaos"))]
 sys.path[:0] = FOLDERS
 
 
