@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import tempfile
 import threading
 import time
@@ -25,8 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.runs import assigned, write_prompts
-from benchmarks.scale import overrides, table, timed
+from benchmarks.scale import Costs, assigned, overrides, timed
 from verl.config import load_config
 from verl.data_proto.merge import object_array
 from verl.data_proto.metrics import Metric
@@ -101,7 +101,9 @@ def stand_in_specs(*recipe: Any) -> ProgramSpecs:
 
 
 def measure(folder: Path, samples: int, tokens: int, ranks: int) -> dict[str, float]:
-    write_prompts(folder / "rows.jsonl", [f"{i} + 1" for i in range(samples // GROUP)])
+    shared = {"data_source": "letters", "reward_model": {"style": "rule", "ground_truth": "letters"}}
+    rows = [{**shared, "prompt": [{"role": "user", "content": f"{i} + 1"}]} for i in range(samples // GROUP)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     changes = {
         "actor_rollout_ref.rollout.n": GROUP, "actor_rollout_ref.actor.ppo_mini_batch_size": samples // GROUP,
         "data.train_batch_size": samples // GROUP, "data.max_prompt_length": PROMPT, "data.max_response_length": tokens,
@@ -150,13 +152,13 @@ def main() -> None:
     local.RankWorkers = StandIns  # type: ignore[assignment, misc]
     recipe = ProgramSpecs.recipe
     ProgramSpecs.recipe = lambda specs: ("benchmarks.controller:stand_in_specs", *recipe(specs)[1:])  # type: ignore[method-assign]
-    sizes, costs = [int(size) for size in arguments.samples.split(",")], dict[str, list[float]]()
+    sizes = [int(size) for size in arguments.samples.split(",")]
+    costs = Costs(sizes)
     for size in sizes:
         with tempfile.TemporaryDirectory() as folder:
-            for name, cost in measure(Path(folder), size, arguments.tokens, arguments.ranks).items():
-                costs.setdefault(f"{name} a sample", []).append(cost / size)
-        print(size, {name: row[-1] for name, row in costs.items()}, flush=True)
-    print(table(sizes, costs))
+            row = measure(Path(folder), size, arguments.tokens, arguments.ranks)
+        costs.add(size, {f"{name} a sample": cost / size for name, cost in row.items()})
+    costs.show()
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ steps.
     python -m benchmarks.scale --ledger             the table of the sample ledger (10 million samples: 3 GB)
     python -m benchmarks.scale --steps              the table of the records of steps (a million steps: 4 GB)
     python -m benchmarks.scale --checkpoints        the table of checkpoints (1 billion parameters: 12 GB, twice)
-    python -m benchmarks.scale --tails              the table of response lengths
-    python -m benchmarks.scale --processes          the table of processes on Ray (64: 7 GB of memory)
     python -m benchmarks.controller                 the table of the controller
 
 Each size has a generated parquet file and a GRPO run of a tiny model, started twice in new run folders: the first start has an
@@ -27,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -38,11 +36,10 @@ import pyarrow
 import pyarrow.parquet
 import torch
 
-from benchmarks.runs import assigned
 from verl.checkpoint.files import SMALL_BYTES, verification
 from verl.checkpoint.store import CheckpointStore, RoleCheckpoint
-from verl.data_proto.samples import PromptRequest, SamplingParams
 from verl.engines.api import EngineState, whole
+from verl.models.tiny import make_tiny_model
 from verl.page.index import SampleIndex
 from verl.page.pages import Site
 from verl.tracking.files import read_json_rows
@@ -56,9 +53,6 @@ from verl.tracking.run_folder import RunFolder
 SIZES = (1_000, 20_000, 400_000, 5_000_000)
 SAMPLES = (10_240, 102_400, 1_024_000, 10_240_000)
 PARAMETERS = (16_777_216, 67_108_864, 268_435_456, 1_006_632_960)
-RESPONSES = (64, 128, 256, 512)
-PROCESSES = (8, 16, 32, 64)
-_SLOTS, _LIMIT = 64, 1024  # responses at a time, tokens of a response
 _BLOCK = 1 << 22  # parameters of a tensor of a checkpoint
 STEPS = (1_000, 10_000, 100_000, 1_000_000)
 _PROMPTS, _SAMPLES, _TOKENS = 128, 8, 16  # of a recorded step
@@ -74,31 +68,31 @@ REWARD = (
 
 def write_rows(path: Path, num_rows: int) -> None:
     """A parquet file of questions, each with one message, a reference answer and an index."""
-    with contextlib.ExitStack() as stack:
-        writer = None
+    with pyarrow.parquet.ParquetWriter(path, _table(range(1)).schema) as writer:
         for start in range(0, num_rows, _ROWS_WRITTEN):
-            table = _table(range(start, min(start + _ROWS_WRITTEN, num_rows)))
-            writer = writer or stack.enter_context(pyarrow.parquet.ParquetWriter(path, table.schema))
-            writer.write_table(table)
+            writer.write_table(_table(range(start, min(start + _ROWS_WRITTEN, num_rows))))
 
 
 def _table(numbers: range) -> pyarrow.Table:
-    texts = [f"What is {i} + {i * 7 % 1000}? Think about it, then answer with a number." for i in numbers]
-    message = pyarrow.StructArray.from_arrays([pyarrow.array(["user"] * len(texts)), texts], ["role", "content"])
-    answers = [str(i + i * 7 % 1000) for i in numbers]
-    return pyarrow.table(
+    rows = [
         {
-            "data_source": ["sums"] * len(texts),
-            "prompt": pyarrow.ListArray.from_arrays(np.arange(len(texts) + 1, dtype=np.int32), message),
-            "reward_model": pyarrow.StructArray.from_arrays(
-                [pyarrow.array(["rule"] * len(texts)), answers], ["style", "ground_truth"]
-            ),
-            "extra_info": pyarrow.StructArray.from_arrays([pyarrow.array(list(numbers))], ["index"]),
+            "data_source": "sums",
+            "prompt": [
+                {"role": "user", "content": f"What is {i} + {i * 7 % 1000}? Think about it, then answer with a number."}
+            ],
+            "reward_model": {"style": "rule", "ground_truth": str(i + i * 7 % 1000)},
+            "extra_info": {"index": i},
         }
-    )
+        for i in numbers
+    ]
+    return pyarrow.Table.from_pylist(rows)
 
 
-def overrides(model: Path, folder: Path, rows: Path) -> tuple[str, ...]:
+def assigned(keys: Mapping[str, object]) -> list[str]:
+    return [f"{key}={value}" for key, value in keys.items()]
+
+
+def overrides(model: Path, folder: Path, rows: Path) -> list[str]:
     """Keys of a run of two small steps on the file `rows`."""
     (folder / "reward.py").write_text(REWARD)
     return assigned(
@@ -160,68 +154,69 @@ def table(sizes: Sequence[int], costs: dict[str, list[float]]) -> str:
     return "\n".join(lines)
 
 
-def measure_starts(sizes: Sequence[int], folder: Path) -> None:
-    from verl.models.tiny import make_tiny_model
+class Costs:
+    """Quantity -> its cost at each size so far."""
 
+    def __init__(self, sizes: Sequence[int]):
+        self.sizes, self.rows = sizes, dict[str, list[float]]()
+
+    def add(self, size: int, row: Mapping[str, float]) -> None:
+        for name, cost in row.items():
+            self.rows.setdefault(name, []).append(cost)
+        print(f"{size:,}: {', '.join(f'{name} {cost:.3g}' for name, cost in row.items())}", flush=True)
+
+    def show(self) -> None:
+        print(table(self.sizes, self.rows), flush=True)
+
+
+def measure_starts(sizes: Sequence[int], folder: Path) -> None:
     model = make_tiny_model(folder / "model")
     for size in sizes:
         write_rows(folder / f"{size}.parquet", size)
     for mode, keys in MODES.items():
-        seconds: dict[str, list[float]] = {}
-        memory: dict[str, list[float]] = {}
+        seconds, memory = Costs(sizes), Costs(sizes)
         for size in sizes:
             changes = (*overrides(model, folder, folder / f"{size}.parquet"), *keys)
             for attempt in ("first start", "second start"):
                 run = folder / f"{size}{mode}-{attempt}".replace(" ", "-")
                 start_s, memory_gb = measure(run, changes, folder / f"cache-{size}-{len(mode)}")
-                seconds.setdefault(f"seconds to the first step, {attempt}{mode}", []).append(start_s)
-                memory.setdefault(f"memory (GB), {attempt}{mode}", []).append(memory_gb)
-                print(f"{size:,} rows, {attempt}{mode}: {start_s:.1f} s, {memory_gb:.2f} GB", flush=True)
-        print(table(sizes, seconds | memory), flush=True)
+                seconds.add(size, {f"seconds to the first step, {attempt}{mode}": start_s})
+                memory.add(size, {f"memory (GB), {attempt}{mode}": memory_gb})
+        seconds.rows |= memory.rows
+        seconds.show()
 
 
 def measure_ledger(sizes: Sequence[int], folder: Path) -> None:
     """One ledger grows through the sizes; a run of small steps recorded it."""
     path = folder / "ledger.sqlite"
-    tracker = SampleTracker()
+    tracker, costs = SampleTracker(), Costs(sizes)
     tracker.start(start_ledger(path), LedgerWriter(path))
-    costs: dict[str, list[float]] = {}
-
-    def recorded(name: str, work: Callable[[], Result]) -> Result:
-        seconds, result = timed(work)
-        costs.setdefault(name, []).append(seconds)
-        return result
-
     for size in sizes:
         while tracker.offset.num_trained < size - _PROMPTS * _SAMPLES:
             record_step(tracker)
         tracker.commit()
-        recorded(
-            f"seconds to record and sync a step of {_PROMPTS * _SAMPLES:,} samples",
-            lambda: (record_step(tracker), tracker.commit()),
-        )
+        recorded_s, _ = timed(lambda: (record_step(tracker), tracker.commit()))
         record = tracker.commit()
         record_step(tracker)  # lost by the resume
         tracker.close()
-        snapshot = recorded("seconds to resume", partial(start_ledger, path, folder / "global_step_1", record))
+        resumed_s, snapshot = timed(partial(start_ledger, path, folder / "global_step_1", record))
         with Ledger.open(path) as ledger:
-            counts = recorded("seconds to count the outcomes", ledger.counts)
+            counted_s, counts = timed(ledger.counts)
         if counts.trained != size:
             raise RuntimeError(f"the ledger has {counts.trained} samples instead of {size}")
-        costs.setdefault("bytes a sample", []).append(path.stat().st_size / size)
+        row = {f"seconds to record and sync a step of {_PROMPTS * _SAMPLES:,} samples": recorded_s}
+        row |= {"seconds to resume": resumed_s, "seconds to count the outcomes": counted_s}
+        costs.add(size, {**row, "bytes a sample": path.stat().st_size / size})
         tracker.start(snapshot, LedgerWriter(path))
-        print(f"{size:,} samples: {', '.join(f'{name} {row[-1]:.3g}' for name, row in costs.items())}", flush=True)
     tracker.close()
-    print(table(sizes, costs), flush=True)
+    costs.show()
 
 
 def measure_steps(sizes: Sequence[int], folder: Path) -> None:
     """Runs of many steps: records of the second step of a tiny run, repeated. A resume removes the last step."""
-    from verl.models.tiny import make_tiny_model
-
     write_rows(folder / "rows.parquet", 100)
     measure(folder / "run", overrides(make_tiny_model(folder / "model"), folder, folder / "rows.parquet"), folder)
-    costs: dict[str, list[float]] = {}
+    costs = Costs(sizes)
     for size in sizes:
         run = folder / str(size)
         run.mkdir()
@@ -231,30 +226,29 @@ def measure_steps(sizes: Sequence[int], folder: Path) -> None:
             repeat_step(folder / "run" / name, run / name, size)
         num_bytes = sum(file.stat().st_size for file in run.iterdir())
         link_samples(folder / "run" / "samples" / "train" / "step_000002.jsonl", run, size)
-
-        def page(run: Path = run) -> str:
-            site = Site([run], cache=run)
-            try:
-                return site.page(f"/run/{run.name}")
-            finally:
-                site.close()
-
-        def resume(run: Path = run, size: int = size) -> int:
-            with RunFolder(run) as records:
-                return records.truncate_after(size - 1)
-
-        row = {"`verl show`": timed(lambda run=run: read_progress(run))[0], "the page's first view": timed(page)[0]}
-        row |= {"a resume": timed(resume)[0], "bytes a step": num_bytes / size}
-        for name, cost in row.items():
-            costs.setdefault(name, []).append(cost)
-        print(f"{size:,} steps: {row}", flush=True)
+        works = {
+            "`verl show`": partial(read_progress, run),
+            "the page's first view": partial(first_view, run),
+            "a resume": partial(resume, run, size - 1),
+        }
+        costs.add(size, {**{name: timed(work)[0] for name, work in works.items()}, "bytes a step": num_bytes / size})
         shutil.rmtree(run)
-    print(table(sizes, costs), flush=True)
+    costs.show()
+
+
+def first_view(run: Path) -> None:
+    with contextlib.closing(Site([run], cache=run)) as site:
+        site.page(f"/run/{run.name}")
+
+
+def resume(run: Path, step: int) -> None:
+    with RunFolder(run) as records:
+        records.truncate_after(step)
 
 
 def measure_checkpoints(sizes: Sequence[int], folder: Path) -> None:
     """Float32 weights with the two moments of Adam: 12 bytes a parameter. The tensors share one block of memory."""
-    block, costs = torch.rand(_BLOCK), dict[str, list[float]]()
+    block, costs = torch.rand(_BLOCK), Costs(sizes)
     buffer = memoryview(block.numpy()).cast("B")
     for size in sizes:
         names, store = [f"w{i}" for i in range(size // _BLOCK)], CheckpointStore(folder / str(size))
@@ -272,52 +266,9 @@ def measure_checkpoints(sizes: Sequence[int], folder: Path) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         loaded_s, _ = timed(partial(load, store, block))
         shutil.rmtree(store.root)
-        row = {
-            "GB/s, disk written": written_s,
-            "GB/s, disk read": read_s,
-            "GB/s, save": saved_s,
-            "GB/s, load": loaded_s,
-        }
-        for name, seconds in row.items():
-            costs.setdefault(name, []).append(12e-9 * size / seconds)
-    print(table(sizes, costs), flush=True)
-
-
-def measure_tails(sizes: Sequence[int], folder: Path) -> None:
-    """Processor time of generation against responses of equal length, for lengths of a log-normal distribution with 1% at the
-    limit: of a synchronous step, and of a step of partial rollouts, in which all cohorts make a part."""
-    from transformers import AutoModelForCausalLM
-
-    from verl.config import RolloutConfig
-    from verl.models.tiny import make_tiny_model
-    from verl.rollout.native.engine import NativeRollout
-
-    shape = {"hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 2 * _LIMIT}
-    path = make_tiny_model(folder / "model", **shape)
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="verl", dtype=torch.float32).eval()
-    engine = NativeRollout(model, None, RolloutConfig(max_num_seqs=_SLOTS), eos_token_ids=[])
-    params, costs = SamplingParams(max_new_tokens=_LIMIT, ignore_eos=True), dict[str, list[float]]()
-
-    def seconds_of_token(requests: list[tuple[int, int]]) -> float:
-        """Of (tokens before, new tokens) of each response."""
-        generation, started = engine.open(params, step=1), time.process_time()
-        for number, (before, new) in enumerate(requests):
-            generation.add(PromptRequest(number, (5,) * (16 + before), num_drawn=before, max_new_tokens=new))
-        while generation.poll():
-            pass
-        return (time.process_time() - started) / int(generation.close()["num_generated_tokens"])
-
-    for size in sizes:
-        drawn = np.random.default_rng(0).lognormal(math.log(_LIMIT) - 2.326, 1.0, size)
-        lengths = [int(length) for length in drawn.clip(1, _LIMIT)]
-        bound = seconds_of_token([(0, sum(lengths) // size)] * size)
-        costs.setdefault("synchronous", []).append(seconds_of_token([(0, n) for n in lengths]) / bound)
-        for parts in (2, 8):
-            part = _LIMIT // parts
-            begun = [(at, min(part, n - at)) for at in range(0, _LIMIT, part) for n in lengths if n > at]
-            costs.setdefault(f"in {parts} parts", []).append(seconds_of_token(begun) / bound)
-        print(size, {name: row[-1] for name, row in costs.items()}, flush=True)
-    print(table(sizes, costs))
+        seconds = {"disk written": written_s, "disk read": read_s, "save": saved_s, "load": loaded_s}
+        costs.add(size, {f"GB/s, {name}": 12e-9 * size / s for name, s in seconds.items()})
+    costs.show()
 
 
 def load(store: CheckpointStore, block: torch.Tensor) -> None:
@@ -329,12 +280,6 @@ def load(store: CheckpointStore, block: torch.Tensor) -> None:
             block.copy_(whole(tensor))
         if damage():
             raise RuntimeError(damage())
-
-
-def measure_processes(sizes: Sequence[int], folder: Path) -> None:
-    from benchmarks import processes  # which needs Ray
-
-    processes.measure_processes(sizes)
 
 
 def repeat_step(source: Path, target: Path, num_steps: int) -> None:
@@ -382,13 +327,8 @@ def record_step(tracker: SampleTracker) -> None:
 
 
 def main() -> None:
-    modes = {
-        "ledger": (measure_ledger, SAMPLES),
-        "steps": (measure_steps, STEPS),
-        "checkpoints": (measure_checkpoints, PARAMETERS),
-        "tails": (measure_tails, RESPONSES),
-        "processes": (measure_processes, PROCESSES),
-    }
+    modes = {"ledger": (measure_ledger, SAMPLES), "steps": (measure_steps, STEPS)}
+    modes["checkpoints"] = (measure_checkpoints, PARAMETERS)
     parser = argparse.ArgumentParser(description="Cost of a run against its size.")
     parser.add_argument("--sizes", help="numbers of rows or samples, in increasing order")
     for mode in modes:

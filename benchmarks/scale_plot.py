@@ -26,8 +26,9 @@ def picture(document: str) -> str:
     """An SVG with a line for each of `ROWS`, and a dashed one for cost that is proportional to size."""
     parts, sizes, left = [], list[float](), dict(ROWS)
     for power in range(_DECADES):
-        parts.append(_text(_x(power), _TOP + _SIDE + 16, f"{10**power:,}", "middle"))
-        parts.append(_text(_LEFT - 6, _y(power) + 4, f"{10**power:,}", "end"))
+        x, y = _place(power, power)
+        parts.append(_text(x, _TOP + _SIDE + 16, f"{10**power:,}", "middle"))
+        parts.append(_text(_LEFT - 6, y + 4, f"{10**power:,}", "end"))
     parts.append(_line([(0, 0), (_DECADES, _DECADES)], "#aaaaaa", ' stroke-dasharray="4 4"'))
     for line in document.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -46,16 +47,13 @@ def picture(document: str) -> str:
     return "\n".join([head, '<rect width="720" height="400" fill="white"/>', axes, *parts, "</svg>"]) + "\n"
 
 
-def _x(power: float) -> float:
-    return round(_LEFT + _SIDE * power / _DECADES, 1)
-
-
-def _y(power: float) -> float:
-    return round(_TOP + _SIDE * (1 - (power + 0.5) / (_DECADES + 0.5)), 1)
+def _place(x: float, y: float) -> tuple[float, float]:
+    """Pixels of a point in decades."""
+    return round(_LEFT + _SIDE * x / _DECADES, 1), round(_TOP + _SIDE * (1 - (y + 0.5) / (_DECADES + 0.5)), 1)
 
 
 def _line(points: list[tuple[float, float]], color: str, more: str) -> str:
-    places = " ".join(f"{_x(x)},{_y(y)}" for x, y in points)
+    places = " ".join("{},{}".format(*_place(x, y)) for x, y in points)
     return f'<polyline points="{places}" fill="none" stroke="{color}"{more}/>'
 
 

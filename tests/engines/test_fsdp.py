@@ -58,6 +58,7 @@ def test_a_rank_without_a_row_to_compute_stays_in_step(two):
     assert two["check_left_out_rows"]["num_steps"] == 0
 
 
+@pytest.mark.seed("C7")
 def test_float32_and_bfloat16(two):
     assert all(gap < 1e-5 for gap in two["check_fsdp_float32"].values())
     gaps = two["check_padded_family"]  # the bias of its keys has a gradient of nothing but rounding
@@ -94,6 +95,7 @@ def test_a_checkpoint_moves_to_other_arrangements_and_back(four):
     assert gaps["weights"] < 1e-5
 
 
+@pytest.mark.seed("C5", "G4")
 def test_groups_and_chunks_change_while_training(two):
     """Micro-batches of a group share gathers and sums, chunks hold less memory; losses and gradients are the same."""
     steps, num_bytes = (

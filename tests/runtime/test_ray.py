@@ -96,6 +96,7 @@ def test_ppo(driven, jobs, ppo_here, name, changes):
     assert (run.folder / "logs" / "rank_1.log").exists()
 
 
+@pytest.mark.seed("D1", "D4")
 @pytest.mark.slow
 def test_samples_made_ahead_on_devices_of_their_own(driven, jobs):
     """Generation and scoring during training: the same samples train in the same steps as in one process."""

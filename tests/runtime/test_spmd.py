@@ -120,6 +120,7 @@ def test_four_ranks(four_ranks, alone, name, algorithm):
     assert_equal(four_ranks.run(f"{algorithm}_{name}"), alone[algorithm], algorithm)
 
 
+@pytest.mark.seed("D3")
 def test_roles_on_ranks_of_their_own(two_ranks, alone):
     """Weights travel from the rank that trains to the rank that generates, scores are made on the other one."""
     assert_equal(two_ranks.run("split2"), alone["ppo"], "ppo")
