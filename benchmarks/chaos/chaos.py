@@ -1,13 +1,11 @@
 """Runs of `verl train` whose processes are killed at random moments, against an undisturbed run of the same work.
 
     python benchmarks/chaos/chaos.py --kills 100 --seed 1 --json chaos.json
-    python benchmarks/chaos/chaos.py --kills 10 --runtimes local --kills-per-run 10
     python benchmarks/chaos/chaos.py --kills 24 --runtimes megatron zero3   with the extras of these engines
     python benchmarks/chaos/chaos.py --kills 12 --runtimes ray-scaled --kills-per-run 12   see chaos_scale.py
     python benchmarks/chaos/chaos.py --kills 16 --kills-per-run 3 --before-first-checkpoint 0.34
     python benchmarks/chaos/chaos.py --kills 12 --program preference     DPO; reward_model: a reward model
     python benchmarks/chaos/chaos.py --kills 12 --program images --runtimes local     prompts with pictures
-    python benchmarks/chaos/chaos.py --kills 0 --pressure 24     full disks and lack of memory, see chaos_pressure.py
 
 Each run gets several SIGKILLs; the seed determines their moments and kinds of processes (chaos_task.py). A kill counts when it
 hit a living process. Runs recover by themselves. Only when the first process of the command (its supervisor or launcher) was
@@ -30,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -38,67 +36,42 @@ from statistics import fmean
 sys.path.extend(map(str, Path(__file__).resolve().parents[:2]))
 
 from chaos_compare import differences, idleness, repeated_calls
-from chaos_pressure import RUNTIME, PressedVictim, enter_own_mounts, mount_small_disk, plan_pressure, unmount_small_disk
 from chaos_run import Kill, Lost, Victim
 from chaos_scale import RUNTIME as SCALED
 from chaos_scale import ScaledVictim
-from chaos_task import PHASES, PROGRAMS, RUNTIMES, Task, make_task, plan
+from chaos_task import PHASES, PROGRAMS, RUNTIMES, Task, make_task
 from chaos_tools import CALLS
 from report import number, table
 
-# how many of the kills a runtime gets for each of another's
-_SHARES = {
-    "local": 30, "engine": 16, "async": 16, "torchrun": 18, "ray": 10, "ray-apart": 10,
-    "agents": 8, "agents-ahead": 8, "agents-engine": 6, "agents-endpoint": 8,
-    "ray-scaled": 8, "megatron": 18, "zero3": 18,
-}  # fmt: skip
+# how many of the kills a runtime gets for each of another's; the others get 8
+_SHARES = {"local": 30, "engine": 16, "async": 16, "ray": 10, "ray-apart": 10, "agents-engine": 6}
+_SHARES |= dict.fromkeys(("torchrun", "megatron", "zero3"), 18)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
-    if arguments.pressure:
-        enter_own_mounts()
     kills: list[Kill] = []
     failures: list[str] = []
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="verl-chaos-") as scratch:
-        folder = Path(arguments.keep or scratch)
-        task = make_task(
-            folder,
-            steps=3 * arguments.kills_per_run + 2,
-            model=arguments.model,
-            warm=arguments.warm,
-            dtype=arguments.dtype,
-            program=arguments.program,
-        )
+        folder, steps = Path(arguments.keep or scratch), 3 * arguments.kills_per_run + 2
+        task = make_task(folder, steps=steps, dtype=arguments.dtype, program=arguments.program)
         for runtime, count in shares(arguments.runtimes, arguments.kills).items():
             try:
                 attack(task, runtime, count, arguments, kills, failures)
             except Lost as error:
                 failures.append(f"{runtime}, the undisturbed run: {error}")
             _write(arguments, time.monotonic() - began, kills, failures)
-        if arguments.pressure:
-            mount_small_disk(task)
-            try:
-                attack(task, RUNTIME, arguments.pressure, arguments, kills, failures, pressed=True)
-            finally:
-                unmount_small_disk(task)
-            _write(arguments, time.monotonic() - began, kills, failures)
-    print(report(kills))
-    minutes = (time.monotonic() - began) / 60
-    print(f"\n{len(kills)} kills, {sum(kill.early for kill in kills)} before a first checkpoint, in {minutes:.1f} min.")
+    minutes, early = (time.monotonic() - began) / 60, sum(kill.early for kill in kills)
+    print(f"{report(kills)}\n\n{len(kills)} kills, {early} before a first checkpoint, in {minutes:.1f} min.")
     print(f"{len(failures)} differences from undisturbed runs.")
-    for failure in failures:
-        print(f"FAILED {failure}")
+    print("".join(f"FAILED {failure}\n" for failure in failures), end="")
     return 1 if failures else 0
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument(
-        "--pressure", type=int, default=0, help="ends by a full disk or lack of memory, beside the kills"
-    )
     parser.add_argument("--program", choices=sorted(PROGRAMS), default="ppo")
     parser.add_argument("--runtimes", nargs="+", choices=sorted(RUNTIMES), help="default: all that need no extra")
     parser.add_argument("--seed", type=int, default=0)
@@ -109,39 +82,33 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--before-first-checkpoint", type=float, metavar="SHARE",
         help="probability that a kill comes before the first checkpoint, and not after it (default: kills in the first steps)",
     )  # fmt: skip
-    parser.add_argument("--model", help="model folder (default: a tiny random one)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the computation")
-    parser.add_argument("--warm", action="store_true", help="the supervisor imports torch once, for all restarts")
     parser.add_argument("--keep", metavar="FOLDER", help="leave the run folders there")
     parser.add_argument("--json", help="file for the figures, written after each runtime")
     arguments = parser.parse_args(argv)
-    arguments.runtimes = arguments.runtimes or [
-        name for name in PROGRAMS[arguments.program].runtimes if not RUNTIMES[name].needs
-    ]
-    if unknown := [name for name in arguments.runtimes if name not in PROGRAMS[arguments.program].runtimes]:
+    known = PROGRAMS[arguments.program].runtimes
+    arguments.runtimes = arguments.runtimes or [name for name in known if not RUNTIMES[name].needs]
+    if unknown := [name for name in arguments.runtimes if name not in known]:
         parser.error(f"the program {arguments.program} generates nothing, so it has no runtime {', '.join(unknown)}")
     return arguments
 
 
 def shares(runtimes: Sequence[str], kills: int) -> dict[str, int]:
-    """Kills of each runtime; they add up to `kills`."""
-    left, weights, counts = kills, sum(_SHARES[r] for r in runtimes), {}
-    for runtime in runtimes:
-        counts[runtime] = round(left * _SHARES[runtime] / weights)
-        left -= counts[runtime]
-        weights -= _SHARES[runtime]
-    return counts
+    """Kills of each runtime that gets some; they add up to `kills`."""
+    parts = {runtime: _SHARES.get(runtime, 8) for runtime in runtimes}
+    left, weights, counts = kills, sum(parts.values()), {}
+    for runtime, part in parts.items():
+        counts[runtime] = round(left * part / weights)
+        left, weights = left - counts[runtime], weights - part
+    return {runtime: count for runtime, count in counts.items() if count}
 
 
 def attack(
-    task: Task, runtime: str, count: int, arguments: argparse.Namespace, kills: list[Kill], failures: list[str],
-    pressed: bool = False,
-) -> None:  # fmt: skip
-    """Runs of one runtime with `count` kills in all (`pressed`: by disk and memory). Adds the kills to `kills` and the errors
-    to `failures`. Raises Lost when the undisturbed run does not end."""
-    if count == 0:
-        return
-    kind = PressedVictim if pressed else ScaledVictim if runtime == SCALED else Victim
+    task: Task, runtime: str, count: int, arguments: argparse.Namespace, kills: list[Kill], failures: list[str]
+) -> None:
+    """Runs of one runtime with `count` kills in all. Adds the kills to `kills` and the errors to `failures`. Raises Lost when
+    the undisturbed run does not end."""
+    kind = ScaledVictim if runtime == SCALED else Victim
     task = task.lasting(RUNTIMES[runtime].steps_of_a_kill * arguments.kills_per_run + 2)
     alone = kind(task, runtime, "alone")
     try:
@@ -154,11 +121,10 @@ def attack(
         if len(kills) >= target:
             break
         seed = f"{arguments.seed}/{runtime}/{index}"
-        rng, before = random.Random(seed), len(kills)
-        victim = kind(task, runtime, f"killed-{index}", usual_s)
+        before, victim = len(kills), kind(task, runtime, f"killed-{index}", usual_s)
         try:
             most = min(arguments.kills_per_run, target - len(kills))
-            for hits in strikes(victim, rng, most, arguments):
+            for hits in victim.strikes(random.Random(seed), most, arguments):
                 kills += hits
                 _tell(hits)
             victim.to_the_end()
@@ -170,32 +136,11 @@ def attack(
             wrong = [str(error)]
         finally:
             victim.end()
-        failures += [f"{runtime}, run {victim.folder.name}, seed {seed}: {what}" for what in wrong]
         print(f"{runtime} {victim.folder.name}: {'; '.join(wrong) or 'equal'}", flush=True)
+        wrong += ["nothing could be killed"] if len(kills) == before else []
+        failures += [f"{runtime}, run {victim.folder.name}, seed {seed}: {what}" for what in wrong]
         if len(kills) == before:
-            failures.append(f"{runtime}, run {victim.folder.name}, seed {seed}: nothing could be killed")
             break
-
-
-def strikes(victim: Victim, rng: random.Random, count: int, arguments: argparse.Namespace) -> Iterator[list[Kill]]:
-    """The kills of one run, until it has ended."""
-    if isinstance(victim, ScaledVictim):
-        yield from victim.strikes(rng, count)
-        return
-    if isinstance(victim, PressedVictim):
-        for kind, moment in plan_pressure(rng, count):
-            if (kill := victim.press(kind, moment, rng)) is None:
-                return
-            yield [kill]
-        return
-    moments = plan(
-        rng, victim.runtime, count, arguments.targets, victim.task.program, arguments.phases,
-        arguments.before_first_checkpoint,
-    )  # fmt: skip
-    for moment in moments:
-        if not (hits := victim.strike(moment, rng)):
-            return
-        yield hits
 
 
 def _tell(kills: Sequence[Kill]) -> None:

@@ -38,7 +38,7 @@ def differences(task: Task, ours: Path, theirs: Path) -> list[str]:
         with Ledger.open(ours) as ledger, Ledger.open(theirs) as other:
             if ledger.pending() != other.pending():
                 wrong.append(f"{len(ledger.pending())} samples are open, not {len(other.pending())}")
-    if (steps := _steps(ours)) != list(range(1, task.steps + 1)):
+    if (steps := [row["step"] for row in _metrics(ours)]) != list(range(1, task.steps + 1)):
         wrong.append(f"metrics.jsonl has the steps {steps}")
     wrong += [f"{path.name} is left" for path in sorted(ours.glob(".global_step_*"))]
     return wrong
@@ -98,10 +98,6 @@ def _state(checkpoint: Path) -> dict[str, Any]:
     state.pop("started_at", None)
     state.get("samples", {}).pop("run", None)
     return dict(state)
-
-
-def _steps(folder: Path) -> list[int]:
-    return [row["step"] for row in _metrics(folder)]
 
 
 def _metrics(folder: Path) -> list[dict[str, Any]]:

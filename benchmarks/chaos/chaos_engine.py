@@ -1,7 +1,5 @@
 """The native engine in a separate process, in place of vLLM's: the same calls, the same bucketed weight updates and the same
 ends of the process. Engine processes can thus be killed where vLLM is not installed.
-
-    actor_rollout_ref.rollout.name=benchmarks/chaos/chaos_engine.py:EngineOfItsOwn
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -10,14 +11,15 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import psutil
-from chaos_task import RUNTIMES, Moment, Task
+from chaos_task import RUNTIMES, Moment, Task, plan
 
 from verl.parallel.child_processes import die_with
 from verl.tracking.heartbeat import Beat, read_beat
@@ -27,6 +29,7 @@ _GONE_S = 10.0  # for the last processes of an ended run to exit, and for a kill
 _LOOK_S = 0.0003  # between two looks at the heartbeat, while a phase of a millisecond is waited for
 LIMIT_S = 240.0  # for a run to come back, and to reach the next moment
 ROOT = Path(__file__).resolve().parents[2]
+T = TypeVar("T")
 
 
 class Lost(Exception):
@@ -52,21 +55,13 @@ class Kill:
     early: bool = False  # before the run had its first checkpoint
 
 
-@dataclass(frozen=True)
-class _Hit:
+class Hit(NamedTuple):
     target: str
     pid: int
     beat: Beat
     phase: str
     early: bool
     fatal: bool  # the first process of the command: its descendants die with it, some moments later
-
-
-@dataclass(frozen=True)
-class _Back:
-    at: float
-    reached: int  # step in which the processes that were there before have been last
-    resumed: int | None  # the first step that others took after them; None: they continued
 
 
 class Family:
@@ -99,7 +94,7 @@ class Family:
             if command == self._command:  # a fork
                 return "driver"
         if "RankProcess" in command:
-            generates = self._runtime == "ray-apart" and _has_open(process, "rank_1.log")
+            generates = self._runtime == "ray-apart" and "rank_1.log" in open_files(process)
             return "engine" if generates else "rank"
         marks = {
             "chaos_runner.py": "runner",
@@ -116,13 +111,11 @@ class Victim:
     run."""
 
     def __init__(self, task: Task, runtime: str, name: str, usual_s: dict[str, float] | None = None):
-        self.task = task
-        self.runtime = runtime
+        self.task, self.runtime = task, runtime
         self.folder = task.folder / runtime / name
         self.usual_s = usual_s or {}
         self.started_s = 0.0  # from the command to the first step
         self._log = self.folder.parent / f"{name}.log"
-        self._first_was_killed = False
         self._num_by_hand = 0
         self._struck_step = 0  # a second such end in the same step would be the last: the supervisor gives up
         self.folder.mkdir(parents=True)
@@ -134,15 +127,12 @@ class Victim:
 
     def launch(self, log: Path) -> Any:
         """The first process of the command, with `pid` and `poll`; its output is appended to `log`."""
-        how = RUNTIMES[self.runtime]
-        warm = self.task.warm and not how.launcher
-        module = [str(Path(__file__).with_name("chaos_warm.py"))] if warm else ["-m", self.task.program.module]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
         environment[_MARK] = str(self.folder)
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         with log.open("ab") as file:
             return subprocess.Popen(
-                [sys.executable, *how.launcher, *module, *self.keys()],
+                [sys.executable, *RUNTIMES[self.runtime].launcher, "-m", self.task.program.module, *self.keys()],
                 stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, start_new_session=True,
                 preexec_fn=partial(die_with, os.getpid()),
             )  # fmt: skip
@@ -151,19 +141,19 @@ class Victim:
         self._began, self._first_was_killed = time.monotonic(), False
         self.process = self.launch(self._log)
 
-    # -- looking ------------------------------------------------------------------------------------------------------
-
     def beat(self) -> Beat | None:
         """The current heartbeat of the run; None after its end and while its process is not alive."""
         beat = read_beat(self.folder)
         return beat if beat is not None and beat.phase != "ended" and psutil.pid_exists(beat.pid) else None
 
+    def has_begun(self, step: int) -> bool:
+        return (beat := self.beat()) is not None and beat.step >= step
+
     def family(self) -> Family | None:
         """The living processes; None when there are none."""
-        try:
-            return Family(psutil.Process(self.process.pid), self.runtime) if self.process.poll() is None else None
-        except psutil.NoSuchProcess:
+        if self.process.poll() is not None:
             return None
+        return _safe(lambda: Family(psutil.Process(self.process.pid), self.runtime), None)
 
     def usual(self) -> dict[str, float]:
         """Seconds that each phase lasted in the second half of the steps, and `start`: what came before the first."""
@@ -174,7 +164,13 @@ class Victim:
                 durations[row["name"]].append(row["seconds"])
         return {"start": self.started_s, **{name: median(seconds) for name, seconds in durations.items()}}
 
-    # -- killing ------------------------------------------------------------------------------------------------------
+    def strikes(self, rng: random.Random, count: int, options: argparse.Namespace) -> Iterator[list[Kill]]:
+        """The kills of this run, `count` in all, until it has ended."""
+        targets, phases, early = options.targets, options.phases, options.before_first_checkpoint
+        for moment in plan(rng, self.runtime, count, targets, self.task.program, phases, early):
+            if not (hits := self.strike(moment, rng)):
+                return
+            yield hits
 
     def strike(self, moment: Moment, rng: random.Random) -> list[Kill]:
         """Wait for the moment, kill, and wait until the run is where it was; nothing when it has ended well before that. Raises
@@ -183,23 +179,18 @@ class Victim:
         if first is None:
             return []
         self._struck_step = first.beat.step
-        struck, kills, by_hand = time.monotonic(), [], self._num_by_hand
+        struck, kills, by_hand, last = time.monotonic(), [], self._num_by_hand, first
         if moment.again is not None and (second := self._hit_again(first, moment, rng)) is not None:
-            kills, struck = [self._kill(first, "killed again", None, None)], time.monotonic()
-        comeback = self._come_back(first)
-        by = "hand" if self._num_by_hand > by_hand else "itself" if comeback.resumed is None else self._restarter()
-        again = 0 if comeback.resumed is None else max(comeback.reached - comeback.resumed + 1, 0)
-        return [*kills, self._kill(second if kills else first, by, comeback.at - struck, again)]
+            kills, struck, last = [self._kill(first, "killed again", None, None)], time.monotonic(), second
+        return [*kills, self._come_back(first, struck, by_hand, last)]
 
-    def _kill(self, hit: _Hit, by: str, recovered_s: float | None, again: int | None) -> Kill:
-        name = self.folder.name
-        return Kill(
-            self.runtime, name, hit.target, hit.pid, hit.beat.step, hit.phase, by, recovered_s, again, hit.early
-        )
+    def _kill(self, hit: Hit, by: str, recovered_s: float | None, again: int | None) -> Kill:
+        place = (self.runtime, self.folder.name, hit.target, hit.pid, hit.beat.step, hit.phase)
+        return Kill(*place, by, recovered_s, again, hit.early)
 
-    def _hit_at(self, moment: Moment, rng: random.Random) -> _Hit | None:
-        until = time.monotonic() + LIMIT_S
-        while self._wait_for_step(max(moment.step, self._struck_step + 1), until):
+    def _hit_at(self, moment: Moment, rng: random.Random) -> Hit | None:
+        until, step = time.monotonic() + LIMIT_S, max(moment.step, self._struck_step + 1)
+        while self.until(partial(self.has_begun, step), f"step {step} was not reached", until):
             family = self.family()
             chosen = None if family is None else family.choose(moment.target, rng) or family.choose("any", rng)
             if chosen is not None and self._wait_for_phase(moment):
@@ -216,18 +207,12 @@ class Victim:
                 return runner
         return None
 
-    def _hit_again(self, first: _Hit, moment: Moment, rng: random.Random) -> _Hit | None:
+    def _hit_again(self, first: Hit, moment: Moment, rng: random.Random) -> Hit | None:
         """Kill once more while the run comes back; None when it had not ended at all, or is back already."""
-        assert moment.again is not None
         until = time.monotonic() + LIMIT_S
-        while not self._is_starting(first):
-            if self._is_past(first) or self.process.poll() == 0:
-                return None
-            self._check(until, "nothing was started again")
+        self.until(lambda: self._is_starting(first) or self._is_past(first), "nothing was started again", until, 0.0)
         then = time.monotonic() + moment.again * self.usual_s.get("start", 0.0)
-        while self.process.poll() is None:
-            if self._is_past(first):
-                return None
+        while self.process.poll() is None and not self._is_past(first):
             if time.monotonic() > then and (family := self.family()) is not None:
                 chosen = family.choose(moment.target_again, rng) or family.choose("any", rng)
                 if chosen is not None and (hit := self._hit(*chosen)) is not None:
@@ -236,20 +221,19 @@ class Victim:
             time.sleep(0.002)
         return None
 
-    def _is_past(self, first: _Hit) -> bool:
+    def _is_past(self, first: Hit) -> bool:
         """Whether the run, or another in its place, has come beyond the step of the kill or back to it."""
         beat = self.beat()
         if beat is None or (first.fatal and beat.pid == first.beat.pid):
             return False
         return beat.step > first.beat.step - (beat.pid != first.beat.pid)
 
-    def _is_starting(self, first: _Hit) -> bool:
+    def _is_starting(self, first: Hit) -> bool:
         """Whether a process runs in the place of the one whose beat was seen last."""
-        self._go_on()
         family = self.family()
         return family is not None and any(p.pid != first.beat.pid for p in family.kinds["driver"])
 
-    def _hit(self, kind: str, process: psutil.Process) -> _Hit | None:
+    def _hit(self, kind: str, process: psutil.Process) -> Hit | None:
         """SIGKILL; None when the process has ended by itself."""
         before, early = self.beat(), not any(self.folder.glob("global_step_*"))
         try:
@@ -258,15 +242,14 @@ class Victim:
             process.kill()
         except psutil.NoSuchProcess:
             return None
-        beat, now = read_beat(self.folder), time.time()
-        self._first_was_killed |= process.pid == self.process.pid
+        beat, now, fatal = read_beat(self.folder), time.time(), process.pid == self.process.pid
+        self._first_was_killed |= fatal
         until = time.monotonic() + _GONE_S
-        while _lives(process):
+        while lives(process):
             self._check(until, f"process {process.pid} survived SIGKILL")
             time.sleep(0.001)
         beat = beat or Beat(0, "", 0, "", 0.0)
-        fatal = process.pid == self.process.pid
-        return _Hit(kind, process.pid, beat, self._phase(beat, now) if before else "start", early, fatal)
+        return Hit(kind, process.pid, beat, self._phase(beat, now) if before else "start", early, fatal)
 
     def _phase(self, beat: Beat, now: float) -> str:
         if beat.step == 0:
@@ -274,17 +257,18 @@ class Victim:
         late = now - beat.since > 2 * self.usual_s.get(beat.phase, float("inf"))
         return f"after {beat.phase}" if late else beat.phase
 
-    # -- waiting ------------------------------------------------------------------------------------------------------
-
-    def _wait_for_step(self, step: int, until: float) -> bool:
-        """Until that step is being taken; False when the run has ended well."""
+    def until(
+        self, condition: Callable[[], object], what: str, limit: float | None = None, look_s: float = 0.001
+    ) -> bool:
+        """Wait for `condition`; False when the run has ended well before. The command is run again when its first process was
+        killed. Raises Lost with the words `what` at the time `limit`, and when the command ended with its own error."""
+        limit = limit or time.monotonic() + LIMIT_S
         while self.process.poll() != 0:
             self._go_on()
-            beat = self.beat()
-            if beat is not None and beat.step >= step:
+            if condition():
                 return True
-            self._check(until, f"step {step} was not reached")
-            time.sleep(0.001)
+            self._check(limit, what)
+            time.sleep(look_s)
         return False
 
     def _wait_for_phase(self, moment: Moment) -> bool:
@@ -303,32 +287,35 @@ class Victim:
             time.sleep(_LOOK_S)
         return False
 
-    def _come_back(self, hit: _Hit) -> _Back:
-        """Wait until the run has reached its earlier step again. A run that was not restarted must take two more steps, since
-        it may notice a loss late."""
-        before, at, until = hit.beat, 0.0, time.monotonic() + LIMIT_S
-        reached, resumed = max(before.step, 1), None
-        while self.process.poll() != 0:
-            self._go_on()
+    def _come_back(self, hit: Hit, struck: float, by_hand: int, last: Hit | None = None) -> Kill:
+        """Wait until the run has reached its step of `hit` again. The kill `last` (None: `hit`) came at `struck`, when the
+        command had been run again `by_hand` times. A run that was not restarted must take two more steps, since it may notice
+        a loss late."""
+        before, at, reached = hit.beat, 0.0, max(hit.beat.step, 1)
+        resumed: int | None = (
+            None  # the first step that others took after the processes of before; None: they continued
+        )
+
+        def is_back() -> bool:
+            nonlocal at, reached, resumed
             beat = self.beat()
             if beat is not None and beat.pid != before.pid:
                 resumed = beat.step if resumed is None and beat.step else resumed
-                if beat.step >= reached:
-                    return _Back(time.monotonic(), reached, resumed)
-            elif beat is not None and beat.step > before.step:
+                at = time.monotonic() if beat.step >= reached else at
+                return beat.step >= reached
+            if beat is not None and beat.step > before.step:
                 reached, at = beat.step, at or time.monotonic()
-                if beat.step > before.step + 2 and not hit.fatal:
-                    break
-            self._check(until, "it did not come back")
-            time.sleep(0.002)
-        return _Back(at or time.monotonic(), reached, resumed)
+                return beat.step > before.step + 2 and not hit.fatal
+            return False
 
-    def _restarter(self) -> str:
-        return "launcher" if RUNTIMES[self.runtime].launcher else "supervisor"
+        self.until(is_back, "it did not come back", look_s=0.002)
+        restarter = "launcher" if RUNTIMES[self.runtime].launcher else "supervisor"
+        by = "hand" if self._num_by_hand > by_hand else "itself" if resumed is None else restarter
+        again = 0 if resumed is None else max(reached - resumed + 1, 0)
+        return self._kill(last or hit, by, (at or time.monotonic()) - struck, again)
 
     def _go_on(self) -> None:
-        """Run the command again if its first process was killed, as a person would. Raises Lost when the command ended with
-        its own error."""
+        """Run the command again if its first process was killed. Raises Lost when it ended with its own error."""
         code = self.process.poll()
         if code in (None, 0):
             return
@@ -339,14 +326,12 @@ class Victim:
 
     def to_the_end(self) -> None:
         """Wait for a good end of the run."""
-        until = time.monotonic() + LIMIT_S
-        while self.process.poll() != 0:
-            self._go_on()
-            beat = self.beat()
-            if not self.started_s and beat is not None and beat.step:
+
+        def note_start() -> None:
+            if not self.started_s and self.has_begun(1):
                 self.started_s = time.monotonic() - self._began
-            self._check(until, "it did not end")
-            time.sleep(0.02)
+
+        self.until(note_start, "it did not end", look_s=0.02)
 
     def _check(self, until: float, what: str) -> None:
         if time.monotonic() > until:
@@ -354,8 +339,6 @@ class Victim:
 
     def last_words(self) -> str:
         return " | ".join(self._log.read_text(errors="replace").splitlines()[-8:])
-
-    # -- afterwards ---------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
         """End the remaining processes of the run."""
@@ -365,7 +348,8 @@ class Victim:
 
     def left_over(self) -> list[psutil.Process]:
         """Processes that were started by a process of the run."""
-        return [p for p in psutil.process_iter() if _is_of(p, str(self.folder))]
+        mark = str(self.folder)
+        return [p for p in psutil.process_iter() if lives(p) and _safe(p.environ, {}).get(_MARK) == mark]
 
     def left_in_the_end(self) -> list[str]:
         """Commands of the processes that remain some seconds after the end."""
@@ -375,29 +359,22 @@ class Victim:
         return [_command(process)[:200] for process in left]
 
 
-def _lives(process: psutil.Process) -> bool:
+def _safe(read: Callable[[], T], default: T) -> T:
+    """The result of `read`, or `default` for a process that is gone or belongs to another user."""
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _is_of(process: psutil.Process, folder: str) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE and process.environ().get(_MARK) == folder
+        return read()
     except psutil.Error:
-        return False
+        return default
+
+
+def lives(process: psutil.Process) -> bool:
+    return _safe(lambda: process.is_running() and process.status() != psutil.STATUS_ZOMBIE, False)
 
 
 def _command(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
+    return " ".join(_safe(process.cmdline, []))
 
 
-def _has_open(process: psutil.Process, name: str) -> bool:
-    try:
-        return any(Path(file.path).name == name for file in process.open_files())
-    except psutil.Error:
-        return False
+def open_files(process: psutil.Process) -> list[str]:
+    """Names of the files that a process has open."""
+    return [Path(file.path).name for file in _safe(process.open_files, [])]

@@ -42,9 +42,7 @@ _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"
 _ONE = ("supervisor", "driver", "driver", "reward worker", "any")
 _RANKS = ("launcher", "driver", "rank", "rank", "reward worker", "any")
 _RAY = ("trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_cpus=2")
-_ENGINE = Path(__file__).with_name("chaos_engine.py")
-_TOOLS = Path(__file__).with_name("chaos_tools.py")
-_RUNNER = Path(__file__).with_name("chaos_runner.py")
+_ENGINE, _TOOLS, _RUNNER = (Path(__file__).with_name(f"chaos_{name}.py") for name in ("engine", "tools", "runner"))
 _ROLLOUT = "actor_rollout_ref.rollout"
 _LONGER = ("data.max_response_length=96", f"{_ROLLOUT}.stop_token_ids={list(range(80))}")  # turns of some tokens each
 # scores are computed in the process of the run, so that all other processes belong to tools
@@ -61,12 +59,10 @@ _AGENTS = (
 RUNTIMES = {
     "local": Runtime((), _ONE),
     "engine": Runtime(
-        (f"actor_rollout_ref.rollout.name={_ENGINE}:EngineOfItsOwn",),
-        ("engine", "engine", "engine", "driver", "supervisor", "reward worker"),
+        (f"{_ROLLOUT}.name={_ENGINE}:EngineOfItsOwn",),
+        (*["engine"] * 3, "driver", "supervisor", "reward worker"),
     ),
-    "async": Runtime(
-        ("actor_rollout_ref.rollout.prefetch_num=2", "actor_rollout_ref.rollout.partial_rollout=True"), _ONE
-    ),
+    "async": Runtime((f"{_ROLLOUT}.prefetch_num=2", f"{_ROLLOUT}.partial_rollout=True"), _ONE),
     "agents": Runtime(_AGENTS, ("tool process", "tool process", "driver", "driver", "supervisor")),
     "agents-ahead": Runtime(
         (*_AGENTS, f"{_ROLLOUT}.prefetch_num=2", f"{_ROLLOUT}.partial_rollout=True"),
@@ -101,19 +97,16 @@ RUNTIMES = {
     # other training engines, which are asked for by name
     "megatron": Runtime(
         ("model_engine=megatron", "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2"),
-        _RANKS,
-        _TORCHRUN,
-        needs="megatron.core",
+        *(_RANKS, _TORCHRUN, "megatron.core"),
     ),
     "zero3": Runtime(
         ("actor_rollout_ref.actor.strategy=deepspeed", "actor_rollout_ref.actor.deepspeed.zero_stage=3"),
-        _RANKS,
-        _TORCHRUN,
-        needs="deepspeed",
+        *(_RANKS, _TORCHRUN, "deepspeed"),
     ),
 }
 # phases of a step (verl/tracking/spans.py); "any": wherever the step is
 PHASES = ("gen", "reward", "update_actor", "update_weights", "save_checkpoint", "any")
+_RANKED = ("torchrun", "ray")
 _ROW_PHASES = ("batch", "update", "save_checkpoint", "any")
 _ANY_S = 0.2  # in which such a kill comes
 _AGAIN = 0.25  # share of kills after which the run is killed once more while it comes back
@@ -127,19 +120,13 @@ class Program:
     role: str
     phases: tuple[str, ...] = _ROW_PHASES
     has_ledger: bool = False
-    runtimes: tuple[str, ...] = ("local", "torchrun", "ray")
+    runtimes: tuple[str, ...] = ("local", *_RANKED)
 
 
 PROGRAMS = {
-    "ppo": Program("verl.trainer.main_ppo", "actor", PHASES, has_ledger=True, runtimes=tuple(RUNTIMES)),
+    "ppo": Program("verl.trainer.main_ppo", "actor", PHASES, True, tuple(RUNTIMES)),
     # rows with images
-    "images": Program(
-        "verl.trainer.main_ppo",
-        "actor",
-        PHASES,
-        has_ledger=True,
-        runtimes=("local", "agents", "agents-ahead", "torchrun", "ray"),
-    ),
+    "images": Program("verl.trainer.main_ppo", "actor", PHASES, True, ("local", "agents", "agents-ahead", *_RANKED)),
     "preference": Program("verl.trainer.preference_trainer", "model"),
     "reward_model": Program("verl.trainer.rm_trainer", "model"),
 }
@@ -153,7 +140,6 @@ class Task:
     model: Path
     keys: tuple[str, ...]
     steps: int
-    warm: bool
     program: Program = PROGRAMS["ppo"]
 
     def lasting(self, steps: int) -> Task:
@@ -180,19 +166,13 @@ class Moment:
 
 
 def make_task(
-    folder: Path, *, steps: int, model: str | None = None, warm: bool = False, dtype: str = "float32",
-    program: str = "ppo",
-) -> Task:  # fmt: skip
+    folder: Path, *, steps: int, model: str | None = None, dtype: str = "float32", program: str = "ppo"
+) -> Task:
     """Write the files of the task, and the keys that name them."""
     folder.mkdir(parents=True, exist_ok=True)
-    if model is None:
-        model = str(_model(folder / "model", program))
-    is_ppo = PROGRAMS[program].has_ledger
-    rows = _prompts() if is_ppo else _pairs()
-    if program == "images":
-        rows = [_with_image(row, i) for i, row in enumerate(rows)]
+    model = model or str(_model(folder / "model", program))
+    rows, keys = (_prompts if PROGRAMS[program].has_ledger else _pairs)(folder, model, dtype, program)
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    keys = _ppo_keys(folder, model, dtype) if is_ppo else _pair_keys(model, dtype)
     common = (
         f"data.train_files={folder}/train.jsonl",
         f"data.train_batch_size={PROMPTS}",
@@ -203,7 +183,7 @@ def make_task(
         "trainer.max_restarts=10",
         "trainer.restart_backoff_s=0.05",
     )
-    return Task(folder, Path(model), (*keys, *common), steps, warm, PROGRAMS[program])
+    return Task(folder, Path(model), (*keys, *common), steps, PROGRAMS[program])
 
 
 def _model(folder: Path, program: str) -> Path:
@@ -218,32 +198,23 @@ def _model(folder: Path, program: str) -> Path:
     return vision_folder(folder, "qwen2_vl")
 
 
-def _with_image(row: dict[str, Any], number: int) -> dict[str, Any]:
-    """The row with a picture of its color."""
-    from PIL import Image
-
-    from verl.data.pictures import image_text
-
-    (message,) = row["prompt"]
-    picture = Image.new("RGB", (56, 28), (10 * number, 99, 255 - 10 * number))
-    return {
-        **row,
-        "prompt": [{**message, "content": f"<image>{message['content']}"}],
-        "images": [image_text(picture, "")],
-    }
-
-
-def _prompts() -> list[dict[str, Any]]:
-    return [
+def _prompts(folder: Path, model: str, dtype: str, program: str) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """Rows of GRPO and its keys; with the program `images` a row has a picture of its color."""
+    rows: list[dict[str, Any]] = [
         {"data_source": "letters", "prompt": [{"role": "user", "content": f"{'x' * (i % 5)} {i}"}],
          "reward_model": {"style": "rule", "ground_truth": str(i)}}
         for i in range(_ROWS)
     ]  # fmt: skip
+    if program == "images":
+        from PIL import Image
 
+        from verl.data.pictures import image_text
 
-def _ppo_keys(folder: Path, model: str, dtype: str) -> tuple[str, ...]:
+        for i, row in enumerate(rows):
+            row["prompt"][0]["content"] = f"<image>{row['prompt'][0]['content']}"
+            row["images"] = [image_text(Image.new("RGB", (56, 28), (10 * i, 99, 255 - 10 * i)), "")]
     (folder / "reward.py").write_text(_REWARD)
-    return (
+    return rows, (
         "algorithm.adv_estimator=grpo",
         f"actor_rollout_ref.model.path={model}",
         f"data.val_files={folder}/train.jsonl",
@@ -258,15 +229,13 @@ def _ppo_keys(folder: Path, model: str, dtype: str) -> tuple[str, ...]:
     )
 
 
-def _pairs() -> list[dict[str, str]]:
-    return [
+def _pairs(folder: Path, model: str, dtype: str, program: str) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """Rows of preferences and reward models, and their keys."""
+    rows = [
         {"prompt": f"question {i}", "chosen": f" yes {i}" * (1 + i % 2), "rejected": " no" * (1 + i % 3)}
         for i in range(_ROWS)
     ]
-
-
-def _pair_keys(model: str, dtype: str) -> tuple[str, ...]:
-    return (f"model.path={model}", "data.max_length=64", "optim.lr=0.002", f"engine.dtype={dtype}")
+    return rows, (f"model.path={model}", "data.max_length=64", "optim.lr=0.002", f"engine.dtype={dtype}")
 
 
 def plan(

@@ -24,7 +24,6 @@ import psutil
 import pytest
 import torch
 from chaos_compare import differences, idleness
-from chaos_pressure import plan_pressure
 from chaos_run import Kill, Lost, Victim
 from chaos_task import PHASES, PROGRAMS, RUNTIMES, Moment, make_task, plan
 
@@ -42,7 +41,7 @@ def test_the_engine_of_the_harness_has_the_calls_of_the_vllm_core():
 
 @pytest.fixture
 def make(tmp_path, tiny_llama):
-    return lambda **settings: make_task(tmp_path, model=str(tiny_llama), warm=True, **settings)
+    return lambda **settings: make_task(tmp_path, model=str(tiny_llama), **settings)
 
 
 def left_alone(task):
@@ -160,24 +159,6 @@ def test_a_program_without_samples_has_no_runtime_that_generates(capsys):
     assert "has no runtime async" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_runs_on_a_full_disk_and_without_memory():
-    """pytest -m slow tests/benchmarks -k full_disk"""
-    command = [sys.executable, chaos.__file__, "--kills", "0", "--pressure", "4", "--kills-per-run", "4", "--seed", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
-    if "Operation not permitted" in done.stderr:
-        pytest.skip("this system grants no mounts")
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-    assert "disk: " in done.stdout
-
-
-def test_pressure_is_drawn_from_the_seed():
-    first, second = (plan_pressure(random.Random(3), 30) for _ in range(2))
-    assert first == second
-    assert {kind for kind, _ in first} == {"disk", "memory"}
-    assert [moment.step for _, moment in first] == list(range(2, 92, 3))
-
-
 def test_kills_are_shared_out_and_drawn_from_the_seed():
     usual = [name for name, runtime in RUNTIMES.items() if not runtime.needs]
     assert sum(chaos.shares(usual, 100).values()) == 100
@@ -209,7 +190,7 @@ def test_a_kill_that_hits_no_living_process_does_not_count(make):
 
 def test_a_command_that_fails_by_itself_is_not_run_again(make):
     task = make(steps=1)
-    task = replace(task, keys=(*task.keys, "trainer.no_such_key=1"), warm=False)
+    task = replace(task, keys=(*task.keys, "trainer.no_such_key=1"))
     victim = Victim(task, "local", "wrong")
     with pytest.raises(Lost, match=r"the command ended by itself with 2: .*no_such_key"):
         victim.to_the_end()

@@ -1,14 +1,59 @@
-"""benchmarks/chaos/group_stop.py: a SIGTERM for the process group of a run on each runtime, or for each of its processes."""
+"""SIGTERM for the process group of a run, as `timeout`, SLURM and terminals send it, or for each of its processes (systemd).
 
+    pytest -m slow tests/benchmarks/test_group_stop.py
+
+The signal comes at a random moment of a step. The run saves after the last step that it wrote down, ends within 30 s, and
+leaves no process behind.
+"""
+
+import contextlib
+import os
 import random
+import signal
+import time
+from dataclasses import replace
 
-import group_stop
+import psutil
 import pytest
+from chaos_run import LIMIT_S, Victim
+from chaos_task import make_task
+
+from verl.checkpoint.store import CheckpointStore
+from verl.tracking.files import read_json_rows
+
+STEP_S = 0.5  # a step of the task, about
+
+
+def terminate_each(run, rng):
+    """Ray's agents overwrite the environment by which other processes are found."""
+    first = psutil.Process(run.process.pid)
+    processes = list({first, *first.children(recursive=True), *run.left_over()})
+    rng.shuffle(processes)
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("each", [False, True], ids=["group", "each"])
-@pytest.mark.parametrize("kind", group_stop.KINDS)
+@pytest.mark.parametrize("kind", ["local", "torchrun", "ray"])
 def test_a_run_saves_and_ends_when_it_is_asked_to(kind, each, tmp_path):
-    stopped = group_stop.stop(group_stop.endless_task(tmp_path), kind, "run", random.Random(1), each=each)
-    assert stopped.is_good, stopped
+    rng, task = random.Random(1), make_task(tmp_path, steps=100_000)
+    task = replace(task, keys=tuple(key for key in task.keys if not key.startswith("trainer.save_freq=")))
+    run = Victim(task, kind, "run")
+    try:
+        assert run.until(lambda: run.has_begun(2), "no step was taken"), run.last_words()
+        time.sleep(rng.random() * STEP_S)
+        sent = time.monotonic()
+        if each:
+            terminate_each(run, rng)
+        else:
+            os.killpg(run.process.pid, signal.SIGTERM)
+        while run.process.poll() is None and time.monotonic() < sent + LIMIT_S:
+            time.sleep(0.01)
+        assert time.monotonic() - sent < 30
+        assert run.left_in_the_end() == []
+    finally:
+        run.end()
+    (*_, last) = read_json_rows(run.folder / "metrics.jsonl")
+    assert CheckpointStore(run.folder).find().name == f"global_step_{last['step']}"
