@@ -18,8 +18,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-Handler = Callable[..., "dict[str, Any] | None"]
-
 
 class Channel:
     """Commands from the parent on standard input; replies on the descriptor that REPLY_FD names, so that whatever
@@ -46,49 +44,43 @@ class Channel:
     def reply(self, result: dict[str, Any] | None = None) -> None:
         self._write({"ok": True, "result": {**(result or {}), "cpu_before_s": self._cpu_before_s, **usage()}})
 
-    def fail(self, error: BaseException) -> None:
-        """Tell the parent why; the traceback goes to this process's log."""
-        traceback.print_exc()
-        self._write({"ok": False, "error": f"{type(error).__name__}: {error}"})
+    @contextlib.contextmanager
+    def failures(self) -> Iterator[None]:
+        """Tell the parent of an error and end; the traceback goes to this process's log."""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            self._write({"ok": False, "error": f"{type(error).__name__}: {error}"})
+            raise SystemExit(1) from error
 
     def _write(self, message: dict[str, Any]) -> None:
         self._replies.write(json.dumps(message) + "\n")
         self._replies.flush()
 
 
-def serve(handlers: dict[str, Handler]) -> None:
+def serve(handlers: dict[str, Callable[..., dict[str, Any] | None]]) -> None:
     """Answer commands with the functions of their names until the command to quit."""
     channel = Channel()
     for name, arguments in channel.commands():
-        try:
+        with channel.failures():
             channel.reply(handlers[name](**arguments))
-        except Exception as error:
-            channel.fail(error)
-            raise SystemExit(1) from error
 
 
 def run_held(run: Callable[..., None]) -> None:
     """Call `run(channel, **arguments)` with the first command's arguments. It replies when it is built, and takes the further
     commands itself: a trainer whose loop is held between steps. An error goes to the parent."""
     channel = Channel()
-    asked = channel.next()
-    if asked is None:
-        return
-    try:
-        run(channel, **asked[1])
-    except Exception as error:
-        channel.fail(error)
-        raise SystemExit(1) from error
+    if asked := channel.next():
+        with channel.failures():
+            run(channel, **asked[1])
 
 
 def usage() -> dict[str, float]:
     """Processor seconds of this process so far, and the most memory that it and its children have held (bytes)."""
-    children = [high_water_mark(pid) for pid in descendants(os.getpid())]
-    return {
-        "cpu_s": cpu_seconds(),
-        "peak_rss_bytes": high_water_mark(os.getpid()),
-        "children_peak_rss_bytes": sum(children),
-    }
+    children = sum(map(high_water_mark, descendants(os.getpid())))
+    own = high_water_mark(os.getpid())
+    return {"cpu_s": cpu_seconds(), "peak_rss_bytes": own, "children_peak_rss_bytes": children}
 
 
 def cpu_seconds() -> float:

@@ -1,30 +1,22 @@
-"""The measured process of our side: builds the run once, then takes a step or generates on command."""
+"""The measured process of our side: builds a run once, then takes a step or generates on command."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from as_verb import as_verb
 from child import serve
 from workload import Workload
 
-if TYPE_CHECKING:
-    from verl_side import VerlSide
+from verl.cli.main import run_guarded
 
 
 class VerlChild:
     """Commands of the parent, by name. torch is imported by the first of them, inside the verb."""
 
-    def __init__(self) -> None:
-        self.side: VerlSide | None = None
-
-    @property
-    def run(self) -> VerlSide:
-        assert self.side is not None, "build comes first"
-        return self.side
+    side: Any = None  # made by `build`
 
     def nothing(self) -> dict[str, Any]:
         """Cost of the process before it has a model."""
@@ -33,41 +25,61 @@ class VerlChild:
         return {}
 
     def build(self, work: dict[str, Any], folder: str, overrides: list[str]) -> dict[str, Any]:
-        from verl_side import VerlSide
+        """A GRPO run on a workload, or a run of SFT or DPO on the rows of a file."""
+        from verl_side import RowsSide, VerlSide
 
-        self.side = VerlSide(Workload.from_json(work), Path(folder), overrides)
+        if "trainer" in work:
+            self.side = RowsSide(work, Path(folder), overrides)
+        else:
+            self.side = VerlSide(Workload.from_json(work), Path(folder), overrides)
         return self.side.facts()
 
+    def build_run(self, config: str, overrides: list[str]) -> dict[str, Any]:
+        """A run of a shipped config, by names that every revision of verl has."""
+        import verl
+        from verl.config import load_config
+        from verl.trainer import RLTrainer
+
+        self.side = RLTrainer(load_config(overrides, config_name=config)).__enter__()
+        return {"package": verl.__path__[0]}
+
     def step(self) -> dict[str, Any]:
-        return self.run.step()
+        return self.side.step()
+
+    def step_of_run(self) -> dict[str, Any]:
+        start = time.perf_counter()
+        metrics = self.side.step()
+        return {
+            "step_s": time.perf_counter() - start,
+            "generation_s": metrics["timing_s/gen"],
+            "update_s": metrics["timing_s/update_actor"],
+            "response_tokens": metrics["response_length/mean"],
+        }
 
     def log_prob_gap(self) -> dict[str, Any]:
-        return {"log_prob_gap": self.run.log_prob_gap()}
+        return {"log_prob_gap": self.side.log_prob_gap()}
 
     def generate(self, step: int) -> dict[str, Any]:
         """The samples of a step's prompts; the clock runs as it does in the other children: token ids in and out."""
-        requests, params = self.run.requests(step), self.run.params()
+        requests, params = self.side.requests(step), self.side.params()
         started = time.perf_counter()
-        completions = self.run.generate(requests, params, step)
-        seconds = time.perf_counter() - started
-        return {
-            "generate_s": seconds,
-            "lengths": sorted({len(c.token_ids) for c in completions}),
-            "num_sequences": len(completions),
-        }
+        completions = self.side.generate(requests, params, step)
+        seconds, lengths = time.perf_counter() - started, {len(c.token_ids) for c in completions}
+        return {"generate_s": seconds, "lengths": sorted(lengths), "num_sequences": len(completions)}
 
     def greedy(self, step: int) -> dict[str, Any]:
         """One greedy sample of each prompt of a step: its token ids."""
-        params = replace(self.run.params(), n=1, temperature=0.0)
-        completions = self.run.generate(self.run.requests(step), params, step)
+        params = replace(self.side.params(), n=1, temperature=0.0)
+        completions = self.side.generate(self.side.requests(step), params, step)
         return {"tokens": [c.token_ids for c in completions]}
 
 
-def main() -> None:
+def main(arguments: list[str]) -> int:
     child = VerlChild()
-    names = ("nothing", "build", "step", "log_prob_gap", "generate", "greedy")
+    names = ("nothing", "build", "build_run", "step", "step_of_run", "log_prob_gap", "generate", "greedy")
     serve({name: getattr(child, name) for name in names})
+    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(as_verb(main))
+    raise SystemExit(run_guarded("measured", main, []))  # the process that the command line makes of itself

@@ -10,9 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from peer_env import ROOT, clean_environment
@@ -27,12 +26,7 @@ class PeerFailed(RuntimeError):
 
 
 class Peer:
-    """One measured process: `script` of this folder, run by `python`. Its output goes to `log`.
-
-    with Peer("ours", "child_verl.py", log=Path("ours.log")) as ours:
-        ours.build(600.0, work={...})
-        ours.ask("step", 600.0)
-    """
+    """One measured process: `script` of this folder, run by `python`. Its output goes to `log`."""
 
     def __init__(
         self,
@@ -42,7 +36,6 @@ class Peer:
         log: Path,
         python: Path | None = None,
         environment: Mapping[str, str] | None = None,
-        prefix: Sequence[str] = (),
     ):
         self.name, self.log = name, log
         self.idle_share = 0.0  # processor seconds per second of waiting, the worst of all waits
@@ -58,7 +51,7 @@ class Peer:
         self._buffer = b""
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                [*prefix, str(python or sys.executable), str(HERE / script)],
+                [str(python or sys.executable), str(HERE / script)],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -71,7 +64,6 @@ class Peer:
 
     def ask(self, command: str, limit_s: float, **arguments: Any) -> dict[str, Any]:
         """Send a command and wait for its result; raises PeerFailed with the end of the log after `limit_s` seconds."""
-        assert self._process.stdin is not None
         idle_s = time.monotonic() - self._answered_at
         try:
             self._process.stdin.write((json.dumps({"name": command, "arguments": arguments}) + "\n").encode())
@@ -87,9 +79,9 @@ class Peer:
         self._cpu_s, self._answered_at = result["cpu_s"], time.monotonic()
         return result
 
-    def build(self, limit_s: float, **arguments: Any) -> None:
+    def build(self, limit_s: float, command: str = "build", **arguments: Any) -> None:
         """Ask for "build" and keep the answer, without the usage."""
-        self.facts = {k: v for k, v in self.ask("build", limit_s, **arguments).items() if k not in USAGE}
+        self.facts = {k: v for k, v in self.ask(command, limit_s, **arguments).items() if k not in USAGE}
 
     def close(self) -> None:
         """End the process: asked first, then killed."""
@@ -104,9 +96,7 @@ class Peer:
     def __enter__(self) -> Peer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _line(self, command: str, limit_s: float) -> bytes:
@@ -132,3 +122,14 @@ class Peer:
     def _failure(self, what: str) -> PeerFailed:
         tail = self.log.read_text(errors="replace").splitlines()[-15:]
         return PeerFailed("\n".join([f"{self.name} {what}. The end of {self.log}:", *tail]))
+
+
+def in_turns(
+    peers: Sequence[Peer], rounds: int, limit_s: float, command: str = "step", *, tells_round: bool = False
+) -> Iterator[tuple[int, dict[str, dict[str, Any]]]]:
+    """(number of the round, answers) of a round to warm up and then `rounds` more; every other round goes the other way round.
+    `tells_round`: the command has the number of the round as its `step`."""
+    for number in range(rounds + 1):
+        arguments = {"step": number} if tells_round else {}
+        order = peers if number % 2 == 0 else peers[::-1]
+        yield number, {peer.name: peer.ask(command, limit_s, **arguments) for peer in order}

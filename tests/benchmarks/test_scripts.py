@@ -2,18 +2,13 @@
 
 import json
 import math
-import os
-import sys
 
 import peers_cpu
 import preference_cpu
 import pytest
 import rollout_cpu
 import torch
-from as_verb import as_verb
-from weight_probe import WeightProbe
-
-from verl.errors import ConfigError
+from workload import WeightProbe
 
 
 def saved(folder):
@@ -51,20 +46,6 @@ def test_a_probe_sees_a_change_of_any_parameter():
         module[1].weight += 0.5
     assert probe.change() == pytest.approx((9 + 0.25 * (40000 // 10)) ** 0.5, rel=0.01)
     assert probe.change() == 0.0
-
-
-def test_code_runs_as_a_verb_of_the_command_line(monkeypatch, capsys):
-    monkeypatch.setattr(os, "environ", dict(os.environ))  # variables that the command line sets stay in this test
-
-    def refused():
-        raise ConfigError("No such key.")
-
-    called = []
-    assert as_verb(lambda: called.append(1)) == 0
-    assert called == [1]
-    assert as_verb(refused) == ConfigError.exit_code
-    assert "No such key." in capsys.readouterr().err
-    assert not [name for name in sys.modules if name.endswith(".measured")]
 
 
 @pytest.mark.slow
