@@ -99,7 +99,8 @@ def loop(results: Results) -> None:
     from tests.letters_task import write_task
     from verl.models.tiny import make_tiny_model
 
-    with tempfile.TemporaryDirectory(prefix="gpu-report-") as scratch, ThreadPoolExecutor(_parallel_runs()) as pool:
+    parallel = 3 if device_type() == "cuda" else 1
+    with tempfile.TemporaryDirectory(prefix="gpu-report-") as scratch, ThreadPoolExecutor(parallel) as pool:
         folder = write_task(Path(scratch), reward=_REWARD)
         model = make_tiny_model(folder / "model", "qwen2", hidden_size=256)
         pending = []
@@ -123,10 +124,6 @@ def loop(results: Results) -> None:
                 results.fail(name, error)
 
 
-def _parallel_runs() -> int:
-    return 3 if device_type() == "cuda" else 1
-
-
 def _train(model: Path, run: Path, keys: list[str], killed_after: str | None = None) -> None:
     """A GRPO run in the folder `run`; `killed_after` is the checkpoint at which it gets SIGKILL. Raises RuntimeError when
     it fails."""
@@ -140,19 +137,14 @@ def _train(model: Path, run: Path, keys: list[str], killed_after: str | None = N
         f"trainer.total_training_steps={_STEPS}", "trainer.save_freq=1", "trainer.test_freq=2",
         f"trainer.device={device_type()}", f"trainer.default_local_dir={run}", *keys,
     ]  # fmt: skip
-    run_verl(run.with_name(f"{run.name}.log"), ["train", *overrides], (run / killed_after) if killed_after else None)
+    run_verl(run.with_name(f"{run.name}.log"), ["train", *overrides], run / killed_after if killed_after else None)
 
 
 def run_verl(log: Path, arguments: list[str], killed_after: Path | None = None) -> None:
     """Run `verl` with its output in `log`; SIGKILL when the file `killed_after` exists. Raises RuntimeError when it fails."""
     with log.open("ab") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "verl", *arguments],
-            stdout=output,
-            stderr=output,
-            cwd=ROOT,
-            preexec_fn=die_with_parent,
-        )
+        command = [sys.executable, "-m", "verl", *arguments]
+        process = subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT, preexec_fn=die_with_parent)
         end = time.monotonic() + _RUN_LIMIT_S
         while process.poll() is None:
             if time.monotonic() > end or (killed_after and killed_after.exists()):
@@ -332,12 +324,13 @@ def compare_with_trl(results: Results, size: str) -> None:
         results.add(f"times faster than {name}, step", ratios["step_s"])
 
 
-def main_job(results: Results, folder: Path, overrides: list[str]) -> None:
+def main_job(results: Results, place: str, *overrides: str) -> None:
     """The main job (`make train`) with the pretrained model: rewards before and after 20 steps, and times.
 
-    `folder` has train.parquet and test.parquet of `verl data reasoning_gym`, and the model: a Hugging Face folder or a
-    .gguf file, both called "model", which is converted.
+    The folder `place` has train.parquet and test.parquet of `verl data reasoning_gym`, and the model: a Hugging Face folder
+    or a .gguf file, both called "model", which is converted.
     """
+    folder = Path(place).resolve()
     start, model = time.monotonic(), folder / "model"
     if not model.exists():
         run_verl(folder / "convert.log", ["convert", str(folder / "model.gguf"), str(model)])
@@ -365,17 +358,13 @@ def main_job(results: Results, folder: Path, overrides: list[str]) -> None:
 
 def main(arguments: list[str]) -> int:
     die_with_parent()
-    step, *files = arguments
-    if step == "tests":
-        return tests(Results(), files)
+    step, *more = arguments
     results = Results()
-    if step == "trl":
-        compare_with_trl(results, files[0])
-        return 0
-    if step == "main-job":
-        main_job(results, Path(files[0]).resolve(), files[1:])
-        return 0
-    {"environment": environment, "loop": loop, "fsdp": fsdp, "service": service}[step](results)
+    if step == "tests":
+        return tests(results, more)
+    steps: dict[str, Any] = {"environment": environment, "loop": loop, "fsdp": fsdp, "service": service}
+    steps |= {"trl": compare_with_trl, "main-job": main_job}
+    steps[step](results, *more)
     return int(any(name.endswith(": error") for name in results.numbers))
 
 

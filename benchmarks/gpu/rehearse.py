@@ -24,9 +24,8 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from gpu.report import STEPS
+from gpu.report import STEPS, read_report, section
 from gpu.results import ROOT
-from gpu.section import read_report, section
 from versions import Environment
 
 PYTHON, TORCH = "3.12", "2.11.0"
@@ -89,13 +88,12 @@ class Rehearsal(NamedTuple):
         moments = random.Random(0)
         table = out / "short-steps.json"
         table.write_text(json.dumps([[f"step {i}", ["-c", _SHORT_STEP], 10.0] for i in range(1000)]), encoding="utf-8")
-        num_steps = []
-        for number in range(kills):
-            folder = out / f"kill-{number:02d}"
+        folders = [out / f"kill-{number:02d}" for number in range(kills)]
+        for folder in folders:
             with self.start(folder, _RUN, f"--steps {table}") as runner:
                 time.sleep(moments.uniform(0, within_s))
                 runner.kill()
-            num_steps.append(readable_steps(folder))
+        num_steps = [readable_steps(folder) for folder in folders]
         print(f"steps in the reports of {kills} kills: {num_steps}", flush=True)
 
 
@@ -145,9 +143,7 @@ def readable_steps(folder: Path) -> int:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument(
-        "--environments", type=Path, default=ROOT / "work" / "versions", help="kept for the next rehearsal"
-    )
+    parser.add_argument("--environments", type=Path, default=ROOT / "work/versions", help="kept for the next rehearsal")
     parser.add_argument("--minutes", type=float, default=120.0, help="of all steps")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--within-s", type=float, default=15.0, help="latest moment of a kill")

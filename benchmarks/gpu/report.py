@@ -6,9 +6,7 @@
     python benchmarks/gpu/report.py run --device cpu --out DIR              # tiny shapes: does every step run?
     python benchmarks/gpu/report.py render DIR/report.jsonl                 # the GPU section of docs/benchmarks.md
 
-Needs torch, transformers, pytest, hypothesis and, as wheels of 3 MB together, tensordict 0.15, pyvers, omegaconf,
-antlr4-python3-runtime 4.13, math-verify and latex2sympy2-extended; for the comparison with TRL also trl, datasets, dill and
-multiprocess. No network and no files.
+docs/benchmarks.md lists the packages that it needs. No network and no files.
 
     DIR/report.jsonl   one line for each step when it ends, synchronized to disk: name, exit status, seconds, numbers
     DIR/logs.tar.gz    the end of every step's output and its numbers, written again after each step
@@ -17,6 +15,8 @@ multiprocess. No network and no files.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import signal
@@ -25,14 +25,18 @@ import sys
 import tarfile
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gpu.results import DEVICE, RESULTS, ROOT
-from gpu.section import FIGURES, PAGE, keep, read_report, rewrite_page, section
 
+PAGE = ROOT / "docs" / "benchmarks.md"
+FIGURES = PAGE.with_name("gpu.jsonl")  # the report that the page shows; absent until a GPU has run one
+PREDICTIONS = Path(__file__).with_name("predictions.json")
+BEGIN, END = "<!-- gpu report: begin -->", "<!-- gpu report: end -->"
 _LOG_BYTES = 1 << 20  # of each step, in the archive: some machines return files of 16 MiB at most
 _LEAST_SHARE = 0.6  # of a step's expected time: with less left, the step is skipped
 _FOR_THE_REPORT_S = 5.0
@@ -114,7 +118,9 @@ def _run_step(step: Step, files: Path, limit_s: float, device: str | None) -> di
         except subprocess.TimeoutExpired:
             status = f"killed after {limit_s:.0f} s"
         finally:
-            _kill_session(child)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
     row = {"status": status, "seconds": round(time.monotonic() - start, 1)}
     row["tail"] = [line[:300] for line in _end_of(log).decode(errors="replace").splitlines()[-3:]]
     if results.exists():
@@ -122,22 +128,11 @@ def _run_step(step: Step, files: Path, limit_s: float, device: str | None) -> di
     return row
 
 
-def _kill_session(child: subprocess.Popen[bytes]) -> None:
-    try:
-        os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    child.wait()
-
-
 def _append(file: Path, row: dict[str, Any]) -> None:
     """One write for each line, so that a kill leaves whole lines."""
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        os.write(descriptor, (json.dumps(row) + "\n").encode())
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with file.open("ab", buffering=0) as output:
+        output.write((json.dumps(row) + "\n").encode())
+        os.fsync(output)
 
 
 def _archive(folder: Path, file: Path) -> None:
@@ -146,13 +141,9 @@ def _archive(folder: Path, file: Path) -> None:
     with tarfile.open(part, "w:gz") as archive:
         for path in sorted(folder.iterdir()):
             if path.suffix in (".log", ".json"):
-                data = _end_of(path)
-                with tempfile.TemporaryFile() as copy:
-                    copy.write(data)
-                    copy.seek(0)
-                    entry = tarfile.TarInfo(f"logs/{path.name}")
-                    entry.size = len(data)
-                    archive.addfile(entry, copy)
+                data, entry = _end_of(path), tarfile.TarInfo(f"logs/{path.name}")
+                entry.size = len(data)
+                archive.addfile(entry, io.BytesIO(data))
     os.replace(part, file)
 
 
@@ -160,6 +151,79 @@ def _end_of(file: Path) -> bytes:
     with file.open("rb") as opened:
         opened.seek(max(0, file.stat().st_size - _LOG_BYTES))
         return opened.read()
+
+
+def read_report(file: Path) -> list[dict[str, Any]]:
+    """The lines of a report. Raises ValueError when one is no JSON object with a step."""
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    if not all(isinstance(row, dict) and "step" in row for row in rows):
+        raise ValueError(f"{file} has a line that is not the result of a step.")
+    return rows
+
+
+def section(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown between the markers. If a step ran twice, the later result counts; a skipped step replaces no result."""
+    last: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        if "skipped" not in row or row["step"] not in last:
+            last[row["step"]] = row
+    predictions = json.loads(PREDICTIONS.read_text(encoding="utf-8"))
+    numbers = {name: dict(row.get("numbers", {})) for name, row in last.items()}
+    lines = [BEGIN, "", _heading(numbers.get("environment", {}), bool(rows)) + predictions["note"], ""]
+    if rows:
+        lines += ["| step | result | time (s) | expected (s) |", "|---|---|---|---|"]
+        lines += [
+            f"| {name} | {_result(row)} | {row.get('seconds', '-')} | {row['expected_s']:g} |"
+            for name, row in last.items()
+        ]
+        lines.append("")
+    lines += ["| step | number | predicted | measured |", "|---|---|---|---|"]
+    for step, predicted in predictions["steps"].items():
+        for name, (value, unit) in predicted.items():
+            result = numbers.get(step, {}).get(name)
+            cells = (step, name, _text(value, unit), "not yet" if result is None else _text(*result))
+            lines.append("| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |")
+    return "\n".join([*lines, "", END])
+
+
+def rewrite_page(page: Path, text: str) -> None:
+    """Put `text` between the markers of `page`. Raises ValueError when it has none."""
+    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{page} lacks the lines {BEGIN} and {END}; add them where the section belongs.")
+    page.write_text(before + text + after, encoding="utf-8")
+
+
+def keep(rows: Sequence[dict[str, Any]], file: Path) -> None:
+    """Write the report without its ends of logs, which name paths of the machine."""
+    shortened = ({name: value for name, value in row.items() if name != "tail"} for row in rows)
+    file.write_text("".join(json.dumps(row) + "\n" for row in shortened), encoding="utf-8")
+
+
+def _heading(environment: dict[str, list[Any]], has_run: bool) -> str:
+    if not has_run:
+        return "No GPU has run this yet. "
+    machine = [str(environment[name][0]) for name in ("device", "torch", "transformers") if name in environment]
+    return f"{', '.join(machine) or 'Unknown device'}. "
+
+
+def _result(row: dict[str, Any]) -> str:
+    if "skipped" in row:
+        return f"skipped: {row['skipped']}"
+    if row["status"] == 0:
+        return "passed"
+    return f"exit status {row['status']}" if isinstance(row["status"], int) else str(row["status"])
+
+
+def _text(value: Any, unit: str) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, list):
+        return " to ".join(_text(end, "") for end in value) + (f" {unit}" if unit else "")
+    if isinstance(value, float | int) and not isinstance(value, bool):
+        value = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value} {unit}".rstrip()
 
 
 def chosen_steps(names: list[str] | None, table: Path | None) -> tuple[Step, ...]:
@@ -180,9 +244,7 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--patience", type=float, default=1.0, help="factor of the time limits, for a busy machine")
     options.add_argument("--only", nargs="+", metavar="STEP", choices=[step.name for step in STEPS])
     options.add_argument("--steps", type=Path, help="JSON list of [name, arguments of Python, seconds] for STEPS")
-    options.add_argument(
-        "--main-job", type=Path, metavar="FOLDER", help="run only the main job, with model and data there"
-    )
+    options.add_argument("--main-job", type=Path, metavar="FOLDER", help="only the main job, with model and data there")
     render = verbs.add_parser("render")
     render.add_argument("report", type=Path, nargs="?", help="none: only the predictions")
     render.add_argument("--page", type=Path, default=PAGE)

@@ -3,9 +3,8 @@
     python benchmarks/gpu/sizes.py --size 1.5b --json out.json  # one NVIDIA GPU, about 2 minutes
     python benchmarks/gpu/sizes.py --quick                      # a tiny model on whatever there is
 
-Needs torch, transformers, tensordict and pyvers besides this checkout (the last two as wheels, 0.9 MB: `pip download
---no-deps tensordict pyvers`), no network and no files: models are random, with the shapes of SmolLM2-135M, Qwen2.5-0.5B and
-Qwen2.5-1.5B. A part that fails prints its error, and the others run.
+Needs torch, transformers, tensordict and pyvers besides this checkout, no network and no files: models are random, with the
+shapes of SmolLM2-135M and Qwen2.5. A part that fails prints its error, and the others run.
 
 How things are counted. `limits`: a bf16 matrix product of 8192^3 on random data, and a copy of 1 GiB counting bytes read
 and written. Needed FLOPs: 2 per weight of a matrix product and token, 4 * head_dim per head and pair of tokens that see
@@ -54,21 +53,17 @@ from verl.models.packing import pack_rows, unpadded_rows
 from verl.parallel.device import give_back_cache
 from verl.rollout.native.engine import NativeRollout
 
-SIZES: dict[str, tuple[str, dict[str, Any]]] = {
-    "tiny": ("llama", {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-                       "num_attention_heads": 4, "num_key_value_heads": 2}),
-    "0.1b": ("llama", {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
-                       "num_attention_heads": 9, "num_key_value_heads": 3}),
-    "0.5b": ("qwen2", {"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-                       "num_attention_heads": 14, "num_key_value_heads": 2}),
-    "1.5b": ("qwen2", {"vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
-                       "num_attention_heads": 12, "num_key_value_heads": 2}),
-    "7b": ("qwen2", {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-                     "num_attention_heads": 28, "num_key_value_heads": 4}),
-}  # fmt: skip
-TOLERANCES = {  # name of a check -> greatest value that passes
-    "fp32 greedy tokens that differ from generate": 0,
+_FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+_FIELDS += ("num_attention_heads", "num_key_value_heads")
+_SHAPES: dict[str, tuple[Any, ...]] = {  # name -> family and the values of _FIELDS
+    "tiny": ("llama", 512, 64, 128, 2, 4, 2),
+    "0.1b": ("llama", 49152, 576, 1536, 30, 9, 3),
+    "0.5b": ("qwen2", 151936, 896, 4864, 24, 14, 2),
+    "1.5b": ("qwen2", 151936, 1536, 8960, 28, 12, 2),
+    "7b": ("qwen2", 152064, 3584, 18944, 28, 28, 4),
 }
+SIZES = {name: (family, dict(zip(_FIELDS, sizes, strict=True))) for name, (family, *sizes) in _SHAPES.items()}
+TOLERANCES = {"fp32 greedy tokens that differ from generate": 0}  # name of a check -> greatest value that passes
 # name of a check -> (rounding error of an accepted computation, most multiples of it). The weights are random and deep layers
 # amplify rounding, so that no absolute bound holds for every size.
 RELATIVE_TOLERANCES = {
@@ -146,9 +141,6 @@ def most(name: str, values: dict[str, Any]) -> float | None:
     return 1e-5 + factor * float(values[reference]) if reference in values else TOLERANCES.get(name)
 
 
-# -- time, memory, waiting
-
-
 def seconds(work: Callable[[], Any], device: torch.device) -> float:
     if device.type != "cuda":
         start = time.perf_counter()
@@ -202,9 +194,6 @@ def measure_limits(device: torch.device, quick: bool) -> dict[str, float]:
     product = median_s(lambda: torch.mm(a, b), device, 10)
     copy = median_s(lambda: target.copy_(source), device, 10)
     return {"flops": 2 * size**3 / product, "bytes": 2 * num_bytes / copy}
-
-
-# -- the model and its needs
 
 
 def build(size: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
@@ -283,9 +272,6 @@ def make_engine(bench: Bench) -> NativeRollout:
     return NativeRollout(bench.module, None, config, eos_token_ids=[])
 
 
-# -- correctness
-
-
 def sample_columns(bench: Bench) -> tuple[list[PromptRequest], dict[str, torch.Tensor]]:
     """Two prompts with three responses of unequal lengths each."""
     vocabulary, length = bench.module.config.vocab_size, bench.shape.prompt_tokens
@@ -322,22 +308,15 @@ def relative_gap(value: torch.Tensor, reference: torch.Tensor) -> float:
     return ((value - reference).norm() / reference.norm()).item()
 
 
-def ways(bench: Bench, columns: dict[str, torch.Tensor]) -> list[Callable[[], torch.Tensor]]:
-    """Log-probs by our packed forward, and by Hugging Face with two implementations of attention."""
-    return [
-        partial(packed_log_probs, bench, columns),
-        *(partial(hf_log_probs, bench, columns, a) for a in ("sdpa", "eager")),
-    ]
-
-
 def check_fp32(bench: Bench) -> None:
     prompts, columns = sample_columns(bench)
+    plain_ways = [partial(hf_log_probs, bench, columns, attention) for attention in ("sdpa", "eager")]
     with torch.no_grad():
-        ours, theirs, eager = (way() for way in ways(bench, columns))
+        ours, theirs, eager = packed_log_probs(bench, columns), *(way() for way in plain_ways)
     bench.values["_reference"] = theirs
     bench.note("fp32 log-probs, Hugging Face eager against sdpa, max abs", (eager - theirs).abs().max().item())
     bench.note("fp32 log-probs, packed against Hugging Face, max abs", (ours - theirs).abs().max().item())
-    by_sdpa, by_eager = (gradient(bench, way) for way in ways(bench, columns)[1:])
+    by_sdpa, by_eager = (gradient(bench, way) for way in plain_ways)
     bench.note("fp32 gradients, Hugging Face eager against sdpa, relative", relative_gap(by_eager, by_sdpa))
     del by_sdpa, by_eager
     apart, shared = (gradient(bench, partial(packed_log_probs, bench, columns, share)) for share in (False, True))
@@ -347,7 +326,7 @@ def check_fp32(bench: Bench) -> None:
     params = SamplingParams(n=2, temperature=0, max_new_tokens=bench.shape.response_tokens // 4)
     completions = make_engine(bench).generate(prompts, params, step=0)
     ids = torch.tensor([p.token_ids for p in prompts], device=bench.device)
-    expected = hf_generate(bench, ids, params.max_new_tokens, do_sample=False)
+    expected = hf_generate(bench, ids, params.max_new_tokens, sampled=False)
     different = [tuple(c.token_ids) != tuple(expected[i // 2]) for i, c in enumerate(completions)]
     bench.note("fp32 greedy tokens that differ from generate", float(sum(different)), f"of {len(different)} rows")
 
@@ -377,37 +356,25 @@ def check_half(bench: Bench) -> None:
     bench.note("half sampled log-probs against the training forward, max abs", gap.max().item())
 
 
-# -- generation
-
-
-def hf_generate(bench: Bench, ids: torch.Tensor, num_tokens: int, **settings: Any) -> list[list[int]]:
-    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, **settings}
-    if not sampling["do_sample"]:
-        sampling = {k: v for k, v in sampling.items() if k not in ("temperature", "top_k", "top_p")}
+def hf_generate(bench: Bench, ids: torch.Tensor, num_tokens: int, sampled: bool = True) -> list[list[int]]:
+    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} if sampled else {"do_sample": False}
     with plain(bench.module) as module, torch.no_grad():
         out = module.eval().generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, min_new_tokens=num_tokens,
             eos_token_id=None, pad_token_id=0, disable_compile=True, **sampling,
         )  # fmt: skip
-    rows: list[list[int]] = out[:, ids.shape[1] :].tolist()
-    return rows
+    return out[:, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
 
 
 def decoding_s(
-    engine: NativeRollout,
-    prompts: list[PromptRequest],
-    params: SamplingParams,
-    device: torch.device,
-    repeats: int,
+    engine: NativeRollout, prompts: list[PromptRequest], params: SamplingParams, device: torch.device, repeats: int,
     warmup: int = 2,
-) -> tuple[float, float]:
+) -> tuple[float, float]:  # fmt: skip
     """Seconds of the prompts, and of one step of decoding."""
-
-    def generate(params: SamplingParams) -> None:
-        engine.generate(prompts, params, step=1)
-
-    first = median_s(partial(generate, replace(params, max_new_tokens=1)), device, repeats, warmup)
-    whole = median_s(partial(generate, params), device, repeats, warmup)
+    first, whole = (
+        median_s(partial(engine.generate, prompts, settings, step=1), device, repeats, warmup)
+        for settings in (replace(params, max_new_tokens=1), params)
+    )
     return first, (whole - first) / (params.max_new_tokens - 1)
 
 
@@ -438,24 +405,19 @@ def measure_generation(bench: Bench, hf_batches: tuple[int, ...]) -> None:
         )
 
 
-# -- a GRPO step
-
-
-def score(completion: Completion) -> float:
-    return sum(completion.token_ids) / len(completion.token_ids) / 1e5
-
-
 def train(bench: Bench, columns: dict[str, torch.Tensor], advantages: torch.Tensor) -> None:
     """One optimizer step on all rows."""
-    assert bench.optimizer is not None
     accumulate(bench, columns, advantages)
     bench.optimizer.step(1e-6)
 
 
 def accumulate(bench: Bench, columns: dict[str, torch.Tensor], advantages: torch.Tensor) -> None:
     """The gradients of all rows, micro-batch by micro-batch."""
-    assert bench.optimizer is not None
     num_tokens = int(columns["response_mask"].sum())
+
+    def aggregated(losses: torch.Tensor, mask: torch.Tensor, mode: str | None = None) -> torch.Tensor:
+        return agg_loss(losses, mask, mode or "token-mean", batch_num_tokens=num_tokens)
+
     micro = MicroBatching(max_tokens=bench.shape.micro_tokens)
     for rows in plan_micro_batches(unpadded_rows(columns), micro, share_prompts=True):
         part = {name: column[rows] for name, column in columns.items()}
@@ -463,13 +425,8 @@ def accumulate(bench: Bench, columns: dict[str, torch.Tensor], advantages: torch
         packed = pack_rows(part, device=bench.device)
         outputs = packed_outputs(bench.module, packed, ("log_probs",), gradients=bench.optimizer.gradients)
         log_probs = outputs["log_probs"]
-        aggregate = partial(aggregated, num_tokens)
-        loss, _ = vanilla(log_probs.detach(), log_probs, weight, mask, agg=aggregate)
+        loss, _ = vanilla(log_probs.detach(), log_probs, weight, mask, agg=aggregated)
         loss.backward()
-
-
-def aggregated(num_tokens: int, losses: torch.Tensor, mask: torch.Tensor, mode: str | None = None) -> torch.Tensor:
-    return agg_loss(losses, mask, mode or "token-mean", batch_num_tokens=num_tokens)
 
 
 def padded_log_probs(bench: Bench, part: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -493,7 +450,7 @@ def measure_grpo(bench: Bench) -> None:
         generation = median_s(generate, device, shape.repeats)
     engine.release()
     rewards = torch.zeros(shape.rows, shape.response_tokens)
-    rewards[:, -1] = torch.tensor([score(c) for c in completions])
+    rewards[:, -1] = torch.tensor([sum(c.token_ids) / len(c.token_ids) / 1e5 for c in completions])
     columns = columns_of(prompts, [(i // shape.samples, c.token_ids) for i, c in enumerate(completions)])
     advantages, _ = grpo(rewards, columns["response_mask"], index=[i // shape.samples for i in range(shape.rows)])
     before = next(module.parameters()).detach().clone()

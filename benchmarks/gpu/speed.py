@@ -55,15 +55,13 @@ _NO_DEADLINE = float("inf")
 # 14,288 tokens of one micro-batch: at 1.5B, 41 GB of activations
 _TRAINING = sizes.Shape(8, 6, 256, 256, (1,), 32768, 3) if ON_GPU else sizes.QUICK
 _DECODING = sizes.FULL if ON_GPU else sizes.QUICK
+_TIME = "self_device_time_total" if ON_GPU else "self_cpu_time_total"
 _KERNELS = 8  # slowest kernels among the numbers; the log has more
 
 
 def _bench(size: str, dtype: torch.dtype, results: Results, shape: sizes.Shape) -> sizes.Bench:
     limits = sizes.measure_limits(DEVICE, not ON_GPU)
     return sizes.Bench(sizes.build(size, DEVICE, dtype), DEVICE, HALF, shape, limits, _NO_DEADLINE, results=results)
-
-
-# -- decoding
 
 
 def decode(chosen: tuple[str, ...], results: Results) -> None:
@@ -113,16 +111,9 @@ def _engine(bench: sizes.Bench, rows: int, config: dict[str, Any]) -> NativeRoll
 
 
 def _decode(
-    bench: sizes.Bench,
-    size: str,
-    rows: int,
-    case: str = "",
-    *,
-    params: dict[str, Any] | None = None,
-    prompt_tokens: int | None = None,
-    samples: int | None = None,
-    config: dict[str, Any] | None = None,
-) -> None:
+    bench: sizes.Bench, size: str, rows: int, case: str = "", *, params: dict[str, Any] | None = None,
+    prompt_tokens: int | None = None, samples: int | None = None, config: dict[str, Any] | None = None,
+) -> None:  # fmt: skip
     """Responses of equal length."""
     shape = replace(bench.shape, prompt_tokens=prompt_tokens or bench.shape.prompt_tokens)
     samples, name = samples or min(shape.samples, rows), ", ".join(filter(None, (size, f"{rows} rows", case)))
@@ -199,10 +190,9 @@ def _profile_decode(bench: sizes.Bench, name: str, rows: int) -> None:
     before, after = (_kernels_of(partial(engine.generate, prompts, params, step=1)) for params in (few, many))
     engine.release()
     steps = many.max_new_tokens - few.max_new_tokens
-    none = (0, 0.0)
     by_name = {
-        key: ((count - before.get(key, none)[0]) / steps, (time_us - before.get(key, none)[1]) / steps)
-        for key, (count, time_us) in after.items()
+        key: tuple((b - a) / steps for a, b in zip(before.get(key, (0, 0.0)), numbers, strict=True))
+        for key, numbers in after.items()
     }
     bench.note(f"{name}, kernels of a step", sum(count for count, _ in by_name.values()))
     bench.note(f"{name}, time of its kernels", sum(time_us for _, time_us in by_name.values()) / 1000, "ms")
@@ -210,21 +200,20 @@ def _profile_decode(bench: sizes.Bench, name: str, rows: int) -> None:
         bench.note(f"{name}, {count:.1f} x {key[:90]}", time_us, "us")
 
 
-def _kernels_of(work: Any) -> dict[str, tuple[int, float]]:
+def _events_of(work: Any) -> Any:
+    """The profiler's averages by kernel."""
     kinds = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[kinds.CUDA if ON_GPU else kinds.CPU]) as profiler:
         work()
         if ON_GPU:
             torch.cuda.synchronize()
-    events = profiler.key_averages()
-    return {event.key: (event.count, _self_time_us(event)) for event in events if _self_time_us(event) > 0}
+    return profiler.key_averages()
 
 
-def _self_time_us(event: Any) -> float:
-    return float(getattr(event, "self_device_time_total" if ON_GPU else "self_cpu_time_total"))
-
-
-# -- training
+def _kernels_of(work: Any) -> dict[str, tuple[int, float]]:
+    """Kernel -> number of its launches and microseconds."""
+    times = {event.key: (event.count, float(getattr(event, _TIME))) for event in _events_of(work)}
+    return {key: value for key, value in times.items() if value[1] > 0}
 
 
 def profile(chosen: tuple[str, ...], results: Results) -> None:
@@ -279,16 +268,10 @@ def _profile(bench: sizes.Bench, name: str, work: Any) -> None:
     tokens = shape.prompts * (shape.prompt_tokens + shape.samples * (shape.response_tokens - 1))
     bench.note(f"{name}, MFU", 100 * flops / time_s / bench.limits["flops"], "%")
     bench.note(f"{name}, time of a token", 1e6 * time_s / tokens, "us")
-    kinds = torch.profiler.ProfilerActivity
-    with torch.profiler.profile(activities=[kinds.CUDA if ON_GPU else kinds.CPU]) as profiler:
-        work()
-        if ON_GPU:
-            torch.cuda.synchronize()
-    time_of = "self_device_time_total" if ON_GPU else "self_cpu_time_total"
-    print(profiler.key_averages().table(sort_by=time_of, row_limit=25, max_name_column_width=90))
-    events = sorted(profiler.key_averages(), key=lambda event: -getattr(event, time_of))
-    for event in events[:_KERNELS]:
-        bench.note(f"{name}, {event.count} x {event.key[:90]}", getattr(event, time_of) / 1000, "ms")
+    events = _events_of(work)
+    print(events.table(sort_by=_TIME, row_limit=25, max_name_column_width=90))
+    for event in sorted(events, key=lambda event: -getattr(event, _TIME))[:_KERNELS]:
+        bench.note(f"{name}, {event.count} x {event.key[:90]}", getattr(event, _TIME) / 1000, "ms")
 
 
 # -- weights for an engine in another process
@@ -321,8 +304,6 @@ def weights(results: Results) -> None:
             with subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
             ) as reader:
-                assert reader.stdin
-                assert reader.stdout
                 assert reader.stdout.readline() == "ready\n", "the reader ended; see the log"
                 for number in range(2):
                     buckets, start = make(), time.perf_counter()

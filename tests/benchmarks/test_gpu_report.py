@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from gpu import rehearse, report
-from gpu.report import Step
-from gpu.section import BEGIN, END, FIGURES, PAGE, PREDICTIONS, keep, read_report, rewrite_page, section
+from gpu.report import BEGIN, END, FIGURES, PAGE, PREDICTIONS, Step, keep, read_report, rewrite_page, section
 
 from tests.processes import is_alive, wait_until
 
