@@ -23,7 +23,9 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.extend(map(str, Path(__file__).resolve().parents[:2]))
+
+from report import table
 
 
 class Section(NamedTuple):
@@ -41,13 +43,11 @@ SECTIONS = {
     "media": Section("tests.data.media_rows:cases", None, "malformed rows with images, in runs of two programs"),
     "files": Section("tests.data.damage:cases", 2_000, "damaged data files"),
     "texts": Section(
-        "tests.test_foreign_text:cases", 10_000, "foreign texts in rows, configs, templates, errors and logs"
+        "tests.test_foreign_text:cases", 10_000, "foreign texts in rows, configs, templates, errors, logs"
     ),
     "templates": Section("tests.data.hostile_templates:cases", 2_000, "chat templates of strangers"),
     "rewards": Section("tests.rewards.returns:cases", 10_000, "returns of a reward function"),
-    "episode-rewards": Section(
-        "tests.agents.episode_rewards:cases", 5_000, "rewards of environments, runners and loops"
-    ),
+    "episode-rewards": Section("tests.agents.episode_rewards:cases", 5_000, "rewards of environments, runners, loops"),
     "steps": Section("tests.run.hostile_steps:cases", 200, "training steps beside one hostile sample, timed"),
     "checkpoints": Section("tests.checkpoint.damage:cases", 1_000, "damaged checkpoints"),
     "models": Section("tests.models.damaged_folders:cases", 2_000, "damaged model folders"),
@@ -105,12 +105,12 @@ def show(name: str, counts: Counter, seconds: float, seed: int) -> None:
     total = sum(counts.values())
     print(f"\n{name}: {total:,} cases, seed {seed}, {seconds:.1f} s ({1e3 * seconds / max(1, total):.2f} ms each)")
     outcomes = sorted({what for _, what in counts})
-    kinds = sorted({kind for kind, _ in counts})
-    width = max(map(len, [*kinds, "all"]))
-    print(" " * width, *(f"{what:>{max(9, len(what))}}" for what in outcomes), sep="  ")
-    for kind in [*kinds, "all"]:
-        cells = [sum(n for (k, w), n in counts.items() if w == what and kind in (k, "all")) for what in outcomes]
-        print(f"{kind:<{width}}", *(f"{n:>{max(9, len(w))},}" for n, w in zip(cells, outcomes, strict=True)), sep="  ")
+    kinds = [*sorted({kind for kind, _ in counts}), "all"]
+    rows = [
+        [sum(n for (k, w), n in counts.items() if w == what and kind in (k, "all")) for what in outcomes]
+        for kind in kinds
+    ]
+    print(table(["", *outcomes], [[kind, *(f"{n:,}" for n in row)] for kind, row in zip(kinds, rows, strict=True)]))
 
 
 if __name__ == "__main__":

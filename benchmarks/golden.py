@@ -56,12 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in arguments.runs:
             current, path = train(task, name), arguments.folder / f"{name}.json"
             if arguments.action == "record":
-                path.write_text(
-                    json.dumps(
-                        {"machine": machine(), "versions": versions("torch", "transformers"), **current}, indent=1
-                    )
-                    + "\n"
-                )
+                facts = {"machine": machine(), "versions": versions("torch", "transformers")}
+                path.write_text(json.dumps({**facts, **current}, indent=1) + "\n")
                 print(f"{name}: recorded")
             else:
                 wrong = differences(json.loads(path.read_text()), current)
@@ -76,13 +72,8 @@ def train(task: Task, name: str) -> dict[str, Any]:
     keys = [key.format(model=task.model) for key in run.keys]
     command = [sys.executable, *run.launcher, "-m", "verl.trainer.main_ppo", *task.keys, *keys]
     variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [*command, f"trainer.default_local_dir={folder}"],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
+    command.append(f"trainer.default_local_dir={folder}")
+    done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=LIMIT_S)
     if done.returncode:
         raise SystemExit(f"The run {name} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 @dataclass
 class Report:
-    """Results of one run of a script; `show` prints them, `write` keeps them."""
+    """Results of one run of a script."""
 
     title: str
     facts: dict[str, Any] = field(default_factory=dict)  # workload, versions, settings
@@ -80,28 +81,14 @@ class Report:
         tables = [table(header, rows) for header, rows in self.tables]
         return "\n\n".join([self.title, "\n".join(facts), *tables, "\n".join(self.notes)]).rstrip()
 
-    def show(self) -> None:
-        print(self.text(), flush=True)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "title": self.title,
-            "command": " ".join(["python", *sys.argv]),
-            "machine": machine(),
-            "facts": self.facts,
-            "results": self.results,
-            "notes": self.notes,
-        }
-
     def finish(self, file: Path | None) -> None:
         """Print, and write the JSON if a file was asked for."""
-        self.show()
-        self.write(file)
-
-    def write(self, file: Path | None) -> None:
+        print(self.text(), flush=True)
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(self.to_json(), indent=2, default=str) + "\n")
+            head = {"title": self.title, "command": " ".join(["python", *sys.argv]), "machine": machine()}
+            content = {**head, "facts": self.facts, "results": self.results, "notes": self.notes}
+            file.write_text(json.dumps(content, indent=2, default=str) + "\n")
 
 
 def machine() -> dict[str, Any]:
@@ -119,13 +106,7 @@ def machine() -> dict[str, Any]:
 
 def versions(*packages: str) -> dict[str, str]:
     """Installed versions; packages that are not there are left out."""
-    installed = {}
-    for package in packages:
-        try:
-            installed[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return installed
+    return {package: metadata.version(package) for package in packages if find_spec(package)}
 
 
 def plain(value: Any) -> str:

@@ -58,19 +58,11 @@ class Cell(NamedTuple):
         return "-".join(self)
 
 
-CELLS = (
-    Cell("2.11.0", "5.17.0", "3.12"),
-    Cell("2.14.1", "5.24.0", "3.13"),
-    Cell("2.9.1", "5.6.0", "3.10"),
-    Cell("2.14.1", "5.19.0", "3.14"),
-    Cell("2.9.1", "5.24.0", "3.12"),
-    Cell("2.13.0", "5.19.0", "3.11"),
-    Cell("2.14.1", "5.6.0", "3.12"),
-    Cell("2.13.0", "5.17.0", "3.10"),
-    Cell("2.11.0", "5.24.0", "3.13"),
-    Cell("2.8.0", "5.24.0", "3.12"),
-    Cell("2.13.0", "5.4.0", "3.11"),
+_RELEASES = (
+    "2.11.0 5.17.0 3.12, 2.14.1 5.24.0 3.13, 2.9.1 5.6.0 3.10, 2.14.1 5.19.0 3.14, 2.9.1 5.24.0 3.12, 2.13.0 5.19.0 3.11, "
+    "2.14.1 5.6.0 3.12, 2.13.0 5.17.0 3.10, 2.11.0 5.24.0 3.13, 2.8.0 5.24.0 3.12, 2.13.0 5.4.0 3.11"
 )
+CELLS = tuple(Cell(*releases.split()) for releases in _RELEASES.split(", "))
 
 
 def interpreter(version: str) -> str:
@@ -88,8 +80,8 @@ class Environment:
     packages; everything that is run is written to `log`."""
 
     def __init__(self, folder: Path, version: str, shared: Path):
-        self.python, self.shared, self.log = folder / "bin" / "python", shared, folder.with_name(f"{folder.name}.log")
-        self.folder = folder
+        self.folder, self.python, self.shared = folder, folder / "bin" / "python", shared
+        self.log = folder.with_name(f"{folder.name}.log")
         shared.mkdir(parents=True, exist_ok=True)
         if not self.python.exists():
             self.run(interpreter(version), "-m", "venv", str(folder))
@@ -160,13 +152,6 @@ def tested(environment: Environment, clone: Path) -> Row:
     return outcomes(report)
 
 
-def refused(environment: Environment, clone: Path) -> str:
-    """The last line of `verl train`."""
-    command = [environment.python, "-m", "verl", "train"]
-    done = subprocess.run(command, cwd=clone, capture_output=True, text=True, timeout=300)
-    return (done.stderr or done.stdout).strip().splitlines()[-1]
-
-
 def outcomes(report: Path) -> Row:
     """Counts, failures and the distributed arrangements of a JUnit report."""
     row: Row = {"passed": 0, "failed": 0, "skipped": 0, "failures": [], "distributed": {}}
@@ -192,7 +177,12 @@ def run(cell: Cell, work: Path) -> Row:
     environment.run("git", "clone", "--quiet", str(ROOT), str(clone))
     refusal = install(environment, cell, clone)
     row: Row = {**cell._asdict(), "date": time.strftime("%Y-%m-%d")}
-    row |= {"pip": refusal, "refusal": refused(environment, clone)} if refusal else tested(environment, clone)
+    if refusal:  # and the last line of `verl train`
+        train = [environment.python, "-m", "verl", "train"]
+        done = subprocess.run(train, cwd=clone, capture_output=True, text=True, timeout=300)
+        row |= {"pip": refusal, "refusal": (done.stderr or done.stdout).strip().splitlines()[-1]}
+    else:
+        row |= tested(environment, clone)
     return {**row, "seconds": round(time.monotonic() - start)}
 
 
