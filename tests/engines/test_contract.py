@@ -178,7 +178,7 @@ def test_an_engine_that_lacks_a_method_cannot_be_built():
         def _ready(self, *, trains=False):
             return contextlib.nullcontext()
 
-    with pytest.raises(TypeError, match="_outputs.*local_weights"):
+    with pytest.raises(TypeError, match="_outputs"):
         Half()
 
 

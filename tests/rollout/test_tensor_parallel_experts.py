@@ -5,22 +5,20 @@ import torch
 
 from tests.rollout.test_rollout_model import Place
 from verl.models.load import load_causal_lm
+from verl.models.parallel import experts
 from verl.models.tiny import make_tiny_model
-from verl.rollout import tensor_parallel_experts
-from verl.rollout.tensor_parallel_experts import divide_own_experts
 
 NAME = "model.layers.1.mlp.experts"
 
 
 @pytest.mark.parametrize(("family", "num_experts"), [("qwen3_moe", 4), ("qwen3_moe", 5), ("mixtral", 4)])
 def test_the_sum_over_ranks(family, num_experts, tmp_path, monkeypatch):
-    monkeypatch.setattr(tensor_parallel_experts, "leave_group", lambda x, group: x)
+    monkeypatch.setattr(experts, "leave_group", lambda x, group: x)
     key = "num_experts" if family == "qwen3_moe" else "num_local_experts"
     path = make_tiny_model(tmp_path / "model", family, **{key: num_experts})
     modules = [load_causal_lm(path, dtype=torch.float64) for _ in range(3)]
-    cut = [divide_own_experts(module, Place(rank)) for rank, module in enumerate(modules[1:])]
-    assert cut[0] == cut[1]
-    assert cut[0][f"{NAME}.down_proj"] == 0
+    for rank, module in enumerate(modules[1:]):
+        assert NAME in experts.divide_experts(module, Place(rank), experts.SummedExperts)
     whole, *parts = (module.get_submodule(NAME) for module in modules)
     assert [len(part.down_proj) for part in parts] == [(num_experts + 1) // 2, num_experts // 2]
     generator = torch.Generator().manual_seed(0)

@@ -414,8 +414,9 @@ def test_sums_of_parts_explain_a_whole():
 
 def test_a_message_runs_no_code_of_its_sender(tmp_path):
     """Any client of a service can send a description: it names a reader of ours, or nothing is called."""
+    message = json.dumps({"reader": "os:mkdir", "bucket": str(tmp_path / "made")})
     with pytest.raises(ModelError, match="'os:mkdir' is not a reader of weights"):
-        WeightReceiver()._verl_load("os:mkdir", str(tmp_path / "made"))
+        WeightReceiver.verl_load.__wrapped__(WeightReceiver(), message)
     assert not (tmp_path / "made").exists()
 
 

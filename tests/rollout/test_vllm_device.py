@@ -2,6 +2,7 @@
 The GPU, vLLM and its processes are simulated."""
 
 import dataclasses
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -110,11 +111,11 @@ def test_only_an_engine_of_our_own_opens_memory_of_a_gpu():
     _, copy = transfer_of_run("actor_rollout_ref.actor.fsdp_config.dtype=float32", device="cuda:0")
     assert set(_OWN_READERS) - set(WeightReceiver.verl_readers) == {copy.reader}
     assert copy.probe is not None
-    message = {"reader": copy.reader, "bucket": {"entries": [], "number": 1, "device": {}}}
+    message = json.dumps({"reader": copy.reader, "bucket": {"entries": [], "number": 1, "device": {}}})
     with pytest.raises(ModelError, match="'verl.reshard.device_memory:read_device_bucket' is not a reader"):
-        WeightReceiver()._verl_load(**message)
+        WeightReceiver.verl_load.__wrapped__(WeightReceiver(), message)
     with pytest.raises(KeyError):
-        OwnWeightReceiver()._verl_try(**message)
+        OwnWeightReceiver.verl_try.__wrapped__(OwnWeightReceiver(), message)
 
 
 class SimulatedLLM:

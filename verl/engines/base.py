@@ -1,5 +1,4 @@
-"""The part of training engines that does not depend on where their parameters lie: micro-batches, the schedule, adapters,
-weights and state."""
+"""Micro-batches, the schedule, adapters, weights and state of training engines, wherever their parameters lie."""
 
 from __future__ import annotations
 
@@ -13,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from verl.config import FSDPConfig, ModelConfig, OptimConfig, SFTModelConfig
 from verl.data_proto.metrics import Metric, merge_metrics
@@ -40,17 +40,15 @@ log = logging.getLogger(__name__)
 
 
 class TrainedEngine(ABC):
-    """A TrainEngine without its device layout. Subclasses set the attributes that are declared here.
-
-    `head` is a row of verl.models.heads.HEADS. A frozen model (no `optim`) is held only in the compute
-    dtype. With model.neftune_alpha no prompt is shared, since each row has its own noise.
-    """
+    """A TrainEngine without its device layout. Subclasses set the attributes that are declared here. A frozen model (no
+    `optim`) is held only in the compute dtype."""
 
     module: Any
     optimizer: MasterOptimizer | None  # None: frozen
     adapts_head = False  # whether adapters are also put on the output projection
     accumulates_calls = True  # whether gradients of several `forward_backward` add up
     computes_images = False  # whether its forward reads images of prompts
+    goes_together = False  # whether every rank goes backward with the others, through a zero where nothing trains
     _trained: TrainedState
 
     def __init__(
@@ -71,7 +69,7 @@ class TrainedEngine(ABC):
         self.rounding = Rounding(engine.master_rounding)
         self.spec = LoRASpec.of(model, self.adapts_head) if self.optim is not None else None
         self.neftune_alpha = model.neftune_alpha or 0.0 if isinstance(model, SFTModelConfig) else 0.0
-        self.share_prompts = share_prompts and not self.neftune_alpha
+        self.share_prompts = share_prompts and not self.neftune_alpha  # each row has its own noise
         self.headroom = Headroom(device) if engine.adapt_micro_batches and self.optim is not None else None
         self.pads, self.num_lr_steps, self.routing = False, 0, EngineRouting()
         self._pending: PendingGradients | None = None
@@ -141,7 +139,8 @@ class TrainedEngine(ABC):
             return self._step([{}], None, pending.random_state, learning_rate)
 
     def end_step(self, *, advance: bool = True) -> float:
-        rate = self._learning_rate()
+        assert self.optim is not None, "a frozen model has no learning rate"
+        rate = lr_at(self.num_lr_steps, self.optim, self.total_steps)
         self.num_lr_steps += int(advance)
         return rate
 
@@ -180,9 +179,10 @@ class TrainedEngine(ABC):
             layers_at_a_time=self.dimensions.layer_per_group if self.config.use_3d_hybrid else None,
         )
 
-    @abstractmethod
+    @torch.no_grad()
     def local_weights(self) -> dict[str, torch.Tensor]:
-        """See TrainEngine."""
+        masters = self.optimizer.masters if self.optimizer is not None and self.spec is not None else {}
+        return {name: masters.get(name, p).detach() for name, p in self.module.named_parameters()}
 
     @torch.no_grad()
     def trained_weights(self) -> dict[str, torch.Tensor]:
@@ -216,14 +216,12 @@ class TrainedEngine(ABC):
             self.optimizer.gradients.release()
 
     def state(self) -> EngineState:
-        """See TrainEngine. Tied parameters appear once, under the name of the first; tensors that lie on several ranks are
-        gathered when they are asked for, by all of them."""
+        """See TrainEngine. Tied parameters appear once, under the name of the first."""
         return self._trained.save({"num_lr_steps": self.num_lr_steps})
 
     def load_state(self, state: EngineState) -> None:
-        """See TrainEngine. Parts that were not saved or not asked for are empty and stay as they are. Every rank reads the
-        whole tensors and keeps its part, so any number of ranks will do. Raises CheckpointError when names or shapes are
-        not this model's."""
+        """See TrainEngine. Empty parts stay as they are. Every rank reads whole tensors and keeps its part, so any number of
+        ranks will do. Raises CheckpointError when names or shapes are not this model's."""
         self._trained.load(state)
         if state.extra:
             self.num_lr_steps = state.extra["num_lr_steps"]
@@ -248,11 +246,36 @@ class TrainedEngine(ABC):
         """The sum of values that each rank has for its part of each parameter."""
         return torch.stack(list(sums.values())).sum(0)
 
-    def _sum_over_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
+    def _over_ranks(self, numbers: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+        """`numbers` reduced over the ranks that have their own rows."""
         return numbers
 
-    def _largest_of_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
-        return numbers
+    def _move_parameters(self, device: torch.device) -> None:  # noqa: B027  (few layouts offload)
+        """Keep the parameters on `device`."""
+
+    @property
+    def _offloads(self) -> tuple[bool, bool]:
+        """Whether the host holds parameters and optimizer between calls."""
+        return False, False
+
+    @contextmanager
+    def _on_device(self, *, trains: bool = False) -> Iterator[None]:
+        """Inside, what `_offloads` names is on the device, the optimizer only with `trains`."""
+        self._move(self.device, trains)
+        try:
+            yield
+        finally:
+            self._leave_device()
+
+    def _leave_device(self) -> None:
+        self._move(torch.device("cpu"), True)
+
+    def _move(self, device: torch.device, and_optimizer: bool) -> None:
+        of_parameters, of_optimizer = self._offloads
+        if of_parameters:
+            self._move_parameters(device)
+        if of_optimizer and and_optimizer and self.optimizer is not None:
+            self.optimizer.move_state(device)
 
     # -- micro-batches and the step ----------------------------------------------------------------------------------------
 
@@ -265,11 +288,9 @@ class TrainedEngine(ABC):
         unit: str = "row",
     ) -> list[list[int]]:
         """Row indices of each micro-batch; as many on each rank, the last ones may be empty."""
-        plan = plan_micro_batches(
-            rows_of(batch, rows, reads, self.routing.experts(batch), self.module),
-            micro, self.share_prompts, unit_ids(batch, unit), pads=self.pads,
-        )  # fmt: skip
-        count = int(self._largest_of_ranks(torch.tensor([len(plan)])))
+        members = rows_of(batch, rows, reads, self.routing.experts(batch), self.module)
+        plan = plan_micro_batches(members, micro, self.share_prompts, unit_ids(batch, unit), pads=self.pads)
+        count = int(self._over_ranks(torch.tensor([len(plan)]), dist.ReduceOp.MAX))
         log.debug("Micro-batches of %s rows; %d on the rank with most", [len(part) for part in plan], count)
         return plan + [[] for _ in range(count - len(plan))]
 
@@ -307,13 +328,11 @@ class TrainedEngine(ABC):
         unit: str = "row",
     ) -> tuple[list[dict[str, Metric]], BatchTotals]:
         """Add the gradients of a batch to the existing ones; returns metrics of micro-batches, and sizes over all ranks."""
-        assert self.optimizer is not None, "a frozen model cannot be trained"
         requested = RequestedOutputs.of(outputs, self.head, temperature)
-        totals = batch_totals(self._sum_over_ranks(torch.tensor(sizes_of(batch, rows, unit))).tolist())
-        metrics: list[dict[str, Metric]] = [{"loss": Metric.sum(0.0)}]
+        totals = batch_totals(self._over_ranks(torch.tensor(sizes_of(batch, rows, unit))).tolist())
         micro = micro if self.headroom is None else self.headroom.adapted(micro)
         plan = self._plan(batch, micro, requested.reads, rows, unit)
-        metrics += self._sum_gradients(batch, plan, requested, loss, totals)
+        metrics = [{"loss": Metric.sum(0.0)}, *self._sum_gradients(batch, plan, requested, loss, totals)]
         if self.headroom is not None and self.headroom.limit is not None:
             metrics.append({"micro_batch_tokens": Metric.last(self.headroom.limit)})
         return metrics, totals
@@ -340,15 +359,14 @@ class TrainedEngine(ABC):
         self, named_outputs: dict[str, torch.Tensor], part: DataProto, loss: LossFn, totals: BatchTotals
     ) -> dict[str, Metric]:
         """The metrics of one micro-batch, whose gradients are added to the other micro-batches' gradients."""
-        value, metrics = loss(named_outputs, part, totals)
-        if value.requires_grad:  # a micro-batch in which nothing trains has no graph
-            assert self.optimizer is not None, "a frozen model cannot be trained"
-            self.optimizer.scaled(value).backward()
-        return {**metrics, "loss": Metric.sum(value.detach())}
-
-    def _learning_rate(self) -> float:
-        assert self.optim is not None, "a frozen model has no learning rate"
-        return lr_at(self.num_lr_steps, self.optim, self.total_steps)
+        assert self.optimizer is not None, "a frozen model cannot be trained"
+        skips = self.goes_together and not len(part)
+        value, metrics = (None, {}) if skips else loss(named_outputs, part, totals)
+        if value is not None and value.requires_grad:  # a micro-batch in which nothing trains has no graph
+            self.optimizer.backward(value)
+        elif self.goes_together:
+            self.optimizer.backward(torch.stack([v.sum() * 0 for v in named_outputs.values() if v.requires_grad]).sum())
+        return metrics if value is None else {**metrics, "loss": Metric.sum(value.detach())}
 
     def _step(
         self,
@@ -362,7 +380,7 @@ class TrainedEngine(ABC):
         assert self.optimizer is not None, "a frozen model cannot be trained"
         metrics = merge_metrics(list(parts))
         accept = None if check is None else partial(self._accepts, check, metrics)
-        result = self.optimizer.step(self._learning_rate() if learning_rate is None else learning_rate, accept)
+        result = self.optimizer.step(self.end_step(advance=False) if learning_rate is None else learning_rate, accept)
         is_finite = math.isfinite(result.grad_norm)
         if (scale := self.optimizer.loss_scale) is not None:
             metrics |= {"loss_scale": Metric.last(scale.value), "overflow_ratio": Metric.mean(float(not is_finite))}
@@ -374,7 +392,7 @@ class TrainedEngine(ABC):
         return metrics
 
     def _accepts(self, check: StepCheck, metrics: Mapping[str, Metric], grad_norm: float) -> bool:
-        batch_metrics = whole_batch_metrics(metrics, check.names, self._sum_over_ranks, self._largest_of_ranks)
+        batch_metrics = whole_batch_metrics(metrics, check.names, self._over_ranks)
         scale = self.optimizer.loss_scale if self.optimizer else None
         overflows = scale is not None and scale.overflows(grad_norm)  # which lowers the scale; nothing looks wrong
         return check(batch_metrics if overflows else {**batch_metrics, "grad_norm": grad_norm})

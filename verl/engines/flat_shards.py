@@ -23,19 +23,13 @@ class FlatSlice(NamedTuple):
 
 
 class FlatShards:
-    """The slices of this rank, `own`, and of the others of `group`. Slices of a tensor lie in rank order and cover it."""
+    """The slices of this rank, `own`, and of all others. Slices of a tensor lie in rank order and cover it."""
 
-    def __init__(
-        self,
-        shapes: Mapping[str, tuple[int, ...]],
-        own: Mapping[str, FlatSlice],
-        device: torch.device,
-        group: Any = None,
-    ):
-        """Collective over `group` (default: all ranks), on `device`. All ranks name the same tensors in `own`."""
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], own: Mapping[str, FlatSlice], device: torch.device):
+        """Collective, on `device`. All ranks name the same tensors in `own`."""
         self.shapes, self.own = dict(shapes), dict(own)
         world: Any = dist.group.WORLD
-        self.group: Any = group or world
+        self.group = world
         mine = torch.tensor([part.size for part in own.values()], device=device)
         sizes = [torch.empty_like(mine) for _ in range(self.group.size())]
         dist.all_gather(sizes, mine, group=self.group)

@@ -17,9 +17,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from verl.config import FSDPConfig, ModelConfig, OptimConfig
-from verl.data_proto.metrics import Metric
-from verl.data_proto.proto import DataProto
-from verl.engines.api import BatchTotals, EngineState, LossFn
+from verl.engines.api import BatchTotals, EngineState
 from verl.engines.base import TrainedEngine
 from verl.engines.fsdp_units import Gathering, shard_places, sharded_units
 from verl.engines.groups import ProcessGroups, mesh_of
@@ -53,6 +51,7 @@ class FSDPEngine(TrainedEngine):
     and one layer. `module` has the shards; call it through the engine only.
     """
 
+    goes_together = True
     _mapped: MappedWeights | None = None
 
     def __init__(
@@ -128,34 +127,16 @@ class FSDPEngine(TrainedEngine):
         before = self.gathering.before_training if trains else self.gathering.before_forward
         before(number, count, self.dimensions.batch_group_size)
 
-    def _backward(
-        self, named_outputs: dict[str, torch.Tensor], part: DataProto, loss: LossFn, totals: BatchTotals
-    ) -> dict[str, Metric]:
-        """Every rank goes backward through the whole model, with a gradient of zero where nothing trains."""
-        value, metrics = loss(named_outputs, part, totals) if len(part) else (None, {})
-        if value is not None and value.requires_grad:
-            assert self.optimizer is not None, "a frozen model cannot be trained"
-            self.optimizer.scaled(value).backward()
-        else:
-            outputs = [v for v in named_outputs.values() if v.requires_grad]
-            torch.autograd.backward(outputs, [torch.zeros_like(v) for v in outputs])
-        return metrics if value is None else {**metrics, "loss": Metric.sum(value.detach())}
-
     def _complete_gradients(self, totals: BatchTotals) -> None:
-        if (
-            not totals.num_tokens and self.optimizer is not None
-        ):  # nothing trained on any rank: no step, as on one device
+        if not totals.num_tokens and self.optimizer is not None:  # nothing trained on any rank: no step
             self.optimizer.optimizer.zero_grad(set_to_none=True)
         add_up_partial_gradients(self.shards, self.groups, self.device)
 
     def _sum_over_parameters(self, sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return sum_over_shards({name: value.to(self.device) for name, value in sums.items()}, self.shards, self.groups)
 
-    def _sum_over_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
-        return self.groups.over_data_(numbers.to(self.device))
-
-    def _largest_of_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
-        return self.groups.over_data_(numbers.to(self.device), dist.ReduceOp.MAX)
+    def _over_ranks(self, numbers: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+        return self.groups.over_data_(numbers.to(self.device), op)
 
     def free_cached_memory(self) -> None:
         super().free_cached_memory()
@@ -178,26 +159,11 @@ class FSDPEngine(TrainedEngine):
             assert isinstance(self.model, FSDPModule)
             self.model.reshard()  # the root stays gathered after a forward
 
-    @contextmanager
-    def _on_device(self, *, trains: bool = False) -> Iterator[None]:
-        """Bring back what `param_offload` and `optimizer_offload` keep on the CPU between calls."""
-        if self._may_offload and self.config.param_offload:
-            self._move_parameters(self.device)
-        if self._may_offload and trains and self.optimizer is not None and self.config.optimizer_offload:
-            self.optimizer.move_state(self.device)
-        try:
-            yield
-        finally:
-            self._leave_device()
-
     def _leave_device(self) -> None:
         if self._mapped is not None:
             self._free_gathered()
             self._mapped.release()
-        if self._may_offload and self.config.param_offload:
-            self._move_parameters(torch.device("cpu"))
-        if self._may_offload and self.config.optimizer_offload and self.optimizer is not None:
-            self.optimizer.move_state(torch.device("cpu"))
+        super()._leave_device()
 
     def _move_parameters(self, device: torch.device) -> None:
         move_module(self.model, device)
@@ -206,9 +172,9 @@ class FSDPEngine(TrainedEngine):
                 shard.rounded.to(device)
 
     @property
-    def _may_offload(self) -> bool:
-        """Whether offloading moves anything; with `offload_policy` everything is on the CPU already."""
-        return self.device.type != "cpu" and not self.config.offload_policy
+    def _offloads(self) -> tuple[bool, bool]:
+        moves = self.device.type != "cpu" and not self.config.offload_policy  # by which all is on the CPU already
+        return moves and self.config.param_offload, moves and self.config.optimizer_offload
 
 
 def _check_layout(model: ModelConfig, engine: FSDPConfig, mesh: Mesh, optim: OptimConfig | None) -> None:

@@ -47,7 +47,7 @@ class LocalEngine(TrainedEngine):
         super().__init__(**settings)
         model, narrow, rounding, trains = self.model_config, self.compute_dtype, self.rounding, self.optim is not None
         self.optimizer: MasterOptimizer | None = None
-        at_first = torch.device("cpu") if memory_map or self._offloads else self.device
+        at_first = torch.device("cpu") if memory_map or self._holds_on_host else self.device
         self.module = build_module(
             model, self.head, at_first, narrow, rounding, trains=trains, build=build, adapts_head=self.adapts_head
         )
@@ -81,14 +81,10 @@ class LocalEngine(TrainedEngine):
         if self.device.type != "cpu":
             self._streamed = StreamedWeights(self.module, self.device)
 
-    def local_weights(self) -> dict[str, torch.Tensor]:
-        masters = self.optimizer.masters if self.optimizer is not None and self.spec is not None else {}
-        return {name: masters.get(name, p).detach() for name, p in self.module.named_parameters()}
-
     @contextmanager
     def _ready(self, *, trains: bool = False) -> Iterator[None]:
         """The fused decoder reads the chunks from the layout; modules are made to compute in chunks."""
-        if self._offloads:
+        if self._holds_on_host:
             move_module(self.module, self.device)
         chunk_tokens = self.dimensions.chunk_tokens
         if chunk_tokens is not None and fused_decoder(self.module, self.device) is not None:
@@ -98,13 +94,13 @@ class LocalEngine(TrainedEngine):
             with streamed, chunked_feed_forward(self.module, chunk_tokens):
                 yield
         finally:
-            if self._offloads:
+            if self._holds_on_host:
                 move_module(self.module, "cpu")
             if self._mapped is not None:
                 self._mapped.release()
 
     @property
-    def _offloads(self) -> bool:
+    def _holds_on_host(self) -> bool:
         """Whether the host holds the module between calls: only if frozen, since rollout uses a trained module's weights. Of a
         trained module it holds the masters."""
         return self.config.param_offload and self.optim is None and self.device.type != "cpu" and self._mapped is None

@@ -21,7 +21,7 @@ from verl.engines.shards import Shard
 from verl.engines.streamed import decoder_layers
 from verl.errors import ConfigError, ModelError, VerlError
 from verl.models.heads import ScalarHeadModel
-from verl.models.parallel.experts import divide_experts, is_experts
+from verl.models.parallel.experts import DispatchedExperts, divide_experts, is_experts
 from verl.models.parallel.forward import ParallelModel
 from verl.models.parallel.tensor import divide
 from verl.models.rounding import Rounding
@@ -46,7 +46,7 @@ def shard_model(
     keeps on the host of a GPU are in pinned memory. Returns the model to call, and the shard of each parameter by its
     Hugging Face name."""
     shapes = {name: p.shape for name, p in module.named_parameters()}
-    experts = set(divide_experts(module, groups.expert)) if groups.expert is not None else set()
+    experts = set(divide_experts(module, groups.expert, DispatchedExperts)) if groups.expert is not None else set()
     division = divide(module, groups.tensor)
     shards = {
         name: Shard(

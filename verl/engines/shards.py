@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from verl.engines.api import Deferred
 from verl.engines.groups import ProcessGroups, all_reduce_
 from verl.engines.rounded import RoundedShard
 from verl.engines.state import Parameters
@@ -90,6 +88,8 @@ class Shard:
 class ShardedParameters(Parameters):
     """The parameters of a sharded module."""
 
+    are_parts = True
+
     def __init__(self, shards: Mapping[str, Shard], groups: ProcessGroups, device: torch.device):
         self.shards, self.groups, self.device = shards, groups, device
 
@@ -104,9 +104,6 @@ class ShardedParameters(Parameters):
 
     def whole(self, name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return self.shards[name].whole(self.groups, value, self.device, dtype)
-
-    def deferred(self, name: str, value: torch.Tensor) -> Deferred:
-        return Deferred(self.shape(name), value.dtype, partial(self.whole, name, value, value.dtype))
 
     def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         target = torch.empty_like(self.shards[name].parameter.detach())

@@ -27,6 +27,8 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "
 class Parameters:
     """The parameters of a module, with masters where there are any: here on one device; a subclass has them over ranks."""
 
+    are_parts = False  # whether a rank has parts of the tensors
+
     def __init__(self, module: HFModule, optimizer: MasterOptimizer | None):
         self.module, self.masters = module, optimizer.masters if optimizer else {}
 
@@ -48,7 +50,8 @@ class Parameters:
 
     def deferred(self, name: str, value: torch.Tensor) -> torch.Tensor | Deferred:
         """`value` for a state: built when it is written, if it is in parts."""
-        return value
+        whole = partial(self.whole, name, value, value.dtype)
+        return Deferred(self.shape(name), value.dtype, whole) if self.are_parts else value
 
     def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """The inverse of `whole`: this rank's part."""

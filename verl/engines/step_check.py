@@ -7,18 +7,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 
 from verl.data_proto.metrics import Metric
 from verl.engines.api import BatchTotals
 
-Reduce = Callable[[torch.Tensor], torch.Tensor]  # the numbers of all ranks that have their own rows, combined
-
 
 def whole_batch_metrics(
-    metrics: Mapping[str, Metric], names: Mapping[str, str], add_up: Reduce, largest: Reduce
+    metrics: Mapping[str, Metric], names: Mapping[str, str], over_ranks: Callable[..., torch.Tensor]
 ) -> dict[str, float]:
     """The metrics `names` of a whole mini-batch from the metrics of this rank's share; equal on all ranks. Metrics that no
-    rank has are left out. `names` gives the reduction of each: sum, mean or max."""
+    rank has are left out. `names` gives the reduction of each: sum, mean or max. `over_ranks(numbers, op)` reduces."""
     sums = torch.zeros(len(names), 3, dtype=torch.float64)  # total, weight, ranks that have it
     peaks = torch.full((len(names),), -math.inf, dtype=torch.float64)
     for i, (name, kind) in enumerate(names.items()):
@@ -33,7 +32,7 @@ def whole_batch_metrics(
         weight = _weight(metrics[name]) if kind == "mean" else 1.0
         if weight:
             sums[i] = torch.tensor([value * weight, weight, 1.0])
-    sums, peaks = add_up(sums), largest(peaks)
+    sums, peaks = over_ranks(sums), over_ranks(peaks, dist.ReduceOp.MAX)
     whole = {}
     for (name, kind), (total, weight, count), peak in zip(names.items(), sums.tolist(), peaks.tolist(), strict=True):
         if count:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -158,10 +158,15 @@ def logit_outputs(
     return computed_outputs(HeadInputs(module, logits, packed.targets, temperature, statistics), packed, outputs)
 
 
-def computed_outputs(inputs: HeadInputs, packed: PackedBatch, outputs: Sequence[str]) -> dict[str, torch.Tensor]:
-    """The named outputs of `inputs` in their shapes."""
+def computed_outputs(
+    inputs: HeadInputs,
+    packed: PackedBatch,
+    outputs: Sequence[str],
+    whole: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
+) -> dict[str, torch.Tensor]:
+    """The named outputs of `inputs` in their shapes; `whole` joins the values of ranks that have some of the tokens."""
     kinds = {name: output_kind(name) for name in outputs}
-    return {name: kind.scatter(packed, kind.compute(inputs)) for name, kind in kinds.items()}
+    return {name: kind.scatter(packed, whole(kind.compute(inputs))) for name, kind in kinds.items()}
 
 
 def head_transform(config: PreTrainedConfig) -> dict[str, Any]:

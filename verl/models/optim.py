@@ -171,9 +171,9 @@ class MasterOptimizer:
         self.optimizer = build_optimizer(config, self.masters.values())
         self._visible = VisibleUpdate(self.rounded())
 
-    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss of which gradients are computed."""
-        return loss if self.loss_scale is None else loss * self.loss_scale.value
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradient of a loss to the gradients."""
+        (loss if self.loss_scale is None else loss * self.loss_scale.value).backward()
 
     def step(self, lr: float | AdamStep, accept: Callable[[float], bool] | None = None) -> OptimizerStep:
         """Clip the gathered gradients to `clip_grad`, step at rate `lr` or with the values of an AdamStep, and forget them.

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 from verl.config import ModelConfig, RolloutConfig, full_key
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
@@ -104,83 +104,26 @@ class Generation(Protocol):
         ...
 
 
-@runtime_checkable
-class RolloutEngine(Protocol):
-    """Generates samples from prompts. Constructed as `Engine(module, tokenizer, config, eos_token_ids=...)`
-    where `module` is the training module itself (weights are shared, never copied) and `config` a RolloutConfig. An engine that
-    `holds_weights` gets a meta-device model as `module`. BaseRollout has what most engines share.
-    """
-
-    holds_weights: ClassVar[bool]
-    reads_images: ClassVar[bool]  # whether a PromptRequest may have media
-    module: HFModule
-
-    @property
-    def weight_version(self) -> int:
-        """The version that new samples carry."""
-        ...
-
-    def open(self, params: SamplingParams, *, step: int, keep: bool = False) -> Generation:
-        """A generation without requests; one at a time. With `keep`, samples that finish can continue until they are aborted.
-        Raises ConfigError for sampling parameters without meaning."""
-        ...
-
-    def generate(
-        self, prompts: Sequence[PromptRequest], params: SamplingParams, *, step: int, on_finish: OnFinish | None = None
-    ) -> list[Completion]: ...
-
-    def load(self, weights: Weights) -> None:
-        """Take all weights of the model, of an update. Nothing where `module` has them already."""
-        ...
-
-    def publish(self, version: int) -> None:
-        """The weights have changed; samples made from now on carry `version`. Drops results of the old weights."""
-        ...
-
-    def release(self) -> None:
-        """Free the KV cache (called before training when `free_cache_engine` is set)."""
-        ...
-
-    def invariance(self) -> Invariance:
-        """Whether a sample's bits depend on the other samples of its batch."""
-        ...
-
-    def close(self) -> None:
-        """End the processes of the engine. May be called again."""
-        ...
-
-    def stats(self) -> Stats:
-        """Statistics of the last generation: num_prompt_tokens, num_prompt_tokens_computed, num_generated_tokens, seconds,
-        num_decode_steps, max_running, kv_cache_bytes."""
-        ...
-
-
-def require_reads(engine: RolloutEngine | BaseRollout, has_images: bool) -> None:
-    """Raise ConfigError for images that a rollout engine does not read."""
-    if has_images and not engine.reads_images:
-        raise ConfigError(
-            f"The rollout engine {type(engine).__name__} reads no images. Set {full_key('rollout.name')}=native."
-        )
-
-
 @dataclass(eq=False)
-class BaseRollout:
-    """`generate` and `stats` in terms of `open`, and defaults of engines that share the module's weights and process.
-
-    The fields are the arguments of an engine. A subclass that is a dataclass begins its work in `__post_init__`.
+class RolloutEngine:
+    """Generates samples from prompts. Constructed as `Engine(module, tokenizer, config, eos_token_ids=...)`
+    where `module` is the training module itself (weights are shared, never copied). An engine that `holds_weights` gets a
+    meta-device model as `module`. A subclass that is a dataclass begins its work in `__post_init__`.
     """
 
     holds_weights: ClassVar[bool] = False
-    reads_images: ClassVar[bool] = False
+    reads_images: ClassVar[bool] = False  # whether a PromptRequest may have media
     module: HFModule
     tokenizer: Tokenizer  # for stop strings; None without any
     config: RolloutConfig
     _: KW_ONLY
     eos_token_ids: Sequence[int]
+    weight_version: int = field(default=0, init=False)  # that new samples carry
     _stats: Stats = field(default_factory=dict, init=False)
 
     def open(self, params: SamplingParams, *, step: int, keep: bool = False) -> Generation:
-        """See RolloutEngine."""
+        """A generation without requests; one at a time. With `keep`, samples that finish can continue until they are aborted.
+        Raises ConfigError for sampling parameters without meaning."""
         raise NotImplementedError
 
     def generate(
@@ -205,16 +148,32 @@ class BaseRollout:
             self._stats = generation.close()
         return [completions[p.ordinal, p.first_sample + i] for p in prompts for i in range(p.num_samples or params.n)]
 
-    def stats(self) -> Stats:
-        """See RolloutEngine."""
-        return dict(self._stats)
-
     def load(self, weights: Weights) -> None:
-        """See RolloutEngine."""
+        """Take all weights of the model, of an update. Nothing where `module` has them already."""
+
+    def publish(self, version: int) -> None:
+        """The weights have changed; samples made from now on carry `version`. Drops results of the old weights."""
+        self.weight_version = version
+
+    def release(self) -> None:
+        """Free the KV cache (called before training when `free_cache_engine` is set)."""
 
     def invariance(self) -> Invariance:
-        """See RolloutEngine."""
+        """Whether a sample's bits depend on the other samples of its batch."""
         return Invariance(False, f"nothing was proven about {type(self).__name__}")
 
     def close(self) -> None:
-        """See RolloutEngine."""
+        """End the processes of the engine. May be called again."""
+
+    def stats(self) -> Stats:
+        """Statistics of the last generation: num_prompt_tokens, num_prompt_tokens_computed, num_generated_tokens, seconds,
+        num_decode_steps, max_running, kv_cache_bytes."""
+        return dict(self._stats)
+
+
+def require_reads(engine: RolloutEngine, has_images: bool) -> None:
+    """Raise ConfigError for images that a rollout engine does not read."""
+    if has_images and not engine.reads_images:
+        raise ConfigError(
+            f"The rollout engine {type(engine).__name__} reads no images. Set {full_key('rollout.name')}=native."
+        )

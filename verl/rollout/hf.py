@@ -23,32 +23,25 @@ from verl.data_proto.samples import Completion, PromptRequest, SampleKey, Sampli
 from verl.models.padded import forward_kind, own_logits
 from verl.models.randomness import eval_mode
 from verl.models.vision import padded_inputs
-from verl.rollout.api import BaseRollout, Stats
+from verl.rollout.api import RolloutEngine, Stats
 from verl.rollout.requests import OpenSamples, StopRules, one_by_one, random_keys, vocab_size
 from verl.rollout.sampling import sample
 from verl.rollout.uniforms import uniforms_at
 
 
 @dataclass(eq=False)
-class HFRollout(BaseRollout):
+class HFRollout(RolloutEngine):
     """See RolloutEngine. Reads max_num_seqs (samples in one `generate`) and max_model_len of `config`."""
 
     reads_images = True
 
     def __post_init__(self) -> None:
-        self.weight_version = 0
         self.is_padded = forward_kind(self.module) != "packed"
         self.view = own_view(self.module) if self.is_padded else eager_view(self.module)
         self.caches = not self.is_padded or _cache_is_exact(self.view)
 
     def open(self, params: SamplingParams, *, step: int, keep: bool = False) -> HFGeneration:
         return HFGeneration(self, params, step, keep=keep)
-
-    def publish(self, version: int) -> None:
-        self.weight_version = version
-
-    def release(self) -> None:
-        """See RolloutEngine; there is nothing to free between calls."""
 
 
 class HFGeneration:

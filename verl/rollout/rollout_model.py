@@ -21,10 +21,10 @@ from torch import nn
 
 from verl.models.hf_module import HFModule
 from verl.models.parallel.collectives import even_sizes, gather_into, own_range
+from verl.models.parallel.experts import SummedExperts, divide_experts
 from verl.models.parallel.tensor import divide
 from verl.models.rounding import Region
 from verl.parallel.mesh import Mesh
-from verl.rollout.tensor_parallel_experts import divide_own_experts
 from verl.rollout.weight_version import complete, missing
 
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -97,8 +97,9 @@ class Replica:
     def _cut(self, module: HFModule, group: dist.ProcessGroup) -> None:
         head = module.get_output_embeddings()
         num_tokens = len(head.weight)
-        cut = divide(module, group).dims | divide_own_experts(module, group)
-        dims = {id(module.get_parameter(name)): dim for name, dim in cut.items()}
+        dims = {id(module.get_parameter(name)): dim for name, dim in divide(module, group).dims.items()}
+        for name in divide_experts(module, group, SummedExperts):  # along their own dimension
+            dims |= dict.fromkeys(map(id, module.get_submodule(name).parameters()), 0)
         for parameter in module.parameters():
             parameter.data = parameter.data.clone()  # a part that is a view would keep the whole tensor in memory
         named = module.named_parameters(remove_duplicate=False)

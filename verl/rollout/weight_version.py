@@ -11,7 +11,7 @@ from verl.config import full_key
 from verl.data_proto.samples import Completion, PromptRequest, SamplingParams
 from verl.errors import ModelError
 from verl.models.hf_module import HFModule
-from verl.rollout.api import BaseRollout, OnFinish, Weights
+from verl.rollout.api import OnFinish, RolloutEngine, Weights
 
 
 def checked(weights: Weights, skeleton: HFModule, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
@@ -86,16 +86,14 @@ class CopyState:
             )
 
 
-class PassiveRollout(BaseRollout):
+class PassiveRollout(RolloutEngine):
     """The engine of a rank whose replica is run by another rank, which returns the samples. It takes part in gathering the
     weights."""
 
     holds_weights = True
 
     def __init__(self, module: HFModule, *args: object, **settings: object):
-        self.module = module
-        self.weight_version = 0
-        self._stats = {}
+        self.module, self.weight_version, self._stats = module, 0, {}
 
     def generate(
         self, prompts: Sequence[PromptRequest], params: SamplingParams, *, step: int, on_finish: OnFinish | None = None
@@ -106,10 +104,3 @@ class PassiveRollout(BaseRollout):
     def load(self, weights: Weights) -> None:
         """Take part in gathering the weights, tensor by tensor."""
         deque(weights, maxlen=0)
-
-    def publish(self, version: int) -> None:
-        """See RolloutEngine."""
-        self.weight_version = version
-
-    def release(self) -> None:
-        """There is nothing to free."""

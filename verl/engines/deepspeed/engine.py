@@ -6,18 +6,14 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from verl.config import FSDPConfig, ModelConfig, OptimConfig
 from verl.config.sections.deepspeed import DeepSpeedConfig, ds_config
-from verl.data_proto.metrics import Metric
-from verl.data_proto.proto import DataProto
-from verl.engines.api import BatchTotals, Deferred, LossFn, require_library
+from verl.engines.api import BatchTotals, require_library
 from verl.engines.base import TrainedEngine
 from verl.engines.deepspeed.library import load_deepspeed, start_deepspeed
 from verl.engines.deepspeed.zero import ZeroOptimizer, partition, partition_slice, whole_shape
@@ -26,14 +22,12 @@ from verl.engines.loading import build_module
 from verl.engines.state import Parameters, TrainedState
 from verl.errors import ConfigError
 from verl.models.chunked_mlp import chunked_feed_forward
-from verl.models.forward import decoder_states, fuses_log_probs, head_transform, packed_outputs
+from verl.models.forward import packed_outputs
 from verl.models.hf_module import HFModule
-from verl.models.log_probs import TokenStats, token_log_probs
 from verl.models.optim import ELEMENTWISE, MasterOptimizer, build_optimizer
-from verl.models.outputs import HeadInputs, output_kind, statistics_wanted
 from verl.models.packing import PackedBatch
 from verl.models.padded import forward_kind
-from verl.models.parallel.forward import empty_batch
+from verl.models.parallel.forward import ParallelModel, empty_batch
 from verl.parallel.device import parse_dtype
 from verl.parallel.mesh import Mesh
 
@@ -43,6 +37,8 @@ log = logging.getLogger(__name__)
 class DeepSpeedEngine(TrainedEngine):
     """The TrainEngine on all ranks of the default process group, each with its own rows. `settings` is a section
     `deepspeed`. Every rank reads the model, and holds it whole in float32 while the masters are filled."""
+
+    goes_together = True
 
     def __init__(
         self,
@@ -70,7 +66,7 @@ class DeepSpeedEngine(TrainedEngine):
         self._keep_prompts_apart(forward_kind(self.module))
         if not trains:
             self.module.requires_grad_(False)
-        self.computed = _Computed(self.module, by_modules=self.stage > 0)
+        self.model = ParallelModel(self.module)
         self.deepspeed: Any = None
         self.optimizer: MasterOptimizer | None = None
         shapes = {name: tuple(p.shape) for name, p in self.module.named_parameters()}
@@ -124,27 +120,25 @@ class DeepSpeedEngine(TrainedEngine):
             *(self.stage, section.zero_stage, section.offload_optimizer, section.offload_param),
         )
         if self.optim is None:
-            self.deepspeed = start_deepspeed(self.computed, None, config, self.device)
+            self.deepspeed = start_deepspeed(self.model, None, config, self.device)
         else:
             initial = {name: p.data for name, p in named.items()}
             for name, p in named.items():
                 if not name.startswith("score."):
                     p.data = self.rounding.rounded(name, p.data, self.compute_dtype)
             optimizer = build_optimizer(self.optim, named.values())
-            self.deepspeed = start_deepspeed(self.computed, optimizer, config, self.device)
+            self.deepspeed = start_deepspeed(self.model, optimizer, config, self.device)
             self.optimizer = ZeroOptimizer(self.deepspeed, named, initial, self.optim, self.rounding)
         if self.stage == 3:
             head = self.module.get_output_embeddings() if self.head == "lm" else self.module.score
             for parameter in head.parameters():
-                load_deepspeed(self.device).zero.register_external_parameter(self.computed, parameter)
+                load_deepspeed(self.device).zero.register_external_parameter(self.model, parameter)
 
     @torch.no_grad()
     def local_weights(self) -> dict[str, torch.Tensor]:
         """See TrainEngine; with stage 3 whole rows, where the ranks divide them."""
-        masters = self.optimizer.masters if self.optimizer is not None and self.spec is not None else {}
-        weights = {name: masters.get(name, p).detach() for name, p in self.module.named_parameters()}
         if self.stage < 3:
-            return weights
+            return super().local_weights()
         return {name: _rows(p) for name, p in self.module.named_parameters()}
 
     def trained_weights(self) -> dict[str, torch.Tensor]:
@@ -155,29 +149,17 @@ class DeepSpeedEngine(TrainedEngine):
         return chunked_feed_forward(self.module, self.dimensions.chunk_tokens)
 
     def _outputs(self, packed: PackedBatch, outputs: Sequence[str], temperature: float) -> dict[str, torch.Tensor]:
-        packed = packed if packed.num_tokens else empty_batch(packed)
-        computed = (self.deepspeed or self.computed)(packed, outputs, temperature)
+        if not self.stage and len(packed.hidden_index):
+            computed = packed_outputs(self.module, packed, outputs, temperature)
+        else:  # by modules: DeepSpeed gathers and reduces around them, and they have a graph where nothing is predicted
+            packed = packed if packed.num_tokens else empty_batch(packed)
+            computed = (self.deepspeed or self.model)(packed, outputs, temperature)
         # DeepSpeed holds one dtype, so that a scalar head computes in the decoder's dtype; losses get float32 all the same
         return {name: v.float() if v.dtype == torch.bfloat16 else v for name, v in computed.items()}
 
     def _before_micro_batch(self, number: int, count: int, *, trains: bool) -> None:
         if trains and self.deepspeed is not None:
             self.deepspeed.set_gradient_accumulation_boundary(number == count - 1)
-
-    def _backward(
-        self, named_outputs: dict[str, torch.Tensor], part: DataProto, loss: LossFn, totals: BatchTotals
-    ) -> dict[str, Metric]:
-        """Every rank goes backward through the whole model, with a gradient of zero where nothing trains."""
-        value, metrics = loss(named_outputs, part, totals) if len(part) else (None, {})
-        graph = value
-        if value is None or not value.requires_grad:
-            graph = torch.stack([v.sum() * 0 for v in named_outputs.values() if v.requires_grad]).sum()
-        assert graph is not None
-        if self.deepspeed is None:
-            graph.backward()
-        else:
-            self.deepspeed.backward(graph * self.num_ranks, scale_wrt_gas=False)  # which divides by them
-        return metrics if value is None else {**metrics, "loss": Metric.sum(value.detach())}
 
     def _complete_gradients(self, totals: BatchTotals) -> None:
         assert self.optimizer is not None
@@ -194,48 +176,11 @@ class DeepSpeedEngine(TrainedEngine):
 
     def _sum_over_parameters(self, sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
         total = super()._sum_over_parameters(sums).to(self.device)
-        return self._sum_over_ranks(total) if self.stage else total
+        return self._over_ranks(total) if self.stage else total
 
-    def _sum_over_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
-        numbers = numbers.to(self.device)
-        dist.all_reduce(numbers)
+    def _over_ranks(self, numbers: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+        dist.all_reduce(numbers := numbers.to(self.device), op)
         return numbers
-
-    def _largest_of_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
-        numbers = numbers.to(self.device)
-        dist.all_reduce(numbers, dist.ReduceOp.MAX)
-        return numbers
-
-
-class _Computed(nn.Module):
-    """A model with everything that a loss needs of it in one `forward`. `by_modules`: through its modules, since DeepSpeed
-    gathers parameters around them, and reduces gradients in an order that must be the same on all ranks."""
-
-    def __init__(self, model: HFModule, by_modules: bool):
-        super().__init__()
-        self.model, self.by_modules = model, by_modules
-
-    def forward(self, packed: PackedBatch, outputs: Sequence[str], temperature: float) -> dict[str, torch.Tensor]:
-        """As verl.models.forward.packed_outputs."""
-        by_modules = self.by_modules or not len(
-            packed.hidden_index
-        )  # which has a graph even where nothing is predicted
-        if not by_modules or forward_kind(self.model) != "packed":
-            return packed_outputs(self.model, packed, outputs, temperature)
-        hidden = decoder_states(self.model.get_decoder(), packed).index_select(0, packed.hidden_index)
-
-        def statistics() -> TokenStats:
-            head = self.model.get_output_embeddings()
-            options: dict[str, Any] = {
-                **statistics_wanted(outputs, packed.columns, head.weight.shape[0]),
-                **head_transform(self.model.config),
-            }
-            options |= {"bias": getattr(head, "bias", None), "fused": fuses_log_probs(self.model)}
-            return token_log_probs(hidden, head.weight, packed.targets, temperature, **options)
-
-        inputs = HeadInputs(self.model, hidden, packed.targets, temperature, statistics)
-        kinds = {name: output_kind(name) for name in outputs}
-        return {name: kind.scatter(packed, kind.compute(inputs)) for name, kind in kinds.items()}
 
 
 class _Parameters(Parameters):
@@ -251,7 +196,7 @@ class _Parameters(Parameters):
         device: torch.device,
     ):
         self.module, self.optimizer, self.shapes = module, optimizer, dict(shapes)
-        self.flat, self.device = flat, device
+        self.flat, self.device, self.are_parts = flat, device, flat is not None
 
     def named(self) -> dict[str, torch.Tensor]:
         masters = self.optimizer.masters if self.optimizer is not None else {}
@@ -270,11 +215,6 @@ class _Parameters(Parameters):
         if self.flat is None or is_whole:
             return value.to(dtype)
         return self.flat.whole(name, value, self.device, dtype)
-
-    def deferred(self, name: str, value: torch.Tensor) -> torch.Tensor | Deferred:
-        if self.flat is None:
-            return value
-        return Deferred(self.shape(name), value.dtype, partial(self.whole, name, value, value.dtype))
 
     def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         return whole if self.flat is None else self.flat.part(name, whole)

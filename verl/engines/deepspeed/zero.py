@@ -62,6 +62,10 @@ class ZeroOptimizer(MasterOptimizer):
         parts = self.flat.own.items()
         return {n: buffers[part.buffer].detach().narrow(0, part.offset, part.size) for n, part in parts}
 
+    def backward(self, loss: torch.Tensor) -> None:
+        """See MasterOptimizer."""
+        self.engine.backward(loss * dist.get_world_size(), scale_wrt_gas=False)  # which divides by the ranks
+
     def step(self, lr: float | AdamStep, accept: Callable[[float], bool] | None = None) -> OptimizerStep:
         """See MasterOptimizer. DeepSpeed reports every norm that is not finite as infinite. Raises ConfigError for an AdamStep,
         since DeepSpeed's clipping is fixed when it starts."""

@@ -338,12 +338,8 @@ class MegatronEngine(TrainedEngine):
             return None
         return ratio(self._sum_over_parameters(self.optimizer.movement()))
 
-    def _sum_over_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(numbers := numbers.to(self.device), group=self.data)
-        return numbers
-
-    def _largest_of_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(numbers := numbers.to(self.device), dist.ReduceOp.MAX, group=self.data)
+    def _over_ranks(self, numbers: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
+        dist.all_reduce(numbers := numbers.to(self.device), op, group=self.data)
         return numbers
 
     @contextmanager
@@ -351,25 +347,10 @@ class MegatronEngine(TrainedEngine):
         with computing(self.device), self._on_device(trains=trains):
             yield
 
-    @contextmanager
-    def _on_device(self, *, trains: bool = False) -> Iterator[None]:
-        """Bring back what `param_offload` and `optimizer_offload` keep on the CPU between calls."""
-        if self.device.type != "cpu" and self.section.param_offload:
-            self._move_parameters(self.device)
-        if self.device.type != "cpu" and trains and self.optimizer is not None and self.section.optimizer_offload:
-            self.optimizer.move_state(self.device)
-        try:
-            yield
-        finally:
-            self._leave_device()
-
-    def _leave_device(self) -> None:
-        if self.device.type == "cpu":
-            return
-        if self.section.param_offload:
-            self._move_parameters(torch.device("cpu"))
-        if self.section.optimizer_offload and self.optimizer is not None:
-            self.optimizer.move_state(torch.device("cpu"))
+    @property
+    def _offloads(self) -> tuple[bool, bool]:
+        on_gpu = self.device.type != "cpu"
+        return on_gpu and self.section.param_offload, on_gpu and self.section.optimizer_offload
 
     def _move_parameters(self, device: torch.device) -> None:
         """Buffers keep their addresses in views, so that only a frozen model moves whole."""

@@ -11,19 +11,29 @@ import torch.nn.functional as F
 from torch import nn
 
 from verl.config.sections.megatron import MegatronConfig
-from verl.engines.megatron.layers import Choice, PackedTokens
+from verl.engines.megatron.latent import LatentAttention
+from verl.engines.megatron.layers import (
+    Choice,
+    Experts,
+    OrderedSelfAttention,
+    PackedAttention,
+    PackedTokens,
+    RMSNorm,
+)
 from verl.engines.megatron.library import (
     GPTModel,
+    ModuleSpec,
+    TransformerBlockSubmodules,
     TransformerConfig,
     gather_from_sequence_parallel_region,
+    get_gpt_layer_local_spec,
     get_num_layers_to_build,
     get_transformer_layer_offset,
     parallel_state,
 )
-from verl.engines.megatron.spec import block_spec, layer_has_experts
-from verl.models.forward import head_transform
+from verl.models.forward import computed_outputs, head_transform
 from verl.models.log_probs import TokenStats, token_log_probs
-from verl.models.outputs import HeadInputs, output_kind, statistics_wanted
+from verl.models.outputs import HeadInputs, statistics_wanted
 from verl.models.packing import PackedBatch
 from verl.models.parallel.sequence import TokenSlice, take_slice
 from verl.models.parallel.vocabulary import parallel_log_probs
@@ -109,6 +119,39 @@ def _mixture(hf: Any, section: MegatronConfig) -> dict[str, object]:
     return settings
 
 
+def block_spec(config: TransformerConfig, layers: range) -> TransformerBlockSubmodules:
+    """The specification of the layers of one stage, numbered from 0."""
+    mixed = {layer: layer_has_experts(config, layer) for layer in layers}
+    specs = {has_experts: _layer_spec(config, has_experts) for has_experts in set(mixed.values())}
+    return TransformerBlockSubmodules(layer_specs=[specs[mixed[layer]] for layer in layers], layer_norm=RMSNorm)
+
+
+def layer_has_experts(config: TransformerConfig, layer: int) -> bool:
+    """Whether a layer has experts in place of a dense MLP."""
+    pattern = config.moe_layer_freq
+    return bool(config.num_moe_experts) and (not isinstance(pattern, list) or bool(pattern[layer]))
+
+
+def _layer_spec(config: TransformerConfig, has_experts: bool) -> object:
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts if has_experts else None,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
+    )
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    if has_experts:
+        layer.mlp.submodules.experts = ModuleSpec(module=Experts)
+    if config.latent is not None:
+        layer.self_attention = ModuleSpec(module=LatentAttention)
+        return spec
+    layer.self_attention.module = OrderedSelfAttention
+    attention = layer.self_attention.submodules
+    attention.core_attention = PackedAttention
+    attention.q_layernorm = attention.k_layernorm = RMSNorm if config.qk_layernorm else None
+    return spec
+
+
 class DecoderStage(GPTModel):
     """The part of a model on one stage of the pipeline. It takes packed batches, and the last stage returns hidden states
     [tokens of this rank, 1, hidden_size] that `outputs` reads."""
@@ -171,8 +214,7 @@ class DecoderStage(GPTModel):
         hidden = states[:, 0].index_select(0, part.hidden_index)
         statistics = partial(self._statistics, hidden, part, names, temperature)
         inputs = HeadInputs(self, hidden, part.targets, temperature, statistics)
-        kinds = {name: output_kind(name) for name in names}
-        outputs = {name: kind.scatter(packed, part.whole(kind.compute(inputs))) for name, kind in kinds.items()}
+        outputs = computed_outputs(inputs, packed, names, part.whole)
         anchor = states.sum() * 0  # a graph even where nothing is predicted
         return {name: value + anchor if value.is_floating_point() else value for name, value in outputs.items()}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -14,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 
 from verl.config import OptimConfig
-from verl.engines.api import Deferred
 from verl.engines.megatron.groups import all_ranks
 from verl.engines.megatron.placement import Placed
 from verl.engines.state import Parameters
@@ -184,6 +182,8 @@ def _key(placed: Placed) -> str:
 class MegatronParameters(Parameters):
     """The tensors of a model by Hugging Face name, in an order that is equal on all ranks; empty where this one has none."""
 
+    are_parts = True
+
     def __init__(
         self,
         shares: list[Share],
@@ -227,9 +227,6 @@ class MegatronParameters(Parameters):
             share.placed.put(out, value.to(self.device, wide), share.start)
         dist.all_reduce(out.view(bits), group=all_ranks())
         return out.to(dtype)
-
-    def deferred(self, name: str, value: torch.Tensor) -> Deferred:
-        return Deferred(self.shape(name), value.dtype, partial(self.whole, name, value, value.dtype))
 
     def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         share = self.shares.get(name)

@@ -1,6 +1,7 @@
-"""Expert parallelism: each rank of a group holds some experts of every mixture-of-experts layer. Tokens are sent to the
-experts that the router chose for them (Lepikhin et al. 2020, arXiv:2006.16668). There are no capacity limits, so the
-result is the same as on one rank.
+"""Expert parallelism: each rank of a group holds some experts of every mixture-of-experts layer.
+
+Where ranks have different tokens, these are sent to the experts that the router chose (Lepikhin et al. 2020, arXiv:2006.16668),
+without capacity limits. Where ranks have the same tokens, as in a copy that only generates, the ranks' outputs are added up.
 """
 
 from __future__ import annotations
@@ -14,27 +15,34 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from verl.errors import ConfigError
-from verl.models.parallel.collectives import exchange_rows
+from verl.models.parallel.collectives import exchange_rows, leave_group, own_range
 
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3")
 
 
-class DispatchedExperts(nn.Module):
-    """This rank's experts, under the parameter names of the module they come from."""
+class _OwnExperts(nn.Module):
+    """This rank's experts of `whole`, under its parameter names."""
 
     gate_up_proj: nn.Parameter  # [experts here, 2 * intermediate, hidden]
     down_proj: nn.Parameter  # [experts here, hidden, intermediate]
 
     def __init__(self, whole: Any, group: dist.ProcessGroup):
         super().__init__()
-        size, rank = group.size(), group.rank()
-        self.group = group
-        self.num_local = whole.gate_up_proj.shape[0] // size
-        self.act_fn = whole.act_fn
+        self.group, self.act_fn = group, whole.act_fn
+        self.first, self.num_local = own_range(whole.gate_up_proj.shape[0], group)
         for name in ("gate_up_proj", "down_proj"):
             parameter = getattr(whole, name)
-            part = parameter.detach().narrow(0, rank * self.num_local, self.num_local).contiguous()
+            part = parameter.detach().narrow(0, self.first, self.num_local).contiguous()
             self.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+
+    def computed(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden] -> [tokens, hidden] by one of the experts here."""
+        gate, up = F.linear(x, self.gate_up_proj[expert]).chunk(2, dim=-1)
+        return F.linear(self.act_fn(gate) * up, self.down_proj[expert])
+
+
+class DispatchedExperts(_OwnExperts):
+    """Experts whose ranks have different tokens; the group's size divides their number."""
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -61,17 +69,31 @@ class DispatchedExperts(nn.Module):
         parts = []
         # every expert takes part, with no tokens too: then each parameter has a gradient on every rank
         for expert, rows in enumerate(order.split(arriving.sum(0).tolist())):
-            gate, up = F.linear(inputs[rows], self.gate_up_proj[expert]).chunk(2, dim=-1)
-            parts.append(F.linear(self.act_fn(gate) * up, self.down_proj[expert]))
+            parts.append(self.computed(expert, inputs[rows]))
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return torch.cat(parts)[back]
 
 
-def divide_experts(module: nn.Module, group: dist.ProcessGroup) -> list[str]:
-    """Put DispatchedExperts in the place of all expert modules; returns their names."""
+class SummedExperts(_OwnExperts):
+    """Experts whose ranks have the same tokens."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """As of DispatchedExperts."""
+        total, here = torch.zeros_like(hidden_states), top_k_index - self.first
+        for expert in here[(here >= 0) & (here < self.num_local)].unique().tolist():
+            token, choice = torch.where(here == expert)
+            out = self.computed(expert, hidden_states[token]) * top_k_weights[token, choice].unsqueeze(1)
+            total.index_add_(0, token, out.to(total.dtype))
+        return leave_group(total, self.group)
+
+
+def divide_experts(module: nn.Module, group: dist.ProcessGroup, kind: type[_OwnExperts]) -> list[str]:
+    """Put a module of `kind` in the place of all expert modules; returns their names."""
     names = [name for name, part in module.named_modules() if is_experts(part)]
     for name in names:
-        module.set_submodule(name, DispatchedExperts(module.get_submodule(name), group))
+        module.set_submodule(name, kind(module.get_submodule(name), group))
     return names
 
 

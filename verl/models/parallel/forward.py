@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from verl.models.forward import decoder_states, fuses_log_probs, head_transform, logit_outputs
+from verl.models.forward import computed_outputs, decoder_states, fuses_log_probs, head_transform, logit_outputs
 from verl.models.log_probs import TokenStats, token_log_probs
-from verl.models.outputs import HeadInputs, output_kind, statistics_wanted
+from verl.models.outputs import HeadInputs, statistics_wanted
 from verl.models.packed import PackedLayout, PackedSegment
 from verl.models.packing import PackedBatch
 from verl.models.padded import forward_kind, padded_states
@@ -25,13 +25,13 @@ from verl.models.vision import is_vision_model, vision_states
 
 class ParallelModel(nn.Module):
     """A model with everything that a loss needs of it in one `forward`, so that what shards its parameters sees them used
-    inside one call. All parameters take part in each call, whatever the batch, and so do all ranks of both groups."""
+    inside one call. All parameters take part in each call, whatever the batch, and so do all ranks of both groups (None: this
+    rank)."""
 
-    def __init__(self, model: Any, sequence: dist.ProcessGroup, tensor: dist.ProcessGroup):
+    def __init__(self, model: Any, sequence: dist.ProcessGroup | None = None, tensor: dist.ProcessGroup | None = None):
         super().__init__()
         self.model = model
-        self.sequence, self.tensor = sequence, tensor
-        self._is_whole = sequence.size() * tensor.size() == 1
+        self.sequence, self.tensor = (g if g is not None and g.size() > 1 else None for g in (sequence, tensor))
 
     def forward(self, packed: PackedBatch, outputs: Sequence[str], temperature: float) -> dict[str, torch.Tensor]:
         """As verl.models.forward.packed_outputs; differentiable outputs have a graph even where nothing is predicted."""
@@ -40,16 +40,15 @@ class ParallelModel(nn.Module):
         part = take_slice(packed, self.sequence)
         if forward_kind(self.model) == "padded":  # no group divides the tokens of these
             hidden = padded_states(self.model, packed)
-        elif self._is_whole and is_vision_model(self.model):
+        elif self.sequence is self.tensor is None and is_vision_model(self.model):
             hidden = vision_states(self.model, packed).index_select(0, part.hidden_index)
         else:
             hidden = decoder_states(self.model.get_decoder(), part).index_select(0, part.hidden_index)
-            if packed.layout.routing is not None and part.layout is not packed.layout:
+            if packed.layout.routing is not None and self.sequence is not None:
                 packed.layout.routing.gather(part.layout.routing, packed.num_tokens, self.sequence)
         statistics = partial(self._statistics, hidden, part, outputs, temperature)
         inputs = HeadInputs(self.model, hidden, part.targets, temperature, statistics)
-        kinds = {name: output_kind(name) for name in outputs}
-        return {name: kind.scatter(packed, part.whole(kind.compute(inputs))) for name, kind in kinds.items()}
+        return computed_outputs(inputs, packed, outputs, part.whole)
 
     def _statistics(
         self, hidden: torch.Tensor, part: TokenSlice, outputs: Sequence[str], temperature: float
@@ -60,7 +59,7 @@ class ParallelModel(nn.Module):
             **statistics_wanted(outputs, part.columns, num_tokens),
             **head_transform(self.model.config),
         }
-        if self.tensor.size() == 1:
+        if self.tensor is None:
             fused = fuses_log_probs(self.model)
             return token_log_probs(hidden, head.weight, part.targets, temperature, fused=fused, **options)
         first, _ = own_range(num_tokens, self.tensor)

@@ -83,25 +83,25 @@ class TokenSlice:
     targets: torch.Tensor
     counts: tuple[int, ...]
     order: torch.Tensor | None
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     noise: torch.Tensor | None  # [local, hidden_size]
     columns: dict[str, torch.Tensor]  # [predictions here, ...]
 
     def whole(self, values: torch.Tensor) -> torch.Tensor:
         """[predictions here] -> [all predictions], in the packed batch's order."""
-        if self.order is None:
+        if self.order is None or self.group is None:
             return values
         return gather_rows_with_grad(values, self.counts, self.group)[self.order]
 
 
-def take_slice(packed: PackedBatch, group: dist.ProcessGroup) -> TokenSlice:
-    """This rank's part of `packed`; all of it in a group of one."""
-    ranks, rank = group.size(), group.rank()
-    if ranks == 1:
+def take_slice(packed: PackedBatch, group: dist.ProcessGroup | None) -> TokenSlice:
+    """This rank's part of `packed`; all of it in a group of one (None: this rank)."""
+    if group is None or group.size() == 1:
         return TokenSlice(
             packed.input_ids, packed.position_ids, packed.layout, packed.hidden_index, packed.targets,
             (len(packed.targets),), None, group, packed.noise, packed.columns,
         )  # fmt: skip
+    ranks, rank = group.size(), group.rank()
     size = -(-packed.num_tokens // ranks)
 
     def mine(tokens: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from verl.config import full_key
 from verl.data_proto.media import ImageFiles
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.errors import ConfigError, ModelError, UnreachableError, WorkerLostError
-from verl.rollout.api import BaseRollout, Stats, Weights, WeightTransfer
+from verl.rollout.api import RolloutEngine, Stats, Weights, WeightTransfer
 from verl.rollout.http.answers import SampleReply, SampleRequest
 from verl.rollout.http.client import Client
 from verl.rollout.http.dialects import DIALECTS, Dialect
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class HTTPRollout(BaseRollout):
+class HTTPRollout(RolloutEngine):
     """See RolloutEngine. `module` is a meta-device model.
 
     Reads `config.service`, max_num_seqs (requests side by side) and max_model_len. Raises ConfigError when the service has
@@ -71,10 +71,6 @@ class HTTPRollout(BaseRollout):
         self._labelled: str | None = None  # the weight version that the service must report
         self._num_updates = 0
 
-    @property
-    def weight_version(self) -> int:
-        return self.state.version
-
     def open(self, params: SamplingParams, *, step: int, keep: bool = False) -> HTTPGeneration:
         """See RolloutEngine; where the service samples by itself, samples depend on its random numbers. Raises ModelError when
         the service holds other weights than were published."""
@@ -106,15 +102,10 @@ class HTTPRollout(BaseRollout):
     def publish(self, version: int) -> None:
         """See RolloutEngine. Raises ModelError when no new weights came for a new version."""
         self.state.publish(version)
+        super().publish(version)
         with self.watched():
             self.dialect.label(self.client, version)
         self._labelled = str(version)
-
-    def release(self) -> None:
-        """See RolloutEngine; the service keeps its memory."""
-
-    def close(self) -> None:
-        """Leave the service running."""
 
     def watched(self) -> AbstractContextManager[None]:
         """Context of each call of the service."""

@@ -22,7 +22,7 @@ from verl.models.cuda.varlen import FLASH, VarlenKernel
 from verl.models.lora import is_adapter
 from verl.models.randomness import eval_mode
 from verl.models.routing import follow_routing
-from verl.rollout.api import BaseRollout, Invariance, Stats
+from verl.rollout.api import Invariance, RolloutEngine, Stats
 from verl.rollout.native.compiled.forward import CpuForward
 from verl.rollout.native.compiled.paged_store import PagedStore
 from verl.rollout.native.compiled.store import BlockStore
@@ -38,7 +38,7 @@ from verl.rollout.requests import OpenSamples, StopRules, vocab_size
 
 
 @dataclass(eq=False)
-class NativeRollout(BaseRollout):
+class NativeRollout(RolloutEngine):
     """See RolloutEngine. `module` is a Hugging Face causal language model built with attn_implementation="verl", or a part of
     one (verl.rollout.rollout_model); then all ranks of its group make the same calls, and their own forward computes.
 
@@ -57,7 +57,6 @@ class NativeRollout(BaseRollout):
     device_kernel: VarlenKernel = FLASH
 
     def __post_init__(self) -> None:
-        self.weight_version = 0
         self.adapters: Mapping[str, AdapterWeights] | None = None
         self.own: SlotStore = SlotStore(keys_as_columns=True)
         self.prefix: SlotStore = SlotStore()
@@ -87,7 +86,7 @@ class NativeRollout(BaseRollout):
     def publish(self, version: int) -> None:
         """See RolloutEngine. Keys and values never outlive their generation; a copy of the weights goes."""
         self._has_trained |= self._has_rested and version != self.weight_version
-        self.weight_version = version
+        super().publish(version)
         self._dense = None
 
     def release(self) -> None:

@@ -51,6 +51,13 @@ class Setup:
     in_ranks: bool = False  # several processes with a process group make vLLM side by side, see library.Ranks
 
 
+@dataclass
+class _Sample:
+    request: PromptRequest
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+
+
 class Core:
     """See the package. Raises ModelError when vLLM does not start, naming versions that are known to work."""
 
@@ -76,23 +83,98 @@ class Core:
     def open(self, params: SamplingParams, step: int) -> None:
         """Begin a generation; one at a time."""
         self.wake()
-        self._generation = _Generation(self._llm.llm_engine, self._library, self.setup, params, step)
+        self.params, self.step = params, step
+        tokenizer = _tokenizer(self.setup) if params.stop else None
+        self.stop = StopRules(params, self.setup.eos_token_ids, self.setup.vocab_size, tokenizer)
+        self.running: dict[str, _Sample] = {}
+        self._ended: list[Completion] = []
+        self._num_steps = self._max_running = self._num_requested = self._num_cached = 0
 
     def add(self, requests: list[PromptRequest]) -> None:
         """Queue requests of one sample each."""
-        self._generation.add(requests)
+        samples = [r.first_sample for r in requests]
+        keys = random_keys(self.params.seed, self.step, requests, samples).tolist()
+        kinds = self._library.RequestOutputKind
+        kind = kinds.DELTA if self.stop.has_strings else kinds.FINAL_ONLY
+        for request, key in zip(requests, keys, strict=True):
+            name = str(next(_REQUESTS))
+            self.running[name] = _Sample(request)
+            self._num_requested += len(request.token_ids)
+            arguments = request_arguments(self.params, self.stop, draw_arguments(key, request.num_drawn, self.params))
+            if request.max_new_tokens is not None:
+                arguments["max_tokens"] = max(1, min(request.max_new_tokens, self.params.max_new_tokens))
+            sampling = self._library.SamplingParams(**arguments, output_kind=kind)
+            prompt = self._library.TokensPrompt(prompt_token_ids=list(request.token_ids), **_media(request))
+            self._llm.llm_engine.add_request(name, prompt, sampling)
 
     def poll(self, timeout_s: float | None) -> list[Completion]:
         """See Generation.poll; weight_version is left to the caller."""
-        return self._generation.poll(timeout_s)
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        self._ended = []
+        while self.running:
+            self._max_running = max(self._max_running, len(self.running))
+            self._num_steps += 1
+            for output in self._llm.llm_engine.step():
+                self._record(output)
+            if self._ended or (until is not None and time.monotonic() >= until):
+                break
+        return self._ended
 
     def abort(self, keys: list[SampleKey]) -> None:
         """Drop running samples."""
-        self._generation.abort(keys)
+        names = [n for n, s in self.running.items() if (s.request.ordinal, s.request.first_sample) in keys]
+        for name in names:
+            del self.running[name]
+        self._llm.llm_engine.abort_request(names)
 
     def close_generation(self) -> Stats:
         """Drop running samples; returns the statistics that are known only here."""
-        return self._generation.close()
+        with contextlib.suppress(Exception):  # an error that came before is raised
+            self._llm.llm_engine.abort_request(list(self.running))
+            for _ in range(_MOST_IN_FLIGHT):  # steps that vLLM has scheduled ahead, which still use its memory
+                self._llm.llm_engine.step()
+        self.running.clear()
+        cache = self._llm.llm_engine.vllm_config.cache_config
+        return {
+            "num_prompt_tokens_computed": self._num_requested - self._num_cached,
+            "num_decode_steps": self._num_steps,
+            "max_running": self._max_running,
+            "kv_cache_bytes": getattr(cache, "kv_cache_memory_bytes", None) or 0,
+        }
+
+    def _record(self, output: Any) -> None:
+        name, (completion,) = output.request_id, output.outputs
+        sample = self.running.get(name)
+        if sample is None:  # it ended by a stop string
+            return
+        for token, candidates in zip(completion.token_ids, completion.logprobs or (), strict=True):
+            sample.token_ids.append(int(token))
+            sample.log_probs.append(float(candidates[token].logprob))
+            if self.stop.has_strings and self.stop.ends_string(np.asarray(sample.token_ids)):
+                if not output.finished:
+                    self._llm.llm_engine.abort_request([name])
+                self._end(name, output, "stop")
+                return
+        if output.finished:
+            if completion.finish_reason not in ("stop", "length"):
+                request = sample.request
+                raise ModelError(
+                    f"vLLM ended sample {request.first_sample} of prompt {request.ordinal}: {completion.finish_reason}."
+                )
+            self._end(name, output, completion.finish_reason)
+
+    def _end(self, name: str, output: Any, reason: FinishReason) -> None:
+        sample = self.running.pop(name)
+        files = None if sample.request.media is None else sample.request.media.files
+        if files is not None and list(output.prompt_token_ids) != list(files.token_ids):
+            raise ModelError(
+                f"vLLM has other tokens ({len(output.prompt_token_ids)}) for prompt {sample.request.ordinal} with its images "
+                f"than this run ({len(files.token_ids)}). Set {full_key('rollout.name')}=native."
+            )
+        self._num_cached += getattr(output, "num_cached_tokens", None) or 0
+        key = (sample.request.ordinal, sample.request.first_sample)
+        experts = getattr(output.outputs[0], "routed_experts", None)
+        self._ended.append(Completion(*key, sample.token_ids, sample.log_probs, reason, -1, experts))
 
     def try_bucket(self, bucket: Description) -> None:
         """Read a bucket without loading it. Raises ModelError when it cannot be read here."""
@@ -144,107 +226,6 @@ class Core:
         errors = [answer["error"] for answer in self._llm.collective_rpc(method, args=args) if "error" in answer]
         if errors:
             raise ModelError(min(errors, key=lambda error: error == ELSEWHERE))  # the worker that knows more
-
-
-@dataclass
-class _Sample:
-    request: PromptRequest
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-
-
-class _Generation:
-    """The requests of an open generation in vLLM's queue, and the tokens that they have."""
-
-    def __init__(self, engine: Any, library: Any, setup: Setup, params: SamplingParams, step: int):
-        self.engine, self.library, self.setup, self.params, self.step = engine, library, setup, params, step
-        tokenizer = _tokenizer(setup) if params.stop else None
-        self.stop = StopRules(params, setup.eos_token_ids, setup.vocab_size, tokenizer)
-        self.running: dict[str, _Sample] = {}
-        self._ended: list[Completion] = []
-        self._num_steps = self._max_running = self._num_requested = self._num_cached = 0
-
-    def add(self, requests: list[PromptRequest]) -> None:
-        samples = [r.first_sample for r in requests]
-        keys = random_keys(self.params.seed, self.step, requests, samples).tolist()
-        kinds = self.library.RequestOutputKind
-        kind = kinds.DELTA if self.stop.has_strings else kinds.FINAL_ONLY
-        for request, key in zip(requests, keys, strict=True):
-            name = str(next(_REQUESTS))
-            self.running[name] = _Sample(request)
-            self._num_requested += len(request.token_ids)
-            arguments = request_arguments(self.params, self.stop, draw_arguments(key, request.num_drawn, self.params))
-            if request.max_new_tokens is not None:
-                arguments["max_tokens"] = max(1, min(request.max_new_tokens, self.params.max_new_tokens))
-            sampling = self.library.SamplingParams(**arguments, output_kind=kind)
-            prompt = self.library.TokensPrompt(prompt_token_ids=list(request.token_ids), **_media(request))
-            self.engine.add_request(name, prompt, sampling)
-
-    def poll(self, timeout_s: float | None) -> list[Completion]:
-        until = None if timeout_s is None else time.monotonic() + timeout_s
-        self._ended = []
-        while self.running:
-            self._max_running = max(self._max_running, len(self.running))
-            self._num_steps += 1
-            for output in self.engine.step():
-                self._record(output)
-            if self._ended or (until is not None and time.monotonic() >= until):
-                break
-        return self._ended
-
-    def abort(self, keys: list[SampleKey]) -> None:
-        names = [n for n, s in self.running.items() if (s.request.ordinal, s.request.first_sample) in keys]
-        for name in names:
-            del self.running[name]
-        self.engine.abort_request(names)
-
-    def close(self) -> Stats:
-        with contextlib.suppress(Exception):  # an error that came before is raised
-            self.engine.abort_request(list(self.running))
-            for _ in range(_MOST_IN_FLIGHT):  # steps that vLLM has scheduled ahead, which still use its memory
-                self.engine.step()
-        self.running.clear()
-        cache = self.engine.vllm_config.cache_config
-        return {
-            "num_prompt_tokens_computed": self._num_requested - self._num_cached,
-            "num_decode_steps": self._num_steps,
-            "max_running": self._max_running,
-            "kv_cache_bytes": getattr(cache, "kv_cache_memory_bytes", None) or 0,
-        }
-
-    def _record(self, output: Any) -> None:
-        name, (completion,) = output.request_id, output.outputs
-        sample = self.running.get(name)
-        if sample is None:  # it ended by a stop string
-            return
-        for token, candidates in zip(completion.token_ids, completion.logprobs or (), strict=True):
-            sample.token_ids.append(int(token))
-            sample.log_probs.append(float(candidates[token].logprob))
-            if self.stop.has_strings and self.stop.ends_string(np.asarray(sample.token_ids)):
-                if not output.finished:
-                    self.engine.abort_request([name])
-                self._end(name, output, "stop")
-                return
-        if output.finished:
-            if completion.finish_reason not in ("stop", "length"):
-                request = sample.request
-                raise ModelError(
-                    f"vLLM ended sample {request.first_sample} of prompt {request.ordinal}: {completion.finish_reason}."
-                )
-            self._end(name, output, completion.finish_reason)
-
-    def _end(self, name: str, output: Any, reason: FinishReason) -> None:
-        sample = self.running.pop(name)
-        files = None if sample.request.media is None else sample.request.media.files
-        if files is not None and list(output.prompt_token_ids) != list(files.token_ids):
-            raise ModelError(
-                f"vLLM has other tokens ({len(output.prompt_token_ids)}) for prompt {sample.request.ordinal} with its images "
-                f"than this run ({len(files.token_ids)}). Set {full_key('rollout.name')}=native."
-            )
-        self._num_cached += getattr(output, "num_cached_tokens", None) or 0
-        key = (sample.request.ordinal, sample.request.first_sample)
-        experts = getattr(output.outputs[0], "routed_experts", None)
-        self._ended.append(Completion(*key, sample.token_ids, sample.log_probs, reason, -1, experts))
 
 
 def _media(request: PromptRequest) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.errors import VerlError
-from verl.rollout.api import BaseRollout, Stats, Weights, WeightTransfer
+from verl.rollout.api import RolloutEngine, Stats, Weights, WeightTransfer
 from verl.rollout.requests import OpenSamples, one_by_one, vocab_size, with_files
 from verl.rollout.vllm.core import Core, Setup, require_vllm
 from verl.rollout.vllm.process import FACTORY, RemoteCore, RestartingCore
@@ -22,7 +22,7 @@ _POLL_S = 1.0  # of a call of the process, which must answer well before its dea
 
 
 @dataclass(eq=False)
-class VLLMRollout(BaseRollout):
+class VLLMRollout(RolloutEngine):
     """See RolloutEngine. `module` is a meta-device model.
 
     Reads from `config`: max_engine_restarts, seed, max_num_seqs, max_num_batched_tokens, max_model_len, prompt_length,
@@ -45,10 +45,6 @@ class VLLMRollout(BaseRollout):
         if self.factory == FACTORY:
             require_vllm()
         self.core = self._start(setup)
-
-    @property
-    def weight_version(self) -> int:
-        return self.state.version
 
     def open(self, params: SamplingParams, *, step: int, keep: bool = False) -> VLLMGeneration:
         """See RolloutEngine. Raises ModelError when the last update of the weights did not end well."""
@@ -76,6 +72,7 @@ class VLLMRollout(BaseRollout):
     def publish(self, version: int) -> None:
         """See RolloutEngine. Raises ModelError when no new weights came for a new version."""
         self.state.publish(version)
+        super().publish(version)
 
     def release(self) -> None:
         """See RolloutEngine. On a CPU vLLM keeps its cache."""

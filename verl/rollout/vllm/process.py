@@ -83,25 +83,21 @@ class RestartingCore:
     # -- generation
 
     def open(self, params: SamplingParams, step: int) -> None:
-        """See Core.open."""
         self._call("open", params, step)
         self._opened, self._requests, self._running = (params, step), {}, set()
 
     def add(self, requests: list[PromptRequest]) -> None:
-        """See Core.add."""
         self._call("add", requests)
         for request in requests:
             self._requests[request.ordinal, request.first_sample] = request
             self._running.add((request.ordinal, request.first_sample))
 
     def poll(self, timeout_s: float | None) -> list[Completion]:
-        """See Core.poll."""
         ended = [done for done in self._call("poll", timeout_s) if done.key in self._running]
         self._running -= {done.key for done in ended}
         return ended
 
     def abort(self, keys: list[SampleKey]) -> None:
-        """See Core.abort."""
         self._running -= set(keys)
         self._call("abort", keys)
 
@@ -117,29 +113,24 @@ class RestartingCore:
     # -- weights
 
     def begin_update(self) -> None:
-        """See Core.begin_update."""
         self._forget_weights()
         self._call("begin_update")
         self._updating = True
 
     def update(self, bucket: Description) -> None:
-        """See Core.update."""
         self._call("update", bucket)
         # as it lies in host memory, since a bucket in GPU memory is written over soon
         self._buckets.append({key: value for key, value in bucket.items() if key != "device"})
 
     def finish_update(self, manifest: str) -> None:
-        """See Core.finish_update."""
         self._call("finish_update", manifest)
         self._digest, self._updating, self._num_restarts = manifest, False, 0
 
     def abandon_update(self) -> None:
-        """See Core.abandon_update."""
         self._forget_weights()
         self._call("abandon_update")
 
     def sleep(self) -> None:
-        """See Core.sleep."""
         discards = self._sleeps and self._digest is not None
         self._call("sleep", discards)
         self._discarded = discards

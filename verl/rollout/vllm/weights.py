@@ -9,6 +9,7 @@ with the new weight: on a CPU it multiplies by a packed copy, which vLLM's own r
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -48,6 +49,23 @@ class Manifest:
         return self._found.hexdigest()
 
 
+def _answers(method: Callable[..., None]) -> Callable[..., dict[str, str]]:
+    """The method as vLLM calls it: it answers {} or {"error": sentence}."""
+
+    @functools.wraps(method)
+    def answered(self: WeightReceiver, *args: str) -> dict[str, str]:
+        from verl.rollout.vllm.library import set_current_vllm_config
+
+        try:
+            with set_current_vllm_config(self.vllm_config), torch.no_grad():
+                method(self, *args)
+        except Exception as error:  # noqa: BLE001 - whatever it is, raised here it would end the engine
+            return {"error": str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"}
+        return {}
+
+    return answered
+
+
 class WeightReceiver:
     """Mixed into vLLM's worker by `LLM(worker_extension_cls="verl.rollout.vllm.weights.WeightReceiver")`."""
 
@@ -56,38 +74,15 @@ class WeightReceiver:
     vllm_config: object
     verl_readers: tuple[str, ...] = _READERS
 
-    def verl_try(self, message: str) -> dict[str, str]:
+    @_answers
+    def verl_try(self, message: str) -> None:
         """Read the bucket that `message` describes, as in `verl_load`, without loading it."""
-        return self._verl_answer(lambda: self._verl_try(**json.loads(message)))
+        for _ in self._verl_read(**json.loads(message)):
+            pass
 
-    def verl_begin(self) -> dict[str, str]:
+    @_answers
+    def verl_begin(self) -> None:
         """New weights will come; nothing may be generated before they are complete."""
-        return self._verl_answer(self._verl_begin)
-
-    def verl_load(self, message: str) -> dict[str, str]:
-        """Load the bucket that the JSON `message` describes: {"reader": "module:function", "bucket": description}."""
-        return self._verl_answer(lambda: self._verl_load(**json.loads(message)))
-
-    def verl_finish(self, manifest: str) -> dict[str, str]:
-        """The weights are complete, if `manifest` is the digest of what came."""
-        return self._verl_answer(lambda: self._verl_finish(manifest))
-
-    def verl_abandon(self) -> dict[str, str]:
-        """The weights will not be complete and must not be used; another update may begin."""
-        return self._verl_answer(self._verl_end)
-
-    def _verl_answer(self, what: Callable[[], None]) -> dict[str, str]:
-        from verl.rollout.vllm.library import set_current_vllm_config
-
-        try:
-            with set_current_vllm_config(self.vllm_config), torch.no_grad():
-                what()
-        except Exception as error:  # noqa: BLE001 - whatever it is, raised here it would end the engine
-            text = str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
-            return {"error": text}
-        return {}
-
-    def _verl_begin(self) -> None:
         from verl.rollout.vllm.library import initialize_layerwise_reload, tensor_parallel_group
 
         model = self.model_runner.model
@@ -96,32 +91,38 @@ class WeightReceiver:
         self._verl_held = HeldWeights(model, tensor_parallel_group())
         initialize_layerwise_reload(model)
 
-    def _verl_read(self, reader: str, bucket: Description) -> Iterator[tuple[str, torch.Tensor]]:
-        if reader not in self.verl_readers:
-            raise ModelError(f"{reader!r} is not a reader of weights; there are {', '.join(self.verl_readers)}.")
-        weights: Iterator[tuple[str, torch.Tensor]] = load_object(reader)(bucket)
-        return weights
-
-    def _verl_try(self, reader: str, bucket: Description) -> None:
-        for _ in self._verl_read(reader, bucket):
-            pass
-
-    def _verl_load(self, reader: str, bucket: Description) -> None:
+    @_answers
+    def verl_load(self, message: str) -> None:
+        """Load the bucket that the JSON `message` describes: {"reader": "module:function", "bucket": description}."""
+        description = json.loads(message)
         # copies: vLLM keeps them until a layer is whole, and the bucket is written over before
-        tensors = [(name, _copied(tensor)) for name, tensor in self._verl_read(reader, bucket)]
-        self._verl_manifest.add(bucket)
+        tensors = [(name, _copied(tensor)) for name, tensor in self._verl_read(**description)]
+        self._verl_manifest.add(description["bucket"])
         for name, tensor in tensors:
             self._verl_held.sent(name, tensor)
         loaded = self.model_runner.model.load_weights(iter(tensors))
         self._verl_left -= set(loaded or ())
 
-    def _verl_finish(self, manifest: str) -> None:
+    @_answers
+    def verl_finish(self, manifest: str) -> None:
+        """The weights are complete, if `manifest` is the digest of what came."""
         problem = self._verl_problem(manifest)
         # workers that share the model compare sums together: an absent worker would leave the others waiting
         if self._verl_held.any_worker(problem is not None):
             raise problem or ModelError(ELSEWHERE)
         self._verl_held.check()
         _renew_tied_heads(self.model_runner.model)
+
+    @_answers
+    def verl_abandon(self) -> None:
+        """The weights will not be complete and must not be used; another update may begin."""
+        self._verl_end()
+
+    def _verl_read(self, reader: str, bucket: Description) -> Iterator[tuple[str, torch.Tensor]]:
+        if reader not in self.verl_readers:
+            raise ModelError(f"{reader!r} is not a reader of weights; there are {', '.join(self.verl_readers)}.")
+        weights: Iterator[tuple[str, torch.Tensor]] = load_object(reader)(bucket)
+        return weights
 
     def _verl_problem(self, manifest: str) -> Exception | None:
         """The first fault in the weights of this worker, as far as it can tell by itself."""
