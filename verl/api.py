@@ -24,8 +24,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.config import SCHEMAS, PPOConfig, load_config
+from verl.config import SCHEMAS, LoadedConfig, PPOConfig, load_config
 from verl.config.active_keys import runs_agents
+from verl.data.pictures import image_text
 from verl.errors import ConfigError, DataError
 from verl.registry import is_in_process, reference_to, with_references
 from verl.rewards.function_list import RewardFunction, require_columns, reward_parameters
@@ -46,6 +47,8 @@ Callback = Callable[["Trainer", Metrics], Any]
 _ALGORITHMS = {"ppo": "gae", "reinforce++": "reinforce_plus_plus"}  # names whose estimator is called otherwise
 _PROGRAMS = {"sft": "sft", "preference": "preference", "reward_model": "rm"}
 _ROW_FIELDS = ("prompt", "data_source", "reward_model", "extra_info", "agent_name", "ability")
+_MEDIA_FIELDS = ("images", "videos")
+_FILE_KEYS = ("data.train_files", "data.val_files")
 
 
 class Trainer(SteppedRun):
@@ -83,37 +86,48 @@ class Trainer(SteppedRun):
         rows = _rows("train", data)
         eval_rows = None if eval_data is None else rows if eval_data is data else _rows("val", eval_data)
         functions = _functions(reward)
-        values = self._values(model, rows, reward, name, eval_rows)
+        values = self._values(model, reward, name)
         mapping = config if isinstance(config, Mapping) else {}
         texts = [config] if isinstance(config, str) else [] if config is None or config is mapping else list(config)
         for own in (mapping, keys, *({text.partition("=")[0].lstrip("+~"): text} for text in texts)):
-            if repeated := [key for key in values if _holds(own, key)]:
+            if repeated := [key for key in (*values, *_FILE_KEYS) if _holds(own, key)]:
                 raise ConfigError(f"{repeated[0]} is set by an argument of the call already. Give it once.")
-        trees = [with_references(tree) for tree in (mapping, keys, values)]
-        super().__init__(load_config(texts, schema=SCHEMAS[self.program_name], values=trees), self.program_name)
+
+        def load(files: Mapping[str, object], check: bool = True) -> LoadedConfig[Any]:
+            trees = [with_references(tree) for tree in (mapping, keys, {**values, **files})]
+            return load_config(texts, schema=SCHEMAS[self.program_name], values=trees, check=check)
+
+        settings = load({}, check=False).config.data
+        media = (settings.image_key, settings.video_key)
+        files = {
+            "data.train_files": self._files("train", rows, media),
+            "data.val_files": [] if eval_rows is None else self._files("val", eval_rows, media),
+        }
+        super().__init__(load(files), self.program_name)
         root = self.loaded.config
         # episodes and a user's class of rows add columns
         if isinstance(root, PPOConfig) and not runs_agents(root) and not root.data.custom_cls.path:
-            _require_columns(functions, rows)
+            _require_columns(functions, rows, media)
         self._stop = False
 
-    def _values(
-        self, model: str | os.PathLike[str], data: Rows, reward: Reward | None, algorithm: str, eval_data: Rows | None
-    ) -> dict[str, object]:
+    def _values(self, model: str | os.PathLike[str], reward: Reward | None, algorithm: str) -> dict[str, object]:
         """The keys that the arguments of the call stand for."""
         is_rl = self.program_name == "ppo"
         if reward is not None and not is_rl:
             raise ConfigError(f"algorithm={algorithm!r} trains on rows and reads no reward; leave `reward` out.")
+        if not isinstance(model, str | os.PathLike):
+            raise ConfigError(
+                f"model is a {type(model).__name__}. Give the name or the folder of a model; `save_pretrained` of the model "
+                "and of its tokenizer write a folder."
+            )
         return {
             "actor_rollout_ref.model.path" if is_rl else "model.path": os.fspath(model),
-            "data.train_files": self._files("train", data),
-            "data.val_files": [] if eval_data is None else self._files("val", eval_data),
             "trainer.default_local_dir": str(self.folder),
             **({"algorithm.adv_estimator": _ALGORITHMS.get(algorithm, algorithm)} if is_rl else {}),
             **({} if reward is None else _reward_keys(reward)),
         }
 
-    def _files(self, split: str, data: Rows) -> object:
+    def _files(self, split: str, data: Rows, media: Sequence[str]) -> object:
         """Paths of data files. Rows are written to `inputs/` of the run folder, to a file named by their content: what another
         run in the folder reads stays as it is."""
         if isinstance(data, str):
@@ -122,8 +136,14 @@ class Trainer(SteppedRun):
             return [os.fspath(row) for row in data]
         if not data:
             raise DataError(f"The {split} data have no rows.")
-        convert = prompt_row if self.program_name == "ppo" else checked_row
-        text = "".join(row_as_json(convert(row, number), number) + "\n" for number, row in enumerate(data))
+        rows: list[Row]
+        if self.program_name == "ppo":
+            prompts = [prompt_row(row, number, media) for number, row in enumerate(data)]
+            columns = dict.fromkeys(name for row in prompts for name in row["extra_info"])  # None where a row has none
+            rows = [{**row, "extra_info": columns | row["extra_info"]} for row in prompts]
+        else:
+            rows = [checked_row(row, number) for number, row in enumerate(data)]
+        text = "".join(row_as_json(row, number) + "\n" for number, row in enumerate(rows))
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         file = self.folder / "inputs" / f"{split}_{digest}.jsonl"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -244,18 +264,21 @@ def generate(
     return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
 
 
-def prompt_row(row: Row, number: int) -> dict[str, Any]:
-    """A row of docs/data.md from a dict with "prompt" (text or messages) and any other columns, which reward functions get. The
-    reference answer is `reward_model.ground_truth`, "ground_truth" or "answer". Raises DataError without a prompt."""
-    checked_row(row, number)
+def prompt_row(row: Row, number: int, media: Sequence[str] = _MEDIA_FIELDS) -> dict[str, Any]:
+    """A row of docs/data.md from a dict with "prompt" (text or messages), the fields `media` of images and videos, and other
+    columns, which reward functions get. The reference answer is `reward_model.ground_truth`, "ground_truth" or "answer".
+
+    Raises DataError without a prompt.
+    """
+    row = checked_row(row, number)
     if "prompt" not in row:
         raise DataError(
             f"Row {number} of the data has no 'prompt', a text or messages; it has {', '.join(map(str, row))}."
         )
-    columns = {name: value for name, value in row.items() if name != "extra_info"}
+    columns = {name: value for name, value in row.items() if name not in ("extra_info", *media)}
     answer = row.get("ground_truth", row.get("answer"))
     return {
-        **{name: row[name] for name in _ROW_FIELDS if name in row},
+        **{name: row[name] for name in (*_ROW_FIELDS, *media) if name in row},
         "data_source": row.get("data_source") or "data",
         "reward_model": row.get("reward_model") or ({"style": "model"} if answer is None else {"ground_truth": answer}),
         "extra_info": {"index": number, "data_source": "data", **columns, **(row.get("extra_info") or {})},
@@ -283,20 +306,29 @@ def _rows(split: str, data: Data) -> Rows:
 def checked_row(row: Row, number: int) -> Row:
     if not isinstance(row, Mapping):
         raise DataError(f"Row {number} of the data is a {type(row).__name__}; a row is a dict.")
+    if "images" not in row and is_picture(row.get("image")):  # TRL's column of one image
+        return {**row, "images": [row["image"]]}
     return row
 
 
 def row_as_json(row: Row, number: int) -> str:
-    """`row` as JSON, arrays as lists. Raises DataError for a value that has no form in JSON."""
+    """`row` as JSON, arrays as lists, pictures and bytes as data URLs. Raises DataError for a value without a form in JSON."""
     try:
-        return json.dumps(row, default=_as_list)
+        return json.dumps(row, default=_json_form)
     except (TypeError, ValueError) as error:
         raise DataError(
             f"Row {number} of the data cannot be written: {error}. Give numbers, texts, lists and dicts."
         ) from error
 
 
-def _as_list(value: object) -> object:
+def is_picture(value: object) -> bool:
+    """Whether a value is a picture of PIL, or the bytes of a file."""
+    return isinstance(value, bytes) or hasattr(value, "getbands")
+
+
+def _json_form(value: object) -> object:
+    if is_picture(value):
+        return image_text(value, "The image")
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"JSON has no form for a {type(value).__name__}")
@@ -333,10 +365,10 @@ def _functions(reward: Reward | None) -> list[RewardFunction]:
     return functions
 
 
-def _require_columns(functions: Sequence[RewardFunction], rows: Rows) -> None:
-    """Raises RewardError for a parameter of a function over lists that is no column of `rows`."""
+def _require_columns(functions: Sequence[RewardFunction], rows: Rows, media: Sequence[str]) -> None:
+    """Raises RewardError for a parameter of a function over lists that is no column of `rows`, or holds `media`."""
     mappings = [row for row in rows if isinstance(row, Mapping)]
-    columns = {name for row in mappings for name in (*row, *(row.get("extra_info") or ()))}
+    columns = {name for row in mappings for name in (*row, *(row.get("extra_info") or ()))} - set(media)
     for function in functions:
         if mappings and "solution_str" not in reward_parameters(function):
             require_columns(function, columns | {"prompts", "completions", "index", "data_source"})

@@ -183,9 +183,9 @@ def collate_fn(data_list: list[dict[str, Any]]) -> dict[str, object]:
 
 
 def _prompt(row: dict[str, object], messages: Messages, prompt_key: str) -> Messages | str:
-    """A prompt that was written as a plain text stays one, for tokenizers that have no chat template."""
+    """A prompt that was written as a plain text stays one, for tokenizers that have no chat template, unless it has images."""
     text = row.get(prompt_key)
-    return text if isinstance(text, str) else messages
+    return text if isinstance(text, str) and isinstance(messages[0]["content"], str) else messages
 
 
 class PromptRows:
