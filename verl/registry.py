@@ -6,6 +6,7 @@ imported before it is asked for. Users add rows with the decorator or name their
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import importlib.util
@@ -93,11 +94,12 @@ _referenced: dict[str, object] = {}  # objects by the reference that `reference_
 
 def reference_to(obj: object) -> str:
     """The reference by which `load_object` returns `obj`: "path/to/file.py:name" or "package.module:name", which other
-    processes can load too. A lambda, an instance, an object of a notebook or of a function's body gets "in_process:name",
-    which only this process can load."""
+    processes can load too. "in_process:name", which only this process can load, for a lambda, an instance, and an object of a
+    notebook, of a function's body or of `if __name__ == "__main__":`."""
     name, module = getattr(obj, "__qualname__", ""), sys.modules.get(getattr(obj, "__module__", None) or "")
     file = getattr(module, "__file__", None)
-    if module is not None and file and "." not in name and getattr(module, name, None) is obj:
+    is_global = "." not in name and getattr(module, name, None) is obj
+    if module is not None and file and is_global and not (module.__name__ == "__main__" and _is_guarded(file, name)):
         spec = module.__spec__  # has the name also of a module that `python -m` runs as __main__
         place = (spec.name if spec is not None else module.__name__) if module.__package__ else Path(file).resolve()
         reference = f"{place}:{name}"
@@ -106,6 +108,17 @@ def reference_to(obj: object) -> str:
         reference = f"{_IN_PROCESS}:{label}_{id(obj):x}"
     _referenced[reference] = obj
     return reference
+
+
+def _is_guarded(file: str, name: str) -> bool:
+    """Whether a script defines `name` under `if __name__ == "__main__":`, which processes that import it skip."""
+    guards = [
+        n
+        for n in ast.parse(Path(file).read_bytes()).body
+        if isinstance(n, ast.If) and "__name__" in ast.unparse(n.test)
+    ]
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return any(isinstance(n, kinds) and n.name == name for guard in guards for n in ast.walk(guard))
 
 
 def referenced_name(reference: str) -> str:

@@ -2,9 +2,11 @@
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -353,6 +355,36 @@ def test_a_result_that_is_no_number_costs_its_own_sample():
     assert _scores(one_text) == [1.0, "1.0"]
     with pytest.raises(RewardError, match="one_value returned a float for 2 completions"):
         _scores(one_value)
+
+
+def test_rows_without_a_column_have_none_in_it(tiny_llama, tmp_path):
+    rows = [{"prompt": "a"}, {"prompt": "b", "answer": "7"}]
+    trainer = verl.Trainer(tiny_llama, rows, starts, output_dir=tmp_path, config={"data.train_batch_size": 2})
+    written = [json.loads(line)["extra_info"] for line in Path(trainer.loaded.config.data.train_files).open()]
+    assert [row["answer"] for row in written] == [None, "7"]
+
+
+def test_columns_are_those_of_all_samples_of_a_batch():
+    extras = [{"prompt": "p"}, {"prompt": "p", "answer": "7"}]
+    functions = [reference_to(lambda completions, answer: [float(a == "7") for a in answer])]
+    assert score_lists(["d"] * 2, ["x"] * 2, [None] * 2, extras, functions=functions) == [
+        {"score": 0.0},
+        {"score": 1.0},
+    ]
+
+
+def test_a_function_below_the_main_guard_is_called_in_the_process(tmp_path, monkeypatch):
+    script = tmp_path / "script.py"
+    script.write_text('def top(x): ...\nif __name__ == "__main__":\n    def guarded(x): ...\n')
+    module = runpy.run_path(str(script), run_name="__main__")
+    monkeypatch.setitem(sys.modules, "__main__", types.SimpleNamespace(**module))
+    assert reference_to(module["top"]) == f"{script}:top"
+    assert is_in_process(reference_to(module["guarded"]))
+
+
+def test_a_model_in_memory_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="model is a object. Give the name or the folder"):
+        verl.Trainer(object(), ROWS, length, output_dir=tmp_path)
 
 
 def half(completions):

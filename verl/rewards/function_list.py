@@ -114,7 +114,8 @@ def results_of(
             _finished(function(data_source=source, solution_str=text, ground_truth=answer, extra_info=dict(extra)))
             for source, text, answer, extra in samples
         ]
-    columns = {key: [extra.get(key) for *_, extra in samples] for key in samples[0][3]}
+    names = {key: None for *_, extra in samples for key in extra}
+    columns = {key: [extra.get(key) for *_, extra in samples] for key in names}
     prompts = columns.pop("prompt", [None] * len(samples))
     completions = [
         text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
