@@ -94,6 +94,7 @@ MALFORMED = {
     ),
     "a missing video": (row([{"type": "video", "video": "a.mp4"}, TEXT]), "video 0: the file a.mp4 does not exist"),
     "more videos than places": (row("What?", videos=["a.mp4"]), "'videos' has 1 videos, and .* 0 places"),
+    "a place in a row without images": (row("<image>A?"), "'images' has 0 images, and .* 1 places"),
     "a place without a video": (row("<image><video>", images=[data_url(encoded())]), "'videos' has 0 .* 1 places"),
     "an image as a video": (row("<image>", videos=["a.mp4"]), "'images' has 0 images, and .* 1 places"),
     "a remote video": (row("<video>", videos=["https://example.org/a.mp4"]), "nothing is downloaded"),

@@ -46,8 +46,7 @@ def image_messages(
     """
     keys = {"image": settings.image_key, "video": settings.video_key}
     media = {kind: listed(row.get(key)) for kind, key in keys.items()}
-    has_parts = any(isinstance(message.get("content"), list) for message in messages)
-    if not any(media.values()) and not has_parts:
+    if not any(media.values()) and not any(map(_has_places, messages)):
         return messages, []
     placed = [{**message, "content": list(_parts(message))} for message in messages]
     sources: list[object] = []
@@ -66,6 +65,14 @@ def image_messages(
                 f"(<{kind}> in a text, or a part of type {kind}). Give each {kind} one place."
             )
     return placed, sources
+
+
+def _has_places(message: Mapping[str, Any]) -> bool:
+    """Whether the content of a message has parts, or a text with a placeholder."""
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        return True
+    return message["role"] != "assistant" and any(f"<{kind}>" in content for kind in _PARTS)
 
 
 def listed(images: object) -> list[object]:
