@@ -36,7 +36,7 @@ from verl.models.tiny import make_tiny_model
 from verl.programs.api import ProgramSpecs, specs_of_recipe
 from verl.roles.rollout import sample_key
 from verl.roles.updates import Updates
-from verl.run.steps import SteppedRun
+from verl.run.host import SteppedRun
 from verl.runtime import local
 
 GROUP, PROMPT = 8, 64  # samples of a prompt, tokens of a prompt

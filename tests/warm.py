@@ -7,7 +7,7 @@ from verl.parallel.process_settings import imports_stay
 MODULES = """
 psutil pytest safetensors.torch torch.distributed.fsdp transformers.models.auto.modeling_auto
 transformers.models.llama.modeling_llama transformers.models.qwen3.modeling_qwen3
-transformers.models.qwen3_moe.modeling_qwen3_moe verl.runtime.rank_workers verl.runtime.spmd verl.engines.fsdp
+transformers.models.qwen3_moe.modeling_qwen3_moe verl.runtime.rank_workers verl.runtime.local verl.engines.fsdp
 verl.models.tiny verl.reshard.update verl.rollout.native.engine verl.trainer.main_ppo verl.run.host
 """
 

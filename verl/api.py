@@ -31,7 +31,7 @@ from verl.errors import ConfigError, DataError
 from verl.registry import is_in_process, reference_to, with_references
 from verl.rewards.function_list import RewardFunction, require_columns, reward_parameters
 from verl.rewards.functions import FUNCTION_LIST
-from verl.run.steps import SteppedRun
+from verl.run.host import SteppedRun
 from verl.tracking.files import write_atomically
 
 if TYPE_CHECKING:
@@ -70,11 +70,11 @@ class Trainer(SteppedRun):
         data: Data,
         reward: Reward | None = None,
         *,
-        algorithm: str | Callable[..., Any] = "grpo",
+        algorithm: str | Callable[..., object] = "grpo",
         eval_data: Data | None = None,
         output_dir: str | os.PathLike[str] | None = None,
         callbacks: Callback | Sequence[Callback] = (),
-        config: Mapping[str, Any] | Sequence[str] | None = None,
+        config: Mapping[str, object] | Sequence[str] | None = None,
         **keys: object,
     ):
         _refuse_import_by_worker()

@@ -104,7 +104,7 @@ RUNTIMES = {
         *(_RANKS, _TORCHRUN, "deepspeed"),
     ),
 }
-# phases of a step (verl/tracking/spans.py); "any": wherever the step is
+# phases of a step (verl/tracking/timeline.py); "any": wherever the step is
 PHASES = ("gen", "reward", "update_actor", "update_weights", "save_checkpoint", "any")
 _RANKED = ("torchrun", "ray")
 _ROW_PHASES = ("batch", "update", "save_checkpoint", "any")

@@ -20,7 +20,7 @@ from verl.programs.ppo import PPO
 from verl.programs.ppo_data import load_data
 from verl.roles.rollout import sampling_params
 from verl.runtime.local import LocalRuntime
-from verl.tracking.spans import Spans
+from verl.tracking.timeline import Spans
 
 TEMPLATE_FILE, PROMPTS_FILE = "template.jinja", "prompts.jsonl"
 MAX_IMAGE_TOKENS = 64  # of a picture of 64 x 64 pixels, with its marks

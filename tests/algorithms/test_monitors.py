@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from verl.algorithms import monitors
-from verl.config.sections.guards import GuardConfig, GuardsConfig
+from verl.config.sections.trainer import GuardConfig, GuardsConfig
 from verl.data_proto.metrics import merge_metrics
 
 MASK = torch.tensor([[True, True], [True, False], [False, False]])

@@ -9,8 +9,7 @@ import yaml
 from tests.checkpoint.hub_double import serving
 from tests.letters_task import overrides, write_task
 from tests.run.conftest import train_run
-from verl.checkpoint.hub import create_repository, push
-from verl.checkpoint.model_card import model_card
+from verl.checkpoint.export import create_repository, model_card, push
 from verl.cli.main import main
 from verl.errors import ConfigError, UnreachableError
 

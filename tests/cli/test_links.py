@@ -2,8 +2,8 @@
 
 import pytest
 
-from verl.cli.machine import links
-from verl.cli.machine.links import advice, described, fabric, islands, parse_topology
+from verl.cli.machine import host
+from verl.cli.machine.host import advice, described, fabric, islands, parse_topology
 
 pytestmark = pytest.mark.seed("F5")
 
@@ -82,5 +82,5 @@ def test_active_ports_of_the_fabric(tmp_path, monkeypatch):
         port.mkdir(parents=True)
         for file, text in (("state", state), ("link_layer", layer), ("rate", "100 Gb/sec (4X EDR)")):
             (port / file).write_text(text + "\n")
-    monkeypatch.setattr(links, "_FABRIC", tmp_path)
+    monkeypatch.setattr(host, "_FABRIC", tmp_path)
     assert fabric() == [{"name": "mlx5_0", "kind": "RoCE", "rate": "100 Gb/sec (4X EDR)"}]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl.cli.run_name import with_run_folder
+from verl.cli.arguments import with_run_folder
 from verl.config import PPO, PREFERENCE, SFT, load_config
 
 KEYS = ["algorithm.adv_estimator=grpo", "data.train_files=x.jsonl"]

@@ -10,7 +10,7 @@ import pytest
 
 from tests.config.edits import EXPECTED, edits, keys, outcome, typos_apart
 from tests.config.helpers import refused
-from verl.config.suggest import one_typo_away
+from verl.config.compat import one_typo_away
 
 NUM_EDITS = 4000
 

@@ -7,9 +7,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from verl.config import PPO
+from verl.config.compat import nearest_keys
 from verl.config.loaded import scalar
-from verl.config.overrides import parse_override
-from verl.config.suggest import nearest_keys
+from verl.config.values import parse_override
 from verl.errors import ConfigError
 
 from .helpers import ACTOR, GRPO, ROLLOUT, fixture_lines, load, refused

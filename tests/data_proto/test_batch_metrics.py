@@ -10,7 +10,7 @@ from verl.data_proto.merge import object_array
 from verl.data_proto.metrics import metric_values
 from verl.data_proto.proto import DataProto
 from verl.programs.ppo_async import age_metrics
-from verl.tracking.spans import span_metrics, throughput
+from verl.tracking.timeline import span_metrics, throughput
 from verl.trainer.ppo.metric_utils import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics
 
 

@@ -72,7 +72,7 @@ def test_schedules_of_transformers(kind, arguments, rates):
 
 
 def test_every_schedule_of_transformers_that_depends_on_the_step():
-    from verl.config.sections.optim import OWN_SCHEDULES, SCHEDULES
+    from verl.config.sections.model import OWN_SCHEDULES, SCHEDULES
 
     stateful = {"reduce_lr_on_plateau", "greedy"}
     known = {*OWN_SCHEDULES, *SCHEDULES, *stateful}

@@ -8,7 +8,7 @@ import yaml
 from tests.page.folders import append, make_run
 from verl.config import load_config
 from verl.page.pages import Site
-from verl.page.prometheus import exposition, write_scrape_config
+from verl.page.server import exposition, write_scrape_config
 
 
 def test_the_newest_values_are_exposed(tmp_path):

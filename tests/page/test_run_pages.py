@@ -6,11 +6,10 @@ import time
 import pytest
 
 from tests.page.folders import add_step, append, live_run, make_run
-from verl.page import compare, panels
-from verl.page.log_records import log_context
+from verl.page import panels
 from verl.page.pages import Site
 from verl.page.steps import gantt
-from verl.page.tables import number, polyline
+from verl.page.tables import log_context, number, polyline
 
 
 @pytest.fixture
@@ -111,7 +110,7 @@ def test_a_run_is_live_while_its_heartbeat_is_young(site):
      ({"runs": "tuned,one,nothing"}, ["tuned", "one"])],
 )  # fmt: skip
 def test_curves_of_several_runs_lie_over_each_other(site, query, runs):
-    context = compare.compare_context(site.views, query)
+    context = panels.compare_context(site.views, query)
     assert context["overlaid"] == runs
     (norms,) = [panel for panel in context["charts"]["panels"] if panel["title"] == "Gradient norm"]
     assert [series["run"] for series in norms["series"]] == list(range(len(runs)))

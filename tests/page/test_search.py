@@ -6,7 +6,7 @@ import math
 import pytest
 
 from tests.page.folders import make_run, sample, write_samples
-from verl.page import compare, search
+from verl.page import panels, search
 from verl.page.index import SampleIndex
 from verl.page.pages import Site
 from verl.page.summaries import final_answer, largest_gap, last_message, summary_of, without_arrays
@@ -85,7 +85,7 @@ def test_two_runs(tmp_path):
     try:
         for view in site.views.values():
             view.index.update()
-        context = compare.compare_context(site.views, {"a": "one", "b": "other"})
+        context = panels.compare_context(site.views, {"a": "one", "b": "other"})
         assert context["keys"] == [("algorithm.adv_estimator", "grpo", "rloo")]
         assert context["steps"] == [1, 2]
         assert len(context["prompts"]) == 4

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from verl.page.texts import fold, owners_with, pack_texts
+from verl.page.summaries import fold, owners_with, pack_texts
 
 ALPHABET = "aAbÄß \n中%_'\0"
 

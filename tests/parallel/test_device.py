@@ -28,7 +28,7 @@ from verl.parallel.device import (
 from verl.programs.api import ProgramSpecs
 from verl.programs.ppo import PPO
 from verl.reshard.shared_memory import SharedBuckets
-from verl.runtime import rank_workers, spmd
+from verl.runtime import local, rank_workers
 
 pytestmark = pytest.mark.seed("E1")
 
@@ -55,7 +55,7 @@ def test_a_ranks_own_gpu_is_made_the_current_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(device))
     monkeypatch.setattr(Collectives, "start", lambda *args, **kwargs: calls.append("meet"))
     config = load_config(["trainer.n_gpus_per_node=2"], check=False).config
-    spmd.SpmdRuntime(ProgramSpecs(PPO, config), Peer(1, 2, "127.0.0.1", 1, local_rank=1))
+    local.SpmdRuntime(ProgramSpecs(PPO, config), Peer(1, 2, "127.0.0.1", 1, local_rank=1))
     assert calls == [torch.device("cuda", 1), "meet"]
     make_current(CPU)
     assert len(calls) == 2

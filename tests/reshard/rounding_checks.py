@@ -22,7 +22,7 @@ from verl.reshard.shared_memory import read_shared_bucket
 from verl.reshard.update import plan_update
 from verl.rollout.rollout_model import Replica, copy_group
 from verl.rollout.weight_version import checked
-from verl.runtime.weight_copies import KeptBuckets, read_folder, write_folder
+from verl.runtime.weight_sync import KeptBuckets, read_folder, write_folder
 
 
 def same(actual, expected, what):

@@ -14,7 +14,7 @@ from verl.reshard import cuda_ipc, device_memory, shared_memory
 from verl.reshard.cuda_ipc import Refused
 from verl.reshard.device_memory import DeviceBuckets, DeviceSender, read_device_bucket
 from verl.reshard.shared_memory import SharedBuckets, bucketed
-from verl.runtime.weight_copies import KeptBuckets
+from verl.runtime.weight_sync import KeptBuckets
 
 BUCKET = 1 << 10
 

@@ -10,8 +10,8 @@ from verl.models.tiny import make_tiny_model
 from verl.parallel import device
 from verl.parallel.balance import TokenCost
 from verl.planner.shapes import ModelShape
-from verl.roles import utilization
-from verl.roles.utilization import Utilization
+from verl.roles import updates
+from verl.roles.updates import Utilization
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def test_a_device_has_the_peak_of_its_data_sheet(name, peak, monkeypatch):
 
 def test_computed_rows_count_with_their_prompts(engine, monkeypatch):
     """Forward and backward are six operations a weight and token, and attention's for causal sequences."""
-    monkeypatch.setattr(utilization, "peak_flops", lambda device: 1e9)
+    monkeypatch.setattr(updates, "peak_flops", lambda device: 1e9)
     config = engine.module.config
     hidden, inner, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
     layer = hidden * config.head_dim * (2 * heads + 2 * config.num_key_value_heads) + 3 * hidden * inner

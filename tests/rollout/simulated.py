@@ -17,8 +17,8 @@ from verl.rollout.sampling import sample
 from verl.rollout.uniforms import sample_keys, uniforms_at
 from verl.rollout.vllm.engine import VLLMRollout
 from verl.rollout.vllm.weights import Manifest
-from verl.runtime import weight_copies
-from verl.runtime.weight_copies import read_folder, write_folder
+from verl.runtime import weight_sync
+from verl.runtime.weight_sync import read_folder, write_folder
 
 
 def weight_transfer(path="model", bucket_bytes=1 << 14):
@@ -30,7 +30,7 @@ def weight_transfer(path="model", bucket_bytes=1 << 14):
         write_buckets=lambda weights: map(buckets.write, bucketed(weights, bucket_bytes)),
         reader="verl.reshard.shared_memory:read_shared_bucket",
         write_folder=lambda folder, number, weights: write_folder(folder, number, weights, bucket_bytes),
-        folder_reader="verl.runtime.weight_copies:read_folder",
+        folder_reader="verl.runtime.weight_sync:read_folder",
         start_timeout_s=10.0,
         call_timeout_s=5.0,
         in_process=False,
@@ -40,9 +40,7 @@ def weight_transfer(path="model", bucket_bytes=1 << 14):
 def transfer_of_run(*keys, device="cpu", **more):
     """(config, weight transfer) of a run with these keys."""
     config = load_config(keys, check=False).config
-    return config, weight_copies.weight_transfer(
-        rollout_spec(config), ppo_run_spec(config), torch.device(device), **more
-    )
+    return config, weight_sync.weight_transfer(rollout_spec(config), ppo_run_spec(config), torch.device(device), **more)
 
 
 class Model:

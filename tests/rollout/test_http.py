@@ -23,7 +23,7 @@ from verl.rollout.api import ENGINES, RolloutEngine
 from verl.rollout.http import client
 from verl.rollout.uniforms import sample_keys
 from verl.rollout.vllm.sample import draw_arguments
-from verl.runtime.weight_copies import read_folder
+from verl.runtime.weight_sync import read_folder
 
 pytestmark = pytest.mark.seed("B5")
 

@@ -23,7 +23,7 @@ from verl.models.tiny import make_tiny_model
 from verl.parallel.collectives import free_port
 from verl.rollout.api import ENGINES
 from verl.rollout.http.client import Client
-from verl.runtime.weight_copies import skeleton
+from verl.runtime.weight_sync import skeleton
 
 START_S = 240.0
 TOKEN = "a token of this test"

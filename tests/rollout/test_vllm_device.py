@@ -25,7 +25,7 @@ from verl.rollout.vllm.settings import make_setup
 from verl.rollout.vllm.weights import _OWN_READERS, OwnWeightReceiver, WeightReceiver
 from verl.runtime.rank import RankContext
 from verl.runtime.rank_workers import _with_device_names
-from verl.runtime.weight_copies import KeptBuckets
+from verl.runtime.weight_sync import KeptBuckets
 
 BUCKET = 1 << 14
 

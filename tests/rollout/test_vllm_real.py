@@ -32,7 +32,7 @@ from verl.errors import ModelError, WorkerLostError
 from verl.models.load import load_causal_lm
 from verl.models.tiny import make_tiny_model
 from verl.rollout.api import ENGINES
-from verl.runtime.weight_copies import skeleton
+from verl.runtime.weight_sync import skeleton
 
 ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = 1e-4

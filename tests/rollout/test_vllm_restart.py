@@ -13,7 +13,7 @@ from verl.rollout.api import ENGINES
 from verl.rollout.vllm import engine
 from verl.rollout.vllm.process import RestartingCore
 from verl.rollout.vllm.weights import Manifest
-from verl.runtime.weight_copies import KeptBuckets
+from verl.runtime.weight_sync import KeptBuckets
 
 PARAMS = SamplingParams(n=3, max_new_tokens=4)
 

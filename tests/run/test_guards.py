@@ -14,20 +14,19 @@ from safetensors import safe_open
 from tests.run.conftest import Run, merge
 from tests.runtime import ranks
 from verl.config import load_config
-from verl.config.sections.guards import GuardConfig, GuardsConfig, NonfiniteGuardConfig
+from verl.config.sections.trainer import GuardConfig, GuardsConfig, NonfiniteGuardConfig
 from verl.engines.api import whole
 from verl.errors import ConfigError, NumericsError
 from verl.programs import ppo as program_file
 from verl.programs.api import ProgramSpecs, RunContext
-from verl.programs.guards import Guards, RollBackPrompts
 from verl.programs.ppo import PPO
 from verl.programs.ppo_data import load_data
+from verl.roles.guards import Finding, Guards, RollBack, StepGuard, merge_findings
 from verl.roles.model import ModelRole
 from verl.roles.objectives.policy import PolicyObjective
 from verl.roles.reward import RewardWorker
-from verl.roles.step_guard import Finding, StepGuard, merge_findings
 from verl.runtime.local import LocalRuntime
-from verl.tracking.spans import Spans
+from verl.tracking.timeline import Spans
 
 pytestmark = pytest.mark.seed("F7")
 
@@ -219,7 +218,7 @@ def test_skip_leaves_everything_as_it_was(bench, case, caplog):
 def test_roll_back_says_where_to_go_on(bench, case):
     guard, limit, words = case
     before, ordinal = bench.holds(), bench.program.samples.cursor
-    with pytest.raises(RollBackPrompts, match=words) as caught:
+    with pytest.raises(RollBack, match=words) as caught:
         bench.step(guards_with(guard, limit, "rollback"))
     assert caught.value.next_ordinal == ordinal + 4
     held = bench.holds()
@@ -255,7 +254,7 @@ def test_warnings_change_nothing_about_training(bench, case, caplog):
 def test_guards_without_limits_are_silent(bench, caplog):
     with caplog.at_level(logging.WARNING):
         result = bench.step(GuardsConfig())
-    assert not [r for r in caplog.records if r.name.startswith("verl.programs.guards")]
+    assert not [r for r in caplog.records if r.name.startswith("verl.roles.guards")]
     assert not [name for name in result.metrics if "guard" in name or "skipped_updates" in name]
 
 

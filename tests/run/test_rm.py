@@ -17,8 +17,8 @@ from verl.data_proto.proto import DataProto
 from verl.engines.api import BatchTotals
 from verl.models.tiny import make_tiny_model
 from verl.programs.reward_model import RewardModelProgram
+from verl.roles.guards import StepGuard
 from verl.roles.objectives.reward import PairObjective
-from verl.roles.step_guard import StepGuard
 
 pytestmark = pytest.mark.seed("A9")
 

@@ -15,8 +15,8 @@ from verl.config import SFT as SCHEMA
 from verl.config import load_config
 from verl.data_proto.proto import DataProto
 from verl.errors import DataError
-from verl.programs.guards import Guards, RollBackPrompts
 from verl.programs.sft import SFT
+from verl.roles.guards import Guards, RollBack
 
 pytestmark = pytest.mark.seed("A9")
 
@@ -232,7 +232,7 @@ def test_a_rollback_continues_with_the_rows_after_the_failed_step(sft_run, sft_o
     def fail_once(self, result):
         taken.append(result.batch.batch["ordinal"].tolist())
         if len(taken) == 3:
-            raise RollBackPrompts("the loss is not finite")
+            raise RollBack("the loss is not finite")
 
     monkeypatch.setattr(Guards, "check_updates", fail_once)
     run = sft_run("trainer.save_freq=1", "trainer.total_epochs=2")

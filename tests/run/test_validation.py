@@ -12,7 +12,7 @@ from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
 from verl.errors import RewardError
 from verl.page.index import SampleIndex
-from verl.programs.validation import Validator, _scores, _summarise
+from verl.programs.collect import Validator, _scores, _summarise
 
 NUM_ROWS = 4
 SOURCES = ["math", "math", "math/greedy", "other"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from verl.parallel.memory import resident_bytes
-from verl.runtime.switch_memory import SwitchMemory
+from verl.runtime.mode_switch import SwitchMemory
 
 pytestmark = pytest.mark.seed("C3")
 MODEL = 400 << 20

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from verl.cli.machine.links import advice
+from verl.cli.machine.host import advice
 from verl.worker import ActorRolloutRefWorker
 
 SMALL = ["actor_rollout_ref.actor.fsdp_config.dtype=float32", "data.max_response_length=4"]

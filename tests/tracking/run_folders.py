@@ -22,8 +22,7 @@ from verl.cli.show import show
 from verl.config import TrainerConfig
 from verl.programs.ppo_program import PPOProgram
 from verl.programs.samples import OpenSamplesWriter
-from verl.run.resuming import Resume
-from verl.run.state import RunState
+from verl.run.state import Resume, RunState
 from verl.tracking.files import append_rows, read_metrics, write_atomically
 from verl.tracking.heartbeat import EVENTS
 from verl.tracking.ledger.file import NAME
@@ -31,8 +30,7 @@ from verl.tracking.ledger.reader import Ledger, snapshot
 from verl.tracking.ledger.tracker import start_ledger
 from verl.tracking.progress import read_progress
 from verl.tracking.run_folder import RunFolder
-from verl.tracking.spans import Spans
-from verl.tracking.timeline import Timeline
+from verl.tracking.timeline import Spans, Timeline
 
 STEPS = 3  # of them the last is after the checkpoint
 

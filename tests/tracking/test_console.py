@@ -15,8 +15,8 @@ from rich.console import Console as RichConsole
 from verl.tracking.console import Console
 from verl.tracking.files import append_rows, read_metrics
 from verl.tracking.run_folder import RunFolder
-from verl.tracking.spans import Spans
 from verl.tracking.summary import Result, Summary, git_revision, versions
+from verl.tracking.timeline import Spans
 from verl.tracking.tracker import Tracker
 
 pytestmark = pytest.mark.seed("F9")

@@ -10,8 +10,7 @@ import types
 import pytest
 
 from verl.errors import ConfigError, MissingExtraError
-from verl.tracking.sinks.api import SINKS, RunInfo, make_sink, supported
-from verl.tracking.sinks.guard import Guard
+from verl.tracking.sinks.api import SINKS, Guard, RunInfo, make_sink, supported
 
 METRICS = [{"critic/score/mean": 0.25 * step, "val-core/a/acc/mean@4": float(step)} for step in range(3)]
 ROWS = [{"prompt": "1+1|", "response": "2\n", "score": 1.0}, {"prompt": "1+2", "response": "4", "score": 0.0}]

@@ -18,8 +18,7 @@ from verl.parallel.traffic import Traffic
 from verl.tracking.bottleneck import find_bottleneck
 from verl.tracking.files import append_rows
 from verl.tracking.progress import read_progress
-from verl.tracking.spans import Spans
-from verl.tracking.timeline import Timeline, expected_step_s, summarise
+from verl.tracking.timeline import Spans, Timeline, expected_step_s, summarise
 
 pytestmark = pytest.mark.seed("D5", "F6")
 

@@ -3,7 +3,7 @@
 import json
 
 from verl.models.tiny import make_tokenizer
-from verl.tracking.token_texts import TokenTexts
+from verl.tracking.pictures import TokenTexts
 
 
 def test_each_token_is_written_once(tmp_path):

@@ -16,7 +16,7 @@ from verl.errors import ConfigError, DeadlineError
 from verl.models.tiny import make_tokenizer
 from verl.tracking.files import read_json_rows
 from verl.tracking.run_folder import RunFolder
-from verl.tracking.spans import Spans
+from verl.tracking.timeline import Spans
 from verl.tracking.tracker import Behind, Tracker
 
 

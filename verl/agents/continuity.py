@@ -55,7 +55,7 @@ class ChatContinuity:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        template_kwargs: Mapping[str, Any] | None = None,
+        template_kwargs: Mapping[str, object] | None = None,
         max_tokens: int | None = None,
         image_tokens: Sequence[str] = (),
     ):
@@ -164,7 +164,7 @@ class ChatContinuity:
         ]
         return texts[0] != texts[1]
 
-    def _split(self, *messages: dict[str, Any]) -> tuple[str, int | None]:
+    def _split(self, *messages: dict[str, object]) -> tuple[str, int | None]:
         """(text between the content of the turn before and the beginning of the next turn, the special token with which it
         begins, if any)."""
         turn = {"role": "assistant", "content": MARK}
@@ -186,7 +186,7 @@ class ChatContinuity:
         # the policy did not sample the template's text between content and end, such as a line end
         return text[start:] if start >= 0 else text, first if start >= 0 else None
 
-    def _after_calls(self, messages: Sequence[dict[str, Any]]) -> str:
+    def _after_calls(self, messages: Sequence[dict[str, object]]) -> str:
         calls = [
             {**_CALL, "id": message.get("tool_call_id") or _CALL["id"]}
             for message in messages

@@ -1,26 +1,190 @@
-"""Export of a checkpoint's model as a Hugging Face folder or a GGUF file in the dtype of serving."""
+"""Export of a checkpoint's model as a Hugging Face folder or a GGUF file, with its model card, and uploads to the Hub."""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import torch
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
 from verl.checkpoint.files import find_damage, read_document
 from verl.checkpoint.retention import candidates, missing_newest
 from verl.checkpoint.tensor_files import num_bytes, read_model, set_config_dtype, write_model
+from verl.config.loaded import scalar
 from verl.engines.api import whole
-from verl.errors import CheckpointError
+from verl.errors import CheckpointError, ConfigError, UnreachableError, VerlError
+from verl.foreign_text import clean
 from verl.models.gguf_file import rounded_dtype, write_gguf
 from verl.models.rounding import Rounding
 from verl.parallel.device import parse_dtype
+from verl.tracking.files import read_json
 from verl.tracking.run_folder import RunFolder
 
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_CACHE = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
+_MODEL_KEYS = ("model.path", "actor_rollout_ref.model.path")
+_DATA_KEYS = ("data.train_files", "data.val_files")
+_METHOD_KEYS = ("algorithm.adv_estimator", "preference.loss", "rm.loss", "sft.loss")
+
+
+def write_model_card(folder: Path, source: str | Path, step: int | None = None) -> None:
+    """Write README.md into the exported `folder` for the checkpoint `source`, as `export` takes it; nothing where `source` is
+    a Hugging Face folder, of whose training nothing is known."""
+    checkpoint = checkpoint_model(source, None, step)[0]
+    if (checkpoint / "trainer_state.json").is_file():
+        (folder / "README.md").write_text(model_card(checkpoint), encoding="utf-8")
+
+
+def model_card(checkpoint: Path) -> str:
+    """The card of the model in the folder `checkpoint` of a run. Files of the machine are named without their folders."""
+    from huggingface_hub import ModelCardData  # not above: no run needs it before its end
+
+    run = RunFolder(checkpoint.parent)
+    config = _leaves(run.read_config())
+    command = str(_read(checkpoint / "trainer_state.json").get("command") or "verl train")
+    base = next((str(config[key]) for key in _MODEL_KEYS if config.get(key)), "")
+    method = next((_short(config[key]).strip("[]") for key in _METHOD_KEYS if config.get(key)), command.split()[-1])
+    data = ModelCardData(
+        base_model=_hub_name(base), library_name="transformers", tags=["verl", command.split()[-1], method]
+    )
+    summary = _read(checkpoint.parent / "summary.json")
+    sections = [
+        f"---\n{data.to_yaml()}\n---\n\n# {checkpoint.parent.name}",
+        f"{_hub_name(base) or _short(base) or 'A model'} trained with verl "
+        f"({method}), step {checkpoint.name.removeprefix('global_step_')}.",
+        "\n".join(["## Data\n", *(f"- `{key}`: {_short(config[key])}" for key in _DATA_KEYS if config.get(key))]),
+        _results(summary),
+        f"## Command\n\n```sh\n{command} {' '.join(_settings(run, config))}\n```",
+        _versions(summary.get("versions")),
+    ]
+    return "\n\n".join(filter(None, sections)) + "\n"
+
+
+def _read(file: Path) -> Mapping[str, object]:
+    """A JSON object of the run; empty where it cannot be read."""
+    try:
+        return read_json(file, lambda value: isinstance(value, dict))
+    except (OSError, ValueError):
+        return {}
+
+
+def _leaves(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    leaves: dict[str, object] = {}
+    for name, value in tree.items():
+        leaves |= _leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return leaves
+
+
+def _hub_name(path: str) -> str | None:
+    """owner/name of a model on the Hub or in its cache; None for another folder."""
+    if cached := _HUB_CACHE.search(path):
+        return "/".join(cached.groups())
+    return path if _HUB_NAME.fullmatch(path) and not Path(path).exists() else None
+
+
+def _short(value: object) -> str:
+    """A value without the folders of this machine."""
+    if isinstance(value, list):
+        return "[" + ",".join(map(_short, value)) + "]"
+    text = value if isinstance(value, str) else scalar(value)
+    return clean(Path(text).name if text.startswith(("/", "~", ".")) else text, 400)
+
+
+def _settings(run: RunFolder, values: Mapping[str, object]) -> Iterator[str]:
+    """key=value of each key of `run` that differs from its default by the user's choice; `values` are all values by key."""
+    for key, written, origin in run.read_keys():
+        if origin and not origin.startswith("follows ") and not key.startswith("trainer.default_local_dir"):
+            text = _short(values.get(key, written))
+            yield f"{key}={text}" if re.fullmatch(r"[\w./:,@+=-]*", text) else f"'{key}={text}'"
+
+
+def _results(summary: Mapping[str, object]) -> str:
+    """A table of the results on held-out rows; "" for a run without validation."""
+    names = [name.removesuffix("_after") for name in summary if name.endswith("_after")]
+    rows = [(name, summary.get(f"{name}_before"), summary.get(f"{name}_after")) for name in names]
+    rows = [row for row in rows if row[1] is not None or row[2] is not None]
+    if not rows:
+        return ""
+    table = ["| held-out rows | before | after |", "|---|---|---|"]
+    shown = [
+        " | ".join("" if v is None else f"{v:.4g}" if isinstance(v, float) else str(v) for v in row) for row in rows
+    ]
+    return "## Results\n\n" + "\n".join([*table, *(f"| {row} |" for row in shown)])
+
+
+def _versions(versions: object) -> str:
+    if not isinstance(versions, Mapping):
+        return ""
+    return "## Versions\n\n" + ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+
+
 log = logging.getLogger(__name__)
+
+_TIMEOUT_S = 60.0  # of a server that does not answer; huggingface_hub sets none
+
+
+def create_repository(repo_id: str, private: bool) -> None:
+    """Create the model repository `repo_id` unless it exists: this fails where an upload would. Raises ConfigError for a name
+    that is none, UnreachableError otherwise."""
+    with _explained(repo_id):
+        huggingface_hub.create_repo(repo_id, private=private, exist_ok=True)
+
+
+def push(folder: Path, repo_id: str, private: bool, message: str = "Upload model") -> str:
+    """Upload the files of `folder` as one commit; returns the address of the repository. Raises as `create_repository`."""
+    create_repository(repo_id, private)
+    with _explained(repo_id):
+        commit = huggingface_hub.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message)
+        return str(commit.repo_url)
+
+
+def push_result(checkpoint: Path, role: str, repo_id: str, private: bool) -> None:
+    """Upload the model of a run that has ended. A failure is logged with the command that uploads again."""
+    try:
+        with tempfile.TemporaryDirectory(prefix=".pushed-", dir=checkpoint.parent) as temporary:
+            folder = export(checkpoint, Path(temporary) / "model", role=role)
+            write_model_card(folder, checkpoint)
+            log.info("The trained model is at %s.", push(folder, repo_id, private))
+    except VerlError as error:
+        log.error(
+            "%s The run is complete, and its model is in %s. To upload again: verl export %s FOLDER --push %s",
+            error, checkpoint, checkpoint, repo_id,
+        )  # fmt: skip
+
+
+@contextmanager
+def _explained(repo_id: str) -> Iterator[None]:
+    """Turn errors of huggingface_hub into sentences."""
+    huggingface_hub.utils.get_session().timeout = _TIMEOUT_S
+    try:
+        yield
+    except HFValidationError as error:
+        raise ConfigError(f"{clean(repo_id)} is no name of a repository on the Hub: give owner/name.") from error
+    except OfflineModeIsEnabled as error:
+        raise UnreachableError("HF_HUB_OFFLINE is set, so nothing can be uploaded to the Hub. Unset it.") from error
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        advice = "Upload again later"
+        if status in (401, 403):
+            advice = "Log in with `hf auth login`, or set HF_TOKEN to a token that may write there"
+        why = clean(error.server_message or "no reason").rstrip(".")
+        raise UnreachableError(
+            f"The Hub refused the upload to {repo_id} with status {status}: {why}. {advice}."
+        ) from error
+    except Exception as error:
+        raise UnreachableError(
+            f"The upload to {repo_id} failed: {type(error).__name__}: {clean(error, 200)}. Check the network and HF_ENDPOINT."
+        ) from error
+
 
 _SECTIONS = {"actor": ("actor_rollout_ref", "actor", "fsdp_config"), "critic": ("critic", "fsdp"), "model": ("engine",)}
 

@@ -7,17 +7,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from verl.checkpoint import tensor_files
 from verl.checkpoint.files import FileRecord, read_document, record_of, write_json
-from verl.checkpoint.tensor_files import (
-    deferred_tensors,
-    file_order,
-    model_parts,
-    num_bytes,
-    read_model,
-    set_config_dtype,
-    write_model,
-    write_tensors,
-)
 from verl.engines.api import AdapterState, Deferred, EngineState, Tensors, whole
 from verl.errors import CheckpointError, os_error_of
 from verl.foreign_text import clean
@@ -51,14 +42,16 @@ class RoleCheckpoint:
     def take_part(self) -> None:
         """Join the collectives that gather the tensors for the rank that writes."""
         for tensors in self.files().values():
-            for tensor in map(tensors.__getitem__, file_order(tensors)):
+            for tensor in map(tensors.__getitem__, tensor_files.file_order(tensors)):
                 if not isinstance(tensor, Deferred) or tensor.is_collective:
                     whole(tensor)
 
     def copied(self) -> RoleCheckpoint:
         """A copy with its tensors in host memory, which can be written while the role trains."""
         copies = {
-            group: {name: whole(tensors[name]).detach().to("cpu", copy=True) for name in file_order(tensors)}
+            group: {
+                name: whole(tensors[name]).detach().to("cpu", copy=True) for name in tensor_files.file_order(tensors)
+            }
             for group, tensors in self.files().items()
         }
         saved = {
@@ -76,7 +69,7 @@ class RoleCheckpoint:
         groups: dict[str, Tensors] = {}
         has_model = "model" in self.contents or "hf_model" in self.contents
         if has_model and not (self.lora_only and self.state.adapter):
-            parts = model_parts(self.state.model)
+            parts = tensor_files.model_parts(self.state.model)
             groups |= {f"huggingface/{number}": part for number, part in enumerate(parts)}
         if has_model and self.state.adapter is not None:
             groups["lora_adapter"] = self.state.adapter.tensors
@@ -86,7 +79,7 @@ class RoleCheckpoint:
 
     def num_bytes(self) -> int:
         """Bytes of the tensors to write."""
-        return sum(num_bytes(tensors) for tensors in self.files().values())
+        return sum(tensor_files.num_bytes(tensors) for tensors in self.files().values())
 
 
 def _write_role(folder: Path, role: RoleCheckpoint) -> dict[str, FileRecord]:
@@ -101,17 +94,19 @@ def _write_role(folder: Path, role: RoleCheckpoint) -> dict[str, FileRecord]:
     config_file = model_folder / "config.json"
     if "huggingface/0" in files and role.state.model and config_file.exists():
         # the module may compute in a narrower dtype than the saved master weights have
-        set_config_dtype(config_file, next(iter(role.state.model.values())).dtype)
+        tensor_files.set_config_dtype(config_file, next(iter(role.state.model.values())).dtype)
     for file in sorted(p for p in model_folder.rglob("*") if p.is_file()):
         sync_file(file)
         records[str(file.relative_to(folder))] = record_of(file)
     if "huggingface/0" in files:
-        written = write_model(model_folder, role.state.model)
+        written = tensor_files.write_model(model_folder, role.state.model)
         records |= {f"huggingface/{name}": record for name, record in written.items()}
     if "lora_adapter" in files:
         records |= _write_adapter(folder, role.state)
     if "optimizer" in files:
-        records["optimizer.safetensors"] = write_tensors(folder / "optimizer.safetensors", role.state.optimizer)
+        records["optimizer.safetensors"] = tensor_files.write_tensors(
+            folder / "optimizer.safetensors", role.state.optimizer
+        )
     if "extra" in role.contents:
         records["extra.json"] = write_json(folder / "extra.json", role.state.extra, f"The state of {folder.name}")
     return records
@@ -123,7 +118,7 @@ def _write_adapter(folder: Path, state: EngineState) -> dict[str, FileRecord]:
     config, weights = f"lora_adapter/{ADAPTER_CONFIG}", f"lora_adapter/{ADAPTER_WEIGHTS}"
     return {
         config: write_json(folder / config, state.adapter.config, "The settings of the adapters"),
-        weights: write_tensors(folder / weights, state.adapter.tensors),
+        weights: tensor_files.write_tensors(folder / weights, state.adapter.tensors),
     }
 
 
@@ -140,7 +135,9 @@ def read_role(folder: Path, contents: Collection[str]) -> EngineState:
         return folder / file
 
     weights = "model" in contents or "hf_model" in contents
-    optimizer = deferred_tensors(part("optimizer", "optimizer.safetensors")) if "optimizer" in contents else {}
+    optimizer = (
+        tensor_files.deferred_tensors(part("optimizer", "optimizer.safetensors")) if "optimizer" in contents else {}
+    )
     extra = read_document(part("extra", "extra.json")) if "extra" in contents else {}
     wrong = [name for name in _COUNTS if not is_count(extra.get(name, 0))]
     if wrong:
@@ -150,7 +147,7 @@ def read_role(folder: Path, contents: Collection[str]) -> EngineState:
         )
     adapter_folder = folder / "lora_adapter"
     if not weights or not (adapter_folder / ADAPTER_CONFIG).is_file():
-        return EngineState(read_model(folder / "huggingface") if weights else {}, optimizer, extra)
+        return EngineState(tensor_files.read_model(folder / "huggingface") if weights else {}, optimizer, extra)
     config = read_document(adapter_folder / ADAPTER_CONFIG)
-    adapter = AdapterState(deferred_tensors(adapter_folder / ADAPTER_WEIGHTS), config)
+    adapter = AdapterState(tensor_files.deferred_tensors(adapter_folder / ADAPTER_WEIGHTS), config)
     return EngineState({}, optimizer, extra, adapter)

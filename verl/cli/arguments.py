@@ -1,53 +1,41 @@
-"""Command lines of the verbs that read a config: Hydra-style overrides, and options that name a YAML file."""
+"""Command lines of the verbs that read a config: Hydra-style overrides, options that name a YAML file, and the run folder of a
+command that names none: checkpoints/TASK-TIME-SETTINGS, found again by the same command."""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
+import os
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from verl.cli.parser import Parser
-from verl.config import PPO, LoadedConfig, RunConfig, Schema, load_config
+from verl.config import PPO, LoadedConfig, PPOConfig, PreferenceConfig, RunConfig, Schema, load_config
+from verl.config.diff import settings_of_work
 
 # schema -> the keys that most scripts set, shown by --help
 _COMMON_PPO = (
-    "actor_rollout_ref.model.path",
-    "data.train_files",
-    "data.val_files",
-    "data.train_batch_size",
-    "data.max_prompt_length",
-    "data.max_response_length",
-    "algorithm.adv_estimator",
-    "actor_rollout_ref.actor.optim.lr",
-    "actor_rollout_ref.actor.ppo_mini_batch_size",
-    "actor_rollout_ref.actor.use_kl_loss",
-    "actor_rollout_ref.actor.policy_loss.loss_mode",
-    "actor_rollout_ref.rollout.n",
-    "actor_rollout_ref.rollout.temperature",
-    "reward.custom_reward_function.path",
-    "trainer.total_training_steps",
-    "trainer.total_epochs",
-    "trainer.save_freq",
-    "trainer.test_freq",
-    "trainer.default_local_dir",
-    "trainer.logger",
-)
-_ROWS = (
-    "model.path", "data.train_files", "data.val_files", "data.train_batch_size", "data.max_length", "data.truncation",
-)  # fmt: skip
-_SCHEDULE = (
-    "trainer.total_epochs", "trainer.save_freq", "trainer.test_freq", "trainer.default_local_dir", "trainer.logger",
-)  # fmt: skip
-_COMMON_SFT = (
-    *_ROWS, "optim.lr", "optim.lr_scheduler_type", "engine.ulysses_sequence_parallel_size", "sft.loss", *_SCHEDULE,
-)  # fmt: skip
-_COMMON_PREFERENCE = (
-    *_ROWS, "preference.loss", "preference.beta", "ref.model_path", "ref.precompute", "model.lora_rank", "optim.lr",
-    *_SCHEDULE,
-)  # fmt: skip
-_COMMON_RM = (*(key for key in _COMMON_SFT if key != "sft.loss"), "rm.loss", "rm.center_rewards_coefficient")
-COMMON_KEYS = {"ppo": _COMMON_PPO, "sft": _COMMON_SFT, "preference": _COMMON_PREFERENCE, "rm": _COMMON_RM}
+    "actor_rollout_ref.model.path data.train_files data.val_files data.train_batch_size data.max_prompt_length "
+    "data.max_response_length algorithm.adv_estimator actor_rollout_ref.actor.optim.lr "
+    "actor_rollout_ref.actor.ppo_mini_batch_size actor_rollout_ref.actor.use_kl_loss "
+    "actor_rollout_ref.actor.policy_loss.loss_mode actor_rollout_ref.rollout.n actor_rollout_ref.rollout.temperature "
+    "reward.custom_reward_function.path trainer.total_training_steps trainer.total_epochs trainer.save_freq "
+    "trainer.test_freq trainer.default_local_dir trainer.logger"
+).split()
+_ROWS = "model.path data.train_files data.val_files data.train_batch_size data.max_length data.truncation".split()
+_SCHEDULE = "trainer.total_epochs trainer.save_freq trainer.test_freq trainer.default_local_dir trainer.logger".split()
+_ENGINE = "optim.lr optim.lr_scheduler_type engine.ulysses_sequence_parallel_size".split()
+_PREFERENCE = "preference.loss preference.beta ref.model_path ref.precompute model.lora_rank optim.lr".split()
+COMMON_KEYS = {
+    "ppo": _COMMON_PPO,
+    "sft": [*_ROWS, *_ENGINE, "sft.loss", *_SCHEDULE],
+    "preference": [*_ROWS, *_PREFERENCE, *_SCHEDULE],
+    "rm": [*_ROWS, *_ENGINE, *_SCHEDULE, "rm.loss", "rm.center_rewards_coefficient"],
+}
 _SUBSECTIONS = tuple(f"actor_rollout_ref.{name}" for name in ("model", "actor", "rollout", "ref"))  # shown by --help
 
 
@@ -112,3 +100,38 @@ def _key_help(schema: Schema[RunConfig]) -> str:
         text = "null" if default is None else str(default).replace(" ", "")
         lines += [f"  {path}={text}", f"      {schema.leaves[path].key.meaning}"]
     return "\n".join([*lines, "", f"built-in configs for --config-name: {', '.join(built_in_names(schema))}"])
+
+
+_NAMES = ("trainer.default_local_dir", "trainer.project_name", "trainer.experiment_name")
+
+
+def with_run_folder(loaded: LoadedConfig[Any]) -> LoadedConfig[Any]:
+    """`loaded` with a run folder and an experiment name, unless its user has given one or a launcher starts several processes,
+    whose clocks may differ. The newest folder of the same task and settings is taken again, so that the run resumes; keys of
+    `trainer` and sizes may differ."""
+    if any(name in loaded.settings for name in _NAMES) or "RANK" in os.environ:
+        return loaded
+    trainer = loaded.config.trainer
+    work = {key: value for key, value in settings_of_work(loaded).items() if not key.startswith("trainer.")}
+    digest = hashlib.sha256(json.dumps(work, sort_keys=True, default=str).encode()).hexdigest()[:6]
+    task = _task(loaded)
+    earlier = sorted(Path("checkpoints").glob(f"{task}-*-{digest}")) if trainer.resume_mode == "auto" else []
+    folder = earlier[-1] if earlier else Path("checkpoints", f"{task}-{time.strftime('%Y%m%d-%H%M%S')}-{digest}")
+    named = replace(trainer, default_local_dir=str(folder), experiment_name=folder.name)
+    origins = loaded.origins | dict.fromkeys(
+        ("trainer.default_local_dir", "trainer.experiment_name"), "named by the run"
+    )
+    return replace(loaded, config=replace(loaded.config, trainer=named), origins=origins)
+
+
+def _task(loaded: LoadedConfig[RunConfig]) -> str:
+    """The algorithm, as far as it is a name."""
+    config = loaded.config
+    if isinstance(config, PPOConfig):
+        program = config.algorithm.program
+        name = str(config.algorithm.adv_estimator) if program == loaded.schema.name else program
+    elif isinstance(config, PreferenceConfig):
+        name = str(config.preference.loss)
+    else:
+        name = loaded.schema.name
+    return name if name.replace("_", "").isalnum() else loaded.schema.name

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from verl.cli.arguments import ConfigArguments, parse
-from verl.cli.run_name import with_run_folder
+from verl.cli.arguments import ConfigArguments, parse, with_run_folder
 from verl.config import PPO, SCHEMAS, RunConfig, Schema
 from verl.config.sources import built_in_names
 from verl.errors import ConfigError, VerlError
@@ -69,14 +68,14 @@ def _every_problem(arguments: ConfigArguments, error: ConfigError) -> list[str]:
 
 def _checks(program: str) -> tuple:
     """(topic, check) of a program, in order."""
-    from verl.cli.checklist import conversations, data, model, resources, setup
+    from verl.cli.checklist import data, model, resources, setup
 
     devices, rows = {
         "ppo": (
             (("layout", setup.check_layout), ("engines", setup.check_engines), ("code", setup.check_code)),
             (("data", data.check_rows_of_data), ("template", data.check_template), ("reward", data.check_reward)),
         ),
-    }.get(program, ((("device", setup.check_device),), (("data", conversations.check_conversations),)))
+    }.get(program, ((("device", setup.check_device),), (("data", data.check_conversations),)))
     return (
         ("config", setup.check_config_problems),
         *devices,

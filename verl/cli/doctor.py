@@ -6,8 +6,8 @@ import argparse
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
 
+from verl.cli.machine.host import Facts
 from verl.cli.parser import Parser
 
 _ABOUT = "Report devices, torch build, engines, memory and disk of this machine, and problems with their fixes."
@@ -19,8 +19,7 @@ def run_doctor(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
     arguments = parser.parse_args(argv)
     from verl.cli.machine.findings import findings
-    from verl.cli.machine.host import host
-    from verl.cli.machine.links import links
+    from verl.cli.machine.host import host, links
     from verl.cli.machine.packages import packages
     from verl.cli.report import Report, info
 
@@ -38,9 +37,9 @@ def run_doctor(argv: list[str]) -> int:
     return report.close("This machine can train", "This machine cannot train yet")
 
 
-def facts(host: dict[str, Any], packages: dict[str, Any]) -> list[tuple[str, str]]:
+def facts(host: Facts, packages: Facts) -> list[tuple[str, str]]:
     """(topic, sentence) of every fact."""
-    from verl.cli.machine.links import described
+    from verl.cli.machine.host import described
 
     torch, transformers = packages["torch_probe"], packages["transformers_probe"]
     limits = ", ".join(f"{name} {'unlimited' if v is None else v}" for name, v in host["limits"].items())
@@ -82,7 +81,7 @@ def _engines() -> str:
     return f"rollout {', '.join(ROLLOUT)} and training {', '.join(TRAINING)} come with verl"
 
 
-def _engine_names(packages: dict[str, Any]) -> Iterator[str]:
+def _engine_names(packages: Facts) -> Iterator[str]:
     """The names of each installed engine that verl uses, a line for each class, module or kind of name."""
     for package, ways in packages["engine_names"].items():
         for way, names in ways.items():
@@ -94,14 +93,14 @@ def _engine_names(packages: dict[str, Any]) -> Iterator[str]:
                 yield f"{package} {packages['optional'][package]} {way}: {place}{{{', '.join(members)}}}"
 
 
-def _version(probe: dict[str, Any]) -> str:
+def _version(probe: Facts) -> str:
     missing = re.fullmatch(r"ModuleNotFoundError: No module named '(\w+)[\w.]*'", probe.get("error", ""))
     if missing:
         return "not installed" if missing[1] == "transformers" else f"cannot be used without {missing[1]}"
     return str(probe.get("version", "broken"))
 
 
-def _torch(torch: dict[str, Any]) -> str:
+def _torch(torch: Facts) -> str:
     if "error" in torch:
         return f"cannot be imported: {torch['error']}"
     build = f"CUDA {torch['cuda_build']}" if torch["cuda_build"] else "no CUDA"
@@ -113,7 +112,7 @@ def _decoder(probe: Mapping[str, object]) -> str:
     return f"compiled kernels for {probe['name']}, batch-invariant" if probe.get("name") else "torch"
 
 
-def _bfloat16(torch: dict[str, Any]) -> str:
+def _bfloat16(torch: Facts) -> str:
     if "equal_rows" not in torch:
         return "bfloat16 on this CPU: unknown"
     native = torch["equal_rows"]["bf16"] == "native"
@@ -122,7 +121,7 @@ def _bfloat16(torch: dict[str, Any]) -> str:
     )
 
 
-def _batch_invariance(torch: dict[str, Any]) -> str:
+def _batch_invariance(torch: Facts) -> str:
     """Batch invariance of matmuls; a run checks its model's shapes, and attention."""
     if "equal_rows" not in torch:
         return "batch invariance of torch's matmuls: unknown"
@@ -134,7 +133,7 @@ def _batch_invariance(torch: dict[str, Any]) -> str:
     return "batch invariance of torch's matmuls: " + ", ".join(descriptions)
 
 
-def _devices(torch: dict[str, Any], driver: dict[str, Any] | None) -> str:
+def _devices(torch: Facts, driver: Facts | None) -> str:
     devices = [
         f"{d['name']} ({_gib(d['memory_bytes'])}, compute capability {d['capability'][0]}.{d['capability'][1]})"
         for d in torch.get("devices", [])

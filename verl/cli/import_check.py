@@ -1,14 +1,171 @@
-"""`verl import-check`: which commands, keys and names of scripts and files run here; exit code 1 when one is missing."""
+"""`verl import-check`: which commands, keys, functions and classes of scripts and files run here, read without running them."""
 
 from __future__ import annotations
 
+import ast
+import importlib
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
 from verl.cli.parser import Parser
 from verl.cli.report import Line, Report, fail, info, passed, warn
 from verl.config import PPO, PREFERENCE, RM, SFT, RunConfig, Schema
-from verl.errors import ConfigError
+from verl.errors import ConfigError, VerlError, nearest
+from verl.rewards.functions import BATCH_ARGUMENTS, MODEL_REPLY, MODEL_SCORE, SAMPLE_ARGUMENTS, SIGNATURE
+
+EXTRA = {name: name for name in ("datasets", "pandas", "hydra")}  # package -> the extra of verl that brings it
+_DATASET_ARGUMENTS = ("data_files", "tokenizer", "config", "processor", "max_samples")
+_WORKERS = {"ActorRolloutRefWorker", "AsyncActorRolloutRefWorker", "CriticWorker", "RewardModelWorker"}
+_GIVEN = {*SAMPLE_ARGUMENTS, *BATCH_ARGUMENTS, *MODEL_SCORE, *MODEL_REPLY}
+
+
+def examine_file(file: Path) -> Iterator[Line]:
+    """Findings of `file`: available and missing names of verl, packages, reward functions, dataset classes."""
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"), str(file))
+    except (SyntaxError, ValueError) as error:
+        yield fail(f"it is not Python: {error}")
+        return
+    yield from _imports(tree, file.parent)
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("compute_score"):
+            yield _reward_function(node)
+        elif isinstance(node, ast.ClassDef):
+            bases = {_last_name(base) for base in node.bases}
+            if "RLHFDataset" in bases:
+                yield from _dataset_class(node)
+            if "RayPPOTrainer" in bases:
+                yield from _trainer_class(node)
+            if bases & _WORKERS:
+                yield _worker_class(node)
+
+
+def _imports(tree: ast.Module, folder: Path) -> Iterator[Line]:
+    available: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [(node.module, alias.name) for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [(alias.name, "") for alias in node.names]
+        else:
+            continue
+        for module, name in names:
+            if module.split(".")[0] == "verl":
+                problem = missing_name(module, name)
+                if problem:
+                    yield fail(f"line {node.lineno}: {problem}")
+                else:
+                    available.append(f"{module}.{name}".rstrip("."))
+            elif problem := _missing_package(module, folder):
+                yield warn(f"line {node.lineno}: {problem}")
+    if available:
+        yield passed(f"imports {', '.join(dict.fromkeys(available))}")
+
+
+def missing_name(module: str, name: str) -> str:
+    """The reason why `from module import name` fails; "" if it works. `module` is one of verl, and is imported."""
+    try:
+        imported = importlib.import_module(module)
+    except (ImportError, VerlError) as error:
+        return f"{module} cannot be imported: {error}"
+    if not name or name == "*":
+        return ""
+    try:
+        if hasattr(imported, name) or (hasattr(imported, "__path__") and importlib.util.find_spec(f"{module}.{name}")):
+            return ""
+    except (ImportError, VerlError) as error:
+        return f"{module}.{name} cannot be imported: {error}"
+    return f"{module} has no {name!r}{nearest(name, dir(imported))}"
+
+
+def _missing_package(module: str, folder: Path) -> str:
+    package = module.split(".")[0]
+    if (folder / package).is_dir() or (folder / f"{package}.py").is_file() or importlib.util.find_spec(package):
+        return ""
+    fix = f"install it with: pip install 'verl[{EXTRA[package]}]'" if package in EXTRA else "install it"
+    return f"{package} is not installed; {fix}"
+
+
+def _reward_function(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Line:
+    """Whether the function accepts a call by keyword, with the four arguments of a sample or the arguments of a batch."""
+    arguments = node.args
+    names = [a.arg for a in (*arguments.args, *arguments.kwonlyargs)]
+    optional = {a.arg for a in arguments.args[len(arguments.args) - len(arguments.defaults) :]}
+    optional |= {a.arg for a, d in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if d is not None}
+    batched = BATCH_ARGUMENTS[1] in names
+    expected = BATCH_ARGUMENTS if batched else SAMPLE_ARGUMENTS
+    lacking = [] if arguments.kwarg else [name for name in expected if name not in names]
+    required = [name for name in names if name not in optional and name not in _GIVEN]
+    place = f"line {node.lineno}: {node.name}({', '.join(names)})"
+    if lacking or arguments.posonlyargs:
+        taken = ", ".join(lacking) or "keywords"
+        return fail(f"{place} takes no {taken}; it is called by keyword as {node.name}{SIGNATURE}")
+    if required:
+        return info(
+            f"{place} needs {', '.join(required)} too: set reward.custom_reward_function.reward_kwargs.{required[0]}"
+        )
+    manager = " and reward.reward_manager.name=batch" if batched else ""
+    return passed(f"{place} can score: set reward.custom_reward_function.path to this file{manager}")
+
+
+def _dataset_class(node: ast.ClassDef) -> Iterator[Line]:
+    from verl.data.dataset import RLHFDataset
+
+    methods = {item.name: item for item in node.body if isinstance(item, ast.FunctionDef)}
+    replaced = [name for name in methods if hasattr(RLHFDataset, name)]
+    own = [name for name in methods if name not in replaced]
+    yield passed(
+        f"line {node.lineno}: {node.name} is a dataset for data.custom_cls; it replaces {', '.join(replaced) or 'nothing'}"
+    )
+    if own:
+        yield info(f"{', '.join(own)} of {node.name}: verl does not call it")
+    init = methods.get("__init__")
+    if init is not None and not init.args.kwarg:
+        names = [a.arg for a in (*init.args.args, *init.args.kwonlyargs)]
+        lacking = [name for name in _DATASET_ARGUMENTS if name not in names]
+        if lacking:
+            yield fail(
+                f"line {init.lineno}: {node.name}.__init__ takes no {', '.join(lacking)}; it is called by keyword with "
+                f"{', '.join(_DATASET_ARGUMENTS)}. Add **kwargs"
+            )
+
+
+def _trainer_class(node: ast.ClassDef) -> Iterator[Line]:
+    """Attributes that methods of a RayPPOTrainer read, and neither they nor the class here have."""
+    spec = importlib.util.find_spec("verl.compat.ray_trainer")
+    assert spec is not None
+    assert spec.origin is not None
+    here = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    known = {name for cls in here.body if isinstance(cls, ast.ClassDef) for name in _own_attributes(cls)[0]}
+    own, read = _own_attributes(node)
+    for name, line in read.items():
+        if name not in own | known and not name.startswith("__"):
+            yield fail(f"line {line}: RayPPOTrainer has no {name!r} here{nearest(name, known)}")
+
+
+def _own_attributes(node: ast.ClassDef) -> tuple[set[str], dict[str, int]]:
+    """(names that a class defines or sets on self, name that it reads of self -> first line)."""
+    own = {item.name for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)}
+    read: dict[str, int] = {}
+    for item in ast.walk(node):
+        if isinstance(item, ast.Name) and isinstance(item.ctx, ast.Store):
+            own.add(item.id)  # of the class; the names of a function's variables do no harm
+        elif isinstance(item, ast.Attribute) and isinstance(item.value, ast.Name) and item.value.id == "self":
+            if isinstance(item.ctx, ast.Load):
+                read.setdefault(item.attr, item.lineno)
+            else:
+                own.add(item.attr)
+    return own, read
+
+
+def _worker_class(node: ast.ClassDef) -> Line:
+    return fail(f"line {node.lineno}: {node.name} would not be used: engines compute here, not workers of a script")
+
+
+def _last_name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
 
 _ABOUT = """Read files that were written for other verl releases, without running them: launch scripts (.sh), YAML config files,
 and Python files (reward functions, datasets, recipes). Reports what runs, what was renamed and what is missing."""
@@ -47,9 +204,7 @@ def _examine(file: Path) -> Iterator[Line]:
     elif file.stat().st_size > _MAX_BYTES:
         yield fail(f"{file} has more than {_MAX_BYTES // 10**6} MB, which no script or config has")
     elif file.suffix == ".py":
-        from verl.cli.compat import python_files
-
-        yield from python_files.examine_file(file)
+        yield from examine_file(file)
     elif file.suffix in (".yaml", ".yml"):
         yield from _config([], str(file), None)
     else:

@@ -5,10 +5,10 @@ Both start separate processes, with a deadline; under torchrun `benchmark_nccl` 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -60,8 +60,7 @@ def benchmark_nccl(
 
         count = num_ranks or max(2, torch.cuda.device_count())
         launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-        listed = [f"--sizes={','.join(map(str, sizes))}", f"--repeats={num_repeats}", f"--timeout={timeout_s}"]
-        ranks = python_command("verl.cli.measure", *listed)[1:]
+        ranks = python_command("verl.cli.measure", json.dumps([sizes, num_repeats, timeout_s]))[1:]
         said = _output([*launcher, *ranks], timeout_s)
         times = [AllGatherTime(**row) for row in json.loads(said.strip().splitlines()[-1])]
     else:
@@ -234,18 +233,8 @@ def _show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
     Console(highlight=False).print(table)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """A rank of `benchmark_nccl`; rank 0 prints the rows as JSON."""
+if __name__ == "__main__":  # a rank of `benchmark_nccl`; rank 0 prints the rows
     die_with(os.getppid())
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--sizes", type=lambda text: [int(part) for part in text.split(",")], required=True)
-    parser.add_argument("--repeats", type=int, required=True)
-    parser.add_argument("--timeout", type=float, required=True)
-    options = parser.parse_args(argv)
-    times = measure_gathering(options.sizes, options.repeats, options.timeout)
+    rows = [asdict(row) for row in measure_gathering(*json.loads(sys.argv[1]))]
     if os.environ["RANK"] == "0":
-        print(json.dumps([asdict(row) for row in times]))
-
-
-if __name__ == "__main__":
-    main()
+        print(json.dumps(rows))

@@ -52,8 +52,7 @@ def run_export(argv: list[str]) -> int:
     choice = arguments.dtype, arguments.role, arguments.step
     print(f"wrote {export(arguments.source, arguments.output, *choice, gguf=arguments.format == 'gguf')}")
     if arguments.push:
-        from verl.checkpoint.hub import push
-        from verl.checkpoint.model_card import write_model_card
+        from verl.checkpoint.export import push, write_model_card
 
         folder = Path(arguments.output).expanduser()
         write_model_card(folder, arguments.source, arguments.step)

@@ -9,9 +9,8 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
-from verl.cli.arguments import ConfigArguments, parse
+from verl.cli.arguments import ConfigArguments, parse, with_run_folder
 from verl.cli.check import PROGRAM, schema_asked
-from verl.cli.run_name import with_run_folder
 from verl.config.sections.megatron import FAMILIES
 from verl.errors import ConfigError
 from verl.foreign_text import clean

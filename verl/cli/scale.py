@@ -20,8 +20,8 @@ def run_scale(argv: list[str]) -> int:
         "sizes", nargs="*", metavar="ROLE=N", help="rollout=N, reward=N; without any: print the requested sizes"
     )
     arguments = parser.parse_args(argv)
+    from verl.tracking.heartbeat import ask_role_sizes, read_role_sizes
     from verl.tracking.progress import read_progress
-    from verl.tracking.role_sizes import ask_role_sizes, read_role_sizes
 
     folder = Path(arguments.run).expanduser()
     sizes = dict(map(_size, arguments.sizes))

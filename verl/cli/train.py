@@ -8,10 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from verl.cli.arguments import ConfigArguments, parse
-from verl.cli.run_name import with_run_folder
+from verl.cli.arguments import parse, with_run_folder
 from verl.cli.view import page_of
-from verl.config import PREFERENCE, RM, SFT, LoadedConfig, RunConfig
+from verl.config import PPO, PREFERENCE, RM, SFT, LoadedConfig, RunConfig, Schema
 from verl.parallel.child_processes import die_with
 from verl.parallel.process_settings import imports_stay
 
@@ -36,44 +35,20 @@ _OUTPUT = {
 }
 
 
-def run_train(argv: list[str], *, supervised: bool = False) -> int:
-    """Train a policy: the exit code. `supervised`: in a child process, which is restarted after a crash."""
-    return _run(parse("train", _TRAIN, argv, _DRY_RUN), supervised)
-
-
-def run_rejection(argv: list[str], *, supervised: bool = False) -> int:
-    """Rejection sampling: the exit code. `supervised` as in `run_train`."""
-    arguments = parse("rejection", _REJECTION, argv, _DRY_RUN)
-    arguments.overrides.insert(0, "algorithm.program=rejection_sampling")
-    return _run(arguments, supervised)
-
-
-def run_sft(argv: list[str], *, supervised: bool = False) -> int:
-    """Fine-tune a model: the exit code. `supervised` as in `run_train`."""
-    return _run(parse("sft", _SFT, argv, _DRY_RUN, schema=SFT), supervised)
-
-
-def run_preference(argv: list[str], *, supervised: bool = False, verb: str = "preference", loss: str = "") -> int:
-    """Train on preferences: the exit code. `loss` is preference.loss unless it is given; `supervised` as in `run_train`."""
-    arguments = parse(verb, _PREFERENCE, argv, _DRY_RUN, schema=PREFERENCE)
-    if loss and "preference.loss" not in arguments.load(check=False).settings:
-        arguments.overrides.append(f"preference.loss={loss}")
-    return _run(arguments, supervised)
-
-
-run_dpo = partial(run_preference, verb="dpo", loss="sigmoid")
-run_kto = partial(run_preference, verb="kto", loss="kto")
-run_orpo = partial(run_preference, verb="orpo", loss="orpo")
-run_simpo = partial(run_preference, verb="simpo", loss="simpo")
-run_cpo = partial(run_preference, verb="cpo", loss="cpo")
-
-
-def run_rm(argv: list[str], *, supervised: bool = False) -> int:
-    """Train a reward model: the exit code. `supervised` as in `run_train`."""
-    return _run(parse("rm", _RM, argv, _DRY_RUN, schema=RM), supervised)
-
-
-def _run(arguments: ConfigArguments, supervised: bool) -> int:
+def run_program(
+    argv: list[str],
+    *,
+    verb: str,
+    about: str,
+    schema: Schema[RunConfig] = PPO,
+    setting: str = "",
+    supervised: bool = False,
+) -> int:
+    """Train by the keys of `schema`: the exit code. `setting` is an override unless its key is given. `supervised`: in a child
+    process, which is restarted after a crash."""
+    arguments = parse(verb, about, argv, _DRY_RUN, schema=schema)
+    if setting and setting.partition("=")[0] not in arguments.load(check=False).settings:
+        arguments.overrides.append(setting)
     if arguments.options.dry_run:
         from verl.cli.check import check
 
@@ -81,6 +56,19 @@ def _run(arguments: ConfigArguments, supervised: bool) -> int:
     loaded = with_run_folder(arguments.load())
     with page_of(loaded, whole_process=supervised):
         return _started(loaded, supervised)
+
+
+run_train = partial(run_program, verb="train", about=_TRAIN)
+run_rejection = partial(run_program, verb="rejection", about=_REJECTION, setting="algorithm.program=rejection_sampling")
+run_sft = partial(run_program, verb="sft", about=_SFT, schema=SFT)
+run_rm = partial(run_program, verb="rm", about=_RM, schema=RM)
+_preference = partial(run_program, about=_PREFERENCE, schema=PREFERENCE)
+run_preference = partial(_preference, verb="preference")
+run_dpo = partial(_preference, verb="dpo", setting="preference.loss=sigmoid")
+run_kto = partial(_preference, verb="kto", setting="preference.loss=kto")
+run_orpo = partial(_preference, verb="orpo", setting="preference.loss=orpo")
+run_simpo = partial(_preference, verb="simpo", setting="preference.loss=simpo")
+run_cpo = partial(_preference, verb="cpo", setting="preference.loss=cpo")
 
 
 def _started(loaded: LoadedConfig[RunConfig], supervised: bool) -> int:

@@ -42,7 +42,7 @@ def run_view(argv: list[str]) -> int:
 
 
 def _export(folders: list[Path], out: Path, num_steps: int) -> int:
-    from verl.page.export import export_pages
+    from verl.page.pages import export_pages
 
     count = export_pages(folders, out, num_steps=num_steps, say=lambda text: print(text, file=sys.stderr, flush=True))
     print(f"{count} pages; open {out / 'index.html'}")
@@ -79,7 +79,7 @@ def page_of(loaded: LoadedConfig[RunConfig], *, whole_process: bool) -> Iterator
     print(f"page: {page.address}", file=sys.stderr, flush=True)
     try:
         if prometheus is not None:
-            from verl.page.prometheus import reload_prometheus, write_scrape_config
+            from verl.page.server import reload_prometheus, write_scrape_config
 
             write_scrape_config(Path(prometheus.file).expanduser(), page.host, page.port, page.token)
             if not reload_prometheus(prometheus.port):

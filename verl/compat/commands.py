@@ -8,7 +8,7 @@ from pathlib import Path
 from verl.cli.main import run_guarded, run_verb
 from verl.cli.model_folders import run_export
 from verl.cli.parser import Parser
-from verl.config.overrides import parse_override
+from verl.config.values import parse_override
 from verl.errors import ConfigError
 
 

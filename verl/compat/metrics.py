@@ -14,10 +14,10 @@ from verl.algorithms.validation_metrics import NUM_DRAWS, SEED, Metrics, metrics
 from verl.data_proto.batch_metrics import data_metrics, span_tokens
 from verl.data_proto.metrics import Metric, metric_values
 from verl.data_proto.proto import DataProto
-from verl.tracking.spans import span_metrics, throughput
+from verl.tracking.timeline import span_metrics, throughput
 
 
-def reduce_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
+def reduce_metrics(metrics: dict[str, object]) -> dict[str, Any]:
     """Replace each list by one number, in place, and return the dict: the maximum for names with "max", the minimum for
     names with "min", else the mean. A Metric gives its value."""
     for name, values in metrics.items():

@@ -20,8 +20,8 @@ from verl.data_proto.proto import DataProto
 from verl.data_proto.sample_rows import sample_rows
 from verl.errors import ConfigError, InterruptedRun, NumericsError
 from verl.programs.collect import generate_samples, prompts_per_generation, rollout_metrics
-from verl.programs.guards import RollBackPrompts, StepBatch
 from verl.programs.ppo import PPO
+from verl.roles.guards import RollBack, StepBatch
 from verl.roles.rollout import greedy, sampling_params
 from verl.roles.updates import Updates
 from verl.run.host import open_run
@@ -166,7 +166,7 @@ class FitRun:
                     updates: Updates = handle.update(result.batch, step).get()
                 result.metrics.update(guards.record(updates).metrics())
                 guards.check_updates(result)
-        except RollBackPrompts as back:
+        except RollBack as back:
             raise NumericsError(
                 f"{back}. A fit of one's own cannot go back to a checkpoint: set trainer.guards.*.action to skip or stop, or "
                 "run the same command again to resume from the newest checkpoint."

@@ -5,12 +5,12 @@ The engines here split packed batches in verl/models/parallel/sequence.py.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+
+from verl.models.hf_module import AutogradContext
 
 _group: dist.ProcessGroup | None = None
 
@@ -83,7 +83,7 @@ class _Gather(torch.autograd.Function):
     the number of ranks with `scale`."""
 
     @staticmethod
-    def forward(ctx: Any, share: Tensor, dim: int, scale: bool, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: AutogradContext, share: Tensor, dim: int, scale: bool, group: dist.ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
         ctx.factor = dist.get_world_size(group) if scale else 1
         parts = [torch.empty_like(share) for _ in range(dist.get_world_size(group))]
@@ -91,7 +91,7 @@ class _Gather(torch.autograd.Function):
         return torch.cat(parts, dim=dim)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (whole,) = grads
         size, rank = dist.get_world_size(ctx.group), dist.get_rank(ctx.group)
         return ctx.factor * whole.chunk(size, dim=ctx.dim)[rank].contiguous(), None, None, None

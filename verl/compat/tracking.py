@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 from verl.config.secrets import hide_values
 from verl.errors import ConfigError
 from verl.tracking.logs import add_handler, add_log_file, remove_handler
-from verl.tracking.sinks.api import RunInfo, make_sink
-from verl.tracking.sinks.guard import Guard
+from verl.tracking.sinks.api import Guard, RunInfo, make_sink
 
 F = TypeVar("F", bound=Callable[..., object])
 

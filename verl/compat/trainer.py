@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.errors import ConfigError
 from verl.families import SINKS
-from verl.run.steps import SteppedRun
+from verl.run.host import SteppedRun
 
 if TYPE_CHECKING:
     from verl.config import PPOConfig

@@ -32,12 +32,17 @@ from verl.config.sections.algorithm import (
 )
 from verl.config.sections.data import CustomClassConfig, DataConfig, PreferenceDataConfig, SFTDataConfig, TextDataConfig
 from verl.config.sections.fsdp import FSDPConfig, MixedPrecisionConfig, SFTEngineConfig
-from verl.config.sections.guards import GuardsConfig, StepGuardsConfig
-from verl.config.sections.model import ModelConfig, SFTModelConfig
-from verl.config.sections.optim import OptimConfig
+from verl.config.sections.model import ModelConfig, OptimConfig, SFTModelConfig
 from verl.config.sections.reward import CustomRewardFunctionConfig, RewardConfig, RewardManagerConfig, RewardModelConfig
 from verl.config.sections.rollout import AgentConfig, MultiTurnConfig, RolloutConfig, ValKwargsConfig
-from verl.config.sections.trainer import PPOTrainerConfig, RayKwargsConfig, SFTTrainerConfig, TrainerConfig
+from verl.config.sections.trainer import (
+    GuardsConfig,
+    PPOTrainerConfig,
+    RayKwargsConfig,
+    SFTTrainerConfig,
+    StepGuardsConfig,
+    TrainerConfig,
+)
 
 __all__ = [
     "PPO", "PREFERENCE", "RM", "SCHEMAS", "SFT", "ActorConfig", "ActorRolloutRefConfig", "AgentConfig",

@@ -127,7 +127,7 @@ def _taken(values: dict[str, object], section: str) -> dict[str, object]:
     return {path[len(section) + 1 :]: value for path, value in values.items() if path.startswith(section + ".")}
 
 
-def _text(values: dict[str, Any], head: list[str] | None = None) -> str:
+def _text(values: dict[str, object], head: list[str] | None = None) -> str:
     root: dict[str, Any] = {}
     for path, value in values.items():
         *parents, name = path.split(".")

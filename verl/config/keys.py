@@ -207,7 +207,7 @@ class Section:
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default: object = None) -> Any:
         """The value of key `name`, or `default` where there is no such key."""
         return getattr(self, name) if name in _names(type(self)) else default  # type: ignore[arg-type]
 

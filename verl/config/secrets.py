@@ -17,26 +17,10 @@ MASK = "<secret>"
 MIN_LENGTH = 8  # replacing shorter values would cut words out of texts
 
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+")
-_SECRET_WORDS = {
-    "password",
-    "passwd",
-    "passphrase",
-    "secret",
-    "secrets",
-    "credential",
-    "credentials",
-    "apikey",
-    "bearer",
-    "cookie",
-    "cookies",
-    "jwt",
-}
-_LAST_WORDS = {
-    "token",
-    "authorization",
-    "auth",
-    "pat",
-}  # secret as the last word of a name: hub_token, not token_budget
+_SECRET_WORDS = set(
+    "password passwd passphrase secret secrets credential credentials apikey bearer cookie cookies jwt".split()
+)
+_LAST_WORDS = {"token", "authorization", "auth", "pat"}  # secret at the end of a name: hub_token, not token_budget
 _BEFORE_LAST = {  # last word -> words before it that make a secret of it
     **dict.fromkeys(
         ("key", "keys"),
@@ -44,22 +28,7 @@ _BEFORE_LAST = {  # last word -> words before it that make a secret of it
     ),
     **dict.fromkeys(("header", "headers"), ("auth", "authorization")),
 }
-_VOCABULARY = {
-    "dp",
-    "eos",
-    "bos",
-    "pad",
-    "unk",
-    "mask",
-    "sep",
-    "cls",
-    "stop",
-    "end",
-    "start",
-    "image",
-    "special",
-    "think",
-}
+_VOCABULARY = set("dp eos bos pad unk mask sep cls stop end start image special think".split())
 _IN_URL = re.compile(r"(?<=://)[^/\s:@]*:([^/\s@]+)@")
 _OF_HEADER = re.compile(r"^\s*(?:Bearer|Basic)\s+(\S+)\s*$")  # the whole value, whatever its key is named
 

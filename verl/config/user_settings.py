@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.config import suggest
-from verl.config.overrides import parse_override
+from verl.config.compat import clause, one_typo_away
 from verl.config.schema import Leaf, Problem, Schema, error
+from verl.config.values import parse_override
 from verl.errors import ConfigError
 
 _COMMAND_LINE = "command line"  # the source of overrides
@@ -63,7 +63,7 @@ class UserSettings:
                 self.notices.append(f"{argument} has no effect: outputs go to trainer.default_local_dir.")
             elif options is not None and isinstance(override.value, str):
                 self._choose(key, override.value, options)
-            elif ("@" in key or "/" in key) and not suggest.one_typo_away(self._known(), key):
+            elif ("@" in key or "/" in key) and not one_typo_away(self._known(), key):
                 self._fault(
                     key,
                     f"{argument!r} chooses a Hydra config group; the groups here are: "
@@ -95,7 +95,7 @@ class UserSettings:
             value = alias.values.get(value, value)
         where = self.schema.locate(path)
         by_prefix = alias is not None and spelled not in self.schema.compat.exact
-        if by_prefix and where != path and suggest.one_typo_away(self._known(), spelled):
+        if by_prefix and where != path and one_typo_away(self._known(), spelled):
             where = None  # no entry of a free-form key, but a typo
         if where is None:
             if reason := self.schema.compat.without_effect(spelled, value) or self._only_elsewhere(path):
@@ -154,7 +154,7 @@ class UserSettings:
     def _only_elsewhere(self, path: str) -> str:
         """The reason why a key of a feature that is not available has no effect; "" for a typo in one of our own."""
         reason = self.schema.compat.read_elsewhere(path)
-        return reason if reason and not suggest.one_typo_away(self._known(), path) else ""
+        return reason if reason and not one_typo_away(self._known(), path) else ""
 
     def _unknown(self, spelled: str, path: str, source: str) -> str:
         compat = self.schema.compat
@@ -163,7 +163,7 @@ class UserSettings:
             return f"{spelled} ({source}) is a section, not a key. Set keys below it, such as {spelled}.{below}."
         if spelled in compat.other_trainers:
             return f"There is no key {spelled!r} ({source}). Set {compat.other_trainers[spelled]} instead."
-        return f"There is no key {spelled!r} ({source}){suggest.clause(self._known(), spelled, path)}"
+        return f"There is no key {spelled!r} ({source}){clause(self._known(), spelled, path)}"
 
 
 def _clash(one: object, other: object) -> bool:

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_SEED = 42
 
 
-def whole_section(config: DataConfig | Mapping[str, Any]) -> Any:
+def whole_section(config: DataConfig | Mapping[str, object]) -> Any:
     """The section `data`, with defaults for keys that a mapping (a recipe's own config) leaves out. Additional keys of the
     mapping stay."""
     from verl.config import DataConfig
@@ -55,7 +55,12 @@ class RLHFDataset:
     """
 
     def __init__(
-        self, data_files: Files, tokenizer: Tokenizer, config: DataConfig, processor: Any = None, max_samples: int = -1
+        self,
+        data_files: Files,
+        tokenizer: Tokenizer,
+        config: DataConfig,
+        processor: object = None,
+        max_samples: int = -1,
     ):
         config = whole_section(config)
         self.data_files = data_files
@@ -168,7 +173,7 @@ class RLHFDataset:
         return row
 
 
-def collate_fn(data_list: list[dict[str, Any]]) -> dict[str, object]:
+def collate_fn(data_list: list[dict[str, object]]) -> dict[str, object]:
     """Rows to columns: tensors are stacked, everything else becomes a 1-d object array (None where a row lacks it)."""
     import torch
 
@@ -239,7 +244,7 @@ class PromptRows:
         with at(self.place(item)):
             return self._checked(row)
 
-    def _checked(self, row: Any) -> dict[str, object]:
+    def _checked(self, row: object) -> dict[str, object]:
         if not isinstance(row, dict) or "raw_prompt" not in row:
             raise DataError(
                 f"{type(self.dataset).__name__}.__getitem__ must return a dict with 'raw_prompt', the chat messages of the "

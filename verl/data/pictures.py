@@ -6,7 +6,7 @@ import base64
 import binascii
 import io
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlparse
 
 import numpy as np
@@ -59,7 +59,7 @@ def read_image(source: object, place: str) -> Image.Image:
         raise DataError(f"{place} is damaged: {clean(error)}. Write it again.") from error
 
 
-def image_text(source: Any, place: str) -> str:
+def image_text(source: object, place: str) -> str:
     """The path or URL of an image, or its bytes as a data URL, for a row in JSON. Raises DataError as read_image."""
     source = innermost_source(source, place)
     if isinstance(source, str):

@@ -58,7 +58,7 @@ class DataProtoFuture:
     dispatch_fn: Callable[[DataProto], DataProto] | None = None
 
     @staticmethod
-    def concat(data: Sequence[Any]) -> DataProtoFuture:
+    def concat(data: Sequence[object]) -> DataProtoFuture:
         """The rows of all, in this order."""
         return DataProtoFuture(DataProto.concat, list(data))
 

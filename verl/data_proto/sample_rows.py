@@ -17,16 +17,7 @@ if TYPE_CHECKING:
 _DECODED_ROWS = 256
 
 # per-row columns that are copied under the same name, if present
-_COPIED = (
-    "uid",
-    "data_source",
-    "finish_reason",
-    "reward_parts",
-    "reward_error",
-    "ordinal",
-    "sample_index",
-    "weight_version",
-)
+_COPIED = "uid data_source finish_reason reward_parts reward_error ordinal sample_index weight_version".split()
 # per-token columns, cut to the response: row name -> column name
 _PER_TOKEN = {
     "log_probs": "rollout_log_probs",

@@ -20,6 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from verl.config import FSDPConfig
+from verl.models.hf_module import AutogradContext
 from verl.parallel.traffic import TRAFFIC
 
 
@@ -110,13 +111,13 @@ class _Anchor(torch.autograd.Function):
     """The first `count` tensors as they are, plus zero times the sum of the others."""
 
     @staticmethod
-    def forward(ctx: Any, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: AutogradContext, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.parameters = [(p.new_zeros(()), p.shape) for p in tensors[count:]]
         return tuple(t.view_as(t) for t in tensors[:count])
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: AutogradContext, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         return None, *grads, *(zero.expand(shape) for zero, shape in ctx.parameters)
 
 

@@ -88,7 +88,7 @@ class TrainedState:
             else:
                 yield name, self.parameters.whole(name, self.parameters.computing(name), dtype)
 
-    def save(self, extra: dict[str, Any]) -> EngineState:
+    def save(self, extra: dict[str, object]) -> EngineState:
         """The state, without copying."""
         held = self.parameters.named()
         model = {name: self._model_tensor(held, name) for name in held if not is_adapter(name)}

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from verl.models.cuda.log_probs import KernelLogProbs, kernels_compute
 from verl.models.grad_buffers import GradientBuffers
+from verl.models.hf_module import AutogradContext
 from verl.models.matmul import Matmul
 
 _CHUNK_ELEMENTS = 1 << 26  # logits held at a time; 256 MiB in float32
@@ -208,7 +208,7 @@ def _blocks(z: torch.Tensor) -> Iterator[slice]:
 class _FusedLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: AutogradContext,
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
@@ -253,7 +253,7 @@ class _FusedLogProbs(torch.autograd.Function):
         return log_probs, entropy if wants[0] else None, squared if wants[1] else None, correct, chosen, *best, mean
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: AutogradContext, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         hidden, targets, lse, entropy, squared, candidates = ctx.saved_tensors
         columns, column_grads = read_columns(targets, candidates, grads)
         if all(g is None for g in column_grads):

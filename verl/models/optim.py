@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from verl.config import OptimConfig
-from verl.config.sections.optim import OWN_SCHEDULES, SCHEDULES
+from verl.config.sections.model import OWN_SCHEDULES, SCHEDULES
 from verl.errors import CheckpointError, ConfigError, nearest
 from verl.models.grad_buffers import GradientBuffers
 from verl.models.loss_scale import LossScale

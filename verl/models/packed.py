@@ -13,7 +13,6 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +22,7 @@ from verl.models import compiled
 from verl.models.attention import Scoring
 from verl.models.compiled_attention import CompiledPlan, compiled_attention, compiled_attention_backward
 from verl.models.cuda.varlen import VarlenPlan, flash_runs, varlen_attention
+from verl.models.hf_module import AutogradContext
 from verl.models.routing import Routing
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -142,7 +142,7 @@ class _FlashParts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PackedLayout, scale: float
+        ctx: AutogradContext, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PackedLayout, scale: float
     ) -> torch.Tensor:
         _, heads, tokens, head_dim = q.shape
         out = q.new_empty(1, tokens, heads, head_dim).transpose(1, 2)
@@ -152,7 +152,7 @@ class _FlashParts(torch.autograd.Function):
         return out.transpose(1, 2)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: AutogradContext, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         into = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
         flash_backward(ctx.layout, grads[0].transpose(1, 2), q, k, v, out, lse, ctx.scale, into)

@@ -17,11 +17,22 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from verl.page.summaries import SampleSummary, hash_of, last_message, score_statistics, summary_of, without_arrays
-from verl.page.texts import PackedTexts, fold, owners_with, pack_texts
+from verl.page.summaries import (
+    PackedTexts,
+    SampleSummary,
+    fold,
+    hash_of,
+    last_message,
+    owners_with,
+    pack_texts,
+    score_statistics,
+    summary_of,
+    without_arrays,
+)
 from verl.regular_files import open_regular
+from verl.tracking.files import Row
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +68,7 @@ _INSERT = (
     f"VALUES ({', '.join('?' * (6 + len(_COLUMNS)))})"
 )
 _SCORES = "SELECT unit, score FROM samples WHERE file = ? AND score IS NOT NULL"
-IndexedSample: TypeAlias = sqlite3.Row | dict[str, Any]  # the columns of a sample, in the index or read from its file
+IndexedSample: TypeAlias = sqlite3.Row | Row  # the columns of a sample, in the index or read from its file
 _Line = tuple[int, int, int, SampleSummary]  # line, its first byte, its bytes, its summary
 
 
@@ -264,7 +275,7 @@ class SampleIndex:
 
     # -- samples -----------------------------------------------------------------------------------------------------------
 
-    def row(self, split: str, step: int, line: int) -> dict[str, Any] | None:
+    def row(self, split: str, step: int, line: int) -> Row | None:
         """The whole row in line `line` (from 0) of a samples file; None when there is none."""
         path = self.file(split, step)
         if path is None:
@@ -282,7 +293,7 @@ class SampleIndex:
         return None
 
     @staticmethod
-    def read(path: Path | None, start: int, size: int) -> dict[str, Any] | None:
+    def read(path: Path | None, start: int, size: int) -> Row | None:
         """The row of `size` bytes at `start` of a samples file; None when there is none."""
         with suppress(OSError):
             if path is not None:
@@ -295,7 +306,7 @@ class SampleIndex:
         """Whether the file of a step is indexed to its end."""
         return bool(self.rows("SELECT 1 FROM files WHERE split = ? AND step = ? AND complete = 1", split, step))
 
-    def head(self, split: str, step: int, count: int) -> list[dict[str, Any]]:
+    def head(self, split: str, step: int, count: int) -> list[Row]:
         """The columns of the first `count` samples of a file, read from it."""
         path, samples = self.file(split, step), []
         with suppress(OSError):

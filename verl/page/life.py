@@ -8,11 +8,10 @@ import sqlite3
 from collections.abc import Mapping
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
 
 from verl.foreign_text import clean
 from verl.regular_files import open_regular
-from verl.tracking.files import is_count
+from verl.tracking.files import Row, is_count
 from verl.tracking.ledger.file import NAME, connect_read_only
 
 
@@ -66,15 +65,15 @@ def _events(attempt: sqlite3.Row, segments: list[sqlite3.Row]) -> list[tuple[int
     return events
 
 
-def episode_of(folder: Path, row: Mapping[str, object], split: str, step: int) -> dict[str, Any] | None:
+def episode_of(folder: Path, row: Mapping[str, object], split: str, step: int) -> Row | None:
     """{messages, calls, error} of the episode that a sample of an agent is: `calls` are the results of its tools, with
     name, arguments, seconds and error. None where the run has no journal (`episodes/`), or the sample is not in it.
 
     The journal names an episode train/7/0: split, prompt and sample.
     """
     name = f"{split.partition('-')[0]}/{row.get('ordinal')}/{row.get('sample_index')}"
-    episode: dict[str, Any] = {}
-    calls: dict[int, dict[str, Any]] = {}  # a step that is taken again writes them again
+    episode: Row = {}
+    calls: dict[int, Row] = {}  # a step that is taken again writes them again
     for file in sorted((folder / "episodes").glob(f"step_{step:06d}.rank*.jsonl")):
         with suppress(OSError), os.fdopen(open_regular(file), "rb") as stream:
             for line in stream:
@@ -89,7 +88,7 @@ def episode_of(folder: Path, row: Mapping[str, object], split: str, step: int) -
     return {"messages": episode["messages"], "calls": results, "error": episode.get("error")}
 
 
-def _record(line: bytes, name: str) -> dict[str, Any]:
+def _record(line: bytes, name: str) -> Row:
     """The record in a line of a journal if it is of the episode `name`, else an empty one."""
     if name.encode() not in line:
         return {}

@@ -1,29 +1,23 @@
-"""A run for notebooks: `verl.Run("runs/first")`.
-
-run.metrics()        one row per step, one column per metric
-run.samples(step=3)  one row per sample, of all steps without `step`
-run.timeline()       one row per step: seconds of each phase
-run.ledger()         one row per attempt at a sample: what became of it
-run.summary()        a dict: status, step, newest values, bottleneck
-run.model_path       the trained model, for from_pretrained
-"""
+"""A run for notebooks: `verl.Run("runs/first")`."""
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 
 from verl.errors import CheckpointError, MissingExtraError
 from verl.page.index import SampleIndex, parsed_row
 from verl.page.reader import RunReader
+from verl.page.tables import polyline
 from verl.page.text import whole_number
 from verl.regular_files import open_regular
+from verl.tracking.files import Row
 from verl.tracking.ledger.file import NAME as LEDGER
 from verl.tracking.ledger.file import connect_read_only, explained
 from verl.tracking.run_folder import require_run_folder
@@ -56,7 +50,7 @@ class Run:
     def samples(self, step: int | None = None, split: str = "train") -> pd.DataFrame:
         """The samples of a step, or of all steps, with every column of their files."""
         files = SampleIndex.files_of(self.folder)
-        rows: list[dict[str, Any]] = []
+        rows: list[Row] = []
         for name, number in sorted(files):
             if name == split and step in (None, number):
                 with open(open_regular(files[name, number]), encoding="utf-8", errors="replace") as stream:
@@ -81,7 +75,7 @@ class Run:
             ]
         return _pandas().DataFrame(rows)
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Row:
         """status, step, total_steps, newest value of each metric, and the phase that bounds the run with its advice."""
         run = self._reader
         run.refresh(0)
@@ -126,16 +120,10 @@ class Run:
         return f"{head}<table><tr>{''.join(cells[:8])}</tr></table>"
 
 
-def _sparkline(values: Iterable[float]) -> Markup:
-    points = list(values)[-200:]
-    low, high = min(points), max(points)
-    scale = (high - low) or 1.0
-    line = " ".join(
-        f"{120 * i / max(len(points) - 1, 1):.1f},{28 - 26 * (v - low) / scale:.1f}" for i, v in enumerate(points)
-    )
-    return Markup('<svg width="122" height="30"><polyline points="{}" fill="none" stroke="#0b57b7"/></svg>').format(
-        line
-    )
+def _sparkline(values: Sequence[float]) -> Markup:
+    return Markup(
+        '<svg width="122" height="28" viewBox="0 0 100 20"><polyline points="{}" fill="none" stroke="#0b57b7"/></svg>'
+    ).format(polyline(values))
 
 
 def _pandas() -> ModuleType:

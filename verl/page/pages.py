@@ -1,4 +1,4 @@
-"""The pages as HTML: paths, templates and their contexts. Independent of the server: `Site.page(path, query)`.
+"""The pages as HTML, for the server or as files: paths, templates and their contexts (`Site.page(path, query)`).
 
 /                                      the runs
 /run/KEY                               a run; also /metrics, /samples, /config, /plan and /log below it
@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import quote, unquote, urlencode
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from verl.errors import ConfigError
 from verl.foreign_text import clean, printable
-from verl.page import compare, log_records, panels, search, steps, tables
+from verl.page import panels, search, steps, tables
 from verl.page.index import SampleIndex
 from verl.page.plan import plan_context
 from verl.page.reader import RunReader
@@ -108,7 +110,7 @@ class Site:
         if not parts:
             return self._home(path)
         if parts[0] == "compare" and len(parts) == 1:
-            return self.render("compare.html", path, **compare.compare_context(self.views, query))
+            return self.render("compare.html", path, **panels.compare_context(self.views, query))
         if parts[0] != "run" or len(parts) < 2:
             raise NotFound("There is no such page.")
         view = self.view(parts[1])
@@ -147,7 +149,7 @@ class Site:
             case ["plan"] if (plan := plan_context(view.run.folder)) is not None:
                 return self.render("plan_page.html", path, **common, **plan)
             case ["log"]:
-                return self.render("log.html", path, **common, **log_records.log_context(view.run, query))
+                return self.render("log.html", path, **common, **tables.log_context(view.run, query))
             case ["samples"]:
                 return self.render("search.html", path, **common, **search.search_context(view.index, query))
             case [split, step, *inner] if (number := whole_number(step)) is not None:
@@ -207,3 +209,78 @@ def _data(value: object) -> Markup:
     """JSON inside a script element: no character can end the element."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
+
+
+_STATIC = Path(__file__).parent / "static"
+
+
+def export_pages(
+    folders: Sequence[Path], out: Path, *, num_steps: int = 20, say: Callable[[str], None] = lambda _: None
+) -> int:
+    """Write the pages of `folders` to the new folder `out`: the runs, and the newest `num_steps` steps of each split with
+    all groups and samples. Returns the number of pages. Raises ConfigError when `out` holds anything."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} is not empty. Give a new folder to --export.")
+    site = Site(folders, static=True)
+    count = 0
+    try:
+        for view in site.views.values():
+            say(f"Reading the samples of {view.run.folder}.")
+            view.index.update()
+        shutil.copytree(_STATIC, out / "static")
+        pages = list(_pages(site, num_steps))
+        written = {file_of(path) for path in pages}
+        for path in pages:
+            target = out / file_of(path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(without_dead_links(site.page(path), target.parent, out, written), encoding="utf-8")
+            count += 1
+    finally:
+        site.close()
+    return count
+
+
+def _pages(site: Site, num_steps: int) -> Iterator[str]:
+    yield "/"
+    for key, view in site.views.items():
+        base = f"/run/{segment(key)}"
+        yield from (base, f"{base}/metrics", f"{base}/config", f"{base}/log")
+        if view.run.has_plan:
+            yield f"{base}/plan"
+        files = view.index.files()
+        for split in sorted({split for split, _ in files}):
+            for step in sorted((s for name, s in files if name == split), reverse=True)[:num_steps]:
+                yield from _of_step(view, f"{base}/{segment(split)}/{step}", split, step)
+
+
+def _of_step(view: View, path: str, split: str, step: int) -> Iterator[str]:
+    yield path
+    rows = view.index.rows(
+        "SELECT unit, line, count(*) OVER (PARTITION BY unit) AS num FROM samples JOIN files ON files.id = file "
+        "WHERE split = ? AND step = ? ORDER BY line", split, step,
+    )  # fmt: skip
+    yield from dict.fromkeys(f"{path}/u/{segment(row['unit'])}" for row in rows if row["num"] > 1)
+    yield from (f"{path}/s/{row['line']}" for row in rows)
+
+
+_LINK = re.compile(r'<a\b([^>]*?) href="([^"]*)"([^>]*)>')
+
+
+def without_dead_links(html: str, place: Path, out: Path, written: set[str]) -> str:
+    """The page of a file in `place` without links to pages that are not `written`: such a link stays as text."""
+
+    def keep(match: re.Match[str]) -> str:
+        before, target, after = match.groups()
+        if target.startswith("#"):
+            return match.group(0)
+        linked = Path(_normal(place.relative_to(out), target)).as_posix()
+        return match.group(0) if linked in written else f"<a{before}{after}>"
+
+    return _LINK.sub(keep, html)
+
+
+def _normal(place: Path, target: str) -> str:
+    from posixpath import join, normpath
+    from urllib.parse import unquote
+
+    return normpath(join(place.as_posix(), unquote(target)))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from verl.tracking.files import Check, each, has, is_number, is_text, maybe, read_json
+from verl.tracking.files import Check, Json, each, has, is_number, is_text, maybe, read_json
 from verl.tracking.timeline import PLAN
-
-Json = Mapping[str, Any]
 
 
 def _list_of(check: Check) -> Check:

@@ -1,36 +1,100 @@
-"""The records of one run folder in memory: metrics, timeline, events, status; updated as the run writes them.
+"""The records of one run folder in memory: metrics, timeline, events, status; growing files are read as the run writes them.
 
 Reading never raises because of the content of the folder: `problems` has a sentence for each file that cannot be used.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import os
 import re
 import sys
 import threading
 import time
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from verl.config.schema import value_at
 from verl.foreign_text import clean
-from verl.page.follow import Follower, rows_of_step
 from verl.page.plan import plan_context
-from verl.regular_files import read_text
+from verl.regular_files import open_regular, read_text
+from verl.tracking import files
 from verl.tracking.bottleneck import Bottleneck, find_bottleneck
-from verl.tracking.files import MOST, has, is_count, is_metrics_row, is_number, is_text
 from verl.tracking.heartbeat import EVENTS, Beat, read_beat
 from verl.tracking.lock import holder_of
+from verl.tracking.pictures import TOKEN, TOKENS
 from verl.tracking.progress import EVENT
 from verl.tracking.run_folder import RunFolder
 from verl.tracking.timeline import PLANNED, SHARE
 from verl.tracking.timeline import ROW as TIMELINE_ROW
-from verl.tracking.token_texts import NAME as TOKENS
-from verl.tracking.token_texts import TOKEN
 
-_SPAN = has(name=is_text, start=is_number, seconds=is_number, step=is_count)
+_NEAR_BYTES = 1 << 16  # so much is read in order once the bisection is that near
+
+
+class Follower:
+    """The rows of a file of `append_rows`, read as they are appended. A line without its end is read when it has one.
+
+    `num_damaged` counts the lines that are no rows. `is_replaced`: the last `read` found the file replaced or cut, as
+    on resume, and has read its rows from the start. `is_partial`: some rows were left out, see `read`.
+    """
+
+    def __init__(self, path: Path, check: files.Check):
+        self.path = path
+        self.is_replaced = self.is_partial = False
+        self.num_damaged = 0
+        self._check = check
+        self._offset = 0
+        self._identity: tuple[int, int] | None = None
+
+    def read(self, limit: int = sys.maxsize) -> list[files.Row]:
+        """The rows since the last call; where these have more than `limit` bytes, rows at evenly spaced places. None when the
+        file is missing or cannot be read."""
+        rows: list[dict[str, object]] = []
+        self.is_replaced = False
+        with contextlib.suppress(OSError), os.fdopen(open_regular(self.path), "rb") as file:
+            status = os.fstat(file.fileno())
+            identity = (status.st_dev, status.st_ino)
+            if identity != self._identity or status.st_size < self._offset:
+                self.is_replaced = self._identity is not None
+                self._identity, self._offset, self.num_damaged, self.is_partial = identity, 0, 0, False
+            segments = files.even_segments(self._offset, status.st_size, limit)
+            self.is_partial |= len(segments) > 1
+            for line, end in files.lines_of(file, segments):
+                if not line.endswith(b"\n"):
+                    break
+                self._offset = end
+                row = files.parse_line(line, self._check)
+                if row is None:
+                    self.num_damaged += 1
+                else:
+                    rows.append(row)
+        return rows
+
+
+def rows_of_step(path: Path, step: int, check: files.Check) -> list[files.Row]:
+    """The rows of `step` in a file whose rows have growing steps; none when it is missing. The place is bisected, so a file of
+    any length costs a few reads."""
+    rows: list[dict[str, object]] = []
+    with contextlib.suppress(OSError), os.fdopen(open_regular(path), "rb") as file:
+
+        def read_from(start: int) -> Iterator[files.Row]:
+            parsed = (files.parse_line(line, check) for line, _ in files.lines_of(file, [(start, sys.maxsize)]))
+            return (row for row in parsed if row is not None)
+
+        low, high = 0, os.fstat(file.fileno()).st_size
+        while high - low > _NEAR_BYTES:  # the rows of `step` begin behind `low`
+            middle = (low + high) // 2
+            row = next(read_from(middle), None)
+            low, high = (middle, high) if row is not None and row["step"] < step else (low, middle)
+        upwards = itertools.takewhile(lambda row: row["step"] <= step, read_from(low))
+        rows = [row for row in upwards if row["step"] == step]
+    return rows
+
+
+_SPAN = files.has(name=files.is_text, start=files.is_number, seconds=files.is_number, step=files.is_count)
 _MAX_NOTES_BYTES = 64 << 10
 _TAG = re.compile(r"(?<![\w#&/])#(\w[\w-]{0,39})")
 _RESUME_GAP_S = 0.5  # the timeline has no gaps within one process
@@ -59,22 +123,22 @@ class RunReader:
         self.version = 0
         self._lock = threading.RLock()
         self._checked = 0.0
-        self._config: tuple[float, Mapping[str, Any]] = (-1.0, {})
+        self._config: tuple[float, files.Json] = (-1.0, {})
         self.index_problem = ""
         self.max_bytes = sys.maxsize  # read from a file at once; of a larger one the page has evenly spaced rows
         self._start()
 
     def _start(self) -> None:
-        self._metrics_file = Follower(self.folder / "metrics.jsonl", is_metrics_row)
+        self._metrics_file = Follower(self.folder / "metrics.jsonl", files.is_metrics_row)
         self._timeline_file = Follower(self.folder / "timeline.jsonl", TIMELINE_ROW)
         self._planned_file = Follower(self.folder / PLANNED, TIMELINE_ROW)
         self._events_file = Follower(self.folder / EVENTS, EVENT)
         self._tokens_file = Follower(self.folder / TOKENS, TOKEN)
         self.metrics: dict[str, Series] = {}
         self._series: dict[str, Series] = {}  # by the name in the file, which is cleaned once
-        self.timeline: list[dict[str, Any]] = []
-        self.planned: list[dict[str, Any]] = []  # steps as `verl plan` has simulated them
-        self.events: list[dict[str, Any]] = []
+        self.timeline: list[files.Row] = []
+        self.planned: list[files.Row] = []  # steps as `verl plan` has simulated them
+        self.events: list[files.Row] = []
         self.tokens: dict[int, tuple[str, bool]] = {}  # id -> its text, and whether it is a special token
         self.times: dict[int, float] = {}  # step -> seconds since 1970 at which its row was written
 
@@ -94,10 +158,10 @@ class RunReader:
             self.metrics, self._series, self.times = {}, {}, {}
         for row in rows:
             step, written = row.pop("step"), row.pop("time", None)
-            if is_number(written):
+            if files.is_number(written):
                 self.times[step] = written
             for name, value in row.items():
-                if value is None or not -MOST <= value <= MOST:
+                if value is None or not -files.MOST <= value <= files.MOST:
                     continue
                 series = self._series.get(name)
                 if series is None:
@@ -145,7 +209,7 @@ class RunReader:
         return sentences
 
     @property
-    def config(self) -> Mapping[str, Any]:
+    def config(self) -> files.Json:
         """The run's config as plain mappings; empty without a readable file."""
         try:
             changed = (self.folder / "config.yaml").stat().st_mtime
@@ -187,8 +251,8 @@ class RunReader:
 
     def metrics_of(self, step: int) -> dict[str, float]:
         """The metrics of a step, read from their place in the file; empty for a step without a row."""
-        rows = rows_of_step(self.folder / "metrics.jsonl", step, is_metrics_row)
-        return {clean(name): value for row in rows for name, value in row.items() if is_number(value)}
+        rows = rows_of_step(self.folder / "metrics.jsonl", step, files.is_metrics_row)
+        return {clean(name): value for row in rows for name, value in row.items() if files.is_number(value)}
 
     def planned_row(self, step: int) -> dict[str, object] | None:
         """The simulated step of that number; the last one for a step beyond them, and None without a plan."""
@@ -222,7 +286,7 @@ class RunReader:
         beat, limit_s = self.beat, self.config_value("trainer.hang_timeout_s", 0)
         if not self.is_running or beat is None:
             return False
-        return not is_number(limit_s) or not limit_s or time.time() - beat.since < limit_s
+        return not files.is_number(limit_s) or not limit_s or time.time() - beat.since < limit_s
 
     @property
     def program(self) -> str:
@@ -289,13 +353,13 @@ class RunReader:
                 rows.setdefault(step, {"step": step})[name] = value
         return [rows[step] for step in sorted(rows)]
 
-    def marks(self) -> list[dict[str, Any]]:
+    def marks(self) -> list[files.Row]:
         """Crashes and resumptions: {step, kind, text}."""
         marks = []
         for event in self.events:
             place = clean(event.get("phase") or "an unknown phase")
             text = f"crash in {place}: {clean(event.get('cause') or '')}"
-            if is_count(event.get("step")):
+            if files.is_count(event.get("step")):
                 marks.append({"step": event["step"], "kind": "crash", "text": text})
         for before, row in zip(self.timeline, self.timeline[1:], strict=False):
             gap = row.get("start", 0) - before.get("start", 0) - before["seconds"]

@@ -7,12 +7,12 @@ import re
 import sqlite3
 from collections.abc import Mapping, Sequence, Set
 from itertools import chain
-from typing import Any
 
 from verl.foreign_text import clean
 from verl.page.index import SampleIndex
 from verl.page.summaries import text_of
 from verl.page.text import visible, whole_number
+from verl.tracking.files import Row
 
 PER_PAGE = 50
 _FEW = 5000  # samples that are looked up one by one
@@ -73,7 +73,7 @@ def search_context(index: SampleIndex, query: Mapping[str, str]) -> dict[str, ob
     }  # fmt: skip
 
 
-def find_samples(index: SampleIndex, query: Mapping[str, str], *, limit: int, offset: int = 0) -> list[dict[str, Any]]:
+def find_samples(index: SampleIndex, query: Mapping[str, str], *, limit: int, offset: int = 0) -> list[Row]:
     """The samples that fit: their columns, `prompt` and `response` as lists show them, and `excerpt`, the place of the
     searched text as (text, whether it is the searched one). Raises sqlite3.Error."""
     text = query.get("q", "").strip()[:_MAX_QUERY]

@@ -6,14 +6,13 @@ import math
 import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from verl.page.index import IndexedSample, SampleIndex
 from verl.page.life import episode_of, life_of
 from verl.page.reader import RunReader
 from verl.page.summaries import deviation, last_message, text_of
 from verl.page.text import Tokens, diff_words, tokens_of, whole_number
-from verl.tracking.files import is_number
+from verl.tracking.files import Json, Row, is_number
 from verl.tracking.pictures import FOLDER as IMAGES
 from verl.tracking.pictures import stored_images
 
@@ -111,7 +110,7 @@ class Place:
         worker.join(seconds)
 
 
-def step_context(at: Place, query: Mapping[str, str]) -> dict[str, Any] | None:
+def step_context(at: Place, query: Mapping[str, str]) -> Row | None:
     """The groups of a step, its timeline and metrics; None without samples or metrics of that step."""
     at.ensure()
     file = at.file_row()
@@ -160,7 +159,7 @@ def step_context(at: Place, query: Mapping[str, str]) -> dict[str, Any] | None:
     }
 
 
-def _groups(at: Place) -> list[dict[str, Any]]:
+def _groups(at: Place) -> list[Row]:
     members: dict[str, list[IndexedSample]] = {}
     for row in at.samples():
         members.setdefault(row["unit"], []).append(row)
@@ -181,7 +180,7 @@ def level_of(score: float | None, low: float, high: float) -> int | None:
     return round(_LEVELS * (score - low) / (high - low)) if high > low else _LEVELS // 2
 
 
-def _group(unit: str, rows: Sequence[IndexedSample]) -> dict[str, Any]:
+def _group(unit: str, rows: Sequence[IndexedSample]) -> Row:
     scores = [row["score"] for row in rows if row["score"] is not None]
     gaps = [row["gap"] for row in rows if row["gap"] is not None]
     answers: dict[str, set[float]] = {}
@@ -216,7 +215,7 @@ def _margin(rows: Sequence[IndexedSample]) -> float | None:
     return by_side[1] - by_side[0]
 
 
-def group_context(at: Place, unit: str, query: Mapping[str, str]) -> dict[str, Any] | None:
+def group_context(at: Place, unit: str, query: Mapping[str, str]) -> Row | None:
     """The samples of a group side by side, and the diff of two of them."""
     at.ensure()
     rows = at.samples(unit)
@@ -257,7 +256,7 @@ def _parts(row: Mapping[str, object]) -> dict[str, object]:
     return {str(name): value for name, value in parts.items()} if isinstance(parts, Mapping) else {}
 
 
-def _diff(whole: Sequence[Mapping[str, Any]], rows: Sequence[IndexedSample], query: Mapping[str, str]) -> object:
+def _diff(whole: Sequence[Mapping[str, object]], rows: Sequence[IndexedSample], query: Mapping[str, str]) -> object:
     """The two samples that the query names; else the best against the worst, where they differ."""
     lines = [row["line"] for row in rows]
     asked = [whole_number(query.get(name, "")) for name in ("a", "b")]
@@ -286,7 +285,7 @@ def _elsewhere(at: Place, row: IndexedSample) -> list[sqlite3.Row]:
     )
 
 
-def sample_context(at: Place, line: int) -> dict[str, Any] | None:
+def sample_context(at: Place, line: int) -> Row | None:
     """One sample: tokens, turns, reward, life, the rest of its row."""
     row = at.index.row(at.split, at.step, line)
     if row is None:
@@ -342,7 +341,7 @@ def _facts(row: Mapping[str, object]) -> dict[str, object]:
     return facts
 
 
-def gantt(spans: Sequence[Mapping[str, Any]], timeline: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def gantt(spans: Sequence[Json], timeline: Json | None) -> Row | None:
     """Bars of a step in thousandths of its time: `rows` of (name, [(start, width, seconds)]), which are measured;
     `roles` has their busy seconds, whose time of day is not known."""
     if not spans or timeline is None or not timeline.get("seconds"):
@@ -358,7 +357,7 @@ def gantt(spans: Sequence[Mapping[str, Any]], timeline: Mapping[str, Any] | None
     return {"rows": rows, "roles": roles, "seconds": total, "communication": timeline["communication"]}
 
 
-def plan_bars(planned: Mapping[str, Any] | None, measured: Mapping[str, Any] | None) -> dict[str, object] | None:
+def plan_bars(planned: Json | None, measured: Json | None) -> dict[str, object] | None:
     """A step as simulated by `verl plan` against the measured one: `sides` of (name, seconds, [(phase, start, width,
     seconds)]) on one scale in thousandths, and `rows` of (phase or busy role, planned, measured seconds)."""
     if planned is None or measured is None:

@@ -1,4 +1,8 @@
-"""The columns of the sample index: one line about a row of a samples file."""
+"""The columns of the sample index, one line about a row of a samples file; and packed texts, laid end to end for a search.
+
+A scan of packed texts is one `bytes.find`: it finds substrings of any length in any script. An index of trigrams (FTS5) took
+most of the time of reading samples, and was slower for frequent words.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,61 @@ import itertools
 import math
 import operator
 import re
+from array import array
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from verl.foreign_text import valid_utf8
-from verl.tracking.files import is_count, is_number
+from verl.tracking.files import Json, is_count, is_number
+
+_END = b"\0"
+
+
+class PackedTexts(NamedTuple):
+    """`folded`: the texts, each with an end mark; `owners` (int64): samples; `ends` (int64): where the text of each ends.
+
+    Neighbours with the same text share it: the samples of a group have one prompt.
+    """
+
+    owners: bytes
+    ends: bytes
+    folded: bytes
+
+
+def fold(text: str) -> bytes:
+    """`text` as it is compared: lower case, UTF-8, without the end mark."""
+    return text.lower().encode().replace(_END, b" ")
+
+
+def pack_texts(texts: Iterable[tuple[int, str]]) -> PackedTexts:
+    """The texts of (sample, text), in that order."""
+    owners, ends, parts, size = array("q"), array("q"), [], 0
+    last: str | None = None
+    for owner, text in texts:
+        if text != last:
+            parts.append(fold(text))
+            size, last = size + len(parts[-1]) + len(_END), text
+        owners.append(owner)
+        ends.append(size)
+    return PackedTexts(owners.tobytes(), ends.tobytes(), b"".join(part + _END for part in parts))
+
+
+def owners_with(needle: bytes, packed: PackedTexts) -> list[int]:
+    """The samples whose text has the folded `needle`."""
+    find = packed.folded.find
+    at = find(needle)
+    if at < 0:
+        return []
+    owners, ends = array("q", packed.owners), array("q", packed.ends)
+    matching, place = set(), 0  # ends of texts
+    while at >= 0:
+        place = bisect_right(ends, at, place)
+        matching.add(ends[place])
+        at = find(needle, ends[place])
+    return [owner for owner, end in zip(owners, ends, strict=True) if end in matching]
+
 
 _MAX_TEXT = 20_000  # characters of a prompt or response that can be searched
 _MAX_ANSWER = 200
@@ -45,7 +98,7 @@ class SampleSummary(NamedTuple):
     response: str
 
 
-def summary_of(row: Mapping[str, Any], line: int) -> SampleSummary:
+def summary_of(row: Json, line: int) -> SampleSummary:
     """The columns of a row; None and "" for values that are missing or of another type."""
     response = text_of(row, "response")
     chosen = row.get("chosen")
@@ -131,7 +184,7 @@ def _first(values: object) -> float | None:
     return 0.0 if first is None and any(map(is_number, values)) else first
 
 
-def trainer_log_probs(row: Mapping[str, Any]) -> Sequence[Any]:
+def trainer_log_probs(row: Json) -> Sequence[Any]:
     """The trainer's log-probs of the response tokens; [] where the row has none."""
     for name in ("train_log_probs", "old_log_probs"):
         if isinstance(row.get(name), list):

@@ -1,14 +1,62 @@
-"""Context of the pages of a whole run: header, where the time goes, config; and formats of numbers."""
+"""Context of the pages of a whole run: header, where the time goes, config, log; and formats of numbers."""
 
 from __future__ import annotations
 
+import re
+import sqlite3
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 from verl.page.index import SampleIndex
 from verl.page.reader import RunReader
+from verl.tracking.files import Row
 from verl.tracking.ledger.reader import read_counts
+from verl.tracking.progress import read_tail
+
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+_NUM_RECORDS = 500
+_READ_BYTES = 2 << 20  # of the end of each rank's log
+_RECORD = re.compile(rf"(\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d,\d+) ({'|'.join(_LEVELS)}) \d+ (.*)")
+
+
+class LogLine(NamedTuple):
+    time: str
+    rank: str  # the name of its file
+    level: str
+    text: str  # with its further lines
+
+
+def read_log(file: Path) -> list[LogLine]:
+    """The records at the end of a log, oldest first."""
+    records: list[LogLine] = []
+    for line in read_tail(file, _READ_BYTES).splitlines():
+        if match := _RECORD.fullmatch(line):
+            records.append(LogLine(match[1], file.stem, match[2], match[3]))
+        elif records:
+            records[-1] = records[-1]._replace(text=f"{records[-1].text}\n{line}")
+    return records
+
+
+def log_context(run: RunReader, query: Mapping[str, str]) -> dict[str, object]:
+    """Events of the supervisor, newest first, and the newest records that match `rank`, `level` (this one and graver ones)
+    and `q`, a text in any case."""
+    files = {file.stem: file for file in sorted((run.folder / "logs").glob("*.log"))}
+    rank, text = query.get("rank", ""), query.get("q", "").casefold()
+    level = query["level"] if query.get("level") in _LEVELS else _LEVELS[0]
+    graver = _LEVELS[_LEVELS.index(level) :]
+    records = sorted(
+        record
+        for name, file in files.items()
+        if rank in ("", name)
+        for record in read_log(file)
+        if record.level in graver and text in record.text.casefold()
+    )
+    return {
+        "events": list(reversed(run.events)), "ranks": list(files), "levels": _LEVELS, "rank": rank, "level": level,
+        "text": query.get("q", ""), "records": records[-_NUM_RECORDS:], "num_records": len(records),
+    }  # fmt: skip
 
 
 def time_text(seconds: float | None) -> str:
@@ -26,7 +74,7 @@ def time_text(seconds: float | None) -> str:
     return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 
 
-def number(value: Any, digits: int = 4) -> str:
+def number(value: float | None, digits: int = 4) -> str:
     """A number with `digits` significant digits, or all before the point; "–" for none."""
     if value is None:
         return "–"
@@ -41,7 +89,7 @@ def clock(seconds: float | None) -> str:
     return "" if seconds is None else time.strftime("%H:%M:%S", time.localtime(seconds))
 
 
-def run_context(run: RunReader, index: SampleIndex) -> dict[str, Any]:
+def run_context(run: RunReader, index: SampleIndex) -> Row:
     """Context of the run page, without its charts."""
     bottleneck = run.bottleneck()
     rows = index.statistics()
@@ -98,13 +146,13 @@ def _headline(run: RunReader) -> list[dict[str, object]]:
     return rows
 
 
-def _recent(run: RunReader, files: list[Any]) -> list[dict[str, object]]:
+def _recent(run: RunReader, files: Sequence[sqlite3.Row]) -> list[dict[str, object]]:
     """The newest steps, with their rows in the index."""
     known = {row["step"]: row for row in files}
     columns = _COLUMNS[run.kind]
     values = {name: dict(zip(run.metrics[name].steps, run.metrics[name].values, strict=True))
               for name in columns.values() if name in run.metrics}  # fmt: skip
-    steps = []
+    steps: list[dict[str, object]] = []
     for step in sorted(set(run.times) - {0}, reverse=True)[:6]:
         row = known.get(step)
         columns_of_row = dict(row) if row else {}

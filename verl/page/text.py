@@ -12,7 +12,7 @@ from markupsafe import Markup, escape
 
 from verl.foreign_text import valid_utf8
 from verl.page.summaries import probability, trainer_log_probs
-from verl.tracking.files import is_count, is_number
+from verl.tracking.files import Json, is_count, is_number
 
 MAX_TEXT = 200_000  # characters of one text on a page
 MAX_TOKENS = 20_000
@@ -86,7 +86,7 @@ def tokens_of(
     return Tokens(texts, shown_ids, columns, _turns(mask, count), len(ids))
 
 
-def _columns(row: Mapping[str, Any], count: int) -> dict[str, list[float | None]]:
+def _columns(row: Json, count: int) -> dict[str, list[float | None]]:
     columns: dict[str, list[float | None]] = {}
     sampled = _numbers(row.get("log_probs"), count)
     trained = _numbers(list(trainer_log_probs(row)), count)

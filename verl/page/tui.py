@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.text import Text
 
@@ -15,6 +14,7 @@ from verl.page import search, steps, tables
 from verl.page.index import IndexedSample, SampleIndex
 from verl.page.reader import RunReader
 from verl.page.text import Tokens, tokens_of
+from verl.tracking.files import Json
 from verl.tracking.run_folder import require_run_folder
 
 try:
@@ -38,7 +38,7 @@ _MODES = {  # mode of the tokens -> column, and the value from which a token is 
 _SHADES = ("", "yellow", "bold red")
 FILTERS = {"c": ("cut", "cut"), "a": ("same answer, different score", "conflict"), "f": ("scorer failed", "failed")}
 
-Rows = list[tuple[str, list[Any]]]  # (key, cells)
+Rows = list[tuple[str, Sequence[str | Text]]]  # (key, cells)
 
 
 def browse(folder: Path) -> int:
@@ -185,7 +185,7 @@ class StepScreen(TableScreen):
     def rows(self) -> Rows:
         context = steps.step_context(self.at, {"sort": self.sort}) or {"groups": [], "sorts": {}}
         self.labels: Mapping[str, str] = context["sorts"]
-        rows = []
+        rows: Rows = []
         for group in context["groups"]:
             cells = [tables.number(group[name], 3) for name in ("mean", "spread", "length", "cut", "gap")]
             scores = " ".join(tables.number(score, 2) for score in group["scores"][:16])
@@ -201,7 +201,7 @@ class StepScreen(TableScreen):
             self.fill()
 
 
-def _cells(row: IndexedSample, response: str) -> list[object]:
+def _cells(row: IndexedSample, response: str) -> list[str | Text]:
     """Score, advantage, length, flags and the beginning of the response of a sample."""
     flags = [name for name, is_set in (("cut", row["finish"] == "length"), ("scorer failed", row["error"])) if is_set]
     if row["gap"] is not None and row["gap"] > 0.1:
@@ -232,7 +232,7 @@ class GroupScreen(TableScreen):
         )
 
     def rows(self) -> Rows:
-        rows = []
+        rows: Rows = []
         for i, row in enumerate(self.at.samples(self.unit)):
             number = row["sample"] if row["sample"] is not None else i
             rows.append((str(row["line"]), [str(number), *_cells(row, self.at.texts(row)[1])]))
@@ -319,7 +319,7 @@ class SampleScreen(Screen[None]):
         text = Text("This sample is not in the run folder any more.") if context is None else self._text(context)
         self.query_one("#sample", Static).update(text)
 
-    def _text(self, sample: Mapping[str, Any]) -> Text:
+    def _text(self, sample: Json) -> Text:
         row, text = sample["row"], Text()
         facts = {"score": row.get("score"), **sample["parts"], "ground truth": row.get("ground_truth"),
                  "ended by": row.get("finish_reason"), **sample["facts"]}  # fmt: skip

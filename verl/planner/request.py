@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config import LoadedConfig, PPOConfig, RunConfig
-from verl.config.overrides import parse_override
+from verl.config.values import parse_override
 from verl.errors import ConfigError, nearest
 from verl.parallel.memory import available_memory
 from verl.planner.cluster import Cluster, cluster_facts

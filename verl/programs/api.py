@@ -26,12 +26,12 @@ from verl.registry import Registry, load_object
 if TYPE_CHECKING:
     from verl.checkpoint.store import CheckpointWriter
     from verl.roles.api import Broadcast, Roles, RoleSpecs
+    from verl.roles.guards import RollBack
     from verl.tracking.console import StepMetrics
     from verl.tracking.files import Check
     from verl.tracking.run_folder import Curves
-    from verl.tracking.spans import Spans
     from verl.tracking.summary import Result
-    from verl.tracking.timeline import SpanPhases
+    from verl.tracking.timeline import SpanPhases, Spans
 
 C = TypeVar("C", bound=RunConfig)  # the config tree of a program
 
@@ -63,10 +63,6 @@ class StepResult:
     rows: Callable[[], list[dict[str, Any]]] = list
     span_tokens: Mapping[str, int] = field(default_factory=dict)
     skipped: str = ""
-
-
-class RollBack(Exception):
-    """Raised by `step`: the host loads the newest checkpoint, gives the exception to `load_state_dict`, and continues."""
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,10 @@ from verl.data.files import write_parquet
 from verl.data_proto.sample_rows import sample_rows
 from verl.errors import ConfigError
 from verl.programs.api import ProgramSpecs
-from verl.programs.collect import generate_samples
+from verl.programs.collect import VALIDATION_STEP, generate_samples
 from verl.programs.ppo import PPO
 from verl.programs.ppo_data import PPOData, load_data
 from verl.programs.ppo_roles import PPORoles
-from verl.programs.validation import VALIDATION_STEP
 from verl.regular_files import kind_of
 from verl.roles.rollout import sampling_params
 from verl.runtime.api import open_runtime

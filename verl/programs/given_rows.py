@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,12 +31,12 @@ from verl.data_proto.tokenizer import Tokenizer
 from verl.engines.api import MicroBatching
 from verl.models.load import load_tokenizer
 from verl.parallel.placement import Placement
-from verl.programs.api import Program, RollBack, RunContext, StepResult
-from verl.programs.guards import Guards, RollBackPrompts, StepBatch
+from verl.programs.api import Program, RunContext, StepResult
 from verl.programs.specs import run_spec
 from verl.roles.api import Objective, Roles, RoleSpec, RoleSpecs, settings_of
-from verl.roles.step_guard import StepGuard
+from verl.roles.guards import Guards, RollBack, StepBatch, StepGuard
 from verl.tracking.files import Check, is_count
+from verl.tracking.summary import Result
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +83,9 @@ class GivenRowsProgram(Program[G]):
     """
 
     span_phases = {"batch": ("data", None), "update": ("training", ROLE)}
+    # metric of a validation -> its row in the closing table; and the metrics that have one without a validation
+    labels: ClassVar[Mapping[str, str]] = {}
+    always: ClassVar[tuple[str, ...]] = ("loss",)
     state_schema: ClassVar[Mapping[str, Check]] = dict.fromkeys(
         ("num_rows", "num_tokens_trained", "num_passed_over"), is_count
     )
@@ -178,6 +181,16 @@ class GivenRowsProgram(Program[G]):
         """The rows of a batch for samples/."""
         return sample_rows(batch, self.data.tokenizer)
 
+    def held_out(self) -> Iterator[range]:
+        """The validation rows, by batches."""
+        assert self.data.validation is not None
+        num_rows, size = len(self.data.validation), self.config.data.train_batch_size
+        return (range(start, min(start + size, num_rows)) for start in range(0, num_rows, size))
+
+    def results(self, before: Mapping[str, float], after: Mapping[str, float]) -> Sequence[Result]:
+        names = [name for name in self.labels if name in self.always or f"val/{name}" in after]
+        return [Result(n, self.labels[n], before.get(f"val/{n}"), after.get(f"val/{n}")) for n in names]
+
     def state_dict(self) -> dict[str, object]:
         assert self.data.train is not None
         return {
@@ -193,8 +206,8 @@ class GivenRowsProgram(Program[G]):
         if state is None:
             return
         self.num_tokens, self.num_passed_over = state["num_tokens_trained"], state["num_passed_over"]
-        if isinstance(rolled_back, RollBackPrompts):  # the next step takes the batch after the failed batch
-            self.num_passed_over = rolled_back.next_ordinal - state["step"]
+        if rolled_back and (number := rolled_back.next_ordinal) is not None:  # of the batch after the failed batch
+            self.num_passed_over = number - state["step"]
         if len(self.data.train.dataset) != state["num_rows"]:
             log.warning(
                 "%d rows train now, but %d trained when %s was saved: the following steps take other rows than an "
@@ -204,8 +217,8 @@ class GivenRowsProgram(Program[G]):
                 checkpoint,
             )
 
-    def header(self) -> dict[str, Any]:
-        facts = {"loss": self.loss_name()}
+    def header(self) -> dict[str, object]:
+        facts: dict[str, object] = {"loss": self.loss_name()}
         for name, rows in (
             ("training rows", self.data.train.dataset if self.data.train else None),
             ("validation rows", self.data.validation),

@@ -51,7 +51,7 @@ class Candidates:
         """The prompt as the judge reads it."""
         return self.prompt if isinstance(self.prompt, str) else conversation_text(self.prompt)
 
-    def row(self, better: int, worse: int, margin: float) -> dict[str, Any]:
+    def row(self, better: int, worse: int, margin: float) -> dict[str, object]:
         """A row of preferences, texts or messages like the prompt."""
         texts = {"chosen": self.responses[better], "rejected": self.responses[worse]}
         if not isinstance(self.prompt, str):

@@ -24,11 +24,11 @@ from verl.config import PPOConfig
 from verl.data_proto.batch_metrics import RowSets
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
-from verl.programs.guards import SkipBatch, StepBatch
 from verl.programs.ppo import PPO
-from verl.programs.ppo_display import curves_of
-from verl.programs.reference_log_probs import completion_log_probs
+from verl.programs.ppo_program import curves_of
+from verl.programs.preference import completion_log_probs
 from verl.roles.api import RoleSpecs
+from verl.roles.guards import SkipBatch, StepBatch
 from verl.roles.objectives.preference import PreferenceObjective
 from verl.roles.updates import MiniBatchSchedule
 

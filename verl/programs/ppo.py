@@ -37,11 +37,11 @@ from verl.data_proto.token_values import compared_log_probs
 from verl.programs.api import RunContext
 from verl.programs.collect import Collector
 from verl.programs.distillation import RowResponses, Teachers
-from verl.programs.guards import StepBatch
 from verl.programs.ppo_data import PPOData
 from verl.programs.ppo_program import PPOProgram, comparing, without_experts
 from verl.programs.ppo_roles import Needs, old_log_prob_source
 from verl.roles.api import Roles
+from verl.roles.guards import StepBatch
 from verl.roles.updates import Updates
 from verl.tracking.ledger.records import keys_of
 

@@ -31,12 +31,12 @@ from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.programs.api import PROGRAMS, Program, RunContext
 from verl.programs.collect import Collector, prompts_per_generation, rollout_metrics
-from verl.programs.guards import StepBatch
 from verl.programs.ppo import PPO
 from verl.programs.ppo_data import PPOData
 from verl.programs.ppo_roles import old_log_prob_source
 from verl.programs.rollout_queue import RolloutQueue
 from verl.roles.api import Roles
+from verl.roles.guards import StepBatch
 from verl.tracking.ledger.records import OpenSample
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -25,22 +25,24 @@ from verl.data_proto.proto import DataProto
 from verl.data_proto.sample_rows import sample_rows
 from verl.data_proto.token_values import add_observed
 from verl.models.routing import COLUMN as ROUTED_EXPERTS
-from verl.programs.api import Program, RollBack, RunContext, StepResult
-from verl.programs.guards import Guards, RollBackPrompts, StepBatch
+from verl.programs.api import Program, RunContext, StepResult
+from verl.programs.collect import Validator
 from verl.programs.ppo_data import PPOData, load_data
-from verl.programs.ppo_display import CONSOLE_METRICS, SPAN_PHASES, curves_of, greedy_curves
 from verl.programs.ppo_roles import PPORoles, ppo_roles
 from verl.programs.samples import open_samples, start_samples
+from verl.programs.specs import Traces
 from verl.programs.stages import Stages
-from verl.programs.traces import Traces
-from verl.programs.validation import Validator
 from verl.roles.api import Roles, RoleSpecs
+from verl.roles.guards import Guards, RollBack, StepBatch
 from verl.roles.rollout import sampling_params
+from verl.tracking.console import StepMetrics
 from verl.tracking.files import has, is_count, is_number, is_text, maybe
 from verl.tracking.ledger.file import NAME as LEDGER
 from verl.tracking.ledger.records import OpenSample
 from verl.tracking.ledger.tracker import SampleTracker
+from verl.tracking.run_folder import Curves
 from verl.tracking.summary import Result
+from verl.tracking.timeline import SpanPhases
 
 log = logging.getLogger(__name__)
 
@@ -48,13 +50,66 @@ _PATIENCE = 3  # steps; one or two without a signal happen to small batches
 _MOSTLY = 0.9
 
 
+def curves_of(scores: Mapping[str, str]) -> Curves:
+    """`curves` of a program that samples; `scores` (metric -> label) are those of the samples of a step."""
+    return {
+        "mean reward": {**scores, "val/reward": "held-out, sampled", "val/greedy": "held-out, greedy"},
+        "response length (tokens)": {"response_length/mean": ""},
+        "turns of an episode": {"num_turns/mean": ""},
+        "entropy (nats)": {"actor/entropy": ""},
+        "distance to the teacher": {"distillation/loss": ""},
+        "KL": {
+            "actor/ppo_kl": "to the old policy",
+            "actor/kl_loss": "to the reference",
+            "actor/reward_kl_penalty": "to the reference, in the reward",
+        },
+        "age of the samples (weight versions)": {"training/off_policy/trajectory_staleness/mean": ""},
+    }
+
+
+def greedy_curves(curves: Curves) -> Curves:
+    """The curves of a run whose validation is greedy: val/reward and val/greedy are one."""
+    panels = {}
+    for title, names in curves.items():
+        panels[title] = {name: label for name, label in names.items() if name != "val/greedy"}
+        if "val/reward" in names:
+            panels[title]["val/reward"] = "held-out, greedy"
+    return panels
+
+
 class PPOProgram(Program[PPOConfig]):
     """Subclasses define `train`. `samples` records which samples have trained, and so the prompt with which the next step
     starts."""
 
-    console_metrics = CONSOLE_METRICS
+    console_metrics: ClassVar[StepMetrics] = {
+        "critic/score/mean": ("reward", "{:.3f}"),
+        "actor/pg_loss": ("loss", "{:.3g}"),
+        "actor/ppo_kl": ("kl", "{:.1e}"),
+        "response_length/mean": ("length", "{:.1f}"),
+        "num_turns/mean": ("turns", "{:.1f}"),
+        "tool_call_counts/mean": ("calls", "{:.1f}"),
+        "actor/entropy": ("entropy", "{:.3f}"),
+        "actor/kl_loss": ("kl_ref", "{:.2g}"),
+        "actor/reward_kl_penalty": ("kl_in_reward", "{:.2g}"),
+        "distillation/loss": ("teacher", "{:.3g}"),
+        "actor/grad_norm": ("grad", "{:.2f}"),
+        "critic/vf_explained_var": ("explained", "{:.2f}"),
+    }
     curves = curves_of({"critic/score/mean": "training"})
-    span_phases = SPAN_PHASES
+    span_phases: ClassVar[SpanPhases] = {
+        "gen": ("rollout", "rollout"),
+        "gen_max": ("rollout", "rollout"),
+        "rollout_wait": ("rollout", None),  # for samples that are generated in parallel
+        "reward": ("reward", None),  # for scores; the scorers report their own busy time
+        "old_log_prob": ("training", "actor"),
+        "update_actor": ("training", "actor"),
+        "ref": ("training", "reference"),
+        "teacher": ("training", "teacher"),
+        "values": ("training", "critic"),
+        "update_critic": ("training", "critic"),
+        "adv": ("training", None),
+        "update_weights": ("communication", None),
+    }
     state_schema = {
         "weight_version": is_count,
         "kl_controller": has(value=is_number),
@@ -151,7 +206,7 @@ class PPOProgram(Program[PPOConfig]):
     def load_state_dict(
         self, state: Mapping[str, Any] | None, checkpoint: Path | None, rolled_back: RollBack | None = None
     ) -> None:
-        """See Program. After a RollBackPrompts, prompts before its `next_ordinal` do not train again."""
+        """See Program. After a RollBack, prompts before its `next_ordinal` do not train again."""
         if state is not None:
             self.weight_version = state["weight_version"]
             self.kl_controller.load_state_dict(state["kl_controller"])
@@ -160,8 +215,8 @@ class PPOProgram(Program[PPOConfig]):
                 self.data.train.load_state_dict(state.get("sampler", {}))
         self.roles_of_run.weights.sync(self.weight_version)
         waiting = start_samples(self.samples, self.run, checkpoint, (state or {}).get("samples"))
-        if isinstance(rolled_back, RollBackPrompts):
-            self.samples.skip_prompts((state or {})["step"] + 1, rolled_back.next_ordinal)
+        if rolled_back and (ordinal := rolled_back.next_ordinal) is not None:
+            self.samples.skip_prompts((state or {})["step"] + 1, ordinal)
             log.warning("Prompt %d is next.", self.samples.cursor)
         self.restore(waiting)
 
@@ -184,7 +239,7 @@ class PPOProgram(Program[PPOConfig]):
         if uses_rewards(self.config):
             self.signal.record(step, metrics)
 
-    def header(self) -> dict[str, Any]:
+    def header(self) -> dict[str, object]:
         group, algorithm, data = self.config.actor_rollout_ref, self.config.algorithm, self.data
         roles = self.roles_of_run
         models = {"actor": roles.actor, "critic": roles.critic, "reference": roles.reference, **roles.teachers}

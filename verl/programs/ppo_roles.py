@@ -13,13 +13,12 @@ from verl.config.active_keys import uses_critic, uses_reference, uses_rewards
 from verl.config.sections.actor import ActorConfig, CriticConfig
 from verl.config.sections.distillation import TeacherConfig
 from verl.engines.api import MicroBatching
-from verl.programs.specs import placement_of, ppo_run_spec, reward_spec, rollout_spec
-from verl.programs.traces import trace_spec
+from verl.programs.specs import placement_of, ppo_run_spec, reward_spec, rollout_spec, trace_spec
 from verl.roles.api import ModelHandle, RewardHandle, Roles, RoleSpec, RoleSpecs, RolloutHandle, WeightSync, settings_of
+from verl.roles.guards import StepGuard
 from verl.roles.objectives.distillation import DistillationObjective
 from verl.roles.objectives.policy import PolicyObjective, all_rows, rows_with_advantage, skips_zero_advantages
 from verl.roles.objectives.value import ValueObjective
-from verl.roles.step_guard import StepGuard
 from verl.roles.updates import MiniBatchSchedule
 
 OldLogProbs = Literal["update", "rollout", "recompute"]

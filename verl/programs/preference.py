@@ -10,32 +10,124 @@ the negative log-likelihood) is computed here and travels as a column, so that n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 
 from verl.algorithms.preference_losses import is_paired, match_ranks
+from verl.checkpoint.files import record_of, remove_tree
+from verl.checkpoint.tensor_files import read_tensors, write_tensors
 from verl.config.roots.preference import PreferenceConfig, has_reference_role
 from verl.data.files import Files
-from verl.data.preferences.dataset import PreferenceDataset, load_preferences, partners_of, sequence_batch
+from verl.data.preferences.dataset import (
+    PreferenceDataset,
+    PreferenceSequence,
+    load_preferences,
+    partners_of,
+    sequence_batch,
+)
+from verl.data_proto.media import media_of
 from verl.data_proto.metrics import Metric, merge_metrics, metric_values
 from verl.data_proto.proto import DataProto
 from verl.data_proto.tokenizer import Tokenizer
 from verl.engines.api import BatchTotals
+from verl.errors import DataError
 from verl.models.load import eos_token_ids_of
 from verl.parallel.balance import unit_ids
-from verl.programs.api import RollBack, RunContext, StepResult
+from verl.programs.api import RunContext, StepResult
 from verl.programs.given_rows import GivenRows, GivenRowsProgram, line_of_step, model_spec, specs_of, with_held_out
-from verl.programs.reference_log_probs import FILE, ReferenceLogProbs, completion_log_probs
-from verl.roles.api import Objective, Roles, RoleSpec, RoleSpecs
-from verl.roles.objectives.preference import PreferenceObjective
-from verl.roles.step_guard import StepGuard
+from verl.roles.api import Broadcast, ModelHandle, Objective, Roles, RoleSpec, RoleSpecs
+from verl.roles.guards import RollBack, StepGuard
+from verl.roles.objectives.preference import PreferenceObjective, row_sums
 from verl.tracking.files import is_count, is_number, is_text, maybe
-from verl.tracking.summary import Result
+
+log = logging.getLogger(__name__)
+
+FILE = "reference_log_probs.safetensors"
+
+
+class ReferenceLogProbs:
+    """log pi_ref(y) of sequences by the role `model`. After `keep` or `read` they are looked up by the sequences' digests, and
+    the model may change."""
+
+    def __init__(self, model: ModelHandle, ld_alpha: float | None):
+        self.model, self.ld_alpha = model, ld_alpha
+        self._kept: dict[bytes, float] | None = None
+        self.digest: str | None = None  # of the kept file, on rank 0
+
+    def of(self, batch: DataProto, sequences: Sequence[PreferenceSequence]) -> torch.Tensor:
+        """Log-probs [batch] of the `sequences`, the rows of `batch`. Raises DataError for a sequence that was not kept."""
+        if self._kept is None:
+            return completion_log_probs(self.model, batch, self.ld_alpha)
+        try:
+            return torch.tensor([self._kept[name] for name in self._names(batch, sequences)], dtype=torch.float64)
+        except KeyError:
+            raise DataError(
+                f"The data has rows that it did not have when the run began, so that their reference log-probabilities are not "
+                f"in {FILE}. Train on the data of before, set ref.precompute=False, or start a new run."
+            ) from None
+
+    def keep(self, parts: Iterable[tuple[DataProto, Sequence[PreferenceSequence]]]) -> None:
+        """Compute and keep the log-probs of all batches."""
+        log_probs: dict[bytes, float] = {}
+        for batch, sequences in parts:
+            values = completion_log_probs(self.model, batch, self.ld_alpha)
+            log_probs.update(zip(self._names(batch, sequences), values.tolist(), strict=True))
+        self._kept = log_probs
+
+    def write(self, folder: Path) -> None:
+        """Write the kept log-probs into `folder`."""
+        assert self._kept is not None
+        names = np.frombuffer(b"".join(self._kept), dtype=np.uint8).reshape(len(self._kept), -1)
+        tensors = {
+            "digests": torch.from_numpy(names.copy()),
+            "log_probs": torch.tensor(list(self._kept.values()), dtype=torch.float64),
+        }
+        temporary = folder / f"{FILE}.new"
+        remove_tree(temporary)  # of a start that was killed
+        self.digest = write_tensors(temporary, tensors).blake2b
+        os.replace(temporary, folder / FILE)
+
+    def read(self, folder: Path, expected_digest: str | None, is_rank_zero: bool, broadcast: Broadcast) -> None:
+        """Read what `write` has written, with `expected_digest` (None: any); on rank 0, for all ranks. Raises DataError when
+        it is not there or has changed."""
+        arrays, file, state = None, folder / FILE, "gone"
+        if is_rank_zero and file.is_file():
+            self.digest, state = record_of(file).blake2b, "not the file that this run has written"
+            if expected_digest in (None, self.digest):
+                tensors = read_tensors(file)
+                arrays = [tensors["digests"].numpy(), tensors["log_probs"].numpy()]
+        arrays, state = broadcast((arrays, state))
+        if arrays is None:
+            raise DataError(
+                f"{file} is {state}, and the policy has changed since then. Bring it back, set "
+                "ref.precompute=False, or start a new run."
+            )
+        self._kept = {name.tobytes(): value for name, value in zip(arrays[0], arrays[1].tolist(), strict=True)}
+
+    def _names(self, batch: DataProto, sequences: Sequence[PreferenceSequence]) -> list[bytes]:
+        """A name for each sequence, a row of `batch`; with `ld_alpha` the value depends on the pair's other sequence too."""
+        media = media_of(batch) or [None] * len(sequences)
+        names = [sequence.digest(images) for sequence, images in zip(sequences, media, strict=True)]
+        if self.ld_alpha is None:
+            return names
+        lengths = [int(sequence.completion.sum()) for sequence in sequences]
+        shared = [min(lengths[i - i % 2 : i - i % 2 + 2]) for i in range(len(sequences))]
+        return [name + length.to_bytes(4, "little") for name, length in zip(names, shared, strict=True)]
+
+
+def completion_log_probs(model: ModelHandle, batch: DataProto, ld_alpha: float | None) -> torch.Tensor:
+    """log pi(y) [batch] by `model` as it is now."""
+    log_probs = model.forward(batch, {"log_probs": "log_probs"}).get().batch["log_probs"]
+    return row_sums(log_probs, batch.batch, ld_alpha)
+
 
 REFERENCE = "reference"
 
@@ -45,6 +137,11 @@ class PreferenceOptimization(GivenRowsProgram[PreferenceConfig]):
     and val/* of the objective, over all validation rows."""
 
     console_metrics = line_of_step({"rewards/accuracies": "accuracy", "rewards/margins": "margin"})
+    labels = {
+        "loss": "held-out loss",
+        "rewards/accuracies": "held-out pairs ranked as labelled",
+        "rewards/margins": "held-out reward margin",
+    }
     curves = {
         "loss": with_held_out("loss"),
         "pairs ranked as labelled": with_held_out("rewards/accuracies"),
@@ -85,7 +182,7 @@ class PreferenceOptimization(GivenRowsProgram[PreferenceConfig]):
         self.keeps = self.loss.has_reference and config.ref.precompute and not config.ref.sync_steps
         self.num_rewards, self.mean_reward = 0, 0.0  # of all completions that have trained
         datasets = (data.train.dataset if data.train else None, data.validation)
-        self.datasets: list[Any] = [rows for rows in datasets if rows is not None]
+        self.datasets = cast("list[PreferenceDataset]", [rows for rows in datasets if rows is not None])
         self.partners: dict[int, list[int]] = {}  # id of a data set -> the partner of each row, for KTO
         if "kto" in config.preference.losses:
             section = config.data
@@ -109,10 +206,10 @@ class PreferenceOptimization(GivenRowsProgram[PreferenceConfig]):
 
     def batch(self, number: int) -> DataProto:
         assert self.data.train is not None
-        (batch,) = self._batches(self.data.train.dataset, [self.data.train.rows(number)])
+        (batch,) = self._batches(self.datasets[0], [self.data.train.rows(number)])
         return batch
 
-    def _batches(self, dataset: Any, chunks: Sequence[Sequence[int]]) -> list[DataProto]:
+    def _batches(self, dataset: PreferenceDataset, chunks: Sequence[Sequence[int]]) -> list[DataProto]:
         """The rows of each chunk with all columns of the objective; statistics are over all chunks."""
         batches = [dataset.batch(rows) for rows in chunks]
         if self.loss.has_reference:
@@ -133,7 +230,7 @@ class PreferenceOptimization(GivenRowsProgram[PreferenceConfig]):
             self._match(batches)
         return batches
 
-    def _kl(self, dataset: object, chunks: Sequence[Sequence[int]]) -> float:
+    def _kl(self, dataset: PreferenceDataset, chunks: Sequence[Sequence[int]]) -> float:
         """The mean of log pi - log pi_ref over completions of other prompts, not below 0 (KTO's z)."""
         total = count = 0.0
         for batch, sequences in self._mismatched(dataset, chunks):
@@ -141,7 +238,9 @@ class PreferenceOptimization(GivenRowsProgram[PreferenceConfig]):
             total, count = total + float(ratios.double().sum()), count + len(ratios)
         return max(0.0, total / count)
 
-    def _mismatched(self, dataset: Any, chunks: Sequence[Sequence[int]]) -> Iterator[tuple[DataProto, Any]]:
+    def _mismatched(
+        self, dataset: PreferenceDataset, chunks: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[DataProto, list[PreferenceSequence]]]:
         for rows in chunks:
             sequences = dataset.mismatched(rows, self.partners[id(dataset)], self.config.data.max_length)
             yield sequence_batch(sequences), sequences
@@ -194,10 +293,7 @@ class PreferenceOptimization(GivenRowsProgram[PreferenceConfig]):
         self.mean_reward += (metrics["train/rewards/mean"] - self.mean_reward) * new / self.num_rewards
 
     def validate(self, step: int) -> dict[str, float]:
-        rows, size = self.data.validation, self.config.data.train_batch_size
-        assert rows is not None
-        chunks = [range(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
-        batches = self._batches(rows, chunks)
+        batches = self._batches(self.datasets[-1], list(self.held_out()))
         masks = [batch.batch["response_mask"] for batch in batches]
         num_units = sum(len(set(unit_ids(batch, self.loss.unit))) for batch in batches)
         totals = BatchTotals(sum(int(mask.sum()) for mask in masks), sum(map(len, masks)), num_units)
@@ -225,7 +321,7 @@ class PreferenceOptimization(GivenRowsProgram[PreferenceConfig]):
         if self.run.is_rank_zero:
             self.reference.write(self.run.folder)
 
-    def _all_parts(self) -> Iterator[tuple[DataProto, Any]]:
+    def _all_parts(self) -> Iterator[tuple[DataProto, list[PreferenceSequence]]]:
         """Every sequence whose reference log-probability the run may need; a span lasts while its batch is computed."""
         size = self.config.data.train_batch_size
         for rows in self.datasets:
@@ -241,22 +337,13 @@ class PreferenceOptimization(GivenRowsProgram[PreferenceConfig]):
         rewards = {"num_rewards": self.num_rewards, "mean_reward": self.mean_reward}
         return {**super().state_dict(), **rewards, "reference": self.reference.digest}
 
-    def header(self) -> dict[str, Any]:
+    def header(self) -> dict[str, object]:
         facts = super().header()
         if self.loss.has_reference:
             path = self.config.ref.model_path or "the model at the start of the run"
             computed = f"computed once, in {FILE}" if self.keeps else "computed in each step"
             facts["reference"] = f"{path}; log-probabilities {computed}"
         return facts
-
-    def results(self, before: Mapping[str, float], after: Mapping[str, float]) -> Sequence[Result]:
-        labels = {
-            "loss": "held-out loss",
-            "rewards/accuracies": "held-out pairs ranked as labelled",
-            "rewards/margins": "held-out reward margin",
-        }
-        results = [Result(n, label, before.get(f"val/{n}"), after.get(f"val/{n}")) for n, label in labels.items()]
-        return [result for result in results if result.name == "loss" or f"val/{result.name}" in after]
 
 
 def with_margins(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:

@@ -25,12 +25,12 @@ from verl.data_proto.media import media_of
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.sample_rows import sample_rows
-from verl.programs.api import RollBack, RunContext
-from verl.programs.guards import SkipBatch, StepBatch
+from verl.programs.api import RunContext
 from verl.programs.ppo import PPO
 from verl.programs.ppo_data import PPOData
-from verl.programs.ppo_display import curves_of
+from verl.programs.ppo_program import curves_of
 from verl.roles.api import Roles, RoleSpecs
+from verl.roles.guards import RollBack, SkipBatch, StepBatch
 from verl.roles.objectives.nll import TokenObjective
 from verl.roles.updates import MiniBatchSchedule
 from verl.tracking.files import append_rows, truncate_rows

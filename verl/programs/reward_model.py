@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -30,20 +30,10 @@ from verl.data_proto.tokenizer import Tokenizer
 from verl.models.load import eos_token_ids_of
 from verl.programs.given_rows import GivenRowsProgram, line_of_step, model_spec, specs_of, with_held_out
 from verl.roles.api import Objective, RoleSpecs
+from verl.roles.guards import StepGuard
 from verl.roles.objectives.reward import PairObjective, RatingObjective, StepObjective, sides
-from verl.roles.step_guard import StepGuard
-from verl.tracking.summary import Result
 
 Tensors = Mapping[str, torch.Tensor]
-
-_LABELS = {
-    "loss": "held-out loss",
-    "accuracy": "held-out accuracy",
-    "absolute_error": "held-out distance to the rating",
-    "correlation": "held-out correlation with the rating",
-    "calibration_error": "held-out calibration error",
-    "length_correlation": "held-out correlation with length",
-}
 
 
 class RewardModelProgram(GivenRowsProgram[RMConfig]):
@@ -55,6 +45,15 @@ class RewardModelProgram(GivenRowsProgram[RMConfig]):
     """
 
     console_metrics = line_of_step({"accuracy": "accuracy", "margin": "margin", "absolute_error": "error"})
+    labels = {
+        "loss": "held-out loss",
+        "accuracy": "held-out accuracy",
+        "absolute_error": "held-out distance to the rating",
+        "correlation": "held-out correlation with the rating",
+        "calibration_error": "held-out calibration error",
+        "length_correlation": "held-out correlation with length",
+    }
+    always = ()
     curves = {
         "accuracy": with_held_out("accuracy"),
         "loss": with_held_out("loss"),
@@ -102,21 +101,11 @@ class RewardModelProgram(GivenRowsProgram[RMConfig]):
         measures = self._measures({name: torch.cat(values).double() for name, values in columns.items()})
         return {f"val/{name}": value for name, value in measures.items() if not math.isnan(value)}
 
-    def results(self, before: Mapping[str, float], after: Mapping[str, float]) -> Sequence[Result]:
-        """See Program."""
-        return [
-            Result(name, label, before.get(f"val/{name}"), after.get(f"val/{name}"))
-            for name, label in _LABELS.items()
-            if f"val/{name}" in after
-        ]
-
     def _scored(self) -> Iterator[tuple[DataProto, torch.Tensor]]:
         """Batches of the held-out rows, each with the scores of its rows or steps."""
-        rows, size = self.data.validation, self.config.data.train_batch_size
-        assert rows is not None
+        assert self.data.validation is not None
         output = "values" if self.config.rm.loss == "process" else "sequence_scores"
-        for start in range(0, len(rows), size):
-            batch = rows.batch(range(start, min(start + size, len(rows))))
+        for batch in map(self.data.validation.batch, self.held_out()):
             yield batch, self.model.forward(batch, {output: "scores"}).get().batch["scores"]
 
     def _columns(self, batch: DataProto, scores: torch.Tensor) -> Tensors:

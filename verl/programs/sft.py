@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from verl.config.roots.sft import SFTConfig
@@ -12,9 +12,8 @@ from verl.data_proto.tokenizer import Tokenizer
 from verl.models.load import eos_token_ids_of
 from verl.programs.given_rows import GivenRowsProgram, line_of_step, with_held_out
 from verl.roles.api import Objective
+from verl.roles.guards import StepGuard
 from verl.roles.objectives.nll import TokenObjective
-from verl.roles.step_guard import StepGuard
-from verl.tracking.summary import Result
 
 _OUTPUTS = {"log_probs": "log_probs", "correct": "correct", "entropy": "entropy"}
 
@@ -24,6 +23,8 @@ class SFT(GivenRowsProgram[SFTConfig]):
     val/{loss,token_accuracy,entropy}, means over the trained tokens of all validation rows."""
 
     console_metrics = line_of_step({"token_accuracy": "accuracy"})
+    labels = {"loss": "held-out loss", "token_accuracy": "held-out token accuracy"}
+    always = ("loss", "token_accuracy")
     curves = {
         "loss": with_held_out("loss"),
         "token accuracy": with_held_out("token_accuracy"),
@@ -44,17 +45,11 @@ class SFT(GivenRowsProgram[SFTConfig]):
         return f"{self.config.sft.loss}, mean over the trained tokens of {self.config.data.train_batch_size} rows"
 
     def validate(self, step: int) -> dict[str, float]:
-        rows, size = self.data.validation, self.config.data.train_batch_size
-        assert rows is not None
+        assert self.data.validation is not None
         sums, num_trained = dict.fromkeys(_OUTPUTS, 0.0), 0
-        for start in range(0, len(rows), size):
-            batch = rows.batch(range(start, min(start + size, len(rows))))
+        for batch in map(self.data.validation.batch, self.held_out()):
             outputs, mask = self.model.forward(batch, _OUTPUTS).get().batch, batch.batch["response_mask"]
             num_trained += int(mask.sum())
             sums = {name: total + float(outputs[name][mask].double().sum()) for name, total in sums.items()}
         log_prob, accuracy, entropy = (total / num_trained for total in sums.values())
         return {"val/loss": -log_prob, "val/token_accuracy": accuracy, "val/entropy": entropy}
-
-    def results(self, before: Mapping[str, float], after: Mapping[str, float]) -> Sequence[Result]:
-        labels = {"loss": "held-out loss", "token_accuracy": "held-out token accuracy"}
-        return [Result(n, label, before.get(f"val/{n}"), after.get(f"val/{n}")) for n, label in labels.items()]

@@ -1,15 +1,52 @@
-"""Specs of a run (verl/specs.py) from the config tree, which lower packages do not know."""
+"""Specs of a run (verl/specs.py) from the config tree, which lower packages do not know; and traces of chosen steps."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from verl.config import AlgorithmConfig, PPOConfig, RayKwargsConfig, TrainerConfig, full_key
 from verl.config.active_keys import brings_reward, runs_agents, uses_rewards
+from verl.config.sections.trainer import GlobalProfilerConfig, ProfilerConfig
 from verl.families import SCORE_METRICS
 from verl.parallel.placement import Nodes, Placement
+from verl.roles.api import ModelHandle, TraceSpec
 from verl.specs import AgentSpec, RewardSpec, RolloutSpec, RunSpec
+
+
+class Traces:
+    """Starts and stops the traces of `roles`."""
+
+    def __init__(self, config: GlobalProfilerConfig, roles: Sequence[ModelHandle]):
+        self.steps, self.joins = set(config.steps or ()), config.profile_continuous_steps
+        self.roles = roles
+
+    @contextmanager
+    def of(self, step: int) -> Iterator[None]:
+        """Inside, step `step` runs; a trace continues into the next step where neighbours share one."""
+        if step in self.steps and not (self.joins and step - 1 in self.steps):
+            for role in self.roles:
+                role.start_trace(f"step_{step}")
+        try:
+            yield
+        except BaseException:
+            self._stop()
+            raise
+        if step in self.steps and not (self.joins and step + 1 in self.steps):
+            self._stop()
+
+    def _stop(self) -> None:
+        for role in self.roles:
+            role.stop_trace()
+
+
+def trace_spec(profiler: ProfilerConfig, config: GlobalProfilerConfig) -> TraceSpec | None:
+    """The ranks of a role that write traces, and where; None without any."""
+    if not profiler.enable or not config.steps:
+        return None
+    ranks = None if profiler.all_ranks else tuple(profiler.ranks or (0,))
+    return TraceSpec(Path(config.save_path).expanduser().absolute(), ranks)
 
 
 def run_spec(

@@ -50,7 +50,7 @@ class Stage:
 class Stages:
     """The stages that `algorithm.stages` names, loaded once. Raises ConfigError for a stage that cannot be made."""
 
-    def __init__(self, entries: Sequence[Any]):
+    def __init__(self, entries: Sequence[object]):
         self._stages = [(name, _make(name, settings)) for name, settings in map(_named, entries)]
 
     def scored(self, batch: DataProto, step: int) -> DataProto:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from verl.data_proto.samples import SamplingParams
     from verl.engines.api import BatchTotals
     from verl.parallel.placement import Placement
-    from verl.roles.step_guard import StepGuard
+    from verl.roles.guards import StepGuard
     from verl.roles.updates import MiniBatchSchedule, Updates
     from verl.specs import RewardSpec, RolloutSpec, RunSpec
 

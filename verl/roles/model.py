@@ -32,10 +32,9 @@ from verl.parallel.trace import OF_PROCESS
 from verl.parallel.traffic import TRAFFIC
 from verl.registry import load_object
 from verl.roles.api import RoleSpec
+from verl.roles.guards import StepGuard
 from verl.roles.objectives.function import FunctionLoss
-from verl.roles.step_guard import StepGuard
-from verl.roles.updates import MiniBatchSchedule, Updates
-from verl.roles.utilization import Utilization
+from verl.roles.updates import MiniBatchSchedule, Updates, Utilization
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Rows of each optimizer step of a training call, and the result of the call on one rank or on all."""
+"""Rows of each optimizer step of a training call, the result of the call, and its share of the device's peak."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ import torch
 
 from verl.data_proto.metrics import Metric, merge_metrics
 from verl.data_proto.proto import DataProto
-from verl.parallel.balance import unit_ids
+from verl.errors import ConfigError
+from verl.models.hf_module import HFModule
+from verl.parallel.balance import TokenCost, unit_ids
+from verl.parallel.device import peak_flops
 from verl.parallel.serialize import record
-from verl.roles.step_guard import Finding, merge_findings
+from verl.planner.shapes import ModelShape
+from verl.roles.guards import Finding, merge_findings
 
 
 @dataclass(frozen=True)
@@ -92,3 +96,39 @@ class Updates:
         metrics = {f"{self.role}/{k}": v for k, v in merge_metrics(steps).items()}
         metrics[f"{self.role}/lr"] = Metric.last(self.lr)
         return metrics | self.device
+
+
+_PASSES = 3  # forward, and a backward of twice its operations; activations that are computed again do not count
+
+
+class Utilization:
+    """Operations of the computed rows over the peak of the `num_devices` devices that compute a row together.
+
+    Each row counts with its prompt, as in other releases: a prompt that several rows share is computed once, and counted
+    for each of them.
+    """
+
+    def __init__(self, cost: TokenCost, peak: float, num_devices: int = 1):
+        self._cost, self._peak = cost, peak * num_devices
+        self._num_operations = 0.0
+
+    @classmethod
+    def of(cls, module: HFModule, device: torch.device, num_devices: int) -> Utilization | None:
+        """For `module` on `device`; None for a device whose peak is not known, and a model without the sizes of a decoder."""
+        peak = peak_flops(device)
+        if peak is None:
+            return None
+        try:
+            return cls(TokenCost(*ModelShape.from_config(module.config.get_text_config()).flops), peak, num_devices)
+        except ConfigError:
+            return None
+
+    def add(self, batch: DataProto, rows: Sequence[int]) -> None:
+        """Count `rows` of a mini-batch."""
+        lengths = batch.batch["attention_mask"].sum(dim=1).tolist()
+        self._num_operations += _PASSES * sum(self._cost(int(lengths[row])) for row in rows)
+
+    def take(self, role: str, seconds: float) -> dict[str, Metric]:
+        """The metric of the rows since the last call, which took `seconds`; merged over ranks, their mean."""
+        operations, self._num_operations = self._num_operations, 0.0
+        return {f"perf/mfu/{role}": Metric.mean(operations / (self._peak * seconds), seconds)}

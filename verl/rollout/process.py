@@ -15,7 +15,7 @@ import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ class EngineProcess:
         self,
         name: str,
         factory: str,
-        setup: dict[str, Any],
+        setup: Mapping[str, object],
         *,
         environment: dict[str, str],
         start_timeout_s: float,

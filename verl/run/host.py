@@ -1,4 +1,4 @@
-"""The host of every program: from a loaded config to a finished run.
+"""The host of every program: from a loaded config to a finished run, at once or step by step.
 
 The host reads the section `trainer` of the config, and `ray_kwargs` on Ray; everything else is the program's.
 """
@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from verl.config import LoadedConfig
+from verl.config import LoadedConfig, RunConfig
 from verl.config.diff import changed_keys
 from verl.config.sections.trainer import TrainerConfig
 from verl.data.prompts import set_template_time
@@ -23,18 +23,27 @@ from verl.programs.api import PROGRAMS, Program, ProgramData, ProgramSpecs, RunC
 from verl.roles.api import Roles
 from verl.run.inputs import inputs_of
 from verl.run.loop import Loop, StopSignal
-from verl.run.resuming import Resume
-from verl.run.saving import Store, open_store
 from verl.run.schedule import Phases, scheduler_of
-from verl.run.state import START_FILE, RunState, digest_of_start, is_same_start, time_of_start
+from verl.run.state import (
+    START_FILE,
+    Resume,
+    RunState,
+    Store,
+    digest_of_start,
+    is_same_start,
+    open_store,
+    time_of_start,
+)
 from verl.runtime.api import Runtime, open_runtime
 from verl.tracking.console import Console
 from verl.tracking.files import read_metrics, write_atomically
 from verl.tracking.run_folder import RunFolder
-from verl.tracking.spans import Spans
 from verl.tracking.summary import Summary
-from verl.tracking.timeline import Timeline, expected_step_s
+from verl.tracking.timeline import Spans, Timeline, expected_step_s
 from verl.tracking.tracker import NullOutput, Tracker
+
+if TYPE_CHECKING:
+    from verl.run.loop import Loop
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +166,7 @@ def _checkpoints(
 
 def _create_repository(trainer: TrainerConfig) -> None:
     """Fail before the hours of work that are to be uploaded, not after them."""
-    from verl.checkpoint.hub import create_repository
+    from verl.checkpoint.export import create_repository
 
     create_repository(str(trainer.hub_model_id), trainer.hub_private_repo)
 
@@ -225,7 +234,7 @@ def _last_validation(metrics_file: Path) -> dict[str, float]:
     return rows[-1] if rows else {}
 
 
-def _validates(trainer: Any) -> str:
+def _validates(trainer: TrainerConfig) -> str:
     """The times of validation, with the key of the time that is missing."""
     before = "before training" if trainer.val_before_train else "trainer.val_before_train=True adds it before training"
     after = _every(trainer.test_freq) or "trainer.test_freq above 0 adds it after steps"
@@ -262,6 +271,53 @@ def _finish(
         if trained.is_dir():
             log.info("The trained model is %s; `verl show %s` shows the time of each phase.", trained, folder.root)
         if trainer.push_to_hub:
-            from verl.checkpoint.hub import push_result
+            from verl.checkpoint.export import push_result
 
             push_result(trained.parents[1], name, str(trainer.hub_model_id), trainer.hub_private_repo)
+
+
+T = TypeVar("T", bound="SteppedRun")
+
+
+class SteppedRun:
+    """The run of `loaded` by `program`, a name of PROGRAMS. Use it as a context manager, or call `close` at the end."""
+
+    def __init__(self, loaded: LoadedConfig[RunConfig], program: str = "ppo"):
+        self.loaded, self.program_name = loaded, program
+        self._stack = ExitStack()
+        self._running: tuple[Loop, Callable[[], None]] | None = None
+        self._closed = False
+
+    def step(self) -> dict[str, float] | None:
+        """Take the next step, with validation and checkpoints when due; returns its metrics, or None after the last step. The
+        first call loads models and starts processes. Raises InterruptedRun after saving on Ctrl-C and SIGTERM."""
+        loop, finish = self._started()
+        if not loop.advance():
+            return None
+        if loop.state.step >= loop.data.num_steps:
+            loop.store.finish()
+            finish()
+        return dict(loop.metrics)
+
+    def close(self) -> None:
+        """End the processes of the run. The steps after the newest checkpoint are lost."""
+        self._running, self._closed = None, True
+        self._stack.close()
+
+    def __enter__(self: T) -> T:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _started(self) -> tuple[Loop, Callable[[], None]]:
+        """The loop of the run, and the function that ends the run. Raises ConfigError after `close`."""
+        if self._closed:
+            raise ConfigError(
+                f"The {type(self).__name__} is closed. Make another with the same run folder to resume from its checkpoint."
+            )
+        if self._running is None:
+            from verl.run.host import open_run
+
+            self._running = self._stack.enter_context(open_run(self.loaded, self.program_name))
+        return self._running

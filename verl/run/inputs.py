@@ -37,15 +37,7 @@ _MODULE_KEYS = ("external_lib", "path", "class_path", "class_name", "_target_") 
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 _MAX_NAME = 1024  # longer texts are templates
 _SETTINGS = (".yaml", ".yml", ".json")
-_TOKENIZER_FILES = (
-    "tokenizer*",
-    "*.model",
-    "*.tiktoken",
-    "vocab*",
-    "merges.txt",
-    "added_tokens.json",
-    "special_tokens*",
-)
+_TOKENIZER_FILES = "tokenizer* *.model *.tiktoken vocab* merges.txt added_tokens.json special_tokens*".split()
 _TEMPLATE = "chat_template"  # of tokenizer_config.json, and the beginning of the names of files
 
 

@@ -18,23 +18,24 @@ from verl.config import TrainerConfig
 from verl.errors import CheckpointError, DeadlineError, FolderLostError, InterruptedRun, VerlError
 from verl.parallel.process_settings import give_back_holes
 from verl.parallel.stack_dump import all_stacks
-from verl.programs.api import Program, ProgramData, RollBack, StepResult
+from verl.programs.api import Program, ProgramData, StepResult
 from verl.roles.api import Broadcast, Roles
-from verl.run.resuming import Resume
-from verl.run.saving import (
+from verl.roles.guards import RollBack
+from verl.run.schedule import Phases
+from verl.run.state import (
     BackgroundRoleWriter,
+    Resume,
     RoleWriter,
+    RunState,
     Store,
     open_store,
     rescue_folder,
     saves_in_background,
 )
-from verl.run.schedule import Phases
-from verl.run.state import RunState
 from verl.tracking.console import Console
 from verl.tracking.heartbeat import read_beat
 from verl.tracking.run_folder import RunFolder
-from verl.tracking.spans import Spans, span_metrics, throughput
+from verl.tracking.timeline import Spans, span_metrics, throughput
 from verl.tracking.tracker import Tracker
 
 log = logging.getLogger(__name__)

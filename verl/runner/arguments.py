@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from verl.config.roots.preference import ReferenceConfig
-from verl.config.sections.optim import OWN_SCHEDULES, SCHEDULES
+from verl.config.sections.model import OWN_SCHEDULES, SCHEDULES
 from verl.config.sections.preference import PreferenceLossConfig
 from verl.errors import ConfigError
 

@@ -224,7 +224,7 @@ class ScriptRewards:
         return scores
 
 
-def _call(function: Callable[..., Any], requests: Sequence[ScoreRequest]) -> list[float | None]:
+def _call(function: Callable[..., object], requests: Sequence[ScoreRequest]) -> list[float | None]:
     samples = [(r.data_source, r.solution_str, r.ground_truth, r.extra_info) for r in requests]
     state, ids = current_script().state, [list(r.response_ids) for r in requests]
     try:

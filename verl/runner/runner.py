@@ -144,7 +144,7 @@ class RLRunner:
         losses = [row["loss"] for row in self.state.log_history if "loss" in row]
         return TrainOutput(self.state.global_step, float(np.mean(losses)) if losses else 0.0, {})
 
-    def evaluate(self, eval_dataset: Iterable[Mapping[str, Any]] | None = None) -> dict[str, float]:
+    def evaluate(self, eval_dataset: Iterable[Mapping[str, object]] | None = None) -> dict[str, float]:
         """Metrics of the current weights on `eval_dataset` (default: the runner's dataset): eval_loss and others, and the
         metrics of compute_metrics. The reference of dpo is ref_model, or the model at the start of training; raises
         ConfigError where the reference has moved (sync_ref_model)."""
@@ -171,7 +171,7 @@ class RLRunner:
         return metrics | own
 
     @torch.no_grad()
-    def predict(self, test_dataset: Iterable[Mapping[str, Any]]) -> Any:
+    def predict(self, test_dataset: Iterable[Mapping[str, object]]) -> Any:
         """transformers' PredictionOutput: logits [rows, tokens, vocabulary] and labels [rows, tokens], padded with -100.
         Raises ConfigError for dpo, whose rows are pairs."""
         from transformers.trainer_utils import EvalPrediction, PredictionOutput
@@ -233,7 +233,7 @@ class RLRunner:
         script.call("on_init_end")
         return script
 
-    def _load(self, more: Mapping[str, Any]) -> LoadedConfig[Any]:
+    def _load(self, more: Mapping[str, object]) -> LoadedConfig[Any]:
         """The config of a run on the files that it writes."""
         self.inputs.mkdir(parents=True, exist_ok=True)
         has_rows = self.algorithm in GIVEN_ROWS
@@ -295,7 +295,7 @@ class RLRunner:
             return {"data.loss_on": "assistant" if assistant else "all"}
         return {"data.loss_on": "all"} if completion is False else {}
 
-    def _write_rows(self, split: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    def _write_rows(self, split: str, rows: Sequence[Mapping[str, object]]) -> str:
         file = self.inputs / f"{split}.jsonl"
         convert: Callable[[Row, int], Row] = checked_row if self.algorithm in GIVEN_ROWS else prompt_row
         if self._is_tokenized:

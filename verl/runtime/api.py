@@ -61,7 +61,7 @@ def open_runtime(source: SpecSource) -> Iterator[Runtime]:
 
 def _make(source: SpecSource, name: str) -> Runtime:
     if name == "spmd":
-        from verl.runtime.spmd import SpmdRuntime
+        from verl.runtime.local import SpmdRuntime
 
         peer = peer_of_environment()
         assert peer is not None

@@ -28,19 +28,17 @@ from verl.rewards.managers.build import asks_service
 from verl.rewards.scorers.route import find_scorer
 from verl.roles.api import RoleSpec
 from verl.roles.model import ModelRole
-from verl.roles.reward import RewardWorker
-from verl.roles.reward_manager import called_manager
+from verl.roles.reward import RewardWorker, called_manager
 from verl.roles.reward_model import build_reward_model
 from verl.roles.rollout import RolloutWorker, sampling_params
-from verl.roles.utilization import Utilization
+from verl.roles.updates import Utilization
 from verl.rollout.api import ENGINES as ROLLOUT_ENGINES
 from verl.rollout.api import RolloutEngine, holds_weights
 from verl.rollout.requests import vocab_size
 from verl.rollout.rollout_model import copy_group
 from verl.rollout.weight_version import PassiveRollout
 from verl.runtime.rank import RankContext
-from verl.runtime.weight_copies import load_replica, skeleton, weight_transfer
-from verl.runtime.weight_sync import RankWeightSync
+from verl.runtime.weight_sync import RankWeightSync, load_replica, skeleton, weight_transfer
 from verl.specs import RewardSpec
 from verl.tracking.files import file_system_of
 

@@ -52,11 +52,11 @@ class Flow:
             return self._then(lambda value: method(resolve(value)))
         return self._then(lambda value: stage(group, resolve(value)))
 
-    def gather(self, stage: Callable[[Any], Any]) -> Flow:
+    def gather(self, stage: Callable[[object], object]) -> Flow:
         """Wait for the rows of all ranks and apply `stage` to them here."""
         return self._then(lambda value: stage(resolve(value)))
 
-    def all_reduce(self, stage: Callable[[Any], Any] | str) -> Flow:
+    def all_reduce(self, stage: Callable[[object], object] | str) -> Flow:
         """Reduce the values of all ranks to one, which every rank that runs the program gets. A function is applied to all rows
         (advantages); "sum", "mean", "min" or "max" reduces the results of a call on every rank: numbers, tensors, or mappings
         of these, element by element. Raises ConfigError for another name."""

@@ -61,7 +61,7 @@ class RankWorkers:
                 self.rollout = build_rollout(context, group, policy, self.reward, weights)
             weights.connect(self.rollout)
 
-    def call(self, role: str, method: str, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+    def call(self, role: str, method: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run a registered method of one of the workers; communication that fails inside names the rank at fault."""
         with self.doing(f"{role}.{method}"):
             return getattr(self.worker(role), method)(*args, **kwargs)

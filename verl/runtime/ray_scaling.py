@@ -26,7 +26,7 @@ from verl.runtime.ray_cluster import Pending
 from verl.runtime.ray_process import Process, first_line, pack, unpack
 from verl.runtime.worker_group import WorkerGroup
 from verl.specs import RolloutSpec
-from verl.tracking.role_sizes import ROLES, read_role_sizes, write_role_sizes
+from verl.tracking.heartbeat import ROLES, read_role_sizes, write_role_sizes
 
 if TYPE_CHECKING:
     from verl.runtime.ray import RayRuntime

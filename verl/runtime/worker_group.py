@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from verl.parallel.balance import TokenCost
 from verl.parallel.dispatch import CallPlan, Schedule, plan_call
@@ -15,7 +14,7 @@ from verl.parallel.register import Registered, registered
 log = logging.getLogger(__name__)
 
 # (group, method name, plan, whether the caller waits) -> the collected result, or a future of it
-Runner = Callable[["WorkerGroup", str, CallPlan, bool], Any]
+Runner = Callable[["WorkerGroup", str, CallPlan, bool], object]
 
 
 class WorkerGroup:
@@ -61,7 +60,7 @@ class WorkerGroup:
         """Ranks of the group."""
         return self.mesh.size
 
-    def _call(self, method: str, declared: Registered, *args: object, **kwargs: object) -> Any:
+    def _call(self, method: str, declared: Registered, *args: object, **kwargs: object) -> object:
         if declared.materialize_futures:
             args, kwargs = tuple(map(resolve, args)), {k: resolve(v) for k, v in kwargs.items()}
         plan = plan_call(declared, self, args, kwargs)

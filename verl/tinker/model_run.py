@@ -13,8 +13,7 @@ from verl.tinker.records import Datum
 from verl.tinker.rows import prompt_length
 from verl.tracking.files import append_rows
 from verl.tracking.run_folder import RunFolder
-from verl.tracking.spans import Spans, span_metrics
-from verl.tracking.timeline import SpanPhases, Timeline
+from verl.tracking.timeline import SpanPhases, Spans, Timeline, span_metrics
 
 log = logging.getLogger(__name__)
 

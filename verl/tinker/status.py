@@ -9,8 +9,7 @@ from typing import Any
 from starlette.responses import HTMLResponse, Response
 
 from verl.page.pages import Site
-from verl.page.prometheus import gauges
-from verl.page.server import HEADERS
+from verl.page.server import HEADERS, gauges
 from verl.tinker.call import ClientCall
 from verl.tinker.service import Service
 from verl.tinker.tenants import Tenant

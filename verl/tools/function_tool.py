@@ -33,7 +33,7 @@ def function_tool(function: Any = None, /, *, name: str | None = None, schema: o
     if isinstance(function, str) or function is None:
         tool_name = function if isinstance(function, str) else name
 
-        def mark(wrapped: Callable[..., Any]) -> Callable[..., Any]:
+        def mark(wrapped: Callable[..., object]) -> Callable[..., Any]:
             return function_tool(wrapped, name=tool_name, schema=schema)
 
         return mark
@@ -44,7 +44,7 @@ def function_tool(function: Any = None, /, *, name: str | None = None, schema: o
 class FunctionTool(BaseTool):
     """A function as a tool. `path` is the file that it was loaded from, so that a sandboxed process can load it too."""
 
-    def __init__(self, function: Callable[..., Any], name: str | None = None, schema: object = None):
+    def __init__(self, function: Callable[..., object], name: str | None = None, schema: object = None):
         self.function, self.config, self._schema = function, {}, schema
         self.path: str | None = None
         self._given_name = name
@@ -58,7 +58,7 @@ class FunctionTool(BaseTool):
         self.name = schema.function.name
         return schema
 
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: object) -> Answer:
+    async def execute(self, instance_id: str, parameters: dict[str, object], **kwargs: object) -> Answer:
         """Call the function, here."""
         returned = self.function(**parameters)
         return answer_of(await returned if inspect.isawaitable(returned) else returned)

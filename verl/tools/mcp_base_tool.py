@@ -19,7 +19,7 @@ class MCPBaseTool(BaseTool):
         self.timeout = float(config.get("timeout", 30))
 
     async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: object
+        self, instance_id: str, parameters: dict[str, object], **kwargs: object
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
         """See BaseTool. Raises RuntimeError with the server's words when it answers with an error."""
         result = await self.server.call(self.name, parameters, self.timeout)

@@ -37,7 +37,7 @@ _LIBRARIES = ("mcp", "client", "asyncio", "anyio", "httpx2", "httpcore2", "httpx
 class ToolServer:
     """One server and its `tools`, objects with name, description and inputSchema. Raises ConfigError when it does not start."""
 
-    def __init__(self, name: str, settings: Mapping[str, Any]):
+    def __init__(self, name: str, settings: Mapping[str, object]):
         self.name, self.settings = name, settings
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name=f"mcp-{name}", daemon=True).start()
@@ -51,7 +51,7 @@ class ToolServer:
         except Exception as error:  # of the server's or the client's
             raise ConfigError(f"The MCP server {name!r} could not be used: {_why(error)}.") from error
 
-    async def call(self, tool: str, arguments: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+    async def call(self, tool: str, arguments: Mapping[str, object], timeout_s: float) -> dict[str, Any]:
         """The result as the protocol has it: {"content": [...], "isError": bool}. Callable on any event loop. A server that has
         ended is started again."""
         return await asyncio.wrap_future(self._run(self._call(tool, dict(arguments), timeout_s)))

@@ -8,12 +8,13 @@ found.advice    ["While it generates, nothing trains: ... actor_rollout_ref.roll
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from verl.config.schema import value_at
-from verl.tracking.files import is_number
+from verl.tracking.files import Json, is_number
 
 NAMES = {
     "rollout": "rollout-bound",
@@ -51,7 +52,7 @@ class _Facts:
     shares: Mapping[str, float]
     spans: Mapping[str, float]  # span -> share of the step time
     metrics: Mapping[str, float]  # medians over the steps
-    config: Mapping[str, Any]
+    config: Json
     utilisation: Mapping[str, float]
     exchanging: float = 0.0  # share of the time in exchanges with other processes
 
@@ -63,9 +64,7 @@ class _Facts:
         return self.metrics.get(name, 0.0)
 
 
-def find_bottleneck(
-    timeline: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
-) -> Bottleneck | None:
+def find_bottleneck(timeline: Sequence[Json], metrics: Sequence[Json], config: Json) -> Bottleneck | None:
     """The largest phase of a run, with advice; None before the first step has ended. The first step, which includes warm-up,
     is left out once there are three more."""
     rows = list(timeline[1:] if len(timeline) > 3 else timeline)
@@ -93,7 +92,7 @@ def find_bottleneck(
     )
 
 
-def _waits(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def _waits(rows: Sequence[Json]) -> list[str]:
     """A sentence about the newest row, and about the row with the largest share of waiting; `rows` name the last group."""
     named = [] if not rows else [rows[-1], max(reversed(rows), key=_wait_share)]
     return [
@@ -104,7 +103,7 @@ def _waits(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _wait_share(row: Mapping[str, Any]) -> float:
+def _wait_share(row: Json) -> float:
     """Share of a generation in which at most a tenth of the groups was not complete."""
     ended_s, others_s = row.get(f"{_LAST}/ended_s") or 0.0, row.get(f"{_LAST}/others_ended_s") or 0.0
     return float(1 - others_s / ended_s) if ended_s > 0 else 0.0
@@ -126,241 +125,181 @@ def beside_plan(timeline: Sequence[Mapping[str, object]], planned: Sequence[Mapp
     )
 
 
-def _median_phases(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def _median_phases(rows: Sequence[Json]) -> dict[str, float]:
     names = [name for name in _phase_names(rows) if name not in ("validation", "saving")]
     return {name: statistics.median(row["phases"].get(name, 0.0) for row in rows) for name in names}
 
 
-def _phase_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def _phase_names(rows: Sequence[Json]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row["phases"]))
 
 
-def _step_seconds(row: Mapping[str, Any]) -> float:
+def _step_seconds(row: Json) -> float:
     return float(row["seconds"] - row["phases"].get("validation", 0.0) - row["phases"].get("saving", 0.0))
 
 
-def _utilisation(rows: Sequence[Mapping[str, Any]], total: float) -> dict[str, float]:
+def _utilisation(rows: Sequence[Json], total: float) -> dict[str, float]:
     names = dict.fromkeys(name for row in rows for name in row["roles"])
     return {name: sum(row["roles"].get(name, {}).get("busy_s", 0.0) for row in rows) / total for name in names}
 
 
-def _medians(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def _medians(rows: Sequence[Json]) -> dict[str, float]:
     names = dict.fromkeys(name for row in rows for name, value in row.items() if isinstance(value, int | float))
     values = {name: [row[name] for row in rows if isinstance(row.get(name), int | float)] for name in names}
     return {name: statistics.median(column) for name, column in values.items()}
 
 
-def _span_shares(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def _span_shares(rows: Sequence[Json]) -> dict[str, float]:
     total = sum(row.get("timing_s/step") or 0.0 for row in rows) or 1.0
     names = dict.fromkeys(name for row in rows for name in row if name.startswith("timing_s/"))
     return {n.removeprefix("timing_s/"): sum(row.get(n) or 0.0 for row in rows) / total for n in names}
 
 
-# -- advice: each rule returns one sentence about the facts, or None; keys and metrics that a program lacks give no advice
+# -- advice: each function yields sentences about the facts; keys and metrics that a program lacks give no advice
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ACTOR = "actor_rollout_ref.actor"
-Rule = Callable[[_Facts], str | None]
 
 
 def advise(facts: _Facts) -> list[str]:
     """Advice on phases that take a tenth of the time or more, the largest phase first, and on the other measurements."""
-    rules = [rule for phase, share in facts.shares.items() if share >= _MIN_SHARE for rule in RULES.get(phase, ())]
-    return [sentence for rule in (*rules, *BESIDE) if (sentence := rule(facts)) is not None]
+    phases = [phase for phase, share in facts.shares.items() if share >= _MIN_SHARE and phase in RULES]
+    return [*(sentence for phase in phases for sentence in RULES[phase](facts)), *_other(facts)]
 
 
-def _overlap(facts: _Facts) -> str | None:
-    waits = facts.shares.get("reward", 0.0) + facts.shares.get("rollout", 0.0)
-    hidden = min(waits, facts.shares.get("training", 0.0) + facts.shares.get("reward", 0.0))
-    if facts.key(f"{_ROLLOUT}.prefetch_num", 0) or hidden < _MIN_SHARE:
-        return None
-    return (
-        f"Generation, scoring and training take turns. With {_ROLLOUT}.prefetch_num=1 the next samples are generated during "
-        f"training (saves at most {hidden:.0%} of a step with separate rollout devices; on one device the reward's waits)."
-    )
-
-
-def _slots(facts: _Facts) -> str | None:
+def _rollout(facts: _Facts) -> Iterator[str]:
+    waited = facts.shares.get("reward", 0.0) + facts.shares.get("rollout", 0.0)
+    hidden = min(waited, facts.shares.get("training", 0.0) + facts.shares.get("reward", 0.0))
+    if not facts.key(f"{_ROLLOUT}.prefetch_num", 0) and hidden >= _MIN_SHARE:
+        yield (
+            f"Generation, scoring and training take turns. With {_ROLLOUT}.prefetch_num=1 the next samples are generated "
+            f"during training (saves at most {hidden:.0%} of a step with separate rollout devices; on one device the reward's "
+            "waits)."
+        )
     slots, running = facts.key(f"{_ROLLOUT}.max_num_seqs", 0), facts.metric("rollout/max_running")
     samples = facts.key("data.train_batch_size", 0) * facts.key(f"{_ROLLOUT}.n", 1)
-    if not slots or running < slots or samples <= slots:
-        return None
-    return (
-        f"All {slots} generation slots are in use for {samples} samples. Raise {_ROLLOUT}.max_num_seqs as far as the KV "
-        "cache has memory."
-    )
-
-
-def _tail(facts: _Facts) -> str | None:
-    steps, running = facts.metric("rollout/num_decode_steps"), facts.metric("rollout/max_running")
-    alive, waiting = facts.metric("rollout/num_generated_tokens") / (steps or 1), _wait_share(facts.metrics)
+    if slots and running >= slots and samples > slots:
+        yield (
+            f"All {slots} generation slots are in use for {samples} samples. Raise {_ROLLOUT}.max_num_seqs as far as the KV "
+            "cache has memory."
+        )
+    steps, waiting = facts.metric("rollout/num_decode_steps"), _wait_share(facts.metrics)
+    alive = facts.metric("rollout/num_generated_tokens") / (steps or 1)
     is_idle = bool(steps and running) and alive <= 0.5 * running
-    if not is_idle and waiting < _LONG_WAIT:
-        return None
-    slots = f"on average {alive:.0f} of {running:.0f} slots are decoding" if is_idle else ""
-    waits = f"most groups wait for the last one for {waiting:.0%} of a generation" if waiting >= _LONG_WAIT else ""
-    ahead = facts.key(f"{_ROLLOUT}.prefetch_num", 0)
-    parts = f"partial_rollout=True and {_ROLLOUT}.prefetch_num=2"
-    if facts.key(f"{_ROLLOUT}.partial_rollout", False):
-        parts = f"prefetch_num={ahead + 1}, which makes their parts shorter"
-    return (
-        f"Response lengths vary widely: {' and '.join(filter(None, (slots, waits)))}. Lower data.max_response_length (now "
-        f"{facts.key('data.max_response_length', '?')}), or continue long ones in the next step with {_ROLLOUT}.{parts}."
-    )
+    if is_idle or waiting >= _LONG_WAIT:
+        idle = f"on average {alive:.0f} of {running:.0f} slots are decoding" if is_idle else ""
+        waits = f"most groups wait for the last one for {waiting:.0%} of a generation" if waiting >= _LONG_WAIT else ""
+        parts = f"partial_rollout=True and {_ROLLOUT}.prefetch_num=2"
+        if facts.key(f"{_ROLLOUT}.partial_rollout", False):
+            ahead = facts.key(f"{_ROLLOUT}.prefetch_num", 0) + 1
+            parts = f"prefetch_num={ahead}, which makes their parts shorter"
+        yield (
+            f"Response lengths vary widely: {' and '.join(filter(None, (idle, waits)))}. Lower data.max_response_length (now "
+            f"{facts.key('data.max_response_length', '?')}), or continue long ones in the next step with {_ROLLOUT}.{parts}."
+        )
+    if (cut := facts.metric("response_length/clip_ratio")) >= 0.3:
+        yield (
+            f"{cut:.0%} of the responses reach data.max_response_length and are cut. To make them shorter, change the prompt "
+            "or penalise length (reward.reward_manager.name=dapo, reward_kwargs.overlong_buffer_cfg)."
+        )
+    if facts.shares.get("training", 0.0) <= facts.shares.get("rollout", 0.0):
+        yield f"Use more devices for generation: trainer.n_gpus_per_node, or {_ROLLOUT}.nnodes for separate devices."
 
 
-def _clipped(facts: _Facts) -> str | None:
-    share = facts.metric("response_length/clip_ratio")
-    if share < 0.3:
-        return None
-    return (
-        f"{share:.0%} of the responses reach data.max_response_length and are cut. To make them shorter, change the prompt "
-        "or penalise length (reward.reward_manager.name=dapo, reward_kwargs.overlong_buffer_cfg)."
-    )
-
-
-def _more_devices(facts: _Facts) -> str | None:
-    if facts.shares.get("training", 0.0) > facts.shares.get("rollout", 0.0):
-        return None
-    return f"Use more devices for generation: trainer.n_gpus_per_node, or {_ROLLOUT}.nnodes for separate devices."
-
-
-def _old_log_probs(facts: _Facts) -> str | None:
-    share = facts.spans.get("old_log_prob", 0.0)
-    if share < _MIN_SHARE:
-        return None
-    return (
-        f"Old log-probs cost {share:.0%} of the step. The update computes them itself when a batch gets one optimizer step "
-        f"({_ACTOR}.ppo_mini_batch_size={facts.key('data.train_batch_size', '?')}, ppo_epochs=1), or the sampler's "
-        "are used with algorithm.rollout_correction.bypass_mode=True."
-    )
-
-
-def _micro_batches(facts: _Facts) -> str | None:
+def _training(facts: _Facts) -> Iterator[str]:
+    if (share := facts.spans.get("old_log_prob", 0.0)) >= _MIN_SHARE:
+        yield (
+            f"Old log-probs cost {share:.0%} of the step. The update computes them itself when a batch gets one optimizer step "
+            f"({_ACTOR}.ppo_mini_batch_size={facts.key('data.train_batch_size', '?')}, ppo_epochs=1), or the sampler's "
+            "are used with algorithm.rollout_correction.bypass_mode=True."
+        )
     rows = facts.key(f"{_ACTOR}.ppo_micro_batch_size_per_gpu")
-    if rows is None or facts.key(f"{_ACTOR}.use_dynamic_bsz", False):
-        return None
-    return (
-        f"Micro-batches hold {rows} rows of any length. {_ACTOR}.use_dynamic_bsz=True cuts them by tokens "
-        f"({_ACTOR}.ppo_max_token_len_per_gpu), which makes larger matmuls."
-    )
+    if rows is not None and not facts.key(f"{_ACTOR}.use_dynamic_bsz", False):
+        yield (
+            f"Micro-batches hold {rows} rows of any length. {_ACTOR}.use_dynamic_bsz=True cuts them by tokens "
+            f"({_ACTOR}.ppo_max_token_len_per_gpu), which makes larger matmuls."
+        )
+    if facts.key("actor_rollout_ref.model.enable_gradient_checkpointing", False):
+        yield (
+            "Activations are computed twice. If they fit into memory, "
+            "actor_rollout_ref.model.enable_gradient_checkpointing=False saves about a quarter of the update."
+        )
+    if (share := facts.spans.get("ref", 0.0)) >= _MIN_SHARE:
+        yield f"The reference policy costs {share:.0%} of the step; only a KL term needs it ({_ACTOR}.use_kl_loss=False)."
 
 
-def _checkpointing(facts: _Facts) -> str | None:
-    if not facts.key("actor_rollout_ref.model.enable_gradient_checkpointing", False):
-        return None
-    return (
-        "Activations are computed twice. If they fit into memory, "
-        "actor_rollout_ref.model.enable_gradient_checkpointing=False saves about a quarter of the update."
-    )
-
-
-def _reference(facts: _Facts) -> str | None:
-    share = facts.spans.get("ref", 0.0)
-    if share < _MIN_SHARE:
-        return None
-    return f"The reference policy costs {share:.0%} of the step; only a KL term needs it ({_ACTOR}.use_kl_loss=False)."
-
-
-def _scorers(facts: _Facts) -> str | None:
-    workers, busy = facts.key("reward.num_workers", 1), facts.utilisation.get("reward", 0.0)
-    waited = facts.shares.get("reward", 0.0)
+def _reward(facts: _Facts) -> Iterator[str]:
     if facts.key("reward.reward_model.enable", False):
-        return (
+        yield (
             "All roles wait for the reward model. Raise reward.reward_model.rollout.max_num_batched_tokens, use "
             "rollout.dtype=bfloat16 where the device supports it, or give it devices (trainer.placement)."
         )
-    if busy > 0.7 * waited:
-        return (
-            f"All {workers} scorers are busy. Raise reward.num_workers if there are cores, or make the function faster."
+    elif facts.utilisation.get("reward", 0.0) > 0.7 * facts.shares.get("reward", 0.0):
+        yield (
+            f"All {facts.key('reward.num_workers', 1)} scorers are busy. Raise reward.num_workers if there are cores, or make "
+            "the function faster."
         )
-    return "Scorers are mostly idle: one slow call delays the batch. Lower reward.timeout_s, or find the slow samples."
+    else:
+        yield "Scorers are mostly idle: one slow call delays the batch. Lower reward.timeout_s, or find the slow samples."
 
 
-def _fewer_exchanges(facts: _Facts) -> str | None:
-    return (
+def _communication(facts: _Facts) -> Iterator[str]:
+    yield (
         "Transfers of weights and results are slow. Let rollout share the actor's devices (trainer.placement), train more "
         "per step (data.train_batch_size), or check the network between the devices."
     )
 
 
-def _validation(facts: _Facts) -> str | None:
-    less_often = _less_often(facts, "test_freq", "validation")
-    return f"{less_often}, or lower data.val_max_samples."
-
-
-def _saving(facts: _Facts) -> str | None:
-    return f"{_less_often(facts, 'save_freq', 'saving')}."
-
-
-def _exchange(facts: _Facts) -> str | None:
-    if facts.exchanging < _MIN_SHARE:
-        return None
-    return (
-        f"Exchange with other processes takes {facts.exchanging:.0%} of the time; below 10% is usual. Gather parameters once "
-        f"for several micro-batches ({_ACTOR}.fsdp_config.use_3d_hybrid=True, {_ACTOR}.fsdp_config.batch_group_size=4), use "
-        f"larger micro-batches, or shard over fewer devices ({_ACTOR}.fsdp_config.fsdp_size). verl doctor shows the links."
-    )
-
-
-def _gather_time(facts: _Facts) -> str | None:
-    gather_ms = facts.metric("perf/all_gather_ms")
-    if gather_ms < _GATHER_MS:
-        return None
-    return (
-        f"An all-gather of parameters takes {gather_ms:.1f} ms; below {_GATHER_MS:.0f} ms is usual. "
-        f"{_ACTOR}.fsdp_config.forward_prefetch=True hides it behind computation on GPUs, "
-        f"{_ACTOR}.fsdp_config.layer_per_group makes it fewer and larger. verl.utils.benchmark_nccl() measures the links."
-    )
-
-
-def _fragments(facts: _Facts) -> str | None:
-    share = facts.metric("perf/memory_fragmentation")
-    if share < _EMPTY_SHARE:
-        return None
-    return (
-        f"{share:.0%} of the GPU memory that PyTorch reserves is not allocated. Set "
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and cut long prompts (data.max_prompt_length)."
-    )
-
-
-def _empty_blocks(facts: _Facts) -> str | None:
+def _other(facts: _Facts) -> Iterator[str]:
+    if facts.exchanging >= _MIN_SHARE:
+        yield (
+            f"Exchange with other processes takes {facts.exchanging:.0%} of the time; below 10% is usual. Gather parameters "
+            f"once for several micro-batches ({_ACTOR}.fsdp_config.use_3d_hybrid=True, "
+            f"{_ACTOR}.fsdp_config.batch_group_size=4), use larger micro-batches, or shard over fewer devices "
+            f"({_ACTOR}.fsdp_config.fsdp_size). verl doctor shows the links."
+        )
+    if (gather_ms := facts.metric("perf/all_gather_ms")) >= _GATHER_MS:
+        yield (
+            f"An all-gather of parameters takes {gather_ms:.1f} ms; below {_GATHER_MS:.0f} ms is usual. "
+            f"{_ACTOR}.fsdp_config.forward_prefetch=True hides it behind computation on GPUs, "
+            f"{_ACTOR}.fsdp_config.layer_per_group makes it fewer and larger. verl.utils.benchmark_nccl() measures the links."
+        )
+    if (share := facts.metric("perf/memory_fragmentation")) >= _EMPTY_SHARE:
+        yield (
+            f"{share:.0%} of the GPU memory that PyTorch reserves is not allocated. Set "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, and cut long prompts (data.max_prompt_length)."
+        )
     share, size = facts.metric("rollout/kv_fragmentation"), facts.key(f"{_ROLLOUT}.kv_cache_config.block_size", 16)
-    if share < _EMPTY_SHARE or size <= 16:
-        return None
-    return f"{share:.0%} of the KV cache's blocks is empty. Lower {_ROLLOUT}.kv_cache_config.block_size (now {size})."
+    if share >= _EMPTY_SHARE and size > 16:
+        yield f"{share:.0%} of the KV cache's blocks is empty. Lower {_ROLLOUT}.kv_cache_config.block_size (now {size})."
+    waits = facts.spans.get("rollout_wait", 0.0)
+    if facts.key(f"{_ROLLOUT}.prefetch_num", 0) and waits >= _MIN_SHARE:
+        yield (
+            f"Training waits for samples for {waits:.0%} of a step, though the queue has "
+            f"{facts.metric('training/rollout_queue/qsize'):.0f} batches: generation is slower than training. Give it more "
+            "devices (trainer.placement, verl scale), or shorten responses (data.max_response_length)."
+        )
 
 
-def _queue(facts: _Facts) -> str | None:
-    ahead, waits = facts.key(f"{_ROLLOUT}.prefetch_num", 0), facts.spans.get("rollout_wait", 0.0)
-    if not ahead or waits < _MIN_SHARE:
-        return None
-    return (
-        f"Training waits for samples for {waits:.0%} of a step, though the queue has "
-        f"{facts.metric('training/rollout_queue/qsize'):.0f} batches: generation is slower than training. Give it more devices "
-        f"(trainer.placement, verl scale), or shorten responses (data.max_response_length)."
-    )
-
-
-def _less_often(facts: _Facts, key: str, phase: str) -> str:
+def _less_often(facts: _Facts, key: str, phase: str, or_else: str = "") -> Iterator[str]:
     """The share of `phase`, and the setting with which it takes a twentieth of the time."""
     share, setting = facts.shares[phase], facts.key(f"trainer.{key}")
-    head = f"{phase.capitalize()} takes {share:.0%} of the time. To bring it to about 5%, set trainer.{key}"
-    if isinstance(setting, str):  # after_each_epoch
-        return f"{head} to more steps than an epoch has (now {setting})"
     every = max(int(facts.key(f"trainer.{key}", 1)), 1)
-    return f"{head}={max(round(every * share / 0.05), every + 1)} (now {every})"
+    value = f"={max(round(every * share / 0.05), every + 1)} (now {every})"
+    if isinstance(setting, str):  # after_each_epoch
+        value = f" to more steps than an epoch has (now {setting})"
+    head = f"{phase.capitalize()} takes {share:.0%} of the time. To bring it to about 5%, set trainer.{key}"
+    yield f"{head}{value}{or_else}."
 
 
-RULES: dict[str, tuple[Rule, ...]] = {
-    "rollout": (_overlap, _slots, _tail, _clipped, _more_devices),
-    "training": (_old_log_probs, _micro_batches, _checkpointing, _reference),
-    "reward": (_scorers,),
-    "communication": (_fewer_exchanges,),
-    "validation": (_validation,),
-    "saving": (_saving,),
+RULES: dict[str, Callable[[_Facts], Iterator[str]]] = {
+    "rollout": _rollout,
+    "training": _training,
+    "reward": _reward,
+    "communication": _communication,
+    "validation": partial(_less_often, key="test_freq", phase="validation", or_else=", or lower data.val_max_samples"),
+    "saving": partial(_less_often, key="save_freq", phase="saving"),
 }
-BESIDE: tuple[Rule, ...] = (_exchange, _gather_time, _fragments, _empty_blocks, _queue)
 MEASURED = {
     "perf/all_gather_ms": "all-gather of parameters {:.1f} ms",
     "perf/memory_fragmentation": "reserved GPU memory that is not allocated {:.0%}",

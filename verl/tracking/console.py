@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any
 
 from rich import box
 from rich.console import Console as RichConsole
 from rich.console import Group, RenderableType
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TaskID,
+    TextColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
 from verl.foreign_text import clean
+from verl.tracking.files import Json
 from verl.tracking.logs import add_handler, log_level, once, remove_handler, terminal_handler
 from verl.tracking.summary import Summary
 
@@ -56,8 +66,8 @@ class Console:
         self.steps = steps
         self._metrics: StepMetrics = _HOST_METRICS
         self._progress: Progress | None = None
-        self._task: Any = None
-        self._handler: Any = None
+        self._task = TaskID(0)
+        self._handler: logging.Handler | None = None
         self._quiet = ExitStack()
         self._done = self._total = 0
         self._recent: deque[float] = deque(maxlen=_NUM_RECENT)
@@ -77,7 +87,7 @@ class Console:
             remove_handler(self._handler)
             self._handler = None
 
-    def header(self, facts: Mapping[str, Any]) -> None:
+    def header(self, facts: Json) -> None:
         """Facts of the run; the list under `notices`, one sentence each, comes below them."""
         facts = dict(facts)
         notices = [clean(notice, limit=_MAX_CHARS) for notice in facts.pop("notices", None) or []]

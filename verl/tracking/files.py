@@ -37,6 +37,8 @@ _MAX_WHOLE = 1 << 53  # above, JSON readers that count in float64 lose digits
 # errors of file systems that cannot sync a folder (CIFS, 9p and many in user space)
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EISDIR)
 Check = Callable[[Any], bool]
+Row = dict[str, Any]  # of JSON
+Json = Mapping[str, Any]
 
 # prefixes of the names that the operating system gives to file systems which several machines share
 NETWORK_FILE_SYSTEMS = tuple("nfs cifs smb 9p afs ceph lustre gpfs beegfs glusterfs sshfs".split())
@@ -141,7 +143,7 @@ def even_segments(start: int, end: int, limit: int) -> list[tuple[int, int]]:
     return [(start, start + length) for start in starts]
 
 
-def parse_line(line: bytes, check: Check) -> dict[str, Any] | None:
+def parse_line(line: bytes, check: Check) -> Row | None:
     """The row in a line of `append_rows`; None when it is truncated or fails `check`."""
     try:
         row = _checked(line.decode(), check)
@@ -150,7 +152,7 @@ def parse_line(line: bytes, check: Check) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
-def read_json_rows(path: Path, check: Check | None = None, limit: int = sys.maxsize) -> Iterator[dict[str, Any]]:
+def read_json_rows(path: Path, check: Check | None = None, limit: int = sys.maxsize) -> Iterator[Row]:
     """The rows of a file of `append_rows`; none when it is missing or no file. Lines that fail `check` are left out.
     `limit` as in `read_lines`."""
     with contextlib.suppress(OSError):

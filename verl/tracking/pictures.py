@@ -1,4 +1,4 @@
-"""Small pictures of the images of samples, for the page about a run: samples/images/{digest}.jpg, each written once.
+"""Files that samples refer to: texts of tokens (tokens.jsonl), and small pictures (samples/images/{digest}.jpg), written once.
 
 sample_rows gives {"images": ["data:image/jpeg;base64,..."]}; a file of samples has {"images": ["3f0c...1b.jpg"]}.
 """
@@ -10,11 +10,13 @@ import hashlib
 import io
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from verl.data_proto.tokenizer import Tokenizer
 from verl.regular_files import require_regular
+from verl.tracking.files import Json, append_rows, has, is_count, is_text, read_json_rows
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -36,7 +38,7 @@ def thumbnail(picture: Image) -> str:
     return _HEAD + base64.b64encode(buffer.getvalue()).decode()
 
 
-def with_stored_images(row: Mapping[str, Any], folder: Path) -> Mapping[str, object]:
+def with_stored_images(row: Json, folder: Path) -> Mapping[str, object]:
     """A row of samples whose `images` are names of files in `folder`, which are written where they are missing."""
     if not row.get("images"):
         return row
@@ -72,3 +74,38 @@ def _shown(name: object, folder: Path) -> str:
         return thumbnail(picture) if max(picture.size) <= SIDE else ""
     except Exception:  # noqa: BLE001 - of a codec, for a file that is no image
         return ""
+
+
+TOKENS = "tokens.jsonl"
+TOKEN = has(id=is_count, text=is_text)
+_COLUMNS = ("prompt_ids", "response_ids")
+
+
+class TokenTexts:
+    """Appends a row for each token that no earlier row of the file has."""
+
+    def __init__(self, path: Path, tokenizer: Tokenizer):
+        self._path = path
+        self._tokenizer = tokenizer
+        self._known: set[int] | None = None
+
+    def record(self, rows: Iterable[Json]) -> None:
+        """Record the tokens of samples."""
+        if self._known is None:
+            self._known = {row["id"] for row in read_json_rows(self._path, TOKEN)}
+        import numpy as np  # readers of the file need none
+
+        columns = (np.unique(row[name]) for row in rows for name in _COLUMNS if row.get(name) is not None)
+        ids = set(np.unique(np.concatenate([np.empty(0, np.int64), *columns])).tolist())
+        new = sorted(ids - self._known)
+        if new:
+            append_rows(self._path, map(self._row, new))
+            self._known.update(new)
+
+    def _row(self, token: int) -> dict[str, object]:
+        text = self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        (form,) = self._tokenizer.convert_ids_to_tokens([token])
+        if isinstance(form, str) and form.startswith("▁") and not text.startswith(" "):
+            text = f" {text}"  # SentencePiece leaves out the space at the start of a text
+        special = {"special": True} if token in self._tokenizer.all_special_ids else {}
+        return {"id": token, "text": text, **special}

@@ -7,15 +7,24 @@ import os
 import re
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from verl.foreign_text import clean
 from verl.regular_files import open_regular
 from verl.tracking.bottleneck import Bottleneck, beside_plan, find_bottleneck
-from verl.tracking.files import SHOWN_BYTES, has, is_count, is_number, is_text, maybe, read_json_rows, read_metrics
+from verl.tracking.files import (
+    SHOWN_BYTES,
+    Json,
+    has,
+    is_count,
+    is_number,
+    is_text,
+    maybe,
+    read_json_rows,
+    read_metrics,
+)
 from verl.tracking.heartbeat import EVENTS, read_beat
 from verl.tracking.ledger.reader import Counts, read_counts
 from verl.tracking.lock import holder_of
@@ -97,7 +106,7 @@ def read_progress(folder: Path) -> Progress:
     )
 
 
-def _curves(metrics: Sequence[Mapping[str, Any]], panels: Curves) -> dict[str, Curve]:
+def _curves(metrics: Sequence[Json], panels: Curves) -> dict[str, Curve]:
     curves = {}
     named = {name: f"{title}, {label}" if label else title for title, p in panels.items() for name, label in p.items()}
     for name, meaning in named.items():

@@ -21,13 +21,14 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import yaml
 
 from verl.errors import CheckpointError, ConfigError, FolderLostError
 from verl.foreign_text import clean
 from verl.tracking.files import (
+    Json,
     each,
     is_metrics_row,
     is_text,
@@ -43,7 +44,7 @@ from verl.tracking.ledger.file import NAME as LEDGER
 from verl.tracking.lock import FolderLock
 from verl.tracking.logs import add_log_file, remove_handler
 from verl.tracking.pictures import FOLDER as IMAGES
-from verl.tracking.token_texts import NAME as TOKENS
+from verl.tracking.pictures import TOKENS
 
 log = logging.getLogger(__name__)
 
@@ -189,7 +190,7 @@ class RunFolder:
             return {}
         return {clean(title): {clean(name): clean(label) for name, label in p.items()} for title, p in curves.items()}
 
-    def read_config(self) -> Mapping[str, Any]:
+    def read_config(self) -> Json:
         """The config of the run as plain mappings; empty without a readable file."""
         try:
             config = _LOADER(read_text(self.root / "config.yaml", _MAX_CONFIG_BYTES)).get_single_data()

@@ -1,4 +1,4 @@
-"""Busy time, waiting time and data transfer of every role, one line per step in timeline.jsonl.
+"""Timed spans; and busy time, waiting time and data transfer of every role, one line per step in timeline.jsonl.
 
     {"step": 3, "of": 100, "start": 1763.2, "seconds": 12.4,
      "phases": {"rollout": 7.1, "reward": 0.3, "training": 4.2, "other": 0.8},
@@ -11,16 +11,29 @@ step's time starts at the end of the step before, so validation and saving count
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from verl.parallel.traffic import TRAFFIC, Traffic
-from verl.tracking.files import SHOWN_BYTES, append_rows, each, has, is_count, is_number, maybe, read_json_rows
+from verl.tracking.files import (
+    SHOWN_BYTES,
+    Json,
+    Row,
+    append_rows,
+    each,
+    has,
+    is_count,
+    is_number,
+    maybe,
+    read_json_rows,
+)
+from verl.tracking.heartbeat import Heartbeat
 
 PLAN = "plan.json"  # `verl plan --json`, in a run folder
 PLANNED = "planned.jsonl"  # steps as `verl plan` has simulated them, in a run folder, with the rows of timeline.jsonl
@@ -75,7 +88,7 @@ class Timeline:
         append_rows(self._path, [row])
 
 
-def read_timeline(path: Path, limit: int = sys.maxsize) -> Iterator[dict[str, Any]]:
+def read_timeline(path: Path, limit: int = sys.maxsize) -> Iterator[Row]:
     """The rows of timeline.jsonl; `limit` as in `read_metrics`, for about as many steps."""
     return read_json_rows(path, ROW, limit // SHARE)
 
@@ -90,7 +103,7 @@ def expected_step_s(folder: Path) -> float | None:
 
 
 def summarise(
-    spans: Iterable[Mapping[str, Any]],
+    spans: Iterable[Json],
     seconds: float,
     elsewhere: Mapping[str, float] | None = None,
     span_phases: SpanPhases = _HOST_SPANS,
@@ -116,3 +129,88 @@ def summarise(
         for role, worked in busy.items()
     }
     return {"seconds": seconds, "phases": phases, "roles": roles}
+
+
+log = logging.getLogger(__name__)
+
+
+class Spans:
+    """Times `with` blocks, which may nest. `on_enter` is called with the name of each at its start.
+
+    With a `path`, `write` appends a line per span: name, parent, start (seconds since 1970), seconds and step; a `timeline`
+    gets its line of the step at the same time. A `heartbeat` shows at once which step and span have started. For one thread.
+    """
+
+    def __init__(
+        self,
+        path: Path | None = None,
+        on_enter: Callable[[str], None] | None = None,
+        timeline: Timeline | None = None,
+        heartbeat: Heartbeat | None = None,
+    ):
+        self._path = path
+        self.timeline = timeline
+        self._heartbeat = heartbeat
+        self._on_enter = on_enter
+        self._open: list[str] = []
+        self._seconds: dict[str, float] = {}
+        self._rows: list[dict[str, object]] = []
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        parent = self._open[-1] if self._open else None
+        repeated = name in self._open
+        self._open.append(name)
+        if self._on_enter is not None:
+            self._on_enter(name)
+        if self._heartbeat is not None:
+            self._heartbeat.phase(name)
+        start, began = time.time(), time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - began
+            self._open.pop()
+            log.debug("%s took %.3f s", name, seconds)
+            if not repeated:  # a span inside one of the same name is counted there
+                self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+            if self._path is not None or self.timeline is not None:
+                self._rows.append({"name": name, "parent": parent, "start": round(start, 6), "seconds": seconds})
+
+    def begin_step(self, step: int) -> None:
+        """Start of step `step`."""
+        if self._heartbeat is not None:
+            self._heartbeat.begin_step(step)
+
+    def take(self) -> dict[str, float]:
+        """Seconds per name since the last call, in the order in which the names first ended. A span includes the spans inside
+        it. An open span counts when it ends."""
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+    def write(self, step: int) -> None:
+        """Append the spans that ended since the last call to the file, as spans of `step`."""
+        rows, self._rows = self._rows, []
+        if self._path is not None and rows:
+            append_rows(self._path, ({"step": step, **row} for row in rows))
+        if self.timeline is not None:
+            self.timeline.write(step, rows)
+
+
+def span_metrics(spans: Mapping[str, float], tokens: Mapping[str, int]) -> dict[str, float]:
+    """timing_s/{span}, and timing_per_token_ms/{span} for the spans in `tokens`."""
+    metrics = {f"timing_s/{name}": seconds for name, seconds in spans.items()}
+    for name, count in tokens.items():
+        if name in spans and count:
+            metrics[f"timing_per_token_ms/{name}"] = spans[name] * 1000 / count
+    return metrics
+
+
+def throughput(num_tokens: int, step_s: float, num_devices: int) -> dict[str, float]:
+    """perf/total_num_tokens (prompt and response tokens of all rows), perf/time_per_step in seconds, and
+    perf/throughput in tokens per second and device."""
+    return {
+        "perf/total_num_tokens": num_tokens,
+        "perf/time_per_step": step_s,
+        "perf/throughput": num_tokens / (step_s * num_devices),
+    }

@@ -5,25 +5,67 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from verl.config.secrets import hide_values
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import DeadlineError
 from verl.foreign_text import clean, printable
-from verl.tracking.files import append_rows, json_text, write_atomically
-from verl.tracking.pictures import with_stored_images
+from verl.tracking.files import Json, Row, append_rows, json_text, write_atomically
+from verl.tracking.pictures import TokenTexts, with_stored_images
 from verl.tracking.run_folder import RunFolder
-from verl.tracking.sample_lines import sample_lines
-from verl.tracking.sinks.api import RunInfo, make_sink
+from verl.tracking.sinks.api import Guard, RunInfo, make_sink
 from verl.tracking.sinks.file import FileSink
-from verl.tracking.sinks.guard import Guard
 from verl.tracking.summary import Summary
-from verl.tracking.token_texts import TokenTexts
+
+_ROWS = 64  # rows whose text is in memory at once
+# Conversions of Python's and numpy's values by pyarrow import pandas where it is installed, and views of buffers do not.
+_NULL, _COMMA = pa.StringArray.from_buffers(2, pa.py_buffer(np.array([0, 4, 6], np.int32)), pa.py_buffer(b"null, "))
+
+
+def sample_lines(step: int, rows: Sequence[Json]) -> Iterator[str]:
+    """Text of some lines at a time. Flat arrays of a row come last in its line, with float32 numbers as Python writes them; NaN
+    and infinities are null."""
+    for start in range(0, len(rows), _ROWS):
+        part = rows[start : start + _ROWS]
+        names = dict.fromkeys(name for row in part for name, value in row.items() if _is_flat(value))
+        texts: list[list[str]] = [[] for _ in part]
+        for name in names:
+            chosen = [i for i, row in enumerate(part) if _is_flat(row.get(name))]
+            for i, values in zip(chosen, _joined([part[i][name] for i in chosen]), strict=True):
+                texts[i].append(f', "{name}": [{values}]')
+        heads = (json_text({"step": step, **{n: v for n, v in row.items() if not _is_flat(v)}}) for row in part)
+        yield "".join(f"{head[:-1]}{''.join(text)}}}\n" for head, text in zip(heads, texts, strict=True))
+
+
+def _is_flat(value: object) -> bool:
+    return isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "bif"
+
+
+def _joined(arrays: Sequence[np.ndarray]) -> list[str]:
+    """The numbers of each array as JSON, separated by commas."""
+    values = np.concatenate(arrays)
+    is_real = values.dtype.kind == "f"
+    numbers = _view(values.astype(np.float64), np.isfinite(values)) if is_real else _view(values)
+    ends = _view(np.cumsum([0, *map(len, arrays)], dtype=np.int32))
+    texts = pa.ListArray.from_arrays(ends, pc.fill_null(pc.cast(numbers, pa.string()), _NULL))
+    return pc.binary_join(texts, _COMMA).to_pylist()
+
+
+def _view(values: np.ndarray, valid: np.ndarray | None = None) -> pa.Array:
+    """`values` for pyarrow, null where `valid` is false."""
+    data = np.packbits(values, bitorder="little") if values.dtype == bool else values
+    bits = None if valid is None else pa.py_buffer(np.packbits(valid, bitorder="little"))
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [bits, pa.py_buffer(data)])
+
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +112,7 @@ class Tracker:
         logger: Iterable[str],
         project: str,
         experiment: str,
-        config: dict[str, Any],
+        config: dict[str, object],
         *,
         rollout_data_dir: str | None = None,
         validation_data_dir: str | None = None,
@@ -171,7 +213,7 @@ def _number(value: Any) -> float:
     return value if isinstance(value, int | float) and not isinstance(value, bool) else float(value)
 
 
-def _dump(folder: Path, step: int, rows: list[dict[str, Any]]) -> None:
+def _dump(folder: Path, step: int, rows: list[Row]) -> None:
     """Write `folder`/{step}.jsonl as existing releases do: input, output, gts, score, step, reward parts."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = []

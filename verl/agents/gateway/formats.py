@@ -363,7 +363,7 @@ def anthropic_response(answer: ModelTurn, body: Mapping[str, object]) -> dict[st
     }
 
 
-def anthropic_events(answer: ModelTurn, body: Mapping[str, Any]) -> list[dict[str, object]]:
+def anthropic_events(answer: ModelTurn, body: Mapping[str, object]) -> list[dict[str, object]]:
     """The same, streamed."""
     message = anthropic_response(answer, body)
     events: list[dict[str, Any]] = [

@@ -121,7 +121,7 @@ class EndpointAgentLoop(AgentLoopBase):
             extra_fields={**info, "num_branches": len(episode.branches)},
         )
 
-    async def _command(self, words: list[str], task: dict[str, Any], session: EndpointSession) -> None:
+    async def _command(self, words: list[str], task: dict[str, object], session: EndpointSession) -> None:
         """Run the command in a sandbox and wait for its end, within the episode's time limit. Without agent.runner_network it
         reaches only the endpoint, where the kernel grants a separate network."""
         env = {name: os.environ[name] for name in INHERITED if name in os.environ}

@@ -102,7 +102,7 @@ def check_code(subject: Subject) -> Iterator[Line]:
 
 def check_device(subject: Subject) -> Iterator[Line]:
     """Device and dtype of training, and settings that fit the links between several GPUs."""
-    from verl.cli.machine.links import advice, links
+    from verl.cli.machine.host import advice, links
     from verl.config.active_keys import runs_on_several_devices
     from verl.parallel.device import compute_dtype, has_only_float16, native_bf16, resolve_device, visible_devices
 
@@ -189,7 +189,7 @@ def _changed_inputs(subject: Subject, checkpoint: Path) -> Iterator[Line]:
     checkpoint's program, keeps the run from resuming."""
     from verl.programs.api import PROGRAMS
     from verl.run.inputs import changed_inputs, inputs_of
-    from verl.run.resuming import read_state
+    from verl.run.state import read_state
 
     schema, trainer = subject.loaded.schema, subject.config.trainer
     program = PROGRAMS.get(schema.name).select(subject.config)

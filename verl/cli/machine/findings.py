@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
-from verl.cli.machine.links import advice
+from verl.cli.machine.host import Facts, advice
 from verl.cli.machine.requirements import broken_sentence, numbers_of, unmet_sentence
 from verl.cli.report import Line, fail, info, passed, warn
-
-Facts = dict[str, Any]
 
 _GIB = 1 << 30
 _MIN_SHARED_MEMORY = 1 * _GIB
@@ -20,7 +17,9 @@ _MIN_OPEN_FILES = 1024
 
 def findings(host: Facts, packages: Facts) -> Iterator[Line]:
     """Every warning and failure, or one line if there is none."""
-    lines = [line for rule in RULES for line in rule(host, packages)]
+    rules = (_requirements, _torch, _transformers, _cpu, _memory, _disk, _pythons)
+    lines = [line for rule in rules for line in rule(host, packages)]
+    lines += [*advice(host["links"]), *_engine_names(packages)]
     yield from lines or [passed("no problem for training in one process")]
 
 
@@ -146,7 +145,7 @@ def _memory(host: Facts, packages: Facts) -> Iterator[Line]:
         yield warn("the address space is limited (ulimit -v), which torch may exceed. Raise it: ulimit -v unlimited")
 
 
-def _file_system(host: Facts, packages: Facts) -> Iterator[Line]:
+def _disk(host: Facts, packages: Facts) -> Iterator[Line]:
     file_system = host["file_system"]
     for refusal in file_system["refusals"]:
         yield warn(
@@ -164,11 +163,7 @@ def _pythons(host: Facts, packages: Facts) -> Iterator[Line]:
         )
 
 
-def _links(host: Facts, packages: Facts) -> Iterator[Line]:
-    return advice(host["links"])
-
-
-def _engine_names(host: Facts, packages: Facts) -> Iterator[Line]:
+def _engine_names(packages: Facts) -> Iterator[Line]:
     for package, ways in packages["engine_names"].items():
         for way, names in ways.items():
             if missing := [name for name, is_there in names.items() if not is_there]:
@@ -176,16 +171,3 @@ def _engine_names(host: Facts, packages: Facts) -> Iterator[Line]:
                     f"{package} {packages['optional'][package]} has no {', '.join(missing)}, which verl uses {way}. Install "
                     f"a version that verl was tried with: pip install 'verl[{package}]'"
                 )
-
-
-RULES: tuple[Callable[[Facts, Facts], Iterator[Line]], ...] = (
-    _requirements,
-    _torch,
-    _transformers,
-    _cpu,
-    _memory,
-    _file_system,
-    _pythons,
-    _links,
-    _engine_names,
-)

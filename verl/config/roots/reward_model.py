@@ -12,8 +12,7 @@ from verl.config.schema import Condition, Schema
 from verl.config.sections.actor import CheckpointConfig
 from verl.config.sections.data import PreferenceDataConfig
 from verl.config.sections.fsdp import SFTEngineConfig
-from verl.config.sections.model import ModelConfig
-from verl.config.sections.optim import OptimConfig
+from verl.config.sections.model import ModelConfig, OptimConfig
 from verl.config.sections.trainer import RayKwargsConfig, SFTTrainerConfig
 
 PAIR_LOSSES = ("sigmoid", "logexp")

@@ -13,8 +13,7 @@ from verl.config.schema import Problem, Schema, error
 from verl.config.sections.actor import CheckpointConfig
 from verl.config.sections.data import SFTDataConfig
 from verl.config.sections.fsdp import SFTEngineConfig
-from verl.config.sections.model import SFTModelConfig
-from verl.config.sections.optim import OptimConfig
+from verl.config.sections.model import OptimConfig, SFTModelConfig
 from verl.config.sections.trainer import RayKwargsConfig, SFTTrainerConfig
 
 

@@ -14,8 +14,7 @@ from verl.config.active_keys import (
     uses_rewards,
 )
 from verl.config.rules.agents import check_agents
-from verl.config.rules.distillation import check_distillation
-from verl.config.rules.routing import check_routing
+from verl.config.rules.ppo_parts import check_distillation, check_routing
 from verl.config.schema import Problem, error, value_at, warning
 from verl.config.sections.rollout import RolloutConfig, ValKwargsConfig
 from verl.families import ADVANTAGES, REWARD_MANAGERS, ROLLOUT_RS
@@ -190,16 +189,16 @@ def check_rejection(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
         yield error(
             "rejection.write", f"rejection.write={file} is written row by row. Give a name that ends with .jsonl."
         )
+    yield from _without_advantages(c, set_keys, "rejection sampling")
+
+
+def _without_advantages(c: PPOConfig, set_keys: set[str], program: str) -> Iterator[Problem]:
     if c.actor_rollout_ref.rollout.prefetch_num:
         yield error(
             f"{ROLLOUT}.prefetch_num",
-            "algorithm.program=rejection_sampling samples from the weights that it trains. Set "
-            f"{ROLLOUT}.prefetch_num=0 and trainer.v1.trainer_mode=sync.",
+            f"algorithm.program={c.algorithm.program} samples from the weights that it trains. Set {ROLLOUT}.prefetch_num=0 "
+            "and trainer.v1.trainer_mode=sync.",
         )
-    yield from _unread(set_keys, "rejection sampling")
-
-
-def _unread(set_keys: set[str], program: str) -> Iterator[Problem]:
     for key in sorted(k for k in set_keys if k.startswith(_UNREAD_BY_REJECTION)):
         yield Problem("notice", key, f"{key} is not read: {program} has no advantages. Remove it.")
 
@@ -219,19 +218,13 @@ def check_online(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:
         )
     if len(loss.weights) != len(loss.losses):
         yield error("preference.loss_weights", "preference.loss_weights needs one weight for each loss.")
-    if c.actor_rollout_ref.rollout.prefetch_num:
-        yield error(
-            f"{ROLLOUT}.prefetch_num",
-            "algorithm.program=online_dpo samples from the weights that it trains. Set "
-            f"{ROLLOUT}.prefetch_num=0 and trainer.v1.trainer_mode=sync.",
-        )
     if c.online.sync_steps and c.actor_rollout_ref.model.lends_its_base:
         yield error(
             "online.sync_steps",
             "online.sync_steps needs a separate reference, and with lora_rank it is the model without its adapters. Set one "
             "of them to 0.",
         )
-    yield from _unread(set_keys, "online preference optimization")
+    yield from _without_advantages(c, set_keys, "online preference optimization")
 
 
 def check_loss(c: PPOConfig, set_keys: set[str]) -> Iterator[Problem]:

@@ -10,30 +10,20 @@ from verl.config.active_keys import uses_critic
 from verl.config.schema import Problem, SectionRule, error, value_at, warning
 from verl.config.sections.deepspeed import DeepSpeedConfig, contradictions, read_ds_config
 from verl.config.sections.fsdp import FSDPConfig, SFTEngineConfig
-from verl.config.sections.guards import StepGuardsConfig
 from verl.config.sections.megatron import MegatronConfig
-from verl.config.sections.model import ModelConfig
-from verl.config.sections.optim import SCHEDULES, OptimConfig
+from verl.config.sections.model import SCHEDULES, ModelConfig, OptimConfig
 from verl.config.sections.rollout import RolloutConfig
-from verl.config.sections.trainer import SeparateAsyncConfig, TrainerConfig
+from verl.config.sections.trainer import SeparateAsyncConfig, StepGuardsConfig, TrainerConfig
 from verl.errors import ConfigError
 
 if TYPE_CHECKING:
     from verl.config.roots.ppo import PPOConfig
 
 # Megatron's memory settings can be left out without changing a result; anything else there would be lost
-_OFFLOAD_SETTINGS = {
-    "optimizer_cpu_offload",
-    "optimizer_offload_fraction",
-    "overlap_cpu_optimizer_d2h_h2d",
-    "use_precision_aware_optimizer",
-    "pin_cpu_grads",
-    "pin_cpu_params",
-    "main_grads_dtype",
-    "main_params_dtype",
-    "exp_avg_dtype",
-    "exp_avg_sq_dtype",
-}
+_OFFLOAD_SETTINGS = set(
+    "optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d use_precision_aware_optimizer "
+    "pin_cpu_grads pin_cpu_params main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype".split()
+)
 _FLOAT16 = ("float16", "fp16", "half")
 _MAX_LAYERS, _MAX_COUNT = 10_000, 2**31  # in a model's config.json: of layers, of anything
 

@@ -9,9 +9,8 @@ from verl.config.keys import Family, Section, section, used
 from verl.config.sections.deepspeed import DeepSpeedConfig
 from verl.config.sections.fsdp import STRATEGIES, FSDPConfig
 from verl.config.sections.megatron import MegatronConfig
-from verl.config.sections.model import ModelConfig
-from verl.config.sections.optim import OptimConfig
-from verl.config.sections.profiler import ProfilerConfig
+from verl.config.sections.model import ModelConfig, OptimConfig
+from verl.config.sections.trainer import ProfilerConfig
 from verl.families import KL_KINDS, LOSS_AGG_MODES, POLICY_LOSSES
 
 KL_LOSS = "actor_rollout_ref.actor.use_kl_loss"

@@ -6,8 +6,6 @@ it is given none.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -16,6 +14,7 @@ from verl.models.cpu import layer as one_layer
 from verl.models.cpu.pointwise import Rotary, inverse_rms, rms_norm, rms_norm_backward_
 from verl.models.cpu.weights import DenseDecoder
 from verl.models.grad_buffers import GradientBuffers
+from verl.models.hf_module import AutogradContext
 from verl.models.matmul import Matmul
 from verl.models.packing import PackedBatch
 from verl.models.vision import ImageFeatures
@@ -46,7 +45,7 @@ def dense_hidden_states(
 class _DecoderPass(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: AutogradContext,
         decoder: DenseDecoder,
         packed: PackedBatch,
         gradients: GradientBuffers | None,
@@ -62,7 +61,7 @@ class _DecoderPass(torch.autograd.Function):
         return _forward(decoder, packed, images, tape, checkpointing)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: AutogradContext, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.tape is None:
             raise RuntimeError("The activations of this forward are used up: its backward runs once.")
         decoder, packed, images, gradients, trained = ctx.args

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from verl.models.cuda.dispatch import has_triton
 from verl.models.cuda.logits import ChunkStatistics, target_gradient, target_statistics
 from verl.models.grad_buffers import GradientBuffers
+from verl.models.hf_module import AutogradContext
 from verl.models.matmul import Matmul, wide_product
 
 
@@ -25,7 +25,7 @@ class KernelLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: AutogradContext,
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
@@ -53,7 +53,7 @@ class KernelLogProbs(torch.autograd.Function):
         return stats.log_probs, entropy, squared, correct, None, None, None, mean
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: AutogradContext, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         (hidden, targets, known), weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
         if all(grad is None for grad in grads[:3]):
             return (None,) * 8

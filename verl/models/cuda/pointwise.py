@@ -6,12 +6,11 @@ each operation, as the modules of transformers do.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
 from verl.models.cuda.dispatch import differentiate, kernel
+from verl.models.hf_module import AutogradContext
 from verl.parallel.device import write_at
 
 
@@ -136,30 +135,30 @@ def write_kv(
     return result
 
 
-def _save_norm(ctx: Any, inputs: tuple[object, ...], output: torch.Tensor) -> None:
+def _save_norm(ctx: AutogradContext, inputs: tuple[object, ...], output: torch.Tensor) -> None:
     x, weight, ctx.eps = inputs
     ctx.save_for_backward(x, weight)
 
 
-def _norm_gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _norm_gradients(ctx: AutogradContext, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     return (*_RMS_NORM_BACKWARD(grad, *ctx.saved_tensors, ctx.eps, None), None)
 
 
-def _save_sum(ctx: Any, inputs: tuple[object, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save_sum(ctx: AutogradContext, inputs: tuple[object, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     ctx.save_for_backward(output[0], inputs[2])
     ctx.eps = inputs[3]
 
 
-def _sum_gradients(ctx: Any, through: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _sum_gradients(ctx: AutogradContext, through: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     d_x, d_weight = _RMS_NORM_BACKWARD(grad, *ctx.saved_tensors, ctx.eps, through)
     return d_x, d_x, d_weight, None
 
 
-def _save_gate(ctx: Any, inputs: tuple[object, ...], output: torch.Tensor) -> None:
+def _save_gate(ctx: AutogradContext, inputs: tuple[object, ...], output: torch.Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _gate_gradient(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+def _gate_gradient(ctx: AutogradContext, grad: torch.Tensor) -> torch.Tensor:
     gradient: torch.Tensor = _SWIGLU_BACKWARD(grad, *ctx.saved_tensors)
     return gradient
 

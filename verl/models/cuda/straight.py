@@ -7,7 +7,6 @@ has autograd.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from verl.models.attention import AttentionLayout, Scoring
 from verl.models.cpu.weights import DenseDecoder, Norm, Projection
 from verl.models.cuda.pointwise import add_norm, rms_norm, rotated, swiglu
+from verl.models.hf_module import AutogradContext
 from verl.models.packing import PackedBatch
 from verl.models.vision import ImageFeatures
 
@@ -72,10 +72,10 @@ class _Joined(torch.autograd.Function):
     """Parameters that lie back to back, as the tensor of which they are views."""
 
     @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: AutogradContext, whole: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         ctx.sizes = [len(p) for p in parameters]
         return whole.detach()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: AutogradContext, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return (None, *grads[0].split(ctx.sizes))

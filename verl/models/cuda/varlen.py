@@ -13,12 +13,13 @@ import functools
 import importlib.util
 import logging
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.attention
 import torch.nn.functional as F
 
+from verl.models.hf_module import AutogradContext
 from verl.parallel.device import strictly_deterministic, to_device, write_at
 
 if TYPE_CHECKING:
@@ -226,7 +227,7 @@ class _VarlenParts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: AutogradContext,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -245,7 +246,7 @@ class _VarlenParts(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: AutogradContext, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         plan, scale, backward = ctx.plan, ctx.scale, ctx.kernel.backward
         grad = grads[0]

@@ -7,10 +7,11 @@ sum; the names say which.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from verl.models.hf_module import AutogradContext
 
 Group = dist.ProcessGroup
 # its newer name where there is one: the older one warns there
@@ -30,12 +31,12 @@ def own_range(total: int, group: Group) -> tuple[int, int]:
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+    def forward(ctx: AutogradContext, x: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: AutogradContext, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad = grads[0].contiguous().clone()  # autograd may still need the one it gave
         dist.all_reduce(grad, group=ctx.group)
         return grad, None
@@ -65,12 +66,12 @@ def leave_group(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 class _GatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, sizes: Sequence[int], group: Group) -> torch.Tensor:
+    def forward(ctx: AutogradContext, x: torch.Tensor, sizes: Sequence[int], group: Group) -> torch.Tensor:
         ctx.start, ctx.size = sum(sizes[: group.rank()]), len(x)
         return gather_rows(x, sizes, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: AutogradContext, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return grads[0].narrow(0, ctx.start, ctx.size), None, None
 
 
@@ -96,12 +97,14 @@ def gather_rows(x: torch.Tensor, sizes: Sequence[int], group: Group) -> torch.Te
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: Group) -> torch.Tensor:
+    def forward(
+        ctx: AutogradContext, x: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: Group
+    ) -> torch.Tensor:
         ctx.received, ctx.sent, ctx.group = received, sent, group
         return _all_to_all(x, received, sent, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: AutogradContext, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _all_to_all(grads[0], ctx.sent, ctx.received, ctx.group), None, None, None
 
 

@@ -6,12 +6,11 @@ do. Every rank ends with the same statistics; the gradient of the hidden states 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from verl.models.hf_module import AutogradContext
 from verl.models.log_probs import Head, TokenStats, logit_grad_, read_columns
 from verl.models.matmul import Matmul
 from verl.models.parallel.collectives import gather_rows
@@ -54,7 +53,7 @@ def parallel_log_probs(
 class _ParallelLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: AutogradContext,
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
@@ -96,7 +95,7 @@ class _ParallelLogProbs(torch.autograd.Function):
         return log_probs.clone(), *optional, chosen, *best, last
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: AutogradContext, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, targets, lse, entropy, squared, candidates = ctx.saved_tensors
         read, column_grads = read_columns(targets, candidates, grads)
         wide, chunk = lse.dtype, ctx.chunk

@@ -39,7 +39,7 @@ class DapoRewardManager(NaiveRewardManager):
         pool: RewardPool,
         *,
         max_response_length: int,
-        overlong_buffer_cfg: Mapping[str, Any] | None = None,
+        overlong_buffer_cfg: Mapping[str, object] | None = None,
         max_resp_len: int | None = None,
     ):
         super().__init__(pool, max_response_length=max_resp_len or max_response_length)

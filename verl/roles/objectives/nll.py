@@ -10,8 +10,8 @@ from verl.data_proto.proto import DataProto
 from verl.engines.api import BatchTotals
 from verl.parallel.device import to_device
 from verl.roles.api import Objective
+from verl.roles.guards import StepGuard
 from verl.roles.objectives.terms import FirstRows, aggregate
-from verl.roles.step_guard import StepGuard
 
 
 class TokenObjective(Objective):

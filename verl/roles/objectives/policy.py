@@ -20,8 +20,8 @@ from verl.data_proto.token_values import token_keys
 from verl.engines.api import BatchTotals
 from verl.parallel.device import to_device, to_match
 from verl.roles.api import Objective
+from verl.roles.guards import StepGuard
 from verl.roles.objectives.terms import aggregate, zero_or_nan
-from verl.roles.step_guard import StepGuard
 
 
 def _loss_mode(config: ActorConfig, correction: RolloutCorrectionConfig) -> str:

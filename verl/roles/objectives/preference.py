@@ -8,26 +8,15 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from verl.algorithms.preference_losses import (
-    alpha_reward,
-    completion_sums,
-    divergence_score,
-    is_paired,
-    log_odds,
-    needs_reference,
-    preference_loss,
-    reads,
-    shared_lengths,
-    wpo_weights,
-)
+from verl.algorithms import preference_losses
 from verl.config.sections.preference import PreferenceLossConfig
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.engines.api import BatchTotals
 from verl.parallel.device import to_device
 from verl.roles.api import Objective
+from verl.roles.guards import StepGuard
 from verl.roles.objectives.terms import FirstRows
-from verl.roles.step_guard import StepGuard
 
 _CHOSEN, _REJECTED = "chosen_rows", "rejected_rows"  # indices, int64: a mask of the device would make the host wait
 
@@ -41,8 +30,12 @@ def row_sums(log_probs: Tensor, columns: TensorDict, ld_alpha: float | None) -> 
     """log pi(y) of each row [batch], desensitized to length with `ld_alpha`; see `completion_sums`. The columns are on the
     host, where their values are known without a wait."""
     mask = mask_of(columns)
-    shared = None if ld_alpha is None else to_device(shared_lengths(mask, columns["chosen"]), log_probs.device)
-    return completion_sums(log_probs, to_device(mask, log_probs.device), shared, ld_alpha)
+    shared = (
+        None
+        if ld_alpha is None
+        else to_device(preference_losses.shared_lengths(mask, columns["chosen"]), log_probs.device)
+    )
+    return preference_losses.completion_sums(log_probs, to_device(mask, log_probs.device), shared, ld_alpha)
 
 
 class PreferenceObjective(Objective):
@@ -59,9 +52,9 @@ class PreferenceObjective(Objective):
         self.config, self.guard = config, guard
         self._first = FirstRows()
         self.losses = list(zip(config.losses, config.weights, strict=True))
-        self.wants = frozenset().union(*(reads(name) for name, _ in self.losses))
-        self.paired = all(is_paired(name) for name, _ in self.losses)
-        self.has_reference = any(needs_reference(name) for name, _ in self.losses)
+        self.wants = frozenset().union(*(preference_losses.reads(name) for name, _ in self.losses))
+        self.paired = all(preference_losses.is_paired(name) for name, _ in self.losses)
+        self.has_reference = any(preference_losses.needs_reference(name) for name, _ in self.losses)
         self.unit = "ordinal" if self.paired else "row"
         weighting = ("sum_pi_squared",) if config.use_weighting else ()
         self.outputs = ("log_probs", "entropy", "correct", "mean_logit", *weighting)
@@ -83,9 +76,9 @@ class PreferenceObjective(Objective):
         terms = {**self.config, **self._terms(sums, log_probs, columns, totals)}
         weight: Tensor | float = 1.0
         if self.config.use_weighting:
-            of_rows = wpo_weights(log_probs, outputs["sum_pi_squared"], mask_of(columns))
+            of_rows = preference_losses.wpo_weights(log_probs, outputs["sum_pi_squared"], mask_of(columns))
             weight = of_rows[columns[_CHOSEN]] * of_rows[columns[_REJECTED]]
-        losses = (factor * preference_loss(name, terms) * weight for name, factor in self.losses)
+        losses = (factor * preference_losses.preference_loss(name, terms) * weight for name, factor in self.losses)
         loss = torch.stack([unit_losses.sum() for unit_losses in losses]).sum() / totals.num_units
         return loss, self._metrics(outputs, sums, terms, columns)
 
@@ -118,7 +111,7 @@ class PreferenceObjective(Objective):
             nll = -(log_probs * columns["response_mask"]).sum(1)[chosen]
             of_pairs["nll"] = nll * totals.num_units / columns["num_chosen_tokens"][chosen]
         if self.has_reference:
-            score = divergence_score(terms["ratio"], self.config.f_divergence, self.config.f_alpha)
+            score = preference_losses.divergence_score(terms["ratio"], self.config.f_divergence, self.config.f_alpha)
             per_token = score / mask_of(columns).sum(1).clamp(min=1)
             of_pairs |= both("ratio", terms["ratio"])
             of_pairs["delta"] = score[chosen] - score[rejected]
@@ -139,7 +132,7 @@ class PreferenceObjective(Objective):
             rewards = self.config.beta * terms["ratio"].detach()
         else:
             logps = logps / lengths.clamp(min=1) if self.per_token else logps
-            rewards = self.config.beta * alpha_reward(logps, self.config.alpha)
+            rewards = self.config.beta * preference_losses.alpha_reward(logps, self.config.alpha)
         metrics: dict[str, Metric] = {}
         for name, rows in (("chosen", chosen), ("rejected", rejected)):
             if len(rewards[rows]):
@@ -156,7 +149,7 @@ class PreferenceObjective(Objective):
         if "nll" in self.wants:
             metrics["nll_loss"] = _mean(terms["nll"].detach())
         if any(name == "orpo" for name, _ in self.losses):
-            odds = log_odds(logps[chosen]) - log_odds(logps[rejected])
+            odds = preference_losses.log_odds(logps[chosen]) - preference_losses.log_odds(logps[rejected])
             metrics |= {"log_odds_chosen": _mean(odds), "log_odds_ratio": _mean(torch.nn.functional.logsigmoid(odds))}
         if "shift" in self.wants:
             metrics["kl" if "kto" in self.config.losses else "delta"] = _mean(terms["shift"])

@@ -11,8 +11,8 @@ from verl.data_proto.proto import DataProto
 from verl.engines.api import BatchTotals
 from verl.parallel.device import to_device, to_match
 from verl.roles.api import Objective
+from verl.roles.guards import StepGuard
 from verl.roles.objectives.terms import aggregate, zero_or_nan
-from verl.roles.step_guard import StepGuard
 
 
 class ValueObjective(Objective):

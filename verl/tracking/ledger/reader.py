@@ -20,18 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.errors import CheckpointError
+from verl.tracking.ledger import records
 from verl.tracking.ledger.file import NAME, base_of, connect_read_only, explained, newest_offset
-from verl.tracking.ledger.records import (
-    DROPPED,
-    EVICTED,
-    TRAINED,
-    Offset,
-    OpenSample,
-    SampleDigest,
-    SegmentRecord,
-    Snapshot,
-    content_digest,
-)
 
 if TYPE_CHECKING:
     import numpy as np  # at run time where it is used: `verl show` starts without it
@@ -55,7 +45,7 @@ class TrainedSample:
     log_probs: np.ndarray
     token_versions: np.ndarray
     reward: float
-    parts: dict[str, Any]
+    parts: dict[str, object]
     error: str | None
     finish_reason: str
     digest: str
@@ -105,7 +95,7 @@ class Ledger:
     def close(self) -> None:
         self._db.close()
 
-    def offset(self) -> Offset:
+    def offset(self) -> records.Offset:
         """The end of the last step in the ledger."""
         with explained(self.path):
             return newest_offset(self._db)
@@ -132,16 +122,16 @@ class Ledger:
         ((twice,),) = self._rows(
             "SELECT count(*) FROM samples AS again WHERE attempt = 1 AND (SELECT count(*) FROM samples AS s WHERE "
             "(s.ordinal, s.sample, s.fate) = (again.ordinal, again.sample, ?)) > 1",
-            TRAINED,
+            records.TRAINED,
         )
         with explained(self.path):
             before = base_of(self._db).num_trained
         return Counts(
             steps=offset.step,
-            trained=offset.num_trained - before + fates[TRAINED],
+            trained=offset.num_trained - before + fates[records.TRAINED],
             pending=fates[None],
-            dropped=int(dropped) + fates[DROPPED],
-            evicted=int(evicted) + fates[EVICTED],
+            dropped=int(dropped) + fates[records.DROPPED],
+            evicted=int(evicted) + fates[records.EVICTED],
             defaulted=int(defaulted) + sum(errors for _, _, errors in newer),
             twice=twice,
             before=before,
@@ -152,14 +142,16 @@ class Ledger:
         rows = self._rows(
             "SELECT ordinal, sample, attempt, epoch, data_row, ended_step, uses, reward, parts, error, digest FROM samples "
             "WHERE fate = ? AND (? IS NULL OR ended_step = ?) ORDER BY ended_step, ordinal, sample",
-            *(TRAINED, step, step),
+            *(records.TRAINED, step, step),
         )
         return [self._sample(row) for row in rows]
 
     def multiset_of_trained(self) -> Counter[tuple[int, int, str]]:
         """(ordinal, sample, digest of tokens, log-probs and reward) of every row that trained."""
         trained: Counter[tuple[int, int, str]] = Counter()
-        for *key, uses in self._rows("SELECT ordinal, sample, digest, uses FROM samples WHERE fate = ?", TRAINED):
+        for *key, uses in self._rows(
+            "SELECT ordinal, sample, digest, uses FROM samples WHERE fate = ?", records.TRAINED
+        ):
             trained[tuple(key)] += uses
         return trained
 
@@ -179,7 +171,7 @@ class Ledger:
         with explained(self.path):
             segments, content = (
                 [_segment_of(r) for r in self._db.execute(query, (ordinal, sample, attempt))],
-                SampleDigest(),
+                records.SampleDigest(),
             )
             for segment in segments:
                 content.add(segment)
@@ -226,15 +218,15 @@ _OPEN_SAMPLES = (
 )
 
 
-def snapshot(path: Path) -> Snapshot:
+def snapshot(path: Path) -> records.Snapshot:
     """The newest offset, and the open samples with the segments generated so far."""
     with explained(path), closing(connect_read_only(path)) as db:
-        segments: dict[tuple[int, int, int], list[SegmentRecord]] = defaultdict(list)
+        segments: dict[tuple[int, int, int], list[records.SegmentRecord]] = defaultdict(list)
         for row in db.execute(_OPEN_SEGMENTS):
             segments[row[:3]].append(_segment_of(row))
-        waiting = [replace(OpenSample(*row), segments=segments[row[:3]]) for row in db.execute(_OPEN_SAMPLES)]
+        waiting = [replace(records.OpenSample(*row), segments=segments[row[:3]]) for row in db.execute(_OPEN_SAMPLES)]
         (run,) = db.execute("SELECT value FROM about WHERE name = 'run'").fetchone()
-        return Snapshot(run, newest_offset(db), waiting)
+        return records.Snapshot(run, newest_offset(db), waiting)
 
 
 def open_rows(path: Path) -> list[tuple[object, ...]]:
@@ -243,15 +235,15 @@ def open_rows(path: Path) -> list[tuple[object, ...]]:
         return [*db.execute(_OPEN_SAMPLES), *db.execute(_OPEN_SEGMENTS)]
 
 
-def _segment_of(row: tuple[Any, ...]) -> SegmentRecord:
+def _segment_of(row: tuple[Any, ...]) -> records.SegmentRecord:
     """A row of the table segments; the bytes per log-prob tell float32 from float64. Raises ValueError when the content does
     not match its checksum."""
     import numpy as np
 
     ordinal, sample, _, _, _, version, tokens, raw, reason, rank, digest, source = row
-    if digest != content_digest(tokens, raw):
+    if digest != records.content_digest(tokens, raw):
         raise ValueError(f"sample {sample} of prompt {ordinal} does not have the content that was written")
     ids = np.frombuffer(tokens, dtype="<i4")
     width = len(raw or b"") // max(len(ids), 1)
     log_probs = None if raw is None else np.frombuffer(raw, dtype="<f8" if width == 8 else "<f4")
-    return SegmentRecord(ordinal, sample, ids, log_probs, version, reason, rank, source)
+    return records.SegmentRecord(ordinal, sample, ids, log_probs, version, reason, rank, source)

@@ -11,7 +11,7 @@ import json
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from verl.data_proto.media import Media, media_of
 
@@ -61,7 +61,7 @@ class Scored:
     ordinal: int
     sample: int
     reward: float
-    parts: dict[str, Any]
+    parts: dict[str, object]
     error: str | None
 
 

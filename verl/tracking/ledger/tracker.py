@@ -14,32 +14,22 @@ import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from verl.errors import CheckpointError
+from verl.tracking.files import Json
+from verl.tracking.ledger import records
 from verl.tracking.ledger.file import FIX, NAME, copy, create, holds, rewind, run_of
 from verl.tracking.ledger.reader import open_rows, snapshot
-from verl.tracking.ledger.records import (
-    DROPPED,
-    EVICTED,
-    TRAINED,
-    Key,
-    Offset,
-    Prompt,
-    SampleDigest,
-    Scored,
-    SegmentRecord,
-    Snapshot,
-    chained_digest,
-)
 from verl.tracking.ledger.writer import LedgerWriter
 
 log = logging.getLogger(__name__)
 
+Segments = Sequence[records.SegmentRecord] | Callable[[Callable[[records.Key], int]], Sequence[records.SegmentRecord]]
 IN_CHECKPOINT = Path("samples") / NAME
 
 
@@ -49,7 +39,7 @@ class _Issued:
 
     attempt: int
     step: int
-    contents: dict[int, SampleDigest]
+    contents: dict[int, records.SampleDigest]
     scored: int = 0  # the step in which they were scored
     digests: dict[int, str] = field(default_factory=dict)
 
@@ -67,15 +57,15 @@ class SampleTracker:
         self._digested: Future[object] = self._digesting.submit(bool)
         self._skipped_to = 0  # prompts before this one are skipped from the next step on
         self.run = ""
-        self.offset = Offset()
+        self.offset = records.Offset()
 
-    def start(self, snapshot: Snapshot, writer: LedgerWriter | None = None) -> None:
+    def start(self, snapshot: records.Snapshot, writer: LedgerWriter | None = None) -> None:
         """Continue from `snapshot`."""
         self.run, self.offset, self._writer = snapshot.run, snapshot.offset, writer
         self._open, self._skipped_to = {}, 0
         for sample in snapshot.waiting:
             issued = self._open.setdefault(sample.ordinal, _Issued(sample.attempt, sample.step, {}))
-            content = issued.contents.setdefault(sample.sample, SampleDigest())
+            content = issued.contents.setdefault(sample.sample, records.SampleDigest())
             for segment in sample.segments:
                 content.add(segment)
 
@@ -98,11 +88,11 @@ class SampleTracker:
         self._digested.result()
         return sum(content.num_tokens for issued in self._open.values() for content in issued.contents.values())
 
-    def num_tokens(self, key: Key) -> int:
+    def num_tokens(self, key: records.Key) -> int:
         """Number of tokens generated for the open sample `key`."""
         return self._sample(key, "is continued").num_tokens
 
-    def issue(self, step: int, prompts: Iterable[Prompt], *, num_samples: int, split: str, limit: int) -> None:
+    def issue(self, step: int, prompts: Iterable[records.Prompt], *, num_samples: int, split: str, limit: int) -> None:
         """Record a request for `num_samples` samples of at most `limit` tokens per prompt. Open samples of the same prompts
         end as evicted."""
         evicted, issued = [], []
@@ -116,9 +106,11 @@ class SampleTracker:
                 )
             before = self._open.get(ordinal)
             if before is not None:
-                evicted += [(step, EVICTED, 0, ordinal, sample, before.attempt) for sample in before.contents]
+                evicted += [(step, records.EVICTED, 0, ordinal, sample, before.attempt) for sample in before.contents]
             attempt = 0 if before is None else before.attempt + 1
-            self._open[ordinal] = _Issued(attempt, step, {sample: SampleDigest() for sample in range(num_samples)})
+            self._open[ordinal] = _Issued(
+                attempt, step, {sample: records.SampleDigest() for sample in range(num_samples)}
+            )
             issued += [
                 (ordinal, sample, attempt, prompt.epoch, prompt.row, prompt.digest, step, split, limit)
                 for sample in range(num_samples)
@@ -126,15 +118,13 @@ class SampleTracker:
         self._write("end", evicted)
         self._write("issue", issued)
 
-    def generate(
-        self, step: int, segments: Sequence[SegmentRecord] | Callable[[Callable[[Key], int]], Sequence[SegmentRecord]]
-    ) -> None:
+    def generate(self, step: int, segments: Segments) -> None:
         """Record tokens that were added to open samples: segments, or a function that makes them from the number of tokens that
         a sample has. It runs on a thread, because a step may have gigabytes; later calls wait for it and raise its errors."""
         self._digested.result()
         self._digested = self._digesting.submit(self._digest, step, segments)
 
-    def _digest(self, step: int, segments: Any) -> None:
+    def _digest(self, step: int, segments: Segments) -> None:
         rows = []
         for segment in segments(self.num_tokens) if callable(segments) else segments:
             content = self._sample((segment.ordinal, segment.sample), "was generated")
@@ -145,7 +135,7 @@ class SampleTracker:
         if self._writer is not None and rows:
             self._writer.write("generate", rows)
 
-    def score(self, step: int, scores: Sequence[Scored]) -> None:
+    def score(self, step: int, scores: Sequence[records.Scored]) -> None:
         """Record the rewards of samples; they end when the step succeeds."""
         rows = []
         self._digested.result()
@@ -157,7 +147,7 @@ class SampleTracker:
             rows.append((step, scored.reward, scored.parts, scored.error, digest, *key))
         self._write("score", rows)
 
-    def train(self, step: int, keys: Iterable[Key]) -> None:
+    def train(self, step: int, keys: Iterable[records.Key]) -> None:
         """Record a step that succeeded. Of the samples scored in it, the samples of `keys` trained and the others were dropped.
         A key occurs several times where the algorithm resamples rows."""
         uses = Counter(keys)
@@ -174,15 +164,20 @@ class SampleTracker:
             issued = self._open[ordinal]
             for sample in sorted(issued.contents):
                 times = uses.pop((ordinal, sample), 0)
-                rows.append((step, TRAINED if times else DROPPED, times, ordinal, sample, issued.attempt))
+                rows.append(
+                    (step, records.TRAINED if times else records.DROPPED, times, ordinal, sample, issued.attempt)
+                )
                 if times:
                     trained.append((ordinal, sample, times, issued.digests.get(sample)))
         if uses:
             self._reject(next(iter(uses)), f"trained in step {step}")
         for ordinal in ending:
             del self._open[ordinal]
-        num_trained, digest = self.offset.num_trained + len(trained), chained_digest(self.offset.digest, step, trained)
-        self.offset = Offset(step, self.cursor + len(ending), num_trained, digest)
+        num_trained, digest = (
+            self.offset.num_trained + len(trained),
+            records.chained_digest(self.offset.digest, step, trained),
+        )
+        self.offset = records.Offset(step, self.cursor + len(ending), num_trained, digest)
         self._write("end", rows)
         self._write("step", [tuple(vars(self.offset).values())])
 
@@ -193,7 +188,9 @@ class SampleTracker:
         first, self._skipped_to = self.cursor, max(self.cursor, next_ordinal)
         ended = [ordinal for ordinal in self._open if ordinal < self._skipped_to]
         rows = [
-            (step, DROPPED, 0, o, sample, self._open[o].attempt) for o in ended for sample in self._open[o].contents
+            (step, records.DROPPED, 0, o, sample, self._open[o].attempt)
+            for o in ended
+            for sample in self._open[o].contents
         ]
         for ordinal in ended:
             del self._open[ordinal]
@@ -220,14 +217,14 @@ class SampleTracker:
         if writer is not None:
             writer.close()
 
-    def _sample(self, key: Key, event: str) -> SampleDigest:
+    def _sample(self, key: records.Key, event: str) -> records.SampleDigest:
         ordinal, sample = key
         issued = self._open.get(ordinal)
         if issued is None or sample not in issued.contents:
             self._reject(key, event)
         return issued.contents[sample]
 
-    def _reject(self, key: Key, event: str) -> NoReturn:
+    def _reject(self, key: records.Key, event: str) -> NoReturn:
         raise CheckpointError(
             f"Sample {key[1]} of prompt {key[0]} {event}, and it is not open: it has ended or was never issued. This is a "
             "fault of the program; stop the run and report it."
@@ -242,7 +239,7 @@ class SampleTracker:
 # -- where a ledger starts --------------------------------------------------------------------------------------------
 
 
-def start_ledger(path: Path, checkpoint: Path | None = None, record: Mapping[str, Any] | None = None) -> Snapshot:
+def start_ledger(path: Path, checkpoint: Path | None = None, record: Json | None = None) -> records.Snapshot:
     """Create the ledger `path`, or rewind it to `checkpoint`; returns the state in which the run starts.
 
     `record` is the record of samples in `checkpoint` (`SampleTracker.commit`). The history comes from the run folder, or
@@ -251,7 +248,7 @@ def start_ledger(path: Path, checkpoint: Path | None = None, record: Mapping[str
     """
     if checkpoint is None:
         _set_aside(path)
-        create(path, uuid.uuid4().hex, Offset())
+        create(path, uuid.uuid4().hex, records.Offset())
         return snapshot(path)
     if record is None:
         raise CheckpointError(
@@ -262,7 +259,7 @@ def start_ledger(path: Path, checkpoint: Path | None = None, record: Mapping[str
         raise CheckpointError(
             f"The sample ledger {path} is a link to {os.readlink(path)}, which the run would change. {FIX}"
         )
-    run, offset = record["run"], Offset(**{name: value for name, value in record.items() if name != "run"})
+    run, offset = record["run"], records.Offset(**{name: value for name, value in record.items() if name != "run"})
     saved, mismatched = checkpoint / IN_CHECKPOINT, []
     for place in dict.fromkeys(Path(os.path.realpath(p)) for p in (path, checkpoint.parent / NAME)):
         if place.exists() and run_of(place) == run:
@@ -287,7 +284,7 @@ def start_ledger(path: Path, checkpoint: Path | None = None, record: Mapping[str
     return snapshot(path)
 
 
-def _rewound(source: Path, path: Path, step: int) -> Snapshot:
+def _rewound(source: Path, path: Path, step: int) -> records.Snapshot:
     """Make `path` the ledger `source` as it was at the end of `step`."""
     if os.path.realpath(source) != os.path.realpath(path):
         copied = path.with_name(f".{path.name}.tmp")
