@@ -44,7 +44,7 @@ def test_equals_float64(library, dtype, tokens, monkeypatch):
 
 
 def test_log_probs_of_a_chunk_in_several_products(library, monkeypatch):
-    monkeypatch.setattr(log_probs, "_PRODUCT_ELEMENTS", 3 * 50)
+    monkeypatch.setattr(matmul, "_PRODUCT_ELEMENTS", 3 * 50)
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 16, generator=generator, requires_grad=True) for n in (11, 50))
     targets = torch.arange(11)

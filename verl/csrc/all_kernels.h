@@ -2,11 +2,13 @@
 
 #include "simd.h"
 #include "attention_kernels.h"
+#define element float
 #include "pointwise_kernels.h"
+#undef element
 
 static const struct kernels NAME(kernels) = {
     STRING(ISA), NAME(pack), NAME(forward), NAME(backward), NAME(sum_heads),
-    {NAME(rms_norm), NAME(rms_norm_backward), NAME(swiglu), NAME(swiglu_backward), NAME(rotate)},
+    {POINTWISE},
 };
 
 #undef ISA

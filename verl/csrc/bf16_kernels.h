@@ -1,7 +1,10 @@
-/* The forward operations of a training step in bfloat16, with the sampler's arithmetic and order of sums, for processors whose
-   matrix products read pairs of bfloat16 values: both then compute the same bits. */
+/* Operations of a training step in bfloat16, for processors whose matrix products read pairs of bfloat16 values. The forward
+   has the sampler's arithmetic and order of sums: both then compute the same bits. */
 
 #include "shared_kernels.h"
+#define element uint16_t
+#include "pointwise_kernels.h"
+#undef element
 
 #define HALF(pointer) ((uint16_t *)(pointer))
 
@@ -10,51 +13,6 @@ FN void NAME(inverse_rms_rows)(const struct rows *r, int64_t begin, int64_t end)
 {
     for (int64_t t = begin; t < end; t++)
         r->out[t] = NAME(inverse_rms)(1, HALF(r->x) + t * r->columns, r->columns, r->eps);
-}
-
-/* `count` values at p, at most a vector of them, then zeros */
-INLINE vf NAME(load_half)(const uint16_t *p, int64_t count)
-{
-    uint16_t lanes[WIDTH] = {0};
-    if (count >= WIDTH)
-        return v_load_bf16(p);
-    for (int64_t i = 0; i < count; i++)
-        lanes[i] = p[i];
-    return v_load_bf16(lanes);
-}
-INLINE void NAME(store_half)(uint16_t *p, vf x, int64_t count) /* x is rounded already */
-{
-    uint16_t lanes[WIDTH];
-    if (count >= WIDTH) {
-        NAME(store_bf16)((char *)p, x);
-        return;
-    }
-    NAME(store_bf16)((char *)lanes, x);
-    for (int64_t i = 0; i < count; i++)
-        p[i] = lanes[i];
-}
-
-/* out = x scale, rounded, times weight */
-FN void NAME(rms_norm)(const struct rows *r, int64_t begin, int64_t end)
-{
-    const int64_t n = r->columns;
-    for (int64_t t = begin; t < end; t++)
-        for (int64_t i = 0; i < n; i += WIDTH) {
-            vf y = NAME(rounded)(v_mul(NAME(load_half)(HALF(r->x) + t * n + i, n - i), v_set(r->scale[t])));
-            y = NAME(rounded)(v_mul(y, NAME(load_half)(HALF(r->weight) + i, n - i)));
-            NAME(store_half)(HALF(r->out) + t * n + i, y, n - i);
-        }
-}
-
-/* out [count][columns] = silu(gate) up, for x [count][gate, up] */
-FN void NAME(swiglu)(const struct rows *r, int64_t begin, int64_t end)
-{
-    const int64_t n = r->columns;
-    for (int64_t t = begin; t < end; t++) {
-        const uint16_t *gate = HALF(r->x) + t * 2 * n, *up = gate + n;
-        for (int64_t i = 0; i < n; i += WIDTH)
-            NAME(store_half)(HALF(r->out) + t * n + i, NAME(gated)(NAME(load_half)(gate + i, n - i), NAME(load_half)(up + i, n - i), 1), n - i);
-    }
 }
 
 /* Keys and values of a range in blocks: keys [padded / 2][BLOCK][2], then values [BLOCK][padded], padded with zeros */
@@ -112,7 +70,7 @@ FN void NAME(forward)(const struct call *c, const struct work *w, int64_t index,
 }
 
 static const struct kernels NAME(kernels) = {
-    STRING(ISA), NAME(pack), NAME(forward), 0, 0, {NAME(rms_norm), 0, NAME(swiglu), 0, 0, NAME(inverse_rms_rows)},
+    STRING(ISA), NAME(pack), NAME(forward), 0, 0, {POINTWISE, NAME(inverse_rms_rows)},
 };
 
 #undef ISA

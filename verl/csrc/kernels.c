@@ -1,7 +1,7 @@
-/* Kernels of a training step on the processor, in float32, for what is no large matrix product. Attention over a packed batch:
-   blocks of scores stay in a level-2 cache, and the matrix products around them are tiles of registers (Dao 2023,
-   FlashAttention-2). And operations on rows, each in one pass over memory. packed.py and cpu/pointwise.py have the same in
-   torch. No result depends on the number of threads. */
+/* Kernels of a training step on the processor, in float32 and bfloat16, for what is no large matrix product. Attention over a
+   packed batch: blocks of scores stay in a level-2 cache, and the matrix products around them are tiles of registers (Dao 2023,
+   FlashAttention-2). And operations on rows, each in one pass over memory. packed.py, log_probs.py and cpu/pointwise.py have the
+   same in torch. No result depends on the number of threads. */
 
 #define _GNU_SOURCE
 #include "kernels.h"
@@ -20,6 +20,9 @@
 #define H -INFINITY
 static const float HIDDEN[32] = {[16] = H, H, H, H, H, H, H, H, H, H, H, H, H, H, H, H};
 #undef H
+
+#define POINTWISE                                                                                                                 \
+    NAME(rms_norm), NAME(rms_norm_backward), NAME(swiglu), NAME(swiglu_backward), NAME(rotate), NAME(log_sum_exp), NAME(logit_gradient)
 
 #define ISA avx512
 #define TARGET __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl")))

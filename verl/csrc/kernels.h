@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-enum { REVISION = 1 };          /* counts up when a structure changes */
+enum { REVISION = 2 };          /* counts up when a structure changes */
 enum { QUERIES = 72 };          /* of a block; a multiple of the rows of every register tile */
 enum { KEYS = 256 };            /* of a block; a multiple of PAD */
 enum { PAD = 32 };              /* packed keys of a range are padded to a multiple of this, and so is head_dim */
@@ -54,7 +54,7 @@ struct work {
 };
 
 enum { ROWS = 32 };             /* at a time */
-enum { RMS_NORM, RMS_NORM_BACKWARD, SWIGLU, SWIGLU_BACKWARD, ROTATE, INVERSE_RMS, NUM_OPERATIONS };
+enum { RMS_NORM, RMS_NORM_BACKWARD, SWIGLU, SWIGLU_BACKWARD, ROTATE, LOG_SUM_EXP, LOGIT_GRADIENT, INVERSE_RMS, NUM_OPERATIONS };
 
 /* An operation on `count` rows, see pointwise_kernels.h and bf16_kernels.h. */
 struct rows {

@@ -1,13 +1,15 @@
-"""The compiled kernels of a training step (kernels.c): float32 on x86 processors, loaded with ctypes.
+"""The compiled kernels of a training step (kernels.c) on x86 processors, loaded with ctypes: in float32, and in bfloat16 on
+processors whose matmuls read pairs, where the forward has the sampler's arithmetic (bf16_kernels.h).
 
 Sums have one order: results do not depend on the number of threads. Without the library torch computes the same, rounded
-otherwise. In bfloat16, on processors whose matmuls read pairs, the forward has the sampler's arithmetic (bf16_kernels.h).
+otherwise.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 
@@ -16,8 +18,9 @@ import torch
 from verl.parallel.compiled import choose_kernels, open_library
 from verl.parallel.device import native_bf16
 
-RMS_NORM, RMS_NORM_BACKWARD, SWIGLU, SWIGLU_BACKWARD, ROTATE, INVERSE_RMS = range(6)  # operations on rows
-_REVISION = 1  # of the structures, see kernels.h
+# operations on rows
+RMS_NORM, RMS_NORM_BACKWARD, SWIGLU, SWIGLU_BACKWARD, ROTATE, LOG_SUM_EXP, LOGIT_GRADIENT, INVERSE_RMS = range(8)
+_REVISION = 2  # of the structures, see kernels.h
 _CPU = torch.device("cpu")
 _ROWS = 32  # of kernels.h
 _SHARE = 1 << 15  # elements that are worth waking a thread for
@@ -47,20 +50,10 @@ class RowOperation(Structure):
 
 
 def usable(*tensors: torch.Tensor) -> bool:
-    """Whether compiled kernels compute with `tensors`. Raises ConfigError for a VERL_CPU_ISA that cannot be had."""
-    plain = all(x.device.type == "cpu" and x.dtype == torch.float32 for x in tensors)
-    return plain and _chosen() is not None
-
-
-def usable_bf16(*tensors: torch.Tensor) -> bool:
-    """Whether compiled kernels compute the forward of `tensors` in bfloat16, to the sampler's bits."""
-    plain = all(x.device.type == "cpu" and x.dtype == torch.bfloat16 for x in tensors)
-    return plain and _chosen_bf16() is not None
-
-
-def usable_forward(*tensors: torch.Tensor) -> bool:
-    """Whether compiled kernels compute the forward of `tensors`, in float32 or bfloat16."""
-    return usable(*tensors) or usable_bf16(*tensors)
+    """Whether compiled kernels compute with `tensors`, all float32 or, to the sampler's bits, all bfloat16. Raises ConfigError
+    for a VERL_CPU_ISA that cannot be had."""
+    dtype = tensors[0].dtype
+    return all(x.device.type == "cpu" and x.dtype == dtype for x in tensors) and _chosen(dtype) is not None
 
 
 def num_threads(elements: int) -> int:
@@ -74,7 +67,7 @@ def run_attention(call: AttentionCall, backward: bool) -> None:
     assert library is not None
     work = torch.empty(library.attention_workspace(call, backward) + 16)
     call.work = work.data_ptr() + -work.data_ptr() % 64
-    library.attention_run(_chosen_bf16() if call.bf16 else _chosen(), call, backward)
+    library.attention_run(_chosen(torch.bfloat16 if call.bf16 else torch.float32), call, backward)
 
 
 def run_rows(
@@ -89,8 +82,8 @@ def run_rows(
     eps: float = 0.0,
     sums: bool = False,
 ) -> torch.Tensor | None:
-    """An operation of pointwise_kernels.h, or in bfloat16 of bf16_kernels.h, on the rows of `x`; with `sums` the sum over its
-    rows [columns]. All but `x` are contiguous; heads of `x` [rows, heads, columns] are adjacent."""
+    """An operation of pointwise_kernels.h, or INVERSE_RMS, on the rows of `x`; with `sums` the sum over its rows [columns]. All
+    but `x` are contiguous; heads of `x` [rows, heads, columns] are adjacent."""
     library = _library()
     assert library is not None
     count = len(x)
@@ -99,16 +92,18 @@ def run_rows(
         count, columns, x.shape[1], x.stride(0), num_threads(count * columns * (x.shape[1] if x.dim() == 3 else 1)),
         *(None if t is None else t.data_ptr() for t in (x, out, parts, d_y, weight, scale)), eps,
     )  # fmt: skip
-    library.rows_run(_chosen_bf16() if x.dtype == torch.bfloat16 else _chosen(), operation, rows)
+    library.rows_run(_chosen(x.dtype), operation, rows)
     return None if parts is None else parts[-1]
 
 
-def _chosen() -> int | None:
-    return choose_kernels(_kernels, _library() is not None)
-
-
-def _chosen_bf16() -> int | None:
-    return choose_kernels(_bf16_kernels, _library() is not None) if native_bf16(_CPU) else None
+def _chosen(dtype: torch.dtype) -> int | None:
+    """Address of the kernels that compute in `dtype`."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        return None
+    kernels = choose_kernels(_kernels, _library() is not None)
+    if kernels is None or dtype == torch.float32:
+        return kernels
+    return _bf16_kernels(os.environ.get("VERL_CPU_ISA") or None) if native_bf16(_CPU) else None
 
 
 @functools.cache

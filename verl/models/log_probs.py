@@ -19,15 +19,15 @@ from dataclasses import dataclass
 
 import torch
 
+from verl.models import compiled
 from verl.models.cuda.log_probs import KernelLogProbs, kernels_compute
 from verl.models.grad_buffers import GradientBuffers
 from verl.models.hf_module import AutogradContext
 from verl.models.matmul import Matmul
 
-_CHUNK_ELEMENTS = 1 << 26  # logits held at a time; 256 MiB in float32
-_CHUNK_ELEMENTS_CUDA = 1 << 28  # a product of fewer tokens is bound by reading the weights
+_CHUNK_BYTES = 1 << 28  # of logits held at a time
+_CHUNK_BYTES_CUDA = 1 << 30  # a product of fewer tokens is bound by reading the weights
 _BLOCK_ELEMENTS = 1 << 19  # of a chunk, worked on at a time on a CPU
-_PRODUCT_ELEMENTS = 1 << 24  # of a chunk, where a matmul cannot write into it
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,7 @@ class Head:
         """log softmax of the logits of `hidden`, in the first rows of `out` [at least rows, vocabulary], which are
         returned; in `lse` and `mean` [rows] if given, the log-sum-exp of the rows, and the mean of their logits at
         temperature 1. hidden and weight are operands of `matmul`."""
-        z = out[: len(hidden)]
-        if matmul.by_onednn:
-            for part in _chunks(len(z), max(1, _PRODUCT_ELEMENTS // z.shape[1])):
-                z[part] = matmul.product(hidden[part], weight)
-        elif hidden.dtype == z.dtype:
-            torch.mm(hidden, weight.t(), out=z)
-        elif z.device.type == "cuda":
-            z.copy_(torch.mm(hidden, weight.t(), out_dtype=z.dtype))  # not rounded, as in generation
-        else:
-            z.copy_(hidden @ weight.t())
+        z = matmul.product_into(out, hidden, weight)
         for part in _blocks(z):
             block = z[part]
             if matmul.widens:  # rounded as the result of a matmul in the narrow dtype
@@ -151,16 +142,18 @@ def token_log_probs(
     if not fused:
         logits = Head(temperature, logit_scale, softcap).logits(hidden, weight, bias)
         return logit_statistics(logits, targets, temperature, *wants, candidates=candidates, top=top)
+    head = Head(temperature, logit_scale, softcap)
+    is_plain = head == Head(temperature) and bias is None and candidates is None and not top and not any(wants)
+    compiles = is_plain and compiled.usable(hidden, weight)
     if chunk_tokens is None:
-        elements = _CHUNK_ELEMENTS_CUDA if weight.device.type == "cuda" else _CHUNK_ELEMENTS
-        chunk_tokens = max(1, elements // weight.shape[0])
+        held = _CHUNK_BYTES_CUDA if weight.device.type == "cuda" else _CHUNK_BYTES
+        chunk_tokens = max(1, held // (weight.shape[0] * (weight.itemsize if compiles else 4)))
     chunk_tokens = max(1, min(chunk_tokens, len(targets)))
     if candidates is None and not top and kernels_compute(hidden):
         transform = (temperature, logit_scale, softcap or 0.0)
         parts = list(_chunks(len(targets), chunk_tokens)) or [slice(0)]
         return TokenStats(*KernelLogProbs.apply(hidden, weight, bias, targets, transform, wants, parts, gradients))
-    head = Head(temperature, logit_scale, softcap)
-    arguments = (hidden, weight, bias, targets, head, wants, candidates, top, chunk_tokens, gradients)
+    arguments = (hidden, weight, bias, targets, head, wants, candidates, top, chunk_tokens, gradients, compiles)
     return TokenStats(*_FusedLogProbs.apply(*arguments))
 
 
@@ -219,16 +212,22 @@ class _FusedLogProbs(torch.autograd.Function):
         top: int,
         chunk: int,
         gradients: GradientBuffers | None,
+        compiles: bool,
     ) -> tuple[torch.Tensor | None, ...]:
         num_tokens, wide = hidden.shape[0], torch.promote_types(hidden.dtype, torch.float32)
         matmul = Matmul(hidden.dtype, hidden.device)
-        buffer = torch.empty(chunk, weight.shape[0], dtype=wide, device=hidden.device)
+        buffer = hidden.new_empty(chunk, weight.shape[0], dtype=hidden.dtype if compiles else wide)
         log_probs, lse, entropy, squared = (torch.empty(num_tokens, dtype=wide, device=hidden.device) for _ in range(4))
         correct, mean = (torch.empty_like(log_probs) if want else None for want in wants[2:])
         chosen = None if candidates is None else log_probs.new_empty(candidates.shape)
         best = (log_probs.new_empty(num_tokens, top), targets.new_empty(num_tokens, top)) if top else (None, None)
         operand = matmul.operand(weight)
         for part in _chunks(num_tokens, chunk):
+            if compiles:
+                z = matmul.product_into(buffer, hidden[part], operand)
+                compiled.run_rows(compiled.LOG_SUM_EXP, z, lse[part], columns=z.shape[1], eps=head.temperature)
+                log_probs[part] = _at_targets(z, targets[part], lse[part], head)
+                continue
             chunk_lse = None if head.softcap is None else lse[part]
             chunk_mean = None if mean is None else mean[part]
             log_p = head.log_softmax(matmul.operand(hidden[part]), operand, bias, matmul, buffer, chunk_lse, chunk_mean)
@@ -246,9 +245,9 @@ class _FusedLogProbs(torch.autograd.Function):
                     entropy[part][block] = p.mul_(log_p[block]).sum(dim=1).neg_()
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, targets, lse, entropy, squared, candidates)
-        ctx.head, ctx.chunk, ctx.matmul = head, chunk, matmul
+        ctx.head, ctx.chunk, ctx.matmul, ctx.compiles = head, chunk, matmul, compiles
         ctx.weight, ctx.bias, ctx.gradients = weight, bias, gradients
-        ctx.buffer = buffer if any(ctx.needs_input_grad) else None  # log-probs of the last chunk
+        ctx.buffer = buffer if any(ctx.needs_input_grad) else None  # log-probs of the last chunk, or its logits
         ctx.mark_non_differentiable(*(x for x in (correct, *best, mean) if x is not None))
         return log_probs, entropy if wants[0] else None, squared if wants[1] else None, correct, chosen, *best, mean
 
@@ -257,24 +256,29 @@ class _FusedLogProbs(torch.autograd.Function):
         hidden, targets, lse, entropy, squared, candidates = ctx.saved_tensors
         columns, column_grads = read_columns(targets, candidates, grads)
         if all(g is None for g in column_grads):
-            return (None,) * 10
+            return (None,) * 11
         matmul: Matmul = ctx.matmul
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         apart = GradientBuffers.rest(ctx.gradients, (ctx.weight, ctx.bias), ctx.needs_input_grad[1:3])
         operand, buffer, ctx.buffer = matmul.operand(ctx.weight), ctx.buffer, None
         known = buffer is not None
         if buffer is None:
-            buffer = torch.empty(ctx.chunk, len(ctx.weight), dtype=lse.dtype, device=hidden.device)
+            buffer = hidden.new_empty(ctx.chunk, len(ctx.weight), dtype=hidden.dtype if ctx.compiles else lse.dtype)
         for part in reversed(list(_chunks(len(hidden), ctx.chunk))):
             inputs = matmul.operand(hidden[part])
             z = buffer[: len(inputs)]
-            if not known:
-                ctx.head.log_softmax(inputs, operand, ctx.bias, matmul, buffer)
+            if ctx.compiles and grads[0] is not None:  # the one output that has a gradient
+                if not known:
+                    matmul.product_into(buffer, inputs, operand)
+                _compiled_logit_grad_(z, targets[part], grads[0][part], lse[part], ctx.head)
+            else:
+                if not known:
+                    ctx.head.log_softmax(inputs, operand, ctx.bias, matmul, buffer)
+                for block in _blocks(z):
+                    here = [g if g is None else g[part][block] for g in column_grads]
+                    stats = (lse[part][block], entropy[part][block], squared[part][block])
+                    logit_grad_(z[block], columns[part][block], here, stats, ctx.head, matmul)
             known = False
-            for block in _blocks(z):
-                here = [g if g is None else g[part][block] for g in column_grads]
-                stats = (lse[part][block], entropy[part][block], squared[part][block])
-                logit_grad_(z[block], columns[part][block], here, stats, ctx.head, matmul)
             dz = z.to(inputs.dtype)
             if d_hidden is not None:
                 d_hidden[part] = matmul.product(dz, operand.t())
@@ -283,7 +287,22 @@ class _FusedLogProbs(torch.autograd.Function):
                     buffers.add_matmul((ctx.weight,), dz, inputs, matmul)
                     if ctx.bias is not None:
                         buffers.add((ctx.bias,), z.sum(dim=0))
-        return (d_hidden, apart.take(ctx.weight), apart.take(ctx.bias), *(None,) * 7)
+        return (d_hidden, apart.take(ctx.weight), apart.take(ctx.bias), *(None,) * 8)
+
+
+def _at_targets(z: torch.Tensor, targets: torch.Tensor, lse: torch.Tensor, head: Head) -> torch.Tensor:
+    """Log-probs [tokens], float32, for logits [tokens, vocabulary] at temperature 1."""
+    return z.gather(1, targets.unsqueeze(1)).squeeze(1).float().div_(head.temperature).sub_(lse)
+
+
+def _compiled_logit_grad_(
+    z: torch.Tensor, targets: torch.Tensor, grad: torch.Tensor, lse: torch.Tensor, head: Head
+) -> None:
+    """Turns logits into their gradient, given the gradient of the log-probs, in one pass over memory."""
+    factor, columns, temperature = grad / head.temperature, z.shape[1], head.temperature
+    at_targets = (1 - _at_targets(z, targets, lse, head).exp_()).mul_(factor)
+    compiled.run_rows(compiled.LOGIT_GRADIENT, z, columns=columns, weight=-factor, scale=lse, eps=temperature)
+    z[torch.arange(len(z)), targets] = at_targets.to(z.dtype)
 
 
 def read_columns(

@@ -11,13 +11,19 @@ import torch
 
 from verl.parallel.device import native_bf16, prefers_onednn
 
+_PRODUCT_ELEMENTS = 1 << 24  # of a matmul that cannot write into its result
+_ADDED_ELEMENTS = 1 << 21  # of a matmul whose rounded result is added: it stays in a cache
+
 
 def wide_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [tokens, inputs] weight^T [inputs, outputs] in float32 or wider, not rounded to a narrower dtype on a GPU."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    if x.dtype == wide or x.device.type != "cuda":
-        return torch.mm(x, weight.t()).to(wide)
-    return torch.mm(x, weight.t(), out_dtype=wide)
+    return _product(x, weight.t(), wide).to(wide)
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
+    """a b, on a GPU in the dtype `wide`, elsewhere rounded to the operands' dtype."""
+    return torch.mm(a, b, out_dtype=wide) if a.device.type == "cuda" and a.dtype != wide else torch.mm(a, b)
 
 
 class Matmul:
@@ -38,6 +44,19 @@ class Matmul:
         if self.by_onednn:
             return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
         return torch.mm(x, weight.t())
+
+    def product_into(self, buffer: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x [tokens, inputs] weight^T [inputs, outputs] of two operands, in the first rows of `buffer`, which are returned."""
+        out = buffer[: len(x)]
+        if self.by_onednn:  # which cannot write into a tensor
+            size = max(1, _PRODUCT_ELEMENTS // len(weight))
+            for part in range(0, len(out), size):
+                out[part : part + size] = self.product(x[part : part + size], weight)
+        elif x.dtype == out.dtype:
+            torch.mm(x, weight.t(), out=out)
+        else:
+            out.copy_(_product(x, weight.t(), out.dtype))
+        return out
 
     def linear(
         self,
@@ -70,9 +89,9 @@ class Matmul:
         a, b = self.operand(a).t(), self.operand(b)
         if total.dtype == a.dtype:
             torch.mm(a, b, out=total) if overwrite else total.addmm_(a, b)
-        elif total.device.type == "cuda":
-            product = torch.mm(a, b, out_dtype=total.dtype)
-            total.copy_(product) if overwrite else total.add_(product)
-        else:
-            product = torch.mm(a, b)
-            total.copy_(product) if overwrite else total.add_(product)
+            return
+        size = len(total) if total.device.type == "cuda" else max(1, _ADDED_ELEMENTS // total.shape[1])
+        for start in range(0, len(total), size):
+            part = total[start : start + size]
+            product = _product(a[start : start + size], b, total.dtype)
+            part.copy_(product) if overwrite else part.add_(product)

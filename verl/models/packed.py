@@ -165,7 +165,7 @@ def flash_forward(
     """Attention of all parts into `out`, shaped as `q` [1, heads, tokens, head_dim]; returns the log-sum-exp
     [1, heads, tokens], float32 or wider."""
     _, heads, tokens, _ = q.shape
-    if compiled.usable_forward(q, k, v):
+    if compiled.usable(q, k, v):
         return compiled_attention(layout.compiled_plan, q, k, v, out, scale)
     wide = torch.promote_types(q.dtype, torch.float32)
     lse = torch.empty(1, tokens, heads, dtype=wide, device=q.device).transpose(1, 2)
@@ -192,7 +192,7 @@ def flash_backward(
     into: Sequence[torch.Tensor],
 ) -> None:
     """Writes the gradients of q, k and v into the three tensors `into`, given what flash_forward took and gave."""
-    if compiled.usable_bf16(q, k, v):  # torch multiplies small bfloat16 matrices slowly
+    if q.dtype == torch.bfloat16 and compiled.usable(q, k, v):  # torch multiplies small bfloat16 matrices slowly
         d_out, q, k, v, out = (x.float() for x in (d_out, q, k, v, out))
     if compiled.usable(q, k, v):
         compiled_attention_backward(layout.compiled_plan, d_out, q, k, v, out, lse, scale, into)

@@ -29,7 +29,7 @@ def _blocks(x: torch.Tensor) -> Iterator[slice]:
 
 def inverse_rms(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     """1 / sqrt(mean(x^2) + norm.eps) over the last axis, which is kept; float32 or wider."""
-    if compiled.usable_bf16(x):
+    if x.dtype == torch.bfloat16 and compiled.usable(x):
         rows = x.reshape(-1, x.shape[-1])
         out = torch.empty(*x.shape[:-1], 1)
         compiled.run_rows(compiled.INVERSE_RMS, rows, out, columns=x.shape[-1], eps=norm.eps)
@@ -42,7 +42,7 @@ def inverse_rms(x: torch.Tensor, norm: Norm) -> torch.Tensor:
 def rms_norm(x: torch.Tensor, norm: Norm, scale: torch.Tensor) -> torch.Tensor:
     """x [..., features] normalised over its last axis; `scale` is its inverse_rms."""
     weight = norm.weight.detach()
-    if compiled.usable_forward(x, weight) and scale.dtype == torch.float32:
+    if compiled.usable(x, weight) and scale.dtype == torch.float32:
         rows, out = x.reshape(-1, x.shape[-1]), torch.empty(x.shape, dtype=x.dtype)
         compiled.run_rows(compiled.RMS_NORM, rows, out, columns=x.shape[-1], weight=weight, scale=scale)
         return out
@@ -60,7 +60,8 @@ def rms_norm_backward_(
     With r the inverse RMS and n features: d_x = r (d_y w) - x r^3 <d_y x, w> / n, d_w = sum over tokens of r d_y x.
     """
     weight = norm.weight.detach()
-    if all(t.is_contiguous() for t in (d_x, d_y, x)) and compiled.usable(d_x, d_y, x, scale, weight):
+    is_plain = all(t.is_contiguous() for t in (d_x, d_y, x)) and scale.dtype == torch.float32
+    if is_plain and compiled.usable(d_x, d_y, x, weight):
         backward, columns = compiled.RMS_NORM_BACKWARD, x.shape[1]
         summed = compiled.run_rows(backward, x, d_x, columns=columns, d_y=d_y, weight=weight, scale=scale, sums=True)
         assert summed is not None
@@ -110,7 +111,7 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up [tokens, features], for both back to back [tokens, 2 features]."""
     gate, up = gate_up.chunk(2, dim=1)
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    if gate_up.is_contiguous() and compiled.usable_forward(gate_up):
+    if gate_up.is_contiguous() and compiled.usable(gate_up):
         compiled.run_rows(compiled.SWIGLU, gate_up, out, columns=gate.shape[1])
         return out
     for part in _blocks(gate_up):
