@@ -114,6 +114,20 @@ def test_rows_at_the_ends_of_blocks_equal_dense_attention_in_float64(head_dim):
     assert_same_as_float64(segments_of([(257, [72, 300, 1])]), 2, 1, head_dim)
 
 
+@pytest.mark.parametrize("head_dim", [64, 40, 6])
+def test_bfloat16_attention_is_near_float64_and_has_the_same_bits_for_any_number_of_threads(head_dim, threads, pairs):
+    segments = segments_of([(257, [72, 300, 1]), (71, []), (1, [1, 2]), (64, [63, 63])])
+    qkv, upstream = inputs(segments, 4, 2, head_dim)
+    qkv, upstream = [x.bfloat16().double() for x in qkv], upstream.bfloat16().double()
+    exact = attention(segments, qkv, upstream, torch.float64)
+    runs = []
+    for count in (1, 3):
+        threads(count)
+        runs.append(attention(segments, qkv, upstream, torch.bfloat16))
+    assert_close(runs[0], exact, upstream, 5e-3)
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
 def test_a_prefix_of_a_prefix_and_a_prefix_over_segments():
     segments = [PackedSegment(0, 40), PackedSegment(40, 30, 0, 40), PackedSegment(70, 20, 40, 30)]
     segments += [PackedSegment(90, 25, 30, 60), PackedSegment(115, 7)]

@@ -16,3 +16,4 @@ static const struct kernels NAME(kernels) = {
 #undef WIDTH
 #undef NR
 #undef MR
+#undef UNIT

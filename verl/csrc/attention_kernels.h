@@ -1,33 +1,8 @@
-/* Attention, written once and compiled for each instruction set. Every sum has one order, a function of the segments alone. */
+/* Attention in float32, written once and compiled for each instruction set. Every sum has one order, a function of the segments
+   alone. */
 
-#define NR (2 * WIDTH)             /* columns of a register tile, those of a panel */
-#define MR (WIDTH == 16 ? 12 : 6)  /* its rows */
-
-/* c[MR][NR] = a b, or += with `add`, over `steps` */
-INLINE void NAME(tile)(const int add, const float *a, const int64_t a_row, const int64_t a_step, const float *b, const int64_t b_step,
-                       int64_t steps, float *c, const int64_t c_row)
-{
-    vf acc[MR][2];
-#pragma GCC unroll 12
-    for (int i = 0; i < MR; i++) {
-        acc[i][0] = add ? v_load(c + i * c_row) : v_set(0.0f);
-        acc[i][1] = add ? v_load(c + i * c_row + WIDTH) : v_set(0.0f);
-    }
-    for (int64_t s = 0; s < steps; s++, a += a_step, b += b_step) {
-        vf b0 = v_load(b), b1 = v_load(b + WIDTH);
-#pragma GCC unroll 12
-        for (int i = 0; i < MR; i++) {
-            vf x = v_set(a[i * a_row]);
-            acc[i][0] = v_fma(x, b0, acc[i][0]);
-            acc[i][1] = v_fma(x, b1, acc[i][1]);
-        }
-    }
-#pragma GCC unroll 12
-    for (int i = 0; i < MR; i++) {
-        v_store(c + i * c_row, acc[i][0]);
-        v_store(c + i * c_row + WIDTH, acc[i][1]);
-    }
-}
+#define UNIT 1
+#include "tile_kernels.h"
 
 /* -- packing -- */
 
@@ -94,46 +69,7 @@ INLINE void NAME(take)(float *to, const struct heads *from, int64_t head, int64_
     __builtin_memset(to, 0, (size_t)((round_up(count, MR) - count) * padded) * 4);
 }
 
-/* -- blocks of scores: `count` queries against `keys` keys. Query i sees the keys up to `ahead` + i. -- */
-
-/* Of a tile that begins with query t, the keys that its last query sees, at most `keys` */
-INLINE int64_t NAME(seen)(int64_t t, int64_t ahead, int64_t keys) { return at_most(at_least(ahead + t + MR, 0), keys); }
-
-/* scores = a across, but for tiles of which nothing is seen */
-INLINE void NAME(score)(const float *a, int64_t dim, int64_t padded, const float *across, int64_t count, int64_t keys, int64_t ahead, float *scores)
-{
-    for (int64_t p = 0; p < keys; p += NR)
-        for (int64_t t = 0; t < count; t += MR)
-            if (p < NAME(seen)(t, ahead, keys))
-                NAME(tile)(0, a + t * padded, padded, 1, across + p * padded, NR, dim, scores + t * ROW + p, ROW);
-}
-
-/* c[count][padded] += scores b, for b [padded / NR][panel_rows][NR] */
-INLINE void NAME(add_rows)(const float *scores, const float *b, int64_t panel_rows, int64_t padded, int64_t count, int64_t keys, int64_t ahead, float *c)
-{
-    for (int64_t d = 0; d < padded; d += NR)
-        for (int64_t t = 0; t < count; t += MR)
-            NAME(tile)(1, scores + t * ROW, ROW, 1, b + d * panel_rows, NR, NAME(seen)(t, ahead, keys), c + t * padded + d, padded);
-}
-
-/* c[keys][padded] += scores^T b, for b [count][padded] */
-INLINE void NAME(add_columns)(const float *scores, const float *b, int64_t padded, int64_t count, int64_t keys, int64_t ahead, float *c)
-{
-    float last[MR * NR];
-    for (int64_t j = 0; j < keys; j += MR) {
-        const int64_t first = at_most(at_least(j - ahead, 0), count); /* query that sees key j */
-        const float *a = scores + first * ROW + j, *from = b + first * padded;
-        for (int64_t d = 0; d < padded; d += NR)
-            if (j + MR <= keys)
-                NAME(tile)(1, a, 1, ROW, from + d, padded, count - first, c + j * padded + d, padded);
-            else {
-                NAME(tile)(0, a, 1, ROW, from + d, padded, count - first, last, NR);
-                for (int64_t i = 0; i < keys - j; i++)
-                    for (int64_t n = 0; n < NR; n++)
-                        c[(j + i) * padded + d + n] += last[i * NR + n];
-            }
-    }
-}
+/* -- blocks of scores, see tile_kernels.h -- */
 
 /* What query i sees of a block of keys, rounded up to vectors; what that has too much gets the score minus infinity. */
 INLINE int64_t NAME(mask)(float *row, int64_t i, int64_t keys, int64_t ahead)
@@ -199,7 +135,7 @@ INLINE void NAME(attend)(const struct call *c, const struct work *w, const struc
     const int64_t from = (kv_head * c->packed_rows + r->row) * w->padded, visible = at_most(r->count, ahead + count);
     for (int64_t first = 0; first < visible; first += KEYS) {
         const int64_t keys = at_most(visible - first, KEYS);
-        NAME(score)(w->q, c->head_dim, w->padded, w->keys_across + from + first * w->padded, count, keys, ahead - first, w->scores);
+        NAME(block_scores)(w->q, c->head_dim, w->padded, w->keys_across + from + first * w->padded, count, keys, ahead - first, w->scores);
         NAME(weigh)(w->scores, count, keys, ahead - first, w->out, w->padded, top, total);
         NAME(add_rows)(w->scores, w->values + from + first * NR, round_up(r->count, PAD), w->padded, count, keys, ahead - first, w->out);
     }
@@ -257,8 +193,8 @@ INLINE void NAME(pull_back)(const struct call *c, const struct work *w, const st
             const int64_t count = at_most(s->count - done, QUERIES), before = ahead + done - first;
             NAME(take)(w->q, &c->q, head, s->first + done, count, c->head_dim, padded, c->scale);
             NAME(take)(w->d_out, &c->d_out, head, s->first + done, count, c->head_dim, padded, 1.0f);
-            NAME(score)(w->q, c->head_dim, padded, w->keys_across + from + first * padded, count, keys, before, w->scores);
-            NAME(score)(w->d_out, c->head_dim, padded, w->values_across + from + first * padded, count, keys, before, w->d_scores);
+            NAME(block_scores)(w->q, c->head_dim, padded, w->keys_across + from + first * padded, count, keys, before, w->scores);
+            NAME(block_scores)(w->d_out, c->head_dim, padded, w->values_across + from + first * padded, count, keys, before, w->d_scores);
             NAME(differentiate)(w->scores, w->d_scores, count, keys, before, c->lse + (s->first + done) * c->num_heads + head, c->num_heads,
                                 w->delta + done);
             NAME(add_columns)(w->scores, w->d_out, padded, count, keys, before, w->dv + to);

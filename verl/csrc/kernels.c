@@ -87,7 +87,7 @@ static int64_t lay_out(struct work *w, const struct call *c, int backward, int64
 #define TAKE(field, floats) w->field = from + used, used += round_up(floats, 16) + 16
 #define OWN(field, floats) w->field = from + used + thread * (round_up(floats, 16) + 16), used += c->threads * (round_up(floats, 16) + 16)
     TAKE(keys_across, packed);
-    if (c->bf16) { /* keys_across holds values too */
+    if (c->bf16 && !backward) { /* keys_across holds values too */
         const int64_t rows = tile_tokens(c) * (c->num_heads / c->num_kv_heads);
         OWN(q, rows * padded);
         OWN(scores, rows * scores_stride(c));
@@ -105,6 +105,13 @@ static int64_t lay_out(struct work *w, const struct call *c, int backward, int64
         OWN(d_scores, QUERIES * ROW);
         OWN(dq, round_up(c->longest, QUERIES) * padded);
         OWN(delta, c->longest);
+        if (c->bf16) {
+            OWN(q_pairs, QUERIES / 2 * padded);
+            OWN(d_out_pairs, QUERIES / 2 * padded);
+            OWN(weights, QUERIES / 2 * ROW);
+            OWN(d_weights, QUERIES / 2 * ROW);
+            OWN(d_rows, QUERIES * (ROW / 2));
+        }
     } else {
         TAKE(values, packed);
         OWN(out, QUERIES * padded);
@@ -123,7 +130,7 @@ static void attention_job(struct team *team, int thread)
     for (int64_t task; (task = atomic_fetch_add(&team->next, 1)) < c->num_ranges * c->num_kv_heads;)
         j->kernels->pack(c, &w, j->backward, task / c->num_kv_heads, task % c->num_kv_heads);
     barrier(team);
-    const int64_t parts = j->backward ? c->num_groups : c->num_segments, heads = c->bf16 ? c->num_kv_heads : c->num_heads;
+    const int64_t parts = j->backward ? c->num_groups : c->num_segments, heads = c->bf16 && !j->backward ? c->num_kv_heads : c->num_heads;
     for (int64_t task; (task = atomic_fetch_add(&team->next, 1)) < parts * heads;)
         (j->backward ? j->kernels->backward : j->kernels->forward)(c, &w, task / heads, task % heads);
     if (!j->backward)

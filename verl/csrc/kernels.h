@@ -32,7 +32,7 @@ struct segment {
 /* Segments of one group share keys and are computed one after the other. */
 struct call { /* longest: tokens of a segment, in bfloat16 with its prefix */
     int64_t num_heads, num_kv_heads, head_dim, tokens, longest, packed_rows, num_ranges, num_segments, num_groups, threads;
-    int64_t bf16;               /* q, k, v and out are bfloat16, strides too are in elements; there is no backward */
+    int64_t bf16;               /* all tensors but lse are bfloat16, strides too are in elements */
     float scale;
     const struct range *ranges;
     const struct segment *segments;
@@ -51,6 +51,7 @@ struct work {
     float *q, *d_out, *out;     /* [QUERIES][padded] */
     float *scores, *d_scores;   /* [QUERIES][ROW] */
     float *dq, *delta;          /* [longest][padded], [longest] */
+    float *q_pairs, *d_out_pairs, *weights, *d_weights, *d_rows; /* of the backward in bfloat16, see bf16_kernels.h */
 };
 
 enum { ROWS = 32 };             /* at a time */

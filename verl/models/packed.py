@@ -192,8 +192,6 @@ def flash_backward(
     into: Sequence[torch.Tensor],
 ) -> None:
     """Writes the gradients of q, k and v into the three tensors `into`, given what flash_forward took and gave."""
-    if q.dtype == torch.bfloat16 and compiled.usable(q, k, v):  # torch multiplies small bfloat16 matrices slowly
-        d_out, q, k, v, out = (x.float() for x in (d_out, q, k, v, out))
     if compiled.usable(q, k, v):
         compiled_attention_backward(layout.compiled_plan, d_out, q, k, v, out, lse, scale, into)
         return
