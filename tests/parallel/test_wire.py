@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.parallel.batches import make_batch
+from verl.data_proto.media import StoredTensors
 from verl.data_proto.merge import same_value
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import SamplingParams
-from verl.parallel.serialize import decode, encode, from_bytes, record, to_bytes
+from verl.parallel.serialize import StoredBuffers, decode, encode, from_bytes, record, to_bytes
 
 scalars = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=5), st.binary(max_size=5)
@@ -67,6 +68,23 @@ def test_a_batch_with_everything():
         assert torch.equal(back.batch[name], batch.batch[name])
     back.batch["row"] += 1
     assert batch.batch["row"].tolist() == [0, 1, 2], "the copy has its own memory"
+
+
+def test_rows_that_are_in_a_store_travel_as_numbers(monkeypatch):
+    monkeypatch.setattr("verl.parallel.serialize._STORED_BYTES", 1)
+    tensors = {"wide": torch.randn(4, 3), "mask": torch.rand(4, 3) > 0.5, "half": torch.ones(4).bfloat16()}
+    packed = {name: encode(DataProto.from_dict(tensors)) for name in "ab"}
+    store = {name: [document, *buffers] for name, (document, buffers) in packed.items()}
+    answers = [decode(head, StoredBuffers(buffers, name)) for name, (head, *buffers) in store.items()]
+    rows = DataProto.concat(answers).select_idxs([6, 1, 1, 3, 4])
+    document, sent = encode(rows, StoredBuffers())
+    assert {name for name in sent if isinstance(name, str)} == {"a", "b"}
+    there = [b if isinstance(b, np.ndarray) else StoredTensors(b, store.get, dict) for b in sent]
+    received, expected = decode(document, there), DataProto.concat([DataProto.from_dict(tensors)] * 2)
+    for name, column in expected.select_idxs([6, 1, 1, 3, 4]).batch.items():
+        assert type(received.batch[name]) is torch.Tensor
+        assert torch.equal(received.batch[name], column)
+        assert torch.equal(from_bytes(to_bytes(rows)).batch[name], column)
 
 
 def test_batches_without_rows_or_tensors():

@@ -63,6 +63,7 @@ def cluster():
 @pytest.fixture
 def driven(cluster, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("verl.parallel.serialize._STORED_BYTES", 1)  # small columns too stay in the store
 
 
 def runs_alike(jobs, name, changes, places, num_steps=3):

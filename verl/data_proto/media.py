@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from verl.data_proto.proto import DataProto
@@ -54,14 +55,24 @@ class ImageFiles:
 
 
 class StoredTensors(UserDict[str, "torch.Tensor"]):
-    """Tensors that lie in a store of several processes under `reference`; `fetch` gets them, when one is first read."""
+    """Tensors that lie in a store of several processes under `reference`; `get` and `unpack` read them, when one is first
+    read."""
 
-    def __init__(self, reference: object, fetch: Callable[[Any], dict[str, torch.Tensor]]):
-        self.reference, self._fetch = reference, fetch
+    def __init__(
+        self,
+        reference: object,
+        get: Callable[..., list[np.ndarray]],
+        unpack: Callable[[list[np.ndarray]], dict[str, torch.Tensor]],
+    ):
+        self.reference, self._get, self._unpack = reference, get, unpack
 
     @cached_property
     def data(self) -> dict[str, torch.Tensor]:  # type: ignore[override]
-        return self._fetch(self.reference)
+        return self._unpack(self.stored())
+
+    def stored(self) -> list[np.ndarray]:
+        """The object in the store: a document and its buffers."""
+        return self._get(self.reference)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,7 @@ import numpy as np
 
 from verl.data_proto.batch_metrics import scored_rows
 from verl.data_proto.media import images_in, row_media_of
+from verl.data_proto.stored_column import row_arrays
 from verl.data_proto.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -43,12 +44,12 @@ def sample_rows(batch: DataProto, tokenizer: Tokenizer) -> list[dict[str, object
     width = tensors["responses"].shape[1]
     lengths = attention[:, attention.shape[1] - width :].sum(dim=1).tolist()
     prompt_masks = attention[:, : attention.shape[1] - width]
-    prompt_ids = [ids[mask].numpy() for ids, mask in zip(tensors["prompts"], prompt_masks, strict=True)]
-    response_ids = [ids[:n] for ids, n in zip(tensors["responses"].numpy(), lengths, strict=True)]
+    prompt_ids = [ids[mask] for ids, mask in zip(row_arrays(tensors["prompts"]), prompt_masks.numpy(), strict=True)]
+    response_ids = [ids[:n] for ids, n in zip(row_arrays(tensors["responses"]), lengths, strict=True)]
     prompts = _decoded(tokenizer, prompt_ids, skip_special_tokens=False)
     responses = _decoded(tokenizer, response_ids, skip_special_tokens=True)
     copied = {name: _column(batch, name) for name in _COPIED}
-    per_token = {name: tensors[column].numpy() for name, column in _PER_TOKEN.items() if column in tensors.keys()}
+    per_token = {name: row_arrays(tensors[column]) for name, column in _PER_TOKEN.items() if column in tensors.keys()}
     media = row_media_of(batch)
     scored = scored_rows(batch).tolist()
     scores = tensors["token_level_scores"].sum(dim=1).tolist() if "token_level_scores" in tensors.keys() else None

@@ -169,7 +169,7 @@ def padded(
 
 def response_lengths(columns: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """int64 [batch]: tokens of each response, environment tokens included."""
-    return count_true(columns["attention_mask"][:, -columns["responses"].shape[1] :])
+    return count_true(columns["attention_mask"], slice(-columns["responses"].shape[1], None))
 
 
 def row_cuts(columns: Mapping[str, torch.Tensor]) -> list[list[int]]:

@@ -13,7 +13,7 @@ import dataclasses
 import json
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,12 +25,20 @@ from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import Completion, PromptRequest, SamplingParams, Score
 from verl.data_proto.storage import bytes_of
+from verl.data_proto.stored_column import StoredArray, StoredColumn, joined_rows
 
 C = TypeVar("C", bound=type)
 
 _RECORDS: dict[str, type] = {}
+_NUMPY: dict[torch.dtype, type] = {
+    torch.float32: np.float32, torch.float64: np.float64, torch.int32: np.int32, torch.int64: np.int64,
+    torch.bool: np.bool_, torch.uint8: np.uint8,
+}  # fmt: skip
 _PLAIN_TYPES = {type(None), str, bool, int}
 _SINGLE = (type(None), str, int, float)  # written again in each row; rows of one prompt share other objects
+_STORED_BYTES = (
+    1 << 17
+)  # from which on a tensor stays in the store; above the 100 KB up to which Ray sends a value itself
 _PLAIN = (str, bool, int)  # float is apart: JSON has no NaN that every reader takes
 
 
@@ -45,15 +53,26 @@ for _cls in (SamplingParams, PromptRequest, Completion, Score, Clip, ImageFiles,
     record(_cls)
 
 
-def encode(value: object) -> tuple[bytes, list[np.ndarray]]:
-    """(document, buffers as 1-d uint8 arrays; the buffers of contiguous CPU tensors are views)."""
-    buffers: list[np.ndarray] = []
+class StoredBuffers(list[Any]):
+    """The buffers of a value that a store of several processes carries, or will carry. `reference`, if there is one, names the
+    object that holds them."""
+
+    def __init__(self, buffers: Iterable[object] = (), reference: object = None):
+        super().__init__(buffers)
+        self.reference = reference
+
+
+def encode(value: object, buffers: list[np.ndarray] | None = None) -> tuple[bytes, list[np.ndarray]]:
+    """(document, buffers as 1-d uint8 arrays; the buffers of contiguous CPU tensors are views). The buffers are appended to
+    `buffers`; StoredBuffers get references of the columns that are in the store, in place of their values."""
+    buffers = [] if buffers is None else buffers
     document = _pack(value, buffers, "the value")
     return json.dumps(document, separators=(",", ":")).encode(), buffers
 
 
 def decode(document: bytes, buffers: Sequence[np.ndarray]) -> Any:
-    """Inverse of `encode`; tensors and arrays are copies, so that they can be written to."""
+    """Inverse of `encode`; tensors and arrays are copies, so that they can be written to. Large tensors of StoredBuffers with a
+    reference are StoredColumns."""
     return _unpack(json.loads(document), buffers)
 
 
@@ -130,6 +149,19 @@ def _pack_tensor(value: torch.Tensor, buffers: list[np.ndarray], place: str) -> 
     }
 
 
+def _pack_column(value: StoredColumn, buffers: list[Any], place: str) -> object:
+    if not isinstance(buffers, StoredBuffers) or not value.is_stored:
+        return _pack_tensor(value.copied(), buffers, place)
+    parts = []
+    for part in value.parts:
+        parts.append([len(buffers), part.number, len(part.array)])
+        buffers.append(part.reference)
+    rows = value.rows
+    numbers = [rows.start, rows.stop] if isinstance(rows, range) else _pack_array(rows.astype(np.int32), buffers, place)
+    names = {"t": str(value.dtype).removeprefix("torch."), "s": list(value.shape)}
+    return {"!": "column", "p": parts, "r": numbers, **names}
+
+
 def _pack_stored(value: StoredTensors, buffers: list[object], place: str) -> object:
     buffers.append(value.reference)
     return {"!": "stored", "b": len(buffers) - 1}
@@ -167,6 +199,7 @@ _PACKERS: tuple[tuple[Any, Any], ...] = (
     (dict, _pack_dict),
     (tuple, _pack_tuple),
     ((bytes, bytearray), _pack_bytes),
+    (StoredColumn, _pack_column),
     (torch.Tensor, _pack_tensor),
     (StoredTensors, _pack_stored),
     (np.ndarray, _pack_array),
@@ -193,7 +226,22 @@ def _unpack_tensor(packed: dict[str, Any], buffers: Sequence[np.ndarray]) -> tor
     dtype = getattr(torch, packed["t"])
     if 0 in packed["s"]:
         return torch.empty(packed["s"], dtype=dtype)
-    return torch.from_numpy(buffers[packed["b"]].copy()).view(dtype).view(packed["s"])
+    buffer, reference = buffers[packed["b"]], getattr(buffers, "reference", None)
+    if reference is not None and packed["s"] and buffer.nbytes >= _STORED_BYTES and dtype in _NUMPY:
+        return StoredColumn((StoredArray(reference, packed["b"], buffer.view(_NUMPY[dtype]).reshape(packed["s"])),))
+    return torch.from_numpy(buffer.copy()).view(dtype).view(packed["s"])
+
+
+def _unpack_column(packed: dict[str, Any], buffers: Sequence[Any]) -> torch.Tensor:
+    """The values of a StoredColumn, in memory of this process."""
+    dtype, (_, *shape), parts = getattr(torch, packed["t"]), packed["s"], []
+    for place, number, length in packed["p"]:
+        array = np.asarray(buffers[place].stored()[1 + number])
+        parts.append(StoredArray(None, number, array.view(_NUMPY[dtype]).reshape(length, *shape)))
+    rows = packed["r"]
+    rows = range(*rows) if isinstance(rows, list) else _unpack(rows, buffers).astype(np.int64)
+    values = joined_rows(parts, rows)
+    return torch.from_numpy(values if values.base is None else values.copy())
 
 
 def _unpack_array(packed: dict[str, Any], buffers: Sequence[np.ndarray]) -> np.ndarray:
@@ -223,6 +271,7 @@ _UNPACKERS: dict[str, Any] = {
     "tuple": lambda p, b: tuple(_unpack(p["v"], b)),
     "bytes": lambda p, b: b[p["b"]].tobytes(),
     "tensor": _unpack_tensor,
+    "column": _unpack_column,
     "stored": lambda p, b: b[p["b"]],
     "array": _unpack_array,
     "objects": _unpack_objects,

@@ -23,6 +23,7 @@ from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.sample_rows import sample_rows
 from verl.data_proto.samples import SamplingParams
+from verl.data_proto.stored_column import keep_values
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import DataError, RewardError
 from verl.families import SCORE_METRICS
@@ -109,6 +110,7 @@ class Collector:
         """The samples with their scores."""
         with self.spans("reward"):
             batch = batch.union(self.roles.reward.collect(batch))
+            keep_values(batch.batch["token_level_scores"])  # for five passes, from here to the metrics
         self.samples.score(step, scores_of(batch))
         return batch
 
@@ -121,11 +123,11 @@ class Collector:
         batch = self.scored(batch, step)
         if self.needs.greedy_baseline:
             batch = batch.union(self.greedy_baseline(prompts, step, batch))
-            batch.batch["is_scored"] &= ~batch.batch["reward_baselines"].isnan()
+            batch.batch["is_scored"] = batch.batch["is_scored"] & ~batch.batch["reward_baselines"].isnan()
         if self.needs.credit:
             self._check_scores(batch, step)
             if not batch.batch["is_scored"].all():  # a pass over all tokens
-                batch.batch["response_mask"] &= batch.batch["is_scored"][:, None]
+                batch.batch["response_mask"] = batch.batch["response_mask"] & batch.batch["is_scored"][:, None]
         return batch
 
     def _check_scores(self, batch: DataProto, step: int) -> None:

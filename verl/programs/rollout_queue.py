@@ -34,6 +34,7 @@ from verl.data_proto.media import media_of
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import SamplingParams
+from verl.data_proto.stored_column import StoredColumn
 from verl.data_proto.trajectory import Segment, Source, Status, Trajectory, response_lengths, to_columns
 from verl.roles.api import RewardHandle, RolloutHandle
 from verl.roles.rollout import episode_columns, sample_names
@@ -307,8 +308,13 @@ def _trajectory(sample: OpenSample, prompt_ids: Sequence[int]) -> Trajectory:
 
 def _replace_rows(rows: DataProto, chosen: np.ndarray, extended: DataProto) -> None:
     """Replace the rows `chosen` by `extended`, the same samples with more tokens."""
-    at = torch.from_numpy(chosen)
+    at, order = torch.from_numpy(chosen), torch.arange(len(rows))
+    order[at] = torch.arange(len(chosen)) + len(rows)
     for name, values in extended.batch.items():
-        rows.batch[name][at] = values
+        column = rows.batch[name]
+        if isinstance(column, StoredColumn):
+            rows.batch[name] = torch.cat([column, values])[order]
+        else:
+            column[at] = values
     for name, objects in extended.non_tensor_batch.items():
         rows.non_tensor_batch[name][chosen] = objects

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from verl.data_proto.proto import DataProto
+from verl.data_proto.stored_column import copied
 from verl.errors import ConfigError
 from verl.registry import load_object, require_call
 
@@ -62,6 +63,8 @@ class Stages:
         return self._apply("credited", [(name, stage.credited) for name, stage in self._stages], batch, step)
 
     def _apply(self, point: str, calls: Sequence[tuple[str, Call]], batch: DataProto, step: int) -> DataProto:
+        columns = {} if batch.batch is None else {key: copied(value) for key, value in batch.batch.items()}
+        batch = DataProto.from_dict(columns, batch.non_tensor_batch, batch.meta_info)  # stages may write to columns
         for name, call in calls:
             before = batch
             try:

@@ -195,7 +195,12 @@ class RayRuntime:
                 first.handle.call.remote(group.name, "end_generation", store_value(pack(((), {}))), False)
             return again
 
-        pending = Pending.of_plan(f"{group.name}.{method}", plan, send, self.run.call_timeout_s, unpack, retry)
+        def opened(answer: Packed, process: Process, reference: object) -> object:
+            """Columns of an added process are copied: the run outlives it, and perhaps its node."""
+            return unpack(answer, reference=None if process.is_added else reference)
+
+        name = f"{group.name}.{method}"
+        pending = Pending.of_plan(name, plan, send, self.run.call_timeout_s, opened=opened, retry=retry)
         if self.scaling is not None and group.name == "rollout":
             self.scaling.watch(pending)
         return pending.get() if blocking else pending

@@ -221,6 +221,7 @@ class Pending:
     limit_key: str = CALL_LIMIT  # the key with the value of timeout_s
     # makes call i of `refs` on another process, when an added one has died
     retry: Callable[[int], tuple[Process, object]] | None = None
+    opened: Callable[..., object] = lambda answer, process, ref: answer  # what `collect` gets
     _started: float = field(default_factory=time.monotonic)
     _value: Any = None
     _done: bool = False
@@ -228,17 +229,13 @@ class Pending:
     @classmethod
     def of_plan(
         cls, call: str, plan: CallPlan, send: Callable[[int], tuple[Process, object]], timeout_s: float,
-        opened: Callable[[Any], Any] = lambda answer: answer,
-        retry: Callable[[int], tuple[Process, object]] | None = None,
+        **more: Any,
     ) -> Pending:  # fmt: skip
-        """The call of a plan, which `send(index)` makes on the process of a rank of the group; `opened` answers are joined. For
-        `retry` see Pending."""
+        """The call of a plan, which `send(index)` makes on the process of a rank of the group. For `more` see Pending."""
         ranks = plan.ranks()
         order = [ranks.index(index) for index in plan.answering]
         refs = [send(index) for index in ranks]
-        return cls(
-            call, refs, timeout_s, lambda answers: plan.collect([opened(answers[i]) for i in order]), retry=retry
-        )  # fmt: skip
+        return cls(call, refs, timeout_s, lambda answers: plan.collect([answers[i] for i in order]), **more)
 
     def ready(self) -> bool:
         """Whether every process has answered."""
@@ -265,7 +262,7 @@ class Pending:
                 index = waiting.pop(ref)
                 process = self.refs[index][0]
                 try:
-                    results[index] = self._fetch(process, ref)
+                    results[index] = self.opened(self._fetch(process, ref), process, ref)
                 except (WorkerLostError, DeadlineError) as error:
                     ray_node.require(self.call)  # whose end takes the ranks with it
                     if self.retry is None or not process.is_added or not isinstance(error.__cause__, RayError):
@@ -358,9 +355,9 @@ def store_images(call: MethodCall | None) -> None:
 
 
 def read_buffer(buffer: Any) -> Any:
-    """A buffer of a call: the images that `store_images` has stored, or bytes."""
+    """A buffer of a call: an object that is in the store by itself, such as images of `store_images`, or bytes."""
     if isinstance(buffer, ray.ObjectRef):
-        return StoredTensors(buffer, lambda reference: unpack(ray.get(reference)))
+        return StoredTensors(buffer, ray.get, unpack)
     return np.asarray(buffer)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import verl.errors
 from verl.errors import VerlError
 from verl.parallel.child_processes import unblock_sigterm
-from verl.parallel.serialize import decode, encode
+from verl.parallel.serialize import StoredBuffers, decode, encode
 
 log = logging.getLogger(__name__)
 
@@ -70,14 +70,15 @@ def first_line(error: BaseException) -> str:
 
 
 def pack(value: object) -> Packed:
-    """A value as Ray carries it."""
-    document, buffers = encode(value)
+    """A value as Ray carries it; columns that are in its store go as references."""
+    document, buffers = encode(value, StoredBuffers())
     return [document, *buffers]
 
 
-def unpack(packed: Packed, read: Callable[[Any], Any] = np.asarray) -> Any:
-    """Inverse of `pack`; `read` gives a buffer for what Ray has carried."""
-    return decode(packed[0], [read(b) for b in packed[1:]])
+def unpack(packed: Packed, read: Callable[[Any], Any] = np.asarray, reference: object = None) -> Any:
+    """Inverse of `pack`; `read` gives a buffer for what Ray has carried. With the `reference` of `packed` in Ray's store, large
+    tensors stay there."""
+    return decode(packed[0], StoredBuffers((read(b) for b in packed[1:]), reference))
 
 
 def answer_call(run: Callable[[], object]) -> PackedAnswer:

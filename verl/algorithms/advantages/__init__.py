@@ -18,6 +18,7 @@ from verl.algorithms.groups import RowGroups, by_player, without_missing
 from verl.algorithms.user_functions import ConfigView
 from verl.data_proto.columns import COLUMNS
 from verl.data_proto.merge import object_array
+from verl.data_proto.stored_column import copied
 from verl.errors import ConfigError
 from verl.families import ADVANTAGES
 
@@ -79,6 +80,8 @@ def compute_advantage(
     available = {argument: column for argument, column in available.items() if column is not None}
     rewards = available.get("token_level_rewards")
     is_ours = getattr(estimator, "__module__", "").startswith(__name__)
+    if not is_ours:
+        available = {argument: copied(column) for argument, column in available.items()}
     if rewards is not None and "response_mask" in available and not is_ours:
         # users' functions compute with the mask, and torch does not subtract booleans
         available["response_mask"] = available["response_mask"].to(rewards.dtype)

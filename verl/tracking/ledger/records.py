@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import json
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 Key = tuple[int, int]  # (ordinal of the prompt, index of the sample)
 
+_ROWS = 256  # are cut at a time
 TRAINED, DROPPED, EVICTED = "trained", "dropped", "evicted"
 POLICY, ENVIRONMENT = "policy", "environment"
 
@@ -164,26 +165,25 @@ def issued_prompts(prompts: DataProto, order: Order) -> list[Prompt]:
     ]
 
 
-def segments_of(ordinals: Sequence[int], rows: DataProto, num_known: Callable[[Key], int]) -> list[SegmentRecord]:
+def segments_of(ordinals: Sequence[int], rows: DataProto, num_known: Callable[[Key], int]) -> Iterator[SegmentRecord]:
     """The segments of the rollout's output after the first `num_known((ordinal, sample))` tokens of each row."""
+    from verl.data_proto.stored_column import row_arrays
     from verl.data_proto.trajectory import row_cuts
 
-    columns, segments = rows.batch, []
+    columns = rows.batch
+    cuts_of_rows = (cuts for at in range(0, len(rows), _ROWS) for cuts in row_cuts(columns[at : at + _ROWS]))
     names = ("responses", "rollout_log_probs", "response_mask", "token_weight_version")
-    ids, log_probs, sampled, versions = (columns[name].numpy() for name in names)
+    ids, log_probs, sampled, versions = (row_arrays(columns[name]) for name in names)
     samples, ranks = columns["sample_index"].tolist(), columns["rollout_rank"].tolist()
     reasons = rows.non_tensor_batch["finish_reason"]
-    for i, (ordinal, sample, rank, cuts) in enumerate(zip(ordinals, samples, ranks, row_cuts(columns), strict=True)):
+    for i, (ordinal, sample, rank, cuts) in enumerate(zip(ordinals, samples, ranks, cuts_of_rows, strict=True)):
         known = num_known((ordinal, sample))
         for start, end in itertools.pairwise(cuts):
             part = slice(max(start, known), end)
             if part.start < end:
-                is_policy = bool(sampled[i, start])
-                facts = (int(versions[i, start]), str(reasons[i]), rank, POLICY if is_policy else ENVIRONMENT)
-                segments.append(
-                    SegmentRecord(ordinal, sample, ids[i, part], log_probs[i, part] if is_policy else None, *facts)
-                )
-    return segments
+                is_policy = bool(sampled[i][start])
+                facts = (int(versions[i][start]), str(reasons[i]), rank, POLICY if is_policy else ENVIRONMENT)
+                yield SegmentRecord(ordinal, sample, ids[i][part], log_probs[i][part] if is_policy else None, *facts)
 
 
 def scores_of(batch: DataProto) -> list[Scored]:

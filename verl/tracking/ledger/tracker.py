@@ -29,7 +29,7 @@ from verl.tracking.ledger.writer import LedgerWriter
 
 log = logging.getLogger(__name__)
 
-Segments = Sequence[records.SegmentRecord] | Callable[[Callable[[records.Key], int]], Sequence[records.SegmentRecord]]
+Segments = Sequence[records.SegmentRecord] | Callable[[Callable[[records.Key], int]], Iterable[records.SegmentRecord]]
 IN_CHECKPOINT = Path("samples") / NAME
 
 

@@ -1,0 +1,250 @@
+"""Rows of arrays that are in a store of several processes, as a tensor: rows are chosen and joined by their numbers, and
+values are read when something computes with them.
+
+    part = StoredArray(reference, 3, array)                         # what a rank has answered, in the store
+    column = torch.cat([StoredColumn((part,)), StoredColumn((other,))])[rows]      # nothing is copied
+    column.sum(dim=1)                                               # reads
+
+A call sends the references and row numbers in place of values (verl/parallel/serialize.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, SupportsIndex, TypeVar
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_map
+
+_aten = torch.ops.aten
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, eq=False)
+class StoredArray:
+    """Buffer `number` of the object `reference` in the store. `array` is a view of it that refuses writes."""
+
+    reference: object
+    number: int
+    array: np.ndarray
+
+
+class StoredColumn(torch.Tensor):
+    """Rows `rows` of `parts`, which are counted through all parts; None: all of them.
+
+    Slices and indices of rows, `cat` of rows and `clone` make another StoredColumn; other operations return ordinary tensors.
+    A write turns the column into a copy. Raises RuntimeError for a write to a slice, which would not reach its column.
+    """
+
+    parts: tuple[StoredArray, ...]
+    rows: range | np.ndarray
+    _read: np.ndarray | None  # of a mask that has been read, or of `keep_values`
+    _copy: torch.Tensor | None  # after a write
+    _is_slice: bool
+
+    @staticmethod
+    def __new__(
+        cls, parts: tuple[StoredArray, ...], rows: range | np.ndarray | None = None, is_view: bool = False
+    ) -> StoredColumn:
+        chosen = range(sum(len(part.array) for part in parts)) if rows is None else rows
+        shape, dtype = (len(chosen), *parts[0].array.shape[1:]), _dtype_of(parts[0].array)
+        column: StoredColumn = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
+        column.parts, column.rows, column._read, column._copy, column._is_slice = parts, chosen, None, None, is_view
+        return column
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
+        if func in _OF_ROWS and not kwargs and (column := _OF_ROWS[func](*args)) is not None:
+            return column
+        written = args[0] if func._schema.is_mutable and args and isinstance(args[0], cls) else None
+        if written is not None:
+            written._be_a_copy()
+        # what shares memory with its argument may be written to
+        shares = any(value.alias_info is not None for value in func._schema.returns)
+
+        def read(value: object) -> object:
+            if not isinstance(value, cls):
+                return value
+            return value.copied() if shares and value.is_stored else value._tensor()
+
+        result = func(*tree_map(read, args), **tree_map(read, dict(kwargs or {})))
+        return result if written is None else written
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the values are those in the store."""
+        return self._copy is None
+
+    def copied(self) -> torch.Tensor:
+        """The values in memory of this process."""
+        return self._tensor().clone()
+
+    def numpy(self, *, force: bool = False) -> np.ndarray:
+        """The values, in an array that refuses writes: they would not reach the column."""
+        if self._copy is not None:
+            return self._copy.numpy()
+        values = joined_rows(self.parts, self.rows) if self._read is None else self._read
+        values.setflags(write=False)
+        if values.itemsize == 1:
+            self._read = values  # masks are read several times
+        return values
+
+    def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.numpy(), dtype=dtype, copy=bool(copy) or dtype is not None)
+
+    def tolist(self) -> list[Any]:
+        return self.numpy().tolist()
+
+    def data_ptr(self) -> int:
+        keep_values(self)
+        return self.numpy().ctypes.data
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
+        return self.copied().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: object) -> torch.Tensor:
+        return self.copied()
+
+    def _tensor(self) -> torch.Tensor:
+        return self._copy if self._copy is not None else torch.from_numpy(np.asarray(_Writable(self.numpy())))
+
+    def _be_a_copy(self) -> None:
+        if self._is_slice:
+            raise RuntimeError("These are some rows of a column that is in a store. Write to a clone() of them.")
+        if self._copy is None:
+            self._copy, self.parts, self._read = self.copied(), (), None
+
+
+class _Writable:
+    """Memory that refuses writes, for torch, which has no such tensors. Only operations read it that write elsewhere."""
+
+    def __init__(self, array: np.ndarray):
+        self.array = array  # which owns the memory
+        self.__array_interface__ = {**array.__array_interface__, "data": (array.__array_interface__["data"][0], False)}
+
+
+def copied(value: Value) -> Value | torch.Tensor:
+    """`value`, or what an ordinary tensor of its values is where it is a StoredColumn: for functions of users."""
+    return value.copied() if isinstance(value, StoredColumn) else value
+
+
+def keep_values(column: torch.Tensor) -> None:
+    """Have a column that several passes read in memory of this process as well."""
+    if isinstance(column, StoredColumn) and column.is_stored:
+        column._read = column.numpy()
+
+
+def row_arrays(column: torch.Tensor) -> list[np.ndarray]:
+    """The values of each row, as views."""
+    if not isinstance(column, StoredColumn) or not column.is_stored:
+        return list(column.numpy())
+    rows = [row for part in column.parts for row in part.array]
+    return [rows[number] for number in column.rows]
+
+
+def joined_rows(parts: Sequence[StoredArray], rows: range | np.ndarray) -> np.ndarray:
+    """The rows of all parts, counted through them; a view where they are adjacent rows of one part."""
+    ends = list(accumulate((len(part.array) for part in parts), initial=0))
+    if isinstance(rows, range):
+        stops = ((max(rows.start - start, 0), max(rows.stop - start, 0)) for start in ends[:-1])
+        blocks = [part.array[a:b] for part, (a, b) in zip(parts, stops, strict=True)]
+        used = [block for block in blocks if len(block)]
+        return used[0] if len(used) == 1 else np.concatenate(used or blocks)
+    if len(parts) == 1:
+        return parts[0].array[rows]
+    values = np.empty((len(rows), *parts[0].array.shape[1:]), parts[0].array.dtype)
+    for part, (start, end) in zip(parts, pairwise(ends), strict=True):
+        places = np.flatnonzero((rows >= start) & (rows < end))
+        if len(places) and places[-1] - places[0] + 1 == len(places):  # without a second copy
+            block = values[places[0] : places[-1] + 1]
+            np.take(part.array, rows[places] - start, axis=0, out=block, mode="clip")
+        else:
+            values[places] = part.array[rows[places] - start]
+    return values
+
+
+def _dtype_of(array: np.ndarray) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, array.dtype)).dtype
+
+
+def _chosen(column: StoredColumn, rows: range | np.ndarray, is_view: bool = False) -> StoredColumn:
+    """The column of `rows`, without the parts that they do not need: these can leave the store."""
+    parts = column.parts
+    if len(parts) > 1 and len(rows):
+        starts = np.cumsum([0, *(len(part.array) for part in parts[:-1])])
+        ends = [rows[0], rows[-1]] if isinstance(rows, range) else rows
+        numbers = np.searchsorted(starts, ends, side="right") - 1
+        used = np.arange(numbers[0], numbers[-1] + 1) if isinstance(rows, range) else np.unique(numbers)
+        lengths = np.array([len(parts[i].array) for i in used])
+        moved = starts[used] - (np.cumsum(lengths) - lengths)  # of each used part, towards the start
+        if isinstance(rows, range):
+            rows = range(rows.start - int(moved[0]), rows.stop - int(moved[0]))
+        else:
+            rows = rows - moved[np.searchsorted(used, numbers)]
+        parts = tuple(parts[i] for i in used)
+    return StoredColumn(parts, rows, is_view)
+
+
+def _slice(
+    column: StoredColumn, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> torch.Tensor | None:
+    if dim != 0 or not column.is_stored:
+        return None
+    rows = column.rows if step == 1 else np.asarray(column.rows)
+    return _chosen(column, rows[start:end:step], is_view=True)
+
+
+def _index(column: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    (index, *others) = indices
+    if others or index is None or index.ndim != 1 or not isinstance(column, StoredColumn) or not column.is_stored:
+        return None
+    if index.dtype == torch.bool and len(index) != len(column):
+        return None
+    return _chosen(column, np.asarray(column.rows)[index.numpy()])
+
+
+def _row(column: StoredColumn, dim: int, index: int) -> torch.Tensor | None:
+    if dim != 0 or not column.is_stored:
+        return None
+    (values,) = joined_rows(column.parts, np.array([column.rows[index]]))
+    return torch.tensor(values)
+
+
+def _cat(columns: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor | None:
+    stored = [column for column in columns if isinstance(column, StoredColumn) and column.is_stored]
+    if dim != 0 or len(stored) != len(columns) or len({(c.shape[1:], c.dtype) for c in stored}) > 1:
+        return None
+    starts: dict[tuple[StoredArray, ...], int] = {}
+    total, rows = 0, list[range | np.ndarray]()
+    for column in stored:
+        if column.parts not in starts:
+            starts[column.parts], total = total, total + sum(len(part.array) for part in column.parts)
+        start, own = starts[column.parts], column.rows
+        rows.append(range(own.start + start, own.stop + start) if isinstance(own, range) else own + start)
+    parts = tuple(part for of_column in starts for part in of_column)
+    ranges = [own for own in rows if isinstance(own, range)]
+    if len(ranges) == len(rows) and all(a.stop == b.start for a, b in pairwise(ranges)):
+        return StoredColumn(parts, range(ranges[0].start, ranges[-1].stop))
+    return StoredColumn(parts, np.concatenate([np.asarray(own) for own in rows]))
+
+
+def _same(column: StoredColumn, is_view: bool = False) -> torch.Tensor | None:
+    return StoredColumn(column.parts, column.rows, is_view) if column.is_stored else None
+
+
+_OF_ROWS: dict[object, Callable[..., torch.Tensor | None]] = {
+    _aten.slice.Tensor: _slice,
+    _aten.index.Tensor: _index,
+    _aten.select.int: _row,
+    _aten.cat.default: _cat,
+    _aten.clone.default: _same,
+    _aten.alias.default: lambda column: _same(column, is_view=True),  # a slice of all rows
+    _aten.detach.default: lambda column: _same(column, is_view=True),
+}
