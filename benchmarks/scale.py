@@ -38,7 +38,8 @@ import torch
 
 from verl.checkpoint.files import SMALL_BYTES, verification
 from verl.checkpoint.store import CheckpointStore, RoleCheckpoint
-from verl.engines.api import EngineState, whole
+from verl.engines.api import EngineState
+from verl.engines.state import ReadBuffer
 from verl.models.tiny import make_tiny_model
 from verl.page.index import SampleIndex
 from verl.page.pages import Site
@@ -275,9 +276,11 @@ def load(store: CheckpointStore, block: torch.Tensor) -> None:
     """Verify and read the newest checkpoint, whose tensors are copied into memory, as engines do."""
     path = store.find(max_bytes=SMALL_BYTES)
     with verification(path) as damage:
-        state = store.load(path).roles["actor"]
-        for tensor in (*state.model.values(), *state.optimizer.values()):
-            block.copy_(whole(tensor))
+        state, read = store.load(path).roles["actor"], ReadBuffer()
+        for tensor in state.model.values():
+            read.whole(tensor, block)
+        for tensor in state.optimizer.values():
+            block.copy_(read.whole(tensor))
         if damage():
             raise RuntimeError(damage())
 

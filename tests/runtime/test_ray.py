@@ -123,6 +123,24 @@ def test_weights_travel_every_second_step(driven, jobs):
     assert_versions(train_here(jobs, "every_second", *EVERY_SECOND, *TWO))
 
 
+@pytest.mark.slow
+def test_damage_that_shows_while_ranks_load(driven, jobs, monkeypatch, caplog):
+    """Damage to a header, then to a value: each time the ranks load the checkpoint before, and repeat the step."""
+    monkeypatch.setattr("verl.run.resuming.SMALL_BYTES", 0)
+    changes = ["trainer.save_freq=1", "trainer.test_freq=-1", *TWO]
+    run = train_here(jobs, "damaged", *changes)
+    expected = {name: tensor.clone() for name, tensor in run.weights(3).items()}
+    for place in (12, -5):
+        file = run.folder / "global_step_3/actor/huggingface/model.safetensors"
+        content = bytearray(file.read_bytes())
+        content[place] ^= 1
+        file.write_bytes(content)
+        caplog.clear()
+        resumed = train_here(jobs, "damaged", *changes).weights(3)
+        assert "global_step_3 is damaged and not used: actor/huggingface/model.safetensors does not have" in caplog.text
+        assert all(torch.equal(resumed[name], tensor) for name, tensor in expected.items())
+
+
 def test_more_devices_than_the_cluster_has(driven, jobs):
     with pytest.raises(ConfigError, match="cluster has 1 with 4"):
         train_here(jobs, "large", "trainer.n_gpus_per_node=64")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -90,15 +90,21 @@ def deferred_tensors(path: Path) -> dict[str, Deferred]:
         header.pop("__metadata__", None)
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             shape, dtype = tuple(entry["shape"]), dtypes[entry["dtype"]]
-            build = partial(_read_tensor, path, start + entry["data_offsets"][0], shape, dtype)
-            tensors[name] = Deferred(shape, dtype, build, is_collective=False)
+            read = partial(_read_tensor, path, start + entry["data_offsets"][0])
+            build = partial(_new_tensor, read, shape, dtype)
+            tensors[name] = Deferred(shape, dtype, build, is_collective=False, read=read)
     except (SafetensorError, OSError, KeyError) as error:
         raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
     return tensors
 
 
-def _read_tensor(path: Path, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _new_tensor(read: Callable[[torch.Tensor], None], shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     tensor = torch.empty(shape, dtype=dtype)
+    read(tensor)
+    return tensor
+
+
+def _read_tensor(path: Path, start: int, tensor: torch.Tensor) -> None:
     try:
         with open(path, "rb", buffering=0) as file:
             file.seek(start)
@@ -109,7 +115,6 @@ def _read_tensor(path: Path, start: int, shape: tuple[int, ...], dtype: torch.dt
         raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
     if left:
         raise CheckpointError(f"{path} ends {len(left)} bytes before its last tensor.")
-    return tensor
 
 
 def write_model(folder: Path, tensors: Tensors, max_shard_bytes: int = MAX_SHARD_BYTES) -> dict[str, FileRecord]:

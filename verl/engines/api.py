@@ -228,6 +228,7 @@ class Deferred:
     dtype: torch.dtype
     build: Callable[[], torch.Tensor]
     is_collective: bool = True
+    read: Callable[[torch.Tensor], None] | None = None  # from a file, into a contiguous tensor of host memory
 
     def numel(self) -> int:
         return math.prod(self.shape)
