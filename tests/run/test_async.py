@@ -88,7 +88,7 @@ def test_parts_of_a_response_are_made_by_newer_and_newer_weights(tiny_run, batch
     for step, batch in enumerate(batches, 1):
         begun = max(step - 1 - 2, 0)
         parts = [min(begun + part, step - 1) for part in range(3)]  # the first batches began together
-        expected = [version for version in parts for _ in range(2)]  # 6 tokens in 3 parts
+        expected = [version for version, size in zip(parts, (1, 3, 2), strict=True) for _ in range(size)]
         assert batch.batch["token_weight_version"].tolist() == [expected] * len(batch)
         assert set(batch.batch["weight_version"].tolist()) == {begun}
     assert rows[-1]["training/off_policy/trajectory_spans/max"] == 2
@@ -144,13 +144,13 @@ def test_sampled_log_probs_of_parts_match_their_weights(tiny_run, batches, monke
     tiny_run(f"{PREFETCH}=1", PARTIAL, "trainer.total_training_steps=3", "actor_rollout_ref.rollout.ignore_eos=True")
     batch, actor = batches[-1], runtimes[-1].workers.models["actor"]
     sampled = batch.batch["rollout_log_probs"]
-    for version in (1, 2):
+    for version, size in ((1, 1), (2, 5)):
         with torch.no_grad():
             for name, parameter in actor.engine.module.named_parameters():
                 parameter.copy_(copies[version][name])
         ours = actor.forward(batch, {"log_probs": "ours"}).batch["ours"]
         of_version = batch.batch["token_weight_version"] == version
-        assert of_version.sum() == len(batch) * 3
+        assert of_version.sum() == len(batch) * size
         torch.testing.assert_close(sampled[of_version], ours[of_version], atol=1e-4, rtol=1e-4)
 
 

@@ -235,9 +235,9 @@ class RowResponses:
         return Trajectory(ordinal, 0, objects["prompt_token_ids"][row], [segment], "length" if is_cut else "stop")
 
     def advance(
-        self, prompts: DataProto, rows: DataProto, *, step: int, params: SamplingParams, split: str, limit: int
+        self, prompts: DataProto, rows: DataProto, step: int, params: SamplingParams, first: int, split: str, limit: int
     ) -> Future[tuple[DataProto, DataProto]]:
-        return self.rollout.advance(prompts, rows, step=step, params=params, split=split, limit=limit)
+        return self.rollout.advance(prompts, rows, step=step, params=params, first=first, split=split, limit=limit)
 
     def end_generation(self) -> Future[dict[str, Metric]]:
         return self.rollout.end_generation()

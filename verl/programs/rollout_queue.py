@@ -95,8 +95,8 @@ class Batch:
 @dataclass(eq=False)
 class RolloutQueue:
     """Holds `depth` batches of `count` prompts after `advance`, of which the oldest is about to train, and fewer before the
-    run ends. With `partial`, responses are made in `depth` parts. `agents_folder`: of the run, where samples are episodes of
-    agents."""
+    run ends. With `partial`, responses are made in `depth` parts; first parts are shorter and begin last, so that few slots
+    are empty at the end of a generation. `agents_folder`: of the run, where samples are episodes of agents."""
 
     rollout: RolloutHandle
     loader: PromptLoader
@@ -110,7 +110,10 @@ class RolloutQueue:
 
     def __post_init__(self) -> None:
         self.limit = self.params.max_new_tokens
-        self.part = -(-self.limit // self.depth) if self.partial else self.limit
+        self.first = self.part = self.limit  # of the first part, and of each other part
+        if self.partial and self.depth > 1:
+            self.first = max(1, self.limit // (self.depth * min(self.depth, 4)))
+            self.part = max(1, -(-(self.limit - self.first) // (self.depth - 1)))
         self.metrics: Future[dict[str, Metric]] = Finished({})  # of the last generation
         self._batches: list[Batch] = []
 
@@ -131,7 +134,7 @@ class RolloutQueue:
         num_new = max(0, min(self.depth, num_left) - self.qsize())
         started = [self._issued(following + number * self.count, step) for number in range(num_new)]
         self._batches += started
-        generates = self._generate(started, earlier, self.part, step)
+        generates = self._generate(started, earlier, self.part, step, self.first)
         self.metrics = self.rollout.end_generation() if generates else Finished({})
 
     def start_scoring(self, reward: RewardHandle) -> None:
@@ -150,14 +153,14 @@ class RolloutQueue:
         begun, num_evicted = [b for b in self._batches if b.ordinal == ordinal], 0
         started = [] if begun else [self._issued(ordinal, step)]
         self._batches += started
-        generates = self._generate(started, begun, self.limit, step)
+        generates = self._generate(started, begun, self.limit, step, self.limit)
         (batch,) = begun or started
         rows = batch.wait()
         if version - int(rows.batch["weight_version"].min()) > max_age:
             num_evicted = len(rows)
             fresh = self._issued(ordinal, step, split=f"again-{version}")
             self._batches[self._batches.index(batch)] = fresh
-            self._generate([fresh], [], self.limit, step)
+            self._generate([fresh], [], self.limit, step, self.limit)
             batch, generates = fresh, True
         if generates:
             self.metrics = self.rollout.end_generation()
@@ -172,19 +175,19 @@ class RolloutQueue:
         self.samples.issue(step, issued, num_samples=self.params.n, split=split, limit=self.limit)
         return Batch(ordinal, self.count, step, step, split, prompts, self.samples)
 
-    def _generate(self, started: Sequence[Batch], begun: Sequence[Batch], max_new_tokens: int, step: int) -> bool:
-        """Start batches of one split, and resume the unfinished responses of others, in one generation: short parts fill the
-        places that long ones leave. Returns whether there are any."""
+    def _generate(self, started: Sequence[Batch], begun: Sequence[Batch], part: int, step: int, first: int) -> bool:
+        """Start batches of one split, with responses of at most `first` tokens, and make a part of the unfinished responses of
+        others, in one generation: short parts fill the places that long ones leave. Returns whether there are any."""
         for batch in begun:
             batch.resumed, batch.advanced = batch.unfinished(self.limit), step
         resumed = [batch for batch in begun if len(batch.resumed)]
         if not (started or resumed):
             return False
-        rows = [self._unfinished_rows(batch, max_new_tokens) for batch in resumed]
+        rows = [self._unfinished_rows(batch, part) for batch in resumed]
         prompts = [batch.prompts for batch in started] or [resumed[0].prompts.slice(0, 0)]
-        params, split = replace(self.params, max_new_tokens=max_new_tokens), started[0].split if started else "train"
+        params, split = replace(self.params, max_new_tokens=part), started[0].split if started else "train"
         both = DataProto.concat(prompts), DataProto.concat(rows) if rows else DataProto()
-        whole = self.rollout.advance(*both, step=step, params=params, split=split, limit=self.limit)
+        whole = self.rollout.advance(*both, step=step, params=params, first=first, split=split, limit=self.limit)
         sizes = [self.count * self.params.n] * len(started), list(map(len, rows))
         for kind, batches in enumerate((started, resumed)):
             for batch, end, size in zip(batches, itertools.accumulate(sizes[kind]), sizes[kind], strict=True):

@@ -263,9 +263,9 @@ class RolloutHandle(Protocol):
         ...
 
     def advance(
-        self, prompts: DataProto, rows: DataProto, *, step: int, params: SamplingParams, split: str, limit: int
+        self, prompts: DataProto, rows: DataProto, step: int, params: SamplingParams, first: int, split: str, limit: int
     ) -> Future[tuple[DataProto, DataProto]]:
-        """Both in one generation: new samples of `prompts`, and more tokens for unfinished `rows`."""
+        """Both in one generation: new samples of `prompts`, `first` tokens at most, and more tokens for unfinished `rows`."""
         ...
 
     def end_generation(self) -> Future[dict[str, Metric]]:

@@ -83,22 +83,24 @@ class RolloutWorker:
         `advance` continues them up to `limit` tokens, which is then the width of the columns.
         """
         limit = limit or params.max_new_tokens
-        return self.advance(prompts, DataProto(), step=step, params=params, split=split, limit=limit)[0]
+        return self.advance(prompts, DataProto(), step, params, params.max_new_tokens, split, limit)[0]
 
     @register(dispatch_mode=Dispatch.ND_ADVANCE_PROTO, blocking=False)
     def advance(
-        self, prompts: DataProto, rows: DataProto, *, step: int, params: SamplingParams, split: str, limit: int
+        self, prompts: DataProto, rows: DataProto, step: int, params: SamplingParams, first: int, split: str, limit: int
     ) -> tuple[DataProto, DataProto]:
-        """New samples of `prompts` as by `generate`, and up to params.max_new_tokens more for unfinished `rows` (prompts' and
-        rollout's columns, `begun_step` and `expected_tokens`), all under the current weights. Returns all rollout columns of
-        both. They share one generation, so that a step waits only once for its last samples."""
+        """New samples of `prompts` as by `generate`, of at most `first` tokens, and up to params.max_new_tokens more for
+        unfinished `rows` (prompts' and rollout's columns, `begun_step` and `expected_tokens`), all under the current weights.
+        Returns all rollout columns of both. They share one generation, in which longer parts begin before shorter ones, so that
+        a step waits only once for its last samples."""
         self._ends = GroupEnds()
         if self.agents is not None:
             resumed = self._resumed_episodes(self.agents, rows, params, limit)
             if len(rows) and not len(prompts):
                 return DataProto(), resumed
-            return self._episodes(self.agents, prompts, params, step, split, limit), resumed
-        asked = [*_starting(prompts, split, params.n), *_resuming(rows, limit)]
+            starting = replace(params, max_new_tokens=first)
+            return self._episodes(self.agents, prompts, starting, step, split, limit), resumed
+        asked = [*_resuming(rows, limit), *_starting(prompts, split, params.n, first)]
         by_key = {
             (one.request.ordinal, one.request.first_sample + i): one for one in asked for i in range(one.num_samples)
         }
@@ -113,10 +115,10 @@ class RolloutWorker:
             self._send_to_scorer(one.rows, one.row, one.split, sample, limit)
 
         # a rank that only takes part has no requests
-        requests, count = [one.request for one in asked], len(prompts) * params.n
+        requests, count = [one.request for one in asked], len(rows)
         completions = self.engine.generate(requests, params, step=step, on_finish=on_finish) if asked else []
         samples = [(trajectory(done), by_key[done.key].split) for done in completions]
-        return self._columns(samples[:count], limit), self._columns(samples[count:], limit)
+        return self._columns(samples[count:], limit), self._columns(samples[:count], limit)
 
     def set_weights(self, version: int, weights: Weights | None = None) -> None:
         """The weights changed: samples made from now on carry `version`. A replica, or an engine with its own weights, loads
@@ -240,11 +242,12 @@ class _Asked(NamedTuple):
     before: Trajectory | None = None
 
 
-def _starting(prompts: DataProto, split: str, count: int) -> Iterator[_Asked]:
+def _starting(prompts: DataProto, split: str, count: int, most: int) -> Iterator[_Asked]:
     media = media_of(prompts) or [None] * len(prompts)
     for row, image in enumerate(media):
         ids = tuple(prompts.non_tensor_batch["prompt_token_ids"][row])
-        yield _Asked(prompts, row, split, count, PromptRequest(int(prompts.batch["ordinal"][row]), ids, media=image))
+        request = PromptRequest(int(prompts.batch["ordinal"][row]), ids, max_new_tokens=most, media=image)
+        yield _Asked(prompts, row, split, count, request)
 
 
 def _resuming(rows: DataProto, limit: int) -> Iterator[_Asked]:

@@ -318,7 +318,7 @@ class RolloutConfig(Section):
     )
     partial_rollout: bool = used(
         False,
-        "make each response in prefetch_num + 1 parts, one a step: long ones continue under newer weights, step by step",
+        "make each response in prefetch_num + 1 parts, one a step, the first one short: long ones continue under newer weights",
         when="prefetches",
         strict=OURS,
     )

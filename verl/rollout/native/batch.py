@@ -48,7 +48,8 @@ class Group:
 
 
 class Prompts:
-    """Order of the prompts: longest first, so that neighbours have similar lengths and the long ones do not come last."""
+    """Order of the prompts: samples that continue, which are longer than new ones, then long prompts, so that neighbours have
+    similar lengths and the long ones do not come last."""
 
     def __init__(self) -> None:
         self.waiting: deque[Group] = deque()
@@ -63,7 +64,7 @@ class Prompts:
 
     def sort(self) -> None:
         """Order what waits, after additions."""
-        self.waiting = deque(sorted(self.waiting, key=lambda g: -g.num_tokens))
+        self.waiting = deque(sorted(self.waiting, key=lambda g: (g.request.num_drawn == 0, -g.num_tokens)))
 
     def take_chunks(
         self,
