@@ -281,7 +281,7 @@ def test_no_room_is_said_before_anything_is_written(store, monkeypatch):
 
 def test_a_disk_that_lies_is_an_error_before_the_checkpoint_counts(store, monkeypatch):
     store.save(1, make_roles(1), {})
-    from verl.checkpoint import role as module
+    from verl.checkpoint import tensor_files as module
 
     real = module.write_model
 
