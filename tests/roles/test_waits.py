@@ -6,16 +6,15 @@ import torch
 from tests.models.reference import make_columns, random_rows
 from verl.config import ActorConfig, RolloutCorrectionConfig
 from verl.config.sections.actor import CriticConfig
-from verl.config.sections.preference import PreferenceLossConfig
+from verl.config.sections.algorithm import PreferenceLossConfig
 from verl.config.sections.trainer import StepGuardsConfig
 from verl.data_proto.proto import DataProto
 from verl.engines.api import BatchTotals
 from verl.roles.guards import StepGuard
 from verl.roles.objectives.nll import TokenObjective
-from verl.roles.objectives.policy import PolicyObjective
+from verl.roles.objectives.policy import PolicyObjective, ValueObjective
 from verl.roles.objectives.preference import PreferenceObjective
 from verl.roles.objectives.reward import PairObjective, RatingObjective, StepObjective
-from verl.roles.objectives.value import ValueObjective
 
 _OF_TOKENS = ("advantages", "rollout_log_probs", "old_log_probs", "ref_log_prob", "returns", "values", "step_labels")
 _OF_ROWS = ("margin", "rating", "ref_logp", "shift", "matched_margin", "matched_ratio")

@@ -20,8 +20,7 @@ from verl.checkpoint.store import CheckpointStore
 from verl.cli.main import run_guarded
 from verl.cli.show import show
 from verl.config import TrainerConfig
-from verl.programs.ppo_program import PPOProgram
-from verl.programs.samples import OpenSamplesWriter
+from verl.programs.ppo_program import OpenSamplesWriter, PPOProgram
 from verl.run.state import Resume, RunState
 from verl.tracking.files import append_rows, read_metrics, write_atomically
 from verl.tracking.heartbeat import EVENTS

@@ -17,8 +17,13 @@ from verl.programs.specs import placement_of, ppo_run_spec, reward_spec, rollout
 from verl.roles.api import ModelHandle, RewardHandle, Roles, RoleSpec, RoleSpecs, RolloutHandle, WeightSync, settings_of
 from verl.roles.guards import StepGuard
 from verl.roles.objectives.distillation import DistillationObjective
-from verl.roles.objectives.policy import PolicyObjective, all_rows, rows_with_advantage, skips_zero_advantages
-from verl.roles.objectives.value import ValueObjective
+from verl.roles.objectives.policy import (
+    PolicyObjective,
+    ValueObjective,
+    all_rows,
+    rows_with_advantage,
+    skips_zero_advantages,
+)
 from verl.roles.updates import MiniBatchSchedule
 
 OldLogProbs = Literal["update", "rollout", "recompute"]

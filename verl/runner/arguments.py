@@ -9,8 +9,8 @@ from dataclasses import fields
 from typing import Any
 
 from verl.config.roots.preference import ReferenceConfig
+from verl.config.sections.algorithm import PreferenceLossConfig
 from verl.config.sections.model import OWN_SCHEDULES, SCHEDULES
-from verl.config.sections.preference import PreferenceLossConfig
 from verl.errors import ConfigError
 
 GIVEN_ROWS = ("sft", "dpo")  # algorithms that sample nothing

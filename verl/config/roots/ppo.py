@@ -11,11 +11,10 @@ from verl.config.rules.ppo import RULES
 from verl.config.rules.sections import SECTION_RULES
 from verl.config.schema import Schema
 from verl.config.sections.actor import ActorConfig, CriticConfig, RefConfig
-from verl.config.sections.algorithm import AlgorithmConfig, OnlineConfig, RejectionConfig
+from verl.config.sections.algorithm import AlgorithmConfig, OnlineConfig, PreferenceLossConfig, RejectionConfig
 from verl.config.sections.data import DataConfig
 from verl.config.sections.distillation import DistillationConfig
 from verl.config.sections.model import ModelConfig
-from verl.config.sections.preference import PreferenceLossConfig
 from verl.config.sections.reward import RewardConfig
 from verl.config.sections.rollout import RolloutConfig
 from verl.config.sections.trainer import GlobalProfilerConfig, PPOTrainerConfig, RayKwargsConfig

@@ -17,10 +17,10 @@ from verl.config.keys import OURS, Section, section, used
 from verl.config.rules.sections import SECTION_RULES
 from verl.config.schema import Condition, Problem, Schema, error
 from verl.config.sections.actor import CheckpointConfig
+from verl.config.sections.algorithm import PreferenceLossConfig
 from verl.config.sections.data import PreferenceDataConfig
 from verl.config.sections.fsdp import SFTEngineConfig
 from verl.config.sections.model import ModelConfig, OptimConfig
-from verl.config.sections.preference import PreferenceLossConfig
 from verl.config.sections.trainer import RayKwargsConfig, SFTTrainerConfig
 from verl.families import PREFERENCE_LOSSES
 

@@ -1,4 +1,4 @@
-"""The policy loss: an objective of verl.algorithms.policy_losses with its entropy and KL terms, bound to the config."""
+"""The losses of PPO: the policy's, with its entropy and KL terms, and the critic's, bound to the config."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from verl.algorithms.kl import kl_penalty
+from verl.algorithms.losses import compute_value_loss
 from verl.algorithms.policy_losses import POLICY_LOSSES, policy_loss
 from verl.algorithms.policy_losses.terms import is_zero_without_advantage
 from verl.algorithms.reduce import Aggregate
-from verl.config import ActorConfig, RolloutCorrectionConfig
+from verl.config import ActorConfig, CriticConfig, RolloutCorrectionConfig
 from verl.data_proto.batch_metrics import any_true
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
@@ -181,3 +182,33 @@ class PolicyObjective(Objective):
             log_probs, *entropy = (values.cpu()[mask] for values in computed)
             parts.append([log_probs, *known, *entropy])
         return [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
+
+
+class ValueObjective(Objective):
+    """Clipped value loss (PPO, eq. 9 as implemented with a trust region of `cliprange_value`)."""
+
+    outputs = ("values",)
+
+    def __init__(self, config: CriticConfig, *, max_response_length: int, guard: StepGuard | None = None):
+        self.config = config
+        self.guard = guard
+        self.scale = config.loss_scale_factor or max_response_length
+
+    def __call__(
+        self, outputs: dict[str, torch.Tensor], batch: DataProto, totals: BatchTotals
+    ) -> tuple[torch.Tensor, dict[str, Metric]]:
+        """See Objective; reads the columns returns, values and response_mask."""
+        vpreds = outputs["values"]
+        columns = batch.batch
+        mask = to_device(columns["response_mask"], vpreds.device)
+        loss, metrics = compute_value_loss(
+            vpreds,
+            returns=to_match(columns["returns"], vpreds),
+            values=to_match(columns["values"], vpreds),
+            response_mask=mask,
+            cliprange_value=self.config.cliprange_value,
+            agg=aggregate(self.config.loss_agg_mode, self.scale, totals),
+        )
+        if self.guard is not None:
+            self.guard.observe(columns, mask, {"values": vpreds}, {})
+        return loss + zero_or_nan(vpreds), {**metrics, "vf_loss": Metric.sum(loss.detach())}

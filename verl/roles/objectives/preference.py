@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from verl.algorithms import preference_losses
-from verl.config.sections.preference import PreferenceLossConfig
+from verl.config.sections.algorithm import PreferenceLossConfig
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.engines.api import BatchTotals
