@@ -23,7 +23,7 @@ def test_only_changed_keys_are_named(folder):
 
 
 def test_an_equal_file_is_not_loaded(folder, monkeypatch):
-    monkeypatch.setattr("verl.config.loaded.load_config", None)
+    monkeypatch.setattr("verl.config.diff.load_config", None)
     assert changed_keys(load(*GRPO, f"{ACTOR}.optim.lr=1e-5"), folder) == []
 
 

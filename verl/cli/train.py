@@ -35,7 +35,7 @@ _OUTPUT = {
 }
 
 
-def run_program(
+def _run(
     argv: list[str],
     *,
     verb: str,
@@ -58,11 +58,11 @@ def run_program(
         return _started(loaded, supervised)
 
 
-run_train = partial(run_program, verb="train", about=_TRAIN)
-run_rejection = partial(run_program, verb="rejection", about=_REJECTION, setting="algorithm.program=rejection_sampling")
-run_sft = partial(run_program, verb="sft", about=_SFT, schema=SFT)
-run_rm = partial(run_program, verb="rm", about=_RM, schema=RM)
-_preference = partial(run_program, about=_PREFERENCE, schema=PREFERENCE)
+run_train = partial(_run, verb="train", about=_TRAIN)
+run_rejection = partial(_run, verb="rejection", about=_REJECTION, setting="algorithm.program=rejection_sampling")
+run_sft = partial(_run, verb="sft", about=_SFT, schema=SFT)
+run_rm = partial(_run, verb="rm", about=_RM, schema=RM)
+_preference = partial(_run, about=_PREFERENCE, schema=PREFERENCE)
 run_preference = partial(_preference, verb="preference")
 run_dpo = partial(_preference, verb="dpo", setting="preference.loss=sigmoid")
 run_kto = partial(_preference, verb="kto", setting="preference.loss=kto")
