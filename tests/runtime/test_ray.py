@@ -126,7 +126,7 @@ def test_weights_travel_every_second_step(driven, jobs):
 @pytest.mark.slow
 def test_damage_that_shows_while_ranks_load(driven, jobs, monkeypatch, caplog):
     """Damage to a header, then to a value: each time the ranks load the checkpoint before, and repeat the step."""
-    monkeypatch.setattr("verl.run.resuming.SMALL_BYTES", 0)
+    monkeypatch.setattr("verl.run.state.SMALL_BYTES", 0)
     changes = ["trainer.save_freq=1", "trainer.test_freq=-1", *TWO]
     run = train_here(jobs, "damaged", *changes)
     expected = {name: tensor.clone() for name, tensor in run.weights(3).items()}
