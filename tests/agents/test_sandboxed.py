@@ -17,15 +17,15 @@ from verl.tools.tool_registry import load_all_tools
 
 @pytest.fixture(scope="module")
 def calls():
-    pool = SandboxedFunctions(RewardConfig(num_workers=1), timeout_s=3.0)
+    pool = SandboxedFunctions(RewardConfig(num_workers=1), timeout_s=1.0)
     yield ToolCalls(load_all_tools(None, str(TOOLS)), ToolSettings(timeout_s=30.0, max_length=200), pool=pool)
     pool.close()
 
 
 def test_a_call_that_waits_for_a_process_has_its_time():
     """The call waits behind a call that hangs, in a pool of one process; the pool's time limit holds for both."""
-    pool = SandboxedFunctions(RewardConfig(num_workers=1), timeout_s=2.0)
-    calls = ToolCalls(load_all_tools(None, str(TOOLS)), ToolSettings(timeout_s=2.0), pool=pool)
+    pool = SandboxedFunctions(RewardConfig(num_workers=1), timeout_s=1.0)
+    calls = ToolCalls(load_all_tools(None, str(TOOLS)), ToolSettings(timeout_s=1.0), pool=pool)
 
     async def both():
         requests = [FunctionCall("break_things", '{"how": "hang"}'), FunctionCall("echo", '{"text": "a"}')]
@@ -35,14 +35,14 @@ def test_a_call_that_waits_for_a_process_has_its_time():
         hung, echoed = asyncio.run(both())
     finally:
         pool.close()
-    assert "took longer than 2 s" in hung.text
+    assert "took longer than 1 s" in hung.text
     assert echoed.text == "heard a"
 
 
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        ("hang", "took longer than 3 s"),
+        ("hang", "took longer than 1 s"),
         ("exit", "ended its process with exit code 3"),
         ("raise", "it is broken"),
         ("long", "...(truncated)..."),

@@ -21,8 +21,6 @@ from chaos_task import make_task
 from verl.checkpoint.store import CheckpointStore
 from verl.tracking.files import read_json_rows
 
-STEP_S = 0.5  # a step of the task, about
-
 
 def terminate_each(run, rng):
     """Ray's agents overwrite the environment by which other processes are found."""
@@ -43,7 +41,7 @@ def test_a_run_saves_and_ends_when_it_is_asked_to(kind, each, tmp_path):
     run = Victim(task, kind, "run")
     try:
         assert run.until(lambda: run.has_begun(2), "no step was taken"), run.last_words()
-        time.sleep(rng.random() * STEP_S)
+        time.sleep(rng.random() * 0.5)  # about a step
         sent = time.monotonic()
         if each:
             terminate_each(run, rng)

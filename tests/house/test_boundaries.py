@@ -32,6 +32,7 @@ TORCH_FREE = (
     "verl.data_proto.columns",
     "verl.data_proto.metrics",
     "verl.data_proto.samples",
+    "verl.agents.sandboxed",  # in each process of a tool
     "verl.config",
     "verl.config.load",
     "verl.parallel.balance",

@@ -22,7 +22,6 @@ from verl.data.pictures import read_image
 from verl.data.schema import IMAGE_PARTS, MEDIA_PARTS, VIDEO_PARTS, no_media
 from verl.data_proto.media import Clip, Media, VideoSource
 from verl.errors import DataError
-from verl.parallel.serialize import from_bytes, to_bytes
 from verl.tools.schemas import ToolResponse
 
 FOLDER = "images"  # within the folder of the journal
@@ -33,7 +32,10 @@ class EpisodeImages:
     """Reads images with `encoder` (None: the model or the engine reads none) and stores them in `folder` (None: nowhere)."""
 
     def __init__(self, encoder: ImageEncoder | None, folder: Path | None):
+        from verl.parallel import serialize  # which imports torch, for which processes of tools have no use
+
         self.encoder, self.folder = encoder, None if folder is None else folder / FOLDER
+        self._serialize = serialize
 
     @property
     def tokens(self) -> tuple[str, ...]:
@@ -60,7 +62,7 @@ class EpisodeImages:
         place, clip = "An episode of the journal", Path(f"{self.folder}/{digest}.clip")
         if not clip.exists():
             return self._read(f"{self.folder}/{digest}.png", place, 0)
-        stored: Clip = from_bytes(clip.read_bytes())
+        stored: Clip = self._serialize.from_bytes(clip.read_bytes())
         return self._read(replace(stored, frames=tuple(read_image(frame, place) for frame in stored.frames)), place, 0)
 
     def _read_all(self, sources: Sequence[object], place: str) -> list[Media]:
@@ -80,7 +82,7 @@ class EpisodeImages:
             content = as_file(item)
             temporary = file.with_suffix(f".{uuid.uuid4().hex}.tmp")  # others may write the same image
             with temporary.open("wb") as opened:
-                opened.write(to_bytes(content) if isinstance(content, Clip) else content)
+                opened.write(self._serialize.to_bytes(content) if isinstance(content, Clip) else content)
                 opened.flush()
                 os.fsync(opened.fileno())
             temporary.replace(file)
@@ -96,11 +98,8 @@ def text_and_images(answer: Any) -> tuple[str, list[object]]:
         images = [*listed(answer.get("image")), *listed(answer.get("images"))]
         videos = [video for video in (answer.get("video"), *listed(answer.get("videos"))) if video is not None]
         return str(answer.get("text") or ""), [*images, *map(VideoSource, videos)]
-    kinds = (
-        {part.get("type") if isinstance(part, Mapping) else None for part in answer}
-        if isinstance(answer, list)
-        else set()
-    )
+    parts = answer if isinstance(answer, list) else []
+    kinds = {part.get("type") if isinstance(part, Mapping) else None for part in parts}
     if kinds and kinds <= {"text", *MEDIA_PARTS}:
         texts = [str(part.get("text")) for part in answer if part["type"] == "text"]
         videos = [VideoSource(part) for part in answer if part["type"] in VIDEO_PARTS]
