@@ -235,7 +235,7 @@ class TestKeptReference:
 class TestResuming:
     @pytest.mark.parametrize("loss", ["sigmoid", "bco", slow("kto")])
     def test_a_resumed_run_equals_the_unbroken_one(self, preference_run, loss):
-        settings = (f"preference.loss={loss}", "trainer.total_epochs=2", "trainer.save_freq=1", "trainer.test_freq=5")
+        settings = (f"preference.loss={loss}", "trainer.total_epochs=2", "trainer.save_freq=3", "trainer.test_freq=5")
         labelled = loss != "sigmoid"
         unbroken = preference_run(*settings, folder="unbroken", labelled=labelled)
         preference_run(*settings, "trainer.total_training_steps=3", folder="broken", labelled=labelled)
@@ -245,7 +245,7 @@ class TestResuming:
         assert [row["step"] for row in after[0]] == list(range(4, 11))
 
     def test_a_moving_reference_is_saved(self, preference_run):
-        settings = ("ref.sync_steps=2", "ref.mixup_alpha=0.5", "trainer.total_epochs=2", "trainer.save_freq=1")
+        settings = ("ref.sync_steps=2", "ref.mixup_alpha=0.5", "trainer.total_epochs=2", "trainer.save_freq=3")
         unbroken = preference_run(*settings, folder="unbroken")
         preference_run(*settings, "trainer.total_training_steps=3", folder="broken")
         resumed = preference_run(*settings, folder="broken")

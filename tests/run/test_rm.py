@@ -230,7 +230,7 @@ def test_learns_and_measures_held_out_rows(kind, rm_run):
 
 
 def test_a_resumed_run_equals_the_unbroken_one(rm_run):
-    settings = ("trainer.total_epochs=2", "trainer.save_freq=1", "trainer.test_freq=5")
+    settings = ("trainer.total_epochs=2", "trainer.save_freq=3", "trainer.test_freq=5")
     unbroken = rm_run("sigmoid", *settings, folder="unbroken")
     rm_run("sigmoid", *settings, "trainer.total_training_steps=3", folder="broken")
     resumed = rm_run("sigmoid", *settings, folder="broken")

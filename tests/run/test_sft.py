@@ -179,7 +179,7 @@ class TestEpochs:
     @pytest.mark.parametrize("stop", [3, slow(5), slow(7)])
     def test_a_resumed_run_equals_the_unbroken_one(self, sft_run, stop):
         """At an epoch's boundary (step 5) too: no step is lost and none is taken twice."""
-        settings = ("trainer.total_epochs=2", "trainer.save_freq=1", "model.neftune_alpha=5")
+        settings = ("trainer.total_epochs=2", f"trainer.save_freq={stop}", "model.neftune_alpha=5")
         unbroken = sft_run(*settings, folder="unbroken")
         sft_run(*settings, f"trainer.total_training_steps={stop}", folder="broken")
         resumed = sft_run(*settings, folder="broken")
@@ -235,7 +235,7 @@ def test_a_rollback_continues_with_the_rows_after_the_failed_step(sft_run, sft_o
             raise RollBack("the loss is not finite")
 
     monkeypatch.setattr(Guards, "check_updates", fail_once)
-    run = sft_run("trainer.save_freq=1", "trainer.total_epochs=2")
+    run = sft_run("trainer.save_freq=2", "trainer.total_epochs=2")
     loader = SFT.load_data(load_config(sft_overrides, schema=SCHEMA).config).train
     assert taken == [loader.rows(number) for number in range(1, 12)]
     assert [row["step"] for row in run.training_rows()] == list(range(1, 11))
