@@ -1,7 +1,6 @@
 """Driver cost of a GRPO step against its samples. Engines are replaced by stand-ins, which return columns of the right shapes.
 
     python -m benchmarks.controller                              1,024 to 65,536 samples of 512 tokens
-    python -m benchmarks.controller --samples 1024,16384 --tokens 4096
     python -m benchmarks.controller --ranks 2                    on Ray
 
 Host, program, dispatch, ledger and files are the same as in `verl train`. The second step is measured: seconds of the main

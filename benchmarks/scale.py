@@ -2,7 +2,6 @@
 steps.
 
     python -m benchmarks.scale                      the tables of starts in docs/scale.md
-    python -m benchmarks.scale --sizes 1000,20000   other sizes
     python -m benchmarks.scale --ledger             the table of the sample ledger (10 million samples: 3 GB)
     python -m benchmarks.scale --steps              the table of the records of steps (a million steps: 4 GB)
     python -m benchmarks.scale --checkpoints        the table of checkpoints (1 billion parameters: 12 GB, twice)
@@ -28,7 +27,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 import psutil
@@ -58,7 +57,6 @@ _BLOCK = 1 << 22  # parameters of a tensor of a checkpoint
 STEPS = (1_000, 10_000, 100_000, 1_000_000)
 _PROMPTS, _SAMPLES, _TOKENS = 128, 8, 16  # of a recorded step
 MODES = {"": (), " with filter_overlong_prompts": ("data.filter_overlong_prompts=True",)}
-Result = TypeVar("Result")
 _RUN_LIMIT_S = 1200.0
 _POLL_S = 0.25
 _ROWS_WRITTEN = 100_000  # at once
@@ -307,7 +305,7 @@ def link_samples(source: Path, run: Path, num_steps: int) -> None:
     index.update()
 
 
-def timed(work: Callable[[], Result]) -> tuple[float, Result]:
+def timed(work: Callable[[], Any]) -> tuple[float, Any]:
     """Seconds of one call, and its result."""
     start = time.perf_counter()
     result = work()
