@@ -1,7 +1,6 @@
 """Training on episodes: GRPO runs whose samples call tools."""
 
 import json
-import logging
 
 import numpy as np
 import pytest
@@ -55,14 +54,6 @@ def test_what_trains_is_what_was_sampled(agent_run):
     results = episodes(run, "tool")
     assert any(r["result"]["text"].startswith("heard") for r in results)
     assert any(r["result"]["error"] for r in results)  # malformed ones and unknown names were answered
-
-
-@pytest.mark.slow
-def test_two_runs_are_equal(agent_run):
-    first, second = agent_run(ENDS), agent_run(ENDS, f"{ROLLOUT}.max_num_seqs=3", folder="again")
-    names = ("critic/score/mean", "actor/grad_norm", "response_length/mean", "num_turns/mean")
-    for row, other in zip(first.training_rows(), second.training_rows(), strict=True):
-        assert [row[name] for name in names] == pytest.approx([other[name] for name in names], rel=1e-6)
 
 
 def test_a_loop_of_the_users(agent_run, agent_task, tmp_path):
@@ -133,9 +124,8 @@ def test_rows_choose_agents_and_tools(agent_run, changed_rows, tmp_path):
     assert (row["num_turns/min"], row["num_turns/max"]) == (2, 6)
 
 
-def test_tools_in_the_sandbox(agent_run, caplog):
-    with caplog.at_level(logging.WARNING):
-        run = agent_run(ENDS, f"{ROLLOUT}.multi_turn.tool_sandbox=True", "trainer.total_training_steps=1")
+def test_tools_in_the_sandbox(agent_run):
+    run = agent_run(ENDS, f"{ROLLOUT}.multi_turn.tool_sandbox=True", "trainer.total_training_steps=1")
     results = episodes(run, "tool")
     assert any(r["result"]["text"].startswith("heard") for r in results)
 

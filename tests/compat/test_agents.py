@@ -49,8 +49,6 @@ def test_calls_of_openai_are_read():
 def test_classes_by_name():
     assert get_tool_class("verl.tools.gsm8k_tool.Gsm8kTool") is Gsm8kTool
     assert get_interaction_class("verl.interactions.gsm8k_interaction.Gsm8kInteraction") is Gsm8kInteraction
-    with pytest.raises(ConfigError, match="Gsm8kTol"):
-        get_tool_class("verl.tools.gsm8k_tool.Gsm8kTol")
 
 
 def test_programs_run_here_in_place_of_a_service():

@@ -397,13 +397,6 @@ class TestTrainersByName:
         assert [row["training/global_step"] for row in rows] == [1, 2]
         assert (tmp_path / "b" / "summary.json").exists()
 
-    def test_the_queue_of_a_step(self, tiny_overrides, tmp_path):
-        from verl.trainer import RLTrainer
-
-        with RLTrainer([*tiny_overrides, "actor_rollout_ref.rollout.prefetch_num=2",
-                        "trainer.total_training_steps=3", f"trainer.default_local_dir={tmp_path}"]) as trainer:  # fmt: skip
-            assert trainer.step()["training/rollout_queue/qsize"] == 1 + trainer.program.rollout_queue.qsize() == 3
-
     @pytest.mark.seed("E4")
     def test_log_with(self, tiny_overrides, tmp_path):
         from verl.trainer import PPOTrainer

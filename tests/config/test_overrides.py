@@ -1,13 +1,9 @@
 """Command-line overrides: the frequent ones, the syntax, and the refused ones."""
 
-import random
-
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from verl.config import PPO
-from verl.config.compat import nearest_keys
 from verl.config.loaded import scalar
 from verl.config.values import parse_override
 from verl.errors import ConfigError
@@ -238,16 +234,3 @@ def test_an_absurd_key_is_refused_without_a_guess():
 def test_a_section_is_no_key():
     assert "is a section" in refused("actor_rollout_ref.actor=3")
     assert "There is no key" in refused("trainer.total_epochs.foo=3")
-
-
-def test_single_character_edits_are_refused_with_the_right_suggestion():
-    rng = random.Random(0)
-    keys = [k for k in PPO.leaves if not k.startswith(("distillation.teacher", "reward.reward_model.rollout"))]
-    for key in rng.sample(keys, 60):
-        at = rng.randrange(len(key))
-        letter = rng.choice("abcdefghijklmnopqrstuvwxyz_")
-        edited = rng.choice([key[:at] + key[at + 1 :], key[:at] + letter + key[at:], key[:at] + letter + key[at + 1 :]])
-        if edited in PPO.leaves:
-            continue
-        assert key in nearest_keys(PPO.leaves, edited), edited
-        refused(f"{edited}=1")

@@ -23,10 +23,6 @@ def lists():
 LISTS = lists()
 
 
-def test_there_are_ten():
-    assert len(LISTS) == 10
-
-
 @pytest.mark.parametrize("name", LISTS)
 def test_a_real_script_loads(name, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)

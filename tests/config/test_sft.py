@@ -75,10 +75,6 @@ def test_lists_of_real_scripts_load(name):
     assert all(notice.startswith(("No effect: ", "hydra.")) for notice in loaded.notices), loaded.notices
 
 
-def test_there_are_ten():
-    assert len(SCRIPTS) == 10
-
-
 def test_what_they_set_acts():
     config = load(*SCRIPTS["dynamic"].split()).config
     assert (config.engine.strategy, config.optim.betas, config.optim.lr_scheduler_type) == (
@@ -90,11 +86,6 @@ def test_what_they_set_acts():
     assert load("trainer.save_freq=5").config.trainer.save_freq == 5
     assert load(*SCRIPTS["warm_up"].split()).config.optim.lr_scheduler_type == "cosine"
     assert load().config.optim.lr == 1e-3
-
-
-def test_frequencies_are_numbers_or_after_each_epoch():
-    assert "a whole number or after_each_epoch" in refused("trainer.save_freq=after_every_epoch")
-    refused("trainer.test_freq=1.5", match="whole number")
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -211,6 +202,8 @@ def test_devices_follow_the_launcher(monkeypatch):
         (["data.row_format=prompt_response"], "needs data.prompt_key"),
         (["data.prompt_key=q"], "Set both"),
         (["data.max_length=1"], "at least 2"),
+        (["trainer.save_freq=after_every_epoch"], "a whole number or after_each_epoch"),
+        (["trainer.test_freq=1.5"], "whole number"),
         (["data.train_batch_size=0"], "at least 1"),
         (["optim.lr=0"], "above 0"),
         (["optim.betas=[0.9]"], "a list of 2 numbers"),

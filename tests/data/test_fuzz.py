@@ -178,7 +178,10 @@ def test_files_that_are_cut_short(tmp_path, kind):
             assert rows == [row(i) for i in range(len(rows))]
 
 
-def test_a_changed_byte_in_the_pages_of_a_parquet_file_is_an_error(tmp_path):
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_changed_byte_in_the_pages_of_a_parquet_file_is_an_error(mapped, tmp_path, monkeypatch):
+    if mapped:
+        monkeypatch.setattr("verl.data.tables._MAPPED_BYTES", 0)
     path = tmp_path / "a.parquet"
     write_parquet(path, [row(i, note="n" * 50) for i in range(20)])
     content = bytearray(path.read_bytes())

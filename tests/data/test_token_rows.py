@@ -110,12 +110,6 @@ def test_a_wrong_row_names_file_and_row(tmp_path):
         row_of_sft([65, 9999], [0, 1], tmp_path)
 
 
-def test_verl_check_counts_the_same_rows(tmp_path):
-    path = write(tmp_path / "a.jsonl", [{"input_ids": [65, 9999], "labels": [65, 9999]}])
-    (summary,) = load_conversations(path, tokenizer(), SFTDataConfig(), keep_going=True).summaries
-    assert (summary.num_problems, summary.num_rows) == (1, 0)
-
-
 @given(st.lists(st.one_of(st.integers(), st.booleans(), st.floats(), st.text(), st.none(), st.integers(0, 263))))
 def test_only_whole_numbers_in_range_are_ids(values):
     right = all(type(value) is int and 0 <= value < NUM_EMBEDDINGS for value in values)

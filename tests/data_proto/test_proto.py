@@ -4,7 +4,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import verl
 from verl.data_proto.merge import object_array, same_value
 from verl.protocol import (
     DataProto,
@@ -45,9 +44,6 @@ sizes = st.integers(1, 9)
 
 
 class TestMaking:
-    def test_verl_exports_it(self):
-        assert verl.DataProto is DataProto
-
     def test_object_columns_of_equal_lists_stay_one_per_row(self):
         batch = DataProto.from_dict({}, {"ids": [[1, 2], [3, 4]]})
         assert batch.batch is None

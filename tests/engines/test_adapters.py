@@ -1,7 +1,5 @@
 """Many adapters on one base: what each trains to is independent of the others, and equals plain torch."""
 
-import copy
-
 import numpy as np
 import pytest
 import torch
@@ -61,25 +59,6 @@ def train(engine, adapter, seeds):
             engine.optim_step(AdamStep(learning_rate=1e-2))
 
 
-def test_adapters_in_turn_get_the_bits_that_each_gets_by_itself(engine):
-    ranks = (2, 4, 8, 4)
-    apart = [engine.new_adapter(rank, seed) for seed, rank in enumerate(ranks)]
-    for number, adapter in enumerate(apart):
-        train(engine, adapter, range(number, number + 3))
-    mixed = [engine.new_adapter(rank, seed) for seed, rank in enumerate(ranks)]
-    for step in range(3):
-        for number, adapter in enumerate(mixed):
-            with engine.using(adapter):
-                engine.forward_backward(batch_of(number + step), loss, OUTPUTS, MICRO)
-        for adapter in reversed(mixed):
-            with engine.using(adapter):
-                engine.optim_step(AdamStep(learning_rate=1e-2))
-    for one, other in zip(apart, mixed, strict=True):
-        for name, tensor in one.weights.tensors.items():
-            assert torch.equal(tensor, other.weights.tensors[name]), name
-        assert one.num_steps == other.num_steps == 3
-
-
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 def test_the_step_equals_the_step_of_torch(engine, clip):
     """50 steps on given gradients against torch.optim.AdamW, with values that change from call to call."""
@@ -129,33 +108,6 @@ def test_calls_add_up_and_discarded_gradients_leave_nothing(engine):
     often.discard()
     with engine.using(often), pytest.raises(ConfigError, match="no gradients"):
         engine.optim_step(AdamStep())
-
-
-def test_gradients_match_autograd_of_the_modules_logits(engine, sections):
-    """Targets that are not the shifted input, and the adapter of the tied output projection, against plain modules."""
-    adapter, batch = engine.new_adapter(4, 2), batch_of(7)
-    for name, tensor in adapter.weights.tensors.items():
-        if name.endswith("lora_B"):
-            torch.nn.init.normal_(tensor, generator=torch.Generator().manual_seed(1))
-            tensor.mul_(0.02)
-    with engine.using(adapter):
-        metrics = engine.forward_backward(batch, loss, OUTPUTS, MICRO)
-        module = copy.deepcopy(engine.module)
-    module.config._attn_implementation = "eager"
-    total, columns = 0.0, batch.batch
-    head = module.get_output_embeddings()
-    for row in range(len(batch)):
-        length = int(columns["response_mask"][row].sum())
-        ids = torch.cat([columns["prompts"][row, -1:], columns["responses"][row, : length - 1]]).unsqueeze(0)
-        hidden = module.get_decoder()(input_ids=ids).last_hidden_state[0]
-        log_p = (hidden @ head.merged_weight().T).log_softmax(dim=1)
-        chosen = log_p.gather(1, columns["candidate_ids"][row, :length])
-        total = total - (chosen * columns["weights"][row, :length]).sum()
-    total.backward()
-    assert metrics["loss"].value == pytest.approx(total.item(), rel=1e-5)
-    for name, gradient in adapter.gradients.items():
-        expected = module.get_parameter(name).grad
-        assert (gradient - expected).norm() <= 1e-4 * expected.norm() + 1e-7, name
 
 
 def test_shown_weights_compute_as_the_adapter_does_and_go_back_to_the_base(engine):

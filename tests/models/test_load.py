@@ -39,10 +39,6 @@ def copy_of(tiny_folder, tmp_path):
     return copy
 
 
-def shorten(file):
-    file.write_bytes(file.read_bytes()[:-1000])
-
-
 def edit_json(file, **changes):
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
@@ -76,21 +72,30 @@ def test_a_hub_name_that_is_not_cached(monkeypatch):
     ("damage", "words"),
     [
         (lambda folder: (folder / "config.json").unlink(), r"has no config\.json"),
-        (lambda folder: (folder / "config.json").write_text("{"), "could not be read"),
-        (lambda folder: shorten(folder / "model.safetensors"), ""),
         (
             lambda folder: edit_json(folder / "config.json", intermediate_size=96),
             "other shapes than its config.json says",
         ),
         (lambda folder: edit_json(folder / "config.json", model_type="no_such_thing"), "no_such_thing"),
+        (
+            lambda folder: edit_json(folder / "config.json", vocab_size=100),
+            "could not be loaded from .*: Padding_idx must",
+        ),
+        (
+            lambda folder: edit_json(
+                folder / "config.json", model_type="t5", architectures=["T5ForConditionalGeneration"]
+            ),
+            "is an encoder-decoder model; give a causal",
+        ),
     ],
-    ids=["no config", "no JSON", "truncated weights", "tensors of another size", "unknown architecture"],
+    ids=["no config", "tensors of another size", "unknown architecture", "few embeddings", "encoder and decoder"],
 )
 def test_a_damaged_folder(copy_of, damage, words):
     folder = copy_of()
     damage(folder)
-    with pytest.raises(ModelError, match=words or str(folder)):
+    with pytest.raises(ModelError, match=words) as error:
         load_causal_lm(folder)
+    assert "HF_HUB_OFFLINE" not in str(error.value)
 
 
 @pytest.mark.parametrize("other", [None, "pytorch_model.bin", "model.gguf"])
@@ -247,32 +252,8 @@ def test_an_unknown_attention_is_named(tiny_folder):
         load_causal_lm(tiny_folder("llama"), override_config={"attn_implementation": "flash"})
 
 
-def changed(folder, out, **settings):
-    """A copy of a model folder whose config.json says something else."""
-    shutil.copytree(folder, out)
-    config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps({**config, **settings}))
-    return out
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"vocab_size": 100}, "could not be loaded from .*: Padding_idx must be within"),
-        (
-            {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]},
-            "is an encoder-decoder model; give a causal",
-        ),
-    ],
-)
-def test_folders_that_cannot_be_a_policy(tiny_folder, tmp_path, settings, words):
-    with pytest.raises(ModelError, match=words) as error:
-        load_causal_lm(changed(tiny_folder("llama"), tmp_path / "model", **settings))
-    assert "HF_HUB_OFFLINE" not in str(error.value)
-
-
 def test_folders_that_are_no_model_folders(tiny_folder, tmp_path):
-    folder = changed(tiny_folder("llama"), tmp_path / "global_step_2/actor/huggingface")
+    folder = shutil.copytree(tiny_folder("llama"), tmp_path / "global_step_2/actor/huggingface")
     with pytest.raises(ModelError, match=f"global_step_2 has no config.json; it holds checkpoints: give {folder}"):
         load_causal_lm(tmp_path / "global_step_2")
     with pytest.raises(ModelError, match=r"model.safetensors is a file; give the folder of a model\."):

@@ -100,16 +100,20 @@ FAST = [
     ],
 )
 def test_a_signal_from_outside_costs_no_sample(attacked, caplog, which, number):
-    pool = attacked(timeout_s=1)
+    with caplog.at_level(logging.WARNING):
+        send_to_scoring(attacked(timeout_s=1), lambda pool: chain_of_scorer(pool)[which], number)
+    if which == "scorer" and number != signal.SIGINT:
+        assert ("was stopped by a signal" if number == signal.SIGSTOP else number.name) in caplog.text
+
+
+def send_to_scoring(pool, pid_of, number):
+    """A process of the pool gets a signal while a sample is scored."""
     pool.start()
     call = pool.submit([request("wait")])
     time.sleep(0.1)
-    os.kill(chain_of_scorer(pool)[which], number)
-    with caplog.at_level(logging.WARNING):
-        (score,) = call.result(20)
+    os.kill(pid_of(pool), number)
+    (score,) = call.result(20)
     assert (score.score, score.error) == (0.5, None)
-    if which == "scorer" and number != signal.SIGINT:
-        assert ("was stopped by a signal" if number == signal.SIGSTOP else number.name) in caplog.text
     began = time.monotonic()
     pool.close()
     assert time.monotonic() - began < 4, "a stopped process must be continued to end"
@@ -121,18 +125,12 @@ def test_a_signal_from_outside_costs_no_sample(attacked, caplog, which, number):
 @pytest.mark.parametrize("which", ["reaper", "scorer"])
 def test_a_signal_from_outside_costs_no_sample_without_namespaces(attacked, no_namespaces, which, number):
     """pytest -m slow tests/rewards/test_hostile.py"""
-    pool = attacked(timeout_s=1)
-    pool.start()
-    call = pool.submit([request("wait")])
-    time.sleep(0.1)
-    reaper = psutil.Process(pool._processes[0].pid)
-    os.kill(reaper.pid if which == "reaper" else reaper.children()[0].pid, number)
-    (score,) = call.result(20)
-    assert (score.score, score.error) == (0.5, None)
-    began = time.monotonic()
-    pool.close()
-    assert time.monotonic() - began < 4
-    assert processes_of(os.getpid()) == []
+
+    def pid_of(pool):
+        reaper = psutil.Process(pool._processes[0].pid)
+        return (reaper if which == "reaper" else reaper.children()[0]).pid
+
+    send_to_scoring(attacked(timeout_s=1), pid_of, number)
 
 
 def test_a_process_that_the_function_forks_answers_nothing(attacked):

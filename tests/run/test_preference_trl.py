@@ -41,85 +41,38 @@ ROWS = {
     ],
 }
 DPO = [*(name for name in PREFERENCE_LOSSES.reading(*REFERENCE_COLUMNS) if name not in LABELLED_LOSSES), "sft"]
-# name: trainer, rows, arguments of TRL's config, our overrides
+
+
+def case(trainer, loss, rows="pairs", theirs=None, **both):
+    """(trainer, rows, arguments of TRL's config, our overrides); `both` are settings that have one name in both, or nearly."""
+    names = {"f_divergence_type": "preference.f_divergence", "learning_rate": "optim.lr"}
+    ours = [] if loss is None else [f"preference.loss={loss}"]
+    ours += [f"{names.get(key, f'preference.{key}')}={str(value).replace(' ', '')}" for key, value in both.items()]
+    return trainer, rows, {**(theirs or {}), **both}, ours
+
+
+SIMPO = {"loss_type": "simpo", "cpo_alpha": 0.0}
+SUM = {"loss_type": ["sigmoid", "bco_pair", "sft"]}
 CASES = {
-    **{f"DPO {name}": ("DPO", "pairs", {"loss_type": [name]}, [f"preference.loss={name}"]) for name in DPO},
-    "DPO exo_pair": (
-        "DPO",
-        "pairs",
-        {"loss_type": ["exo_pair"], "label_smoothing": 1e-3},
-        ["preference.loss=exo_pair", "preference.label_smoothing=1e-3"],
-    ),
-    "DPO robust": (
-        "DPO",
-        "pairs",
-        {"loss_type": ["robust"], "label_smoothing": 0.1},
-        ["preference.loss=robust", "preference.label_smoothing=0.1"],
-    ),
-    "DPO of messages": ("DPO", "messages", {}, []),
-    "DPO, a sum of losses": (
-        "DPO",
-        "pairs",
-        {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
-        ["preference.loss=[sigmoid,bco_pair,sft]", "preference.loss_weights=[0.8,0.2,1.0]"],
-    ),
-    **{
-        f"DPO, {kind}": ("DPO", "pairs", {"f_divergence_type": kind}, [f"preference.f_divergence={kind}"])
-        for kind in ("js_divergence", "alpha_divergence")
-    },
-    "DPO, forward_kl": (
-        "DPO",
-        "pairs",
-        {"f_divergence_type": "forward_kl", "learning_rate": 2e-5},
-        ["preference.f_divergence=forward_kl", "optim.lr=2e-5"],
-    ),
-    "DPO discopop": (
-        "DPO",
-        "pairs",
-        {"loss_type": ["discopop"], "learning_rate": 2e-5},
-        ["preference.loss=discopop", "optim.lr=2e-5"],
-    ),
-    "DPO, length desensitized": ("DPO", "pairs", {"ld_alpha": 0.4}, ["preference.ld_alpha=0.4"]),
-    "DPO, weighted": ("DPO", "pairs", {"use_weighting": True}, ["preference.use_weighting=True"]),
-    "KTO": ("KTO", "labelled", {}, ["preference.loss=kto"]),
-    "KTO with weights": (
-        "KTO",
-        "labelled",
-        {"desirable_weight": 0.7, "undesirable_weight": 1.4, "beta": 0.3},
-        [
-            "preference.loss=kto",
-            "preference.desirable_weight=0.7",
-            "preference.undesirable_weight=1.4",
-            "preference.beta=0.3",
-        ],
-    ),
-    "KTO apo_zero_unpaired": (
-        "KTO",
-        "labelled",
-        {"loss_type": "apo_zero_unpaired"},
-        ["preference.loss=apo_zero_unpaired"],
-    ),
-    "CPO": ("CPO", "pairs", {"label_smoothing": 0.1}, ["preference.loss=cpo", "preference.label_smoothing=0.1"]),
-    "CPO hinge": ("CPO", "pairs", {"loss_type": "hinge"}, ["preference.loss=cpo_hinge"]),
-    "CPO ipo": (
-        "CPO",
-        "pairs",
-        {"loss_type": "ipo", "cpo_alpha": 0.5},
-        ["preference.loss=cpo_ipo", "preference.cpo_alpha=0.5"],
-    ),
-    "SimPO": (
-        "CPO",
-        "pairs",
-        {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": 2.0},
-        ["preference.loss=simpo", "preference.beta=2.0"],
-    ),
-    "AlphaPO": (
-        "CPO",
-        "pairs",
-        {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": 2.0, "alpha": 0.1},
-        ["preference.loss=simpo", "preference.beta=2.0", "preference.alpha=0.1"],
-    ),
-    "ORPO": ("ORPO", "pairs", {}, ["preference.loss=orpo"]),
+    **{f"DPO {name}": case("DPO", name, theirs={"loss_type": [name]}) for name in DPO},
+    "DPO exo_pair": case("DPO", "exo_pair", theirs={"loss_type": ["exo_pair"]}, label_smoothing=1e-3),
+    "DPO robust": case("DPO", "robust", theirs={"loss_type": ["robust"]}, label_smoothing=0.1),
+    "DPO of messages": case("DPO", None, "messages"),
+    "DPO, a sum of losses": case("DPO", "[sigmoid,bco_pair,sft]", theirs=SUM, loss_weights=[0.8, 0.2, 1.0]),
+    **{f"DPO, {kind}": case("DPO", None, f_divergence_type=kind) for kind in ("js_divergence", "alpha_divergence")},
+    "DPO, forward_kl": case("DPO", None, f_divergence_type="forward_kl", learning_rate=2e-5),
+    "DPO discopop": case("DPO", "discopop", theirs={"loss_type": ["discopop"]}, learning_rate=2e-5),
+    "DPO, length desensitized": case("DPO", None, ld_alpha=0.4),
+    "DPO, weighted": case("DPO", None, use_weighting=True),
+    "KTO": case("KTO", "kto", "labelled"),
+    "KTO with weights": case("KTO", "kto", "labelled", desirable_weight=0.7, undesirable_weight=1.4, beta=0.3),
+    "KTO apo_zero_unpaired": case("KTO", "apo_zero_unpaired", "labelled", {"loss_type": "apo_zero_unpaired"}),
+    "CPO": case("CPO", "cpo", label_smoothing=0.1),
+    "CPO hinge": case("CPO", "cpo_hinge", theirs={"loss_type": "hinge"}),
+    "CPO ipo": case("CPO", "cpo_ipo", theirs={"loss_type": "ipo"}, cpo_alpha=0.5),
+    "SimPO": case("CPO", "simpo", theirs=SIMPO, beta=2.0),
+    "AlphaPO": case("CPO", "simpo", theirs=SIMPO, beta=2.0, alpha=0.1),
+    "ORPO": case("ORPO", "orpo"),
 }
 # gradients whose weights are exponentials, or steep sigmoids, of log-ratios: sums of about 100 nats, whose spacing in float32
 # is 8e-6, so that each side's weights are exact to about 1e-5

@@ -7,14 +7,6 @@ import pytest
 from tests.letters_task import overrides, write_task
 
 
-@pytest.mark.seed("E1")
-def test_2_3_the_version():
-    import verl
-
-    print(verl.__version__)
-    assert verl.__version__
-
-
 @pytest.mark.seed("E3")
 def test_3_3_devices_of_roles(capsys):
     from verl import DataParallelConfig

@@ -1,7 +1,6 @@
 """The computation behind the service against plain torch: gradients in float64, AdamW, adapters that take turns."""
 
 import gc
-import math
 
 import numpy as np
 import pytest
@@ -105,37 +104,6 @@ def test_rows_that_begin_alike_share_a_prompt():
         rows = computed_rows(request(loss).data, loss)
         assert len(rows) == count
         assert sum(len(row.members) > 1 for row in rows) == count - 7
-
-
-def test_a_sum_does_not_depend_on_how_rows_are_divided(bench):
-    whole, parts, asked = new_adapter(bench), new_adapter(bench), request("ppo")
-    total = bench.forward_backward(whole, asked).metrics["loss:sum"]
-    sums = [
-        bench.forward_backward(parts, TrainingRequest("m", 1, "ppo", asked.settings, [datum])).metrics["loss:sum"]
-        for datum in asked.data
-    ]
-    assert math.fsum(sums) == pytest.approx(total, rel=1e-6)
-    for adapter in (whole, parts):
-        bench.optim_step(adapter, AdamStep(1e-2, 0.9, 0.95, 1e-8, 0.0, 0.0))
-    for name, tensor in whole.weights.tensors.items():
-        assert (tensor - parts.weights.tensors[name]).abs().max() < 1e-6
-
-
-@pytest.mark.parametrize("clip", [0.0, 0.5])
-def test_fifty_steps_equal_the_adamw_of_torch(bench, clip):
-    adapter, asked = new_adapter(bench), request("cross_entropy", 2)
-    parameters = {name: nn.Parameter(tensor.clone()) for name, tensor in adapter.weights.tensors.items()}
-    optimizer = torch.optim.AdamW(parameters.values(), lr=1e-3, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
-    for _ in range(50):
-        bench.forward_backward(adapter, asked)
-        for name, parameter in parameters.items():
-            parameter.grad = adapter.gradients[name].clone()
-        if clip:
-            nn.utils.clip_grad_norm_(parameters.values(), clip)
-        optimizer.step()
-        bench.optim_step(adapter, AdamStep(1e-3, 0.8, 0.9, 1e-6, 0.1, clip))
-    for name, tensor in adapter.weights.tensors.items():
-        assert (tensor - parameters[name]).abs().max() < 1e-6, name
 
 
 def held_bytes():
