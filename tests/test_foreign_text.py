@@ -88,7 +88,7 @@ def test_sentences_print(text):
 
 def in_a_row(text, rng, folder):
     row = rng.choice(base_rows())
-    path = rng.choice([p for p in places(row) if not isinstance(p[-1], int)])
+    path = rng.choice([p for p in places(row) if p and not isinstance(p[-1], int)])
     place = functools.reduce(operator.getitem, path[:-1], row)
     place[path[-1]] = text
     file = folder / "rows.jsonl"

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import torch
 
+from tests import damage
 from tests.checkpoint.attack import State, put, state_of
 from tests.checkpoint.states import make_roles, write_config
+from tests.damage import ODD_TEXTS, of_files, parent_of, places, put_no_file
 from verl.checkpoint.files import find_damage
 from verl.checkpoint.role import RoleCheckpoint
 from verl.checkpoint.store import CheckpointStore
@@ -26,31 +28,9 @@ def one_file(rng, folder: Path, suffix: str = "") -> Path:
     return rng.choice([p for p in _files(folder) if p.name.endswith(suffix) and not p.is_symlink()])
 
 
-def flip_bit(rng, folder):
-    file = one_file(rng, folder)
-    content = bytearray(file.read_bytes()) or bytearray(1)
-    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
-    file.write_bytes(content)
-
-
-def truncate(rng, folder):
-    file = one_file(rng, folder)
-    file.write_bytes(file.read_bytes()[: rng.randrange(file.stat().st_size or 1)])
-
-
-def append(rng, folder):
-    with one_file(rng, folder).open("ab") as file:
-        file.write(rng.choice([b"\0", b"\n\n", b" ", b"{", b"\xff\xfe", rng.randbytes(100)]))
-
-
-def zero_block(rng, folder):
-    """A block that never reached the disk."""
-    file = one_file(rng, folder)
-    content = bytearray(file.read_bytes())
-    begin = rng.randrange(len(content) + 1)
-    end = min(len(content), begin + rng.choice([16, 512]))
-    content[begin:end] = bytes(end - begin)
-    file.write_bytes(content)
+flip, cut, append, zero_block = (
+    of_files(change, one_file) for change in (damage.flip, damage.cut, damage.append, damage.zero_block)
+)
 
 
 def delete(rng, folder):
@@ -80,49 +60,26 @@ def mix(rng, folder):
 def edit_json(rng, folder):
     file = one_file(rng, folder, ".json")
     document = json.loads(file.read_bytes())
-    place, key = None, None
-    while isinstance(document if place is None else place[key], dict) and (document if place is None else place[key]):
-        place = document if place is None else place[key]
-        key = rng.choice(sorted(place))
-    if place is None:
+    path = rng.choice([p for p in places(document) if p] or [()])
+    if not path:
         document = rng.choice([[], None, {"step": 2}, "text"])
     else:
-        place[key] = rng.choice(
-            [None, 7, -1, "text", [], {}, 1e400, place[key] * 2 if isinstance(place[key], int | str) else 0]
-        )
-        if rng.random() < 0.3:
+        place, key = parent_of(document, path), path[-1]
+        double = place[key] * 2 if isinstance(place[key], int | str) else 0
+        place[key] = rng.choice([None, 7, -1, "text", [], {}, 1e400, double])
+        if rng.random() < 0.3 and isinstance(place, dict):
             place[f"{key}x"] = place.pop(key)
     file.write_text(json.dumps(document))
 
 
-def break_json(rng, folder):
-    one_file(rng, folder, ".json").write_text(
-        rng.choice(["", "{", "null", "[" * 100_000, "\0" * 10, '{"step": 2}', "NaN", "[]"])
-    )
-
-
-def break_manifest(rng, folder):
-    (folder / "manifest.json").write_text(
-        rng.choice(["", "{}", "[" * 100_000, "[]", "null", '{"format": 1}', "9" * 5000])
-    )
-
-
 def not_a_file(rng, folder):
-    file = one_file(rng, folder)
+    file, kinds = one_file(rng, folder), ("folder", "pipe", "loop", "nowhere", "other", "device")
     file.unlink()
-    put_no_file(rng, file, folder)
+    put_no_file(rng, file, kinds, one_file(rng, folder))
 
 
-def put_no_file(rng, file, root):
-    """Put no separate regular file at `file`, but a folder, a pipe, a device, or a link that leads nowhere or elsewhere."""
-    kind = rng.choice(["folder", "pipe", "loop", "nowhere", "other", "device"])
-    if kind == "folder":
-        file.mkdir()
-    elif kind == "pipe":
-        os.mkfifo(file)
-    else:
-        others = {"loop": file, "nowhere": root / "nowhere", "other": one_file(rng, root), "device": "/dev/zero"}
-        file.symlink_to(others[kind])
+def break_json(rng, folder):
+    one_file(rng, folder, rng.choice([".json", "manifest.json"])).write_text(rng.choice(ODD_TEXTS))
 
 
 def add_file(rng, folder):
@@ -189,8 +146,8 @@ def harmless(rng, folder):
 
 
 KINDS = (
-    flip_bit, truncate, append, zero_block, delete, rename, swap, mix, edit_json, break_json, break_manifest, not_a_file,
-    add_file, drop_role, empty, other_step, wrong_tensors, harmless,
+    flip, cut, append, zero_block, delete, rename, swap, mix, edit_json, break_json, not_a_file, add_file, drop_role, empty,
+    other_step, wrong_tensors, harmless,
 )  # fmt: skip
 
 

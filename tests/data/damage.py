@@ -2,9 +2,10 @@
 
 import gzip
 import json
-import os
 import random
 
+from tests import damage
+from tests.damage import of_files, put_no_file
 from tests.data.mutations import base_rows, is_valid, read
 from verl.data.files import write_parquet
 from verl.models.tiny import make_tokenizer
@@ -25,13 +26,10 @@ def content(suffix: str, folder) -> bytes:
 
 
 def not_a_file(rng, path):
-    kind = rng.choice(["folder", "pipe", "nothing", "itself"])
-    if kind == "folder":
-        path.mkdir()
-    elif kind == "pipe":
-        os.mkfifo(path)
-    else:
-        path.symlink_to(path if kind == "itself" else "gone")
+    put_no_file(rng, path, ("folder", "pipe", "nowhere", "loop"))
+
+
+flip, cut, append = map(of_files, (damage.flip, damage.cut, damage.append))
 
 
 def twice(rng, path):
@@ -47,21 +45,6 @@ def change(rng, path):
         at = rng.randrange(len(damaged))
         damaged[at : at + rng.randrange(3)] = rng.choice([b"", b"\0", b"\n", b'"', b"[", b"\xff", rng.randbytes(2)])
     path.write_bytes(damaged)
-
-
-def flip(rng, path):
-    damaged = bytearray(path.read_bytes())
-    damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
-    path.write_bytes(damaged)
-
-
-def cut(rng, path):
-    path.write_bytes(path.read_bytes()[: rng.randrange(path.stat().st_size)])
-
-
-def append(rng, path):
-    with path.open("ab") as file:
-        file.write(rng.choice([b"\0", b"\n\n", b"[" * 5000, b"}", b"\xff\xfe", rng.randbytes(40)]))
 
 
 def outcome(rng: random.Random, folder, tokenizer) -> tuple[str, str]:

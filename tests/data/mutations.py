@@ -14,6 +14,7 @@ import pyarrow
 import pyarrow.parquet
 
 from tests.config.edits import typos_apart
+from tests.damage import parent_of, places
 from tests.data.rows import config, row
 from verl.data.check import check_rows
 from verl.data.dataset import load_dataset
@@ -41,21 +42,6 @@ def base_rows() -> list[dict]:
         row(6, reward_model={"style": "rule", "ground_truth": {"inputs": ["1"], "outputs": ["2", 3.5]}}),
         row(7, extra_info={"index": 7, "hints": {"calc": {"x": [1, None]}}, "name": "Ümläut ☃"}),
     ]
-
-
-def places(value, path=()):
-    """Every place in a nested value."""
-    if path:
-        yield path
-    if isinstance(value, dict | list):
-        for key in value if isinstance(value, dict) else range(len(value)):
-            yield from places(value[key], (*path, key))
-
-
-def _parent(node, path):
-    for key in path[:-1]:
-        node = node[key]
-    return node
 
 
 def drop(rng, value):
@@ -124,8 +110,8 @@ KINDS = (drop, retype, nest, deep, huge, text, number, binary, typo)
 def mutated(rng) -> tuple[str, dict]:
     """(kind, row) with one thing done to one field, or to its name."""
     changed = copy.deepcopy(rng.choice(base_rows()))
-    path = rng.choice(list(places(changed)))
-    parent, key = _parent(changed, path), path[-1]
+    path = rng.choice(list(places(changed))[1:])
+    parent, key = parent_of(changed, path), path[-1]
     if rng.random() < 0.15 and isinstance(key, str):
         new = rng.choice([typo(rng, key), rng.choice(list(changed)), "x", key.upper(), f" {key}"])
         parent[key if new is ... or new in parent else new] = parent.pop(key)

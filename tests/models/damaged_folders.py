@@ -5,17 +5,15 @@ Only an entry or a value that stays valid may load as another model ("changed").
 """
 
 import json
-import os
 import pickle
 import shutil
-import signal
-import socket
 from pathlib import Path
 
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.damage import cut, deadline, flip, of_files, put_no_file
 from verl.config import ModelConfig
 from verl.errors import VerlError
 from verl.models.load import load_causal_lm, load_tokenizer
@@ -53,10 +51,7 @@ def json_edit(name, change):
 
 
 def bytes_edit(name, change):
-    def damage(rng, folder):
-        (folder / name).write_bytes(change(rng, (folder / name).read_bytes()))
-
-    return damage
+    return of_files(change, lambda rng, folder: folder / name)
 
 
 def tensors_edit(change):
@@ -81,18 +76,8 @@ def set_count(rng, content):
     return {**content, rng.choice(counts): rng.choice([0, -3, "2", "two", 10**9, 10**25, 1.5, [4], True])}
 
 
-def cut(rng, data):
-    return data[: rng.randrange(len(data))]
-
-
-def flip(rng, data):
-    place = rng.randrange(len(data))
-    return data[:place] + bytes([data[place] ^ 1 << rng.randrange(8)]) + data[place + 1 :]
-
-
 def flip_header(rng, data):
-    place = rng.randrange(8 + int.from_bytes(data[:8], "little"))
-    return data[:place] + bytes([data[place] ^ 1 << rng.randrange(8)]) + data[place + 1 :]
+    return flip(rng, data, 8 + int.from_bytes(data[:8], "little"))
 
 
 def garbage(rng, data):
@@ -180,25 +165,7 @@ def special_file(rng, folder):
         ["config.json", WEIGHTS, "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
     )
     file.unlink()
-    kind = rng.choice(["dangling", "loop", "fifo", "folder", "socket", "zero"])
-    if kind == "dangling":
-        file.symlink_to(folder / "no such\x1b[31m file")
-    elif kind == "loop":
-        file.symlink_to(file.name)
-    elif kind == "fifo":
-        os.mkfifo(file)
-    elif kind == "folder":
-        file.mkdir()
-    elif kind == "socket":
-        here = os.getcwd()
-        os.chdir(folder)  # the path of a socket is short
-        try:
-            with socket.socket(socket.AF_UNIX) as end:
-                end.bind(file.name)
-        finally:
-            os.chdir(here)
-    else:
-        file.symlink_to("/dev/zero")
+    put_no_file(rng, file, ("nowhere", "loop", "pipe", "folder", "socket", "device"))
 
 
 def weights_elsewhere(rng, folder):
@@ -292,21 +259,3 @@ def cases(rng, count, folder):
     expected = log_probs(good)
     for _ in range(count):
         yield outcome(rng, good, folder / "model", expected)
-
-
-class deadline:  # noqa: N801 - reads as a statement
-    """Raises TimeoutError in the main thread after `seconds`."""
-
-    def __init__(self, seconds):
-        self.seconds = seconds
-
-    def __enter__(self):
-        self.before = signal.signal(signal.SIGALRM, self.ring)
-        signal.alarm(self.seconds)
-
-    def ring(self, *_):
-        raise TimeoutError(f"loading took more than {self.seconds} s")
-
-    def __exit__(self, *_):
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, self.before)

@@ -7,7 +7,7 @@ import struct
 import numpy as np
 import torch
 
-from tests.models.damaged_folders import deadline
+from tests.damage import deadline, flip
 from verl.errors import VerlError
 from verl.models.convert import convert_gguf
 from verl.models.gguf_header import read_gguf_header
@@ -87,8 +87,7 @@ def cut_in_data(rng, data):
 
 
 def bit_of_header(rng, data):
-    place = rng.randrange(data_start(data))
-    return data[:place] + bytes([data[place] ^ 1 << rng.randrange(8)]) + data[place + 1 :]
+    return flip(rng, data, data_start(data))
 
 
 def bytes_of_header(rng, data):

@@ -4,7 +4,7 @@ import copy
 import json
 import shutil
 
-from tests.models.damaged_folders import deadline
+from tests.damage import deadline, parent_of, places
 from verl.data.prompts import encode_text, render_chat
 from verl.errors import VerlError
 from verl.models.load import load_tokenizer
@@ -38,20 +38,9 @@ MODELS = [
 ]  # fmt: skip
 
 
-def places(value, path=()):
-    """Every place in a nested value; of a vocabulary a few."""
-    if path:
-        yield path
-    if isinstance(value, dict | list):
-        for key in list(value)[:40] if isinstance(value, dict) else range(min(len(value), 40)):
-            yield from places(value[key], (*path, key))
-
-
 def some_value(rng, content):
-    *path, last = rng.choice([p for p in places(content) if "vocab" not in p] + [("model", "vocab")])
-    parent = content
-    for key in path:
-        parent = parent[key]
+    path = rng.choice([p for p in places(content, most=40) if p and "vocab" not in p] + [("model", "vocab")])
+    parent, last = parent_of(content, path), path[-1]
     if rng.random() < 0.2 and isinstance(parent, dict):
         del parent[last]
     else:

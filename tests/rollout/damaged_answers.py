@@ -13,6 +13,7 @@ import time
 
 from transformers import AutoModelForCausalLM
 
+from tests.damage import parent_of, places
 from tests.foreign_text import foreign_text
 from tests.rollout.service import Raw, running
 from tests.rollout.simulated import weight_transfer
@@ -105,20 +106,12 @@ def use(kind, url, module, folder, timeout_s=TIMEOUT_S):
 # -- what can happen to an answer: (rng, answer) -> (status, text) or Raw ---------------------------------------------------
 
 
-def places(value, path=()):
-    yield path
-    if isinstance(value, dict | list):
-        for key in value if isinstance(value, dict) else range(len(value)):
-            yield from places(value[key], (*path, key))
-
-
 def with_value(answer, path, value):
     """`answer` with something else at `path`; ... leaves it out."""
     if not path:
         return {} if value is ... else value
-    changed = parent = copy.deepcopy(answer)
-    for key in path[:-1]:
-        parent = parent[key]
+    changed = copy.deepcopy(answer)
+    parent = parent_of(changed, path)
     if value is ...:
         del parent[path[-1]]
     else:
@@ -144,9 +137,7 @@ def multiplied(rng, answer):
     if not lists:
         return _said([answer] * 3)
     path = rng.choice(lists)[:-1]
-    number = answer
-    for key in path:
-        number = number[key]
+    number = parent_of(answer, (*path, None))
     return _said(with_value(answer, path, number * rng.choice([2, 3, 1000])))
 
 

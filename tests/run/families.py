@@ -21,7 +21,7 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.models.damaged_folders import deadline
+from tests.damage import deadline
 from tests.models.reference import make_columns
 from verl.config import load_config
 from verl.errors import VerlError

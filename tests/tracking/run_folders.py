@@ -13,7 +13,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tests.checkpoint.damage import append, delete, flip_bit, one_file, put_no_file, swap, truncate, zero_block
+from tests.checkpoint.damage import append, cut, delete, flip, one_file, swap, zero_block
+from tests.damage import ODD_TEXTS, parent_of, places, put_no_file
 from tests.tracking.sample_lives import issue, open_tracker, segment, take_step
 from verl.checkpoint.files import MANIFEST, record_of, write_manifest
 from verl.checkpoint.store import CheckpointStore
@@ -146,24 +147,9 @@ def _resume(root: Path) -> tuple:
 
 # -- damage -----------------------------------------------------------------------------------------------------------
 
-_ODD = [
-    "",
-    "{",
-    "null",
-    "[]",
-    "{}",
-    "[" * 50_000,
-    "9" * 5000,
-    "\0" * 9,
-    "NaN",
-    '{"step": -1}',
-    '{"step": "\\ud800"}',
-    "\x1b[31m",
-]
-
 
 def replace(rng, root):
-    one_file(rng, root).write_text(rng.choice(_ODD))
+    one_file(rng, root).write_text(rng.choice(ODD_TEXTS))
 
 
 def not_a_file(rng, root):
@@ -177,7 +163,7 @@ def not_a_file(rng, root):
     if file.is_dir():
         shutil.rmtree(file)
     file.unlink(missing_ok=True)
-    put_no_file(rng, file, root)
+    put_no_file(rng, file, ("folder", "pipe", "loop", "nowhere", "other", "device"), one_file(rng, root))
 
 
 def edit_value(rng, root):
@@ -185,12 +171,10 @@ def edit_value(rng, root):
     file = rng.choice([p for p in sorted(root.rglob("*.json*")) if p.is_file()])
     lines = file.read_text().splitlines() if file.suffix == ".jsonl" else [file.read_text()]
     number = rng.randrange(len(lines))
-    document = place = json.loads(lines[number])
-    key = rng.choice(sorted(place))
-    while isinstance(place[key], dict) and place[key]:
-        place = place[key]
-        key = rng.choice(sorted(place))
-    place[key] = rng.choice([None, -7, 1e300, 10**400, "text", "\ud800\x1b[2J", [], {}, True, [[1]], -(10**30)])
+    document = json.loads(lines[number])
+    path = rng.choice([p for p in places(document) if p])
+    odd = [None, -7, 1e300, 10**400, "text", "\ud800\x1b[2J", [], {}, True, [[1]], -(10**30)]
+    parent_of(document, path)[path[-1]] = rng.choice(odd)
     lines[number] = json.dumps(document)
     file.write_text("\n".join(lines) + "\n")
 
@@ -246,20 +230,7 @@ def lose(rng, root):
             path.unlink()
 
 
-KINDS = (
-    flip_bit,
-    truncate,
-    append,
-    zero_block,
-    replace,
-    delete,
-    swap,
-    not_a_file,
-    edit_value,
-    forge_state,
-    edit_ledger,
-    lose,
-)
+KINDS = (flip, cut, append, zero_block, replace, delete, swap, not_a_file, edit_value, forge_state, edit_ledger, lose)
 
 
 def outcome(rng, template: Path, root: Path, expected: tuple) -> tuple[str, str]:
