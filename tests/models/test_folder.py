@@ -231,12 +231,6 @@ def test_every_kind_of_damage(good, expected, tmp_path, kind):
         damaged_folders.outcome(random.Random(seed), good, tmp_path / "model", expected, kind)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
-@given(rng=st.randoms(use_true_random=False), kind=st.sampled_from(sorted(damaged_folders.KINDS)))
-def test_random_damage(good, expected, tmp_path_factory, rng, kind):
-    damaged_folders.outcome(rng, good, tmp_path_factory.mktemp("damaged") / "model", expected, kind)
-
-
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 

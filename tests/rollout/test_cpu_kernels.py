@@ -240,6 +240,7 @@ def test_samples_do_not_depend_on_slots_neighbours_or_pieces(kernels, dtype, fam
     ]
     assert [c.token_ids for c in runs[0]] == [c.token_ids for c in runs[1]] == [c.token_ids for c in runs[2]]
     assert [c.log_probs for c in runs[0]] == [c.log_probs for c in runs[1]] == [c.log_probs for c in runs[2]]
+    assert "compiled kernels" in make_engine("native", module=module).invariance().why
 
 
 def test_a_response_that_is_read_again_as_a_prompt_goes_on_with_the_same_bits(kernels, dtype, load, make_engine):

@@ -10,7 +10,6 @@ from tests.rollout.conftest import make_prompts
 from tests.slow import each_value, slow
 from verl.data_proto.samples import SamplingParams
 from verl.errors import ConfigError
-from verl.rollout.native.compiled.library import kernels
 from verl.rollout.native.torch import batch_invariance as invariance
 from verl.rollout.native.torch import partial_attention
 from verl.rollout.native.torch import prepacked_linear as products
@@ -45,15 +44,6 @@ def test_bits_do_not_depend_on_the_slots_or_the_engine_says_so(family, n, prepac
         assert all(other == first for other in others)
     else:
         assert built[0].invariance().why
-
-
-@pytest.mark.skipif(kernels() is None, reason="no compiled kernels here")
-@pytest.mark.parametrize(("dtype", "family"), each_value(DTYPES, ["llama", "qwen3", "mistral"]))
-def test_the_compiled_kernels_are_invariant(family, dtype, load, make_engine):
-    built = engines(make_engine, load, family, dtype)
-    assert "compiled kernels" in built[0].invariance().why
-    first, *others = [bits(engine, 2) for engine in built]
-    assert all(other == first for other in others)
 
 
 @pytest.mark.usefixtures("torch_computes")
