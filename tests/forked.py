@@ -4,8 +4,6 @@ Each test process has its own server, which is started when it is first needed a
 in warm.py and has run nothing; what a process sets is its own. Its command line is the server's.
 """
 
-from __future__ import annotations
-
 import atexit
 import importlib
 import multiprocessing.forkserver

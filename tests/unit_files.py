@@ -1,7 +1,5 @@
 """Test files that start no process and no run, found by the names that they and their helpers use: `make test-fast`."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

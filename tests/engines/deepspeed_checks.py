@@ -1,7 +1,5 @@
 """Checks that test_deepspeed.py runs on two ranks at once: steps of the DeepSpeed engine against steps of one device."""
 
-from __future__ import annotations
-
 import json
 
 import torch

@@ -1,7 +1,5 @@
 """Checks that test_megatron.py runs on two and four ranks at once: steps of the Megatron engine against steps of one device."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 import torch.distributed as dist

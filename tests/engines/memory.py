@@ -1,7 +1,5 @@
 """Peak memory of a function above the memory held before, from the allocations of tensors on the CPU."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

@@ -1,8 +1,6 @@
 """Checks that test_fsdp.py runs on several ranks at once: two steps of an engine of several ranks, against the steps of one
 device with all the rows. The second step has the weights and the optimizer's state of the first."""
 
-from __future__ import annotations
-
 import functools
 import math
 import os

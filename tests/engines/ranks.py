@@ -1,7 +1,5 @@
 """Several processes with a gloo group between them, for tests: started, given a deadline, and gone afterwards."""
 
-from __future__ import annotations
-
 import fcntl
 import importlib
 import json

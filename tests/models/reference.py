@@ -4,8 +4,6 @@ The families' normalisations and routers compute in float32 whatever they are gi
 so that the packed path can be held to 1e-10.
 """
 
-from __future__ import annotations
-
 import contextlib
 import types
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """Checks that test_rounding_layouts.py runs on two and on four ranks: dithered weights of every layout against the
 weights of one device."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

@@ -1,7 +1,5 @@
 """Checks that test_transport.py runs on four ranks at once."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

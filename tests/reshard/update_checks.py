@@ -1,7 +1,5 @@
 """Checks that test_update.py runs on two ranks: engines and copies of every family, updated by plan and by gathering."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

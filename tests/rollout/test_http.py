@@ -179,6 +179,7 @@ def test_another_model_is_refused(models, words, make):
         ({"token_ids": [1]}, ModelError, "1 tokens and 2 log-probs for sample . of prompt 0"),
         ({"finish_reason": "abort"}, ModelError, "by itself"),
         ({"logprobs": {"token_logprobs": [-0.5, -math.inf]}}, NumericsError, "not finite"),
+        ({"logprobs": {"token_logprobs": [-0.5, -1e39]}}, NumericsError, "not finite"),  # in float32
     ],
 )
 def test_answers_that_cannot_train_are_refused(change, error, words, make):
