@@ -59,6 +59,25 @@ def train(engine, adapter, seeds):
             engine.optim_step(AdamStep(learning_rate=1e-2))
 
 
+def test_adapters_in_turn_get_the_bits_that_each_gets_by_itself(engine):
+    ranks = (2, 4, 8, 4)
+    apart = [engine.new_adapter(rank, seed) for seed, rank in enumerate(ranks)]
+    for number, adapter in enumerate(apart):
+        train(engine, adapter, range(number, number + 3))
+    mixed = [engine.new_adapter(rank, seed) for seed, rank in enumerate(ranks)]
+    for step in range(3):
+        for number, adapter in enumerate(mixed):
+            with engine.using(adapter):
+                engine.forward_backward(batch_of(number + step), loss, OUTPUTS, MICRO)
+        for adapter in reversed(mixed):
+            with engine.using(adapter):
+                engine.optim_step(AdamStep(learning_rate=1e-2))
+    for one, other in zip(apart, mixed, strict=True):
+        for name, tensor in one.weights.tensors.items():
+            assert torch.equal(tensor, other.weights.tensors[name]), name
+        assert one.num_steps == other.num_steps == 3
+
+
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 def test_the_step_equals_the_step_of_torch(engine, clip):
     """50 steps on given gradients against torch.optim.AdamW, with values that change from call to call."""
