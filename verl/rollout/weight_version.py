@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 
@@ -11,7 +13,7 @@ from verl.config import full_key
 from verl.data_proto.samples import Completion, PromptRequest, SamplingParams
 from verl.errors import ModelError
 from verl.models.hf_module import HFModule
-from verl.rollout.api import OnFinish, RolloutEngine, Weights
+from verl.rollout.api import OnFinish, RolloutEngine, Weights, WeightTransfer
 
 
 def checked(weights: Weights, skeleton: HFModule, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
@@ -51,38 +53,39 @@ def missing(name: str) -> ModelError:
     )
 
 
-class CopyState:
-    """The version of the weights that an engine holds, and whether an update left them usable."""
+@dataclass(eq=False)
+class OwnWeights(RolloutEngine):
+    """An engine that holds its weights itself, to begin with those of the model's files."""
 
-    def __init__(self) -> None:
-        self.version = 0
-        self._whole = True  # the weights of the model's files, to begin with
-        self._fresh = False
+    holds_weights = True
+    _is_whole, _is_fresh = True, False  # whether the last update ended well, and came after the last version
+    _: KW_ONLY
+    transfer: WeightTransfer
 
-    def start_update(self) -> None:
-        """An update begins; nothing may be generated until it succeeds."""
-        self._whole = self._fresh = False
-
-    def end_update(self) -> None:
-        """The engine holds new weights, and has verified them."""
-        self._whole = self._fresh = True
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """An update: nothing may be generated until the block has succeeded."""
+        self._is_whole = self._is_fresh = False
+        yield
+        self._is_whole = self._is_fresh = True
 
     def publish(self, version: int) -> None:
-        """The weights that were loaded last are `version`. Raises ModelError when there are none since the last version."""
+        """See RolloutEngine. Raises ModelError when no new weights came for a new version."""
         self.require_whole()
-        if version != self.version and not self._fresh:
+        if version != self.weight_version and not self._is_fresh:
             raise ModelError(
-                f"Version {version} was published, but no new weights have come since version {self.version}; its samples "
-                "would come from old weights. Call load before publish."
+                f"Version {version} was published, but no new weights have come since version {self.weight_version}; its "
+                "samples would come from old weights. Call load before publish."
             )
-        self.version, self._fresh = version, False
+        super().publish(version)
+        self._is_fresh = False
 
     def require_whole(self) -> None:
         """Raise ModelError after an update that failed."""
-        if not self._whole:
+        if not self._is_whole:
             raise ModelError(
-                f"The rollout engine's weights are between version {self.version} and the next one, since an update did not "
-                "end well. They cannot generate: update again, or start the run again."
+                f"The rollout engine's weights are between version {self.weight_version} and the next one, since an update "
+                "did not end well. They cannot generate: update again, or start the run again."
             )
 
 

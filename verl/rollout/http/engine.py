@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -19,13 +19,13 @@ from verl.config import full_key
 from verl.data_proto.media import ImageFiles
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.errors import ConfigError, ModelError, UnreachableError, WorkerLostError
-from verl.rollout.api import RolloutEngine, Stats, Weights, WeightTransfer
+from verl.rollout.api import Stats, Weights
 from verl.rollout.http.answers import SampleReply, SampleRequest
 from verl.rollout.http.client import Client
 from verl.rollout.http.dialects import DIALECTS, Dialect
 from verl.rollout.http.server import SGLangServer
 from verl.rollout.requests import OpenSamples, StopRules, one_by_one, random_keys, vocab_size, with_files
-from verl.rollout.weight_version import CopyState, checked
+from verl.rollout.weight_version import OwnWeights, checked
 
 _URL = "http://127.0.0.1:8000"  # where vLLM's server listens by itself
 _MOST_REQUESTS = 256  # side by side; each has a thread
@@ -36,22 +36,18 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class HTTPRollout(RolloutEngine):
+class HTTPRollout(OwnWeights):
     """See RolloutEngine. `module` is a meta-device model.
 
     Reads `config.service`, max_num_seqs (requests side by side) and max_model_len. Raises ConfigError when the service has
     another model, UnreachableError when it cannot be reached.
     """
 
-    holds_weights = True
     reads_images = True
     api = ""  # "" for the value of service.api
-    _: KW_ONLY
-    transfer: WeightTransfer
 
     def __post_init__(self) -> None:
         config, service = self.config, self.config.service
-        self.state = CopyState()
         self.client = Client(
             service.url or _URL,
             token_env=service.token_env,
@@ -74,7 +70,7 @@ class HTTPRollout(RolloutEngine):
     def open(self, params: SamplingParams, *, step: int, keep: bool = False) -> HTTPGeneration:
         """See RolloutEngine; where the service samples by itself, samples depend on its random numbers. Raises ModelError when
         the service holds other weights than were published."""
-        self.state.require_whole()
+        self.require_whole()
         with self.watched():
             self.require_version(self.dialect.version(self.client))
         return HTTPGeneration(self, params, step, keep=keep)
@@ -88,20 +84,17 @@ class HTTPRollout(RolloutEngine):
                 f"The service at {self.client.url} needs new weights after each step, and there is no way for them: set "
                 f"{full_key('rollout.service.weights_dir')} to a folder that this run can write and the service can read."
             )
-        self.state.start_update()
-        self._num_updates += 1
-        tensors = checked(weights, self.module, self.transfer.dtype)
-        description = self.transfer.write_folder(Path(root).expanduser(), self._num_updates, tensors)
-        try:
-            with self.watched():
-                self.dialect.update(self.client, description, self.transfer.folder_reader)
-        finally:
-            shutil.rmtree(description["folder"], ignore_errors=True)
-        self.state.end_update()
+        with self.updating():
+            self._num_updates += 1
+            tensors = checked(weights, self.module, self.transfer.dtype)
+            description = self.transfer.write_folder(Path(root).expanduser(), self._num_updates, tensors)
+            try:
+                with self.watched():
+                    self.dialect.update(self.client, description, self.transfer.folder_reader)
+            finally:
+                shutil.rmtree(description["folder"], ignore_errors=True)
 
     def publish(self, version: int) -> None:
-        """See RolloutEngine. Raises ModelError when no new weights came for a new version."""
-        self.state.publish(version)
         super().publish(version)
         with self.watched():
             self.dialect.label(self.client, version)

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import KW_ONLY, dataclass
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.errors import VerlError
-from verl.rollout.api import RolloutEngine, Stats, Weights, WeightTransfer
+from verl.rollout.api import Stats, Weights
 from verl.rollout.requests import OpenSamples, one_by_one, vocab_size, with_files
 from verl.rollout.vllm.core import Core, Setup, require_vllm
 from verl.rollout.vllm.process import FACTORY, RemoteCore, RestartingCore
 from verl.rollout.vllm.settings import longest_sequence, make_setup
 from verl.rollout.vllm.weights import Manifest
-from verl.rollout.weight_version import CopyState, checked
+from verl.rollout.weight_version import OwnWeights, checked
 
 _POLL_S = 1.0  # of a call of the process, which must answer well before its deadline
 
 
 @dataclass(eq=False)
-class VLLMRollout(RolloutEngine):
+class VLLMRollout(OwnWeights):
     """See RolloutEngine. `module` is a meta-device model.
 
     Reads from `config`: max_engine_restarts, seed, max_num_seqs, max_num_batched_tokens, max_model_len, prompt_length,
@@ -31,14 +32,10 @@ class VLLMRollout(RolloutEngine):
     does not start.
     """
 
-    holds_weights = True
     reads_images = True
     factory = FACTORY  # makes the Core in a separate process
-    _: KW_ONLY
-    transfer: WeightTransfer
 
     def __post_init__(self) -> None:
-        self.state = CopyState()
         self.longest = longest_sequence(self.config, self.module)
         ends, size = tuple(self.eos_token_ids), vocab_size(self.module)
         setup = make_setup(self.config, self.transfer, self.module, eos_token_ids=ends, vocab_size=size)
@@ -48,7 +45,7 @@ class VLLMRollout(RolloutEngine):
 
     def open(self, params: SamplingParams, *, step: int, keep: bool = False) -> VLLMGeneration:
         """See RolloutEngine. Raises ModelError when the last update of the weights did not end well."""
-        self.state.require_whole()
+        self.require_whole()
         return VLLMGeneration(self, params, step, keep=keep)
 
     def load(self, weights: Weights) -> None:
@@ -56,23 +53,18 @@ class VLLMRollout(RolloutEngine):
         not the model's, or did not arrive as it was sent; nothing is generated then until an update succeeds."""
         if self.transfer.probe is not None:
             self.transfer.probe(self.core.try_bucket)
-        self.state.start_update()
         manifest = Manifest()
-        try:
-            self.core.begin_update()
-            for bucket in self.transfer.write_buckets(checked(weights, self.module, self.transfer.dtype)):
-                self.core.update(bucket)
-                manifest.add(bucket)
-            self.core.finish_update(manifest.digest)
-        except VerlError:
-            self._abandon()
-            raise
-        self.state.end_update()
-
-    def publish(self, version: int) -> None:
-        """See RolloutEngine. Raises ModelError when no new weights came for a new version."""
-        self.state.publish(version)
-        super().publish(version)
+        with self.updating():
+            try:
+                self.core.begin_update()
+                for bucket in self.transfer.write_buckets(checked(weights, self.module, self.transfer.dtype)):
+                    self.core.update(bucket)
+                    manifest.add(bucket)
+                self.core.finish_update(manifest.digest)
+            except VerlError:
+                with suppress(VerlError):  # what went wrong first is raised
+                    self.core.abandon_update()
+                raise
 
     def release(self) -> None:
         """See RolloutEngine. On a CPU vLLM keeps its cache."""
@@ -95,12 +87,6 @@ class VLLMRollout(RolloutEngine):
             factory=self.factory,
         )
         return RestartingCore(start, max_restarts, sleeps=setup.sleeps) if max_restarts else start()
-
-    def _abandon(self) -> None:
-        try:
-            self.core.abandon_update()
-        except VerlError:  # what went wrong first is raised
-            pass
 
 
 class VLLMGeneration:
