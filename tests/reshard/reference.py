@@ -5,10 +5,10 @@ import math
 import numpy as np
 
 from verl.parallel.mesh import Mesh
+from verl.parallel.slices import intersect, numel
 from verl.reshard.grouping import interval_engines
 from verl.reshard.hf_sharding import decoder_tensors
 from verl.reshard.layout import Block, TrainingLayout
-from verl.reshard.slices import intersect, numel
 
 
 def elements(tensor):

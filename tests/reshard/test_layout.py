@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from tests.reshard import reference
 from verl.errors import ConfigError
 from verl.parallel.mesh import Mesh
+from verl.parallel.slices import cells, intersect, numel, subtract
 from verl.reshard.grouping import consecutive_engines, interval_engines
 from verl.reshard.hf_sharding import decoder_tensors
 from verl.reshard.layout import Block, RolloutLayout, Tensor, TrainingLayout
-from verl.reshard.slices import cells, intersect, numel, subtract
 
 small = st.integers(1, 7)
 span = st.tuples(st.integers(0, 4), st.integers(1, 4)).map(lambda s: (s[0], s[0] + s[1]))

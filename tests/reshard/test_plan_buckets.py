@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 
 from tests.reshard.test_layout import points
 from tests.reshard.test_plan import problems
+from verl.parallel.slices import cut, numel
 from verl.reshard.plan import Move, buckets, make_plan
-from verl.reshard.slices import cut, numel
 
 sizes = st.lists(st.integers(1, 5), min_size=1, max_size=3)
 

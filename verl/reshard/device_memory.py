@@ -39,12 +39,9 @@ class _DeviceBlock:
     def __init__(self, num_bytes: int, device: torch.device):
         self.values, handle = cuda_ipc.allocate(num_bytes, device)
         token = os.urandom(16).hex()
-        self.place = {
-            "token": token,
-            "uuid": cuda_ipc.uuid_of(device),
-            "handle": base64.b64encode(handle).decode(),
-            "num_bytes": num_bytes,
-        }
+        encoded = base64.b64encode(handle).decode()
+        place = {"token": token, "uuid": cuda_ipc.uuid_of(device), "handle": encoded, "num_bytes": num_bytes}
+        self.place: Description = {"device": place}
         _OWN[token] = self.values
 
     def close(self) -> None:
@@ -62,18 +59,11 @@ class DeviceBuckets(Buckets):
         return _DeviceBlock(num_bytes, self.device)
 
     def write(self, tensors: Sequence[Named]) -> Description:
-        """Copy tensors [any shape, any device] into the next block; others may read on return. The result is JSON: number of
-        the bucket, entries of name, dtype, shape, offset, nbytes and digest, and under "device" the memory.
-
-        Raises ModelError when several tensors exceed a bucket, cuda_ipc.Refused when the device cannot allocate.
-        """
-        block, entries = self._write(tensors)
-        digests = [entry[5] for entry in entries]
-        return {
-            "number": self._number,
-            "entries": entries,
-            "device": {**block.place, "number": self._number, "digests": digests},
-        }
+        """As Buckets.write, with everything that reading needs under "device". Raises cuda_ipc.Refused when the device cannot
+        allocate."""
+        bucket = super().write(tensors)
+        digests = [entry[5] for entry in bucket["entries"]]
+        return {**bucket, "device": {**bucket["device"], "number": self._number, "digests": digests}}
 
 
 def read_device_bucket(description: Description) -> Iterator[Named]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from verl.errors import ConfigError
-from verl.reshard.layout import Coordinates, TrainingLayout
+from verl.reshard.layout import TrainingLayout
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -38,7 +38,13 @@ def interval_engines(
     position of their experts, for engines that divide the experts. Tensor parallel groups stay on one of `hosts` (rank ->
     host) where its ranks divide: generation communicates for every token. Raises ConfigError when sizes do not divide.
     """
-    order = _expert_order if by_experts else _tensor_order
+
+    def order(rank: int) -> tuple[int, ...]:
+        at = training.coordinates(rank)
+        if by_experts:
+            return at.expert, at.expert_fsdp, at.tensor, at.stage, at.replicate
+        return at.tensor, at.fsdp, at.stage, at.replicate
+
     num_stages = training.num_stages
     if pipeline_parallel < 1 or num_stages % pipeline_parallel:
         raise ConfigError(
@@ -46,8 +52,7 @@ def interval_engines(
             "layout; choose a divisor (1: every engine has all layers)."
         )
     stages = [
-        _interval_groups(members, tensor_parallel, lambda rank: order(training.coordinates(rank)), hosts)
-        for members in _by_stage(training, pipeline_parallel)
+        _interval_groups(members, tensor_parallel, order, hosts) for members in _by_stage(training, pipeline_parallel)
     ]
     return tuple(zip(*stages, strict=True))
 
@@ -71,14 +76,6 @@ def _by_stage(training: TrainingLayout, pipeline_parallel: int) -> list[list[int
     for rank in training.ranks:
         members[training.coordinates(rank).stage * pipeline_parallel // training.num_stages].append(rank)
     return members
-
-
-def _tensor_order(at: Coordinates) -> tuple[int, ...]:
-    return at.tensor, at.fsdp, at.stage, at.replicate
-
-
-def _expert_order(at: Coordinates) -> tuple[int, ...]:
-    return at.expert, at.expert_fsdp, at.tensor, at.stage, at.replicate
 
 
 def _interval_groups(

@@ -42,7 +42,10 @@ class HostMemory:
         mine = _segment(sum(map(_num_bytes, runs))) if runs else None
         if mine is not None:
             mine.values[:_TOKEN_BYTES] = torch.frombuffer(bytearray(token), dtype=torch.uint8)
-        cards = [from_bytes(row) for row in comm.all_gather(to_bytes(_card(mine, token, fingerprint)))]
+        card = None
+        if mine is not None:
+            card = (socket.gethostname(), mine.path, mine.values.nbytes, token, fingerprint)
+        cards = [from_bytes(row) for row in comm.all_gather(to_bytes(card))]
         theirs = {
             rank: memory
             for rank, card in enumerate(cards)
@@ -61,7 +64,7 @@ class HostMemory:
             mine.close()  # every rank that can write has it open
         tables = [from_bytes(row) for row in comm.all_gather(to_bytes(table))]
         self.places = {
-            rank: {name: _weight_at(memory, *place) for name, place in tables[rank].items()}
+            rank: {name: _view(memory, *weight) for name, weight in tables[rank].items()}
             for rank, memory in theirs.items()
             if self.owners[rank] == rank
         }
@@ -130,14 +133,15 @@ def _move(runs: list[list[torch.Tensor]], memory: torch.Tensor) -> None:
         num_bytes, base = _num_bytes(run), run[0].data_ptr()
         for weight in run:
             start = (first + weight.data_ptr() - base) // weight.itemsize
-            weight.data = _view(memory, start, weight.dtype, weight.shape, weight.stride()).copy_(weight)
+            _, dtype, *shape = _place(weight)
+            weight.data = _view(memory, start, dtype, *shape).copy_(weight)
         first += num_bytes
 
 
-def _view(
-    memory: torch.Tensor, start: int, dtype: torch.dtype, shape: Iterable[int], stride: Iterable[int]
-) -> torch.Tensor:
-    return torch.empty(0, dtype=dtype).set_(memory.untyped_storage(), start, tuple(shape), tuple(stride))
+def _view(memory: torch.Tensor, start: int, dtype: str, shape: Iterable[int], stride: Iterable[int]) -> torch.Tensor:
+    return torch.empty(0, dtype=getattr(torch, dtype)).set_(
+        memory.untyped_storage(), start, tuple(shape), tuple(stride)
+    )
 
 
 def _place(weight: torch.Tensor) -> tuple[int, str, list[int], list[int]]:
@@ -150,21 +154,11 @@ def _place(weight: torch.Tensor) -> tuple[int, str, list[int], list[int]]:
     )
 
 
-def _weight_at(memory: torch.Tensor, start: int, dtype: str, shape: list[int], stride: list[int]) -> torch.Tensor:
-    return _view(memory, start, getattr(torch, dtype), shape, stride)
-
-
 def _segment(num_bytes: int) -> SharedSegment | None:
     try:
         return SharedSegment(max(num_bytes, _TOKEN_BYTES))
     except (ModelError, OSError):  # not available: everything goes in messages
         return None
-
-
-def _card(segment: SharedSegment | None, token: bytes, fingerprint: str) -> tuple[str, str, int, bytes, str] | None:
-    if segment is None:
-        return None
-    return socket.gethostname(), segment.path, segment.values.nbytes, token, fingerprint
 
 
 def _opened(rank: int, host: str, path: str, num_bytes: int, token: bytes, fingerprint: str) -> torch.Tensor | None:

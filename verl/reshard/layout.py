@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 
 from verl.errors import ConfigError
 from verl.parallel.mesh import Mesh
-from verl.reshard.slices import Part, Span, chunk_span, even_span, take
+from verl.parallel.slices import Part, Span, chunk_span, even_span, take
 
 
 @dataclass(frozen=True)

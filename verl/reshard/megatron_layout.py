@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl.parallel.mesh import Mesh
+from verl.parallel.slices import Part, Span, chunk_span, even_span
 from verl.reshard.layout import Tensor, TrainingLayout, part_of, stages_of_layers
-from verl.reshard.slices import Part, Span, chunk_span, even_span
 
 
 def replicas(mesh: Mesh) -> Mesh:

@@ -26,8 +26,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from verl.errors import ConfigError
+from verl.parallel.slices import Slice, cells, cut, intersect, numel
 from verl.reshard.layout import Layout, Tensor
-from verl.reshard.slices import Slice, cells, cut, intersect, numel
 
 Hosts = Mapping[int, int]  # rank -> host
 

@@ -49,6 +49,7 @@ class SharedSegment:
             os.close(self._file)
             raise
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
+        self.place = {"segment": self.path, "num_bytes": num_bytes}
         self._unpin = page_lock(self.values) if pins else lambda: None
 
     def close(self) -> None:
@@ -90,9 +91,10 @@ def as_values(memory: torch.Tensor, first: int, num_bytes: int, dtype: torch.dty
 
 
 class SharedBlock(Protocol):
-    """Memory that another process can open: `values` uint8 [bytes], on the host or on a device."""
+    """Memory that another process can open by its `place`: `values` uint8 [bytes], on the host or on a device."""
 
     values: torch.Tensor
+    place: Description
 
     def close(self) -> None: ...
 
@@ -128,9 +130,12 @@ class Buckets:
                 block.close()
         self._blocks = [None] * len(self._blocks)
 
-    def _write(self, tensors: Sequence[Named]) -> tuple[Any, list[list[Any]]]:
-        """Copy tensors into the next block; returns it, and entries of name, dtype, shape, offset, nbytes and digest. Raises
-        ModelError when several tensors exceed a bucket."""
+    def write(self, tensors: Sequence[Named]) -> Description:
+        """Copy tensors [any shape, any device] into the next block; others may read on return. The result is JSON: number of
+        the bucket, entries of name, dtype, shape, offset, nbytes and digest, and the place of the memory.
+
+        Raises ModelError when several tensors exceed a bucket.
+        """
         entries, num_bytes = _lay_out(tensors, self.bucket_bytes)
         block = self._next(num_bytes)
         memory = block.values
@@ -141,7 +146,7 @@ class Buckets:
             entry.append(digest(f"{name} {entry[2]}", values).hex())
         _number_in(memory).fill_(self._number)
         _synchronize(memory)  # the other process does not see this one's stream
-        return block, entries
+        return {"number": self._number, "entries": entries, **block.place}
 
     def _next(self, num_bytes: int) -> SharedBlock:
         self._number += 1
@@ -160,20 +165,6 @@ class SharedBuckets(Buckets):
 
     def allocate(self, num_bytes: int) -> SharedSegment:
         return SharedSegment(num_bytes, pins=True)
-
-    def write(self, tensors: Sequence[Named]) -> Description:
-        """Copy tensors [any shape, any device] into the next segment. The result is JSON: path and size of the segment, number
-        of the bucket, and entries of name, dtype, shape, offset, nbytes and digest.
-
-        Raises ModelError when several tensors exceed a bucket.
-        """
-        segment, entries = self._write(tensors)
-        return {
-            "segment": segment.path,
-            "num_bytes": segment.values.nbytes,
-            "number": self._number,
-            "entries": entries,
-        }
 
 
 def bucketed(tensors: Iterable[Named], bucket_bytes: int) -> Iterator[list[Named]]:

@@ -22,12 +22,12 @@ import torch
 import torch.distributed as dist
 
 from verl.errors import ModelError
+from verl.parallel.slices import Part, numel
 from verl.parallel.traffic import TRAFFIC
 from verl.reshard.digest import CHUNK_BYTES, DIGEST_BYTES, copy_with_digest, digest, spread_with_digest
 from verl.reshard.host_memory import HostMemory
 from verl.reshard.layout import Layout, Tensor
 from verl.reshard.plan import Move, Plan, buckets
-from verl.reshard.slices import Part, numel
 
 _NOT_WRITTEN = bytes(DIGEST_BYTES)  # of slices that are trained and used in the same memory
 _DIGEST_TAG = 1 << 20  # of messages with digests; the tag of a bucket is its number
@@ -206,7 +206,7 @@ class PeerToPeer:
         """Raise ModelError unless `target` still holds the last update; of shared memory, each rank verifies its share."""
         self._check(target, self._target_shapes, "fill")
         for move, sent in self._verified.items():
-            if self._digest_of(move, target) != sent:
+            if digest(_label(move), self._at(target, move, is_source=False).to(self.dtype)) != sent:
                 raise _mismatch(move)
 
     def _exchange(self) -> list[tuple[Move, bytes]]:
@@ -234,9 +234,6 @@ class PeerToPeer:
             digests_of_moves += [(move, digests[at * DIGEST_BYTES :][:DIGEST_BYTES]) for at, move in enumerate(moves)]
         return digests_of_moves
 
-    def _digest_of(self, move: Move, target: Tensors) -> bytes:
-        return digest(_label(move), self._at(target, move, is_source=False).to(self.dtype))
-
     def _at(self, tensors: Tensors, move: Move, *, is_source: bool) -> torch.Tensor:
         """The slice of a move in a local tensor, as a view."""
         key = (move.tensor, move.slice, is_source)
@@ -247,7 +244,7 @@ class PeerToPeer:
         return tensors[move.tensor] if index is None else tensors[move.tensor][index]
 
     def _buffer(self, moves: Sequence[Move]) -> torch.Tensor:
-        return torch.empty(_count(moves), dtype=self.dtype, device=self.device)
+        return torch.empty(sum(numel(move.slice) for move in moves), dtype=self.dtype, device=self.device)
 
     def _check(self, tensors: Tensors, shapes: Mapping[str, tuple[int, ...]], what: str) -> None:
         for name, shape in shapes.items():
@@ -293,10 +290,6 @@ def _checks(
     for move in in_messages:
         checks.setdefault((move.source, move.destination), []).append(move)
     return checks
-
-
-def _count(moves: Sequence[Move]) -> int:
-    return sum(numel(move.slice) for move in moves)
 
 
 def _index(part: Part, move: Move) -> tuple[slice, ...]:

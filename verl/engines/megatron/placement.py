@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from verl.models.rounding import Region
+from verl.parallel.slices import Span, chunk_span, take
 
-Span = tuple[int, int]
 Spans = tuple[tuple[Span, ...], ...]  # of each dimension, concatenated in the local tensor
 
 _LATENT = (
@@ -119,7 +119,7 @@ class Placed:
     def blocks(self, start: int, stop: int) -> Iterator[tuple[Region, tuple[int, ...]]]:
         """Elements `start` to `stop` of the flattened local tensor as blocks of the whole one, in order: (place, shape)."""
         for local in _boxes(self.local_shape, start, stop):
-            pieces = [_whole_spans(s, a, b) for s, (a, b) in zip(self.spans, local, strict=True)]
+            pieces = [list(take(s, a, b)) for s, (a, b) in zip(self.spans, local, strict=True)]
             cut = max((dim for dim, spans in enumerate(pieces) if len(spans) > 1), default=0)
             for dim in range(cut):  # one row after the other, as they lie
                 pieces[dim] = [(i, i + 1) for a, b in pieces[dim] for i in range(a, b)]
@@ -145,17 +145,6 @@ def _boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[list[Span]]:
         yield [(head, tail), *((0, size) for size in shape[1:])]
     if tail * row < stop:
         yield from ([(tail, tail + 1), *box] for box in _boxes(shape[1:], 0, stop - tail * row))
-
-
-def _whole_spans(spans: Sequence[Span], first: int, stop: int) -> list[Span]:
-    """Positions `first` to `stop` of the concatenated `spans`, in coordinates of the whole."""
-    selected, before = [], 0
-    for begin, end in spans:
-        low, high = max(begin, begin + first - before), min(end, begin + stop - before)
-        if low < high:
-            selected.append((low, high))
-        before += end - begin
-    return selected
 
 
 def place(
@@ -215,11 +204,11 @@ def _placed(
     is_expert, (module, leaf) = ".experts." in name, name.split(".")[-2:]
     divided = None
     if is_expert:
-        spans[0] = (_equal(shape[0], grid.expert, grid.expert_rank),)
+        spans[0] = (chunk_span(shape[0], grid.expert, grid.expert_rank),)
         divided = 1 if name.endswith("gate_up_proj") else 2
         halves = 2 if divided == 1 else 1
         half = shape[divided] // halves
-        a, b = _equal(half, grid.expert_tensor, grid.expert_tensor_rank)
+        a, b = chunk_span(half, grid.expert_tensor, grid.expert_tensor_rank)
         whole = (a, b) == (0, half)
         spans[divided] = ((0, shape[divided]),) if whole else tuple((i * half + a, i * half + b) for i in range(halves))
     elif module in _COLUMN:
@@ -227,11 +216,5 @@ def _placed(
     elif module in ("o_proj", "down_proj"):
         divided = None if leaf in ("lora_B", "lora_magnitude_vector") else 1
     if divided is not None and not is_expert:
-        spans[divided] = (_equal(shape[divided], grid.tensor, grid.tensor_rank),)
+        spans[divided] = (chunk_span(shape[divided], grid.tensor, grid.tensor_rank),)
     return Placed(name, shape, tuple(spans), parameter, first, is_expert, divided is not None, is_copy)
-
-
-def _equal(total: int, count: int, index: int) -> Span:
-    """Part `index` of `count` equal ones, the last of which may be shorter."""
-    size = -(-total // count)
-    return min(total, index * size), min(total, (index + 1) * size)
