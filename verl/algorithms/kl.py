@@ -11,14 +11,6 @@ from verl.algorithms.masked import masked_mean
 from verl.errors import ConfigError, nearest
 
 
-def _k1(d: Tensor) -> Tensor:
-    return d
-
-
-def _absolute(d: Tensor) -> Tensor:
-    return d.abs()
-
-
 def _k2(d: Tensor) -> Tensor:
     return 0.5 * d.square()
 
@@ -29,9 +21,9 @@ def _k3(d: Tensor) -> Tensor:
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
-    "kl": _k1,
-    "k1": _k1,
-    "abs": _absolute,
+    "kl": lambda d: d,
+    "k1": lambda d: d,
+    "abs": torch.abs,
     "mse": _k2,
     "k2": _k2,
     "low_var_kl": _k3,

@@ -116,8 +116,5 @@ def call_policy_loss(
     loss, metrics = output
     if not isinstance(loss, Tensor) or loss.shape != log_prob.new_empty(()).shape:
         raise ConfigError(f"The policy loss '{name}' must return a scalar tensor as its loss; reduce it with agg_loss.")
-    return loss, {k.removeprefix("actor/"): _metric(v, mask) for k, v in metrics.items()}
-
-
-def _metric(value: object, mask: Tensor) -> Metric:
-    return value if isinstance(value, Metric) else Metric.mean(value, mask.sum())
+    named = {name: v if isinstance(v, Metric) else Metric.mean(v, mask.sum()) for name, v in metrics.items()}
+    return loss, {name.removeprefix("actor/"): metric for name, metric in named.items()}

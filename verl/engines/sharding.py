@@ -149,21 +149,17 @@ def _shard(
     for part in unit:
         fill(part)
     target: Any = list(unit) if len(unit) > 1 else unit[0]
+    reduce = parse_dtype(config.mixed_precision.reduce_dtype)
+    if compute_dtype == torch.float64:
+        reduce = compute_dtype
     fully_shard(
         target,
         mesh=mesh,
         # the root's parameters (embedding, output projection) are needed until its backward pass is over
         reshard_after_forward=config.reshard_after_forward and not is_root,
-        mp_policy=_precision(config, compute_dtype),
+        mp_policy=MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce, cast_forward_inputs=False),
         offload_policy=offload,
     )
-
-
-def _precision(config: FSDPConfig, compute_dtype: torch.dtype) -> MixedPrecisionPolicy:
-    reduce = parse_dtype(config.mixed_precision.reduce_dtype)
-    if compute_dtype == torch.float64:
-        reduce = compute_dtype
-    return MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce, cast_forward_inputs=False)
 
 
 def _configure(model: ParallelModel, layers: list[nn.Module], config: FSDPConfig) -> None:

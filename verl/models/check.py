@@ -240,29 +240,19 @@ def _rounded_embeddings(module: nn.Module) -> Iterator[None]:
         signs = torch.randint(0, 2, output.shape, generator=draws).to(output) * 2 - 1
         return output * (1 + torch.finfo(output.dtype).eps * signs)
 
-    hook = _attending(module).get_input_embeddings().register_forward_hook(rounded)
-    try:
+    with _attending(module).get_input_embeddings().register_forward_hook(rounded):
         yield
-    finally:
-        hook.remove()
 
 
 def _in_rows(module: nn.Module) -> torch.Tensor:
     """The compared values by the model's own forward, one row at a time."""
-    rows = []
-    for response in _RESPONSES:
-        values = _own(module, _PROMPT + response)[len(_PROMPT) - 1 : -1]
-        rows.append(_at(module, values, response))
-    return torch.cat(rows)
+    return torch.cat([_at(module, _own(module, _PROMPT + r)[len(_PROMPT) - 1 : -1], r) for r in _RESPONSES])
 
 
 def _by_prefixes(module: nn.Module) -> torch.Tensor:
     """The compared values by the definition of a causal model: each token from a forward over only the tokens before it."""
-    rows = []
-    for response in _RESPONSES:
-        values = [_own(module, _PROMPT + response[:n])[-1:] for n in range(len(response))]
-        rows.append(_at(module, torch.cat(values), response))
-    return torch.cat(rows)
+    last = [[_own(module, _PROMPT + response[:n])[-1:] for n in range(len(response))] for response in _RESPONSES]
+    return torch.cat([_at(module, torch.cat(values), r) for values, r in zip(last, _RESPONSES, strict=True)])
 
 
 def _attending(module: Any) -> Any:

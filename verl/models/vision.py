@@ -216,13 +216,12 @@ def _front(module: HFModule) -> Iterator[dict[str, Any]]:
         return BaseModelOutputWithPast(last_hidden_state=inputs["inputs_embeds"])
 
     decoder = language_model_of(module)
-    hook = module.get_input_embeddings().register_forward_hook(lambda _, __, output: output.detach())
     decoder.forward = forward
     try:
-        yield read
+        with module.get_input_embeddings().register_forward_hook(lambda _, __, output: output.detach()):
+            yield read
     finally:
         del decoder.forward
-        hook.remove()
 
 
 def with_features(module: nn.Module, packed: Any) -> tuple[Any, ImageFeatures | None]:
@@ -293,11 +292,8 @@ def _embedding(module: Any, ids: torch.Tensor, read: torch.Tensor) -> Iterator[N
         is_prompt = output.shape[:-1] == ids.shape  # and no later step of `generate`
         return F.embedding(ids, embedding.weight) if is_prompt else output
 
-    hook = module.get_input_embeddings().register_forward_hook(embedded)
-    try:
+    with module.get_input_embeddings().register_forward_hook(embedded):
         yield
-    finally:
-        hook.remove()
 
 
 def joined(media: Sequence[Mapping[str, torch.Tensor]], axis: int, device: Any) -> dict[str, torch.Tensor]:

@@ -124,14 +124,6 @@ def _pack_items(items: dict[Any, Any], buffers: list[np.ndarray], place: str) ->
     return [[_pack(k, buffers, f"a key of {place}"), _pack(v, buffers, f"{place}.{k}")] for k, v in items.items()]
 
 
-def _pack_dict(value: dict[object, object], buffers: list[np.ndarray], place: str) -> object:
-    return {"!": "dict", "v": _pack_items(value, buffers, place)}
-
-
-def _pack_tuple(value: tuple[object, ...], buffers: list[np.ndarray], place: str) -> object:
-    return {"!": "tuple", "v": [_pack(v, buffers, f"{place}[{i}]") for i, v in enumerate(value)]}
-
-
 def _pack_bytes(value: bytes | bytearray, buffers: list[np.ndarray], place: str) -> object:
     buffers.append(np.frombuffer(value, dtype=np.uint8))
     return {"!": "bytes", "b": len(buffers) - 1}
@@ -196,8 +188,8 @@ def _pack_metric(value: Metric, buffers: list[np.ndarray], place: str) -> object
 
 
 _PACKERS: tuple[tuple[Any, Any], ...] = (
-    (dict, _pack_dict),
-    (tuple, _pack_tuple),
+    (dict, lambda value, buffers, place: {"!": "dict", "v": _pack_items(value, buffers, place)}),
+    (tuple, lambda value, buffers, place: {"!": "tuple", "v": _pack(list(value), buffers, place)}),
     ((bytes, bytearray), _pack_bytes),
     (StoredColumn, _pack_column),
     (torch.Tensor, _pack_tensor),

@@ -17,8 +17,12 @@ from verl.algorithms.masked import broadcast_true, masked_whiten
 from verl.errors import ConfigError
 
 
-def _to_tokens(row_advantages: Tensor, response_mask: Tensor) -> Tensor:
-    return broadcast_true(response_mask.bool(), row_advantages)
+def _on_tokens(rows: Tensor, response_mask: Tensor, *, whitens: bool = False) -> tuple[Tensor, Tensor]:
+    """The scalars of `rows` on their trained tokens, as advantages and as returns."""
+    advantages = broadcast_true(response_mask.bool(), rows)
+    if whitens:
+        advantages = masked_whiten(advantages, response_mask)
+    return advantages, advantages
 
 
 def _normalized(scores: Tensor, groups: RowGroups, by_std: bool, epsilon: float) -> Tensor:
@@ -39,10 +43,8 @@ def grpo(
     A group of one has mu = 0 and sigma = 1.
     """
     scores = token_level_rewards.sum(-1)
-    advantages = _to_tokens(
-        _normalized(scores, RowGroups.of(index, scores), norm_adv_by_std_in_grpo, epsilon), response_mask
-    )
-    return advantages, advantages
+    rows = _normalized(scores, RowGroups.of(index, scores), norm_adv_by_std_in_grpo, epsilon)
+    return _on_tokens(rows, response_mask)
 
 
 def gdpo(
@@ -74,8 +76,7 @@ def gdpo(
     total = torch.zeros_like(scores)
     for weight, part in zip(weights, parts, strict=True):
         total = total + weight * _normalized(part, groups, norm_adv_by_std_in_grpo, epsilon)
-    advantages = masked_whiten(_to_tokens(total, response_mask), response_mask)
-    return advantages, advantages
+    return _on_tokens(total, response_mask, whitens=True)
 
 
 def _reward_columns(
@@ -132,8 +133,7 @@ def grpo_passk(
     gap = scores - second
     if norm_adv_by_std_in_grpo:
         gap = gap / (groups.std(scores) + epsilon)
-    advantages = _to_tokens(torch.where(first_max & ~groups.is_single, gap, 0.0), response_mask)
-    return advantages, advantages
+    return _on_tokens(torch.where(first_max & ~groups.is_single, gap, 0.0), response_mask)
 
 
 def reinforce_plus_plus_baseline(
@@ -142,8 +142,7 @@ def reinforce_plus_plus_baseline(
     """REINFORCE++ with a group baseline (2501.03262): R_i - mu (R_i in a group of one), whitened over the tokens."""
     scores = token_level_rewards.sum(-1)
     centered = RowGroups.of(index, scores).minus_mean(scores)
-    advantages = masked_whiten(_to_tokens(centered, response_mask), response_mask)
-    return advantages, advantages
+    return _on_tokens(centered, response_mask, whitens=True)
 
 
 def rloo(token_level_rewards: Tensor, response_mask: Tensor, *, index: object) -> tuple[Tensor, Tensor]:
@@ -155,8 +154,7 @@ def rloo(token_level_rewards: Tensor, response_mask: Tensor, *, index: object) -
     groups = RowGroups.of(index, scores)
     sizes = groups.sizes[groups.ids]
     others = groups.minus_mean(scores) * sizes / (sizes - 1).clamp(min=1)
-    advantages = _to_tokens(others, response_mask)
-    return advantages, advantages
+    return _on_tokens(others, response_mask)
 
 
 def opo(token_level_rewards: Tensor, response_mask: Tensor, *, index: object) -> tuple[Tensor, Tensor]:
@@ -168,8 +166,7 @@ def opo(token_level_rewards: Tensor, response_mask: Tensor, *, index: object) ->
     groups = RowGroups.of(index, scores)
     lengths = response_mask.to(scores.dtype).sum(-1)
     baseline = groups.sum(lengths * scores) / groups.sum(lengths).clamp(min=1)
-    advantages = _to_tokens(torch.where(groups.is_single, scores, scores - baseline[groups.ids]), response_mask)
-    return advantages, advantages
+    return _on_tokens(torch.where(groups.is_single, scores, scores - baseline[groups.ids]), response_mask)
 
 
 def gpg(
@@ -182,5 +179,4 @@ def gpg(
     """
     scores, trains = token_level_rewards.sum(-1), response_mask.bool().any(-1)
     alpha = trains.sum() / torch.count_nonzero(scores[trains]).clamp(min=1).to(scores.dtype)
-    advantages = _to_tokens(alpha * RowGroups.of(index, scores).minus_mean(scores) / f_norm, response_mask)
-    return advantages, advantages
+    return _on_tokens(alpha * RowGroups.of(index, scores).minus_mean(scores) / f_norm, response_mask)

@@ -12,7 +12,8 @@ from verl.data_proto.metrics import Metric
 _BLOCK = 1 << 15  # tokens
 
 
-def _extremes(name: str, values: Tensor) -> dict[str, Metric]:
+def extremes(name: str, values: Tensor) -> dict[str, Metric]:
+    """The metrics `name`_max and `name`_min; {} where there are no values."""
     return {f"{name}_max": Metric.max(values.max()), f"{name}_min": Metric.min(values.min())} if values.numel() else {}
 
 
@@ -40,7 +41,7 @@ def gap_metrics(old_log_prob: Tensor, rollout_log_prob: Tensor, mask: Tensor) ->
         "rollout_log_ppl": token_mean(rollout, rows),
         "log_ppl_diff": token_mean(difference, rows),
         "log_ppl_abs_diff": token_mean(difference.abs(), rows),
-        **_extremes("log_ppl_diff", difference[rows]),
+        **extremes("log_ppl_diff", difference[rows]),
         "ppl_ratio": token_mean(difference.exp(), rows),
         "chi2_token": token_mean((2 * log_ratio).exp() - 1, mask),
         "chi2_seq": token_mean((2 * sequence).exp() - 1, rows),
@@ -64,14 +65,14 @@ def weight_metrics(
     name = "rollout_is"
     return {
         f"{name}_mean": token_mean(raw, mask),
-        **_extremes(name, raw[mask]),
+        **extremes(name, raw[mask]),
         f"{name}_std": Metric.mean(variance.sqrt(), count),
         f"{name}_eff_sample_size": Metric.mean(mean_weight.square() / second_moment, count),
         f"{name}_ratio_fraction_high": token_mean(raw > high, mask),
         f"{name}_ratio_fraction_low": token_mean(raw < low, mask),
         f"{name}_seq_mean": token_mean(row_means, rows),
         f"{name}_seq_std": Metric.mean(row_means[rows].std() if int(rows.sum()) > 1 else 0.0, rows.sum()),
-        **_extremes(f"{name}_seq", row_means[rows]),
+        **extremes(f"{name}_seq", row_means[rows]),
         f"{name}_seq_fraction_high": token_mean(row_means > high, rows),
         f"{name}_seq_fraction_low": token_mean(row_means < low, rows),
     }

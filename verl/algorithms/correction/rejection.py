@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from verl.algorithms.correction.diagnostics import extremes
 from verl.algorithms.masked import masked_mean, masked_sum, token_mean
 from verl.data_proto.metrics import Metric
 from verl.errors import ConfigError, nearest
@@ -114,7 +115,7 @@ def rejection_mask(
         accepted = accepted & passes
         over = mask if rule.scope == "token" else mask.any(-1, keepdim=True)
         name = f"rollout_rs_{rule.option}"
-        metrics.update({f"{name}_mean": token_mean(compared, over), **_extremes(name, compared, over)})
+        metrics.update({f"{name}_mean": token_mean(compared, over), **extremes(name, compared[over])})
         metrics.update(_fractions(name, mask, passes))
     metrics.update(_fractions("rollout_rs", mask, accepted))
     return accepted, metrics
@@ -128,11 +129,6 @@ def _compared(values: Tensor, mask: Tensor, scope: str) -> Tensor:
     if scope == "seq_mean":
         return masked_mean(values, mask, -1)[:, None]
     return torch.where(mask, values, 0.0).amax(-1, keepdim=True)  # k2 and k3 are never negative
-
-
-def _extremes(name: str, values: Tensor, over: Tensor) -> dict[str, Metric]:
-    inside = values[over]
-    return {f"{name}_max": Metric.max(inside.max()), f"{name}_min": Metric.min(inside.min())} if inside.numel() else {}
 
 
 def _fractions(name: str, mask: Tensor, passes: Tensor) -> dict[str, Metric]:

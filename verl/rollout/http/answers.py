@@ -98,7 +98,8 @@ class Answer:
     def label(self, *place: str | int) -> str | None:
         """The name, message or number at `place` as a text that can be shown. Raises as `get` does."""
         value = self._find(place)
-        return clean(str(value)) if type(value) is int else _cleaned(self.get(str, *place))
+        text = str(value) if type(value) is int else self.get(str, *place)
+        return None if text is None else clean(text)
 
     def _find(self, place: tuple[str | int, ...]) -> object:
         value = self.value
@@ -143,10 +144,6 @@ def checked_reply(
             raise answer.unusable(f"has {_shown(value)} as a log-probability {place}; those are numbers of at most 0")
     values = [min(0.0, float(value)) if value > _LEAST else -math.inf for value in log_probs]
     return SampleReply(token_ids, values, cast("FinishReason", reason), version)
-
-
-def _cleaned(text: str | None) -> str | None:
-    return None if text is None else clean(text)
 
 
 def _path(place: tuple[str | int, ...]) -> str:

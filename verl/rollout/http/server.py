@@ -45,7 +45,8 @@ class SGLangServer:
         self.frees_memory = "--enable-memory-saver" in options
         server = python_command("sglang.launch_server", *options)
         visible = {"CUDA_VISIBLE_DEVICES": ",".join(transfer.visible_devices)} if transfer.visible_devices else {}
-        self._folder = tempfile.TemporaryDirectory(prefix="verl-weights-", dir=_memory_folder())
+        in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+        self._folder = tempfile.TemporaryDirectory(prefix="verl-weights-", dir=in_memory)
         self.weights_dir = self._folder.name
         self._child = Child(python_command("verl.parallel.child_processes", str(os.getpid()), *server), visible)
         try:
@@ -124,7 +125,3 @@ def arguments(config: RolloutConfig, transfer: WeightTransfer, skeleton: object,
         values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
         words += [option] if value is True else [option, *map(str, values)]
     return words
-
-
-def _memory_folder() -> str | None:
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None
