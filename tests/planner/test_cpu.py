@@ -14,7 +14,7 @@ from verl.planner import (
     memory,
     time_forward,
 )
-from verl.planner.cpu import measure_cpu
+from verl.planner.cluster import measure_cpu
 from verl.planner.kernels import matmul_time
 
 SHAPE, LAYOUT, BATCH = known_shape("Qwen2.5-0.5B"), ParallelLayout(zero=0), SequenceBatch.equal(8, 512)

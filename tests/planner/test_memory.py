@@ -3,8 +3,7 @@
 import pytest
 
 from verl.planner import ModelShape, ParallelLayout, generation_memory, known_shape, memory
-from verl.planner.layout import EngineLayout
-from verl.planner.memory import kept_activations, kv_bytes_per_token, rollout_weights, training_state
+from verl.planner.memory import EngineLayout, kept_activations, kv_bytes_per_token, rollout_weights, training_state
 from verl.planner.workload import Lengths, Workload
 
 GIB = 2**30

@@ -17,7 +17,7 @@ from verl.planner import (
     time_generate,
     time_train,
 )
-from verl.planner.transition import time_transition
+from verl.planner.generation import time_transition
 
 
 class Row(NamedTuple):

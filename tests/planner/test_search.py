@@ -9,7 +9,7 @@ import pytest
 
 from verl.errors import ConfigError
 from verl.planner import Cluster, Dataflow, Lengths, Rules, Space, Workload, known_shape, search
-from verl.planner.programs import lora_parameters
+from verl.planner.request import lora_parameters
 from verl.planner.search import Statistics, allocations, partitions
 
 LLAMA = {"7B": "Llama-2-7b", "13B": "Llama-2-13b", "34B": "CodeLlama-34b", "70B": "Llama-2-70b"}

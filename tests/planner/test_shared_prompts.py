@@ -10,8 +10,7 @@ from verl.engines.micro_batches import plan_micro_batches
 from verl.models.packing import pack_rows, unpadded_rows
 from verl.parallel.balance import TokenCost, balanced_shares
 from verl.planner import Lengths, Workload
-from verl.planner.programs import workload_of
-from verl.planner.request import WorkloadRequest
+from verl.planner.request import WorkloadRequest, workload_of
 from verl.roles.updates import MiniBatchSchedule
 
 PROMPT, RESPONSE = 30, 21  # of a response the last token is not computed

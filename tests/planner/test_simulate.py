@@ -36,23 +36,12 @@ def test_a_rollout_ahead_hides_behind_training_after_the_first_step():
     assert run.rows[0]["seconds"] > max(steady)
 
 
-def test_without_staleness_generation_and_training_take_turns():
-    turns = simulate(plan(asynchronous="on"), Conditions(steps=20, jitter=0.0, staleness=0))
-    ahead = simulate(plan(asynchronous="on"), QUIET)
-    each = plan(asynchronous="on")
-    serial = sum(each.option("rollout").seconds) + sum(each.stages) - each.option("rollout").seconds[0] + each.sync_s
-    assert turns.total_s / 20 == pytest.approx(serial)
-    assert turns.total_s > 1.3 * ahead.total_s
-
-
 def test_stragglers_cost_more_on_more_devices():
     """The slowest of n devices decides: for normal jitter that grows with n."""
     conditions, small = Conditions(steps=20, jitter=0.05), plan()
     large = replace(small, devices=(128,), cluster=small.cluster.with_devices(128))
     slow = [simulate(p, conditions).total_s / 20 / p.step_s for p in (small, large)]
     assert 1.03 < slow[0] < slow[1] < 1.3
-    one = simulate(plan(), Conditions(steps=20, jitter=0.0, slow_share=1.0, slow_factor=1.5))
-    assert one.total_s / 20 == pytest.approx(1.5 * plan().step_s)
 
 
 def test_failures_cost_the_work_since_the_checkpoint_and_the_restart():
@@ -76,7 +65,7 @@ def test_the_same_seed_gives_the_same_run():
 def test_ten_thousand_devices_for_a_hundred_steps():
     small = plan()
     large = replace(small, devices=(10_000,), cluster=small.cluster.with_devices(10_000))
-    conditions = Conditions(steps=100, jitter=0.02, slow_share=0.001, hours_between_failures=50_700)
+    conditions = Conditions(steps=100, jitter=0.02, hours_between_failures=50_700)
     run = simulate(large, conditions)
     assert len(run.rows) == 100
     assert run.total_s > 100 * small.step_s

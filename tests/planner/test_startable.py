@@ -12,8 +12,7 @@ from verl.models.load import load_model_config
 from verl.models.parallel.tensor import check_divisible
 from verl.planner import known_shape, search
 from verl.planner.overrides import overrides
-from verl.planner.programs import dataflow_of, workload_of
-from verl.planner.request import PlanRequest, cluster_of, engine_of, rules_of
+from verl.planner.request import PlanRequest, cluster_of, dataflow_of, engine_of, rules_of, workload_of
 from verl.programs.ppo_roles import ppo_roles
 from verl.runtime.rank import RankContext
 

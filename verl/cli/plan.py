@@ -52,8 +52,7 @@ def run_plan(argv: list[str]) -> int:
     others = [a for a in argv if not a.startswith("plan.")]
     arguments = parse("plan", _ABOUT, others, _OPTIONS, schema=schema_asked(others))
     from verl.planner.overrides import overrides, plan_as_json
-    from verl.planner.programs import dataflow_of, workload_of
-    from verl.planner.request import PlanRequest, cluster_of, engine_of, rules_of
+    from verl.planner.request import PlanRequest, cluster_of, dataflow_of, engine_of, rules_of, workload_of
     from verl.planner.search import search
 
     request = PlanRequest.parse(own)

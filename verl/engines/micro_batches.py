@@ -16,8 +16,7 @@ from verl.errors import ConfigError
 from verl.models.packing import PackedRow, Reads, num_computed, unpadded_rows
 from verl.models.vision import is_vision_model, require_vision, vision_towers
 from verl.parallel.balance import pack_by_tokens, unit_ids
-from verl.planner.layout import ParallelLayout
-from verl.planner.memory import kept_activations, tower_activations
+from verl.planner.memory import ParallelLayout, kept_activations, tower_activations
 from verl.planner.shapes import ModelShape
 
 Unit = list[PackedRow]  # rows that stay together

@@ -8,21 +8,18 @@ time_generate(shape, EngineLayout(replicas=32, tensor=2), cluster, workload)
 """
 
 from verl.planner.cluster import Cluster, DeviceGroup
-from verl.planner.dataflow import Dataflow
-from verl.planner.generation import decode_step, generation_memory, time_generate
-from verl.planner.layout import EngineLayout, ParallelLayout
-from verl.planner.memory import Bytes, forward_memory, memory
+from verl.planner.generation import decode_step, generation_memory, time_generate, time_transition
+from verl.planner.memory import Bytes, EngineLayout, ParallelLayout, forward_memory, memory
 from verl.planner.options import Space
 from verl.planner.search import Rules, RunPlan, search
 from verl.planner.shapes import ModelShape, known_shape, known_shapes
 from verl.planner.simulate import Conditions, SimulatedRun, simulate
 from verl.planner.step_time import Time, time_forward, time_train
-from verl.planner.transition import time_transition, transition_bytes
-from verl.planner.workload import Lengths, SequenceBatch, Workload
+from verl.planner.workload import Dataflow, Lengths, SequenceBatch, Workload
 
 __all__ = [
     "Bytes", "Cluster", "Conditions", "Dataflow", "DeviceGroup", "EngineLayout", "Lengths", "ModelShape",
     "ParallelLayout", "Rules", "RunPlan", "SequenceBatch", "SimulatedRun", "Space", "Time", "Workload",
     "decode_step", "forward_memory", "generation_memory", "known_shape", "known_shapes", "memory", "search",
-    "simulate", "time_forward", "time_generate", "time_train", "time_transition", "transition_bytes",
+    "simulate", "time_forward", "time_generate", "time_train", "time_transition",
 ]  # fmt: skip

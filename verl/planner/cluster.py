@@ -2,11 +2,13 @@
 
 Cluster.of("h100_sxm", num_devices=64)
 cluster.collective("all_reduce", num_bytes, DeviceGroup(size=16, per_node=8))
+measure_cpu(memory=16e9)        this machine's processor, by a micro-benchmark of float32 kernels of about ten seconds
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -101,8 +103,7 @@ class Cluster:
         return self._across(fit, operation, num_bytes, group)
 
     def _across(self, fit: CollectiveFit, operation: str, num_bytes: float, group: DeviceGroup) -> float:
-        """Over several domains: rings through all devices cross each boundary once for each network card; of an all-to-all
-        every rank sends what its domain lacks by its own card."""
+        """Over several domains: rings cross each boundary once for each network card; an all-to-all sends by own cards."""
         fast = fit.gb_per_s * 1e9 * self.link_scale
         network = self.inter_bytes_s * _NETWORK_SHARE
         num_domains = -(-group.size // group.per_node)
@@ -159,7 +160,6 @@ def known_device(gpu: str) -> Device:
 
 
 def device_from(row: Mapping[str, Any], name: str) -> Device:
-    """A device from a row of devices.yaml."""
     fits = row["kernels"]
     collectives = {operation: CollectiveFit(**fit) for operation, fit in fits["collectives"].items()}
     kernels = KernelFits(
@@ -172,3 +172,74 @@ def device_from(row: Mapping[str, Any], name: str) -> Device:
     )
     peak, bandwidth, size = (float(row[key]) for key in ("peak", "bandwidth", "memory"))
     return Device(name, peak, bandwidth, size, int(row["num_processors"]), kernels, int(row.get("width", BF16)))
+
+
+_LONG_S = 0.3  # of a measurement
+_WIDTH = 4  # float32, as runs on a processor compute
+_ROWS, _SHORT, _LONG = 2048, 128, 1024  # of the matmuls
+_TILE, _BLOCK = 8, 32  # rows that a matmul computes at once; queries of attention
+
+
+def measure_cpu(memory: float, threads: int | None = None) -> Cluster:
+    """This processor as a cluster of one device with `memory` bytes, computing with `threads` threads (None: as torch does)."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        return _measure(torch, memory)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _measure(torch: Any, memory: float) -> Cluster:
+    # seconds of a matmul ascend with k + prologue: the prologue packs operands and stores the result
+    short, long = (_matmul_seconds(torch, k) for k in (_SHORT, _LONG))
+    slope = (long - short) / (_LONG - _SHORT)
+    prologue = max(0.0, short / slope - _SHORT)
+    peak = 2 * _ROWS * 768 / slope
+    # a matrix that no cache holds, times one row: the time of reading it
+    matrix, row = torch.randn(4096, 4096), torch.randn(4096, 1)
+    bandwidth = matrix.numel() * _WIDTH / _seconds(lambda: matrix @ row)
+    few, small = torch.randn(8, 64), torch.randn(64, 64)
+    latency_us = _seconds(lambda: few @ small) * 1e6
+    vector, out = torch.randn(1 << 22), torch.empty(1 << 22)
+    moved = 2 * vector.numel() * _WIDTH / _seconds(lambda: torch.add(vector, 1.0, out=out))
+    kernels = KernelFits(
+        MatmulFit(latency_us, 1.0, 1.0, 0.0, prologue, 1.0, 6.0, _TILE),
+        PrefillFit(latency_us, _attention_flops(torch) / peak, 1.0, 0.0, 0.0, 1.0, block=_BLOCK),
+        DecodeFit(latency_us, 1.0, 0.0),
+        ExpertsFit(latency_us, 1.0, 1.0, 1.0, 6.0),
+        {},
+        elementwise=moved / bandwidth,
+        launch_us=0.0,
+        step_host_s=0.0,
+    )
+    return Cluster(Device("cpu", peak, bandwidth, memory, 1, kernels, _WIDTH), 1, 1, 1, 1e9, bandwidth)
+
+
+def _matmul_seconds(torch: Any, inner: int) -> float:
+    a, b = torch.randn(_ROWS, inner), torch.randn(inner, 768)
+    return _seconds(lambda: a @ b)
+
+
+def _attention_flops(torch: Any) -> float:
+    """Operations per second of causal attention, counted as in `prefill_time`."""
+    length, heads, dim = 128, 4, 64
+    q = torch.randn(8, heads, length, dim)
+    seconds = _seconds(lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True))
+    return 2 * 8 * heads * dim * length * (length + _BLOCK) / seconds
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    """Seconds of the fastest call after a warm-up. With one thread only the time on a core counts: others may use it."""
+    import torch
+
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    run()
+    times: list[float] = []
+    while sum(times) < _LONG_S or len(times) < 5:
+        began = clock()
+        run()
+        times.append(clock() - began)
+    return min(times)  # other processes can only add to it

@@ -1,10 +1,11 @@
-"""Time and memory of generation: steps of decoding with a batch that shrinks while samples end.
+"""Time and memory of generation: steps of decoding with a batch that shrinks while samples end. Time to give it new weights.
 
     time_generate(shape, EngineLayout(replicas=8, tensor=2, slots=256), cluster, workload)
 
 A step lasts as long as reading the weights and the KV cache, or as the matmuls of its rows if that is longer (HybridFlow,
 arXiv:2409.19256, section 6: generation is bound by memory), and its all-reduces. The engine replays a graph, so the host adds a
-fixed time per step. The prompts of a group share their keys and values.
+fixed time per step. The prompts of a group share their keys and values. A device receives the slices of new weights that it
+lacks, as verl/reshard moves them.
 """
 
 from __future__ import annotations
@@ -14,8 +15,15 @@ from functools import lru_cache
 
 from verl.planner import kernels
 from verl.planner.cluster import Cluster
-from verl.planner.layout import EngineLayout, ParallelLayout
-from verl.planner.memory import WEIGHT, Bytes, forward_memory, kv_bytes_per_token, rollout_weights
+from verl.planner.memory import (
+    WEIGHT,
+    Bytes,
+    EngineLayout,
+    ParallelLayout,
+    forward_memory,
+    kv_bytes_per_token,
+    rollout_weights,
+)
 from verl.planner.shapes import ModelShape
 from verl.planner.step_time import Time, layer_matmuls, mlp_matmuls, time_pass
 from verl.planner.workload import SequenceBatch, Workload
@@ -124,3 +132,37 @@ def generation_memory(shape: ModelShape, layout: EngineLayout, workload: Workloa
         kv=tokens * kv_bytes_per_token(shape, layout.tensor, layout.pipeline) * width / WEIGHT,
         buffers=forward_memory(shape, each, tokens=min(_PREFILL_TOKENS, prompts), width=width).buffers,
     )
+
+
+def received_bytes(shape: ModelShape, train: ParallelLayout, rollout: EngineLayout) -> float:
+    """Bytes that a device receives when training and generation share devices: its part of the engine's weights, less the
+    bytes that it already holds."""
+    needed = rollout_weights(shape, rollout.tensor, rollout.pipeline)
+    shards = train.tensor * train.pipeline * (train.data_ranks if train.zero == 3 else 1)
+    experts = WEIGHT * shape.routed_parameters / (train.pipeline * train.expert)
+    if train.zero == 3:
+        experts /= train.expert_data_ranks
+    held = WEIGHT * (shape.num_parameters - shape.routed_parameters) / shards + experts
+    return max(0.0, needed - held)
+
+
+def time_transition(
+    shape: ModelShape, train: ParallelLayout, rollout: EngineLayout, cluster: Cluster, *, colocated: bool
+) -> float:
+    """Seconds to give new weights to the rollout engine: the bytes that a device lacks by the link they come over. Separate
+    rollout devices receive all weights over the network, from as many senders as the training devices have."""
+    network = cluster.inter_bytes_s * 0.8
+    if not colocated:
+        needed = rollout_weights(shape, rollout.tensor, rollout.pipeline)
+        first = WEIGHT * shape.num_parameters / min(train.num_devices, rollout.num_devices)
+        # training devices send every slice to one replica each; replicas pass it on in a pipeline of messages
+        return max(needed, first) / network
+    received = received_bytes(shape, train, rollout)
+    if not received:
+        return 0.0
+    within = train.tensor * train.pipeline * (train.data_ranks if train.zero == 3 else 1) <= cluster.domain
+    fast = cluster.device.kernels.collectives["all_gather"].gb_per_s * 1e9 * cluster.link_scale
+    if within:
+        return received / fast
+    inside = min(cluster.domain, train.num_devices) / train.num_devices
+    return received * (1 - inside) / network + received * inside / fast

@@ -14,14 +14,11 @@ from functools import lru_cache
 import numpy as np
 
 from verl.planner.cluster import Cluster
-from verl.planner.dataflow import Dataflow
-from verl.planner.generation import generation_memory, time_generate
-from verl.planner.layout import EngineLayout, ParallelLayout
-from verl.planner.memory import Bytes, forward_memory, memory, training_state
+from verl.planner.generation import generation_memory, time_generate, time_transition
+from verl.planner.memory import Bytes, EngineLayout, ParallelLayout, forward_memory, memory, training_state
 from verl.planner.shapes import ModelShape
 from verl.planner.step_time import Time, time_forward, time_train
-from verl.planner.transition import time_transition
-from verl.planner.workload import SequenceBatch, Workload
+from verl.planner.workload import Dataflow, SequenceBatch, Workload
 
 _GRID = 1.02
 _LOGIT_CHUNK = 1024

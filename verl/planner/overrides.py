@@ -8,10 +8,10 @@ from dataclasses import asdict
 from verl.config import PPOConfig, RunConfig
 from verl.config.schema import value_at
 from verl.foreign_text import clean
-from verl.planner.dataflow import ROLLOUT
-from verl.planner.layout import ParallelLayout
+from verl.planner.memory import ParallelLayout
 from verl.planner.search import RunPlan
 from verl.planner.shapes import ModelShape
+from verl.planner.workload import ROLLOUT
 
 _GROUP = "actor_rollout_ref"
 _ENGINE = {"actor": f"{_GROUP}.actor", "reference": f"{_GROUP}.ref", "critic": "critic"}

@@ -22,11 +22,10 @@ from typing import Literal, NamedTuple
 
 from verl.errors import ConfigError
 from verl.planner.cluster import Cluster
-from verl.planner.dataflow import ROLLOUT, Dataflow
+from verl.planner.generation import time_transition
 from verl.planner.options import Option, Space, options, undominated
 from verl.planner.shapes import ModelShape
-from verl.planner.transition import time_transition
-from verl.planner.workload import Workload
+from verl.planner.workload import ROLLOUT, Dataflow, Workload
 
 Groups = tuple[tuple[str, ...], ...]
 _PARTS = 16  # sizes that are tried for a group of a large cluster
@@ -57,7 +56,6 @@ class RunPlan:
 
     @property
     def gpu_hours(self) -> float:
-        """Device hours of one step."""
         return self.step_s * sum(self.devices) / 3600
 
     def option(self, role: str) -> Option:
@@ -245,8 +243,7 @@ def _sync(
 def _shared(
     flow: Dataflow, roles: tuple[str, ...], alone: bool, cluster: Cluster, workload: Workload, space: Space
 ) -> tuple[Shared, ...]:
-    """Choices of one option for each of `roles`, which share all devices of `cluster`, that no other choice dominates: what
-    stays of all, and the largest peak, fit."""
+    """Choices of one option for each of `roles` on all devices of `cluster` that fit and that no other choice dominates."""
     every = [options(flow, role, cluster, workload, space, alone) for role in roles]
     if not space.same_sizes:
         partial = _partial(every, cluster, len(flow.stages))

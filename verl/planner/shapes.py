@@ -139,7 +139,6 @@ class ModelShape:
 
     @property
     def query_size(self) -> int:
-        """Elements of all queries of a token."""
         return self.heads * self.head_dim
 
     @property
@@ -154,7 +153,6 @@ class ModelShape:
 
     @cached_property
     def attention_parameters(self) -> int:
-        """Parameters of one layer's attention."""
         out = self.hidden * self.output_size
         if not self.is_latent:
             return out + self.hidden * (self.query_size + 2 * self.kv_heads * self.head_dim)
@@ -167,7 +165,6 @@ class ModelShape:
 
     @cached_property
     def expert_parameters(self) -> int:
-        """Parameters of one expert of one layer."""
         return (self.num_in + 1) * self.hidden * self.expert_intermediate
 
     def mlp_parameters(self, *, mixture: bool) -> int:
@@ -281,7 +278,6 @@ def _tower(vision: Mapping[str, Any], config: Mapping[str, Any]) -> Tower | None
 
 @cache
 def known_shapes() -> dict[str, ModelShape]:
-    """Published models by name."""
     import yaml
 
     names = {field.name for field in fields(ModelShape)}

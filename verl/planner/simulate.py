@@ -1,18 +1,16 @@
-"""Simulation of a plan, step by step: stages, queues and staleness, devices of unequal speed, failures and recovery.
+"""Simulation of a plan, step by step: stages, samples ahead of training, jitter of devices, failures and recovery.
 
     run = simulate(plan, Conditions(steps=100, jitter=0.02, hours_between_failures=50_000), seed=0)
     run.write(folder)                 timeline.jsonl and metrics.jsonl in the format of a real run, for `verl show`
     run.write_plan(folder)            planned.jsonl in the folder of a real run, which its page shows next to the measured steps
 
 The trainer takes a batch, runs the stages of a step, and syncs the weights. A rollout with separate devices makes the batches,
-at most `staleness` of them ahead of the step that trains. A call on a group ends when the slowest of its
-devices does: each device has its own speed, and jitter in each call. A failure of any device stops all; the run resumes
-from its last checkpoint after `restart_s`.
+one ahead of the step that trains. A call on a group ends when the slowest of its devices does: each has jitter in each call. A
+failure of any device stops all; the run resumes from its last checkpoint after `restart_s`.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,9 +18,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from verl.planner.dataflow import ROLLOUT
+from verl.planner.generation import received_bytes
 from verl.planner.search import RunPlan
-from verl.planner.transition import received_bytes
+from verl.planner.workload import ROLLOUT
 from verl.tracking.files import append_rows, json_text, write_atomically
 from verl.tracking.timeline import PLANNED, summarise
 
@@ -32,19 +30,16 @@ _ROLE_PHASES = {"reward": "reward"}
 
 @dataclass(frozen=True)
 class Conditions:
-    """Behaviour of the cluster. `jitter` is the standard deviation of the logarithm of a call's time on one device;
-    `slow_share` of the devices need `slow_factor` times as long. `hours_between_failures` is the mean of one device (Llama 3,
+    """Behaviour of the cluster. `jitter` is the standard deviation of the logarithm of a call's time on one device,
+    `hours_between_failures` is the mean of one device (Llama 3,
     arXiv:2407.21783, section 3.3.4: 419 interruptions of 16,384 GPUs in 54 days, 50,700 hours); 0: none fail."""
 
     steps: int = 100
     jitter: float = 0.01
-    slow_share: float = 0.0
-    slow_factor: float = 1.3
     hours_between_failures: float = 0.0
     restart_s: float = 600.0
     checkpoint_every: int = 20
     checkpoint_s: float = 30.0
-    staleness: int = 1
 
 
 class Failure(NamedTuple):
@@ -86,22 +81,17 @@ class _Cluster:
     def __init__(self, plan: RunPlan, conditions: Conditions, seed: int):
         self.plan, self.conditions = plan, conditions
         self.random = np.random.default_rng(seed)
-        total = sum(plan.devices)
-        slow = self.random.random(total) < conditions.slow_share
-        self.slowness = np.where(slow, conditions.slow_factor, 1.0)
-        edges = np.cumsum([0, *plan.devices])
-        self.spans = list(itertools.pairwise(edges))
 
     def seconds(self, group: int, nominal: float) -> float:
-        first, last = self.spans[group]
-        factors = self.slowness[first:last]
-        if self.conditions.jitter:
-            factors = factors * np.exp(self.conditions.jitter * self.random.standard_normal(last - first))
-        return nominal * float(factors.max())
+        if not self.conditions.jitter:
+            return nominal
+        return nominal * float(
+            np.exp(self.conditions.jitter * self.random.standard_normal(self.plan.devices[group])).max()
+        )
 
     def next_failure(self) -> float:
         hours = self.conditions.hours_between_failures
-        return float(self.random.exponential(hours * 3600 / len(self.slowness))) if hours else float("inf")
+        return float(self.random.exponential(hours * 3600 / sum(self.plan.devices))) if hours else float("inf")
 
 
 def simulate(plan: RunPlan, conditions: Conditions | None = None, seed: int = 0) -> SimulatedRun:
@@ -139,7 +129,7 @@ def _steps(
         if plan.asynchronous:
             group, option = plan.groups.index((ROLLOUT,)), plan.option(ROLLOUT)
             busy[ROLLOUT] = cluster.seconds(group, sum(option.seconds))
-            behind = ends[-1 - conditions.staleness] if len(ends) > conditions.staleness else start
+            behind = ends[-2] if len(ends) > 1 else start
             generated = max(generated, behind) + busy[ROLLOUT]
             spent.append(("rollout", max(0.0, generated - began)))
         spent += _stages(plan, cluster, busy)
@@ -160,8 +150,7 @@ def _steps(
 
 
 def _stages(plan: RunPlan, cluster: _Cluster, busy: dict[str, float]) -> Iterator[tuple[str, float]]:
-    """(phase, seconds) of each stage: the calls of a group one after the other, the groups at once. Adds the time of each role
-    to `busy`."""
+    """(phase, seconds) of each stage: calls of a group in turn, groups at once. Adds the time of each role to `busy`."""
     for stage, calls in enumerate(plan.flow.stages):
         longest: tuple[float, str] = (0.0, "other")
         for index, (roles, options) in enumerate(zip(plan.groups, plan.options, strict=True)):

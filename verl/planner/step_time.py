@@ -19,8 +19,7 @@ from functools import lru_cache
 
 from verl.planner import kernels
 from verl.planner.cluster import Cluster
-from verl.planner.layout import ParallelLayout
-from verl.planner.memory import GRAD, WEIGHT, parameters_per_device
+from verl.planner.memory import GRAD, WEIGHT, ParallelLayout, parameters_per_device
 from verl.planner.shapes import ModelShape, Tower
 from verl.planner.workload import SequenceBatch
 
@@ -41,7 +40,6 @@ class Time:
 
     @property
     def bound(self) -> str:
-        """The largest part."""
         return max(self.parts, key=lambda name: self.parts[name]) if self.parts else ""
 
     def __add__(self, other: Time) -> Time:

@@ -21,8 +21,7 @@ from verl.config.roots.preference import has_reference_role
 from verl.config.sections.actor import ActorConfig
 from verl.config.sections.trainer import AFTER_EACH_EPOCH
 from verl.parallel.memory import available_memory, memory_limit
-from verl.planner.layout import ParallelLayout
-from verl.planner.memory import WEIGHT, kv_bytes_per_token, memory
+from verl.planner.memory import WEIGHT, ParallelLayout, kv_bytes_per_token, memory
 from verl.planner.shapes import ModelShape
 
 FLOAT32 = 4
