@@ -10,12 +10,11 @@ import tinker
 from tests.processes import wait_until
 from verl.page.launch import listen
 from verl.tinker.app import application
-from verl.tinker.bench import Bench
 from verl.tinker.checkpoints import Checkpoints
 from verl.tinker.journal import RequestJournal
 from verl.tinker.server import uvicorn_config
 from verl.tinker.service import Service
-from verl.tinker.worker import BenchWorker
+from verl.tinker.worker import Bench, BenchWorker
 
 
 class Served:

@@ -32,7 +32,6 @@ def test_rows_arrive_as_they_were_sent():
             assert request.data[0].tokens.tolist() == row.model_input.to_ints()
             for name, values in request.data[0].inputs.items():
                 assert np.array_equal(values, array(row.loss_fn_inputs[name]))
-    assert request.seq_id == 3
     assert codec.training_request(message([rows[0]], "ppo"), 32, 64).settings == {
         "clip_low_threshold": 0.8,
         "clip_high_threshold": 1.2,

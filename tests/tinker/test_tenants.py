@@ -140,10 +140,10 @@ def test_a_small_tenant_waits_for_two_slices_at_most():
     lanes = Lanes()
     for number in range(200):
         lanes.put("large", QueuedJob(None, number, "large", SLICE_TOKENS))
-    taken = [lanes.take(lambda lane: False)[0] for _ in range(20)]
+    taken = [lanes.take()[0] for _ in range(20)]
     for number in range(2):
         lanes.put("small", QueuedJob(None, number, "small", 100))
-    taken = [lanes.take(lambda lane: False)[0] for _ in range(4)]
+    taken = [lanes.take()[0] for _ in range(4)]
     assert taken.index("small") <= 2
     assert taken.count("small") == 2
 
@@ -155,7 +155,7 @@ def test_tenants_get_equal_shares_of_tokens():
         for _ in range(8):
             lanes.put("short", QueuedJob(None, number, "short", SLICE_TOKENS // 8))
     for _ in range(900):
-        tenant, (job,) = lanes.take(lambda lane: False)
+        tenant, (job,) = lanes.take()
         used[tenant] += job.cost
     assert abs(used["long"] - used["short"]) <= 2 * SLICE_TOKENS
 

@@ -56,7 +56,7 @@ def request(loss, count=7):
             for name in set(inputs) - {"target_tokens"}:
                 inputs[name][:3] = 0
         data.append(Datum(tokens, inputs))
-    return TrainingRequest("m", 1, loss, SETTINGS[loss], data)
+    return TrainingRequest("m", loss, SETTINGS[loss], data)
 
 
 def new_adapter(bench, seed=0, rank=4):

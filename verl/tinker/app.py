@@ -25,14 +25,13 @@ from starlette.staticfiles import StaticFiles
 from tinker import types
 
 from verl.page.server import STATIC, is_own_name
-from verl.tinker.call import ClientCall
 from verl.tinker.codec import MAX_BYTES, decompressed
 from verl.tinker.model_routes import ModelRoutes
 from verl.tinker.queues import RequestFuture
 from verl.tinker.records import RefusedRequest
-from verl.tinker.routes import Routes
+from verl.tinker.routes import Routes, StatusRoutes
+from verl.tinker.served import ClientCall
 from verl.tinker.service import Service
-from verl.tinker.status import StatusRoutes
 from verl.tinker.tenants import Tenant
 
 log = logging.getLogger(__name__)
@@ -95,8 +94,7 @@ async def _lifespan(service: Service, handlers: Mapping[str, Handler]) -> AsyncI
 
 
 async def _answer(service: Service, route: str, handler: Handler, request: Request) -> Response:
-    """Check key and size, read the body, call the handler, and write the journal; a RefusedRequest becomes its status with a
-    detail."""
+    """Check key and size, read the body, call the handler, and write the journal; a RefusedRequest becomes its status."""
     try:
         try:
             result = await handler(await _call(service, route, request))
@@ -140,8 +138,8 @@ async def _call(service: Service, route: str, request: Request) -> ClientCall:
 
 
 def _tenant(service: Service, request: Request) -> Tenant:
-    """The tenant of a request's key: of the SDK, of Prometheus (a bearer token) or of a browser (a password). Without keys the
-    Host must be a name of this machine, since a page elsewhere could point its name here."""
+    """The tenant of a request's key: of the SDK, of Prometheus (a bearer token) or of a browser (a password)."""
+    # a page elsewhere could point its name here
     if not service.tenants.has_keys and not is_own_name(request.headers.get("host", "")):
         raise RefusedRequest("This address is not one of this machine (Host). Use 127.0.0.1, or give keys=FILE.", 421)
     scheme, _, key = request.headers.get("authorization", "").partition(" ")

@@ -19,13 +19,14 @@ import logging
 import os
 import re
 import shutil
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from verl.checkpoint.files import MANIFEST, find_damage, read_document, rename, write_json, write_manifest
+from verl.checkpoint.files import MANIFEST, find_damage, read_document, record_of, rename, write_json, write_manifest
 from verl.checkpoint.tensor_files import read_tensors, write_tensors
 from verl.engines.adapters import Adapter
 from verl.models.adapter_weights import AdapterWeights
@@ -53,12 +54,10 @@ class SavedAdapter:
 
     @property
     def uri(self) -> str:
-        """tinker://MODEL/KIND/NAME."""
         return f"tinker://{self.model_id}/{self.kind}/{self.name}"
 
     @property
     def digest(self) -> str:
-        """The digest of the weights."""
         return str(read_document(self.folder / MANIFEST)["files"][WEIGHTS_FILE]["blake2b"])
 
     @property
@@ -68,16 +67,12 @@ class SavedAdapter:
         return float(file.read_text("utf-8")) if file.is_file() else None
 
     def num_bytes(self) -> int:
-        """Bytes of its files."""
         return sum(file.stat().st_size for file in self.folder.iterdir())
 
 
 class Checkpoints:
-    """The saved adapters under `root`, of the base model at `base`. Loaded adapters are on the CPU.
-
-    Names come from requests: each is checked before it becomes part of a path. Raises RefusedRequest (404 for a name that
-    does not exist).
-    """
+    """The saved adapters under `root`, of the base model at `base`, loaded on the CPU. Names come from requests: each is
+    checked before it becomes part of a path. Raises RefusedRequest (404 for a name that does not exist)."""
 
     def __init__(self, root: Path, base: str):
         self.root, self.base = root / "models", base
@@ -93,7 +88,6 @@ class Checkpoints:
         write_atomically(self.run_folder(model_id) / "model.json", json.dumps(facts))
 
     def facts(self, model_id: str) -> dict[str, Any]:
-        """The content that `register` wrote."""
         file = self.run_folder(model_id) / "model.json"
         if not file.is_file():
             raise RefusedRequest(f"There is no training run {model_id!r}.", 404)
@@ -169,7 +163,6 @@ class Checkpoints:
         return max((int(folder.name) for folder in folders), default=None)
 
     def load_state(self, model_id: str, seq_id: int) -> Adapter:
-        """The inverse of `save_state`."""
         return self._adapter(self.run_folder(model_id) / _STATES / str(seq_id), optimizer=True)
 
     def drop_states(self, model_id: str, before: int | None = None) -> None:
@@ -179,7 +172,6 @@ class Checkpoints:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def get(self, uri: str) -> SavedAdapter:
-        """The checkpoint of a tinker:// address."""
         parts = uri.removeprefix("tinker://").split("/")
         if not uri.startswith("tinker://") or len(parts) != 3:
             raise RefusedRequest(f"{uri[:200]!r} is no address of the form tinker://MODEL/KIND/NAME.")
@@ -218,7 +210,6 @@ class Checkpoints:
                 yield SavedAdapter(model, kind, name, file.parent, read_document(file))
 
     def delete(self, model_id: str, checkpoint_id: str) -> None:
-        """Remove the checkpoint `KIND/NAME` of a model."""
         shutil.rmtree(self.get(f"tinker://{model_id}/{checkpoint_id}").folder)
 
     def set_expiry(self, saved: SavedAdapter, ttl_s: int | None) -> None:
@@ -229,13 +220,11 @@ class Checkpoints:
             write_atomically(saved.folder / _EXPIRES, repr(time.time() + ttl_s))
 
     def remove_expired(self) -> None:
-        """Remove the checkpoints whose time is over."""
         for file in self.root.glob(f"*/*/*/{_EXPIRES}"):
             if not file.parent.name.startswith(".") and float(file.read_text("utf-8")) < time.time():
                 shutil.rmtree(file.parent, ignore_errors=True)
 
     def stored_bytes(self, tenant: str) -> int:
-        """Bytes of the checkpoints of a tenant."""
         owners = {name: self.facts(name)["tenant"] == tenant for name in self.models()}
         return sum(saved.num_bytes() for saved in self.listed() if owners.get(saved.model_id))
 
@@ -252,3 +241,55 @@ class Checkpoints:
                 "or . _ = -."
             )
         return self.run_folder(model_id) / kind / name
+
+
+class Snapshots:
+    """Weights of samplers below `root`, in files named by the digest of their content. A sampler of a checkpoint has a hard
+    link to its file, which outlives the checkpoint. Hold `lock` from `write` or `link` until a sampler names the digest, and
+    while unused files are removed."""
+
+    def __init__(self, root: Path):
+        self.root = root / "snapshots"
+        self.root.mkdir(parents=True, exist_ok=True)
+        self.lock = threading.Lock()
+
+    def write(self, weights: AdapterWeights) -> str:
+        """Save weights: their digest."""
+        temporary = self.root / f".{os.getpid()}.tmp"
+        temporary.unlink(missing_ok=True)
+        try:
+            digest = write_tensors(temporary, peft_names(weights.tensors)).blake2b
+            os.replace(temporary, self._file(digest))
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync_folder(self.root)
+        return digest
+
+    def link(self, file: Path, digest: str) -> None:
+        """Share the adapter file of a checkpoint, whose content has this digest."""
+        if not self._file(digest).exists():
+            try:
+                os.link(file, self._file(digest))
+            except OSError:  # a file system without links
+                temporary = self.root / f".{digest}.tmp"
+                shutil.copyfile(file, temporary)
+                os.replace(temporary, self._file(digest))
+            sync_folder(self.root)
+
+    def load(self, digest: str) -> AdapterWeights:
+        """The weights with this digest. Raises RefusedRequest where the file is gone or damaged."""
+        file = self._file(digest)
+        if not file.is_file() or record_of(file).blake2b != digest:
+            raise RefusedRequest("The weights of this sampler are not on the server's disk any more.", 404)
+        tensors = own_names(read_tensors(file))
+        rank = next(value.shape[0] for name, value in tensors.items() if name.endswith(".lora_A"))
+        return AdapterWeights(rank, tensors)
+
+    def remove_unused(self, used: Collection[str]) -> None:
+        """Remove the files that no sampler of `used` names."""
+        for file in self.root.glob("*.safetensors"):
+            if file.stem not in used:
+                file.unlink(missing_ok=True)
+
+    def _file(self, digest: str) -> Path:
+        return self.root / f"{digest}.safetensors"

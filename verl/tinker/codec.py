@@ -72,7 +72,7 @@ def training_request(message: wire.ForwardBackwardRequest, vocabulary: int, long
     data = [_datum(datum, number, loss.inputs, vocabulary, longest) for number, datum in enumerate(message.data)]
     if message.loss_fn != "cross_entropy" and any(d.inputs["target_tokens"].ndim > 1 for d in data):
         raise RefusedRequest("Only cross_entropy takes several targets for a position.")
-    return TrainingRequest(message.model_id, message.seq_id, message.loss_fn, settings, data, message.forward_only)
+    return TrainingRequest(message.model_id, message.loss_fn, settings, data, message.forward_only)
 
 
 def _settings(message: wire.ForwardBackwardRequest) -> dict[str, float]:
@@ -229,7 +229,6 @@ def _sampling_params(sampling: types.SamplingParams) -> SamplingParams:
 
 
 def sample_result(output: SampleOutput) -> bytes:
-    """A SampleResponse."""
     message = wire.SampleResponse()
     for number, completion in enumerate(output.completions):
         stopped = completion.finish_reason == "stop"

@@ -12,14 +12,13 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable
 
 from verl.errors import DeadlineError, ModelError, VerlError, WorkerLostError, os_error_of
-from verl.tinker.bench import Bench
-from verl.tinker.checkpoints import Checkpoints
+from verl.tinker.checkpoints import Checkpoints, Snapshots
 from verl.tinker.codec import PROTOBUF, sample_result
 from verl.tinker.journal import RequestJournal
-from verl.tinker.queues import Lanes, QueuedJob, WireAnswer
+from verl.tinker.queues import Lanes, QueuedJob, SampleLane, WireAnswer
 from verl.tinker.records import RefusedRequest, SampleOutput
-from verl.tinker.served import ModelJob, SampleLane, ServedModel
-from verl.tinker.snapshots import Snapshots
+from verl.tinker.served import ServedModel, Work
+from verl.tinker.worker import Bench
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +57,7 @@ class Computer:
 
     def _run(self) -> None:
         try:
-            while (taken := self.lanes.take(lambda lane: isinstance(lane, SampleLane))) is not None:
+            while (taken := self.lanes.take()) is not None:
                 lane, jobs = taken
                 if isinstance(lane, SampleLane):
                     self._sample(jobs)
@@ -67,24 +66,24 @@ class Computer:
         except Exception as error:  # noqa: BLE001  (without this thread requests wait for ever)
             self._on_lost(error)
 
-    def _step(self, lane: Hashable, queued: QueuedJob, job: ModelJob) -> None:
+    def _step(self, lane: Hashable, queued: QueuedJob, work: Work) -> None:
         """Compute a slice of a request of a model; at the end of the request, give the answer."""
         start = time.perf_counter()
         try:
-            answer = next(job.steps)
+            answer = next(work.steps)
         except _LOST:
             raise
         except Exception as error:  # noqa: BLE001  (whatever fails is the answer of its request)
             answer = _failed(error)
-            if job.work.failed is not None:
-                job.work.failed(answer.failure or "")
+            if work.failed is not None:
+                work.failed(answer.failure or "")
         took_s = time.perf_counter() - start
-        job.model.unsaved_s += took_s
+        work.model.unsaved_s += took_s
         self.seconds[queued.tenant, "training_s"] += took_s
         if answer is None:
             self.lanes.put(lane, queued, first=True)
-        elif self._give(queued, answer, runs_again=job.work.changes):
-            self._save_state(job.model, job.seq_id)
+        elif self._give(queued, answer, runs_again=work.changes):
+            self._save_state(work.model, work.seq_id)
 
     def _give(self, queued: QueuedJob, answer: WireAnswer, *, runs_again: bool) -> bool:
         """Enter an answer in the journal, then give it; waits for the disk. A request that was answered before a kill retains
@@ -133,8 +132,7 @@ class Computer:
             self.checkpoints.drop_states(model.model_id, before=seq_id)
 
     def _sample(self, jobs: list[QueuedJob]) -> None:
-        """Compute the samples of `jobs` in one batch. Where it fails, each sampler gets a separate batch, so that one with
-        broken weights fails no other."""
+        """Compute the samples of `jobs` in one batch; where it fails, in one for each sampler, so that one fails no other."""
         start, tokens = time.perf_counter(), sum(job.cost for job in jobs)
         try:
             answers = [WireAnswer(sample_result(output), PROTOBUF) for output in self._sampled(jobs)]
@@ -161,17 +159,14 @@ class Computer:
 
 def _failed(error: Exception) -> WireAnswer:
     """The answer of a request that has failed: the sentence, and whether the request or the server is the cause."""
-    system = os_error_of(error)
+    system, category = os_error_of(error), "server"
     if isinstance(error, RefusedRequest):
         sentence, category = error.sentence, "user"
     elif isinstance(error, VerlError):
-        sentence, category = str(error).partition(" [rank ")[0], "server"  # the process is no matter of a client's
+        sentence = str(error).partition(" [rank ")[0]  # the process is no matter of a client's
     elif system is not None and system.errno in (errno.ENOSPC, errno.EDQUOT):
-        sentence, category = (
-            "The server's disk is full, so nothing was saved. Delete checkpoints, and save again.",
-            "server",
-        )
+        sentence = "The server's disk is full, so nothing was saved. Delete checkpoints, and save again."
     else:
         log.error("A request has failed.", exc_info=error)
-        sentence, category = f"{type(error).__name__} in the server; its log has more.", "server"
+        sentence = f"{type(error).__name__} in the server; its log has more."
     return WireAnswer(json.dumps({"error": sentence, "category": category}).encode())

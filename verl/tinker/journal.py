@@ -117,7 +117,6 @@ class RequestJournal:
 
     @property
     def is_behind(self) -> bool:
-        """Whether something is not on the disk."""
         return bool(self._pending)
 
     def _add(self, statement: str, *values: object) -> None:
@@ -145,7 +144,6 @@ class RequestJournal:
                 del self._pending[: len(batch)]
 
     def sessions(self) -> list[tuple[str, str]]:
-        """Each session with its tenant."""
         return self._file.execute("SELECT session, tenant FROM sessions").fetchall()
 
     def samplers(self) -> list[tuple[str, str, str, str | None, str | None]]:
@@ -153,12 +151,10 @@ class RequestJournal:
         return self._file.execute("SELECT sampler, session, base, digest, path FROM samplers").fetchall()
 
     def requests(self) -> Iterator[AcceptedRequest]:
-        """All requests in the order of acceptance."""
         columns = "request, session, owner, seq, route, tenant, hash, body, answer, media"
         for row in self._file.execute(f"SELECT {columns} FROM requests ORDER BY number").fetchall():
             yield AcceptedRequest(*row)
 
     def close(self) -> None:
-        """Write the rest and let go of the file."""
         self.flush()
         self._file.close()

@@ -14,14 +14,13 @@ from tinker import types
 
 from verl.engines.adapters import PARTS
 from verl.models.optim import AdamStep
-from verl.tinker.call import ClientCall, as_answer, read_message
 from verl.tinker.checkpoints import SavedAdapter
 from verl.tinker.codec import PROTOBUF, training_message, training_request, training_result
 from verl.tinker.model_run import ModelRun
 from verl.tinker.queues import SLICE_TOKENS, RequestFuture, WireAnswer
 from verl.tinker.records import Datum, RefusedRequest, TrainingOutput, TrainingRequest
 from verl.tinker.routes import check_room, checked_ttl
-from verl.tinker.served import ServedModel, ServedSampler, Work, at_once
+from verl.tinker.served import ClientCall, ServedModel, ServedSampler, Work, at_once
 from verl.tinker.service import Service
 
 SaveRequest: TypeAlias = types.SaveWeightsRequest | types.SaveWeightsForSamplerRequest
@@ -34,7 +33,7 @@ class ModelRoutes:
         self.service = service
 
     async def create_model(self, call: ClientCall) -> RequestFuture:
-        asked = read_message(call, types.CreateModelRequest)
+        asked = call.read(types.CreateModelRequest)
         self.service.touch(call, asked.session_id)
         lora = asked.lora_config
         if lora is None:
@@ -76,10 +75,10 @@ class ModelRoutes:
         run = ModelRun(self.service.checkpoints.run_folder(model_id), self.service.bench.tokenizer)
         model = ServedModel(model_id, asked.session_id, tenant, base, rank, run, self.service.bench.training)
         model.unsaved_s = float("inf") if isinstance(asked, types.LoadWeightsRequest) else 0.0
-        return self.service.add_model(call, model, make, as_answer(answer))
+        return self.service.add_model(call, model, make, WireAnswer.of(answer))
 
     async def get_info(self, call: ClientCall) -> object:
-        model = self.service.model(call, read_message(call, types.GetInfoRequest).model_id)
+        model = self.service.model(call, call.read(types.GetInfoRequest).model_id)
         facts = self.service.bench.facts
         data = types.ModelData(
             arch=facts.architecture, model_name=model.base_model, tokenizer_id=str(self.service.checkpoints.base)
@@ -96,8 +95,7 @@ class ModelRoutes:
         def prepare() -> Work:
             checked = training_request(message, facts.vocabulary, facts.longest)
             num_tokens = sum(len(datum.tokens) for datum in checked.data)
-            run = partial(self._in_slices, model, checked)
-            return Work(run, not checked.forward_only, num_tokens, model.fail)
+            return Work(model, self._in_slices(model, checked), not checked.forward_only, num_tokens, model.fail)
 
         return self.service.queue(call, model, message.seq_id, prepare)
 
@@ -121,12 +119,12 @@ class ModelRoutes:
         yield WireAnswer(training_result(TrainingOutput(log_probs, metrics)), PROTOBUF)
 
     async def optim_step(self, call: ClientCall) -> RequestFuture:
-        asked = read_message(call, types.OptimStepRequest)
+        asked = call.read(types.OptimStepRequest)
         model, values = self.service.model(call, asked.model_id), asked.optim_params
 
         def prepare() -> Work:
-            run = at_once(partial(self._step, model, _adam_step(values)))
-            return Work(run, changes=True, failed=model.drop_gradients)
+            steps = at_once(partial(self._step, model, _adam_step(values)))
+            return Work(model, steps, changes=True, failed=model.drop_gradients)
 
         return self.service.queue(call, model, asked.seq_id, prepare)
 
@@ -141,21 +139,21 @@ class ModelRoutes:
         row |= {"step": step, "time": time.time(), "actor/grad_norm": metrics["grad_norm"]}
         model.run.end_step(step, row)
         model.drop_gradients()
-        return as_answer(types.OptimStepResponse(metrics=metrics))
+        return WireAnswer.of(types.OptimStepResponse(metrics=metrics))
 
     async def save_weights(self, call: ClientCall) -> RequestFuture:
-        asked = read_message(call, types.SaveWeightsRequest)
+        asked = call.read(types.SaveWeightsRequest)
         model = self.service.model(call, asked.model_id)
         name = asked.path or f"step-{asked.seq_id}"
 
         def work() -> WireAnswer:
             saved = self._save(model, "weights", name, asked, overwrite=asked.overwrite)
-            return as_answer(types.SaveWeightsResponse(path=saved.uri))
+            return WireAnswer.of(types.SaveWeightsResponse(path=saved.uri))
 
-        return self.service.queue(call, model, asked.seq_id, partial(self._saving, asked, work))
+        return self.service.queue(call, model, asked.seq_id, partial(self._saving, model, asked, work))
 
     async def save_weights_for_sampler(self, call: ClientCall) -> RequestFuture:
-        asked = read_message(call, types.SaveWeightsForSamplerRequest)
+        asked = call.read(types.SaveWeightsForSamplerRequest)
         model = self.service.model(call, asked.model_id)
         # a repetition of the SDK has another number of the sampler
         repeated = asked.model_copy(update={"sampling_session_seq_id": None}).model_dump_json()
@@ -164,26 +162,26 @@ class ModelRoutes:
         def work() -> WireAnswer:
             if asked.path is not None:
                 saved = self._save(model, "sampler_weights", asked.path, asked, overwrite=False)
-                return as_answer(types.SaveWeightsForSamplerResponseInternal(path=saved.uri))
+                return WireAnswer.of(types.SaveWeightsForSamplerResponseInternal(path=saved.uri))
             sampler_id, snapshots = f"{model.session_id}:sample:{asked.sampling_session_seq_id}", self.service.snapshots
             with model.run.spans("save"), snapshots.lock:
                 digest = snapshots.write(model.created().state(model.model_id, optimizer=False).weights)
                 sampler = ServedSampler(sampler_id, model.session_id, model.tenant, model.base_model, digest)
                 self.service.add_sampler(sampler)
-            return as_answer(types.SaveWeightsForSamplerResponseInternal(sampling_session_id=sampler_id))
+            return WireAnswer.of(types.SaveWeightsForSamplerResponseInternal(sampling_session_id=sampler_id))
 
         def prepare() -> Work:
             if asked.kind != "snapshot":
                 raise RefusedRequest("Samplers that follow the weights (inflight) are not available. Use snapshots.")
             if asked.path is None:
                 check_room(call, "samplers", self.service.samplers)
-            return self._saving(asked, work)
+            return self._saving(model, asked, work)
 
         return self.service.queue(call, model, asked.seq_id, prepare)
 
-    def _saving(self, asked: SaveRequest, work: Callable[[], WireAnswer]) -> Work:
+    def _saving(self, model: ServedModel, asked: SaveRequest, work: Callable[[], WireAnswer]) -> Work:
         checked_ttl(asked.ttl_seconds)
-        return Work(at_once(work))
+        return Work(model, at_once(work))
 
     def _save(self, model: ServedModel, kind: str, name: str, asked: SaveRequest, *, overwrite: bool) -> SavedAdapter:
         checkpoints, most = self.service.checkpoints, model.tenant.limits.bytes
@@ -201,7 +199,7 @@ class ModelRoutes:
             )
 
     async def load_weights(self, call: ClientCall) -> RequestFuture:
-        asked = read_message(call, types.LoadWeightsRequest)
+        asked = call.read(types.LoadWeightsRequest)
         checkpoints, answer = self.service.checkpoints, types.LoadWeightsResponse(path=asked.path)
         bench = self.service.bench.training
 
@@ -222,11 +220,11 @@ class ModelRoutes:
             model.num_steps, model.unsaved_s = load(model.model_id), float("inf")
             model.drop_gradients()
             model.run.rewind(model.num_steps)
-            return as_answer(answer)
+            return WireAnswer.of(answer)
 
         def prepare() -> Work:
             self.service.saved(call, asked.path)
-            return Work(at_once(work), changes=True)
+            return Work(model, at_once(work), changes=True)
 
         return self.service.queue(call, model, asked.seq_id, prepare)
 

@@ -11,9 +11,11 @@ import json
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+import pydantic
 
 from verl.tinker.records import RefusedRequest
 
@@ -28,6 +30,10 @@ class WireAnswer:
 
     body: bytes
     media_type: str = "application/json"
+
+    @classmethod
+    def of(cls, message: pydantic.BaseModel) -> WireAnswer:
+        return cls(message.model_dump_json(exclude_none=True).encode())
 
     @property
     def failure(self) -> str | None:
@@ -46,12 +52,10 @@ class RequestFuture:
         self._loop, self._event = asyncio.get_running_loop(), asyncio.Event()
 
     def set(self, answer: WireAnswer) -> None:
-        """Give the result."""
         self.answer, self.done_at = answer, time.monotonic()
         self._loop.call_soon_threadsafe(self._event.set)
 
     async def wait(self, timeout_s: float) -> WireAnswer | None:
-        """The result, or None after `timeout_s` seconds."""
         try:
             await asyncio.wait_for(self._event.wait(), timeout_s)
         except asyncio.TimeoutError:
@@ -67,6 +71,12 @@ class QueuedJob:
     work: Any
     tenant: str
     cost: int = 1
+
+
+class SampleLane(NamedTuple):
+    """Samples with equal rules, which are computed in one batch."""
+
+    params: Hashable
 
 
 @dataclass
@@ -93,7 +103,7 @@ class Lanes:
             jobs.appendleft(job) if first else jobs.append(job)
             self._changed.notify()
 
-    def take(self, is_batch: Callable[[Hashable], bool]) -> tuple[Hashable, list[QueuedJob]] | None:
+    def take(self) -> tuple[Hashable, list[QueuedJob]] | None:
         """The next lane with its jobs; waits for one. None once closed."""
         with self._changed:
             while not self._closed and not any(turn.lanes for turn in self._turns.values()):
@@ -102,13 +112,13 @@ class Lanes:
                 return None
             tenant = self._next_tenant()
             lane, jobs = next(iter(self._turns[tenant].lanes.items()))
-        if is_batch(lane):
+        is_batch = isinstance(lane, SampleLane)
+        if is_batch:
             self._gather(jobs)
         with self._changed:
-            return lane, self._remove(tenant, lane, BATCH_TOKENS if is_batch(lane) else 0)
+            return lane, self._remove(tenant, lane, BATCH_TOKENS if is_batch else 0)
 
     def close(self) -> None:
-        """End `take`."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

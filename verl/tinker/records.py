@@ -35,7 +35,6 @@ class TrainingRequest:
     """Rows for one forward and, unless `forward_only`, backward pass, summed by the loss `loss`."""
 
     model_id: str
-    seq_id: int
     loss: str
     settings: Mapping[str, float]
     data: list[Datum]

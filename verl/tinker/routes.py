@@ -1,23 +1,27 @@
-"""Routes of sessions, saved weights, sampling and results."""
+"""Routes of sessions, saved weights, sampling, results, and of the state of a service as a tenant may see it."""
 
 from __future__ import annotations
 
+import time
 import uuid
+from collections import Counter
 from collections.abc import Mapping
 from datetime import datetime, timezone
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pydantic
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from tinker import types
 
 from verl.models.lora import WEIGHTS_FILE
-from verl.tinker.call import ClientCall, read_message
+from verl.page.pages import Site
+from verl.page.server import HEADERS, gauges
 from verl.tinker.checkpoints import KINDS, SavedAdapter
 from verl.tinker.codec import sampling_request
 from verl.tinker.records import RefusedRequest
-from verl.tinker.served import ServedModel, ServedSampler
+from verl.tinker.served import ClientCall, ServedModel, ServedSampler
 from verl.tinker.service import Service
+from verl.tinker.tenants import Tenant
 
 Row = TypeVar("Row")
 POLL_S = 25.0  # of the 45 s that the client waits
@@ -56,13 +60,13 @@ class Routes:
         return types.GetServerCapabilitiesResponse(supported_models=models)
 
     async def create_session(self, call: ClientCall) -> object:
-        read_message(call, types.CreateSessionRequest)
+        call.read(types.CreateSessionRequest)
         session_id = str(uuid.uuid4())
         self.service.new_session(session_id, call.tenant)
         return types.CreateSessionResponse(session_id=session_id)
 
     async def heartbeat(self, call: ClientCall) -> object:
-        self.service.touch(call, read_message(call, types.SessionHeartbeatRequest).session_id)
+        self.service.touch(call, call.read(types.SessionHeartbeatRequest).session_id)
         return types.SessionHeartbeatResponse()
 
     async def finish(self, call: ClientCall) -> object:
@@ -77,7 +81,7 @@ class Routes:
         return types.TelemetryResponse(status="accepted")
 
     async def weights_info(self, call: ClientCall) -> object:
-        saved = self.service.saved(call, read_message(call, _WeightsInfoRequest).tinker_path)
+        saved = self.service.saved(call, call.read(_WeightsInfoRequest).tinker_path)
         parts = self.service.facts(call, saved.model_id)["parts"]
         return types.WeightsInfoResponse(
             base_model=saved.state["base_model"], is_lora=True, lora_rank=saved.state["rank"],
@@ -101,7 +105,7 @@ class Routes:
         return Response(status_code=204)
 
     async def set_ttl(self, call: ClientCall) -> object:
-        ttl_s = read_message(call, _TtlRequest).ttl_seconds
+        ttl_s = call.read(_TtlRequest).ttl_seconds
         self.service.checkpoints.set_expiry(self._addressed(call), checked_ttl(ttl_s))
         return Response(status_code=204)
 
@@ -132,7 +136,7 @@ class Routes:
         )  # fmt: skip
 
     async def create_sampling_session(self, call: ClientCall) -> object:
-        asked = read_message(call, types.CreateSamplingSessionRequest)
+        asked = call.read(types.CreateSamplingSessionRequest)
         self.service.touch(call, asked.session_id)
         service, sampler_id = self.service, f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
         tenant = service.sessions[asked.session_id].tenant
@@ -154,7 +158,7 @@ class Routes:
         )
 
     async def sample(self, call: ClientCall) -> object:
-        asked = read_message(call, types.SampleRequest)
+        asked = call.read(types.SampleRequest)
         sampler = self.service.sampler(call, asked.sampling_session_id or "")
         facts = self.service.bench.facts
         checked = sampling_request(asked, facts.vocabulary, facts.longest)
@@ -163,7 +167,7 @@ class Routes:
         return types.UntypedAPIFuture(request_id=future.request_id, sample_sequence_ids=ids)
 
     async def retrieve_future(self, call: ClientCall) -> object:
-        asked = read_message(call, types.FutureRetrieveRequest)
+        asked = call.read(types.FutureRetrieveRequest)
         future = self.service.future(call, asked.request_id)
         answer = await future.wait(POLL_S)
         if answer is None:
@@ -209,3 +213,70 @@ def _page(call: ClientCall, rows: list[Row]) -> tuple[list[Row], types.Cursor]:
         raise RefusedRequest("limit and offset are numbers.") from error
     limit, offset = max(0, limit), max(0, offset)
     return rows[offset : offset + limit], types.Cursor(offset=offset, limit=limit, total_count=len(rows))
+
+
+_COUNTED = ("models", "samplers", "waiting_requests", "waiting_tokens", "training_s", "sampling_s", "journal_s")
+_SHOWN = 200  # models and samplers of an answer, the last used first
+
+
+class StatusRoutes:
+    """One method for each route."""
+
+    def __init__(self, service: Service):
+        self.service, self._site = service, Site([])
+
+    async def status(self, call: ClientCall) -> object:
+        return status(self.service, call.tenant)
+
+    async def page(self, call: ClientCall) -> object:
+        context = status(self.service, call.tenant)
+        html = self._site.render("service.html", "/", names=self.service.names, now=time.time(), **context)
+        return HTMLResponse(html, headers={**HEADERS, "Cache-Control": "no-store"})
+
+    async def metrics(self, call: ClientCall) -> object:
+        state, samples = status(self.service, call.tenant), dict[str, list[tuple[dict[str, str], float]]]()
+        for tenant, counts in state["tenants"].items():
+            for name, count in counts.items():
+                samples.setdefault(f"tinker_{name}", []).append(({"tenant": tenant}, count))
+        samples["tinker_paused"] = [({}, int(bool(state["paused"])))]
+        return Response(gauges(samples), media_type="text/plain; version=0.0.4")
+
+
+def status(service: Service, tenant: Tenant) -> dict[str, Any]:
+    """The tenants that `tenant` sees, with their models, samplers, waiting requests and seconds of computing; the models that
+    train and the samplers, each with the requests that wait for it. `paused` says why answers wait."""
+    waiting = [f for f in list(service.futures.values()) if f.answer is None and tenant.sees(f.tenant)]
+    models = [m for m in list(service.models.values()) if tenant.sees(m.tenant.name)]
+    samplers = [s for s in list(service.samplers.values()) if tenant.sees(s.tenant.name)]
+    used = [row for one in service.computers for row in list(one.seconds.items()) if tenant.sees(row[0][0])]
+    listed: list[tuple[str, str, float]] = [
+        *((m.tenant.name, "models", 1) for m in models), *((s.tenant.name, "samplers", 1) for s in samplers),
+        *((f.tenant, "waiting_requests", 1) for f in waiting), *((f.tenant, "waiting_tokens", f.tokens) for f in waiting),
+        *((owner, kind, seconds) for (owner, kind), seconds in used),
+    ]  # fmt: skip
+    tenants: dict[str, dict[str, float]] = {}
+    for owner, kind, count in sorted(listed):
+        tenants.setdefault(owner, dict.fromkeys(_COUNTED, 0))[kind] += count
+    queues, epoch = Counter(f.owner for f in waiting), time.time() - time.monotonic()
+    of_models = [
+        {
+            "model_id": m.model_id, "tenant": m.tenant.name, "rank": m.rank, "num_steps": m.num_steps or 0,
+            "waiting_requests": queues[m.model_id], "last_request": m.last_request,
+        }
+        for m in sorted(models, key=lambda m: -m.last_request)[:_SHOWN]
+    ]  # fmt: skip
+    of_samplers = [
+        {
+            "sampler_id": s.sampler_id, "tenant": s.tenant.name, "weights": s.digest, "model_path": s.model_path,
+            "waiting_requests": queues[s.sampler_id], "last_request": s.last_use + epoch,
+        }
+        for s in sorted(samplers, key=lambda s: -s.last_use)[:_SHOWN]
+    ]  # fmt: skip
+    apart = service.bench.is_apart
+    return {
+        "tenants": tenants,
+        "models": of_models,
+        "samplers": of_samplers,
+        "is_apart": apart,
+        "paused": service.paused,
+    }

@@ -1,17 +1,22 @@
-"""Records of what the service holds: sessions, models, samplers, and work that is ready to compute."""
+"""Records of what the service holds: sessions, models, samplers, requests, and work that is ready to compute."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+import pydantic
+
+from verl.tinker.journal import AcceptedRequest
 from verl.tinker.model_run import ModelRun
 from verl.tinker.queues import Ordered, WireAnswer
 from verl.tinker.records import RefusedRequest, SamplingRequest
 from verl.tinker.tenants import Tenant
 from verl.tinker.worker import BenchWorker
+
+Message = TypeVar("Message", bound=pydantic.BaseModel)
 
 
 @dataclass
@@ -51,7 +56,6 @@ class ServedModel:
         return self.bench
 
     def fail(self, reason: str) -> None:
-        """Note that a forward_backward has failed."""
         self.failed = self.failed or reason
 
     def drop_gradients(self, _: str = "") -> None:
@@ -75,12 +79,6 @@ class ServedSampler:
     last_use: float = field(default_factory=time.monotonic)
 
 
-class SampleLane(NamedTuple):
-    """Samples with equal rules, which are computed in one batch."""
-
-    params: Hashable
-
-
 class SampleJob(NamedTuple):
     """A sample request with the digest of its weights (None: the base model)."""
 
@@ -88,37 +86,49 @@ class SampleJob(NamedTuple):
     request: SamplingRequest
 
 
-@dataclass(frozen=True)
+@dataclass
 class Work:
-    """A request of a model that was checked. `run` yields None after each slice but the last, then the answer.
+    """A request of a model that was checked. `steps` yields None after each slice but the last, then the answer.
     A request that `changes` its model runs again after a kill. `failed` gets the reason when it fails."""
 
-    run: Callable[[], Iterator[WireAnswer | None]]
+    model: ServedModel
+    steps: Iterator[WireAnswer | None]
     changes: bool = False
     tokens: int = 1
     failed: Callable[[str], None] | None = None
+    seq_id: int = 0
 
 
-@dataclass(frozen=True)
-class ModelJob:
-    """Work of a model in progress."""
-
-    model: ServedModel
-    work: Work
-    seq_id: int
-    steps: Iterator[WireAnswer | None]
-
-
-def at_once(compute: Callable[[], WireAnswer]) -> Callable[[], Iterator[WireAnswer | None]]:
-    """The `run` of work in one slice."""
-
-    def run() -> Iterator[WireAnswer | None]:
-        yield compute()
-
-    return run
+def at_once(compute: Callable[[], WireAnswer]) -> Iterator[WireAnswer | None]:
+    """The steps of work in one slice."""
+    yield compute()
 
 
 def failing(reason: str) -> Iterator[WireAnswer | None]:
     """Steps that fail with a reason."""
     raise RefusedRequest(reason)
     yield None
+
+
+@dataclass(frozen=True)
+class ClientCall:
+    """A request as routes read it: from a client, or after a kill from the journal, whose entry is `stored`. `path` and `query`
+    are parameters of the URL, `digest` the SHA-256 of `body`."""
+
+    route: str
+    body: bytes
+    tenant: Tenant
+    digest: str
+    path: Mapping[str, str] = field(default_factory=dict)
+    query: Mapping[str, str] = field(default_factory=dict)
+    stored: AcceptedRequest | None = None
+
+    def read(self, kind: type[Message]) -> Message:
+        try:
+            return kind.model_validate_json(self.body)
+        except pydantic.ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            place = ".".join(map(str, first["loc"]))
+            raise RefusedRequest(
+                f"The body is no {kind.__name__}: {place + ': ' if place else ''}{first['msg']}."
+            ) from error

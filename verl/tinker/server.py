@@ -16,11 +16,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from verl.config import PPOConfig
 from verl.tinker.app import application
-from verl.tinker.bench import Bench, open_bench
 from verl.tinker.checkpoints import Checkpoints
 from verl.tinker.journal import RequestJournal
 from verl.tinker.service import Service
 from verl.tinker.tenants import Tenants
+from verl.tinker.worker import Bench, open_bench
 
 log = logging.getLogger(__name__)
 

@@ -13,26 +13,14 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
-from verl.tinker.bench import Bench
-from verl.tinker.call import ClientCall
-from verl.tinker.checkpoints import Checkpoints, SavedAdapter
+from verl.tinker.checkpoints import Checkpoints, SavedAdapter, Snapshots
 from verl.tinker.computer import Computer
 from verl.tinker.journal import REFUSED, AcceptedRequest, RequestJournal
-from verl.tinker.queues import SLICE_TOKENS, Lanes, QueuedJob, RequestFuture, WireAnswer
+from verl.tinker.queues import SLICE_TOKENS, Lanes, QueuedJob, RequestFuture, SampleLane, WireAnswer
 from verl.tinker.records import RefusedRequest, SamplingRequest
-from verl.tinker.served import (
-    ClientSession,
-    ModelJob,
-    SampleJob,
-    SampleLane,
-    ServedModel,
-    ServedSampler,
-    Work,
-    at_once,
-    failing,
-)
-from verl.tinker.snapshots import Snapshots
+from verl.tinker.served import ClientCall, ClientSession, SampleJob, ServedModel, ServedSampler, Work, at_once, failing
 from verl.tinker.tenants import Tenant, Tenants
+from verl.tinker.worker import Bench
 
 log = logging.getLogger(__name__)
 
@@ -40,10 +28,6 @@ KEEP_ANSWERS_S = 900.0  # after an answer is there
 SESSION_S = 1800.0  # without a heartbeat
 IDLE_SAMPLER_S = 6 * 3600.0  # without a request
 RETRY_S = 2
-
-
-def _nothing() -> None:
-    pass
 
 
 class Service:
@@ -66,7 +50,7 @@ class Service:
         self.samplers: dict[str, ServedSampler] = {}
         self.futures: dict[str, RequestFuture] = {}
         self.lost: Exception | None = None
-        self.on_lost: Callable[[], None] = _nothing
+        self.on_lost: Callable[[], object] = lambda: None
         self._lanes = Lanes()
         self._sample_lanes = Lanes() if bench.is_apart else self._lanes
         settings = (bench, checkpoints, journal, self.snapshots)
@@ -173,7 +157,6 @@ class Service:
         return facts
 
     def saved(self, call: ClientCall, uri: str) -> SavedAdapter:
-        """A checkpoint of a model of the tenant."""
         saved = self.checkpoints.get(uri)
         self.facts(call, saved.model_id)
         return saved
@@ -206,7 +189,7 @@ class Service:
             model.run.rewind(model.num_steps)
             return answer
 
-        self._lanes.put(model.model_id, self._job(model, 0, future, Work(at_once(create), changes=True)))
+        self._lanes.put(model.model_id, self._job(0, future, Work(model, at_once(create), changes=True)))
         return future
 
     def queue(
@@ -227,7 +210,7 @@ class Service:
                 self._release(model, seq_id, None)
             raise
         future = self._future(call, model.model_id, model.session_id, seq_id, work.tokens)
-        self._release(model, seq_id, self._job(model, seq_id, future, work))
+        self._release(model, seq_id, self._job(seq_id, future, work))
         return future
 
     def queue_sample(
@@ -262,11 +245,11 @@ class Service:
         if waiting and waiting + tokens > most and not is_next:
             raise RefusedRequest(f"Requests with {waiting} tokens wait already, and {most} may.", 429, RETRY_S)
 
-    def _job(self, model: ServedModel, seq_id: int, future: RequestFuture, work: Work) -> QueuedJob:
-        failure = future.answer.failure if future.answer is not None else None
-        steps = work.run() if failure is None else failing(failure)  # what has failed before a kill fails again
-        job = ModelJob(model, work, seq_id, steps)
-        return QueuedJob(future, job, model.tenant.name, min(work.tokens, SLICE_TOKENS))
+    def _job(self, seq_id: int, future: RequestFuture, work: Work) -> QueuedJob:
+        work.seq_id = seq_id
+        if future.answer is not None and (failure := future.answer.failure) is not None:
+            work.steps = failing(failure)  # what has failed before a kill fails again
+        return QueuedJob(future, work, work.model.tenant.name, min(work.tokens, SLICE_TOKENS))
 
     def _release(self, model: ServedModel, seq_id: int, job: QueuedJob | None) -> None:
         for ready in model.order.add(seq_id, job):
