@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from verl.compat.agents import get_interaction_class, get_tool_class
+from verl.compat.python import load_class_from_fqn as get_class
 from verl.errors import ConfigError
 from verl.experimental.agent_loop import AgentLoopManager, AgentLoopWorker, utils
 from verl.experimental.agent_loop.agent_loop import get_trajectory_info
@@ -47,8 +47,8 @@ def test_calls_of_openai_are_read():
 
 
 def test_classes_by_name():
-    assert get_tool_class("verl.tools.gsm8k_tool.Gsm8kTool") is Gsm8kTool
-    assert get_interaction_class("verl.interactions.gsm8k_interaction.Gsm8kInteraction") is Gsm8kInteraction
+    assert get_class("verl.tools.gsm8k_tool.Gsm8kTool") is Gsm8kTool
+    assert get_class("verl.interactions.gsm8k_interaction.Gsm8kInteraction") is Gsm8kInteraction
 
 
 def test_programs_run_here_in_place_of_a_service():

@@ -7,10 +7,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from verl.compat.asynchronous import fully_async, one_step_off
-from verl.compat.commands import Arguments
-from verl.compat.evaluation import main_eval, score_file
-from verl.compat.generation import main_generation, translate
+from verl.compat.commands import Arguments, fully_async, one_step_off
+from verl.compat.generation import main_eval, main_generation, score_file, translate
 from verl.config import load_config
 from verl.errors import ConfigError, DataError
 
@@ -253,10 +251,10 @@ class TestAsynchronous:
 
     def test_a_run_of_each(self, tiny_tree, tmp_path, monkeypatch):
         """On one device, which the rollout shares: two steps, samples of the second made under older weights."""
-        from verl.compat import asynchronous
+        from verl.compat import commands
         from verl.run.host import train
 
-        monkeypatch.setattr(asynchronous, "_train", lambda argv: train(load_config(argv)))
+        monkeypatch.setattr(commands, "_train", lambda argv: train(load_config(argv)))
         tree = tiny_tree
         common = [
             *self.COMMON, "algorithm.adv_estimator=grpo", "rollout.nnodes=0",
@@ -268,10 +266,10 @@ class TestAsynchronous:
         ]  # fmt: skip
         mains = {
             "fully": (
-                asynchronous.main_fully_async,
+                commands.main_fully_async,
                 ["async_training.trigger_parameter_sync_step=1", "rollout.total_rollout_steps=4"],
             ),
-            "one": (asynchronous.main_one_step_off, ["data.train_batch_size=2", "trainer.total_training_steps=2"]),
+            "one": (commands.main_one_step_off, ["data.train_batch_size=2", "trainer.total_training_steps=2"]),
         }  # fmt: skip
         for name, (main, own) in mains.items():
             assert main([*common, *own, f"trainer.default_local_dir={tmp_path}/{name}"]) == 0

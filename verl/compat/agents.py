@@ -14,11 +14,13 @@ from verl.families import AGENT_LOOPS
 from verl.registry import RegistryMapping, user_file
 from verl.rewards.programs import ProgramLimits
 from verl.tools.base_tool import BaseTool
-from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse, text_tool
 from verl.tools.tool_registry import load_class
 
 
-class _NoManager:
+class AgentLoopManager:
+    """Not used here: making one raises ConfigError."""
+
     def __init__(self, *args: object, **kwargs: object):
         raise ConfigError(
             f"{type(self).__name__} is not used in this version: the rollout worker of each rank runs its episodes. Subclass "
@@ -26,23 +28,18 @@ class _NoManager:
         )
 
 
-class AgentLoopManager(_NoManager):
-    """See _NoManager."""
-
-
-class AgentLoopWorker(_NoManager):
-    """See _NoManager."""
+class AgentLoopWorker(AgentLoopManager):
+    """See AgentLoopManager."""
 
 
 class SandboxFusionTool(BaseTool):
-    """Python programs as calls of a model. They run on this machine in processes with limits (verl/rewards/programs.py), not at
-    `sandbox_fusion_url`. Of `config`, default_timeout (seconds), default_language and memory_limit_mb (MiB) act.
-
-    Subclasses call `await self.execution_pool.execute.remote(function, *arguments)`, which runs it in a thread.
-    """
+    """Python programs as calls of a model, in processes of this machine with limits (verl/rewards/programs.py). Of `config`,
+    default_timeout (seconds), default_language and memory_limit_mb (MiB) act. Subclasses call `await
+    self.execution_pool.execute.remote(function, *arguments)`, which runs it in a thread."""
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None):
-        super().__init__(config, tool_schema or OpenAIFunctionToolSchema.model_validate(_CODE_SCHEMA))
+        about = "Runs a Python program and returns what it prints."
+        super().__init__(config, tool_schema or text_tool("code_interpreter", about, "code", "the program"))
         self.default_timeout = config.get("default_timeout", 30)
         self.default_language = config.get("default_language", "python")
         self.memory_limit_mb = int(config.get("memory_limit_mb", 1024))
@@ -51,7 +48,6 @@ class SandboxFusionTool(BaseTool):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: object
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """See BaseTool."""
         timeout = parameters.get("timeout", self.default_timeout)
         language = parameters.get("language", self.default_language)
         text = await asyncio.to_thread(
@@ -66,20 +62,6 @@ class SandboxFusionTool(BaseTool):
         return program_output(code, ProgramLimits(time_s=float(timeout), memory_mb=self.memory_limit_mb))
 
 
-_CODE_SCHEMA = {
-    "type": "function",
-    "function": {
-        "name": "code_interpreter",
-        "description": "Runs a Python program and returns what it prints.",
-        "parameters": {
-            "type": "object",
-            "properties": {"code": {"type": "string", "description": "the program"}},
-            "required": ["code"],
-        },
-    },
-}
-
-
 async def get_trajectory_info(step: int, index: list[object], validate: bool) -> list[dict[str, Any]]:
     """For each row: step, sample index, number among the rows of its index, and whether it validates."""
     numbers: dict[object, int] = {}
@@ -88,16 +70,6 @@ async def get_trajectory_info(step: int, index: list[object], validate: bool) ->
         numbers[value] = numbers.get(value, -1) + 1
         rows.append({"step": step, "sample_index": value, "rollout_n": numbers[value], "validate": validate})
     return rows
-
-
-def get_tool_class(cls_name: str) -> type[Any]:
-    """The class `package.module.Class`. Raises ConfigError."""
-    return load_class(cls_name, "get_tool_class")  # type: ignore[no-any-return]
-
-
-def get_interaction_class(cls_name: str) -> type[Any]:
-    """The class `package.module.Class`. Raises ConfigError."""
-    return load_class(cls_name, "get_interaction_class")  # type: ignore[no-any-return]
 
 
 class LoopMapping(RegistryMapping):
@@ -132,8 +104,7 @@ def add_generation_prompt_for_gpt_oss(message_content: str) -> str:
 
 
 def resolve_config_path(config_path: str) -> str:
-    """A path that begins with verl/ in this package, if the working directory has no such file; any other as it is. Raises
-    FileNotFoundError."""
+    """A path as it is, or if there is no such file in this package. Raises FileNotFoundError."""
     file = user_file(config_path)
     if not file.exists():
         raise FileNotFoundError(f"There is no file {config_path}. Name it from the working directory {Path.cwd()}.")

@@ -19,8 +19,7 @@ def create_rl_dataset(
     is_train: bool = True,
     max_samples: int = -1,
 ) -> Any:
-    """The rows of files as RLHFDataset, or as `data.custom_cls`. `data_config` is the section `data`, whole or in part.
-    Raises DataError or ConfigError."""
+    """The rows of files as RLHFDataset, or as `data.custom_cls`. Raises DataError or ConfigError."""
     config = whole_section(data_config)
     return dataset_class(config)(
         data_files=data_paths, tokenizer=tokenizer, processor=processor, config=config, max_samples=max_samples

@@ -1,16 +1,23 @@
-"""This machine's accelerator, and the environment of Ray workers: `verl.utils.device`, `verl.utils.memory_utils`,
-`verl.trainer.constants_ppo`."""
+"""This machine's accelerator, the environment of Ray workers, traces and memory lines: `verl.utils.device`,
+`verl.utils.memory_utils`, `verl.trainer.constants_ppo`, `verl.utils.profiler`."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import logging
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
+
+from verl.parallel.trace import Trace
 
 log = logging.getLogger(__name__)
 
@@ -60,8 +67,7 @@ def set_expandable_segments(enable: bool) -> None:
 
 
 def aggressive_empty_cache(force_sync: bool = True, max_retries: int = 3) -> None:
-    """Free cached device memory until a round frees less than 1 GiB, at most `max_retries` rounds; on a CPU, only collect
-    Python's garbage."""
+    """Free cached device memory, at most `max_retries` rounds that free 1 GiB; on a CPU only collect garbage."""
     for _ in range(max_retries):
         gc.collect()
         if not is_cuda_available:
@@ -86,10 +92,105 @@ _VARIABLES = {
 
 
 def get_ppo_ray_runtime_env() -> dict[str, Any]:
-    """A `runtime_env` for `ray.init`: variables that this process has not set, and no working directory unless the Ray
-    job names one."""
+    """A `runtime_env` for `ray.init`: variables that are not set, and the working directory of a Ray job."""
     job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
     environment: dict[str, object] = {"env_vars": {k: v for k, v in _VARIABLES.items() if k not in os.environ}}
     if job.get("runtime_env", {}).get("working_dir") is None:
         environment["working_dir"] = None
     return environment
+
+
+F = TypeVar("F", bound=Callable[..., object])
+
+_GIB = 2**30
+
+
+@dataclass
+class ProfilerConfig:
+    """Ranks that write a trace, and the folder of their files. `tool` and `tool_config` are of other profilers."""
+
+    tool: str | None = None
+    enable: bool = False
+    all_ranks: bool = False
+    ranks: list[int] = field(default_factory=list)
+    save_path: str | None = "outputs/profile"
+    tool_config: object = None
+
+
+class DistProfiler:
+    """A trace of this rank between `start` and `stop`: `save_path`/{role}_rank_{rank}.json, which Perfetto and Chrome open."""
+
+    def __init__(self, rank: int, config: ProfilerConfig | None = None, tool_config: object = None, **_: object):
+        self.rank, self.config = rank, config or ProfilerConfig()
+        self._trace = Trace()
+
+    def check_enable(self) -> bool:
+        return self.config.enable
+
+    def check_this_rank(self) -> bool:
+        return self.config.all_ranks or self.rank in self.config.ranks
+
+    def start(self, *, role: str | None = None, **_: object) -> None:
+        """Start, on a rank that the config names."""
+        if self.check_enable() and self.check_this_rank():
+            folder = Path(self.config.save_path or "outputs/profile")
+            self._trace.start(folder / f"{role or 'trace'}_rank_{self.rank}.json")
+
+    def stop(self) -> None:
+        self._trace.stop()
+
+    @classmethod
+    def annotate(cls, message: str | None = None, **_: object) -> Callable[[Callable[..., Any]], Any]:
+        """Decorator: calls appear under their name in a trace."""
+        return lambda function: torch.profiler.record_function(message or function.__name__)(function)
+
+
+class DistProfilerExtension:
+    """Mixin of workers: start_profile and stop_profile of a `profiler`."""
+
+    def __init__(self, profiler: DistProfiler):
+        self.profiler = profiler
+
+    def start_profile(self, **settings: Any) -> None:
+        self.profiler.start(**settings)
+
+    def stop_profile(self) -> None:
+        self.profiler.stop()
+
+
+@contextmanager
+def mark_annotate(message: str | None = None, **_: object) -> Iterator[None]:
+    """A block under its name in a trace."""
+    with torch.profiler.record_function(message or "block"):
+        yield
+
+
+def log_gpu_memory_usage(
+    head: str, logger: logging.Logger | None = None, level: int = logging.DEBUG, rank: int = 0
+) -> None:
+    """Log allocated and reserved memory of the GPU in GiB after `head`, on rank `rank`; nothing without a GPU."""
+    if not torch.cuda.is_available() or int(os.environ.get("RANK", "0")) != rank:
+        return
+    allocated, reserved = torch.cuda.memory_allocated() / _GIB, torch.cuda.memory_reserved() / _GIB
+    (logger or log).log(level, "%s: %.2f GiB allocated, %.2f GiB reserved", head, allocated, reserved)
+
+
+class GPUMemoryLogger:
+    """Decorator: log_gpu_memory_usage before and after each call."""
+
+    def __init__(
+        self, role: str, logger: logging.Logger | None = None, level: int = logging.DEBUG, log_only_rank_0: bool = True
+    ):
+        self.role, self.logger, self.level = role, logger, level
+        self._rank = 0 if log_only_rank_0 else int(os.environ.get("RANK", "0"))
+
+    def __call__(self, decorated: F) -> F:
+        @functools.wraps(decorated)
+        def call(*arguments: object, **keywords: object) -> Any:
+            name = f"{self.role} {decorated.__name__}"
+            log_gpu_memory_usage(f"before {name}", self.logger, self.level, self._rank)
+            result = decorated(*arguments, **keywords)
+            log_gpu_memory_usage(f"after {name}", self.logger, self.level, self._rank)
+            return result
+
+        return cast("F", call)

@@ -46,12 +46,9 @@ def copy_to_local(
     always_recopy: bool = False,
     use_shm: bool = False,
 ) -> str:
-    """The local path of `src`: `src` itself with `~` expanded, or a hub name unchanged.
-
-    With `use_shm` a file or folder is copied to shared memory once, and the path of the copy is returned; where it does
-    not fit, `src` is returned with a warning. `always_recopy` repeats the copy. The other arguments concern downloads and
-    have no effect. Raises ConfigError for a remote path.
-    """
+    """The local path of `src`: `src` itself with `~` expanded, or a hub name unchanged. With `use_shm` its copy in shared
+    memory, made once or with `always_recopy` again; `src` where it does not fit. Other arguments concern downloads. Raises
+    ConfigError for a remote path."""
     src = _local(src)
     path = os.path.expanduser(src)
     if use_shm and os.path.exists(path):
@@ -63,8 +60,7 @@ copy_local_path_from_hdfs = copy_to_local
 
 
 def local_mkdir_safe(path: str) -> str:
-    """Make the folder `path` with its parents, relative to the working directory; returns its absolute path. Several
-    processes may do so at once."""
+    """Make the folder `path` with its parents; returns its absolute path. Several processes may do so at once."""
     path = os.path.abspath(os.path.expanduser(path))
     os.makedirs(path, exist_ok=True)
     return path
@@ -115,11 +111,7 @@ def exists(path: str, **_other: object) -> bool:
 
 
 def copy(src: str, dst: str, **_other: object) -> str:
-    """Copy a file or folder `src` into the folder `dst`, or to the name `dst`; returns the new path. Raises ConfigError
-    for a remote path.
-
-    copy(src="data/gsm8k", dst="/mnt/shared")   # "/mnt/shared/gsm8k"
-    """
+    """Copy a file or folder into the folder `dst`, or to the name `dst`; returns the new path. Raises ConfigError if remote."""
     src, dst = os.path.expanduser(_local(src)), os.path.expanduser(_local(dst))
     if not os.path.isdir(src):
         return str(shutil.copy(src, dst))

@@ -29,11 +29,8 @@ _BODY = str(Path(__file__).with_name("module.py"))
 
 
 class CompatibilityFinder:
-    """Meta path finder: a listed module without its own file gets the code of verl/compat/module.py.
-
-    It stands first on `sys.meta_path`: an empty folder left by an older checkout would otherwise be found as a
-    namespace package.
-    """
+    """Meta path finder: a listed module without its own file gets the code of verl/compat/module.py. It stands first, since an
+    empty folder left by an older checkout would otherwise be found as a namespace package."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -50,7 +47,6 @@ class CompatibilityFinder:
 
 
 def install() -> None:
-    """Put the finder on `sys.meta_path`, once."""
     if CompatibilityFinder not in sys.meta_path:
         sys.meta_path.insert(0, CompatibilityFinder)  # type: ignore[arg-type]  # the class itself has find_spec
 
@@ -93,8 +89,7 @@ def resolve(module: str, name: str, names: dict[str, tuple[str, str]]) -> Any:
 
 
 def load(module: str) -> ModuleType:
-    """The module of that name. Raises ModuleNotFoundError, as a sentence with the fix, where a package that it needs is not
-    installed."""
+    """The module of that name. Raises ModuleNotFoundError with the fix where a package that it needs is not installed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

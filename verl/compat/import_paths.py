@@ -10,12 +10,12 @@ _REGISTER = "Dispatch Execute register register_dispatch_mode update_dispatch_mo
 _ROLES = "Role WorkerType need_critic need_reference_policy need_reward_model need_teacher_policy"
 _DATASETS = "create_rl_dataset create_rl_sampler"
 _PROFILER = {
-    "verl.compat.profiler": "DistProfiler DistProfilerExtension GPUMemoryLogger ProfilerConfig log_gpu_memory_usage "
+    "verl.compat.devices": "DistProfiler DistProfilerExtension GPUMemoryLogger ProfilerConfig log_gpu_memory_usage "
     "mark_annotate",
     "verl.compat.tracking": "marked_timer simple_timer",
 }
 _WORKERS = {
-    "verl.compat.workers": "ActorRolloutRefWorker AsyncActorRolloutRefWorker CriticWorker RewardModelWorker",
+    "verl.compat.task_runner": "ActorRolloutRefWorker AsyncActorRolloutRefWorker CriticWorker RewardModelWorker",
 }
 _SHARDING = "verl.compat.sharding_manager"
 _BOXED = "last_boxed_only_string remove_boxed"
@@ -50,7 +50,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     "verl.interactions.gsm8k_interaction": {"verl.agents.gsm8k": "Gsm8kInteraction"},
     "verl.interactions.utils.interaction_registry": {
         "verl.agents.interactions": "initialize_interactions_from_config=load_interactions",
-        "verl.compat.agents": "get_interaction_class",
+        "verl.compat.python": "get_interaction_class=load_class_from_fqn",
     },
     "verl.model_merger": {"verl.compat.commands": "main=model_merger"},
     "verl.single_controller.base": {
@@ -75,7 +75,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     "verl.tools.sandbox_fusion_tools": {"verl.compat.agents": "SandboxFusionTool"},
     "verl.tools.search_tool": {"verl.agents.search": "SearchTool"},
     "verl.tools.utils.tool_registry": {
-        "verl.compat.agents": "get_tool_class",
+        "verl.compat.python": "get_tool_class=load_class_from_fqn",
         "verl.tools.tool_registry": "initialize_tools_from_config load_all_tools",
     },
     "verl.trainer": {
@@ -91,8 +91,12 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     },
     "verl.trainer.logger": {"verl.compat.tracking": "RLLogger"},
     "verl.trainer.ppo.core_algos": {
-        "verl.compat.core_algos": "ADV_ESTIMATOR_REGISTRY AdaptiveKLController AdvantageEstimator FixedKLController "
-        "POLICY_LOSS_REGISTRY agg_loss compute_entropy_loss compute_gae_advantage_return "
+        "verl.algorithms.advantages": "register_adv_est",
+        "verl.algorithms.kl": "AdaptiveKLController FixedKLController kl_penalty kl_penalty_forward=kl_penalty",
+        "verl.algorithms.losses": "compute_entropy_loss",
+        "verl.algorithms.policy_losses": "register_policy_loss",
+        "verl.algorithms.user_functions": "agg_loss",
+        "verl.compat.core_algos": "ADV_ESTIMATOR_REGISTRY AdvantageEstimator POLICY_LOSS_REGISTRY compute_gae_advantage_return "
         "compute_gdpo_outcome_advantage compute_gpg_outcome_advantage compute_grpo_outcome_advantage "
         "compute_grpo_passk_outcome_advantage compute_grpo_vectorized_outcome_advantage "
         "compute_multi_turn_optimal_token_baseline_advantage compute_opo_outcome_advantage "
@@ -102,7 +106,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
         "compute_policy_loss_sapo compute_policy_loss_vanilla compute_reinforce_plus_plus_baseline_outcome_advantage "
         "compute_reinforce_plus_plus_outcome_advantage compute_remax_outcome_advantage compute_rloo_outcome_advantage "
         "compute_rloo_vectorized_outcome_advantage compute_value_loss get_adv_estimator_fn get_kl_controller "
-        "get_policy_loss_fn kl_penalty kl_penalty_forward=kl_penalty register_adv_est register_policy_loss",
+        "get_policy_loss_fn",
     },
     "verl.trainer.ppo.metric_utils": {
         "verl.compat.metrics": "_compute_response_info=compute_response_info bootstrap_metric calc_maj_val "
@@ -110,19 +114,21 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     },
     "verl.trainer.ppo.ray_trainer": {
         "verl.compat.ray_trainer": "RayPPOTrainer",
-        "verl.compat.roles": _ROLES,
+        "verl.compat.task_runner": _ROLES,
         "verl.compat.batches": "apply_kl_penalty compute_advantage compute_response_mask",
-        "verl.compat.core_algos": "AdvantageEstimator agg_loss",
+        "verl.algorithms.user_functions": "agg_loss",
+        "verl.compat.core_algos": "AdvantageEstimator",
         _WORKER_GROUPS: "ResourcePoolManager",
     },
     "verl.trainer.ppo.reward": {
-        "verl.compat.rewards": "compute_reward compute_reward_async extract_reward get_custom_reward_fn load_reward_manager",
+        "verl.compat.reward_managers": "compute_reward compute_reward_async extract_reward get_custom_reward_fn "
+        "load_reward_manager",
     },
     "verl.trainer.ppo.rollout_corr_helper": {
         "verl.compat.batches": "apply_bypass_mode apply_rollout_correction compute_offpolicy_metrics "
         "compute_rollout_correction_and_add_to_batch compute_rollout_correction_and_rejection_mask",
     },
-    "verl.trainer.ppo.utils": {"verl.compat.datasets": _DATASETS, "verl.compat.roles": _ROLES},
+    "verl.trainer.ppo.utils": {"verl.compat.datasets": _DATASETS, "verl.compat.task_runner": _ROLES},
     "verl.utils": {
         "verl.cli.measure": "benchmark_nccl benchmark_throughput",
         "verl.compat.models": "check_model_consistency hf_processor hf_tokenizer",
@@ -144,7 +150,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
         "verl.compat.devices": "auto_set_device get_device_id get_device_name get_nccl_backend get_torch_device "
         "get_visible_devices_keyword is_cuda_available is_npu_available set_expandable_segments",
     },
-    "verl.utils.flops_counter": {"verl.compat.flops": "FlopsCounter get_device_flops"},
+    "verl.utils.flops_counter": {"verl.compat.metrics": "FlopsCounter get_device_flops"},
     "verl.utils.fs": {
         "verl.compat.files": "_is_non_local=is_non_local copy_local_path_from_hdfs copy_to_local is_non_local local_mkdir_safe"
     },
@@ -183,7 +189,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     "verl.utils.rollout_skip": {"verl.compat.ray_trainer": "RolloutSkip"},
     "verl.utils.rollout_trace": {"verl.compat.tracking": "RolloutTraceConfig rollout_trace_attr rollout_trace_op"},
     "verl.utils.seqlen_balancing": {
-        "verl.compat.seqlen_balancing": "get_reverse_idx get_seqlen_balanced_partitions log_seqlen_unbalance "
+        "verl.compat.batches": "get_reverse_idx get_seqlen_balanced_partitions log_seqlen_unbalance "
         "prepare_dynamic_batch rearrange_micro_batches restore_dynamic_batch",
     },
     "verl.utils.tensordict_utils": {
@@ -221,11 +227,12 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     },
     "verl.workers.fsdp_workers": _WORKERS,
     "verl.workers.megatron_workers": _WORKERS,
-    "verl.workers.roles": {"verl.compat.workers": "CriticWorker RewardModelWorker"},
+    "verl.workers.roles": {"verl.compat.task_runner": "CriticWorker RewardModelWorker"},
     "verl.workers.config": {
-        "verl.compat.sections": "ActorConfig CriticConfig FSDPActorConfig=ActorConfig FSDPCriticConfig=CriticConfig "
-        "FSDPEngineConfig=FSDPConfig FSDPOptimizerConfig=OptimConfig HFModelConfig OptimizerConfig=OptimConfig "
-        "PolicyLossConfig RolloutConfig",
+        "verl.compat.sections": "HFModelConfig",
+        "verl.config": "ActorConfig CriticConfig FSDPActorConfig=ActorConfig FSDPCriticConfig=CriticConfig "
+        "FSDPEngineConfig=FSDPConfig FSDPOptimizerConfig=OptimConfig OptimizerConfig=OptimConfig PolicyLossConfig "
+        "RolloutConfig",
     },
     "verl.workers.rollout.replica": {"verl.agents.loops": "TokenOutput"},
     "verl.workers.sharding_manager": {_SHARDING: "FSDPVLLMShardingManager MegatronVLLMShardingManager"},
@@ -246,11 +253,11 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
 
 # `python -m MODULE arguments` -> the function that runs it: fn(arguments) -> exit code
 COMMANDS = {
-    "verl.experimental.fully_async_policy.fully_async_main": "verl.compat.asynchronous:main_fully_async",
-    "verl.experimental.one_step_off_policy.main_ppo": "verl.compat.asynchronous:main_one_step_off",
+    "verl.experimental.fully_async_policy.fully_async_main": "verl.compat.commands:main_fully_async",
+    "verl.experimental.one_step_off_policy.main_ppo": "verl.compat.commands:main_one_step_off",
     "verl.model_merger": "verl.compat.commands:model_merger",
     "verl.trainer.fsdp_sft_trainer": "verl.compat.commands:fsdp_sft_trainer",
-    "verl.trainer.main_eval": "verl.compat.evaluation:main_eval",
+    "verl.trainer.main_eval": "verl.compat.generation:main_eval",
     "verl.trainer.main_generation": "verl.compat.generation:main_generation",
     "verl.trainer.main_generation_server": "verl.compat.generation:main_generation",
     "verl.trainer.main_ppo_v0": "verl.compat.commands:main_ppo",

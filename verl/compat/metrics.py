@@ -1,11 +1,12 @@
-"""Metrics of batches: `verl.trainer.ppo.metric_utils`, `verl.utils.metric`, `verl.utils.debug.metrics`."""
+"""Metrics of batches: `verl.trainer.ppo.metric_utils`, `verl.utils.metric`, `verl.utils.debug.metrics`,
+`verl.utils.flops_counter`."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,7 +15,12 @@ from verl.algorithms.validation_metrics import NUM_DRAWS, SEED, Metrics, metrics
 from verl.data_proto.batch_metrics import data_metrics, span_tokens
 from verl.data_proto.metrics import Metric, metric_values
 from verl.data_proto.proto import DataProto
+from verl.parallel.device import named_peak_flops
+from verl.planner.shapes import ModelShape
 from verl.tracking.timeline import span_metrics, throughput
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 def reduce_metrics(metrics: dict[str, object]) -> dict[str, Any]:
@@ -63,7 +69,6 @@ class MetricValues:
         self.values.append(number)
 
     def extend(self, values: MetricValues | Sequence[object]) -> None:
-        """Append each number."""
         if isinstance(values, MetricValues):
             if values.aggregation != self.aggregation:
                 raise ValueError(f"Metrics of {values.aggregation.value} and {self.aggregation.value} do not join.")
@@ -72,7 +77,6 @@ class MetricValues:
             self.append(value)
 
     def aggregate(self) -> float:
-        """One number of all."""
         return float(getattr(np, self.aggregation.value)(self.values))
 
     @classmethod
@@ -98,11 +102,8 @@ class MetricValues:
 
 
 def calculate_debug_metrics(data: DataProto) -> dict[str, float]:
-    """Distance of the trainer's probabilities (`old_log_probs`) from the sampler's (`rollout_log_probs`).
-
-    training/rollout_probs_diff_{valid,max,mean,std} and training/rollout_actor_probs_pearson_corr, on the tokens of
-    `response_mask`, or else of the response part of `attention_mask`.
-    """
+    """Distance of the trainer's probabilities (`old_log_probs`) from the sampler's (`rollout_log_probs`) on the tokens of
+    `response_mask`: training/rollout_probs_diff_* and training/rollout_actor_probs_pearson_corr."""
     from verl.algorithms.correction import rollout_gap_metrics
 
     columns = data.batch
@@ -135,7 +136,6 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
 
 
 def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
-    """See `span_metrics`."""
     return span_metrics(timing_raw, span_tokens(batch))
 
 
@@ -172,3 +172,31 @@ def calc_maj_val(data: Sequence[Mapping[str, Any]], vote_key: str, val_key: str)
     """The value of the most frequent vote; of equally frequent ones the first in `data`."""
     winner, _ = Counter(row[vote_key] for row in data).most_common(1)[0]
     return next(row[val_key] for row in data if row[vote_key] == winner)  # type: ignore[no-any-return]
+
+
+_UNITS = {"B": 1e9, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+
+
+def get_device_flops(unit: str = "T", device_name: str | None = None) -> float:
+    """The peak of a device (default: this machine's) in `unit` operations per second; infinite for an unknown device, so
+    that its utilisation is 0."""
+    if device_name is None:
+        device_name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return (named_peak_flops(device_name) or float("inf")) / _UNITS[unit]
+
+
+class FlopsCounter:
+    """Operations from the shapes in a transformers `config` of a decoder: forward and backward, 6 per token and active weight
+    (of the experts, the routed ones; the embedding too), and 6 s^2 per layer and attention dimension for s tokens."""
+
+    def __init__(self, config: PreTrainedConfig):
+        self.config = getattr(config, "text_config", config)
+
+    def estimate_flops(self, batch_seqlens: Sequence[int], delta_time: float, **_: object) -> tuple[float, float]:
+        """(achieved, peak) in units of 10^12 operations per second, for one pass over sequences of `batch_seqlens` tokens in
+        `delta_time` seconds."""
+        shape = ModelShape.from_config(self.config)
+        of_token, of_square = shape.flops
+        of_token += 2 * shape.vocab * shape.hidden
+        total = 3 * sum(of_token * length + of_square * length * length for length in batch_seqlens)
+        return total / delta_time / 1e12, get_device_flops("T")

@@ -67,12 +67,9 @@ def update_model_config(module_config: object, override_config_kwargs: Mapping[s
 def check_model_consistency(
     model_path: str, module: Any = None, *, trust_remote_code: bool = False, tolerance: float = 1e-4
 ) -> dict[str, Any]:
-    """Compare a loaded model with the model of its folder: every parameter bit by bit, and the log-probs of a forward pass on a
-    few tokens to `tolerance`, both against transformers' own model.
-
-    `module` is the model of an engine (`worker.actor.engine.module`), by default a new one in float32. Returns parameters,
-    forward (packed, padded or logits) and largest_difference. Raises ModelError naming what differs.
-    """
+    """Compare a loaded model with transformers' own of its folder: every parameter bit by bit, and log-probs of a few tokens to
+    `tolerance`. `module` is the model of an engine, by default a new one in float32. Returns parameters, forward (packed,
+    padded or logits) and largest_difference. Raises ModelError naming what differs."""
     import transformers
 
     ours = load_model(model_path, trust_remote_code=trust_remote_code) if module is None else module
@@ -163,8 +160,7 @@ def hf_tokenizer(
 
 
 def hf_processor(name_or_path: str, trust_remote_code: bool = False, **settings: object) -> Any:
-    """The processor (images, audio) of a folder or hub name; None for a text-only model. Raises ModelError for a missing
-    folder."""
+    """The processor of a folder or hub name; None for a text-only model. Raises ModelError for a missing folder."""
     import transformers
 
     from verl.models.folder import locate

@@ -32,11 +32,9 @@ _MASKS = ("attention_mask", "response_mask", "prompt_mask")  # integers for scri
 
 
 class FitRun:
-    """A run that is open from its first call to `close`. `step` is the number of the last step whose update has ended.
-
-    Each sample that is generated is in the ledger, ends when the actor trains in its step, and is scored once. Weights are
-    synced before the next generation, if the script has not done it.
-    """
+    """A run that is open from its first call to `close`. `step` is the number of the last step whose update has ended. Each
+    sample is in the ledger, ends when the actor trains in its step, and is scored once. Weights are synced before the next
+    generation."""
 
     def __init__(self, loaded: LoadedConfig[Any]):
         config = loaded.config
@@ -78,7 +76,6 @@ class FitRun:
             self.close()
 
     def close(self) -> None:
-        """End the processes of the run."""
         self._stack.close()
 
     def prompts(self) -> PromptBatches:
@@ -229,7 +226,6 @@ class PromptBatches:
         self.batch_size = prompts_per_generation(run.config)
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
         return -(-self._run.loader.order.rows_per_epoch // self.batch_size)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

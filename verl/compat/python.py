@@ -21,10 +21,7 @@ T = TypeVar("T")
 
 
 def append_to_dict(data: dict[str, Any], new_data: Mapping[str, object], prefix: str = "") -> None:
-    """Append each value of `new_data` to the list of that name in `data`, in place; names get `prefix` unless they have it.
-
-    data = {"loss": [1.0]}; append_to_dict(data, {"loss": 2.0})   # {"loss": [1.0, 2.0]}
-    """
+    """Append each value of `new_data` to the list of that name in `data`; names get `prefix` unless they have it."""
     for key, value in new_data.items():
         data.setdefault(key if key.startswith(prefix) else f"{prefix}{key}", []).append(value)
 
@@ -93,7 +90,6 @@ def auto_await(func: Callable[..., object]) -> Callable[..., Any]:
 
 
 def is_ipv4(address: str) -> bool:
-    """Whether `address` is an IPv4 address."""
     return _ip_version(address) == 4
 
 
@@ -110,7 +106,6 @@ def _ip_version(address: str) -> int | None:
 
 
 def _is_installed(package: str) -> bool:
-    """Whether `package` can be imported."""
     try:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:  # a parent of a dotted name is missing

@@ -15,12 +15,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from verl.compat.flops import FlopsCounter
+from verl.compat.batches import log_seqlen_unbalance
+from verl.compat.devices import DistProfiler, ProfilerConfig
+from verl.compat.metrics import FlopsCounter
 from verl.compat.own_fit import FitRun, PromptBatches
-from verl.compat.profiler import DistProfiler, ProfilerConfig
-from verl.compat.seqlen_balancing import log_seqlen_unbalance
-from verl.compat.task_runner import INSTEAD, Pools, refuse_overrides, undecorated
-from verl.compat.workers import WORKERS
+from verl.compat.task_runner import INSTEAD, WORKERS, Pools, refuse_overrides, undecorated
 from verl.config.active_keys import uses_critic, uses_reference
 from verl.data_proto.proto import DataProto
 from verl.data_proto.tokenizer import Tokenizer
@@ -33,11 +32,8 @@ _REWARD_COLUMNS = ("data_source", "reward_model", "extra_info", "uid")
 
 
 class RayPPOTrainer:
-    """`fit()` trains by the config, on the runtime that it names.
-
-    `collate_fn` and the classes of worker groups are ignored: the program builds its own. Raises ConfigError for worker
-    classes, rewards or samplers of the script, which would not be used, and for overridden methods that no `fit` of the script
-    calls.
+    """`fit()` trains by the config, on the runtime that it names. Raises ConfigError for worker classes, rewards or samplers of
+    the script, which would not be used, and for overridden methods that no `fit` of the script calls.
 
     config: the tree that was given, completed by the defaults. global_steps: the step in progress, which a `fit` counts.
     """
@@ -165,12 +161,10 @@ class RayPPOTrainer:
 
     @property
     def critic_wg(self) -> SimpleNamespace:
-        """See actor_rollout_wg."""
         return SimpleNamespace(compute_values=self._compute_values, update_critic=self._update_critic)
 
     @property
     def rm_wg(self) -> SimpleNamespace:
-        """See actor_rollout_wg."""
         return SimpleNamespace(compute_rm_score=self._compute_reward_colocate)
 
     # -- what a fit calls -------------------------------------------------------------------------------------------------
@@ -204,11 +198,9 @@ class RayPPOTrainer:
         return self._run.forward("actor", batch, outputs, "old_log_prob"), self._utilization(batch)
 
     def _compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """ref_log_prob."""
         return self._run.forward("reference", batch, {"log_probs": "ref_log_prob"}, "ref")
 
     def _compute_values(self, batch: DataProto) -> DataProto:
-        """values."""
         return self._run.forward("critic", batch, {"values": "values"}, "values")
 
     def _compute_reward_colocate(self, batch: DataProto) -> DataProto:
@@ -243,7 +235,6 @@ class RayPPOTrainer:
             self._profiler.start(role=f"step_{self.global_steps}")
 
     def _stop_profiling(self, do_profile: bool) -> None:
-        """Write the trace."""
         if do_profile and self._profiler is not None:
             self._profiler.stop()
             self._profiler = None

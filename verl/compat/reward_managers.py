@@ -9,21 +9,25 @@ They call the function in this process; a run calls it in worker processes with 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from verl.compat.python import get_event_loop
+from verl.compat.sections import loaded_config
 from verl.data_proto.proto import DataProto
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError
-from verl.registry import RegistryMapping
-from verl.rewards.managers import REWARD_MANAGERS
+from verl.registry import RegistryMapping, load_object
+from verl.rewards.functions import RewardFunctionSpec, load_reward_function
+from verl.rewards.managers import REWARD_MANAGERS, function_spec
 from verl.rewards.managers.dapo import OverlongBuffer, overlong_penalty
 from verl.rewards.scorers.route import default_compute_score
 
@@ -60,21 +64,18 @@ class AbstractRewardManager(ABC):
         return {"reward_tensor": scores, "reward_extra_info": extra} if return_dict else scores
 
 
+@dataclass(eq=False)
 class NaiveRewardManager(AbstractRewardManager):
     """One call of `compute_score(data_source=, solution_str=, ground_truth=, extra_info=)` per row; by default the
     built-in scorer of the row's data source. The first `num_examine` rows of each source are logged."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        num_examine: int = 0,
-        compute_score: RawRewardFn | None = None,
-        reward_fn_key: str = "data_source",
-    ):
-        self.tokenizer = tokenizer
-        self.num_examine = num_examine
-        self.compute_score: RawRewardFn = compute_score or default_compute_score
-        self.reward_fn_key = reward_fn_key
+    tokenizer: Tokenizer
+    num_examine: int = 0
+    compute_score: Any = None
+    reward_fn_key: str = "data_source"
+
+    def __post_init__(self) -> None:
+        self.compute_score = self.compute_score or default_compute_score
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, object]:
         done = self._extract_reward_from_rm_scores(data, return_dict)
@@ -144,28 +145,23 @@ class BatchRewardManager(NaiveRewardManager):
         return list(_wait(self.compute_score(**lists, **self.reward_kwargs)))
 
 
+@dataclass(eq=False)
 class DAPORewardManager(NaiveRewardManager):
     """Naive, minus the penalty of overlong replies (`overlong_buffer_cfg`, `max_resp_len`)."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        num_examine: int = 0,
-        compute_score: RawRewardFn | None = None,
-        reward_fn_key: str = "data_source",
-        max_resp_len: int | None = None,
-        overlong_buffer_cfg: Any = None,
-    ):
-        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key)
-        self.buffer = OverlongBuffer(**dict(overlong_buffer_cfg or {}))
-        if self.buffer.enable and (max_resp_len is None or not 0 < self.buffer.len <= max_resp_len):
+    max_resp_len: int | None = None
+    overlong_buffer_cfg: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.buffer = OverlongBuffer(**dict(self.overlong_buffer_cfg or {}))
+        if self.buffer.enable and not 0 < self.buffer.len <= (self.max_resp_len or 0):
             raise ConfigError(f"overlong_buffer_cfg.len={self.buffer.len} needs a max_resp_len of at least that.")
-        self.max_resp_len = max_resp_len or 0
 
     def _shape(self, score: float, response_length: int, entries: dict[str, object]) -> float:
         if not self.buffer.enable:
             return score
-        penalty = overlong_penalty(response_length, self.max_resp_len, self.buffer)
+        penalty = overlong_penalty(response_length, self.max_resp_len or 0, self.buffer)
         if self.buffer.log:
             entries.update(overlong_reward=penalty, overlong=penalty < 0)
         return score + penalty
@@ -191,3 +187,82 @@ def get_reward_manager_cls(name: str) -> Any:
 def _wait(score: object) -> Any:
     """The result of a scorer that may be a coroutine function."""
     return get_event_loop().run_until_complete(score) if inspect.isawaitable(score) else score
+
+
+def get_custom_reward_fn(config: object) -> RawRewardFn | None:
+    """The function of `reward.custom_reward_function` (or the older `custom_reward_function`) with its reward_kwargs; None
+    without a path. Raises RewardError when it cannot be loaded or called."""
+    section = _section(config, "reward", "custom_reward_function") or _section(config, "custom_reward_function") or {}
+    if not section.get("path"):
+        return None
+    kwargs = dict(section.get("reward_kwargs") or {})
+    name = section.get("name") or "compute_score"
+    function = load_reward_function(RewardFunctionSpec(section["path"], name, kwargs))
+    return functools.wraps(function)(functools.partial(function, **kwargs)) if kwargs else function
+
+
+def load_reward_manager(
+    config: object, tokenizer: Tokenizer | None, num_examine: int = 0, **reward_kwargs: object
+) -> Any:
+    """The reward manager of a whole config, to be called as `manager(batch, return_dict=True)`: the class that
+    `reward.reward_manager` names, with the config's function and `reward_kwargs`. Raises ConfigError or RewardError."""
+    whole = loaded_config(config).config
+    reward, chosen = whole.reward, whole.reward.reward_manager
+    if chosen.source == "importlib":
+        manager_class = load_object(f"{chosen.module.path}:{chosen.name}")
+    else:
+        manager_class = get_reward_manager_cls(chosen.name)
+    spec = function_spec(reward, batched=chosen.name == "batch")
+    function = load_reward_function(spec)
+    bound = functools.partial(function, **spec.kwargs) if spec.kwargs else function
+    return manager_class(
+        tokenizer=tokenizer,
+        num_examine=num_examine,
+        compute_score=bound,
+        reward_fn_key=whole.data.reward_fn_key,
+        **{**dict(reward.reward_kwargs or {}), **reward_kwargs},
+    )
+
+
+def compute_reward(data: DataProto, reward_fn: AbstractRewardManager | None) -> tuple[torch.Tensor, dict[str, Any]]:
+    """(rewards [batch, response], other results of the function: name -> one value per row). Without a function: the scores
+    that the batch has."""
+    if reward_fn is None:
+        return extract_reward(data)
+    outputs: Any = reward_fn(data, return_dict=True)
+    return outputs["reward_tensor"], dict(outputs.get("reward_extra_info", {}))
+
+
+def extract_reward(batch: DataProto) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The same results of a batch that is already scored, from its column `rm_scores`."""
+    names = batch.meta_info.get("reward_extra_keys", [])
+    return batch.batch["rm_scores"], {name: batch.non_tensor_batch[name] for name in names}
+
+
+def _remote_score(
+    data: DataProto,
+    config: object = None,
+    tokenizer: Tokenizer | None = None,
+    reward_fn: AbstractRewardManager | None = None,
+) -> tuple[torch.Tensor, dict[str, object]]:
+    return compute_reward(data, load_reward_manager(config, tokenizer) if reward_fn is None else reward_fn)
+
+
+class _Remote:
+    """`compute_reward` in a Ray worker: `.remote(data, config, tokenizer)` or `.remote(data, reward_fn=manager)`."""
+
+    def remote(self, *args: object, **kwargs: object) -> Any:
+        from verl.runtime.ray_worker_group import remote_function
+
+        return remote_function(_remote_score, num_cpus=1).remote(*args, **kwargs)
+
+
+compute_reward_async = _Remote()
+
+
+def _section(config: object, *names: str) -> Any:
+    for name in names:
+        config = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+        if config is None:
+            return None
+    return config

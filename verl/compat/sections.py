@@ -11,39 +11,13 @@ from dataclasses import FrozenInstanceError, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from verl.config import (
-    PPO,
-    ActorConfig,
-    CriticConfig,
-    FSDPConfig,
-    LoadedConfig,
-    ModelConfig,
-    OptimConfig,
-    PolicyLossConfig,
-    PPOConfig,
-    RolloutConfig,
-    load_config,
-)
+from verl.config import PPO, LoadedConfig, ModelConfig, PPOConfig, load_config
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError, NameConfigError, nearest
 from verl.registry import load_object
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
-
-__all__ = [
-    "ActorConfig",
-    "BaseConfig",
-    "CriticConfig",
-    "FSDPConfig",
-    "HFModelConfig",
-    "OptimConfig",
-    "PolicyLossConfig",
-    "RolloutConfig",
-    "loaded_config",
-    "omega_conf_to_dataclass",
-    "validate_config",
-]
 
 
 class _KeyKindError(KeyError, TypeError):
@@ -125,11 +99,8 @@ class HFModelConfig(ModelConfig):
 
 
 def omega_conf_to_dataclass(config: object, dataclass_type: Any = None) -> Any:
-    """A section (OmegaConf or dict) as `dataclass_type`, or as the class that its `_target_` names.
-
-    A dataclass is returned unchanged, an empty section as the class's defaults. Raises ConfigError for a key that the class
-    lacks, and ValueError without a class.
-    """
+    """A section (OmegaConf or dict) as `dataclass_type`, or as the class that its `_target_` names; a dataclass is returned
+    unchanged. Raises ConfigError for a key that the class lacks, and ValueError without a class."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -155,10 +126,8 @@ def omega_conf_to_dataclass(config: object, dataclass_type: Any = None) -> Any:
 
 
 def loaded_config(config: object) -> LoadedConfig:
-    """A whole tree from Python (OmegaConf, dict, dataclasses), resolved and checked like one from a command line.
-
-    Keys with their default values count as not given: a tree composed by Hydra has all keys. Raises ConfigError.
-    """
+    """A whole tree from Python (OmegaConf, dict, dataclasses), checked like one from a command line. Keys with their default
+    values count as not given: a tree composed by Hydra has all keys. Raises ConfigError."""
     from omegaconf import OmegaConf
 
     if isinstance(config, LoadedConfig):

@@ -22,7 +22,6 @@ def set_ulysses_sequence_parallel_group(group: dist.ProcessGroup | None) -> None
 
 
 def get_ulysses_sequence_parallel_group() -> dist.ProcessGroup | None:
-    """The default group."""
     return _group
 
 
@@ -79,8 +78,7 @@ def slice_input_tensor(x: Tensor, dim: int, padding: bool = False, group: dist.P
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather of shares of equal shape along an axis. A rank's gradient is its share of the gradient of its output, times
-    the number of ranks with `scale`."""
+    """All-gather of equal shares; a rank's gradient is its share, times the number of ranks with `scale`."""
 
     @staticmethod
     def forward(ctx: AutogradContext, share: Tensor, dim: int, scale: bool, group: dist.ProcessGroup) -> Tensor:

@@ -9,13 +9,9 @@ from verl.programs.hybrid_worker import ActorRolloutRefWorker
 
 
 class FSDPVLLMShardingManager:
-    """`with FSDPVLLMShardingManager(worker):` generate. At entry the random state of training is saved, the weights reach the
-    rollout engine tensor by tensor, and the memory that training keeps between its calls is freed; at the end the KV cache is
-    freed, the weights are checked and the random state is restored (verl/runtime/mode_switch.py).
-
+    """`with FSDPVLLMShardingManager(worker):` generate, with the order of verl/runtime/mode_switch.py at entry and end.
     `worker` is an ActorRolloutRefWorker. Raises ConfigError for the parts that other releases pass in its place, ModelError
-    when weights that train have changed inside the block.
-    """
+    when weights that train have changed inside the block."""
 
     def __init__(self, worker: object = None, **parts: object):
         if parts or not isinstance(worker, ActorRolloutRefWorker):

@@ -72,12 +72,7 @@ def pop(tensor_dict: TensorDict, key: str, default: object = None) -> Any:
 
 def get_keys(tensor_dict: TensorDict, keys: Iterable[str]) -> TensorDict:
     """The named columns. Raises KeyError for an absent one."""
-    selected = TensorDict({}, batch_size=tensor_dict.batch_size)
-    for key in keys:
-        if key not in tensor_dict.keys():
-            raise KeyError(key)
-        selected.set(key, tensor_dict.get(key))
-    return selected
+    return tensor_dict.select(*keys)
 
 
 def pop_keys(tensor_dict: TensorDict, keys: Iterable[str]) -> TensorDict:
@@ -181,7 +176,6 @@ def unpad(data: TensorDict, pad_size: int) -> TensorDict:
 
 
 def concat_nested_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The rows of jagged tensors in order."""
     return _jagged([row for tensor in tensors for row in tensor.unbind()])
 
 

@@ -47,7 +47,6 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def clip_by_value(x: Tensor, tensor_min: Tensor, tensor_max: Tensor) -> Tensor:
-    """`x` clamped between two tensors of its shape."""
     return torch.clamp(x, tensor_min, tensor_max)
 
 
@@ -84,10 +83,8 @@ def get_cosine_schedule_with_warmup(
     last_epoch: int = -1,
     init_lr_ratio: float | None = None,
 ) -> LambdaLR:
-    """Linear warm-up from `init_lr_ratio` (default: `min_lr_ratio`) to 1, then cosine decay.
-
-    max(min, cos(2 pi num_cycles p) (1 - min) / 2 + (1 + min) / 2), with p the completed share of the steps after warm-up.
-    """
+    """Linear warm-up from `init_lr_ratio` (default: `min_lr_ratio`) to 1, then cosine decay by the completed share p of the
+    other steps: max(min, cos(2 pi num_cycles p) (1 - min) / 2 + (1 + min) / 2)."""
     least = 0.0 if min_lr_ratio is None else min_lr_ratio
     first = least if init_lr_ratio is None else init_lr_ratio
 
@@ -151,27 +148,22 @@ class PrecisionType:
 
     @staticmethod
     def supported_types() -> list[str]:
-        """The constants."""
         return [PrecisionType.HALF, PrecisionType.FLOAT, PrecisionType.FULL, PrecisionType.BFLOAT, PrecisionType.MIXED]
 
     @staticmethod
     def supported_type(precision: object) -> bool:
-        """Whether `precision` is one of the constants."""
         return precision in PrecisionType.supported_types()
 
     @staticmethod
     def is_fp16(precision: object) -> bool:
-        """Whether it spells float16."""
         return precision in _SPELLINGS[torch.float16]
 
     @staticmethod
     def is_fp32(precision: object) -> bool:
-        """Whether it spells float32."""
         return precision in _SPELLINGS[torch.float32]
 
     @staticmethod
     def is_bf16(precision: object) -> bool:
-        """Whether it spells bfloat16."""
         return precision in _SPELLINGS[torch.bfloat16]
 
     @staticmethod

@@ -99,10 +99,8 @@ def _columns(sample: Sequence[object]) -> dict[str, object]:
 
 
 class RLLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # generic only since Python 3.11
-    """Logger `verl` that also writes this process's log to `log_dir`/rank_{rank}.log, or to `handler`, until `close`.
-
-    `rank` defaults to the environment's RANK. The files rotate. `verl train` does this by itself, in `logs` of its run folder.
-    """
+    """Logger `verl` that also writes this process's log to the rotating `log_dir`/rank_{rank}.log, or to `handler`, until
+    `close`. `rank` defaults to the environment's RANK."""
 
     def __init__(self, log_dir: str | Path = "./logs", rank: int | None = None, handler: logging.Handler | None = None):
         super().__init__(logging.getLogger("verl"), {})
@@ -114,7 +112,6 @@ class RLLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # generic only
         self._handler = add_log_file(folder, int(os.environ.get("RANK", "0")) if rank is None else rank)
 
     def close(self) -> None:
-        """Close the file."""
         remove_handler(self._handler)
 
 

@@ -21,13 +21,9 @@ _SEED_SPANS = {"rollout_step": "gen", "reward_fn": "reward"}
 
 
 class RLTrainer(SteppedRun):
-    """A run that is taken step by step: `with RLTrainer(config) as trainer: trainer.step()`.
-
-    `config` is a list of `key=value` texts, a tree (OmegaConf, a dict, dataclasses of verl.config), or what load_config
-    returns; `log_with` names trackers in addition to trainer.logger. `reward_fn` is a compute_score function of a file, which
-    reward processes load from the file: a script that names its own function starts below `if __name__ == "__main__"`. Raises
-    the errors of `verl train`.
-    """
+    """A run that is taken step by step: `with RLTrainer(config) as trainer: trainer.step()`. `config` is a list of `key=value`
+    texts, a tree, or what load_config returns; `log_with` names further trackers. `reward_fn` is a compute_score function of a
+    file: a script that names its own starts below `if __name__ == "__main__"`. Raises the errors of `verl train`."""
 
     def __init__(
         self,
@@ -51,7 +47,6 @@ class RLTrainer(SteppedRun):
 
     @property
     def config(self) -> Any:
-        """The typed config tree."""
         return self.loaded.config
 
     @property
