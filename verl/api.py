@@ -29,8 +29,7 @@ from verl.config.active_keys import runs_agents
 from verl.data.pictures import image_text
 from verl.errors import ConfigError, DataError
 from verl.registry import is_in_process, reference_to, with_references
-from verl.rewards.function_list import RewardFunction, require_columns, reward_parameters
-from verl.rewards.functions import FUNCTION_LIST
+from verl.rewards.functions import FUNCTION_LIST, RewardFunction, require_columns, reward_parameters
 from verl.run.host import SteppedRun
 from verl.tracking.files import write_atomically
 
@@ -55,7 +54,7 @@ class Trainer(SteppedRun):
     """A run that is taken step by step. Use it as a context manager, or call `close` at the end.
 
     model: Hugging Face folder or name. data: rows, a `datasets.Dataset`, or paths of data files. reward: a function (TRL's or
-    verl's form, see verl/rewards/function_list.py), several, or the path of a file with `compute_score`; without one the
+    verl's form, see verl/rewards/functions.py), several, or the path of a file with `compute_score`; without one the
     built-in scorer of each row's `data_source`. algorithm: an advantage estimator of docs/algorithms.md or a function of its
     form, "ppo" (GAE with a critic), or a program: "sft", "preference", "reward_model". output_dir: the run folder, in which the
     same call resumes after an interruption; without one a new folder below `runs/`. callbacks: called with (trainer, metrics)

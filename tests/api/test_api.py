@@ -17,8 +17,7 @@ import verl.api
 from verl.api import _reward_keys
 from verl.errors import ConfigError, DataError, InterruptedRun, RewardError
 from verl.registry import is_in_process, load_object, reference_to
-from verl.rewards.function_list import score_lists
-from verl.rewards.functions import RewardFunctionSpec
+from verl.rewards.functions import RewardFunctionSpec, score_lists
 
 ROWS = [{"prompt": f"Say {n % 10}.", "answer": str(n % 10)} for n in range(16)]
 DATA = {"data.train_batch_size": 8, "data.max_prompt_length": 64, "data.max_response_length": 4}

@@ -37,10 +37,8 @@ class SourceReport:
 
     @property
     def level(self) -> Literal["pass", "warn", "fail"]:
-        """Level of the report: a built-in scorer fails when one reference does not get 1.
-
-        A custom function warns when it fails on one reference, and fails when it fails on all.
-        """
+        """A built-in scorer fails when one reference does not get 1; a custom function when it fails on all, and warns on
+        one."""
         if self.num_errors and self.num_errors == self.num_scored:
             return "fail"
         if self.custom:
@@ -60,23 +58,10 @@ class SourceReport:
         return text + "."
 
 
-@dataclass
-class ReferenceReport:
-    sources: list[SourceReport]
-
-    @property
-    def ok(self) -> bool:
-        return all(s.level != "fail" for s in self.sources)
-
-
-def check_references(rows: Iterable[Mapping[str, object]], config: RewardConfig) -> ReferenceReport:
-    """Score the reference answer of every row (`data_source`, `reward_model.ground_truth`, `extra_info`).
-
-    One report per data_source. The answer has the form that the built-in scorer reads ("#### 18", "\\boxed{18}"); without
-    such a scorer the ground truth itself is the reply.
-
-    Raises RewardError when the function cannot be loaded or there is no scorer for a data_source.
-    """
+def check_references(rows: Iterable[Mapping[str, object]], config: RewardConfig) -> list[SourceReport]:
+    """Score the reference answer of every row (`data_source`, `reward_model.ground_truth`, `extra_info`): one report per
+    data_source. The answer has the form that the built-in scorer reads ("#### 18"); without such a scorer it is the ground
+    truth. Raises RewardError when the function cannot be loaded or there is no scorer for a data_source."""
     reports: dict[str, SourceReport] = {}
     requests = []
     custom = bool(config.custom_reward_function.path)
@@ -96,7 +81,7 @@ def check_references(rows: Iterable[Mapping[str, object]], config: RewardConfig)
             _record(reports[request.data_source], request, score)
     finally:
         pool.close()
-    return ReferenceReport(list(reports.values()))
+    return list(reports.values())
 
 
 def _reference_request(index: int, row: Mapping[str, Any]) -> ScoreRequest | None:

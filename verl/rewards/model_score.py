@@ -19,7 +19,6 @@ _PART = re.compile(r"^(judge/\w+): (-?\d+(?:\.\d+)?)$", re.MULTILINE)
 
 
 def model_score(*, reward_model_score: float, **_: object) -> dict[str, object]:
-    """The classifier's score."""
     return {"score": reward_model_score}
 
 
@@ -30,10 +29,7 @@ def model_scores(*, reward_model_scores: list[float], **_: object) -> list[dict[
 
 def last_number(*, reward_model_reply: str, **_: object) -> dict[str, Any]:
     """The last number of the judge's reply ("I give it 7 of 10. Score: 7" is 7). Lines `judge/NAME: number`, which a rubric or
-    a comparison has, are parts of the score.
-
-    Raises ValueError without one; the sample has failed.
-    """
+    a comparison has, are parts of the score. Raises ValueError without a number."""
     result = _score_of(reward_model_reply)
     if math.isnan(result["score"]):
         raise ValueError(f"the judge's reply has no number: {reward_model_reply[:80]!r}")

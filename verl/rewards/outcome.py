@@ -26,10 +26,8 @@ class RefusedResult(Exception):
 
 
 def outcome(result: object, limits: Limits) -> Outcome:
-    """Convert the result of a reward function to {"score", "parts"} or {"error"}.
-
-    A number or bool is its own part "acc"; of a dict the entry "score" is the score and the others are the parts.
-    """
+    """The result of a reward function as {"score", "parts"} or {"error"}. A number or bool is its own part "acc"; of a dict the
+    entry "score" is the score and the others are the parts."""
     try:
         if not isinstance(result, dict):
             score = _score(result, limits)

@@ -9,6 +9,9 @@ import math
 import secrets
 import sys
 import threading
+import time
+from bdb import BdbQuit
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -19,10 +22,64 @@ from verl.errors import DeadlineError, RewardError
 from verl.foreign_text import clean
 from verl.parallel.framing import encode_frame
 from verl.rewards.functions import RewardFunctionSpec
-from verl.rewards.jobs import Job, JobQueue
 from verl.rewards.outcome import Outcome
-from verl.rewards.process import START_TIMEOUT_S, WorkerLost, WorkerProcess
+from verl.rewards.process import START_TIMEOUT_S, Job, WorkerLost, WorkerProcess
 from verl.rewards.sandbox.limits import Limits
+from verl.rewards.worker import Caller, load_caller
+
+GROW_AFTER_S = 0.2  # a job that has waited this long is worth starting another process for
+
+
+class JobQueue:
+    """First-in, first-out queue. A warm taker gets a job at once; a cold one, which would have to start a process, only
+    a job that has waited GROW_AFTER_S."""
+
+    def __init__(self) -> None:
+        lock = threading.Lock()
+        self._warm = threading.Condition(lock)
+        self._cold = threading.Condition(lock)
+        self._lock = lock
+        self._jobs: deque[Job] = deque()
+        self._closed = False
+
+    def put(self, job: Job) -> None:
+        """Raises RewardError once the queue is closed."""
+        with self._lock:
+            if self._closed:
+                raise RewardError("The reward workers are closed already; no sample can be scored any more.")
+            self._jobs.append(job)
+            self._warm.notify()
+            if len(self._jobs) == 1:
+                self._cold.notify_all()
+
+    def take(self, *, warm: bool, timeout_s: float) -> Job | None:
+        """The next job; None after `timeout_s` without one and once the queue is closed."""
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            while not self._closed:
+                now = time.monotonic()
+                ready_at = now if warm else self._jobs[0].submitted_s + GROW_AFTER_S if self._jobs else deadline
+                if self._jobs and ready_at <= now:
+                    return self._jobs.popleft()
+                if now >= deadline:
+                    return None
+                (self._warm if warm else self._cold).wait(min(ready_at, deadline) - now if not warm else deadline - now)
+            return None
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def close(self) -> list[Job]:
+        """Wake every taker with None; returns the jobs left in the queue."""
+        with self._lock:
+            self._closed = True
+            left = list(self._jobs)
+            self._jobs.clear()
+            self._warm.notify_all()
+            self._cold.notify_all()
+        return left
+
 
 logger = logging.getLogger(__name__)
 
@@ -89,11 +146,8 @@ class RewardPool:
             raise
 
     def submit(self, requests: Sequence[ScoreRequest]) -> Future[list[Score]]:
-        """Queue one call of the function: with one request, or with a batch for a batched function.
-
-        An error of the function is a Score with `error`, never an exception of the future. Raises RewardError for a
-        request that JSON cannot carry.
-        """
+        """Queue one call of the function: with one request, or with a batch for a batched function. An error of the function is
+        a Score with `error`. Raises RewardError for a request that JSON cannot carry."""
         if len(requests) != 1 and not self.function.batched:
             raise ValueError("A reward function that is not batched is called with one sample at a time.")
         self.start()
@@ -188,7 +242,6 @@ class RewardPool:
         return self.scores(job.requests, outcomes, seconds)
 
     def scores(self, requests: Sequence[ScoreRequest], outcomes: Sequence[Outcome], seconds: float) -> list[Score]:
-        """The scores of one call that took `seconds`."""
         scores = []
         for request, outcome in zip(requests, outcomes, strict=True):
             if "error" in outcome:
@@ -301,3 +354,24 @@ def _encode_call(job_id: str, requests: Sequence[ScoreRequest]) -> bytes:
             for request in requests:
                 _encode_call(job_id, [request])
         raise RewardError(f"Sample {requests[0].key} of data_source {requests[0].data_source!r}: {error}") from error
+
+
+class DebugPool(RewardPool):
+    """Pool for `reward.debug=True`: `submit` calls on its thread, one after the other, without sandbox and time limits, so that
+    a breakpoint works. A call that raises costs its own sample; leaving the debugger ends the run."""
+
+    caller: Caller | None = None
+
+    def start(self, data_sources: Sequence[str] = ()) -> None:
+        if self.caller is None:
+            self.caller = load_caller(self.function, sorted(set(data_sources)), self.limits)
+            self.caller.raised = (BdbQuit, KeyboardInterrupt)
+
+    def submit(self, requests: Sequence[ScoreRequest]) -> Future[list[Score]]:
+        self.start()
+        assert self.caller is not None
+        future: Future[list[Score]] = Future()
+        start = time.perf_counter()
+        outcomes = self.caller.score(samples_of(requests))
+        future.set_result(self.scores(requests, outcomes, time.perf_counter() - start))
+        return future

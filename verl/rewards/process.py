@@ -10,28 +10,106 @@ fail. A sample that fails in such a worker is therefore given to a fresh worker,
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import secrets
 import select
 import socket
+import stat
 import tempfile
 import time
-from dataclasses import asdict
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verl.config.secrets import is_secret_name
+from verl.config.secrets import hide, is_secret_name
+from verl.data_proto.samples import Score, ScoreRequest
 from verl.errors import RewardError
-from verl.foreign_text import clean
+from verl.foreign_text import clean, printable
 from verl.parallel.child_processes import python_command
 from verl.parallel.framing import encode_frame, frame, read_header
-from verl.rewards.jobs import Job
 from verl.rewards.outcome import Outcome, checked_outcome
-from verl.rewards.prints import Prints
 from verl.rewards.sandbox.launch import Sandbox, perhaps_from_outside, remove_folder
 from verl.rewards.sandbox.limits import KIB, MIB, Limits
 from verl.rewards.sandbox.processes import now_tick
+
+MAX_LOG_BYTES = 16 * MIB  # a log that has grown beyond is begun again
+_PIPE_BYTES = MIB
+_NUM_LAST_BYTES = 2000
+
+
+class Prints:
+    """The read end of the pipe that is a scorer's stdout and stderr; `write_fd` is the other. Of each call the first `max_kb`
+    KiB go to the file `log`: valid UTF-8, control characters escaped and secrets masked. A line says that the rest is dropped.
+    While the pipe is full, the scorer waits."""
+
+    def __init__(self, log: Path | None, max_kb: int):
+        self._log = log
+        self._log_fd: int | None = None
+        self._max_bytes = self._room = max_kb * KIB
+        self._unwritten = b""
+        self._last = b""
+        self._read_fd, self.write_fd = os.pipe()
+        os.set_blocking(self._read_fd, False)
+        with contextlib.suppress(OSError, AttributeError):  # Linux has it, up to a limit for each user
+            fcntl.fcntl(self.write_fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+
+    def read(self) -> bool:
+        """Read at most one full pipe: a scorer that prints without end is not waited for. Returns whether it was full."""
+        num_read = 0
+        with contextlib.suppress(BlockingIOError):
+            while num_read < _PIPE_BYTES and (printed := os.read(self._read_fd, _PIPE_BYTES)):
+                num_read += len(printed)
+                self._last = (self._last + printed)[-_NUM_LAST_BYTES:]
+                self._unwritten += printed[: max(0, self._room)]
+                self._room -= len(printed)
+        lines, end, self._unwritten = self._unwritten.rpartition(b"\n")
+        self._write(lines + end)
+        return num_read >= _PIPE_BYTES
+
+    def end_call(self) -> None:
+        """Read the last prints of a call. Later prints count towards the next call."""
+        self.read()
+        dropped = f"\n[dropped the rest: reward.max_output_kb={self._max_bytes // KIB}]\n" if self._room < 0 else ""
+        self._write(self._unwritten + dropped.encode())
+        self._unwritten, self._room = b"", self._max_bytes
+
+    def _write(self, printed: bytes) -> None:
+        if self._log is None or not printed:
+            return
+        text = hide(printable(printed.decode(errors="backslashreplace")))
+        with contextlib.suppress(OSError):  # a full disk costs only the log
+            if self._log_fd is None:
+                self._log_fd = _open_log(self._log)
+            if os.fstat(self._log_fd).st_size > MAX_LOG_BYTES:
+                os.ftruncate(self._log_fd, 0)
+            os.write(self._log_fd, text.encode())
+
+    def last_line(self) -> str:
+        lines = self._last.decode(errors="backslashreplace").strip().splitlines()
+        return clean(lines[-1], 200) if lines else ""
+
+    def close(self) -> None:
+        self.end_call()
+        for fd in (self._read_fd, self._log_fd):
+            if fd is not None:
+                os.close(fd)
+
+
+def _open_log(path: Path) -> int:
+    """Open a file for more lines, in place of a link or a pipe that a scorer made. Its folder is not made again."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    with contextlib.suppress(OSError):
+        fd = os.open(path, flags, 0o666)
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            return fd
+        os.close(fd)
+    path.unlink(missing_ok=True)
+    return os.open(path, flags | os.O_EXCL, 0o666)
+
 
 START_TIMEOUT_S = 120.0  # a reward function may import torch and more on a cold disk
 FORGED = "wrote to the channel on which its result is sent"
@@ -43,12 +121,21 @@ _MAX_ERROR = 2000  # characters of the reason why a function cannot be used
 _ERROR_KB = 16  # of the answer for a sample whatever its result: an error, as JSON
 
 
+@dataclass
+class Job:
+    """One call of the reward function: one request, or a whole batch for a batched function."""
+
+    id: str  # cannot be guessed; the answer repeats it
+    requests: list[ScoreRequest]
+    message: bytes  # the encoded call
+    future: Future[list[Score]] = field(default_factory=Future)
+    submitted_s: float = field(default_factory=time.monotonic)
+
+
 class WorkerLost(Exception):
     """The worker can no longer be used. The message is a predicate of the function or worker ("took longer than 30 s").
-
-    `again`: the cause may lie outside this call, which is then given to a fresh worker once. The worker was lost between
-    two calls, killed or stopped from outside, or the leftovers of an earlier sample may be the cause.
-    """
+    `again`: the cause may lie outside this call (a kill, leftovers of an earlier sample), which is then given to a fresh worker
+    once."""
 
     def __init__(self, what: str, *, again: bool):
         super().__init__(what)
@@ -56,11 +143,8 @@ class WorkerLost(Exception):
 
 
 class WorkerProcess:
-    """One scorer in its sandbox. `setup`: see worker.run.
-
-    Create it on a thread that lives as long as the process (see Sandbox). Raises RewardError when the worker reports
-    that the function cannot be used.
-    """
+    """One scorer in its sandbox. `setup`: see worker.run. Create it on a thread that lives as long as the process (see
+    Sandbox). Raises RewardError when the worker reports that the function cannot be used."""
 
     def __init__(self, setup: dict[str, Any], limits: Limits, log: Path | None = None):
         self._limits = limits
@@ -174,8 +258,7 @@ class WorkerProcess:
         return answer
 
     def _transfer(self, unsent: bytes, timeout_s: float, max_bytes: int, watched: bool) -> bytes:
-        """Send `unsent` and receive one message of at most `max_bytes`; enforces the time limit and, if `watched`, the
-        limits of the sandbox."""
+        """Send `unsent` and receive a message of at most `max_bytes`, within the time limit, and if `watched` the sandbox."""
         received = bytearray()
         self._began_tick, was_stopped, used_s = now_tick(), False, -1.0
         last_look = time.monotonic()

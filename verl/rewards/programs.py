@@ -24,8 +24,7 @@ from typing import BinaryIO
 from verl.parallel.child_processes import adopt_orphans, die_with
 from verl.rewards.sandbox.launch import describe_exit, remove_folder
 from verl.rewards.sandbox.limits import MIB, set_limit
-from verl.rewards.sandbox.prctl import filter_system_calls
-from verl.rewards.sandbox.processes import descendants, kill_descendants
+from verl.rewards.sandbox.processes import descendants, filter_system_calls, kill_descendants
 
 _POLL_EVERY_S = 0.025
 _END_TIMEOUT_S = 2.0
@@ -34,11 +33,8 @@ _NUM_LAST_BYTES = 4000  # of a program's stderr
 
 @dataclass(frozen=True)
 class ProgramLimits:
-    """Limits of one program.
-
-    time_s: seconds on the clock. memory_mb: MiB of address space of each process. max_output_mb: MiB of each file that it
-    writes, its prints among them. max_processes: number at once.
-    """
+    """Limits of one program: seconds on the clock, MiB of address space of each process, MiB of each file that it writes, its
+    prints among them, and processes at once."""
 
     time_s: float = 5.0
     memory_mb: int = 1024
@@ -60,9 +56,8 @@ class Output:
 
 
 def run_program(source: str, stdin: str = "", limits: ProgramLimits | None = None) -> Output:
-    """Run a Python program with `stdin` and wait for its end, at most `limits.time_s`.
-
-    Call it in a reward function, whose sandbox also confines a program that evades its own limits.
+    """Run a Python program with `stdin` and wait for its end, at most `limits.time_s`. Call it in a reward function, whose
+    sandbox also confines a program that evades its own limits.
 
     >>> run_program("print(int(input()) + 1)", "41").stdout
     '42\\n'
@@ -93,9 +88,10 @@ def run_program(source: str, stdin: str = "", limits: ProgramLimits | None = Non
                 failure = _wait(process, limits, spared)
             finally:
                 _end_all(process, spared)
-            return Output(
-                _read(out, limits.max_output_mb * MIB), _read_end(err), failure or _failure(process.returncode)
-            )
+            out.seek(0)
+            printed = out.read(limits.max_output_mb * MIB).decode(errors="replace")
+            ended = describe_exit(process.returncode) if process.returncode else ""
+            return Output(printed, _read_end(err), failure or ended)
     finally:
         remove_folder(str(folder))
 
@@ -154,15 +150,6 @@ def _end_all(process: subprocess.Popen[bytes], spared: frozenset[int]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     kill_descendants(_END_TIMEOUT_S, spared)
-
-
-def _failure(code: int) -> str:
-    return describe_exit(code) if code else ""
-
-
-def _read(file: BinaryIO, most: int) -> str:
-    file.seek(0)
-    return file.read(most).decode(errors="replace")
 
 
 def _read_end(file: BinaryIO) -> str:

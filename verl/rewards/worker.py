@@ -39,8 +39,7 @@ from verl.rewards.functions import (
 from verl.rewards.outcome import Outcome, outcome, within_size
 from verl.rewards.sandbox.launch import describe_exit
 from verl.rewards.sandbox.limits import KIB, Limits
-from verl.rewards.sandbox.prctl import filter_system_calls, hide_memory
-from verl.rewards.sandbox.processes import kill_descendants
+from verl.rewards.sandbox.processes import filter_system_calls, hide_memory, kill_descendants
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
@@ -189,7 +188,6 @@ def run(channel: socket.socket) -> None:
 
 
 def answer(caller: Caller, request: bytes) -> bytes:
-    """Score in this process."""
     message = json.loads(request)
     caller.was_limited = False
     start = time.perf_counter()

@@ -44,7 +44,7 @@ def called_manager(spec: RewardSpec, tokenizer: Tokenizer) -> CalledManager | No
 
 
 class CalledManager:
-    """A RewardManager (verl/rewards/managers/api.py) that calls `manager` with all samples that are collected together.
+    """A RewardManager (verl/rewards/managers/naive.py) that calls `manager` with all samples that are collected together.
 
     The batch has prompts, responses, attention_mask, data_source, reward_model and extra_info. There is no time limit and no
     sandbox: an error of the manager ends the run.

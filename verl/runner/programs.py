@@ -22,7 +22,7 @@ from verl.programs.ppo import PPO
 from verl.programs.ppo_async import AsyncPPO
 from verl.programs.preference import PreferenceOptimization
 from verl.programs.sft import SFT
-from verl.rewards.function_list import name_of, results_of
+from verl.rewards.functions import name_of, results_of
 from verl.rewards.pool import RewardPool
 
 _LOGGED = {

@@ -154,7 +154,7 @@ def check_reward(subject: Subject) -> Iterator[Line]:
         yield skip("not run without usable rows")
         return
     levels: dict[str, Level] = {"pass": "pass", "warn": "warn", "fail": "fail"}
-    sources = check_references(_rows(subject), config.reward).sources
+    sources = check_references(_rows(subject), config.reward)
     if not sources:
         yield skip("no row has a reward_model; the teacher alone trains")
     for source in sources:

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 from verl.errors import ConfigError
 from verl.families import REWARD_MANAGERS
 from verl.registry import load_object
-from verl.rewards.debug import DebugPool
 from verl.rewards.functions import MODEL_REPLY, MODEL_SCORE, RewardFunctionSpec, service_arguments
-from verl.rewards.managers.api import RewardManager
-from verl.rewards.pool import RewardPool
+from verl.rewards.managers.naive import RewardManager
+from verl.rewards.pool import DebugPool, RewardPool
 from verl.rewards.sandbox.limits import Limits
 
 if TYPE_CHECKING:
@@ -29,11 +28,8 @@ def build_reward_manager(
     log_dir: str | Path | None = None,
     parts: Sequence[str] = (),
 ) -> RewardManager:
-    """The manager named by `reward.reward_manager`, with a pool that is not started. `max_response_length`: tokens.
-    `parts`: numbers that the function must return in addition to the score.
-
-    Raises ConfigError for an unknown manager, a class without its methods, and `reward.reward_kwargs` it does not take.
-    """
+    """The manager named by `reward.reward_manager`, with a pool that is not started. `max_response_length`: tokens. `parts`:
+    numbers that the function must return in addition to the score. Raises ConfigError."""
     manager = manager_class(config)
     kwargs = _plain(config.reward_kwargs or {})
     try:
@@ -92,8 +88,7 @@ def function_spec(config: RewardConfig, *, batched: bool = False) -> RewardFunct
 
 
 def _served(config: RewardConfig, spec: RewardFunctionSpec, asked: set[str]) -> RewardFunctionSpec:
-    """A function that asks the service of the reward model itself, with the arguments `asked` that name it. Raises ConfigError
-    where it cannot reach one."""
+    """A function that asks the service of the reward model itself by the arguments `asked`. Raises ConfigError without one."""
     model = config.reward_model
     if model.rollout.name not in ("http", "sglang") or not config.network:
         raise ConfigError(

@@ -29,10 +29,8 @@ def overlong_penalty(response_length: int, max_response_length: int, buffer: Ove
 
 
 class DapoRewardManager(NaiveRewardManager):
-    """Adds the overlong penalty. `max_resp_len` defaults to the rollout's response length.
-
-    Raises ConfigError when the buffer is longer than it.
-    """
+    """Adds the overlong penalty. `max_resp_len` defaults to the rollout's response length; raises ConfigError for a longer
+    buffer."""
 
     def __init__(
         self,

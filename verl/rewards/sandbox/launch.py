@@ -22,8 +22,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from verl.parallel.child_processes import python_command
 from verl.rewards.sandbox.limits import Limits
-from verl.rewards.sandbox.prctl import can_filter
-from verl.rewards.sandbox.processes import cpu_seconds, descendants, num_tasks_of_user, start_ticks, state_of
+from verl.rewards.sandbox.processes import (
+    can_filter,
+    cpu_seconds,
+    descendants,
+    num_tasks_of_user,
+    start_ticks,
+    state_of,
+)
 
 _PROBE_TIMEOUT_S = 10.0
 _KILL_TIMEOUT_S = 5.0
@@ -132,10 +138,8 @@ def _succeeds(command: Sequence[str]) -> bool:
 
 
 class Sandbox:
-    """A started scorer with everything that it starts.
-
-    Create it on a thread that lives as long as the scorer: on Linux the scorer ends with that thread.
-    """
+    """A started scorer with everything that it starts. Create it on a thread that lives as long: on Linux it ends with that
+    thread."""
 
     def __init__(
         self,
@@ -202,11 +206,8 @@ class Sandbox:
 
     @property
     def max_tasks(self) -> int | None:
-        """RLIMIT_NPROC of the scorer, threads included, which stops a fork bomb before it is seen.
-
-        None for root, whom the kernel limits by the process ids of the namespace, or not at all; and where the kernel
-        would count processes of other sandboxes.
-        """
+        """RLIMIT_NPROC of the scorer, threads included, which stops a fork bomb before it is seen. None for root, whom the
+        kernel limits by process ids or not at all, and where the kernel would count processes of other sandboxes."""
         if self._in_user_namespace:
             return self._most_tasks if _linux_is_at_least(5, 14) else None
         if os.geteuid() == 0 or self.limits.max_processes is None:
@@ -240,8 +241,7 @@ class Sandbox:
         return cpu_seconds(self._processes())
 
     def _processes(self, most: float = math.inf) -> list[str]:
-        """Folders in /proc of the processes below ours, perhaps no more than are past `most`. A namespace lists its own
-        at once; a walk from parents to children falls behind a fork bomb."""
+        """Folders in /proc of the processes below ours; a namespace lists its own, since a walk falls behind a fork bomb."""
         if self.has_namespaces and self._first:
             proc = os.path.join("/proc", str(self._first), "root", "proc")
             with contextlib.suppress(OSError):

@@ -14,8 +14,7 @@ import sys
 from types import FrameType
 
 from verl.parallel.child_processes import adopt_orphans, die_with
-from verl.rewards.sandbox.prctl import hide_memory
-from verl.rewards.sandbox.processes import kill_descendants
+from verl.rewards.sandbox.processes import hide_memory, kill_descendants
 
 _END_TIMEOUT_S = 4.0
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -53,6 +53,11 @@ def score_boxed(solution_str: str, ground_truth: object, **_other: object) -> fl
     return float(any(math_equal(last_boxed(str(gold)) or str(gold), answer) for gold in accepted))
 
 
+def score_count(solution_str: str, ground_truth: object, **_other: object) -> float:
+    r"""Score of counting letters (verl/data/tasks/char_count.py): 1 when the last \boxed{} is the reference count, else 0."""
+    return float(same_number(last_boxed(solution_str) or "", str(ground_truth)))
+
+
 def score_answer_line(
     solution_str: str, ground_truth: object, strict_box_verify: bool = False, legacy: bool = False, **_other: object
 ) -> dict[str, object]:
@@ -172,3 +177,4 @@ def _boxed_reference(ground_truth: object, extra_info: Mapping[str, object]) -> 
 
 BOXED = Scorer(score_boxed, _boxed_reference, load_math_verify)
 ANSWER_LINE = Scorer(score_answer_line, lambda ground_truth, extra_info: f"Answer: {ground_truth}", load_math_verify)
+COUNT = Scorer(score_count, lambda ground_truth, extra_info: f"\\boxed{{{ground_truth}}}")

@@ -32,7 +32,7 @@ SCORERS = Registry(
         "codeforces": _CODE,
         "taco": _CODE,
         "searchR1_*": "verl.rewards.scorers.exact_match:SCORER",
-        "char_count": "verl.rewards.scorers.char_count:SCORER",
+        "char_count": "verl.rewards.scorers.math_answers:COUNT",
         "reasoning_gym/*": "verl.rewards.scorers.reasoning_gym:SCORER",
     },
 )
