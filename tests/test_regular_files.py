@@ -15,7 +15,7 @@ from verl.config import DataConfig, ModelConfig, RewardConfig, load_config
 from verl.config.sections.deepspeed import read_ds_config
 from verl.data.dataset import dataset_class
 from verl.data.files import read_rows
-from verl.data.sampler_order import load_sampler
+from verl.data.order import load_sampler
 from verl.errors import VerlError
 from verl.models.load import load_external, load_tokenizer
 from verl.models.tiny import make_tiny_model

@@ -2,8 +2,7 @@
 
 import pytest
 
-from verl.data.order import PromptOrder
-from verl.data.sampler_order import SamplerOrder, load_sampler
+from verl.data.order import PromptOrder, SamplerOrder, load_sampler
 from verl.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.seed("A5")

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from tests.data.media_rows import data_url
-from verl.data import videos
-from verl.data.videos import SAMPLING, VideoSource, read_clip, sampled, video_entry
+from verl.data import pictures
+from verl.data.pictures import SAMPLING, VideoSource, read_clip, sampled, video_entry
 from verl.errors import DataError
 
 PLAYLISTS = (
@@ -85,12 +85,12 @@ def test_a_file_that_cannot_be_read_is_one_sentence(video):
 @pytest.mark.parametrize(
     ("limit", "value", "words"),
     [
-        ("MAX_BYTES", 100, "more than 100 bytes"),
+        ("MAX_VIDEO_BYTES", 100, "more than 100 bytes"),
         ("MAX_FRAMES", 10, "50 frames, not between 1 and 10"),
         ("MAX_TOTAL_PIXELS", 9999, "4 frames of 64 x 48 pixels"),
     ],
 )
 def test_a_video_beyond_a_limit_is_refused(limit, value, words, monkeypatch, video):
-    monkeypatch.setattr(videos, limit, value)
+    monkeypatch.setattr(pictures, limit, value)
     with pytest.raises(DataError, match=words):
         clip_of(str(video()))

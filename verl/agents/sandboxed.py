@@ -83,7 +83,7 @@ def call_tool(data_source: str, solution_str: str, ground_truth: object, extra_i
             returned = asyncio.run(_wait(returned))
         response, reward, metrics = answer_of(returned)
         from verl.data.pictures import image_text
-        from verl.data.videos import video_entry
+        from verl.data.pictures import video_entry
 
         text, sources = text_and_images(response)
         places = [(source, f"image {number}") for number, source in enumerate(sources)]

@@ -33,8 +33,7 @@ DEFAULT_SEED = 42
 
 
 def whole_section(config: DataConfig | Mapping[str, object]) -> Any:
-    """The section `data`, with defaults for keys that a mapping (a recipe's own config) leaves out. Additional keys of the
-    mapping stay."""
+    """The section `data`, with defaults for keys that a mapping (a recipe's own config) leaves out."""
     from verl.config import DataConfig
 
     if isinstance(config, DataConfig) or not isinstance(config, Mapping):
@@ -134,7 +133,6 @@ class RLHFDataset:
             return None
 
     def _build_messages(self, example: dict[str, object]) -> Messages:
-        """Chat messages of a row."""
         return messages_of(example, self.prompt_key, images=self.processor is not None)
 
     def _placed(self, row: Mapping[str, object]) -> tuple[Messages, list[object]]:
@@ -145,7 +143,6 @@ class RLHFDataset:
         return image_messages(messages, row, self.config)
 
     def place(self, item: int) -> str:
-        """File and row number of a row, for messages."""
         return self.dataframe.place(item) if isinstance(self.dataframe, Rows) else f"row {item} of {self.data_files}"
 
     def __len__(self) -> int:
@@ -234,7 +231,6 @@ class PromptRows:
         return len(self.dataset)
 
     def place(self, item: int) -> str:
-        """File and row number of a row, for messages."""
         named = getattr(self.dataset, "place", None)
         return named(item) if named else f"row {item} of {type(self.dataset).__name__}"
 
@@ -335,7 +331,6 @@ class PromptRows:
         self._scan = scan if scan.runs else None
 
     def _rules(self) -> list[object]:
-        """The settings that decide which rows are right."""
         keys = ("prompt_key", "reward_fn_key", "image_key", "video_key", "audio_key")
         lengths = ("truncation", "max_prompt_length", "filter_overlong_prompts")
         settings = {name: getattr(self.config, name) for name in (*keys, *lengths)}

@@ -1,16 +1,28 @@
-"""Data files as rows: parquet, JSON, JSONL (also gzipped), data sets; rows as parquet."""
+"""Data files as rows: parquet, JSON, JSONL (also gzipped), and data sets of the package `datasets`; rows as parquet.
+
+org/name:train                a data set of the Hub and its split; org/name/CONFIG:train has a configuration
+org/name:train[:1000]         a slice, as datasets.load_dataset takes it
+stream:org/name:train[:1000]  the first rows of the split, read once into the cache of rows, without the others
+parquet:data/part-*.parquet   files of a builder of the package: json, parquet, arrow, csv or text
+saved/                        a folder of save_to_disk; saved/:train a split of it; `@` is another spelling of the colon
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from verl.data.data_sets import names_builder, open_data_set
-from verl.data.tables import JsonTable, ParquetTable, Rows, Table
+import numpy as np
+
+from verl.data.row_cache import key_of
+from verl.data.tables import ROWS_READ, ArrowTable, JsonTable, ParquetTable, Rows, Table, mapped_rows
 from verl.errors import DataError
 from verl.foreign_text import clean
+from verl.models.content import digest_of_text
 from verl.regular_files import require_regular
 
 Files = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -18,12 +30,8 @@ SUFFIXES = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz")
 
 
 def read_rows(files: Files) -> Rows:
-    """The rows of all files, in order.
-
-    A name is a file (.parquet, .json, .jsonl, .gz of the latter two) or a data set (verl/data/data_sets.py): `org/name:split`,
-    `parquet:FILES`, or a folder of `datasets.save_to_disk`. Raises DataError for a file that is missing, unreadable, empty
-    or of an unknown kind.
-    """
+    """The rows of all files, in order. A name is a file (.parquet, .json, .jsonl, .gz of the latter two) or a data set, see
+    above. Raises DataError for a file that is missing, unreadable, empty or of an unknown kind."""
     names = [files] if isinstance(files, (str, os.PathLike)) else list(files)
     if not names:
         raise DataError("The list of data files is empty; set data.train_files and data.val_files.")
@@ -52,8 +60,7 @@ def _open_file(path: Path) -> Table:
 
 
 def write_parquet(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Write `path` whole or not at all; makes its folder. A field that a row lacks is null in it. Raises DataError for values
-    that parquet cannot hold."""
+    """Write `path` whole or not at all, in its folder. Raises DataError for values that parquet cannot hold."""
     import pyarrow
     import pyarrow.parquet
 
@@ -72,3 +79,113 @@ def write_parquet(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
         raise DataError(f"{path} cannot be written as parquet: {clean(error)}. Write .jsonl instead.") from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+_SPLIT = r"\w[\w.-]*(?:\[[^\]]*\])?"
+_BUILDER = r"(?:(?P<builder>json|parquet|arrow|csv|text):)?"
+_NAME = re.compile(rf"(?P<stream>stream:)?{_BUILDER}(?P<path>.+?)(?:[:@](?P<split>{_SPLIT}(?:\+{_SPLIT})*))?")
+_FIRST_ROWS = re.compile(r"(?P<split>\w+)(?:\[:(?P<count>\d+)\])?")
+
+
+def names_builder(name: str) -> bool:
+    """Whether `name` chooses a builder of the package, or a stream, and is no file."""
+    match = _NAME.fullmatch(name)
+    return match is not None and bool(match["builder"] or match["stream"]) and not Path(name).exists()
+
+
+def open_data_set(name: str) -> Table:
+    """The rows of a data set. Raises DataError for one that cannot be loaded, and for a split that it lacks."""
+    match = _NAME.fullmatch(name)
+    assert match is not None, "any text matches"
+    path, split = (name, None) if Path(name).exists() else (match["path"], match["split"])
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(
+            f"{path} is not a file, and data sets need the package 'datasets'. Correct it or pip install 'verl[datasets]'."
+        ) from error
+    datasets.disable_progress_bars()
+    try:
+        if match["builder"]:
+            return _load(name, match["stream"], match["builder"], {"data_files": path}, split or "train")
+        if not any((Path(path) / marker).is_file() for marker in ("dataset_dict.json", "state.json")):
+            path, _, config = (path, "", "") if Path(path).exists() or path.count("/") < 2 else path.rpartition("/")
+            return _load(name, match["stream"], path, {"name": config or None}, split)
+        return _only_split(datasets.load_from_disk(path), path, split)
+    except DataError:
+        raise
+    except Exception as error:
+        # loading runs other people's code and network clients, which raise anything
+        raise DataError(
+            f"{name} is neither a file nor a data set that can be loaded: {type(error).__name__}: {clean(error)}"
+        ) from error
+
+
+def _load(name: str, stream: str | None, path: str, arguments: dict[str, object], split: str | None) -> Table:
+    import datasets
+
+    if not stream:
+        return _only_split(
+            datasets.load_dataset(path, split=split, **arguments), name, split, is_chosen=split is not None
+        )
+    first = _FIRST_ROWS.fullmatch(split or "")
+    if first is None:
+        raise DataError(f"The stream {name} needs a split: write {name.partition('@')[0]}:train, or ...:train[:1000].")
+    builder = datasets.load_dataset_builder(path, **arguments)
+    rows: Any = builder.as_streaming_dataset(split=first["split"])
+    rows = rows.take(int(first["count"])) if first["count"] else rows
+    features = rows.features or rows._resolve_features().features
+    digest = digest_of_text(str(builder.dataset_name), builder.config_id, str(builder.hash), str(split))
+    batches = _batches(rows.with_format("arrow"), features.arrow_schema)
+    return ArrowTable(mapped_rows(key_of("stream", digest), features.arrow_schema, batches), f"data set {name}", digest)
+
+
+def _batches(rows: Any, schema: Any) -> Iterator[object]:
+    for batch in rows.iter(ROWS_READ):
+        yield batch.select(schema.names).cast(schema)
+
+
+def _only_split(loaded: object, path: str, split: str | None, *, is_chosen: bool = False) -> Table:
+    """The table of the split. `is_chosen`: `loaded` is already that split."""
+    import datasets
+
+    if is_chosen or not isinstance(loaded, datasets.DatasetDict):
+        return HuggingFaceTable(loaded, path)
+    if not split and len(loaded) == 1:
+        split = next(iter(loaded))
+    if split not in loaded:
+        asked = f"has no split {split!r}" if split else "has several splits"
+        raise DataError(f"The data set {path} {asked}; write {path}:SPLIT with one of {', '.join(loaded)}.")
+    return HuggingFaceTable(loaded[split], f"{path}:{split}")
+
+
+class HuggingFaceTable(Table):
+    """One split of a data set of the `datasets` package."""
+
+    def __init__(self, dataset: Any, name: str):
+        self.dataset, self.name = dataset, f"data set {name}"
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def batch(self, rows: np.ndarray, field: str | None) -> list[dict[str, Any]]:
+        try:
+            columns = self.dataset[rows.tolist()]
+        except Exception as error:  # as below
+            raise DataError(f"The {self.name} holds a row that cannot be read: {clean(error)}") from error
+        names = list(columns) if field is None else [name for name in columns if name == field]
+        return [{name: columns[name][number] for name in names} for number in range(len(rows))]
+
+    def texts(self, field: str) -> set[str]:
+        values = self.dataset.unique(field) if field in self.dataset.column_names else []
+        return {value for value in values if isinstance(value, str)}
+
+    def digest(self) -> str | None:
+        return getattr(self.dataset, "_fingerprint", None)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        try:
+            return dict(self.dataset[row])
+        except Exception as error:
+            # a data set decodes its columns by whatever its author chose
+            raise DataError(f"{self.place(row)} cannot be read: {type(error).__name__}: {clean(error)}") from error

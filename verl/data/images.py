@@ -4,7 +4,7 @@
     {"prompt": [{"role": "user", "content": [{"type": "image", "image": "dots.png"}, {"type": "text", "text": "How many?"}]}]}
 
 An image is a picture of PIL, bytes of a file, {"bytes"}, {"path"}, {"image"} or {"url"}, a path, a file URL, or a data URL in
-base64. Nothing is downloaded. Videos stand in messages in the same way (verl/data/videos.py).
+base64. Nothing is downloaded. Videos stand in messages in the same way (verl/data/pictures.py).
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
     from verl.config import DataConfig
     from verl.config.sections.data import TextDataConfig
+    from verl.data.conversations.tokens import TrainingSequence
     from verl.models.processor import ImageProcessor
+
 
 Picture: TypeAlias = "Image.Image | Clip"
 _PARTS = {"image": IMAGE_PARTS, "video": VIDEO_PARTS}  # kind -> types of parts; <kind> stands for one in a text
@@ -39,11 +41,9 @@ _PARTS = {"image": IMAGE_PARTS, "video": VIDEO_PARTS}  # kind -> types of parts;
 def image_messages(
     messages: Messages, row: Mapping[str, object], settings: DataConfig | TextDataConfig
 ) -> tuple[Messages, list[object]]:
-    """Messages with parts of content wherever a row has images or videos, and their sources in the order of the parts.
-
-    A placeholder in a text, and a part without a source, take the next of the field `image_key` or `video_key` of `settings`.
-    Messages without either stay as they are. Raises DataError where placeholders and images or videos differ in number.
-    """
+    """Messages with parts of content wherever a row has images or videos, and their sources in the order of the parts. A
+    placeholder in a text, and a part without a source, take the next of the field `image_key` or `video_key`. Raises DataError
+    where placeholders and images or videos differ in number."""
     keys = {"image": settings.image_key, "video": settings.video_key}
     media = {kind: listed(row.get(key)) for kind, key in keys.items()}
     if not any(media.values()) and not any(map(_has_places, messages)):
@@ -139,7 +139,7 @@ class ImageEncoder:
         place = f"{place}: video {number}"
         if why := self.processor.no_videos or (self.processor.keeps_files and self.processor.not_sent):
             raise DataError(f"{place} {why}. Leave out rows with videos.")
-        from verl.data.videos import read_clip
+        from verl.data.pictures import read_clip
 
         defaults = {**self.processor.video_settings, **self.settings}
         return read_clip(source, defaults, place, self.processor.frames_at_once)
@@ -175,7 +175,6 @@ def as_file(item: Picture) -> bytes | Clip:
 
 
 def _frames(item: Picture) -> Sequence[Image.Image]:
-    """The pictures of a clip, or a picture."""
     return item.frames if isinstance(item, Clip) else (item,)
 
 
@@ -234,3 +233,45 @@ def expanded(text: str, tokens: Sequence[str], texts: Sequence[str], place: str,
             "token from the texts, or use the chat template of the model."
         )
     return pieces[0] + "".join(image + piece for image, piece in zip(texts, pieces[1:], strict=False))
+
+
+class ConversationImages:
+    """Images at `sources` in the conversation of a row; `encoder` is None for a model that reads text."""
+
+    def __init__(self, sources: Sequence[object], encoder: ImageEncoder | None, place: str):
+        self.encoder, self.place = encoder, place
+        self.row = RowImages(sources, encoder, place) if sources and encoder is not None else None
+        self._read = None if self.row is None else self.row.read()
+
+    def expanded(self, text: str) -> str:
+        """The rendering of the first messages, with the text of each of their images."""
+        return text if self._read is None else self._read.expanded(text, whole=False)
+
+    def refuse_markers(self) -> None:
+        """Raise DataError in a row with images: their tokens are not in the rendering that has the markers of a template."""
+        if self.row is not None:
+            raise DataError(
+                f"{self.place}: the template has generation markers, which are not read in rows with images. Set "
+                "data.loss_on=completion."
+            )
+
+    def attached(self, sequences: list[TrainingSequence]) -> list[TrainingSequence]:
+        """The sequences of the row with its images. Raises DataError where one follows the first token that trains, or where a
+        row without images has a token that stands for one."""
+        if self.encoder is None:
+            return sequences
+        for sequence in sequences:
+            if self._read is None:
+                self.encoder.require_none(sequence.input_ids.tolist(), self.place)
+            else:
+                self._require_before(sequence)
+        return [replace(sequence, images=self.row) for sequence in sequences]
+
+    def _require_before(self, sequence: TrainingSequence) -> None:
+        assert self._read is not None
+        before = sequence.input_ids[: int(sequence.loss_mask.argmax())]
+        if self._read.num_tokens(before.tolist()) != self._read.num_parts(*self._read.media.texts):
+            raise DataError(
+                f"{self.place}: an image follows the first token that trains, which is not available in this version. Give the "
+                "images in messages before the first answer that trains, or train only on the last answer (loss_mask)."
+            )

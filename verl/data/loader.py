@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from verl.data.dataset import PromptRows
-from verl.data.order import PromptOrder
+from verl.data.order import PromptOrder, SamplerOrder
 from verl.data.prompts import PromptEncoder
-from verl.data.sampler_order import SamplerOrder
 from verl.data_proto.columns import COLUMNS
 from verl.data_proto.media import VideoSource
 from verl.data_proto.merge import object_array
@@ -77,17 +76,14 @@ class PromptLoader:
         self.max_prompt_length, self.image_encoder = encoder.max_length, encoder.images
 
     def take(self, ordinal_start: int, count: int) -> DataProto:
-        """The prompts of ordinals `ordinal_start` to `ordinal_start + count - 1`; the first of a run has ordinal 0.
-
-        Columns as verl/data_proto/columns.py names them under data, and the row's other fields as object columns.
-        """
+        """The prompts of ordinals `ordinal_start` to `ordinal_start + count - 1`, from 0. Columns as verl/data_proto/columns.py
+        names them under data, and the row's other fields as object columns."""
         ordinals = range(ordinal_start, ordinal_start + count)
         return self._reader.read(ordinals, [self.order.row(ordinal)[1] for ordinal in ordinals])
 
     def images(self, number: int) -> dict[str, list[Any]]:
         """The fields images and videos of row `number`, in the order of its messages: paths, URLs and data URLs."""
-        from verl.data.pictures import image_text
-        from verl.data.videos import video_entry
+        from verl.data.pictures import image_text, video_entry
 
         rows = self._reader.rows
         sources, place = rows.images(rows[number]), rows.place(number)
@@ -96,7 +92,6 @@ class PromptLoader:
         return {name: entries for name, entries in (("images", images), ("videos", videos)) if entries}
 
     def update(self, batch: DataProto) -> None:
-        """Tell a curriculum sampler what has trained."""
         if isinstance(self.order, SamplerOrder):
             self.order.update(batch)
 
@@ -105,7 +100,6 @@ class PromptLoader:
         return self.order.state_dict(cursor) if isinstance(self.order, SamplerOrder) else {}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Take the state of a checkpoint."""
         if isinstance(self.order, SamplerOrder) and state:
             self.order.load_state_dict(state)
 
@@ -125,11 +119,9 @@ class ValidationLoader:
         self._numbers = [order.row(i)[1] for i in range(len(rows))] if order else list(range(len(rows)))
 
     def row(self, number: int) -> dict[str, Any]:
-        """The row of an ordinal, as its file has it."""
         return self._reader.rows.as_written(number)
 
     def __len__(self) -> int:
-        """Number of batches."""
         return -(-self.num_rows // self.batch_size)
 
     def __iter__(self) -> Iterator[DataProto]:

@@ -34,51 +34,56 @@ def _parser() -> argparse.ArgumentParser:
         epilog="`verl data preferences --help`: rows for verl dpo and verl rm, labelled by a judge.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("gsm8k", help="grade-school word problems from train.jsonl and test.jsonl")
-    command.add_argument("--source", type=Path, required=True, help="folder with train.jsonl and test.jsonl")
-    command.add_argument("--output", type=Path, required=True, help="folder to write to")
-    command = commands.add_parser("reasoning_gym", help="generated questions, test questions held out")
-    command.add_argument("--output", type=Path, required=True, help="folder to write to")
-    command.add_argument(
+
+    def command(prepare: Callable[..., list[str]], description: str, source: str = "") -> argparse.ArgumentParser:
+        added = commands.add_parser(prepare.__module__.rpartition(".")[2], help=description)
+        if source:
+            added.add_argument("--source", type=Path, required=True, help=source)
+        added.add_argument("--output", type=Path, required=True, help="folder to write to")
+        added.set_defaults(prepare=prepare)
+        return added
+
+    command(
+        gsm8k.prepare,
+        "grade-school word problems from train.jsonl and test.jsonl",
+        "folder with train.jsonl and test.jsonl",
+    )
+    task = command(reasoning_gym.prepare, "generated questions, test questions held out")
+    task.add_argument(
         "--tasks", nargs="+", metavar="NAME[:JSON]", help="tasks with settings; default: small arithmetic"
     )
-    _add_counts(command, train=400, test=100)
-    command.add_argument(
-        "--prompt",
-        choices=("short", "plain"),
-        default="short",
-        help="short: ask for the final answer and nothing else; plain: the question alone (default %(default)s)",
+    _add_counts(task, train=400, test=100)
+    styles = "short: ask for the final answer and nothing else; plain: the question alone (default %(default)s)"
+    task.add_argument("--prompt", dest="style", choices=("short", "plain"), default="short", help=styles)
+    task = command(char_count.prepare, "letters of a word counted step by step, for SFT and for RL")
+    _add_counts(task, train=9000, test=1000)
+    for name, default in (("--min-length", 5), ("--max-length", 20)):
+        task.add_argument(name, type=_count, default=default, help="letters of a word (default %(default)s)")
+    wheel = "wheel of scikit-learn, which has the digits (.whl)"
+    archive = "source archive of vaderSentiment 3.3.2 (.tar.gz)"
+    _add_counts(command(sentiment.prepare, "pairs of rated sentences, for verl rm and verl dpo", archive), 2000, 200)
+    _add_counts(command(shapes.prepare, "questions about pictures, for SFT and for RL", wheel), train=4000, test=200)
+    task = command(split.prepare, "training and test files of your own rows, divided by prompt", "file of rows")
+    task.add_argument(
+        "--test-share", dest="share", type=_share, default=0.2, help="share of rows to hold out (default %(default)s)"
     )
-    command = commands.add_parser("char_count", help="letters of a word counted step by step, for SFT and for RL")
-    command.add_argument("--output", type=Path, required=True, help="folder to write to")
-    _add_counts(command, train=9000, test=1000)
-    command.add_argument("--min-length", type=_count, default=5, help="letters of a word (default %(default)s)")
-    command.add_argument("--max-length", type=_count, default=20, help="letters of a word (default %(default)s)")
-    command = commands.add_parser("sentiment", help="pairs of rated sentences, for verl rm and verl dpo")
-    command.add_argument("--source", type=Path, required=True, help="source archive of vaderSentiment 3.3.2 (.tar.gz)")
-    command.add_argument("--output", type=Path, required=True, help="folder to write to")
-    _add_counts(command, train=2000, test=200)
-    command = commands.add_parser("shapes", help="questions about pictures, for SFT and for RL")
-    command.add_argument(
-        "--source", type=Path, required=True, help="wheel of scikit-learn, which has the digits (.whl)"
-    )
-    command.add_argument("--output", type=Path, required=True, help="folder to write to")
-    _add_counts(command, train=4000, test=200)
-    command = commands.add_parser("split", help="training and test files of your own rows, divided by prompt")
-    command.add_argument("--source", type=Path, required=True, help="file of rows")
-    command.add_argument("--output", type=Path, required=True, help="folder to write to")
-    command.add_argument(
-        "--test-share", type=_share, default=0.2, help="share of rows to hold out (default %(default)s)"
-    )
-    command.add_argument("--key", default="prompt", help="field of the prompt (default %(default)s)")
-    command.add_argument("--chat", action="store_true", help="turn texts into messages, also Human: ... Assistant: ...")
-    command.add_argument("--seed", type=int, default=1, help="seed of the choice (default %(default)s)")
+    task.add_argument("--key", default="prompt", help="field of the prompt (default %(default)s)")
+    task.add_argument("--chat", action="store_true", help="turn texts into messages, also Human: ... Assistant: ...")
+    task.add_argument("--seed", type=int, default=1, help="seed of the choice (default %(default)s)")
     return parser
 
 
-def _add_counts(command: argparse.ArgumentParser, *, train: int, test: int) -> None:
-    command.add_argument("--train", type=_count, default=train, help="rows to train on (default %(default)s)")
-    command.add_argument("--test", type=_count, default=test, help="rows to hold out (default %(default)s)")
+def _add_counts(command: argparse.ArgumentParser, train: int, test: int) -> None:
+    counts = (("--train", "num_train", train, "train on"), ("--test", "num_test", test, "hold out"))
+    for name, dest, default, use in counts:
+        command.add_argument(
+            name,
+            dest=dest,
+            type=_count,
+            default=default,
+            metavar=name[2:].upper(),
+            help=f"rows to {use} (default {default})",
+        )
     command.add_argument("--seed", type=int, default=1, help="seed of the questions (default %(default)s)")
 
 
@@ -98,43 +103,12 @@ def _share(text: str) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and write one line per file to stdout; returns 0. Raises VerlError, or SystemExit for wrong usage."""
-    args = _parser().parse_args(argv)
-    sys.stdout.write("\n".join(_PREPARE[args.command](args)) + "\n")
+    args = vars(_parser().parse_args(argv))
+    del args["command"]
+    if "tasks" in args:
+        args["tasks"] = dict(map(parse_task, args["tasks"])) if args["tasks"] else reasoning_gym.DEFAULT_TASKS
+    sys.stdout.write("\n".join(args.pop("prepare")(**args)) + "\n")
     return 0
-
-
-def _reasoning_gym(args: argparse.Namespace) -> list[str]:
-    tasks = dict(parse_task(text) for text in args.tasks) if args.tasks else reasoning_gym.DEFAULT_TASKS
-    return reasoning_gym.prepare(
-        args.output, tasks, num_train=args.train, num_test=args.test, seed=args.seed, style=args.prompt
-    )
-
-
-def _char_count(args: argparse.Namespace) -> list[str]:
-    return char_count.prepare(
-        args.output,
-        num_train=args.train,
-        num_test=args.test,
-        min_length=args.min_length,
-        max_length=args.max_length,
-        seed=args.seed,
-    )
-
-
-_PREPARE: dict[str, Callable[[argparse.Namespace], list[str]]] = {
-    "gsm8k": lambda args: gsm8k.prepare(args.source, args.output),
-    "reasoning_gym": _reasoning_gym,
-    "char_count": _char_count,
-    "sentiment": lambda args: sentiment.prepare(
-        args.source, args.output, num_train=args.train, num_test=args.test, seed=args.seed
-    ),
-    "shapes": lambda args: shapes.prepare(
-        args.source, args.output, num_train=args.train, num_test=args.test, seed=args.seed
-    ),
-    "split": lambda args: split.prepare(
-        args.source, args.output, share=args.test_share, key=args.key, seed=args.seed, chat=args.chat
-    ),
-}
 
 
 if __name__ == "__main__":

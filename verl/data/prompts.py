@@ -60,12 +60,9 @@ class PromptEncoder:
         return self.encode_row(prompt, place).ids
 
     def encode_row(self, prompt: Messages | str, place: str, images: Sequence[object] = ()) -> EncodedPrompt:
-        """Tokens of a prompt, at most max_prompt_length of them, ending where the answer begins, and its images, which its
-        messages have at the places of `images` (sources, see verl.data.images).
-
-        Raises DataError naming `place` when the template fails, when an image cannot be read, when the prompt has no tokens, or
-        when it is too long and `data.truncation` is error. Prompts with images are never cut.
-        """
+        """Tokens of a prompt, at most max_prompt_length of them, and its images, at the places of `images` (sources) in its
+        messages. Raises DataError naming `place` for a template that fails, an image that cannot be read, no tokens, and a
+        prompt that is too long where `data.truncation` is error or it has images."""
         encoded = self.encode_whole(prompt, place, images)
         ids = encoded.ids
         if len(ids) <= self.max_length:
@@ -164,8 +161,7 @@ def identity_of(tokenizer: Tokenizer) -> list[object]:
 
 
 def encode_text(tokenizer: Tokenizer, text: str, place: str, **settings: bool) -> list[int]:
-    """Token ids of a text; `settings` go to `tokenizer.encode`. Raises DataError naming `place`, also for a token without an
-    embedding in the model."""
+    """Token ids of a text. Raises DataError naming `place`, also for a token without an embedding in the model."""
     try:
         ids = list(tokenizer.encode(text, **settings))
     except BaseException as error:  # the tokenizers library raises Exception itself, and panics
@@ -184,8 +180,7 @@ def encode_text(tokenizer: Tokenizer, text: str, place: str, **settings: bool) -
 
 
 def render_chat(tokenizer: Tokenizer, messages: Messages, place: str, **template_kwargs: object) -> str:
-    """The chat template applied to `messages`, as text, at the time of the run. Raises DataError naming `place` when the
-    template fails."""
+    """The chat template applied to `messages`, at the time of the run. Raises DataError naming `place` when it fails."""
     try:
         return tokenizer.apply_chat_template(
             _readable(tokenizer, messages), tokenize=False, **at_time_of_run(template_kwargs)

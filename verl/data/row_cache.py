@@ -42,8 +42,7 @@ def key_of(*parts: object) -> str | None:
 
 
 def digest_of_tokenizer(tokenizer: Tokenizer) -> str | None:
-    """The digest of all that decides how a fast tokenizer of transformers renders and tokenizes; None for another class, whose
-    code is not known."""
+    """The digest of all that decides how a fast tokenizer of transformers works; None for another class."""
     import tokenizers
     import transformers
 

@@ -53,7 +53,6 @@ class BadRows:
     of_features: dict[str, tuple[int, int, str]] = field(default_factory=dict)
 
     def add_error(self, row: int, error: DataError, place: str, *, in_prompt: bool = False) -> None:
-        """Count the error of a row."""
         if isinstance(error, UnavailableRowError):
             self.add(BadRows(of_features={error.feature: (1, row, place)}))
         else:
@@ -76,7 +75,6 @@ class BadRows:
         ]
 
     def error(self, num_rows: int) -> DataError | None:
-        """The error that stops a run."""
         if self.of_fields is not None:
             return DataError(self.of_fields[1])
         if self.of_features:
@@ -159,7 +157,6 @@ class Scan:
 
     @property
     def runs(self) -> bool:
-        """Whether a process still examines rows."""
         return bool(self._workers)
 
     def results(self) -> tuple[dict[str, np.ndarray], list[Any]]:
@@ -194,8 +191,7 @@ class Scan:
         return self._cached is not None
 
     def fork(self, num_workers: int, *, stops: bool) -> None:
-        """Start processes that examine what is left; with `stops` each ends at its first bad batch, and gives way to other
-        programs."""
+        """Start processes that examine the rest; with `stops` each ends at its first bad batch, and has a low priority."""
         configured = "TOKENIZERS_PARALLELISM" in os.environ
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else tokenizers warns on standard error
         parent = os.getpid()
@@ -218,8 +214,7 @@ class Scan:
             self._end_well()
 
     def finish(self) -> None:
-        """Wait for the processes, with a line about the progress now and then. Raises DataError for bad rows, and for a batch
-        that takes 15 minutes."""
+        """Wait for the processes. Raises DataError for bad rows, and for a batch that takes 15 minutes."""
         num_examined, last, reported = -1, time.monotonic(), time.monotonic()
         while self._workers:
             now, count = time.monotonic(), int(self._is_examined.sum())
@@ -272,7 +267,6 @@ class Scan:
         log.info("%s: all %d rows are checked, in %.0f s.", self.name, self.num_rows, time.monotonic() - self._started)
 
     def _work(self, parent: int, batches: range, report: IO[bytes], stops: bool) -> None:
-        """The life of a forked process."""
         try:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

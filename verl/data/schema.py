@@ -41,8 +41,7 @@ def at(place: str) -> Iterator[None]:
 
 
 def messages_of(row: Mapping[str, object], prompt_key: str, *, images: bool = False) -> Messages:
-    """The chat messages of a row; a plain text becomes one user message. `images`: contents may have them, see message_of.
-    Raises DataError."""
+    """The chat messages of a row; a plain text becomes one user message. `images`: see message_of. Raises DataError."""
     if prompt_key not in row:
         hint = nearest(prompt_key, row) or f"; there are {', '.join(map(str, row))}."
         raise DataError(f"there is no field {prompt_key!r}{hint} data.prompt_key names the field with the prompt.")

@@ -10,7 +10,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -39,38 +39,45 @@ def _object(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
     return entries
 
 
-class Table(Protocol):
-    """Rows of one file, decoded when they are asked for."""
+class Table:
+    """Rows of one file, decoded when they are asked for. `name` is its place, for messages."""
 
-    def __len__(self) -> int: ...
+    name: str
 
-    def __getitem__(self, row: int) -> dict[str, Any]: ...
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        raise NotImplementedError
 
     def batch(self, rows: np.ndarray, field: str | None) -> list[dict[str, Any]]:
         """`self[row]` of each, with all fields or only that one."""
-        ...
+        raise NotImplementedError
 
     def texts(self, field: str) -> set[str]:
         """The different texts of a field."""
-        ...
+        raise NotImplementedError
 
     def digest(self) -> str | None:
         """The digest of the file; None where it is not known."""
-        ...
+        return None
 
     def place(self, row: int) -> str:
         """File and row number, as its author counts: rows from 0, lines from 1."""
-        ...
+        return f"{self.name}, row {row} (counted from 0)"
 
 
-class ArrowTable:
-    """Rows of a table of pyarrow. `name` is its place, for messages."""
+class ArrowTable(Table):
+    """Rows of a table of pyarrow."""
 
-    def __init__(self, table: Any, name: str):
-        self.table, self.name = table, name
+    def __init__(self, table: Any, name: str, digest: str | None = None):
+        self.table, self.name, self._digest = table, name, digest
 
     def __len__(self) -> int:
         return self.table.num_rows
+
+    def digest(self) -> str | None:
+        return self._digest
 
     def batch(self, rows: np.ndarray, field: str | None) -> list[dict[str, Any]]:
         table = self.table if field is None else self.table.select([field] if field in self.table.column_names else [])
@@ -86,17 +93,11 @@ class ArrowTable:
             return set()
         return {value for value in self.table[field].unique().to_pylist() if isinstance(value, str)}
 
-    def digest(self) -> str | None:
-        return None
-
     def __getitem__(self, row: int) -> dict[str, Any]:
         try:
             return self.table.slice(row, 1).to_pylist()[0]
         except (ValueError, OverflowError) as error:  # text that is not UTF-8, a date after the year 9999
             raise DataError(f"{self.place(row)} holds a value that cannot be read: {clean(error)}") from error
-
-    def place(self, row: int) -> str:
-        return f"{self.name}, row {row} (counted from 0)"
 
 
 class ParquetTable(ArrowTable):
@@ -114,10 +115,7 @@ class ParquetTable(ArrowTable):
             raise DataError(f"{path} has several columns {quoted(twice[0])}; keep one of them.")
 
     def _read(self, file: Any) -> object:
-        """The rows of a large file, as a memory map of its copy in the cache, since parquet cannot be read by row.
-
-        Rows of other files are in memory, and rows whose copy cannot be written or read.
-        """
+        """The rows in memory; of a large file a memory map of its copy in the cache, since parquet cannot be read by row."""
         import pyarrow
 
         footer = file.metadata
@@ -146,7 +144,7 @@ def mapped_rows(key: str | None, schema: object, batches: Iterable[object]) -> o
     return pyarrow.ipc.open_file(pyarrow.memory_map(str(path))).read_all()
 
 
-class JsonTable:
+class JsonTable(Table):
     """Objects of a JSON file: one list of them, or one a line; empty lines are skipped."""
 
     def __init__(self, path: Path):
@@ -257,7 +255,6 @@ class Rows(Sequence[dict[str, object]]):
         return digest_of_text(*map(str, digests), chosen)
 
     def place(self, row: int) -> str:
-        """File and row number in that file."""
         table, number = self._locate(row)
         return table.place(number)
 

@@ -30,8 +30,7 @@ class TemplateChecks:
         self.shapes: set[object] = set()
 
     def check_prompt(self, prompt: Messages | str, place: str, template_kwargs: Mapping[str, Any]) -> None:
-        """`check_chat` of the sampler's input for `prompt`. Its tools are not checked, since an agent may describe them in its
-        own words."""
+        """`check_chat` of the sampler's input, without tools, which an agent may describe in its own words."""
         if isinstance(prompt, str) and not getattr(self.tokenizer, "chat_template", None):
             self.check_text(prompt, place, add_special_tokens=True)
         else:
@@ -39,7 +38,6 @@ class TemplateChecks:
             self.check_chat(messages, place, tools_matter=False, add_generation_prompt=True, **template_kwargs)
 
     def passes_prompt(self, prompt: Messages | str, template_kwargs: Mapping[str, object]) -> bool:
-        """Whether `check_prompt` passes."""
         try:
             self.check_prompt(prompt, "", template_kwargs)
         except DataError:
@@ -47,8 +45,7 @@ class TemplateChecks:
         return True
 
     def check_text(self, text: str, place: str, **settings: bool) -> None:
-        """Raises DataError when the tokenizer gives different tokens for the same text, or nothing for this one. Only the first
-        text is checked."""
+        """Raises DataError when the tokenizer gives different tokens for one text, or nothing; checks only the first text."""
         if "text" in self.shapes:
             return
         probe = encode_text(self.tokenizer, _PROBE, place, **settings)

@@ -72,3 +72,9 @@ def _list(value: object, field: str, what: str) -> list[Any]:
 
 def _are_whole(items: Sequence[object]) -> bool:
     return all(issubclass(kind, int | np.integer) and kind is not bool for kind in set(map(type, items)))
+
+
+def num_common(first: Sequence[object], second: Sequence[object]) -> int:
+    """Number of equal entries at the beginning of both."""
+    unequal = (number for number, (one, other) in enumerate(zip(first, second, strict=False)) if one != other)
+    return next(unequal, min(len(first), len(second)))

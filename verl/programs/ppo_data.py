@@ -12,9 +12,8 @@ from verl.config import PPOConfig
 from verl.config.active_keys import uses_rewards
 from verl.data.dataset import PromptRows, load_dataset
 from verl.data.loader import PromptLoader, ValidationLoader
-from verl.data.order import PromptOrder
+from verl.data.order import PromptOrder, SamplerOrder, load_sampler
 from verl.data.prompts import PromptEncoder
-from verl.data.sampler_order import SamplerOrder, load_sampler
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError, DataError
 from verl.models.load import eos_token_ids_of, load_model_config, load_tokenizer

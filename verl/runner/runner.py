@@ -21,7 +21,7 @@ import torch
 from verl.api import Row, checked_row, prompt_row, row_as_json
 from verl.config import PPO, PREFERENCE, SFT, LoadedConfig, load_config
 from verl.config.active_keys import uses_reference_policy
-from verl.data.conversations.tokenized import tokenized
+from verl.data.conversations.dataset import tokenized
 from verl.data_proto.token_ids import num_embeddings
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError

@@ -76,7 +76,7 @@ def check_code(subject: Subject) -> Iterator[Line]:
     from verl.agents.interactions import load_interactions
     from verl.agents.loops import load_loops, loop_named
     from verl.config.active_keys import runs_agents
-    from verl.data.sampler_order import sampler_class
+    from verl.data.order import sampler_class
     from verl.programs.specs import agent_spec
     from verl.programs.stages import Stages
 

@@ -7,16 +7,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
 from verl.config.sections.data import SFTDataConfig, TextDataConfig
 from verl.data.conversations.formats import example_of
-from verl.data.conversations.store import SequenceStore, columns_of
-from verl.data.conversations.summary import FileSummary
-from verl.data.conversations.tokenized import tokenized
+from verl.data.conversations.store import FileSummary, SequenceStore, columns_of
 from verl.data.conversations.tokens import ConversationEncoder, TrainingSequence
 from verl.data.conversations.turn_ends import TurnEnds
 from verl.data.dataset import Files, dataset_class
@@ -30,12 +28,13 @@ from verl.data.schema import Messages, at
 from verl.data.tables import Rows
 from verl.data_proto.merge import object_array
 from verl.data_proto.proto import DataProto
-from verl.data_proto.token_ids import num_embeddings
+from verl.data_proto.token_ids import label_mask, num_embeddings, token_ids, token_mask
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import DataError
 
 if TYPE_CHECKING:
     from verl.config.sections.data import PreferenceDataConfig, TextDataConfig
+
 
 # keys of `data` that no sequence depends on
 _NOT_OF_ROWS = (
@@ -44,40 +43,40 @@ _NOT_OF_ROWS = (
 )  # fmt: skip
 
 
-class Source(Protocol):
+class Source:
     """Rows of a file, or of the user's class."""
 
     name: str
-    forks: bool  # whether other processes may read rows
+    rows: Any
+    forks = False  # whether other processes may read rows
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return len(self.rows)
 
     def decoded(self, rows: range) -> Sequence[Any]:
         """Each of `rows` as `read` takes it."""
-        ...
+        return rows
 
     def read(self, row: Any, place: str) -> tuple[str, list[TrainingSequence], str]:
         """Format of a row, its sequences before truncation, a control token in its messages or "". Raises DataError."""
-        ...
+        raise NotImplementedError
 
     def place(self, row: int) -> str:
         """File and row, for messages."""
-        ...
+        return f"row {row} of {self.name}"
 
     def images(self, row: int) -> RowImages | None:
         """The images of a row; None for text."""
-        ...
+        return None
 
     def identity(self) -> list[object]:
         """The values that decide the sequences next to the settings, for a key of the cache; None if unknown."""
-        ...
+        return [None]
 
 
 class ConversationDataset:
-    """The rows of files that train; `dataset[i]` is the list of sequences of row i, at most max_length tokens each.
-
-    A subclass reads other rows: `summary_class` counts them, `sequences_of` makes their sequences.
-    """
+    """The rows of files that train; `dataset[i]` is the list of sequences of row i, at most max_length tokens each. A subclass
+    reads other rows: `summary_class` counts them, `sequences_of` makes their sequences."""
 
     summary_class = FileSummary
     sequence_class: type[object] = TrainingSequence
@@ -117,7 +116,6 @@ class ConversationDataset:
         return [replace(sequence, images=images) for sequence in sequences]
 
     def place(self, item: int) -> str:
-        """File and row number of a row, for messages."""
         file, row = self._rows.locate(item)
         source, numbers, _ = self._sources[file]
         return source.place(int(numbers[row]))
@@ -225,12 +223,9 @@ def read_into(
     stop_token_ids: Sequence[int] | None = None,
     keep_going: bool = False,
 ) -> DatasetT:
-    """The empty `dataset` with every row of `files`, tokenized and cut.
-
-    With `max_samples` only so many rows are read: some that `seed` selects, or without a seed the first ones.
-    `stop_token_ids` end generation (None: the tokenizer's eos). Raises DataError for files that cannot be read and for
-    the first bad row; with `keep_going` bad rows are left out, and `dataset.summaries` describes them, for `verl check`.
-    """
+    """The empty `dataset` with every row of `files`, tokenized and cut; with `max_samples` only so many, which `seed` selects
+    (None: the first). `stop_token_ids` end generation (None: the tokenizer's eos). Raises DataError for files that cannot be
+    read and for the first bad row; with `keep_going` bad rows are left out, and `dataset.summaries` describes them."""
     names = [files] if isinstance(files, str | os.PathLike) else list(files)
     stops = sorted(TurnEnds(tokenizer, stop_token_ids).stops)
     for source in _sources(dataset, names, tokenizer, settings, max_samples, seed, stops):
@@ -252,7 +247,6 @@ def _sources(
     seed: int | None,
     stop_token_ids: Sequence[int],
 ) -> Iterator[Source]:
-    """Each file, or the custom class."""
     if isinstance(settings, SFTDataConfig) and settings.custom_cls.path:
         rows = dataset_class(settings)(
             parquet_files=names, tokenizer=tokenizer, config=settings, processor=None, max_samples=max_samples
@@ -264,23 +258,20 @@ def _sources(
     encoder, controls = ConversationEncoder(tokenizer, settings, stop_token_ids), control_tokens(tokenizer)
     for name, rows in zip(names, tables, strict=True):
         inside = rows.select(chosen[(chosen >= start) & (chosen < start + len(rows))] - start)
-        yield _FileSource(str(name), dataset, inside, encoder, controls, forks=encoder.images is None)
+        yield _FileSource(str(name), inside, dataset, encoder, controls)
         start += len(rows)
 
 
 @dataclass
-class _FileSource:
-    """See Source."""
-
+class _FileSource(Source):
     name: str
-    dataset: ConversationDataset
     rows: Rows
+    dataset: ConversationDataset
     encoder: ConversationEncoder
     controls: re.Pattern[str] | None
-    forks: bool
 
-    def __len__(self) -> int:
-        return len(self.rows)
+    def __post_init__(self) -> None:
+        self.forks = self.encoder.images is None
 
     def decoded(self, rows: range) -> Sequence[Any]:
         try:
@@ -307,31 +298,13 @@ class _FileSource:
 
 
 @dataclass
-class _ClassSource:
-    """See Source."""
-
+class _ClassSource(Source):
     name: str
     rows: Any
     vocab_size: int
-    forks: bool = False
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def decoded(self, rows: range) -> Sequence[object]:
-        return rows
 
     def read(self, row: Any, place: str) -> tuple[str, list[TrainingSequence], str]:
         return self.name, [tokenized(self.rows[row], place, self.vocab_size)], ""
-
-    def place(self, row: int) -> str:
-        return f"row {row} of {self.name}"
-
-    def images(self, row: int) -> None:
-        return None
-
-    def identity(self) -> list[object]:
-        return [None]
 
 
 def _chosen(num_rows: int, max_samples: int, seed: int | None) -> np.ndarray:
@@ -342,11 +315,8 @@ def _chosen(num_rows: int, max_samples: int, seed: int | None) -> np.ndarray:
 
 
 def training_batch(sequences: Sequence[TrainingSequence]) -> DataProto:
-    """Columns prompts, prompt_mask, responses, response_mask and attention_mask of one row per sequence.
-
-    The prompt is everything before the first trained token; tokens after the last trained one change no loss and are
-    left out. Untrained tokens between are response tokens outside response_mask.
-    """
+    """Columns prompts, prompt_mask, responses, response_mask and attention_mask of one row per sequence. The prompt is
+    everything before the first trained token; tokens after the last trained one change no loss and are left out."""
     bounds = [(int(trained[0]), int(trained[-1]) + 1) for s in sequences for trained in [s.loss_mask.nonzero()[0]]]
     width, length = max(first for first, _ in bounds), max(end - first for first, end in bounds)
     prompts, responses = (torch.zeros(len(bounds), size, dtype=torch.int64) for size in (width, length))
@@ -369,11 +339,8 @@ def training_batch(sequences: Sequence[TrainingSequence]) -> DataProto:
 
 
 class ConversationLoader:
-    """Batches of `batch_size` rows by step; their order is a function of (seed, epoch), so resuming needs the step only.
-
-    Steps count from 1. Every epoch leaves out its incomplete last batch. Raises DataError when there are fewer rows
-    than a batch has.
-    """
+    """Batches of `batch_size` rows by step, from 1; their order is a function of (seed, epoch), so resuming needs the step
+    only. Every epoch leaves out its incomplete last batch. Raises DataError for fewer rows than a batch has."""
 
     def __init__(self, dataset: ConversationDataset, batch_size: int, *, seed: int = 42, shuffle: bool = True):
         if not 1 <= batch_size <= len(dataset):
@@ -386,10 +353,35 @@ class ConversationLoader:
         self.num_steps_per_epoch = len(dataset) // batch_size
 
     def rows(self, step: int) -> list[int]:
-        """Numbers of the rows of a step."""
         first = (step - 1) * self.batch_size
         return [self.order.row(number)[1] for number in range(first, first + self.batch_size)]
 
     def batch(self, step: int) -> DataProto:
         """The sequences of a step, see `training_batch`; a row's sequences stay together."""
         return self.dataset.batch(self.rows(step))
+
+
+_COLUMNS = ("input_ids", "loss_mask", "labels", "attention_mask")
+
+
+def tokenized(row: Mapping[str, object], place: str, vocab_size: int) -> TrainingSequence:
+    """The sequence of a row with input_ids [tokens] below `vocab_size`, and loss_mask or labels (-100: does not train)
+    [tokens]; attention_mask where they are padded. Raises DataError naming `place`."""
+    columns = {name: row[name] for name in _COLUMNS if row.get(name) is not None}
+    if "input_ids" not in columns or not {"loss_mask", "labels"} & set(columns):
+        lacks = "loss_mask or labels" if "input_ids" in columns else "input_ids"
+        raise DataError(f"{place} has no {lacks}; give it both.")
+    with at(place):
+        ids = token_ids(columns["input_ids"], "input_ids", vocab_size)
+        mask = (
+            token_mask(columns["loss_mask"], "loss_mask", len(ids))
+            if "loss_mask" in columns
+            else label_mask(columns["labels"], "labels", ids)
+        )
+        if "attention_mask" in columns:
+            exists = token_mask(columns["attention_mask"], "attention_mask", len(ids))
+            ids, mask = ids[exists], mask[exists]
+    mask[:1] = False
+    if not mask.any():
+        raise DataError(f"{place} has no token that trains; leave it out.")
+    return TrainingSequence(ids, mask)

@@ -35,12 +35,9 @@ SPEAKERS = {
 
 @dataclass(frozen=True)
 class Example:
-    """One row of any format.
-
-    `prompt` and `completion` are chat messages or texts; the prompt is empty where a format does not set it apart. A
-    text completion after chat messages follows the rendered generation prompt directly. `trains` has one entry for
-    each message of prompt and completion: its own mark (`loss_mask`, `train`), or None.
-    """
+    """One row of any format. `prompt` and `completion` are chat messages or texts; the prompt is empty where a format does not
+    set it apart. A text completion after chat messages follows the rendered generation prompt directly. `trains` has the own
+    mark (`loss_mask`, `train`) of each message, or None."""
 
     row_format: str
     prompt: Messages | str
@@ -83,8 +80,7 @@ def format_of(row: Mapping[str, object], settings: SFTDataConfig) -> str:
 
 
 def example_of(row: Mapping[str, object], settings: SFTDataConfig, *, images: bool = False) -> Example:
-    """The row in the one form that is turned into tokens; `images`: the model reads them. Raises DataError naming the field
-    that cannot be used."""
+    """The row in the form that is turned into tokens; `images`: the model reads them. Raises DataError naming the field."""
     row_format = format_of(row, settings)
     refuse_media(row, settings, images=images)
     prompt, completion = _READERS[row_format](row, settings, images)
@@ -119,7 +115,6 @@ def refuse_media(row: Mapping[str, object], settings: TextDataConfig, *, images:
 
 
 def _columns(settings: SFTDataConfig) -> dict[str, tuple[str, ...]]:
-    """The columns that each format needs."""
     needed = {
         "messages": (settings.messages_key,),
         "conversations": ("conversations",),
@@ -135,28 +130,7 @@ def _columns(settings: SFTDataConfig) -> dict[str, tuple[str, ...]]:
 
 
 def named(names: Any) -> str:
-    """Names for a message."""
     return ", ".join(repr(name) for name in names) or "nothing"
-
-
-def _messages_row(row: Mapping[str, object], settings: SFTDataConfig, images: bool) -> tuple[Messages, Messages]:
-    return [], messages_in(row[settings.messages_key], settings.messages_key, images=images)
-
-
-def _conversations_row(row: Mapping[str, object], settings: SFTDataConfig, images: bool) -> tuple[Messages, Messages]:
-    return [], [*system_message(row), *messages_in(row["conversations"], "conversations", images=images)]
-
-
-def _prompt_completion_row(row: Mapping[str, object], settings: SFTDataConfig, images: bool) -> tuple[object, object]:
-    prompt, completion = (
-        text_in(row[name], name) if isinstance(row[name], str) else messages_in(row[name], name, images=images)
-        for name in ("prompt", "completion")
-    )
-    return prompt, completion
-
-
-def _text_row(row: Mapping[str, object], settings: SFTDataConfig, images: bool) -> tuple[str, str]:
-    return "", text_in(row[settings.text_key], settings.text_key)
 
 
 def alpaca_prompt(row: Mapping[str, object]) -> Messages:
@@ -172,9 +146,8 @@ def alpaca_prompt(row: Mapping[str, object]) -> Messages:
     return [*messages, {"role": "user", "content": question}]
 
 
-def _alpaca_row(row: Mapping[str, object], settings: SFTDataConfig, images: bool) -> tuple[Messages, Messages]:
-    answer = {"role": "assistant", "content": text_in(row["output"], "output")}
-    return [], [*alpaca_prompt(row), answer]
+def _text_or_messages(value: object, name: str, images: bool) -> Any:
+    return text_in(value, name) if isinstance(value, str) else messages_in(value, name, images=images)
 
 
 def _prompt_response_row(row: Mapping[str, object], settings: SFTDataConfig, images: bool) -> tuple[Messages, str]:
@@ -183,18 +156,24 @@ def _prompt_response_row(row: Mapping[str, object], settings: SFTDataConfig, ima
     return [{"role": "user", "content": prompt}], response
 
 
-_READERS: dict[str, Callable[[Mapping[str, Any], SFTDataConfig, bool], tuple[Any, Any]]] = {
-    "messages": _messages_row,
-    "conversations": _conversations_row,
-    "prompt_completion": _prompt_completion_row,
-    "text": _text_row,
-    "alpaca": _alpaca_row,
+def _alpaca_messages(row: Mapping[str, object]) -> Messages:
+    return [*alpaca_prompt(row), {"role": "assistant", "content": text_in(row["output"], "output")}]
+
+
+# the prompt and the completion of a row of each format
+_READERS: dict[str, Callable[[Mapping[str, Any], SFTDataConfig, bool], Sequence[Any]]] = {
+    "messages": lambda row, s, images: ([], messages_in(row[s.messages_key], s.messages_key, images=images)),
+    "conversations": lambda row, _, images: ([], conversation(row, "conversations", images)),
+    "prompt_completion": lambda row, _, images: [
+        _text_or_messages(row[name], name, images) for name in ("prompt", "completion")
+    ],
+    "text": lambda row, s, _: ("", text_in(row[s.text_key], s.text_key)),
+    "alpaca": lambda row, *_: ([], _alpaca_messages(row)),
     "prompt_response": _prompt_response_row,
 }
 
 
 def text_in(value: object, field_name: str) -> str:
-    """The text of a field, checked."""
     if not isinstance(value, str) or not value:
         raise DataError(
             f"field {field_name!r} must be a text of at least one character, but it is {quoted(value, 80)}."
@@ -222,6 +201,11 @@ def _question_and_answer(question: str, answer: str) -> Messages:
 def system_message(row: Mapping[str, object]) -> Messages:
     """The message of a `system` column, which some collections have; none where it is empty."""
     return [{"role": "system", "content": text_in(row["system"], "system")}] if row.get("system") else []
+
+
+def conversation(row: Mapping[str, object], key: str, images: bool) -> Messages:
+    """The messages of a column, behind the message of a `system` column."""
+    return [*system_message(row), *messages_in(row[key], key, images=images)]
 
 
 def _list(value: object, field_name: str) -> list[object]:
@@ -263,10 +247,7 @@ def _from_sharegpt(message: Mapping[str, object], place: str) -> dict[str, objec
 
 
 def _tool_call(call: Any, place: str) -> dict[str, object]:
-    """A call as chat templates expect it: {"type": "function", "function": {"name", "arguments"}}, arguments parsed.
-
-    Templates write arguments as JSON, so that a text, which the API of OpenAI has there, would be quoted twice.
-    """
+    """A call as chat templates expect it. They write arguments as JSON, so a text, as OpenAI has it, would be quoted twice."""
     call = _pruned(call)
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):

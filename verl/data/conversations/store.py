@@ -1,12 +1,21 @@
-"""Training sequences of rows in flat arrays: a few bytes for each token, in memory or as a memory map of the user's cache."""
+"""Training sequences of rows in flat arrays, in memory or as a memory map of the user's cache, and the counts of a file."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from verl.data.check import NUM_PROBLEMS_SHOWN
+from verl.data.prompts import truncate
+
+if TYPE_CHECKING:
+    from verl.config.sections.data import TextDataConfig
+    from verl.data.conversations.tokens import TrainingSequence
+
 
 # fields of sequences: arrays with a value for each token or step, and numbers
 _ARRAYS = {"input_ids": np.int32, "loss_mask": np.bool_, "completion_mask": np.bool_, "labels": np.bool_}
@@ -45,7 +54,6 @@ class SequenceStore(Sequence[list[object]]):
         self._ends: list[int] = []  # rows up to the end of each file
 
     def add(self, columns: _Columns) -> None:
-        """Append the rows of `columns_of`."""
         starts = {
             f"{name}_starts": np.concatenate([[0], np.cumsum(columns[sizes], dtype=np.int64)])
             for name in ("row", *_names(self.kind))
@@ -79,3 +87,117 @@ class SequenceStore(Sequence[list[object]]):
                 start, end = columns[f"{name}_starts"][index : index + 2].tolist()
                 values[name] = columns[name][start:end].copy() if end > start else None  # the store is never written
         return self.kind(**values)
+
+
+@dataclass
+class FileSummary:
+    """Counts of one file. Tokens are counted after truncation; sequence lengths are measured before it."""
+
+    file: str
+    settings: TextDataConfig
+    num_rows: int = 0  # rows that train
+    formats: Counter[str] = field(default_factory=Counter)  # rows of each format
+    num_sequences: int = 0
+    num_tokens: int = 0
+    num_trained: int = 0  # tokens
+    num_split: int = 0  # rows that are several sequences
+    num_truncated: int = 0  # sequences that are cut, also if nothing of them trains afterwards
+    num_tokens_cut: int = 0
+    num_trained_cut: int = 0
+    num_untrainable_sequences: int = 0  # the cut leaves none of their trained tokens
+    num_untrainable_rows: int = 0  # rows without any other sequence; they are left out
+    num_endless: int = 0  # sequences that train no token which ends generation
+    num_behind: int = 0  # sequences with text behind a token that ends generation
+    num_control: int = 0  # rows with control tokens in the contents of their messages
+    first_control: str = ""  # the first of these tokens, and its row
+    longest: int = 0
+    longest_place: str = ""
+    num_problems: int = 0  # rows that would stop a run
+    problems: list[str] = field(default_factory=list)  # a sentence for each of the first of them
+
+    def sentences(self) -> list[str]:
+        """The summary for people; the first sentence is always present, each other one when its count is not 0."""
+        formats = ", ".join(f"{name} (rows: {count:,})" for name, count in self.formats.most_common()) or "none"
+        place = f" ({self.longest_place})" if self.longest_place else ""
+        first = (
+            f"{self.file}: format {formats}; rows that train: {self.num_rows:,}, as sequences: {self.num_sequences:,}, "
+            f"tokens: {self.num_tokens:,}, trained tokens: {self.num_trained:,}, longest sequence: {self.longest:,}{place}."
+        )
+        others = {
+            f"Sequences longer than data.max_length={self.settings.max_length}, cut on the {self.settings.truncation}: "
+            f"{self.num_truncated:,}; tokens lost: {self.num_tokens_cut:,}, trained tokens among them: "
+            f"{self.num_trained_cut:,}.": self.num_truncated,
+            f"Sequences left out because the cut leaves no token that trains: {self.num_untrainable_sequences:,}; rows left "
+            f"out with them: {self.num_untrainable_rows:,}. Raise data.max_length or change "
+            "data.truncation.": self.num_untrainable_sequences,
+            f"Rows that become several sequences: {self.num_split:,}. An earlier turn has other tokens once a later one "
+            "follows, mostly because the chat template rewrites history; each turn trains after the prompt that the "
+            "sampler would see.": self.num_split,
+            f"Sequences that train no token which ends generation: {self.num_endless:,}. The model does not learn to stop "
+            "from them; compare the chat template with the tokenizer's eos_token.": self.num_endless,
+            f"Sequences with text behind a token that ends generation: {self.num_behind:,}. Sampling would stop there, so "
+            "that text does not train.": self.num_behind,
+            f"Rows with control tokens in their messages: {self.num_control:,}, the first {self.first_control}. The model "
+            "reads them as such, not as text.": self.num_control,
+            f"Rows that cannot be used: {self.num_problems:,}.": self.num_problems,
+        }
+        return [first, *(sentence for sentence, count in others.items() if count)]
+
+    def add_problem(self, sentence: str) -> None:
+        self.num_problems += 1
+        if len(self.problems) < NUM_PROBLEMS_SHOWN:
+            self.problems.append(sentence)
+
+    def counts(self) -> dict[str, object]:
+        return {name: value for name, value in vars(self).items() if name not in ("file", "settings")}
+
+    def add_counts(self, counts: Mapping[str, Any]) -> None:
+        if counts["longest"] > self.longest:
+            self.longest, self.longest_place = counts["longest"], counts["longest_place"]
+        self.first_control = self.first_control or counts["first_control"]
+        self.formats.update(counts["formats"])
+        self.problems = [*self.problems, *counts["problems"]][:NUM_PROBLEMS_SHOWN]
+        for name, count in counts.items():
+            if name.startswith("num_"):
+                setattr(self, name, getattr(self, name) + count)
+
+    def fit_row(self, sequences: list[TrainingSequence], place: str, stops: Sequence[int]) -> list[TrainingSequence]:
+        """The sequences of a row that keep a token which trains, within data.max_length; counted."""
+        self.num_split += len(sequences) > 1
+        return [short for sequence in sequences if (short := self.fit(sequence, place, stops))]
+
+    def fit(self, sequence: TrainingSequence, place: str, stops: Sequence[int]) -> TrainingSequence | None:
+        """The sequence within data.max_length, counted; None when the cut leaves no token that trains."""
+        limit = self.settings.max_length
+        longer = limit is not None and len(sequence.input_ids) > limit
+        return self.count(
+            sequence, shortened(sequence, limit or 0, self.settings.truncation) if longer else sequence, place, stops
+        )
+
+    def count(
+        self, whole: TrainingSequence, short: TrainingSequence, place: str, stops: Sequence[int]
+    ) -> TrainingSequence | None:
+        """Count `short`, which is `whole` or its truncation, and return it; None when no token of it trains."""
+        length, num_cut = len(whole.input_ids), len(whole.input_ids) - len(short.input_ids)
+        if length > self.longest:
+            self.longest, self.longest_place = length, place
+        self.num_behind += whole.num_behind > 0
+        self.num_endless += not np.isin(whole.input_ids[whole.loss_mask], stops).any()
+        if num_cut:
+            self.num_truncated += 1
+            self.num_tokens_cut += num_cut
+            self.num_trained_cut += whole.num_trained - short.num_trained
+            if not short.num_trained:
+                self.num_untrainable_sequences += 1
+                return None
+        self.num_tokens += len(short.input_ids)
+        self.num_trained += short.num_trained
+        return short
+
+
+def shortened(sequence: TrainingSequence, limit: int, mode: str) -> TrainingSequence:
+    """At most `limit` tokens of the sequence: the last ones (`left`) or the first ones (`right`)."""
+    mask = np.array(truncate(sequence.loss_mask.tolist(), limit, mode), dtype=np.bool_)
+    mask[0] = False  # the token that it was predicted from may be gone
+    ids = np.array(truncate(sequence.input_ids.tolist(), limit, mode), dtype=np.int32)
+    return replace(sequence, input_ids=ids, loss_mask=mask)

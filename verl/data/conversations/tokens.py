@@ -18,19 +18,19 @@ template select the tokens of a turn that train; otherwise all of them train.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from verl.data.conversations.formats import Example
-from verl.data.conversations.images import ConversationImages
 from verl.data.conversations.turn_ends import TurnEnds
-from verl.data.images import RowImages, image_encoder
+from verl.data.images import ConversationImages, RowImages, image_encoder
 from verl.data.prompts import at_time_of_run, encode_text, render_chat
 from verl.data.schema import Messages
 from verl.data.template_checks import TemplateChecks
+from verl.data_proto.token_ids import num_common
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import DataError
 
@@ -44,11 +44,8 @@ NUM_TOKENS_SHOWN = 8  # before the first that differs
 
 @dataclass(frozen=True)
 class TrainingSequence:
-    """`input_ids` int32 [tokens]; `loss_mask` bool [tokens], true where the prediction of that token trains.
-
-    Nothing predicts the first token, so its mask is always false. `num_behind` counts tokens of text behind a token that ends
-    generation inside a turn: they do not train.
-    """
+    """`input_ids` int32 [tokens]; `loss_mask` bool [tokens], true where the prediction of that token trains, never of the
+    first. `num_behind` counts tokens of text behind a token that ends generation inside a turn: they do not train."""
 
     input_ids: np.ndarray
     loss_mask: np.ndarray
@@ -89,12 +86,9 @@ class ConversationEncoder:
         self.reuses_prefixes = True  # until this tokenizer is found to tokenize a prefix otherwise
 
     def encode(self, example: Example, place: str) -> list[TrainingSequence]:
-        """The sequences of a row, whole. Most rows are one; a template that rewrites history makes several.
-
-        Raises DataError naming `place` when the template or the tokenizer fails, when no token trains, and, naming the
-        first token that differs, when the template renders a turn otherwise than the sampler would have seen it and
-        `data.ignore_input_ids_mismatch` is not set.
-        """
+        """The sequences of a row, whole. Most rows are one; a template that rewrites history makes several. Raises DataError
+        naming `place` when the template or the tokenizer fails, when no token trains, and without
+        `data.ignore_input_ids_mismatch` when a turn is rendered otherwise than the sampler would have seen it."""
         row, sequences = _Row(self, example, place), []
         try:
             sequences = row.sequences()
@@ -113,12 +107,9 @@ class ConversationEncoder:
 
 
 class _PrefixEncoder:
-    """Token ids of texts that extend each other, in time linear in the longest.
-
-    Tokenizers split a text at its special tokens first. So the tokens up to the last special token stay the same when
-    text is appended, and only what follows it is tokenized again. `verified` tokenizes the last text of each chain of
-    extensions as a whole, because a tokenizer may not work this way.
-    """
+    """Token ids of texts that extend each other, in time linear in the longest: tokenizers split a text at its special tokens,
+    so only the text behind the last one is tokenized again. `verified` checks the last text of each chain as a whole, because a
+    tokenizer may not work this way."""
 
     def __init__(self, encoder: ConversationEncoder, place: str, *, plain: bool, reuse: bool):
         self._encoder, self._place, self._plain, self._reuse = encoder, place, plain, reuse
@@ -278,7 +269,7 @@ class _Row:
             context = self.texts.ids(rendered.context)
             if split := self._split(rendered):
                 return split
-        start = _first_difference(context, whole)
+        start = num_common(context, whole)
         return whole[:start], whole[start:]
 
     def _split(self, turn: _Turn) -> tuple[list[int], list[int]] | None:
@@ -298,10 +289,10 @@ class _Row:
         """The text before the turn's content in `turn.whole`, found by rendering the turn with another content."""
         no_answer = {"role": "assistant", "content": NO_CONTENT}
         other = self._render([*self.messages[: turn.message], no_answer], answered=True)
-        return turn.whole[: _first_difference(turn.whole, other)]
+        return turn.whole[: num_common(turn.whole, other)]
 
     def _difference(self, turn: _Turn, context: list[int], whole: list[int]) -> str:
-        at = _first_difference(context, whole)
+        at = num_common(context, whole)
         in_prompt = repr(self._decode(context[at : at + 1])) if at < len(context) else "the beginning of the answer"
         written = repr(self._decode(whole[at : at + 1])) if at < len(whole) else "nothing"
         which = "the completion" if turn.message is None else f"message {turn.message}"
@@ -389,10 +380,3 @@ class _Joined:
             ids = np.array(self._ids, dtype=np.int32)
             self._done.append(TrainingSequence(ids, mask, num_behind=self._num_behind))
         self._ids, self._mask, self._num_behind = [], [], 0
-
-
-def _first_difference(first: Sequence[object], second: Sequence[object]) -> int:
-    for number, (one, other) in enumerate(zip(first, second, strict=False)):
-        if one != other:
-            return number
-    return min(len(first), len(second))

@@ -17,7 +17,7 @@ import torch
 from verl.config.sections.data import PreferenceDataConfig
 from verl.data.conversations.dataset import ConversationDataset, read_into, training_batch
 from verl.data.conversations.formats import Example
-from verl.data.conversations.summary import FileSummary, shortened
+from verl.data.conversations.store import FileSummary, shortened
 from verl.data.conversations.tokens import ConversationEncoder, TrainingSequence
 from verl.data.order import PromptOrder
 from verl.data.preferences.formats import Preference, preference_of
@@ -46,7 +46,6 @@ class PreferenceSequence(TrainingSequence):
 
     @property
     def completion(self) -> np.ndarray:
-        """Mask of the completion."""
         return self.loss_mask if self.completion_mask is None else self.completion_mask
 
     def digest(self, media: Media | None) -> bytes:
@@ -178,10 +177,8 @@ class PreferenceDataset(ConversationDataset):
 
 
 def partners_of(num_rows: int, batch_size: int, *, seed: int, shuffle: bool) -> list[int]:
-    """For each row, the one before it in its batch of the first epoch, or the last one for the first.
-
-    A last batch that is incomplete counts too, a single row as part of the batch before it.
-    """
+    """The row before each row in its batch of the first epoch, or the last one for the first. A last batch that is
+    incomplete counts too, a single row as part of the batch before it."""
     order = PromptOrder(num_rows, seed, shuffle)
     rows = [order.row(number)[1] for number in range(num_rows)]
     starts = [start for start in range(0, num_rows, batch_size) if start == 0 or start < num_rows - 1]
@@ -224,8 +221,7 @@ def load_preferences(
     trains_prompts: bool = False,
     **selects: Any,
 ) -> PreferenceDataset:
-    """Read, tokenize and cut every row of `files`. PreferenceDataset and `read_into` describe the other arguments, and
-    `read_into` the errors raised."""
+    """Read, tokenize and cut every row of `files`; PreferenceDataset and `read_into` describe the arguments."""
     dataset = PreferenceDataset(paired=paired, trains_prompts=trains_prompts)
     return read_into(dataset, files, tokenizer, settings, **selects)
 

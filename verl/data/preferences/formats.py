@@ -22,6 +22,7 @@ import numpy as np
 
 from verl.data.conversations.formats import (
     alpaca_prompt,
+    conversation,
     messages_in,
     named,
     refuse_media,
@@ -32,6 +33,7 @@ from verl.data.conversations.formats import (
 )
 from verl.data.images import image_messages
 from verl.data.schema import Messages, check_plain, number_in
+from verl.data_proto.token_ids import num_common
 from verl.errors import DataError
 from verl.foreign_text import quoted
 
@@ -43,11 +45,8 @@ Text = Messages | str
 
 @dataclass(frozen=True)
 class Preference:
-    """One row of any format.
-
-    `completions` are the chosen and the rejected one, or a single one, which is desirable if `label` is true. Prompt and
-    completions are all chat messages, or all texts. `margin` says by how much the chosen one is better (0.0: not known).
-    """
+    """One row of any format. `completions` are the chosen and the rejected one, or a single one, which is desirable if `label`
+    is true; all are chat messages or texts, as the prompt. `margin`: by how much the chosen one is better (0.0: not known)."""
 
     row_format: str
     prompt: Text
@@ -60,8 +59,7 @@ class Preference:
 
 
 def preference_of(row: Mapping[str, object], settings: PreferenceDataConfig, *, images: bool = False) -> Preference:
-    """The row in the one form that is turned into tokens; `images`: the model reads them. Raises DataError naming the field
-    that cannot be used."""
+    """The row in the form that is turned into tokens; `images`: the model reads them. Raises DataError naming the field."""
     refuse_media(row, settings, images=images)
     has = {str(name) for name, value in row.items() if value is not None}
     if has.issuperset((settings.chosen_key, settings.rejected_key)):
@@ -129,7 +127,7 @@ def _pair(
         return "prompt_chosen_rejected", prompt, (chosen, rejected)
     for name in ("conversations", "instruction"):
         if name in has:
-            prompt = alpaca_prompt(row) if name == "instruction" else _conversation(row, name, images)
+            prompt = alpaca_prompt(row) if name == "instruction" else conversation(row, name, images)
             return f"{name}_chosen_rejected", prompt, (_answer(chosen), _answer(rejected))
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise DataError(f"fields {named(keys)} must both be texts or both be lists of messages.")
@@ -139,7 +137,6 @@ def _pair(
 def _labelled(
     row: Mapping[str, object], has: set[str], settings: PreferenceDataConfig, images: bool
 ) -> tuple[str, Text, tuple[Text, ...]]:
-    """Format, prompt and the completion."""
     if has.issuperset((settings.prompt_key, settings.completion_key)):
         keys = (settings.prompt_key, settings.completion_key)
         prompt, completion = (_text_or_messages(row[key], key, images) for key in keys)
@@ -148,7 +145,7 @@ def _labelled(
         return "prompt_completion_label", prompt, (completion,)
     for name in ("messages", "conversations"):
         if name in has:
-            messages = _conversation(row, name, images)
+            messages = conversation(row, name, images)
             if messages[-1]["role"] != "assistant" or len(messages) < 2:
                 raise DataError(f"the last message of field {name!r} must be the assistant's answer to an earlier one.")
             return f"{name}_label", messages[:-1], (messages[-1:],)
@@ -171,10 +168,6 @@ def _text_or_messages(value: object, key: str, images: bool) -> Text:
     return messages_in([value] if isinstance(value, Mapping) else value, key, images=images)
 
 
-def _conversation(row: Mapping[str, object], key: str, images: bool) -> Messages:
-    return [*system_message(row), *messages_in(row[key], key, images=images)]
-
-
 def _asked(prompt: Text, row: Mapping[str, object]) -> Messages:
     if not isinstance(prompt, str):
         return prompt
@@ -187,8 +180,7 @@ def _answer(completion: Text) -> Messages:
 
 def _split(chosen: Any, rejected: Any, keys: Sequence[str]) -> tuple[Text, tuple[Text, ...]]:
     """The common beginning of two completions, and the rest of each."""
-    same = (one == other for one, other in zip(chosen, rejected, strict=False))
-    length = next((number for number, equal in enumerate(same) if not equal), min(len(chosen), len(rejected)))
+    length = num_common(chosen, rejected)
     if isinstance(chosen, str) and chosen != rejected and chosen[:length].endswith(" "):
         length -= 1  # a space before a word is a part of its first token in most vocabularies
     prompt, rest = chosen[:length], (chosen[length:], rejected[length:])

@@ -18,9 +18,8 @@ import torch
 from verl.config.roots.reward_model import RMDataConfig
 from verl.data.conversations.dataset import ConversationDataset
 from verl.data.conversations.formats import messages_in, named, refuse_media, template_kwargs_of, text_in, tools_in
-from verl.data.conversations.images import ConversationImages
 from verl.data.conversations.tokens import ConversationEncoder, TrainingSequence
-from verl.data.images import image_messages
+from verl.data.images import ConversationImages, image_messages
 from verl.data.preferences.dataset import PreferenceDataset
 from verl.data.prompts import encode_text, render_chat
 from verl.data.schema import Messages, at, number_in
@@ -128,8 +127,7 @@ class StepDataset(ConversationDataset):
         return _asked(row, settings, images=True)[1]
 
     def batch(self, rows: Sequence[int]) -> DataProto:
-        """See ConversationDataset; adds step_labels float32 [batch, response], 1 where response_mask is true and the step
-        before is right."""
+        """See ConversationDataset; adds step_labels float32 [batch, response], 1 in response_mask behind a right step."""
         batch = super().batch(rows)
         mask = batch.batch["response_mask"]
         labels = torch.zeros(mask.shape)
@@ -146,7 +144,6 @@ def _asked(row: Mapping[str, object], settings: RMDataConfig, *, images: bool) -
 
 
 def _steps(row: Mapping[str, Any], settings: RMDataConfig) -> tuple[list[str], list[bool]]:
-    """The steps and their labels. Raises DataError."""
     keys = (settings.steps_key, settings.labels_key)
     lists = [row.get(key) for key in keys]
     if not all(isinstance(value, list | tuple | np.ndarray) and len(value) for value in lists):

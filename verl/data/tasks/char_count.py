@@ -52,10 +52,8 @@ def row_of(letter: str, word: str, split: str, index: int) -> dict[str, object]:
 
 
 def prepare(output: Path, *, num_train: int, num_test: int, min_length: int, max_length: int, seed: int) -> list[str]:
-    """Write `output`/{train,test}.parquet, all questions distinct; returns one line per file.
-
-    Raises DataError for lengths that are not 1 <= min_length <= max_length, or that give too few distinct questions.
-    """
+    """Write `output`/{train,test}.parquet, all questions distinct; returns one line per file. Raises DataError for lengths that
+    are no range, or that give too few distinct questions."""
     if not 1 <= min_length <= max_length:
         raise DataError(f"Word lengths from {min_length} to {max_length} are not a range; set --min-length lower.")
     rng, questions, failed = random.Random(seed), dict[tuple[str, str], None](), 0

@@ -41,7 +41,6 @@ class Picture(NamedTuple):
     squares: int = 0
 
     def answer(self, task: str) -> int:
-        """The answer to the question of `task`."""
         return {"digits": self.digit or 0, "shapes": self.circles + self.squares, "circles": self.circles}[task]
 
 
@@ -113,10 +112,8 @@ def row_of(task: str, picture: Picture, split: str, index: int, *, blind: bool =
 
 
 def prepare(source: Path, output: Path, *, num_train: int, num_test: int, seed: int) -> list[str]:
-    """Write `output`/{sft,grpo}_{train,test,blind}.parquet, with `num_train` and `num_test` pictures; returns a line per file.
-
-    A tenth of the digits appears only in test files. Raises DataError for a `source` that is not scikit-learn's wheel.
-    """
+    """Write `output`/{sft,grpo}_{train,test,blind}.parquet; returns a line per file. A tenth of the digits appears only in test
+    files. Raises DataError for a `source` that is not scikit-learn's wheel."""
     try:
         import PIL as _  # noqa: F401
     except ImportError as error:

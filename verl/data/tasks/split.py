@@ -18,8 +18,7 @@ _TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 
 
 def turns(text: str, first: str) -> list[dict[str, str]]:
-    """Messages of a text in the form of Anthropic's data ("\\n\\nHuman: ...\\n\\nAssistant: ..."); the role `first` says what
-    stands before any speaker."""
+    """Messages of a text in the form of Anthropic's data; the role `first` says what stands before any speaker."""
     parts = _TURN.split(text)
     roles = [first, *(_SPEAKERS[speaker] for speaker in parts[1::2])]
     said = zip(roles, (part.strip() for part in parts[::2]), strict=True)
@@ -33,11 +32,9 @@ def as_chat(row: Mapping[str, object], key: str) -> dict[str, object]:
 
 
 def prepare(source: Path, output: Path, *, share: float, key: str, seed: int, chat: bool) -> list[str]:
-    """Write `output`/{train,test}.parquet; returns one line per file.
-
-    Prompts, the values of field `key`, are chosen at random for the test file until it has `share` of the rows. Raises
-    DataError for a row without a prompt, and for fewer than two prompts.
-    """
+    """Write `output`/{train,test}.parquet; returns one line per file. Prompts, the values of field `key`, are chosen at random
+    for the test file until it has `share` of the rows. Raises DataError for a row without a prompt, and for fewer than two
+    prompts."""
     rows = read_rows(source)
     by_prompt: dict[str, list[dict[str, object]]] = {}
     for place in range(len(rows)):
