@@ -11,7 +11,6 @@ from typing import Any
 
 from numpy.typing import DTypeLike
 
-from verl.agents.context import AgentContext
 from verl.agents.continuity import ChatContinuity
 from verl.agents.driver import EpisodeDriver, EventLoop, OnResult
 from verl.agents.environments import load_environments, players_of_games
@@ -22,6 +21,7 @@ from verl.agents.images import EpisodeImages, content_text
 from verl.agents.interactions import load_interactions
 from verl.agents.journal import EPISODE, FOLDER, MAX_TEXT, PART, Journal
 from verl.agents.loops import (
+    AgentContext,
     AgentLoopBase,
     AgentLoopOutput,
     AsyncLLMServerManager,
@@ -65,10 +65,8 @@ def known_loops(spec: AgentSpec | None) -> frozenset[str]:
 
 
 class Agents:
-    """Episodes of one rank. Raises ConfigError for tools, loops or a template that cannot be used.
-
-    `folder` is the run folder, for transcripts and results of tools.
-    """
+    """Episodes of one rank; `folder` is the run folder. Raises ConfigError for tools, loops or a template that cannot be
+    used."""
 
     def __init__(
         self,

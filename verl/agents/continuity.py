@@ -22,6 +22,7 @@ from verl.config import full_key
 from verl.data.images import expanded
 from verl.data.prompts import control_tokens, encode_text, render_chat
 from verl.data.schema import Messages
+from verl.data_proto.token_ids import num_common
 from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import ConfigError, DataError
 
@@ -46,11 +47,9 @@ class Rewriting:
 
 class ChatContinuity:
     """Token ids of new messages behind a sampled turn, with one tokenizer, its chat template and `template_kwargs`. A text that
-    cannot have at most `max_tokens` tokens is refused before it is encoded (None: no limit), since the event loop of all
-    episodes waits for the encoding. `image_tokens` stand for an image and a video in rendered messages.
-
-    Raises ConfigError when there is no chat template, or it cannot render a turn that follows another.
-    """
+    cannot have at most `max_tokens` tokens is refused before it is encoded (None: no limit), since all episodes wait for the
+    encoding. `image_tokens` stand for an image and a video in rendered messages. Raises ConfigError when there is no chat
+    template, or it cannot render a turn that follows another."""
 
     def __init__(
         self,
@@ -147,9 +146,7 @@ class ChatContinuity:
         ]
         before = self._render(turns, ended=True)
         after = self._render([*turns, {"role": "user", "content": "4"}], ended=False)
-        at = next(
-            (i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), min(len(before), len(after))
-        )
+        at = num_common(before, after)
         if at >= len(before.rstrip()):
             return None
         return Rewriting(before[max(0, at - 20) : at + 20], after[max(0, at - 20) : at + 20])
@@ -165,8 +162,7 @@ class ChatContinuity:
         return texts[0] != texts[1]
 
     def _split(self, *messages: dict[str, object]) -> tuple[str, int | None]:
-        """(text between the content of the turn before and the beginning of the next turn, the special token with which it
-        begins, if any)."""
+        """(text from the content of the turn before to the next turn, the special token with which it begins, if any)."""
         turn = {"role": "assistant", "content": MARK}
         try:
             text = self._render([{"role": "user", "content": "x"}, turn, *messages], ended=False)

@@ -82,7 +82,6 @@ class EventLoop:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def close(self) -> None:
-        """Cancel what runs, and stop."""
         if not self.thread.is_alive():
             return
         with contextlib.suppress(
@@ -230,7 +229,6 @@ class _Session:
     # -- on the driver's thread
 
     def drive(self, on_finish: OnResult | None) -> list[EpisodeResult]:
-        """Compute until all episodes have ended."""
         results: dict[int, EpisodeResult] = {}
         arrived = self._first_wave()
         while True:

@@ -93,7 +93,6 @@ class EnvironmentAgentLoop(ToolAgentLoop):
     turn_discount, or the result of get_reward. Without either, the reward function scores the episode."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        """See AgentLoopBase."""
         make = self._class(kwargs)
         row = {k: v for k, v in kwargs.items() if k not in ("raw_prompt", "agent_name")}
         if num_players(make) > 1:
@@ -231,7 +230,6 @@ class EnvironmentAgentLoop(ToolAgentLoop):
         return truncated(text, settings.max_tool_response_length, settings.tool_response_truncate_side), media
 
     async def _observed(self, observation: object) -> tuple[str, list[Media]]:
-        """The text of an observation, and its images."""
         try:
             text, sources = text_and_images(observation)
             return text, await self.tool_calls.images.read(sources, "an observation of its environment")

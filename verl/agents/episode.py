@@ -28,7 +28,7 @@ from numpy.typing import DTypeLike
 from verl.data.schema import Messages
 from verl.data_proto.media import Media, MediaSpan, Spans, images_in
 from verl.data_proto.samples import Completion, FinishReason, PromptRequest, TurnRequest
-from verl.data_proto.token_ids import token_ids, token_mask
+from verl.data_proto.token_ids import num_common, token_ids, token_mask
 from verl.data_proto.trajectory import Segment, Status, Trajectory
 from verl.errors import DataError, VerlError
 
@@ -88,7 +88,6 @@ class Branch:
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> Branch:
-        """The branch that a trajectory is."""
         branch = cls(trajectory.sample, len(trajectory.prompt_ids))
         branch.add(trajectory.prompt_ids, None, -1)
         for segment in trajectory.segments:
@@ -245,14 +244,12 @@ class Episode:
         return max(fitting, key=lambda b: len(b.tokens), default=None)
 
     def _token_ids(self, ids: Sequence[int], name: str) -> list[int]:
-        """Token ids of an agent, checked."""
         with _as_episode_error():
             checked: list[int] = token_ids(ids, name, self.task.vocab_size).tolist()
         return checked
 
     def _placed(self, prompt: list[int], start: int, media: Sequence[Media]) -> Spans:
-        """The images `media` at the tokens from `start` on that stand for them, in order. Raises EpisodeError where these are
-        others."""
+        """The images `media` at the tokens from `start` on that stand for them. Raises EpisodeError for other tokens."""
         marks = self.task.image_marks
         places = [at for at in range(start, len(prompt)) if prompt[at] in marks.values()]
         pattern = "|".join(map(re.escape, marks))
@@ -296,7 +293,6 @@ class Episode:
         return [(self.task.ordinal, branch.number) for branch in self.branches]
 
     def digest(self) -> str:
-        """Digest of all tokens so far."""
         state = hashlib.blake2b(digest_size=12)
         for branch in sorted(self.branches, key=lambda b: b.number):
             state.update(np.asarray([branch.number, *branch.tokens], dtype="<i8").tobytes())
@@ -306,7 +302,6 @@ class Episode:
     # -- what trains
 
     def so_far(self) -> Trajectory:
-        """The trajectory of an episode that has paused."""
         branch = self.branches[0]
         start = branch.num_prompt
         return self.trajectory(branch.tokens[:start], branch.tokens[start:], branch.sampled[start:], "length")
@@ -322,7 +317,7 @@ class Episode:
         whole, start = [*prompt_ids, *response_ids], len(prompt_ids)
         with _as_episode_error():
             mask = token_mask(mask, "response_mask", len(response_ids)).tolist()
-        matching = [(_common(branch.tokens, whole), branch) for branch in self.branches]
+        matching = [(num_common(branch.tokens, whole), branch) for branch in self.branches]
         length, branch = max(matching, key=lambda match: match[0], default=(0, Branch(0, 0)))
         sampled = branch.sampled[:length] + [False] * (len(whole) - length)
         wrong = next((i for i, train in enumerate(mask) if train and not sampled[start + i]), None)
@@ -360,11 +355,6 @@ def _as_episode_error() -> Iterator[None]:
         yield
     except DataError as error:
         raise EpisodeError(f"its agent loop returned invalid values: {str(error).removesuffix('.')}") from error
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """The number of equal tokens at the beginning of both."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def failed(task: EpisodeTask, why: str, filler: int, version: int, **more: Any) -> EpisodeResult:

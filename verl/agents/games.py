@@ -38,12 +38,10 @@ class GymnasiumText:
         self.env = gymnasium.make(self.game, **self.settings)
 
     def reset(self, seed: int | None = None, **row: object) -> tuple[str, dict[str, Any]]:
-        """Begin the game of a seed."""
         observation, _ = self.env.reset(seed=seed)
         return f"{self.rules}\n\n{self.describe(observation)}", {}
 
     def step(self, text: str) -> Step:
-        """Act by the last word of an action in a text."""
         words = re.findall(rf"\b({'|'.join(self.actions)})\b", text.lower())
         if not words:
             return f"Say one of: {', '.join(self.actions)}.", self.mistake, False, False, {}
@@ -51,11 +49,9 @@ class GymnasiumText:
         return self.describe(observation), float(reward), bool(terminated), bool(truncated), {}
 
     def describe(self, observation: object) -> str:
-        """The state of the game in words."""
         return _COLOURS.sub(r"[\2]", str(self.env.render())).strip()
 
     def close(self) -> None:
-        """End the game."""
         self.env.close()
 
 
@@ -72,7 +68,6 @@ class FrozenLakes(FrozenLake):
     """FrozenLake with a separate map for each seed, whose goal can be reached."""
 
     def reset(self, seed: int | None = None, **row: object) -> tuple[str, dict[str, Any]]:
-        """Begin on the lake of a seed."""
         from gymnasium import make
         from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
@@ -90,7 +85,6 @@ class Taxi(GymnasiumText):
     places = ("R", "G", "Y", "B", "the taxi")
 
     def describe(self, observation: Any) -> str:
-        """The map, and who is where."""
         row, column, passenger, destination = self.env.unwrapped.decode(int(observation))  # type: ignore[attr-defined]
         where = f"The taxi is in row {row}, column {column}. The passenger is at {self.places[passenger]}"
         return f"{super().describe(observation)}\n{where} and wants to go to {self.places[destination]}."
@@ -104,7 +98,6 @@ class Blackjack(GymnasiumText):
     rules = "Blackjack: come nearer to 21 than the dealer, but not above. Say hit for a card, or stick."
 
     def describe(self, observation: Any) -> str:
-        """The cards."""
         own, dealer, usable = observation
         ace = ", with an ace that counts 11" if usable else ""
         return f"You have {own}{ace}. The dealer shows {dealer}."
@@ -125,12 +118,10 @@ class TextArena:
         self.final_rewards: dict[int, float] = {}  # rewards
 
     def reset(self, seed: int | None = None, **row: object) -> tuple[str, dict[str, Any]]:
-        """Begin the game of a seed."""
         self._begin(row, seed, 1)
         return self._observation()[1], {}
 
     def step(self, text: str) -> Step:
-        """Say a text to the game."""
         assert self.env is not None
         done, _ = self.env.step(action=text)
         if not done:
@@ -165,7 +156,6 @@ class TextArenaSelfPlay(TextArena):
     num_players: ClassVar[int] = 2
 
     def reset(self, seed: int | None = None, **row: object) -> None:  # type: ignore[override]
-        """Begin the game of a seed."""
         self._begin(row, seed, self.num_players)
 
     def observe(self) -> tuple[int, str]:
@@ -190,12 +180,10 @@ class TryAgain:
     answer = "That is wrong. Try again."
 
     def reset(self, **row: Any) -> tuple[None, dict[str, Any]]:
-        """Take the question of a row."""
         self.row = row
         return None, {}
 
     def step(self, text: str) -> Step:
-        """Score an answer."""
         from verl.rewards.scorers.route import default_compute_score
 
         truth = (self.row.get("reward_model") or {}).get("ground_truth")

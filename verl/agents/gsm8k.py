@@ -9,34 +9,23 @@ from verl.rewards.scorers.gsm8k import compute_score
 from verl.rewards.scorers.math_answers import score_boxed
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import Answer
-from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse, text_tool
 
-SCHEMA: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "calc_gsm8k_reward",
-        "description": "A tool for calculating the reward of gsm8k. (1.0 if parsed answer is correct, 0.0 if parsed answer is "
-        "incorrect or not correctly parsed)",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "answer": {
-                    "type": "string",
-                    "description": "The model's answer to the GSM8K math problem, must be a digits",
-                }
-            },
-            "required": ["answer"],
-        },
-    },
-}
+_DESCRIPTION = (
+    "A tool for calculating the reward of gsm8k. (1.0 if parsed answer is correct, 0.0 if parsed answer is incorrect or not "
+    "correctly parsed)"
+)
+_ANSWER = "The model's answer to the GSM8K math problem, must be a digits"
 WORSE = -0.05  # reward of a call that improves nothing
 
 
 class Gsm8kTool(BaseTool):
     """Scores the answer so far. The row gives the truth: extra_info.tools_kwargs.calc_gsm8k_reward.create_kwargs."""
 
+    tool_name = "calc_gsm8k_reward"
+
     def __init__(self, config: dict[str, object], tool_schema: OpenAIFunctionToolSchema | None = None):
-        super().__init__(config, tool_schema or OpenAIFunctionToolSchema.model_validate(SCHEMA))
+        super().__init__(config, tool_schema or text_tool(self.tool_name, _DESCRIPTION, "answer", _ANSWER))
         self._truths: dict[str, str] = {}
         self._best: dict[str, float] = {}
 
@@ -82,11 +71,7 @@ class Gsm8kTool(BaseTool):
 class Geo3kTool(Gsm8kTool):
     """The same for geometry: tools_kwargs.calc_geo3k_reward.create_kwargs."""
 
-    def __init__(self, config: dict[str, object], tool_schema: OpenAIFunctionToolSchema | None = None):
-        function = {**SCHEMA["function"], "name": "calc_geo3k_reward"}
-        super().__init__(
-            config, tool_schema or OpenAIFunctionToolSchema.model_validate({**SCHEMA, "function": function})
-        )
+    tool_name = "calc_geo3k_reward"
 
     @staticmethod
     def _score(answer: str, truth: str) -> float:

@@ -53,7 +53,6 @@ class Journal:
             sync_folder(self.folder.parent)
 
     def result(self, split: str, episode: str, call: int, digest: str) -> dict[str, Any] | None:
-        """The recorded result of a call."""
         return self._found.get((split, episode, call, digest))
 
     def write(self, kind: str, **fields: Any) -> None:
@@ -73,7 +72,6 @@ class Journal:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """End the file of the step."""
         if self._file is not None:
             self._file.close()
         self._file, self._step = None, None

@@ -16,7 +16,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from verl.agents.episode import CURRENT
 from verl.agents.images import EpisodeImages
@@ -30,7 +30,34 @@ from verl.tools.schemas import Record
 from verl.tools.tool_registry import load_class, read_list
 
 if TYPE_CHECKING:
-    from verl.agents.context import AgentContext
+    from verl.agents.continuity import ChatContinuity
+    from verl.agents.gateway.app import Gateway
+    from verl.agents.interactions import BaseInteraction
+    from verl.agents.matches import Matches
+    from verl.agents.tool_calls import ToolCalls
+    from verl.rewards.sandbox.limits import Limits
+    from verl.specs import AgentSpec
+
+
+Runner: TypeAlias = "Callable[..., Any] | list[str]"  # a function of the user's, or the words of a command
+
+
+@dataclass(frozen=True)
+class AgentContext:
+    """The parts that all episodes of a rank share; `environments` and `interactions` by name. `gateway` and `runner` are set
+    where agents talk to an endpoint, `limits` where such an agent is a command."""
+
+    spec: AgentSpec
+    continuity: ChatContinuity
+    tool_calls: ToolCalls
+    stop_token_ids: frozenset[int]
+    matches: Matches
+    environments: dict[str, Callable[..., object]]
+    interactions: dict[str, BaseInteraction]
+    gateway: Gateway | None
+    runner: Runner | None
+    limits: Limits | None
+
 
 log = logging.getLogger(__name__)
 
@@ -119,8 +146,7 @@ class AsyncLLMServerManager:
 async def read_images(
     images: EpisodeImages, sources: Sequence[object] | None, videos: Sequence[object] | None = None
 ) -> list[Media]:
-    """All images of a conversation of this episode: the row's, which were read with it, and behind them the further ones of
-    `sources` and `videos`."""
+    """All images of a conversation of this episode: the row's, and behind them the further ones of `sources` and `videos`."""
     row = images_in(CURRENT.get().task.media)
     if sources is not None and list(sources[: len(row)]) == row:
         return await images.read([*sources, *map(VideoSource, videos or ())], "an episode")

@@ -51,7 +51,6 @@ class Match:
         return None if self.is_over else self._text
 
     async def act(self, text: str) -> None:
-        """The move of the player whose turn it is."""
         self._mover = -1
         if await self.bounded(self.game.step, text):
             self.is_over = True

@@ -93,7 +93,6 @@ class HermesToolParser(_Pattern):
     pattern = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
     def read(self, match: re.Match[str], tools: Schemas) -> list[FunctionCall]:
-        """The call of a match."""
         call = json.loads(match[1])
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             raise ValueError("it is no object with a name")
@@ -111,7 +110,6 @@ class DeepSeekToolParser(_Pattern):
     )
 
     def read(self, match: re.Match[str], tools: Schemas) -> list[FunctionCall]:
-        """The call of a match."""
         return [FunctionCall(match[1].strip(), match[2].strip())]
 
 
@@ -125,7 +123,6 @@ class KimiToolParser(_Pattern):
     )
 
     def read(self, match: re.Match[str], tools: Schemas) -> list[FunctionCall]:
-        """The call of a match."""
         name = match[1].removeprefix("functions.").partition(":")[0]
         return [FunctionCall(name, match[2].strip(), match[1])]
 
@@ -140,7 +137,6 @@ class GptOssToolParser(_Pattern):
     )
 
     def read(self, match: re.Match[str], tools: Schemas) -> list[FunctionCall]:
-        """The call of a match."""
         return [FunctionCall(match[1], match[2].strip())]
 
 
@@ -151,7 +147,6 @@ class GlmToolParser(_Pattern):
     pairs = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 
     def read(self, match: re.Match[str], tools: Schemas) -> list[FunctionCall]:
-        """The call of a match."""
         return [_typed_call(match[1], self.pairs.findall(match[2]), tools)]
 
 
@@ -162,7 +157,6 @@ class _Tagged(_Pattern):
     parameter: re.Pattern[str]
 
     def read(self, match: re.Match[str], tools: Schemas) -> list[FunctionCall]:
-        """The calls of a wrapper."""
         calls = [_typed_call(name, self.parameter.findall(body), tools) for name, body in self.call.findall(match[1])]
         if not calls:
             raise ValueError("it holds no call")
@@ -208,7 +202,6 @@ class GemmaToolParser(_Pattern):
     keys = re.compile(r"([{,]\s*)([A-Za-z_]\w*)\s*:")
 
     def read(self, call: re.Match[str], tools: Schemas) -> list[FunctionCall]:
-        """The call of a match."""
         texts: list[str] = []
 
         def keep(match: re.Match[str]) -> str:

@@ -28,7 +28,7 @@ _FAULT = "The reward function call_tool of pkg://verl.agents.sandboxed "
 
 
 class SandboxedFunctions:
-    """See FunctionPool. One process runs one call at a time; further processes start as calls wait."""
+    """Runs functions of users as tools: one process runs one call at a time; further processes start as calls wait."""
 
     def __init__(self, reward: RewardConfig, *, timeout_s: float, log_dir: Path | None = None):
         section = dataclasses.replace(reward, debug=False, timeout_s=timeout_s, process_per_sample=False)
@@ -37,11 +37,12 @@ class SandboxedFunctions:
         pool.function = RewardFunctionSpec("pkg://verl.agents.sandboxed", "call_tool")
         self.pool, self._numbers = pool, itertools.count()
 
-    def submit(self, path: str, name: str, arguments: Mapping[str, object]) -> Future[dict[str, object]]:
+    def submit(self, path: str, name: str, arguments: Mapping[str, object]) -> Future[dict[str, Any]]:
+        """The future of the result: {"text", "images", "videos", "reward", "metrics"}, or {"error"}."""
         request = ScoreRequest(
             f"tool/{next(self._numbers)}", name, "", None, {"path": path, "arguments": dict(arguments)}
         )
-        done: Future[dict[str, object]] = Future()
+        done: Future[dict[str, Any]] = Future()
         scored = self.pool.submit([request])
 
         def finish(scores: Future[list[Score]]) -> None:
@@ -56,7 +57,6 @@ class SandboxedFunctions:
         return done
 
     def close(self) -> None:
-        """End the processes."""
         self.pool.close()
 
 
@@ -82,8 +82,7 @@ def call_tool(data_source: str, solution_str: str, ground_truth: object, extra_i
         if inspect.isawaitable(returned):
             returned = asyncio.run(_wait(returned))
         response, reward, metrics = answer_of(returned)
-        from verl.data.pictures import image_text
-        from verl.data.pictures import video_entry
+        from verl.data.pictures import image_text, video_entry
 
         text, sources = text_and_images(response)
         places = [(source, f"image {number}") for number, source in enumerate(sources)]

@@ -16,26 +16,8 @@ from verl.registry import user_file
 from verl.regular_files import require_regular
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import Answer
-from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse, text_tool
 
-SCHEMA = {
-    "type": "function",
-    "function": {
-        "name": "search",
-        "description": "Searches for documents that are relevant to the queries.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "query_list": {
-                    "type": "array",
-                    "items": {"type": "string"},
-                    "description": "the queries, one text each",
-                }
-            },
-            "required": ["query_list"],
-        },
-    },
-}
 MAX_QUERIES = 10
 
 
@@ -44,7 +26,10 @@ class SearchTool(BaseTool):
     (extra `search`); `topk` documents for each query; `timeout` seconds; `num_workers` queries to the service at once."""
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None):
-        super().__init__(config, tool_schema or OpenAIFunctionToolSchema.model_validate(SCHEMA))
+        about = "Searches for documents that are relevant to the queries."
+        texts = {"type": "array", "items": {"type": "string"}}
+        schema = tool_schema or text_tool("search", about, "query_list", "the queries, one text each", **texts)
+        super().__init__(config, schema)
         self.url, self.corpus = config.get("retrieval_service_url"), config.get("corpus")
         if bool(self.url) == bool(self.corpus):
             raise ConfigError("A search tool needs either retrieval_service_url or corpus in its config.")

@@ -56,7 +56,6 @@ def _tools(results: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def transcripts(entries: list[dict[str, Any]], count: int) -> Iterator[str]:
-    """The last `count` conversations as text."""
     for record in [record for record in entries if record["kind"] == EPISODE][-count:]:
         end = f"failed: {clean(record['error'], 200)}" if record.get("error") else f"{record.get('num_turns')} turns"
         yield f"── {clean(record.get('episode', ''), 60)}, {end}"

@@ -126,7 +126,6 @@ class ToolAgentLoop(AgentLoopBase):
         return True
 
     def _may_continue(self, data: AgentData) -> bool:
-        """Whether the limits leave another turn."""
         settings = self.rollout_config.multi_turn
         return not (
             len(data.response_ids) >= self.response_length

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from verl.agents.episode import Episode, EpisodeError
 from verl.agents.images import EpisodeImages, text_and_images
@@ -21,6 +21,9 @@ from verl.foreign_text import clean
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import FunctionTool, answer_of
 from verl.tools.schemas import FunctionCall, ToolResponse
+
+if TYPE_CHECKING:
+    from verl.agents.sandboxed import SandboxedFunctions
 
 log = logging.getLogger(__name__)
 
@@ -50,14 +53,6 @@ class ToolResult:
     replayed: bool = False
 
 
-class FunctionPool(Protocol):
-    """Runs functions in sandboxed processes."""
-
-    def submit(self, path: str, name: str, arguments: Mapping[str, object]) -> Future[dict[str, Any]]:
-        """The future of the function's result: {"text", "images", "videos", "reward", "metrics"}, or {"error"}."""
-        ...
-
-
 class ToolCalls:
     """The tools of a run. `pool` runs functions of files, where there is one; else they run here, on a thread."""
 
@@ -66,7 +61,7 @@ class ToolCalls:
         tools: Sequence[BaseTool],
         settings: ToolSettings,
         journal: Journal | None = None,
-        pool: FunctionPool | None = None,
+        pool: SandboxedFunctions | None = None,
         images: EpisodeImages | None = None,
     ):
         self.tools = {tool.name: tool for tool in tools}
@@ -143,7 +138,7 @@ class ToolCalls:
             return _failed(name, f"Error executing tool '{name}': {clean(error, 300) or type(error).__name__}")
         return ToolResult(name, text, media, reward, _plain(metrics))
 
-    def _pool_of(self, tool: BaseTool) -> FunctionPool | None:
+    def _pool_of(self, tool: BaseTool) -> SandboxedFunctions | None:
         return self.pool if isinstance(tool, FunctionTool) and tool.path is not None else None
 
     async def _execute(

@@ -111,7 +111,6 @@ class Arguments:
 
     @property
     def num_epochs(self) -> int:
-        """Epochs begun."""
         return -(-self.max_steps // self.steps_per_epoch)
 
     def overrides(self) -> list[str]:

@@ -48,7 +48,6 @@ def with_adapters(model: Any, peft_config: object) -> object:
 
 
 def is_peft(module: HFModule) -> bool:
-    """Whether the module has adapters of peft."""
     return bool(getattr(module, "peft_config", None))
 
 

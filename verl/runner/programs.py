@@ -99,7 +99,6 @@ class WithCallbacks(Program[Any]):
         return result
 
     def validate(self, step: int) -> dict[str, float]:
-        """See Program."""
         metrics = super().validate(step)  # type: ignore[safe-super]
         script = current_script()
         evaluation = {f"eval_{name.removeprefix('val/')}": value for name, value in metrics.items()}
@@ -116,12 +115,10 @@ class WithCallbacks(Program[Any]):
         return frozenset(name for name, holds in due.items() if holds)
 
     def state_dict(self) -> dict[str, object]:
-        """See Program."""
         self._saved = True
         return super().state_dict()
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
-        """See Program."""
         super().step_done(step, metrics)
         script = current_script()
         if self._saved and self.run.is_rank_zero:  # type: ignore[attr-defined]
@@ -182,11 +179,9 @@ def trainer_order(num_rows: int, num_epochs: int, batch_size: int, seed: int) ->
 
 class ScriptRewards:
     """A reward manager that calls the functions of the script, in this process, with all samples that are collected together.
-
-    TRL's functions get lists `prompts`, `completions`, `completion_ids`, every column of the rows, and `trainer_state`, as far
-    as their signature takes them; verl's compute_score a sample each. Their sum, weighed by `reward_weights`, is the score; a
-    sample for which all return None has none. Raises RewardError for a function that fails or returns another count.
-    """
+    TRL's functions get `completion_ids` and `trainer_state` too, if they take them. The sum of all, weighed by
+    `reward_weights`, is the score; a sample for which all return None has none. Raises RewardError for a function that fails or
+    returns another count."""
 
     def __init__(self, pool: RewardPool, *, max_response_length: int):
         self._requests: dict[str, ScoreRequest] = {}
@@ -199,15 +194,12 @@ class ScriptRewards:
         """Nothing to end."""
 
     def submit(self, request: ScoreRequest) -> None:
-        """See RewardManager."""
         self._requests[request.key] = request
 
     def collect(self, keys: Sequence[str]) -> dict[str, Score]:
-        """See RewardManager."""
         return dict(zip(keys, self.score([self._requests.pop(key) for key in keys]), strict=True))
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
-        """See RewardManager."""
         script = current_script()
         columns = {name_of(fn): _call(fn, requests) for fn in script.reward_functions}
         scores = []

@@ -287,8 +287,7 @@ class RLRunner:
             self._start = Path(self._path) if self._module is None else self.inputs / "model"
 
     def _loss_on(self) -> dict[str, object]:
-        """TRL's defaults, where a config of TRL is given: all tokens of messages train, and of a prompt with completion the
-        latter."""
+        """TRL's defaults for a config of TRL: all tokens of messages train, and of a prompt with completion the latter."""
         rows, flags = self.train_dataset or self.eval_dataset or [{}], ("assistant_only_loss", "completion_only_loss")
         assistant, completion = (getattr(self.args, name, None) for name in flags)
         if "messages" in rows[0] and assistant is not None:

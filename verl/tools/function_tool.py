@@ -59,7 +59,6 @@ class FunctionTool(BaseTool):
         return schema
 
     async def execute(self, instance_id: str, parameters: dict[str, object], **kwargs: object) -> Answer:
-        """Call the function, here."""
         returned = self.function(**parameters)
         return answer_of(await returned if inspect.isawaitable(returned) else returned)
 

@@ -35,7 +35,6 @@ class Record:
         return _without_none(values) if exclude_none or exclude_unset else values
 
     def model_dump_json(self, **settings: Any) -> str:
-        """As JSON."""
         return json.dumps(self.model_dump(**settings), ensure_ascii=False)
 
 
@@ -99,6 +98,14 @@ class OpenAIFunctionToolSchema(Record):
                 "parameters": function.parameters.model_dump(exclude_none=True),
             },
         }
+
+
+def text_tool(name: str, description: str, argument: str, what: str, **more: object) -> OpenAIFunctionToolSchema:
+    """The schema of a tool that takes one argument, a text unless `more` says another type."""
+    parameters = {"properties": {argument: {"type": "string", "description": what, **more}}, "required": [argument]}
+    return OpenAIFunctionToolSchema.model_validate(
+        {"function": {"name": name, "description": description, "parameters": parameters}}
+    )
 
 
 @dataclass
@@ -166,9 +173,7 @@ class ToolResponse(Record):
     video: list[Any] | None = None
 
     def is_empty(self) -> bool:
-        """Whether it holds nothing."""
         return not (self.text or self.image or self.video)
 
     def is_text_only(self) -> bool:
-        """Whether it holds only text."""
         return bool(self.text) and not (self.image or self.video)

@@ -19,13 +19,14 @@ import hmac
 import ipaddress
 import json
 import logging
+import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from verl.agents.gateway import formats
-from verl.agents.gateway.sessions import EndpointSession, RequestError, Sessions
+from verl.agents.gateway.sessions import EndpointSession, RequestError
 from verl.config import full_key
 from verl.errors import ConfigError, DataError, MissingExtraError, UnreachableError
 from verl.parallel.framing import listening_socket
@@ -55,7 +56,8 @@ class Gateway:
         except ImportError:
             raise MissingExtraError(full_key("rollout.agent.runner"), "agents", "starlette and uvicorn") from None
         del starlette
-        self.sessions = Sessions()
+        self.token = secrets.token_urlsafe(24)
+        self.sessions: dict[str, EndpointSession] = {}  # of the episodes that run, by the id in their addresses
         try:
             self._socket = listening_socket(host, port, 2048)
         except OSError as error:
@@ -111,7 +113,6 @@ class Gateway:
             await asyncio.sleep(0.01)
 
     async def stop(self) -> None:
-        """End the server."""
         self._server.should_exit = True
         if self._task is not None:
             await asyncio.wait([self._task], timeout=3.0)
@@ -147,7 +148,7 @@ def _application(gateway: Gateway) -> Starlette:
             key = request.headers.get("authorization", "").removeprefix("Bearer ") or request.headers.get(
                 "x-api-key", ""
             )
-            if not hmac.compare_digest(key.encode(), gateway.sessions.token.encode()):
+            if not hmac.compare_digest(key.encode(), gateway.token.encode()):
                 return refusal(401, "The API key is not the key of this run.")
             session = gateway.sessions.get(request.path_params["session"])
             if session is None:
@@ -193,31 +194,26 @@ async def _body(request: Request) -> dict[str, object]:
 
 
 async def _chat(session: EndpointSession, body: dict[str, object]) -> object:
-    request = formats.chat_request(body)
-    answer = await session.chat(request.messages, request.tools, request.max_tokens)
+    answer = await session.chat(*formats.chat_request(body))
     if body.get("stream"):
         return _events(formats.chat_chunks(answer, body), done=True)
     return formats.chat_response(answer, body)
 
 
 async def _completions(session: EndpointSession, body: dict[str, object]) -> object:
-    request = formats.completion_request(body, partial(session.continuity.encode, add_special_tokens=True))
-    answer = await session.complete(request.token_ids, request.max_tokens, is_first=False)
+    encode = partial(session.continuity.encode, add_special_tokens=True)
+    answer = await session.complete(*formats.completion_request(body, encode), is_first=False)
     session.num_turns += 2
-    if body.get("stream"):
-        return _events([formats.completion_response(answer, body)], done=True)
-    return formats.completion_response(answer, body)
+    reply = formats.completion_response(answer, body)
+    return _events([reply], done=True) if body.get("stream") else reply
 
 
 async def _responses(session: EndpointSession, body: dict[str, object]) -> object:
-    request = formats.responses_request(body)
-    answer = await session.chat(request.messages, request.tools, request.max_tokens)
-    return formats.responses_response(answer, body)
+    return formats.responses_response(await session.chat(*formats.responses_request(body)), body)
 
 
 async def _anthropic(session: EndpointSession, body: dict[str, object]) -> object:
-    request = formats.anthropic_request(body)
-    answer = await session.chat(request.messages, request.tools, request.max_tokens)
+    answer = await session.chat(*formats.anthropic_request(body))
     if body.get("stream"):
         return _named_events(formats.anthropic_events(answer, body))
     return formats.anthropic_response(answer, body)

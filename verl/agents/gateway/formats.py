@@ -10,7 +10,6 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from verl.agents.continuity import Content, joined_contents
@@ -21,33 +20,15 @@ from verl.data.schema import Messages
 MODEL = "policy"
 
 
-@dataclass
-class ChatRequest:
-    """A turn to sample."""
-
-    messages: Any
-    tools: object = None
-    max_tokens: int | None = None
-
-
-@dataclass
-class CompletionRequest:
-    """Tokens to continue."""
-
-    token_ids: list[int] = field(default_factory=list)
-    max_tokens: int | None = None
+ChatRequest = tuple[Any, object, int | None]  # messages, tools, most tokens of the turn to sample
 
 
 def _refuse(body: Mapping[str, Any]) -> None:
     """Raise RequestError for options that the policy does not support."""
     if body.get("n") not in (None, 1):
         raise RequestError("n must be 1: each sample of a prompt is a separate episode")
-    kind = (
-        (body.get("response_format") or {}).get("type", "text")
-        if isinstance(body.get("response_format"), dict)
-        else "text"
-    )
-    if kind != "text":
+    form = body.get("response_format")
+    if (kind := form.get("type", "text") if isinstance(form, dict) else "text") != "text":
         raise RequestError(f"response_format of type {kind} is not available: the policy samples without constraints")
     if body.get("logit_bias"):
         raise RequestError("logit_bias is not available: the policy samples without constraints")
@@ -66,6 +47,10 @@ def _list(owner: Mapping[str, object], name: str) -> list[object]:
     return value or []
 
 
+def _function(**entry: object) -> dict[str, object]:
+    return {"type": "function", "function": entry}
+
+
 def _limit(body: Mapping[str, object], *names: str) -> int | None:
     value = next((body[name] for name in names if body.get(name) is not None), None)
     if value is None:
@@ -82,7 +67,7 @@ def chat_request(body: Mapping[str, object]) -> ChatRequest:
     """Of POST /chat/completions."""
     _refuse(body)
     tools = None if body.get("tool_choice") == "none" else body.get("tools")
-    return ChatRequest(body.get("messages"), tools, _limit(body, "max_completion_tokens", "max_tokens"))
+    return body.get("messages"), tools, _limit(body, "max_completion_tokens", "max_tokens")
 
 
 def chat_response(answer: ModelTurn, body: Mapping[str, object]) -> dict[str, object]:
@@ -102,10 +87,7 @@ def chat_response(answer: ModelTurn, body: Mapping[str, object]) -> dict[str, ob
             ]
         }
     return {
-        "id": _id("chatcmpl"),
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": body.get("model") or MODEL,
+        **_head(body, "chatcmpl", "chat.completion"),
         "choices": [{**choice, "token_ids": answer.token_ids}],
         "prompt_token_ids": answer.prompt_ids,
         "usage": _usage(answer),
@@ -114,12 +96,7 @@ def chat_response(answer: ModelTurn, body: Mapping[str, object]) -> dict[str, ob
 
 def chat_chunks(answer: ModelTurn, body: Mapping[str, object]) -> list[dict[str, object]]:
     """The same, streamed: the turn comes in one chunk, since it is read as a whole."""
-    base = {
-        "id": _id("chatcmpl"),
-        "object": "chat.completion.chunk",
-        "created": int(time.time()),
-        "model": body.get("model") or MODEL,
-    }
+    base = _head(body, "chatcmpl", "chat.completion.chunk")
     delta: dict[str, object] = {"role": "assistant", "content": answer.text}
     if answer.calls:
         delta["tool_calls"] = [{"index": i, **as_message_call(call)} for i, call in enumerate(answer.calls)]
@@ -142,11 +119,15 @@ def _id(kind: str) -> str:
     return f"{kind}-{uuid.uuid4().hex}"
 
 
+def _head(body: Mapping[str, object], kind: str, name: str) -> dict[str, object]:
+    return {"id": _id(kind), "object": name, "created": int(time.time()), "model": body.get("model") or MODEL}
+
+
 # -- completions
 
 
-def completion_request(body: Mapping[str, object], encode: Callable[[str], list[int]]) -> CompletionRequest:
-    """Of POST /completions: `prompt` is a text or token ids."""
+def completion_request(body: Mapping[str, object], encode: Callable[[str], list[int]]) -> tuple[list[int], int | None]:
+    """The tokens to continue and the most tokens to sample, of POST /completions: `prompt` is a text or token ids."""
     _refuse(body)
     prompt = body.get("prompt")
     if isinstance(prompt, str):
@@ -157,18 +138,14 @@ def completion_request(body: Mapping[str, object], encode: Callable[[str], list[
         raise RequestError("`prompt` must be a text or a list of token ids")
     if not ids:
         raise RequestError("`prompt` has no tokens")
-    return CompletionRequest(list(ids), _limit(body, "max_tokens"))
+    return list(ids), _limit(body, "max_tokens")
 
 
 def completion_response(answer: ModelTurn, body: Mapping[str, object]) -> dict[str, object]:
-    """Its answer."""
     log_probs = {"token_logprobs": answer.log_probs} if body.get("logprobs") is not None else None
     choice = {"index": 0, "text": answer.raw_text, "finish_reason": answer.finish_reason, "logprobs": log_probs}
     return {
-        "id": _id("cmpl"),
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": body.get("model") or MODEL,
+        **_head(body, "cmpl", "text_completion"),
         "choices": [{**choice, "token_ids": answer.token_ids}],
         "usage": _usage(answer),
     }
@@ -189,11 +166,11 @@ def responses_request(body: Mapping[str, object]) -> ChatRequest:
     for item in [{"role": "user", "content": text}] if isinstance(text, str) else _list(body, "input"):
         messages += _of_item(item)
     tools = [
-        {"type": "function", "function": {k: v for k, v in tool.items() if k in ("name", "description", "parameters")}}
+        _function(**{str(k): v for k, v in tool.items() if k in ("name", "description", "parameters")})
         for tool in _list(body, "tools")
         if isinstance(tool, Mapping) and tool.get("type") == "function"
     ]
-    return ChatRequest(_joined(messages), tools, _limit(body, "max_output_tokens"))
+    return _joined(messages), tools, _limit(body, "max_output_tokens")
 
 
 def _of_item(item: object) -> list[dict[str, object]]:
@@ -201,8 +178,8 @@ def _of_item(item: object) -> list[dict[str, object]]:
         raise RequestError("`input` must be a text or a list of objects")
     kind = item.get("type", "message")
     if kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
-        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        function = _function(name=item.get("name"), arguments=item.get("arguments") or "{}")
+        call = {"id": item.get("call_id"), **function}
         return [{"role": "assistant", "content": "", "tool_calls": [call]}]
     if kind == "function_call_output":
         return [{"role": "tool", "tool_call_id": item.get("call_id"), "content": _content(item.get("output"))}]
@@ -225,7 +202,6 @@ def _joined(messages: Messages) -> list[dict[str, object]]:
 
 
 def responses_response(answer: ModelTurn, body: Mapping[str, object]) -> dict[str, object]:
-    """Its answer."""
     output: list[dict[str, object]] = []
     if answer.text or not answer.calls:
         content = [{"type": "output_text", "text": answer.text, "annotations": []}]
@@ -272,18 +248,15 @@ def anthropic_request(body: Mapping[str, object]) -> ChatRequest:
             raise RequestError("`messages` must be a list of messages {role, content}")
         messages += _of_blocks(message)
     tools = [
-        {
-            "type": "function",
-            "function": {
-                "name": tool.get("name"),
-                "description": tool.get("description", ""),
-                "parameters": tool.get("input_schema") or {"type": "object", "properties": {}},
-            },
-        }
+        _function(
+            name=tool.get("name"),
+            description=tool.get("description", ""),
+            parameters=tool.get("input_schema") or {"type": "object", "properties": {}},
+        )
         for tool in _list(body, "tools")
         if isinstance(tool, Mapping)
     ]
-    return ChatRequest(messages, None if kind == "none" else tools, _limit(body, "max_tokens"))
+    return messages, None if kind == "none" else tools, _limit(body, "max_tokens")
 
 
 def _of_blocks(message: Mapping[str, object]) -> list[dict[str, object]]:
@@ -298,11 +271,7 @@ def _of_blocks(message: Mapping[str, object]) -> list[dict[str, object]]:
     ]
     said = _content([block for block in blocks if block.get("type") in ("text", "image", "document")])
     calls = [
-        {
-            "id": b.get("id"),
-            "type": "function",
-            "function": {"name": b.get("name"), "arguments": json.dumps(b.get("input") or {})},
-        }
+        {"id": b.get("id"), **_function(name=b.get("name"), arguments=json.dumps(b.get("input") or {}))}
         for b in blocks
         if b.get("type") == "tool_use"
     ]
@@ -344,7 +313,6 @@ def _text(content: object) -> str:
 
 
 def anthropic_response(answer: ModelTurn, body: Mapping[str, object]) -> dict[str, Any]:
-    """Its answer."""
     content: list[dict[str, object]] = (
         [{"type": "text", "text": answer.text}] if answer.text or not answer.calls else []
     )
@@ -364,7 +332,6 @@ def anthropic_response(answer: ModelTurn, body: Mapping[str, object]) -> dict[st
 
 
 def anthropic_events(answer: ModelTurn, body: Mapping[str, object]) -> list[dict[str, object]]:
-    """The same, streamed."""
     message = anthropic_response(answer, body)
     events: list[dict[str, Any]] = [
         {"type": "message_start", "message": {**message, "content": [], "stop_reason": None}}

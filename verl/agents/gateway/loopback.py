@@ -31,7 +31,6 @@ def received(way: socket.socket, timeout_s: float) -> socket.socket | None:
 
 
 def main() -> None:
-    """See above."""
     fd, port, words = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     listening = socket.socket()
     _bring_up(listening, b"lo")

@@ -26,13 +26,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.agents.context import Runner
 from verl.agents.episode import CURRENT, AgentKilled, Branch, Episode, EpisodeError
 from verl.agents.gateway import loopback
 from verl.agents.gateway.formats import MODEL
 from verl.agents.gateway.sessions import EndpointSession, canonical
 from verl.agents.images import content_text
-from verl.agents.loops import AgentLoopBase, AgentLoopOutput
+from verl.agents.loops import AgentLoopBase, AgentLoopOutput, Runner
 from verl.agents.parsers import ToolParser
 from verl.agents.tool_calls import on_thread
 from verl.config import RewardConfig, full_key
@@ -83,27 +82,25 @@ class EndpointAgentLoop(AgentLoopBase):
         row = {name: value for name, value in kwargs.items() if name != "agent_name"}
         task = plain({**row, "prompt": row["raw_prompt"]})
         returned: object = None
-        self.gateway.sessions.add(session)
+        self.gateway.sessions[session.id] = session
         try:
             if isinstance(runner, list):
                 said = content_text(kwargs["raw_prompt"][-1].get("content"))
                 words = [word.replace(PROMPT, said) for word in runner]
                 await self._command(words, task, session)
             else:
-                returned = await on_thread(runner, task, self.gateway.base_url(session), self.gateway.sessions.token)
+                returned = await on_thread(runner, task, self.gateway.base_url(session), self.gateway.token)
         finally:
-            self.gateway.sessions.remove(session)
+            self.gateway.sessions.pop(session.id, None)
         return self._output(episode, session, returned)
 
     @property
     def gateway(self) -> Gateway:
-        """The endpoint of this rank."""
         assert self.context.gateway is not None
         return self.context.gateway
 
     @property
     def limits(self) -> Limits:
-        """The limits of a command."""
         assert self.context.limits is not None
         return self.context.limits
 
@@ -122,10 +119,9 @@ class EndpointAgentLoop(AgentLoopBase):
         )
 
     async def _command(self, words: list[str], task: dict[str, object], session: EndpointSession) -> None:
-        """Run the command in a sandbox and wait for its end, within the episode's time limit. Without agent.runner_network it
-        reaches only the endpoint, where the kernel grants a separate network."""
+        """Run the command in a sandbox, without agent.runner_network on a separate network where the kernel grants it."""
         env = {name: os.environ[name] for name in INHERITED if name in os.environ}
-        env |= {"OPENAI_API_KEY": self.gateway.sessions.token, "OPENAI_MODEL": MODEL, "VERL_TASK": json.dumps(task)}
+        env |= {"OPENAI_API_KEY": self.gateway.token, "OPENAI_MODEL": MODEL, "VERL_TASK": json.dumps(task)}
         if self.limits.network:
             await on_thread(self._run, words, {**env, "OPENAI_BASE_URL": self.gateway.base_url(session)})
             return

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -228,7 +227,6 @@ def _placed(messages: Messages) -> tuple[Messages, list[object]]:
 
 
 def num_images(messages: Messages) -> int:
-    """Image and video parts of messages."""
     contents = (message["content"] for message in messages if isinstance(message["content"], list))
     return sum(part["type"] in ("image", "video") for content in contents for part in content)
 
@@ -243,21 +241,3 @@ def _tools(tools: Any) -> list[dict[str, Any]]:
     if not fits:
         raise RequestError("`tools` must be a list of {type: function, function: {name, description, parameters}}")
     return [{"type": "function", "function": {"description": "", **dict(tool["function"])}} for tool in tools]
-
-
-class Sessions:
-    """The sessions that are open, by the id in their addresses."""
-
-    def __init__(self) -> None:
-        self.token = secrets.token_urlsafe(24)
-        self._open: dict[str, EndpointSession] = {}
-
-    def add(self, session: EndpointSession) -> None:
-        self._open[session.id] = session
-
-    def get(self, name: str) -> EndpointSession | None:
-        """The session of an address, while its episode runs."""
-        return self._open.get(name)
-
-    def remove(self, session: EndpointSession) -> None:
-        self._open.pop(session.id, None)
