@@ -94,7 +94,7 @@ def names_builder(name: str) -> bool:
 
 
 def open_data_set(name: str) -> Table:
-    """The rows of a data set. Raises DataError for one that cannot be loaded, and for a split that it lacks."""
+    """The rows of a data set. Raises DataError for a data set that cannot be loaded, and for a split that it lacks."""
     match = _NAME.fullmatch(name)
     assert match is not None, "any text matches"
     path, split = (name, None) if Path(name).exists() else (match["path"], match["split"])

@@ -86,7 +86,7 @@ class RequestJournal:
         self._add("DELETE FROM samplers WHERE sampler = ?", sampler_id)
 
     def accept(self, request: AcceptedRequest) -> None:
-        """Add a request. One that was refused is its own answer."""
+        """Add a request. A refused request is its own answer."""
         self._add(
             "INSERT OR IGNORE INTO requests VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, NULL, NULL, NULL)",
             request.request_id, request.session_id, request.owner, request.seq_id, request.route, request.tenant,

@@ -1,4 +1,4 @@
-"""The workers of the service: one that trains and samples, or by trainer.placement a process for each, on Ray. Each holds
+"""Workers of the service: one process that trains and samples, or by trainer.placement a process for each, on Ray. Each holds
 models by their ids, and the weights of samplers by their digests."""
 
 from __future__ import annotations
