@@ -157,7 +157,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             row = measure(Path(folder), size, arguments.tokens, arguments.ranks)
         costs.add(size, {f"{name} a sample": cost / size for name, cost in row.items()})
-    costs.show()
+    print(costs.table(), flush=True)
 
 
 if __name__ == "__main__":

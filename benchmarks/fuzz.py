@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import logging
 import random
 import sys
@@ -42,9 +41,7 @@ SECTIONS = {
     "token-rows": Section("tests.data.token_rows:cases", 10_000, "mutated rows of token ids"),
     "media": Section("tests.data.media_rows:cases", None, "malformed rows with images, in runs of two programs"),
     "files": Section("tests.data.damage:cases", 2_000, "damaged data files"),
-    "texts": Section(
-        "tests.test_foreign_text:cases", 10_000, "foreign texts in rows, configs, templates, errors, logs"
-    ),
+    "texts": Section("tests.test_foreign_text:cases", 10_000, "foreign texts in rows, configs, templates, logs"),
     "templates": Section("tests.data.hostile_templates:cases", 2_000, "chat templates of strangers"),
     "rewards": Section("tests.rewards.returns:cases", 10_000, "returns of a reward function"),
     "episode-rewards": Section("tests.agents.episode_rewards:cases", 5_000, "rewards of environments, runners, loops"),
@@ -68,18 +65,13 @@ def main(argv: list[str] | None = None) -> dict[str, Counter]:
     parser.add_argument("sections", nargs="*", metavar="SECTION", help="default: all")
     parser.add_argument("--count", type=int, help="cases of each section; default: its own number")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the counts there too")
     options = parser.parse_args(argv)
     if unknown := sorted(set(options.sections) - set(SECTIONS)):
         parser.error(f"there is no section {unknown[0]!r}; there are {', '.join(SECTIONS)}")
     logging.getLogger("verl").setLevel(logging.CRITICAL)  # each damaged checkpoint is a warning
-    counts = {
+    return {
         name: run(name, options.count or SECTIONS[name].count, options.seed) for name in options.sections or SECTIONS
     }
-    if options.json:
-        text = {name: {" / ".join(outcome): n for outcome, n in sorted(c.items())} for name, c in counts.items()}
-        options.json.write_text(json.dumps({"seed": options.seed, **text}, indent=1))
-    return counts
 
 
 def run(name: str, count: int | None, seed: int) -> Counter:
@@ -92,9 +84,7 @@ def run(name: str, count: int | None, seed: int) -> Counter:
         try:
             outcomes.update(cases(random.Random(seed), count, Path(folder)))
         except Exception:
-            print(
-                f"section {name}, --seed {seed} --count {count}: case {sum(outcomes.values())} failed", file=sys.stderr
-            )
+            print(f"{name} --seed {seed} --count {count}: case {sum(outcomes.values())} failed", file=sys.stderr)
             raise
     show(name, outcomes, time.perf_counter() - started, seed)
     return outcomes
@@ -104,13 +94,10 @@ def show(name: str, counts: Counter, seconds: float, seed: int) -> None:
     """A table of kinds against outcomes."""
     total = sum(counts.values())
     print(f"\n{name}: {total:,} cases, seed {seed}, {seconds:.1f} s ({1e3 * seconds / max(1, total):.2f} ms each)")
-    outcomes = sorted({what for _, what in counts})
-    kinds = [*sorted({kind for kind, _ in counts}), "all"]
-    rows = [
-        [sum(n for (k, w), n in counts.items() if w == what and kind in (k, "all")) for what in outcomes]
-        for kind in kinds
-    ]
-    print(table(["", *outcomes], [[kind, *(f"{n:,}" for n in row)] for kind, row in zip(kinds, rows, strict=True)]))
+    outcomes, kinds = (sorted(set(names)) for names in zip(*((what, kind) for kind, what in counts), strict=True))
+    rows = [[kind, *(f"{counts[kind, what]:,}" for what in outcomes)] for kind in kinds]
+    sums = [f"{sum(n for (_, what), n in counts.items() if what == outcome):,}" for outcome in outcomes]
+    print(table(["", *outcomes], [*rows, ["all", *sums]]))
 
 
 if __name__ == "__main__":

@@ -45,22 +45,18 @@ def ratio(baseline: Series, ours: Series) -> float:
 
 def number(value: float) -> str:
     """Three significant digits, without an exponent in the usual range."""
-    if value == 0 or 1e-3 <= abs(value) < 1e6:
-        digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2 if abs(value) >= 1 else 3
-        return f"{value:,.{digits}f}" if abs(value) >= 0.1 or value == 0 else f"{value:.2g}"
-    return f"{value:.2e}"
+    if not 1e-3 <= abs(value) < 1e6:
+        return f"{value:.2e}" if value else "0.000"
+    return f"{value:,.{sum(abs(value) < limit for limit in (1, 10, 100))}f}" if abs(value) >= 0.1 else f"{value:.2g}"
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Columns as wide as their widest cell; the first to the left, the others to the right."""
-    widths = [max(len(str(row[i])) for row in [header, *rows]) for i in range(len(header))]
-
-    def line(cells: Sequence[str]) -> str:
-        first, *others = cells
-        padded = [str(first).ljust(widths[0]), *(str(c).rjust(w) for c, w in zip(others, widths[1:], strict=True))]
-        return "  ".join(padded).rstrip()
-
-    return "\n".join([line(header), line(["-" * w for w in widths]), *(line(row) for row in rows)])
+    cells = [[str(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    cells.insert(1, ["-" * width for width in widths])
+    lines = (zip(row, widths, "<" + ">" * len(row), strict=False) for row in cells)
+    return "\n".join("  ".join(f"{cell:{side}{width}}" for cell, width, side in line).rstrip() for line in lines)
 
 
 @dataclass
@@ -72,9 +68,6 @@ class Report:
     tables: list[tuple[list[str], list[list[str]]]] = field(default_factory=list)
     results: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-
-    def add_table(self, header: list[str], rows: list[list[str]]) -> None:
-        self.tables.append((header, rows))
 
     def text(self) -> str:
         facts = [f"{name}: {plain(value)}" for name, value in self.facts.items()]

@@ -5,6 +5,7 @@ steps.
     python -m benchmarks.scale --ledger             the table of the sample ledger (10 million samples: 3 GB)
     python -m benchmarks.scale --steps              the table of the records of steps (a million steps: 4 GB)
     python -m benchmarks.scale --checkpoints        the table of checkpoints (1 billion parameters: 12 GB, twice)
+    python -m benchmarks.scale --tails              the table of response lengths
     python -m benchmarks.controller                 the table of the controller
 
 Each size has a generated parquet file and a GRPO run of a tiny model, started twice in new run folders: the first start has an
@@ -26,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +36,18 @@ import psutil
 import pyarrow
 import pyarrow.parquet
 import torch
+from transformers import AutoModelForCausalLM
 
 from verl.checkpoint.files import SMALL_BYTES, verification
 from verl.checkpoint.store import CheckpointStore, RoleCheckpoint
+from verl.config import RolloutConfig
+from verl.data_proto.samples import PromptRequest, SamplingParams
 from verl.engines.api import EngineState
 from verl.engines.state import ReadBuffer
 from verl.models.tiny import make_tiny_model
 from verl.page.index import SampleIndex
 from verl.page.pages import Site
+from verl.rollout.native.engine import NativeRollout
 from verl.tracking.files import read_json_rows
 from verl.tracking.ledger.reader import Ledger
 from verl.tracking.ledger.records import Prompt, Scored, SegmentRecord
@@ -53,6 +59,8 @@ from verl.tracking.run_folder import RunFolder
 SIZES = (1_000, 20_000, 400_000, 5_000_000)
 SAMPLES = (10_240, 102_400, 1_024_000, 10_240_000)
 PARAMETERS = (16_777_216, 67_108_864, 268_435_456, 1_006_632_960)
+RESPONSES = (64, 128, 256, 512)
+_SLOTS, _LIMIT = 64, 1024  # responses at a time, tokens of a response
 _BLOCK = 1 << 22  # parameters of a tensor of a checkpoint
 STEPS = (1_000, 10_000, 100_000, 1_000_000)
 _PROMPTS, _SAMPLES, _TOKENS = 128, 8, 16  # of a recorded step
@@ -60,9 +68,7 @@ MODES = {"": (), " with filter_overlong_prompts": ("data.filter_overlong_prompts
 _RUN_LIMIT_S = 1200.0
 _POLL_S = 0.25
 _ROWS_WRITTEN = 100_000  # at once
-REWARD = (
-    "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return len(solution_str) % 7\n"
-)
+REWARD = "def compute_score(solution_str, **columns):\n    return len(solution_str) % 7\n"
 
 
 def write_rows(path: Path, num_rows: int) -> None:
@@ -73,18 +79,15 @@ def write_rows(path: Path, num_rows: int) -> None:
 
 
 def _table(numbers: range) -> pyarrow.Table:
-    rows = [
-        {
-            "data_source": "sums",
-            "prompt": [
-                {"role": "user", "content": f"What is {i} + {i * 7 % 1000}? Think about it, then answer with a number."}
-            ],
-            "reward_model": {"style": "rule", "ground_truth": str(i + i * 7 % 1000)},
-            "extra_info": {"index": i},
-        }
-        for i in numbers
-    ]
-    return pyarrow.Table.from_pylist(rows)
+    ask = "What is {} + {}? Think about it, then answer with a number.".format
+    terms = [(i, i * 7 % 1000) for i in numbers]
+    columns = {
+        "data_source": ["sums"] * len(terms),
+        "prompt": [[{"role": "user", "content": ask(a, b)}] for a, b in terms],
+        "reward_model": [{"style": "rule", "ground_truth": str(a + b)} for a, b in terms],
+        "extra_info": [{"index": i} for i in numbers],
+    }
+    return pyarrow.table(columns)
 
 
 def assigned(keys: Mapping[str, object]) -> list[str]:
@@ -125,32 +128,17 @@ def measure(run: Path, changes: Sequence[str], cache: Path) -> tuple[float, floa
 
 
 def shared_bytes(pid: int) -> int:
-    """PSS of a process and its descendants."""
-    total = 0
+    """PSS of a process and its descendants; 0 where one of them has just ended."""
     with contextlib.suppress(psutil.Error):
         parent = psutil.Process(pid)
-        for process in (parent, *parent.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):
-                total += process.memory_full_info().pss
-    return total
+        return sum(process.memory_full_info().pss for process in (parent, *parent.children(recursive=True)))
+    return 0
 
 
 def exponent(sizes: Sequence[int], costs: Sequence[float]) -> float:
     """The slope of log cost against log size, by least squares: 0 for a constant, 1 where cost is proportional to size."""
     slope, _ = np.polyfit([math.log(size) for size in sizes], [math.log(cost) for cost in costs], 1)
     return float(slope)
-
-
-def table(sizes: Sequence[int], costs: dict[str, list[float]]) -> str:
-    """A Markdown table with a row for each quantity."""
-    lines = [
-        f"| | {' | '.join(f'{size:,}' for size in sizes)} | exponent |",
-        f"|---|{'---|' * (len(sizes) + 1)}",
-    ]
-    for name, row in costs.items():
-        cells = " | ".join(f"{cost:.3g}" for cost in row)
-        lines.append(f"| {name} | {cells} | {exponent(sizes, row):.2f} |")
-    return "\n".join(lines)
 
 
 class Costs:
@@ -164,8 +152,15 @@ class Costs:
             self.rows.setdefault(name, []).append(cost)
         print(f"{size:,}: {', '.join(f'{name} {cost:.3g}' for name, cost in row.items())}", flush=True)
 
-    def show(self) -> None:
-        print(table(self.sizes, self.rows), flush=True)
+    def table(self) -> str:
+        """A Markdown table with a row for each quantity."""
+        lines = [
+            f"| | {' | '.join(f'{size:,}' for size in self.sizes)} | exponent |",
+            "|---|" + "---|" * (len(self.sizes) + 1),
+        ]
+        for name, row in self.rows.items():
+            lines.append(f"| {name} | {' | '.join(f'{cost:.3g}' for cost in row)} | {exponent(self.sizes, row):.2f} |")
+        return "\n".join(lines)
 
 
 def measure_starts(sizes: Sequence[int], folder: Path) -> None:
@@ -182,7 +177,7 @@ def measure_starts(sizes: Sequence[int], folder: Path) -> None:
                 seconds.add(size, {f"seconds to the first step, {attempt}{mode}": start_s})
                 memory.add(size, {f"memory (GB), {attempt}{mode}": memory_gb})
         seconds.rows |= memory.rows
-        seconds.show()
+        print(seconds.table(), flush=True)
 
 
 def measure_ledger(sizes: Sequence[int], folder: Path) -> None:
@@ -208,7 +203,7 @@ def measure_ledger(sizes: Sequence[int], folder: Path) -> None:
         costs.add(size, {**row, "bytes a sample": path.stat().st_size / size})
         tracker.start(snapshot, LedgerWriter(path))
     tracker.close()
-    costs.show()
+    print(costs.table(), flush=True)
 
 
 def measure_steps(sizes: Sequence[int], folder: Path) -> None:
@@ -232,7 +227,7 @@ def measure_steps(sizes: Sequence[int], folder: Path) -> None:
         }
         costs.add(size, {**{name: timed(work)[0] for name, work in works.items()}, "bytes a step": num_bytes / size})
         shutil.rmtree(run)
-    costs.show()
+    print(costs.table(), flush=True)
 
 
 def first_view(run: Path) -> None:
@@ -267,7 +262,40 @@ def measure_checkpoints(sizes: Sequence[int], folder: Path) -> None:
         shutil.rmtree(store.root)
         seconds = {"disk written": written_s, "disk read": read_s, "save": saved_s, "load": loaded_s}
         costs.add(size, {f"GB/s, {name}": 12e-9 * size / s for name, s in seconds.items()})
-    costs.show()
+    print(costs.table(), flush=True)
+
+
+def measure_tails(sizes: Sequence[int], folder: Path) -> None:
+    """Processor time of generation against responses of equal length, for lengths of a log-normal distribution with 1% at the
+    limit: of a synchronous step, and of a step of partial rollouts, in which all cohorts make a part."""
+    shape = {"hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 2 * _LIMIT}
+    path = make_tiny_model(folder / "model", **shape)
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="verl", dtype=torch.float32).eval()
+    engine = NativeRollout(model, None, RolloutConfig(max_num_seqs=_SLOTS), eos_token_ids=[])
+    params, costs = SamplingParams(max_new_tokens=_LIMIT, ignore_eos=True), Costs(sizes)
+
+    def seconds_of_token(requests: list[tuple[int, int]]) -> float:
+        """Of (tokens before, new tokens) of each response."""
+        generation, started = engine.open(params, step=1), time.process_time()
+        for number, (before, new) in enumerate(requests):
+            generation.add(PromptRequest(number, (5,) * (16 + before), num_drawn=before, max_new_tokens=new))
+        while generation.poll():
+            pass
+        return (time.process_time() - started) / int(generation.close()["num_generated_tokens"])
+
+    seconds_of_token([(0, 8)] * _SLOTS)  # the first generation starts threads
+    for size in sizes:
+        drawn = np.random.default_rng(0).lognormal(math.log(_LIMIT) - 2.326, 1.0, size)
+        lengths = [int(length) for length in drawn.clip(1, _LIMIT)]
+        bound = seconds_of_token([(0, sum(lengths) // size)] * size)
+        row = {"synchronous": seconds_of_token([(0, n) for n in lengths]) / bound}
+        for parts in (2, 4, 8):
+            first = _LIMIT // (parts * min(parts, 4))  # as in verl/programs/rollout_queue.py
+            ends = [0, *range(first, _LIMIT, -(-(_LIMIT - first) // (parts - 1))), _LIMIT]
+            begun = [(at, min(end, n) - at) for at, end in reversed([*pairwise(ends)]) for n in lengths if n > at]
+            row[f"in {parts} parts"] = seconds_of_token(begun) / bound
+        costs.add(size, row)
+    print(costs.table())
 
 
 def load(store: CheckpointStore, block: torch.Tensor) -> None:
@@ -328,7 +356,7 @@ def record_step(tracker: SampleTracker) -> None:
 
 
 def main() -> None:
-    modes = {"ledger": (measure_ledger, SAMPLES), "steps": (measure_steps, STEPS)}
+    modes = {"ledger": (measure_ledger, SAMPLES), "steps": (measure_steps, STEPS), "tails": (measure_tails, RESPONSES)}
     modes["checkpoints"] = (measure_checkpoints, PARAMETERS)
     parser = argparse.ArgumentParser(description="Cost of a run against its size.")
     parser.add_argument("--sizes", help="numbers of rows or samples, in increasing order")

@@ -21,20 +21,20 @@ _UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 
 
 class PeerEnvironment(NamedTuple):
-    """`installs` are run one by one, so that the first decides which torch the others find."""
+    """`installs` are run one by one, so that the first decides which torch the others find; `proof` is run at the end."""
 
     installs: tuple[tuple[str, ...], ...]
-    proof: str  # runs when the environment is ready
-    removes: tuple[str, ...] = _UNWANTED
+    proof: str
 
     def commands(self, folder: Path) -> list[list[str]]:
         """The command lines that make the environment in `folder`."""
-        python = str(python_of(folder))
-        commands = [[sys.executable, "-m", "venv", str(folder)]]
-        commands += [[python, "-m", "pip", "install", "--quiet", *packages] for packages in self.installs]
-        commands.append([python, "-m", "pip", "uninstall", "--quiet", "--yes", *self.removes])
-        commands.append([python, "-c", self.proof])
-        return commands
+        pip = [str(python_of(folder)), "-m", "pip"]
+        return [
+            [sys.executable, "-m", "venv", str(folder)],
+            *([*pip, "install", "--quiet", *packages] for packages in self.installs),
+            [*pip, "uninstall", "--quiet", "--yes", *_UNWANTED],
+            [str(python_of(folder)), "-c", self.proof],
+        ]
 
 
 PEERS = {
@@ -52,25 +52,19 @@ def default_folder(name: str) -> Path:
     return ROOT / "work" / "benchmarks" / f"venv-{name}"
 
 
-def is_ready(name: str, folder: Path) -> bool:
-    """Whether `folder` was made to the end by the commands that would be run today."""
-    note = folder / "ready.json"
-    return note.exists() and json.loads(note.read_text()) == _recipe(name)
-
-
 def ensure(name: str, folder: Path | None = None) -> Path:
     """The Python of the peer's environment, made first if it is not there (minutes, gigabytes, needs a package index).
 
     An environment made by another program is used as it is when it can import the peer.
     """
     peer, folder = PEERS[name], folder or default_folder(name)
-    python = python_of(folder)
-    if is_ready(name, folder):
+    python, commands, note = python_of(folder), peer.commands(folder), folder / "ready.json"
+    if note.exists() and json.loads(note.read_text()) == commands:  # made to the end by the same commands
         return python
     proof = {"capture_output": True, "timeout": 300.0, "env": clean_environment()}
     if python.exists() and subprocess.run([str(python), "-c", peer.proof], **proof).returncode == 0:
         return python
-    for command in peer.commands(folder):
+    for command in commands:
         print("+", " ".join(command), file=sys.stderr, flush=True)
         done = subprocess.run(command, timeout=INSTALL_LIMIT_S, env=clean_environment())
         if done.returncode:
@@ -78,15 +72,10 @@ def ensure(name: str, folder: Path | None = None) -> Path:
                 f"Making the environment of {name} failed (exit code {done.returncode}) at: {' '.join(command)}. "
                 f"Remove {folder} and try again, or make it by hand and name it."
             )
-    (folder / "ready.json").write_text(json.dumps(_recipe(name)))
+    note.write_text(json.dumps(commands))
     return python
 
 
 def clean_environment() -> dict[str, str]:
     """This process's environment without what would lead a peer's Python into ours."""
     return {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
-
-
-def _recipe(name: str) -> dict[str, object]:
-    peer = PEERS[name]
-    return {"installs": [list(i) for i in peer.installs], "removes": list(peer.removes)}

@@ -196,7 +196,9 @@ def fill(report: Report, steps: dict[str, list[dict[str, Any]]], idle: dict[str,
     cells = ["peak memory", gigabytes(peaks[OURS])]
     for name in peers:
         cells += [gigabytes(peaks[name]), f"{number(peaks[name] / peaks[OURS])}x"]
-    report.add_table(["phase", OURS, *(cell for name in peers for cell in (name, f"ratio to {OURS}"))], [*rows, cells])
+    report.tables.append(
+        (["phase", OURS, *(cell for name in peers for cell in (name, f"ratio to {OURS}"))], [*rows, cells])
+    )
     report.results = {
         "phases": {name: {p: s.to_json() for p, s in phases.items()} for name, phases in series.items()},
         "ratios": {n: {p: ratio(series[n][p], series[OURS][p]) for p in PHASES} for n in peers},

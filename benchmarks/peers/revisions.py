@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
         mean = f"{statistics.mean(means):.3f} ± {error:.3f}"
         rows.append([quantity, *(number(c.median) for c in columns), f"{statistics.median(ratios):.3f}", mean])
         report.results[quantity] = {"ratios": ratios, "before": columns[0].to_json(), "now": columns[1].to_json()}
-    report.add_table(["seconds", "before", "now", "median of now/before", "mean and its standard error"], rows)
+    report.tables.append((["seconds", "before", "now", "median of now/before", "mean and its standard error"], rows))
     report.finish(options.json)
     return 0
 

@@ -90,7 +90,7 @@ def fill(report: Report, work: Workload, generations: dict[str, list[dict[str, A
         [name, rate.text(), f"{number(work.num_new_tokens / rate.median)} s", f"{number(ratio(ours, rate))}x"]
         for name, rate in rates.items()
     ]
-    report.add_table(["engine", "tokens/s", "one generation", f"{OURS} is faster by"], rows)
+    report.tables.append((["engine", "tokens/s", "one generation", f"{OURS} is faster by"], rows))
     report.results["tokens_per_s"] = {name: rate.to_json() for name, rate in rates.items()}
     report.results["ratios"] = {name: ratio(ours, rate) for name, rate in rates.items() if name != OURS}
 

@@ -111,7 +111,7 @@ def fill(report: Report, steps: dict[str, list[dict[str, Any]]], idle: dict[str,
          gigabytes(peaks[name])]
         for name in steps
     ]  # fmt: skip
-    report.add_table(["side", "tokens/s", f"{OURS} is", "losses", "peak memory"], rows)
+    report.tables.append((["side", "tokens/s", f"{OURS} is", "losses", "peak memory"], rows))
     report.results = {
         "tokens_per_s": {name: series.to_json() for name, series in speed.items()},
         "times_faster": {name: times for name, times in faster.items() if name != OURS},

@@ -45,7 +45,7 @@ def test_facts_are_plain():
 
 def test_report_as_text_and_json(tmp_path, capsys):
     report = Report("Title", facts={"workload": "w"}, results={"x": series_of([{"s": 1}, {"s": 3}], "s").to_json()})
-    report.add_table(["a", "b"], [["1", "2"]])
+    report.tables.append((["a", "b"], [["1", "2"]]))
     report.notes.append("A note.")
     report.finish(tmp_path / "out" / "r.json")
     shown = capsys.readouterr().out

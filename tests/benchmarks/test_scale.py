@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.scale import exponent, measure_ledger, table, write_rows
+from benchmarks.scale import Costs, exponent, measure_ledger, write_rows
 from benchmarks.scale_plot import DOCUMENT, picture
 from tests.data.rows import config
 from verl.data.dataset import load_dataset
@@ -26,7 +26,9 @@ def test_exponents(power):
 
 
 def test_the_table_has_a_row_for_each_quantity():
-    lines = table((10, 1000), {"seconds": [2.0, 20.0], "memory (GB)": [0.5, 5.0]}).splitlines()
+    costs = Costs((10, 1000))
+    costs.rows |= {"seconds": [2.0, 20.0], "memory (GB)": [0.5, 5.0]}
+    lines = costs.table().splitlines()
     assert lines[0] == "| | 10 | 1,000 | exponent |"
     assert lines[2:] == ["| seconds | 2 | 20 | 0.50 |", "| memory (GB) | 0.5 | 5 | 0.50 |"]
 
