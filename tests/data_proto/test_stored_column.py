@@ -100,6 +100,13 @@ def test_resumed_rows_of_a_slice(extended: torch.Tensor) -> None:
     assert torch.equal(copied(rows.batch["x"]), expected)
 
 
+def test_an_operation_with_out_writes_to_the_column() -> None:
+    column = stored()
+    before = column.copied()
+    torch.add(before, 1.0, out=column)
+    assert torch.equal(column.copied(), before + 1.0)
+
+
 def test_a_write_to_some_rows_of_a_column_is_refused() -> None:
     with pytest.raises(RuntimeError, match="Write to a clone"):
         stored()[1:3].zero_()

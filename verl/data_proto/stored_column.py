@@ -63,7 +63,8 @@ class StoredColumn(torch.Tensor):
     ) -> object:
         if func in _OF_ROWS and not kwargs and (column := _OF_ROWS[func](*args)) is not None:
             return column
-        written = args[0] if func._schema.is_mutable and args and isinstance(args[0], cls) else None
+        target = (kwargs or {}).get("out", args[0] if args else None)
+        written = target if func._schema.is_mutable and isinstance(target, cls) else None
         if written is not None:
             written._be_a_copy()
         # what shares memory with its argument may be written to
