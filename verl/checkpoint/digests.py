@@ -8,7 +8,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ LEAF_BYTES = 1 << 20
 _LANES, _SIZE = 8, 32  # messages of one call of blake2b.c, bytes of a digest
 CHUNK_BYTES = _LANES * LEAF_BYTES
 THREADS = 4  # digests leave the other threads of the process free
+AHEAD = 4  # chunks in memory, at most
 
 _blake2b = functools.partial(hashlib.blake2b, digest_size=_SIZE)
 
@@ -56,18 +57,18 @@ def copied_chunks(parts: Iterable[bytes | memoryview], buffers: Iterator[memoryv
 
 
 def read_digest(path: Path, threads: Executor) -> tuple[int, str]:
-    """Bytes and digest of a file as the disk returns it."""
-    with open(path, "rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-
-        def leaves(start: int) -> bytes:
-            buffer = np.empty(min(CHUNK_BYTES, size - start), np.uint8).data
-            count = 0
-            while count < len(buffer) and (more := os.preadv(file.fileno(), [buffer[count:]], start + count)):
-                count += more
-            return of_leaves(buffer[:count])
-
-        return size, of_file(threads.map(leaves, range(0, size, CHUNK_BYTES)))
+    """Bytes and digest of a file as the disk returns it. One thread reads from start to end: several would take turns on the
+    disk, and the system could not read ahead of them."""
+    with open(path, "rb") as file:
+        size, leaves = os.fstat(file.fileno()).st_size, list[Future[bytes]]()
+        num_chunks = -(-size // CHUNK_BYTES)
+        buffers = [np.empty(min(CHUNK_BYTES, size), np.uint8).data for _ in range(min(AHEAD, num_chunks))]
+        for number in range(num_chunks):
+            if number >= AHEAD:
+                leaves[number - AHEAD].result()
+            buffer = buffers[number % AHEAD]
+            leaves.append(threads.submit(of_leaves, buffer[: file.readinto(buffer)]))
+        return size, of_file(leaf.result() for leaf in leaves)
 
 
 @functools.cache

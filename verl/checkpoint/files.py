@@ -25,7 +25,6 @@ from verl.tracking.files import has, read_json
 
 MANIFEST = "manifest.json"
 _FORMAT = 2
-_AHEAD = 4  # chunks in memory, at most
 SMALL_BYTES = 64 << 20  # larger files of tensors are compared while they load, others before a checkpoint is chosen
 
 
@@ -43,9 +42,9 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> FileRecord:
     size, leaves = 0, list[Future[bytes]]()
 
     def buffers() -> Iterator[memoryview]:
-        for buffer in itertools.cycle([np.empty(digests.CHUNK_BYTES, np.uint8).data for _ in range(_AHEAD)]):
-            if len(leaves) >= _AHEAD:
-                leaves[-_AHEAD].result()
+        for buffer in itertools.cycle([np.empty(digests.CHUNK_BYTES, np.uint8).data for _ in range(digests.AHEAD)]):
+            if len(leaves) >= digests.AHEAD:
+                leaves[-digests.AHEAD].result()
             yield buffer
 
     with open(path, "xb") as file, ThreadPoolExecutor(digests.THREADS) as threads:

@@ -106,15 +106,14 @@ def _new_tensor(read: Callable[[torch.Tensor], None], shape: tuple[int, ...], dt
 
 def _read_tensor(path: Path, start: int, tensor: torch.Tensor) -> None:
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open(path, "rb") as file:
             file.seek(start)
-            left = _raw(tensor)
-            while left and (count := file.readinto(left)):
-                left = left[count:]
+            target = _raw(tensor)
+            num_missing = len(target) - file.readinto(target)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
-    if left:
-        raise CheckpointError(f"{path} ends {len(left)} bytes before its last tensor.")
+    if num_missing:
+        raise CheckpointError(f"{path} ends {num_missing} bytes before its last tensor.")
 
 
 def write_model(folder: Path, tensors: Tensors, max_shard_bytes: int = MAX_SHARD_BYTES) -> dict[str, FileRecord]:
