@@ -291,12 +291,16 @@ def test_eval_writes_metrics(verl, overrides, task):
     assert 0 <= metrics["val/reward"] <= 1
 
 
-def test_a_run_of_one_process_needs_its_rollout_engine_here(verl, overrides, monkeypatch):
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_rollout_engine_that_is_not_installed_is_named_before_anything_is_read(
+    engine, verl, overrides, task, monkeypatch
+):
     there = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == "vllm" else there(name, *rest))
-    code, said = verl("check", *overrides({"actor_rollout_ref.rollout.name": "vllm"}))
-    assert code == 1
-    assert "vllm is not installed here. Install it: pip install 'verl[vllm]'" in said
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == engine else there(name, *rest))
+    changes = {f"{ROLLOUT}.name": engine, "data.train_files": task / "absent.jsonl"}
+    words = [f"{ROLLOUT}.name={engine} needs the package '{engine}'", f"pip install 'verl[{engine}]'"]
+    for verb, code in (("check", 1), ("train", 7), ("eval", 7)):
+        verl.ends(code, verb, *overrides(changes), words=words)
 
 
 def test_generate_writes_a_line_per_sample(verl, overrides, task):

@@ -25,6 +25,7 @@ from verl.errors import MissingExtraError, ModelError, WorkerLostError
 from verl.parallel.child_processes import __file__ as ANCESTRY
 from verl.rollout.api import ENGINES
 from verl.rollout.http import client
+from verl.rollout.http.engine import SGLangRollout
 from verl.rollout.http.server import arguments
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,15 +119,9 @@ def test_a_server_that_does_not_start_says_why(make, note):
         make()
 
 
-def test_without_sglang_both_ways_are_named(load, tokenizer):
+def test_without_sglang_both_ways_are_named():
     with pytest.raises(MissingExtraError, match=r"verl\[sglang\]'?, or set actor_rollout_ref.rollout.service.url"):
-        ENGINES.get("sglang")(
-            load("llama"),
-            tokenizer,
-            RolloutConfig(name="sglang"),
-            eos_token_ids=[EOS],
-            transfer=weight_transfer("a/model"),
-        )
+        SGLangRollout.require_package(RolloutConfig(name="sglang"))
 
 
 def test_arguments_follow_the_config(load):

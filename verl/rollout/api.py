@@ -121,6 +121,10 @@ class RolloutEngine:
     weight_version: int = field(default=0, init=False)  # that new samples carry
     _stats: Stats = field(default_factory=dict, init=False)
 
+    @classmethod
+    def require_package(cls, config: RolloutConfig) -> None:
+        """Raise MissingExtraError where the engine's package is not installed. Nothing is imported."""
+
     def open(self, params: SamplingParams, *, step: int, keep: bool = False) -> Generation:
         """A generation without requests; one at a time. With `keep`, samples that finish can continue until they are aborted.
         Raises ConfigError for sampling parameters without meaning."""

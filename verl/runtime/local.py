@@ -27,7 +27,7 @@ class LocalRuntime:
         self.source = source
         self.workers: RankWorkers | None = None
         specs = source.specs()
-        check_meshes(specs, specs.place(1))
+        check_meshes(specs, specs.place(1), self.rank)
 
     def build_roles(self, *, total_steps: int, data_sources: list[str], train: bool = True) -> Roles:
         """See Runtime. The rollout engine generates with the trained module itself: there is one copy of the weights."""
@@ -66,7 +66,7 @@ class SpmdRuntime:
         self.is_rank_zero = peer.rank == 0
         specs = source.specs()
         self.placement = specs.place(peer.world_size)
-        check_meshes(specs, self.placement)
+        check_meshes(specs, self.placement, self.rank)
         self.device = local_device(specs.run.device, peer.local_rank)
         make_current(self.device)
         self.comm = Collectives.start(

@@ -21,6 +21,7 @@ from verl.reshard.grouping import interval_engines
 from verl.reshard.layout import TrainingLayout
 from verl.reshard.megatron_layout import MegatronLayout, replicas
 from verl.roles.api import RoleSpec, RoleSpecs
+from verl.rollout.api import ENGINES as ROLLOUT_ENGINES
 from verl.rollout.api import holds_weights
 from verl.specs import RolloutSpec
 
@@ -123,10 +124,13 @@ class RankContext:
         return holds_weights(self.rollout.section.name)
 
 
-def check_meshes(specs: RoleSpecs, placement: Placement) -> EnginePlan | None:
+def check_meshes(specs: RoleSpecs, placement: Placement, rank: int | None = None) -> EnginePlan | None:
     """The layout of the rollout engine, if there is one. Raises ConfigError, before anything is started, when devices do not
-    divide as the engines ask."""
-    context = RankContext(specs, placement, 0, torch.device("cpu"), 1, [])
+    divide as the engines ask, MissingExtraError for an engine that is not installed. `rank`: of this process; None in a driver,
+    whose ranks may have other packages."""
+    context = RankContext(specs, placement, rank or 0, torch.device("cpu"), 1, [])
+    if rank is not None:
+        require_packages(context)
     # before the layout of the rollout engine, which reads the model's config where Megatron trains
     for spec in specs.models:
         _check_engine(context, spec)
@@ -140,6 +144,13 @@ def check_meshes(specs: RoleSpecs, placement: Placement) -> EnginePlan | None:
                 f"{spec.name!r} out of trainer.placement."
             )
     return None if specs.rollout is None else context.engine_plan
+
+
+def require_packages(context: RankContext) -> None:
+    """Raise MissingExtraError where this process generates with an engine that is not installed."""
+    if context.specs.rollout is not None and context.holds("rollout"):
+        section = context.rollout.section
+        ROLLOUT_ENGINES.get(section.name).require_package(section)
 
 
 def _check_engine(context: RankContext, spec: RoleSpec) -> None:

@@ -19,7 +19,7 @@ from verl.roles.reward import RewardWorker
 from verl.roles.rollout import RolloutWorker
 from verl.rollout.api import RolloutEngine
 from verl.runtime.build import build_models, build_reward, build_rollout, rollout_group, set_determinism
-from verl.runtime.rank import POLICY, RankContext
+from verl.runtime.rank import POLICY, RankContext, require_packages
 from verl.runtime.weight_sync import RankWeightSync
 
 
@@ -43,6 +43,7 @@ class RankWorkers:
 
     def _build(self, context: RankContext) -> None:
         specs = context.specs
+        require_packages(context)
         set_determinism(specs.run.deterministic)
         if self.comm is not None:
             spans = specs.rollout is not None and context.has_own_weights

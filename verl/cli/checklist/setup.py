@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from verl.cli.checklist import Subject
-from verl.cli.report import Level, Line, fail, info, passed, skip, warn
-from verl.errors import VerlError
+from verl.cli.report import Line, fail, info, passed, skip, warn
+from verl.errors import MissingExtraError, VerlError
 
 
 def check_config_problems(subject: Subject) -> Iterator[Line]:
@@ -28,25 +28,23 @@ def check_config_problems(subject: Subject) -> Iterator[Line]:
 
 def check_layout(subject: Subject) -> Iterator[Line]:
     """Devices of each role, and of each rollout replica; the devices need not be on this machine."""
-    from importlib.util import find_spec
-
     from verl.programs.ppo_roles import ppo_roles
     from verl.runtime.rank import check_meshes
 
     specs = ppo_roles(subject.config)
     placement = specs.place(None)
-    plan = check_meshes(specs, placement)
     devices, nodes, where = placement.num_devices, placement.num_nodes, placement.describe(specs.names)
+    plan = check_meshes(specs, placement, rank=0 if devices == 1 else None)
     yield passed(f"{devices} device{'s' if devices > 1 else ''} on {nodes} node{'s' if nodes > 1 else ''}: {where}")
     if plan is None:
         return
     if specs.main is not None:
         yield passed(f"sharding: {specs.main.describe_sharding(devices)}")
     yield passed(plan.describe())
-    if plan.engine in ("vllm", "sglang") and plan.where != "service" and find_spec(plan.engine) is None:
-        where = "; install it where the run starts" if devices > 1 else ". Install it"
-        level: Level = "warn" if devices > 1 else "fail"
-        yield Line(level, f"{plan.engine} is not installed here{where}: pip install 'verl[{plan.engine}]'")
+    try:
+        check_meshes(specs, placement, rank=plan.ranks[0])
+    except MissingExtraError as error:  # the ranks may have it
+        yield warn(f"{error}; needed where the ranks start")
 
 
 def check_engines(subject: Subject) -> Iterator[Line]:

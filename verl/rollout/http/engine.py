@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import queue
 import shutil
@@ -15,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from verl.config import full_key
+from verl.config import RolloutConfig, full_key
 from verl.data_proto.media import ImageFiles
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
-from verl.errors import ConfigError, ModelError, UnreachableError, WorkerLostError
+from verl.errors import ConfigError, MissingExtraError, ModelError, UnreachableError, WorkerLostError
 from verl.rollout.api import Stats, Weights
 from verl.rollout.http.answers import SampleReply, SampleRequest
 from verl.rollout.http.client import Client
@@ -237,6 +238,13 @@ class SGLangRollout(HTTPRollout):
     Raises the errors of SGLangServer and HTTPRollout, and WorkerLostError when that server dies."""
 
     api = "sglang"
+
+    @classmethod
+    def require_package(cls, config: RolloutConfig) -> None:
+        """See RolloutEngine."""
+        if config.service.url is None and importlib.util.find_spec("sglang") is None:
+            fix = f"set {full_key('rollout.service.url')} to a server of SGLang that is running"
+            raise MissingExtraError(f"{full_key('rollout.name')}=sglang", "sglang", "sglang", fix)
 
     def __post_init__(self) -> None:
         self.server: SGLangServer | None = None

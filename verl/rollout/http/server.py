@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import tempfile
 import time
 from pathlib import Path
 
-from verl.config import RolloutConfig, full_key
-from verl.errors import DeadlineError, MissingExtraError, ModelError, UnreachableError
+from verl.config import RolloutConfig
+from verl.errors import DeadlineError, ModelError, UnreachableError
 from verl.parallel.child_processes import python_command
 from verl.parallel.collectives import free_port
 from verl.rollout.api import WeightTransfer
@@ -26,18 +25,11 @@ _HEALTH_S = 10.0  # for one answer about its health
 class SGLangServer:
     """Started as `python -m sglang.launch_server`, and ready when this returns. `weights_dir` is a folder for new weights.
 
-    Raises MissingExtraError without SGLang, ModelError when the server ends or SGLang lacks a name that verl uses,
-    DeadlineError when the server is not ready after `transfer.start_timeout_s`.
+    Raises ModelError when the server ends or SGLang lacks a name that verl uses, DeadlineError when the server is not ready
+    after `transfer.start_timeout_s`.
     """
 
     def __init__(self, config: RolloutConfig, transfer: WeightTransfer, skeleton: object):
-        if importlib.util.find_spec("sglang") is None:
-            raise MissingExtraError(
-                f"{full_key('rollout.name')}=sglang",
-                "sglang",
-                "sglang",
-                f"set {full_key('rollout.service.url')} to a server of SGLang that is running",
-            )
         require_names("sglang", SERVICE, "versions known to work: 0.5.23")
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from verl.config import RolloutConfig
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.errors import VerlError
 from verl.rollout.api import Stats, Weights
@@ -35,12 +36,16 @@ class VLLMRollout(OwnWeights):
     reads_images = True
     factory = FACTORY  # makes the Core in a separate process
 
+    @classmethod
+    def require_package(cls, config: RolloutConfig) -> None:
+        """See RolloutEngine."""
+        if cls.factory == FACTORY:
+            require_vllm()
+
     def __post_init__(self) -> None:
         self.longest = longest_sequence(self.config, self.module)
         ends, size = tuple(self.eos_token_ids), vocab_size(self.module)
         setup = make_setup(self.config, self.transfer, self.module, eos_token_ids=ends, vocab_size=size)
-        if self.factory == FACTORY:
-            require_vllm()
         self.core = self._start(setup)
 
     def open(self, params: SamplingParams, *, step: int, keep: bool = False) -> VLLMGeneration:
