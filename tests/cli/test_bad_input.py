@@ -163,11 +163,13 @@ CASES = {
     "checkpoint of another algorithm": (
         lambda t, m: {"algorithm.adv_estimator": "gae"}, 6, ["global_step_2", "no critic", "resume_mode=disable"],
     ),
+    "checkpoint without adapters": (
+        lambda t, m: {"actor_rollout_ref.model.lora_rank": 4}, 6, ["global_step_2", "without LoRA", "lora_rank to 0"],
+    ),
 }  # fmt: skip
 
 
-# `verl check` does not see the second, and words the first otherwise
-OF_A_RUN_ALONE = ("run folder is a file", "checkpoint of another algorithm")
+OF_A_RUN_ALONE = ("run folder is a file",)  # `verl check` words it otherwise
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -17,6 +17,7 @@ from verl.models.lora import WEIGHTS_FILE as ADAPTER_WEIGHTS
 from verl.tracking.files import is_count, sync_file
 
 ALL_CONTENTS = ("model", "optimizer", "extra")
+_WEIGHTS = {"model", "hf_model"}
 _COUNTS = ("num_lr_steps", "num_optimizer_steps")  # of extra.json
 
 
@@ -122,23 +123,39 @@ def _write_adapter(folder: Path, state: EngineState) -> dict[str, FileRecord]:
     }
 
 
-def read_role(folder: Path, contents: Collection[str]) -> EngineState:
-    """The parts `contents` of a role in `folder`, whose tensors are read when they are built; other parts are empty. Raises
-    CheckpointError when a requested part was not saved."""
-
-    def part(name: str, file: str) -> Path:
-        if not (folder / file).exists():
+def require_parts(folder: Path, contents: Collection[str], adapters: bool | None = None) -> None:
+    """Raise CheckpointError when a role in `folder` was not saved, or without one of `contents`, or, unless `adapters` is
+    None, with LoRA where it has none now, or the other way round. Nothing is read."""
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder.parent} has no {folder.name}; it was saved by a run without one. Set trainer.resume_mode=disable."
+        )
+    weights, saved_adapters = bool(_WEIGHTS & set(contents)), (folder / "lora_adapter" / ADAPTER_CONFIG).is_file()
+    is_there = {
+        **{name: saved_adapters or any((folder / "huggingface").glob("model*.safetensors")) for name in _WEIGHTS},
+        "optimizer": (folder / "optimizer.safetensors").exists(),
+        "extra": (folder / "extra.json").exists(),
+    }
+    for name in contents:
+        if not is_there.get(name, True):
             raise CheckpointError(
                 f"The checkpoint {folder.parent} was saved without the {name} of {folder.name}. Take {name!r} out of "
                 "checkpoint.load_contents, or resume from another checkpoint."
             )
-        return folder / file
+    if weights and adapters is not None and adapters != saved_adapters:
+        how, fix = ("with", "to what it was then") if saved_adapters else ("without", "to 0")
+        raise CheckpointError(
+            f"The {folder.name} in the checkpoint {folder.parent} was saved {how} LoRA adapters. Set model.lora_rank {fix}."
+        )
 
-    weights = "model" in contents or "hf_model" in contents
-    optimizer = (
-        tensor_files.deferred_tensors(part("optimizer", "optimizer.safetensors")) if "optimizer" in contents else {}
-    )
-    extra = read_document(part("extra", "extra.json")) if "extra" in contents else {}
+
+def read_role(folder: Path, contents: Collection[str]) -> EngineState:
+    """The parts `contents` of a role in `folder`, whose tensors are read when they are built; other parts are empty. Raises
+    CheckpointError as `require_parts` does."""
+    require_parts(folder, contents)
+    weights = bool(_WEIGHTS & set(contents))
+    optimizer = tensor_files.deferred_tensors(folder / "optimizer.safetensors") if "optimizer" in contents else {}
+    extra = read_document(folder / "extra.json") if "extra" in contents else {}
     wrong = [name for name in _COUNTS if not is_count(extra.get(name, 0))]
     if wrong:
         raise CheckpointError(

@@ -133,16 +133,10 @@ class TrainedState:
         tensors: Mapping[str, Any] = {n: t for n, t in state.model.items() if n not in self.untrained}
         held = self.parameters.named()
         if self.spec is not None:
-            if state.model and state.adapter is None:
-                raise CheckpointError(
-                    "The checkpoint has no adapters: it was saved without LoRA. Set model.lora_rank=0."
-                )
-            tensors = own_names(state.adapter.tensors) if state.adapter else {}
+            tensors = own_names(state.adapter.tensors) if state.adapter else tensors
             held = {name: value for name, value in held.items() if name in self.trains}
         elif state.adapter is not None:
-            raise CheckpointError(
-                "The checkpoint was saved with LoRA adapters. Set model.lora_rank to what it was then."
-            )
+            tensors = state.adapter.tensors
         if tensors:
             self._check_names(held, tensors)
             for name, target in held.items():

@@ -15,14 +15,13 @@ import torch
 
 from verl.checkpoint.background import RoleSave, write_and_report
 from verl.checkpoint.files import FileRecord
-from verl.checkpoint.role import RoleCheckpoint, read_role
+from verl.checkpoint.role import RoleCheckpoint, read_role, require_parts
 from verl.config import CheckpointConfig, StepGuardsConfig
 from verl.data_proto.media import MEDIA_COLUMNS
 from verl.data_proto.merge import object_array
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.engines.api import TrainEngine
-from verl.errors import CheckpointError
 from verl.models.routing import COLUMN
 from verl.parallel.device import most_memory_allocated
 from verl.parallel.process_settings import give_back_holes
@@ -41,6 +40,12 @@ log = logging.getLogger(__name__)
 _NOT_READ = ("token_weight_version",)  # 8 of 38 bytes a token; some objectives read scores and rewards
 
 record(FileRecord)
+
+
+def require_saved(checkpoint: Path, spec: RoleSpec) -> None:
+    """Raise CheckpointError when the role cannot resume from its part of the folder `checkpoint`, as far as files say."""
+    contents = (spec.checkpoint or CheckpointConfig()).load_contents
+    require_parts(checkpoint / spec.name, contents, spec.trains and spec.model.lora_rank > 0)
 
 
 class ModelRole:
@@ -178,13 +183,8 @@ class ModelRole:
     def load(self, checkpoint: str) -> None:
         """Resume from the role's part of the folder `checkpoint`, bit for bit. Raises CheckpointError when it has none, or
         when it does not fit the model."""
-        folder = Path(checkpoint) / self.spec.name
-        if not folder.is_dir():
-            raise CheckpointError(
-                f"{checkpoint} has no {self.spec.name}; it was saved by a run without one. Set "
-                "trainer.resume_mode=disable."
-            )
-        self.engine.load_state(read_role(folder, self._checkpoint_config.load_contents))
+        require_saved(Path(checkpoint), self.spec)
+        self.engine.load_state(read_role(Path(checkpoint) / self.spec.name, self._checkpoint_config.load_contents))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def reconfigure(self, changes: Mapping[str, object]) -> None:

@@ -158,9 +158,8 @@ def _checkpoints(
     store = open_store(folder.root, specs, timeout_s=trainer.call_timeout_s, is_rank_zero=runtime.is_rank_zero)
     inputs = inputs_of(loaded, kind) if runtime.is_rank_zero else {}
     state = RunState(command=loaded.schema.command, inputs=inputs, started_at=started_at)
-    resume = Resume(
-        trainer, folder=folder, broadcast=runtime.broadcast, state_schema=kind.state_schema, state=state, store=store
-    )
+    schema, share = kind.state_schema, runtime.broadcast
+    resume = Resume(trainer, folder=folder, broadcast=share, state_schema=schema, specs=specs, state=state, store=store)
     return store, resume, state
 
 

@@ -25,6 +25,7 @@ from verl.models.content import digest_of_text
 from verl.programs.api import Program
 from verl.roles.api import Broadcast, ModelHandle, Roles, RoleSpec
 from verl.roles.guards import RollBack
+from verl.roles.model import require_saved
 from verl.run.inputs import changed_inputs
 from verl.tracking.files import Check, each, has, is_count, is_number, is_text, json_text, maybe, read_json
 from verl.tracking.run_folder import RunFolder
@@ -213,13 +214,15 @@ def open_store(root: Path, specs: Sequence[RoleSpec], *, timeout_s: float, is_ra
 class Resume:
     """Resumption of a run. Until `start`, `state` has the inputs of this run and is fresh otherwise. Afterwards `state`, the
     roles, the program and the records of the run folder are as the checkpoint has them. `trainer` is the config section,
-    `state_schema` the schema of the program's state. Every rank that runs the program makes the same calls."""
+    `state_schema` the schema of the program's state, `specs` its models. Every rank that runs the program makes the same
+    calls."""
 
     trainer: TrainerConfig
     _: KW_ONLY
     folder: RunFolder
     broadcast: Broadcast
     state_schema: Mapping[str, Check]
+    specs: Sequence[RoleSpec] = ()
     state: RunState
     store: Store
     roles: Roles = field(init=False)
@@ -231,7 +234,6 @@ class Resume:
         """Choose the checkpoint of `trainer.resume_mode`, if there is one, before any model is built. Raises CheckpointError
         when it is of another program, or of other inputs."""
         self._saved = self._find(self.trainer.resume_mode, SMALL_BYTES)
-        self._compare_inputs()
 
     @property
     def source(self) -> Path | None:
@@ -265,19 +267,14 @@ class Resume:
         checkpoint = self.store.find(mode, self.trainer.resume_from_path, max_bytes=max_bytes)
         if checkpoint is None:
             return self.broadcast(None)
-        return self.broadcast((str(checkpoint), read_state(checkpoint, self.state.command, self.state_schema)))
-
-    def _compare_inputs(self) -> None:
-        if self._saved is not None:
-            path, values = self._saved
-            action = self.trainer.resume_changed_inputs
-            if changed := changed_inputs(Path(path), values.get("inputs"), self.state.inputs, action):
-                log.warning("%s", changed)
+        values, changed = resumable_state(checkpoint, self.state, self.state_schema, self.specs, self.trainer)
+        if changed:
+            log.warning("%s", changed)
+        return self.broadcast((str(checkpoint), values))
 
     def _load(self, mode: str, back: RollBack | None = None, *, same_run: bool = False) -> None:
         while self._saved is not None and not self._load_roles(self._saved[0]):
             self._saved = self._find(mode, math.inf)  # names the damage; raises where no checkpoint is left
-            self._compare_inputs()
         path, values = (None, None) if self._saved is None else (Path(self._saved[0]), self._saved[1])
         if values is not None:
             self.state.load_state_dict(values)
@@ -299,6 +296,19 @@ class Resume:
         if error is not None and not is_damaged:
             raise error
         return not is_damaged
+
+
+def resumable_state(
+    checkpoint: Path, state: RunState, schema: Mapping[str, Check], specs: Sequence[RoleSpec], trainer: TrainerConfig
+) -> tuple[dict[str, Any], str]:
+    """The content of trainer_state.json, and a sentence with inputs of `state` that have changed since ("" without any). Raises
+    CheckpointError when a run of the models `specs` cannot resume from `checkpoint`."""
+    values = read_state(checkpoint, state.command, schema)
+    changed = changed_inputs(checkpoint, values.get("inputs"), state.inputs, trainer.resume_changed_inputs)
+    for spec in specs:
+        if spec.changes:
+            require_saved(checkpoint, spec)
+    return values, changed
 
 
 def read_state(checkpoint: Path, command: str, schema: Mapping[str, Check]) -> dict[str, Any]:

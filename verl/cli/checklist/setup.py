@@ -183,17 +183,16 @@ def _resumption(subject: Subject, folder: Path, steps: list[int]) -> Iterator[Li
 
 
 def _changed_inputs(subject: Subject, checkpoint: Path) -> Iterator[Line]:
-    """A line for files whose content has changed since `checkpoint` was saved. Raises CheckpointError where the change, or the
-    checkpoint's program, keeps the run from resuming."""
+    """A line for files whose content has changed since `checkpoint` was saved. Raises CheckpointError as the run does."""
     from verl.programs.api import PROGRAMS
-    from verl.run.inputs import changed_inputs, inputs_of
-    from verl.run.state import read_state
+    from verl.run.inputs import inputs_of
+    from verl.run.state import RunState, resumable_state
 
-    schema, trainer = subject.loaded.schema, subject.config.trainer
-    program = PROGRAMS.get(schema.name).select(subject.config)
-    saved = read_state(checkpoint, schema.command, program.state_schema)
-    inputs = inputs_of(subject.loaded, program)
-    if changed := changed_inputs(checkpoint, saved.get("inputs"), inputs, trainer.resume_changed_inputs):
+    schema, config = subject.loaded.schema, subject.config
+    program = PROGRAMS.get(schema.name).select(config)
+    state = RunState(command=schema.command, inputs=inputs_of(subject.loaded, program))
+    _, changed = resumable_state(checkpoint, state, program.state_schema, program.roles(config).models, config.trainer)
+    if changed:
         yield warn(changed)
 
 
