@@ -18,7 +18,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -77,6 +77,8 @@ class Trainer(SteppedRun):
         **keys: object,
     ):
         _refuse_import_by_worker()
+        if isinstance(reward, Iterator):  # which can be read once only
+            reward = list(reward)
         self.callbacks = [callbacks] if callable(callbacks) else list(callbacks)
         name = algorithm if isinstance(algorithm, str) else reference_to(algorithm)
         label = name.rpartition(":")[2]
@@ -249,15 +251,15 @@ def generate(
     model: str | os.PathLike[str], data: Data, reward: Reward | None = None, **arguments: Any
 ) -> list[dict[str, Any]]:
     """Sample responses to the prompts of `data`: one dict per sample, with "response", "response_ids", "log_probs" and "score"
-    (0 without `reward`). `data` may also be a list of prompts, each a text or messages. Sampling follows
+    (0 without `reward`). `data` may also be prompts, each a text or messages. Sampling follows
     `actor_rollout_ref.rollout`. Other arguments as of `Trainer`."""
     from verl.data.files import SUFFIXES
     from verl.programs.generate import generate as write_samples
 
-    rows = _rows("prompt", data)
-    if isinstance(rows, list) and not all(isinstance(row, str) and row.endswith(SUFFIXES) for row in rows):
-        data = [{"prompt": row} if isinstance(row, str | list) else row for row in rows]
-    trainer = Trainer(model, data, reward or _no_reward, eval_data=data, **arguments)
+    rows = _rows("prompt", data)  # `data` may be read once only
+    if isinstance(rows, list) and not all(str(row).endswith(SUFFIXES) for row in rows):
+        rows = [{"prompt": row} if isinstance(row, str | list) else row for row in rows]
+    trainer = Trainer(model, rows, reward or _no_reward, eval_data=rows, **arguments)
     output = trainer.folder / "samples.jsonl"
     write_samples(trainer.loaded, output)
     return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]

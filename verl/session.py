@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -102,7 +102,7 @@ class Session:
             self._stack = stack.pop_all()
 
     def sample(
-        self, prompts: Sequence[Prompt], *, n: int = 1, max_tokens: int | None = None, greedy_decoding: bool = False
+        self, prompts: Iterable[Prompt], *, n: int = 1, max_tokens: int | None = None, greedy_decoding: bool = False
     ) -> list[dict[str, Any]]:
         """`n` samples of each prompt under the weights of the last `sync_weights`, samples of a prompt adjacent.
 
@@ -111,7 +111,8 @@ class Session:
         (text) and finish_reason ("stop" or "length"). Random numbers differ in each call; a loaded session
         continues with the numbers of the saved one. Raises DataError.
         """
-        if isinstance(prompts, str) or not len(prompts):
+        listed = [] if isinstance(prompts, str) else list(prompts)
+        if not listed:
             raise DataError("Session.sample takes a list of prompts with at least one entry.")
         rollout = self.config.actor_rollout_ref.rollout
         limit = rollout.response_length
@@ -119,7 +120,7 @@ class Session:
             raise DataError(f"max_tokens={max_tokens} is not between 1 and data.max_response_length={limit}.")
         params = replace(sampling_params(rollout), n=n, max_new_tokens=max_tokens or limit)
         params = greedy(params, n) if greedy_decoding else params
-        ids = [self._prompt_ids(prompt, f"prompt {number}") for number, prompt in enumerate(prompts)]
+        ids = [self._prompt_ids(prompt, f"prompt {number}") for number, prompt in enumerate(listed)]
         first, self._num_prompts = self._num_prompts, self._num_prompts + len(ids)
         batch = DataProto.from_dict(
             {"ordinal": torch.arange(first, self._num_prompts)}, {"prompt_token_ids": object_array(ids)}
@@ -130,7 +131,7 @@ class Session:
         return [self._sample(generated, row, row // n, ids[row // n]) for row in range(len(generated))]
 
     def forward_backward(
-        self, rows: Sequence[Row], loss: LossFunction, *, outputs: Sequence[str] = ("log_probs",)
+        self, rows: Iterable[Row], loss: LossFunction, *, outputs: Sequence[str] = ("log_probs",)
     ) -> dict[str, float]:
         """Add the gradient of `loss` on `rows` to the gradients since the last `optim_step`; returns its value as "loss", and
         its metrics.
@@ -151,7 +152,7 @@ class Session:
         without gradients."""
         return {name: metric.value for name, metric in self._policy.optim_step(learning_rate).items()}
 
-    def log_probs(self, rows: Sequence[Row], *, reference: bool = False) -> list[list[float]]:
+    def log_probs(self, rows: Iterable[Row], *, reference: bool = False) -> list[list[float]]:
         """Log-probabilities of the response tokens of `rows` under the current weights; `reference`: under the initial weights
         (with actor_rollout_ref.actor.use_kl_loss=True)."""
         model = self._roles.models.get("reference") if reference else self._policy
@@ -221,9 +222,10 @@ class Session:
             "finish_reason": generated.non_tensor_batch["finish_reason"][row],
         }
 
-    def _batch(self, rows: Sequence[Row]) -> DataProto:
+    def _batch(self, all_rows: Iterable[Row]) -> DataProto:
         """The columns of the rows, as wide as the longest prompt and the longest response."""
-        if not len(rows):
+        rows = list(all_rows)
+        if not rows:
             raise DataError("There are no rows. Give at least one with prompt_ids and response_ids.")
         limit, tokens = num_embeddings(self.tokenizer), []
         for number, row in enumerate(rows):

@@ -181,9 +181,24 @@ def test_fine_tuning_preferences_and_reward_models(tiny_llama, tmp_path):
 def test_evaluate_and_generate(tiny_llama, tmp_path):
     metrics = verl.evaluate(tiny_llama, ROWS[:4], length, output_dir=tmp_path / "eval", config=DATA)
     prompts = ["Say 1.", [{"role": "user", "content": "2?"}], *ROWS[:2]]
-    samples = verl.generate(tiny_llama, prompts, output_dir=tmp_path / "generate", config=DATA)
+    samples = verl.generate(tiny_llama, iter(prompts), output_dir=tmp_path / "generate", config=DATA)
     assert metrics["val/reward"] >= 0
     assert [set(sample) >= {"response", "response_ids", "log_probs", "score"} for sample in samples] == [True] * 4
+
+
+def test_iterators_are_read_once(tiny_llama, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(verl.api.prompt_row(row, 0)) + "\n" for row in ROWS[:2]))
+    call = {"output_dir": tmp_path / "run", "config": DATA}
+    for path in (file, str(file)):
+        assert len(verl.generate(tiny_llama, iter([path]), **call)) == 2
+    data = iter(ROWS[:4])
+    with verl.Trainer(tiny_llama, data, iter([length, starts]), eval_data=data, callbacks=iter([print]), **call) as run:
+        files = run.loaded.config.data.train_files, run.loaded.config.data.val_files
+        assert [len(Path(file).read_text().splitlines()) for file in files] == [4, 4]
+        assert len(run.loaded.config.reward.custom_reward_function.reward_kwargs["functions"]) == 2
+    with pytest.raises(DataError, match="have no rows"):
+        verl.generate(tiny_llama, iter([]), **call)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def test_a_sample_has_the_log_probs_of_its_training_forward(session):
     for sample, log_probs in zip(samples, session.log_probs(samples), strict=True):
         assert len(sample["response_ids"]) == len(log_probs) == len(sample["log_probs"])
         assert sample["log_probs"] == pytest.approx(log_probs, abs=1e-4)
-    greedy = [session.sample(PROMPTS, greedy_decoding=True, max_tokens=3) for _ in range(2)]
+    greedy = [session.sample(iter(PROMPTS), greedy_decoding=True, max_tokens=3) for _ in range(2)]
     assert [[s["response_ids"] for s in call] for call in greedy][0] == [s["response_ids"] for s in greedy[1]]
     assert all(len(sample["response_ids"]) <= 3 for sample in greedy[0])
 
@@ -43,7 +43,8 @@ def test_the_value_of_a_loss_is_the_sum_over_the_rows_that_train(session):
     rows = [*ROWS, {"prompt_ids": [5], "response_ids": [6, 7], "response_mask": [1, 0], "advantage": 2.0}]
     first, second = session.log_probs(rows)
     expected = -(sum(first) + 2.0 * second[0]) / 4
-    metrics = session.forward_backward(rows, reinforce)
+    assert session.log_probs(iter(rows)) == [first, second]
+    metrics = session.forward_backward(iter(rows), reinforce)
     assert metrics["loss"] == pytest.approx(expected, rel=1e-5)
     assert metrics["num_rows"] == 2
 

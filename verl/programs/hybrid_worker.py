@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -155,8 +155,9 @@ class ActorRolloutRefWorker:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _batch(self, prompts: Sequence[Any]) -> DataProto:
-        if not len(prompts):
+    def _batch(self, prompts: Iterable[Any]) -> DataProto:
+        prompts = list(prompts)
+        if not prompts:
             raise DataError("There are no prompts; give at least one text or list of token ids.")
         ids = [self._encoder.encode(p, f"prompt {i}") if isinstance(p, str) else list(p) for i, p in enumerate(prompts)]
         first, self._num_prompts = self._num_prompts, self._num_prompts + len(ids)
