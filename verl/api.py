@@ -29,7 +29,7 @@ from verl.config.active_keys import runs_agents
 from verl.data.pictures import image_text
 from verl.errors import ConfigError, DataError
 from verl.registry import is_in_process, reference_to, with_references
-from verl.rewards.functions import FUNCTION_LIST, RewardFunction, require_columns, reward_parameters
+from verl.rewards.functions import FUNCTION_LIST, RewardFunction, no_reward, require_columns, reward_parameters
 from verl.run.host import SteppedRun
 from verl.tracking.files import write_atomically
 
@@ -259,7 +259,7 @@ def generate(
     rows = _rows("prompt", data)  # `data` may be read once only
     if isinstance(rows, list) and not all(str(row).endswith(SUFFIXES) for row in rows):
         rows = [{"prompt": row} if isinstance(row, str | list) else row for row in rows]
-    trainer = Trainer(model, rows, reward or _no_reward, eval_data=rows, **arguments)
+    trainer = Trainer(model, rows, reward or no_reward, eval_data=rows, **arguments)
     output = trainer.folder / "samples.jsonl"
     write_samples(trainer.loaded, output)
     return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
@@ -333,10 +333,6 @@ def _json_form(value: object) -> object:
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"JSON has no form for a {type(value).__name__}")
-
-
-def _no_reward(completions: Sequence[object], **columns: object) -> list[float]:
-    return [0.0] * len(completions)
 
 
 def _reward_keys(reward: Reward) -> dict[str, object]:

@@ -5,16 +5,13 @@ import json
 import pytest
 
 import verl
+from tests.api.functions import length
 from verl.errors import DataError
 
 Image = pytest.importorskip("PIL.Image")
 
 SETTINGS = {"data.train_batch_size": 4, "data.max_response_length": 2, "trainer.total_training_steps": 1}
 PARTS = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Colour?"}]}]
-
-
-def num_characters(completions, **columns):
-    return [float(len(text)) for text in completions]
 
 
 @pytest.fixture
@@ -42,7 +39,7 @@ def test_the_model_reads_the_image(way, folder_of, picture, tmp_path):
     if way == "datasets.Image":
         datasets = pytest.importorskip("datasets")
         rows = datasets.Dataset.from_list(rows).cast_column("images", datasets.Sequence(datasets.Image()))
-    run = verl.train(folder_of("qwen2_vl"), rows, num_characters, output_dir=tmp_path / "run", config=SETTINGS | keys)
+    run = verl.train(folder_of("qwen2_vl"), rows, length, output_dir=tmp_path / "run", config=SETTINGS | keys)
     sample = first_sample(run.folder)
     assert "<|vision_start|><|image_pad|><|vision_end|>Colour?" in sample["prompt"]
     assert len(sample["images"]) == 1
@@ -51,7 +48,7 @@ def test_the_model_reads_the_image(way, folder_of, picture, tmp_path):
 def test_an_image_without_a_place_in_the_prompt_is_refused(folder_of, picture, tmp_path):
     rows = [{"prompt": "Colour?", "image": Image.open(picture)}] * 4
     with pytest.raises(DataError, match="'images' has 1 images, and the messages have 0 places"):
-        verl.train(folder_of("qwen2_vl"), rows, num_characters, output_dir=tmp_path, config=SETTINGS)
+        verl.train(folder_of("qwen2_vl"), rows, length, output_dir=tmp_path, config=SETTINGS)
 
 
 def test_fine_tuning_reads_pictures_of_rows(folder_of, picture, tmp_path):
