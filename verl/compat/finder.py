@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from verl.compat.import_paths import COMMANDS, IMPORT_PATHS
+from verl.parallel.process_settings import imports_stay
 
 
 def _with_parents(modules: Sequence[str]) -> dict[str, bool]:
@@ -91,7 +92,8 @@ def resolve(module: str, name: str, names: dict[str, tuple[str, str]]) -> Any:
 def load(module: str) -> ModuleType:
     """The module of that name. Raises ModuleNotFoundError with the fix where a package that it needs is not installed."""
     try:
-        return importlib.import_module(module)
+        with imports_stay():
+            return importlib.import_module(module)
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
         if name in ("", "verl"):
