@@ -39,7 +39,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from verl.checkpoint.files import SMALL_BYTES, verification
-from verl.checkpoint.store import CheckpointStore, RoleCheckpoint
+from verl.checkpoint.store import CheckpointStore, RoleCheckpoint, read_role
 from verl.config import RolloutConfig
 from verl.data_proto.samples import PromptRequest, SamplingParams
 from verl.engines.api import EngineState
@@ -302,7 +302,7 @@ def load(store: CheckpointStore, block: torch.Tensor) -> None:
     """Verify and read the newest checkpoint, whose tensors are copied into memory, as engines do."""
     path = store.find(max_bytes=SMALL_BYTES)
     with verification(path) as damage:
-        state, read = store.load(path).roles["actor"], ReadBuffer()
+        state, read = read_role(path / "actor", ("model", "optimizer")), ReadBuffer()
         for tensor in state.model.values():
             read.whole(tensor, block)
         for tensor in state.optimizer.values():

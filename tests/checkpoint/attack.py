@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.states import make_roles
+from tests.checkpoint.states import make_roles, read_checkpoint
 from verl.checkpoint.files import MANIFEST, read_document
 from verl.checkpoint.store import CheckpointStore
 
@@ -208,7 +208,7 @@ def identity(root: Path):
     path = store.find()
     if path is None:
         return None
-    return store.load(path).trainer_state, read_document(path / MANIFEST)["files"]
+    return read_checkpoint(path).trainer_state, read_document(path / MANIFEST)["files"]
 
 
 def leftovers(root: Path) -> list[str]:

@@ -9,7 +9,7 @@ import torch
 
 from tests import damage
 from tests.checkpoint.attack import State, put, state_of
-from tests.checkpoint.states import make_roles, write_config
+from tests.checkpoint.states import make_roles, read_checkpoint, write_config
 from tests.damage import ODD_TEXTS, of_files, parent_of, places, put_no_file
 from verl.checkpoint.files import find_damage
 from verl.checkpoint.role import RoleCheckpoint
@@ -173,7 +173,7 @@ def outcome(rng, root: Path, content: State, saved) -> tuple[str, str]:
         assert alone, f"{kind.__name__}: the older one was there: {said}"
         return kind.__name__, "refused"
     assert newest is not None, f"{kind.__name__}: a run would start afresh without a word"
-    loaded = store.load(newest)
+    loaded = read_checkpoint(newest)
     if newest.name == "global_step_1":
         assert find_damage(root / "global_step_2") is not None
         return kind.__name__, "older one taken"
@@ -191,7 +191,7 @@ def two_checkpoints(root: Path):
         CheckpointStore(root).save(
             step, make_roles(step), {"step": step, "next_ordinal": 8 * step, "kl": {"value": 0.1}}
         )
-    loaded = CheckpointStore(root).load(root / "global_step_2")
+    loaded = read_checkpoint(root / "global_step_2")
     return loaded.step, loaded.trainer_state, loaded.roles["actor"]
 
 
@@ -237,7 +237,7 @@ def forged(rng, root: Path) -> tuple[str, str]:
     path = store.save(1, {"actor": RoleCheckpoint(EngineState(model, {}, {}), write_config, ("model",))}, {})
     assert store.find() == path
     try:
-        state.load(store.load(path, {"actor": ["model"]}).roles["actor"])
+        state.load(read_checkpoint(path, {"actor": ["model"]}).roles["actor"])
     except CheckpointError:
         return f"other tensors: {kind}", "refused"
     raise AssertionError(f"{kind} of {name} is loaded as if it fitted")

@@ -1,9 +1,13 @@
 """Engine states to save, and the definition of their equality."""
 
+from types import SimpleNamespace
+
 import torch
 
 from verl.checkpoint.background import RoleSave
-from verl.checkpoint.store import RoleCheckpoint
+from verl.checkpoint.files import MANIFEST, read_document
+from verl.checkpoint.role import ALL_CONTENTS
+from verl.checkpoint.store import RoleCheckpoint, read_role, trainer_state
 from verl.engines.api import EngineState, whole
 
 
@@ -72,3 +76,11 @@ def assert_same_state(actual: EngineState, expected: EngineState) -> None:
     assert_same_tensors(actual.model, expected.model)
     assert_same_tensors(actual.optimizer, expected.optimizer)
     assert actual.extra == expected.extra
+
+
+def read_checkpoint(path, contents=None):
+    """The step, roles and state of the run in a checkpoint. `contents`: parts to read, by role (default: all)."""
+    names = sorted(p.parent.name for p in path.glob("*/huggingface"))
+    roles = {name: read_role(path / name, (contents or {}).get(name, ALL_CONTENTS)) for name in names}
+    step = read_document(path / MANIFEST)["step"]
+    return SimpleNamespace(step=step, roles=roles, trainer_state=trainer_state(path))

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from tests.checkpoint.states import Background, assert_same_state, make_roles, make_state, write_config
+from tests.checkpoint.states import Background, assert_same_state, make_roles, make_state, read_checkpoint, write_config
 from tests.processes import wait_until
 from verl.checkpoint import background
 from verl.checkpoint.background import BackgroundStore, write_and_report
@@ -62,7 +62,7 @@ def test_what_was_copied_is_saved_while_training_changes_it(store):
     assert not path.exists()
     gate.set()
     store.finish()
-    loaded = store.store.load(store.find())
+    loaded = read_checkpoint(store.find())
     assert loaded.trainer_state == {"step": 1, "list": [1]}
     assert_same_state(loaded.roles["actor"], make_state(1))
     assert_same_state(loaded.roles["critic"], make_state(2))
@@ -178,4 +178,4 @@ def test_a_role_without_copies_is_written_at_once(store):
 
     store.save(1, {"actor": Direct(make_state(1))}, {})
     store.finish()
-    assert_same_state(store.store.load(store.find()).roles["actor"], make_state(1))
+    assert_same_state(read_checkpoint(store.find()).roles["actor"], make_state(1))

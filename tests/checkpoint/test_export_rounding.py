@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.engines.test_contract import make_batch, policy_loss
 from verl.checkpoint.export import compare, export
+from verl.checkpoint.role import ALL_CONTENTS, read_role
 from verl.checkpoint.store import CheckpointStore, RoleCheckpoint
 from verl.config import FSDPConfig, ModelConfig, OptimConfig
 from verl.engines.api import MicroBatching, whole
@@ -93,7 +94,7 @@ def test_tensors_that_no_engine_trains_are_in_every_folder(tmp_path, lora_rank):
         assert all(torch.equal(written[name], tensor) for name, tensor in untrained.items())
         assert AutoModelForCausalLM.from_pretrained(folder).get_buffer(BIAS).tolist() == untrained[BIAS].tolist()
     store, resumed = CheckpointStore(run), trained(path, "nearest", lora_rank)
-    resumed.load_state(store.load(store.path(3)).roles["actor"])
+    resumed.load_state(read_role(store.path(3) / "actor", ALL_CONTENTS))
     weights, again = engine.state().model, resumed.state().model
     assert all(torch.equal(whole(weights[name]), whole(again[name])) for name in weights)
     assert not set(untrained) & {name for name, _ in engine.gather_weights()}

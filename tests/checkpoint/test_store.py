@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.checkpoint.states import assert_same_state, make_roles, make_state, write_config
+from tests.checkpoint.states import assert_same_state, make_roles, make_state, read_checkpoint, write_config
 from verl.checkpoint import digests
 from verl.checkpoint.files import FileRecord, find_damage, record_of, write_file
 from verl.checkpoint.store import CheckpointStore, RoleCheckpoint
@@ -31,11 +31,11 @@ def test_two_step_round_trip_is_bit_exact(store):
     trainer_state = {"step": 3, "kl": 0.1 + 0.2, "text": "ü", "list": [1, None], "nan": float("inf")}
     assert store.find() is None
     path = store.save(3, make_roles(3, "actor", "critic"), trainer_state)
-    first = store.load(store.find())
+    first = read_checkpoint(store.find())
     assert (first.step, first.trainer_state) == (3, trainer_state)
     again = {name: RoleCheckpoint(state, write_config) for name, state in first.roles.items()}
     second_path = store.save(4, again, first.trainer_state)
-    second = store.load(store.find())
+    second = read_checkpoint(store.find())
     assert second.step == 4
     for i, name in enumerate(("actor", "critic")):
         assert_same_state(first.roles[name], make_state(3 + i))
@@ -94,16 +94,16 @@ def test_save_contents(store, contents):
     assert (path / "actor/optimizer.safetensors").exists() == ("optimizer" in contents)
     assert (path / "actor/extra.json").exists() == ("extra" in contents)
     assert (path / "actor/huggingface/config.json").exists()
-    loaded = store.load(path, {"actor": contents}).roles["actor"]
+    loaded = read_checkpoint(path, {"actor": contents}).roles["actor"]
     assert bool(loaded.optimizer) == ("optimizer" in contents)
     if set(contents) != {"model", "optimizer", "extra"}:
         with pytest.raises(CheckpointError, match="saved without"):
-            store.load(path)
+            read_checkpoint(path)
 
 
 def test_load_contents(store):
     path = store.save(1, make_roles(1), {})
-    state = store.load(path, {"actor": ["model"]}).roles["actor"]
+    state = read_checkpoint(path, {"actor": ["model"]}).roles["actor"]
     assert state.model
     assert (state.optimizer, state.extra) == ({}, {})
 
@@ -252,7 +252,7 @@ def test_removal_that_fails_does_not_hurt(tmp_path, monkeypatch, caplog):
 def test_saving_a_step_again_replaces_it(store):
     store.save(2, make_roles(2), {"try": 1})
     store.save(2, make_roles(9), {"try": 2})
-    loaded = store.load(store.find())
+    loaded = read_checkpoint(store.find())
     assert loaded.trainer_state == {"try": 2}
     assert_same_state(loaded.roles["actor"], make_state(9))
     assert [p.name for p in store.root.glob("*global*")] == ["global_step_2"]
@@ -263,7 +263,7 @@ def test_later_steps_of_an_earlier_run_are_set_aside(store, caplog):
         store.save(step, make_roles(step), {"run": 1})
     store.save(2, make_roles(2), {"run": 2})  # started again in the same folder
     assert store.candidates() == [2]
-    assert store.load(store.find()).trainer_state == {"run": 2}
+    assert read_checkpoint(store.find()).trainer_state == {"run": 2}
     aside = sorted(p.name.split("_", 2)[2] for p in store.root.glob("superseded_*"))
     assert aside == ["global_step_10", "global_step_5"]
     assert "earlier run" in caplog.text

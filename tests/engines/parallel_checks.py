@@ -14,6 +14,7 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from tests.engines.memory import peak_bytes
 from tests.engines.test_contract import largest_gap, make_batch, make_pairs, pair_loss, policy_loss, value_loss
 from tests.models.reference import make_columns, random_rows, rounded_by_rows, widen_norms
+from verl.checkpoint.role import ALL_CONTENTS, read_role
 from verl.checkpoint.store import CheckpointStore, RoleCheckpoint
 from verl.config import ActorConfig, FSDPConfig, ModelConfig, OptimConfig, RolloutCorrectionConfig
 from verl.config.sections.distillation import DistillationLossConfig
@@ -502,7 +503,7 @@ def save(engine, folder, number):
 
 def load(engine, folder, number):
     store = CheckpointStore(folder)
-    engine.load_state(store.load(store.path(number)).roles["actor"])
+    engine.load_state(read_role(store.path(number) / "actor", ALL_CONTENTS))
     return engine
 
 

@@ -21,13 +21,11 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
 from verl.checkpoint.files import (
-    MANIFEST,
     FileRecord,
     find_damage,
     is_there,
@@ -38,15 +36,13 @@ from verl.checkpoint.files import (
     write_manifest,
 )
 from verl.checkpoint.retention import LATEST, Retention, candidates, clean_up, newest_complete, set_aside_later, step_of
-from verl.checkpoint.role import ALL_CONTENTS, RoleCheckpoint, read_role
-from verl.engines.api import EngineState
+from verl.checkpoint.role import RoleCheckpoint, read_role
 from verl.errors import SYSTEM_ERRORS, CheckpointError
 from verl.tracking.files import replacing, sync_folder
 
 __all__ = [
     "CheckpointStore",
     "CheckpointWriter",
-    "LoadedCheckpoint",
     "RoleCheckpoint",
     "candidates",
     "newest_complete",
@@ -69,13 +65,6 @@ class CheckpointWriter(Protocol):
     def write(self, folder: Path) -> dict[str, FileRecord]:
         """Write all files to the new folder `folder`; returns their records by path in it."""
         ...
-
-
-@dataclass(frozen=True)
-class LoadedCheckpoint:
-    step: int
-    roles: dict[str, EngineState]
-    trainer_state: dict[str, object] = field(default_factory=dict)
 
 
 class CheckpointStore:
@@ -229,17 +218,6 @@ class CheckpointStore:
         if damage is not None:
             raise CheckpointError(f"The checkpoint {folder} is damaged: {damage}. Give another one.")
         return folder.resolve()
-
-    def load(self, path: Path, contents: Mapping[str, Collection[str]] | None = None) -> LoadedCheckpoint:
-        """Read a checkpoint that `find` returned. `contents` selects per role which of model, optimizer, extra to read
-        (default all). Parts that are not read are empty. Raises CheckpointError when a requested part was not saved."""
-        names = sorted(p.parent.name for p in path.glob("*/huggingface"))
-        role_contents = {name: (contents or {}).get(name, ALL_CONTENTS) for name in names}
-        return LoadedCheckpoint(
-            step=read_document(path / MANIFEST)["step"],
-            roles={name: read_role(path / name, role_contents[name]) for name in names},
-            trainer_state=trainer_state(path),
-        )
 
 
 def trainer_state(path: Path) -> dict[str, object]:
