@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from verl.errors import RewardError
 from verl.rewards.programs import ProgramLimits, run_program
 from verl.rewards.sandbox.processes import descendants
 from verl.rewards.scorers.code import program_in, same_text
@@ -26,10 +27,6 @@ def nothing_left():
 
 
 SMALL = ProgramLimits(time_s=1.0, memory_mb=256, max_output_mb=1, max_processes=4)
-
-
-def program(text):
-    return textwrap.dedent(text)
 
 
 def test_what_a_program_reads_and_prints():
@@ -59,7 +56,7 @@ def test_a_hostile_program_ends_with_all_that_it_started(source):
 
 def test_a_program_has_no_network_no_keys_and_leaves_nothing(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "0123456789")
-    source = program(
+    source = textwrap.dedent(
         """
         import os, socket
         print(os.getcwd(), "0123456789" in os.environ.values())
@@ -83,6 +80,7 @@ ADD_FUNCTION = ADD.format("def add(a, b):\n    return a + b")
 ADD_PROGRAM = ADD.format("a, b = map(int, input().split())\nprint(a + b)")
 PRINTED = {"inputs": ["2 3\n", "4 5\n"], "outputs": ["5\n", "9"]}
 CALLED = {"inputs": ["2\n3", [4, 5]], "outputs": ["5", [9]], "fn_name": "add"}
+LARGE = {"inputs": [""], "outputs": ["4000"]}
 ASSERTED = {"assert_case": ["assert add(2, 3) == 5", "assert add(4, 5) == 9"]}
 
 
@@ -105,6 +103,15 @@ def score(reply, tests, **kwargs):
         ("```python\nimport os\nos._exit(0)\n```", ASSERTED, 0.0),
         ("```python\nraise SystemExit\n```", ASSERTED, 0.0),
         ("no program at all", PRINTED, 0.0),
+        (ADD_FUNCTION.replace("a, b", "a: int, b: Optional[int]"), CALLED, 1.0),  # names of typing without their import
+        (ADD.format("a, b = map(int, stdin.read().split())\nprint(reduce(add, (a, b)))"), PRINTED, 1.0),
+        (
+            ADD.format("from __future__ import annotations\nf = lambda n: n and 1 + f(n - 1)\nprint(f(4000))"),
+            LARGE,
+            1.0,
+        ),
+        (ADD.format("print(3999)"), LARGE, 0.0),
+        (ADD_FUNCTION, {"inputs": ['"4"\n"2"'], "outputs": ["42"], "fn_name": "add"}, 1.0),
     ],
 )
 def test_scores_of_programs(reply, tests, expected):
@@ -126,10 +133,21 @@ def test_the_last_python_block_is_the_program():
     assert program_in("```\na\n```") == "a\n"
     assert program_in("```python\nunfinished") == "unfinished"
     assert program_in("a = 1") == "a = 1"
+    for language in ("python3", "Python", " python", "py", "{.python}", "cpp"):
+        assert program_in(f"```{language}\na\n```\nIt adds.".replace("\n", "\r\n")) == "a\n"
+    assert program_in("```python\na = '```b```'\n```\n") == "a = '```b```'\n"
 
 
 def test_outputs_agree_but_for_space_and_the_last_digits():
     assert same_text("1 2 \n3\n\n", "1 2\n3")
     assert same_text("0.3333333", "0.33333334")
+    assert same_text("5.0 -0 1e3", "5 0 1000")
+    assert not same_text("123456788", "123456789")  # within 1e-5 of it
+    assert not same_text("nan", "1")
     assert not same_text("yes", "no")
     assert not same_text("1\n2", "1")
+
+
+def test_asserts_that_only_define_functions_are_no_tests():
+    with pytest.raises(RewardError, match="only define functions"):
+        score(ADD_FUNCTION, "def check(candidate):\n    assert candidate(2, 3) == 5")

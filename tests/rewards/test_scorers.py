@@ -15,7 +15,6 @@ from verl.utils.reward_score import default_compute_score as known_name
 
 GARBAGE = [
     "",
-    " ",
     "#### ",
     "\\boxed{",
     "\\boxed{}",

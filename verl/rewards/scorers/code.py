@@ -8,11 +8,12 @@ Ground truths, as JSON text or values:
 
 from __future__ import annotations
 
+import ast
 import json
-import math
 import re
 import secrets
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from functools import partial
 from typing import Any
 
@@ -20,14 +21,24 @@ from verl.errors import RewardError
 from verl.rewards.programs import Output, ProgramLimits, run_program
 from verl.rewards.scorers.route import Scorer
 
+_TOLERANCE, _LEAST = Decimal("1e-5"), Decimal("1e-8")
 NUM_ALWAYS_RUN = 10  # tests that run although an earlier one has failed
 
-# Both run in the program's process. The program's prints go to stderr, so that stdout has only the answer.
+# Depth of recursion and names that programs of these data sets take for granted, as PRIME's tests (arXiv:2502.01456) do
+_DEPTH = "import sys\nsys.setrecursionlimit(600_000)\n"
+_MODULES = (
+    "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json"
+)
+_NAMES = (
+    "".join(f"from {name} import *\n" for name in (*_MODULES.split(), "builtins", "typing"))
+    + f"import {_MODULES.replace(' ', ', ')}\n"
+)
+# These run in the program's process. The program's prints go to stderr, so that stdout has only the answer.
 _BEGIN = """
-import json, sys
+names = {**globals(), "__name__": "solution"}
+import json
 given = json.load(sys.stdin)
 answers, sys.stdout = sys.stdout, sys.stderr
-names = {"__name__": "solution"}
 exec(compile(given["solution"], "solution.py", "exec"), names)
 """
 _CALL_FUNCTION = _BEGIN + (
@@ -45,24 +56,21 @@ exec(compile(given["asserts"], "asserts.py", "exec"), names)
 answers.write(word)
 """
 )
-_FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.S)
+_FENCED = re.compile(r"^[ \t]*```([^`\n]*)\n(.*?)(?:^[ \t]*```|\Z)", re.M | re.S)
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 
 Test = Callable[[str, ProgramLimits], str]  # (program, limits) -> "" if it passes, else the failure
 
 
 def program_in(reply: str) -> str:
     """The last fenced block of a reply, a Python one if there is any; the whole reply without one."""
-    python = reply.rpartition("```python")
-    blocks = _FENCED.findall(python[1] + python[2]) if python[1] else _FENCED.findall(reply)
-    return blocks[0] if python[1] and blocks else blocks[-1] if blocks else reply
+    blocks = _FENCED.findall(reply.replace("\r\n", "\n"))
+    python = [code for language, code in blocks if re.match(r"\s*\W?py", language, re.IGNORECASE)]
+    return (python or [code for _, code in blocks] or [reply])[-1]
 
 
 def compute_score(
-    solution_str: str,
-    ground_truth: object,
-    time_limit_s: float = 5.0,
-    memory_limit_mb: int = 1024,
-    **_sample: object,
+    solution_str: str, ground_truth: object, time_limit_s: float = 5.0, memory_limit_mb: int = 1024, **_sample: object
 ) -> dict[str, Any]:
     """{"score": share of the tests that pass, "acc", "num_tests", "num_passed"}; the score is 1 only when all of them do.
 
@@ -106,6 +114,10 @@ def _tests(ground_truth: object) -> Iterator[Test]:
         )
     cases = truth.get("assert_case") or []
     for case in [cases] if isinstance(cases, str) else cases:
+        if _only_defines(str(case)):
+            raise RewardError(
+                f"These asserts only define functions, so they hold for any program: {case!r:.80}. Call them."
+            )
         yield partial(_assert, str(case))
     for stdin, expected in zip(truth.get("inputs") or [], truth.get("outputs") or [], strict=True):
         if name := truth.get("fn_name"):
@@ -123,29 +135,43 @@ def _parsed(value: object) -> object:
         return value
 
 
+def _only_defines(asserts: str) -> bool:
+    try:
+        return all(isinstance(part, _DEFINITIONS) for part in ast.parse(asserts).body)
+    except (SyntaxError, ValueError):
+        return False  # running it says why
+
+
 def _text(value: object) -> str:
     return value if isinstance(value, str) else "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
+def _run(script: str, stdin: str, limits: ProgramLimits) -> Output:
+    """The output of a script; a name that it lacks may be one of _NAMES, whose import takes longer than most programs."""
+    output = run_program(_DEPTH + script, stdin, limits)
+    return run_program(_DEPTH + _NAMES + script, stdin, limits) if "NameError: name" in output.stderr else output
+
+
 def _print(stdin: str, expected: str, program: str, limits: ProgramLimits) -> str:
-    output = run_program(program, stdin, limits)
+    # as code of its own: a program may begin with `from __future__`
+    output = _run(f"exec(compile({program!r}, 'program.py', 'exec'))", stdin, limits)
     return _wrong(output) or ("" if same_text(output.stdout, expected) else "printed something else")
 
 
 def _call(name: str, inputs: object, expected: object, program: str, limits: ProgramLimits) -> str:
     arguments = [_parsed(line) for line in inputs.splitlines()] if isinstance(inputs, str) else inputs
     call = {"solution": program, "name": name, "arguments": arguments}
-    output = run_program(_CALL_FUNCTION, json.dumps(call), limits)
+    output = _run(_CALL_FUNCTION, json.dumps(call), limits)
     if wrong := _wrong(output):
         return wrong
     returned, answer = _parsed(output.stdout), _parsed(expected)
-    return "" if returned == answer or [returned] == answer else "returned something else"
+    return "" if returned in (answer, expected) or [returned] == answer else "returned something else"
 
 
 def _assert(asserts: str, program: str, limits: ProgramLimits) -> str:
     word = secrets.token_hex(16)  # so that a program which ends early does not pass
     message = {"solution": program, "asserts": asserts, "word": word}
-    output = run_program(_RUN_ASSERTS, json.dumps(message), limits)
+    output = _run(_RUN_ASSERTS, json.dumps(message), limits)
     return _wrong(output) or ("" if output.stdout == word else "ended before the asserts")
 
 
@@ -155,17 +181,19 @@ def _wrong(output: Output) -> str:
 
 
 def same_text(printed: str, expected: str) -> bool:
-    """Whether two outputs agree but for space at the ends of lines, or token by token with numbers to a relative 1e-5."""
+    """Whether two outputs agree but for space at the ends of lines, or token by token with numbers to a relative 1e-5, and to
+    an absolute 1e-5 where the expected one is whole."""
     lines, expected_lines = ([line.strip() for line in text.strip().splitlines()] for text in (printed, expected))
     words, target = printed.split(), expected.split()
     return lines == expected_lines or (len(words) == len(target) and all(map(_same_number, words, target)))
 
 
-def _same_number(a: str, b: str) -> bool:
+def _same_number(word: str, target: str) -> bool:
     try:
-        return a == b or math.isclose(float(a), float(b), rel_tol=1e-5, abs_tol=1e-8)
-    except ValueError:
-        return False
+        size = 1 if re.fullmatch(r"[+-]?\d+", target) else abs(Decimal(target))
+        return word == target or abs(Decimal(word) - Decimal(target)) <= max(size * _TOLERANCE, _LEAST)
+    except ArithmeticError:  # not numbers
+        return word == target
 
 
 SCORER = Scorer(compute_score, lambda ground_truth, extra_info: None)  # rows have tests, not programs that pass them
