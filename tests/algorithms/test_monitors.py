@@ -44,10 +44,7 @@ def test_signs_by_hand(name):
 def test_signs_without_their_inputs_are_left_out():
     assert set(
         monitors.monitor_tokens([*monitors.MONITORS, "grad_norm"], {"log_prob": LOG_PROB, "entropy": None, "old": OLD})
-    ) == {
-        "policy_kl",
-        "ratio",
-    }
+    ) == {"policy_kl", "ratio"}
 
 
 @pytest.mark.parametrize(

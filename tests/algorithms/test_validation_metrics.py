@@ -104,6 +104,9 @@ def test_majority_follows_the_votes():
     # two of three say "7", which is right; the bootstrap of 3 finds it in 20 of 27 subsets (ties go to the first sampled)
     metrics = validation_metrics(["a"] * 3, ["1"] * 3, {"acc": [1.0, 1.0, 0.0]}, ["7", "7", "8"])
     assert metrics["val-core/a/acc/maj@3/mean"] == pytest.approx(20 / 27, abs=0.04)
+    answers = ["7", None, None, None]  # only source a has answers
+    metrics = validation_metrics(["a", "a", "b", "b"], ["1", "1", "2", "2"], {"acc": [1.0, 0.0, 1.0, 0.0]}, answers)
+    assert [name for name in metrics if "maj" in name] == [f"val-core/a/acc/maj@2/{part}" for part in ("mean", "std")]
 
 
 def test_one_prompt_of_two_sources_is_two_prompts():

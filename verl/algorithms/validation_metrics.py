@@ -27,7 +27,7 @@ def validation_metrics(
 
     All arguments have one entry per sample; samples of one prompt share a uid. Core are mean@n, best@n and maj@n for the
     largest n, of the variable `acc`, or of `reward` where a source has no `acc`. `predictions` are the extracted answers
-    and give maj@k.
+    and give maj@k to sources that have any.
     """
     named: dict[str, float] = {}
     for source, variables in metrics_per_source(data_sources, uids, values, predictions).items():
@@ -59,6 +59,7 @@ def metrics_per_source(
         blocks.setdefault((source, len(rows)), []).append(rows)
     columns = {name: np.asarray(column, dtype=np.float64) for name, column in values.items()}
     labels = None if predictions is None else _labels(predictions)
+    answered = {source for source, answer in zip(data_sources, predictions or (), strict=False) if answer is not None}
     sums: dict[str, dict[str, dict[str, tuple[float, int]]]] = {}
     for (source, _), groups in blocks.items():
         for variable, column in columns.items():
@@ -66,7 +67,7 @@ def metrics_per_source(
             complete = ~np.isnan(block).any(axis=1)
             if not complete.any():
                 continue
-            votes = None if labels is None else labels[np.asarray(groups)][complete]
+            votes = None if labels is None or source not in answered else labels[np.asarray(groups)][complete]
             totals = sums.setdefault(source, {}).setdefault(variable, {})
             for name, per_prompt in _block_metrics(block[complete], votes, seed):
                 total, count = totals.get(name, (0.0, 0))
