@@ -247,11 +247,8 @@ class TestArgumentsOfTRL:
     @pytest.mark.parametrize(
         ("fields", "sentence"),
         [
-            (
-                {"steps_per_generation": 3, "gradient_accumulation_steps": 2},
-                "no multiple of gradient_accumulation_steps=2",
-            ),
-            ({"scale_rewards": "batch"}, "scale_rewards=batch is not available here; there are group and none"),
+            ({"steps_per_generation": 3, "gradient_accumulation_steps": 2}, "no multiple of .*_accumulation_steps=2"),
+            ({"scale_rewards": "batch"}, "scale_rewards=batch is not available here; there are group, none"),
             ({"min_p": 0.1}, "GRPOConfig.min_p=0.1 has no meaning"),
         ],
     )
@@ -310,6 +307,20 @@ class TestRefusals:
         args = arguments(tmp_path)
         setattr(args, field, value)
         with pytest.raises(ConfigError, match=f"TrainingArguments.{field}=.* has no meaning for algorithm='sft'"):
+            self.runner(tiny_llama, tmp_path, args=args)
+
+    def test_what_would_change_batches_or_the_model_is_not_left_out(self, tiny_llama, tmp_path):
+        with pytest.raises(ConfigError, match="train_sampling_strategy=group_by_length is not available"):
+            self.runner(
+                tiny_llama, tmp_path, args=arguments(tmp_path, train_sampling_strategy="group_by_length")
+            ).train()
+        args = arguments(tmp_path)
+        args.model_init_kwargs = {"dtype": "bfloat16", "attn_implementation": "flash_attention_2"}
+        assert self.runner(tiny_llama, tmp_path, args=args).model.dtype == torch.bfloat16
+        with pytest.raises(ConfigError, match="model_init_kwargs is for a model by its path"):
+            RLRunner(AutoModelForCausalLM.from_pretrained(tiny_llama), args, train_dataset=[{"text": "ab"}] * 8)
+        args.model_init_kwargs["load_in_4bit"] = True
+        with pytest.raises(ConfigError, match="load_in_4bit is not available"):
             self.runner(tiny_llama, tmp_path, args=args)
 
     def test_contradictions(self, tiny_llama, tmp_path):

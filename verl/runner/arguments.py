@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -37,7 +37,7 @@ _READ = {
     "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "save_strategy", "save_steps", "save_total_limit",
     "report_to", "run_name", "project", "use_cpu", "bf16", "gradient_checkpointing", "neftune_noise_alpha", "fsdp",
     "train_sampling_strategy", "resume_from_checkpoint", "full_determinism", "save_only_model", "per_device_eval_batch_size",
-    "max_length", "assistant_only_loss", "completion_only_loss",
+    "max_length", "assistant_only_loss", "completion_only_loss", "model_init_kwargs",
 }  # fmt: skip
 # change how the work is done or shown, and not its result
 _WITHOUT_EFFECT = {
@@ -48,8 +48,8 @@ _WITHOUT_EFFECT = {
     "ddp_timeout", "fsdp_config", "gradient_checkpointing_kwargs", "prediction_loss_only", "skip_memory_metrics",
     "torch_empty_cache_steps", "tf32", "torch_compile", "use_liger_kernel", "eval_accumulation_steps", "local_rank",
     "overwrite_output_dir", "use_cache", "dataset_num_proc", "average_tokens_across_devices", "include_num_input_tokens_seen",
-    "packing", "padding_free", "ignore_data_skip", "label_names", "length_column_name", "accelerator_config",
-    "logging_nan_inf_filter", "save_on_each_node", "model_init_kwargs", "log_completions", "num_completions_to_print",
+    "padding_free", "ignore_data_skip", "label_names", "length_column_name",
+    "logging_nan_inf_filter", "save_on_each_node", "log_completions", "num_completions_to_print",
     "log_unique_prompts", "use_vllm", "vllm_mode", "vllm_gpu_memory_utilization", "vllm_max_model_length",
     "vllm_tensor_parallel_size", "vllm_enable_sleep_mode",
 }  # fmt: skip
@@ -146,8 +146,7 @@ class Arguments:
         kind, schedule = str(getattr(args.optim, "value", args.optim)), args.lr_scheduler_type
         schedule = str(getattr(schedule, "value", schedule))
         for value, known, field in ((kind, _OPTIMIZERS, "optim"), (schedule, _SCHEDULES, "lr_scheduler_type")):
-            if value not in known:
-                raise ConfigError(f"{field}={value} is not available here; there are {', '.join(known)}.")
+            _choose(field, value, known)
         yield f"{prefix}.lr", args.learning_rate
         yield f"{prefix}.optimizer", _OPTIMIZERS[kind]
         yield f"{prefix}.weight_decay", args.weight_decay
@@ -175,6 +174,7 @@ class Arguments:
 
     def _given_rows(self) -> dict[str, object]:
         args = self.args
+        _choose("train_sampling_strategy", getattr(args, "train_sampling_strategy", "random"), ("random", "sequential"))
         return {
             **dict(self._optim("optim")),
             "data.train_batch_size": self.batch_size,
@@ -215,11 +215,11 @@ class Arguments:
     def _rl(self) -> dict[str, object]:
         args, actor, rollout = self.args, "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
         beta, loss = getattr(args, "beta", 0.0), getattr(args, "loss_type", None)
-        if loss is not None and loss not in _LOSS_TYPES:
-            raise ConfigError(f"loss_type={loss} is not available here; there are {', '.join(_LOSS_TYPES)}.")
+        if loss is not None:
+            _choose("loss_type", loss, _LOSS_TYPES)
         scaled = getattr(args, "scale_rewards", True)
         if scaled not in _SCALED:
-            raise ConfigError(f"scale_rewards={scaled} is not available here; there are group and none.")
+            _choose("scale_rewards", scaled, ("group", "none"))
         return {
             **dict(self._optim(f"{actor}.optim")),
             "algorithm.adv_estimator": "grpo" if self.algorithm == "grpo" else "gae",
@@ -243,6 +243,11 @@ class Arguments:
             f"{actor}.fsdp_config.dtype": "bfloat16" if args.bf16 else None,
             "actor_rollout_ref.model.enable_gradient_checkpointing": args.gradient_checkpointing,
         }
+
+
+def _choose(field: str, value: object, known: Iterable[object]) -> None:
+    if value not in known:
+        raise ConfigError(f"{field}={value} is not available here; there are {', '.join(map(str, known))}.")
 
 
 def _refuse(args: Any, algorithm: str) -> None:

@@ -13,6 +13,12 @@ from verl.errors import ConfigError
 from verl.models.hf_module import HFModule
 from verl.models.lora import CONFIG_FILE, OTHER_KINDS, WEIGHTS_FILE
 
+_HOW = (
+    "attn_implementation",
+    "device_map",
+    "low_cpu_mem_usage",
+    "use_cache",
+)  # of from_pretrained, without effect here
 _REFUSED = ("lora_dropout", "modules_to_save", "ensure_weight_tying", *OTHER_KINDS)  # fields of peft's LoraConfig
 
 
@@ -45,6 +51,20 @@ def with_adapters(model: Any, peft_config: object) -> object:
             "are LoRA, rsLoRA or DoRA on whole layers. Leave it out."
         )
     return model
+
+
+def init_arguments(args: object, is_path: bool) -> dict[str, Any]:
+    """Arguments of from_pretrained in `model_init_kwargs` that change the model. Raises ConfigError for quantization, and for a
+    model that the script has loaded."""
+    arguments = dict(getattr(args, "model_init_kwargs", None) or {})
+    quantized = next((name for name in arguments if name == "quantization_config" or name.startswith("load_in_")), None)
+    if quantized:
+        raise ConfigError(f"model_init_kwargs: {quantized} is not available here. Leave it out: weights train in full.")
+    if arguments and not is_path:
+        raise ConfigError(
+            "model_init_kwargs is for a model by its path; this script has loaded its model. Leave it out."
+        )
+    return {name: value for name, value in arguments.items() if name not in _HOW}
 
 
 def is_peft(module: HFModule) -> bool:

@@ -28,7 +28,7 @@ from verl.errors import ConfigError
 from verl.models.load import load_tokenizer
 from verl.run.host import evaluate, train
 from verl.runner.arguments import GIVEN_ROWS, Arguments
-from verl.runner.models import is_peft, take_weights, with_adapters, write_merged, write_script_model
+from verl.runner.models import init_arguments, is_peft, take_weights, with_adapters, write_merged, write_script_model
 from verl.runner.programs import Script, trainer_order
 
 _KINDS = {"sft": "RunnerSFT", "grpo": "RunnerPPO", "ppo": "RunnerPPO", "dpo": "RunnerPreference"}
@@ -99,7 +99,8 @@ class RLRunner:
         self._start: Path | None = None  # the model from before dpo
         own = processing_class if processing_class is not None else tokenizer
         self.processing_class = load_tokenizer(self._path) if own is None else own
-        if own is not None and is_path:
+        self._init_arguments = init_arguments(self.args, is_path)
+        if is_path and (own is not None or self._init_arguments):
             self._module = self.model  # model and tokenizer are written into one folder
         self.rewards = _reward_list(reward_funcs)
         if self.algorithm not in GIVEN_ROWS and not self.rewards:
@@ -116,7 +117,8 @@ class RLRunner:
         from transformers import AutoModelForCausalLM
 
         if self._module is None:
-            self._module = AutoModelForCausalLM.from_pretrained(self._path, use_safetensors=True)
+            arguments = {"use_safetensors": True, **self._init_arguments}
+            self._module = AutoModelForCausalLM.from_pretrained(self._path, **arguments)
         return self._module
 
     @property
