@@ -98,12 +98,13 @@ def test_a_call_that_hangs_is_answered(tools):
     assert "took longer than 0.2 s" in answer.text
 
 
-def test_a_long_answer_is_cut(tools):
+def test_a_long_answer_is_cut_with_a_warning(tools, caplog):
     assert len(call(tools, "break_things", {"how": "long"}).text) == 100 + len("...(truncated)...")
     assert truncated("abcdef", 4, "left") == "(truncated)...cdef"
     assert truncated("abcdef", 4, "right") == "abcd...(truncated)"
     assert truncated("abcdef", 4, "middle") == "ab...(truncated)...ef"
-    assert truncated("abcd", 4, "middle") == "abcd"
+    assert truncated("abcd", 4, "middle", "a tool") == "abcd"
+    assert caplog.text.count("The tool break_things answered with more than 100 characters") == 1
 
 
 @pytest.mark.parametrize("side", ["left", "middle", "right"])

@@ -83,11 +83,7 @@ class ChatContinuity:
         return self.encode(self._with_images(text, images))
 
     def suffix(
-        self,
-        messages: Messages,
-        last_token: int | None,
-        stop_ids: Collection[int] = (),
-        images: Sequence[str] = (),
+        self, messages: Messages, last_token: int | None, stop_ids: Collection[int] = (), images: Sequence[str] = ()
     ) -> list[int]:
         """Token ids of `messages` and of the beginning of the next turn, to follow a sampled turn whose last token is
         `last_token`. Where that is a stop token the turn has ended, else the suffix ends it. Control tokens in the texts of the
@@ -188,10 +184,7 @@ class ChatContinuity:
             for message in messages
             if message["role"] == "tool"
         ]
-        turns: Messages = [
-            {"role": "user", "content": "x"},
-            {"role": "assistant", "content": "", "tool_calls": calls},
-        ]
+        turns: Messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": calls}]
         before = self._render(turns, ended=True)
         after = self._render([*turns, *messages], ended=False)
         if not after.startswith(before):

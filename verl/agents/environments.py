@@ -160,11 +160,7 @@ class EnvironmentAgentLoop(ToolAgentLoop):
         return output
 
     async def _play_match(
-        self,
-        make: Callable[..., Any],
-        row: dict[str, object],
-        sampling_params: dict[str, object],
-        prompt: Messages,
+        self, make: Callable[..., Any], row: dict[str, object], sampling_params: dict[str, object], prompt: Messages
     ) -> AgentLoopOutput:
         """One player of a game that others play too, see verl/agents/matches.py."""
         task, count = CURRENT.get().task, num_players(make)
@@ -217,7 +213,7 @@ class EnvironmentAgentLoop(ToolAgentLoop):
     ) -> AgentData:
         """The conversation that begins with the prompt, and the first observation behind its last message."""
         episode = CURRENT.get()
-        text, media = ("", []) if observation is None else await self._observed(observation)
+        text, media = await self._observed(observation)
         messages = _with_observation(prompt, message_content(text, media))
         data = AgentData(messages, episode.task.name, media=[*images_in(episode.task.media), *media])
         episode.messages = messages
@@ -225,13 +221,13 @@ class EnvironmentAgentLoop(ToolAgentLoop):
         return data
 
     async def _answer(self, observation: object) -> tuple[str, list[Media]]:
-        settings = self.rollout_config.multi_turn
+        limits = self.tool_calls.settings
         text, media = await self._observed(observation)
-        return truncated(text, settings.max_tool_response_length, settings.tool_response_truncate_side), media
+        return truncated(text, limits.max_length, limits.side, "An environment"), media
 
     async def _observed(self, observation: object) -> tuple[str, list[Media]]:
         try:
-            text, sources = text_and_images(observation)
+            text, sources = text_and_images("" if observation is None else observation)
             return text, await self.tool_calls.images.read(sources, "an observation of its environment")
         except (DataError, ValueError) as error:
             raise EpisodeError(str(error).removesuffix(".")) from error

@@ -13,13 +13,7 @@ from verl.data_proto.trajectory import Trajectory
 
 
 def recorded(
-    folder: Path,
-    ledger: Sequence[Trajectory],
-    *,
-    step: int,
-    split: str,
-    limit: int,
-    images: Callable[[str], Media],
+    folder: Path, ledger: Sequence[Trajectory], *, step: int, split: str, limit: int, images: Callable[[str], Media]
 ) -> list[EpisodeResult]:
     """The episodes of `ledger`, completed from the journal: prompts, rewards, errors, inputs of the reward function, images.
     They began in `step`; `folder` is the run folder; `images` reads an image by its digest. Raises LookupError when an episode

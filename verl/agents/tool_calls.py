@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import json
 import logging
@@ -93,7 +94,8 @@ class ToolCalls:
         started_at = time.perf_counter()
         outcome = await self._called(episode, call, names, dict(kwargs or {}), agent_data)
         outcome.seconds = time.perf_counter() - started_at
-        outcome.text = truncated(outcome.text, self.settings.max_length, self.settings.side)
+        of = None if outcome.error else f"The tool {outcome.name}"
+        outcome.text = truncated(outcome.text, self.settings.max_length, self.settings.side, of)
         if outcome.error is not None:
             log.debug("Episode %s, call %d of %s: %s", task.name, number, clean(call.name, MAX_NAME), outcome.error)
         if records:
@@ -209,14 +211,24 @@ def _finish(done: Future[object], value: object = None, error: BaseException | N
         done.set_result(value)
 
 
-def truncated(text: str, limit: int, side: str) -> str:
-    """At most `limit` characters of a text and a mark where it was cut. `side` is the side that is cut, as in data.truncation:
-    left keeps the end, right the beginning, middle both."""
+def truncated(text: str, limit: int, side: str, of: str | None = None) -> str:
+    """At most `limit` characters of a text and a mark where it was cut, with a warning the first time for `of`. `side` is the
+    side that is cut, as in data.truncation: left keeps the end, right the beginning, middle both."""
     if len(text) <= limit:
         return text
+    if of:
+        _warn_of_cut(of, limit)
     if side == "left":
         return f"(truncated)...{text[-limit:]}"
     if side == "right":
         return f"{text[:limit]}...(truncated)"
     half = max(1, limit // 2)
     return f"{text[:half]}...(truncated)...{text[-half:]}"
+
+
+@functools.cache
+def _warn_of_cut(of: str, limit: int) -> None:
+    key = "actor_rollout_ref.rollout.multi_turn.max_tool_response_length"
+    log.warning(
+        "%s answered with more than %d characters, and the model reads a part. Raise %s for all of it.", of, limit, key
+    )
