@@ -59,6 +59,7 @@ def load_module(path: str) -> ModuleType:
         name = "verl_user_" + hashlib.sha1(str(file).encode()).hexdigest()[:12]
         if name in sys.modules:
             return sys.modules[name]
+        _digests[name] = _digest(file)
         spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None
         assert spec.loader is not None
@@ -76,6 +77,23 @@ def load_module(path: str) -> ModuleType:
         raise
     except Exception as error:  # a user's file may raise anything while it is imported
         raise ConfigError(f"Importing {path} failed: {type(error).__name__}: {error}") from error
+
+
+_digests: dict[str, bytes] = {}  # of the contents of files, by the names of their modules
+
+
+def forget_edited_files() -> None:
+    """Forget modules whose file has another content than it had when it was imported: a notebook starts run after run."""
+    for name, digest in list(_digests.items()):
+        if name in sys.modules and digest != _digest(Path(str(sys.modules[name].__file__))):
+            del sys.modules[name]
+
+
+def _digest(file: Path) -> bytes:
+    try:
+        return hashlib.sha1(file.read_bytes()).digest()
+    except OSError:
+        return b""
 
 
 def _packaged_module(path: str) -> ModuleType | None:
@@ -195,12 +213,15 @@ def _names(reference: object, obj: object) -> bool:
     )
 
 
+def _is_forgotten(taken: object, obj: object) -> bool:
+    """Whether `taken` is of an earlier import of the file that defines `obj`."""
+    module = getattr(obj, "__module__", "")
+    current = getattr(sys.modules.get(module), getattr(taken, "__qualname__", ""), None)
+    return module in _digests and getattr(taken, "__module__", None) == module and current is not taken
+
+
 def match_all(
-    key: str,
-    entries: Iterable[str],
-    names: Iterable[str],
-    what: str,
-    matches: Callable[[str, str], bool] = operator.eq,
+    key: str, entries: Iterable[str], names: Iterable[str], what: str, matches: Callable[[str, str], bool] = operator.eq
 ) -> list[str]:
     """The entries of `names` that an entry of the config key `key` matches, in order. `what` describes a name; `matches` gets a
     name and an entry.
@@ -260,7 +281,8 @@ class Registry:
 
         def add(obj: T) -> T:
             taken = self._rows.get(name)
-            if not (taken is None or taken is obj or _origin(taken) == _origin(obj) or _names(taken, obj)):
+            same = taken is None or taken is obj or _origin(taken) == _origin(obj) or _names(taken, obj)
+            if not same and not _is_forgotten(taken, obj):
                 raise NameConfigError(f"The {self.family} {name!r} is registered already ({taken}).")
             self._rows[name] = obj
             return obj

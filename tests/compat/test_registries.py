@@ -7,6 +7,7 @@ import torch
 from omegaconf import OmegaConf
 
 from verl.base_config import BaseConfig
+from verl.config import load_config
 from verl.errors import ConfigError
 from verl.experimental.agent_loop import agent_loop
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
@@ -338,3 +339,17 @@ class TestDispatchModes:
         assert Dispatch.ONE_TO_ALL.dispatch_fn is None
         with pytest.raises(ValueError, match="OF_A_TEST"):
             decorator._check_dispatch_mode(mode)
+
+
+def test_a_run_imports_a_file_again_that_was_edited(tmp_path):
+    for value in (1, 2):  # the same name at another line, and in another function
+        lines = ["from verl.trainer.ppo.core_algos import register_adv_est"] * value
+        lines += ['@register_adv_est("edited")', f"def mine_{value}(): return {value}"]
+        (tmp_path / "mine.py").write_text("\n".join(lines))
+        load_config([], check=False)
+        load_module(f"{tmp_path}/mine.py")
+        assert ADVANTAGES.get("edited")() == value
+    (tmp_path / "twice.py").write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match="registered already"):
+        load_module(f"{tmp_path}/twice.py")
+    ADVANTAGES.remove("edited")

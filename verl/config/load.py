@@ -17,6 +17,7 @@ from verl.config.user_settings import Setting, UserSettings
 from verl.config.values import Misfit, convert, expand_path, merge, unusable_text
 from verl.errors import ConfigError, nearest
 from verl.foreign_text import clean, quoted
+from verl.registry import forget_edited_files
 
 Misfits = dict[str, tuple[object, str]]  # key -> (the value that does not fit it, the sentence of the error)
 
@@ -37,6 +38,7 @@ def load_config(
     ConfigError with one sentence per problem, all problems at once: an unknown key (with the nearest ones), a value of the
     wrong type, two values of a key from one source and, unless `check` is False, everything that `check_config` calls an error.
     """
+    forget_edited_files()
     return _checked(_user_settings(schema, overrides, config_path, config_name, values), check)
 
 
