@@ -11,12 +11,7 @@ from verl.errors import ConfigError, VerlError, nearest
 from verl.foreign_text import clean
 
 MAX_BYTES = 64 << 20  # of a file that is read whole
-_KINDS = {
-    stat.S_IFREG: "a file",
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-}
+_KINDS = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
 
 def kind_of(path: Path) -> str | None:

@@ -77,13 +77,7 @@ class Session:
     Raises ConfigError, and ModelError for a model that cannot be loaded.
     """
 
-    def __init__(
-        self,
-        model: str | os.PathLike[str],
-        *,
-        config: Mapping[str, Any] | Sequence[str] = (),
-        **keys: Any,
-    ):
+    def __init__(self, model: str | os.PathLike[str], *, config: Mapping[str, Any] | Sequence[str] = (), **keys: Any):
         mapping, texts = (config, ()) if isinstance(config, Mapping) else ({}, config)
         own = {"actor_rollout_ref.model.path": os.fspath(model)}
         trees = [with_references(tree) for tree in (own, mapping, keys)]

@@ -23,10 +23,7 @@ from verl.parallel.device import to_device
 
 CPU = torch.device("cpu")
 HAS_FLASH = torch.cuda.is_available() and flash_runs(torch.device("cuda:0"), torch.bfloat16, 64)
-needs_flash = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not HAS_FLASH, reason="needs an NVIDIA GPU with flash attention"),
-]
+needs_flash = [pytest.mark.gpu, pytest.mark.skipif(not HAS_FLASH, reason="needs an NVIDIA GPU with flash attention")]
 needs_pages = pytest.mark.skipif(
     not FLASH.page_multiple, reason=f"the flash attention of PyTorch {torch.__version__} reads no pages; 2.12 does"
 )

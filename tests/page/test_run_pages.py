@@ -35,8 +35,7 @@ def test_home_has_kind_model_start_and_duration(site):
 
 
 @pytest.mark.parametrize(
-    ("values", "points"),
-    [([], ""), ([3.0], "0.0,19.0"), ([0.0, 1.0, 0.5], "0.0,19.0 50.0,1.0 100.0,10.0")],
+    ("values", "points"), [([], ""), ([3.0], "0.0,19.0"), ([0.0, 1.0, 0.5], "0.0,19.0 50.0,1.0 100.0,10.0")]
 )
 def test_a_sparkline_lies_between_its_extremes(values, points):
     assert polyline(values) == points

@@ -4,16 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from verl.planner import (
-    Cluster,
-    Lengths,
-    ParallelLayout,
-    SequenceBatch,
-    Workload,
-    known_shape,
-    memory,
-    time_forward,
-)
+from verl.planner import Cluster, Lengths, ParallelLayout, SequenceBatch, Workload, known_shape, memory, time_forward
 from verl.planner.cluster import measure_cpu
 from verl.planner.kernels import matmul_time
 

@@ -28,14 +28,7 @@ from verl.tracking.ledger import file as ledger_file
 from verl.tracking.ledger import writer as ledger_writer
 from verl.tracking.ledger.file import NAME, holds, write_open
 from verl.tracking.ledger.reader import Ledger, read_counts
-from verl.tracking.ledger.records import (
-    ENVIRONMENT,
-    SampleDigest,
-    Scored,
-    SegmentRecord,
-    content_digest,
-    segments_of,
-)
+from verl.tracking.ledger.records import ENVIRONMENT, SampleDigest, Scored, SegmentRecord, content_digest, segments_of
 from verl.tracking.ledger.tracker import IN_CHECKPOINT, SampleTracker
 from verl.tracking.ledger.writer import LedgerWriter
 

@@ -228,7 +228,7 @@ def truncated(text: str, limit: int, side: str, of: str | None = None) -> str:
 
 @functools.cache
 def _warn_of_cut(of: str, limit: int) -> None:
-    key = "actor_rollout_ref.rollout.multi_turn.max_tool_response_length"
+    more = "multi_turn.max_tool_response_length"
     log.warning(
-        "%s answered with more than %d characters, and the model reads a part. Raise %s for all of it.", of, limit, key
+        "%s answered with more than %d characters, and the model reads a part. Raise %s for all of it.", of, limit, more
     )

@@ -74,7 +74,7 @@ def _checks(program: str) -> tuple:
         "ppo": (
             (("layout", setup.check_layout), ("engines", setup.check_engines), ("code", setup.check_code)),
             (("data", data.check_rows_of_data), ("template", data.check_template), ("reward", data.check_reward)),
-        ),
+        )
     }.get(program, ((("device", setup.check_device),), (("data", data.check_conversations),)))
     return (
         ("config", setup.check_config_problems),

@@ -206,12 +206,7 @@ def _output(command: Sequence[str], timeout_s: float) -> str:
     """The output of the module and arguments in `command`."""
     try:
         ended = subprocess.run(
-            python_command(*command),
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout_s,
-            check=False,
+            python_command(*command), capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False
         )
     except subprocess.TimeoutExpired as error:
         raise DeadlineError(

@@ -27,13 +27,7 @@ if TYPE_CHECKING:
     from verl.data_proto.proto import DataProto
 
 
-_SETTINGS = (
-    "rollout_is",
-    "rollout_is_threshold",
-    "rollout_rs",
-    "rollout_rs_threshold",
-    "rollout_is_batch_normalize",
-)
+_SETTINGS = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold", "rollout_is_batch_normalize")
 
 
 def compute_response_mask(data: DataProto) -> Tensor:

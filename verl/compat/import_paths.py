@@ -15,7 +15,7 @@ _PROFILER = {
     "verl.compat.tracking": "marked_timer simple_timer",
 }
 _WORKERS = {
-    "verl.compat.task_runner": "ActorRolloutRefWorker AsyncActorRolloutRefWorker CriticWorker RewardModelWorker",
+    "verl.compat.task_runner": "ActorRolloutRefWorker AsyncActorRolloutRefWorker CriticWorker RewardModelWorker"
 }
 _SHARDING = "verl.compat.sharding_manager"
 _BOXED = "last_boxed_only_string remove_boxed"
@@ -41,7 +41,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
         "verl.tools.schemas": "FunctionCall",
     },
     "verl.experimental.agent_loop.utils": {
-        "verl.compat.agents": "add_generation_prompt_for_gpt_oss format_gpt_oss_tool_response_manually resolve_config_path",
+        "verl.compat.agents": "add_generation_prompt_for_gpt_oss format_gpt_oss_tool_response_manually resolve_config_path"
     },
     "verl.experimental.dataset.sampler": {"verl.compat.samplers": "AbstractCurriculumSampler AbstractSampler"},
     "verl.experimental.reward_loop": {"verl.compat.sections": "migrate_legacy_reward_impl"},
@@ -65,10 +65,10 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     },
     "verl.single_controller.ray": {
         _WORKER_GROUPS: "RayClassWithInitArgs RayResourcePool RayWorkerGroup ResourcePool ResourcePoolManager "
-        "create_colocated_worker_cls",
+        "create_colocated_worker_cls"
     },
     "verl.single_controller.ray.base": {
-        _WORKER_GROUPS: "RayClassWithInitArgs RayResourcePool RayWorkerGroup create_colocated_worker_cls",
+        _WORKER_GROUPS: "RayClassWithInitArgs RayResourcePool RayWorkerGroup create_colocated_worker_cls"
     },
     "verl.tools.geo3k_tool": {"verl.agents.gsm8k": "Geo3kTool"},
     "verl.tools.gsm8k_tool": {"verl.agents.gsm8k": "Gsm8kTool"},
@@ -110,7 +110,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     },
     "verl.trainer.ppo.metric_utils": {
         "verl.compat.metrics": "_compute_response_info=compute_response_info bootstrap_metric calc_maj_val "
-        "compute_data_metrics compute_throughout_metrics compute_timing_metrics process_validation_metrics reduce_metrics",
+        "compute_data_metrics compute_throughout_metrics compute_timing_metrics process_validation_metrics reduce_metrics"
     },
     "verl.trainer.ppo.ray_trainer": {
         "verl.compat.ray_trainer": "RayPPOTrainer",
@@ -122,11 +122,11 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     },
     "verl.trainer.ppo.reward": {
         "verl.compat.reward_managers": "compute_reward compute_reward_async extract_reward get_custom_reward_fn "
-        "load_reward_manager",
+        "load_reward_manager"
     },
     "verl.trainer.ppo.rollout_corr_helper": {
         "verl.compat.batches": "apply_bypass_mode apply_rollout_correction compute_offpolicy_metrics "
-        "compute_rollout_correction_and_add_to_batch compute_rollout_correction_and_rejection_mask",
+        "compute_rollout_correction_and_add_to_batch compute_rollout_correction_and_rejection_mask"
     },
     "verl.trainer.ppo.utils": {"verl.compat.datasets": _DATASETS, "verl.compat.task_runner": _ROLES},
     "verl.utils": {
@@ -139,7 +139,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
         "functorch.einops.rearrange": "rearrange",
     },
     "verl.utils.checkpoint.checkpoint_manager": {
-        "verl.compat.files": "find_latest_ckpt_path get_checkpoint_tracker_filename should_save_ckpt_esi",
+        "verl.compat.files": "find_latest_ckpt_path get_checkpoint_tracker_filename should_save_ckpt_esi"
     },
     "verl.utils.config": {"verl.compat.sections": "omega_conf_to_dataclass validate_config"},
     "verl.utils.dataset": {"verl.data.dataset": "RLHFDataset collate_fn"},
@@ -148,7 +148,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     "verl.utils.debug.metrics": {"verl.compat.metrics": "calculate_debug_metrics"},
     "verl.utils.device": {
         "verl.compat.devices": "auto_set_device get_device_id get_device_name get_nccl_backend get_torch_device "
-        "get_visible_devices_keyword is_cuda_available is_npu_available set_expandable_segments",
+        "get_visible_devices_keyword is_cuda_available is_npu_available set_expandable_segments"
     },
     "verl.utils.flops_counter": {"verl.compat.metrics": "FlopsCounter get_device_flops"},
     "verl.utils.fs": {
@@ -157,30 +157,30 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     "verl.utils.hdfs_io": {"verl.compat.files": "copy exists makedirs"},
     "verl.utils.import_utils": {
         "verl.compat.python": "deprecated import_external_libs is_megatron_core_available is_nvtx_available "
-        "is_sglang_available is_trl_available is_vllm_available load_class_from_fqn load_extern_object load_extern_type",
+        "is_sglang_available is_trl_available is_vllm_available load_class_from_fqn load_extern_object load_extern_type"
     },
     "verl.utils.memory_utils": {"verl.compat.devices": "aggressive_empty_cache"},
     "verl.utils.metric": {"verl.compat.metrics": "AggregationType Metric=MetricValues reduce_metrics"},
     "verl.utils.model": {
         "verl.compat.models": "compute_position_id_with_mask convert_weight_keys extract_multi_modal_inputs "
-        "get_generation_config get_model_size print_model_size update_model_config",
+        "get_generation_config get_model_size print_model_size update_model_config"
     },
     "verl.utils.net_utils": {"verl.compat.python": "is_ipv4 is_valid_ipv6_address"},
     "verl.utils.profiler": _PROFILER,
     "verl.utils.profiler.performance": _PROFILER,
     "verl.utils.py_functional": {
         "verl.compat.python": "append_to_dict convert_to_regular_types list_of_dict_to_dict_of_list temp_env_var "
-        "union_two_dict",
+        "union_two_dict"
     },
     "verl.utils.ray_utils": {"verl.compat.python": "auto_await get_event_loop"},
     "verl.utils.reward_score": {
-        "verl.rewards.scorers.route": "_default_compute_score=default_compute_score default_compute_score",
+        "verl.rewards.scorers.route": "_default_compute_score=default_compute_score default_compute_score"
     },
     "verl.utils.reward_score.geo3k": {"verl.rewards.scorers.math_answers": "compute_score=score_boxed"},
     "verl.utils.reward_score.gsm8k": {"verl.rewards.scorers.gsm8k": "compute_score extract_solution"},
     "verl.utils.reward_score.math": _MATH_SCORER,
     "verl.utils.reward_score.math_dapo": {
-        "verl.rewards.scorers.math_answers": f"compute_score=score_answer_line {_BOXED} normalize_final_answer",
+        "verl.rewards.scorers.math_answers": f"compute_score=score_answer_line {_BOXED} normalize_final_answer"
     },
     "verl.utils.reward_score.math_reward": _MATH_SCORER,
     "verl.utils.reward_score.openr1mm": {"verl.rewards.scorers.math_answers": "compute_score=score_tagged"},
@@ -190,17 +190,15 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     "verl.utils.rollout_trace": {"verl.compat.tracking": "RolloutTraceConfig rollout_trace_attr rollout_trace_op"},
     "verl.utils.seqlen_balancing": {
         "verl.compat.batches": "get_reverse_idx get_seqlen_balanced_partitions log_seqlen_unbalance "
-        "prepare_dynamic_batch rearrange_micro_batches restore_dynamic_batch",
+        "prepare_dynamic_batch rearrange_micro_batches restore_dynamic_batch"
     },
     "verl.utils.tensordict_utils": {
         "verl.compat.tensordicts": "assert_tensordict_eq assign_non_tensor assign_non_tensor_data assign_non_tensor_stack "
         "chunk_tensordict concat_nested_tensors concat_tensordict contiguous get get_keys get_non_tensor_data get_tensordict "
         "index_select_tensor_dict list_of_dict_to_tensordict make_iterator pad_to_divisor pop pop_keys union_tensor_dict unpad "
-        "unwrap_non_tensor_data",
+        "unwrap_non_tensor_data"
     },
-    "verl.utils.tokenizer": {
-        "verl.compat.models": "hf_processor hf_tokenizer normalize_token_ids set_pad_token_id",
-    },
+    "verl.utils.tokenizer": {"verl.compat.models": "hf_processor hf_tokenizer normalize_token_ids set_pad_token_id"},
     "verl.utils.torch_dtypes": {"verl.compat.tensors": "PrecisionType"},
     "verl.utils.torch_functional": {
         "verl.compat.tensors": "clip_by_value get_constant_schedule_with_warmup get_cosine_schedule_with_warmup "
@@ -213,7 +211,7 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     "verl.utils.ulysses": {
         "verl.compat.sequence_parallel": "gather_outputs_and_unpad get_ulysses_sequence_parallel_group "
         "get_ulysses_sequence_parallel_rank get_ulysses_sequence_parallel_world_size "
-        "set_ulysses_sequence_parallel_group slice_input_tensor ulysses_pad ulysses_pad_and_slice_inputs",
+        "set_ulysses_sequence_parallel_group slice_input_tensor ulysses_pad ulysses_pad_and_slice_inputs"
     },
     "verl.utils.fsdp_utils": {
         "verl.compat.models": "get_init_weight_context_manager init_context",
@@ -240,14 +238,14 @@ IMPORT_PATHS: dict[str, dict[str, str]] = {
     "verl.workers.sharding_manager.megatron_vllm": {_SHARDING: "MegatronVLLMShardingManager"},
     "verl.workers.reward_manager": {
         "verl.compat.reward_managers": "AbstractRewardManager BatchRewardManager DAPORewardManager NaiveRewardManager "
-        "REWARD_MANAGER_REGISTRY get_reward_manager_cls register",
+        "REWARD_MANAGER_REGISTRY get_reward_manager_cls register"
     },
     "verl.workers.reward_manager.abstract": {"verl.compat.reward_managers": "AbstractRewardManager RawRewardFn"},
     "verl.workers.reward_manager.batch": {"verl.compat.reward_managers": "BatchRewardManager"},
     "verl.workers.reward_manager.dapo": {"verl.compat.reward_managers": "DAPORewardManager"},
     "verl.workers.reward_manager.naive": {"verl.compat.reward_managers": "NaiveRewardManager"},
     "verl.workers.reward_manager.registry": {
-        "verl.compat.reward_managers": "REWARD_MANAGER_REGISTRY get_reward_manager_cls register",
+        "verl.compat.reward_managers": "REWARD_MANAGER_REGISTRY get_reward_manager_cls register"
     },
 }
 

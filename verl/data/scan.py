@@ -101,13 +101,7 @@ Examine = Callable[[range], ScanPart]
 
 
 def scan_rows(
-    name: str,
-    num_rows: int,
-    examine: Examine,
-    *,
-    key: Callable[[], str | None],
-    wait: bool = True,
-    forks: bool = True,
+    name: str, num_rows: int, examine: Examine, *, key: Callable[[], str | None], wait: bool = True, forks: bool = True
 ) -> Scan:
     """Examine `num_rows` rows of the data set `name`. `key` is asked for a large data set. With `wait` the scan has ended when
     this function returns. Without `forks` this process examines all rows. Raises DataError for bad rows."""

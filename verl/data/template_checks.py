@@ -63,13 +63,7 @@ class TemplateChecks:
         self.shapes.add("text")
 
     def check_chat(
-        self,
-        messages: Messages,
-        place: str,
-        *,
-        first: int = 0,
-        tools_matter: bool = True,
-        **template_kwargs: object,
+        self, messages: Messages, place: str, *, first: int = 0, tools_matter: bool = True, **template_kwargs: object
     ) -> None:
         """Raises DataError when renderings of `messages` differ, or when a field of the messages from number
         `first` on does not change the model's input. With `tools_matter` the tools in `template_kwargs` must change it, too."""

@@ -66,11 +66,7 @@ def scores_steps(config: PreTrainedConfig) -> bool:
 
 @torch.no_grad()
 def sequence_scores(
-    module: ScalarHeadModel,
-    sequences: Sequence[Tokens],
-    *,
-    max_tokens: int,
-    media: Sequence[Spans] | None = None,
+    module: ScalarHeadModel, sequences: Sequence[Tokens], *, max_tokens: int, media: Sequence[Spans] | None = None
 ) -> torch.Tensor:
     """float32 (float64 for a float64 model) [sequences] on the CPU: the head's output at the last token of each. `media` are
     the images of each, at places from its first token.

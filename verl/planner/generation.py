@@ -55,13 +55,7 @@ def decode_step(shape: ModelShape, tensor: int, pipeline: int, cluster: Cluster,
         messages += (pipeline - 1) * cluster.send(
             device.width * rows * shape.hidden, across=t * pipeline > cluster.domain
         )
-    return Time.of(
-        weights=matmul,
-        experts=experts,
-        kv_cache=attention,
-        tensor_parallel=messages,
-        overhead=host,
-    )
+    return Time.of(weights=matmul, experts=experts, kv_cache=attention, tensor_parallel=messages, overhead=host)
 
 
 def _read(cluster: Cluster, rows: float, sizes: Sequence[tuple[float, float]]) -> float:

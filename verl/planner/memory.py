@@ -262,12 +262,7 @@ def memory(
 
 
 def forward_memory(
-    shape: ModelShape,
-    layout: ParallelLayout,
-    *,
-    tokens: float,
-    width: int = WEIGHT,
-    frozen_width: int | None = None,
+    shape: ModelShape, layout: ParallelLayout, *, tokens: float, width: int = WEIGHT, frozen_width: int | None = None
 ) -> Bytes:
     """Memory of a frozen model that computes micro-batches of `tokens` tokens: its weights, the vectors of one layer, and the
     logits of a chunk."""

@@ -148,9 +148,5 @@ def age_metrics(batch: DataProto, version: int) -> dict[str, Metric]:
     return {
         f"training/off_policy/trajectory_{name}/{kind}": Metric.last(float(value))
         for name, values in ages.items()
-        for kind, value in (
-            ("mean", values.double().mean()),
-            ("max", values.max()),
-            ("min", values.min()),
-        )
+        for kind, value in (("mean", values.double().mean()), ("max", values.max()), ("min", values.min()))
     }

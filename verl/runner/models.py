@@ -13,12 +13,8 @@ from verl.errors import ConfigError
 from verl.models.hf_module import HFModule
 from verl.models.lora import CONFIG_FILE, OTHER_KINDS, WEIGHTS_FILE
 
-_HOW = (
-    "attn_implementation",
-    "device_map",
-    "low_cpu_mem_usage",
-    "use_cache",
-)  # of from_pretrained, without effect here
+# arguments of from_pretrained without effect here
+_HOW = ("attn_implementation", "device_map", "low_cpu_mem_usage", "use_cache", "use_safetensors")
 _REFUSED = ("lora_dropout", "modules_to_save", "ensure_weight_tying", *OTHER_KINDS)  # fields of peft's LoraConfig
 
 

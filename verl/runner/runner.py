@@ -117,8 +117,9 @@ class RLRunner:
         from transformers import AutoModelForCausalLM
 
         if self._module is None:
-            arguments = {"use_safetensors": True, **self._init_arguments}
-            self._module = AutoModelForCausalLM.from_pretrained(self._path, **arguments)
+            self._module = AutoModelForCausalLM.from_pretrained(
+                self._path, use_safetensors=True, **self._init_arguments
+            )
         return self._module
 
     @property

@@ -39,10 +39,7 @@ _NUM_RECENT = 20  # steps whose mean time estimates the rest
 StepMetrics = Mapping[str, tuple[str, str]]  # metric -> (short name, format), in the order of the line of a step
 
 # of every program, after its own
-_HOST_METRICS = {
-    "perf/throughput": ("tokens_per_s", "{:.0f}"),
-    "perf/time_per_step": ("seconds", "{:.1f}"),
-}
+_HOST_METRICS = {"perf/throughput": ("tokens_per_s", "{:.0f}"), "perf/time_per_step": ("seconds", "{:.1f}")}
 _UNITS = {"tokens_per_s": " tok/s", "seconds": " s"}
 
 

@@ -67,9 +67,7 @@ def activation_bytes(model: ModelShape, num_tokens: int, width: int, *, checkpoi
     """Bytes that a micro-batch of `num_tokens` tokens adds: activations kept for the backward pass (with checkpointing the
     layers' inputs), and the buffers of the current layer and of a chunk of logits."""
     layout = ParallelLayout(
-        zero=0,
-        recompute="full" if checkpointing else "none",
-        logit_chunk=_CHUNK_ELEMENTS // max(model.vocab, 1) or 1,
+        zero=0, recompute="full" if checkpointing else "none", logit_chunk=_CHUNK_ELEMENTS // max(model.vocab, 1) or 1
     )
     return int(memory(model, layout, tokens=num_tokens, width=width).transient)
 

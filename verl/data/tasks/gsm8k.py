@@ -26,12 +26,7 @@ def row_of(problem: dict[str, Any], split: str, index: int, place: str) -> dict[
         "prompt": [{"role": "user", "content": f"{problem['question']} {INSTRUCTION}"}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": final.group(1).replace(",", "")},
-        "extra_info": {
-            "split": split,
-            "index": index,
-            "answer": problem["answer"],
-            "question": problem["question"],
-        },
+        "extra_info": {"split": split, "index": index, "answer": problem["answer"], "question": problem["question"]},
     }
 
 

@@ -155,13 +155,7 @@ def row_of(item: Item, task: str, split: str, index: int, style: PromptStyle, nu
 
 
 def prepare(
-    output: Path,
-    tasks: dict[str, dict[str, object]],
-    *,
-    num_train: int,
-    num_test: int,
-    seed: int,
-    style: PromptStyle,
+    output: Path, tasks: dict[str, dict[str, object]], *, num_train: int, num_test: int, seed: int, style: PromptStyle
 ) -> list[str]:
     """Write `output`/{train,test}.parquet; returns a sentence for each task and file. The files are a function of the
     arguments (and of PYTHONHASHSEED for the few tasks that iterate over sets). Raises DataError when a part is empty.

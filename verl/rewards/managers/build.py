@@ -22,11 +22,7 @@ if TYPE_CHECKING:
 
 
 def build_reward_manager(
-    config: RewardConfig,
-    *,
-    max_response_length: int,
-    log_dir: str | Path | None = None,
-    parts: Sequence[str] = (),
+    config: RewardConfig, *, max_response_length: int, log_dir: str | Path | None = None, parts: Sequence[str] = ()
 ) -> RewardManager:
     """The manager named by `reward.reward_manager`, with a pool that is not started. `max_response_length`: tokens. `parts`:
     numbers that the function must return in addition to the score. Raises ConfigError."""

@@ -66,13 +66,7 @@ done
 shift
 "$@"; exit $?
 """
-_SOCKETS = (
-    "/run/containerd",
-    "/run/dbus",
-    "/run/docker.sock",
-    "/run/user",
-    "/tmp/.X11-unix",
-)
+_SOCKETS = ("/run/containerd", "/run/dbus", "/run/docker.sock", "/run/user", "/tmp/.X11-unix")
 _RAY = "/tmp/ray"
 _CREDENTIALS = (
     *(".aws", ".azure", ".cache/huggingface/stored_tokens", ".cache/huggingface/token", ".config/gcloud", ".config/gh"),

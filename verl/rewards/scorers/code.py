@@ -153,7 +153,7 @@ def _run(script: str, stdin: str, limits: ProgramLimits) -> Output:
 
 
 def _print(stdin: str, expected: str, program: str, limits: ProgramLimits) -> str:
-    # as code of its own: a program may begin with `from __future__`
+    # compiled separately: a program may begin with `from __future__`
     output = _run(f"exec(compile({program!r}, 'program.py', 'exec'))", stdin, limits)
     return _wrong(output) or ("" if same_text(output.stdout, expected) else "printed something else")
 

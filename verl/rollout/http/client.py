@@ -34,15 +34,7 @@ class Client:
     another machine must have; `keys` is the section of the config that errors name. Raises ConfigError for an address or a
     token that cannot be used."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        token_env: str,
-        timeout_s: float,
-        num_retries: int,
-        keys: str = "rollout.service",
-    ):
+    def __init__(self, url: str, *, token_env: str, timeout_s: float, num_retries: int, keys: str = "rollout.service"):
         self.keys, self.url = full_key(keys), url.rstrip("/")
         self.timeout_s, self.num_retries = timeout_s, num_retries
         self._token_env = token_env
