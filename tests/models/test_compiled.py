@@ -186,6 +186,19 @@ def test_other_dtypes_and_processors_are_left_to_torch(monkeypatch):
         compiled.usable(torch.zeros(2))
 
 
+@pytest.mark.parametrize(("rows", "depth", "columns"), [(1, 7, 1), (300, 1031, 70), (13, 9001, 33), (25, 600, 5000)])
+def test_products_of_bfloat16_equal_float64_for_any_number_of_threads(rows, depth, columns, threads, pairs):
+    a, b = torch.randn(rows, depth).bfloat16(), torch.randn(depth, columns).bfloat16()
+    bias, exact, runs = torch.randn(columns).bfloat16(), a.double() @ b.double(), []
+    for count, x, y in ((1, a, b), (2, a, b.t().contiguous().t()), (3, a.t().contiguous().t(), b)):
+        threads(count)
+        total = compiled.add_product(torch.ones(rows, columns), x, y, overwrite=False)
+        runs.append([total, compiled.multiply(x, y), compiled.multiply(x, y, bias)])
+    for actual, expected in zip(runs[0], (exact + 1, exact, exact + bias.double()), strict=True):
+        assert relative(actual.double(), expected) < (1e-6 if actual.dtype == torch.float32 else 4e-3)
+    assert all(torch.equal(x, y) for run in runs[1:] for x, y in zip(run, runs[0], strict=True))
+
+
 def pointwise(dtype, tokens, features):
     """Results of all operations on rows, from the same values in `dtype`."""
     generator = torch.Generator().manual_seed(0)
@@ -259,7 +272,7 @@ from verl.models import compiled
 assert hasattr(ctypes.CDLL(None), "__asan_init")
 checked = compiled._declare(ctypes.CDLL(sys.argv[1]))
 compiled._library = lambda: checked
-sys.exit(pytest.main(["-v", "-p", "no:cacheprovider", "-k", "ends_of_blocks or operations_on or prefix", sys.argv[2]]))
+sys.exit(pytest.main(["-vv", "-p", "no:cacheprovider", "-k", "ends_of or operations_on or prefix or products", sys.argv[2]]))
 """
 
 

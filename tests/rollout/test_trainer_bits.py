@@ -7,6 +7,7 @@ from tests.rollout.conftest import make_prompts
 from verl.data_proto.samples import SamplingParams
 from verl.models.cpu.weights import DenseDecoder
 from verl.models.forward import packed_outputs
+from verl.models.matmul import Matmul
 from verl.models.packing import pack_rows
 from verl.models.tiny import make_tiny_model
 from verl.rollout.native.compiled import library
@@ -71,9 +72,11 @@ def test_log_probs_of_the_sampler_are_the_trainers(kernels, family, sizes, tmp_p
 
 
 @pytest.mark.parametrize("inputs", [576, 896, 1536, 2048, 4864, 8192])
-def test_sums_of_products_are_added_as_torch_adds_them(kernels, inputs):
+def test_sums_of_products_are_added_as_the_trainer_adds_them(kernels, inputs):
     block = kernels.sum_block(inputs)
     if block is None:
         pytest.skip("the matmuls of this version of torch sum in another order")
     x, weight = torch.randn(37, inputs).bfloat16(), torch.randn(96, inputs).bfloat16()
-    assert torch.equal(kernels.product(x, kernels.pack(weight), 96, 3, block), torch.mm(x, weight.t()).float())
+    assert torch.equal(
+        kernels.product(x, kernels.pack(weight), 96, 3, block), Matmul(x.dtype, x.device).product(x, weight).float()
+    )

@@ -202,8 +202,10 @@ FN void NAME(sum_heads)(const struct call *c, const struct work *w, int64_t begi
             }
 }
 
+#include "matmul_kernels.h"
+
 static const struct kernels NAME(kernels) = {
-    STRING(ISA), NAME(pack), NAME(forward), NAME(backward), NAME(sum_heads), {POINTWISE, NAME(inverse_rms_rows)},
+    STRING(ISA), NAME(pack), NAME(forward), NAME(backward), NAME(sum_heads), {POINTWISE, NAME(inverse_rms_rows)}, NAME(pack_slab), NAME(multiply),
 };
 
 #undef ISA

@@ -181,6 +181,51 @@ void rows_run(const struct kernels *k, int operation, const struct rows *r)
     run_team(rows_job, &j, r->threads);
 }
 
+struct product_job {
+    const struct kernels *kernels;
+    const struct product *product;
+};
+
+enum { ROWS_OF_A = 96, DEPTH = 8192, SLAB = 1 << 20 }; /* rows that a thread packs; depth of a slab, and its pairs */
+
+static int64_t slab_depth(const struct product *p) { return p->depth > DEPTH ? p->block : p->depth; }
+static int64_t slab_columns(const struct product *p)
+{
+    const int64_t most = at_least(SLAB / (slab_depth(p) / 2 + 1) / PAD * PAD, PAD), slabs = (p->columns + most - 1) / most;
+    return round_up((p->columns + slabs - 1) / slabs, PAD);
+}
+
+/* Floats that `product.work` must have */
+int64_t product_workspace(const struct product *p)
+{
+    const int64_t depth = slab_depth(p);
+    return round_up(slab_columns(p) * (depth + 1) / 2, 16) + p->threads * ROWS_OF_A * product_row(depth);
+}
+
+static void product_job(struct team *team, int thread)
+{
+    const struct product_job *j = team->argument;
+    const struct product *p = j->product;
+    const int64_t width = slab_columns(p), depth = slab_depth(p), parts = round_up((p->rows + ROWS_OF_A - 1) / ROWS_OF_A, team->size);
+    float *a = p->work + product_workspace(p) - (thread + 1) * ROWS_OF_A * product_row(depth);
+    for (int64_t step = 0; step < p->depth; step += depth)
+        for (int64_t column = 0; column < p->columns; column += width) {
+            const struct slab s = {step, at_most(p->depth - step, depth), column, at_most(p->columns - column, width)};
+            for (int64_t task; (task = atomic_fetch_add(&team->next, 1)) < 8;)
+                j->kernels->pack_slab(p, &s, task, 8);
+            barrier(team);
+            for (int64_t task; (task = atomic_fetch_add(&team->next, 1)) < parts;)
+                j->kernels->multiply(p, &s, a, task, parts);
+            barrier(team);
+        }
+}
+
+void product_run(const struct kernels *k, const struct product *p)
+{
+    struct product_job j = {k, p};
+    run_team(product_job, &j, p->threads);
+}
+
 #else
 
 int kernels_revision(void) { return REVISION; }

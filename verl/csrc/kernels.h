@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-enum { REVISION = 2 };          /* counts up when a structure changes */
+enum { REVISION = 3 };          /* counts up when a structure changes */
 enum { QUERIES = 72 };          /* of a block; a multiple of the rows of every register tile */
 enum { KEYS = 256 };            /* of a block; a multiple of PAD */
 enum { PAD = 32 };              /* packed keys of a range are padded to a multiple of this, and so is head_dim */
@@ -65,6 +65,22 @@ struct rows {
     float eps;
 };
 
+enum { FIRST, ONWARD, FURTHER };   /* of the sums of a tile, see tile_kernels.h */
+
+/* out [rows][columns] = a b over `depth`, of bfloat16 values. Of the two strides of a, and of b, one is 1. */
+struct product {
+    int64_t rows, columns, depth, a_row, a_step, b_column, b_step;
+    int64_t block, add, halves, threads; /* add: to out; halves: out is bfloat16, for depths of up to 8192 */
+    const uint16_t *a, *b;
+    void *out;
+    float *work;                /* product_workspace() floats, 64-aligned */
+};
+
+/* Of b: `depth` values from `step` on of `columns` columns from `column` on */
+struct slab {
+    int64_t step, depth, column, columns;
+};
+
 /* The kernels of one instruction set. */
 struct kernels {
     const char *name;
@@ -73,6 +89,8 @@ struct kernels {
     void (*backward)(const struct call *, const struct work *, int64_t group, int64_t head);
     void (*sum)(const struct call *, const struct work *, int64_t begin, int64_t end);
     void (*rows[NUM_OPERATIONS])(const struct rows *, int64_t begin, int64_t end);
+    void (*pack_slab)(const struct product *, const struct slab *, int64_t part, int64_t parts); /* in bfloat16 only */
+    void (*multiply)(const struct product *, const struct slab *, float *a, int64_t part, int64_t parts);
 };
 
 static inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
@@ -82,5 +100,8 @@ static inline int64_t at_most(int64_t n, int64_t high) { return n < high ? n : h
 /* In bfloat16: the tokens of a tile of queries, and the floats between the scores of two queries */
 static inline int64_t tile_tokens(const struct call *c) { return at_least((c->longest > 4096 ? 8 : 32) / (c->num_heads / c->num_kv_heads), 1); }
 static inline int64_t scores_stride(const struct call *c) { return round_up(c->longest, 16) + 48; }
+
+/* Floats between two packed rows of a, an odd number of cache lines */
+static inline int64_t product_row(int64_t depth) { return round_up((depth + 1) / 2, 32) + 16; }
 
 #endif

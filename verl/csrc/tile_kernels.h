@@ -9,15 +9,15 @@
 #define NR (2 * WIDTH)             /* columns of a register tile, those of a panel */
 #define MR (WIDTH == 16 ? 12 : 6)  /* its rows */
 
-/* c[MR][NR] = a b, or += with `add`, over `steps` */
-INLINE void NAME(tile)(const int add, const float *a, const int64_t a_row, const int64_t a_step, const float *b, const int64_t b_step,
+/* c[MR][NR] = a b over `steps`. ONWARD continues the sums in c; FURTHER adds sums that begin at zero to them. */
+INLINE void NAME(tile)(const int how, const float *a, const int64_t a_row, const int64_t a_step, const float *b, const int64_t b_step,
                        int64_t steps, float *c, const int64_t c_row)
 {
     vf acc[MR][2];
 #pragma GCC unroll 12
     for (int i = 0; i < MR; i++) {
-        acc[i][0] = add ? v_load(c + i * c_row) : v_set(0.0f);
-        acc[i][1] = add ? v_load(c + i * c_row + WIDTH) : v_set(0.0f);
+        acc[i][0] = how == ONWARD ? v_load(c + i * c_row) : v_set(0.0f);
+        acc[i][1] = how == ONWARD ? v_load(c + i * c_row + WIDTH) : v_set(0.0f);
     }
     for (int64_t s = 0; s < steps; s++, a += a_step, b += b_step) {
         vf b0 = v_load(b), b1 = v_load(b + WIDTH);
@@ -30,8 +30,9 @@ INLINE void NAME(tile)(const int add, const float *a, const int64_t a_row, const
     }
 #pragma GCC unroll 12
     for (int i = 0; i < MR; i++) {
-        v_store(c + i * c_row, acc[i][0]);
-        v_store(c + i * c_row + WIDTH, acc[i][1]);
+        float *to = c + i * c_row;
+        v_store(to, how == FURTHER ? v_add(v_load(to), acc[i][0]) : acc[i][0]);
+        v_store(to + WIDTH, how == FURTHER ? v_add(v_load(to + WIDTH), acc[i][1]) : acc[i][1]);
     }
 }
 
@@ -48,7 +49,7 @@ INLINE void NAME(block_scores)(const float *a, int64_t dim, int64_t padded, cons
     for (int64_t p = 0; p < keys; p += NR)
         for (int64_t t = 0; t < count; t += MR)
             if (p < NAME(seen)(t, ahead, keys))
-                NAME(tile)(0, a + t * padded, padded, 1, across + p * padded, NR, dim, scores + t * ROW + p, ROW);
+                NAME(tile)(FIRST, a + t * padded, padded, 1, across + p * padded, NR, dim, scores + t * ROW + p, ROW);
 }
 
 /* c[count][padded] += scores b, for scores [count][ROW / UNIT] and b [padded / NR][panel_rows][NR] */
@@ -56,7 +57,7 @@ INLINE void NAME(add_rows)(const float *scores, const float *b, int64_t panel_ro
 {
     for (int64_t d = 0; d < padded; d += NR)
         for (int64_t t = 0; t < count; t += MR)
-            NAME(tile)(1, scores + t * (ROW / UNIT), ROW / UNIT, 1, b + d * panel_rows, NR, NAME(units)(NAME(seen)(t, ahead, keys)), c + t * padded + d, padded);
+            NAME(tile)(ONWARD, scores + t * (ROW / UNIT), ROW / UNIT, 1, b + d * panel_rows, NR, NAME(units)(NAME(seen)(t, ahead, keys)), c + t * padded + d, padded);
 }
 
 /* c[keys][padded] += scores^T b, for scores [count / UNIT][ROW] and b [count / UNIT][padded] */
@@ -68,9 +69,9 @@ INLINE void NAME(add_columns)(const float *scores, const float *b, int64_t padde
         const float *a = scores + first * ROW + j, *from = b + first * padded;
         for (int64_t d = 0; d < padded; d += NR)
             if (j + MR <= keys)
-                NAME(tile)(1, a, 1, ROW, from + d, padded, steps, c + j * padded + d, padded);
+                NAME(tile)(ONWARD, a, 1, ROW, from + d, padded, steps, c + j * padded + d, padded);
             else {
-                NAME(tile)(0, a, 1, ROW, from + d, padded, steps, last, NR);
+                NAME(tile)(FIRST, a, 1, ROW, from + d, padded, steps, last, NR);
                 for (int64_t i = 0; i < keys - j; i++)
                     for (int64_t n = 0; n < NR; n++)
                         c[(j + i) * padded + d + n] += last[i * NR + n];

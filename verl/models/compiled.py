@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import threading
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 
@@ -20,10 +21,12 @@ from verl.parallel.device import native_bf16
 
 # operations on rows
 RMS_NORM, RMS_NORM_BACKWARD, SWIGLU, SWIGLU_BACKWARD, ROTATE, LOG_SUM_EXP, LOGIT_GRADIENT, INVERSE_RMS = range(8)
-_REVISION = 2  # of the structures, see kernels.h
+_REVISION = 3  # of the structures, see kernels.h
 _CPU = torch.device("cpu")
 _ROWS = 32  # of kernels.h
 _SHARE = 1 << 15  # elements that are worth waking a thread for
+_DEPTH = 8192  # of a product that is rounded where its sums end
+_scratch = threading.local()  # kept, since the pages of a new buffer would take 3% of a product
 
 
 class Heads(Structure):
@@ -49,6 +52,14 @@ class RowOperation(Structure):
     )
 
 
+class Product(Structure):
+    _fields_ = (
+        [(name, c_int64) for name in ("rows", "columns", "depth", "a_row", "a_step", "b_column", "b_step")]
+        + [(name, c_int64) for name in ("block", "add", "halves", "threads")]
+        + [(name, c_void_p) for name in ("a", "b", "out", "work")]
+    )
+
+
 def usable(*tensors: torch.Tensor) -> bool:
     """Whether compiled kernels compute with `tensors`, all float32 or, to the sampler's bits, all bfloat16. Raises ConfigError
     for a VERL_CPU_ISA that cannot be had."""
@@ -68,6 +79,37 @@ def run_attention(call: AttentionCall, backward: bool) -> None:
     work = torch.empty(library.attention_workspace(call, backward) + 16)
     call.work = work.data_ptr() + -work.data_ptr() % 64
     library.attention_run(_chosen(torch.bfloat16 if call.bf16 else torch.float32), call, backward)
+
+
+def multiply(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """a [rows, depth] b [depth, columns] + bias, in bfloat16, rounded once. Pairs are added one after the other, in blocks of
+    512 values, of 1024 for depths above 1024, that begin at zero: as oneDNN does on AMD's processors."""
+    if bias is None:
+        return add_product(torch.empty(len(a), b.shape[1], dtype=torch.bfloat16), a, b, overwrite=True)
+    return add_product(bias.float().repeat(len(a), 1), a, b, overwrite=False).to(torch.bfloat16)
+
+
+def add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, overwrite: bool) -> torch.Tensor:
+    """out += a b for bfloat16 a [rows, depth] and b [depth, columns], or = with `overwrite`. `out`, which is returned, is
+    contiguous, and float32 unless overwritten."""
+    library = _library()
+    assert library is not None
+    assert overwrite or out.dtype == torch.float32
+    (rows, depth), columns = a.shape, b.shape[1]
+    if depth > _DEPTH and out.dtype == torch.bfloat16:
+        return out.copy_(add_product(torch.empty(out.shape), a, b, overwrite=True))
+    if not a.numel() or not b.numel():
+        return out.zero_() if overwrite else out
+    a, b = (x if 1 in x.stride() else x.contiguous() for x in (a, b))
+    shapes, block = (rows, columns, depth, *a.stride(), *reversed(b.stride())), 512 if depth <= 1024 else 1024
+    options = (block, not overwrite, out.dtype == torch.bfloat16, num_threads(rows * columns))
+    call = Product(*shapes, *options, *(x.data_ptr() for x in (a, b, out)))
+    size = library.product_workspace(call) + 16
+    if getattr(_scratch, "floats", None) is None or len(_scratch.floats) < size:
+        _scratch.floats = torch.empty(size)
+    call.work = _scratch.floats.data_ptr() + -_scratch.floats.data_ptr() % 64
+    library.product_run(_chosen(torch.bfloat16), call)
+    return out
 
 
 def run_rows(
@@ -133,5 +175,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         library.attention_workspace.restype = c_int64
         library.attention_workspace.argtypes = [POINTER(AttentionCall), c_int]
         library.attention_run.restype, library.attention_run.argtypes = None, [c_void_p, POINTER(AttentionCall), c_int]
+        library.product_workspace.restype, library.product_workspace.argtypes = c_int64, [POINTER(Product)]
+        library.product_run.restype, library.product_run.argtypes = None, [c_void_p, POINTER(Product)]
         library.rows_run.restype, library.rows_run.argtypes = None, [c_void_p, c_int, POINTER(RowOperation)]
     return library

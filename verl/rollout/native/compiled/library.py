@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from verl.models.cpu.weights import DenseDecoder
+from verl.models.matmul import Matmul
 from verl.parallel.compiled import choose_kernels, open_library
 from verl.parallel.device import native_bf16
 
@@ -119,8 +120,8 @@ class Kernels:
         return out[:rows, :outputs]
 
     def sum_block(self, inputs: int) -> int | None:
-        """Steps of a bfloat16 product with so many inputs after which torch's matmul begins a new sum, 0 for one sum; None
-        where no choice gives torch's bits. Sampler and trainer then round alike."""
+        """Steps of a bfloat16 product with so many inputs after which the trainer's matmul begins a new sum, 0 for one sum;
+        None where no choice gives the trainer's bits. Sampler and trainer then round alike."""
         return _sum_block(self, inputs)
 
     def equals_trainer(self, decoder: DenseDecoder) -> bool:
@@ -163,7 +164,8 @@ def _sum_block(kernels: Kernels, inputs: int) -> int | None:
     weight[:, half : 2 * half], x[:, half : 2 * half] = weight[:, :half], -x[:, :half]
     weight, x = weight.bfloat16(), x.bfloat16()
     packed = kernels.pack(weight)
-    products = [torch.mm(x[:rows], weight.t()).float() for rows in (2, 40, 300)]
+    trainer = Matmul(torch.bfloat16, torch.device("cpu"))
+    products = [trainer.product(x[:rows], weight).float() for rows in (2, 40, 300)]
     for block in _SUM_BLOCKS:
         ours = kernels.product(x, packed, outputs, 1, block)
         if all(torch.equal(ours[: len(product)], product) for product in products):

@@ -45,7 +45,7 @@ def product(projection: Projection, *, prepack: bool, invariant: bool = False) -
 
 
 def _product(weight: torch.Tensor, bias: torch.Tensor | None, prepack: bool) -> Product:
-    in_place = Matmul(weight.dtype, weight.device)
+    in_place = Matmul(weight.dtype, weight.device, compiles=False)
     if prepack and weight.device.type == "cpu" and (weight.dtype == torch.float32 or in_place.widens):
         bias = None if bias is None else bias.float()
         if _can_prepack(*weight.shape):
