@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from bisect import insort
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,40 +16,49 @@ if TYPE_CHECKING:
     from verl.data_proto.proto import DataProto
 
 Rows = list[int]
+Part = tuple[float, Rows]  # -cost, rows
 
 
 class _Partial:
-    """A partition of some rows into parts sorted by descending cost."""
+    """A partition of some rows into `num_parts` sorted parts, of which `parts` are the parts with rows."""
 
-    __slots__ = ("first_row", "parts")
+    __slots__ = ("first_row", "num_parts", "parts")
 
-    def __init__(self, parts: list[tuple[float, list[int]]], first_row: int):
-        self.parts = sorted(parts, key=lambda part: (-part[0], part[1]))
-        self.first_row = first_row
+    def __init__(self, parts: list[Part], num_parts: int, first_row: int):
+        self.parts, self.num_parts, self.first_row = sorted(parts), num_parts, first_row
 
     def ranked(self) -> tuple[float, int, _Partial]:
         """In the order of a heap, the widest first; no two have one first row."""
-        return self.parts[-1][0] - self.parts[0][0], self.first_row, self
+        costs = [self.parts[0][0], self.parts[-1][0], *([0.0] if len(self.parts) < self.num_parts else [])]
+        return min(costs) - max(costs), self.first_row, self
 
     def absorb(self, other: _Partial) -> _Partial:
-        """Largest parts meet smallest ones: the differencing step for more than two parts."""
-        joined = [
-            (a_cost + b_cost, a_rows + b_rows)
-            for (a_cost, a_rows), (b_cost, b_rows) in zip(self.parts, reversed(other.parts), strict=True)
-        ]
-        return _Partial(joined, min(self.first_row, other.first_row))
+        """Largest parts meet smallest ones: the differencing step for more than two parts. Ends both partitions."""
+        first_row = min(self.first_row, other.first_row)
+        if not self.parts[-1][0] < 0 > other.parts[-1][0]:  # rows without cost come behind empty parts
+            joined = _joined(self._with_empty(), other._with_empty()[::-1])
+            return _Partial(joined, self.num_parts, first_row)
+        few, many = sorted((self, other), key=lambda partial: len(partial.parts))
+        room = self.num_parts - len(many.parts)
+        largest, smallest = few.parts[room:], [many.parts.pop() for _ in few.parts[room:]]
+        for part in few.parts[:room] + (_joined(largest, smallest) if few is self else _joined(smallest, largest)):
+            insort(many.parts, part)
+        many.first_row = first_row
+        return many
+
+    def _with_empty(self) -> list[Part]:
+        return sorted(self.parts + [(0.0, list[int]())] * (self.num_parts - len(self.parts)))
 
 
-def _singletons(costs: Sequence[float], num_parts: int) -> list[_Partial]:
-    empty: list[tuple[float, list[int]]] = [(0.0, []) for _ in range(num_parts - 1)]
-    return [_Partial([(float(cost), [row]), *[(c, list(r)) for c, r in empty]], row) for row, cost in enumerate(costs)]
+def _joined(parts: list[Part], others: list[Part]) -> list[Part]:
+    pairs = zip(parts, others, strict=True)
+    return [(a_cost + b_cost, a_rows + b_rows) for (a_cost, a_rows), (b_cost, b_rows) in pairs if a_rows or b_rows]
 
 
-def _one_row_per_part(costs: Sequence[float], num_parts: int) -> list[_Partial]:
+def _blocks(costs: Sequence[float], num_parts: int) -> list[Rows]:
     """Blocks of `num_parts` rows of neighbouring cost; joining blocks keeps all parts equally long."""
     by_cost = sorted(range(len(costs)), key=lambda row: (costs[row], row))
-    blocks = [by_cost[start : start + num_parts] for start in range(0, len(by_cost), num_parts)]
-    return [_Partial([(float(costs[row]), [row]) for row in block], min(block)) for block in blocks]
+    return [by_cost[start : start + num_parts] for start in range(0, len(by_cost), num_parts)]
 
 
 def partition_by_cost(costs: Sequence[float], num_parts: int, equal_size: bool) -> list[list[int]]:
@@ -65,14 +75,15 @@ def partition_by_cost(costs: Sequence[float], num_parts: int, equal_size: bool) 
         raise ValueError(
             f"{num_rows} rows do not divide into {num_parts} equal parts; pad the batch or use equal_size=False."
         )
-    partials = _one_row_per_part(costs, num_parts) if equal_size else _singletons(costs, num_parts)
+    blocks = _blocks(costs, num_parts) if equal_size else [[row] for row in range(num_rows)]
+    partials = [_Partial([(-float(costs[row]), [row]) for row in block], num_parts, min(block)) for block in blocks]
     heap = [partial.ranked() for partial in partials]
     heapq.heapify(heap)
     while len(heap) > 1:
         *_, widest = heapq.heappop(heap)
         heapq.heapreplace(heap, widest.absorb(heap[0][-1]).ranked())
     parts = [sorted(rows) for _, rows in heap[0][-1].parts]
-    return sorted(_without_empty(parts, costs))
+    return sorted(_without_empty(parts + [list[int]() for _ in range(num_parts - len(parts))], costs))
 
 
 def _without_empty(parts: list[list[int]], costs: Sequence[float]) -> list[list[int]]:
@@ -251,9 +262,8 @@ def balanced_shares(
             cost(prompts[r] + responses[r]) - cost(prompts[r]) for r in part
         )
 
-    candidates = [_partition(units, num_parts, share_cost)]
-    if len(groups) >= num_parts:
-        candidates.insert(0, _partition(list(groups.values()), num_parts, share_cost))
+    divided = [list(groups.values()), units] if len(groups) >= num_parts else [units]
+    candidates = [_partition(items, num_parts, share_cost) for items in divided]
     return min(candidates, key=lambda parts: max(map(share_cost, parts)))  # the first of equals: whole groups
 
 
