@@ -35,7 +35,7 @@ _ROOT_CAUSE_S = 3.0  # grace for naming the rank that died, once another rank ha
 _END_S = 5.0
 _STACK_S = 5.0  # for the stack of a process that is late
 _INLINE_BYTES = 64 * 1024  # below the 100 KB from which on Ray itself stores an argument
-_LOOK_S = 2.0  # between two looks at Ray's own processes
+_FIRST_LOOK_S, _LOOK_S = 0.01, 0.5  # from one look at the answers of a call to the next
 # the keys with the deadline of a call, and of starting the processes
 CALL_LIMIT, START_LIMIT = "trainer.call_timeout_s", "trainer.ray_wait_register_center_timeout"
 
@@ -46,6 +46,7 @@ class RayCluster:
     def __init__(self, ray_init: Mapping[str, Any], request: Request):
         self.request = request
         self._groups: list[PlacementGroup] = []
+        self._nodes: dict[PlacementGroup, str] = {}  # by Ray's names
         self._handles: list[Any] = []
         self._started = False
         settings = {k: v for k, v in ray_init.items() if v is not None}
@@ -128,51 +129,37 @@ class RayCluster:
                     f"{self.request.timeout_s:.0f} s; {free} are free, the others are used by other jobs. End those, or ask "
                     "for fewer with trainer.nnodes and trainer.n_gpus_per_node."
                 ) from error
-        if len(self._groups) > 1:
-            self._groups.sort(key=_node_of)  # ranks of a node do not depend on the order in which groups became ready
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}  # all nodes, so ask once
+        for group in self._groups:
+            self._nodes[group] = next(iter(ray.util.placement_group_table(group)["bundles_to_node_id"].values()), "")
+        # ranks of a node do not depend on the order in which groups became ready
+        self._groups.sort(key=lambda group: (addresses.get(self._nodes[group], ""), self._nodes[group]))
 
     def spawn(
-        self,
-        cls: type,
-        environment: Mapping[str, str],
-        arguments: Callable[[int], tuple[object, ...]],
-        share: float = 1.0,
+        self, cls: type, environment: Mapping[str, str], arguments: Callable[[int], tuple[object, ...]], share: float = 1.0,
         beside: Sequence[str] = (),
-    ) -> list[Process]:
+    ) -> list[Process]:  # fmt: skip
         """An actor of `cls` for every place, in rank order; `arguments(rank)` are for its constructor. It takes `share` of the
         place, so that several fit. Calls run in the order in which they are made; calls of a group named in `beside` run on a
         separate thread, in parallel with the others."""
         processes: list[Process] = []
+        actor = _actor_class(cls, environment, beside)
         for group in self._groups:
-            node_id = _node_of(group).rpartition("/")[2]
             for bundle in range(group.bundle_count):
                 place = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
-                rank = len(processes)
-                handle = self._actor(cls, arguments(rank), environment, share, beside, scheduling_strategy=place)
-                processes.append(Process(rank, handle, node_id=node_id))
+                handle = self._start_actor(actor, arguments(len(processes)), share, scheduling_strategy=place)
+                processes.append(Process(len(processes), handle, node_id=self._nodes[group]))
         return processes
 
     def add(
-        self,
-        cls: type,
-        rank: int,
-        environment: Mapping[str, str],
-        arguments: tuple[object, ...],
-        beside: Sequence[str] = (),
+        self, cls: type, rank: int, environment: Mapping[str, str], arguments: tuple[object, ...], beside: Sequence[str]
     ) -> Process:
         """One more, on any device of the cluster; its calls wait until one is free."""
-        return Process(rank, self._actor(cls, arguments, environment, 1.0, beside), is_added=True)
+        return Process(rank, self._start_actor(_actor_class(cls, environment, beside), arguments, 1.0), is_added=True)
 
-    def _actor(
-        self, cls: type, arguments: tuple[object, ...], environment: Mapping[str, str], share: float, beside: Sequence[str],
-        **place: object,
-    ) -> object:  # fmt: skip
-        remote: Any = ray.remote
-        actor = remote(concurrency_groups=dict.fromkeys(beside, 1))(cls) if beside else remote(cls)
-        variables = {"env_vars": {**passed_environment(), **environment}}
+    def _start_actor(self, actor: Any, arguments: tuple[object, ...], share: float, **place: object) -> object:
         num_gpus = share if self.request.gpus else 0
-        options = {"num_cpus": share, "num_gpus": num_gpus, "max_restarts": 0, "runtime_env": variables, **place}
-        handle = actor.options(**options).remote(*arguments)
+        handle = actor.options(num_cpus=share, num_gpus=num_gpus, **place).remote(*arguments)
         self._handles.append(handle)
         return handle
 
@@ -250,15 +237,18 @@ class Pending:
 
     def _wait(self) -> list[object]:
         results: dict[int, object] = {}
+        patience_s = _FIRST_LOOK_S
         waiting = {ref: index for index, (_, ref) in enumerate(self.refs)}
         while waiting:
             left = self._started + self.timeout_s - time.monotonic()
             if left <= 0:
                 raise DeadlineError(self._late([self.refs[index][0] for index in waiting.values()]))
-            if not ray.wait(list(waiting), num_returns=1, timeout=min(left, _LOOK_S))[0]:
+            # until all are there: a look costs as much as it has references, so one for each answer would be quadratic
+            arrived, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=min(left, patience_s))
+            patience_s = min(2 * patience_s, _LOOK_S)
+            if not arrived:
                 ray_node.require(self.call)
-            # all that are there: a look costs as much as it has references, so one for each answer would be quadratic
-            for ref in ray.wait(list(waiting), num_returns=len(waiting), timeout=0)[0]:
+            for ref in arrived:
                 index = waiting.pop(ref)
                 process = self.refs[index][0]
                 try:
@@ -366,8 +356,8 @@ def remote_function(function: Callable[..., object], **options: Any) -> Any:
     return ray.remote(**options)(function)
 
 
-def _node_of(group: PlacementGroup) -> str:
-    table = ray.util.placement_group_table(group)
-    nodes = {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes()}
-    node = next(iter(table["bundles_to_node_id"].values()), "")
-    return f"{nodes.get(node, '')}/{node}"
+def _actor_class(cls: type, environment: Mapping[str, str], beside: Sequence[str]) -> Any:
+    """The class of actors with these variables. Ray sends each such class to the cluster, so make one for all."""
+    variables = {"env_vars": {**passed_environment(), **environment}}
+    remote: Any = ray.remote
+    return remote(max_restarts=0, runtime_env=variables, concurrency_groups=dict.fromkeys(beside, 1) or None)(cls)
