@@ -2,7 +2,6 @@
 
     python -m benchmarks.controller                              1,024 to 65,536 samples of 512 tokens
     python -m benchmarks.controller --ranks 2                    on Ray
-    python -m benchmarks.controller --simulated 64,128,256,512   start and step of so many processes, on a stand-in for Ray
 
 Host, program, dispatch, ledger and files are the same as in `verl train`. The second step is measured: seconds of the main
 thread without the stand-ins; seconds until ledger and samples are on the disk after it; the growth of the process's own memory
@@ -17,11 +16,8 @@ import json
 import tempfile
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,7 +39,6 @@ from verl.run.host import SteppedRun
 from verl.runtime import local
 
 GROUP, PROMPT = 8, 64  # samples of a prompt, tokens of a prompt
-_DEVICES = 8  # of a simulated node
 
 
 class StandIns:
@@ -98,124 +93,13 @@ class StandIns:
         return Updates("actor", [{"pg_loss": Metric.mean(0.1), "grad_norm": Metric.mean(1.0)}], 1e-6, observed)
 
 
-@dataclass(eq=False)
-class Answer:
-    """A reference of SimulatedRay, whose value arrives at a time."""
-
-    value: Any
-    time: float
-
-
-class SimulatedRay:
-    """Ray as verl/runtime/ray_cluster.py calls it, with all processes in this one. Answers arrive 1 ms after each other. Counts
-    requests of the driver, bytes in them, references that a wait looks at, and seconds of the processes."""
-
-    ObjectRef = Answer
-
-    def __init__(self, num_nodes: int):
-        self.now, self.last, self.counts = 0.0, 0.0, Counter[str]()
-        place = self.asked({"bundles_to_node_id": {0: "0"}})
-        self.util = SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1", placement_group_table=place)
-        node = {"Alive": True, "Resources": {"CPU": _DEVICES}, "NodeID": "0", "NodeManagerAddress": "127.0.0.1"}
-        self.nodes, self.is_initialized = self.asked([node] * num_nodes), lambda: True
-
-    def asked(self, value: object) -> Callable[..., Any]:
-        """A request with this answer, whose size counts as sent."""
-        size = len(json.dumps(value, default=str))
-        return lambda *_, **__: (self.counts.update(requests=1, bytes=size), value)[1]
-
-    def run(self, work: Callable[..., Any], *arguments: Any) -> Answer:
-        started, self.last = time.thread_time(), max(self.last, self.now) + 1e-3
-        value = work(*(one.value if isinstance(one, Answer) else one for one in arguments))
-        self.counts["processes_s"] += time.thread_time() - started
-        buffers = [part for one in arguments if type(one) is list for part in one if type(part) is not Answer]
-        self.counts.update(requests=1, bytes=sum(memoryview(buffer).nbytes for buffer in buffers))
-        return Answer(value, self.last)
-
-    def remote(self, **_: object) -> Callable[[type], Any]:
-        def actors(cls: type) -> Any:
-            handle = lambda *arguments: _Actor(self, self.run(cls, *arguments).value)  # noqa: E731
-            return self.asked(SimpleNamespace(options=lambda **_: SimpleNamespace(remote=handle)))()
-
-        return actors
-
-    def wait(self, refs: list[Answer], num_returns: int, timeout: float) -> tuple[list[Answer], list[Answer]]:
-        self.counts["references"] += len(refs)
-        self.now = max(self.now, min(sorted(ref.time for ref in refs)[num_returns - 1], self.now + timeout))
-        return [ref for ref in refs if ref.time <= self.now], [ref for ref in refs if ref.time > self.now]
-
-    def get(self, ref: Answer, timeout: float = 0) -> Any:
-        return ref.value
-
-    def put(self, value: Any) -> Answer:
-        return self.run(lambda stored: stored, value)
-
-    def kill(self, *_: object, **__: object) -> None:
-        self.counts["requests"] += 1
-
-
-class _Actor:
-    def __init__(self, ray: SimulatedRay, process: object):
-        self._ray, self._process = ray, process
-
-    def __getattr__(self, method: str) -> Any:
-        call = partial(self._ray.run, getattr(self._process, method))
-        return SimpleNamespace(remote=call, options=lambda **_: SimpleNamespace(remote=call))
-
-
-class _Group:
-    bundle_count = _DEVICES
-
-    def __init__(self, *_: object, **__: object): ...
-
-    def ready(self) -> Answer:
-        return Answer(None, 0.0)
-
-
-def simulate(num_nodes: int) -> SimulatedRay:
-    """Have the ray runtime use SimulatedRay from now on."""
-    cluster, runtime, ray = (
-        import_module("verl.runtime.ray_cluster"),
-        import_module("verl.runtime.ray"),
-        SimulatedRay(num_nodes),
-    )
-    vars(cluster).update(ray=ray, placement_group=_Group, remove_placement_group=ray.kill)
-    vars(cluster)["PlacementGroupSchedulingStrategy"] = SimpleNamespace
-    vars(runtime).update(
-        own_device=torch.device, setup_logging=lambda *_: None, Collectives=SimpleNamespace(start=lambda *_, **__: None)
-    )
-    return ray
-
-
 def stand_in_specs(*recipe: Any) -> ProgramSpecs:
     """The specs of a rank's process on Ray, with stand-ins in it."""
     vars(import_module("verl.runtime.ray"))["RankWorkers"] = StandIns
-    return _read_once(json.dumps(recipe))
+    return specs_of_recipe(*recipe)
 
 
-@cache
-def _read_once(recipe: str) -> ProgramSpecs:
-    return specs_of_recipe(*json.loads(recipe))
-
-
-def measure_processes(folder: Path, samples: int, tokens: int, ranks: int) -> dict[str, float]:
-    """Start and step of `ranks` simulated processes."""
-    ray, row = simulate(ranks // _DEVICES), {}
-    with configured(folder, samples, tokens, _DEVICES, ranks // _DEVICES) as run:
-        for phase, work in {"start": run._started, "first step": run.step, "step": run.step}.items():
-            ray.counts.clear()
-            started = time.thread_time()
-            work()
-            counts = {
-                "ms of the driver": 1e3 * (time.thread_time() - started - ray.counts.pop("processes_s")),
-                **ray.counts,
-            }
-            row |= {f"{phase}, {name}": float(count) for name, count in counts.items()}
-    return row
-
-
-def configured(folder: Path, samples: int, tokens: int, ranks: int, nodes: int = 1) -> SteppedRun:
-    """A run of steps of `samples` samples."""
+def measure(folder: Path, samples: int, tokens: int, ranks: int) -> dict[str, float]:
     shared = {"data_source": "letters", "reward_model": {"style": "rule", "ground_truth": "letters"}}
     rows = [{**shared, "prompt": [{"role": "user", "content": f"{i} + 1"}]} for i in range(samples // GROUP)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -223,14 +107,9 @@ def configured(folder: Path, samples: int, tokens: int, ranks: int, nodes: int =
         "actor_rollout_ref.rollout.n": GROUP, "actor_rollout_ref.actor.ppo_mini_batch_size": samples // GROUP,
         "data.train_batch_size": samples // GROUP, "data.max_prompt_length": PROMPT, "data.max_response_length": tokens,
         "trainer.total_training_steps": 4, "trainer.default_local_dir": folder / "run", "trainer.n_gpus_per_node": ranks,
-        "trainer.nnodes": nodes,
     }  # fmt: skip
     keys = (*overrides(make_tiny_model(folder / "model"), folder, folder / "rows.jsonl"), *assigned(changes))
-    return SteppedRun(load_config(keys))
-
-
-def measure(folder: Path, samples: int, tokens: int, ranks: int) -> dict[str, float]:
-    with configured(folder, samples, tokens, ranks) as run:
+    with SteppedRun(load_config(keys)) as run:
         run.step()
         loop, _ = run._started()
         loop.tracker.flush()
@@ -268,20 +147,16 @@ def main() -> None:
     parser.add_argument("--samples", default="1024,4096,16384,65536")
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--processes", help="numbers of simulated processes, multiples of 8")
     arguments = parser.parse_args()
     local.RankWorkers = StandIns  # type: ignore[assignment, misc]
     recipe = ProgramSpecs.recipe
     ProgramSpecs.recipe = lambda specs: ("benchmarks.controller:stand_in_specs", *recipe(specs)[1:])  # type: ignore[method-assign]
-    sizes = [int(size) for size in (arguments.processes or arguments.samples).split(",")]
+    sizes = [int(size) for size in arguments.samples.split(",")]
     costs = Costs(sizes)
     for size in sizes:
         with tempfile.TemporaryDirectory() as folder:
-            if arguments.processes:
-                costs.add(size, measure_processes(Path(folder), 4096, 64, size))
-            else:
-                row = measure(Path(folder), size, arguments.tokens, arguments.ranks)
-                costs.add(size, {f"{name} a sample": cost / size for name, cost in row.items()})
+            row = measure(Path(folder), size, arguments.tokens, arguments.ranks)
+        costs.add(size, {f"{name} a sample": cost / size for name, cost in row.items()})
     print(costs.table(), flush=True)
 
 
