@@ -5,6 +5,7 @@ An id of 2**31 in tokenizer.json makes the tokenizers library allocate memory wi
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import re
@@ -50,10 +51,16 @@ def _config_of(model: ModelConfig) -> dict[str, object]:
 
 
 def check_tokenizer_file(folder: Path, num_embeddings: int | None) -> None:
-    """Raise ModelError for a tokenizer.json that a library could not load, or not within bounds of time and memory."""
+    """Raise ModelError for a tokenizer.json that a library could not load, or not within bounds of time and memory. A process
+    reads each content once."""
     file = folder / "tokenizer.json"
-    if not file.exists():
-        return
+    if file.exists():
+        status = file.stat()
+        _check_content(file, (status.st_ino, status.st_size, status.st_mtime_ns), num_embeddings)
+
+
+@functools.lru_cache
+def _check_content(file: Path, version: tuple[int, ...], num_embeddings: int | None) -> None:
     content = read_json_object(file)
     vocabulary, added = _vocabulary(file, content), _added(file, content)
     if len(added) > _MANY_ADDED:
