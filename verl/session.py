@@ -14,6 +14,7 @@ The same code runs in one process, under torchrun (every rank runs the script) a
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -144,6 +145,8 @@ class Session:
         """Clip the gathered gradients, take one optimizer step and forget them; returns grad_norm and lr. A norm that is not
         finite skips the step. `learning_rate`: of this step, instead of the rate of optim.lr's schedule. Raises ConfigError
         without gradients."""
+        if learning_rate is not None and not 0 <= learning_rate < math.inf:
+            raise ConfigError(f"learning_rate={learning_rate} of optim_step must be a finite number, 0 or larger.")
         return {name: metric.value for name, metric in self._policy.optim_step(learning_rate).items()}
 
     def log_probs(self, rows: Iterable[Row], *, reference: bool = False) -> list[list[float]]:
@@ -199,6 +202,8 @@ class Session:
         self.close()
 
     def _prompt_ids(self, prompt: Prompt, place: str) -> list[int]:
+        if isinstance(prompt, Mapping):
+            raise DataError(f"{place} is a single message. Session.sample takes a list of conversations, [messages].")
         if not isinstance(prompt, str) and len(prompt) and not isinstance(prompt[0], Mapping):
             return token_ids(prompt, place, num_embeddings(self.tokenizer)).tolist()
         return self._encoder.encode(prompt, place)  # type: ignore[arg-type]
@@ -239,8 +244,8 @@ class Session:
 def _value_columns(rows: Sequence[Row], lengths: Sequence[int], width: int) -> dict[str, torch.Tensor]:
     """float32 columns of the numbers of `rows`: [rows, 1], or [rows, response] where a row has a number for each token."""
     columns = {}
-    for name, first in rows[0].items():
-        if name in _TOKENS or (numbers := _numbers(first)) is None:
+    for name in dict.fromkeys(name for row in rows for name in row if name not in _TOKENS):
+        if (numbers := next(filter(lambda n: n is not None, (_numbers(row.get(name)) for row in rows)), None)) is None:
             continue
         of_tokens, values = numbers.ndim > 0, []
         for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
@@ -259,7 +264,9 @@ def _value_columns(rows: Sequence[Row], lengths: Sequence[int], width: int) -> d
 
 
 def _numbers(value: object) -> np.ndarray | None:
-    """A number or a list of numbers as float64; None for other values."""
+    """A number, or a list or a tensor of numbers, as float64; None for other values."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().to("cpu", torch.float64)
     try:
         array = np.asarray(value)
     except ValueError:  # nested lists of different lengths

@@ -1,6 +1,7 @@
 """`verl.Session`: loops that users write themselves, in one process, under torchrun and on Ray."""
 
 import json
+import math
 import subprocess
 import sys
 
@@ -78,6 +79,11 @@ def test_a_saved_session_continues_bit_for_bit(session, tiny_llama, tmp_path):
     ("call", "error", "words"),
     [
         (lambda s: s.optim_step(), ConfigError, "Call forward_backward before"),
+        (lambda s: s.optim_step(learning_rate=math.nan), ConfigError, "must be a finite number"),
+        (lambda s: s.optim_step(learning_rate=-1.0), ConfigError, "must be a finite number"),
+        (lambda s: s.forward_backward(ROWS, lambda o, r, t: o["log_probs"].detach().sum()), ConfigError, "no gradient"),
+        (lambda s: s.forward_backward([{**ROWS[0], "advantage": None}, *ROWS], summed), DataError, "row 0 .* a number"),
+        (lambda s: s.sample([{"role": "user", "content": "q"}]), DataError, "prompt 0 is a single message"),
         (lambda s: s.forward_backward([], summed), DataError, "at least one with prompt_ids"),
         (lambda s: s.forward_backward([{"prompt_ids": [1]}], summed), DataError, "response_ids of row 0"),
         (lambda s: s.forward_backward([{**ROWS[0], "advantage": [1.0]}], summed), DataError, "3 numbers"),

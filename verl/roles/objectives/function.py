@@ -25,7 +25,7 @@ LossFunction = Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor],
 
 
 class FunctionLoss:
-    """The LossFn of `function`. Raises ConfigError for a result that is no scalar tensor."""
+    """The LossFn of `function`. Raises ConfigError for a result that is no scalar tensor, or has no gradient."""
 
     def __init__(self, function: LossFunction):
         self.function = function
@@ -41,5 +41,9 @@ class FunctionLoss:
             shape = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             name = getattr(self.function, "__name__", "loss")
             raise ConfigError(f"The loss function {name} returned {shape}. Return a scalar tensor: sum over the rows.")
+        if not loss.requires_grad and loss != 0:  # 0: rows of the micro-batch that do not train
+            raise ConfigError(
+                "The loss has no gradient. Compute it from `outputs` of tokens that train, without detach()."
+            )
         values = {name: v.detach() if isinstance(v, torch.Tensor) else float(v) for name, v in metrics.items()}
         return loss, {name: Metric.sum(value) for name, value in values.items()}
