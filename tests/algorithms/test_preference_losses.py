@@ -20,10 +20,12 @@ from verl.algorithms.preference_losses import (
     match_ranks,
     needs_reference,
     preference_loss,
+    reads,
     shared_lengths,
     wpo_weights,
 )
 from verl.config.active_keys import DIVERGENCE_LOSSES
+from verl.errors import ConfigError
 
 SETTINGS = {
     "beta": 0.3,
@@ -175,6 +177,12 @@ def test_start_values(name):
 
 def test_every_loss_with_a_reference_has_a_start_value():
     assert set(START) == {name for name in PREFERENCE_LOSSES if needs_reference(name)}
+
+
+def test_an_argument_that_is_no_term_is_named(monkeypatch):
+    monkeypatch.setitem(PREFERENCE_LOSSES._rows, "own", lambda delta, chosen_log_ratio, scale=1.0, **more: delta)
+    with pytest.raises(ConfigError, match="'own' has the argument chosen_log_ratio, .* chosen_mean, chosen_ratio"):
+        reads("own")
 
 
 def test_extreme_probabilities_stay_finite():

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
+from verl.errors import ConfigError
 from verl.families import PREFERENCE_LOSSES, REFERENCE_COLUMNS
 
 MAX_EXPONENT = 80.0  # of the alpha divergence: exp() of it is finite in float32
@@ -250,8 +251,17 @@ def _signs(desirable: Tensor, like: Tensor, yes: float, no: float) -> tuple[Tens
 
 @cache
 def reads(name: str) -> frozenset[str]:
-    """The arguments of the loss `name`. Raises ConfigError for an unknown one."""
-    return frozenset(inspect.signature(PREFERENCE_LOSSES.get(name)).parameters)
+    """The arguments of the loss `name`. Raises ConfigError for an unknown loss, and for an argument that no term has."""
+    arguments = inspect.signature(PREFERENCE_LOSSES.get(name)).parameters
+    if not PREFERENCE_LOSSES.is_built_in(name):
+        terms = frozenset().union(*map(reads, filter(PREFERENCE_LOSSES.is_built_in, PREFERENCE_LOSSES)))
+        needed = {a.name for a in arguments.values() if a.default is a.empty and a.kind is not a.VAR_KEYWORD}
+        if unknown := sorted(needed - terms):
+            raise ConfigError(
+                f"The preference loss '{name}' has the argument {unknown[0]}, which is no term. The terms are "
+                f"{', '.join(sorted(terms))}."
+            )
+    return frozenset(arguments)
 
 
 def preference_loss(name: str, terms: Mapping[str, object]) -> Tensor:
