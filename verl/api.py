@@ -290,8 +290,10 @@ def _rows(split: str, data: Data) -> Rows:
     """`data` as a list, for every reader the same; a path is left. Raises DataError for what is no list of rows."""
     if isinstance(data, str | os.PathLike):
         return os.fspath(data)
-    if hasattr(data, "to_dict") and hasattr(data, "columns"):  # a pandas.DataFrame, which iterates over its columns
-        return list(data.to_dict("records"))
+    if hasattr(data, "to_dict") and hasattr(data, "isna"):  # a pandas.DataFrame, which iterates over its columns
+        missing = data.isna().to_dict("records")  # NaN, which is None in every other kind of rows
+        rows = zip(data.to_dict("records"), missing, strict=True)
+        return [{name: None if gone[name] else value for name, value in row.items()} for row, gone in rows]
     if isinstance(data, Mapping) or not isinstance(data, Iterable):
         splits = (
             f" (of a DatasetDict one split, such as data[{next(iter(data))!r}])"

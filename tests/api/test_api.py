@@ -258,26 +258,22 @@ def test_two_values_of_one_key_are_refused(tiny_llama, tmp_path, arguments):
         _loaded(tiny_llama, tmp_path, **arguments)
 
 
-class Table:
-    """Iterates over its columns, as a pandas.DataFrame does."""
-
-    columns = ("prompt", "answer")
-
-    def __iter__(self):
-        return iter(self.columns)
-
-    def to_dict(self, orient):
-        assert orient == "records"
-        return ROWS
-
-
-def test_iterables_and_tables_are_rows_for_training_and_validation(tiny_llama, tmp_path):
-    for data in ((row for row in ROWS), Table(), tuple(ROWS)):
+def test_iterables_are_rows_for_training_and_validation(tiny_llama, tmp_path):
+    for data in ((row for row in ROWS), tuple(ROWS)):
         loaded = verl.Trainer(tiny_llama, data, length, eval_data=data, output_dir=tmp_path).loaded.config.data
         files = [Path(loaded.train_files), Path(loaded.val_files)]
         assert [[json.loads(line)["prompt"] for line in file.open()] for file in files] == [
             [row["prompt"] for row in ROWS]
         ] * 2
+
+
+def test_a_missing_value_of_a_data_frame_is_none():
+    pandas = pytest.importorskip("pandas", reason="needs the extra scripts")
+    frame = pandas.DataFrame([{"prompt": ["a"], "answer": 1, "at": pandas.NaT}, {"prompt": "b", "messages": [{}]}])
+    assert verl.api._rows("train", frame) == [
+        {"prompt": ["a"], "answer": 1.0, "at": None, "messages": None},
+        {"prompt": "b", "answer": None, "at": None, "messages": [{}]},
+    ]
 
 
 @pytest.mark.parametrize(
