@@ -211,7 +211,9 @@ class FitRun:
 
     def _log(self, metrics: dict[str, object], step: int) -> None:
         """Metrics of the script, to metrics.jsonl of the run folder."""
-        numbers = {name: value for name, value in metrics.items() if _is_number(value)}
+        numbers = {
+            n: v for n, v in metrics.items() if isinstance(v, int | float | Metric) or getattr(v, "size", 0) == 1
+        }
         self.loop.tracker.log({**self._rollout_metrics, **numbers}, step)
         self.loop.spans.write(step)
 
@@ -280,7 +282,3 @@ def _inward(batch: DataProto) -> DataProto:
     columns = dict(batch.batch.items())
     columns |= {name: columns[name].bool() for name in _MASKS if name in columns}
     return DataProto.from_dict(columns, dict(batch.non_tensor_batch))
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float | Metric) or getattr(value, "size", 0) == 1

@@ -117,7 +117,7 @@ def _parts(messages: Messages, first: int, tools: object) -> Iterator[tuple[obje
         yield ("tools", roles), "the row's tools", lambda: [(messages, {"tools": None})]
     for number, message in enumerate(messages[first:], first):
         is_last = number == len(messages) - 1
-        filled = tuple(name for name in _FIELDS if _says_something(message.get(name)))
+        filled = tuple(name for name in _FIELDS if (v := message.get(name)) and (not isinstance(v, str) or v.strip()))
         before = messages[number - 1]["role"] if number else None
         shape = (message["role"], before, filled, is_last, bool(tools))
         for name in filled:
@@ -128,10 +128,6 @@ def _parts(messages: Messages, first: int, tools: object) -> Iterator[tuple[obje
             yield (name, *shape), whose, partial(_with_others, messages, number, name)
             if name == "tool_calls" and any(_arguments(call) for call in message[name]):
                 yield ("arguments", *shape), f"the arguments of {whose}", partial(_with_bare_calls, messages, number)
-
-
-def _says_something(value: object) -> bool:
-    return bool(value.strip()) if isinstance(value, str) else bool(value)
 
 
 def _with_others(messages: Messages, number: int, name: str) -> list[tuple[Messages, dict[str, object]]]:

@@ -275,7 +275,9 @@ def _filled(
         **_experts(skeleton.dtype),
     )
     name = type(module).__name__
-    missing, extra = sorted(report["missing_keys"]), sorted(filter(_is_weight, report["unexpected_keys"]))
+    missing, extra = sorted(report["missing_keys"]), sorted(set(report["unexpected_keys"]) - set(WEIGHT_NAMES))
+    # constants of older releases are no weights
+    extra = [name for name in extra if not re.search(r"inv_freq$|\.masked_bias$|\.attn\.bias$", name)]
     extra = [tensor for tensor in extra if not is_further_head(tensor, config)]
     if auto_class == "AutoModel":  # heads other than the role's
         extra = [tensor for tensor in extra if re.search(r"\.\d+\.", tensor)]
@@ -290,11 +292,6 @@ def _filled(
             "config.json belongs to another model, or the tensors have to be removed."
         )
     return module
-
-
-def _is_weight(name: str) -> bool:
-    """Whether a tensor that a model has not is one of its weights: not a head of ours, nor a constant of older releases."""
-    return name not in WEIGHT_NAMES and not re.search(r"inv_freq$|\.masked_bias$|\.attn\.bias$", name)
 
 
 def _require_finite(module: nn.Module, folder: str | Path) -> None:

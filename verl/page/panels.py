@@ -103,12 +103,7 @@ def panels(run: RunReader, index: SampleIndex) -> list[Panel]:
     # our panel shows more than a panel that the program declares for the same metrics
     specs = [spec for spec in specs if not set(spec.metrics) <= ours]
     shown = reward + [_panel(run, spec) for spec in (*specs, *_SPECS)] + [_signal(files), _plan(run), _phases(run)]
-    return [panel for panel in shown if panel.lines and not _says_nothing(panel)]
-
-
-def _says_nothing(panel: Panel) -> bool:
-    """A panel of failures without one."""
-    return panel.title == _FAILURES and not any(any(line.values) for line in panel.lines)
+    return [p for p in shown if p.lines and (p.title != _FAILURES or any(any(line.values) for line in p.lines))]
 
 
 def _panel(run: RunReader, spec: _Spec) -> Panel:

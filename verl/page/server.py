@@ -183,7 +183,9 @@ def make_app(
 
     async def page(request: Request) -> Response:
         try:
-            html = await run_in_threadpool(site.page, request.url.path, _query(request))
+            # values of one name are joined by commas, which no key of a run has
+            query = {name: ",".join(request.query_params.getlist(name)) for name in request.query_params}
+            html = await run_in_threadpool(site.page, request.url.path, query)
         except NotFound as error:
             return HTMLResponse(site.message(str(error), request.url.path), 404)
         return HTMLResponse(html)
@@ -243,22 +245,15 @@ async def _changes(site: Site, request: Request) -> AsyncIterator[ServerSentEven
                     view.watch()
                 yield ServerSentEvent(
                     event="change" if key in last_sent else "state",
-                    data=json.dumps(_change(key, view.run), separators=(",", ":")),
+                    data=json.dumps(
+                        {"run": key, "step": view.run.step, "live": view.run.is_live}, separators=(",", ":")
+                    ),
                 )
                 last_sent[key] = (version, status)
         if is_first:
             yield ServerSentEvent(comment="watching")
             is_first = False
         await asyncio.sleep(_POLL_S)
-
-
-def _query(request: Request) -> dict[str, str]:
-    """The query; values of one name are joined by commas, which no key of a run has."""
-    return {name: ",".join(request.query_params.getlist(name)) for name in request.query_params}
-
-
-def _change(key: str, run: RunReader) -> dict[str, object]:
-    return {"run": key, "step": run.step, "live": run.is_live}
 
 
 def _status(run: RunReader) -> str:

@@ -232,7 +232,8 @@ class Collectives:
         return WorkerLostError(f"{place}, and the connection broke. {blamed}")
 
     def _blame(self, rows: dict[int, dict[str, object]], timed_out: bool) -> str:
-        failed = {r: row for r, row in rows.items() if row["failure"] and not _is_consequence(str(row["failure"]))}
+        late = (DeadlineError.__name__, WorkerLostError.__name__)  # of ranks that failed because another rank did
+        failed = {r: row for r, row in rows.items() if row["failure"] and not str(row["failure"]).startswith(late)}
         if failed:
             rank, row = next(iter(failed.items()))
             return f"Rank {rank} failed in {row['call']}: {row['failure']}"
@@ -266,11 +267,6 @@ def is_communication_failure(error: BaseException) -> bool:
         "Broken pipe",
     )
     return any(sign in text for sign in signs)
-
-
-def _is_consequence(failure: str) -> bool:
-    """Whether a rank failed because another rank did: errors name the rank that failed first."""
-    return failure.startswith((DeadlineError.__name__, WorkerLostError.__name__))
 
 
 def _first_line(error: BaseException) -> str:

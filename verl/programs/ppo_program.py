@@ -248,11 +248,12 @@ class PPOProgram(Program[PPOConfig]):
 
     def state_dict(self) -> dict[str, object]:
         """See Program. The ledger is on the disk before the checkpoint, so that no checkpoint knows more than the ledger."""
+        train = self.data.train
         return {
             "weight_version": self.weight_version,
             "kl_controller": self.kl_controller.state_dict(),
             "samples": self.samples.commit(),
-            **({"sampler": sampler} if (sampler := self._sampler_state()) else {}),
+            **({"sampler": sampler} if train and (sampler := train.state_dict(self.samples.cursor)) else {}),
             **({"stages": self.stages.state_dict()} if self.stages is not None else {}),
         }
 
@@ -272,9 +273,6 @@ class PPOProgram(Program[PPOConfig]):
             self.samples.skip_prompts((state or {})["step"] + 1, ordinal)
             log.warning("Prompt %d is next.", self.samples.cursor)
         self.restore(waiting)
-
-    def _sampler_state(self) -> dict[str, object]:
-        return self.data.train.state_dict(self.samples.cursor) if self.data.train is not None else {}
 
     def _load_stages(self, states: Sequence[Mapping[str, object]]) -> None:
         if self.stages is not None and states:

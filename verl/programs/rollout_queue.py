@@ -65,7 +65,8 @@ class Batch:
         """Wait for the pending result; the rows."""
         if self.pending is not None:
             rows, self.pending = self.pending.get(), None
-            ordinals = np.repeat(np.arange(self.ordinal, self.ordinal + self.count), self._group_size(rows))
+            group_size = len(rows if self.rows is None else self.rows) // self.count
+            ordinals = np.repeat(np.arange(self.ordinal, self.ordinal + self.count), group_size)
             if self.rows is not None:
                 ordinals = ordinals[self.resumed]
             self.samples.generate(self.advanced, partial(segments_of, ordinals.tolist(), rows))
@@ -75,9 +76,6 @@ class Batch:
                 _replace_rows(self.rows, self.resumed, rows)
         assert self.rows is not None
         return self.rows
-
-    def _group_size(self, rows: DataProto) -> int:
-        return len(self.rows if self.rows is not None else rows) // self.count
 
     def is_complete(self, limit: int) -> bool:
         """Whether every response is there and finished; does not wait."""

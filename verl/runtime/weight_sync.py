@@ -10,7 +10,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -176,7 +176,7 @@ class RankWeightSync:
 
     def sync(self, version: int, weights: Weights | None = None) -> None:
         """See WeightSync. A rank that is in no process group is given whole `weights`, by name."""
-        with self._doing("weights.sync"):
+        with nullcontext() if self.comm is None else self.comm.doing("weights.sync"):
             self.switch.to_generation()
             if self.context.has_own_weights:  # the transfer needs memory for them
                 self.switch.free_training_memory()
@@ -245,9 +245,6 @@ class RankWeightSync:
     def _send(self, bucket: list[tuple[str, torch.Tensor | None]], source: int) -> None:
         assert self.comm is not None
         self.comm.broadcast(to_bytes(bucket) if self.comm.rank == source else None, source)
-
-    def _doing(self, call: str) -> AbstractContextManager[object]:
-        return nullcontext() if self.comm is None else self.comm.doing(call)
 
 
 def layouts(context: RankContext) -> tuple[TrainingLayout, RolloutLayout]:

@@ -183,7 +183,8 @@ def check_memory(subject: Subject) -> Iterator[Line]:
     total = sum(parts.values())
     could_move = host_bytes(replace(subject.engine, param_offload=True, optimizer_offload=True), size, width) - on_host
     if on_gpu and could_move and total > free >= total - could_move:
-        keys = f"{keys}, set param_offload=True and optimizer_offload=True of {_engine_key(subject)}"
+        engine = "actor_rollout_ref.actor.fsdp_config" if subject.loaded.schema.name == "ppo" else "engine"
+        keys = f"{keys}, set param_offload=True and optimizer_offload=True of {engine}"
     level: Level = "fail" if total > free else "warn" if total > _TIGHT * free else "pass"
     shown = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
     fix = f"; lower {keys}, or use a smaller model" if level != "pass" else ""
@@ -192,10 +193,6 @@ def check_memory(subject: Subject) -> Iterator[Line]:
         host = available_memory()
         said = f"{on_host / 1e9:.1f} GB of {host / 1e9:.1f} GB free in the host's memory, by offload"
         yield passed(said) if on_host <= host else fail(f"{said}; use a smaller model, or offload less")
-
-
-def _engine_key(subject: Subject) -> str:
-    return "actor_rollout_ref.actor.fsdp_config" if subject.loaded.schema.name == "ppo" else "engine"
 
 
 def _share_that_fits(parts: dict[str, int], reserved: int, free: int, capacity: int, weights: int) -> str:

@@ -32,7 +32,9 @@ class TensorBoardSink(Sink):
     def table(self, name: str, rows: list[dict[str, object]], step: int) -> None:
         columns = list(rows[0]) if rows else []
         lines = ["|" + "|".join(columns) + "|", "|" + "---|" * len(columns)]
-        lines += ["|" + "|".join(_cell(row[c]) for c in columns) + "|" for row in rows]
+        lines += [
+            "|" + "|".join(str(row[c]).replace("|", "\\|").replace("\n", "<br>") for c in columns) + "|" for row in rows
+        ]
         self._at(step).add_text(name, "\n".join(lines), step)
 
     def close(self) -> None:
@@ -46,7 +48,3 @@ class TensorBoardSink(Sink):
             # a resumed run repeats steps that an earlier file may have: purge_step hides those
             self._writer = SummaryWriter(str(self.folder), purge_step=step, flush_secs=10)
         return self._writer
-
-
-def _cell(value: object) -> str:
-    return str(value).replace("|", "\\|").replace("\n", "<br>")
