@@ -75,6 +75,20 @@ def test_each_format_becomes_a_prompt_and_a_completion(case):
     assert set(example.trains) <= {None}
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_a_system_column_and_arguments_of_the_template_reach_every_format(case):
+    row = CASES[case][0] | {"system": "s", "chat_template_kwargs": '{"enable_thinking": false, "x": null}'}
+    settings = SFTDataConfig(apply_chat_template_kwargs={"enable_thinking": True, "y": 1}, enable_thinking_default=True)
+    if case == "texts":
+        with pytest.raises(DataError, match="would not read its field 'system'"):
+            example_of(row, settings)
+        row["prompt"] = "s q"
+    example = example_of(row, settings)
+    first = (example.prompt or example.completion)[0]
+    assert first == {"role": "system", "content": "s"} or case in ("texts", "text")
+    assert example.template_kwargs == {"enable_thinking": False, "y": 1}
+
+
 @pytest.mark.parametrize(
     ("row", "keys"),
     [
@@ -141,6 +155,7 @@ class TestColumnsThatDoNotDecide:
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "images"),
         ({"messages": QA, "images": ["x.png"]}, "images .field 'images'. cannot be read"),
         ({"messages": [{**QA[1], "loss_mask": 2}]}, "message 0 has 2 as loss_mask"),
+        ({"messages": QA, "chat_template_kwargs": "[1]"}, r"'chat_template_kwargs' must be an object"),
         ({"messages": [{**QA[1], "loss_mask": 1, "train": False}]}, "message 0 .* contradict"),
         ({"messages": [{**QA[1], "tool_calls": [{"id": "1"}]}]}, "tool call without a function name"),
         (

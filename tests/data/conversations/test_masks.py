@@ -283,7 +283,7 @@ class TestLossOn:
 
 
 class TestMarksOfMessages:
-    @pytest.mark.parametrize("mark", [{"loss_mask": 0}, {"train": False}, {"loss_mask": 0, "train": False}])
+    @pytest.mark.parametrize("mark", [{"loss_mask": 0}, {"train": False}, {"weight": 0, "train": False}])
     def test_a_turn_can_be_left_out(self, mark):
         tokenizer = tokenizer_of("chatml")
         messages = chat("q1", "a1", "q2", "a2")

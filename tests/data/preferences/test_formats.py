@@ -41,6 +41,13 @@ PAIRS = {
         chat("q", system="s"),
         (A, B),
     ),
+    "a repeated text": (
+        {"prompt": "q a", "chosen": "q a b", "rejected": "q a c"},
+        "repeated_prompt",
+        "q a",
+        (" b", " c"),
+    ),
+    "a repeated word": ({"prompt": "1", "chosen": "1a", "rejected": "1b"}, "prompt_chosen_rejected", "1", ("1a", "1b")),
     "implicit texts": (
         {"chosen": "Human: q\n\nAssistant: yes", "rejected": "Human: q\n\nAssistant: no"},
         "chosen_rejected",
@@ -101,6 +108,17 @@ def test_pairs_become_a_prompt_and_two_completions(case):
     assert (preference.label, preference.margin) == (None, 0.0)
 
 
+@pytest.mark.parametrize("case", PAIRS | LABELLED)
+def test_a_system_column_is_read_or_refused(case):
+    row, _, prompt, _ = (PAIRS | LABELLED)[case]
+    if isinstance(prompt, str):
+        with pytest.raises(DataError, match="would not read its field 'system'"):
+            preference_of(row | {"system": "S"}, PreferenceDataConfig())
+    else:
+        system = [] if prompt[0]["role"] == "system" else [{"role": "system", "content": "s"}]
+        assert preference_of(row | {"system": "s"}, PreferenceDataConfig()).prompt == system + prompt
+
+
 @pytest.mark.parametrize("case", LABELLED)
 def test_labelled_completions_become_a_prompt_and_one(case):
     row, row_format, prompt, completion = LABELLED[case]
@@ -124,6 +142,15 @@ WRONG = {
     "equal conversations": ({"chosen": QA, "rejected": QA}, "are equal, so that there is nothing to prefer"),
     "other first messages": ({"chosen": QA, "rejected": chat("r", "b")}, "no common first message"),
     "no answer": ({"chosen": QA, "rejected": ASK}, "field 'rejected' ends where the common beginning"),
+    "another prompt": ({"prompt": "r", "chosen": QA, "rejected": QB}, "without the user message of 'prompt': 'r'"),
+    "another system message": (
+        {"system": "t", "chosen": chat("q", "a", system="s"), "rejected": chat("q", "b", system="s")},
+        "different system messages",
+    ),
+    "tools of a text": (
+        {"prompt": "q", "chosen": "a", "rejected": "b", "tools": [{"name": "f"}]},
+        "would not read its field 'tools'",
+    ),
     "a text beside a conversation": ({"chosen": "a", "rejected": QB}, "both be texts or both be lists"),
     "a wrong role": ({"prompt": "q", "chosen": [{"role": "asistant", "content": "a"}], "rejected": B}, "assistant"),
     "a number": (

@@ -32,12 +32,14 @@ SPEAKERS = {
     "tool": "tool",
 }
 
+MARKS = ("loss_mask", "train", "weight")  # of a message, 0 or 1: whether it trains; weight is OpenAI's
+
 
 @dataclass(frozen=True)
 class Example:
     """One row of any format. `prompt` and `completion` are chat messages or texts; the prompt is empty where a format does not
     set it apart. A text completion after chat messages follows the rendered generation prompt directly. `trains` has the own
-    mark (`loss_mask`, `train`) of each message, or None."""
+    mark (MARKS) of each message, or None."""
 
     row_format: str
     prompt: Messages | str
@@ -87,6 +89,10 @@ def example_of(row: Mapping[str, object], settings: SFTDataConfig, *, images: bo
     if isinstance(prompt, list) != isinstance(completion, list) and row_format == "prompt_completion":
         prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         completion = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+    if prompt or row_format == "text":
+        prompt = prompt and with_system(prompt, row, settings)
+    else:
+        completion = with_system(completion, row, settings)
     marked = [*(prompt if isinstance(prompt, list) else ()), *(completion if isinstance(completion, list) else ())]
     trains = tuple(_says_it_trains(message, number) for number, message in enumerate(marked))
     sources: list[Any] = []
@@ -138,11 +144,12 @@ def alpaca_prompt(row: Mapping[str, object]) -> Messages:
     question, more = text_in(row["instruction"], "instruction"), row.get("input")
     if more:
         question = f"{question}\n{text_in(more, 'input')}"
-    messages = system_message(row)
+    messages: Messages = []
     for number, pair in enumerate(_list(row.get("history") or [], "history")):
         if not isinstance(pair, Sequence | np.ndarray) or isinstance(pair, str) or len(pair) != 2:
             raise DataError(f"field 'history[{number}]' must be a pair of texts, a question and its answer.")
-        messages += _question_and_answer(*(text_in(part, f"history[{number}]") for part in pair))
+        texts = [text_in(part, f"history[{number}]") for part in pair]
+        messages += [{"role": r, "content": text} for r, text in zip(("user", "assistant"), texts, strict=True)]
     return [*messages, {"role": "user", "content": question}]
 
 
@@ -156,19 +163,18 @@ def _prompt_response_row(row: Mapping[str, object], settings: SFTDataConfig, ima
     return [{"role": "user", "content": prompt}], response
 
 
-def _alpaca_messages(row: Mapping[str, object]) -> Messages:
-    return [*alpaca_prompt(row), {"role": "assistant", "content": text_in(row["output"], "output")}]
-
-
 # the prompt and the completion of a row of each format
 _READERS: dict[str, Callable[[Mapping[str, Any], SFTDataConfig, bool], Sequence[Any]]] = {
     "messages": lambda row, s, images: ([], messages_in(row[s.messages_key], s.messages_key, images=images)),
-    "conversations": lambda row, _, images: ([], conversation(row, "conversations", images)),
+    "conversations": lambda row, _, images: ([], messages_in(row["conversations"], "conversations", images=images)),
     "prompt_completion": lambda row, _, images: [
         _text_or_messages(row[name], name, images) for name in ("prompt", "completion")
     ],
     "text": lambda row, s, _: ("", text_in(row[s.text_key], s.text_key)),
-    "alpaca": lambda row, *_: ([], _alpaca_messages(row)),
+    "alpaca": lambda row, *_: (
+        [],
+        [*alpaca_prompt(row), {"role": "assistant", "content": text_in(row["output"], "output")}],
+    ),
     "prompt_response": _prompt_response_row,
 }
 
@@ -194,18 +200,24 @@ def _inner(row: Mapping[str, object], key: str, dict_keys: Sequence[str]) -> str
     return text_in(value, path)
 
 
-def _question_and_answer(question: str, answer: str) -> Messages:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-
-
-def system_message(row: Mapping[str, object]) -> Messages:
-    """The message of a `system` column, which some collections have; none where it is empty."""
-    return [{"role": "system", "content": text_in(row["system"], "system")}] if row.get("system") else []
-
-
-def conversation(row: Mapping[str, object], key: str, images: bool) -> Messages:
-    """The messages of a column, behind the message of a `system` column."""
-    return [*system_message(row), *messages_in(row[key], key, images=images)]
+def with_system(prompt: Messages | str, row: Mapping[str, object], settings: TextDataConfig) -> Any:
+    """The beginning of a row behind the message of its `system` column, which some collections have. Raises DataError where
+    the model would not read the column, or the tools of a text."""
+    system = text_in(row["system"], "system") if row.get("system") else ""
+    if isinstance(prompt, str):
+        tools = settings.tools_key if tools_in(row.get(settings.tools_key), settings.tools_key) else ""
+        if name := "system" if system not in prompt else tools:
+            raise DataError(
+                f"the row is text, which trains as it is, so that the model would not read its field {name!r}. Write the "
+                "prompt as messages, write the field into its text, or leave the field out."
+            )
+        return prompt
+    has_own = prompt[0]["role"] in ("system", "developer")
+    if not system or (has_own and prompt[0]["content"] == system):
+        return prompt
+    if has_own:
+        raise DataError("field 'system' and the first message are different system messages; leave one out.")
+    return [{"role": "system", "content": system}, *prompt]
 
 
 def _list(value: object, field_name: str) -> list[object]:
@@ -215,7 +227,7 @@ def _list(value: object, field_name: str) -> list[object]:
 
 
 def messages_in(value: object, field_name: str, *, images: bool = False) -> Messages:
-    """Checked messages of either spelling; the marks `loss_mask` and `train` are still in them. `images`: see message_of."""
+    """Checked messages of either spelling; their marks (MARKS) are still in them. `images`: see message_of."""
     messages = _list(value, field_name)
     if not messages:
         raise DataError(f"field {field_name!r} is an empty list; give at least one message.")
@@ -239,7 +251,7 @@ def _from_sharegpt(message: Mapping[str, object], place: str) -> dict[str, objec
     speaker, value = message["from"], message.get("value")
     if not isinstance(speaker, str) or speaker not in SPEAKERS:
         raise DataError(f"field '{place}.from' is {quoted(speaker, 80)}; it can be {', '.join(SPEAKERS)}.")
-    marks = {key: message[key] for key in ("loss_mask", "train") if key in message}
+    marks = {key: message[key] for key in MARKS if key in message}
     if speaker != "function_call":
         return {"role": SPEAKERS[speaker], "content": value, **marks}
     calls = _json(value, f"{place}.value")
@@ -289,28 +301,33 @@ def tools_in(value: object, field_name: str) -> list[dict[str, Any]] | None:
 
 
 def template_kwargs_of(row: Mapping[str, object], settings: TextDataConfig) -> dict[str, Any]:
-    """`data.apply_chat_template_kwargs`, and enable_thinking where the row or the settings have a value for it."""
+    """`data.apply_chat_template_kwargs`, the row's `chat_template_kwargs`, and enable_thinking where either has a value."""
+    own = _pruned(_json(row.get("chat_template_kwargs"), "chat_template_kwargs"))
+    if not isinstance(own, Mapping | None):
+        raise DataError(f"field 'chat_template_kwargs' must be an object, but it is {quoted(own, 80)}.")
+    arguments = {**settings.apply_chat_template_kwargs, **(own or {})}
     thinking = row.get(settings.enable_thinking_key)
-    thinking = settings.enable_thinking_default if thinking is None else thinking
+    if thinking is None and "enable_thinking" not in (own or {}):
+        thinking = settings.enable_thinking_default
     if thinking is None:
-        return dict(settings.apply_chat_template_kwargs)
+        return arguments
     if not isinstance(thinking, bool | np.bool_):
         raise DataError(
             f"field {settings.enable_thinking_key!r} must be true or false, but it is {quoted(thinking, 80)}."
         )
-    return {**settings.apply_chat_template_kwargs, "enable_thinking": bool(thinking)}
+    return {**arguments, "enable_thinking": bool(thinking)}
 
 
 def _says_it_trains(message: Mapping[str, object], number: int) -> bool | None:
-    marks = [message[key] for key in ("loss_mask", "train") if key in message]
+    marks = [message[key] for key in MARKS if key in message]
     if wrong := [mark for mark in marks if mark not in (0, 1)]:  # 0.0, 1.0, False and True are equal to these
-        raise DataError(f"message {number} has {quoted(wrong[0], 80)} as loss_mask or train; write 0 or 1.")
+        raise DataError(f"message {number} has {quoted(wrong[0], 80)} as {' or '.join(MARKS)}; write 0 or 1.")
     if len(set(map(bool, marks))) == 2:
-        raise DataError(f"message {number} has a loss_mask and a train that contradict each other; leave one out.")
+        raise DataError(f"message {number} has two of {', '.join(MARKS)} that contradict each other; leave one out.")
     return bool(marks[0]) if marks else None
 
 
 def _without_marks(part: Messages | str) -> Messages | str:
     if isinstance(part, str):
         return part
-    return [{key: value for key, value in m.items() if key not in ("loss_mask", "train")} for m in part]
+    return [{key: value for key, value in m.items() if key not in MARKS} for m in part]

@@ -22,14 +22,13 @@ import numpy as np
 
 from verl.data.conversations.formats import (
     alpaca_prompt,
-    conversation,
     messages_in,
     named,
     refuse_media,
-    system_message,
     template_kwargs_of,
     text_in,
     tools_in,
+    with_system,
 )
 from verl.data.images import image_messages
 from verl.data.schema import Messages, check_plain, number_in
@@ -79,6 +78,7 @@ def preference_of(row: Mapping[str, object], settings: PreferenceDataConfig, *, 
             f"fields {settings.chosen_key!r} and {settings.rejected_key!r} are equal, so that there is nothing to prefer; "
             "leave the row out."
         )
+    prompt = with_system(prompt, row, settings)
     sources: list[object] = []
     if images:
         prompt, completions, sources = _placed(prompt, completions, row, settings)
@@ -114,20 +114,24 @@ def _pair(
 ) -> tuple[str, Text, tuple[Text, ...]]:
     """Format, prompt, and the chosen and rejected completion."""
     keys = (settings.chosen_key, settings.rejected_key)
+    chosen: Any
+    rejected: Any
     chosen, rejected = (_text_or_messages(row[key], key, images) for key in keys)
     if settings.prompt_key in has:
-        prompt = _text_or_messages(row[settings.prompt_key], settings.prompt_key, images)
-        if not (isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str)):
-            prompt, chosen, rejected = _asked(prompt, row), _answer(chosen), _answer(rejected)
-            if chosen[: len(prompt)] == rejected[: len(prompt)] == prompt:
-                return "repeated_prompt", prompt, (chosen[len(prompt) :], rejected[len(prompt) :])
-            if any(message["role"] != "assistant" for message in (chosen[0], rejected[0])):
-                # the completions are whole conversations, which may begin with more than the prompt
-                return "repeated_prompt", *_split(chosen, rejected, keys)
+        prompt: Any = _text_or_messages(row[settings.prompt_key], settings.prompt_key, images)
+        of_text = isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str)
+        if not of_text:
+            prompt, chosen, rejected = _asked(prompt), _answer(chosen), _answer(rejected)
+        length = len(prompt)
+        # a prompt of one word, such as "1", may be the beginning of both answers by chance
+        if chosen[:length] == rejected[:length] == prompt and not (of_text and len(prompt.split()) < 2):
+            return "repeated_prompt", prompt, (chosen[length:], rejected[length:])
+        if not of_text and any(message["role"] != "assistant" for message in (chosen[0], rejected[0])):
+            return "repeated_prompt", *_whole(prompt, chosen, rejected, settings)
         return "prompt_chosen_rejected", prompt, (chosen, rejected)
     for name in ("conversations", "instruction"):
         if name in has:
-            prompt = alpaca_prompt(row) if name == "instruction" else conversation(row, name, images)
+            prompt = alpaca_prompt(row) if name == "instruction" else messages_in(row[name], name, images=images)
             return f"{name}_chosen_rejected", prompt, (_answer(chosen), _answer(rejected))
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise DataError(f"fields {named(keys)} must both be texts or both be lists of messages.")
@@ -141,11 +145,11 @@ def _labelled(
         keys = (settings.prompt_key, settings.completion_key)
         prompt, completion = (_text_or_messages(row[key], key, images) for key in keys)
         if not (isinstance(prompt, str) and isinstance(completion, str)):
-            prompt, completion = _asked(prompt, row), _answer(completion)
+            prompt, completion = _asked(prompt), _answer(completion)
         return "prompt_completion_label", prompt, (completion,)
     for name in ("messages", "conversations"):
         if name in has:
-            messages = conversation(row, name, images)
+            messages = messages_in(row[name], name, images=images)
             if messages[-1]["role"] != "assistant" or len(messages) < 2:
                 raise DataError(f"the last message of field {name!r} must be the assistant's answer to an earlier one.")
             return f"{name}_label", messages[:-1], (messages[-1:],)
@@ -168,14 +172,27 @@ def _text_or_messages(value: object, key: str, images: bool) -> Text:
     return messages_in([value] if isinstance(value, Mapping) else value, key, images=images)
 
 
-def _asked(prompt: Text, row: Mapping[str, object]) -> Messages:
-    if not isinstance(prompt, str):
-        return prompt
-    return [*system_message(row), {"role": "user", "content": prompt}]
+def _asked(prompt: Text) -> Messages:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def _answer(completion: Text) -> Messages:
     return [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+
+
+def _whole(prompt: Messages, chosen: Any, rejected: Any, settings: PreferenceDataConfig) -> tuple[Text, Any]:
+    """See _split, of whole conversations, which may begin with more than the prompt. Raises DataError without the prompt."""
+    begin: Any
+    begin, completions = _split(chosen, rejected, (settings.chosen_key, settings.rejected_key))
+    told = [(message["role"], str(message.get("content")).strip()) for message in begin]
+    for message in prompt:
+        if (message["role"], str(message.get("content")).strip()) not in told:
+            raise DataError(
+                f"fields {settings.chosen_key!r} and {settings.rejected_key!r} are whole conversations without the "
+                f"{message['role']} message of {settings.prompt_key!r}: {quoted(message.get('content'), 80)}. Correct the "
+                "row, or set data.prompt_key to a name that no field has, to train without that message."
+            )
+    return begin, completions
 
 
 def _split(chosen: Any, rejected: Any, keys: Sequence[str]) -> tuple[Text, tuple[Text, ...]]:

@@ -17,7 +17,15 @@ import torch
 
 from verl.config.roots.reward_model import RMDataConfig
 from verl.data.conversations.dataset import ConversationDataset
-from verl.data.conversations.formats import messages_in, named, refuse_media, template_kwargs_of, text_in, tools_in
+from verl.data.conversations.formats import (
+    messages_in,
+    named,
+    refuse_media,
+    template_kwargs_of,
+    text_in,
+    tools_in,
+    with_system,
+)
 from verl.data.conversations.tokens import ConversationEncoder, TrainingSequence
 from verl.data.images import ConversationImages, image_messages
 from verl.data.preferences.dataset import PreferenceDataset
@@ -102,7 +110,8 @@ class StepDataset(ConversationDataset):
             messages: Messages = []
             images = ConversationImages([], encoder.images, place)
             if isinstance(prompt, str):
-                ids = encode_text(tokenizer, text_in(prompt, settings.prompt_key), place)
+                prompt = with_system(text_in(prompt, settings.prompt_key), row, settings)
+                ids = encode_text(tokenizer, prompt, place)
             else:
                 messages, sources = _asked(row, settings, images=encoder.images is not None)
                 images = ConversationImages(sources, encoder.images, place)
@@ -139,7 +148,7 @@ class StepDataset(ConversationDataset):
 
 def _asked(row: Mapping[str, object], settings: RMDataConfig, *, images: bool) -> tuple[Messages, list[object]]:
     """The messages of the prompt, and the sources of their images. Raises DataError."""
-    messages = messages_in(row.get(settings.prompt_key), settings.prompt_key, images=images)
+    messages = with_system(messages_in(row.get(settings.prompt_key), settings.prompt_key, images=images), row, settings)
     return image_messages(messages, row, settings) if images else (messages, [])
 
 
