@@ -85,7 +85,7 @@ class Session:
         self.config = load_config(list(texts), values=trees, check=False).config
         self.tokenizer = load_tokenizer(self.config.actor_rollout_ref.model)
         self._encoder = PromptEncoder(self.tokenizer, self.config.data)
-        self._num_prompts, self._version = 0, -1
+        self._num_prompts, self._version, self._has_gradients = 0, -1, False
         with ExitStack() as stack:
             self._runtime = stack.enter_context(open_runtime(ProgramSpecs(SessionRoles, self.config)))
             self._roles = self._runtime.build_roles(
@@ -138,7 +138,9 @@ class Session:
         for such rows, ConfigError for the loss.
         """
         batch = self._batch(rows)
+        self._has_gradients = False  # a call that fails drops them
         updates = self._policy.forward_backward(batch, 0, reference_to(loss), tuple(outputs)).get()
+        self._has_gradients = True
         return {name: metric.value for name, metric in updates.steps[0].items()}
 
     def optim_step(self, learning_rate: float | None = None) -> dict[str, float]:
@@ -147,7 +149,9 @@ class Session:
         without gradients."""
         if learning_rate is not None and not 0 <= learning_rate < math.inf:
             raise ConfigError(f"learning_rate={learning_rate} of optim_step must be a finite number, 0 or larger.")
-        return {name: metric.value for name, metric in self._policy.optim_step(learning_rate).items()}
+        metrics = self._policy.optim_step(learning_rate)
+        self._has_gradients = False
+        return {name: metric.value for name, metric in metrics.items()}
 
     def log_probs(self, rows: Iterable[Row], *, reference: bool = False) -> list[list[float]]:
         """Log-probabilities of the response tokens of `rows` under the current weights; `reference`: under the initial weights
@@ -168,6 +172,8 @@ class Session:
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write weights, optimizer and position to the new folder; returns it. `actor/huggingface` in it opens with
         `from_pretrained`. Raises CheckpointError for a folder that exists."""
+        if self._has_gradients:
+            raise ConfigError("Gradients wait for optim_step, and a checkpoint has none. Call optim_step before save.")
         path = Path(folder).expanduser().absolute()
         if self._runtime.broadcast(path.exists()):
             raise CheckpointError(f"{path} exists already. Choose a new folder for each checkpoint.")
@@ -188,6 +194,7 @@ class Session:
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} is no checkpoint of a session: {error}.") from error
         self._policy.load(str(path))
+        self._has_gradients = False
         self._num_prompts, self._version = state["num_prompts"], state["version"]
         self.sync_weights()
 

@@ -63,7 +63,12 @@ def test_a_saved_session_continues_bit_for_bit(session, tiny_llama, tmp_path):
     folder = session.save(tmp_path / "checkpoint")
     expected = [take_step(session) for _ in range(2)]
     with verl.Session(tiny_llama, config=KEYS) as other:
-        other.load(folder)
+        other.forward_backward(ROWS, reinforce)
+        with pytest.raises(ConfigError, match="Call optim_step before save"):
+            other.save(tmp_path / "other")
+        other.load(folder)  # which drops the gradients
+        with pytest.raises(ConfigError, match="There are no gradients"):
+            other.optim_step()
         assert [take_step(other) for _ in range(2)] == expected
     assert (folder / "actor" / "huggingface" / "config.json").is_file()
     with pytest.raises(CheckpointError, match="exists already"):
@@ -101,6 +106,14 @@ def test_a_saved_session_continues_bit_for_bit(session, tiny_llama, tmp_path):
 def test_a_wrong_call_is_refused_and_leaves_the_session_usable(session, call, error, words):
     with pytest.raises(error, match=words):
         call(session)
+
+
+def test_a_call_that_fails_drops_the_gradients(session):
+    session.forward_backward(ROWS, reinforce)
+    with pytest.raises(ConfigError, match="no gradient"):
+        session.forward_backward(ROWS, lambda outputs, rows, totals: outputs["log_probs"].detach().sum())
+    with pytest.raises(ConfigError, match="There are no gradients"):
+        session.optim_step()
 
 
 def test_a_reference_policy_keeps_the_initial_weights(tiny_llama):

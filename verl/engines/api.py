@@ -129,6 +129,10 @@ class TrainEngine(Protocol):
         call per step."""
         ...
 
+    def forget_gradients(self) -> None:
+        """Drop the gradients that `forward_backward` has added up."""
+        ...
+
     def optim_step(self, learning_rate: float | AdamStep | None = None) -> dict[str, Metric]:
         """One optimizer step on the gradients of `forward_backward`, clipped, at the schedule's rate by default; forgets them.
         An AdamStep also sets the step's other values.

@@ -121,10 +121,7 @@ class TrainedEngine(ABC):
         if self._pending is None:
             self._pending = PendingGradients(random_state(self.device))
         elif not self.accumulates_calls:
-            raise ConfigError(
-                "This engine sums gradients over ranks at the end of each forward_backward, so a second one before optim_step "
-                "would count the first twice. Give all rows to one call, or set strategy=fsdp2."
-            )
+            raise ConfigError("This engine takes one forward_backward a step; set strategy=fsdp2 for several.")
         with self._ready(trains=True):
             metrics, totals = self._gradients(batch, loss, outputs, micro, temperature)
         self._pending.totals.append(totals)
@@ -137,6 +134,11 @@ class TrainedEngine(ABC):
         with self._ready(trains=True):
             self._complete_gradients(pending.total())
             return self._step([{}], None, pending.random_state, learning_rate)
+
+    def forget_gradients(self) -> None:
+        if self._pending is not None and self.optimizer is not None:
+            self.optimizer.forget_gradients()
+        self._pending = None
 
     def end_step(self, *, advance: bool = True) -> float:
         assert self.optim is not None, "a frozen model has no learning rate"
@@ -167,14 +169,13 @@ class TrainedEngine(ABC):
                 return None
             dtype = parameters.named()[names[0]].dtype
         config = self.module.config.get_text_config()
-        num_heads = getattr(config, "num_attention_heads", 1)
         return WeightLayout(
             shapes={name: parameters.shape(name) for name in names},
             dtype=dtype,
             rounding=self.rounding.kind,
             adapter_scales=scales,
             num_layers=getattr(config, "num_hidden_layers", 0),
-            num_heads=num_heads,
+            num_heads=(num_heads := getattr(config, "num_attention_heads", 1)),
             num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
             layers_at_a_time=self.dimensions.layer_per_group if self.config.use_3d_hybrid else None,
         )

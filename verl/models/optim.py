@@ -209,9 +209,12 @@ class MasterOptimizer:
             )  # fmt: skip
         if self.loss_scale is not None and (taken or not math.isfinite(grad_norm)):
             self.loss_scale.update(grad_norm)
+        self.forget_gradients()
+        return OptimizerStep(grad_norm, taken)
+
+    def forget_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         self.gradients.release()
-        return OptimizerStep(grad_norm, taken)
 
     def _step_in_turn(self) -> None:
         gradients = {master: master.grad for master in self.masters.values() if master.grad is not None}

@@ -125,10 +125,14 @@ class ModelRole:
         mini_batches: Sequence[Sequence[int]] | None = None,
     ) -> Updates:
         function, metrics = FunctionLoss(load_object(loss)), []
-        for rows in _mini_batches(batch, [range(len(batch))] if mini_batches is None else mini_batches):
-            metrics.append(
-                self.engine.forward_backward(rows, function, outputs, self.spec.micro, self.spec.temperature)
-            )
+        try:
+            for rows in _mini_batches(batch, [range(len(batch))] if mini_batches is None else mini_batches):
+                metrics.append(
+                    self.engine.forward_backward(rows, function, outputs, self.spec.micro, self.spec.temperature)
+                )
+        except BaseException:  # gradients of a part of the rows are of no use
+            self.engine.forget_gradients()
+            raise
         return Updates(self.spec.name, metrics, lr=0.0)
 
     @register(dispatch_mode=Dispatch.ALL_REDUCE)
@@ -184,6 +188,7 @@ class ModelRole:
         """Resume from the role's part of the folder `checkpoint`, bit for bit. Raises CheckpointError when it has none, or
         when it does not fit the model."""
         require_saved(Path(checkpoint), self.spec)
+        self.engine.forget_gradients()
         self.engine.load_state(read_role(Path(checkpoint) / self.spec.name, self._checkpoint_config.load_contents))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -84,6 +84,9 @@ class ZeroOptimizer(MasterOptimizer):
         self.skips_step = False
         return OptimizerStep(grad_norm, taken)
 
+    def forget_gradients(self) -> None:
+        self.zero.zero_grad()
+
     @torch.no_grad()
     def round_masters(self) -> None:
         """Write the masters into the module, on all ranks together."""
