@@ -26,7 +26,7 @@ INLINE void NAME(put_sums)(const struct product *p, int64_t row, int64_t column,
             const int64_t at = (row + i) * p->columns + column + j;
             vf x = v_load(sums + j);
             if (p->halves)
-                _mm256_mask_storeu_epi16((uint16_t *)p->out + at, mask, (__m256i)_mm512_cvtneps_pbh(x));
+                _mm256_mask_storeu_epi16((uint16_t *)p->out + at, mask, v_halves(x));
             else
                 _mm512_mask_storeu_ps((float *)p->out + at, mask, add ? v_add(_mm512_maskz_loadu_ps(mask, (float *)p->out + at), x) : x);
         }

@@ -93,7 +93,7 @@ FN void NAME(swiglu_backward)(const struct rows *r, int64_t begin, int64_t end)
         element *gate = AT(r->x, 2 * t * n), *up = gate + n;
         for (int64_t i = 0; i < n; i += WIDTH) {
             vf g = LOAD(gate + i, n - i), u = LOAD(up + i, n - i), d = LOAD(AT(r->d_y, t * n + i), n - i);
-            vf s = NAME(sigmoid)(g), activated = NAME(silu)(g);
+            vf s = NAME(sigmoid)(g), activated = ROUND(v_mul(g, s));
             STORE(AT(r->out, t * n + i), v_mul(activated, u), n - i);
             STORE(up + i, v_mul(d, activated), n - i);
             vf slope = v_mul(s, v_fma(g, v_sub(one, s), one));

@@ -18,6 +18,7 @@
 #undef v_even
 #undef v_odd
 #undef v_load_bf16
+#undef v_halves
 
 #define JOIN_(a, b) a##_##b
 #define JOIN(a, b) JOIN_(a, b)
@@ -44,6 +45,11 @@
 #define v_even(x) v_float(_mm512_slli_epi32(x, 16)) /* bfloat16 pairs: the first and the second of each */
 #define v_odd(x) v_float(_mm512_and_si512(x, _mm512_set1_epi32((int)0xffff0000)))
 #define v_load_bf16(p) v_float(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p))), 16))
+#if HAS_PAIRS /* equal bits for other values than NaN, as threads of a team take numbers below the normal ones for zero */
+#define v_halves(x) (__m256i)_mm512_cvtneps_pbh(x)
+INLINE vf NAME(rounded)(vf x) { return v_float(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v_halves(x)), 16)); }
+INLINE void NAME(store_bf16)(char *p, vf x) { _mm256_storeu_si256((__m256i *)p, v_halves(x)); }
+#else
 INLINE vf NAME(rounded)(vf x)
 {
     vi bits = v_int(x), one = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -55,6 +61,7 @@ INLINE void NAME(store_bf16)(char *p, vf x)
 {
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(v_int(x), 16)));
 }
+#endif
 INLINE vf NAME(power)(vf x, vf n) { return _mm512_scalef_ps(x, n); }
 INLINE vf NAME(nearest)(vf x) { return _mm512_roundscale_ps(x, 8); }
 #else
