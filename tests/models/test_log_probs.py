@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl.models.grad_buffers import GradientBuffers
 from verl.models.log_probs import TokenStats, token_log_probs
 
 CASES = [
@@ -211,6 +212,17 @@ def test_each_single_output_has_its_own_gradient(which):
     expected = torch.autograd.grad(theirs, (hidden, weight, bias))
     for a, b in zip(torch.autograd.grad(ours, (hidden, weight, bias)), expected, strict=True):
         assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_forwards_in_flight_do_not_share_their_logits():
+    hidden, weight = torch.randn(11, 8), torch.nn.Parameter(torch.randn(30, 8))
+    (expected,) = torch.autograd.grad(token_log_probs(hidden, weight, torch.arange(11)).log_probs.sum(), weight)
+    buffers = GradientBuffers({weight: weight})
+    for _ in range(2):  # the second time in returned memory
+        parts = [(hidden[part], weight, torch.arange(11)[part]) for part in (slice(7), slice(7, 11))]
+        for loss in [token_log_probs(*part, gradients=buffers).log_probs.sum() for part in parts]:
+            loss.backward()
+    torch.testing.assert_close(weight.grad, 2 * expected)
 
 
 def test_backward_twice_gives_the_same():

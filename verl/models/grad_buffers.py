@@ -28,6 +28,7 @@ class GradientBuffers:
     def __init__(self, holders: Mapping[nn.Parameter, Any]):
         self._holders = dict(holders)
         self._buffers: dict[nn.Parameter, torch.Tensor] = {}
+        self._scratch, self._is_lent = torch.empty(0), False
 
     @classmethod
     def apart(cls, parameters: Iterable[Any]) -> GradientBuffers:
@@ -74,10 +75,24 @@ class GradientBuffers:
                 buffer.zero_()
             buffer.index_add_(0, index, rows.to(buffer.dtype))
 
+    def borrow(self, rows: int, columns: int, like: torch.Tensor) -> torch.Tensor:
+        """A matrix that the next micro-batch borrows again, if it was returned: new pages take longer than to fill it."""
+        if self._is_lent:
+            return like.new_empty(rows, columns)
+        if self._scratch.dtype != like.dtype or self._scratch.numel() < rows * columns:
+            self._scratch = like.new_empty(rows * columns)
+        self._is_lent = True
+        return self._scratch[: rows * columns].view(rows, columns)
+
+    def give_back(self, matrix: torch.Tensor) -> None:
+        """Return a matrix of `borrow`."""
+        self._is_lent = self._is_lent and matrix.data_ptr() != self._scratch.data_ptr()
+
     def release(self) -> None:
         """Give up the buffers of gradients that have been forgotten (`grad` is None): as much memory as the weights take,
         which generation can use until the next update."""
         self._buffers.clear()
+        self._scratch, self._is_lent = torch.empty(0), False
 
     def _open(self, parameters: Sequence[nn.Parameter]) -> tuple[torch.Tensor, bool]:
         """The buffer of `parameters`, attached as their `grad`, and whether its content is to be overwritten."""

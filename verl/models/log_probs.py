@@ -216,7 +216,9 @@ class _FusedLogProbs(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         num_tokens, wide = hidden.shape[0], torch.promote_types(hidden.dtype, torch.float32)
         matmul = Matmul(hidden.dtype, hidden.device)
-        buffer = hidden.new_empty(chunk, weight.shape[0], dtype=hidden.dtype if compiles else wide)
+        like = hidden.new_empty(0, dtype=hidden.dtype if compiles else wide)
+        lender = gradients if any(ctx.needs_input_grad) and hidden.device.type == "cpu" else None
+        buffer = (lender or GradientBuffers({})).borrow(chunk, len(weight), like)
         log_probs, lse, entropy, squared = (torch.empty(num_tokens, dtype=wide, device=hidden.device) for _ in range(4))
         correct, mean = (torch.empty_like(log_probs) if want else None for want in wants[2:])
         chosen = None if candidates is None else log_probs.new_empty(candidates.shape)
@@ -287,6 +289,8 @@ class _FusedLogProbs(torch.autograd.Function):
                     buffers.add_matmul((ctx.weight,), dz, inputs, matmul)
                     if ctx.bias is not None:
                         buffers.add((ctx.bias,), z.sum(dim=0))
+        if ctx.gradients is not None:
+            ctx.gradients.give_back(buffer)
         return (d_hidden, apart.take(ctx.weight), apart.take(ctx.bias), *(None,) * 8)
 
 
