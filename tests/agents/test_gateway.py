@@ -108,7 +108,7 @@ def test_a_conversation_continues_on_its_tokens(play):
                 messages += [{"role": "tool", "tool_call_id": c["id"], "content": "5"} for c in message["tool_calls"]]
             else:
                 messages.append({"role": "user", "content": "And?"})
-        return {"reward": 2.5, "kind": "x"}
+        return {"score": 2.5, "kind": "x"}
 
     (result,), engine = play(agent)
     assert result.error is None

@@ -2,8 +2,8 @@
 
     async def run(task: dict, base_url: str, api_key: str) -> float | dict | None
 
-`task` is the row; `prompt` and `raw_prompt` are its messages. The reward is the returned number, or the entry "reward" of a
-dict, else the posted reward. Without any, the reward function scores the longest conversation. A command gets
+`task` is the row; `prompt` and `raw_prompt` are its messages. The reward is the returned number, or the entry "reward" or
+"score" of a dict, else the posted reward. Without any, the reward function scores the longest conversation. A command gets
 OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL and VERL_TASK (the row as JSON) in its environment; {prompt} in it becomes the
 row's last message.
 """
@@ -171,8 +171,9 @@ def longest(episode: Episode) -> Branch:
 def _reward(returned: object, session: EndpointSession) -> tuple[float | None, dict[str, object]]:
     info = dict(session.info)
     if isinstance(returned, Mapping):
-        info |= {k: v for k, v in returned.items() if k != "reward"}
-        returned = returned.get("reward")
+        name = "reward" if "reward" in returned else "score"  # as reward functions call it
+        info |= {k: v for k, v in returned.items() if k != name}
+        returned = returned.get(name)
     if returned is None:
         return session.reward, info
     if isinstance(returned, bool | np.bool_):
