@@ -64,7 +64,7 @@ CASES = [
         "34",
         {},
         ["so\nAnswer: 34", "Answer: $34$.", "answer: \\boxed{34}"],
-        ["34", "Answer: 35", "Answer: 34\nAnswer: 1"],
+        ["34", "Answer: 35", "Answer: 3  4", "Answer: 34\nAnswer: 1"],
     ),
     ("math", "\\frac{3}{4}", {}, ["Answer: $\\frac34$", "Answer: 0.75"], ["Answer: 3"]),
     ("aime2024", "204", {}, ["Answer: 204"], ["Answer: 240"]),

@@ -133,12 +133,7 @@ def _pack_tensor(value: torch.Tensor, buffers: list[np.ndarray], place: str) -> 
     if value.is_nested:
         raise TypeError(f"{place} is a nested tensor; pad it before it is sent to another process.")
     buffers.append(bytes_of(value).numpy())
-    return {
-        "!": "tensor",
-        "b": len(buffers) - 1,
-        "t": str(value.dtype).removeprefix("torch."),
-        "s": list(value.shape),
-    }
+    return {"!": "tensor", "b": len(buffers) - 1, "t": str(value.dtype).removeprefix("torch."), "s": list(value.shape)}
 
 
 def _pack_column(value: StoredColumn, buffers: list[Any], place: str) -> object:

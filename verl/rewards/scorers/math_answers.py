@@ -14,7 +14,9 @@ from verl.rewards.scorers.exact_match import last_answer, same_number
 from verl.rewards.scorers.route import Scorer
 
 LEGACY_WINDOW = 300  # characters at the end of a reply in which existing releases look for "Answer:"
-_SPACE = re.compile(r"\s+|\\[,;:!]|\$")
+_SPACE = re.compile(
+    r"(?<!\d) | (?!\d)| (?=\d{3}(?!\d))|\\[,;:!]|\$"
+)  # a space between digits only before three of them
 _BOX = re.compile(r"\\(?:boxed|fbox)(?=\s*\{|\s)")
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _THINK_THEN_ANSWER = re.compile(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", re.DOTALL)
@@ -98,7 +100,8 @@ def _plain(answer: str) -> str:
 
 def math_equal(gold: str, answer: str) -> bool:
     r"""Whether `answer` equals `gold`, both LaTeX or plain: "0.5" and "\frac{1}{2}" do."""
-    if _SPACE.sub("", gold) == _SPACE.sub("", answer) or same_number(gold, answer):
+    plain, plain_gold = (_SPACE.sub("", " ".join(text.split())) for text in (answer, gold))
+    if plain == plain_gold or same_number(gold, answer):
         return True
     math_verify = load_math_verify()
     parsed = [math_verify.parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (gold, answer)]
