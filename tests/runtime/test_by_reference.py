@@ -32,7 +32,7 @@ class Store:
         self.num_sent += sum(isinstance(buffer, int) for buffer in sent)
         read = [b if isinstance(b, np.ndarray) else StoredTensors(b, self.objects.get, dict) for b in sent]
         answer = runtime.workers.call(group.name, method, *decode(document, StoredBuffers(read)))
-        document, buffers = encode(answer)
+        document, buffers = encode(answer, StoredBuffers(is_answer=True))
         for buffer in buffers:
             buffer.setflags(write=False)
         number = len(self.objects)

@@ -24,6 +24,7 @@ from verl.algorithms.kl import kl_penalty
 from verl.algorithms.masked import masked_mean, token_mean
 from verl.algorithms.policy_losses.terms import LOG_RATIO_LIMIT
 from verl.data_proto.metrics import Metric
+from verl.data_proto.stored_column import is_finite
 
 if TYPE_CHECKING:
     from verl.config import StepGuardsConfig
@@ -127,7 +128,7 @@ def worst_rows(name: str, rows: Tensor, limit: float) -> tuple[list[int], int]:
 
 def nonfinite_rows(values: Tensor, mask: Tensor | None = None) -> Tensor:
     """Rows of `values` [batch, ...] with NaN or infinity where `mask` is true: [batch] bool."""
-    if torch.isfinite(values.sum()):  # one pass: a value that is not finite leaves no finite sum
+    if is_finite(values):
         return torch.zeros(len(values), dtype=torch.bool, device=values.device)
     bad = ~torch.isfinite(values)
     if mask is not None:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from verl.data_proto.span_column import SpanColumn
+
 if TYPE_CHECKING:
     from verl.data_proto.proto import DataProto
 
@@ -72,7 +74,7 @@ def data_metrics(
     spreads: dict[int, dict[str, float]] = {}  # by tensor: without a critic, advantages are the returns
     for name in ("advantages", "returns"):
         if name in columns.keys():
-            place = columns[name].data_ptr()
+            place = id(columns[name])
             spreads[place] = spreads.get(place) or _spread_of_tokens(columns[name], mask)
             metrics |= {f"critic/{name}/{part}": value for part, value in spreads[place].items()}
     if {"values", "returns"} <= set(columns.keys()) if use_critic is None else use_critic:
@@ -153,19 +155,24 @@ def _lengths(batch: DataProto) -> tuple[torch.Tensor, torch.Tensor]:
     return count_true(attention, slice(-width)), count_true(attention, slice(-width, None))
 
 
+def _is_held(column: torch.Tensor) -> bool:
+    """Whether numpy can read it without another copy."""
+    return column.is_cpu and not isinstance(column, SpanColumn)
+
+
 def count_true(mask: torch.Tensor, places: slice = slice(None)) -> torch.Tensor:
     """`mask[:, places].sum(dim=-1)` of a bool matrix; on the CPU by numpy, which takes a tenth of torch's time."""
-    return torch.from_numpy(mask.numpy()[:, places].sum(axis=-1)) if mask.is_cpu else mask[:, places].sum(dim=-1)
+    return torch.from_numpy(mask.numpy()[:, places].sum(axis=-1)) if _is_held(mask) else mask[:, places].sum(dim=-1)
 
 
 def any_true(mask: torch.Tensor) -> torch.Tensor:
     """`mask.any(dim=-1)` of a bool matrix; on the CPU by numpy, which takes a fiftieth of torch's time."""
-    return torch.from_numpy(mask.numpy().any(axis=-1)) if mask.is_cpu else mask.any(dim=-1)
+    return torch.from_numpy(mask.numpy().any(axis=-1)) if _is_held(mask) else mask.any(dim=-1)
 
 
 def chosen_values(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """`values[mask]`; of float32 on the CPU by numpy, which takes a third of torch's time."""
-    if not values.is_cpu or values.dtype not in (torch.float32, torch.float64):
+    if not _is_held(values) or values.dtype not in (torch.float32, torch.float64):
         return values[mask]
     return torch.from_numpy(values.detach().numpy()[mask.numpy()])
 

@@ -49,7 +49,8 @@ def sample_rows(batch: DataProto, tokenizer: Tokenizer) -> list[dict[str, object
     prompts = _decoded(tokenizer, prompt_ids, skip_special_tokens=False)
     responses = _decoded(tokenizer, response_ids, skip_special_tokens=True)
     copied = {name: _column(batch, name) for name in _COPIED}
-    per_token = {name: row_arrays(tensors[column]) for name, column in _PER_TOKEN.items() if column in tensors.keys()}
+    names = {name: column for name, column in _PER_TOKEN.items() if column in tensors.keys()}
+    per_token = {name: row_arrays(tensors[column], lengths) for name, column in names.items()}
     media = row_media_of(batch)
     scored = scored_rows(batch).tolist()
     scores = tensors["token_level_scores"].sum(dim=1).tolist() if "token_level_scores" in tensors.keys() else None

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, SupportsIndex, TypeVar
+from typing import Any, ClassVar, SupportsIndex, TypeVar
 
 import numpy as np
 import torch
@@ -21,57 +21,55 @@ from torch.utils._pytree import tree_map
 
 _aten = torch.ops.aten
 Value = TypeVar("Value")
+Column = TypeVar("Column", bound="LazyColumn")
 
 
 @dataclass(frozen=True, eq=False)
 class StoredArray:
-    """Buffer `number` of the object `reference` in the store. `array` is a view of it that refuses writes."""
+    """Buffer `number` of the object `reference` in the store. `array` is a view of it that refuses writes; `is_finite`: it is
+    known to have neither NaN nor infinities."""
 
     reference: object
     number: int
     array: np.ndarray
+    is_finite: bool = False
 
 
-class StoredColumn(torch.Tensor):
-    """Rows `rows` of `parts`, which are counted through all parts; None: all of them.
+class LazyColumn(torch.Tensor):
+    """A tensor [rows, ...] whose values are made when something computes with them.
 
-    Slices and indices of rows, `cat` of rows and `clone` make another StoredColumn; other operations return ordinary tensors.
-    A write turns the column into a copy. Raises RuntimeError for a write to a slice, which would not reach its column.
+    Operations of `of_rows` make another column without its values; other operations return ordinary tensors. A write turns the
+    column into a copy. Raises RuntimeError for a write to a slice, which would not reach its column.
     """
 
-    parts: tuple[StoredArray, ...]
-    rows: range | np.ndarray
-    _read: np.ndarray | None  # of a mask that has been read, or of `keep_values`
+    # by operation; None: this call computes with values
+    of_rows: ClassVar[dict[object, Callable[..., torch.Tensor | list[torch.Tensor] | None]]] = {}
     _copy: torch.Tensor | None  # after a write
     _is_slice: bool
 
-    @staticmethod
-    def __new__(
-        cls, parts: tuple[StoredArray, ...], rows: range | np.ndarray | None = None, is_view: bool = False
-    ) -> StoredColumn:
-        chosen = range(sum(len(part.array) for part in parts)) if rows is None else rows
-        shape, dtype = (len(chosen), *parts[0].array.shape[1:]), _dtype_of(parts[0].array)
-        column: StoredColumn = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
-        column.parts, column.rows, column._read, column._copy, column._is_slice = parts, chosen, None, None, is_view
-        return column
-
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def _of(cls: type[Column], shape: Sequence[int], dtype: torch.dtype, is_view: bool) -> Column:
+        column: Column = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=torch.device("cpu"))
+        column._copy, column._is_slice = None, is_view
+        return column
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
-        if func in _OF_ROWS and not kwargs and (column := _OF_ROWS[func](*args)) is not None:
+        if func in cls.of_rows and not kwargs and (column := cls.of_rows[func](*args)) is not None:
             return column
         target = (kwargs or {}).get("out", args[0] if args else None)
-        written = target if func._schema.is_mutable and isinstance(target, cls) else None
+        written = target if func._schema.is_mutable and isinstance(target, LazyColumn) else None
         if written is not None:
             written._be_a_copy()
         # what shares memory with its argument may be written to
         shares = any(value.alias_info is not None for value in func._schema.returns)
 
         def read(value: object) -> object:
-            if not isinstance(value, cls):
+            if not isinstance(value, LazyColumn):
                 return value
             return value.copied() if shares and value.is_stored else value._tensor()
 
@@ -80,7 +78,7 @@ class StoredColumn(torch.Tensor):
 
     @property
     def is_stored(self) -> bool:
-        """Whether the values are those in the store."""
+        """Whether the column is still without values of its own."""
         return self._copy is None
 
     def copied(self) -> torch.Tensor:
@@ -91,10 +89,8 @@ class StoredColumn(torch.Tensor):
         """The values, in an array that refuses writes: they would not reach the column."""
         if self._copy is not None:
             return self._copy.numpy()
-        values = joined_rows(self.parts, self.rows) if self._read is None else self._read
+        values = self._read_values()
         values.setflags(write=False)
-        if values.itemsize == 1:
-            self._read = values  # masks are read several times
         return values
 
     def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
@@ -103,24 +99,74 @@ class StoredColumn(torch.Tensor):
     def tolist(self) -> list[Any]:
         return self.numpy().tolist()
 
-    def data_ptr(self) -> int:
-        keep_values(self)
-        return self.numpy().ctypes.data
-
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
         return self.copied().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: object) -> torch.Tensor:
         return self.copied()
 
+    def row_arrays(self, lengths: Sequence[int] | None) -> Sequence[np.ndarray]:
+        """The function of this name, of a column without a copy."""
+        raise NotImplementedError
+
+    def is_known_finite(self) -> bool:
+        """Whether it has neither NaN nor infinities, as far as is known without its values."""
+        raise NotImplementedError
+
+    def _read_values(self) -> np.ndarray:
+        raise NotImplementedError
+
     def _tensor(self) -> torch.Tensor:
         return self._copy if self._copy is not None else torch.from_numpy(np.asarray(_Writable(self.numpy())))
 
     def _be_a_copy(self) -> None:
         if self._is_slice:
-            raise RuntimeError("These are some rows of a column that is in a store. Write to a clone() of them.")
+            raise RuntimeError(
+                "These are some rows of a column without a copy in this process. Write to a clone() of them."
+            )
         if self._copy is None:
-            self._copy, self.parts, self._read = self.copied(), (), None
+            self._copy = self.copied()
+
+
+class StoredColumn(LazyColumn):
+    """Rows `rows` of `parts`, which are counted through all parts; None: all of them. Slices and indices of rows, `cat` of rows
+    and `clone` make another StoredColumn."""
+
+    parts: tuple[StoredArray, ...]
+    rows: range | np.ndarray
+    _read: np.ndarray | None  # of a mask that has been read, or of `keep_values`
+
+    @staticmethod
+    def __new__(
+        cls, parts: tuple[StoredArray, ...], rows: range | np.ndarray | None = None, is_view: bool = False
+    ) -> StoredColumn:
+        chosen = range(sum(len(part.array) for part in parts)) if rows is None else rows
+        column = cls._of((len(chosen), *parts[0].array.shape[1:]), dtype_of(parts[0].array), is_view)
+        column.parts, column.rows, column._read = parts, chosen, None
+        return column
+
+    def data_ptr(self) -> int:
+        keep_values(self)
+        return self.numpy().ctypes.data
+
+    def row_arrays(self, lengths: Sequence[int] | None) -> Sequence[np.ndarray]:
+        rows, starts = np.asarray(self.rows), np.cumsum([0, *(len(part.array) for part in self.parts)])
+        numbers = np.searchsorted(starts, rows, side="right") - 1
+        places = zip(numbers.tolist(), (rows - starts[numbers]).tolist(), strict=True)
+        return [self.parts[number].array[row] for number, row in places]
+
+    def is_known_finite(self) -> bool:
+        return all(part.is_finite for part in self.parts)
+
+    def _read_values(self) -> np.ndarray:
+        values = joined_rows(self.parts, self.rows) if self._read is None else self._read
+        if values.itemsize == 1:
+            self._read = values  # masks are read several times
+        return values
+
+    def _be_a_copy(self) -> None:
+        super()._be_a_copy()
+        self.parts, self._read = (), None
 
 
 class _Writable:
@@ -132,8 +178,8 @@ class _Writable:
 
 
 def copied(value: Value) -> Value | torch.Tensor:
-    """`value`, or what an ordinary tensor of its values is where it is a StoredColumn: for functions of users."""
-    return value.copied() if isinstance(value, StoredColumn) else value
+    """`value`, or the ordinary tensor of its values where it is a LazyColumn: for functions of users."""
+    return value.copied() if isinstance(value, LazyColumn) else value
 
 
 def keep_values(column: torch.Tensor) -> None:
@@ -142,12 +188,16 @@ def keep_values(column: torch.Tensor) -> None:
         column._read = column.numpy()
 
 
-def row_arrays(column: torch.Tensor) -> list[np.ndarray]:
-    """The values of each row, as views."""
-    if not isinstance(column, StoredColumn) or not column.is_stored:
-        return list(column.numpy())
-    rows = [row for part in column.parts for row in part.array]
-    return [rows[number] for number in column.rows]
+def row_arrays(column: torch.Tensor, lengths: Sequence[int] | None = None) -> Sequence[np.ndarray]:
+    """The values of each row, as views or made one by one; at least the first `lengths` of them."""
+    return column.row_arrays(lengths) if isinstance(column, LazyColumn) and column.is_stored else list(column.numpy())
+
+
+def is_finite(column: torch.Tensor) -> bool:
+    """Whether the sum is, which no sum with NaN or infinity is. A rank says so of its arrays, without another pass here."""
+    if isinstance(column, LazyColumn) and column.is_stored and column.is_known_finite():
+        return True
+    return bool(torch.isfinite(column.sum()))
 
 
 def joined_rows(parts: Sequence[StoredArray], rows: range | np.ndarray) -> np.ndarray:
@@ -171,7 +221,8 @@ def joined_rows(parts: Sequence[StoredArray], rows: range | np.ndarray) -> np.nd
     return values
 
 
-def _dtype_of(array: np.ndarray) -> torch.dtype:
+def dtype_of(array: np.ndarray) -> torch.dtype:
+    """Torch's name of the dtype."""
     return torch.from_numpy(np.empty(0, array.dtype)).dtype
 
 
@@ -237,10 +288,22 @@ def _cat(columns: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor | None:
 
 
 def _same(column: StoredColumn, is_view: bool = False) -> torch.Tensor | None:
-    return StoredColumn(column.parts, column.rows, is_view) if column.is_stored else None
+    if not column.is_stored:
+        return None
+    same = StoredColumn(column.parts, column.rows, is_view)
+    same._read = column._read
+    return same
 
 
-_OF_ROWS: dict[object, Callable[..., torch.Tensor | None]] = {
+def split_rows(column: LazyColumn, size: int, dim: int = 0) -> list[torch.Tensor] | None:
+    """The result of torch.split, for `of_rows`."""
+    if dim != 0 or not column.is_stored:
+        return None
+    return [column[at : at + size] for at in range(0, len(column), size)]
+
+
+StoredColumn.of_rows = {
+    _aten.split.Tensor: split_rows,
     _aten.slice.Tensor: _slice,
     _aten.index.Tensor: _index,
     _aten.select.int: _row,

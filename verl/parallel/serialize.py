@@ -24,8 +24,9 @@ from verl.data_proto.merge import object_array
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import Completion, PromptRequest, SamplingParams, Score
+from verl.data_proto.span_column import RowSpans, SpanColumn, row_spans
 from verl.data_proto.storage import bytes_of
-from verl.data_proto.stored_column import StoredArray, StoredColumn, joined_rows
+from verl.data_proto.stored_column import LazyColumn, StoredArray, StoredColumn, is_finite, joined_rows
 
 C = TypeVar("C", bound=type)
 
@@ -35,7 +36,6 @@ _NUMPY: dict[torch.dtype, type] = {
     torch.bool: np.bool_, torch.uint8: np.uint8,
 }  # fmt: skip
 _PLAIN_TYPES = {type(None), str, bool, int}
-_SINGLE = (type(None), str, int, float)  # written again in each row; rows of one prompt share other objects
 _STORED_BYTES = (
     1 << 17
 )  # from which on a tensor stays in the store; above the 100 KB up to which Ray sends a value itself
@@ -55,11 +55,11 @@ for _cls in (SamplingParams, PromptRequest, Completion, Score, Clip, ImageFiles,
 
 class StoredBuffers(list[Any]):
     """The buffers of a value that a store of several processes carries, or will carry. `reference`, if there is one, names the
-    object that holds them."""
+    object that holds them. `is_answer`: tensors are looked through once, so that the caller need not."""
 
-    def __init__(self, buffers: Iterable[object] = (), reference: object = None):
+    def __init__(self, buffers: Iterable[object] = (), reference: object = None, *, is_answer: bool = False):
         super().__init__(buffers)
-        self.reference = reference
+        self.reference, self.is_answer = reference, is_answer
 
 
 def encode(value: object, buffers: list[np.ndarray] | None = None) -> tuple[bytes, list[np.ndarray]]:
@@ -132,13 +132,23 @@ def _pack_bytes(value: bytes | bytearray, buffers: list[np.ndarray], place: str)
 def _pack_tensor(value: torch.Tensor, buffers: list[np.ndarray], place: str) -> object:
     if value.is_nested:
         raise TypeError(f"{place} is a nested tensor; pad it before it is sent to another process.")
-    buffers.append(bytes_of(value).numpy())
-    return {"!": "tensor", "b": len(buffers) - 1, "t": str(value.dtype).removeprefix("torch."), "s": list(value.shape)}
+    facts: dict[str, object] = {"t": str(value.dtype).removeprefix("torch."), "s": list(value.shape)}
+    data = bytes_of(value).numpy()
+    if getattr(buffers, "is_answer", False) and data.nbytes >= _STORED_BYTES and value.dtype in _NUMPY:
+        array: np.ndarray = data.view(_NUMPY[value.dtype]).reshape(tuple(value.shape))
+        if array.ndim == 2 and (spans := row_spans(array)) is not None:
+            return _pack_column(SpanColumn(spans, array.shape[1]), buffers, place)
+        facts["f"] = value.is_floating_point() and is_finite(value)
+    buffers.append(data)
+    return {"!": "tensor", "b": len(buffers) - 1, **facts}
 
 
-def _pack_column(value: StoredColumn, buffers: list[Any], place: str) -> object:
+def _pack_column(value: LazyColumn, buffers: list[Any], place: str) -> object:
     if not isinstance(buffers, StoredBuffers) or not value.is_stored:
         return _pack_tensor(value.copied(), buffers, place)
+    if isinstance(value, SpanColumn):
+        return {"!": "spans", "v": [_pack_array(part, buffers, place) for part in value.spans], "w": value.shape[1]}
+    assert isinstance(value, StoredColumn)
     parts = []
     for part in value.parts:
         parts.append([len(buffers), part.number, len(part.array)])
@@ -156,13 +166,14 @@ def _pack_stored(value: StoredTensors, buffers: list[object], place: str) -> obj
 
 def _pack_array(value: np.ndarray, buffers: list[np.ndarray], place: str) -> object:
     if value.dtype == object:
-        values = value.ravel().tolist()
-        first = {id(v): i for i, v in reversed([*enumerate(values)]) if not isinstance(v, _SINGLE)}
-        rows = [
-            {"!": "row", "v": earlier} if (earlier := first.get(id(v), i)) < i else _pack(v, buffers, f"{place}[{i}]")
-            for i, v in enumerate(values)
-        ]
-        return {"!": "objects", "v": rows, "s": list(value.shape)}
+        values, head = value.ravel().tolist(), {"!": "objects", "s": list(value.shape)}
+        if _PLAIN_TYPES.issuperset(map(type, values)):
+            return {**head, "v": values}
+        first: dict[int, int] = {}
+        rows = [first.setdefault(id(v), i) for i, v in enumerate(values)]
+        number = {row: i for i, row in enumerate(first.values())}
+        objects = [_pack(values[row], buffers, f"{place}[{row}]") for row in number]
+        return {**head, "v": objects, "n": [number[row] for row in rows]}
     if value.dtype.kind not in "biufcSU":
         raise TypeError(f"{place} is an array of {value.dtype}, which cannot be sent to another process.")
     buffers.append(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
@@ -186,7 +197,7 @@ _PACKERS: tuple[tuple[Any, Any], ...] = (
     (dict, lambda value, buffers, place: {"!": "dict", "v": _pack_items(value, buffers, place)}),
     (tuple, lambda value, buffers, place: {"!": "tuple", "v": _pack(list(value), buffers, place)}),
     ((bytes, bytearray), _pack_bytes),
-    (StoredColumn, _pack_column),
+    (LazyColumn, _pack_column),
     (torch.Tensor, _pack_tensor),
     (StoredTensors, _pack_stored),
     (np.ndarray, _pack_array),
@@ -215,7 +226,8 @@ def _unpack_tensor(packed: dict[str, Any], buffers: Sequence[np.ndarray]) -> tor
         return torch.empty(packed["s"], dtype=dtype)
     buffer, reference = buffers[packed["b"]], getattr(buffers, "reference", None)
     if reference is not None and packed["s"] and buffer.nbytes >= _STORED_BYTES and dtype in _NUMPY:
-        return StoredColumn((StoredArray(reference, packed["b"], buffer.view(_NUMPY[dtype]).reshape(packed["s"])),))
+        array = buffer.view(_NUMPY[dtype]).reshape(packed["s"])
+        return StoredColumn((StoredArray(reference, packed["b"], array, packed.get("f", False)),))
     return torch.from_numpy(buffer.copy()).view(dtype).view(packed["s"])
 
 
@@ -231,15 +243,18 @@ def _unpack_column(packed: dict[str, Any], buffers: Sequence[Any]) -> torch.Tens
     return torch.from_numpy(values if values.base is None else values.copy())
 
 
+def _unpack_spans(packed: dict[str, Any], buffers: Sequence[Any]) -> torch.Tensor:
+    column = SpanColumn(RowSpans(*(_unpack_array(part, buffers) for part in packed["v"])), packed["w"])
+    return column if getattr(buffers, "reference", None) is not None else column.copied()
+
+
 def _unpack_array(packed: dict[str, Any], buffers: Sequence[np.ndarray]) -> np.ndarray:
     return np.frombuffer(buffers[packed["b"]].tobytes(), dtype=packed["t"]).reshape(packed["s"]).copy()
 
 
 def _unpack_objects(packed: dict[str, Any], buffers: Sequence[np.ndarray]) -> np.ndarray:
-    rows: list[Any] = []
-    for row in packed["v"]:  # rows with one object share it again
-        is_earlier = isinstance(row, dict) and row["!"] == "row"
-        rows.append(rows[row["v"]] if is_earlier else _unpack(row, buffers))
+    objects = _unpack(packed["v"], buffers)
+    rows = [objects[number] for number in packed["n"]] if "n" in packed else objects  # rows share objects again
     return object_array(rows).reshape(packed["s"])
 
 
@@ -259,6 +274,7 @@ _UNPACKERS: dict[str, Any] = {
     "bytes": lambda p, b: b[p["b"]].tobytes(),
     "tensor": _unpack_tensor,
     "column": _unpack_column,
+    "spans": _unpack_spans,
     "stored": lambda p, b: b[p["b"]],
     "array": _unpack_array,
     "objects": _unpack_objects,

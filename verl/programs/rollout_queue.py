@@ -34,7 +34,7 @@ from verl.data_proto.media import media_of
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
 from verl.data_proto.samples import SamplingParams
-from verl.data_proto.stored_column import StoredColumn
+from verl.data_proto.stored_column import LazyColumn
 from verl.data_proto.trajectory import Segment, Source, Status, Trajectory, response_lengths, to_columns
 from verl.roles.api import RewardHandle, RolloutHandle
 from verl.roles.rollout import episode_columns, sample_names
@@ -313,7 +313,7 @@ def _replace_rows(rows: DataProto, chosen: np.ndarray, extended: DataProto) -> N
     order[at] = torch.arange(len(chosen)) + len(rows)
     for name, values in extended.batch.items():
         column = rows.batch[name]
-        if isinstance(column, StoredColumn):
+        if isinstance(column, LazyColumn):
             rows.batch[name] = torch.cat([column, values])[order]
         else:
             column[at] = values

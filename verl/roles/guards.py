@@ -33,6 +33,7 @@ from verl.config.sections.trainer import ACTIONS
 from verl.data_proto.batch_metrics import any_true, scored_rows
 from verl.data_proto.metrics import Metric
 from verl.data_proto.proto import DataProto
+from verl.data_proto.stored_column import is_finite
 from verl.errors import NumericsError
 from verl.parallel.serialize import record
 from verl.tracking.files import append_rows
@@ -163,7 +164,7 @@ class StepGuard:
     def check_finite(self, columns: TensorDict, names: Sequence[str]) -> bool:
         """Whether all columns of `names` are finite; else the first other one is a finding, and the rest follows from it."""
         mask = columns["response_mask"]
-        for name in (name for name in names if name in columns.keys()):
+        for name in (name for name in names if name in columns.keys() and not is_finite(columns[name])):
             # a score lies on a token that need not train
             where = torch.ones_like(mask) if name == "token_level_scores" else mask
             if samples := list(_Part(columns, where, {name: columns[name].detach()}, {}).nonfinite()):

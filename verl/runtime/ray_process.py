@@ -69,9 +69,9 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
-def pack(value: object) -> Packed:
+def pack(value: object, *, is_answer: bool = False) -> Packed:
     """A value as Ray carries it; columns that are in its store go as references."""
-    document, buffers = encode(value, StoredBuffers())
+    document, buffers = encode(value, StoredBuffers(is_answer=is_answer))
     return [document, *buffers]
 
 
@@ -85,7 +85,7 @@ def answer_call(run: Callable[[], object]) -> PackedAnswer:
     """The packed result of `run`, or its error: VerlError as it is, others with their traceback."""
     unblock_sigterm()  # Ray runs calls on several threads
     try:
-        return pack(run())
+        return pack(run(), is_answer=True)
     except VerlError as error:
         log.error("%s", error)
         return {"error": type(error).__name__, "text": str(error)}

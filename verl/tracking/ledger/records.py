@@ -168,12 +168,13 @@ def issued_prompts(prompts: DataProto, order: Order) -> list[Prompt]:
 def segments_of(ordinals: Sequence[int], rows: DataProto, num_known: Callable[[Key], int]) -> Iterator[SegmentRecord]:
     """The segments of the rollout's output after the first `num_known((ordinal, sample))` tokens of each row."""
     from verl.data_proto.stored_column import row_arrays
-    from verl.data_proto.trajectory import row_cuts
+    from verl.data_proto.trajectory import response_lengths, row_cuts
 
     columns = rows.batch
     cuts_of_rows = (cuts for at in range(0, len(rows), _ROWS) for cuts in row_cuts(columns[at : at + _ROWS]))
     names = ("responses", "rollout_log_probs", "response_mask", "token_weight_version")
-    ids, log_probs, sampled, versions = (row_arrays(columns[name]) for name in names)
+    lengths = response_lengths(columns).tolist()
+    ids, log_probs, sampled, versions = (row_arrays(columns[name], lengths) for name in names)
     samples, ranks = columns["sample_index"].tolist(), columns["rollout_rank"].tolist()
     reasons = rows.non_tensor_batch["finish_reason"]
     for i, (ordinal, sample, rank, cuts) in enumerate(zip(ordinals, samples, ranks, cuts_of_rows, strict=True)):
@@ -188,8 +189,9 @@ def segments_of(ordinals: Sequence[int], rows: DataProto, num_known: Callable[[K
 
 def scores_of(batch: DataProto) -> list[Scored]:
     """The reward columns of a batch, one record per row."""
-    objects = batch.non_tensor_batch
-    rewards = batch.batch["token_level_scores"].numpy().sum(axis=1, dtype="float64").tolist()
+    from verl.data_proto.span_column import sums_of_rows
+
+    objects, rewards = batch.non_tensor_batch, sums_of_rows(batch.batch["token_level_scores"]).tolist()
     rows = zip(keys_of(batch), rewards, objects["reward_parts"], objects["reward_error"], strict=True)
     return [Scored(*key, reward, dict(parts or {}), error) for key, reward, parts, error in rows]
 
