@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from verl.errors import DataError
+from verl.parallel.process_settings import without_collection
 
 if TYPE_CHECKING:
     from verl.data_proto.proto import DataProto
@@ -75,13 +76,14 @@ def partition_by_cost(costs: Sequence[float], num_parts: int, equal_size: bool) 
         raise ValueError(
             f"{num_rows} rows do not divide into {num_parts} equal parts; pad the batch or use equal_size=False."
         )
-    blocks = _blocks(costs, num_parts) if equal_size else [[row] for row in range(num_rows)]
-    partials = [_Partial([(-float(costs[row]), [row]) for row in block], num_parts, min(block)) for block in blocks]
-    heap = [partial.ranked() for partial in partials]
-    heapq.heapify(heap)
-    while len(heap) > 1:
-        *_, widest = heapq.heappop(heap)
-        heapq.heapreplace(heap, widest.absorb(heap[0][-1]).ranked())
+    with without_collection():  # thousands of small lists, no garbage among them
+        blocks = _blocks(costs, num_parts) if equal_size else [[row] for row in range(num_rows)]
+        partials = [_Partial([(-float(costs[row]), [row]) for row in block], num_parts, min(block)) for block in blocks]
+        heap = [partial.ranked() for partial in partials]
+        heapq.heapify(heap)
+        while len(heap) > 1:
+            *_, widest = heapq.heappop(heap)
+            heapq.heapreplace(heap, widest.absorb(heap[0][-1]).ranked())
     parts = [sorted(rows) for _, rows in heap[0][-1].parts]
     return sorted(_without_empty(parts + [list[int]() for _ in range(num_parts - len(parts))], costs))
 
