@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from verl.data_proto.batch_metrics import scored_rows
 from verl.data_proto.media import images_in, row_media_of
 from verl.data_proto.stored_column import row_arrays
+from verl.data_proto.token_values import add_observed, compared_log_probs, token_places
 from verl.data_proto.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from verl.data_proto.proto import DataProto
 
-_DECODED_ROWS = 256
+_DECODED_ROWS = 64
 
 # per-row columns that are copied under the same name, if present
 _COPIED = "uid data_source finish_reason reward_parts reward_error ordinal sample_index weight_version".split()
@@ -73,6 +75,16 @@ def sample_rows(batch: DataProto, tokenizer: Tokenizer) -> list[dict[str, object
             row |= {name: objects[name][i] for name in ("raw_prompt", "reward_model") if name in objects}
         rows.append(row)
     return rows
+
+
+def observed_rows(
+    batch: DataProto, observed: Sequence[torch.Tensor], tokenizer: Tokenizer
+) -> Iterator[dict[str, object]]:
+    """`sample_rows` with the values of `add_observed`; some rows are in memory at a time."""
+    places = token_places(batch, observed[2:4] if compared_log_probs(observed) else ())
+    for at in range(0, len(batch), _DECODED_ROWS):
+        part = slice(at, at + _DECODED_ROWS)
+        yield from sample_rows(add_observed(batch.slice(at, part.stop), observed, places[:, part]), tokenizer)
 
 
 def _decoded(tokenizer: Tokenizer, rows: list[np.ndarray], skip_special_tokens: bool) -> list[str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from verl.data_proto.batch_metrics import any_true
+from verl.data_proto.batch_metrics import any_true, count_true
+from verl.data_proto.stored_column import row_arrays
 
 if TYPE_CHECKING:
     from verl.data_proto.proto import DataProto
@@ -32,24 +33,38 @@ def _row_keys(batch: DataProto) -> torch.Tensor:
     return columns["ordinal"].cpu().long() * _SAMPLES + columns["sample_index"].cpu().long()
 
 
-def add_token_columns(batch: DataProto, keys: Sequence[torch.Tensor], values: dict[str, torch.Tensor]) -> None:
+def token_places(batch: DataProto, keys: Sequence[torch.Tensor]) -> np.ndarray:
+    """[2, batch] the place of each row in `keys`, -1 of a row that is not there, and the end of its tokens in flat tensors. A
+    key of several rows belongs to the first one."""
+    places = np.full((2, len(batch)), -1)
+    if keys:
+        row_keys, own_keys = _row_keys(batch).numpy(), keys[0].numpy()
+        order = np.argsort(row_keys, kind="stable")
+        rows = order[np.searchsorted(row_keys[order], own_keys).clip(max=len(order) - 1)]
+        (known,) = np.nonzero(row_keys[rows] == own_keys)
+        places[:, rows[known]] = known, np.cumsum(count_true(keys[1]).numpy())[known]
+    return places
+
+
+def add_token_columns(
+    batch: DataProto,
+    keys: Sequence[torch.Tensor],
+    values: Mapping[str, torch.Tensor],
+    places: np.ndarray | None = None,
+) -> None:
     """Add the float32 columns `values` [batch, response] from flat tensors in the order of the masks in `keys` (see
-    `token_keys`); NaN where there is none. A key that several rows have goes to the first of them. A column that is there
-    already stays."""
+    `token_keys`); NaN where there is none. A column that is there already stays. `places` are those of `token_places`, of some
+    rows of another batch."""
     if not keys:
         return
-    row_keys, (own_keys, mask) = _row_keys(batch).numpy(), (key.numpy() for key in keys)
-    order = np.argsort(row_keys, kind="stable")
-    rows = order[np.searchsorted(row_keys[order], own_keys).clip(max=len(order) - 1)]
-    known = row_keys[rows] == own_keys
-    in_order = known.all() and np.array_equal(rows, np.arange(len(batch)))
+    numbers, ends = token_places(batch, keys) if places is None else places
+    (rows,) = np.nonzero(numbers >= 0)
+    masks = row_arrays(keys[1][torch.from_numpy(numbers[rows])])
     for name, flat in values.items():
         if name not in batch.batch.keys():
-            column = of_keys = np.full(mask.shape, np.nan, np.float32)
-            of_keys[mask] = flat.float().numpy()
-            if not in_order:
-                column = np.full((len(batch), mask.shape[1]), np.nan, np.float32)
-                column[rows[known]] = of_keys[known]
+            column = np.full((len(batch), keys[1].shape[1]), np.nan, np.float32)
+            for row, mask, end in zip(rows, masks, ends[rows].tolist(), strict=True):
+                column[row][mask] = flat[end - np.count_nonzero(mask) : end].float().numpy()
             batch.batch[name] = torch.from_numpy(column)
 
 
@@ -59,10 +74,10 @@ def compared_log_probs(observed: Sequence[torch.Tensor]) -> Sequence[torch.Tenso
     return observed[:2] if observed and observed[0].is_floating_point() else ()
 
 
-def add_observed(batch: DataProto, observed: Sequence[torch.Tensor]) -> DataProto:
+def add_observed(batch: DataProto, observed: Sequence[torch.Tensor], places: np.ndarray | None = None) -> DataProto:
     """Add train_log_probs and entropys from the tensors kept by a policy's objective: (log-probs, the sampler's log-probs, row
-    keys, positions, entropy), of which the last three may be missing. Returns `batch`."""
+    keys, positions, entropy), of which the last three may be missing. `places` as in `add_token_columns`. Returns `batch`."""
     if compared_log_probs(observed) and len(observed) >= 4:
         names = {"train_log_probs": observed[0], **dict(zip(["entropys"], observed[4:], strict=False))}
-        add_token_columns(batch, observed[2:4], names)
+        add_token_columns(batch, observed[2:4], names, places)
     return batch

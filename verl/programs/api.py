@@ -11,7 +11,7 @@ process, under torchrun (every rank runs it) and on Ray (the driver runs it). A 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
@@ -60,7 +60,7 @@ class StepResult:
 
     metrics: dict[str, float]
     num_tokens: int
-    rows: Callable[[], list[dict[str, Any]]] = list
+    rows: Callable[[], Iterable[dict[str, Any]]] = list
     span_tokens: Mapping[str, int] = field(default_factory=dict)
     skipped: str = ""
 

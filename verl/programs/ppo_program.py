@@ -23,8 +23,7 @@ from verl.config.active_keys import uses_rewards
 from verl.data_proto.batch_metrics import data_metrics, span_tokens
 from verl.data_proto.metrics import Metric, metric_values
 from verl.data_proto.proto import DataProto
-from verl.data_proto.sample_rows import sample_rows
-from verl.data_proto.token_values import add_observed
+from verl.data_proto.sample_rows import observed_rows
 from verl.models.routing import COLUMN as ROUTED_EXPERTS
 from verl.parallel.serialize import record
 from verl.programs.api import Program, RunContext, StepResult
@@ -238,7 +237,7 @@ class PPOProgram(Program[PPOConfig]):
         return StepResult(
             metrics,
             num_tokens=tokens["adv"],  # of whole rows
-            rows=lambda: sample_rows(add_observed(batch, result.observed), self.data.tokenizer),
+            rows=lambda: observed_rows(batch, result.observed, self.data.tokenizer),
             span_tokens=tokens,
             skipped=result.skipped,
         )

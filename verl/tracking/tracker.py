@@ -26,16 +26,26 @@ from verl.tracking.sinks.api import Guard, RunInfo, make_sink
 from verl.tracking.sinks.file import FileSink
 from verl.tracking.summary import Summary
 
-_ROWS = 64  # rows whose text is in memory at once
+_ROWS, _TOKENS = 64, 1 << 16  # rows and tokens whose text is in memory at once; a longer row is alone
 # Conversions of Python's and numpy's values by pyarrow import pandas where it is installed, and views of buffers do not.
 _NULL, _COMMA = pa.StringArray.from_buffers(2, pa.py_buffer(np.array([0, 4, 6], np.int32)), pa.py_buffer(b"null, "))
 
 
-def sample_lines(step: int, rows: Sequence[Json]) -> Iterator[str]:
+def _parts(rows: Iterable[Json]) -> Iterator[list[Json]]:
+    part, num_tokens = list[Json](), 0
+    for row in rows:
+        part.append(row)
+        num_tokens += len(() if (ids := row.get("response_ids")) is None else ids)
+        if len(part) == _ROWS or num_tokens >= _TOKENS:
+            yield part
+            part, num_tokens = [], 0
+    yield part
+
+
+def sample_lines(step: int, rows: Iterable[Json]) -> Iterator[str]:
     """Text of some lines at a time. Flat arrays of a row come last in its line, with float32 numbers as Python writes them; NaN
     and infinities are null."""
-    for start in range(0, len(rows), _ROWS):
-        part = rows[start : start + _ROWS]
+    for part in _parts(rows):
         names = dict.fromkeys(name for row in part for name, value in row.items() if _is_flat(value))
         texts: list[list[str]] = [[] for _ in part]
         for name in names:
@@ -69,7 +79,7 @@ def _view(values: np.ndarray, valid: np.ndarray | None = None) -> pa.Array:
 
 log = logging.getLogger(__name__)
 
-Rows = list[dict[str, object]]
+Rows = Iterable[dict[str, Any]]
 _DEADLINE_S = 600.0  # for the samples of a step, which may be gigabytes
 _TABLE_COLUMNS = ("prompt", "response", "ground_truth", "score")
 
@@ -160,15 +170,20 @@ class Tracker:
     def _write(self, split: str, step: int, rows: Rows) -> None:
         file = self.folder.sample_file(split, step)
         file.parent.mkdir(parents=True, exist_ok=True)
-        if self._texts is not None:
-            self._texts.record(rows)
-        stored = [with_stored_images(row, self.folder.images) for row in rows]
-        write_atomically(file, sample_lines(step, stored))
         dump = self._dumps.get(split)
+        read_again = list(rows) if dump or split == "val" else []
+        write_atomically(file, sample_lines(step, self._recorded(read_again or rows)))
         if dump:
-            _dump(Path(dump).expanduser(), step, rows)
+            _dump(Path(dump).expanduser(), step, read_again)
         if split == "val" and self.log_val_generations > 0:
-            self.validation_table(step, rows)
+            self.validation_table(step, read_again)
+
+    def _recorded(self, rows: Rows) -> Iterator[Json]:
+        """The rows of a file of samples, after their tokens and images are on the disk."""
+        for part in _parts(rows):
+            if self._texts is not None:
+                self._texts.record(part)
+            yield from (with_stored_images(row, self.folder.images) for row in part)
 
     def validation_table(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
         """Send some validation samples to the trackers: the same prompts at every step, chosen with a fixed seed."""
