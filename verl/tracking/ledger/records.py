@@ -110,8 +110,8 @@ class SampleDigest:
     def add(self, segment: SegmentRecord) -> tuple[bytes, bytes | None]:
         """Add the next segment; returns its content."""
         self.num_tokens += len(segment.tokens)
-        tokens = segment.tokens.astype("<i4", copy=False).tobytes()
-        log_probs = None if segment.log_probs is None else segment.log_probs.tobytes()
+        tokens = segment_bytes(segment.tokens)
+        log_probs = None if segment.log_probs is None else segment_bytes(segment.log_probs)
         self._tokens.update(tokens)
         self._log_probs.update(log_probs or b"")
         return tokens, log_probs
@@ -120,6 +120,11 @@ class SampleDigest:
         """32 hexadecimal digits."""
         parts = self._tokens.digest() + self._log_probs.digest() + struct.pack("<d", float(reward))
         return hashlib.blake2b(parts, digest_size=16).hexdigest()
+
+
+def segment_bytes(values: np.ndarray) -> bytes:
+    """Token ids, or log-probs, as the ledger has them."""
+    return (values if values.dtype.kind == "f" else values.astype("<i4", copy=False)).tobytes()
 
 
 def content_digest(tokens: bytes, log_probs: bytes | None) -> bytes:

@@ -129,7 +129,11 @@ class SampleTracker:
         for segment in segments(self.num_tokens) if callable(segments) else segments:
             content = self._sample((segment.ordinal, segment.sample), "was generated")
             first, attempt = content.num_tokens, self._open[segment.ordinal].attempt
-            tokens, log_probs = content.add(segment)
+            # arrays that refuse writes, such as in Ray's store, are read again in place of a copy
+            tokens, log_probs = (
+                array if array is not None and not array.flags.writeable else data
+                for array, data in zip((segment.tokens, segment.log_probs), content.add(segment), strict=True)
+            )
             facts = (step, segment.version, tokens, log_probs, segment.finish_reason, segment.rank, segment.source)
             rows.append((segment.ordinal, segment.sample, attempt, first, *facts))
         if self._writer is not None and rows:

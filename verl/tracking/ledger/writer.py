@@ -11,11 +11,13 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from verl.errors import CheckpointError, DeadlineError
 from verl.foreign_text import valid_utf8
 from verl.tracking.files import json_text
 from verl.tracking.ledger.file import STATEMENTS, back_up, connect, explained
+from verl.tracking.ledger.records import segment_bytes
 
 _MAX_QUEUED = 32  # calls, each with the rows of a batch; a step makes about five
 _DEADLINE_S = 300.0
@@ -131,10 +133,12 @@ class LedgerWriter:
         return item is not None
 
 
-def _storable(value: object) -> object:
-    """Parts of rewards are JSON."""
+def _storable(value: Any) -> object:
+    """Parts of rewards are JSON, and arrays are bytes."""
     if isinstance(value, dict):
         return json_text(value)
+    if getattr(value, "ndim", 0):
+        return segment_bytes(value)
     return valid_utf8(value) if isinstance(value, str) else value
 
 
