@@ -23,6 +23,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from verl.parallel.process_settings import imports_stay
+
+with imports_stay():  # collections of garbage pass over what is imported here, as in `verl train`
+    import verl.run.host  # noqa: F401
+
 import torch
 
 from benchmarks.scale import Costs, assigned, overrides, timed
