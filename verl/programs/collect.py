@@ -103,7 +103,8 @@ class Collector:
         issued = issued_prompts(prompts, self.loader.order)
         self.samples.issue(step, issued, num_samples=params.n, split="train", limit=params.max_new_tokens)
         batch = generate_samples(self.roles.rollout, prompts, params, step=step)
-        self.samples.generate(step, partial(segments_of, batch.batch["ordinal"].tolist(), batch))
+        # on a thread: of a batch that gets no further columns meanwhile
+        self.samples.generate(step, partial(segments_of, batch.batch["ordinal"].tolist(), batch.slice()))
         return batch
 
     def scored(self, batch: DataProto, step: int) -> DataProto:

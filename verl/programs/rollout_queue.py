@@ -69,7 +69,7 @@ class Batch:
             ordinals = np.repeat(np.arange(self.ordinal, self.ordinal + self.count), group_size)
             if self.rows is not None:
                 ordinals = ordinals[self.resumed]
-            self.samples.generate(self.advanced, partial(segments_of, ordinals.tolist(), rows))
+            self.samples.generate(self.advanced, partial(segments_of, ordinals.tolist(), rows.slice()))
             if self.rows is None:
                 self.rows = rows
             else:
