@@ -17,7 +17,7 @@ from verl.data_proto.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from verl.data_proto.proto import DataProto
 
-_DECODED_ROWS = 64
+_DECODED_ROWS = 256
 
 # per-row columns that are copied under the same name, if present
 _COPIED = "uid data_source finish_reason reward_parts reward_error ordinal sample_index weight_version".split()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from verl.data_proto.batch_metrics import any_true, count_true
-from verl.data_proto.stored_column import row_arrays
 
 if TYPE_CHECKING:
     from verl.data_proto.proto import DataProto
@@ -34,8 +34,10 @@ def _row_keys(batch: DataProto) -> torch.Tensor:
 
 
 def token_places(batch: DataProto, keys: Sequence[torch.Tensor]) -> np.ndarray:
-    """[2, batch] the place of each row in `keys`, -1 of a row that is not there, and the end of its tokens in flat tensors. A
-    key of several rows belongs to the first one."""
+    """[2, batch] the place of each row in `keys` (-1: none), and the end of its tokens in flat tensors.
+
+    A key of several rows belongs to the first one.
+    """
     places = np.full((2, len(batch)), -1)
     if keys:
         row_keys, own_keys = _row_keys(batch).numpy(), keys[0].numpy()
@@ -59,12 +61,20 @@ def add_token_columns(
         return
     numbers, ends = token_places(batch, keys) if places is None else places
     (rows,) = np.nonzero(numbers >= 0)
-    masks = row_arrays(keys[1][torch.from_numpy(numbers[rows])])
+    masks = keys[1][torch.from_numpy(numbers[rows])].numpy()
+    cuts = [
+        0,
+        *(np.flatnonzero(np.diff(numbers[rows]) != 1) + 1).tolist(),
+        len(rows),
+    ]  # where tokens are not neighbours
     for name, flat in values.items():
         if name not in batch.batch.keys():
             column = np.full((len(batch), keys[1].shape[1]), np.nan, np.float32)
-            for row, mask, end in zip(rows, masks, ends[rows].tolist(), strict=True):
-                column[row][mask] = flat[end - np.count_nonzero(mask) : end].float().numpy()
+            of_keys = np.full(masks.shape, np.nan, np.float32)
+            for first, stop in pairwise(cuts if len(rows) else ()):
+                begin = ends[rows[first]] - np.count_nonzero(masks[first])
+                of_keys[first:stop][masks[first:stop]] = flat[begin : ends[rows[stop - 1]]].float().numpy()
+            column[rows] = of_keys
             batch.batch[name] = torch.from_numpy(column)
 
 
