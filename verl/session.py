@@ -212,7 +212,8 @@ class Session:
         if isinstance(prompt, Mapping):
             raise DataError(f"{place} is a single message. Session.sample takes a list of conversations, [messages].")
         if not isinstance(prompt, str) and len(prompt) and not isinstance(prompt[0], Mapping):
-            return token_ids(prompt, place, num_embeddings(self.tokenizer)).tolist()
+            ids: list[int] = token_ids(prompt, place, num_embeddings(self.tokenizer)).tolist()
+            return ids
         return self._encoder.encode(prompt, place)  # type: ignore[arg-type]
 
     def _sample(self, generated: DataProto, row: int, prompt: int, prompt_ids: list[int]) -> dict[str, object]:

@@ -234,7 +234,9 @@ def load_loops(config_path: str | None) -> dict[str, tuple[type[AgentLoopBase], 
     return {**{name: (AGENT_LOOPS.get(name), {}) for name in AGENT_LOOPS}, **loops}
 
 
-def loop_named(loops: dict[str, Any], name: str, key: str) -> tuple[type[AgentLoopBase], dict[str, Any]]:
+def loop_named(
+    loops: dict[str, tuple[type[AgentLoopBase], dict[str, Any]]], name: str, key: str
+) -> tuple[type[AgentLoopBase], dict[str, Any]]:
     """The loop of a name. Raises ConfigError for an unknown one."""
     if name not in loops:
         raise ConfigError(

@@ -267,7 +267,8 @@ def reads(name: str) -> frozenset[str]:
 def preference_loss(name: str, terms: Mapping[str, object]) -> Tensor:
     """The loss `name` of each pair or completion; `terms` has tensors and settings by argument, more than it reads."""
     names = reads(name)
-    return PREFERENCE_LOSSES.get(name)(**{argument: value for argument, value in terms.items() if argument in names})
+    loss: Tensor = PREFERENCE_LOSSES.get(name)(**{key: value for key, value in terms.items() if key in names})
+    return loss
 
 
 def is_paired(name: str) -> bool:

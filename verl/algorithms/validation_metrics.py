@@ -112,7 +112,7 @@ def _subset_sizes(num_samples: int) -> list[int]:
 def _reduce_draws(block: np.ndarray, draws: np.ndarray, reduce: np.ufunc) -> np.ndarray:
     """[NUM_DRAWS, prompts]: max or min over the chosen samples, one of k at a time over contiguous rows."""
     by_sample = np.ascontiguousarray(block.T)
-    best = by_sample[draws[:, 0]]
+    best: np.ndarray = by_sample[draws[:, 0]]
     for column in draws.T[1:]:
         reduce(best, by_sample[column], out=best)
     return best

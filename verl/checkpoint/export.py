@@ -72,7 +72,8 @@ def model_card(checkpoint: Path) -> str:
 def _read(file: Path) -> Mapping[str, object]:
     """A JSON object of the run; empty where it cannot be read."""
     try:
-        return read_json(file, lambda value: isinstance(value, dict))
+        document: Mapping[str, object] = read_json(file, lambda value: isinstance(value, dict))
+        return document
     except (OSError, ValueError):
         return {}
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from typing import Any
 
 from verl.cli.arguments import ConfigArguments, parse, with_run_folder
 from verl.config import PPO, SCHEMAS, RunConfig, Schema
@@ -66,7 +68,7 @@ def _every_problem(arguments: ConfigArguments, error: ConfigError) -> list[str]:
     return str(error).splitlines()
 
 
-def _checks(program: str) -> tuple:
+def _checks(program: str) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
     """(topic, check) of a program, in order."""
     from verl.cli.checklist import data, model, resources, setup
 

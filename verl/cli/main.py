@@ -136,7 +136,8 @@ def run_verb(verb: str, arguments: Sequence[str], *, whole_process: bool = False
         module, _, name = VERBS[verb].function.partition(":")
         function: Any = getattr(importlib.import_module(module), name)
         if whole_process and VERBS[verb].supervised:
-            return function(arguments, supervised=True)
+            exit_code: int = function(arguments, supervised=True)
+            return exit_code
         return function(arguments) or 0
 
     return run_guarded(verb, run, arguments)

@@ -64,7 +64,8 @@ def serving_config(model: str, keys: list[str], rank: int) -> PPOConfig:
         "actor_rollout_ref.model.enable_gradient_checkpointing": False,
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 2048,
     }
-    return load_config(keys, values=[values], check=False).config
+    config: PPOConfig = load_config(keys, values=[values], check=False).config
+    return config
 
 
 def _options(settings: list[str]) -> tuple[dict[str, str], list[str]]:

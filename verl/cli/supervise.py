@@ -115,7 +115,8 @@ def _send(writer: int, note: dict[str, str]) -> None:
 def _receive(reader: int) -> dict[str, str] | None:
     os.set_blocking(reader, False)  # a descendant of the child may hold the other end open
     try:
-        return json.loads(os.read(reader, 2 * _MAX_NOTE_BYTES))
+        note: dict[str, str] = json.loads(os.read(reader, 2 * _MAX_NOTE_BYTES))
+        return note
     except (OSError, ValueError):
         return None
 

@@ -32,7 +32,8 @@ _SETTINGS = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_thr
 
 def compute_response_mask(data: DataProto) -> Tensor:
     """The response part of `attention_mask`, [batch, response]."""
-    return data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :]
+    mask: Tensor = data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :]
+    return mask
 
 
 def apply_kl_penalty(

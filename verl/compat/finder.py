@@ -49,7 +49,7 @@ class CompatibilityFinder:
 
 def install() -> None:
     if CompatibilityFinder not in sys.meta_path:
-        sys.meta_path.insert(0, CompatibilityFinder)  # type: ignore[arg-type]  # the class itself has find_spec
+        sys.meta_path.insert(0, CompatibilityFinder)  # the class itself has find_spec
 
 
 class CompatibilityModule(ModuleType):
@@ -108,4 +108,5 @@ def run(module: str, arguments: Sequence[str]) -> int:
     if module not in COMMANDS:
         return 0
     source, _, function = COMMANDS[module].partition(":")
-    return getattr(importlib.import_module(source), function)(arguments)
+    exit_code: int = getattr(importlib.import_module(source), function)(arguments)
+    return exit_code

@@ -125,7 +125,7 @@ def omega_conf_to_dataclass(config: object, dataclass_type: Any = None) -> Any:
         raise ConfigError(f"The section does not fit {name}: {str(error).splitlines()[0]}") from error
 
 
-def loaded_config(config: object) -> LoadedConfig:
+def loaded_config(config: object) -> LoadedConfig[Any]:
     """A whole tree from Python (OmegaConf, dict, dataclasses), checked like one from a command line. Keys with their default
     values count as not given: a tree composed by Hydra has all keys. Raises ConfigError."""
     from omegaconf import OmegaConf

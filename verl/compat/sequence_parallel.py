@@ -109,7 +109,7 @@ def gather_outputs_and_unpad(
     group = group or _group
     if group is None:
         return x
-    whole = _Gather.apply(x, gather_dim, grad_scaler, group)
+    whole: Tensor = _Gather.apply(x, gather_dim, grad_scaler, group)
     if unpad_dim is None or not padding_size:
         return whole
     return whole.narrow(unpad_dim, 0, whole.shape[unpad_dim] - padding_size)

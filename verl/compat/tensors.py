@@ -124,7 +124,8 @@ def unpad_input(hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Inverse of `unpad_input`: [count, ...] -> [batch, seqlen, ...], zeros elsewhere."""
     flat = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
-    return flat.index_put((indices,), hidden_states).unflatten(0, (batch, seqlen))
+    padded: torch.Tensor = flat.index_put((indices,), hidden_states).unflatten(0, (batch, seqlen))
+    return padded
 
 
 # -- dtypes ----------------------------------------------------------------------------------------------------------------

@@ -144,7 +144,8 @@ def _leaf(default: object, key: Key) -> object:
 
 @functools.cache
 def _inert_keys() -> dict[str, list[dict[str, Any]]]:
-    return read_yaml(Path(__file__).parent / "inert_keys.yaml")
+    rows: dict[str, list[dict[str, Any]]] = read_yaml(Path(__file__).parent / "inert_keys.yaml")
+    return rows
 
 
 def read_yaml(file: Path) -> Any:
@@ -182,7 +183,7 @@ def _declare(cls: type, rows: Mapping[str, object], why: str, refused: str) -> N
 @functools.cache
 def _names(cls: type) -> dict[str, None]:
     """Names of a section's keys, in order."""
-    return {f.name: None for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    return {f.name: None for f in dataclasses.fields(cls)}
 
 
 class Section:

@@ -73,7 +73,7 @@ class Leaf:
     @property
     def annotation(self) -> object:
         """The declared type."""
-        return _hints(self.owner)[self.path.rpartition(".")[2]]  # type: ignore[arg-type]
+        return _hints(self.owner)[self.path.rpartition(".")[2]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,7 +156,8 @@ class Schema(Generic[R]):
 
     def build(self, values: Mapping[str, object]) -> R:
         """The typed tree of a value for every key."""
-        return _fill(self.root(), "", values)
+        config: R = _fill(self.root(), "", values)
+        return config
 
     def flatten(self, config: object) -> dict[str, object]:
         """The value of every key; the inverse of `build`."""

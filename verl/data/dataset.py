@@ -84,7 +84,8 @@ class RLHFDataset:
         if not self.config.shuffle:
             return range(self.max_samples)
         seed = DEFAULT_SEED if self.config.seed is None else self.config.seed
-        return np.random.default_rng(seed).choice(num_rows, size=self.max_samples, replace=False).tolist()
+        rows: list[int] = np.random.default_rng(seed).choice(num_rows, size=self.max_samples, replace=False).tolist()
+        return rows
 
     def maybe_filter_out_long_prompts(self, dataframe: Rows) -> Rows:
         """The rows whose prompt fits `max_prompt_length`, or all of them without `filter_overlong_prompts`."""

@@ -127,7 +127,8 @@ class PromptEncoder:
         chats = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
         settings = at_time_of_run({"add_generation_prompt": True, **self.template_kwargs})
         chats = [_readable(self.tokenizer, messages) for messages in chats]
-        return self.tokenizer.apply_chat_template(chats, tokenize=False, **settings)
+        texts: list[str] = self.tokenizer.apply_chat_template(chats, tokenize=False, **settings)
+        return texts
 
     def _encode_many(self, prompts: Sequence[Messages | str], texts: list[str]) -> list[list[int]]:
         """Token ids of texts, the first of which are from `prompts`; empty for a tokenizer that takes one text at a time."""
@@ -182,9 +183,9 @@ def encode_text(tokenizer: Tokenizer, text: str, place: str, **settings: bool) -
 def render_chat(tokenizer: Tokenizer, messages: Messages, place: str, **template_kwargs: object) -> str:
     """The chat template applied to `messages`, at the time of the run. Raises DataError naming `place` when it fails."""
     try:
-        return tokenizer.apply_chat_template(
-            _readable(tokenizer, messages), tokenize=False, **at_time_of_run(template_kwargs)
-        )
+        settings = at_time_of_run(template_kwargs)
+        text: str = tokenizer.apply_chat_template(_readable(tokenizer, messages), tokenize=False, **settings)
+        return text
     except Exception as error:
         # a chat template is a program of the model's authors, which may raise anything
         raise DataError(

@@ -74,7 +74,7 @@ class ArrowTable(Table):
         self.table, self.name, self._digest = table, name, digest
 
     def __len__(self) -> int:
-        return self.table.num_rows
+        return int(self.table.num_rows)
 
     def digest(self) -> str | None:
         return self._digest
@@ -84,7 +84,8 @@ class ArrowTable(Table):
         first, last = int(rows[0]), int(rows[-1])
         follow = last - first + 1 == len(rows) and bool((np.diff(rows) == 1).all())
         try:
-            return (table.slice(first, len(rows)) if follow else table.take(rows)).to_pylist()
+            values: list[dict[str, Any]] = (table.slice(first, len(rows)) if follow else table.take(rows)).to_pylist()
+            return values
         except (ValueError, OverflowError) as error:
             raise DataError(f"{self.name} holds a value that cannot be read: {clean(error)}") from error
 
@@ -95,7 +96,8 @@ class ArrowTable(Table):
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         try:
-            return self.table.slice(row, 1).to_pylist()[0]
+            values: dict[str, Any] = self.table.slice(row, 1).to_pylist()[0]
+            return values
         except (ValueError, OverflowError) as error:  # text that is not UTF-8, a date after the year 9999
             raise DataError(f"{self.place(row)} holds a value that cannot be read: {clean(error)}") from error
 

@@ -96,7 +96,8 @@ def sums_of_rows(column: torch.Tensor) -> np.ndarray:
     """float64 [batch]: the sum of each row."""
     if isinstance(column, SpanColumn) and column.is_stored and (sums := _sum(column, [1])) is not None:
         return sums.numpy().astype(np.float64)
-    return column.numpy().sum(axis=1, dtype="float64")
+    sums_of_values: np.ndarray = column.numpy().sum(axis=1, dtype="float64")
+    return sums_of_values
 
 
 def _chosen(column: SpanColumn, rows: slice | np.ndarray, is_view: bool = False) -> SpanColumn:

@@ -97,10 +97,12 @@ class LazyColumn(torch.Tensor):
         return np.array(self.numpy(), dtype=dtype, copy=bool(copy) or dtype is not None)
 
     def tolist(self) -> list[Any]:
-        return self.numpy().tolist()
+        values: list[Any] = self.numpy().tolist()
+        return values
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
-        return self.copied().__reduce_ex__(protocol)
+        reduced: str | tuple[Any, ...] = self.copied().__reduce_ex__(protocol)
+        return reduced
 
     def __deepcopy__(self, memo: object) -> torch.Tensor:
         return self.copied()
@@ -159,7 +161,7 @@ class StoredColumn(LazyColumn):
         return all(part.is_finite for part in self.parts)
 
     def _read_values(self) -> np.ndarray:
-        values = joined_rows(self.parts, self.rows) if self._read is None else self._read
+        values: np.ndarray = joined_rows(self.parts, self.rows) if self._read is None else self._read
         if values.itemsize == 1:
             self._read = values  # masks are read several times
         return values
@@ -209,7 +211,8 @@ def joined_rows(parts: Sequence[StoredArray], rows: range | np.ndarray) -> np.nd
         used = [block for block in blocks if len(block)]
         return used[0] if len(used) == 1 else np.concatenate(used or blocks)
     if len(parts) == 1:
-        return parts[0].array[rows]
+        chosen: np.ndarray = parts[0].array[rows]
+        return chosen
     values = np.empty((len(rows), *parts[0].array.shape[1:]), parts[0].array.dtype)
     for part, (start, end) in zip(parts, pairwise(ends), strict=True):
         places = np.flatnonzero((rows >= start) & (rows < end))

@@ -30,7 +30,8 @@ def token_keys(batch: DataProto, mask: torch.Tensor) -> list[torch.Tensor]:
 
 def _row_keys(batch: DataProto) -> torch.Tensor:
     columns = batch.batch
-    return columns["ordinal"].cpu().long() * _SAMPLES + columns["sample_index"].cpu().long()
+    keys: torch.Tensor = columns["ordinal"].cpu().long() * _SAMPLES + columns["sample_index"].cpu().long()
+    return keys
 
 
 def token_places(batch: DataProto, keys: Sequence[torch.Tensor]) -> np.ndarray:

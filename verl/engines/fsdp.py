@@ -121,7 +121,10 @@ class FSDPEngine(TrainedEngine):
         return {name: shard.computing for name, shard in self.shards.items()}
 
     def _outputs(self, packed: PackedBatch, outputs: Sequence[str], temperature: float) -> dict[str, torch.Tensor]:
-        return self.model(packed if packed.num_tokens else empty_batch(packed), outputs, temperature)
+        values: dict[str, torch.Tensor] = self.model(
+            packed if packed.num_tokens else empty_batch(packed), outputs, temperature
+        )
+        return values
 
     def _before_micro_batch(self, number: int, count: int, *, trains: bool) -> None:
         before = self.gathering.before_training if trains else self.gathering.before_forward

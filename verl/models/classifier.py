@@ -50,7 +50,8 @@ def load_reward_model(
             f"{path} has no reward head (score.weight, classifier.weight or v_head.weight): every response would get the "
             "same score. Use a model saved by AutoModelForSequenceClassification with num_labels=1."
         )
-    return module.requires_grad_(False).eval()
+    frozen: ScalarHeadModel = module.requires_grad_(False).eval()
+    return frozen
 
 
 def is_causal_lm(config: PreTrainedConfig) -> bool:

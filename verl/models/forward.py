@@ -62,7 +62,8 @@ def decoder_states(decoder: Any, inputs: Any) -> torch.Tensor:
         embeddings = decoder.get_input_embeddings()(inputs.input_ids)
         tokens = {"inputs_embeds": embeddings + inputs.noise.to(embeddings)}
     output = decoder(**tokens, position_ids=inputs.position_ids, use_cache=False, layout=inputs.layout)
-    return output.last_hidden_state[0]
+    hidden: torch.Tensor = output.last_hidden_state[0]
+    return hidden
 
 
 def fused_decoder(module: nn.Module, device: torch.device) -> DenseDecoder | None:

@@ -150,7 +150,8 @@ def _llama3_divisors(rope: Mapping[str, Any], head_dim: int) -> torch.Tensor:
     turns = rope["original_max_position_embeddings"] * frequencies / (2 * torch.pi)
     low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
     smooth = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 / ((1 - smooth) / factor + smooth)).float()
+    divisors: torch.Tensor = (1 / ((1 - smooth) / factor + smooth)).float()
+    return divisors
 
 
 def _tensor_type(tensor: torch.Tensor, name: str) -> gguf.GGMLQuantizationType:

@@ -145,7 +145,7 @@ class _Reader:
 
     def _count(self, what: str, size: int) -> int:
         """A number of entries of at least `size` bytes each, which fit into the rest of the file."""
-        count = self._number("Q")
+        count: int = self._number("Q")
         if count * size > self.size - self.file.tell():
             raise _Damaged(f"it declares {count:,} {what}, more than fit into its {self.size:,} bytes")
         return count

@@ -38,7 +38,7 @@ def is_further_head(name: str, config: PreTrainedConfig) -> bool:
     count = getattr(config, "num_nextn_predict_layers", None) or getattr(config, "num_mtp_layers", None) or 0
     if layer is None or num_layers is None or int(layer[1]) < num_layers:
         return re.search(r"(?:^|\.)mtp(?:_layers)?\.", name) is not None
-    return int(layer[1]) < num_layers + count
+    return bool(int(layer[1]) < num_layers + count)
 
 
 class ScalarHeadModel(nn.Module):
@@ -73,7 +73,8 @@ class ScalarHeadModel(nn.Module):
 
     def value(self, hidden: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden_size] -> [tokens]."""
-        return self.score(hidden.to(self.score.weight.dtype)).squeeze(-1)
+        scores: torch.Tensor = self.score(hidden.to(self.score.weight.dtype)).squeeze(-1)
+        return scores
 
     def gradient_checkpointing_enable(self, **kwargs: object) -> None:
         self.get_decoder().gradient_checkpointing_enable(**kwargs)

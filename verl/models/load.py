@@ -127,7 +127,8 @@ def _ready(
 
 def load_causal_lm(path: str | Path, **settings: Any) -> HFModule:
     """The causal language model in folder `path`; see load_model."""
-    return load_model(path, "lm", **settings)
+    module: HFModule = load_model(path, "lm", **settings)
+    return module
 
 
 def _restore_head(module: ScalarHeadModel, folder: Path) -> None:
@@ -185,7 +186,8 @@ def load_tokenizer(model: ModelConfig | str | Path) -> Tokenizer:
                 f"The tokenizer of {path} has neither a pad nor an end-of-sequence token; add one to its files."
             )
         tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+    checked: Tokenizer = tokenizer
+    return checked
 
 
 def eos_token_ids_of(model: ModelConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -263,6 +265,7 @@ def _filled(
     """`skeleton`, a model on the meta device, with the weights of `folder`."""
     # below a scalar head, transformers takes "model.visual" of Qwen2-VL for a part of the language model
     below_head = {"key_mapping": {r"^model\.visual": "visual"}} if auto_class == "AutoModel" else {}
+    module: HFModule
     module, report = getattr(transformers, auto_class).from_pretrained(
         str(folder),
         config=config,
@@ -328,7 +331,7 @@ def empty_model(
 def meta_model(model: ModelConfig, dtype: torch.dtype) -> HFModule:
     """The policy on the meta device, with the generation_config.json of its folder, for engines that load their own weights.
     Raises ModelError."""
-    module = empty_model(model, "lm", dtype, False)
+    module: HFModule = empty_model(model, "lm", dtype, False)
     folder = files.fetch(model.path, weights=False)
     if (folder / "generation_config.json").exists():
         module.generation_config = transformers.GenerationConfig.from_pretrained(str(folder))

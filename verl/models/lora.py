@@ -86,7 +86,8 @@ class DoRALinear(LoRALinear):
     def _norms(self) -> torch.Tensor:
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         adapted = torch.addmm(self.weight.to(wide), self.lora_B.to(wide), self.lora_A.to(wide), alpha=self.scale)
-        return torch.linalg.vector_norm(adapted, dim=1)
+        norms: torch.Tensor = torch.linalg.vector_norm(adapted, dim=1)
+        return norms
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]."""
@@ -275,7 +276,8 @@ def merged(
     if not dora:
         return adapted
     lengths = part(f"{layer}.lora_magnitude_vector") / torch.linalg.vector_norm(adapted, dim=1)
-    return adapted * lengths.unsqueeze(1)
+    merged: torch.Tensor = adapted * lengths.unsqueeze(1)
+    return merged
 
 
 def peft_names(tensors: Mapping[str, object]) -> dict[str, Any]:

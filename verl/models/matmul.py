@@ -48,7 +48,8 @@ class Matmul:
     def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """x [tokens, inputs] weight^T [inputs, outputs] of two operands, in their dtype."""
         if self.by_onednn:
-            return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+            y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+            return y
         return compiled.multiply(x, weight.t()) if self.by_kernels else torch.mm(x, weight.t())
 
     def product_into(self, buffer: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -377,7 +377,8 @@ def build_optimizer(config: OptimConfig, parameters: Iterable[nn.Parameter]) -> 
     if config.optimizer_impl == "torch.optim" and config.optimizer in fused:
         arguments["fused"] = True
     try:
-        return factory(_groups(parameters), **arguments)
+        optimizer: torch.optim.Optimizer = factory(_groups(parameters), **arguments)
+        return optimizer
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"optim.optimizer={config.optimizer} does not accept {arguments}: {error}") from error
 

@@ -77,7 +77,8 @@ def _statistic(name: str) -> OutputKind:
 
 
 def _scalar(inputs: HeadInputs) -> torch.Tensor:
-    return inputs.module.value(inputs.hidden)
+    values: torch.Tensor = inputs.module.value(inputs.hidden)
+    return values
 
 
 OUTPUTS = Registry(

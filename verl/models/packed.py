@@ -87,7 +87,7 @@ class PackedLayout:
             return varlen_attention(self._varlen_plan(q.device, scoring.window), q, k, v, scoring.scale)
         if kernel == "flash_cpu":
             padding = q.shape[-1] - v.shape[-1]
-            out = _FlashParts.apply(q, k, F.pad(v, (0, padding)) if padding else v, self, scoring.scale)
+            out: torch.Tensor = _FlashParts.apply(q, k, F.pad(v, (0, padding)) if padding else v, self, scoring.scale)
             return out[..., : v.shape[-1]] if padding else out
         return masked_attention(q, k, v, self.segments, scoring, self.chunk_tokens)
 
@@ -133,7 +133,10 @@ def _prefix_runs(segments: Sequence[PackedSegment]) -> Iterator[PrefixRun]:
 
 def _batched(x: torch.Tensor, run: CausalRun) -> torch.Tensor:
     """[1, heads, tokens, ...] -> the run's tokens as a view [count, heads, length, ...]."""
-    return x[0].narrow(1, run.start, run.count * run.length).unflatten(1, (run.count, run.length)).transpose(0, 1)
+    batched: torch.Tensor = (
+        x[0].narrow(1, run.start, run.count * run.length).unflatten(1, (run.count, run.length)).transpose(0, 1)
+    )
+    return batched
 
 
 class _FlashParts(torch.autograd.Function):

@@ -346,7 +346,8 @@ def _kinds(module: Any, ids: torch.Tensor) -> torch.Tensor:
     image = getattr(config, "image_token_id", None)
     kinds = (ids == (config.image_token_index if image is None else image)).long()
     video = None if config.model_type in WITHOUT_VIDEOS else getattr(config, "video_token_id", None)
-    return kinds if video is None else kinds + 2 * (ids == video)
+    kinds_of_tokens: torch.Tensor = kinds if video is None else kinds + 2 * (ids == video)
+    return kinds_of_tokens
 
 
 def _other_token(module: nn.Module) -> int:

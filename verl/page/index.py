@@ -121,7 +121,8 @@ class SampleIndex:
         """This thread's connection."""
         if not hasattr(self._local, "db"):
             self._local.db = self._connect()
-        return self._local.db
+        db: sqlite3.Connection = self._local.db
+        return db
 
     def rows(self, query: str, *values: object) -> list[sqlite3.Row]:
         return self.db.execute(query, values).fetchall()
@@ -174,7 +175,7 @@ class SampleIndex:
     def num_unread(self, listing: Mapping[str, tuple[int, int]] | None = None) -> int:
         """Samples files of the folder, or of its `listing`, that are not indexed yet."""
         (done,) = self.rows("SELECT count(*) FROM files WHERE complete = 1")[0]
-        return max(sum(num for num, _ in (listing or self.listing()).values()) - done, 0)
+        return max(sum(num for num, _ in (listing or self.listing()).values()) - int(done), 0)
 
     def file(self, split: str, step: int) -> Path | None:
         """The samples file of a step."""

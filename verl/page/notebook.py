@@ -131,4 +131,5 @@ def _pandas() -> ModuleType:
         import pandas
     except ImportError:
         raise MissingExtraError("A data frame of a run", "pandas", "pandas") from None
-    return pandas
+    module: ModuleType = pandas
+    return module

@@ -212,7 +212,7 @@ def _margin(rows: Sequence[IndexedSample]) -> float | None:
     by_side = {row["chosen"]: row["score"] for row in rows}
     if set(by_side) != {0, 1} or None in by_side.values():
         return None
-    return by_side[1] - by_side[0]
+    return float(by_side[1] - by_side[0])
 
 
 def group_context(at: Place, unit: str, query: Mapping[str, str]) -> Row | None:

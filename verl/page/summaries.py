@@ -188,7 +188,8 @@ def trainer_log_probs(row: Json) -> Sequence[Any]:
     """The trainer's log-probs of the response tokens; [] where the row has none."""
     for name in ("train_log_probs", "old_log_probs"):
         if isinstance(row.get(name), list):
-            return row[name]
+            log_probs: Sequence[Any] = row[name]
+            return log_probs
     return []
 
 

@@ -92,7 +92,7 @@ def prctl(operation: int, value: int, argument: object = None) -> bool:
         return False
     unused = ctypes.c_ulong(0)
     third = unused if argument is None else argument
-    return ctypes.CDLL(None).prctl(operation, ctypes.c_ulong(value), third, unused, unused) == 0
+    return bool(ctypes.CDLL(None).prctl(operation, ctypes.c_ulong(value), third, unused, unused) == 0)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,8 @@ class _Modes(type):
         return cls._members[name]
 
     def __getitem__(cls, name: str) -> Mode:
-        return getattr(cls, name)
+        mode: Mode = getattr(cls, name)
+        return mode
 
     def __iter__(cls) -> Iterator[Mode]:
         return iter(cls._members.values())

@@ -249,13 +249,16 @@ def _unpack_spans(packed: dict[str, Any], buffers: Sequence[Any]) -> torch.Tenso
 
 
 def _unpack_array(packed: dict[str, Any], buffers: Sequence[np.ndarray]) -> np.ndarray:
-    return np.frombuffer(buffers[packed["b"]].tobytes(), dtype=packed["t"]).reshape(packed["s"]).copy()
+    data = buffers[packed["b"]].tobytes()
+    values: np.ndarray = np.frombuffer(data, dtype=packed["t"]).reshape(packed["s"]).copy()
+    return values
 
 
 def _unpack_objects(packed: dict[str, Any], buffers: Sequence[np.ndarray]) -> np.ndarray:
     objects = _unpack(packed["v"], buffers)
     rows = [objects[number] for number in packed["n"]] if "n" in packed else objects  # rows share objects again
-    return object_array(rows).reshape(packed["s"])
+    values: np.ndarray = object_array(rows).reshape(packed["s"])
+    return values
 
 
 def _unpack_batch(packed: dict[str, Any], buffers: Sequence[np.ndarray]) -> DataProto:

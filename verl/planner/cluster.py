@@ -110,8 +110,8 @@ class Cluster:
         latency = fit.latency_us * 1e-6 + 2 * _NETWORK_LATENCY_S * (num_domains - 1).bit_length()
         if operation == "alltoall":
             outside = num_bytes * (group.size - group.per_node) / group.size
-            return latency + max(outside / network, wire_bytes(operation, num_bytes, group.size) / fast)
-        return latency + wire_bytes(operation, num_bytes, group.size) / min(fast, network * group.per_node)
+            return float(latency + max(outside / network, wire_bytes(operation, num_bytes, group.size) / fast))
+        return float(latency + wire_bytes(operation, num_bytes, group.size) / min(fast, network * group.per_node))
 
     def send(self, num_bytes: float, *, across: bool) -> float:
         """Seconds of a message between neighbours of a pipeline."""
@@ -140,7 +140,8 @@ class Cluster:
 def _rows(file: str) -> dict[str, dict[str, object]]:
     import yaml
 
-    return yaml.safe_load((_FOLDER / file).read_text())
+    rows: dict[str, dict[str, object]] = yaml.safe_load((_FOLDER / file).read_text())
+    return rows
 
 
 def cluster_facts(gpu: str) -> dict[str, Any]:

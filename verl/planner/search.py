@@ -194,8 +194,8 @@ def _lower_bound(fronts: Sequence[Sequence[Shared]], groups: Groups) -> float:
     if (ROLLOUT,) in groups:
         ahead = sum(least[groups.index((ROLLOUT,))])
         others = [row for row, roles in zip(least, groups, strict=True) if roles != (ROLLOUT,)]
-        return max(ahead, sum(max(column) for column in zip(*others, strict=True)))
-    return sum(max(column) for column in zip(*least, strict=True))
+        return max(ahead, float(sum(max(column) for column in zip(*others, strict=True))))
+    return float(sum(max(column) for column in zip(*least, strict=True)))
 
 
 def _combine(
@@ -225,8 +225,8 @@ def _combine(
 def _step(chosen: Sequence[Shared], ahead: int | None) -> float:
     """Seconds of a step; `ahead` is the group that generates the next one meanwhile."""
     others = [c.seconds for i, c in enumerate(chosen) if i != ahead]
-    rest = sum(max(column) for column in zip(*others, strict=True))
-    return rest if ahead is None else max(rest, sum(chosen[ahead].seconds))
+    rest = float(sum(max(column) for column in zip(*others, strict=True)))
+    return rest if ahead is None else max(rest, float(sum(chosen[ahead].seconds)))
 
 
 def _sync(

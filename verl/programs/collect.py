@@ -153,7 +153,8 @@ class Collector:
         """[batch] values that the group filter compares: the score, or a part that the reward function returned."""
         name = self.config.algorithm.filter_groups.metric or "score"
         if name in SCORE_METRICS:
-            return batch.batch["token_level_scores"].sum(dim=1).tolist()
+            scores: list[float] = batch.batch["token_level_scores"].sum(dim=1).tolist()
+            return scores
         rows = batch.non_tensor_batch["reward_parts"]
         for parts in compress(rows, batch.batch["is_scored"]):
             match_all(

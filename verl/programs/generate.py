@@ -23,7 +23,7 @@ from verl.runtime.api import open_runtime
 from verl.tracking.files import json_text
 
 
-def generate(loaded: LoadedConfig, output: Path) -> str:
+def generate(loaded: LoadedConfig[Any], output: Path) -> str:
     """Sample from the prompts of data.val_files as rollout.* says, and write the samples with their scores to `output`; a
     sentence with their number and mean score, "" on ranks that write nothing."""
     config = loaded.config

@@ -47,7 +47,8 @@ class AsyncPPO(PPO):
     def select(cls, config: PPOConfig) -> type[Program[Any]]:
         """The program of algorithm.program; of PPO this one if rollout.prefetch_num asks for samples ahead of training."""
         if config.algorithm.program != "ppo":
-            return PROGRAMS.get(config.algorithm.program)
+            program: type[Program[Any]] = PROGRAMS.get(config.algorithm.program)
+            return program
         return cls if config.actor_rollout_ref.rollout.prefetch_num > 0 else PPO
 
     def __init__(self, config: PPOConfig, data: PPOData, roles: Roles, run: RunContext):

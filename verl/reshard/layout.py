@@ -218,7 +218,7 @@ class RolloutLayout:
         _check_stages(len(self.engines[0]), self.layers_per_stage)
 
     @cached_property
-    def ranks(self) -> tuple[int, ...]:  # type: ignore[override]
+    def ranks(self) -> tuple[int, ...]:
         return tuple(sorted(rank for engine in self.engines for stage in engine for rank in stage))
 
     @property

@@ -78,7 +78,8 @@ class StepLayout:
             folded = q.unflatten(1, (-1, groups)).flatten(2, 3)
             mask = additive_mask(_causal(chunk, scoring.window, q.device), q.dtype).repeat(groups, 1)
             out, _ = attend_plain(folded, k, v, mask, scoring)
-            return out.unflatten(2, (groups, -1)).flatten(1, 2)[0].transpose(0, 1)
+            tokens_first: torch.Tensor = out.unflatten(2, (groups, -1)).flatten(1, 2)[0].transpose(0, 1)
+            return tokens_first
         whole = not chunk.start and (scoring.window is None or chunk.end <= scoring.window)
         visible = None if whole else _causal(chunk, scoring.window, q.device)
         out = F.scaled_dot_product_attention(

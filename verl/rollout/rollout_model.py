@@ -41,7 +41,7 @@ def copy_group(mesh: Mesh, timeout_s: float | None) -> dist.ProcessGroup | None:
         return None
     copies = [list(mesh.ranks[first : first + size]) for first in range(0, mesh.size, size)]  # tp is the innermost axis
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
-    group, _ = dist.new_subgroups_by_enumeration(copies, timeout=timeout)
+    group: dist.ProcessGroup | None = dist.new_subgroups_by_enumeration(copies, timeout=timeout)[0]
     return group
 
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def train(loaded: LoadedConfig, program: str = "ppo", *, restarted: bool = False) -> int:
+def train(loaded: LoadedConfig[RunConfig], program: str = "ppo", *, restarted: bool = False) -> int:
     """Train a program of PROGRAMS with the config `loaded`; returns the exit code. `restarted`: after a crash of the same
     command. Raises VerlError with its message."""
     if loaded.config.trainer.val_only:
@@ -61,7 +61,7 @@ def train(loaded: LoadedConfig, program: str = "ppo", *, restarted: bool = False
 
 @contextmanager
 def open_run(
-    loaded: LoadedConfig, program: str = "ppo", *, restarted: bool = False
+    loaded: LoadedConfig[RunConfig], program: str = "ppo", *, restarted: bool = False
 ) -> Iterator[tuple[Loop, Callable[[], None]]]:
     """The loop of a run that is ready for its next step, and a function that ends it with its summary."""
     config = loaded.config
@@ -120,7 +120,7 @@ def open_run(
         yield loop, finish
 
 
-def evaluate(loaded: LoadedConfig, program: str = "ppo") -> int:
+def evaluate(loaded: LoadedConfig[RunConfig], program: str = "ppo") -> int:
     """Validate the model once (`trainer.val_only`, `verl eval`). Metrics and samples go to `eval/` in the run folder, next to
     the files of a training run."""
     config = loaded.config
@@ -150,7 +150,7 @@ def evaluate(loaded: LoadedConfig, program: str = "ppo") -> int:
 
 
 def _checkpoints(
-    loaded: LoadedConfig, kind: type[Program[Any]], runtime: Runtime, folder: RunFolder, started_at: str
+    loaded: LoadedConfig[RunConfig], kind: type[Program[Any]], runtime: Runtime, folder: RunFolder, started_at: str
 ) -> tuple[Store, Resume, RunState]:
     """The checkpoints of the run folder, the choice of one, and the state of a run that is not resumed."""
     trainer = loaded.config.trainer
@@ -174,7 +174,9 @@ def _console(runtime: Runtime, steps: bool = True) -> Any:
     return Console(steps=steps) if runtime.is_rank_zero else NullOutput()
 
 
-def _tracker(stack: ExitStack, loaded: LoadedConfig, folder: RunFolder, runtime: Runtime, tokenizer: Tokenizer) -> Any:
+def _tracker(
+    stack: ExitStack, loaded: LoadedConfig[RunConfig], folder: RunFolder, runtime: Runtime, tokenizer: Tokenizer
+) -> Any:
     if not runtime.is_rank_zero:
         return NullOutput()
     trainer = loaded.config.trainer
@@ -194,7 +196,12 @@ def _tracker(stack: ExitStack, loaded: LoadedConfig, folder: RunFolder, runtime:
 
 
 def _facts(
-    loaded: LoadedConfig, roles: Roles, program: Program[Any], data: ProgramData, folder: RunFolder, state: RunState
+    loaded: LoadedConfig[RunConfig],
+    roles: Roles,
+    program: Program[Any],
+    data: ProgramData,
+    folder: RunFolder,
+    state: RunState,
 ) -> dict[str, object]:
     total, model = data.num_steps, next((spec.model.path for spec in roles.specs if spec.trains), None)
     return {
@@ -211,7 +218,7 @@ def _facts(
 
 
 def _warn_of_resumption(
-    loaded: LoadedConfig, source: Path | None, folder: RunFolder, state: RunState, steps: int
+    loaded: LoadedConfig[RunConfig], source: Path | None, folder: RunFolder, state: RunState, steps: int
 ) -> None:
     """Warn of settings of a resumed run that differ from the run in `source`, and of a run that has ended already."""
     changed = changed_keys(loaded, source) if source is not None else []

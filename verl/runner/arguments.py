@@ -111,7 +111,7 @@ class Arguments:
 
     @property
     def num_epochs(self) -> int:
-        return -(-self.max_steps // self.steps_per_epoch)
+        return int(-(-self.max_steps // self.steps_per_epoch))
 
     def overrides(self) -> list[str]:
         """The keys of the arguments, for load_config."""

@@ -169,7 +169,7 @@ class RLRunner:
         metrics = {n: v for n, v in self.state.log_history[-1].items() if n.startswith("eval_")}
         if self.compute_metrics is None:
             return metrics
-        own = self.predict(rows).metrics
+        own: dict[str, float] = self.predict(rows).metrics
         self.script.log(own)
         return metrics | own
 

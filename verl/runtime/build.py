@@ -126,7 +126,8 @@ def _engine(context: RankContext, spec: RoleSpec) -> TrainEngine:
         folder = context.specs.run.folder
         folder.mkdir(parents=True, exist_ok=True)
         engine.map_weights(folder, file_system_of(folder))
-    return engine
+    built: TrainEngine = engine
+    return built
 
 
 def _require_fsdp(spec: RoleSpec) -> None:

@@ -164,7 +164,9 @@ class RayRuntime:
         refs = [(p, getattr(p.handle, method).remote(*arguments)) for p in self.processes]
         start_s = self.cluster.request.timeout_s
         limit: tuple[float, str] = (start_s, START_LIMIT) if starts else (self.run.call_timeout_s, CALL_LIMIT)
-        return Pending(call, refs, limit[0], lambda answers: [unpack(a) for a in answers], limit_key=limit[1]).get()
+        pending = Pending(call, refs, limit[0], lambda answers: [unpack(a) for a in answers], limit_key=limit[1])
+        results: list[Any] = pending.get()
+        return results
 
     def _run(self, group: WorkerGroup, method: str, plan: CallPlan, blocking: bool) -> Any:
         """A call on the ranks of a group. What several ranks get is stored once, and rows are no longer held here then."""

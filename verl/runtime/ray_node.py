@@ -82,7 +82,8 @@ def watch(node: Any) -> None:
 
 def _descendants(pid: int) -> list[psutil.Process]:
     with contextlib.suppress(psutil.Error):
-        return psutil.Process(pid).children(recursive=True)
+        children: list[psutil.Process] = psutil.Process(pid).children(recursive=True)
+        return children
     return []
 
 

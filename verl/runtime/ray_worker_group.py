@@ -177,11 +177,13 @@ class RayWorkerGroup(WorkerGroup):
 
     def execute_all_sync(self, method_name: str, *args: object, **kwargs: object) -> list[Any]:
         """A method on all ranks with the same arguments; its results in rank order."""
-        return self.execute_all_async(method_name, *args, **kwargs).get()
+        results: list[Any] = self.execute_all_async(method_name, *args, **kwargs).get()
+        return results
 
     def execute_all_async(self, method_name: str, *args: object, **kwargs: object) -> Pending:
         plan = CallPlan([MethodCall(args, kwargs)] * self.world_size, list(range(self.world_size)), list)
-        return self._send("", method_name, plan, False)
+        pending: Pending = self._send("", method_name, plan, False)
+        return pending
 
     def execute_rank_zero_sync(self, method_name: str, *args: object, **kwargs: object) -> Any:
         """A method on the first rank."""
@@ -189,7 +191,9 @@ class RayWorkerGroup(WorkerGroup):
 
     def execute_rank_zero_async(self, method_name: str, *args: object, **kwargs: object) -> Pending:
         calls = [MethodCall(args, kwargs), *[None] * (self.world_size - 1)]
-        return self._send("", method_name, CallPlan(calls, [0], lambda results: results[0]), False)
+        plan = CallPlan(calls, [0], lambda results: results[0])
+        pending: Pending = self._send("", method_name, plan, False)
+        return pending
 
     def close(self) -> None:
         """End these processes; the pool keeps its places."""

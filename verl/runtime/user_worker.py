@@ -37,7 +37,8 @@ class Worker:
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def mesh_info(self, mesh_name: str) -> tuple[int, bool]:
         """(share of the rows, whether this rank answers) in a mesh; without a registration every rank has its own share."""
-        return getattr(self, "_meshes", {}).get(mesh_name, (self.rank, True))
+        info: tuple[int, bool] = getattr(self, "_meshes", {}).get(mesh_name, (self.rank, True))
+        return info
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
     def execute_with_func_generator(self, func: Callable[..., object], *args: object, **kwargs: object) -> object:

@@ -176,7 +176,8 @@ def training_result(output: TrainingOutput) -> bytes:
         tensor.data = b"".join(array.astype("<f4").tobytes() for array in arrays)
         tensor.offsets = np.cumsum([0, *(array.size * 4 for array in arrays)]).astype("<i8").tobytes()
         tensor.trailing_shape.extend(trailing)
-    return message.SerializeToString()
+    data: bytes = message.SerializeToString()
+    return data
 
 
 def sampling_request(request: types.SampleRequest, vocabulary: int, longest: int) -> SamplingRequest:
@@ -243,7 +244,8 @@ def sample_result(output: SampleOutput) -> bytes:
         message.prompt_logprobs = output.prompt_log_probs.astype("<f4").tobytes()
     if output.prompt_top is not None:
         message.topk_prompt_logprobs.CopyFrom(_top(output.prompt_top))
-    return message.SerializeToString()
+    data: bytes = message.SerializeToString()
+    return data
 
 
 def _top(top: TopTokens) -> wire.TopkLogprobs:

@@ -34,7 +34,8 @@ def function_tool(function: Any = None, /, *, name: str | None = None, schema: o
         tool_name = function if isinstance(function, str) else name
 
         def mark(wrapped: Callable[..., object]) -> Callable[..., Any]:
-            return function_tool(wrapped, name=tool_name, schema=schema)
+            marked: Callable[..., Any] = function_tool(wrapped, name=tool_name, schema=schema)
+            return marked
 
         return mark
     setattr(function, MARK, FunctionTool(function, name, schema))

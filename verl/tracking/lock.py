@@ -112,7 +112,7 @@ class FolderLock:
         with contextlib.suppress(OSError, ValueError):
             self._write()
             os.fsync(self._file)
-            return read_json(self.path, _HOLDER, _MAX_BYTES) == json.loads(os.pread(self._file, _MAX_BYTES, 0))
+            return bool(read_json(self.path, _HOLDER, _MAX_BYTES) == json.loads(os.pread(self._file, _MAX_BYTES, 0)))
         return False
 
     def _replace(self) -> None:
@@ -169,6 +169,6 @@ def _is_dead(holder: Mapping[str, object]) -> bool:
     try:
         process = psutil.Process(holder["pid"])
         # process ids are reused; the start time distinguishes the processes
-        return process.status() == psutil.STATUS_ZOMBIE or abs(process.create_time() - holder["started"]) > 2.0
+        return process.status() == psutil.STATUS_ZOMBIE or bool(abs(process.create_time() - holder["started"]) > 2.0)
     except psutil.NoSuchProcess:
         return True

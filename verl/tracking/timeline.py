@@ -98,7 +98,7 @@ def expected_step_s(folder: Path) -> float | None:
     either."""
     for name in ("timeline.jsonl", PLANNED):
         if rows := list(read_timeline(folder / name, SHOWN_BYTES))[-_NUM_NEWEST:]:
-            return statistics.median(row["seconds"] for row in rows)
+            return float(statistics.median(row["seconds"] for row in rows))
     return None
 
 

@@ -57,7 +57,7 @@ def sample_lines(step: int, rows: Iterable[Json]) -> Iterator[str]:
 
 
 def _is_flat(value: object) -> bool:
-    return isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "bif"
+    return bool(isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "bif")
 
 
 def _joined(arrays: Sequence[np.ndarray]) -> list[str]:
@@ -67,7 +67,8 @@ def _joined(arrays: Sequence[np.ndarray]) -> list[str]:
     numbers = _view(values.astype(np.float64), np.isfinite(values)) if is_real else _view(values)
     ends = _view(np.cumsum([0, *map(len, arrays)], dtype=np.int32))
     texts = pa.ListArray.from_arrays(ends, pc.fill_null(pc.cast(numbers, pa.string()), _NULL))
-    return pc.binary_join(texts, _COMMA).to_pylist()
+    joined: list[str] = pc.binary_join(texts, _COMMA).to_pylist()
+    return joined
 
 
 def _view(values: np.ndarray, valid: np.ndarray | None = None) -> pa.Array:

@@ -81,4 +81,5 @@ def policy_loss(
         settings["rollout_is_weights"] = rollout_is_weights
     settings["generator"] = generator
     chosen = {k: v for k, v in settings.items() if k in parameters and v is not None}
-    return loss_fn(**inputs, agg=agg, **chosen)
+    loss_and_metrics: tuple[Tensor, dict[str, Metric]] = loss_fn(**inputs, agg=agg, **chosen)
+    return loss_and_metrics

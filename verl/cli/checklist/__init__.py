@@ -36,21 +36,24 @@ class Subject:
     @property
     def model(self) -> ModelConfig:
         """The section of the trained model."""
-        return self.config.actor_rollout_ref.model if self.loaded.schema.name == "ppo" else self.config.model
+        section = self.config.actor_rollout_ref if self.loaded.schema.name == "ppo" else self.config
+        model: ModelConfig = section.model
+        return model
 
     @property
     def engine(self) -> FSDPConfig:
         """The section of the training engine."""
-        config = self.config
-        return config.actor_rollout_ref.actor.fsdp_config if self.loaded.schema.name == "ppo" else config.engine
+        config, is_ppo = self.config, self.loaded.schema.name == "ppo"
+        engine: FSDPConfig = config.actor_rollout_ref.actor.fsdp_config if is_ppo else config.engine
+        return engine
 
     @property
     def num_steps(self) -> int | None:
         """Steps of the run; None while the number of rows is unknown."""
-        trainer = self.config.trainer
-        if trainer.total_training_steps or self.num_rows is None:
-            return trainer.total_training_steps
-        return trainer.total_epochs * (self.num_rows // self.config.data.train_batch_size)
+        trainer, num_steps = self.config.trainer, self.config.trainer.total_training_steps
+        if num_steps or self.num_rows is None:
+            return None if num_steps is None else int(num_steps)
+        return int(trainer.total_epochs * (self.num_rows // self.config.data.train_batch_size))
 
 
 def no_rows(subject: Subject, name: str, key: str) -> Line:

@@ -38,7 +38,7 @@ def _files(
         yield no_rows(subject, name, key)
         return None
     program: Any = PROGRAMS.get(subject.loaded.schema.name)
-    dataset = program.load_rows(
+    dataset: ConversationDataset = program.load_rows(
         subject.config, files, subject.tokenizer, max_samples=max_samples, seed=None, keep_going=True
     )
     for summary in dataset.summaries:

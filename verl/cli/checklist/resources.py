@@ -241,7 +241,7 @@ def num_checkpoints(subject: Subject) -> int:
         return 1
     else:
         saves = -(-subject.num_steps // trainer.save_freq) if subject.num_steps else 2
-    return max(1, min(saves, keep + 1) if keep else saves)
+    return max(1, int(min(saves, keep + 1) if keep else saves))
 
 
 def _device_bytes(device: str) -> tuple[int, int]:

@@ -28,7 +28,8 @@ def load_deepspeed(device: torch.device) -> ModuleType:
         # a faster all-reduce in shared memory, which is compiled for minutes at the first start; gloo does it here
         backend.build_shm_op = lambda: None
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    return deepspeed
+    module: ModuleType = deepspeed
+    return module
 
 
 def start_deepspeed(model: object, optimizer: object, config: Mapping[str, object], device: torch.device) -> object:
@@ -44,7 +45,8 @@ def combined_norm(norms: list[torch.Tensor]) -> torch.Tensor:
     """The norm of all groups of parameters; infinite where one is not finite."""
     from deepspeed.runtime.utils import combine_grad_norm_groups
 
-    return combine_grad_norm_groups(norms)
+    norm: torch.Tensor = combine_grad_norm_groups(norms)
+    return norm
 
 
 def _forget_groups() -> None:

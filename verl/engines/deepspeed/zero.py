@@ -153,9 +153,8 @@ class ZeroOptimizer(MasterOptimizer):
 
     def _buffers(self) -> list[torch.Tensor]:
         """DeepSpeed's flat masters, in float32."""
-        if self.partitions_parameters:
-            return self.zero.fp32_partitioned_groups_flat
-        return self.zero.single_partition_of_fp32_groups
+        zero, is_flat = self.zero, self.partitions_parameters
+        return list(zero.fp32_partitioned_groups_flat if is_flat else zero.single_partition_of_fp32_groups)
 
     def _slices(self) -> Iterator[tuple[str, FlatSlice]]:
         for name, p in self.parameters.items():

@@ -94,13 +94,16 @@ class LowRankPairs(nn.Module):
     def _exchanged(self, down: torch.Tensor) -> torch.Tensor:
         if self.divided is None:
             return down
+        exchanged: torch.Tensor
         if self.divided == 0 and self.config.sequence_parallel:
-            return mappings.gather_from_sequence_parallel_region(down, tensor_parallel_output_grad=True)
-        if self.divided == 0:
-            return mappings.copy_to_tensor_model_parallel_region(down)
-        if self.config.sequence_parallel:
-            return mappings.reduce_scatter_to_sequence_parallel_region(down)
-        return mappings.reduce_from_tensor_model_parallel_region(down)
+            exchanged = mappings.gather_from_sequence_parallel_region(down, tensor_parallel_output_grad=True)
+        elif self.divided == 0:
+            exchanged = mappings.copy_to_tensor_model_parallel_region(down)
+        elif self.config.sequence_parallel:
+            exchanged = mappings.reduce_scatter_to_sequence_parallel_region(down)
+        else:
+            exchanged = mappings.reduce_from_tensor_model_parallel_region(down)
+        return exchanged
 
 
 def adapt_linears(linears: Iterator[tuple[nn.Module, list[nn.Module]]], config: TransformerConfig) -> None:

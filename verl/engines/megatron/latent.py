@@ -72,7 +72,8 @@ class LatentAttention(MegatronModule):
         sequence parallelism for experts."""
         if not self.config.sequence_parallel:
             return x
-        return mappings.gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True)
+        gathered: torch.Tensor = mappings.gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True)
+        return gathered
 
     def _rotated(self, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
         """x [tokens, 1, heads, rope] -> the same; the model's pairs are neighbours, or in two halves."""

@@ -101,7 +101,8 @@ class PackedAttention(MegatronModule):
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         scoring = Scoring(self.config.score_scale, self.config.sliding_windows[self.layer])
         out = packed_seq_params.layout.attend(self.layer, q, k, v, scoring)
-        return out.flatten(2).transpose(0, 1)
+        tokens_first: torch.Tensor = out.flatten(2).transpose(0, 1)
+        return tokens_first
 
 
 class Experts(MegatronModule):

@@ -202,7 +202,8 @@ class DecoderStage(GPTModel):
 
     def value(self, hidden: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden_size] -> [tokens]."""
-        return self.score(hidden.to(self.score.weight.dtype)).squeeze(-1)
+        scores: torch.Tensor = self.score(hidden.to(self.score.weight.dtype)).squeeze(-1)
+        return scores
 
     def outputs(
         self, states: torch.Tensor, packed: PackedBatch, names: Sequence[str], temperature: float

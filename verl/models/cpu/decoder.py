@@ -39,7 +39,9 @@ def dense_hidden_states(
         with torch.no_grad():
             return _forward(decoder, packed, images, None, checkpointing)
     index = None if images is None else images.index
-    return _DecoderPass.apply(decoder, packed, gradients, checkpointing, index, len(features), *features, *trained)
+    counts = (checkpointing, index, len(features))
+    hidden: torch.Tensor = _DecoderPass.apply(decoder, packed, gradients, *counts, *features, *trained)
+    return hidden
 
 
 class _DecoderPass(torch.autograd.Function):

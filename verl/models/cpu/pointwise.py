@@ -36,7 +36,8 @@ def inverse_rms(x: torch.Tensor, norm: Norm) -> torch.Tensor:
         return out
     wide = torch.promote_types(x.dtype, torch.float32)
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
-    return length.square_().div_(x.shape[-1]).add_(norm.eps).rsqrt_()
+    inverse: torch.Tensor = length.square_().div_(x.shape[-1]).add_(norm.eps).rsqrt_()
+    return inverse
 
 
 def rms_norm(x: torch.Tensor, norm: Norm, scale: torch.Tensor) -> torch.Tensor:

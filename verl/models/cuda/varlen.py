@@ -219,7 +219,8 @@ def varlen_attention(
     """q [1, heads, tokens, head_dim], k and v [1, kv_heads, tokens, ...] -> [1, tokens, heads, value_dim];
     differentiable in all three."""
     tokens_first = [x[0].transpose(0, 1) for x in (q, k, v)]
-    return _VarlenParts.apply(*tokens_first, plan, scale, kernel).unsqueeze(0)
+    attended: torch.Tensor = _VarlenParts.apply(*tokens_first, plan, scale, kernel).unsqueeze(0)
+    return attended
 
 
 class _VarlenParts(torch.autograd.Function):

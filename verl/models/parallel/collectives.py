@@ -110,7 +110,8 @@ class _Exchange(torch.autograd.Function):
 
 def exchange_rows(x: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: Group) -> torch.Tensor:
     """`sent[r]` rows of `x` go to rank r, in order; returns the `received[r]` rows from each rank r, in rank order."""
-    return _Exchange.apply(x, tuple(received), tuple(sent), group)
+    rows: torch.Tensor = _Exchange.apply(x, tuple(received), tuple(sent), group)
+    return rows
 
 
 def _all_to_all(x: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: Group) -> torch.Tensor:

@@ -66,7 +66,7 @@ def program_in(reply: str) -> str:
     """The last fenced block of a reply, a Python one if there is any; the whole reply without one."""
     blocks = _FENCED.findall(reply.replace("\r\n", "\n"))
     python = [code for language, code in blocks if re.match(r"\s*\W?py", language, re.IGNORECASE)]
-    return (python or [code for _, code in blocks] or [reply])[-1]
+    return str((python or [code for _, code in blocks] or [reply])[-1])
 
 
 def compute_score(

@@ -114,7 +114,8 @@ def load_math_verify() -> ModuleType:
 
     for name in ("math_verify.parser", "math_verify.grader"):  # they warn that timeouts are off; the worker has its own
         logging.getLogger(name).setLevel(logging.ERROR)
-    return math_verify
+    module: ModuleType = math_verify
+    return module
 
 
 def last_boxed(text: str) -> str | None:

@@ -85,7 +85,7 @@ def _gain(want: Call, call: Call) -> float:
         return 0.0
     expected, parameters = want["parameters"], call["parameters"]
     values = sum(key in parameters and parameters[key] == value for key, value in expected.items())
-    return _overlap(Counter(expected.keys()), Counter(parameters.keys())) + values
+    return _overlap(Counter(expected.keys()), Counter(parameters.keys())) + float(values)
 
 
 def _overlap(one: Counter[str], other: Counter[str]) -> float:

@@ -23,7 +23,8 @@ _CHOSEN, _REJECTED = "chosen_rows", "rejected_rows"  # indices, int64: a mask of
 
 def mask_of(columns: Any) -> Tensor:
     """The tokens of completions [batch, response]: the tokens that train, unless prompts train too."""
-    return columns["completion_mask" if "completion_mask" in columns.keys() else "response_mask"]
+    mask: Tensor = columns["completion_mask" if "completion_mask" in columns.keys() else "response_mask"]
+    return mask
 
 
 def row_sums(log_probs: Tensor, columns: TensorDict, ld_alpha: float | None) -> Tensor:

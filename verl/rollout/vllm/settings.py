@@ -123,7 +123,7 @@ def _cache_bytes(rollout: RolloutConfig, longest: int, skeleton: Any, dtype: tor
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     heads = -(-heads // rollout.tensor_model_parallel_size)
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    block = 2 * config.num_hidden_layers * heads * size * dtype.itemsize * _BLOCK_TOKENS
+    block = int(2 * config.num_hidden_layers * heads * size * dtype.itemsize * _BLOCK_TOKENS)
     one = (-(-longest // _BLOCK_TOKENS) + 1) * block
     most = available_memory() // _MOST_OF_MEMORY // rollout.tensor_model_parallel_size
     return max(2 * one, min(rollout.max_num_seqs * one, most // block * block))

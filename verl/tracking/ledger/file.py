@@ -227,7 +227,7 @@ def run_of(path: Path) -> str:
             raise CheckpointError(
                 f"The sample ledger {path} has format {about['format']}; this version reads formats up to {FORMAT}. {FIX}"
             )
-        return about["run"]
+        return str(about["run"])
 
 
 def offset_at(db: sqlite3.Connection, step: int) -> Offset | None:

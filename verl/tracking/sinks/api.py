@@ -69,7 +69,8 @@ def make_sink(name: str, info: RunInfo) -> Sink:
         raise ConfigError(
             f"The tracker {name!r} is not supported yet. Take it out of trainer.logger; {', '.join(supported())} are supported."
         )
-    return SINKS.get(name)(info)
+    sink: Sink = SINKS.get(name)(info)
+    return sink
 
 
 def supported() -> list[str]:

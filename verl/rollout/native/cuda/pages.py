@@ -48,7 +48,10 @@ class PagedTokenStore(TokenStore):
 
     def where(self, slot: int, start: int, end: int) -> np.ndarray:
         tokens = np.arange(start, end)
-        return self._pages[slot, tokens // self.page_size].astype(np.int64) * self.page_size + tokens % self.page_size
+        places: np.ndarray = (
+            self._pages[slot, tokens // self.page_size].astype(np.int64) * self.page_size + tokens % self.page_size
+        )
+        return places
 
     @property
     def pages(self) -> torch.Tensor:

@@ -202,4 +202,5 @@ def _normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     root = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
     scaled = x * root.square_().mul_(1 / x.shape[-1]).add_(norm.eps).rsqrt_()
-    return scaled.to(x.dtype).mul_(norm.weight)
+    normed: torch.Tensor = scaled.to(x.dtype).mul_(norm.weight)
+    return normed

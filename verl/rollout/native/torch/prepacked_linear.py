@@ -161,7 +161,7 @@ class _Prepacked:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         # the last argument must equal the number of rows, or the operator multiplies by the plain weight
-        y = torch.ops.mkl._mkl_linear(x.float(), self._packed, self._shape, self._bias, len(x))
+        y: torch.Tensor = torch.ops.mkl._mkl_linear(x.float(), self._packed, self._shape, self._bias, len(x))
         return y if y.dtype == x.dtype else y.to(x.dtype)
 
 
