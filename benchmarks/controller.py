@@ -63,9 +63,8 @@ class StandIns:
         return SimpleNamespace(collect=self.reward_collect, num_defaulted=self.reward_num_defaulted)
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *_: {"facts": {"device": "cpu"}, "rollout_exact_log_probs": True, "reward_num_defaulted": 0}.get(
-            name, {}
-        )
+        answers = {"facts": {"device": "cpu"}, "rollout_exact_log_probs": True, "reward_num_defaulted": 0}
+        return lambda *_: answers.get(name, {})
 
     def sync(self, version: int) -> None:
         self.version = version

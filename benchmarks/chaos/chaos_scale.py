@@ -68,8 +68,7 @@ class ScaledVictim(Victim):
         file = self.folder / "metrics.jsonl"
         lines = file.read_text().splitlines() if file.exists() else []
         last = json.loads(lines[-1]) if lines and lines[-1].endswith("}") else {}
-        expected = sum(sizes.values()) - 2
-        return last.get("rollout/num_replicas") == sizes["rollout"] and len(self._added()) == expected
+        return last.get("rollout/num_replicas") == sizes["rollout"] and len(self._added()) == sum(sizes.values()) - 2
 
     def _added(self) -> set[psutil.Process]:
         """The living processes that were added."""

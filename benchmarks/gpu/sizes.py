@@ -220,8 +220,7 @@ def plain(module: Any, attention: str = "sdpa") -> Iterator[Any]:
 
 
 def matrix_weights(module: Any) -> int:
-    parts = module.get_decoder().modules()
-    return sum(part.weight.numel() for part in parts if isinstance(part, torch.nn.Linear))
+    return sum(m.weight.numel() for m in module.get_decoder().modules() if isinstance(m, torch.nn.Linear))
 
 
 def forward_flops(module: Any, shape: Shape) -> float:

@@ -70,8 +70,7 @@ class VerlChild:
     def greedy(self, step: int) -> dict[str, Any]:
         """One greedy sample of each prompt of a step: its token ids."""
         params = replace(self.side.params(), n=1, temperature=0.0)
-        completions = self.side.generate(self.side.requests(step), params, step)
-        return {"tokens": [c.token_ids for c in completions]}
+        return {"tokens": [c.token_ids for c in self.side.generate(self.side.requests(step), params, step)]}
 
 
 def main(arguments: list[str]) -> int:

@@ -70,8 +70,7 @@ def measured(
             log = folder / f"{side}.log"
             peer = Peer(side, "child_verl.py", log=log, python=pythons[side], environment=settings)
             sides[side] = stack.enter_context(peer)
-            keys = overrides(options, folder / side)
-            peer.build(LIMIT_S, "build_run", config=options.config, overrides=keys)
+            peer.build(LIMIT_S, "build_run", config=options.config, overrides=overrides(options, folder / side))
         peers = [sides["before"], sides["now"]]
         rounds = [answers for _, answers in in_turns(peers, options.rounds, LIMIT_S, "step_of_run")]
     return rounds[1:], {side: peer.facts["package"] for side, peer in sides.items()}
