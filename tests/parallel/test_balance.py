@@ -1,6 +1,7 @@
 import itertools
 import subprocess
 import sys
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
@@ -54,6 +55,15 @@ def test_partition_of_many_rows_is_nearly_even():
     for equal_size in (False, True):
         parts = partition_by_cost(costs, 8, equal_size)
         assert spread(parts, costs) < 0.01 * sum(costs) / 8
+
+
+def test_partition_of_equal_costs_takes_memory_in_proportion_to_the_rows():
+    tracemalloc.start()
+    try:
+        partition_by_cost([512.0] * 4096, 2, equal_size=True)
+        assert tracemalloc.get_traced_memory()[1] < 1024 * 4096
+    finally:
+        tracemalloc.stop()
 
 
 def test_partition_says_what_does_not_fit():

@@ -78,8 +78,10 @@ def partition_by_cost(costs: Sequence[float], num_parts: int, equal_size: bool) 
         )
     with without_collection():  # thousands of small lists, no garbage among them
         blocks = _blocks(costs, num_parts) if equal_size else [[row] for row in range(num_rows)]
-        partials = [_Partial([(-float(costs[row]), [row]) for row in block], num_parts, min(block)) for block in blocks]
-        heap = [partial.ranked() for partial in partials]
+        # the heap alone holds the partitions, whose lists would add up to the square of the rows
+        heap = [
+            _Partial([(-float(costs[row]), [row]) for row in block], num_parts, min(block)).ranked() for block in blocks
+        ]
         heapq.heapify(heap)
         while len(heap) > 1:
             *_, widest = heapq.heappop(heap)
