@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl.data_proto.batch_metrics import is_in_memory
 from verl.data_proto.metrics import Metric
-from verl.data_proto.span_column import SpanColumn
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
@@ -38,7 +38,7 @@ def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
 def broadcast_true(mask: Tensor, rows: Tensor) -> Tensor:
     """`rows` [batch] for each token where `mask` [batch, response] is true, and 0 elsewhere; on the CPU by numpy, which takes a
     third of torch's time."""
-    if not rows.is_cpu or rows.dtype not in (torch.float32, torch.float64) or isinstance(mask, SpanColumn):
+    if not (is_in_memory(rows) and is_in_memory(mask)) or rows.dtype not in (torch.float32, torch.float64):
         return torch.where(mask, rows[:, None], 0.0)
     return torch.from_numpy(np.where(mask.numpy(), rows.numpy()[:, None], rows.new_zeros(()).numpy()))
 

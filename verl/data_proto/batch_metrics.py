@@ -155,24 +155,24 @@ def _lengths(batch: DataProto) -> tuple[torch.Tensor, torch.Tensor]:
     return count_true(attention, slice(-width)), count_true(attention, slice(-width, None))
 
 
-def _is_held(column: torch.Tensor) -> bool:
-    """Whether numpy can read it without another copy."""
+def is_in_memory(column: torch.Tensor) -> bool:
+    """Whether numpy reads the values where they are; else they lie on a device, or would be made."""
     return column.is_cpu and not isinstance(column, SpanColumn)
 
 
 def count_true(mask: torch.Tensor, places: slice = slice(None)) -> torch.Tensor:
     """`mask[:, places].sum(dim=-1)` of a bool matrix; on the CPU by numpy, which takes a tenth of torch's time."""
-    return torch.from_numpy(mask.numpy()[:, places].sum(axis=-1)) if _is_held(mask) else mask[:, places].sum(dim=-1)
+    return torch.from_numpy(mask.numpy()[:, places].sum(axis=-1)) if is_in_memory(mask) else mask[:, places].sum(dim=-1)
 
 
 def any_true(mask: torch.Tensor) -> torch.Tensor:
     """`mask.any(dim=-1)` of a bool matrix; on the CPU by numpy, which takes a fiftieth of torch's time."""
-    return torch.from_numpy(mask.numpy().any(axis=-1)) if _is_held(mask) else mask.any(dim=-1)
+    return torch.from_numpy(mask.numpy().any(axis=-1)) if is_in_memory(mask) else mask.any(dim=-1)
 
 
 def chosen_values(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """`values[mask]`; of float32 on the CPU by numpy, which takes a third of torch's time."""
-    if not _is_held(values) or values.dtype not in (torch.float32, torch.float64):
+    if not is_in_memory(values) or values.dtype not in (torch.float32, torch.float64):
         return values[mask]
     return torch.from_numpy(values.detach().numpy()[mask.numpy()])
 

@@ -2,9 +2,9 @@
 
 Masks are such tensors, and scores on the last token, advantages of whole responses, versions of weights:
 
-    mask = SpanColumn(np.ones(2, bool), starts=np.array([0, 0]), stops=np.array([3, 1]), width=4)
-    mask.tolist()                                   # [[True, True, True, False], [True, False, False, False]]
-    mask.sum(dim=1)                                 # of the numbers; other operations make the values
+    mask = SpanColumn(RowSpans(np.ones(2, bool), starts=np.array([0, 0]), stops=np.array([3, 1])), width=4)
+    mask.tolist()       # [[True, True, True, False], [True, False, False, False]]
+    mask.sum(dim=1)     # computed from three numbers a row; operations without such a form make the values
 
 A process that answers a call on Ray sends such tensors in this form (verl/parallel/serialize.py).
 """

@@ -56,18 +56,15 @@ def add_token_columns(
     places: np.ndarray | None = None,
 ) -> None:
     """Add the float32 columns `values` [batch, response] from flat tensors in the order of the masks in `keys` (see
-    `token_keys`); NaN where there is none. A column that is there already stays. `places` are those of `token_places`, of some
-    rows of another batch."""
+    `token_keys`); NaN where there is none. A column that is there already stays. `places`: of the rows of `batch`, cut from
+    `token_places` of a batch that contains them; the default makes them."""
     if not keys:
         return
     numbers, ends = token_places(batch, keys) if places is None else places
     (rows,) = np.nonzero(numbers >= 0)
     masks = keys[1][torch.from_numpy(numbers[rows])].numpy()
-    cuts = [
-        0,
-        *(np.flatnonzero(np.diff(numbers[rows]) != 1) + 1).tolist(),
-        len(rows),
-    ]  # where tokens are not neighbours
+    # runs of rows whose tokens lie back to back in the flat tensors
+    cuts = [0, *(np.flatnonzero(np.diff(numbers[rows]) != 1) + 1).tolist(), len(rows)]
     for name, flat in values.items():
         if name not in batch.batch.keys():
             column = np.full((len(batch), keys[1].shape[1]), np.nan, np.float32)

@@ -175,8 +175,8 @@ class TrainedEngine(ABC):
             rounding=self.rounding.kind,
             adapter_scales=scales,
             num_layers=getattr(config, "num_hidden_layers", 0),
-            num_heads=(num_heads := getattr(config, "num_attention_heads", 1)),
-            num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+            num_heads=getattr(config, "num_attention_heads", 1),
+            num_kv_heads=getattr(config, "num_key_value_heads", 0) or getattr(config, "num_attention_heads", 1),
             layers_at_a_time=self.dimensions.layer_per_group if self.config.use_3d_hybrid else None,
         )
 

@@ -8,6 +8,7 @@ None before the first micro-batch, and setting it to None starts a new sum.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -75,14 +76,15 @@ class GradientBuffers:
                 buffer.zero_()
             buffer.index_add_(0, index, rows.to(buffer.dtype))
 
-    def borrow(self, rows: int, columns: int, like: torch.Tensor) -> torch.Tensor:
-        """A matrix that the next micro-batch borrows again, if it was returned: new pages take longer than to fill it."""
+    def borrow(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        """A matrix on the CPU. Once it is given back, the next micro-batch gets the same memory: new pages take longer to clear
+        than the matrix takes to fill."""
         if self._is_lent:
-            return like.new_empty(rows, columns)
-        if self._scratch.dtype != like.dtype or self._scratch.numel() < rows * columns:
-            self._scratch = like.new_empty(rows * columns)
+            return torch.empty(shape, dtype=dtype)
+        if self._scratch.dtype != dtype or self._scratch.numel() < math.prod(shape):
+            self._scratch = torch.empty(math.prod(shape), dtype=dtype)
         self._is_lent = True
-        return self._scratch[: rows * columns].view(rows, columns)
+        return self._scratch[: math.prod(shape)].view(shape)
 
     def give_back(self, matrix: torch.Tensor) -> None:
         """Return a matrix of `borrow`."""

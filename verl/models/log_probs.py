@@ -216,9 +216,11 @@ class _FusedLogProbs(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         num_tokens, wide = hidden.shape[0], torch.promote_types(hidden.dtype, torch.float32)
         matmul = Matmul(hidden.dtype, hidden.device)
-        like = hidden.new_empty(0, dtype=hidden.dtype if compiles else wide)
-        lender = gradients if any(ctx.needs_input_grad) and hidden.device.type == "cpu" else None
-        buffer = (lender or GradientBuffers({})).borrow(chunk, len(weight), like)
+        dtype, shape = hidden.dtype if compiles else wide, (chunk, len(weight))
+        if gradients is not None and any(ctx.needs_input_grad) and hidden.device.type == "cpu":
+            buffer = gradients.borrow(shape, dtype)
+        else:
+            buffer = hidden.new_empty(shape, dtype=dtype)
         log_probs, lse, entropy, squared = (torch.empty(num_tokens, dtype=wide, device=hidden.device) for _ in range(4))
         correct, mean = (torch.empty_like(log_probs) if want else None for want in wants[2:])
         chosen = None if candidates is None else log_probs.new_empty(candidates.shape)

@@ -275,9 +275,8 @@ def merged(
     adapted = torch.addmm(weight.to(wide), up.to(wide), down.to(wide), alpha=scales[layer])
     if not dora:
         return adapted
-    lengths = part(f"{layer}.lora_magnitude_vector") / torch.linalg.vector_norm(adapted, dim=1)
-    merged: torch.Tensor = adapted * lengths.unsqueeze(1)
-    return merged
+    lengths: torch.Tensor = part(f"{layer}.lora_magnitude_vector") / torch.linalg.vector_norm(adapted, dim=1)
+    return adapted * lengths.unsqueeze(1)
 
 
 def peft_names(tensors: Mapping[str, object]) -> dict[str, Any]:

@@ -344,10 +344,9 @@ def _kinds(module: Any, ids: torch.Tensor) -> torch.Tensor:
     """1 at each of `ids` that stands for a part of an image, 2 for a part of a video, 0 elsewhere."""
     config = module.config
     image = getattr(config, "image_token_id", None)
-    kinds = (ids == (config.image_token_index if image is None else image)).long()
+    kinds: torch.Tensor = (ids == (config.image_token_index if image is None else image)).long()
     video = None if config.model_type in WITHOUT_VIDEOS else getattr(config, "video_token_id", None)
-    kinds_of_tokens: torch.Tensor = kinds if video is None else kinds + 2 * (ids == video)
-    return kinds_of_tokens
+    return kinds if video is None else kinds + 2 * (ids == video)
 
 
 def _other_token(module: nn.Module) -> int:

@@ -78,7 +78,7 @@ def partition_by_cost(costs: Sequence[float], num_parts: int, equal_size: bool) 
         )
     with without_collection():  # thousands of small lists, no garbage among them
         blocks = _blocks(costs, num_parts) if equal_size else [[row] for row in range(num_rows)]
-        # the heap alone holds the partitions, whose lists would add up to the square of the rows
+        # only the heap holds partitions: lists of rows that earlier ones keep would grow with the square of the rows
         heap = [
             _Partial([(-float(costs[row]), [row]) for row in block], num_parts, min(block)).ranked() for block in blocks
         ]

@@ -126,8 +126,8 @@ def _engine(context: RankContext, spec: RoleSpec) -> TrainEngine:
         folder = context.specs.run.folder
         folder.mkdir(parents=True, exist_ok=True)
         engine.map_weights(folder, file_system_of(folder))
-    built: TrainEngine = engine
-    return built
+    train_engine: TrainEngine = engine
+    return train_engine
 
 
 def _require_fsdp(spec: RoleSpec) -> None:

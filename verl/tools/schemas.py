@@ -32,8 +32,7 @@ class Record:
     def model_dump(self, *, exclude_none: bool = False, exclude_unset: bool = False, **_: object) -> dict[str, Any]:
         """As an object. `exclude_unset` also leaves out None, since the fields that were set are not recorded."""
         values: dict[str, Any] = dataclasses.asdict(self)  # type: ignore[call-overload]
-        values = _without_none(values) if exclude_none or exclude_unset else values
-        return values
+        return dict(_without_none(values)) if exclude_none or exclude_unset else values
 
     def model_dump_json(self, **settings: Any) -> str:
         return json.dumps(self.model_dump(**settings), ensure_ascii=False)

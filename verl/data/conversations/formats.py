@@ -89,9 +89,9 @@ def example_of(row: Mapping[str, object], settings: SFTDataConfig, *, images: bo
     if isinstance(prompt, list) != isinstance(completion, list) and row_format == "prompt_completion":
         prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         completion = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-    if prompt or row_format == "text":
-        prompt = prompt and with_system(prompt, row, settings)
-    else:
+    if prompt:
+        prompt = with_system(prompt, row, settings)
+    elif row_format != "text":
         completion = with_system(completion, row, settings)
     marked = [*(prompt if isinstance(prompt, list) else ()), *(completion if isinstance(completion, list) else ())]
     trains = tuple(_says_it_trains(message, number) for number, message in enumerate(marked))

@@ -82,10 +82,12 @@ class ZeroOptimizer(MasterOptimizer):
         if not taken and not math.isfinite(grad_norm):
             log.warning("The gradient norm is %s; this optimizer step is skipped and no weight changes.", grad_norm)
         self.skips_step = False
+        self.gradients.release()
         return OptimizerStep(grad_norm, taken)
 
     def forget_gradients(self) -> None:
         self.zero.zero_grad()
+        self.gradients.release()
 
     @torch.no_grad()
     def round_masters(self) -> None:
@@ -153,8 +155,8 @@ class ZeroOptimizer(MasterOptimizer):
 
     def _buffers(self) -> list[torch.Tensor]:
         """DeepSpeed's flat masters, in float32."""
-        zero, is_flat = self.zero, self.partitions_parameters
-        return list(zero.fp32_partitioned_groups_flat if is_flat else zero.single_partition_of_fp32_groups)
+        name = "fp32_partitioned_groups_flat" if self.partitions_parameters else "single_partition_of_fp32_groups"
+        return list(getattr(self.zero, name))
 
     def _slices(self) -> Iterator[tuple[str, FlatSlice]]:
         for name, p in self.parameters.items():
