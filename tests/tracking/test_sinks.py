@@ -28,7 +28,7 @@ class Recorder(types.ModuleType):
 
     def __init__(self, name):
         super().__init__(name)
-        self.calls = []
+        self.calls, self.results = [], {"search_runs": []}
 
     def __getattr__(self, name):
         if name.startswith("__"):
@@ -36,7 +36,7 @@ class Recorder(types.ModuleType):
 
         def call(*args, **kwargs):
             self.calls.append((name, args, kwargs))
-            return self
+            return self.results.get(name, self)
 
         return call
 
@@ -75,20 +75,29 @@ def check_wandb(info, fake):
 
 def check_mlflow(info, fake):
     calls = fake.calls
-    assert [c[0] for c in calls][:2] == ["set_experiment", "start_run"]
-    assert calls[2] == ("log_params", ({"trainer.save_freq": "5", "data.train_files": '["a", "b"]'},), {})
+    run_id = (info.root / "mlflow_run_id").read_text()
+    assert [c[0] for c in calls][:3] == ["set_experiment", "search_runs", "start_run"]
+    assert run_id in calls[1][2]["filter_string"]
+    assert run_id in calls[2][2]["tags"].values()
+    assert calls[3] == ("log_params", ({"trainer.save_freq": "5", "data.train_files": '["a", "b"]'},), {})
     assert ("log_metrics", ({"critic/score/mean": 0.5, "val-core/a/acc/mean_at_4": 2.0},), {"step": 2}) in calls
     assert calls[-1][0] == "end_run"
 
 
 def check_swanlab(info, fake):
-    assert fake.calls[0][2]["mode"] == "offline"
+    arguments = fake.calls[0][2]
+    assert arguments["mode"] == "offline"
+    assert arguments["id"] == (info.root / "swanlab_run_id").read_text()
+    assert arguments["resume"] == "allow"
     assert ("log", (METRICS[1],), {"step": 1}) in fake.calls
     assert fake.calls[-1][0] == "finish"
 
 
 def check_trackio(info, fake):
-    assert fake.calls[0][2]["project"] == "project"
+    arguments = fake.calls[0][2]
+    assert arguments["project"] == "project"
+    assert arguments["resume"] == "allow"
+    assert arguments["name"] == f"experiment-{(info.root / 'trackio_run_id').read_text()}"
     assert ("log", (METRICS[1],), {"step": 1}) in fake.calls
     cells = {"columns": ["prompt", "response", "score"], "data": [["1+1|", "2\n", 1.0], ["1+2", "4", 0.0]]}
     assert ("Table", (), cells) in fake.calls
@@ -105,6 +114,25 @@ CONTRACT = {
     "swanlab": ("fake", check_swanlab),
     "trackio": ("fake", check_trackio),
 }
+
+
+def test_mlflow_continues_the_run_of_its_folder(info, fake):
+    module = fake("mlflow")
+    module.results["search_runs"] = [types.SimpleNamespace(info=types.SimpleNamespace(run_id="first"))]
+    Guard("mlflow", make_sink("mlflow", info)).close()
+    assert ("start_run", (), {"run_id": "first"}) in module.calls
+    assert "log_params" not in [call[0] for call in module.calls], "MLflow refuses another value of a parameter"
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab", "trackio"])
+def test_a_run_folder_has_one_id_for_each_tracker(name, info, tmp_path):
+    def run_id(root):
+        root.mkdir(exist_ok=True)
+        sink = object.__new__(SINKS.get(name))
+        sink.info = RunInfo(root, info.project, info.experiment)
+        return sink.run_id()
+
+    assert run_id(tmp_path / "a") == run_id(tmp_path / "a") != run_id(tmp_path / "b")
 
 
 def test_every_tracker_is_in_the_contract():

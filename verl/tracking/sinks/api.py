@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import queue
+import re
 import threading
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +16,8 @@ from typing import Any
 
 from verl.errors import ConfigError, MissingExtraError
 from verl.families import SINKS
-from verl.tracking.files import Row
+from verl.regular_files import read_text
+from verl.tracking.files import Row, write_atomically
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,16 @@ class Sink:
 
     def start(self) -> None:
         """Connect, open files."""
+
+    def run_id(self) -> str:
+        """The tracker's id of this run, for a run that is resumed. It lies in the run folder, so that two folders with equal
+        names are two runs."""
+        file = self.info.root / f"{self.package}_run_id"
+        with contextlib.suppress(OSError, ValueError):
+            if re.fullmatch(r"[\w-]{1,64}", run_id := read_text(file).strip()):
+                return run_id
+        write_atomically(file, uuid.uuid4().hex[:8])
+        return read_text(file)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Record the metrics of one step."""

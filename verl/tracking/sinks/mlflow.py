@@ -1,4 +1,4 @@
-"""MLflow: MLFLOW_TRACKING_URI, or its own default store."""
+"""MLflow: MLFLOW_TRACKING_URI, or its own default store. A resumed run continues the same MLflow run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ class MlflowSink(Sink):
 
         self.run = mlflow
         mlflow.set_experiment(self.info.project)
-        mlflow.start_run(run_name=self.info.experiment)
+        tag, run_id = "verl.run_id", self.run_id()
+        runs = mlflow.search_runs(filter_string=f"tags.`{tag}` = '{run_id}'", output_format="list")
+        if runs:
+            mlflow.start_run(run_id=runs[0].info.run_id)
+            return  # MLflow refuses a second value of a parameter
+        mlflow.start_run(run_name=self.info.experiment, tags={tag: run_id})
         # MLflow's limits: length of a value, size of a batch
         params = [(_name(k), json.dumps(v, default=str)[:500]) for k, v in _leaves(self.info.config)]
         for start in range(0, len(params), 100):

@@ -1,4 +1,4 @@
-"""SwanLab: SWANLAB_API_KEY, SWANLAB_MODE and SWANLAB_LOG_DIR are its own; offline without a key."""
+"""SwanLab: SWANLAB_API_KEY, SWANLAB_MODE and SWANLAB_LOG_DIR are its own; offline without a key. A resumed run continues."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ class SwanlabSink(Sink):
         swanlab.init(
             project=self.info.project,
             experiment_name=self.info.experiment,
+            id=self.run_id(),
+            resume="allow",
             config=self.info.config,
             logdir=os.environ.get("SWANLAB_LOG_DIR") or str(self.info.root / "swanlab"),
             mode=os.environ.get("SWANLAB_MODE") or ("cloud" if os.environ.get("SWANLAB_API_KEY") else "offline"),

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import netrc
 import os
-import re
 import socket
-import uuid
-from pathlib import Path
 from typing import Any
 
-from verl.regular_files import read_text
-from verl.tracking.files import write_atomically
 from verl.tracking.sinks.api import Sink, columns_and_cells
 
 log = logging.getLogger(__name__)
@@ -36,7 +30,7 @@ class WandbSink(Sink):
             name=self.info.experiment,
             config=self.info.config,
             dir=os.environ.get("WANDB_DIR") or str(self.info.root),
-            id=_run_id(self.info.root),
+            id=self.run_id(),
             resume="allow",
             mode=_mode(),
             settings=wandb.Settings(silent=True),
@@ -48,15 +42,6 @@ class WandbSink(Sink):
         columns, cells = columns_and_cells(rows)
         # `commit=False`: the metrics of the step follow and belong to this row
         self.run.log({name: wandb.Table(columns=columns, data=cells)}, step=step, commit=False)
-
-
-def _run_id(root: Path) -> str:
-    file = root / "wandb_run_id"
-    with contextlib.suppress(OSError, ValueError):
-        if re.fullmatch(r"[\w-]{1,64}", run_id := read_text(file).strip()):
-            return run_id
-    write_atomically(file, uuid.uuid4().hex[:8])
-    return read_text(file)
 
 
 def _mode() -> Any:
