@@ -25,7 +25,7 @@ from verl.models.heads import HEADS, WEIGHT_NAMES, HeadKind, ScalarHeadModel, is
 from verl.models.hf_module import HFModule
 from verl.models.padded import ForwardKind
 from verl.models.processor import load_processor
-from verl.models.quiet import loading, quiet
+from verl.models.quiet import loading, parse_config, quiet
 from verl.models.randomness import turn_off
 from verl.models.tokenizer import (
     check_token_ids,
@@ -209,8 +209,7 @@ def load_model_config(path: str | Path, trust_remote_code: bool, override: dict[
     entries = files.read_config(folder)
     files.check_eos(folder, entries)
     try:
-        with quiet():
-            config = transformers.AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+        config = parse_config(folder, entries, trust_remote_code)
     except Exception as error:  # the checks of a family's config are its own
         raise ModelError(f"The configuration of {folder} could not be read: {files.reason(error)}.") from error
     if type(config).__module__.startswith("transformers."):  # a class of the folder's own may read any entry
