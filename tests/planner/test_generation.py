@@ -24,7 +24,7 @@ from verl.planner.generation import received_bytes
 @pytest.mark.parametrize(("devices", "milliseconds"), [(1, 22.0), (2, 13.5)])
 def test_a_measured_decode_step(devices, milliseconds):
     """13B on A100, one sample with a context of 512 (llm-analysis, from FasterTransformer): within 12%."""
-    step = decode_step(ModelShape.gpt(40, 5120, 40, 50000), devices, 1, Cluster.of("a100_sxm", devices), 1, 512)
+    step = decode_step(ModelShape.gpt(40, 5120, 40, 50000), devices, Cluster.of("a100_sxm", devices), 1, 512)
     assert 1000 * step.seconds == pytest.approx(milliseconds, rel=0.12)
 
 

@@ -33,9 +33,9 @@ _PREFILL_TOKENS = 8192  # of a forward over prompts
 
 
 @lru_cache(maxsize=1 << 16)
-def decode_step(shape: ModelShape, tensor: int, pipeline: int, cluster: Cluster, active: float, context: float) -> Time:
+def decode_step(shape: ModelShape, tensor: int, cluster: Cluster, active: float, context: float) -> Time:
     """One token for each of `active` samples of a replica, whose KV caches have `context` tokens each on average."""
-    rows = max(active / pipeline, 1.0)  # each stage works on a share of the samples
+    rows = max(active, 1.0)
     device, t = cluster.device, tensor
     attention = _decode_attention(shape, t, cluster, rows, context)
     dense = shape.num_layers - shape.num_mixture_layers
@@ -51,10 +51,6 @@ def decode_step(shape: ModelShape, tensor: int, pipeline: int, cluster: Cluster,
     small = shape.num_layers * _SMALL_KERNELS * device.kernels.matmul.latency_us / 2 * 1e-6
     host = small + device.kernels.step_host_s
     messages = shape.num_layers * 2 * _all_reduce(cluster, device.width * rows * shape.hidden, t)
-    if pipeline > 1:
-        messages += (pipeline - 1) * cluster.send(
-            device.width * rows * shape.hidden, across=t * pipeline > cluster.domain
-        )
     return Time.of(weights=matmul, experts=experts, kv_cache=attention, tensor_parallel=messages, overhead=host)
 
 
@@ -87,13 +83,7 @@ def time_generate(shape: ModelShape, layout: EngineLayout, cluster: Cluster, wor
     prompts = max(1.0, workload.num_prompts / layout.replicas)
     prefill = time_pass(
         shape,
-        ParallelLayout(
-            tensor=layout.tensor,
-            pipeline=layout.pipeline,
-            zero=0,
-            expert=_experts(shape, layout),
-            micro_batch=_PREFILL_TOKENS,
-        ),
+        ParallelLayout(tensor=layout.tensor, zero=0, expert=_experts(shape, layout), micro_batch=_PREFILL_TOKENS),
         cluster,
         SequenceBatch.equal(prompts, workload.prompt_mean)._replace(image_tokens=workload.image_tokens),
         backward=False,
@@ -102,7 +92,7 @@ def time_generate(shape: ModelShape, layout: EngineLayout, cluster: Cluster, wor
     total = Time.of(prefill=prefill.seconds - tower, vision_tower=tower)
     for segment in workload.response.profile(samples, layout.slots):
         context = workload.prompt_mean + segment.context
-        step = decode_step(shape, layout.tensor, layout.pipeline, cluster, round(segment.active, 1), round(context))
+        step = decode_step(shape, layout.tensor, cluster, round(segment.active, 1), round(context))
         total += step.times(segment.steps)
     return total
 
@@ -118,12 +108,10 @@ def generation_memory(shape: ModelShape, layout: EngineLayout, workload: Workloa
     own = (workload.response.mean + workload.response.quantile(0.9)) / 2
     tokens = max(slots * (shared + own), workload.longest)
     prompts = workload.num_prompts * workload.prompt_mean / layout.replicas
-    each = ParallelLayout(
-        tensor=layout.tensor, pipeline=layout.pipeline, zero=0, expert=_experts(shape, layout), logit_chunk=1024
-    )
+    each = ParallelLayout(tensor=layout.tensor, zero=0, expert=_experts(shape, layout), logit_chunk=1024)
     return Bytes(
-        weights=rollout_weights(shape, layout.tensor, layout.pipeline) * width / WEIGHT,
-        kv=tokens * kv_bytes_per_token(shape, layout.tensor, layout.pipeline) * width / WEIGHT,
+        weights=rollout_weights(shape, layout.tensor) * width / WEIGHT,
+        kv=tokens * kv_bytes_per_token(shape, layout.tensor) * width / WEIGHT,
         buffers=forward_memory(shape, each, tokens=min(_PREFILL_TOKENS, prompts), width=width).buffers,
     )
 
@@ -131,7 +119,7 @@ def generation_memory(shape: ModelShape, layout: EngineLayout, workload: Workloa
 def received_bytes(shape: ModelShape, train: ParallelLayout, rollout: EngineLayout) -> float:
     """Bytes that a device receives when training and generation share devices: its part of the engine's weights, less the
     bytes that it already holds."""
-    needed = rollout_weights(shape, rollout.tensor, rollout.pipeline)
+    needed = rollout_weights(shape, rollout.tensor)
     shards = train.tensor * train.pipeline * (train.data_ranks if train.zero == 3 else 1)
     experts = WEIGHT * shape.routed_parameters / (train.pipeline * train.expert)
     if train.zero == 3:
@@ -147,7 +135,7 @@ def time_transition(
     rollout devices receive all weights over the network, from as many senders as the training devices have."""
     network = cluster.inter_bytes_s * 0.8
     if not colocated:
-        needed = rollout_weights(shape, rollout.tensor, rollout.pipeline)
+        needed = rollout_weights(shape, rollout.tensor)
         first = WEIGHT * shape.num_parameters / min(train.num_devices, rollout.num_devices)
         # training devices send every slice to one replica each; replicas pass it on in a pipeline of messages
         return max(needed, first) / network

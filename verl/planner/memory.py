@@ -84,22 +84,19 @@ class ParallelLayout:
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """Parallel sizes of a rollout engine: `replicas` of `tensor` x `pipeline` devices. `slots` samples run at once in a
-    replica."""
+    """Parallel sizes of a rollout engine: `replicas` of `tensor` devices. `slots` samples run at once in a replica."""
 
     replicas: int
     tensor: int = 1
-    pipeline: int = 1
     slots: int = 256
 
     @property
     def num_devices(self) -> int:
-        return self.replicas * self.tensor * self.pipeline
+        return self.replicas * self.tensor
 
     def text(self) -> str:
-        sizes = {"replicas": self.replicas, "tp": self.tensor, "pp": self.pipeline}
-        shown = [f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "replicas"]
-        return ", ".join([*shown, f"{self.slots} slots"])
+        tensor = f", tp {self.tensor}" if self.tensor > 1 else ""
+        return f"replicas {self.replicas}{tensor}, {self.slots} slots"
 
 
 WEIGHT, GRAD = 2, 4  # bytes of a parameter in training
@@ -277,14 +274,14 @@ def forward_memory(
 
 
 @lru_cache(maxsize=1 << 14)
-def kv_bytes_per_token(shape: ModelShape, tensor: int, pipeline: int = 1) -> float:
+def kv_bytes_per_token(shape: ModelShape, tensor: int) -> float:
     """Bytes of keys and values of one token on one rank of a rollout engine; heads that do not divide, and latents, are
     repeated."""
     elements = shape.kv_elements if shape.is_latent else shape.kv_elements / min(tensor, shape.kv_heads)
-    return 2 * elements * shape.num_layers / pipeline
+    return 2 * elements * shape.num_layers
 
 
-def rollout_weights(shape: ModelShape, tensor: int, pipeline: int = 1, expert: int | None = None) -> float:
-    """Bytes of the weights of one rank of a rollout engine; its experts are divided over `expert` ranks (default: all)."""
-    layout = ParallelLayout(tensor=tensor, pipeline=pipeline, expert=expert or (tensor if shape.is_mixture else 1))
+def rollout_weights(shape: ModelShape, tensor: int) -> float:
+    """Bytes of the weights of one rank of a rollout engine, which divides its experts over all ranks."""
+    layout = ParallelLayout(tensor=tensor, expert=tensor if shape.is_mixture else 1)
     return WEIGHT * sum(parameters_per_device(shape, layout))

@@ -28,10 +28,10 @@ _SLOTS = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 @dataclass(frozen=True)
 class Space:
-    """Choices of the search. `pipelines`: (1,) for an engine that does not divide layers into stages (FSDP). `efficiency`:
-    measured time / predicted time of a family of runs. `same_sizes`: roles that share devices have the same process groups, as
-    Megatron's must. `repeats_kv`: the rollout engine takes more devices than the model has key-value heads. `replica_in_node`:
-    it takes devices of one node, if any plan does. `roles`: the choices of single roles."""
+    """Choices of the search. `pipelines`: (1,) for an engine that does not divide layers into stages (FSDP).
+    `same_sizes`: roles that share devices have the same process groups, as Megatron's must. `repeats_kv`: the rollout engine
+    takes more devices than the model has key-value heads. `replica_in_node`: it takes devices of one node, if any plan does.
+    `roles`: the choices of single roles."""
 
     zero: tuple[int, ...] = (1, 3)
     offload: bool = True
@@ -39,7 +39,6 @@ class Space:
     tensors: tuple[int, ...] = (1, 2, 4, 8)
     pipelines: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     contexts: tuple[int, ...] = (1, 2, 4, 8)
-    efficiency: float = 1.0
     same_sizes: bool = False
     repeats_kv: bool = True
     replica_in_node: bool = False
@@ -179,7 +178,7 @@ def _option(
         if layout.offload:
             moved = parts[kind].state * (2 if kind == "train" else 1)
             time = time + Time.of(offload=cluster.to_host(moved))
-        times[kind] = time.times(space.efficiency)
+        times[kind] = time
         seconds[stage] += times[kind].seconds
     resident = 0.0 if layout.offload else max(part.state for part in parts.values())
     peak = max(part.total for part in parts.values()) - resident
@@ -194,31 +193,31 @@ _FROZEN_SHARE = 0.75
 def _rollouts(flow: Dataflow, cluster: Cluster, workload: Workload, space: Space) -> Iterator[Option]:
     shape, n = flow.shapes["actor"], cluster.num_devices
     stage = next(i for i, calls in enumerate(flow.stages) for c in calls if c.kind == "generate")
-    for tensor, pipeline in _rollout_sizes(shape, cluster, space):
-        replicas = n // (tensor * pipeline)
+    for tensor in _rollout_sizes(shape, cluster, space):
+        replicas = n // tensor
         if replicas > workload.num_samples:
             continue
         each = -(-workload.num_samples // replicas)
         for slots in sorted({min(s, each) for s in _SLOTS}):
-            layout = EngineLayout(replicas, tensor, pipeline, slots)
+            layout = EngineLayout(replicas, tensor, slots)
             part = generation_memory(shape, layout, workload, cluster.device.width)
             if part.total > cluster.memory:
                 break
-            time = time_generate(shape, layout, cluster, workload).times(space.efficiency)
+            time = time_generate(shape, layout, cluster, workload)
             seconds = tuple(round_up(time.seconds) if i == stage else 0.0 for i in range(len(flow.stages)))
             yield Option(
                 "rollout", seconds, 0.0, round_up(part.total), None, layout, {"generate": time}, {"generate": part}
             )
 
 
-def _rollout_sizes(shape: ModelShape, cluster: Cluster, space: Space) -> Iterator[tuple[int, int]]:
+def _rollout_sizes(shape: ModelShape, cluster: Cluster, space: Space) -> Iterator[int]:
     n = cluster.num_devices
     for tensor in _powers(n):
         if n % tensor or not (_divides_heads(shape, tensor) if space.repeats_kv else _divides(shape, tensor)):
             continue
         within = cluster.gpus_per_node if space.replica_in_node else n if shape.is_mixture else cluster.domain
         if tensor <= within:
-            yield tensor, 1
+            yield tensor
 
 
 def _together(
@@ -232,7 +231,7 @@ def _together(
             assert other.rollout is not None
             if own.resident + max(own.peak, other.peak) > cluster.memory:
                 continue
-            moved = time_transition(shape, own.layout, other.rollout, cluster, colocated=True) * space.efficiency
+            moved = time_transition(shape, own.layout, other.rollout, cluster, colocated=True)
             generate = other.times["generate"] + Time.of(weight_sync=moved)
             seconds = tuple(a + b for a, b in zip(own.seconds, other.seconds, strict=True))
             stage = max(range(len(other.seconds)), key=lambda i: other.seconds[i])
