@@ -22,10 +22,6 @@ from verl.parallel.balance import imbalance, pack_by_tokens, partition_by_cost, 
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
-    from torch import Tensor
-
-    from verl.data_proto.proto import DataProto
-
 
 _SETTINGS = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold", "rollout_is_batch_normalize")
 

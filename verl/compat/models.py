@@ -163,8 +163,6 @@ def hf_processor(name_or_path: str, trust_remote_code: bool = False, **settings:
     """The processor of a folder or hub name; None for a text-only model. Raises ModelError for a missing folder."""
     import transformers
 
-    from verl.models.folder import locate
-
     source = locate(name_or_path)
     try:
         processor = transformers.AutoProcessor.from_pretrained(source, trust_remote_code=trust_remote_code, **settings)

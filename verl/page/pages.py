@@ -281,6 +281,5 @@ def without_dead_links(html: str, place: Path, out: Path, written: set[str]) -> 
 
 def _normal(place: Path, target: str) -> str:
     from posixpath import join, normpath
-    from urllib.parse import unquote
 
     return normpath(join(place.as_posix(), unquote(target)))

@@ -15,7 +15,6 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlencode
 
 from verl.errors import MissingExtraError
@@ -23,9 +22,6 @@ from verl.page.pages import NotFound, Site
 from verl.page.reader import RunReader
 from verl.tracking.files import write_atomically
 from verl.tracking.logs import adopt_loggers
-
-if TYPE_CHECKING:
-    from verl.page.pages import Site
 
 _RELOAD_S = 2.0
 _NAME = re.compile(r"[^a-zA-Z0-9_]")
@@ -179,7 +175,6 @@ def make_app(
     site: Site, token: str, host: str = "127.0.0.1", port: int = 0, *, labels: dict[str, str] | None = None
 ) -> Gate:
     """The ASGI application of `site`."""
-    from verl.page.server import exposition
 
     async def page(request: Request) -> Response:
         try:

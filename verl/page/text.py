@@ -136,7 +136,6 @@ def _turns(mask: Sequence[float | None] | None, count: int) -> list[tuple[int, i
 def diff_words(one: str, other: str) -> tuple[list[tuple[str, bool]], list[tuple[str, bool]]]:
     """Both texts as (words, whether they differ) in their order."""
     import difflib
-    import re
 
     words = [re.findall(r"\s+|[^\s]+", text[:20_000]) for text in (one, other)]
     matcher = difflib.SequenceMatcher(None, words[0], words[1], autojunk=False)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from verl.config import LoadedConfig, RunConfig
 from verl.config.diff import changed_keys
@@ -41,9 +41,6 @@ from verl.tracking.run_folder import RunFolder
 from verl.tracking.summary import Summary
 from verl.tracking.timeline import Spans, Timeline, expected_step_s
 from verl.tracking.tracker import NullOutput, Tracker
-
-if TYPE_CHECKING:
-    from verl.run.loop import Loop
 
 log = logging.getLogger(__name__)
 
@@ -323,7 +320,5 @@ class SteppedRun:
                 f"The {type(self).__name__} is closed. Make another with the same run folder to resume from its checkpoint."
             )
         if self._running is None:
-            from verl.run.host import open_run
-
             self._running = self._stack.enter_context(open_run(self.loaded, self.program_name))
         return self._running

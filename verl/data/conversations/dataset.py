@@ -33,7 +33,7 @@ from verl.data_proto.tokenizer import Tokenizer
 from verl.errors import DataError
 
 if TYPE_CHECKING:
-    from verl.config.sections.data import PreferenceDataConfig, TextDataConfig
+    from verl.config.sections.data import PreferenceDataConfig
 
 
 # keys of `data` that no sequence depends on
