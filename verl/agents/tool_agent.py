@@ -122,7 +122,8 @@ class ToolAgentLoop(AgentLoopBase):
         data.assistant_turns += 1
         data.turn_rewards.append(0.0)
         text, data.tool_calls = await self._read(output.token_ids, names)
-        data.messages.append(self._message(text, data.tool_calls))
+        calls = {"tool_calls": [call.in_message() for call in data.tool_calls]} if data.tool_calls else {}
+        data.messages.append({"role": "assistant", "content": text, **calls})
         return True
 
     def _may_continue(self, data: AgentData) -> bool:
@@ -169,20 +170,6 @@ class ToolAgentLoop(AgentLoopBase):
         parser = ToolParser.get_tool_parser(self.rollout_config.multi_turn.format, self.tokenizer)
         text, calls = await parser.extract_tool_calls(token_ids, schemas)
         return text, calls if schemas else []
-
-    @staticmethod
-    def _message(text: str, calls: list[FunctionCall]) -> dict[str, object]:
-        message: dict[str, object] = {"role": "assistant", "content": text}
-        if calls:
-            message["tool_calls"] = [
-                {
-                    "type": "function",
-                    **({"id": call.id} if call.id else {}),
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for call in calls
-            ]
-        return message
 
     async def _call_tools(self, data: AgentData, names: list[str] | None) -> tuple[list[dict[str, Any]], list[Media]]:
         """The messages of the tools, and their images; the first max_parallel_calls calls run at the same time."""

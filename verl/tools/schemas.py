@@ -156,6 +156,11 @@ class FunctionCall(Record):
     arguments: str
     id: str | None = None
 
+    def in_message(self) -> dict[str, Any]:
+        """The call in a message of OpenAI's."""
+        function = {"type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+        return {"id": self.id, **function} if self.id else function
+
     def parsed(self) -> dict[str, Any]:
         """The arguments. Raises ValueError with the reason when they are not a JSON object."""
         arguments = json.loads(self.arguments) if self.arguments.strip() else {}

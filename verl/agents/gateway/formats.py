@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from verl.agents.continuity import Content, joined_contents
-from verl.agents.gateway.sessions import ModelTurn, RequestError, arguments_of, as_message_call
+from verl.agents.gateway.sessions import ModelTurn, RequestError, arguments_of
 from verl.config import full_key
 from verl.data.schema import Messages
 
@@ -77,7 +77,7 @@ def chat_response(answer: ModelTurn, body: Mapping[str, object]) -> dict[str, ob
         "content": answer.text if answer.text or not answer.calls else None,
     }
     if answer.calls:
-        message["tool_calls"] = [as_message_call(call) for call in answer.calls]
+        message["tool_calls"] = [call.in_message() for call in answer.calls]
     choice = {"index": 0, "message": message, "finish_reason": answer.finish_reason, "logprobs": None}
     if body.get("logprobs"):
         choice["logprobs"] = {
@@ -99,7 +99,7 @@ def chat_chunks(answer: ModelTurn, body: Mapping[str, object]) -> list[dict[str,
     base = _head(body, "chatcmpl", "chat.completion.chunk")
     delta: dict[str, object] = {"role": "assistant", "content": answer.text}
     if answer.calls:
-        delta["tool_calls"] = [{"index": i, **as_message_call(call)} for i, call in enumerate(answer.calls)]
+        delta["tool_calls"] = [{"index": i, **call.in_message()} for i, call in enumerate(answer.calls)]
     chunks = [
         {**base, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
         {**base, "choices": [{"index": 0, "delta": {}, "finish_reason": answer.finish_reason}]},

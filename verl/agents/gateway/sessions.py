@@ -72,7 +72,7 @@ class EndpointSession:
             call.id = call.id or f"call_{len(self._known)}_{answer.calls.index(call)}"
         if answer.calls:
             answer.finish_reason = "tool_calls"
-        turn = {"role": "assistant", "content": answer.text, "tool_calls": [as_message_call(c) for c in answer.calls]}
+        turn = {"role": "assistant", "content": answer.text, "tool_calls": [c.in_message() for c in answer.calls]}
         self._known[canonical([*said, turn], schemas)] = [*answer.prompt_ids, *answer.token_ids]
         self.episode.messages = [*said, turn]
         self.num_turns += 2
@@ -159,11 +159,6 @@ def arguments_of(written: object) -> object:
         return json.loads(written.strip() or "{}")
     except (ValueError, RecursionError):
         return {"arguments": written}
-
-
-def as_message_call(call: FunctionCall) -> dict[str, object]:
-    """A call in a message of OpenAI's."""
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _for_template(messages: Messages) -> Messages:
