@@ -1,10 +1,14 @@
-"""The one reader of files that a user or a run folder names: regular files, and nothing that blocks or has no end."""
+"""The one reader of files that a user or a run folder names: regular files, and nothing that blocks or has no end; and files
+that appear whole or not at all."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from verl.errors import ConfigError, VerlError, nearest
@@ -79,3 +83,14 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
         os.close(descriptor)
         raise OSError(errno.ENXIO, "it is not a regular file", str(path))
     return descriptor
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A temporary name next to `path`, which becomes `path` when the block ends without an error."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

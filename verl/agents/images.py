@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from verl.data.pictures import read_image
 from verl.data.schema import IMAGE_PARTS, MEDIA_PARTS, VIDEO_PARTS, no_media
 from verl.data_proto.media import Clip, Media, VideoSource
 from verl.errors import DataError
+from verl.regular_files import whole_file
 from verl.tools.schemas import ToolResponse
 
 FOLDER = "images"  # within the folder of the journal
@@ -80,12 +80,10 @@ class EpisodeImages:
         if self.folder is not None and not (file := self.folder / f"{media.digest}.{ending}").exists():
             self.folder.mkdir(parents=True, exist_ok=True)
             content = as_file(item)
-            temporary = file.with_suffix(f".{uuid.uuid4().hex}.tmp")  # others may write the same image
-            with temporary.open("wb") as opened:
+            with whole_file(file) as temporary, temporary.open("wb") as opened:  # others may write the same image
                 opened.write(self._serialize.to_bytes(content) if isinstance(content, Clip) else content)
                 opened.flush()
                 os.fsync(opened.fileno())
-            temporary.replace(file)
         return media
 
 

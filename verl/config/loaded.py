@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -15,6 +14,7 @@ from verl.config.secrets import hide_values
 from verl.config.user_settings import Setting
 from verl.config.values import escape_path
 from verl.foreign_text import printable
+from verl.regular_files import whole_file
 
 
 @dataclass
@@ -46,10 +46,8 @@ class LoadedConfig(Generic[R]):
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "config.yaml"
-        temporary = folder / f".config.yaml.{os.getpid()}"
-        temporary.unlink(missing_ok=True)  # opening a pipe would block
-        temporary.write_text(self.to_yaml(), encoding="utf-8")
-        temporary.replace(file)
+        with whole_file(file) as temporary:
+            temporary.write_text(self.to_yaml(), encoding="utf-8")
         return file
 
     def to_yaml(self) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import re
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from verl.data.tables import ROWS_READ, ArrowTable, JsonTable, ParquetTable, Row
 from verl.errors import DataError
 from verl.foreign_text import clean
 from verl.models.content import digest_of_text
-from verl.regular_files import require_regular
+from verl.regular_files import require_regular, whole_file
 
 Files = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 SUFFIXES = (".parquet", ".json", ".jsonl", ".json.gz", ".jsonl.gz")
@@ -65,20 +64,17 @@ def write_parquet(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     import pyarrow.parquet
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    fields = list(dict.fromkeys(name for row in rows for name in row))
+    columns = {name: [row.get(name) for row in rows] for name in fields}
     try:
-        fields = list(dict.fromkeys(name for row in rows for name in row))
-        columns = {name: [row.get(name) for row in rows] for name in fields}
-        pyarrow.parquet.write_table(pyarrow.table(columns), temporary, write_page_checksum=True)
-        os.replace(temporary, path)
+        with whole_file(path) as temporary:
+            pyarrow.parquet.write_table(pyarrow.table(columns), temporary, write_page_checksum=True)
     except (
         pyarrow.ArrowException,
         OverflowError,
         UnicodeError,
     ) as error:  # an object without fields, a column of several types
         raise DataError(f"{path} cannot be written as parquet: {clean(error)}. Write .jsonl instead.") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 _SPLIT = r"\w[\w.-]*(?:\[[^\]]*\])?"

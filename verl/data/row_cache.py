@@ -16,7 +16,6 @@ import json
 import mmap
 import os
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -27,6 +26,7 @@ from verl._version import __version__
 from verl.data_proto.token_ids import num_embeddings
 from verl.data_proto.tokenizer import Tokenizer
 from verl.models.content import digest_of_text
+from verl.regular_files import whole_file
 
 FORMAT = 2  # of the cached files, and of the checks behind them
 _UNUSED_S = 30 * 86400.0
@@ -84,14 +84,10 @@ def mark_used(path: Path) -> bool:
 @contextlib.contextmanager
 def new_entry(path: Path) -> Iterator[Path]:
     """A temporary name, which becomes `path` when the block ends without an error."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    try:
+    with whole_file(path) as temporary:
         yield temporary
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())  # a power loss leaves the whole entry under its name, or none
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
     for entry in path.parent.iterdir():
         with contextlib.suppress(OSError):  # another run removes it too
             if time.time() - entry.stat().st_mtime > _UNUSED_S:

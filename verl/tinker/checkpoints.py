@@ -31,6 +31,7 @@ from verl.checkpoint.tensor_files import read_tensors, write_tensors
 from verl.engines.adapters import Adapter
 from verl.models.adapter_weights import AdapterWeights
 from verl.models.lora import CONFIG_FILE, WEIGHTS_FILE, own_names, peft_names
+from verl.regular_files import whole_file
 from verl.tinker.records import RefusedRequest
 from verl.tracking.files import sync_folder, write_atomically
 
@@ -271,9 +272,8 @@ class Snapshots:
             try:
                 os.link(file, self._file(digest))
             except OSError:  # a file system without links
-                temporary = self.root / f".{digest}.tmp"
-                shutil.copyfile(file, temporary)
-                os.replace(temporary, self._file(digest))
+                with whole_file(self._file(digest)) as temporary:
+                    shutil.copyfile(file, temporary)
             sync_folder(self.root)
 
     def load(self, digest: str) -> AdapterWeights:

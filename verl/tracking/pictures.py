@@ -8,14 +8,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
-import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl.data_proto.tokenizer import Tokenizer
-from verl.regular_files import require_regular
+from verl.regular_files import require_regular, whole_file
 from verl.tracking.files import Json, append_rows, has, is_count, is_text, read_json_rows
 
 if TYPE_CHECKING:
@@ -49,9 +48,8 @@ def _stored(content: bytes, folder: Path) -> str:
     file = folder / f"{hashlib.sha256(content).hexdigest()[:32]}.jpg"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_bytes(content)
-        temporary.replace(file)
+        with whole_file(file) as temporary:
+            temporary.write_bytes(content)
     return file.name
 
 
