@@ -217,3 +217,10 @@ def test_other_dtypes_and_nearest_are_casts():
 def test_parameters_have_offsets_of_their_own():
     a, b = (offsets(name, (500,)) for name in ("layers.0.weight", "layers.1.weight"))
     assert (a == b).float().mean() < 0.02
+
+
+def test_written_weights_count_up_their_version():
+    """Copies of the weights and recorded activations go by it."""
+    weights = torch.zeros(3, 40, dtype=torch.bfloat16)
+    Rounding().write(weights, "w", torch.randn(3, 40))
+    assert weights._version > 0

@@ -66,6 +66,7 @@ class Rounding:
             region = region or Region(tuple(master.shape), (0,) * master.dim())
             if master.device.type == "cpu" and _compiled() is not None:
                 _dither_compiled(target, name, master.contiguous(), region)
+                torch.autograd.graph.increment_version(target)  # as a copy would; the kernel writes past torch
             else:
                 _DITHER(master.contiguous(), target, _phase(name), region.shape, region.first)
 
