@@ -1,14 +1,19 @@
 """In bfloat16 the sampler and the training forward compute the same hidden states, where processor and torch allow it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from tests.rollout.conftest import make_prompts
 from verl.data_proto.samples import SamplingParams
+from verl.models.cpu import reuse
 from verl.models.cpu.weights import DenseDecoder
 from verl.models.forward import packed_outputs
 from verl.models.matmul import Matmul
 from verl.models.packing import pack_rows
+from verl.models.rounding import Rounding
 from verl.models.tiny import make_tiny_model
 from verl.rollout.native.compiled import library
 
@@ -47,8 +52,9 @@ def rows_of(prompts, completions):
         prompt = ids[completion.ordinal]
         columns["prompts"][row, size - len(prompt) :] = prompt
         columns["prompt_mask"][row, size - len(prompt) :] = True
-    columns["responses"] = torch.tensor([completion.token_ids for completion in completions])
-    columns["response_mask"] = torch.ones_like(columns["responses"], dtype=torch.bool)
+    responses = [torch.tensor(completion.token_ids) for completion in completions]
+    columns["responses"] = pad_sequence(responses, batch_first=True)
+    columns["response_mask"] = pad_sequence([torch.ones_like(x, dtype=torch.bool) for x in responses], batch_first=True)
     return columns
 
 
@@ -80,3 +86,59 @@ def test_sums_of_products_are_added_as_the_trainer_adds_them(kernels, inputs):
     assert torch.equal(
         kernels.product(x, kernels.pack(weight), 96, 3, block), Matmul(x.dtype, x.device).product(x, weight).float()
     )
+
+
+def gradients_of(model, columns, share_prompts=True):
+    """Gradients of two micro-batches, and the share of their tokens whose activations were reused."""
+    model.zero_grad()
+    for rows in (slice(0, 6), slice(6, None)):
+        packed = pack_rows({name: x[rows] for name, x in columns.items()}, share_prompts=share_prompts)
+        log_probs = packed_outputs(model, packed, ["log_probs"])["log_probs"]
+        (log_probs * torch.linspace(-1, 2, log_probs.numel()).view_as(log_probs)).sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}, reuse.reused_share(model)
+
+
+def recorded_samples(model, make_engine, num_bytes):
+    """Columns of samples of mixed lengths, whose activations are recorded in a store of `num_bytes`."""
+    store = reuse.store_for(model, DenseDecoder.of(model), lambda: num_bytes, 0)
+    for part in store.parts:
+        part.fill_(torch.nan)
+    prompts = [replace(p, max_new_tokens=n) for p, n in zip(make_prompts([3, 20, 7, 33]), (1, 9, 24, 2), strict=True)]
+    engine = make_engine("native", module=model, max_num_seqs=5, max_num_batched_tokens=16)
+    engine.trains = True
+    completions = engine.generate(prompts, SamplingParams(n=3, max_new_tokens=24), step=0)
+    return rows_of(prompts, completions), store
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"), [("llama", WIDE), ("qwen2", {}), ("qwen3", WIDE)], ids=["llama", "qwen2", "qwen3"]
+)
+def test_recorded_activations_give_the_gradients_of_a_forward(kernels, family, sizes, tmp_path, make_engine):
+    model = load(tmp_path, family, sizes)
+    if not kernels.equals_trainer(DenseDecoder.of(model)):
+        pytest.skip("the matmuls of this version of torch sum in another order")
+    columns, store = recorded_samples(model, make_engine, 100_000_000)
+    for share_prompts in (True, False):
+        reused, share = gradients_of(model, columns, share_prompts)
+        assert (share, store.fails) == (1.0, False)
+        version, store.version = store.version, -1
+        computed, share = gradients_of(model, columns, share_prompts)
+        store.version = version
+        assert share == 0.0
+        assert [name for name, x in computed.items() if not torch.equal(x, reused[name])] == []
+
+
+def test_recorded_activations_end_with_the_weights_and_with_the_memory(kernels, tmp_path, make_engine):
+    model = load(tmp_path, "llama", {})
+    if not kernels.equals_trainer(DenseDecoder.of(model)):
+        pytest.skip("the matmuls of this version of torch sum in another order")
+    token = reuse.bytes_per_token(DenseDecoder.of(model))
+    columns, store = recorded_samples(model, make_engine, 90 * token)  # of 63 tokens of prompts and 96 of responses
+    some, share = gradients_of(model, columns)
+    assert 0 < share < 1
+    assert len(store.free) < 30
+    weight = model.get_input_embeddings().weight.detach()
+    Rounding().write(weight, "embeddings", weight.float())  # as an optimizer does; the same values
+    computed, share = gradients_of(model, columns)
+    assert share == 0
+    assert all(torch.equal(x, some[name]) for name, x in computed.items())

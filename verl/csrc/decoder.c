@@ -204,21 +204,56 @@ static void normalise(const struct forward *f, const struct team *team, int thre
                              (struct norm){weight, eps}, (int)m->bf16, f->kind);
 }
 
+/* Record a row of a token, [width] floats at column `column` of [columns], in `to`, a part of the record */
+static void record_floats(const struct forward *f, uint16_t *to, int64_t layer, int64_t token, const float *from, int64_t width, int64_t column, int64_t columns)
+{
+    const int64_t slot = f->step->record->slots[token];
+    if (slot >= 0)
+        f->kernels->narrow(to + record_row(f->step->record, layer, slot, columns) + column, from, width);
+}
+
+/* Record the results of attention of all tokens, and in the last layer zeros for what is computed of kept tokens only. */
+static void record_attended(const struct forward *f, struct team *team, int thread, int64_t layer)
+{
+    const struct model *m = f->model;
+    const struct record *r = f->step->record;
+    const int64_t width = m->heads * m->head_dim, is_last = layer + 1 == m->layers;
+    for (int64_t t = f->step->tokens * thread / team->size; t < f->step->tokens * (thread + 1) / team->size; t++) {
+        const int64_t slot = r->slots[t];
+        if (slot < 0)
+            continue;
+        memcpy(r->attended + record_row(r, layer, slot, width), f->att + t * f->att_stride, (size_t)width * 2);
+        if (is_last) { /* gradients are zero there, and zero times anything finite */
+            memset(r->middle + record_row(r, layer, slot, m->hidden), 0, (size_t)m->hidden * 2);
+            memset(r->gate_up + record_row(r, layer, slot, 2 * m->inner), 0, (size_t)m->inner * 4);
+        }
+    }
+    if (is_last)
+        barrier(team);
+}
+
 /* Queries of all tokens, their keys and values stored */
 static void project(struct forward *f, struct team *team, int thread, int64_t layer)
 {
     const struct model *m = f->model;
     const struct layer *w = m->layer + layer;
+    const struct record *record = f->step->record;
+    const int64_t width = (m->heads + 2 * m->kv_heads) * m->head_dim;
     for (int64_t first = 0; first < f->step->tokens; first += CHUNK) {
         int64_t rows = f->step->tokens - first < CHUNK ? f->step->tokens - first : CHUNK;
         normalise(f, team, thread, first, rows, w->input_norm, w->input_eps);
         barrier(team);
         struct gemm g = {.a = f->a, .a_stride = f->a_stride, .b = w->qkv, .bias = w->qkv_bias, .out = f->qkv, .out_stride = f->qkv_stride, .rows = rows};
-        multiply_adapted(f, team, thread, g, first, 4 * layer, f->step->run_ends, m->hidden, (m->heads + 2 * m->kv_heads) * m->head_dim);
+        multiply_adapted(f, team, thread, g, first, 4 * layer, f->step->run_ends, m->hidden, width);
         barrier(team);
-        for (int64_t r = rows * thread / team->size; r < rows * (thread + 1) / team->size; r++)
+        for (int64_t r = rows * thread / team->size; r < rows * (thread + 1) / team->size; r++) {
+            if (record) {
+                record_floats(f, record->x, layer, first + r, f->x + (first + r) * f->x_stride, m->hidden, 0, m->hidden);
+                record_floats(f, record->qkv, layer, first + r, f->qkv + r * f->qkv_stride, width, 0, width);
+            }
             f->kernels->heads(m, f->step, layer, first + r, f->qkv + r * f->qkv_stride,
                               f->q + (first + r) * m->heads * padded_head(m) * item(f->kind), f->kind);
+        }
         barrier(team);
     }
 }
@@ -246,7 +281,9 @@ static void feed_forward(struct forward *f, struct team *team, int thread, int64
 {
     const struct model *m = f->model;
     const struct layer *w = m->layer + layer;
-    const int64_t *ends = layer + 1 < m->layers ? f->step->run_ends : f->step->kept_ends;
+    const int is_last = layer + 1 == m->layers;
+    const int64_t *ends = is_last ? f->step->kept_ends : f->step->run_ends;
+    const struct record *record = f->step->record;
     for (int64_t first = 0; first < tokens; first += CHUNK) {
         int64_t rows = tokens - first < CHUNK ? tokens - first : CHUNK;
         float *x = f->x + first * f->x_stride;
@@ -260,6 +297,12 @@ static void feed_forward(struct forward *f, struct team *team, int thread, int64
         barrier(team);
         for (int64_t r = rows * thread / team->size; r < rows * (thread + 1) / team->size; r++) {
             const float *gate = f->gate_up + 2 * r * f->gate_stride;
+            const int64_t token = is_last ? f->step->keep[first + r] : first + r;
+            if (record) {
+                record_floats(f, record->middle, layer, token, x + r * f->x_stride, m->hidden, 0, m->hidden);
+                record_floats(f, record->gate_up, layer, token, gate, m->inner, 0, 2 * m->inner);
+                record_floats(f, record->gate_up, layer, token, gate + f->gate_stride, m->inner, m->inner, 2 * m->inner);
+            }
             f->kernels->swiglu(f->h + r * f->h_stride, gate, gate + f->gate_stride, m->inner, round_up(m->inner, 2), (int)m->bf16, f->kind);
         }
         barrier(team);
@@ -283,6 +326,8 @@ static void forward_job(struct team *team, int thread)
     for (int64_t layer = 0; layer < m->layers; layer++) {
         project(f, team, thread, layer);
         attend(f, team, thread, layer);
+        if (s->record)
+            record_attended(f, team, thread, layer);
         if (layer + 1 < m->layers) {
             feed_forward(f, team, thread, layer, s->tokens);
             continue;
@@ -295,6 +340,8 @@ static void forward_job(struct team *team, int thread)
         barrier(team);
         feed_forward(f, team, thread, layer, s->num_kept);
     }
+    for (int64_t i = s->num_kept * thread / team->size; s->record && i < s->num_kept * (thread + 1) / team->size; i++)
+        record_floats(f, s->record->x, m->layers, s->keep[i], f->x + i * f->x_stride, m->hidden, 0, m->hidden);
     for (int64_t first = 0; first < s->num_kept; first += CHUNK) {
         int64_t rows = s->num_kept - first < CHUNK ? s->num_kept - first : CHUNK;
         int64_t stride = round_up(m->vocab, f->kernels->panel);

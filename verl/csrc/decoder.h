@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-enum { REVISION = 4 };          /* counts up when a structure changes */
+enum { REVISION = 5 };          /* counts up when a structure changes */
 enum { BLOCK = 16 };            /* tokens of a block of stored keys and values */
 enum { CHUNK = 256 };           /* tokens that pass together from one matrix product to the next */
 enum { MAX_HEAD_DIM = 256 };
@@ -46,6 +46,16 @@ struct store {
     int64_t slot_stride, head_stride; /* elements */
 };
 
+/* Activations of tokens for the backward of a training step, in bfloat16 but for lse: [layers][capacity][...] each, with a slot
+   for each token, or -1. x has one layer more, the last one's results, and like middle and gate_up of the last layer only of
+   tokens in `keep`. */
+struct record {
+    uint16_t *x, *qkv, *attended, *middle, *gate_up;
+    float *lse;
+    int64_t capacity;
+    const int64_t *slots; /* [tokens] of the step */
+};
+
 /* One forward. Each token sees prefix_end tokens of a slot of `prefix`, then own_end tokens of a slot of `own`; the last of
    them is itself, and its keys and values are written there. own_slot or prefix_slot may be -1. Tile i computes the attention
    of tokens order[tiles[i]] ... order[tiles[i + 1] - 1], which share their prefix slot. Run i of neighbours ends before token
@@ -60,6 +70,7 @@ struct step {
     const int64_t *run_ends, *kept_ends;
     const struct low_rank *const *run_adapters;
     struct store prefix, own;
+    const struct record *record; /* or NULL */
     float *logits;          /* [num_kept][padded vocab] */
     char *work;             /* workspace() bytes, 64-aligned */
 };
@@ -106,6 +117,7 @@ struct kernels {
     void (*gemm)(const struct gemm *, int64_t begin, int64_t end);
     void (*pack)(int bf16, char *to, const char *from, int64_t outputs, int64_t inputs, int64_t begin, int64_t end);
     void (*widen)(float *to, const void *from, int64_t n, int bf16);
+    void (*narrow)(uint16_t *to, const float *from, int64_t n);
     void (*rms_norm)(char *to, const float *x, int64_t n, int64_t padded, struct norm, int bf16, int kind);
     void (*heads)(const struct model *, const struct step *, int64_t layer, int64_t token, const float *qkv, char *q, int kind);
     void (*attend)(const struct attention *);
@@ -113,6 +125,8 @@ struct kernels {
     void (*draw)(const float *logits, int64_t vocab, float temperature, double u, int64_t *token, float *log_prob);
 };
 
+/* Row of a token's slot in a part of a record whose rows have `width` elements */
+static inline int64_t record_row(const struct record *r, int64_t layer, int64_t slot, int64_t width) { return (layer * r->capacity + slot) * width; }
 static inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 static inline int64_t padded_head(const struct model *m) { return round_up(m->head_dim, 16); }
 /* Bytes of an activation, and the stride of a row of `n`: never a power of two, so that rows do not share cache sets. */

@@ -150,6 +150,15 @@ FN void NAME(widen)(float *to, const void *from, int64_t n, int bf16)
     }
 }
 
+FN void NAME(narrow)(uint16_t *to, const float *from, int64_t n) /* floats that hold bfloat16 values */
+{
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits;
+        __builtin_memcpy(&bits, from + i, 4);
+        to[i] = (uint16_t)(bits >> 16);
+    }
+}
+
 /* x / rms(x) rounded, times the weight, as an operand of a product; zeros up to `padded` */
 FN void NAME(rms_norm)(char *to, const float *x, int64_t n, int64_t padded, struct norm norm, int bf16, int kind)
 {
@@ -289,6 +298,7 @@ INLINE void NAME(attend_as)(const int bf16, const int kind, const struct attenti
     __builtin_memset(a->scratch.out, 0, (size_t)(count * group * dim * 4));
     float inverse[count * group];
     const char *own[count];
+    const struct record *record = s->record;
     for (int64_t i = 0; i < count; i++) {
         int64_t t = tokens[i], seen = s->position[t] + 1, base = seen - s->own_end[t];
         int64_t low = window && seen > window ? seen - window : 0, skipped = low > base ? (low - base) / BLOCK : 0;
@@ -300,8 +310,9 @@ INLINE void NAME(attend_as)(const int bf16, const int kind, const struct attenti
             NAME(score)(kind, group, a->scratch.q + i * group * q_bytes, q_bytes, own[i] + skipped * block, block, dim, m->scale,
                         scores + base + skipped * BLOCK, stride, round_up(s->own_end[t], BLOCK) / BLOCK - skipped);
         }
+        float *lse = !record || record->slots[t] < 0 ? 0 : record->lse + record_row(record, a->layer, record->slots[t], m->heads) + a->kv_head * group;
         for (int64_t h = 0; h < group; h++)
-            inverse[i * group + h] = NAME(weigh)(scores + h * stride, last && first < low ? first : low / BLOCK * BLOCK, low, seen, round_up(last, BLOCK), 0);
+            inverse[i * group + h] = NAME(weigh)(scores + h * stride, last && first < low ? first : low / BLOCK * BLOCK, low, seen, round_up(last, BLOCK), lse ? lse + h : 0);
     }
     if (last)
         NAME(add_values)(bf16, count * group, a->scratch.scores, stride, prefix + BLOCK * dim * size, block, dim, first, last, a->scratch.out);
@@ -386,7 +397,7 @@ FN void NAME(draw)(const float *logits, int64_t vocab, float temperature, double
 }
 
 static const struct kernels NAME(kernels) = {
-    STRING(ISA), WIDTH, MR, NR, NAME(gemm), NAME(pack), NAME(widen), NAME(rms_norm), NAME(heads),
+    STRING(ISA), WIDTH, MR, NR, NAME(gemm), NAME(pack), NAME(widen), NAME(narrow), NAME(rms_norm), NAME(heads),
     NAME(attend), NAME(swiglu), NAME(draw),
 };
 

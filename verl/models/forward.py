@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from verl.models.cpu.decoder import dense_hidden_states
+from verl.models.cpu.reuse import recorded_batch
 from verl.models.cpu.weights import DenseDecoder
 from verl.models.cuda.straight import straight_states
 from verl.models.grad_buffers import GradientBuffers
@@ -46,7 +47,8 @@ def hidden_states(module: Any, packed: PackedBatch, gradients: GradientBuffers |
         if (dense := fused_decoder(module, device)) is not None:
             packed, images = with_features(module, packed)
             checkpointing = language_model_of(module).gradient_checkpointing
-            return dense_hidden_states(dense, packed, gradients, checkpointing, images)
+            recorded = recorded_batch(module, packed) if torch.is_grad_enabled() else None
+            return dense_hidden_states(dense, packed, gradients, checkpointing, images, recorded)
         if (dense := straight_decoder(module, device)) is not None:
             packed, images = with_features(module, packed)
             return straight_states(dense, packed, language_model_of(module).gradient_checkpointing, images)

@@ -93,7 +93,7 @@ class RolloutWorker:
         unfinished `rows` (prompts' and rollout's columns, `begun_step` and `expected_tokens`), all under the current weights.
         Returns all rollout columns of both. They share one generation, in which longer parts begin before shorter ones, so that
         a step waits only once for its last samples."""
-        self._ends = GroupEnds()
+        self._ends, self.engine.trains = GroupEnds(), split == "train"
         if self.agents is not None:
             resumed = self._resumed_episodes(self.agents, rows, params, limit)
             if len(rows) and not len(prompts):

@@ -119,6 +119,7 @@ class RolloutEngine:
     _: KW_ONLY
     eos_token_ids: Sequence[int]
     weight_version: int = field(default=0, init=False)  # that new samples carry
+    trains: bool = field(default=False, init=False)  # whether updates will read the samples of the next generation
     _stats: Stats = field(default_factory=dict, init=False)
 
     @classmethod
@@ -165,6 +166,10 @@ class RolloutEngine:
     def invariance(self) -> Invariance:
         """Whether a sample's bits depend on the other samples of its batch."""
         return Invariance(False, f"nothing was proven about {type(self).__name__}")
+
+    def recording(self) -> str | None:
+        """For people: which activations of samples updates read, or why none; None where there is nothing to state."""
+        return None
 
     def close(self) -> None:
         """End the processes of the engine. May be called again."""

@@ -104,9 +104,10 @@ def _with_device_names(context: RankContext, comm: Collectives | None) -> RankCo
 
 
 def _generation_facts(engine: RolloutEngine) -> dict[str, str]:
-    """Whether samples are batch-invariant, and why."""
-    dtype = str(next(engine.module.parameters()).dtype).removeprefix("torch.")
-    return {"batch_invariant": f"{engine.invariance()} ({dtype})"}
+    """Whether samples are batch-invariant, and why, and whether updates read their activations."""
+    dtype, recording = str(next(engine.module.parameters()).dtype).removeprefix("torch."), engine.recording()
+    reused = {} if recording is None else {"reused_activations": recording}
+    return {"batch_invariant": f"{engine.invariance()} ({dtype})", **reused}
 
 
 def _module_facts(engine: TrainEngine | RolloutEngine, device: torch.device) -> dict[str, object]:

@@ -281,6 +281,13 @@ class RolloutConfig(Section):
         "on a CPU, generate with a prepacked copy of the weights, whose matmuls are faster; freed with the KV cache",
         sizing=True,
     )
+    reuse_activations_gb: float = used(
+        2.0,
+        "most GB of activations that the sampler keeps on a CPU, at most a quarter of free memory; where both have equal bits, "
+        "in bfloat16, the first update reads them in place of its forward; 0: none",
+        sizing=True,
+        ge=0,
+    )
     batch_invariant: str = used(
         "auto",
         "whether a sample keeps its bits whichever others are generated with it, and however many at once. auto: where that "

@@ -24,6 +24,7 @@ from verl.models.cpu.pointwise import (
     swiglu,
     swiglu_backward_,
 )
+from verl.models.cpu.reuse import LayerActivations
 from verl.models.cpu.weights import DenseDecoder, DenseLayer, Norm, Projection
 from verl.models.grad_buffers import GradientBuffers
 from verl.models.matmul import Matmul
@@ -80,6 +81,15 @@ def forward(run: Pass, index: int, x: torch.Tensor, keep: bool) -> tuple[torch.T
     else:
         out, gate_up = _feed_forward(run, layer, middle, middle_scale)
     return out, Saved(x, x_scale, qkv, heads, attended, middle, middle_scale, gate_up) if keep else None
+
+
+def saved_of(run: Pass, index: int, values: LayerActivations) -> Saved:
+    """The activations that `forward` keeps, from `values` of the sampler, which are overwritten."""
+    x, qkv, out, middle, gate_up, lse = values
+    layer = run.decoder.layers[index]
+    heads, attended = _heads(run, layer, qkv), Attended(out, lse.t().unsqueeze(0))
+    scales = inverse_rms(x, layer.input_norm), inverse_rms(middle, layer.post_norm)
+    return Saved(x, scales[0], qkv, heads, attended, middle, scales[1], gate_up)
 
 
 def backward(run: Pass, index: int, saved: Saved, d_out: torch.Tensor, gradients: GradientBuffers) -> torch.Tensor:

@@ -40,6 +40,7 @@ class Group:
         default=None, repr=False
     )  # [vocab], after the last token, while samples are pending
     experts: list[np.ndarray] = field(default_factory=list, repr=False)  # of its tokens, see ExpertRecords
+    slots: list[np.ndarray] = field(default_factory=list, repr=False)  # of its tokens, see SlotRecords
     shift: int = 0  # of positions behind its images, against the count of tokens
 
     @property

@@ -18,8 +18,8 @@ from verl.config import RolloutConfig, full_key
 from verl.data_proto.samples import Completion, PromptRequest, SampleKey, SamplingParams, TurnRequest
 from verl.errors import ConfigError, ModelError
 from verl.models.adapter_weights import AdapterWeights
+from verl.models.cpu.reuse import version_of
 from verl.models.cuda.varlen import FLASH, VarlenKernel
-from verl.models.lora import is_adapter
 from verl.models.randomness import eval_mode
 from verl.models.routing import follow_routing
 from verl.rollout.api import Invariance, RolloutEngine, Stats
@@ -30,6 +30,7 @@ from verl.rollout.native.cuda.backend import DeviceBackend
 from verl.rollout.native.experts import ExpertRecords
 from verl.rollout.native.host_backend import HostBackend
 from verl.rollout.native.paging import Paging
+from verl.rollout.native.recording import obstacle, open_records
 from verl.rollout.native.scheduler import Scheduler
 from verl.rollout.native.torch.batch_invariance import examine
 from verl.rollout.native.torch.forward import DenseForward
@@ -76,6 +77,12 @@ class NativeRollout(RolloutEngine):
         if self._invariance is None:
             self._invariance = examine(self.module, self.config)
         return self._invariance
+
+    def recording(self) -> str | None:
+        """See RolloutEngine."""
+        if next(self.module.parameters()).device.type != "cpu":
+            return None
+        return obstacle(self.module, self.config) or f"yes: up to {self.config.reuse_activations_gb:g} GB"
 
     def open(self, params: SamplingParams, *, step: int, keep: bool = False) -> NativeGeneration:
         if self._open is not None and not self._open.is_closed:
@@ -131,7 +138,7 @@ class NativeRollout(RolloutEngine):
     def dense(self) -> DenseForward | CpuForward | None:
         """The hand-written forward of the module as it is now, or None when the module's own must be called."""
         # an optimizer that writes in place counts up the versions; `publish` covers every other way to change weights
-        now = _version_of(self.module)
+        now = version_of(self.module)
         if self._dense is None or self._dense_of != now:
             self._dense = None  # before the next copy is made
             self._dense = DenseForward.of(
@@ -140,7 +147,7 @@ class NativeRollout(RolloutEngine):
                 invariant=self.invariance().holds,
                 required=self.config.batch_invariant == "require",
             )
-            self._dense_of = _version_of(self.module)
+            self._dense_of = version_of(self.module)
         return self._dense
 
     def named_adapters(self) -> dict[str | None, AdapterWeights | None]:
@@ -253,16 +260,14 @@ class NativeGeneration:
             if paging is not None:
                 engine.require_pages(dense)
             invariant, stores = engine.invariance().holds, engine.stores(dense)
+            is_plain = isinstance(dense, CpuForward) and engine.adapters is None and not self.samples.keep
+            if engine.trains and is_plain:
+                self.scheduler.slots = open_records(engine.module, engine.config, self.scheduler.step_number)
             self._backend = HostBackend(
                 self.scheduler, engine.module, dense, stores, invariant=invariant, paging=paging,
                 adapters=None if dense is None else engine.named_adapters(),
             )  # fmt: skip
         self.scheduler.backend = self._backend
-
-
-def _version_of(module: torch.nn.Module) -> int:
-    """A number that grows when an optimizer writes into weights that a copy has: all but adapters."""
-    return sum(p._version for name, p in module.named_parameters() if not is_adapter(name))
 
 
 def _kept_bytes(config: RolloutConfig) -> int | None:

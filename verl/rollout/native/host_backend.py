@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from verl.models.adapter_weights import AdapterWeights
+from verl.models.cpu.reuse import ActivationStore
 from verl.models.hf_module import HFModule
 from verl.models.routing import Routing
 from verl.models.vision import PlacedMedia, is_vision_model, language_states, placed_positions
@@ -127,7 +128,9 @@ class HostBackend:
         places = [positions, *(np.arange(c.start, c.end) + s for s, (_, c) in zip(shifts, chunks, strict=True))]
         ends = np.cumsum([num_rows, *(c.end - c.start for _, c in chunks)])[1:] - 1
         completed = [e for (g, c), e in zip(chunks, ends, strict=True) if c.end == g.num_tokens]
-        logits = self._logits(ids, places, completed, layout, media, self._token_adapters(rows, chunks))
+        records = self.scheduler.slots
+        recorded = None if records is None else (records.store, records.assign(self.rows, chunks))
+        logits = self._logits(ids, places, completed, layout, media, self._token_adapters(rows, chunks), recorded)
         if recorder is not None and isinstance(layout, StepLayout) and layout.routing is not None:
             recorder.add(layout.routing, self.rows, chunks)
         self.num_computed += sum(c.end - c.start for _, c in chunks)
@@ -224,6 +227,7 @@ class HostBackend:
         layout: StepLayout | StepTokens,
         media: list[PlacedMedia],
         adapters: TokenAdapters | None,
+        recorded: tuple[ActivationStore, np.ndarray] | None,
     ) -> torch.Tensor:
         """[rows + completed, vocab]: logits after the decode rows and after the tokens at `completed`."""
         tokens = torch.from_numpy(np.concatenate(ids)).to(self.device)
@@ -233,6 +237,8 @@ class HostBackend:
             keep = torch.tensor([*range(len(ids[0])), *completed], dtype=torch.int64, device=self.device)
         at = placed_positions(self.module, tokens[None], positions[None], media)
         images = features_of(self.module, tokens, media)
+        if recorded is not None and isinstance(self.dense, CpuForward) and isinstance(layout, StepTokens):
+            return self.dense.logits(tokens, at.squeeze(-2), keep, layout, recorded=recorded)
         if self.dense is not None:
             return self.dense.logits(tokens, at.squeeze(-2), keep, layout, adapters, images)  # type: ignore[arg-type]
         if self.reads_images:

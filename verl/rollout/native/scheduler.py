@@ -19,6 +19,7 @@ from verl.data_proto.samples import Completion, PromptRequest, SampleKey
 from verl.rollout.layout import Chunk
 from verl.rollout.native.batch import BatchRows, Group, Prompts
 from verl.rollout.native.experts import ExpertRecords
+from verl.rollout.native.recording import SlotRecords
 from verl.rollout.requests import OpenSamples, StopRules, random_keys
 
 
@@ -103,6 +104,7 @@ class Scheduler:
         self.max_saved_bytes = max_saved_bytes
         self.chunk_tokens: int | None = None
         self.experts: ExpertRecords | None = None  # where they are recorded
+        self.slots: SlotRecords | None = None  # where activations are recorded
         self.backend: Backend
         self.prompts, self.rows = Prompts(), BatchRows(self.params.max_new_tokens)
         self.longest_prompt = self.num_decode_steps = self.num_row_steps = self.max_running = self.num_preempted = 0
@@ -254,6 +256,8 @@ class Scheduler:
         key = self._key(group, number)
         tokens, log_probs = self.rows.tokens[row, :length].tolist(), self.rows.log_probs[row, :length].tolist()
         experts = None if self.experts is None else self.experts.of(key, group)
+        if self.slots is not None:
+            self.slots.end(key, group, tokens)
         done = self.samples.finish(key, tokens, log_probs, StopRules.reason(stopped), self.weight_version, experts)
         if self.samples.keep:
             self._save(key, self.backend.save(row), int(self.rows.prompt_length[row]) + length - 1)
@@ -278,6 +282,8 @@ class Scheduler:
         assert group is not None
         if self.experts is not None:
             self.experts.drop(self._key(group, int(self.rows.sample[row])))
+        if self.slots is not None:
+            self.slots.drop(self._key(group, int(self.rows.sample[row])))
         self.rows.remove(row)
         for rows, _ in self._flight:
             rows[rows == row] = -1

@@ -16,10 +16,21 @@ import torch
 import torch.nn.functional as F
 
 from verl.models.adapter_weights import LowRank
+from verl.models.cpu.reuse import ActivationStore
 from verl.models.cpu.weights import DenseDecoder, DenseLayer, Norm, Projection
 from verl.models.vision import ImageFeatures
 from verl.rollout.native.adapters import ArrangedAdapters, TokenAdapters
-from verl.rollout.native.compiled.library import MAX_HEAD_DIM, PAIRS, Kernels, Layer, Model, PackedLowRank, Step, buffer
+from verl.rollout.native.compiled.library import (
+    MAX_HEAD_DIM,
+    PAIRS,
+    Kernels,
+    Layer,
+    Model,
+    PackedLowRank,
+    RecordedSlots,
+    Step,
+    buffer,
+)
 from verl.rollout.native.compiled.store import Shape
 from verl.rollout.native.compiled.tokens import DecodeTiles, StepTokens
 
@@ -66,6 +77,11 @@ class _Call:
     arrays: list[np.ndarray]
     tokens: StepTokens
     adapters: TokenAdapters | None
+    record: RecordedSlots | None
+
+
+def _record(store: ActivationStore, slots: np.ndarray) -> RecordedSlots:
+    return RecordedSlots(*(part.data_ptr() for part in store.parts), store.capacity, slots.ctypes.data)
 
 
 class CpuForward:
@@ -135,10 +151,12 @@ class CpuForward:
         tokens: StepTokens,
         adapters: TokenAdapters | None = None,
         images: ImageFeatures | None = None,
+        recorded: tuple[ActivationStore, np.ndarray] | None = None,
     ) -> torch.Tensor:
         """float32 [len(keep), vocab], which the next call overwrites: the logits after the tokens whose indices `keep` holds
         (ascending), or after all. `ids` are int64 [tokens], and `positions` [tokens] or [axes, tokens]; `images` have the
-        same tokens. Tokens with equal `adapters` are best neighbours."""
+        same tokens. Tokens with equal `adapters` are best neighbours. Without images, activations are `recorded` in the slots
+        of the tokens, int64 [tokens], where they are not -1."""
         x = F.embedding(ids, self.decoder.embed.detach())
         if images is not None:
             x = images.embedded(x)
@@ -149,7 +167,7 @@ class CpuForward:
             np.ascontiguousarray(getattr(tokens, name), dtype=np.int64)
             for name in ("position", "prefix_slot", "prefix_end", "own_slot", "own_end", "order", "tiles")
         ]
-        call = _Call(cos, sin, arrays, tokens, adapters)
+        call = _Call(cos, sin, arrays, tokens, adapters, None if recorded is None else _record(*recorded))
         first = 0
         while images is not None and first < len(images.deep):
             self._run(call, x, first, first + 1, everything)
@@ -158,6 +176,8 @@ class CpuForward:
             x = images.deepened(first, states[:, : x.shape[1]].to(x.dtype))
             first += 1
         self._run(call, x, first, len(self._layers), keep)
+        if recorded is not None:
+            recorded[0].note(torch.from_numpy(recorded[1]), keep)
         return self._logits[: len(keep), : self._model.vocab]
 
     def _run(self, call: _Call, x: torch.Tensor, first: int, end: int, keep: torch.Tensor) -> None:
@@ -174,7 +194,8 @@ class CpuForward:
             torch.get_num_threads(), len(runs.ends), runs.max_rank, x.data_ptr(), call.cos.data_ptr(),
             call.sin.data_ptr(), *(a.ctypes.data for a in call.arrays), keep.data_ptr(), runs.ends.ctypes.data,
             runs.kept_ends.ctypes.data, ctypes.addressof(runs.pointers), tokens.prefix.view().behind(first),
-            tokens.own.view().behind(first), self._logits.data_ptr(),
+            tokens.own.view().behind(first), None if call.record is None else ctypes.addressof(call.record),
+            self._logits.data_ptr(),
         )  # fmt: skip
         needed = self._kernels.workspace(model, step)
         if len(self._work) < needed:

@@ -14,7 +14,7 @@ from verl.models.matmul import Matmul
 from verl.parallel.compiled import choose_kernels, open_library
 from verl.parallel.device import native_bf16
 
-REVISION = 4  # of the structures, see decoder.h
+REVISION = 5  # of the structures, see decoder.h
 BLOCK = 16  # tokens of a block of stored keys and values
 MAX_HEAD_DIM = 256
 FLOATS, WIDENED, PAIRS = range(3)  # how a matmul reads its operands, see decoder.h
@@ -52,6 +52,14 @@ class Store(Structure):
         return Store(ctypes.cast(address, POINTER(c_void_p)), self.slot_stride, self.head_stride)
 
 
+class RecordedSlots(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "qkv", "attended", "middle", "gate_up", "lse")),
+        ("capacity", c_int64),
+        ("slots", c_void_p),
+    )
+
+
 class Step(Structure):
     _fields_ = (
         [(name, c_int64) for name in ("tokens", "num_tiles", "max_tile", "max_seen", "num_kept", "threads")]
@@ -60,7 +68,7 @@ class Step(Structure):
         + [(n, c_void_p) for n in ("position", "prefix_slot", "prefix_end", "own_slot", "own_end", "order", "tiles")]
         + [(name, c_void_p) for name in ("keep", "run_ends", "kept_ends", "run_adapters")]
         + [("prefix", Store), ("own", Store)]
-        + [(name, c_void_p) for name in ("logits", "work")]
+        + [(name, c_void_p) for name in ("record", "logits", "work")]
     )
 
 

@@ -1,0 +1,94 @@
+"""Slots of the tokens of running samples in a store of activations (verl/models/cpu/reuse.py)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from verl.config import full_key
+from verl.data_proto.samples import SampleKey
+from verl.models.cpu.reuse import ActivationStore, store_for
+from verl.models.cpu.weights import DenseDecoder
+from verl.models.vision import is_vision_model
+from verl.parallel.memory import available_memory
+from verl.rollout.native.compiled.library import kernels
+
+if TYPE_CHECKING:
+    from verl.config import RolloutConfig
+    from verl.models.hf_module import HFModule
+    from verl.rollout.layout import Chunk
+    from verl.rollout.native.batch import BatchRows, Group
+
+_SHARE = 4  # of free memory
+
+
+def obstacle(module: HFModule, config: RolloutConfig) -> str | None:
+    """The reason why updates of `module` on a CPU compute their forward; None where they read the sampler's activations."""
+    decoder, compiled = DenseDecoder.of(module), kernels()
+    if not config.reuse_activations_gb:
+        return f"no: {full_key('rollout.reuse_activations_gb')}=0"
+    if config.prefetch_num:
+        return "no: samples are made ahead of their update"
+    if config.kv_cache_config.enable_paged_attention:
+        return "no: the KV cache is paged"
+    if decoder is None or decoder.embed.dtype != torch.bfloat16 or is_vision_model(module):
+        return "no: sampler and training forward have equal bits for whole dense text models in bfloat16"
+    if compiled is None or not compiled.equals_trainer(decoder):
+        return "no: sampler and training forward differ in the last bits on this processor"
+    return None
+
+
+def open_records(module: HFModule, config: RolloutConfig, step: int) -> SlotRecords | None:
+    """The records of a generation of trainer step `step`; None where no activations are recorded."""
+    decoder = DenseDecoder.of(module)
+    if decoder is None or obstacle(module, config) is not None:
+        return None
+    most = int(config.reuse_activations_gb * 1e9)
+    store = store_for(module, decoder, lambda: min(most, available_memory() // _SHARE), step)
+    return None if store.fails or not store.capacity else SlotRecords(store)
+
+
+class SlotRecords:
+    """The slots of samples; a group has the slots of its prompt, -1 where none were free. Where too few are free for a step,
+    the last samples give theirs back and are computed again by the update."""
+
+    def __init__(self, store: ActivationStore):
+        self.store = store
+        self._slots: dict[SampleKey, list[int] | None] = {}
+
+    def assign(self, rows: BatchRows, chunks: list[tuple[Group, Chunk]]) -> np.ndarray:
+        """int64 [tokens]: the slots of a step, in the order of its tokens: the newest token of each row, then `chunks`."""
+        free, of_rows = self.store.free, np.full(rows.end, -1)
+        recorded: list[tuple[SampleKey, int, list[int]]] = []
+        for row, group in enumerate(rows.groups[: rows.end]):
+            if group is not None:
+                key = (group.request.ordinal, group.request.first_sample + int(rows.sample[row]))
+                if key not in self._slots:
+                    self._slots[key] = [] if (np.concatenate(group.slots) >= 0).all() else None
+                if (slots := self._slots[key]) is not None:
+                    recorded.append((key, row, slots))
+        while recorded and len(free) < len(recorded) + sum(chunk.end - chunk.start for _, chunk in chunks):
+            key, _, slots = recorded.pop()
+            free.extend(slots)
+            self._slots[key] = None
+        for _, row, slots in recorded:
+            of_rows[row] = free.pop()
+            slots.append(int(of_rows[row]))
+        return np.concatenate([of_rows, *(self._of_chunk(group, chunk) for group, chunk in chunks)])
+
+    def end(self, key: SampleKey, group: Group, response: list[int]) -> None:
+        """Enter a finished sample into the store."""
+        drawn, prompt = self._slots.pop(key, []), np.concatenate(group.slots)
+        if drawn is not None and (prompt >= 0).all():
+            self.store.add(group.request.token_ids, response[:-1], np.array([*prompt, *drawn], dtype=np.int64))
+
+    def drop(self, key: SampleKey) -> None:
+        """Give back the slots of a sample that has not finished."""
+        self.store.free.extend(self._slots.pop(key, None) or ())
+
+    def _of_chunk(self, group: Group, chunk: Chunk) -> np.ndarray:
+        size, free = chunk.end - chunk.start, self.store.free
+        group.slots.append(np.array([free.pop() for _ in range(size)] if len(free) >= size else [-1] * size))
+        return group.slots[-1]
