@@ -104,7 +104,6 @@ class RayRuntime:
         context = RankContext(specs, self.placement, -1, self.device, total_steps, data_sources)
         self._start_processes()
         task = {
-            "devices": self.placement.devices,
             "devices_per_node": self.placement.devices_per_node,
             "total_steps": total_steps,
             "data_sources": data_sources,
@@ -272,11 +271,12 @@ class RankProcess:
         return answer_call(run)
 
     def _build(
-        self, devices: dict[str, Any], devices_per_node: int, train: bool, time: str, **task: Any
+        self, devices_per_node: int, train: bool, time: str, devices: dict[str, Any] | None = None, **task: Any
     ) -> dict[str, object]:
         set_template_time(time)
         specs = self.source.specs(train=train)
-        placement = Placement(devices, devices_per_node)
+        # the driver's devices follow from the recipe; lists of them would grow with the square of the processes
+        placement = Placement(devices or self.source.specs().place(None).devices, devices_per_node)
         device = own_device(specs.run.device)
         with nullcontext() if self.comm is None else self.comm.doing("building the roles"):
             context = RankContext(specs, placement, self.rank, device, **task)

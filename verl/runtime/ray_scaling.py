@@ -135,7 +135,7 @@ class RoleScaling:
         rank = next(r for r in range(len(self._runtime.processes), 1 << 30) if r not in used)
         process = self._runtime.add_process(rank, ", ".join(self._parts(role)))
         # the process is the only rank of its roles, and the other roles are elsewhere
-        devices = {name: (rank,) if name in self._parts(role) else (0,) for name in self._task["devices"]}
+        devices = {name: (rank,) if name in self._parts(role) else (0,) for name in self._runtime.placement.devices}
         built = process.handle.build_added.remote(pack({**self._task, "devices": devices}))
         # without a deadline, since nothing waits for it: a device may become free in hours
         return Added(role, process, Pending("building the roles", [(process, built)], math.inf, _only))
