@@ -59,8 +59,7 @@ _AGENTS = (
 RUNTIMES = {
     "local": Runtime((), _ONE),
     "engine": Runtime(
-        (f"{_ROLLOUT}.name={_ENGINE}:EngineOfItsOwn",),
-        (*["engine"] * 3, "driver", "supervisor", "reward worker"),
+        (f"{_ROLLOUT}.name={_ENGINE}:EngineOfItsOwn",), (*["engine"] * 3, "driver", "supervisor", "reward worker")
     ),
     "async": Runtime((f"{_ROLLOUT}.prefetch_num=2", f"{_ROLLOUT}.partial_rollout=True"), _ONE),
     "agents": Runtime(_AGENTS, ("tool process", "tool process", "driver", "driver", "supervisor")),

@@ -179,11 +179,9 @@ def check_refused_steps(folder):
         return outputs["log_probs"].sum() * float("nan"), {}
 
     for stage in (1, 2, 3):
-        ours, plain, check = (
-            make(DeepSpeedEngine, path, zero_stage=stage),
-            make(DeepSpeedEngine, path, zero_stage=stage),
-            Refuse(),
-        )
+        ours = make(DeepSpeedEngine, path, zero_stage=stage)
+        plain = make(DeepSpeedEngine, path, zero_stage=stage)
+        check = Refuse()
         batch = make_batch(5, (2, 2))
         for engine in (ours, plain):
             step(engine, 0)

@@ -316,11 +316,9 @@ check_experts = comparison((2,), "qwen3_moe", model={"moe_intermediate_size": 16
 @on(2)
 def check_routing(folder):
     """Ranks that have parts of the tokens and of the experts record what one device does, and replay choices of others."""
-    path, batch, micro = (
-        model_folder(folder, "qwen3_moe", moe_intermediate_size=16),
-        make_batch(0, (3, 2)),
-        MicroBatching(),
-    )
+    path = model_folder(folder, "qwen3_moe", moe_intermediate_size=16)
+    batch = make_batch(0, (3, 2))
+    micro = MicroBatching()
     layout = {"expert_parallel_size": 2, "ulysses_sequence_parallel_size": 2}
     records, steps, engines = [], [], [make(LocalEngine, path), make(FSDPEngine, path, **layout)]
     for engine in engines:

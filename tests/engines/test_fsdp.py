@@ -98,10 +98,8 @@ def test_a_checkpoint_moves_to_other_arrangements_and_back(four):
 @pytest.mark.seed("C5", "G4")
 def test_groups_and_chunks_change_while_training(two):
     """Micro-batches of a group share gathers and sums, chunks hold less memory; losses and gradients are the same."""
-    steps, num_bytes = (
-        two["check_change_while_training"]["steps"],
-        8 * two["check_change_while_training"]["num_parameters"],
-    )
+    steps = two["check_change_while_training"]["steps"]
+    num_bytes = 8 * two["check_change_while_training"]["num_parameters"]
     (plain1, ours1), (plain2, grouped), (plain3, chunked) = steps[0:2], steps[2:4], steps[4:6]
     for plain, ours in ((plain1, ours1), (plain2, grouped), (plain3, chunked)):
         assert ours[0] == pytest.approx(plain[0], rel=1e-10)

@@ -223,10 +223,8 @@ def pointwise(dtype, tokens, features):
 def head(dtype, tokens, features):
     """Log-probs and their gradients, from the same values in `dtype`; one token of the vocabulary has almost no probability."""
     generator = torch.Generator().manual_seed(0)
-    hidden, weight = (
-        torch.randn(tokens, features, generator=generator),
-        0.2 * torch.randn(50, features, generator=generator),
-    )
+    hidden = torch.randn(tokens, features, generator=generator)
+    weight = 0.2 * torch.randn(50, features, generator=generator)
     hidden[:, 0], weight[3, 0] = 1.0, -300.0
     leaves = [x.to(dtype).requires_grad_() for x in (hidden, weight)]
     targets = torch.randint(0, 3, (tokens,), generator=generator)

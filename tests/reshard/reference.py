@@ -52,10 +52,8 @@ def trained(tensor, layout, rank, num_stages=1):
     if at.get("pp", 0) not in stages:
         return None
     array, experts = elements(tensor), layout.expert_parallel
-    fsdp, num_fsdp = (
-        at.get("shard", 0) * sizes.get("sp", 1) + at.get("sp", 0),
-        sizes.get("shard", 1) * sizes.get("sp", 1),
-    )
+    fsdp = at.get("shard", 0) * sizes.get("sp", 1) + at.get("sp", 0)
+    num_fsdp = sizes.get("shard", 1) * sizes.get("sp", 1)
     if tensor.is_expert and experts > 1:
         own = fsdp % experts if num_fsdp > 1 else at.get("replicate", 0) % experts
         array = np.array_split(array, experts)[own]

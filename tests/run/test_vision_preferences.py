@@ -163,10 +163,8 @@ def test_scores_of_episodes_depend_on_images_of_later_turns(preferences):
     module = load_reward_model(preferences("rm").folder / "global_step_2/model/huggingface")
     prompt, response, _, relative, whole = episode_of(FAMILY, 0)
     spans = tuple(span.moved(len(prompt)) for span in relative)
-    ids, swapped = (
-        (*prompt, *response),
-        (spans[0], replace(spans[1], media=episode_of(FAMILY, 1)[3][1].media), spans[2]),
-    )
+    ids = (*prompt, *response)
+    swapped = (spans[0], replace(spans[1], media=episode_of(FAMILY, 1)[3][1].media), spans[2])
     episodes = [(ids, spans), (ids, swapped), (ids[: spans[2].start - 2], spans[:2])]
     sequences, media = [list(part) for part in zip(*episodes, strict=True)]
     together = sequence_scores(module, sequences, max_tokens=900, media=media)

@@ -149,10 +149,8 @@ def test_names_of_metrics_are_clean_in_the_file(tmp_path):
 
 def test_a_program_of_another_kind():
     """The line of a step, validation and the closing table show the metrics of the program."""
-    out, metrics = (
-        io.StringIO(),
-        {"train/loss": ("loss", "{:.4f}"), "train/grad_norm": ("grad", "{:.2f}"), "train/lr": ("lr", "{:.2g}")},
-    )
+    out = io.StringIO()
+    metrics = {"train/loss": ("loss", "{:.4f}"), "train/grad_norm": ("grad", "{:.2f}"), "train/lr": ("lr", "{:.2g}")}
     with Console(rich_console=RichConsole(file=out)) as console:
         console.begin(0, 1, metrics)
         console.step(1, {"train/loss": 2.5, "train/lr": 2e-5, "perf/throughput": 900.0, "critic/score/mean": 1.0})

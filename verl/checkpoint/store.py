@@ -40,14 +40,7 @@ from verl.checkpoint.role import RoleCheckpoint, read_role
 from verl.errors import SYSTEM_ERRORS, CheckpointError
 from verl.tracking.files import replacing, sync_folder
 
-__all__ = [
-    "CheckpointStore",
-    "CheckpointWriter",
-    "RoleCheckpoint",
-    "candidates",
-    "newest_complete",
-    "read_role",
-]
+__all__ = ["CheckpointStore", "CheckpointWriter", "RoleCheckpoint", "candidates", "newest_complete", "read_role"]
 
 log = logging.getLogger(__name__)
 

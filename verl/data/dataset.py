@@ -307,10 +307,8 @@ class PromptRows:
         """Check the rows, see `load_dataset`. Raises DataError for bad rows that are known when this method returns; `poll`
         raises it for the others."""
         config, encoder = self.config, PromptEncoder(tokenizer, self.config)
-        checks, measured = (
-            TemplateChecks(tokenizer),
-            config.truncation == "error" and not config.filter_overlong_prompts,
-        )
+        checks = TemplateChecks(tokenizer)
+        measured = config.truncation == "error" and not config.filter_overlong_prompts
 
         def examine_batch(items: range) -> ScanPart:
             lengths, bad = [], BadRows()

@@ -50,10 +50,7 @@ def token_places(batch: DataProto, keys: Sequence[torch.Tensor]) -> np.ndarray:
 
 
 def add_token_columns(
-    batch: DataProto,
-    keys: Sequence[torch.Tensor],
-    values: Mapping[str, torch.Tensor],
-    places: np.ndarray | None = None,
+    batch: DataProto, keys: Sequence[torch.Tensor], values: Mapping[str, torch.Tensor], places: np.ndarray | None = None
 ) -> None:
     """Add the float32 columns `values` [batch, response] from flat tensors in the order of the masks in `keys` (see
     `token_keys`); NaN where there is none. A column that is there already stays. `places`: of the rows of `batch`, cut from

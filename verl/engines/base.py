@@ -281,12 +281,7 @@ class TrainedEngine(ABC):
     # -- micro-batches and the step ----------------------------------------------------------------------------------------
 
     def _plan(
-        self,
-        batch: DataProto,
-        micro: MicroBatching,
-        reads: Reads,
-        rows: Sequence[int] | None = None,
-        unit: str = "row",
+        self, batch: DataProto, micro: MicroBatching, reads: Reads, rows: Sequence[int] | None = None, unit: str = "row"
     ) -> list[list[int]]:
         """Row indices of each micro-batch; as many on each rank, the last ones may be empty."""
         members = rows_of(batch, rows, reads, self.routing.experts(batch), self.module)

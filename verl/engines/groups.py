@@ -92,9 +92,7 @@ class ProcessGroups:
 
 
 def all_reduce_(
-    tensor: torch.Tensor,
-    groups: Iterable[dist.ProcessGroup],
-    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    tensor: torch.Tensor, groups: Iterable[dist.ProcessGroup], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> torch.Tensor:
     """Reduce in place over one group after the other."""
     for group in groups:

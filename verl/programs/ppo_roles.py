@@ -189,11 +189,9 @@ def role_of(teacher: str) -> str:
 
 
 def _teacher(config: PPOConfig, name: str, teacher: TeacherConfig) -> RoleSpec:
-    student, ref, key = (
-        config.actor_rollout_ref.model,
-        config.actor_rollout_ref.ref,
-        f"distillation.teacher_models.{name}",
-    )
+    student = config.actor_rollout_ref.model
+    ref = config.actor_rollout_ref.ref
+    key = f"distillation.teacher_models.{name}"
     # engines with settings are on the policy's devices, and a pool is beside them
     has_pool = config.distillation.nnodes > 0 and settings_of(ref) is not None
     return RoleSpec(

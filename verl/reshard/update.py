@@ -169,8 +169,7 @@ def plan_update(
         if is_first:
             name = misfits[0].decode()
             log.warning(
-                "Weight sync gathers whole weights on each rank: the layouts do not match the shards of %s.",
-                name,
+                "Weight sync gathers whole weights on each rank: the layouts do not match the shards of %s.", name
             )
         return None
     if device.type == "cuda":  # NCCL connects all ranks at the first collective; point-to-point calls do not

@@ -43,11 +43,9 @@ TEMPLATES = {
         ["<|im_end|>"],
     ),
 }
-QUESTION, GOOD, BAD = (
-    chat("q"),
-    [{"role": "assistant", "content": "good"}],
-    [{"role": "assistant", "content": "bad one"}],
-)
+QUESTION = chat("q")
+GOOD = [{"role": "assistant", "content": "good"}]
+BAD = [{"role": "assistant", "content": "bad one"}]
 SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "good"}]
 
 

@@ -60,10 +60,8 @@ def check_sequence_lengths(subject: Subject) -> Iterator[Line]:
         shown = "no limit of data.max_length" if total is None else f"sequences of at most {total} tokens"
     else:
         rollout = subject.config.actor_rollout_ref.rollout
-        total, keys = (
-            rollout.prompt_length + rollout.response_length,
-            "data.max_prompt_length or data.max_response_length",
-        )
+        total = rollout.prompt_length + rollout.response_length
+        keys = "data.max_prompt_length or data.max_response_length"
         shown = f"{rollout.prompt_length} prompt + {rollout.response_length} response = {total} tokens"
     limit = subject.policy.max_positions if subject.policy else None
     if limit is not None and total is not None and total > limit:

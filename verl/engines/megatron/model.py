@@ -12,14 +12,7 @@ from torch import nn
 
 from verl.config.sections.megatron import MegatronConfig
 from verl.engines.megatron.latent import LatentAttention
-from verl.engines.megatron.layers import (
-    Choice,
-    Experts,
-    OrderedSelfAttention,
-    PackedAttention,
-    PackedTokens,
-    RMSNorm,
-)
+from verl.engines.megatron.layers import Choice, Experts, OrderedSelfAttention, PackedAttention, PackedTokens, RMSNorm
 from verl.engines.megatron.library import (
     GPTModel,
     ModuleSpec,
@@ -162,10 +155,8 @@ class DecoderStage(GPTModel):
         tp = parallel_state.get_tensor_model_parallel_world_size()
         tied = head == "lm" and bool(hf.tie_word_embeddings)
         place = {"vp_stage": vp, "pp_rank": parallel_state.get_pipeline_model_parallel_rank()}
-        num_layers, first_layer = (
-            get_num_layers_to_build(config, **place),
-            get_transformer_layer_offset(config, **place),
-        )
+        num_layers = get_num_layers_to_build(config, **place)
+        first_layer = get_transformer_layer_offset(config, **place)
         super().__init__(
             config,
             block_spec(config, range(first_layer, first_layer + num_layers)),

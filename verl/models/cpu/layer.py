@@ -16,14 +16,7 @@ from torch import nn
 
 from verl.models.attention import Scoring
 from verl.models.cpu.attention import Attended, HeadViews, attend, attend_backward
-from verl.models.cpu.pointwise import (
-    Rotary,
-    inverse_rms,
-    rms_norm,
-    rms_norm_backward_,
-    swiglu,
-    swiglu_backward_,
-)
+from verl.models.cpu.pointwise import Rotary, inverse_rms, rms_norm, rms_norm_backward_, swiglu, swiglu_backward_
 from verl.models.cpu.reuse import LayerActivations
 from verl.models.cpu.weights import DenseDecoder, DenseLayer, Norm, Projection
 from verl.models.grad_buffers import GradientBuffers
@@ -181,12 +174,7 @@ def _views(decoder: DenseDecoder, qkv: torch.Tensor) -> HeadViews:
 
 
 def _norm_and_projection_backward(
-    run: Pass,
-    normed: Normed,
-    projection: Projection,
-    d_y: torch.Tensor,
-    d_x: torch.Tensor,
-    gradients: GradientBuffers,
+    run: Pass, normed: Normed, projection: Projection, d_y: torch.Tensor, d_x: torch.Tensor, gradients: GradientBuffers
 ) -> torch.Tensor:
     """Backward of projection(norm(x)), given its gradient `d_y`; adds the gradient of x to `d_x` and returns `d_x`."""
     norm, x, scale = normed.norm, normed.x, normed.scale

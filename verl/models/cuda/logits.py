@@ -89,10 +89,7 @@ _GRADIENT = kernel(
 
 
 def target_statistics(
-    z: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    transform: tuple[float, float, float],
+    z: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, transform: tuple[float, float, float]
 ) -> ChunkStatistics:
     """Statistics of the targets, in the dtype of z; `transform` is (temperature, logit_scale, softcap)."""
     return ChunkStatistics(*_STATISTICS(z, bias, targets, *transform))

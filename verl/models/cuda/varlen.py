@@ -209,12 +209,7 @@ def spans_of(queries: Sequence[int], keys: Sequence[int], device: torch.device) 
 
 
 def varlen_attention(
-    plan: VarlenPlan,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    kernel: VarlenKernel = FLASH,
+    plan: VarlenPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, kernel: VarlenKernel = FLASH
 ) -> torch.Tensor:
     """q [1, heads, tokens, head_dim], k and v [1, kv_heads, tokens, ...] -> [1, tokens, heads, value_dim];
     differentiable in all three."""

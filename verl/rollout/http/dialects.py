@@ -240,10 +240,8 @@ class SGLang:
             raise answer.unusable(
                 "has rows of meta_info.output_token_logprobs that are not [log-probability, token id, ...]"
             )
-        reason, version = (
-            answer.at(str, "meta_info", "finish_reason", "type"),
-            answer.label("meta_info", "weight_version"),
-        )
+        reason = answer.at(str, "meta_info", "finish_reason", "type")
+        version = answer.label("meta_info", "weight_version")
         return checked_reply(answer, [row[1] for row in rows], [row[0] for row in rows], reason, request, version)
 
     def update(self, client: Client, description: dict[str, object], reader: str) -> None:

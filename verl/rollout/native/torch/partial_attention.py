@@ -149,11 +149,9 @@ def own_rows_alike(
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(dtype)
 
-    q, k, v = (
-        random(1, kv_heads, groups, head_dim),
-        random(kv_heads, head_dim, length),
-        random(kv_heads, length, value_dim),
-    )
+    q = random(1, kv_heads, groups, head_dim)
+    k = random(kv_heads, head_dim, length)
+    v = random(kv_heads, length, value_dim)
     prefix = (random(1, kv_heads, groups, value_dim), random(1, kv_heads, groups)) if has_prefix else None
 
     def attended(rows: int, capacity: int) -> torch.Tensor:
