@@ -4,6 +4,7 @@ import copy
 import itertools
 import multiprocessing
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -162,9 +163,10 @@ def odd_models(tmp_path_factory):
     return models
 
 
-def generate(engine, lengths=(3, 20, 7, 33), **params):
+def generate(engine, lengths=(3, 20, 7, 33), expected=0, **params):
     settings = {"n": 3, "max_new_tokens": 40, "temperature": 0, "ignore_eos": True, **params}
-    return engine.generate(make_prompts(list(lengths)), SamplingParams(**settings), step=2)
+    prompts = [replace(p, expected_tokens=p.ordinal * expected % 5) for p in make_prompts(list(lengths))]
+    return engine.generate(prompts, SamplingParams(**settings), step=2)
 
 
 def by_torch(monkeypatch, engine, **params):
@@ -207,11 +209,9 @@ def test_bfloat16_is_as_near_to_float64_as_torch(kernels, name, load, odd_models
     engine = make_engine("native", module=module)
     lengths = range(5, 37)
     asked = {"lengths": lengths, "n": 1, "max_new_tokens": 1}
-    exact, ours, theirs = (
-        generate(exact_engine, **asked),
-        generate(engine, **asked),
-        by_torch(monkeypatch, engine, **asked),
-    )
+    exact = generate(exact_engine, **asked)
+    ours = generate(engine, **asked)
+    theirs = by_torch(monkeypatch, engine, **asked)
 
     def error(completions):
         pairs = [
@@ -230,13 +230,13 @@ def test_bfloat16_is_as_near_to_float64_as_torch(kernels, name, load, odd_models
     [slow(*case, when=number % 5 > 0) for number, case in enumerate(itertools.product(SETS, DTYPES, FAMILIES))],
     indirect=["kernels", "dtype"],
 )
-def test_samples_do_not_depend_on_slots_neighbours_or_pieces(kernels, dtype, family, load, make_engine):
+def test_samples_do_not_depend_on_slots_neighbours_order_or_pieces(kernels, dtype, family, load, make_engine):
     module = copy.deepcopy(load(family)).to(dtype)
     lengths = [3 + 5 * (i % 7) for i in range(32)]
     settings = {"n": 2, "max_new_tokens": 12, "temperature": 0.8, "lengths": lengths}
     runs = [
-        generate(make_engine("native", module=module, max_num_seqs=slots, max_num_batched_tokens=tokens), **settings)
-        for slots, tokens in ((32, 8192), (7, 19), (1, 5))
+        generate(make_engine("native", module=module, max_num_seqs=slots, max_num_batched_tokens=tokens), **asked)
+        for slots, tokens, asked in ((32, 8192, settings), (7, 19, settings), (1, 5, {**settings, "expected": 3}))
     ]
     assert [c.token_ids for c in runs[0]] == [c.token_ids for c in runs[1]] == [c.token_ids for c in runs[2]]
     assert [c.log_probs for c in runs[0]] == [c.log_probs for c in runs[1]] == [c.log_probs for c in runs[2]]

@@ -2,6 +2,7 @@
 
 import math
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -201,6 +202,14 @@ def test_schedule_starts_every_sample_once(data):
                     schedule.leave_slot(group)
     assert sorted(started) == [(i, s) for i in range(len(lengths)) for s in range(n)]
     assert not schedule.by_slot
+
+
+def test_samples_that_continue_begin_first_then_known_long_ones():
+    schedule, facts = Prompts(), [(9, 0, 0), (3, 0, 2), (5, 0, 8), (7, 4, 0), (11, 0, 0)]
+    for prompt, (_, drawn, tokens) in zip(make_prompts([n for n, _, _ in facts]), facts, strict=True):
+        schedule.waiting.append(Group(replace(prompt, num_drawn=drawn, expected_tokens=tokens), deque([0]), 1))
+    schedule.sort()
+    assert [group.request.ordinal for group in schedule.waiting] == [3, 2, 1, 4, 0]
 
 
 def test_close_holes_moves_rows_whole():

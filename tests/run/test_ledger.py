@@ -8,6 +8,7 @@ import pytest
 
 from tests.run.test_resume import weights
 from verl.errors import CheckpointError
+from verl.tracking.ledger.lengths import ResponseLengths
 from verl.tracking.ledger.reader import Ledger
 
 AHEAD = ("actor_rollout_ref.rollout.prefetch_num=2", "actor_rollout_ref.rollout.partial_rollout=True")
@@ -60,23 +61,34 @@ def without_checkpoints_after(step, folder):
     (folder / "latest_checkpointed_iteration.txt").write_text(str(step))
 
 
-def test_a_resumed_run_has_the_ledger_of_the_unbroken_one(tiny_run, ends_after):
-    """Samples made ahead and in parts: the queue is filled from the ledger, and from the checkpoint when that is lost."""
-    unbroken = tiny_run(*AHEAD, *steps(4), folder="unbroken")
+def test_a_resumed_run_has_the_ledger_of_the_unbroken_one(tiny_run, ends_after, monkeypatch):
+    """Samples made ahead and in parts: the queue is filled from the ledger, and from the checkpoint when that is lost. The
+    second epoch begins with the prompts whose responses were long in the first."""
+    expected, original = [], ResponseLengths.of
+    of = lambda *args: expected.append(original(*args).tolist()) or original(*args)  # noqa: E731
+    monkeypatch.setattr(ResponseLengths, "of", of)
+    ahead = (*AHEAD, "data.train_max_samples=8")
+    unbroken = tiny_run(*ahead, *steps(5), folder="unbroken")
+    *_, last = known = [lengths for lengths in expected if any(lengths)]
     ends_after(3)
-    broken = tiny_run(*AHEAD, *steps(4), folder="broken")
+    broken = tiny_run(*ahead, *steps(5), folder="broken")
     without_checkpoints_after(2, broken.folder)
-    resumed = tiny_run(*AHEAD, *steps(4), folder="broken")
+    expected.clear()
+    resumed = tiny_run(*ahead, *steps(5), folder="broken")
+    assert len(known) == 2
+    assert [lengths for lengths in expected if any(lengths)] == [last]
     assert ledger_of(resumed)[1:] == ledger_of(unbroken)[1:]
-    assert weights(resumed, 4) == weights(unbroken, 4)
+    assert weights(resumed, 5) == weights(unbroken, 5)
     assert resumed.repeatable == unbroken.repeatable
     without_checkpoints_after(2, broken.folder)
     (broken.folder / "ledger.sqlite").unlink()
-    lost = tiny_run(*AHEAD, *steps(4), folder="broken")
-    assert weights(lost, 4) == weights(unbroken, 4)
+    expected.clear()
+    lost = tiny_run(*ahead, *steps(5), folder="broken")
+    assert [lengths for lengths in expected if any(lengths)] == [last]
+    assert weights(lost, 5) == weights(unbroken, 5)
     counts, _, offset = ledger_of(lost)
     assert offset == ledger_of(unbroken)[2]
-    assert (counts.before, counts.trained) == (32, 32)
+    assert (counts.before, counts.trained) == (32, 48)
 
 
 def test_a_ledger_that_disagrees_stops_the_run_before_it_trains(tiny_run):

@@ -169,16 +169,25 @@ def test_after_a_crash_what_came_later_has_not_happened(path, tracker):
     issue(tracker, 3, [3])
     tracker.close()
     again, waiting = resume(path, record)
+    rows = np.array([0, 1, 2, 70])
+    assert (again.lengths.of(rows).tolist(), tracker.lengths.of(rows).tolist()) == ([3, 0, 0, 0], [3, 3, 0, 0])
     assert (again.cursor, again.num_open()) == (1, 1)
     assert [(s.ordinal, s.step, s.split, s.limit) for s in waiting] == [(2, 1, "train", 8)]
     assert [p.tokens.tolist() for p in waiting[0].segments] == [[200, 201]]
     again.generate(2, [segment(2, 0, first=2, version=1)])
     take_step(again, 2, [1])
     assert again.offset == tracker.offset
+    assert (again.lengths.of(rows) == tracker.lengths.of(rows)).all()
     again.close()
     with Ledger.open(path) as ledger:
         assert len(ledger.trained()) == 4
         assert ledger.pending() == [(2, 0)]
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("DROP TABLE lengths")  # as in earlier files
+    older, _ = resume(path, record)
+    take_step(older, 2, [1])
+    assert older.lengths.of(rows).tolist() == [0, 3, 0, 0]
+    older.close()
 
 
 def test_a_record_that_the_ledger_contradicts_is_refused(path):

@@ -102,7 +102,9 @@ class Collector:
         """`params.n` samples of each of the loader's `prompts`."""
         issued = issued_prompts(prompts, self.loader.order)
         self.samples.issue(step, issued, num_samples=params.n, split="train", limit=params.max_new_tokens)
-        batch = generate_samples(self.roles.rollout, prompts, params, step=step)
+        asked = self.samples.lengths.expected(prompts)
+        sampled = self.roles.rollout.generate(asked, step=step, split="train", params=params).get()
+        batch = prompts.repeat(params.n, interleave=True).union(sampled)
         # on a thread: of a batch that gets no further columns meanwhile
         self.samples.generate(step, partial(segments_of, batch.batch["ordinal"].tolist(), batch.slice()))
         return batch

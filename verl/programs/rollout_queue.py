@@ -184,7 +184,7 @@ class RolloutQueue:
         rows = [self._unfinished_rows(batch, part) for batch in resumed]
         prompts = [batch.prompts for batch in started] or [resumed[0].prompts.slice(0, 0)]
         params, split = replace(self.params, max_new_tokens=part), started[0].split if started else "train"
-        both = DataProto.concat(prompts), DataProto.concat(rows) if rows else DataProto()
+        both = self.samples.lengths.expected(DataProto.concat(prompts)), DataProto.concat(rows) if rows else DataProto()
         whole = self.rollout.advance(*both, step=step, params=params, first=first, split=split, limit=self.limit)
         sizes = [self.count * self.params.n] * len(started), list(map(len, rows))
         for kind, batches in enumerate((started, resumed)):

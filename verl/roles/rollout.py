@@ -244,9 +244,10 @@ class _Asked(NamedTuple):
 
 def _starting(prompts: DataProto, split: str, count: int, most: int) -> Iterator[_Asked]:
     media = media_of(prompts) or [None] * len(prompts)
-    for row, image in enumerate(media):
-        ids = tuple(prompts.non_tensor_batch["prompt_token_ids"][row])
-        request = PromptRequest(int(prompts.batch["ordinal"][row]), ids, max_new_tokens=most, media=image)
+    known = prompts.batch["expected_tokens"].tolist() if "expected_tokens" in prompts.batch else [0.0] * len(prompts)
+    for row, (image, tokens) in enumerate(zip(media, known, strict=True)):
+        ids, ordinal = tuple(prompts.non_tensor_batch["prompt_token_ids"][row]), int(prompts.batch["ordinal"][row])
+        request = PromptRequest(ordinal, ids, max_new_tokens=most, media=image, expected_tokens=tokens)
         yield _Asked(prompts, row, split, count, request)
 
 

@@ -49,7 +49,8 @@ class Group:
 
 
 class Prompts:
-    """Order of the prompts: samples that continue, which are longer than new ones, then long prompts, so that neighbours have
+    """Order of the prompts: samples that continue, which are longer than new ones, then prompts with long responses in an
+    earlier epoch, so that few rows are left at the end. Without a known length, long prompts, so that neighbours have
     similar lengths and the long ones do not come last."""
 
     def __init__(self) -> None:
@@ -65,7 +66,8 @@ class Prompts:
 
     def sort(self) -> None:
         """Order what waits, after additions."""
-        self.waiting = deque(sorted(self.waiting, key=lambda g: (g.request.num_drawn == 0, -g.num_tokens)))
+        asked = [(g.request.num_drawn == 0, -g.request.expected_tokens, -g.num_tokens) for g in self.waiting]
+        self.waiting = deque(self.waiting[i] for i in sorted(range(len(asked)), key=asked.__getitem__))
 
     def take_chunks(
         self,

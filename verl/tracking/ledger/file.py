@@ -5,6 +5,7 @@ samples   one row per attempt at a sample, with the steps in which it was issued
 segments  the tokens of a sample in the order in which they were added, and their source: policy or environment
 skipped   prompts that never train, because the run went back to a checkpoint and continued behind them
 steps     the offset at the end of every step, and the samples that had ended without training by then
+lengths   mean response lengths of the prompts that ended in every step (verl/tracking/ledger/lengths.py)
 
 Every change carries the number of its step and overwrites nothing that an earlier step wrote, so the file can be rewound to
 the end of any step.
@@ -16,7 +17,8 @@ which syncs the whole journal. So no checkpoint is ahead of the ledger, and a re
 checkpoint.
 
 The cost of a resume, of a checkpoint and of the counts does not grow with the history. What changes after a step is reached by
-the index of `ended_step`, counts are sums per step, and a resume compares the newest _VERIFIED samples with the checkpoint.
+the index of `ended_step`, counts are sums per step, and a resume compares the newest _VERIFIED samples with the checkpoint. A
+resume reads all `lengths`: a byte a sample.
 """
 
 from __future__ import annotations
@@ -43,7 +45,10 @@ BUSY_S = 30.0  # longest wait for another process that reads or writes the file
 _VERIFIED = 100_000  # newest samples that a resume compares with its checkpoint: about a second
 _CHECKED_BYTES = 1 << 28  # larger files are not read whole to look for damaged pages
 
-SCHEMA = """
+_LENGTHS = "CREATE TABLE IF NOT EXISTS lengths (step INTEGER PRIMARY KEY, prompts BLOB);"  # earlier files have none
+SCHEMA = (
+    _LENGTHS
+    + """
 CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE samples (
   ordinal INTEGER, sample INTEGER, attempt INTEGER, epoch INTEGER, data_row INTEGER, prompt TEXT,
@@ -61,6 +66,7 @@ CREATE INDEX samples_again ON samples (attempt) WHERE attempt = 1;
 CREATE TABLE steps (step INTEGER PRIMARY KEY, cursor INTEGER, num_trained INTEGER, digest TEXT,
   dropped INTEGER, evicted INTEGER, defaulted INTEGER);
 """
+)
 _OFFSET = "step, cursor, num_trained, digest"  # columns of steps
 STATEMENTS = {
     "issue": "INSERT INTO samples (ordinal, sample, attempt, epoch, data_row, prompt, issued_step, split, token_limit) "
@@ -69,6 +75,7 @@ STATEMENTS = {
     "score": "UPDATE samples SET scored_step = ?, reward = ?, parts = ?, error = ?, digest = ? "
     "WHERE ordinal = ? AND sample = ? AND attempt = ?",
     "end": "UPDATE samples SET ended_step = ?, fate = ?, uses = ? WHERE ordinal = ? AND sample = ? AND attempt = ?",
+    "lengths": "INSERT INTO lengths VALUES (?, ?)",
     "skip": "INSERT OR REPLACE INTO skipped VALUES (?, ?, ?)",
     "step": "INSERT INTO steps SELECT ?1, ?2, ?3, ?4, coalesce(max(dropped), 0) + (SELECT count(*) {dropped}), "
     "coalesce(max(evicted), 0) + (SELECT count(*) {evicted}), coalesce(max(defaulted), 0) + (SELECT count(*) {defaulted}) "
@@ -79,7 +86,10 @@ STATEMENTS = {
     ),
 }
 # a sample changes until it ends, so the index of ended_step reaches everything after a step
-_REWIND = """
+_REWIND = (
+    _LENGTHS
+    + """
+DELETE FROM lengths WHERE step > {step};
 DELETE FROM segments WHERE step > {step} AND (ordinal, sample, attempt) IN (
   SELECT ordinal, sample, attempt FROM samples WHERE ended_step IS NULL OR ended_step > {step});
 DELETE FROM samples WHERE issued_step > {step} AND (ended_step IS NULL OR ended_step > {step});
@@ -89,6 +99,7 @@ UPDATE samples SET ended_step = NULL, fate = NULL, uses = NULL WHERE ended_step 
 DELETE FROM skipped WHERE step > {step};
 DELETE FROM steps WHERE step > {step};
 """
+)
 FIX = (
     "Move it to another place: the run then continues from the checkpoint's own record, without the history before it."
 )
@@ -311,6 +322,7 @@ def write_open(path: Path, target: Path, offset: Offset) -> None:
         db.execute(
             "INSERT INTO segments SELECT s.* FROM samples CROSS JOIN whole.segments s USING (ordinal, sample, attempt)"
         )
+        db.execute("INSERT INTO lengths SELECT * FROM whole.lengths")
         db.execute("COMMIT")
         db.executescript(f"BEGIN; {_REWIND.format(step=step)} COMMIT;")
         db.execute("DETACH whole")

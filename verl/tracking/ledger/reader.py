@@ -169,10 +169,8 @@ class Ledger:
         ordinal, sample, attempt, epoch, data_row, step, uses, reward, parts, error, digest = row
         query = "SELECT * FROM segments WHERE ordinal = ? AND sample = ? AND attempt = ? ORDER BY first_token"
         with explained(self.path):
-            segments, content = (
-                [_segment_of(r) for r in self._db.execute(query, (ordinal, sample, attempt))],
-                records.SampleDigest(),
-            )
+            segments = [_segment_of(r) for r in self._db.execute(query, (ordinal, sample, attempt))]
+            content = records.SampleDigest()
             for segment in segments:
                 content.add(segment)
             if digest is not None and content.with_reward(reward) != digest:
@@ -213,20 +211,21 @@ _OPEN_SEGMENTS = (
     "ORDER BY ordinal, sample, attempt, first_token"
 )
 _OPEN_SAMPLES = (
-    "SELECT ordinal, sample, attempt, issued_step, split, token_limit, prompt FROM samples WHERE ended_step IS NULL "
-    "ORDER BY ordinal, sample, attempt"
+    "SELECT ordinal, sample, attempt, issued_step, split, token_limit, prompt, data_row FROM samples "
+    "WHERE ended_step IS NULL ORDER BY ordinal, sample, attempt"
 )
 
 
 def snapshot(path: Path) -> records.Snapshot:
-    """The newest offset, and the open samples with the segments generated so far."""
+    """The newest offset, the open samples with the segments generated so far, and the lengths of ended ones."""
     with explained(path), closing(connect_read_only(path)) as db:
         segments: dict[tuple[int, int, int], list[records.SegmentRecord]] = defaultdict(list)
         for row in db.execute(_OPEN_SEGMENTS):
             segments[row[:3]].append(_segment_of(row))
         waiting = [replace(records.OpenSample(*row), segments=segments[row[:3]]) for row in db.execute(_OPEN_SAMPLES)]
         (run,) = db.execute("SELECT value FROM about WHERE name = 'run'").fetchone()
-        return records.Snapshot(run, newest_offset(db), waiting)
+        lengths = b"".join(prompts for (prompts,) in db.execute("SELECT prompts FROM lengths ORDER BY step"))
+        return records.Snapshot(run, newest_offset(db), waiting, lengths)
 
 
 def open_rows(path: Path) -> list[tuple[object, ...]]:

@@ -88,16 +88,18 @@ class OpenSample:
     split: str
     limit: int  # tokens
     prompt: str  # digest
+    row: int  # of the data
     segments: list[SegmentRecord] = field(default_factory=list)
 
 
 @dataclass
 class Snapshot:
-    """The state in which a tracker starts. `run` is the id of the run that owns the ledger."""
+    """The state in which a tracker starts. `run` is the id of the run that owns the ledger, `lengths` see ResponseLengths."""
 
     run: str
     offset: Offset
     waiting: list[OpenSample] = field(default_factory=list)
+    lengths: bytes = b""
 
 
 class SampleDigest:

@@ -24,6 +24,7 @@ from verl.errors import CheckpointError
 from verl.tracking.files import Json
 from verl.tracking.ledger import records
 from verl.tracking.ledger.file import FIX, NAME, copy, create, holds, rewind, run_of
+from verl.tracking.ledger.lengths import ResponseLengths, packed
 from verl.tracking.ledger.reader import open_rows, snapshot
 from verl.tracking.ledger.writer import LedgerWriter
 
@@ -39,6 +40,7 @@ class _Issued:
 
     attempt: int
     step: int
+    row: int  # of the data
     contents: dict[int, records.SampleDigest]
     scored: int = 0  # the step in which they were scored
     digests: dict[int, str] = field(default_factory=dict)
@@ -58,13 +60,14 @@ class SampleTracker:
         self._skipped_to = 0  # prompts before this one are skipped from the next step on
         self.run = ""
         self.offset = records.Offset()
+        self.lengths = ResponseLengths()
 
     def start(self, snapshot: records.Snapshot, writer: LedgerWriter | None = None) -> None:
         """Continue from `snapshot`."""
         self.run, self.offset, self._writer = snapshot.run, snapshot.offset, writer
-        self._open, self._skipped_to = {}, 0
+        self._open, self._skipped_to, self.lengths = {}, 0, ResponseLengths(snapshot.lengths)
         for sample in snapshot.waiting:
-            issued = self._open.setdefault(sample.ordinal, _Issued(sample.attempt, sample.step, {}))
+            issued = self._open.setdefault(sample.ordinal, _Issued(sample.attempt, sample.step, sample.row, {}))
             content = issued.contents.setdefault(sample.sample, records.SampleDigest())
             for segment in sample.segments:
                 content.add(segment)
@@ -109,7 +112,7 @@ class SampleTracker:
                 evicted += [(step, records.EVICTED, 0, ordinal, sample, before.attempt) for sample in before.contents]
             attempt = 0 if before is None else before.attempt + 1
             self._open[ordinal] = _Issued(
-                attempt, step, {sample: records.SampleDigest() for sample in range(num_samples)}
+                attempt, step, prompt.row, {sample: records.SampleDigest() for sample in range(num_samples)}
             )
             issued += [
                 (ordinal, sample, attempt, prompt.epoch, prompt.row, prompt.digest, step, split, limit)
@@ -163,9 +166,11 @@ class SampleTracker:
                 f"Step {step} skipped prompt {lost}, which would be lost. This is a fault of the program; stop the run and "
                 "report it."
             )
-        rows, trained = [], []
+        rows, trained, lengths = [], [], []
         for ordinal in ending:
             issued = self._open[ordinal]
+            num_tokens = sum(content.num_tokens for content in issued.contents.values())
+            lengths.append((issued.row, num_tokens / len(issued.contents)))
             for sample in sorted(issued.contents):
                 times = uses.pop((ordinal, sample), 0)
                 rows.append(
@@ -177,12 +182,12 @@ class SampleTracker:
             self._reject(next(iter(uses)), f"trained in step {step}")
         for ordinal in ending:
             del self._open[ordinal]
-        num_trained, digest = (
-            self.offset.num_trained + len(trained),
-            records.chained_digest(self.offset.digest, step, trained),
-        )
+        num_trained = self.offset.num_trained + len(trained)
+        digest = records.chained_digest(self.offset.digest, step, trained)
         self.offset = records.Offset(step, self.cursor + len(ending), num_trained, digest)
+        self.lengths.add(ended := packed(lengths))
         self._write("end", rows)
+        self._write("lengths", [(step, ended)])
         self._write("step", [tuple(vars(self.offset).values())])
 
     def skip_prompts(self, step: int, next_ordinal: int) -> None:
