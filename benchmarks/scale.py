@@ -266,36 +266,57 @@ def measure_checkpoints(sizes: Sequence[int], folder: Path) -> None:
 
 
 def measure_tails(sizes: Sequence[int], folder: Path) -> None:
-    """Processor time of generation against responses of equal length, for lengths of a log-normal distribution with 1% at the
-    limit: of a synchronous step, and of a step of partial rollouts, in which all cohorts make a part."""
+    """Generation against responses of equal length, for lengths of a log-normal distribution with 1% at the limit, half
+    of whose variance is between prompts: of a synchronous step in a first and in a later epoch, and of a step of partial
+    rollouts, in which all cohorts make a part. Processor time, decode steps (as multiples of tokens / slots), and prompt tokens
+    computed, a new token."""
     shape = {"hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 2 * _LIMIT}
     path = make_tiny_model(folder / "model", **shape)
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="verl", dtype=torch.float32).eval()
     engine = NativeRollout(model, None, RolloutConfig(max_num_seqs=_SLOTS), eos_token_ids=[])
     params, costs = SamplingParams(max_new_tokens=_LIMIT, ignore_eos=True), Costs(sizes)
 
-    def seconds_of_token(requests: list[tuple[int, int]]) -> float:
-        """Of (tokens before, new tokens) of each response."""
+    def cost_of_token(requests: list[tuple[int, int, float]]) -> np.ndarray:
+        """[processor seconds, decode steps of all slots, prompt tokens] of (tokens before, new, expected) of each response."""
         generation, started = engine.open(params, step=1), time.process_time()
-        for number, (before, new) in enumerate(requests):
-            generation.add(PromptRequest(number, (5,) * (16 + before), num_drawn=before, max_new_tokens=new))
+        for number, (before, new, expected) in enumerate(requests):
+            ids = (5,) * (16 + before)
+            generation.add(PromptRequest(number, ids, 0, before, max_new_tokens=new, expected_tokens=expected))
         while generation.poll():
             pass
-        return (time.process_time() - started) / int(generation.close()["num_generated_tokens"])
+        seconds, facts = time.process_time() - started, generation.close()
+        counts = _SLOTS * int(facts["num_decode_steps"]), int(facts["num_prompt_tokens_computed"])
+        return np.array([seconds, *counts]) / int(facts["num_generated_tokens"])
 
-    seconds_of_token([(0, 8)] * _SLOTS)  # the first generation starts threads
+    cost_of_token([(0, 8, 0)] * _SLOTS)  # the first generation starts threads
     for size in sizes:
-        drawn = np.random.default_rng(0).lognormal(math.log(_LIMIT) - 2.326, 1.0, size)
-        lengths = [int(length) for length in drawn.clip(1, _LIMIT)]
-        bound = seconds_of_token([(0, sum(lengths) // size)] * size)
-        row = {"synchronous": seconds_of_token([(0, n) for n in lengths]) / bound}
+        earlier, lengths = lengths_of_epochs(size)
+        mixes = {"": [(0, int(lengths.mean()), 0.0)] * size, "a first epoch": [(0, n, 0.0) for n in lengths.tolist()]}
+        mixes["a later epoch"] = [(0, n, mean) for n, mean in zip(lengths.tolist(), earlier.tolist(), strict=True)]
         for parts in (2, 4, 8):
             first = _LIMIT // (parts * min(parts, 4))  # as in verl/programs/rollout_queue.py
             ends = [0, *range(first, _LIMIT, -(-(_LIMIT - first) // (parts - 1))), _LIMIT]
-            begun = [(at, min(end, n) - at) for at, end in reversed([*pairwise(ends)]) for n in lengths if n > at]
-            row[f"in {parts} parts"] = seconds_of_token(begun) / bound
+            cuts = reversed([*pairwise(ends)])
+            mixes[f"{parts} parts"] = [
+                (at, min(end, n) - at, 0.0) for at, end in cuts for n in lengths.tolist() if n > at
+            ]
+        rounds = [[cost_of_token(requests) for requests in mixes.values()] for _ in range(3)]
+        bound, *least = np.min(rounds, axis=0).tolist()
+        row = {}
+        for name, (seconds, steps, computed) in zip([*mixes][1:], least, strict=True):
+            row |= {f"processor time, {name}": seconds / bound[0], f"decode steps, {name}": steps}
+            row[f"prompt tokens, {name}"] = computed
         costs.add(size, row)
     print(costs.table())
+
+
+def lengths_of_epochs(size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The mean length of each response's prompt in an epoch, and the response's own length in the next; eight have a prompt."""
+    rng = np.random.default_rng(0)
+    prompts = rng.normal(size=(1, size // _SAMPLES, 1))
+    deviations = math.sqrt(0.5) * (prompts + rng.normal(size=(2, size // _SAMPLES, _SAMPLES)))
+    earlier, lengths = np.exp(math.log(_LIMIT) - 2.326 + deviations).clip(1, _LIMIT).astype(int)
+    return np.repeat(earlier.mean(axis=1), _SAMPLES), lengths.reshape(-1)
 
 
 def load(store: CheckpointStore, block: torch.Tensor) -> None:
