@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.agents.test_runs import ENDS, ROLLOUT, episodes
+from tests.agents.test_runs import ENDS, INTERACTIONS, ROLLOUT, episodes
 from tests.agents.test_ways import HERE, NO_TOOLS, ONE_STEP, digest
 from tests.config.helpers import load
 from verl.algorithms.advantages import compute_advantage
@@ -15,12 +15,6 @@ from verl.data_proto.samples import Score
 from verl.roles.reward import RewardWorker
 
 LETTERS = [NO_TOOLS, f"{ROLLOUT}.multi_turn.enable=False", f"{ROLLOUT}.agent.environment={HERE}:Letters"]
-USERS = """
-interaction:
-  - name: judge
-    class_name: tests.agents.loops_of_users.Judge
-    config: {patience: 2}
-"""
 
 
 class FixedScores:
@@ -118,7 +112,7 @@ def test_where_a_reward_is_changes_no_sample(agent_run):
 
 def test_answers_of_a_user_reward_turns(agent_run, changed_rows, tmp_path):
     rows = changed_rows(lambda _, row: row.update(extra_info={"interaction_kwargs": {"name": "judge", "want": "a"}}))
-    (tmp_path / "users.yaml").write_text(USERS)
+    (tmp_path / "users.yaml").write_text(INTERACTIONS)
     run = agent_run(
         ENDS, NO_TOOLS, f"data.train_files={rows}", ONE_STEP, f"{ROLLOUT}.agent.turn_rewards=True",
         f"{ROLLOUT}.multi_turn.interaction_config_path={tmp_path}/users.yaml", "reward.num_workers=1",

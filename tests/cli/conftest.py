@@ -1,6 +1,7 @@
 """A tiny task on disk, and the command line run in this process: `verl("check", ...)` returns (exit code, output)."""
 
 import json
+from functools import partial
 
 import pytest
 
@@ -28,42 +29,48 @@ def write_rows(path, rows):
     return path
 
 
+def write_task(folder):
+    """Writes train.jsonl (8 rows), val.jsonl (3 rows) and reward.py."""
+    write_rows(folder / "train.jsonl", [make_row(i) for i in range(8)])
+    write_rows(folder / "val.jsonl", [make_row(i) for i in range(100, 103)])
+    (folder / "reward.py").write_text(REWARD)
+    return folder
+
+
+def overrides_of(task, model, changes=None):
+    """The overrides of a run that can start, with `changes`, a dict with dotted keys."""
+    settings = {
+        "algorithm.adv_estimator": "grpo",
+        "actor_rollout_ref.model.path": model,
+        "data.train_files": task / "train.jsonl",
+        "data.val_files": task / "val.jsonl",
+        "data.train_batch_size": 4,
+        "data.max_prompt_length": 64,
+        "data.max_response_length": 6,
+        "actor_rollout_ref.rollout.n": 2,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
+        "reward.custom_reward_function.path": task / "reward.py",
+        "reward.num_workers": 1,
+        # scorers in processes take longer than the steps
+        "reward.debug": not {"trainer.nnodes", "trainer.n_gpus_per_node"} & set(changes or {}),
+        "trainer.logger": "[file]",
+        "trainer.total_training_steps": 2,
+        "trainer.default_local_dir": task / "run",
+        **(changes or {}),
+    }
+    return [f"{key}={value}" for key, value in settings.items() if value is not None]
+
+
 @pytest.fixture
 def task(tmp_path):
-    """Folder with train.jsonl (8 rows), val.jsonl (3 rows) and reward.py."""
-    write_rows(tmp_path / "train.jsonl", [make_row(i) for i in range(8)])
-    write_rows(tmp_path / "val.jsonl", [make_row(i) for i in range(100, 103)])
-    (tmp_path / "reward.py").write_text(REWARD)
-    return tmp_path
+    """Folder of `write_task`."""
+    return write_task(tmp_path)
 
 
 @pytest.fixture
 def overrides(task, tiny_llama):
-    """`overrides(changes)` returns the overrides of a run that can start, with `changes`, a dict with dotted keys."""
-
-    def build(changes=None):
-        settings = {
-            "algorithm.adv_estimator": "grpo",
-            "actor_rollout_ref.model.path": tiny_llama,
-            "data.train_files": task / "train.jsonl",
-            "data.val_files": task / "val.jsonl",
-            "data.train_batch_size": 4,
-            "data.max_prompt_length": 64,
-            "data.max_response_length": 6,
-            "actor_rollout_ref.rollout.n": 2,
-            "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
-            "reward.custom_reward_function.path": task / "reward.py",
-            "reward.num_workers": 1,
-            # scorers in processes take longer than the steps
-            "reward.debug": not {"trainer.nnodes", "trainer.n_gpus_per_node"} & set(changes or {}),
-            "trainer.logger": "[file]",
-            "trainer.total_training_steps": 2,
-            "trainer.default_local_dir": task / "run",
-            **(changes or {}),
-        }
-        return [f"{key}={value}" for key, value in settings.items() if value is not None]
-
-    return build
+    """`overrides(changes)`: see `overrides_of`."""
+    return partial(overrides_of, task, tiny_llama)
 
 
 @pytest.fixture

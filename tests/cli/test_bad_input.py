@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from tests.cli.conftest import REWARD, make_row, write_rows
+from tests.cli.conftest import make_row, overrides_of, write_rows, write_task
 from tests.run.conftest import Run
 from verl.cli.main import main
 
@@ -26,26 +26,8 @@ LONGER = {**SETTINGS, "trainer.total_training_steps": NUM_STEPS + 1}
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, tiny_llama):
     """Run folder of two steps with their checkpoints."""
-    task = tmp_path_factory.mktemp("finished")
-    write_rows(task / "train.jsonl", [make_row(i) for i in range(8)])
-    (task / "reward.py").write_text(REWARD)
-    settings = {
-        "algorithm.adv_estimator": "grpo",
-        MODEL: tiny_llama,
-        "data.train_files": task / "train.jsonl",
-        "data.val_files": "[]",
-        "data.train_batch_size": 4,
-        "data.max_prompt_length": 64,
-        "data.max_response_length": 6,
-        "actor_rollout_ref.rollout.n": 2,
-        "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
-        REWARD_PATH: task / "reward.py",
-        "reward.debug": True,
-        "trainer.logger": "[file]",
-        "trainer.default_local_dir": task / "run",
-        **SETTINGS,
-    }
-    assert main(["train", *(f"{k}={v}" for k, v in settings.items())]) == 0
+    task = write_task(tmp_path_factory.mktemp("finished"))
+    assert main(["train", *overrides_of(task, tiny_llama, {"data.val_files": "[]", **SETTINGS})]) == 0
     return Run(task / "run")
 
 
